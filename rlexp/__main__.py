@@ -1,0 +1,49 @@
+"""`python -m rlexp [overrides]`: Hydra composes, the launch room runs. No torch is imported here."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from rlexp import __version__
+from rlexp.config import load
+from rlexp.config.explain import explain
+from rlexp.config.paths import conf_dir
+
+os.environ.setdefault("RLEXP_VERSION", __version__)
+load.register()
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
+def main(cfg: DictConfig) -> None:
+    # One call of an importable function: submitit pickles `main` by value.
+    from rlexp.launch.job import run_job
+
+    run_job(cfg)
+
+
+def cli() -> int:
+    """Run and answer with an exit code. A user's mistake is one message; a defect keeps its traceback."""
+    from rlexp.launch.job import run_as_joined_rank
+    from rlexp.launch.local import Interrupted
+
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # so that errors arrive here, not in Hydra's own report
+    try:
+        if not run_as_joined_rank(sys.argv[1:]):
+            main()
+    except Interrupted as stop:
+        return stop.exit_code
+    except Exception as error:
+        message = explain(error)
+        if message is None:
+            raise
+        sys.stderr.write(f"rlexp: {message}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

@@ -1,0 +1,131 @@
+"""Rules across fields, checked once, before a process is started."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from rlexp.config import sizes
+from rlexp.config.hardware import visible_gpus
+from rlexp.config.resolvers import resolve_device
+from rlexp.config.schema import (
+    Config,
+    Device,
+    DPOConfig,
+    EngineName,
+    HFModelConfig,
+    JsonlDataConfig,
+    KernelName,
+    Precision,
+    SyntheticDataConfig,
+    TinyModelConfig,
+)
+from rlexp.errors import ConfigError, DataError
+
+
+def check(cfg: Config) -> None:
+    cfg.launch.device = Device[resolve_device(cfg.launch.device.value)]
+    _check_launch(cfg)
+    _check_train(cfg)
+    _check_groups(cfg)
+
+
+def _check_launch(cfg: Config) -> None:
+    sizes.positive("launch.nodes", cfg.launch.nodes)
+    sizes.positive("launch.torch_threads", cfg.launch.torch_threads)
+    _positive("launch.timeout_seconds", cfg.launch.timeout_seconds)
+    joined = sizes.joined_world() is not None
+    if cfg.launch.nodes > 1 and not joined:
+        raise ConfigError(
+            f"launch.nodes={cfg.launch.nodes}: this command starts ranks on this machine only. Start it on every "
+            f"node with torchrun or srun, or use hydra/launcher=slurm, or launch.nodes=1."
+        )
+    if cfg.launch.device is Device.cuda and not joined and cfg.launch.nproc > visible_gpus():
+        raise ConfigError(
+            f"launch.nproc={cfg.launch.nproc}: one GPU per rank, and {visible_gpus()} are visible. "
+            f"Use launch.nproc={visible_gpus()}, or launch.device=cpu."
+        )
+
+
+def _check_train(cfg: Config) -> None:
+    for key in ("max_steps", "epochs", "eval_every"):
+        value = getattr(cfg.train, key)
+        if value is not None:
+            sizes.positive(f"train.{key}", value)
+    if cfg.train.precision is Precision.fp64:
+        if cfg.engine.name is not EngineName.torch:
+            raise ConfigError(
+                f"engine={cfg.engine.name.value}: with train.precision=fp64 DeepSpeed would keep float32 masters. "
+                f"Use engine=torch (what is taken when no engine is named), or train.precision=fp32."
+            )
+        if cfg.launch.device is Device.cuda and cfg.parallel.kernel is KernelName.cpu_flash:
+            raise ConfigError("parallel.kernel=cpu_flash: runs on CPU only. Use parallel.kernel=plain.")
+
+
+def _check_groups(cfg: Config) -> None:
+    _positive("optim.lr", cfg.optim.lr, zero=True)
+    _positive("optim.eps", cfg.optim.eps, zero=True)
+    _positive("optim.weight_decay", cfg.optim.weight_decay, zero=True)
+    _positive("optim.max_grad_norm", cfg.optim.max_grad_norm, zero=True)
+    if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
+        raise ConfigError(f"optim.betas={cfg.optim.betas}: two values in [0, 1) are needed, as in [0.9,0.999].")
+    if cfg.optim.warmup_steps < 0:
+        raise ConfigError(f"optim.warmup_steps={cfg.optim.warmup_steps}: must be at least 0.")
+    if cfg.data.max_length < 2:
+        raise ConfigError(f"data.max_length={cfg.data.max_length}: must be at least 2 (a prompt and an answer).")
+    if cfg.launch.device is Device.cuda and cfg.parallel.kernel is KernelName.cpu_flash:
+        raise ConfigError("parallel.kernel=cpu_flash: runs on CPU only. Use parallel.kernel=auto.")
+    match cfg.loss:
+        case DPOConfig(beta=beta, label_smoothing=smoothing):
+            _positive("loss.beta", beta)
+            if not 0 <= smoothing < 0.5:
+                raise ConfigError(f"loss.label_smoothing={smoothing}: must be in [0, 0.5).")
+    match cfg.data:
+        case JsonlDataConfig(path=path, eval_path=eval_path):
+            _readable("data.path", path)
+            if eval_path is not None:
+                _readable("data.eval_path", eval_path)
+        case SyntheticDataConfig(size=size, eval_size=eval_size):
+            sizes.positive("data.size", size)
+            if eval_size < 0:
+                raise ConfigError(f"data.eval_size={eval_size}: must be at least 0.")
+    match cfg.model:
+        case TinyModelConfig(heads=heads, kv_heads=kv_heads, hidden_size=hidden_size):
+            if heads < 1 or kv_heads < 1 or heads % kv_heads:
+                raise ConfigError(f"model.kv_heads={kv_heads}: must divide model.heads={heads}.")
+            if hidden_size % heads or hidden_size // heads % 2:
+                raise ConfigError(
+                    f"model.hidden_size={hidden_size}: must be an even multiple of model.heads={heads} "
+                    f"(rotary positions turn pairs of channels)."
+                )
+        case HFModelConfig(path=path):
+            looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+            if looks_local and not Path(path).expanduser().is_dir():
+                raise ConfigError(f"model.path={path}: no such folder. Give a model's folder, or a hub name.")
+    if cfg.train.eval_every is not None and not _has_eval(cfg):
+        raise ConfigError(
+            f"train.eval_every={cfg.train.eval_every}: there is no held-out data. "
+            f"Give data.eval_path=FILE (jsonl) or data.eval_size (synthetic), or leave train.eval_every out."
+        )
+
+
+def _has_eval(cfg: Config) -> bool:
+    match cfg.data:
+        case JsonlDataConfig(eval_path=path):
+            return path is not None
+        case SyntheticDataConfig(eval_size=size):
+            return size > 0
+    return False
+
+
+def _positive(key: str, value: float, *, zero: bool = False) -> None:
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise ConfigError(f"{key}={value}: must be {'at least' if zero else 'greater than'} 0.")
+
+
+def _readable(key: str, path: str) -> None:
+    file = Path(path).expanduser()
+    if file.is_dir():
+        raise DataError(f"{key}={path}: is a folder. Give a file with one JSON object per line.")
+    if not file.is_file():
+        raise DataError(f"{key}={path}: no such file. Relative paths start at {Path.cwd()}.")

@@ -1,0 +1,33 @@
+"""What this machine has, found without importing torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+
+def visible_gpus() -> int:
+    """The GPUs this process may use: those of the driver, cut to CUDA_VISIBLE_DEVICES."""
+    present = _driver_gpus()
+    masked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if masked is None or present == 0:
+        return present
+    listed = [entry.strip() for entry in masked.split(",") if entry.strip()]
+    if "-1" in listed:  # CUDA ignores everything from the first invalid entry on
+        listed = listed[: listed.index("-1")]
+    return min(present, len(listed))
+
+
+def _driver_gpus() -> int:
+    folder = Path("/proc/driver/nvidia/gpus")
+    if folder.is_dir():
+        return sum(1 for _ in folder.iterdir())
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())

@@ -1,0 +1,49 @@
+"""The door: from Hydra's DictConfig, or a run's config.yaml, to one typed object. Nothing deeper sees yaml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlexp.config import resolvers, schema
+from rlexp.config.checks import check
+from rlexp.config.schema import KINDS, Config
+from rlexp.errors import ConfigError
+
+
+def register() -> None:
+    """Schema and resolvers; must run before Hydra composes."""
+    schema.register()
+    resolvers.register()
+
+
+def from_hydra(cfg: DictConfig) -> Config:
+    """Resolve, convert and check a composed configuration."""
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise ConfigError(f"{missing[0]}: has no value. Give it on the command line: {missing[0]}=VALUE.")
+    # A plain copy: Hydra's own is read-only in places, and derived values must be looked up once.
+    typed = cast(Config, OmegaConf.to_object(cfg))
+    check(typed)
+    return typed
+
+
+def from_file(path: Path) -> Config:
+    """Read what `to_file` wrote, by the same schema."""
+    plain = cast(DictConfig, OmegaConf.load(path))
+    base = OmegaConf.structured(Config)
+    for group, kinds in KINDS.items():
+        base[group] = OmegaConf.structured(kinds[plain[group].name])
+    return cast(Config, OmegaConf.to_object(OmegaConf.merge(base, plain)))
+
+
+def to_file(cfg: Config, path: Path) -> None:
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)), encoding="utf-8")
+
+
+def to_plain(cfg: Config) -> dict[str, Any]:
+    """Nested dicts of plain values (enums by name), for sinks and files."""
+    container = OmegaConf.to_container(OmegaConf.structured(cfg), enum_to_str=True)
+    return cast(dict[str, Any], container)

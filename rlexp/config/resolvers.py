@@ -1,0 +1,62 @@
+"""The OmegaConf resolvers: thin names for pure functions, so that `--cfg job --resolve` shows derived values."""
+
+from __future__ import annotations
+
+from omegaconf import OmegaConf
+
+from rlexp.config import sizes
+from rlexp.config.hardware import visible_gpus
+from rlexp.config.paths import config_root
+from rlexp.errors import ConfigError
+
+
+def resolve_device(device: str) -> str:
+    """`auto` is the GPUs where there are any; a GPU that was asked for and is not there is an error."""
+    device = getattr(device, "value", device)
+    if device == "cuda" and visible_gpus() == 0:
+        raise ConfigError("launch.device=cuda: no GPU is visible on this machine. Use launch.device=cpu, or auto.")
+    if device == "auto":
+        return "cuda" if visible_gpus() else "cpu"
+    return device
+
+
+def default_nproc(device: str, ring_size: int) -> int:
+    """Ranks on this machine: its GPUs, or on CPU one replica."""
+    return visible_gpus() if resolve_device(device) == "cuda" else ring_size
+
+
+def default_precision(device: str) -> str:
+    return "bf16" if resolve_device(device) == "cuda" else "fp32"
+
+
+def engine_for(precision: str) -> str:
+    """DeepSpeed keeps float32 masters, so float64 is the plain engine's."""
+    return "torch" if getattr(precision, "value", precision) == "fp64" else "zero1"
+
+
+def slurm_gpus(device: str, nproc: int) -> int | None:
+    """GPUs to ask Slurm for on each node. The submitting machine may have none, so only `cpu` means none."""
+    return None if getattr(device, "value", device) == "cpu" else nproc
+
+
+def world_size(nproc: int, nodes: int) -> int:
+    joined = sizes.joined_world()
+    if joined is not None:
+        return joined
+    sizes.positive("launch.nproc", nproc)
+    sizes.positive("launch.nodes", nodes)
+    return nproc * nodes
+
+
+def register() -> None:
+    for name, function in {
+        "rlexp_root": lambda: str(config_root()),
+        "rlexp_nproc": default_nproc,
+        "rlexp_precision": default_precision,
+        "rlexp_engine": engine_for,
+        "slurm_gpus": slurm_gpus,
+        "world_size": world_size,
+        "dp_size": sizes.dp_size,
+        "grad_acc": sizes.grad_acc,
+    }.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)

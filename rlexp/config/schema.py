@@ -1,0 +1,226 @@
+"""The typed schema behind every configuration. The yaml files in `conf/` only choose values.
+
+Groups that come in kinds (`model`, `data`, `loss`) have one class per kind, registered in `KINDS`; the `name`
+field says which. A new loss is one class here, one yaml, one file in `algos/` and one `case` in `build.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Precision(Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp64 = "fp64"
+
+
+class LayoutName(Enum):
+    zigzag = "zigzag"
+
+
+class KernelName(Enum):
+    auto = "auto"
+    cpu_flash = "cpu_flash"
+    plain = "plain"
+
+
+class EngineName(Enum):
+    zero1 = "zero1"
+    torch = "torch"
+
+
+class TooLong(Enum):
+    """What becomes of a sequence longer than `data.max_length`."""
+
+    error = "error"
+    drop = "drop"
+    truncate = "truncate"
+
+
+class Decay(Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class WandbMode(Enum):
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+
+
+@dataclass
+class LaunchConfig:
+    device: Device = Device.auto
+    nproc: int = MISSING  # ranks on this machine
+    nodes: int = 1
+    timeout_seconds: float = 600.0  # of a collective that some rank never joins
+    torch_threads: int = 1  # per rank, on CPU
+
+
+@dataclass
+class TrainConfig:
+    batch_size: int = 8  # samples (preference pairs) per optimizer step, all devices together
+    micro_batch_size: int = 1  # samples per forward pass of one replica
+    grad_acc: int = MISSING  # derived
+    max_steps: int | None = None
+    epochs: int | None = None
+    precision: Precision = MISSING
+    eval_every: int | None = None
+
+
+@dataclass
+class ParallelConfig:
+    ring_size: int = 1
+    layout: LayoutName = LayoutName.zigzag
+    kernel: KernelName = KernelName.auto
+    world_size: int = MISSING  # derived
+    dp_size: int = MISSING  # derived
+
+
+@dataclass
+class ModelConfig:
+    name: str = MISSING
+    seed: int = 0  # of random weights, where there are any
+    suggested_lr: float = MISSING  # what optim.lr takes unless it is given
+
+
+@dataclass
+class TinyModelConfig(ModelConfig):
+    name: str = "tiny"
+    hidden_size: int = 64
+    intermediate_size: int = 172
+    layers: int = 2
+    heads: int = 8
+    kv_heads: int = 2
+
+
+@dataclass
+class HFModelConfig(ModelConfig):
+    name: str = "hf"
+    path: str = MISSING
+    trust_remote_code: bool = False
+
+
+@dataclass
+class DataConfig:
+    name: str = MISSING
+    max_length: int = 2048  # tokens of prompt and answer together
+    too_long: TooLong = TooLong.error
+    shuffle: bool = True
+    drop_last: bool = True
+    packing: bool = True
+
+
+@dataclass
+class SyntheticDataConfig(DataConfig):
+    name: str = "synthetic"
+    seed: int = 0  # of the generated pairs, not of their order
+    size: int = 240
+    eval_size: int = 32
+
+
+@dataclass
+class JsonlDataConfig(DataConfig):
+    name: str = "jsonl"
+    path: str = MISSING
+    eval_path: str | None = None
+
+
+@dataclass
+class LossConfig:
+    name: str = MISSING
+
+
+@dataclass
+class DPOConfig(LossConfig):
+    name: str = "dpo"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+
+@dataclass
+class EngineConfig:
+    name: EngineName = MISSING
+
+
+@dataclass
+class OptimConfig:
+    lr: float = MISSING
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    decay: Decay = Decay.linear
+    max_grad_norm: float = 1.0  # 0 turns clipping off
+
+
+@dataclass
+class ReferenceConfig:
+    name: str = "model"
+
+
+@dataclass
+class MemoryConfig:
+    checkpointing: bool = False  # recompute each layer's activations in the backward pass
+
+
+@dataclass
+class CheckpointConfig:
+    export: bool = True  # write the trained model to <run>/model when the run ends
+
+
+@dataclass
+class LoggerConfig:
+    name: str = "wandb"
+    mode: WandbMode = WandbMode.auto
+    project: str = "rlexp"
+    entity: str | None = None
+    group: str | None = None
+    run_name: str | None = None
+    tags: list[str] = field(default_factory=list)
+    progress: bool = True
+
+
+@dataclass
+class Config:
+    seed: int = 0
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+KINDS: dict[str, dict[str, type]] = {
+    "model": {"tiny": TinyModelConfig, "hf": HFModelConfig},
+    "data": {"synthetic": SyntheticDataConfig, "jsonl": JsonlDataConfig},
+    "loss": {"dpo": DPOConfig},
+}
+
+
+def register() -> None:
+    """Put the schema where `conf/config.yaml` and the group files find it (`/schema/<group>/<kind>@_here_`)."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for group, kinds in KINDS.items():
+        for name, node in kinds.items():
+            store.store(group=f"schema/{group}", name=name, node=node)

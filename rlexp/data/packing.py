@@ -1,0 +1,53 @@
+"""From the pairs of a micro-batch to one pack: sequences laid end to end, targets shifted before any sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rlexp.types import Ids, Pack, Pair, Segment
+
+
+def pack_pairs(pairs: Sequence[Pair], multiple: int, *, packing: bool = True, pad_id: int = 0) -> Pack:
+    """2P sequences in the order chosen 0, rejected 0, chosen 1, rejected 1, …, each with its own prompt.
+
+    Each is padded to `multiple`, the smallest unit the layout can share out; with `packing=False` all are padded
+    to the longest of the micro-batch, as a padded batch would be.
+    """
+    sequences = [(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    return pack_sequences(sequences, multiple, packing=packing, pad_id=pad_id)
+
+
+def pack_sequences(
+    sequences: Sequence[tuple[Ids, Ids]], multiple: int, *, packing: bool = True, pad_id: int = 0
+) -> Pack:
+    """Prompt and answer of each sequence. An empty micro-batch is a pack of padding alone: its rank takes part in
+    every collective and adds nothing."""
+    lengths = [len(prompt) + len(answer) for prompt, answer in sequences]
+    longest = max(lengths, default=0)
+    padded = [_up(length if packing else longest, multiple) for length in lengths]
+    if not sequences:
+        lengths, padded = [0], [multiple]
+    total = sum(padded)
+    tokens = torch.full((total,), pad_id, dtype=torch.int64)
+    targets = torch.full((total,), pad_id, dtype=torch.int64)
+    positions = torch.zeros(total, dtype=torch.int64)
+    owner = torch.full((total,), -1, dtype=torch.int64)
+    segments, start = [], 0
+    for number, (length, width) in enumerate(zip(lengths, padded, strict=True)):
+        segments.append(Segment(start, length, width))
+        positions[start : start + width] = torch.arange(width)
+        if sequences:
+            prompt, answer = sequences[number]
+            tokens[start : start + len(prompt)] = torch.from_numpy(prompt)
+            tokens[start + len(prompt) : start + length] = torch.from_numpy(answer)
+            targets[start : start + length - 1] = tokens[start + 1 : start + length]
+            # The last token of the prompt predicts the first of the answer; the last of the answer nothing.
+            owner[start + len(prompt) - 1 : start + length - 1] = number
+        start += width
+    return Pack(tokens, targets, positions, owner, tuple(segments), len(sequences))
+
+
+def _up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple

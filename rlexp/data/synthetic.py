@@ -1,0 +1,38 @@
+"""Generated preference pairs with a rule that a model can learn.
+
+A request names some things; both answers speak of them at random length, and the chosen one is the courteous one.
+Sequences have uneven lengths, so that packing and sharding have something to do.
+"""
+
+from __future__ import annotations
+
+import random
+
+from rlexp.types import Row
+
+THINGS = ("tea", "a lamp", "two maps", "the harbour", "old coins", "a violin", "plums", "snow", "the gate", "ink")
+VERBS = ("describe", "count", "draw", "bring", "compare", "explain", "find")
+COURTEOUS = ("gladly", "thank you", "of course", "with pleasure", "you are welcome", "kindly")
+CURT = ("no", "whatever", "go away", "who cares", "not my job", "stop it")
+FILLER = ("it is", "there are", "one sees", "we know", "near", "below", "and then", "some say")
+
+
+def generate(size: int, seed: int, split: str) -> list[Row]:
+    """`size` pairs; the same for the same (seed, split), and different between splits."""
+    random_ = random.Random(f"{split}-{seed}")
+    return [_pair(random_, f"synthetic {split} pair {number}") for number in range(size)]
+
+
+def _pair(random_: random.Random, origin: str) -> Row:
+    things = random_.sample(THINGS, k=random_.randint(1, 4))
+    prompt = f"Please {random_.choice(VERBS)} {', '.join(things)}.\n"
+    return Row(prompt, _answer(random_, things, COURTEOUS), _answer(random_, things, CURT), origin)
+
+
+def _answer(random_: random.Random, things: list[str], manner: tuple[str, ...]) -> str:
+    words = [random_.choice(manner)]
+    for _ in range(random_.randint(1, 6)):
+        words += [random_.choice(FILLER), random_.choice(things)]
+        if random_.random() < 0.4:
+            words.append(random_.choice(manner))
+    return " ".join(words) + "."

@@ -1,0 +1,23 @@
+"""Errors that are part of the product: key, value, rule, remedy. They are shown without a traceback."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something the user can put right. The message says what and how."""
+
+
+class ConfigError(UserError):
+    """A value, or a pair of values, that cannot be run."""
+
+
+class DataError(UserError):
+    """A row, a file or a data set that cannot be trained on."""
+
+
+class ModelError(UserError):
+    """A model that would compute something else over the ring than alone."""
+
+
+class NonFiniteError(UserError):
+    """A loss or a gradient that is not finite; raised on all ranks before the optimizer step."""

@@ -1,0 +1,1 @@
+"""From a configuration to processes. Imports no torch until a worker starts."""

@@ -1,0 +1,233 @@
+"""Ranks on this machine: started together, watched, and ended together.
+
+The ranks are forked from one server process that has imported torch once, so eight ranks on a laptop do not
+import it eight times. If one rank dies, all end within `GRACE + KILL_AFTER` seconds and its own error is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from rlexp.errors import UserError
+from rlexp.launch.place import Place
+
+GRACE = 2.0  # seconds for the other ranks to say why they fail too, once one has
+KILL_AFTER = 4.0  # seconds between SIGTERM and SIGKILL
+PRELOAD = ("torch", "torch.distributed", "transformers.models.llama.modeling_llama", "rlexp.train.run")
+
+# What a rank reports when another one went away: a consequence, never the cause.
+_COLLATERAL = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|Connection refused|Socket closed|gloo|NCCL|DistBackendError"
+    r"|DistNetworkError|Timed out waiting",
+    re.IGNORECASE,
+)
+
+
+class RankFailed(UserError):
+    """A rank failed by a defect, or was killed; the message carries its own traceback."""
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM reached the launcher; all ranks have been ended."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.exit_code = 128 + signum
+
+
+class Terminated(BaseException):
+    """SIGTERM reached a rank. Not an Exception: nothing but the outermost `finally` may catch it."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Why a rank failed, in its own words. `at` is the machine's monotonic clock."""
+
+    rank: int
+    at: float
+    text: str
+    is_user_error: bool = False
+
+    @property
+    def is_collateral(self) -> bool:
+        return not self.is_user_error and bool(_COLLATERAL.search(self.text.rstrip().rpartition("\n")[2]))
+
+
+@dataclass
+class _Rank:
+    process: Any  # multiprocessing.Process of the forkserver context
+    inbox: Connection
+    done: bool = False
+    value: Any = None
+    report: Report | None = None
+
+
+def run_ranks(
+    target: Callable[..., Any],
+    world_size: int,
+    args: Sequence[Any] = (),
+    *,
+    log_dir: Path | None = None,
+    preload: Sequence[str] = PRELOAD,
+    timeout: float | None = None,
+) -> list[Any]:
+    """Run `target(place, *args)` on every rank and return what each returned.
+
+    Rank 0 keeps this process's terminal; the others write to `log_dir/rank<r>.log` (or nowhere).
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    with tempfile.TemporaryDirectory(prefix="rlexp-") as meeting, _signals_raise():
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(world_size):
+                place = Place(rank, world_size, rank, f"file://{meeting}/store")
+                inbox, outbox = context.Pipe(duplex=False)
+                log = str(log_dir / f"rank{rank}.log") if log_dir and rank else (os.devnull if rank else None)
+                process = context.Process(target=_rank_main, args=(target, place, outbox, log, tuple(args)))
+                process.start()
+                outbox.close()
+                ranks.append(_Rank(process, inbox))
+            reports = _watch(ranks, timeout)
+        except KeyboardInterrupt:
+            raise Interrupted(signal.SIGINT) from None
+        finally:
+            _end(ranks)
+    if reports:
+        raise _failure(reports, log_dir)
+    return [rank.value for rank in ranks]
+
+
+def _watch(ranks: list[_Rank], timeout: float | None) -> list[Report]:
+    """Wait for all ranks to return, or for one to fail and the others to have had `GRACE` to say why."""
+    give_up = time.monotonic() + timeout if timeout else None
+    deadline = None
+    while pending := [rank for rank in ranks if not rank.done]:
+        ready = wait([rank.inbox for rank in pending] + [rank.process.sentinel for rank in pending], timeout=0.2)
+        for rank in pending:
+            if rank.inbox in ready or rank.process.sentinel in ready:
+                _read(rank, ranks.index(rank))
+        now = time.monotonic()
+        reports = [rank.report for rank in ranks if rank.report]
+        if reports and deadline is None:
+            deadline = now + GRACE
+        if deadline is not None and (now > deadline or len(reports) == len(pending)):
+            return reports
+        if give_up is not None and now > give_up:
+            return reports or [Report(-1, now, f"The ranks did not end within {timeout:g} s.", True)]
+    return [rank.report for rank in ranks if rank.report]
+
+
+def _read(rank: _Rank, number: int) -> None:
+    """Take a rank's last word; if it died without one, say how."""
+    try:
+        if rank.inbox.poll():
+            kind, payload = rank.inbox.recv()
+            rank.done = True
+            if kind == "value":
+                rank.value = payload
+            else:
+                rank.report = payload
+            return
+    except EOFError:
+        pass
+    rank.process.join(timeout=1.0)
+    code = rank.process.exitcode
+    if code is None:
+        return
+    rank.done = True
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    rank.report = Report(number, time.monotonic(), f"the process {how}")
+
+
+def _failure(reports: list[Report], log_dir: Path | None) -> UserError:
+    """The first cause: consequences of another rank's end come last."""
+    first = min(reports, key=lambda report: (report.is_collateral, report.at))
+    if first.is_user_error:
+        return UserError(first.text)
+    log = f"\nIts log: {log_dir / f'rank{first.rank}.log'}" if log_dir and first.rank else ""
+    return RankFailed(f"rank {first.rank} failed: {first.text.rstrip()}{log}")
+
+
+def _end(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        if rank.process.is_alive() and not (rank.done and rank.report is None):
+            rank.process.terminate()
+    deadline = time.monotonic() + KILL_AFTER
+    for rank in ranks:
+        rank.process.join(timeout=max(0.0, deadline - time.monotonic()))
+        if rank.process.is_alive():
+            rank.process.kill()
+            rank.process.join()
+        rank.process.close()
+        rank.inbox.close()
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """While ranks run, SIGTERM ends them as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signum: int, _frame: object) -> None:
+        raise Interrupted(signum)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# ---- inside a rank ----
+
+
+def _rank_main(
+    target: Callable[..., Any], place: Place, outbox: Connection, log: str | None, args: tuple[Any, ...]
+) -> None:
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears Ctrl-C and ends all ranks
+    signal.signal(signal.SIGTERM, raise_terminated)
+    if log is not None:
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+    try:
+        outbox.send(("value", target(place, *args)))
+    except Terminated:
+        os._exit(128 + signal.SIGTERM)
+    except BaseException as error:
+        text = str(error) if isinstance(error, UserError) else traceback.format_exc()
+        outbox.send(("report", Report(place.rank, time.monotonic(), text, isinstance(error, UserError))))
+        sys.stderr.write(text + "\n" if place.rank else "")
+        sys.stderr.flush()
+        # At once: peers that wait for this rank must see its connections close, and a process group that is
+        # torn down by the interpreter's exit may wait for them instead.
+        os._exit(1)
+
+
+def raise_terminated(_signum: int, _frame: object) -> None:
+    raise Terminated
+
+
+def _die_with_parent() -> None:
+    """On Linux: if the launcher is killed with SIGKILL, its ranks go with it."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,0 +1,67 @@
+"""A process's place in the world, and joining it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+from rlexp.config import sizes
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this process is, and where the ranks meet (`env://`, or a file on one machine)."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    init_method: str
+
+    @staticmethod
+    def joined() -> Place | None:
+        """The place that a launcher (torchrun, srun) gave this process."""
+        world_size, rank = sizes.joined_world(), sizes.joined_rank()
+        if world_size is None or rank is None:
+            return None
+        if "MASTER_ADDR" not in os.environ:
+            from submitit.helpers import TorchDistributedEnvironment
+
+            TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+        return Place(rank, world_size, local_rank, "env://")
+
+    def export(self) -> None:
+        """Libraries (DeepSpeed, W&B) read their place from the environment."""
+        os.environ.update(
+            RANK=str(self.rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(self.local_rank)
+        )
+
+
+def prepare_environment(device: str, threads: int = 1) -> None:
+    """What must stand in the environment before torch and DeepSpeed are imported."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def join(place: Place, device: str, timeout_seconds: float, threads: int = 1) -> None:
+    """Make this process a rank: threads, device, process group."""
+    import torch
+    import torch.distributed as dist
+
+    place.export()
+    timeout = timedelta(seconds=timeout_seconds)
+    if device == "cuda":
+        torch.cuda.set_device(place.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        torch.set_num_threads(threads)
+        backend = "gloo"
+        if place.init_method.startswith("file://") and os.path.isdir("/sys/class/net/lo"):
+            # One machine: a host name that does not resolve must not keep the ranks apart.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        backend, init_method=place.init_method, rank=place.rank, world_size=place.world_size, timeout=timeout
+    )

@@ -1,0 +1,93 @@
+"""Sums and counts over the micro-batches of a train batch, reduced over the ranks once per optimizer step.
+
+A sum is *sharded* over the ring (token sums: every rank of the ring holds its own tokens' part, and they are
+added up) or *replicated* in it (sequence sums after the ring's all-reduce: every rank holds the same, and it is
+counted once). Getting this wrong by a factor of the ring size is the classic defect, so every metric says it.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlexp.ring.groups import World
+
+
+class Spread(Enum):
+    SHARDED = "sharded"
+    REPLICATED = "replicated"
+
+
+SHARDED, REPLICATED = Spread.SHARDED, Spread.REPLICATED
+
+
+class Meter:
+    """Every rank adds the same names; the values stay on the device until `reduce`."""
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world = world
+        self.device = device
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor] = {}
+        self._maxima: dict[str, float] = {}
+
+    def add_mean(self, name: str, total: Tensor, count: Tensor | float, spread: Spread) -> None:
+        """A part of a mean: the mean logged is Σ total / Σ count over the whole train batch."""
+        self._add(self._sums, name, total, spread)
+        self._add(self._counts, name, count, spread)
+
+    def add_total(self, name: str, total: Tensor | float, spread: Spread) -> None:
+        self._add(self._sums, name, total, spread)
+
+    def add_max(self, name: str, value: float) -> None:
+        """The largest value of any rank; `<name>@rank` comes with it and says which rank's it is."""
+        self._maxima[name] = max(value, self._maxima.get(name, -math.inf))
+
+    def _add(self, where: dict[str, Tensor], name: str, value: Tensor | float, spread: Spread) -> None:
+        value = torch.as_tensor(value, device=self.device).detach().to(torch.float64)
+        if spread is REPLICATED and self.world.ring.rank != 0:
+            value = torch.zeros_like(value)
+        where[name] = where[name] + value if name in where else value
+
+    def reduce(self) -> dict[str, float]:
+        """One collective: every rank gathers all ranks' values and adds them up in the order of the ranks."""
+        names = (*self._sums, *self._counts, *self._maxima)
+        signature = float(zlib.crc32("\n".join(names).encode()))
+        head = torch.tensor([signature], dtype=torch.float64, device=self.device)
+        maxima = torch.tensor(list(self._maxima.values()), dtype=torch.float64, device=self.device)
+        mine = torch.cat([head, *(v.reshape(1) for v in (*self._sums.values(), *self._counts.values())), maxima])
+        gathered = _gather(mine, self.world)
+        assert (gathered[:, 0] == signature).all(), "ranks have metered different names"
+        sums = gathered[:, 1 : 1 + len(self._sums)].sum(0).tolist()
+        counts = gathered[:, 1 + len(self._sums) : 1 + len(self._sums) + len(self._counts)].sum(0).tolist()
+        return self._means(sums, counts) | self._largest(gathered[:, gathered.shape[1] - len(self._maxima) :])
+
+    def _means(self, sums: list[float], counts: list[float]) -> dict[str, float]:
+        count_of = dict(zip(self._counts, counts, strict=True))
+        values = {}
+        for name, total in zip(self._sums, sums, strict=True):
+            if name not in count_of:
+                values[name] = total
+            elif count_of[name]:
+                values[name] = total / count_of[name]
+        return values
+
+    def _largest(self, columns: Tensor) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for number, name in enumerate(self._maxima):
+            rank = int(columns[:, number].argmax())
+            values[name], values[f"{name}@rank"] = float(columns[rank, number]), rank
+        return values
+
+
+def _gather(mine: Tensor, world: World) -> Tensor:
+    if world.size == 1:
+        return mine.unsqueeze(0).cpu()
+    gathered = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(gathered, mine)
+    return torch.stack(gathered).cpu()

@@ -1,0 +1,1 @@
+"""Models of transformers: loading, the attention hook, per-token log-probabilities, the probe."""

@@ -1,0 +1,110 @@
+"""From a model's configuration to a transformers model and its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from rlexp.config.schema import HFModelConfig, ModelConfig, TinyModelConfig
+from rlexp.errors import ModelError
+from rlexp.model import hook, rope
+
+UNBOUNDED = 1 << 60  # data.max_length decides what is too long, not the tokenizer
+
+
+def load_config(cfg: ModelConfig, max_length: int) -> PreTrainedConfig:
+    match cfg:
+        case TinyModelConfig():
+            tokenizer = byte_tokenizer()
+            config: PreTrainedConfig = LlamaConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=cfg.hidden_size,
+                intermediate_size=cfg.intermediate_size,
+                num_hidden_layers=cfg.layers,
+                num_attention_heads=cfg.heads,
+                num_key_value_heads=cfg.kv_heads,
+                max_position_embeddings=max(2048, max_length),
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+                tie_word_embeddings=False,
+            )
+        case HFModelConfig(path=path):
+            config = _from_hub(AutoConfig, path, cfg.trust_remote_code)
+        case _:
+            raise AssertionError(cfg)
+    _without_dropout(config)
+    return config
+
+
+def load_model(cfg: ModelConfig, config: PreTrainedConfig, max_length: int) -> PreTrainedModel:
+    """The model in float32, the same on every rank, with the ring's attention and without dropout."""
+    hook.register()
+    match cfg:
+        case HFModelConfig(path=path):
+            model = _from_hub(
+                AutoModelForCausalLM, path, cfg.trust_remote_code,
+                config=config, dtype=torch.float32, attn_implementation=hook.NAME,
+            )
+        case _:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(cfg.seed)
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=hook.NAME)
+    rope.pin(model, max_length)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def load_tokenizer(cfg: ModelConfig) -> Any:
+    match cfg:
+        case HFModelConfig(path=path):
+            tokenizer = _from_hub(AutoTokenizer, path, cfg.trust_remote_code)
+            tokenizer.model_max_length = UNBOUNDED
+            return tokenizer
+        case _:
+            return byte_tokenizer()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and three for beginning, end and padding; a real tokenizer, so that it can be exported."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = ["<bos>", "<eos>", "<pad>"]
+    vocabulary = {token: number for number, token in enumerate([*specials, *alphabet])}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", model_max_length=UNBOUNDED
+    )
+
+
+def _from_hub(factory: Any, path: str, trust_remote_code: bool, **kwargs: Any) -> Any:
+    name = str(Path(path).expanduser()) if path.startswith("~") else path
+    try:
+        return factory.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"model.path={path}: cannot be loaded as a causal model ({reason}).") from error
+
+
+def _without_dropout(config: PreTrainedConfig) -> None:
+    """A dropout mask would depend on the layout; nothing here trains with one."""
+    for name, value in vars(config).items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)

@@ -1,0 +1,72 @@
+"""A causal model as a function from a shard to per-token log-probabilities. The logits are never whole.
+
+Shape letters: t tokens of this rank, n of them trained on, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from rlexp.model.float64 import precise
+from rlexp.types import Shard, TokenLogps
+
+LOGITS = 1 << 24  # elements of logits held at once
+
+
+class Policy(nn.Module):
+    """Its parameters are the model's own; what an engine wraps, exports and steps."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, shard: Shard) -> TokenLogps:
+        head = self.model.get_output_embeddings()
+        with precise(head.weight.dtype):
+            hidden_tE = self.model.base_model(
+                input_ids=shard.tokens_t.unsqueeze(0),
+                position_ids=shard.positions_t.unsqueeze(0),
+                use_cache=False,
+                ring_batch=shard.attention,
+            ).last_hidden_state.squeeze(0)
+            return self._logps(head, hidden_tE, shard)
+
+    def _logps(self, head: nn.Module, hidden_tE: Tensor, shard: Shard) -> TokenLogps:
+        trained = shard.sequence_t >= 0
+        index_n = trained.nonzero().squeeze(-1)
+        if len(index_n) == 0:
+            # Every rank runs every parameter, so that no collective of the engine waits for one without a gradient.
+            index_n = torch.zeros(1, dtype=torch.int64, device=hidden_tE.device)
+        rows = max(1, LOGITS // head.weight.shape[0])  # type: ignore[union-attr,index]
+        pieces = []
+        for piece in index_n.split(rows):
+            arguments = (head, hidden_tE[piece], shard.targets_t[piece])
+            pieces.append(
+                checkpoint(_piece_logps, *arguments, use_reentrant=False)
+                if torch.is_grad_enabled() and len(index_n) > rows
+                else _piece_logps(*arguments)
+            )
+        logps_n, means_n = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+        zeros_t = logps_n.new_zeros(len(trained))
+        weight_n = trained[index_n].to(logps_n.dtype)
+        return TokenLogps(
+            zeros_t.index_put((index_n,), logps_n * weight_n), zeros_t.index_put((index_n,), means_n * weight_n)
+        )
+
+
+def _piece_logps(head: nn.Module, hidden_nE: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets and mean logits, in float32 (float64 for float64)."""
+    logits_nV = head(hidden_nE)
+    if logits_nV.dtype is not torch.float64:
+        logits_nV = logits_nV.float()
+    chosen_n = logits_nV.gather(-1, targets_n.unsqueeze(-1)).squeeze(-1)
+    return chosen_n - logits_nV.logsumexp(-1), logits_nV.detach().mean(-1)
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters only: rotary tables and other buffers keep their float32, as transformers means them to."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)

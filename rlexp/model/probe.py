@@ -1,0 +1,177 @@
+"""Which models work over a ring is not believed but probed.
+
+A copy of the model with few layers and random float64 weights runs twice: packed over the real ring, and plain,
+one sequence at a time, by transformers alone. What differs is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from rlexp.data.packing import pack_sequences
+from rlexp.errors import ModelError
+from rlexp.model import hook, rope
+from rlexp.model.float64 import precise
+from rlexp.model.policy import Policy, cast_parameters
+from rlexp.ring.attention import local_index
+from rlexp.ring.groups import Ring
+from rlexp.ring.kernels import Plain
+from rlexp.ring.layouts import Layout
+from rlexp.ring.shard import shard_pack
+from rlexp.types import Pack
+
+LENGTHS = ((5, 32), (1, 1), (9, 10), (2, 19))  # of prompt and answer: awkward for every ring
+VOCABULARY = 512
+WINDOW = 8  # what a window that is shorter than data.max_length becomes in the copy, so that the probe sees it
+TOLERANCE = 1e-8  # rounding is about 1e-13 here; a window, a cap or a mixer of tokens changes values by 1e-4 and up
+
+
+def probe(config: PreTrainedConfig, ring: Ring, layout: Layout, max_length: int, device: torch.device) -> float:
+    """Raise ModelError unless the model computes over the ring what it computes alone; the largest difference."""
+    try:
+        difference = _largest_difference(config, ring, layout, max_length, device)
+    except Exception as error:
+        raise ModelError(
+            f"{_name(config)}: does not run through transformers' attention interface over a packed batch "
+            f"({type(error).__name__}: {error})."
+        ) from error
+    if not difference < TOLERANCE:  # also when it is not a number
+        raise ModelError(_refusal(config, max_length, difference))
+    return difference
+
+
+def _largest_difference(
+    config: PreTrainedConfig, ring: Ring, layout: Layout, max_length: int, device: torch.device
+) -> float:
+    small = _small(config, max_length)
+    sequences = _sequences(small.vocab_size)
+    pack = pack_sequences([(p.numpy(), a.numpy()) for p, a in sequences], layout.multiple(ring.size))
+    shard = shard_pack(pack, ring, layout, Plain(), max_length).to(device)
+    with torch.no_grad():
+        logps_t = Policy(_model(small, hook.NAME, max_length, device))(shard).logps_t.cpu()
+    expected_T = _alone(small, sequences, pack, max_length, device)
+    expected_t = expected_T[local_index(pack.segments, ring.rank, ring.size, layout)]
+    difference = (logps_t - expected_t)[shard.sequence_t.cpu() >= 0].abs()
+    worst = difference.max().nan_to_num(nan=torch.inf) if len(difference) else torch.zeros((), dtype=torch.float64)
+    if dist.is_initialized():  # agreed by all ranks, so that all refuse together
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def _alone(
+    small: PreTrainedConfig, sequences: list[tuple[Tensor, Tensor]], pack: Pack, max_length: int, device: torch.device
+) -> Tensor:
+    """Log-probabilities of the pack's targets by the whole model of transformers, sequence by sequence."""
+    try:
+        plain = _model(small, "sdpa", max_length, device)
+    except ValueError:  # the model has no SDPA
+        plain = _model(small, "eager", max_length, device)
+    expected_T = torch.zeros(len(pack.tokens_T), dtype=torch.float64)
+    with torch.no_grad(), precise(torch.float64):
+        for segment, (prompt, answer) in zip(pack.segments, sequences, strict=True):
+            tokens = torch.cat((prompt, answer)).to(device, torch.int64)
+            logps = plain(input_ids=tokens.unsqueeze(0), use_cache=False).logits.squeeze(0).double().log_softmax(-1)
+            trained = slice(len(prompt) - 1, segment.length - 1)
+            taken = logps[trained].gather(-1, tokens[len(prompt) :].unsqueeze(-1)).squeeze(-1)
+            expected_T[segment.start + trained.start : segment.start + trained.stop] = taken.cpu()
+    return expected_T
+
+
+def _small(config: PreTrainedConfig, max_length: int) -> PreTrainedConfig:
+    """The first layers, as many as show every kind of layer, and a small vocabulary; all else as it is."""
+    small = copy.deepcopy(config)
+    kinds = getattr(config, "layer_types", None)
+    layers = min(2, config.num_hidden_layers)
+    if kinds:
+        layers = max(layers, max(kinds.index(kind) for kind in set(kinds)) + 1)
+        if "layer_types" in vars(config):  # elsewhere it follows from the number of layers
+            small.layer_types = list(kinds[:layers])
+    small.num_hidden_layers = layers
+    small.vocab_size = min(VOCABULARY, config.vocab_size)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(small, name, None)
+    for name in _windows(config, max_length):
+        setattr(small, name, WINDOW)
+    return small
+
+
+def _windows(config: PreTrainedConfig, max_length: int) -> list[str]:
+    found = []
+    for name in ("sliding_window", "attention_chunk_size"):
+        window = getattr(config, name, None)
+        if isinstance(window, int) and window < max_length:
+            found.append(name)
+    return found
+
+
+def _sequences(vocab_size: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randint(vocab_size, (prompt,), generator=generator, dtype=torch.int32),
+            torch.randint(vocab_size, (answer,), generator=generator, dtype=torch.int32),
+        )
+        for prompt, answer in LENGTHS
+    ]
+
+
+def _model(config: PreTrainedConfig, attention: str, max_length: int, device: torch.device) -> PreTrainedModel:
+    """Random weights, the same for every call; shifted from their initial values, since some start at zero."""
+    hook.register()
+    # Mixtures of experts: the grouped matrix product has no float64 kernel.
+    experts = {"experts_implementation": "eager"} if _has_experts(config) else {}
+    with torch.random.fork_rng(devices=[]), _quiet():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention, **experts
+        )
+        for parameter in model.parameters():
+            parameter.data += 0.05 * torch.randn(parameter.shape)
+    cast_parameters(model, torch.float64)
+    rope.pin(model, max_length)
+    return model.to(device).eval()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The copy's special tokens and context are not the user's: no word about them."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
+
+
+def _has_experts(config: PreTrainedConfig) -> bool:
+    return any("experts" in name and value for name, value in vars(config).items())
+
+
+def _name(config: PreTrainedConfig) -> str:
+    return (config.architectures or [config.model_type])[0]
+
+
+def _refusal(config: PreTrainedConfig, max_length: int, difference: float) -> str:
+    """What differs, and what in the configuration is known to make a model differ."""
+    suspects = [f"{name}={getattr(config, name)} is shorter than data.max_length={max_length}"
+                for name in _windows(config, max_length)]
+    suspects += [
+        f"{name}={value}"
+        for name, value in vars(config).items()
+        if ("softcap" in name or name in ("logit_scale", "logits_scaling")) and value not in (None, 1, 1.0)
+    ]
+    kinds = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
+    suspects += [f"layers of the kind {kind}" for kind in kinds]
+    because = f" What may be the reason: {'; '.join(suspects)}." if suspects else ""
+    return (
+        f"{_name(config)}: computes something else over the ring than alone (log-probabilities differ by "
+        f"{difference:.1e} in float64).{because} Such a model cannot be trained here."
+    )

@@ -1,0 +1,1 @@
+"""Rings of ranks: groups, layouts, block kernels, the exchange and its collectives."""

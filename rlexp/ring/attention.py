@@ -1,0 +1,187 @@
+"""Ring attention as one autograd function over a block kernel.
+
+Keys and values travel around the ring; the next block is in flight while the current one is computed. Outputs are
+merged in float32 by log-sum-exp; in the backward pass dk and dv travel with their block and are added up in
+float32, and every block is given the global output and log-sum-exp.
+
+Shape letters: t tokens of this rank, H query heads, G key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlexp.ring.collectives import rotate
+from rlexp.ring.groups import Ring
+from rlexp.ring.kernels.base import BlockKernel, accumulation_dtype
+from rlexp.ring.layouts import ALL, EARLY, LATE, Layout, Part
+from rlexp.types import Segment
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The real tokens of a part of a rank's shard: where they lie, and how many each segment has."""
+
+    index: slice | Tensor
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RingBatch:
+    """What attention needs to know of the batch. Travels as a keyword argument of the model's forward call."""
+
+    ring: Ring
+    layout: Layout
+    kernel: BlockKernel
+    parts: tuple[dict[Part, Selection], ...]  # by source rank
+    max_length: int  # of any sequence of the run: windows shorter than this are refused
+
+    def to(self, device: torch.device) -> RingBatch:
+        def moved(selection: Selection) -> Selection:
+            index = selection.index
+            return replace(selection, index=index.to(device) if isinstance(index, Tensor) else index)
+
+        return replace(self, parts=tuple({key: moved(part) for key, part in parts.items()} for parts in self.parts))
+
+
+def ring_batch(
+    segments: Sequence[Segment], ring: Ring, layout: Layout, kernel: BlockKernel, max_length: int
+) -> RingBatch:
+    if any(segment.parent is not None for segment in segments):
+        # The types carry the forest; a child's block over its parent is the one call that is not made yet.
+        raise NotImplementedError("segments with a parent are not attended to yet")
+    sources = tuple(_parts(segments, source, ring.size, layout) for source in range(ring.size))
+    return RingBatch(ring, layout, kernel, sources, max_length)
+
+
+def local_index(segments: Sequence[Segment], rank: int, ring_size: int, layout: Layout) -> Tensor:
+    """The places in the pack of the tokens that `rank` holds, in the order in which it holds them."""
+    chunks = [
+        torch.arange(segment.start + chunk.start, segment.start + chunk.stop)
+        for segment in segments
+        for chunk in layout.chunks(segment.padded, rank, ring_size)
+    ]
+    return torch.cat(chunks)
+
+
+def real_lengths(segment: Segment, rank: int, ring_size: int, layout: Layout) -> tuple[int, ...]:
+    """Real tokens in each chunk of a rank. Padding stands at a segment's end, so they are a prefix of the chunk."""
+    chunks = layout.chunks(segment.padded, rank, ring_size)
+    return tuple(min(max(segment.length - chunk.start, 0), len(chunk)) for chunk in chunks)
+
+
+def _parts(segments: Sequence[Segment], rank: int, ring_size: int, layout: Layout) -> dict[Part, Selection]:
+    """Padding is left out of every part: it costs attention nothing."""
+    ranges: dict[Part, list[range]] = {ALL: [], EARLY: [], LATE: []}
+    start = 0
+    for segment in segments:
+        chunk = segment.padded // ring_size // len(layout.chunks(segment.padded, rank, ring_size))
+        real = real_lengths(segment, rank, ring_size, layout)
+        ranges[ALL].append(range(start, start + sum(real)))
+        ranges[EARLY].append(range(start, start + real[0]))
+        ranges[LATE].append(range(start + chunk, start + chunk + real[-1]))
+        start += segment.padded // ring_size
+    return {part: _selection(found) for part, found in ranges.items()}
+
+
+def _selection(ranges: list[range]) -> Selection:
+    """A slice (a view, no copy) where the tokens are contiguous, otherwise an index."""
+    lengths = tuple(len(found) for found in ranges)
+    filled = [found for found in ranges if len(found)]
+    if not filled:
+        return Selection(slice(0, 0), lengths)
+    if all(before.stop == after.start for before, after in zip(filled, filled[1:], strict=False)):
+        return Selection(slice(filled[0].start, filled[-1].stop), lengths)
+    return Selection(torch.cat([torch.arange(found.start, found.stop) for found in filled]), lengths)
+
+
+def ring_attention(q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, batch: RingBatch, scale: float) -> Tensor:
+    """Causal attention of each segment to itself over the whole ring; (t, H, D) in the dtype of the queries."""
+    out: Tensor = _RingAttention.apply(q_tHD, k_tGD, v_tGD, batch, scale)
+    return out
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, batch: RingBatch, scale: float) -> Tensor:
+        ring, kernel = batch.ring, batch.kernel
+        dtype = accumulation_dtype(q.dtype)
+        out = q.new_zeros(q.shape, dtype=dtype)
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
+        kv = torch.stack((k, v))
+        own_kv = kv
+        for step in range(ring.size):
+            more = step + 1 < ring.size
+            coming = rotate(kv, ring) if more else None
+            source = (ring.rank - step) % ring.size
+            block = batch.layout.block(ring.rank, source, ring.size)
+            if block is not None:
+                queries, keys = batch.parts[ring.rank][block.queries], batch.parts[source][block.keys]
+                block_out, block_lse = kernel.forward(
+                    q[queries.index], kv[0][keys.index], kv[1][keys.index], queries.lengths, keys.lengths,
+                    causal=block.causal, scale=scale,
+                )
+                _merge(out, lse, block_out, block_lse, queries.index, first=step == 0)
+            if coming is not None:
+                kv = coming.wait()
+        result = out.to(q.dtype)
+        ctx.save_for_backward(q, own_kv, result, lse)
+        ctx.batch, ctx.scale = batch, scale
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, kv, out, lse = ctx.saved_tensors
+        dout = grads[0]
+        batch, ring, kernel = ctx.batch, ctx.batch.ring, ctx.batch.kernel
+        dtype = accumulation_dtype(q.dtype)
+        dq = q.new_zeros(q.shape, dtype=dtype)
+        dkv = kv.new_zeros(kv.shape, dtype=dtype)
+        coming_dkv = None
+        for step in range(ring.size):
+            coming_kv = rotate(kv, ring) if step + 1 < ring.size else None
+            source = (ring.rank - step) % ring.size
+            block = batch.layout.block(ring.rank, source, ring.size)
+            if block is not None:
+                queries, keys = batch.parts[ring.rank][block.queries], batch.parts[source][block.keys]
+                at = queries.index
+                dq_block, dk_block, dv_block = kernel.backward(
+                    dout[at], q[at], kv[0][keys.index], kv[1][keys.index], out[at], lse[at],
+                    queries.lengths, keys.lengths, causal=block.causal, scale=ctx.scale,
+                )
+                dq[at] += dq_block
+            # What the ranks before us have added to this block's gradient arrives while we compute ours.
+            if coming_dkv is not None:
+                dkv = coming_dkv.wait()
+            if block is not None:
+                dkv[0][keys.index] += dk_block
+                dkv[1][keys.index] += dv_block
+            if ring.size > 1:
+                coming_dkv = rotate(dkv, ring)
+            if coming_kv is not None:
+                kv = coming_kv.wait()
+        if coming_dkv is not None:
+            dkv = coming_dkv.wait()  # home again, after as many hops as the ring has ranks
+        return dq.to(q.dtype), dkv[0].to(kv.dtype), dkv[1].to(kv.dtype), None, None
+
+
+def _merge(
+    out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, at: slice | Tensor, *, first: bool
+) -> None:
+    """Add a block to the rows `at` of the running output, weighting both by their share of the softmax sum.
+
+    The first block is our own, in which every real token sees at least itself; so the running log-sum-exp is
+    finite from then on, and a block without keys (−inf) adds nothing.
+    """
+    if first:
+        out[at], lse[at] = block_out, block_lse
+        return
+    before = lse[at]
+    after = torch.logaddexp(before, block_lse)
+    out[at] = out[at] * (before - after).exp().unsqueeze(-1) + block_out * (block_lse - after).exp().unsqueeze(-1)
+    lse[at] = after

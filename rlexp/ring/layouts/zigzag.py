@@ -1,0 +1,32 @@
+"""Zigzag: a segment is cut into 2 × ring chunks, and rank r holds the chunks r and 2·ring − 1 − r.
+
+Every rank has an early and a late piece, so that every rank has the same work at every step of the ring:
+
+    ring 4   chunk  0 1 2 3 4 5 6 7
+             rank   0 1 2 3 3 2 1 0
+"""
+
+from __future__ import annotations
+
+from rlexp.ring.layouts.base import ALL, EARLY, LATE, Block
+
+
+class Zigzag:
+    name = "zigzag"
+
+    def multiple(self, ring_size: int) -> int:
+        return 1 if ring_size == 1 else 2 * ring_size
+
+    def chunks(self, padded: int, rank: int, ring_size: int) -> tuple[range, ...]:
+        if ring_size == 1:
+            return (range(padded),)
+        size = padded // (2 * ring_size)
+        early, late = rank, 2 * ring_size - 1 - rank
+        return range(early * size, (early + 1) * size), range(late * size, (late + 1) * size)
+
+    def block(self, rank: int, source: int, ring_size: int) -> Block | None:  # noqa: ARG002
+        if source == rank:
+            return Block(ALL, ALL, causal=True)
+        if source < rank:  # its early chunk precedes both of ours, its late chunk follows both
+            return Block(ALL, EARLY, causal=False)
+        return Block(LATE, ALL, causal=False)  # both of its chunks lie between our early and our late one

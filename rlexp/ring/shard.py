@@ -1,0 +1,23 @@
+"""From a pack to what one rank of the ring holds of it."""
+
+from __future__ import annotations
+
+from rlexp.ring.attention import local_index, real_lengths, ring_batch
+from rlexp.ring.groups import Ring
+from rlexp.ring.kernels.base import BlockKernel
+from rlexp.ring.layouts import Layout
+from rlexp.types import Pack, Shard
+
+
+def shard_pack(pack: Pack, ring: Ring, layout: Layout, kernel: BlockKernel, max_length: int) -> Shard:
+    index = local_index(pack.segments, ring.rank, ring.size, layout)
+    real = sum(sum(real_lengths(segment, ring.rank, ring.size, layout)) for segment in pack.segments)
+    return Shard(
+        pack.tokens_T[index],
+        pack.targets_T[index],
+        pack.positions_T[index],
+        pack.sequence_T[index],
+        pack.sequences,
+        real,
+        ring_batch(pack.segments, ring, layout, kernel, max_length),
+    )

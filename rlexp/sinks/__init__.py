@@ -1,0 +1,1 @@
+"""Where rows go: a file, the terminal, W&B. Rank 0 only."""

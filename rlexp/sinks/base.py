@@ -1,0 +1,29 @@
+"""What a sink answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+MetricRow = dict[str, float | int]
+
+
+class Sink(Protocol):
+    def log(self, row: MetricRow) -> None:
+        """One optimizer step; `step` comes first."""
+
+    def close(self, exit_code: int) -> None:
+        """0 for a run that ended well; 128 + signal for one that was stopped."""
+
+
+class Sinks:
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self.sinks = sinks
+
+    def log(self, row: MetricRow) -> None:
+        for sink in self.sinks:
+            sink.log(row)
+
+    def close(self, exit_code: int) -> None:
+        for sink in self.sinks:
+            sink.close(exit_code)

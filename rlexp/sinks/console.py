@@ -1,0 +1,44 @@
+"""The terminal: one progress bar; where the output is no terminal, a line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from tqdm import tqdm
+
+from rlexp.sinks.base import MetricRow
+
+LINES = 10  # of a whole run, where there is no terminal
+
+
+class ConsoleSink:
+    def __init__(self, total_steps: int, *, first_step: int = 1) -> None:
+        self.total_steps = total_steps
+        self.started = time.monotonic()
+        self.first_step = first_step
+        self.bar = (
+            tqdm(total=total_steps, initial=first_step - 1, unit="step", dynamic_ncols=True, smoothing=0.1)
+            if sys.stderr.isatty()
+            else None
+        )
+
+    def log(self, row: MetricRow) -> None:
+        shown = {"loss": f"{row['train/loss']:.4f}"}
+        if "train/rewards/accuracies" in row:
+            shown["acc"] = f"{row['train/rewards/accuracies']:.2f}"
+        shown["tok/s"] = f"{row['train/tokens_per_second']:,.0f}"
+        if self.bar is not None:
+            self.bar.set_postfix(shown, refresh=False)
+            self.bar.update(1)
+            return
+        step = int(row["step"])
+        if step == self.first_step or step == self.total_steps or step % max(1, self.total_steps // LINES) == 0:
+            seconds = time.monotonic() - self.started
+            left = seconds / (step - self.first_step + 1) * (self.total_steps - step)
+            values = "  ".join(f"{name} {value}" for name, value in shown.items())
+            sys.stderr.write(f"step {step}/{self.total_steps}  {values}  {left:.0f} s left\n")
+
+    def close(self, exit_code: int) -> None:  # noqa: ARG002
+        if self.bar is not None:
+            self.bar.close()

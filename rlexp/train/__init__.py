@@ -1,0 +1,1 @@
+"""The way of a train batch: build once, step, loop."""

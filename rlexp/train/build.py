@@ -1,0 +1,175 @@
+"""Every choice of a run, made once. What comes after branches on nothing but cadence."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlexp.algos.base import PreferenceLoss
+from rlexp.algos.dpo import DPO
+from rlexp.config.schema import (
+    Config,
+    DataConfig,
+    DPOConfig,
+    EngineName,
+    JsonlDataConfig,
+    LossConfig,
+    OptimConfig,
+    Precision,
+    SyntheticDataConfig,
+)
+from rlexp.data import synthetic
+from rlexp.data.packing import pack_pairs
+from rlexp.data.rows import read_jsonl
+from rlexp.data.sampler import Sampler, total_steps
+from rlexp.data.tokens import PairTokenizer, numbered
+from rlexp.engine.base import Engine
+from rlexp.engine.plain import PlainEngine
+from rlexp.errors import DataError, UserError
+from rlexp.model.loading import load_config, load_model, load_tokenizer
+from rlexp.model.policy import Policy, cast_parameters
+from rlexp.model.probe import probe
+from rlexp.ring.groups import World, build_world
+from rlexp.ring.kernels import BlockKernel, get_kernel
+from rlexp.ring.layouts import Layout, get_layout
+from rlexp.ring.shard import shard_pack
+from rlexp.train.schedule import Schedule
+from rlexp.types import Pair, Row, Shard, TokenLogps
+
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a step needs. Built anew on every rank, from the same configuration."""
+
+    cfg: Config
+    world: World
+    device: torch.device
+    layout: Layout
+    kernel: BlockKernel
+    tokenizer: Any
+    pairs: Sequence[Pair]
+    eval_pairs: Sequence[Pair]
+    dropped: Counter[str]
+    sampler: Sampler
+    schedule: Schedule
+    engine: Engine
+    reference: Callable[[Shard], TokenLogps]
+    loss: PreferenceLoss
+    parameters: int
+
+    @property
+    def total_steps(self) -> int:
+        return self.schedule.total_steps
+
+    def shard(self, pairs: Sequence[Pair]) -> Shard:
+        """This rank's part of a micro-batch, on its device."""
+        data = self.cfg.data
+        pack = pack_pairs(pairs, self.layout.multiple(self.world.ring.size), packing=data.packing)
+        return shard_pack(pack, self.world.ring, self.layout, self.kernel, data.max_length).to(self.device)
+
+
+def build(cfg: Config) -> Run:
+    """A collective call: every rank builds the same run, and what is refused is refused on all."""
+    world = build_world(cfg.parallel.ring_size)
+    device = torch.device("cuda", torch.cuda.current_device()) if cfg.launch.device.value == "cuda" else torch.device("cpu")
+    layout, kernel = get_layout(cfg.parallel.layout), get_kernel(cfg.parallel.kernel, device.type)
+    tokenizer = load_tokenizer(cfg.model)
+    encoder = PairTokenizer(tokenizer, cfg.data.max_length, cfg.data.too_long)
+    train_rows, eval_rows = read_rows(cfg.data)
+    pairs, dropped = encode_shared(encoder, train_rows, world)
+    eval_pairs, _ = encode_shared(encoder, eval_rows, world)
+    sampler = Sampler(len(pairs), cfg.train.batch_size, cfg.seed, cfg.data.shuffle, cfg.data.drop_last)
+    steps = total_steps(sampler.steps_per_epoch, cfg.train.max_steps, cfg.train.epochs)
+    model_config = load_config(cfg.model, cfg.data.max_length)
+    probe(model_config, world.ring, layout, cfg.data.max_length, device)
+    dtype = DTYPES[cfg.train.precision]
+    policy = Policy(load_model(cfg.model, model_config, cfg.data.max_length)).to(device)
+    reference = build_reference(policy, dtype)
+    policy.train()  # dropout is off; activation checkpointing asks for it
+    if cfg.memory.checkpointing:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return Run(
+        cfg, world, device, layout, kernel, tokenizer, pairs, eval_pairs, dropped, sampler,
+        Schedule(cfg.optim.lr, cfg.optim.warmup_steps, steps, cfg.optim.decay),
+        build_engine(cfg.engine.name, policy, cfg.optim, world, dtype),
+        reference,
+        build_loss(cfg.loss),
+        sum(parameter.numel() for parameter in policy.parameters()),
+    )  # fmt: skip
+
+
+def build_loss(cfg: LossConfig) -> PreferenceLoss:
+    match cfg:
+        case DPOConfig(beta=beta, label_smoothing=label_smoothing):
+            return DPO(beta, label_smoothing)
+        case _:
+            raise AssertionError(cfg)
+
+
+def build_engine(name: EngineName, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> Engine:
+    match name:
+        case EngineName.torch:
+            return PlainEngine(policy, optim, world, dtype)
+        case EngineName.zero1:
+            from rlexp.engine.zero import DeepSpeedEngine  # here, since DeepSpeed takes seconds to import
+
+            return DeepSpeedEngine(policy, optim, world, dtype, name.value)
+
+
+def build_reference(policy: Policy, dtype: torch.dtype) -> Callable[[Shard], TokenLogps]:
+    """A frozen copy of the starting weights, in the dtype that computes."""
+    frozen = copy.deepcopy(policy).eval().requires_grad_(False)
+    cast_parameters(frozen, dtype)
+
+    @torch.no_grad()
+    def reference(shard: Shard) -> TokenLogps:
+        logps: TokenLogps = frozen(shard)
+        return logps
+
+    return reference
+
+
+def read_rows(cfg: DataConfig) -> tuple[list[Row], list[Row]]:
+    """The rows to train on, and those held out."""
+    match cfg:
+        case SyntheticDataConfig(size=size, eval_size=eval_size, seed=seed):
+            return synthetic.generate(size, seed, "train"), synthetic.generate(eval_size, seed, "eval")
+        case JsonlDataConfig(path=path, eval_path=eval_path):
+            held_out = read_jsonl(Path(eval_path).expanduser()) if eval_path else []
+            return read_jsonl(Path(path).expanduser()), held_out
+        case _:
+            raise AssertionError(cfg)
+
+
+def encode_shared(encoder: PairTokenizer, rows: Sequence[Row], world: World) -> tuple[list[Pair], Counter[str]]:
+    """Every rank tokenizes its part of the rows, and all get the whole; the first bad row is everybody's error."""
+    mine = rows[world.rank * len(rows) // world.size : (world.rank + 1) * len(rows) // world.size]
+    try:
+        part: Any = encoder.encode(mine)
+    except UserError as error:
+        part = str(error)
+    parts = [part] * world.size
+    if world.size > 1:
+        dist.all_gather_object(parts, part)
+    for part in parts:
+        if isinstance(part, str):
+            raise DataError(part)
+    dropped: Counter[str] = sum((part.dropped for part in parts), start=Counter())
+    return numbered([pair for part in parts for pair in part.pairs]), dropped
+
+
+def sum_by_sequence(values_t: Tensor, shard: Shard) -> Tensor:
+    """Add up this rank's values of each sequence, (S,), in float64: thousands of terms, and differences after."""
+    owner_t = torch.where(shard.sequence_t < 0, shard.sequences, shard.sequence_t)
+    sums = torch.zeros(shard.sequences + 1, dtype=torch.float64, device=values_t.device)
+    return sums.index_add(0, owner_t, values_t.double())[:-1]

@@ -1,0 +1,134 @@
+"""One train batch, each line an arrow of its way. Shape letters: P pairs, S = 2P sequences (chosen, rejected, …)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlexp.algos.base import PairLogps
+from rlexp.data.sampler import Batch
+from rlexp.errors import NonFiniteError
+from rlexp.metrics.memory import peak_bytes, reset_peak
+from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
+from rlexp.ring.collectives import ring_sum
+from rlexp.train.build import Run, sum_by_sequence
+from rlexp.types import Pair, Shard, TokenLogps
+
+NAMED = 8  # samples named in an error
+
+
+def train_step(run: Run, batch: Batch) -> dict[str, float]:
+    """One optimizer step; the values of the train batch, the same on every rank."""
+    started, sent = time.monotonic(), run.world.ring.traffic.sent
+    reset_peak(run.device)
+    meter = Meter(run.world, run.device)
+    finite = torch.ones((), dtype=torch.bool, device=run.device)
+    count = len(batch.indices)  # the loss's denominator, known before the first micro-batch
+    micro_batches = batch.micro_batches(run.world.replica, run.world.dp_size, run.cfg.train.micro_batch_size)
+    for number, indices in enumerate(micro_batches, 1):
+        shard = run.shard([run.pairs[index] for index in indices])
+        losses_P = pair_losses(run, shard, run.engine.forward, meter)
+        replica_loss_sum = losses_P.sum()
+        run.engine.backward(replica_loss_sum * (run.world.size / count), last=number == len(micro_batches))
+        finite &= losses_P.isfinite().all()
+        meter.add_max("ring_tokens", held := len(shard.tokens_t) if number == 1 else held + len(shard.tokens_t))
+    grad_norm = run.engine.grad_norm()
+    refuse_unless_finite(run, batch, micro_batches, bool(finite), grad_norm)
+    lr = run.schedule.at(batch.step)
+    run.engine.step(lr)
+    meter.add_max("ring_bytes", run.world.ring.traffic.sent - sent)
+    meter.add_max("step_seconds", time.monotonic() - started)
+    meter.add_max("peak_bytes", peak_bytes(run.device))
+    values = meter.reduce()
+    peak, peak_rank = values.pop("peak_bytes"), values.pop("peak_bytes@rank")
+    train = {name: value for name, value in values.items() if not name.endswith("@rank")}
+    train |= {
+        "grad_norm": grad_norm,
+        "learning_rate": lr,
+        "tokens_per_second": train["tokens"] / train["step_seconds"],
+        "epoch": batch.step / run.sampler.steps_per_epoch,
+        "global_step": batch.step,
+    }
+    return {f"train/{name}": value for name, value in train.items()} | {
+        "memory/peak_bytes": peak,
+        "memory/peak_rank": peak_rank,
+    }
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> dict[str, float]:
+    """The held-out pairs once, in their order, by the same code; the last batch may be short."""
+    meter = Meter(run.world, run.device)
+    size = run.cfg.train.batch_size
+    for first in range(0, len(run.eval_pairs), size):
+        batch = Batch(0, 0, tuple(range(first, min(first + size, len(run.eval_pairs)))))
+        for indices in batch.micro_batches(run.world.replica, run.world.dp_size, run.cfg.train.micro_batch_size):
+            pair_losses(run, run.shard([run.eval_pairs[index] for index in indices]), run.engine.forward, meter)
+    return {f"eval/{name}": value for name, value in meter.reduce().items()}
+
+
+def pair_losses(run: Run, shard: Shard, policy: Callable[[Shard], TokenLogps], meter: Meter) -> Tensor:
+    """The losses of a micro-batch's pairs, the same on every rank of the ring; its metrics go to the meter."""
+    tokens = policy(shard)
+    policy_P = by_pair(ring_sum(sum_by_sequence(tokens.logps_t, shard), run.world.ring))
+    reference_P = None
+    if run.loss.needs_reference:
+        reference_t = run.reference(shard).logps_t
+        reference_P = by_pair(ring_sum(sum_by_sequence(reference_t, shard), run.world.ring))
+    result = run.loss(policy_P, reference_P)
+    pairs = len(result.losses_P)
+    values_P = {"loss": result.losses_P, **result.metrics_P}
+    values_P |= {"logps/chosen": policy_P.chosen_P, "logps/rejected": policy_P.rejected_P}
+    for name, value_P in values_P.items():
+        meter.add_mean(name, value_P.sum(), pairs, REPLICATED)
+    logits = by_pair(sum_by_sequence(tokens.mean_logits_t, shard))
+    trained = by_pair(sum_by_sequence(torch.ones_like(tokens.mean_logits_t), shard))
+    meter.add_mean("logits/chosen", logits.chosen_P.sum(), trained.chosen_P.sum(), SHARDED)
+    meter.add_mean("logits/rejected", logits.rejected_P.sum(), trained.rejected_P.sum(), SHARDED)
+    meter.add_total("tokens", shard.real_tokens, SHARDED)
+    # A rank without a sample still runs its (empty) graph, so that no collective waits for it.
+    return result.losses_P + 0.0 * tokens.logps_t.sum() if pairs == 0 else result.losses_P
+
+
+def by_pair(values_S: Tensor) -> PairLogps:
+    return PairLogps(values_S[0::2], values_S[1::2])
+
+
+def refuse_unless_finite(
+    run: Run, batch: Batch, micro_batches: Sequence[Sequence[int]], finite: bool, grad_norm: float
+) -> None:
+    """Before the optimizer step, on all ranks alike: a step with a NaN cannot be taken back."""
+    bad = torch.tensor([0.0 if finite else 1.0], device=run.device)
+    if run.world.size > 1:
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+    if bool(bad == 0) and grad_norm != float("inf"):
+        return
+    what, indices = "gradient", list(batch.indices)
+    if bool(bad):
+        what, indices = "loss", _samples_without_finite_loss(run, micro_batches)
+    names = [run.pairs[index].origin for index in indices]
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    raise NonFiniteError(
+        f"step {batch.step}: the {what} is not finite. Samples: {', '.join(names[:NAMED])}{more}. The optimizer has "
+        f"not stepped. A smaller optim.lr, a warm-up or train.precision=fp32 may help; or the samples are at fault."
+    )
+
+
+@torch.no_grad()
+def _samples_without_finite_loss(run: Run, micro_batches: Sequence[Sequence[int]]) -> list[int]:
+    """Run each sample of this replica alone and look; then tell the other replicas."""
+    mine = []
+    for indices in micro_batches:
+        for place in range(run.cfg.train.micro_batch_size):  # as many passes on every replica
+            pair: list[Pair] = [run.pairs[indices[place]]] if place < len(indices) else []
+            losses_P = pair_losses(run, run.shard(pair), run.engine.forward, Meter(run.world, run.device))
+            if pair and not bool(losses_P.isfinite().all()):
+                mine.append(pair[0].index)
+    found: list[list[int]] = [mine] * run.world.size
+    if run.world.size > 1:
+        dist.all_gather_object(found, mine)
+    return sorted({index for each in found for index in each})

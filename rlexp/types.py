@@ -1,0 +1,107 @@
+"""The frozen dataclasses that cross doors between rooms.
+
+Shape letters: T tokens of a pack, t tokens of one rank's shard, S sequences, P pairs, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ids = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A preference pair as text, with where it came from (for error messages)."""
+
+    prompt: str | Sequence[dict[str, str]]
+    chosen: str
+    rejected: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tokenized preference pair. `index` is its place in the data set, on every rank the same."""
+
+    index: int
+    prompt: Ids
+    chosen: Ids
+    rejected: Ids
+    origin: str
+
+    def longest(self) -> int:
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens of a pack that attends to itself, and to its parent as a whole.
+
+    A pack is a forest: a prompt with its answers is a root with children, whose positions go on from the root's
+    end. While every sequence has its own copy of the prompt, all segments are roots (`parent` is None).
+    """
+
+    start: int  # of its first token in the pack
+    length: int  # real tokens
+    padded: int  # tokens it takes up, a multiple of what the layout needs; padding stands at its end
+    parent: int | None = None  # the parent's place in the pack's list of segments
+
+
+@dataclass(frozen=True)
+class Pack:
+    """The sequences of one micro-batch, one after the other, before they are sharded over a ring.
+
+    `targets_T` is already shifted: the token that follows the one in `tokens_T`. `sequence_T` is the sequence
+    whose log-probability that target belongs to, or -1 where nothing is trained on (prompts, ends, padding).
+    """
+
+    tokens_T: Tensor  # int64
+    targets_T: Tensor  # int64
+    positions_T: Tensor  # int64
+    sequence_T: Tensor  # int64
+    segments: tuple[Segment, ...]
+    sequences: int  # S
+
+    @property
+    def real_tokens(self) -> int:
+        return sum(segment.length for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank of a ring holds of a pack, and what its attention needs to know of the rest."""
+
+    tokens_t: Tensor
+    targets_t: Tensor
+    positions_t: Tensor
+    sequence_t: Tensor
+    sequences: int
+    real_tokens: int  # of this rank
+    attention: Any  # rlexp.ring.attention.RingBatch; opaque to every other room
+
+    def to(self, device: torch.device) -> Shard:
+        return Shard(
+            self.tokens_t.to(device),
+            self.targets_t.to(device),
+            self.positions_t.to(device),
+            self.sequence_t.to(device),
+            self.sequences,
+            self.real_tokens,
+            self.attention.to(device),
+        )
+
+
+@dataclass(frozen=True)
+class TokenLogps:
+    """What a model says of a shard's targets, token by token; zero where nothing is trained on."""
+
+    logps_t: Tensor  # log-probability of the target
+    mean_logits_t: Tensor  # mean of the logits over the vocabulary, detached
