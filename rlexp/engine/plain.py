@@ -16,7 +16,6 @@ from torch import Tensor
 from rlexp.config.schema import OptimConfig
 from rlexp.engine.base import adamw, parameter_groups
 from rlexp.engine.state import MOMENTS, EngineState
-from rlexp.model.float64 import precise
 from rlexp.model.policy import Policy, cast_parameters
 from rlexp.ring.groups import World
 from rlexp.types import Shard, TokenLogps
@@ -62,8 +61,7 @@ class PlainEngine:
         return logps
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        with precise(self.dtype):
-            loss.backward()
+        loss.backward()
         if last:
             self._reduce()
 

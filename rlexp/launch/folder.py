@@ -37,7 +37,7 @@ def create(cfg: Config, run_dir: Path) -> None:
             "ended": None,
             "versions": {"rlexp": __version__, "python": sys.version.split()[0]}
             | {name: _version(name) for name in PACKAGES},
-            "git_commit": _git_commit(),
+            "git_commit": git_commit(),
         },
     )
 
@@ -80,7 +80,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """The commit of the checkout this package runs from, with `+dirty` where it was changed since."""
     here = Path(__file__).resolve().parent.parent.parent
     if not (here / ".git").exists():

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import sys
@@ -99,7 +100,7 @@ def run_ranks(
                 place = Place(rank, world_size, rank, f"file://{meeting}/store")
                 inbox, outbox = context.Pipe(duplex=False)
                 log = str(log_dir / f"rank{rank}.log") if log_dir and rank else (os.devnull if rank else None)
-                process = context.Process(target=_rank_main, args=(target, place, outbox, log, tuple(args)))
+                process = context.Process(target=_rank_main, args=(target, place, outbox, log, pickle.dumps(tuple(args))))
                 process.start()
                 outbox.close()
                 ranks.append(_Rank(process, inbox))
@@ -137,7 +138,7 @@ def _read(rank: _Rank, number: int) -> None:
     """Take a rank's last word; if it died without one, say how."""
     try:
         if rank.inbox.poll():
-            kind, payload = rank.inbox.recv()
+            kind, payload = pickle.loads(rank.inbox.recv_bytes())
             rank.done = True
             if kind == "value":
                 rank.value = payload
@@ -199,8 +200,12 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _rank_main(
-    target: Callable[..., Any], place: Place, outbox: Connection, log: str | None, args: tuple[Any, ...]
+    target: Callable[..., Any], place: Place, outbox: Connection, log: str | None, args: bytes
 ) -> None:
+    # Plain pickle both ways: multiprocessing's own would pass tensors as handles to a process that ends.
+    def say(kind: str, payload: Any) -> None:
+        outbox.send_bytes(pickle.dumps((kind, payload)))
+
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears Ctrl-C and ends all ranks
     signal.signal(signal.SIGTERM, raise_terminated)
@@ -209,12 +214,12 @@ def _rank_main(
         os.dup2(handle, 1)
         os.dup2(handle, 2)
     try:
-        outbox.send(("value", target(place, *args)))
+        say("value", target(place, *pickle.loads(args)))
     except Terminated:
         os._exit(128 + signal.SIGTERM)
     except BaseException as error:
         text = str(error) if isinstance(error, UserError) else traceback.format_exc()
-        outbox.send(("report", Report(place.rank, time.monotonic(), text, isinstance(error, UserError))))
+        say("report", Report(place.rank, time.monotonic(), text, isinstance(error, UserError)))
         sys.stderr.write(text + "\n" if place.rank else "")
         sys.stderr.flush()
         # At once: peers that wait for this rank must see its connections close, and a process group that is

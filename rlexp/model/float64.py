@@ -31,6 +31,5 @@ class StayFloat64(TorchFunctionMode):
 
 
 def precise(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """The mode for a float64 run; nothing for any other. Holds for forward passes and, because of recomputation
-    under activation checkpointing, for backward passes too."""
+    """The mode for a float64 pass; nothing for any other."""
     return StayFloat64() if dtype is torch.float64 else contextlib.nullcontext()

@@ -5,6 +5,8 @@ Shape letters: t tokens of this rank, n of them trained on, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +35,22 @@ class Policy(nn.Module):
                 ring_batch=shard.attention,
             ).last_hidden_state.squeeze(0)
             return self._logps(head, hidden_tE, shard)
+
+    def recompute_activations(self) -> None:
+        """Keep each layer's input alone, and compute the layer anew in the backward pass.
+
+        The recomputation runs in the autograd engine, where the float64 mode of the forward pass does not reach;
+        so it enters the mode itself, by the dtype that the weights have by then.
+        """
+        # Shim: transformers renamed the method after 5.17. To be removed when 5.17 is no longer admitted.
+        enable = getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)
+        enable(
+            {
+                "use_reentrant": False,
+                "context_fn": lambda: (contextlib.nullcontext(), precise(next(self.parameters()).dtype)),
+            }
+        )
+        self.train()  # what transformers asks for; dropout is off
 
     def _logps(self, head: nn.Module, hidden_tE: Tensor, shard: Shard) -> TokenLogps:
         trained = shard.sequence_t >= 0

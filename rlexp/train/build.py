@@ -95,9 +95,8 @@ def build(cfg: Config) -> Run:
     dtype = DTYPES[cfg.train.precision]
     policy = Policy(load_model(cfg.model, model_config, cfg.data.max_length)).to(device)
     reference = build_reference(policy, dtype)
-    policy.train()  # dropout is off; activation checkpointing asks for it
     if cfg.memory.checkpointing:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.recompute_activations()
     return Run(
         cfg, world, device, layout, kernel, tokenizer, pairs, eval_pairs, dropped, sampler,
         Schedule(cfg.optim.lr, cfg.optim.warmup_steps, steps, cfg.optim.decay),

@@ -1,0 +1,129 @@
+"""Draw the curves of configurations in-process, and measure how far two of them lie apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from hydra import compose, initialize_config_dir
+
+from rlexp.config import load
+from rlexp.config.paths import conf_dir
+from rlexp.config.schema import Config, EngineName
+from rlexp.launch.local import PRELOAD, run_ranks
+from rlexp.launch.place import Place, prepare_environment
+from rlexp.sinks.base import MetricRow
+
+# What a layout may change: its own speed, memory and traffic. Everything else must not move.
+OWN = ("train/ring_tokens", "train/ring_bytes", "train/step_seconds", "train/tokens_per_second", "memory/")
+
+LOSS_TOLERANCE = 1e-12  # relative, for loss and weights in float64; measured: see docs/invariance.md
+METRIC_TOLERANCE = (1e-9, 1e-11)  # relative and absolute, for the other metrics in float64
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a run came to: its rows, and its final weights."""
+
+    rows: list[MetricRow]
+    weights: dict[str, np.ndarray]
+    samples: list[tuple[int, ...]]  # of each optimizer step
+
+
+def compose_config(overrides: Sequence[str]) -> Config:
+    load.register()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return load.from_hydra(compose("config", overrides=list(overrides)))
+
+
+def draw(configs: Sequence[Config], *, timeout: float = 1800.0) -> list[Curve]:
+    """The curves of configurations, those of equal world sizes in one start of ranks."""
+    prepare_environment("cpu")
+    preload = PRELOAD + (("deepspeed",) if any(c.engine.name is not EngineName.torch for c in configs) else ())
+    curves: dict[int, Curve] = {}
+    for world_size in sorted({config.parallel.world_size for config in configs}):
+        places = [place for place, config in enumerate(configs) if config.parallel.world_size == world_size]
+        drawn = run_ranks(
+            draw_rank, world_size, ([configs[place] for place in places],), preload=preload, timeout=timeout
+        )[0]
+        curves |= dict(zip(places, cast(list[Curve], drawn), strict=True))
+    return [curves[place] for place in range(len(configs))]
+
+
+def draw_rank(place: Place, configs: Sequence[Config]) -> list[Curve] | None:
+    from rlexp.launch.place import join
+
+    first = configs[0]
+    join(place, first.launch.device.value, first.launch.timeout_seconds, first.launch.torch_threads)
+    curves = [_draw_one(config) for config in configs]
+    return curves if place.rank == 0 else None
+
+
+def _draw_one(config: Config) -> Curve:
+    from rlexp.sinks.base import Sinks
+    from rlexp.train.build import build
+    from rlexp.train.loop import train_loop
+
+    run = build(config)
+    kept = _Kept()
+    train_loop(run, Sinks([kept]))
+    weights = {name: weight.double().cpu().numpy() for name, weight in run.engine.weights().items()}
+    return Curve(kept.rows, weights, [batch.indices for batch in run.sampler.batches(run.total_steps)])
+
+
+class _Kept:
+    """A sink that keeps the rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[MetricRow] = []
+
+    def log(self, row: MetricRow) -> None:
+        self.rows.append(row)
+
+    def close(self, exit_code: int) -> None:
+        pass
+
+
+def compared(name: str) -> bool:
+    return name != "step" and not name.startswith(OWN)
+
+
+def differences(one: Curve, other: Curve) -> dict[str, float]:
+    """The largest relative difference of every compared metric over all steps, and of the final weights."""
+    assert len(one.rows) == len(other.rows), (len(one.rows), len(other.rows))
+    worst: dict[str, float] = {}
+    for a, b in zip(one.rows, other.rows, strict=True):
+        assert a.keys() == b.keys(), a.keys() ^ b.keys()
+        for name in filter(compared, a):
+            worst[name] = max(worst.get(name, 0.0), relative(a[name], b[name]))
+    worst["weights"] = weight_difference(one, other)
+    return worst
+
+
+def weight_difference(one: Curve, other: Curve) -> float:
+    """Relative to the largest weight of each tensor."""
+    return max(
+        float(np.abs(weight - other.weights[name]).max() / np.abs(weight).max())
+        for name, weight in one.weights.items()
+    )
+
+
+def relative(a: float, b: float) -> float:
+    return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
+
+
+def excesses(one: Curve, other: Curve) -> list[str]:
+    """Where two float64 curves differ by more than rounding: step, metric, both values."""
+    found = []
+    for a, b in zip(one.rows, other.rows, strict=True):
+        for name in filter(compared, a):
+            difference = abs(a[name] - b[name])
+            scale = max(abs(a[name]), abs(b[name]))
+            rel, absolute = (LOSS_TOLERANCE, 0.0) if name.endswith("/loss") else METRIC_TOLERANCE
+            if not difference <= rel * scale + absolute:
+                found.append(f"step {a['step']}: {name} is {a[name]!r} and {b[name]!r}")
+    if not (difference := weight_difference(one, other)) <= LOSS_TOLERANCE:
+        found.append(f"final weights differ by {difference:.1e}")
+    return found

@@ -1,0 +1,48 @@
+"""Fixtures: the real data and models beside the checkout, and the command line as a user types it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlexp.launch.place import prepare_environment
+
+ROOT = Path(__file__).resolve().parent.parent
+prepare_environment("cpu")
+
+
+def pytest_report_header() -> str:
+    shared = shared_folder()
+    return f"real data and models: {shared or 'absent, tests that need them are skipped'}"
+
+
+def shared_folder() -> Path | None:
+    """Real preference pairs and a pretrained model, beside the checkout or where RLEXP_SHARED says."""
+    folder = Path(os.environ.get("RLEXP_SHARED", ROOT.parent / "shared"))
+    return folder if (folder / "models").is_dir() else None
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    folder = shared_folder()
+    if folder is None:
+        pytest.skip("needs the real data and models: ../shared, or RLEXP_SHARED=FOLDER")
+    return folder
+
+
+@pytest.fixture
+def rlexp(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `python -m rlexp ...` in an empty folder."""
+
+    def run(*args: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "rlexp", *args],
+            cwd=tmp_path, env=os.environ | env, capture_output=True, text=True, timeout=timeout, check=False,
+        )  # fmt: skip
+
+    return run
