@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -35,6 +35,9 @@ def explain(error: BaseException) -> str | None:
             )
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
+    if isinstance(error, OverrideParseException):
+        reason = str(error).splitlines()[0]
+        return f"{error.override}: cannot be read as key=value ({reason}). Quote values with special characters."
     text = "\n".join(dict.fromkeys(str(link).strip() for link in chain if str(link).strip()))
     return _unknown_key(text) or _unknown_option(text) or _bad_value(text, chain) or text
 

@@ -6,9 +6,12 @@ is a data-parallel rank whose gradients it averages, and the scaling contract of
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ STAGES = {"zero1": 1}
 def _import_deepspeed() -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls collectives by the names that torch 2.13 is about to rename.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -46,12 +51,17 @@ class DeepSpeedEngine:
         self.policy, self.world = policy, world
         optimizer = adamw(parameter_groups(policy, optim.weight_decay), optim)  # its own would be compiled on CPU
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
-        self.engine, *_ = deepspeed.initialize(
-            model=policy,
-            optimizer=optimizer,
-            config=_config(STAGES[name], optim.max_grad_norm, dtype),
-            dist_init_required=False,
-        )
+        # DeepSpeed casts to bfloat16 first and makes its float32 masters from that; give them the bits they lost.
+        exact = {n: p.detach().clone() for n, p in self._parameters().items()} if dtype is torch.bfloat16 else {}
+        with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory tables as it starts
+            self.engine, *_ = deepspeed.initialize(
+                model=policy,
+                optimizer=optimizer,
+                config=_config(STAGES[name], optim.max_grad_norm, dtype),
+                dist_init_required=False,
+            )
+        for parameter_name, parameter in self._parameters().items() if exact else ():
+            self._utils.safe_set_full_fp32_param(parameter, exact[parameter_name])
         self._steps = 0
 
     def forward(self, shard: Shard) -> TokenLogps:
@@ -64,9 +74,15 @@ class DeepSpeedEngine:
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def grad_norm(self) -> float:
-        """Before `step`, so that a gradient that is not finite stops the run before it does harm. DeepSpeed marks
-        such a norm with −1."""
-        norm = float(self.engine.optimizer.scaled_global_norm())
+        """Before `step`, so that a gradient that is not finite stops the run before it does harm. DeepSpeed would
+        skip such a step in silence. Its ZeRO optimizer marks such a norm with −1; its bf16 optimizer holds the
+        whole float32 gradient on every rank."""
+        optimizer = self.engine.optimizer
+        if hasattr(optimizer, "scaled_global_norm"):
+            norm = float(optimizer.scaled_global_norm())
+        else:
+            grads, _ = optimizer.get_grads_for_norm()
+            norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])))
         return norm if math.isfinite(norm) and norm >= 0 else math.inf
 
     def step(self, lr: float) -> None:
@@ -104,15 +120,20 @@ class DeepSpeedEngine:
         self._steps = state.steps
 
     def _load_moments(self, state: EngineState) -> None:
-        inner = self.engine.optimizer.optimizer
-        for group in inner.param_groups:
+        """The flat partitions' state is made by the first step; give the moments a place to be written to before.
+
+        Shim: DeepSpeed has no public way to do so before a step (the two private names below, in
+        deepspeed/runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py). To be removed when it has.
+        """
+        optimizer = self.engine.optimizer
+        for group in optimizer.optimizer.param_groups:
             for partition in group["params"]:
-                # The flat partition's state is made by the first step; give the moments a place to be written to.
-                inner.state[partition] = {
+                optimizer.optimizer.state[partition] = {
                     "step": torch.tensor(float(state.steps)),
                     **{moment: torch.zeros_like(partition) for moment in MOMENTS},
                 }
-        self.engine.optimizer._link_all_hp_params()
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
         for moment in MOMENTS:
             for name, parameter in self._parameters().items():
                 self._utils.safe_set_full_optimizer_state(parameter, state.moments[moment][name], moment)

@@ -218,6 +218,7 @@ def _rank_main(
     except Terminated:
         os._exit(128 + signal.SIGTERM)
     except BaseException as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher may be ending us already; say why first
         text = str(error) if isinstance(error, UserError) else traceback.format_exc()
         say("report", Report(place.rank, time.monotonic(), text, isinstance(error, UserError)))
         sys.stderr.write(text + "\n" if place.rank else "")

@@ -1,0 +1,252 @@
+"""Composition, derived sizes, and errors that name key, value, rule and remedy."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from rlexp.config import load, sizes
+from rlexp.config.paths import conf_dir, config_root
+from rlexp.config.schema import KINDS
+from rlexp.errors import ConfigError, DataError
+from rlexp.prove.curves import compose_config
+
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+GROUPS = sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir() and folder.name != "experiment")
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "dp", "expected"), [(8, 1, 1, 8), (8, 1, 8, 1), (8, 8, 1, 1), (12, 2, 3, 2), (8, 2, 4, 1)]
+)
+def test_accumulation_is_exact(batch: int, micro: int, dp: int, expected: int) -> None:
+    assert sizes.grad_acc(batch, micro, dp) == expected
+    assert expected * micro * dp == batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "dp", "remedies"),
+    [
+        (12, 1, 8, ("train.batch_size=8 or 16", "6 or 12 replicas")),
+        (8, 8, 8, ("train.batch_size=64", "train.micro_batch_size=1")),  # the formula of the field trains 64 here
+        (4, 1, 8, ("train.batch_size=8", "4 replicas")),
+        (10, 4, 1, ("train.batch_size=8 or 12", "train.micro_batch_size=2 or 5")),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_what_would(batch: int, micro: int, dp: int, remedies: tuple) -> None:
+    with pytest.raises(ConfigError) as error:
+        sizes.grad_acc(batch, micro, dp)
+    message = str(error.value)
+    assert message.startswith(f"train.batch_size={batch}: ")
+    assert f"{dp} replica" in message
+    assert f"micro_batch_size={micro}" in message
+    for remedy in remedies:
+        assert remedy in message
+
+
+def test_every_remedy_works() -> None:
+    """The values named in an error are values that would not raise one."""
+    for batch in range(1, 25):
+        for micro in range(1, 9):
+            for dp in range(1, 9):
+                try:
+                    assert sizes.grad_acc(batch, micro, dp) * micro * dp == batch
+                except ConfigError as error:
+                    said = str(error).partition("Use ")[2]
+                    for value in _numbers(said, r"train\.batch_size=([\d or]+)"):
+                        assert sizes.grad_acc(value, micro, dp)
+                    for value in _numbers(said, r"train\.micro_batch_size=([\d or]+)"):
+                        assert sizes.grad_acc(batch, value, dp)
+                    for value in _numbers(said, r"([\d or]+) replicas"):
+                        assert sizes.grad_acc(batch, micro, value)
+
+
+def _numbers(text: str, pattern: str) -> list[int]:
+    found = re.search(pattern, text)
+    return [int(number) for number in re.findall(r"\d+", found.group(1))] if found else []
+
+
+def test_data_parallel_size_is_exact() -> None:
+    assert sizes.dp_size(8, 2) == 4
+    with pytest.raises(ConfigError, match=r"parallel.ring_size=8: the world has 2 ranks.*ring_size=2.*world of 8"):
+        sizes.dp_size(2, 8)
+    with pytest.raises(ConfigError, match=r"parallel.ring_size=3.*ring_size=2 or 4.*world of 6 or 9"):
+        sizes.dp_size(8, 3)
+    with pytest.raises(ConfigError, match="at least 1"):
+        sizes.dp_size(8, 0)
+
+
+def test_a_launchers_world_is_joined_and_a_batch_script_is_not() -> None:
+    assert sizes.joined_world({}) is None
+    assert sizes.joined_world({"RANK": "3", "WORLD_SIZE": "8"}) == 8
+    assert sizes.joined_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
+    assert sizes.joined_world({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "8"}) == 8
+    assert sizes.joined_rank({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "8"}) == 2
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_option_of_every_group_composes(group: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n", encoding="utf-8")
+    needed = {"data": {"jsonl": [f"data.path={tmp_path}/rows.jsonl"]}, "model": {"hf": ["model.path=org/name"]}}
+    for option in sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")):
+        extra = needed.get(group, {}).get(option, [])
+        cfg = compose_config([f"{group}={option}", "launch.device=cpu", *extra])
+        assert group in KINDS or isinstance(load.to_plain(cfg)[group], dict)
+        if group in KINDS:
+            assert type(getattr(cfg, group)) is KINDS[group][option]
+
+
+@pytest.mark.parametrize("kind", ["experiment", "sweep"])
+def test_every_experiment_and_sweep_composes(kind: str) -> None:
+    folder = conf_dir() / "experiment" if kind == "experiment" else config_root() / "sweeps" / "sweep"
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    assert names
+    for name in names:
+        text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
+        assert "# @package _global_" in text
+        assert "# Command:" in text
+        assert compose_config([f"+{kind}={name}", "launch.device=cpu"]).launch.nproc == 8
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (config_root() / "launchers/hydra/launcher").glob("*.yaml")))
+def test_every_launcher_composes(name: str) -> None:
+    load.register()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = compose("config", [f"hydra/launcher={name}", "launch.device=cpu", "launch.nproc=4"], return_hydra_config=True)
+    launcher = OmegaConf.to_container(cfg.hydra.launcher, resolve=False)
+    assert "_target_" in launcher
+    if name == "slurm":
+        assert cfg.hydra.launcher.tasks_per_node == 4
+        assert cfg.hydra.launcher.gpus_per_node is None
+        assert "export SLURM_KILL_BAD_EXIT=1" in cfg.hydra.launcher.setup
+
+
+def test_names_and_defaults_that_people_rely_on() -> None:
+    cfg = compose_config(["launch.device=cpu"])
+    assert (cfg.seed, cfg.train.batch_size, cfg.train.micro_batch_size, cfg.loss.beta) == (0, 8, 1, 0.1)
+    assert (cfg.data.shuffle, cfg.data.drop_last, cfg.data.packing) == (True, True, True)
+    assert (cfg.parallel.ring_size, cfg.parallel.layout.value, cfg.engine.name.value) == (1, "zigzag", "zero1")
+    assert (cfg.launch.nodes, cfg.launch.nproc, cfg.train.precision.value) == (1, 1, "fp32")
+    assert (cfg.reference.name, cfg.logger.name, cfg.model.heads, cfg.model.kv_heads) == ("model", "wandb", 8, 2)
+
+
+def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
+    cfg = compose_config(["launch.device=cpu", "parallel=ring4", "optim.lr=3e-7", "train.max_steps=5"])
+    load.to_file(cfg, tmp_path / "config.yaml")
+    assert load.from_file(tmp_path / "config.yaml") == cfg
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.precision=fp64", "engine=zero1"], "engine=zero1: with train.precision=fp64 DeepSpeed"),
+        (["launch.nodes=2"], "launch.nodes=2: this command starts ranks on this machine only"),
+        (["loss.beta=0"], "loss.beta=0.0: must be greater than 0"),
+        (["loss.label_smoothing=0.5"], "loss.label_smoothing=0.5"),
+        (["optim.lr=-1"], "optim.lr=-1.0"),
+        (["optim.lr=nan"], "optim.lr=nan"),
+        (["optim.betas=[0.9]"], "optim.betas=[0.9]"),
+        (["train.max_steps=0"], "train.max_steps=0: must be at least 1"),
+        (["model.kv_heads=3"], "model.kv_heads=3: must divide model.heads=8"),
+        (["model.hidden_size=60"], "model.hidden_size=60"),
+        (["data.eval_size=0", "train.eval_every=2"], "train.eval_every=2: there is no held-out data"),
+        (["model=hf", "model.path=/nowhere/at/all"], "model.path=/nowhere/at/all: no such folder"),
+        (["data.max_length=1"], "data.max_length=1"),
+    ],
+)
+def test_rules_across_fields(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose_config(["launch.device=cpu", *overrides])
+    assert said in str(error.value)
+
+
+def test_data_is_looked_for_before_a_process_starts(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        compose_config(["launch.device=cpu", "data=jsonl", "data.path=nowhere.jsonl"])
+    with pytest.raises(DataError, match="is a folder"):
+        compose_config(["launch.device=cpu", "data=jsonl", f"data.path={tmp_path}"])
+
+
+def test_fp64_takes_the_plain_engine_by_itself() -> None:
+    assert compose_config(["launch.device=cpu", "train.precision=fp64"]).engine.name.value == "torch"
+
+
+def test_help_and_errors_import_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "deepspeed", "wandb")
+    code = (
+        "import sys, contextlib, io\n"
+        "sys.argv = ['rlexp', *{args!r}]\n"
+        "from rlexp.__main__ import cli\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()): cli()\n"
+        f"print([name for name in {heavy!r} if name in sys.modules])"
+    )
+    for args in (["--help"], ["--cfg", "job", "--resolve", "parallel=ring4"], ["train.batchsize=3"], ["loss=dop"]):
+        answer = subprocess.run(
+            [sys.executable, "-c", code.format(args=args)], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert answer.stdout.strip().splitlines()[-1] == "[]", (args, answer.stdout, answer.stderr)
+
+
+def test_shown_sizes_of_the_bug_report(rlexp: Shell) -> None:
+    """Issue: 8 ranks, batch 8; ring 1 micro 1, ring 8 micro 1 and ring 8 micro 8 accumulate 1, 8 and 1 times."""
+    for args, expected in (
+        (("parallel=ring1", "train.micro_batch_size=1"), 1),
+        (("parallel=ring8", "train.micro_batch_size=1"), 8),
+        (("parallel=ring8", "train.micro_batch_size=8"), 1),
+    ):
+        shown = rlexp("--cfg", "job", "--resolve", "launch.device=cpu", "launch.nproc=8", "train.batch_size=8", *args)
+        assert shown.returncode == 0, shown.stderr
+        assert f"grad_acc: {expected}\n" in shown.stdout
+
+
+BAD = {
+    "unknown key": (["train.batchsize=3"], "Did you mean train.batch_size?"),
+    "unknown group": (["paralel=ring8"], "Did you mean parallel?"),
+    "unknown option": (["loss=dop"], "loss=dop: no such option. Did you mean dpo?"),
+    "wrong type": (["train.batch_size=many"], "train.batch_size: Value 'many'"),
+    "wrong choice": (["parallel.layout=zigzga"], "expected one of [zigzag]"),
+    "indivisible batch": (["train.batch_size=12", "launch.nproc=8"], "need a multiple of 8"),
+    "not resized to 64": (
+        ["train.batch_size=8", "train.micro_batch_size=8", "launch.nproc=8"],
+        "train.batch_size=8: 8 replicas × train.micro_batch_size=8 need a multiple of 64",
+    ),
+    "indivisible ring": (["parallel=ring4", "launch.nproc=6"], "parallel.ring_size=4: the world has 6 ranks"),
+    "no data": (["data=jsonl", "data.path=nowhere.jsonl"], "data.path=nowhere.jsonl: no such file"),
+    "path not given": (["data=jsonl"], "data.path"),
+    "folder below a file": (["hydra.run.dir=/etc/hostname/run"], "hydra.run.dir: /etc/hostname/run cannot be made"),
+    "syntax": (["train.batch_size=[1"], "train.batch_size=[1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_input_is_one_message(rlexp: Shell, case: str) -> None:
+    args, said = BAD[case]
+    answer = rlexp("launch.device=cpu", "logger=none", *args, timeout=30)
+    assert answer.returncode == 1
+    assert said in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert answer.stderr.startswith("rlexp: ")
+    assert answer.stdout == ""
+
+
+def test_a_ring_larger_than_the_gpus(rlexp: Shell, tmp_path: Path) -> None:
+    """A machine with two GPUs, played by an nvidia-smi of the test's own: there is none here."""
+    fake = tmp_path / "bin" / "nvidia-smi"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\necho 'GPU 0: a (UUID: x)'\necho 'GPU 1: b (UUID: y)'\n", encoding="utf-8")
+    fake.chmod(0o755)
+    path = f"{fake.parent}:/usr/bin:/bin"
+    answer = rlexp("parallel=ring8", PATH=path)
+    assert answer.returncode == 1
+    assert "parallel.ring_size=8: the world has 2 ranks" in answer.stderr
+    assert "launch.nproc=4: one GPU per rank, and 2 are visible" in rlexp("launch.nproc=4", PATH=path).stderr
+    shown = rlexp("parallel=ring2", "--cfg", "job", "--resolve", PATH=path).stdout
+    assert "precision: bf16" in shown
+    assert "nproc: 2" in shown
+    assert "launch.device=cuda: no GPU" in rlexp("launch.device=cuda", PATH=path, CUDA_VISIBLE_DEVICES="").stderr

@@ -1,0 +1,177 @@
+"""Rows, tokens, the global sampler, packing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlexp.config.schema import HFModelConfig, TinyModelConfig, TooLong
+from rlexp.data import synthetic
+from rlexp.data.packing import pack_pairs
+from rlexp.data.rows import read_jsonl
+from rlexp.data.sampler import Sampler, total_steps
+from rlexp.data.tokens import PairTokenizer, numbered
+from rlexp.errors import ConfigError, DataError
+from rlexp.model.loading import byte_tokenizer, load_tokenizer
+from rlexp.types import Row
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "must be a JSON object, not list"),
+        ('{"prompt": "a", "chosen": "b"}', "field `rejected` is missing; the row has chosen, prompt"),
+        ('{"prompt": "a", "chosen": 3, "rejected": "c"}', "field `chosen` must be a text"),
+        ('{"prompt": "a", "chosen": "b", "rejected": ""}', "field `rejected` must be a text that is not empty"),
+        ('{"prompt": "", "chosen": "b", "rejected": "c"}', "field `prompt` must not be empty"),
+        ('{"prompt": 7, "chosen": "b", "rejected": "c"}', "field `prompt` must be a text or a list"),
+        ('{"prompt": [{"role": "user"}], "chosen": "b", "rejected": "c"}', "message (number 1) without"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_line_and_field(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        read_jsonl(path)
+    assert str(error.value).startswith(f"{path}:3: ")
+    assert said in str(error.value)
+
+
+def test_an_empty_file_and_one_that_is_not_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n", encoding="utf-8")
+    with pytest.raises(DataError, match="has no rows"):
+        read_jsonl(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_jsonl(path)
+
+
+def test_synthetic_pairs_are_seeded_and_the_splits_differ() -> None:
+    train, again = synthetic.generate(50, 3, "train"), synthetic.generate(50, 3, "train")
+    assert train == again
+    assert train != synthetic.generate(50, 4, "train")
+    held_out = {row.prompt + row.chosen for row in synthetic.generate(50, 3, "eval")}
+    assert not held_out & {row.prompt + row.chosen for row in train}
+
+
+def row(prompt, chosen: str, rejected: str) -> Row:
+    return Row(prompt, chosen, rejected, "here:1")
+
+
+def test_byte_tokenizer_round_trips_every_byte() -> None:
+    tokenizer = byte_tokenizer()
+    text = "".join(chr(code) for code in range(1, 300)) + "日本 🙂\n"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_answers_end_and_messages_without_a_template_are_paragraphs() -> None:
+    tokenizer = byte_tokenizer()
+    messages = [{"role": "user", "content": "Hi"}]
+    pair = PairTokenizer(tokenizer, 100, TooLong.error).encode([row(messages, "a", "b")]).pairs[0]
+    assert tokenizer.decode(pair.prompt) == "User: Hi\n\nAssistant: "
+    assert pair.chosen.tolist() == [*tokenizer("a")["input_ids"], tokenizer.eos_token_id]
+
+
+def test_too_long_and_identical_pairs_follow_the_policy() -> None:
+    rows = [row("p" * 30, "same", "same"), row("p" * 30, "yes", "no"), row("p" * 300, "yes", "no"),
+            row("p", "a" * 400, "a" * 400 + "b")]  # fmt: skip
+    tokenizer = byte_tokenizer()
+    with pytest.raises(DataError, match=r"here:1: 304 tokens, and data.max_length=100.*truncate"):
+        PairTokenizer(tokenizer, 100, TooLong.error).encode(rows)
+    dropped = PairTokenizer(tokenizer, 100, TooLong.drop).encode(rows)
+    assert len(dropped.pairs) == 1
+    assert dropped.dropped == {"longer than data.max_length": 2, "chosen and rejected are the same": 1}
+    cut = PairTokenizer(tokenizer, 100, TooLong.truncate).encode(rows)
+    assert [pair.longest() for pair in cut.pairs] == [34, 100]  # the last became identical by its truncation
+    assert cut.dropped == {"(kept, truncated)": 2, "chosen and rejected are the same": 2}
+    assert tokenizer.decode(cut.pairs[1].chosen) == "yes<eos>"
+
+
+def test_the_chat_template_of_a_real_tokenizer(shared: Path) -> None:
+    tokenizer = load_tokenizer(HFModelConfig(path=str(shared / "models" / "smollm2-tokenizer")))
+    encoder = PairTokenizer(tokenizer, 1000, TooLong.error)
+    pair = encoder.encode([row("Hello", "Good day.", "Hm.")]).pairs[0]
+    assert tokenizer.decode(pair.prompt).endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(pair.chosen) == "Good day.<|im_end|>\n"  # its own end of turn, and no second one
+
+
+def test_real_rows_are_read(shared: Path) -> None:
+    rows = read_jsonl(shared / "data" / "hh_helpful_base" / "test.jsonl")
+    assert len(rows) == 2339
+
+
+def test_the_sampler_is_a_permutation_by_seed_and_epoch() -> None:
+    sampler = Sampler(size=21, batch_size=4, seed=5)
+    assert sampler.steps_per_epoch == 5
+    epochs = [[i for step in range(1 + 5 * e, 6 + 5 * e) for i in sampler.batch(step).indices] for e in range(3)]
+    for epoch in epochs:
+        assert len(set(epoch)) == 20
+        assert set(epoch) <= set(range(21))
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert Sampler(21, 4, seed=5).batch(7) == sampler.batch(7)
+    assert Sampler(21, 4, seed=6).batch(7) != sampler.batch(7)
+    assert Sampler(21, 4, shuffle=False).batch(7).indices == (4, 5, 6, 7)
+
+
+@given(st.integers(8, 60), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.booleans())
+def test_every_layout_consumes_the_same_samples_in_the_same_steps(size, dp_size, micro, drop_last) -> None:
+    """Rule 1, with data sets whose size is no multiple of the batch, over three epochs."""
+    sampler = Sampler(size, batch_size=8, seed=1, drop_last=drop_last)
+    steps = total_steps(sampler.steps_per_epoch, None, 3)
+    assert steps == 3 * (size // 8 if drop_last else -(-size // 8))
+    for batch in sampler.batches(steps):
+        shares = [batch.micro_batches(replica, dp_size, micro) for replica in range(dp_size)]
+        assert len({len(share) for share in shares}) == 1, "a replica with fewer passes would hang the others"
+        flat = [index for share in shares for micro_batch in share for index in micro_batch]
+        assert flat == list(batch.indices)
+        assert len(batch.indices) == 8 or (not drop_last and batch.step % sampler.steps_per_epoch == 0)
+
+
+def test_less_data_than_a_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train.batch_size=8: the data set has 5 pairs.*drop_last=false"):
+        Sampler(5, 8)
+    assert Sampler(5, 8, drop_last=False).batch(1).indices
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "epochs", "expected"), [(None, None, 10), (None, 3, 30), (7, None, 7), (25, 2, 20), (25, None, 25)]
+)
+def test_steps_and_epochs_both_bound_a_run(max_steps, epochs, expected) -> None:
+    assert total_steps(10, max_steps, epochs) == expected
+
+
+def test_a_pack_is_a_forest_of_roots_with_shifted_targets() -> None:
+    encoder = PairTokenizer(byte_tokenizer(), 100, TooLong.error)
+    pairs = numbered(encoder.encode([row("ab", "xyz", "w"), row("c", "d", "ef")]).pairs)
+    pack = pack_pairs(pairs, 8)
+    assert [(s.length, s.padded, s.parent) for s in pack.segments] == [(6, 8, None), (4, 8, None), (3, 8, None), (4, 8, None)]
+    first = slice(0, 8)
+    assert pack.positions_T[first].tolist() == list(range(8))
+    assert pack.sequence_T[first].tolist() == [-1, 0, 0, 0, 0, -1, -1, -1]
+    assert pack.targets_T[1:5].tolist() == pairs[0].chosen.tolist()
+    assert pack_pairs(pairs, 8, packing=False).segments[1].padded == 8
+    assert [s.padded for s in pack_pairs(pairs, 1, packing=False).segments] == [6, 6, 6, 6]
+    assert pack.real_tokens == 17
+
+
+def test_an_empty_micro_batch_is_padding_alone() -> None:
+    pack = pack_pairs([], 16)
+    assert pack.sequences == 0
+    assert pack.real_tokens == 0
+    assert len(pack.tokens_T) == 16
+    assert torch.equal(pack.sequence_T, torch.full((16,), -1))
+
+
+def test_tiny_has_the_tokenizer_it_says() -> None:
+    assert len(load_tokenizer(TinyModelConfig())) == 259
+    assert np.array_equal(byte_tokenizer()("é")["input_ids"], load_tokenizer(TinyModelConfig())("é")["input_ids"])

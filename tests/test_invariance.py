@@ -1,0 +1,64 @@
+"""The promise, on a part of the grid of docs/invariance.md; `make prove` draws the whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlexp.prove.curves import compose_config, draw, excesses, relative
+from rlexp.prove.layouts import Case
+
+BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64")
+GRID = [
+    Case(1, 1, 1, True),
+    Case(2, 2, 2, True),
+    Case(8, 1, 1, True),
+    Case(8, 1, 8, False),
+    Case(1, 4, 2, False),
+    Case(4, 1, 4, True),
+]
+
+
+def test_ten_steps_do_not_move_with_the_layout() -> None:
+    curves = draw([compose_config([*BASE, "train.max_steps=10", "train.eval_every=5", *c.overrides()]) for c in GRID])
+    baseline = curves[0]
+    assert len(baseline.rows) == 10
+    assert sum("eval/loss" in row for row in baseline.rows) == 2
+    for case, curve in zip(GRID, curves, strict=True):
+        assert curve.samples == baseline.samples
+        assert excesses(baseline, curve) == [], case.label
+
+
+def test_the_comparison_sees_what_a_real_defect_would_do() -> None:
+    """A curve that is wrong by 1e-9, as one of another seed is by far more, does not pass."""
+    one, other = draw([compose_config([*BASE, "train.max_steps=2", f"optim.lr={lr}"]) for lr in (1e-3, 1.000001e-3)])
+    assert any("train/loss" in excess for excess in excesses(one, other))
+    assert any("weights" in excess for excess in excesses(one, other))
+    assert relative(1.0, 1.0 + 1e-11) > 1e-12
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_tail_is_the_same_on_every_layout(drop_last: bool) -> None:
+    """21 pairs, batch 8, three epochs: two updates an epoch, or three with a last one of 5 pairs."""
+    overrides = (*BASE, "data.size=21", "train.epochs=3", f"data.drop_last={str(drop_last).lower()}")
+    grid = [Case(1, 1, 1, True), Case(2, 2, 2, True), Case(1, 4, 1, True), Case(4, 1, 8, False)]
+    curves = draw([compose_config([*overrides, *case.overrides()]) for case in grid])
+    steps = 6 if drop_last else 9
+    for case, curve in zip(grid, curves, strict=True):
+        assert len(curve.rows) == steps
+        assert curve.samples == curves[0].samples
+        assert excesses(curves[0], curve) == [], case.label
+    assert [len(samples) for samples in curves[0].samples] == ([8] * 6 if drop_last else [8, 8, 5] * 3)
+
+
+def test_the_bug_report_draws_one_curve() -> None:
+    """8 ranks, batch 8: ring 1 with micro 1, ring 8 with micro 1, ring 8 with micro 8."""
+    layouts = [("ring1", 1), ("ring8", 1), ("ring8", 8)]
+    configs = [
+        compose_config(["+experiment=bug_report", "logger=none", "train.max_steps=4", f"parallel={ring}",
+                        f"train.micro_batch_size={micro}"])
+        for ring, micro in layouts
+    ]  # fmt: skip
+    assert [config.train.grad_acc for config in configs] == [1, 8, 1]
+    one, other, third = draw(configs)
+    assert excesses(one, other) == []
+    assert excesses(one, third) == []

@@ -1,0 +1,55 @@
+"""Sums and counts over ranks: sharded sums are added over the ring, replicated ones counted once."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import torch
+
+from rlexp.launch.place import Place
+from rlexp.metrics.memory import peak_bytes, reset_peak
+from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
+from rlexp.ring.groups import build_world
+from rlexp.sinks.jsonl import JsonlSink
+from tests.ranks import on_ranks
+
+
+def meter_rank(place: Place) -> dict[str, float]:
+    world = build_world(2)  # two replicas, a ring of two each
+    meter = Meter(world, torch.device("cpu"))
+    for _ in range(2):  # micro-batches
+        # A sequence sum: both ranks of a ring hold the same. Replica 0 has 3 sequences, replica 1 has 1.
+        total, count = ((6.0, 3), (10.0, 1))[world.replica]
+        meter.add_mean("sequence", torch.tensor(total), count, REPLICATED)
+        # A token sum: each rank holds its own.
+        meter.add_mean("token", torch.tensor(float(place.rank)), torch.tensor(1 + place.rank), SHARDED)
+        meter.add_total("tokens", 5, SHARDED)
+        meter.add_mean("nothing", torch.tensor(0.0), 0, SHARDED)
+    meter.add_max("peak", (3.0, 9.0, 4.0, 1.0)[place.rank])
+    return meter.reduce()
+
+
+def test_one_reduction_tells_sharded_from_replicated() -> None:
+    expected = {"sequence": 2 * 16 / 8, "token": 12 / 20, "tokens": 40.0, "peak": 9.0, "peak@rank": 1}
+    assert on_ranks(4, meter_rank) == [expected] * 4
+
+
+def test_the_memory_peak_is_of_the_step_alone() -> None:
+    cpu = torch.device("cpu")
+    size = 256 << 20
+    block = np.ones(size, dtype=np.uint8)
+    assert peak_bytes(cpu) > size
+    high = peak_bytes(cpu)
+    del block
+    reset_peak(cpu)
+    assert peak_bytes(cpu) < high - size // 2
+
+
+def test_rows_are_flushed_in_full_precision(tmp_path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.log({"step": 1, "train/loss": 0.1 + 0.2})
+    line = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")  # before it is closed
+    assert json.loads(line) == {"step": 1, "train/loss": 0.30000000000000004}
+    assert line.startswith('{"step"')
+    sink.close(0)

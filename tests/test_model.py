@@ -1,0 +1,161 @@
+"""Models of transformers over the ring: log-probabilities, the probe, rotary pins, float64 throughout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+from rlexp.config.schema import LayoutName, TinyModelConfig
+from rlexp.data.packing import pack_sequences
+from rlexp.errors import ModelError
+from rlexp.launch.place import Place
+from rlexp.model import policy as policy_module
+from rlexp.model import rope
+from rlexp.model.float64 import StayFloat64
+from rlexp.model.loading import load_config, load_model
+from rlexp.model.policy import Policy, cast_parameters
+from rlexp.model.probe import probe
+from rlexp.ring.groups import ALONE, build_world
+from rlexp.ring.kernels import CpuFlash
+from rlexp.ring.layouts import get_layout
+from rlexp.ring.shard import shard_pack
+from tests.ranks import on_ranks, seeded
+
+ZIGZAG = get_layout(LayoutName.zigzag)
+CPU = torch.device("cpu")
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 8,
+         "num_key_value_heads": 2, "vocab_size": 300, "head_dim": 8}  # fmt: skip
+
+WORK: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SMALL),
+    "llama with dynamic rope": LlamaConfig(
+        **SMALL, max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    ),
+    "qwen3": Qwen3Config(**SMALL),
+    "mistral with a wide window": MistralConfig(**SMALL, sliding_window=4096),
+    "gpt2": GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=300),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+}
+REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
+    "mistral with a narrow window": (MistralConfig(**SMALL, sliding_window=128), "sliding_window=128 is shorter than"),
+    "gemma2": (Gemma2Config(**SMALL), "final_logit_softcapping=30.0; attn_logit_softcapping=50.0"),
+    "gemma3": (Gemma3TextConfig(**SMALL, sliding_window=256), "sliding_window=256 is shorter than"),
+    "mamba": (MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=300), "mamba"),
+}
+
+
+def probe_rank(place: Place, config: PreTrainedConfig) -> float:
+    return probe(config, build_world(place.world_size).ring, ZIGZAG, 512, CPU)
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_causal_decoders_work_without_being_named(name: str) -> None:
+    assert max(on_ranks(2, probe_rank, WORK[name])) < 1e-12
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_compute_is_refused_by_name(name: str) -> None:
+    config, said = REFUSED[name]
+    with pytest.raises(ModelError) as error:
+        probe(config, ALONE, ZIGZAG, 512, CPU)
+    assert said in str(error.value)
+    assert config.model_type in str(error.value)
+
+
+def test_a_refusal_is_on_all_ranks_and_ends_them() -> None:
+    with pytest.raises(Exception, match="sliding_window=128 is shorter than data.max_length=512"):
+        on_ranks(2, probe_rank, REFUSED["mistral with a narrow window"][0])
+
+
+def test_the_tiny_model_is_the_same_for_its_seed() -> None:
+    def weights(seed: int) -> torch.Tensor:
+        cfg = TinyModelConfig(seed=seed)
+        return torch.cat([p.flatten() for p in load_model(cfg, load_config(cfg, 512), 512).parameters()])
+
+    torch.manual_seed(1)
+    one = weights(0)
+    torch.manual_seed(2)
+    assert torch.equal(one, weights(0))
+    assert not torch.equal(one, weights(1))
+
+
+def shard_of(lengths: list[tuple[int, int]]):
+    sequences = [
+        (torch.arange(3, 3 + p, dtype=torch.int32).numpy(), torch.arange(50, 50 + a, dtype=torch.int32).numpy())
+        for p, a in lengths
+    ]
+    return shard_pack(pack_sequences(sequences, 1), ALONE, ZIGZAG, CpuFlash(), 512)
+
+
+def test_pieces_of_the_logits_give_the_same_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = TinyModelConfig()
+    model = load_model(cfg, load_config(cfg, 512), 512)
+    cast_parameters(model, torch.float64)
+    shard, results = shard_of([(5, 20), (3, 9)]), []
+    for limit in (1 << 24, 259 * 4):  # all at once; four tokens at a time, recomputed in the backward pass
+        monkeypatch.setattr(policy_module, "LOGITS", limit)
+        model.zero_grad()
+        tokens = Policy(model)(shard)
+        (tokens.logps_t * seeded(len(tokens.logps_t))).sum().backward()
+        results.append([tokens.logps_t.detach(), *(p.grad.clone() for p in model.parameters())])
+    for whole, pieces in zip(*results, strict=True):
+        assert torch.allclose(whole, pieces, rtol=1e-12, atol=1e-14)
+
+
+def test_a_shard_without_a_trained_token_touches_every_parameter() -> None:
+    cfg = TinyModelConfig()
+    model = load_model(cfg, load_config(cfg, 512), 512)
+    shard = shard_pack(pack_sequences([], 4), ALONE, ZIGZAG, CpuFlash(), 512)
+    tokens = Policy(model)(shard)
+    assert torch.equal(tokens.logps_t, torch.zeros(4))
+    tokens.logps_t.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any()
+
+
+def test_float64_stays_float64_through_a_norm() -> None:
+    """Without the mode a Llama norms in float32, and two layouts may round apart by 6e-8."""
+    cfg = TinyModelConfig()
+    norm = load_model(cfg, load_config(cfg, 512), 512).double().model.norm
+    x = seeded(4, 64)
+    expected = x / torch.sqrt((x * x).mean(-1, keepdim=True) + norm.variance_epsilon)
+    assert (norm(x) - expected).abs().max() > 1e-9
+    with StayFloat64():
+        assert (norm(x) - expected).abs().max() < 1e-14
+        assert x.to(torch.bfloat16).float().dtype is torch.float32
+
+
+def test_moving_rotary_angles_are_pinned_to_the_longest_sequence() -> None:
+    """Pinned, a short input is turned as it would be within a sequence of max_length; unpinned it is not."""
+    config = WORK["llama with dynamic rope"]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    long, short = torch.arange(512).unsqueeze(0), torch.arange(40).unsqueeze(0)
+    x = torch.zeros(1, 1, 64)
+    cos_long, _ = model.model.rotary_emb(x, long)
+    cos_before, _ = model.model.rotary_emb(x, short)
+    assert not torch.allclose(cos_before, cos_long[:, :40])
+    assert rope.pin(model, 512) == ["model.rotary_emb (dynamic)"]
+    cos_after, _ = model.model.rotary_emb(x, short)
+    assert torch.equal(cos_after, cos_long[:, :40])
+
+
+def test_buffers_keep_float32_when_parameters_are_cast() -> None:
+    cfg = TinyModelConfig()
+    model = load_model(cfg, load_config(cfg, 512), 512)
+    cast_parameters(model, torch.bfloat16)
+    assert model.model.rotary_emb.inv_freq.dtype is torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
