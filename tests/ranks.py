@@ -19,9 +19,7 @@ COLLECTIVE_TIMEOUT = 60.0
 
 def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """`function(place, *args)` on gloo ranks that have joined; what each returned."""
-    return run_ranks(
-        _joined, world_size, (function, args), preload=(*PRELOAD, "deepspeed"), timeout=TIMEOUT
-    )
+    return run_ranks(_joined, world_size, (function, args), preload=(*PRELOAD, "deepspeed"), timeout=TIMEOUT)
 
 
 def _joined(place: Place, function: Callable[..., Any], args: Sequence[Any]) -> Any:

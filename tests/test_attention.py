@@ -123,7 +123,9 @@ def test_bf16_is_as_exact_as_one_flash_call(world: int, kv_heads: int) -> None:
     for tensors, arguments in zip(got, inputs(lengths, kv_heads, torch.bfloat16), strict=True):
         expected = full(*arguments)
         ours += torch.stack([(a.double() - b).square().sum() for a, b in zip(tensors, expected, strict=True)])
-        theirs += torch.stack([(a.double() - b).square().sum() for a, b in zip(flash(*arguments), expected, strict=True)])
+        theirs += torch.stack(
+            [(a.double() - b).square().sum() for a, b in zip(flash(*arguments), expected, strict=True)]
+        )
     ratios = (ours / theirs).sqrt()
     assert (ratios <= 1.25).all(), ratios
     assert (theirs > 0).all()

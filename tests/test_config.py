@@ -23,7 +23,8 @@ GROUPS = sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir(
 
 
 @pytest.mark.parametrize(
-    ("batch", "micro", "dp", "expected"), [(8, 1, 1, 8), (8, 1, 8, 1), (8, 8, 1, 1), (12, 2, 3, 2), (8, 2, 4, 1)]
+    ("batch", "micro", "dp", "expected"),
+    [(8, 1, 1, 8), (8, 1, 8, 1), (8, 8, 1, 1), (12, 2, 3, 2), (8, 2, 4, 1)],
 )
 def test_accumulation_is_exact(batch: int, micro: int, dp: int, expected: int) -> None:
     assert sizes.grad_acc(batch, micro, dp) == expected
@@ -34,7 +35,12 @@ def test_accumulation_is_exact(batch: int, micro: int, dp: int, expected: int) -
     ("batch", "micro", "dp", "remedies"),
     [
         (12, 1, 8, ("train.batch_size=8 or 16", "6 or 12 replicas")),
-        (8, 8, 8, ("train.batch_size=64", "train.micro_batch_size=1")),  # the formula of the field trains 64 here
+        (
+            8,
+            8,
+            8,
+            ("train.batch_size=64", "train.micro_batch_size=1"),
+        ),  # the formula of the field trains 64 here
         (4, 1, 8, ("train.batch_size=8", "4 replicas")),
         (10, 4, 1, ("train.batch_size=8 or 12", "train.micro_batch_size=2 or 5")),
     ],
@@ -93,7 +99,10 @@ def test_a_launchers_world_is_joined_and_a_batch_script_is_not() -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_option_of_every_group_composes(group: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n", encoding="utf-8")
-    needed = {"data": {"jsonl": [f"data.path={tmp_path}/rows.jsonl"]}, "model": {"hf": ["model.path=org/name"]}}
+    needed = {
+        "data": {"jsonl": [f"data.path={tmp_path}/rows.jsonl"]},
+        "model": {"hf": ["model.path=org/name"]},
+    }
     for option in sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")):
         extra = needed.get(group, {}).get(option, [])
         cfg = compose_config([f"{group}={option}", "launch.device=cpu", *extra])
@@ -118,7 +127,11 @@ def test_every_experiment_and_sweep_composes(kind: str) -> None:
 def test_every_launcher_composes(name: str) -> None:
     load.register()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        cfg = compose("config", [f"hydra/launcher={name}", "launch.device=cpu", "launch.nproc=4"], return_hydra_config=True)
+        cfg = compose(
+            "config",
+            [f"hydra/launcher={name}", "launch.device=cpu", "launch.nproc=4"],
+            return_hydra_config=True,
+        )
     launcher = OmegaConf.to_container(cfg.hydra.launcher, resolve=False)
     assert "_target_" in launcher
     if name == "slurm":
@@ -131,9 +144,18 @@ def test_names_and_defaults_that_people_rely_on() -> None:
     cfg = compose_config(["launch.device=cpu"])
     assert (cfg.seed, cfg.train.batch_size, cfg.train.micro_batch_size, cfg.loss.beta) == (0, 8, 1, 0.1)
     assert (cfg.data.shuffle, cfg.data.drop_last, cfg.data.packing) == (True, True, True)
-    assert (cfg.parallel.ring_size, cfg.parallel.layout.value, cfg.engine.name.value) == (1, "zigzag", "zero1")
+    assert (cfg.parallel.ring_size, cfg.parallel.layout.value, cfg.engine.name.value) == (
+        1,
+        "zigzag",
+        "zero1",
+    )
     assert (cfg.launch.nodes, cfg.launch.nproc, cfg.train.precision.value) == (1, 1, "fp32")
-    assert (cfg.reference.name, cfg.logger.name, cfg.model.heads, cfg.model.kv_heads) == ("model", "wandb", 8, 2)
+    assert (cfg.reference.name, cfg.logger.name, cfg.model.heads, cfg.model.kv_heads) == (
+        "model",
+        "wandb",
+        8,
+        2,
+    )
 
 
 def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
@@ -186,9 +208,18 @@ def test_help_and_errors_import_nothing_heavy() -> None:
         "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()): cli()\n"
         f"print([name for name in {heavy!r} if name in sys.modules])"
     )
-    for args in (["--help"], ["--cfg", "job", "--resolve", "parallel=ring4"], ["train.batchsize=3"], ["loss=dop"]):
+    for args in (
+        ["--help"],
+        ["--cfg", "job", "--resolve", "parallel=ring4"],
+        ["train.batchsize=3"],
+        ["loss=dop"],
+    ):
         answer = subprocess.run(
-            [sys.executable, "-c", code.format(args=args)], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", code.format(args=args)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert answer.stdout.strip().splitlines()[-1] == "[]", (args, answer.stdout, answer.stderr)
 
@@ -219,7 +250,10 @@ BAD = {
     "indivisible ring": (["parallel=ring4", "launch.nproc=6"], "parallel.ring_size=4: the world has 6 ranks"),
     "no data": (["data=jsonl", "data.path=nowhere.jsonl"], "data.path=nowhere.jsonl: no such file"),
     "path not given": (["data=jsonl"], "data.path"),
-    "folder below a file": (["hydra.run.dir=/etc/hostname/run"], "hydra.run.dir: /etc/hostname/run cannot be made"),
+    "folder below a file": (
+        ["hydra.run.dir=/etc/hostname/run"],
+        "hydra.run.dir: /etc/hostname/run cannot be made",
+    ),
     "syntax": (["train.batch_size=[1"], "train.batch_size=[1"),
 }
 

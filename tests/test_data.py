@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,10 @@ from rlexp.types import Row
         ("[1]", "must be a JSON object, not list"),
         ('{"prompt": "a", "chosen": "b"}', "field `rejected` is missing; the row has chosen, prompt"),
         ('{"prompt": "a", "chosen": 3, "rejected": "c"}', "field `chosen` must be a text"),
-        ('{"prompt": "a", "chosen": "b", "rejected": ""}', "field `rejected` must be a text that is not empty"),
+        (
+            '{"prompt": "a", "chosen": "b", "rejected": ""}',
+            "field `rejected` must be a text that is not empty",
+        ),
         ('{"prompt": "", "chosen": "b", "rejected": "c"}', "field `prompt` must not be empty"),
         ('{"prompt": 7, "chosen": "b", "rejected": "c"}', "field `prompt` must be a text or a list"),
         ('{"prompt": [{"role": "user"}], "chosen": "b", "rejected": "c"}', "message (number 1) without"),
@@ -144,7 +146,8 @@ def test_less_data_than_a_batch_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_steps", "epochs", "expected"), [(None, None, 10), (None, 3, 30), (7, None, 7), (25, 2, 20), (25, None, 25)]
+    ("max_steps", "epochs", "expected"),
+    [(None, None, 10), (None, 3, 30), (7, None, 7), (25, 2, 20), (25, None, 25)],
 )
 def test_steps_and_epochs_both_bound_a_run(max_steps, epochs, expected) -> None:
     assert total_steps(10, max_steps, epochs) == expected
@@ -154,7 +157,12 @@ def test_a_pack_is_a_forest_of_roots_with_shifted_targets() -> None:
     encoder = PairTokenizer(byte_tokenizer(), 100, TooLong.error)
     pairs = numbered(encoder.encode([row("ab", "xyz", "w"), row("c", "d", "ef")]).pairs)
     pack = pack_pairs(pairs, 8)
-    assert [(s.length, s.padded, s.parent) for s in pack.segments] == [(6, 8, None), (4, 8, None), (3, 8, None), (4, 8, None)]
+    assert [(s.length, s.padded, s.parent) for s in pack.segments] == [
+        (6, 8, None),
+        (4, 8, None),
+        (3, 8, None),
+        (4, 8, None),
+    ]
     first = slice(0, 8)
     assert pack.positions_T[first].tolist() == list(range(8))
     assert pack.sequence_T[first].tolist() == [-1, 0, 0, 0, 0, -1, -1, -1]

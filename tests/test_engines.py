@@ -69,10 +69,17 @@ def resumed_rank(place: Place, cfg, folder: str, then) -> tuple:
     fresh = build(then)
     fresh.engine.load(Path(folder))
     row = train_step(fresh, fresh.sampler.batch(3))
-    return straight, row, expected, {name: weight.double().cpu() for name, weight in fresh.engine.weights().items()}
+    return (
+        straight,
+        row,
+        expected,
+        {name: weight.double().cpu() for name, weight in fresh.engine.weights().items()},
+    )
 
 
-@pytest.mark.parametrize(("one", "other"), [("zero1", "zero1"), ("torch", "torch"), ("zero1", "torch"), ("torch", "zero1")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("zero1", "zero1"), ("torch", "torch"), ("zero1", "torch"), ("torch", "zero1")]
+)
 def test_what_one_engine_saves_another_loads(tmp_path: Path, one: str, other: str) -> None:
     layout = ("parallel=ring2", "launch.nproc=4", "train.max_steps=3", "train.batch_size=4")
     cfg, then = (compose_config([*BASE, *layout, f"engine={engine}"]) for engine in (one, other))

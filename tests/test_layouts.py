@@ -71,13 +71,14 @@ def test_zigzag_is_balanced(ring_size, units) -> None:
 def test_shards_hold_every_target_of_the_pack(layout, ring_size, lengths, packing) -> None:
     """Targets are shifted before sharding: none is lost at an edge."""
     sequences = [
-        (torch.arange(length, dtype=torch.int32).numpy() + 7, torch.arange(length + 1, dtype=torch.int32).numpy() + 50)
+        (
+            torch.arange(length, dtype=torch.int32).numpy() + 7,
+            torch.arange(length + 1, dtype=torch.int32).numpy() + 50,
+        )
         for length in lengths
     ]
     pack = pack_sequences(sequences, layout.multiple(ring_size), packing=packing)
-    shards = [
-        shard_pack(pack, Ring(rank, tuple(range(ring_size))), layout, Plain(), 1000) for rank in range(ring_size)
-    ]
+    shards = [shard_pack(pack, Ring(rank, tuple(range(ring_size))), layout, Plain(), 1000) for rank in range(ring_size)]
     targets = sorted(
         (int(owner), int(position), int(target))
         for shard in shards

@@ -41,7 +41,9 @@ SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "nu
 WORK: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SMALL),
     "llama with dynamic rope": LlamaConfig(
-        **SMALL, max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+        **SMALL,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
     ),
     "qwen3": Qwen3Config(**SMALL),
     "mistral with a wide window": MistralConfig(**SMALL, sliding_window=4096),
@@ -49,7 +51,10 @@ WORK: dict[str, PreTrainedConfig] = {
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
 }
 REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
-    "mistral with a narrow window": (MistralConfig(**SMALL, sliding_window=128), "sliding_window=128 is shorter than"),
+    "mistral with a narrow window": (
+        MistralConfig(**SMALL, sliding_window=128),
+        "sliding_window=128 is shorter than",
+    ),
     "gemma2": (Gemma2Config(**SMALL), "final_logit_softcapping=30.0; attn_logit_softcapping=50.0"),
     "gemma3": (Gemma3TextConfig(**SMALL, sliding_window=256), "sliding_window=256 is shorter than"),
     "mamba": (MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=300), "mamba"),
@@ -75,7 +80,7 @@ def test_what_it_cannot_compute_is_refused_by_name(name: str) -> None:
 
 
 def test_a_refusal_is_on_all_ranks_and_ends_them() -> None:
-    with pytest.raises(Exception, match="sliding_window=128 is shorter than data.max_length=512"):
+    with pytest.raises(Exception, match=r"sliding_window=128 is shorter than data\.max_length=512"):
         on_ranks(2, probe_rank, REFUSED["mistral with a narrow window"][0])
 
 
@@ -93,7 +98,10 @@ def test_the_tiny_model_is_the_same_for_its_seed() -> None:
 
 def shard_of(lengths: list[tuple[int, int]]):
     sequences = [
-        (torch.arange(3, 3 + p, dtype=torch.int32).numpy(), torch.arange(50, 50 + a, dtype=torch.int32).numpy())
+        (
+            torch.arange(3, 3 + p, dtype=torch.int32).numpy(),
+            torch.arange(50, 50 + a, dtype=torch.int32).numpy(),
+        )
         for p, a in lengths
     ]
     return shard_pack(pack_sequences(sequences, 1), ALONE, ZIGZAG, CpuFlash(), 512)

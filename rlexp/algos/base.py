@@ -26,6 +26,7 @@ class PairLosses:
 
 
 class PreferenceLoss(Protocol):
-    needs_reference: bool
+    @property
+    def needs_reference(self) -> bool: ...
 
     def __call__(self, policy: PairLogps, reference: PairLogps | None) -> PairLosses: ...

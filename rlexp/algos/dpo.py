@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.nn.functional as F
 
@@ -20,7 +19,7 @@ class DPO:
 
     beta: float = 0.1
     label_smoothing: float = 0.0
-    needs_reference: ClassVar[bool] = True
+    needs_reference: bool = True
 
     def __call__(self, policy: PairLogps, reference: PairLogps | None) -> PairLosses:
         assert reference is not None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from omegaconf import OmegaConf
 
 from rlexp.config import sizes
@@ -49,7 +52,7 @@ def world_size(nproc: int, nodes: int) -> int:
 
 
 def register() -> None:
-    for name, function in {
+    resolvers: dict[str, Callable[..., Any]] = {
         "rlexp_root": lambda: str(config_root()),
         "rlexp_nproc": default_nproc,
         "rlexp_precision": default_precision,
@@ -58,5 +61,6 @@ def register() -> None:
         "world_size": world_size,
         "dp_size": sizes.dp_size,
         "grad_acc": sizes.grad_acc,
-    }.items():
+    }
+    for name, function in resolvers.items():
         OmegaConf.register_new_resolver(name, function, replace=True)

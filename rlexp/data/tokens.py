@@ -104,9 +104,7 @@ def truncated(pair: Pair, max_length: int) -> Pair:
 
 def numbered(pairs: Sequence[Pair]) -> list[Pair]:
     """The pairs with their place in the whole data set."""
-    return [
-        Pair(index, pair.prompt, pair.chosen, pair.rejected, pair.origin) for index, pair in enumerate(pairs)
-    ]
+    return [Pair(index, pair.prompt, pair.chosen, pair.rejected, pair.origin) for index, pair in enumerate(pairs)]
 
 
 def _as_paragraphs(messages: Sequence[dict[str, str]]) -> str:

@@ -7,7 +7,6 @@ import it eight times. If one rank dies, all end within `GRACE + KILL_AFTER` sec
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -95,12 +94,15 @@ def run_ranks(
     context.set_forkserver_preload(list(preload))
     with tempfile.TemporaryDirectory(prefix="rlexp-") as meeting, _signals_raise():
         ranks: list[_Rank] = []
+        leash, held = context.Pipe(duplex=False)
         try:
             for rank in range(world_size):
                 place = Place(rank, world_size, rank, f"file://{meeting}/store")
                 inbox, outbox = context.Pipe(duplex=False)
                 log = str(log_dir / f"rank{rank}.log") if log_dir and rank else (os.devnull if rank else None)
-                process = context.Process(target=_rank_main, args=(target, place, outbox, log, pickle.dumps(tuple(args))))
+                process = context.Process(
+                    target=_rank_main, args=(target, place, outbox, leash, log, pickle.dumps(tuple(args)))
+                )
                 process.start()
                 outbox.close()
                 ranks.append(_Rank(process, inbox))
@@ -109,6 +111,8 @@ def run_ranks(
             raise Interrupted(signal.SIGINT) from None
         finally:
             _end(ranks)
+            held.close()
+            leash.close()
     if reports:
         raise _failure(reports, log_dir)
     return [rank.value for rank in ranks]
@@ -200,13 +204,18 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _rank_main(
-    target: Callable[..., Any], place: Place, outbox: Connection, log: str | None, args: bytes
+    target: Callable[..., Any],
+    place: Place,
+    outbox: Connection,
+    leash: Connection,
+    log: str | None,
+    args: bytes,
 ) -> None:
     # Plain pickle both ways: multiprocessing's own would pass tensors as handles to a process that ends.
     def say(kind: str, payload: Any) -> None:
         outbox.send_bytes(pickle.dumps((kind, payload)))
 
-    _die_with_parent()
+    threading.Thread(target=_end_with_launcher, args=(leash,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears Ctrl-C and ends all ranks
     signal.signal(signal.SIGTERM, raise_terminated)
     if log is not None:
@@ -232,8 +241,8 @@ def raise_terminated(_signum: int, _frame: object) -> None:
     raise Terminated
 
 
-def _die_with_parent() -> None:
-    """On Linux: if the launcher is killed with SIGKILL, its ranks go with it."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+def _end_with_launcher(leash: Connection) -> None:
+    """Nobody writes to the leash. It ends when the launcher does, however it was killed, and the rank with it."""
+    with contextlib.suppress(EOFError, OSError):
+        leash.recv_bytes()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -33,9 +33,7 @@ class Place:
 
     def export(self) -> None:
         """Libraries (DeepSpeed, W&B) read their place from the environment."""
-        os.environ.update(
-            RANK=str(self.rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(self.local_rank)
-        )
+        os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(self.local_rank))
 
 
 def prepare_environment(device: str, threads: int = 1) -> None:

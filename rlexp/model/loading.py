@@ -57,8 +57,12 @@ def load_model(cfg: ModelConfig, config: PreTrainedConfig, max_length: int) -> P
     match cfg:
         case HFModelConfig(path=path):
             model = _from_hub(
-                AutoModelForCausalLM, path, cfg.trust_remote_code,
-                config=config, dtype=torch.float32, attn_implementation=hook.NAME,
+                AutoModelForCausalLM,
+                path,
+                cfg.trust_remote_code,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=hook.NAME,
             )
         case _:
             with torch.random.fork_rng(devices=[]):
@@ -90,7 +94,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", model_max_length=UNBOUNDED
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        model_max_length=UNBOUNDED,
     )
 
 

@@ -6,6 +6,7 @@ Shape letters: t tokens of this rank, n of them trained on, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ class Policy(nn.Module):
         self.model = model
 
     def forward(self, shard: Shard) -> TokenLogps:
-        head = self.model.get_output_embeddings()
+        head = cast(nn.Linear, self.model.get_output_embeddings())
         with precise(head.weight.dtype):
             hidden_tE = self.model.base_model(
                 input_ids=shard.tokens_t.unsqueeze(0),
@@ -52,26 +53,28 @@ class Policy(nn.Module):
         )
         self.train()  # what transformers asks for; dropout is off
 
-    def _logps(self, head: nn.Module, hidden_tE: Tensor, shard: Shard) -> TokenLogps:
+    def _logps(self, head: nn.Linear, hidden_tE: Tensor, shard: Shard) -> TokenLogps:
         trained = shard.sequence_t >= 0
         index_n = trained.nonzero().squeeze(-1)
         if len(index_n) == 0:
             # Every rank runs every parameter, so that no collective of the engine waits for one without a gradient.
             index_n = torch.zeros(1, dtype=torch.int64, device=hidden_tE.device)
-        rows = max(1, LOGITS // head.weight.shape[0])  # type: ignore[union-attr,index]
+        rows = max(1, LOGITS // int(head.weight.shape[0]))
+        several = index_n.shape[0] > rows
         pieces = []
         for piece in index_n.split(rows):
             arguments = (head, hidden_tE[piece], shard.targets_t[piece])
             pieces.append(
                 checkpoint(_piece_logps, *arguments, use_reentrant=False)
-                if torch.is_grad_enabled() and len(index_n) > rows
+                if torch.is_grad_enabled() and several
                 else _piece_logps(*arguments)
             )
         logps_n, means_n = (torch.cat(parts) for parts in zip(*pieces, strict=True))
         zeros_t = logps_n.new_zeros(len(trained))
         weight_n = trained[index_n].to(logps_n.dtype)
         return TokenLogps(
-            zeros_t.index_put((index_n,), logps_n * weight_n), zeros_t.index_put((index_n,), means_n * weight_n)
+            zeros_t.index_put((index_n,), logps_n * weight_n),
+            zeros_t.index_put((index_n,), means_n * weight_n),
         )
 
 

@@ -67,7 +67,11 @@ def _largest_difference(
 
 
 def _alone(
-    small: PreTrainedConfig, sequences: list[tuple[Tensor, Tensor]], pack: Pack, max_length: int, device: torch.device
+    small: PreTrainedConfig,
+    sequences: list[tuple[Tensor, Tensor]],
+    pack: Pack,
+    max_length: int,
+    device: torch.device,
 ) -> Tensor:
     """Log-probabilities of the pack's targets by the whole model of transformers, sequence by sequence."""
     try:
@@ -161,8 +165,10 @@ def _name(config: PreTrainedConfig) -> str:
 
 def _refusal(config: PreTrainedConfig, max_length: int, difference: float) -> str:
     """What differs, and what in the configuration is known to make a model differ."""
-    suspects = [f"{name}={getattr(config, name)} is shorter than data.max_length={max_length}"
-                for name in _windows(config, max_length)]
+    suspects = [
+        f"{name}={getattr(config, name)} is shorter than data.max_length={max_length}"
+        for name in _windows(config, max_length)
+    ]
     suspects += [
         f"{name}={value}"
         for name, value in vars(config).items()

@@ -105,8 +105,7 @@ def differences(one: Curve, other: Curve) -> dict[str, float]:
 def weight_difference(one: Curve, other: Curve) -> float:
     """Relative to the largest weight of each tensor."""
     return max(
-        float(np.abs(weight - other.weights[name]).max() / np.abs(weight).max())
-        for name, weight in one.weights.items()
+        float(np.abs(weight - other.weights[name]).max() / np.abs(weight).max()) for name, weight in one.weights.items()
     )
 
 

@@ -1,7 +1,7 @@
 """The invariance table: ten steps of the same run on every layout, in float64 and in float32.
 
-    python -m rlexp.prove.invariance                       print it
-    python -m rlexp.prove.invariance --write docs/invariance.md
+python -m rlexp.prove.invariance                       print it
+python -m rlexp.prove.invariance --write docs/invariance.md
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ Shape letters: t tokens of this rank, H query heads, G key/value heads, D head s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,7 +96,7 @@ def _selection(ranges: list[range]) -> Selection:
     filled = [found for found in ranges if len(found)]
     if not filled:
         return Selection(slice(0, 0), lengths)
-    if all(before.stop == after.start for before, after in zip(filled, filled[1:], strict=False)):
+    if all(before.stop == after.start for before, after in itertools.pairwise(filled)):
         return Selection(slice(filled[0].start, filled[-1].stop), lengths)
     return Selection(torch.cat([torch.arange(found.start, found.stop) for found in filled]), lengths)
 
@@ -123,8 +124,13 @@ class _RingAttention(torch.autograd.Function):
             if block is not None:
                 queries, keys = batch.parts[ring.rank][block.queries], batch.parts[source][block.keys]
                 block_out, block_lse = kernel.forward(
-                    q[queries.index], kv[0][keys.index], kv[1][keys.index], queries.lengths, keys.lengths,
-                    causal=block.causal, scale=scale,
+                    q[queries.index],
+                    kv[0][keys.index],
+                    kv[1][keys.index],
+                    queries.lengths,
+                    keys.lengths,
+                    causal=block.causal,
+                    scale=scale,
                 )
                 _merge(out, lse, block_out, block_lse, queries.index, first=step == 0)
             if coming is not None:
@@ -151,8 +157,16 @@ class _RingAttention(torch.autograd.Function):
                 queries, keys = batch.parts[ring.rank][block.queries], batch.parts[source][block.keys]
                 at = queries.index
                 dq_block, dk_block, dv_block = kernel.backward(
-                    dout[at], q[at], kv[0][keys.index], kv[1][keys.index], out[at], lse[at],
-                    queries.lengths, keys.lengths, causal=block.causal, scale=ctx.scale,
+                    dout[at],
+                    q[at],
+                    kv[0][keys.index],
+                    kv[1][keys.index],
+                    out[at],
+                    lse[at],
+                    queries.lengths,
+                    keys.lengths,
+                    causal=block.causal,
+                    scale=ctx.scale,
                 )
                 dq[at] += dq_block
             # What the ranks before us have added to this block's gradient arrives while we compute ours.
@@ -170,9 +184,7 @@ class _RingAttention(torch.autograd.Function):
         return dq.to(q.dtype), dkv[0].to(kv.dtype), dkv[1].to(kv.dtype), None, None
 
 
-def _merge(
-    out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, at: slice | Tensor, *, first: bool
-) -> None:
+def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, at: slice | Tensor, *, first: bool) -> None:
     """Add a block to the rows `at` of the running output, weighting both by their share of the softmax sum.
 
     The first block is our own, in which every real token sees at least itself; so the running log-sum-exp is

@@ -6,11 +6,13 @@ import netrc
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 from urllib.parse import urlparse
 
 from rlexp.config.schema import LoggerConfig, WandbMode
 from rlexp.sinks.base import MetricRow
+
+Mode = Literal["online", "offline", "disabled", "shared"]
 
 
 class WandbSink:
@@ -48,12 +50,12 @@ class WandbSink:
         self._run.finish(exit_code=exit_code)
 
 
-def wandb_mode(asked: WandbMode) -> str:
+def wandb_mode(asked: WandbMode) -> Mode:
     """What was asked, or what WANDB_MODE says, or online where there is a key for the server."""
     if asked is not WandbMode.auto:
-        return asked.value
+        return cast(Mode, asked.value)
     if os.environ.get("WANDB_MODE"):
-        return os.environ["WANDB_MODE"]
+        return cast(Mode, os.environ["WANDB_MODE"])
     return "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "offline"
 
 

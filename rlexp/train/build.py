@@ -81,7 +81,9 @@ class Run:
 def build(cfg: Config) -> Run:
     """A collective call: every rank builds the same run, and what is refused is refused on all."""
     world = build_world(cfg.parallel.ring_size)
-    device = torch.device("cuda", torch.cuda.current_device()) if cfg.launch.device.value == "cuda" else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if cfg.launch.device.value == "cuda" else torch.device("cpu")
+    )
     layout, kernel = get_layout(cfg.parallel.layout), get_kernel(cfg.parallel.kernel, device.type)
     tokenizer = load_tokenizer(cfg.model)
     encoder = PairTokenizer(tokenizer, cfg.data.max_length, cfg.data.too_long)

@@ -60,7 +60,12 @@ def build_sinks(run: Run, run_dir: Path) -> list[Sink]:
     if logger.name == "wandb":
         from rlexp.sinks.wandb_run import WandbSink
 
-        tags = [run.cfg.loss.name, run.cfg.model.name, f"ring{run.world.ring.size}", run.cfg.train.precision.value]
+        tags = [
+            run.cfg.loss.name,
+            run.cfg.model.name,
+            f"ring{run.world.ring.size}",
+            run.cfg.train.precision.value,
+        ]
         config = to_plain(run.cfg) | derived_sizes(run.cfg)  # flat keys too: W&B groups by those alone
         sinks.append(WandbSink(logger, run_dir, config, tags))
     return sinks

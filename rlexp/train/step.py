@@ -27,6 +27,7 @@ def train_step(run: Run, batch: Batch) -> dict[str, float]:
     reset_peak(run.device)
     meter = Meter(run.world, run.device)
     finite = torch.ones((), dtype=torch.bool, device=run.device)
+    held = 0
     count = len(batch.indices)  # the loss's denominator, known before the first micro-batch
     micro_batches = batch.micro_batches(run.world.replica, run.world.dp_size, run.cfg.train.micro_batch_size)
     for number, indices in enumerate(micro_batches, 1):
@@ -35,11 +36,12 @@ def train_step(run: Run, batch: Batch) -> dict[str, float]:
         replica_loss_sum = losses_P.sum()
         run.engine.backward(replica_loss_sum * (run.world.size / count), last=number == len(micro_batches))
         finite &= losses_P.isfinite().all()
-        meter.add_max("ring_tokens", held := len(shard.tokens_t) if number == 1 else held + len(shard.tokens_t))
+        held += len(shard.tokens_t)
     grad_norm = run.engine.grad_norm()
     refuse_unless_finite(run, batch, micro_batches, bool(finite), grad_norm)
     lr = run.schedule.at(batch.step)
     run.engine.step(lr)
+    meter.add_max("ring_tokens", held)
     meter.add_max("ring_bytes", run.world.ring.traffic.sent - sent)
     meter.add_max("step_seconds", time.monotonic() - started)
     meter.add_max("peak_bytes", peak_bytes(run.device))

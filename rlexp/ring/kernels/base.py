@@ -24,8 +24,15 @@ class BlockKernel(Protocol):
     name: str
 
     def forward(
-        self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, q_lengths: Lengths, k_lengths: Lengths,
-        *, causal: bool, scale: float,
+        self,
+        q_qHD: Tensor,
+        k_kGD: Tensor,
+        v_kGD: Tensor,
+        q_lengths: Lengths,
+        k_lengths: Lengths,
+        *,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         """Output (q, H, D) and log-sum-exp (q, H), in the accumulation dtype.
 
@@ -33,8 +40,18 @@ class BlockKernel(Protocol):
         """
 
     def backward(
-        self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor,
-        q_lengths: Lengths, k_lengths: Lengths, *, causal: bool, scale: float,
+        self,
+        dout_qHD: Tensor,
+        q_qHD: Tensor,
+        k_kGD: Tensor,
+        v_kGD: Tensor,
+        out_qHD: Tensor,
+        lse_qH: Tensor,
+        q_lengths: Lengths,
+        k_lengths: Lengths,
+        *,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This block's part of dq, dk, dv in the accumulation dtype, given the *global* output and log-sum-exp."""
 

@@ -28,8 +28,15 @@ class CpuFlash:
     name = "cpu_flash"
 
     def forward(
-        self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, q_lengths: Lengths, k_lengths: Lengths,
-        *, causal: bool, scale: float,
+        self,
+        q_qHD: Tensor,
+        k_kGD: Tensor,
+        v_kGD: Tensor,
+        q_lengths: Lengths,
+        k_lengths: Lengths,
+        *,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(q_qHD.dtype)
         out = torch.zeros(q_qHD.shape, dtype=dtype)
@@ -42,8 +49,18 @@ class CpuFlash:
         return out, lse
 
     def backward(
-        self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor,
-        q_lengths: Lengths, k_lengths: Lengths, *, causal: bool, scale: float,
+        self,
+        dout_qHD: Tensor,
+        q_qHD: Tensor,
+        k_kGD: Tensor,
+        v_kGD: Tensor,
+        out_qHD: Tensor,
+        lse_qH: Tensor,
+        q_lengths: Lengths,
+        k_lengths: Lengths,
+        *,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = accumulation_dtype(q_qHD.dtype)
         dq = torch.zeros(q_qHD.shape, dtype=dtype)

@@ -16,8 +16,15 @@ class Plain:
     name = "plain"
 
     def forward(
-        self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, q_lengths: Lengths, k_lengths: Lengths,
-        *, causal: bool, scale: float,
+        self,
+        q_qHD: Tensor,
+        k_kGD: Tensor,
+        v_kGD: Tensor,
+        q_lengths: Lengths,
+        k_lengths: Lengths,
+        *,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(q_qHD.dtype)
         out = q_qHD.new_zeros(q_qHD.shape, dtype=dtype)
@@ -32,8 +39,18 @@ class Plain:
         return out, lse
 
     def backward(
-        self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor,
-        q_lengths: Lengths, k_lengths: Lengths, *, causal: bool, scale: float,
+        self,
+        dout_qHD: Tensor,
+        q_qHD: Tensor,
+        k_kGD: Tensor,
+        v_kGD: Tensor,
+        out_qHD: Tensor,
+        lse_qH: Tensor,
+        q_lengths: Lengths,
+        k_lengths: Lengths,
+        *,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = accumulation_dtype(q_qHD.dtype)
         dq = q_qHD.new_zeros(q_qHD.shape, dtype=dtype)

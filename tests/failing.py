@@ -1,0 +1,16 @@
+"""A rank function that fails on one rank while the others wait for it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from rlexp.launch.place import Place, join
+
+
+def fail(place: Place) -> None:
+    join(place, "cpu", 60)
+    dist.all_reduce(torch.zeros(1))
+    if place.rank == 2:
+        raise ZeroDivisionError("on purpose")
+    dist.all_reduce(torch.zeros(1))

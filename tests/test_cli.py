@@ -1,0 +1,273 @@
+"""The whole program from the shell, as a user runs it, and as it dies."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+TRAIN = [
+    "loss",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+    "logits/chosen",
+    "logits/rejected",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "total_tokens",
+    "tokens_per_second",
+    "step_seconds",
+    "epoch",
+    "global_step",
+    "ring_tokens",
+    "ring_bytes",
+]
+QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run")
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def run_json(folder: Path) -> dict:
+    return json.loads((folder / "run.json").read_text(encoding="utf-8"))
+
+
+def test_a_ring_of_four_trains_and_says_so(rlexp: Shell, tmp_path: Path) -> None:
+    answer = rlexp(*QUICK, "parallel=ring4", "train.max_steps=4", "train.eval_every=2", "data.size=40")
+    assert answer.returncode == 0, answer.stderr
+    assert "ring of 4 (zigzag, cpu_flash) × 1 replica = 4 ranks on cpu" in answer.stderr
+    assert "batch 8 = 1 replica × micro-batch 1 × 8 accumulation steps" in answer.stderr
+    assert f"done: {tmp_path}/run" in answer.stderr
+    assert "Warning" not in answer.stderr
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert next(iter(rows[0])) == "step"
+    assert rows[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    names = {f"train/{name}" for name in TRAIN}
+    assert set(rows[0]) == names | {"step", "memory/peak_bytes", "memory/peak_rank"}
+    assert {"eval/loss", "eval/rewards/accuracies", "eval/logps/chosen"} <= set(rows[1])
+    assert rows[3]["train/total_tokens"] == sum(row["train/tokens"] for row in rows)
+    run = run_json(tmp_path / "run")
+    assert (run["status"], run["reason"]) == ("finished", None)
+    sizes = {"world_size": 4, "ring_size": 4, "dp_size": 1, "batch_size": 8, "micro_batch_size": 1, "grad_acc": 8}
+    assert run["sizes"] == sizes
+    assert run["versions"]["torch"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").decode([3, 4]) == '!"'
+    assert model.config.num_attention_heads == 8
+
+
+def test_it_learns_the_rule_of_the_synthetic_pairs(rlexp: Shell, tmp_path: Path) -> None:
+    answer = rlexp(*QUICK, "engine=torch", "train.max_steps=24", "train.eval_every=24")
+    assert answer.returncode == 0, answer.stderr
+    last = rows_of(tmp_path / "run")[-1]
+    assert last["eval/rewards/accuracies"] > 0.9
+    assert last["eval/loss"] < 0.4
+
+
+def test_a_trained_model_is_trained_on(rlexp: Shell, tmp_path: Path) -> None:
+    """What a run exports is what `model=hf` loads, and rows come from a file."""
+    assert rlexp(*QUICK, "train.max_steps=1").returncode == 0
+    pairs = [{"prompt": f"say {n}: ", "chosen": f"yes {n}", "rejected": "no"} for n in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    answer = rlexp("launch.device=cpu", "logger=none", "hydra.run.dir=second", "parallel=ring2", "model=hf",
+                   "model.path=run/model", "data=jsonl", "data.path=pairs.jsonl", "data.eval_path=pairs.jsonl",
+                   "train.eval_every=1", "checkpoint.export=false", "memory.checkpointing=true")  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    row = rows_of(tmp_path / "second")[0]
+    assert row["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert row["train/learning_rate"] == 1e-6
+    assert not (tmp_path / "second" / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "rows", "said"),
+    [
+        ((), '{"prompt": "a", "chosen": "b"}\n', "pairs.jsonl:1: field `rejected` is missing"),
+        (("data.max_length=8",), None, "pairs.jsonl:1: 12 tokens, and data.max_length=8"),
+        (("train.batch_size=16",), None, "train.batch_size=16: the data set has 8 pairs"),
+        (("data.eval_path=other.jsonl",), None, "data.eval_path=other.jsonl: no such file"),
+    ],
+    ids=["malformed", "too long", "less than a batch", "no held-out file"],
+)
+def test_bad_data_is_one_message(rlexp: Shell, tmp_path: Path, args: tuple, rows: str | None, said: str) -> None:
+    good = '{"prompt": "prompt ", "chosen": "yes", "rejected": "no!!"}\n' * 8
+    (tmp_path / "pairs.jsonl").write_text(rows or good, encoding="utf-8")
+    answer = rlexp(*QUICK, "parallel=ring2", "data=jsonl", "data.path=pairs.jsonl", *args)
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("rlexp: ")
+    assert said in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert len(answer.stderr.splitlines()) == 1
+
+
+def test_a_run_is_not_written_over(rlexp: Shell) -> None:
+    assert rlexp(*QUICK, "train.max_steps=1", "engine=torch", "checkpoint.export=false").returncode == 0
+    again = rlexp(*QUICK, "train.max_steps=1")
+    assert again.returncode == 1
+    assert "holds a run already" in again.stderr
+
+
+def test_under_torchrun_it_joins_what_is_there(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "rlexp",
+               "launch.device=cpu", "logger=none", "parallel=ring2", "train.max_steps=2", "engine=torch"]  # fmt: skip
+    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
+    assert answer.returncode == 0, answer.stderr
+    (folder,) = (tmp_path / "runs").iterdir()  # one folder for all ranks: rank 0's
+    assert len(rows_of(folder)) == 2
+    assert run_json(folder)["sizes"]["dp_size"] == 2
+    assert run_json(folder)["status"] == "finished"
+
+
+def test_the_ring_sweep_runs(rlexp: Shell, tmp_path: Path) -> None:
+    quick = ("launch.device=cpu", "launch.nproc=2", "logger=none", "train.max_steps=1", "engine=torch")
+    answer = rlexp(
+        "-m", "+sweep=ring_sizes", "hydra/launcher=local", "parallel=ring1,ring2", "hydra.sweep.dir=sweep", *quick
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert [run_json(tmp_path / "sweep" / str(job))["sizes"]["ring_size"] for job in (0, 1)] == [1, 2]
+
+
+# ---- how it dies ----
+
+
+def start(folder: Path, *args: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "rlexp",
+        *QUICK,
+        "parallel=ring4",
+        "train.max_steps=100000",
+        "engine=torch",
+        *args,
+    ]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`, itself not among them."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (OSError, ProcessLookupError):
+            continue
+        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found, open_ = [], [pid]
+    while open_:
+        below = children.get(open_.pop(), [])
+        found += below
+        open_ += below
+    return found
+
+
+def wait_for_steps(folder: Path, process: subprocess.Popen[str], steps: int = 2) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        path = folder / "run" / "metrics.jsonl"
+        if path.exists() and len(path.read_text().splitlines()) >= steps:
+            return
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.1)
+    raise AssertionError("no step within 90 s")
+
+
+def rank_pids(process: subprocess.Popen[str]) -> list[int]:
+    """The ranks: what the fork server has forked (a rank has joined a process group, so it has many threads)."""
+    busy = [pid for pid in descendants(process.pid) if len(os.listdir(f"/proc/{pid}/task")) > 1]
+    assert len(busy) == 4, busy
+    return busy
+
+
+def gone(pids: list[int], within: float) -> bool:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in _status(pid) for pid in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _status(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return "\nState:\tZ"
+
+
+def test_a_killed_rank_ends_the_run_within_ten_seconds(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    wait_for_steps(tmp_path, process)
+    everyone = descendants(process.pid)
+    victim = rank_pids(process)[2]
+    killed = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    _, stderr = process.communicate(timeout=20)
+    assert time.monotonic() - killed < 10
+    assert process.returncode == 1
+    assert "failed: the process was killed by SIGKILL" in stderr
+    assert gone(everyone, within=5)
+    run = run_json(tmp_path / "run")
+    assert run["status"] == "failed"
+    assert "SIGKILL" in run["reason"]
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_leave_no_process(tmp_path: Path, signum: int, code: int) -> None:
+    process = start(tmp_path)
+    wait_for_steps(tmp_path, process)
+    everyone = descendants(process.pid)
+    process.send_signal(signum)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert "Traceback" not in stderr
+    assert gone(everyone, within=5)
+    assert run_json(tmp_path / "run")["status"] == "stopped"
+
+
+def test_a_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    wait_for_steps(tmp_path, process)
+    everyone = descendants(process.pid)
+    process.kill()
+    process.wait(timeout=10)
+    assert gone(everyone, within=10)
+
+
+def test_the_first_failing_ranks_own_error_is_shown(tmp_path: Path) -> None:
+    """A defect in one rank: its traceback, not the others' lost connections."""
+    code = (
+        "from pathlib import Path\n"
+        "from rlexp.launch.local import run_ranks\n"
+        "from tests.failing import fail\n"
+        f"run_ranks(fail, 4, log_dir=Path({str(tmp_path)!r}))\n"
+    )
+    root = Path(__file__).resolve().parent.parent
+    started = time.monotonic()
+    answer = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert time.monotonic() - started < 30
+    last = answer.stderr.strip().splitlines()
+    assert answer.returncode == 1
+    assert any("rank 2 failed: Traceback" in line for line in last)
+    assert any("ZeroDivisionError: on purpose" in line for line in last)
+    assert "Connection" not in last[-1]
+    assert last[-1] == f"Its log: {tmp_path}/rank2.log"
