@@ -14,11 +14,11 @@ from pathlib import Path
 from rlexp.launch.folder import git_commit
 from rlexp.prove.curves import Curve, compose_config, differences, draw, excesses
 from rlexp.prove.layouts import Case, cases
+from rlexp.prove.tables import put
 
 STEPS = 10
 BASE = ("launch.device=cpu", "logger=none", f"train.max_steps={STEPS}", "model=tiny", "train.eval_every=10")
 SHOWN = ("train/loss", "weights", "train/grad_norm", "train/rewards/margins", "eval/loss")
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 def main() -> int:
@@ -27,17 +27,15 @@ def main() -> int:
     options = parser.parse_args()
     float64, broken = table("fp64")
     float32, _ = table("fp32")
-    commit = (git_commit() or "unknown")[:12]
     text = (
-        f"{STEPS} optimizer steps of `model=tiny`, batch 8; largest relative difference to ring 1 × 1, micro-batch 1, "
-        f"packed.\nMeasured {time.strftime('%Y-%m-%d')} at commit {commit}, CPU, by `python -m rlexp.prove.invariance`."
-        f"\n\n### float64 (`engine=torch`)\n\n{float64}\n\n### float32 (`engine=zero1`)\n\n{float32}\n"
+        f"{STEPS} optimizer steps of `model=tiny`, batch 8. Each row is the largest relative difference of any step and "
+        f"any of its micro-batch sizes\nto one process with micro-batch 1, packed. Measured {time.strftime('%Y-%m-%d')} "
+        f"at commit {(git_commit() or 'unknown')[:12]}, CPU,\nby `python -m rlexp.prove.invariance`.\n\n"
+        f"### float64 (`engine=torch`)\n\n{float64}\n\n### float32 (`engine=zero1`)\n\n{float32}"
     )
     print(text)
     if options.write:
-        page = options.write.read_text(encoding="utf-8")
-        before, after = page.split(BEGIN)[0], page.split(END)[1]
-        options.write.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
+        put(options.write, text)
     for line in broken:
         print(f"BROKEN: {line}", file=sys.stderr)
     return 1 if broken else 0
@@ -47,27 +45,32 @@ def table(precision: str) -> tuple[str, list[str]]:
     """A Markdown table, and in float64 every difference beyond rounding."""
     grid = cases()
     curves = draw([compose_config([*BASE, f"train.precision={precision}", *case.overrides()]) for case in grid])
-    baseline = curves[0]
     broken = [
         f"{case.label}: {excess}"
         for case, curve in zip(grid, curves, strict=True)
-        for excess in excesses(baseline, curve)
+        for excess in excesses(curves[0], curve)
         if precision == "fp64"
     ]
     return _markdown(grid, curves), broken
 
 
 def _markdown(grid: list[Case], curves: list[Curve]) -> str:
-    """A row per layout; the last column is the largest of all other compared metrics."""
-    lines = [
-        f"| layout | {' | '.join(SHOWN)} | any other metric |",
-        f"| --- |{' ---: |' * (len(SHOWN) + 1)}",
-    ]
+    """A row per ring, replicas and packing; the last column is the largest of all other compared metrics."""
+    rows: dict[tuple[int, int, bool], list[tuple[Case, dict[str, float]]]] = {}
     for case, curve in list(zip(grid, curves, strict=True))[1:]:
-        apart = differences(curves[0], curve)
-        name, other = max(((n, d) for n, d in apart.items() if n not in SHOWN), key=lambda pair: pair[1])
-        cells = [f"{apart[shown]:.1e}" for shown in SHOWN]
-        lines.append(f"| {case.label} | {' | '.join(cells)} | {other:.1e} ({name}) |")
+        key = (case.ring_size, case.dp_size, case.packing)
+        rows.setdefault(key, []).append((case, differences(curves[0], curve)))
+    lines = [
+        f"| ring × replicas | micro-batches | {' | '.join(SHOWN)} | any other metric |",
+        f"| --- | --- |{' ---: |' * (len(SHOWN) + 1)}",
+    ]
+    for (ring_size, dp_size, packing), found in rows.items():
+        worst = {name: max(apart[name] for _, apart in found) for name in found[0][1]}
+        name, other = max(((n, d) for n, d in worst.items() if n not in SHOWN), key=lambda pair: pair[1])
+        micros = ", ".join(str(case.micro_batch_size) for case, _ in found)
+        cells = " | ".join(f"{worst[shown]:.1e}" for shown in SHOWN)
+        packed = "packed" if packing else "padded"
+        lines.append(f"| {ring_size} × {dp_size}, {packed} | {micros} | {cells} | {other:.1e} ({name}) |")
     return "\n".join(lines)
 
 

@@ -110,29 +110,12 @@ def ring_attention(q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, batch: RingBatch
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, batch: RingBatch, scale: float) -> Tensor:
-        ring, kernel = batch.ring, batch.kernel
-        dtype = accumulation_dtype(q.dtype)
-        out = q.new_zeros(q.shape, dtype=dtype)
-        lse = q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
-        kv = torch.stack((k, v))
-        own_kv = kv
+        ring = batch.ring
+        out, lse = empty_output(q)
+        kv = own_kv = torch.stack((k, v))
         for step in range(ring.size):
-            more = step + 1 < ring.size
-            coming = rotate(kv, ring) if more else None
-            source = (ring.rank - step) % ring.size
-            block = batch.layout.block(ring.rank, source, ring.size)
-            if block is not None:
-                queries, keys = batch.parts[ring.rank][block.queries], batch.parts[source][block.keys]
-                block_out, block_lse = kernel.forward(
-                    q[queries.index],
-                    kv[0][keys.index],
-                    kv[1][keys.index],
-                    queries.lengths,
-                    keys.lengths,
-                    causal=block.causal,
-                    scale=scale,
-                )
-                _merge(out, lse, block_out, block_lse, queries.index, first=step == 0)
+            coming = rotate(kv, ring) if step + 1 < ring.size else None
+            forward_block(batch, ring.rank, (ring.rank - step) % ring.size, q, kv, out, lse, scale)
             if coming is not None:
                 kv = coming.wait()
         result = out.to(q.dtype)
@@ -143,38 +126,21 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, kv, out, lse = ctx.saved_tensors
-        dout = grads[0]
-        batch, ring, kernel = ctx.batch, ctx.batch.ring, ctx.batch.kernel
+        batch, ring = ctx.batch, ctx.batch.ring
         dtype = accumulation_dtype(q.dtype)
-        dq = q.new_zeros(q.shape, dtype=dtype)
-        dkv = kv.new_zeros(kv.shape, dtype=dtype)
+        dq, dkv = q.new_zeros(q.shape, dtype=dtype), kv.new_zeros(kv.shape, dtype=dtype)
         coming_dkv = None
         for step in range(ring.size):
             coming_kv = rotate(kv, ring) if step + 1 < ring.size else None
             source = (ring.rank - step) % ring.size
-            block = batch.layout.block(ring.rank, source, ring.size)
-            if block is not None:
-                queries, keys = batch.parts[ring.rank][block.queries], batch.parts[source][block.keys]
-                at = queries.index
-                dq_block, dk_block, dv_block = kernel.backward(
-                    dout[at],
-                    q[at],
-                    kv[0][keys.index],
-                    kv[1][keys.index],
-                    out[at],
-                    lse[at],
-                    queries.lengths,
-                    keys.lengths,
-                    causal=block.causal,
-                    scale=ctx.scale,
-                )
-                dq[at] += dq_block
+            added = backward_block(batch, ring.rank, source, grads[0], q, kv, out, lse, dq, ctx.scale)
             # What the ranks before us have added to this block's gradient arrives while we compute ours.
             if coming_dkv is not None:
                 dkv = coming_dkv.wait()
-            if block is not None:
-                dkv[0][keys.index] += dk_block
-                dkv[1][keys.index] += dv_block
+            if added is not None:
+                at, dk_block, dv_block = added
+                dkv[0][at] += dk_block
+                dkv[1][at] += dv_block
             if ring.size > 1:
                 coming_dkv = rotate(dkv, ring)
             if coming_kv is not None:
@@ -182,6 +148,66 @@ class _RingAttention(torch.autograd.Function):
         if coming_dkv is not None:
             dkv = coming_dkv.wait()  # home again, after as many hops as the ring has ranks
         return dq.to(q.dtype), dkv[0].to(kv.dtype), dkv[1].to(kv.dtype), None, None
+
+
+def empty_output(q: Tensor) -> tuple[Tensor, Tensor]:
+    """The running output and log-sum-exp before any block."""
+    dtype = accumulation_dtype(q.dtype)
+    return q.new_zeros(q.shape, dtype=dtype), q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
+
+
+def forward_block(
+    batch: RingBatch, rank: int, source: int, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> None:
+    """Let the queries of `rank` attend to the keys of `source`, and merge what comes of it into `out` and `lse`."""
+    block = batch.layout.block(rank, source, len(batch.parts))
+    if block is None:
+        return
+    queries, keys = batch.parts[rank][block.queries], batch.parts[source][block.keys]
+    block_out, block_lse = batch.kernel.forward(
+        q[queries.index],
+        kv[0][keys.index],
+        kv[1][keys.index],
+        queries.lengths,
+        keys.lengths,
+        causal=block.causal,
+        scale=scale,
+    )
+    _merge(out, lse, block_out, block_lse, queries.index, first=rank == source)
+
+
+def backward_block(
+    batch: RingBatch,
+    rank: int,
+    source: int,
+    dout: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    scale: float,
+) -> tuple[slice | Tensor, Tensor, Tensor] | None:
+    """Add the block's part to `dq`; its parts of dk and dv, with the places of the source's tokens they are of."""
+    block = batch.layout.block(rank, source, len(batch.parts))
+    if block is None:
+        return None
+    queries, keys = batch.parts[rank][block.queries], batch.parts[source][block.keys]
+    at = queries.index
+    dq_block, dk_block, dv_block = batch.kernel.backward(
+        dout[at],
+        q[at],
+        kv[0][keys.index],
+        kv[1][keys.index],
+        out[at],
+        lse[at],
+        queries.lengths,
+        keys.lengths,
+        causal=block.causal,
+        scale=scale,
+    )
+    dq[at] += dq_block
+    return keys.index, dk_block, dv_block
 
 
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, at: slice | Tensor, *, first: bool) -> None:

@@ -1,0 +1,103 @@
+"""The worked case of the field's bug report, as a picture: what others log, and what is logged here.
+
+    python -m rlexp.prove.bug_report --write docs/why.png
+
+Eight ranks, batch 8, three layouts of the very same training: ring 1 with micro-batch 1, ring 8 with micro-batch 1,
+ring 8 with micro-batch 8. "What others log" is the value that rank 0 has in hand after its last micro-batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+from rlexp.algos.base import PairLogps, PairLosses, PreferenceLoss
+from rlexp.config.schema import Config
+from rlexp.launch.local import run_ranks
+from rlexp.launch.place import Place, prepare_environment
+from rlexp.prove.curves import compose_config
+
+LAYOUTS = (("ring 1, micro-batch 1", "ring1", 1), ("ring 8, micro-batch 1", "ring8", 1), ("ring 8, micro-batch 8", "ring8", 8))
+COLOURS, WIDTHS, STYLES = ("#0072b2", "#d55e00", "#009e73"), (5.0, 2.6, 1.2), ("-", "-", "--")
+STEPS = 30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m rlexp.prove.bug_report", description=__doc__)
+    parser.add_argument("--write", type=Path, required=True, help="the picture, a PNG")
+    options = parser.parse_args()
+    prepare_environment("cpu")
+    configs = [
+        compose_config(
+            ["+experiment=bug_report", "logger=none", f"train.max_steps={STEPS}", f"parallel={ring}",
+             f"train.micro_batch_size={micro}"]
+        )
+        for _, ring, micro in LAYOUTS
+    ]  # fmt: skip
+    logged, elsewhere = run_ranks(draw_rank, 8, (configs,), timeout=1800)[0]
+    draw(logged, elsewhere, options.write)
+    gap = max(float(np.abs(curve / logged[0] - 1).max()) for curve in logged)
+    swing = max(float(np.abs(curve / elsewhere[0] - 1).max()) for curve in elsewhere)
+    print(f"{options.write}: the curves logged here differ by {gap:.1e}, those of the last micro-batch by {swing:.1e}")
+
+
+class Listening:
+    """A loss that remembers the mean of the last micro-batch it was asked for."""
+
+    def __init__(self, loss: PreferenceLoss) -> None:
+        self.loss, self.needs_reference = loss, loss.needs_reference
+        self.last = float("nan")
+
+    def __call__(self, policy: PairLogps, reference: PairLogps | None) -> PairLosses:
+        result = self.loss(policy, reference)
+        self.last = float(result.losses_P.detach().mean())
+        return result
+
+
+def draw_rank(place: Place, configs: list[Config]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The curve that is logged, and the one of rank 0's last micro-batch, for each configuration."""
+    from rlexp.launch.place import join
+    from rlexp.train.build import build
+    from rlexp.train.step import train_step
+
+    join(place, "cpu", configs[0].launch.timeout_seconds)
+    logged, elsewhere = [], []
+    for cfg in configs:
+        run = build(cfg)
+        loss = Listening(run.loss)
+        run = dataclasses.replace(run, loss=loss)
+        curve = []
+        for batch in run.sampler.batches(run.total_steps):
+            curve.append((train_step(run, batch)["train/loss"], loss.last))
+        logged.append(np.array([each[0] for each in curve]))
+        elsewhere.append(np.array([each[1] for each in curve]))
+    return logged, elsewhere
+
+
+def draw(logged: list[np.ndarray], elsewhere: list[np.ndarray], path: Path) -> None:
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
+    for axes, curves, title in (
+        (left, elsewhere, "Logged elsewhere: rank 0, last micro-batch"),
+        (right, logged, "Logged by rlexp: the train batch"),
+    ):
+        for (label, _, _), curve, colour, width, style in zip(LAYOUTS, curves, COLOURS, WIDTHS, STYLES, strict=True):
+            axes.plot(range(1, STEPS + 1), curve, style, color=colour, linewidth=width, label=label)
+        axes.set_title(title, fontsize=11)
+        axes.set_xlabel("optimizer step")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    left.set_ylabel("DPO loss")
+    right.legend(frameon=False, fontsize=9)
+    figure.suptitle("The same training, 8 ranks, batch 8, three layouts", fontsize=12)
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    main()
