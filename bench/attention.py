@@ -45,7 +45,7 @@ def main() -> None:
     columns = [ratios(dtype) for dtype in (torch.float32, torch.bfloat16)]
     lines += [f"| {ring} | {columns[0][ring]:.2f} | {columns[1][ring]:.2f} |" for ring in RINGS]
     text = (
-        f"Forward and backward over {TOKENS} tokens, {HEADS} heads of {SIZE}, one thread, best of {REPEATS} interleaved; "
+        f"Forward and backward over {TOKENS} tokens, {HEADS} heads of {SIZE}, one thread, best of {REPEATS}; "
         f"1.00 is one call of `scaled_dot_product_attention`.\nMeasured {time.strftime('%Y-%m-%d')} at commit "
         f"{(git_commit() or 'unknown')[:12]} on CPU ({platform.machine()}), torch {torch.__version__}, "
         f"by `python bench/attention.py`.\n\n" + "\n".join(lines)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def ratios(dtype: torch.dtype) -> dict[int, float]:
-    """Best time of each ring over the best time of a plain call; all are run in turn, so that all meet the same noise."""
+    """Best time of each ring over that of a plain call; all are run in turn, so that all meet the same noise."""
     q, k, v, dout = (
         torch.randn(TOKENS, HEADS, SIZE, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(4)
     )

@@ -46,7 +46,14 @@ def run_here(cfg: Config, run_dir: Path) -> None:
     prepare_environment(cfg.launch.device.value, cfg.launch.torch_threads)
     preload = PRELOAD + (("deepspeed",) if cfg.engine.name is not EngineName.torch else ())
     try:
-        run_ranks(train_rank, cfg.parallel.world_size, (str(run_dir),), log_dir=run_dir / "logs", preload=preload)
+        run_ranks(
+            train_rank,
+            cfg.parallel.world_size,
+            (str(run_dir),),
+            device=cfg.launch.device.value,
+            log_dir=run_dir / "logs",
+            preload=preload,
+        )
     except Interrupted as stop:
         folder.close(run_dir, "stopped", str(stop))
         sys.stderr.write(f"\nrlexp: {stop}; the run is in {run_dir}\n")

@@ -1,6 +1,6 @@
 """Ranks on this machine: started together, watched, and ended together.
 
-The ranks are forked from one server process that has imported torch once, so eight ranks on a laptop do not
+On CPU the ranks are forked from one server process that has imported torch once, so eight ranks on a laptop do not
 import it eight times. If one rank dies, all end within `GRACE + KILL_AFTER` seconds and its own error is raised.
 """
 
@@ -82,6 +82,7 @@ def run_ranks(
     world_size: int,
     args: Sequence[Any] = (),
     *,
+    device: str = "cpu",
     log_dir: Path | None = None,
     preload: Sequence[str] = PRELOAD,
     timeout: float | None = None,
@@ -90,8 +91,7 @@ def run_ranks(
 
     Rank 0 keeps this process's terminal; the others write to `log_dir/rank<r>.log` (or nowhere).
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
+    context = _context(device, preload)
     with tempfile.TemporaryDirectory(prefix="rlexp-") as meeting, _signals_raise():
         ranks: list[_Rank] = []
         leash, held = context.Pipe(duplex=False)
@@ -116,6 +116,16 @@ def run_ranks(
     if reports:
         raise _failure(reports, log_dir)
     return [rank.value for rank in ranks]
+
+
+def _context(device: str, preload: Sequence[str]) -> Any:
+    """On CPU a server that has imported `preload` and is forked; on GPU fresh processes, since a library may touch
+    the driver as it is imported, and CUDA does not survive a fork."""
+    if device != "cpu":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    return context
 
 
 def _watch(ranks: list[_Rank], timeout: float | None) -> list[Report]:

@@ -21,7 +21,11 @@ from rlexp.launch.local import run_ranks
 from rlexp.launch.place import Place, prepare_environment
 from rlexp.prove.curves import compose_config
 
-LAYOUTS = (("ring 1, micro-batch 1", "ring1", 1), ("ring 8, micro-batch 1", "ring8", 1), ("ring 8, micro-batch 8", "ring8", 8))
+LAYOUTS = (
+    ("ring 1, micro-batch 1", "ring1", 1),
+    ("ring 8, micro-batch 1", "ring8", 1),
+    ("ring 8, micro-batch 8", "ring8", 8),
+)
 COLOURS, WIDTHS, STYLES = ("#0072b2", "#d55e00", "#009e73"), (5.0, 2.6, 1.2), ("-", "-", "--")
 STEPS = 30
 
