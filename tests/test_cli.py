@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlexp.launch.local import run_ranks
+from tests.launched import whereabouts
+
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 TRAIN = {
     *("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
@@ -241,7 +244,7 @@ def test_the_first_failing_ranks_own_error_is_shown(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\n"
         "from rlexp.launch.local import run_ranks\n"
-        "from tests.failing import fail\n"
+        "from tests.launched import fail\n"
         f"run_ranks(fail, 4, log_dir=Path({str(tmp_path)!r}))\n"
     )
     root = Path(__file__).resolve().parent.parent
@@ -256,3 +259,8 @@ def test_the_first_failing_ranks_own_error_is_shown(tmp_path: Path) -> None:
     assert any("ZeroDivisionError: on purpose" in line for line in last)
     assert "Connection" not in last[-1]
     assert last[-1] == f"Its log: {tmp_path}/rank2.log"
+
+
+def test_fresh_processes_for_gpus_are_ranks_too() -> None:
+    """How ranks start on a GPU machine; what they run here needs none."""
+    assert run_ranks(whereabouts, 2, device="cuda", timeout=60) == [(0, 2), (1, 2)]

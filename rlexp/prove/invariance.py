@@ -27,10 +27,11 @@ def main() -> int:
     options = parser.parse_args()
     float64, broken = table("fp64")
     float32, _ = table("fp32")
+    commit = (git_commit() or "unknown")[:12]
     text = (
         f"{STEPS} optimizer steps of `model=tiny`, batch 8. Each row is the largest relative difference, of any step "
         f"and any of its micro-batches,\nto one process with micro-batch 1, packed. Measured "
-        f"{time.strftime('%Y-%m-%d')} at commit {(git_commit() or 'unknown')[:12]}, CPU,\nby `python -m rlexp.prove.invariance`.\n\n"
+        f"{time.strftime('%Y-%m-%d')} at commit {commit}, CPU,\nby `python -m rlexp.prove.invariance`.\n\n"
         f"### float64 (`engine=torch`)\n\n{float64}\n\n### float32 (`engine=zero1`)\n\n{float32}"
     )
     print(text)

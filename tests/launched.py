@@ -1,4 +1,4 @@
-"""A rank function that fails on one rank while the others wait for it."""
+"""Rank functions of the launcher's tests."""
 
 from __future__ import annotations
 
@@ -14,3 +14,7 @@ def fail(place: Place) -> None:
     if place.rank == 2:
         raise ZeroDivisionError("on purpose")
     dist.all_reduce(torch.zeros(1))
+
+
+def whereabouts(place: Place) -> tuple[int, int]:
+    return place.rank, place.world_size
