@@ -1,0 +1,77 @@
+"""The wheel, installed without the checkout, finds its configuration from any folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel's content, alone, as site-packages would have it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def run(installed: Path, cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    # -P: the current folder is not on the path, so that nothing but the wheel can be found.
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "rlexp", *args],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_it_is_the_wheel_that_answers(installed: Path, tmp_path: Path) -> None:
+    code = "import rlexp; print(rlexp.__file__)"
+    answer = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert answer.stdout.strip() == str(installed / "rlexp" / "__init__.py")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("parallel=ring4", "launch.device=cpu", "--resolve"),
+        ("+sweep=ring_sizes", "launch.device=cpu"),
+        ("+experiment=bug_report",),
+        ("hydra/launcher=slurm", "launch.device=cpu"),
+        ("hydra/launcher=local",),
+    ],
+    ids=" ".join,
+)
+def test_its_configuration_composes(installed: Path, tmp_path: Path, args: tuple[str, ...]) -> None:
+    answer = run(installed, tmp_path, "--cfg", "job", *args)
+    assert answer.returncode == 0, answer.stderr
+    assert "batch_size: 8" in answer.stdout
+
+
+def test_it_trains(installed: Path, tmp_path: Path) -> None:
+    answer = run(
+        installed, tmp_path, "parallel=ring2", "launch.device=cpu", "train.max_steps=1", "engine=torch", "logger=none"
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert list(tmp_path.glob("runs/*/metrics.jsonl"))
