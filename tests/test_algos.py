@@ -58,5 +58,5 @@ def test_empty_micro_batch_has_no_losses() -> None:
 
 def test_a_margin_within_rounding_is_half_a_win() -> None:
     magnitude = torch.full((4,), 100.0)
-    margins = torch.tensor([1e-6, -1e-6, 1e-2, -1e-2])
+    margins = torch.tensor([1e-6, -1e-6, 1e-4, -1e-4])
     assert accuracies(margins, magnitude).tolist() == [0.5, 0.5, 1.0, 0.0]

@@ -24,6 +24,31 @@ def _tokens_first(x_1HtD: Tensor) -> Tensor:
     return x_1HtD.squeeze(0).transpose(0, 1)
 
 
+def _forward_one(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (_heads_first(x, dtype) for x in (q, k, v))
+    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=None, scale=scale)
+    return _tokens_first(out), lse.squeeze(0).transpose(0, 1)
+
+
+def _backward_one(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out = (_heads_first(x, dtype) for x in (dout, q, k, v, out))
+    lse = lse.transpose(0, 1).unsqueeze(0).contiguous()
+    dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=None, scale=scale)
+    return _tokens_first(dq), _tokens_first(dk), _tokens_first(dv)
+
+
 class CpuFlash:
     name = "cpu_flash"
 
@@ -39,13 +64,12 @@ class CpuFlash:
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(q_qHD.dtype)
+        if len(q_lengths) == 1 and q_lengths[0] and k_lengths[0]:  # one long sequence: nothing to put together
+            return _forward_one(q_qHD, k_kGD, v_kGD, causal, scale, dtype)
         out = torch.zeros(q_qHD.shape, dtype=dtype)
         lse = torch.full(q_qHD.shape[:2], -torch.inf, dtype=dtype)
-        for q_slice, k_slice in segments(q_lengths, k_lengths):
-            q, k, v = (_heads_first(x, dtype) for x in (q_qHD[q_slice], k_kGD[k_slice], v_kGD[k_slice]))
-            block_out, block_lse = _forward(q, k, v, 0.0, causal, attn_mask=None, scale=scale)
-            out[q_slice] = _tokens_first(block_out)
-            lse[q_slice] = block_lse.squeeze(0).transpose(0, 1)
+        for at, keys in segments(q_lengths, k_lengths):
+            out[at], lse[at] = _forward_one(q_qHD[at], k_kGD[keys], v_kGD[keys], causal, scale, dtype)
         return out, lse
 
     def backward(
@@ -63,13 +87,13 @@ class CpuFlash:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = accumulation_dtype(q_qHD.dtype)
+        if len(q_lengths) == 1 and q_lengths[0] and k_lengths[0]:
+            return _backward_one(dout_qHD, q_qHD, k_kGD, v_kGD, out_qHD, lse_qH, causal, scale, dtype)
         dq = torch.zeros(q_qHD.shape, dtype=dtype)
         dk = torch.zeros(k_kGD.shape, dtype=dtype)
         dv = torch.zeros(v_kGD.shape, dtype=dtype)
-        for q_slice, k_slice in segments(q_lengths, k_lengths):
-            dout, q, out = (_heads_first(x[q_slice], dtype) for x in (dout_qHD, q_qHD, out_qHD))
-            k, v = (_heads_first(x[k_slice], dtype) for x in (k_kGD, v_kGD))
-            lse = lse_qH[q_slice].transpose(0, 1).unsqueeze(0).contiguous()
-            grads = _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=None, scale=scale)
-            dq[q_slice], dk[k_slice], dv[k_slice] = (_tokens_first(grad) for grad in grads)
+        for at, keys in segments(q_lengths, k_lengths):
+            dq[at], dk[keys], dv[keys] = _backward_one(
+                dout_qHD[at], q_qHD[at], k_kGD[keys], v_kGD[keys], out_qHD[at], lse_qH[at], causal, scale, dtype
+            )
         return dq, dk, dv
