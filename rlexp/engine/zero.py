@@ -72,17 +72,21 @@ class DeepSpeedEngine:
         # The boundary is ours, so any number of micro-batches makes a step; and the loss is scaled already.
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss, scale_wrt_gas=False)
+        if self._is_bf16_optimizer():
+            # It adds the bfloat16 gradients to its float32 ones after every backward, and leaves them standing: the
+            # next micro-batch would add the first one's again.
+            self.engine.optimizer.clear_lp_grads(set_to_none=True)
 
     def grad_norm(self) -> float:
         """Before `step`, so that a gradient that is not finite stops the run before it does harm. DeepSpeed would
         skip such a step in silence. Its ZeRO optimizer marks such a norm with −1; its bf16 optimizer holds the
         whole float32 gradient on every rank."""
         optimizer = self.engine.optimizer
-        if hasattr(optimizer, "scaled_global_norm"):
-            norm = float(optimizer.scaled_global_norm())
-        else:
+        if self._is_bf16_optimizer():
             grads, _ = optimizer.get_grads_for_norm()
             norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])))
+        else:
+            norm = float(optimizer.scaled_global_norm())
         return norm if math.isfinite(norm) and norm >= 0 else math.inf
 
     def step(self, lr: float) -> None:
@@ -90,6 +94,10 @@ class DeepSpeedEngine:
             group["lr"] = lr
         self.engine.step()
         self._steps += 1
+
+    def _is_bf16_optimizer(self) -> bool:
+        """What DeepSpeed takes for ZeRO-1 in bfloat16 with gradients added up in float32."""
+        return type(self.engine.optimizer).__name__ == "BF16_Optimizer"
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: p for name, p in self.policy.model.named_parameters() if p.requires_grad}
