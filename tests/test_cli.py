@@ -126,7 +126,7 @@ def test_under_torchrun_it_joins_what_is_there(tmp_path: Path) -> None:
 def test_the_ring_sweep_runs(rlexp: Shell, tmp_path: Path) -> None:
     quick = ("launch.device=cpu", "launch.nproc=2", "logger=none", "train.max_steps=1", "engine=torch")
     answer = rlexp(
-        "-m", "+sweep=ring_sizes", "hydra/launcher=local", "parallel=ring1,ring2", "hydra.sweep.dir=sweep", *quick
+        "-m", "+sweep=ring_sizes", "hydra/launcher=local", "parallel=ring1,ring2", "hydra.sweep.dir=s", *quick
     )
     assert answer.returncode == 0, answer.stderr
     assert [run_json(tmp_path / "s" / str(job))["sizes"]["ring_size"] for job in (0, 1)] == [1, 2]

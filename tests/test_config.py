@@ -150,12 +150,8 @@ def test_names_and_defaults_that_people_rely_on() -> None:
         "zero1",
     )
     assert (cfg.launch.nodes, cfg.launch.nproc, cfg.train.precision.value) == (1, 1, "fp32")
-    assert (cfg.reference.name, cfg.logger.name, cfg.model.heads, cfg.model.kv_heads) == (
-        "model",
-        "wandb",
-        8,
-        2,
-    )
+    assert (cfg.reference.name.value, cfg.logger.name.value) == ("model", "wandb")
+    assert (cfg.model.heads, cfg.model.kv_heads) == (8, 2)
 
 
 def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
@@ -238,6 +234,23 @@ def test_shown_sizes_of_the_bug_report(rlexp: Shell) -> None:
 
 BAD = {
     "unknown key": (["train.batchsize=3"], "Did you mean train.batch_size?"),
+    "added typo": (["+train.batchsize=3"], "Did you mean train.batch_size?"),
+    "forced typo": (["++loss.bta=0.2"], "Did you mean loss.beta?"),
+    "added top-level typo": (["+exprmnt=bug_report"], "Did you mean experiment?"),
+    "added and there": (["+train.batch_size=4"], "Leave out the +"),
+    "not appended": (["experiment=bug_report"], "say +experiment=NAME"),
+    "another option's key": (["data.path=x.jsonl"], "Say data=jsonl data.path=VALUE"),
+    "renamed option": (["loss.name=ipo"], "is set by choosing loss=OPTION"),
+    "derived accumulation": (["train.grad_acc=3"], "train.grad_acc=3: is derived, and comes to 8"),
+    "derived replicas": (["parallel.dp_size=2"], "parallel.dp_size=2: is derived, and comes to 1"),
+    "derived world": (["parallel.world_size=4"], "parallel.world_size=4: is derived, and comes to 1"),
+    "negative seed": (["seed=-1"], "seed=-1: must be at least 0"),
+    "no layers": (["model.layers=0"], "model.layers=0: must be at least 1"),
+    "too many ranks": (["launch.nproc=100000", "train.batch_size=100000"], "launch.nproc=100000"),
+    "no ring": (["parallel.ring_size=0"], "parallel.ring_size=0: must be at least 1"),
+    "leftover world": (["ENV WORLD_SIZE=abc RANK=0"], "WORLD_SIZE=abc"),
+    "leftover rank": (["ENV WORLD_SIZE=1 RANK=7 MASTER_ADDR=localhost MASTER_PORT=1"], "RANK=7"),
+    "leftover place": (["ENV WORLD_SIZE=4 RANK=0"], "MASTER_ADDR"),
     "unknown group": (["paralel=ring8"], "Did you mean parallel?"),
     "unknown option": (["loss=dop"], "loss=dop: no such option. Did you mean dpo?"),
     "wrong type": (["train.batch_size=many"], "train.batch_size: Value 'many'"),
@@ -259,14 +272,17 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_wrong_input_is_one_message(rlexp: Shell, case: str) -> None:
+def test_wrong_input_is_one_message(rlexp: Shell, tmp_path: Path, case: str) -> None:
     args, said = BAD[case]
-    answer = rlexp("launch.device=cpu", "logger=none", *args, timeout=30)
+    env = dict(pair.split("=") for arg in args if arg.startswith("ENV") for pair in arg.split()[1:])
+    args = [arg for arg in args if not arg.startswith("ENV")]
+    answer = rlexp("launch.device=cpu", "logger=none", *args, timeout=30, **env)
     assert answer.returncode == 1
     assert said in answer.stderr
     assert "Traceback" not in answer.stderr
     assert answer.stderr.startswith("rlexp: ")
     assert answer.stdout == ""
+    assert not list(tmp_path.glob("runs/*")), "a refused run leaves no folder"
 
 
 def test_a_ring_larger_than_the_gpus(rlexp: Shell, tmp_path: Path) -> None:

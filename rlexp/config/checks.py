@@ -23,9 +23,14 @@ from rlexp.config.schema import (
 from rlexp.errors import ConfigError, DataError
 
 
+MOST_RANKS = 512  # on one machine
+MOST_SECONDS = 7 * 24 * 3600
+
+
 def check(cfg: Config) -> None:
     cfg.launch.device = Device[resolve_device(cfg.launch.device.value)]
     _check_launch(cfg)
+    _check_derived(cfg)
     _check_train(cfg)
     _check_groups(cfg)
 
@@ -34,7 +39,11 @@ def _check_launch(cfg: Config) -> None:
     sizes.positive("launch.nodes", cfg.launch.nodes)
     sizes.positive("launch.torch_threads", cfg.launch.torch_threads)
     _positive("launch.timeout_seconds", cfg.launch.timeout_seconds)
+    if cfg.launch.timeout_seconds > MOST_SECONDS:
+        raise ConfigError(f"launch.timeout_seconds={cfg.launch.timeout_seconds}: must be at most {MOST_SECONDS}.")
     joined = sizes.joined_world() is not None
+    if not joined and cfg.launch.nproc > MOST_RANKS:
+        raise ConfigError(f"launch.nproc={cfg.launch.nproc}: one machine runs at most {MOST_RANKS} ranks.")
     if cfg.launch.nodes > 1 and not joined:
         raise ConfigError(
             f"launch.nodes={cfg.launch.nodes}: this command starts ranks on this machine only. Start it on every "
@@ -47,7 +56,23 @@ def _check_launch(cfg: Config) -> None:
         )
 
 
+def _check_derived(cfg: Config) -> None:
+    """Derived values may be looked at, not set: a run would report sizes it does not have."""
+    world_size = sizes.joined_world() or cfg.launch.nproc * cfg.launch.nodes
+    dp_size = sizes.dp_size(world_size, cfg.parallel.ring_size)
+    grad_acc = sizes.grad_acc(cfg.train.batch_size, cfg.train.micro_batch_size, dp_size)
+    for key, value, derived, instead in (
+        ("parallel.world_size", cfg.parallel.world_size, world_size, "launch.nproc"),
+        ("parallel.dp_size", cfg.parallel.dp_size, dp_size, "launch.nproc or parallel.ring_size"),
+        ("train.grad_acc", cfg.train.grad_acc, grad_acc, "train.micro_batch_size"),
+    ):
+        if value != derived:
+            raise ConfigError(f"{key}={value}: is derived, and comes to {derived}. Set {instead} instead.")
+
+
 def _check_train(cfg: Config) -> None:
+    if cfg.seed < 0:
+        raise ConfigError(f"seed={cfg.seed}: must be at least 0.")
     for key in ("max_steps", "epochs", "eval_every"):
         value = getattr(cfg.train, key)
         if value is not None:
@@ -58,8 +83,6 @@ def _check_train(cfg: Config) -> None:
                 f"engine={cfg.engine.name.value}: with train.precision=fp64 DeepSpeed would keep float32 masters. "
                 f"Use engine=torch (what is taken when no engine is named), or train.precision=fp32."
             )
-        if cfg.launch.device is Device.cuda and cfg.parallel.kernel is KernelName.cpu_flash:
-            raise ConfigError("parallel.kernel=cpu_flash: runs on CPU only. Use parallel.kernel=plain.")
 
 
 def _check_groups(cfg: Config) -> None:
@@ -91,6 +114,8 @@ def _check_groups(cfg: Config) -> None:
                 raise ConfigError(f"data.eval_size={eval_size}: must be at least 0.")
     match cfg.model:
         case TinyModelConfig(heads=heads, kv_heads=kv_heads, hidden_size=hidden_size):
+            for name in ("hidden_size", "intermediate_size", "layers"):
+                sizes.positive(f"model.{name}", getattr(cfg.model, name))
             if heads < 1 or kv_heads < 1 or heads % kv_heads:
                 raise ConfigError(f"model.kv_heads={kv_heads}: must divide model.heads={heads}.")
             if hidden_size % heads or hidden_size // heads % 2:

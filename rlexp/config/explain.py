@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import re
+import traceback
 from collections.abc import Iterator
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlexp.config.paths import conf_dir
+from rlexp.config.keys import about_unknown, suggestion
 from rlexp.errors import UserError
 
 
@@ -28,11 +25,13 @@ def explain(error: BaseException) -> str | None:
         if found is not None:
             return found.group(1)
     for link in chain:
-        if isinstance(link, OSError) and link.filename:
+        if isinstance(link, OSError) and link.filename and "/hydra/core/" in _origin(link):
             return (
                 f"hydra.run.dir: {link.filename} cannot be made ({link.strerror}). "
-                f"Give a folder that can be written: hydra.run.dir=FOLDER."
+                f"Give a folder that can be written: hydra.run.dir=FOLDER (hydra.sweep.dir=FOLDER for a sweep)."
             )
+    if any('Could not detect "srun"' in str(link) for link in chain):
+        return "hydra/launcher=slurm: there is no srun here. Start it where Slurm is, or use hydra/launcher=local."
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     if isinstance(error, OverrideParseException):
@@ -42,6 +41,11 @@ def explain(error: BaseException) -> str | None:
     return _unknown_key(text) or _unknown_option(text) or _bad_value(text, chain) or text
 
 
+def _origin(error: BaseException) -> str:
+    """The files that an exception came through."""
+    return "\n".join(frame.filename for frame in traceback.extract_tb(error.__traceback__))
+
+
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
@@ -49,14 +53,24 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _unknown_key(text: str) -> str | None:
-    """`Could not override 'train.batchsize'`, with the nearest key that exists."""
-    found = re.search(r"Could not (?:override|append|delete)[^']*'([^']+)'", text)
+    """`Could not override 'train.batchsize'`, with where the key belongs or the nearest that exists."""
+    exists = re.search(r"An item is already at '([^']+)'", text)
+    if exists is not None:
+        return f"{exists.group(1)}: is there already. Leave out the +: {exists.group(1)}=VALUE."
+    undeletable = re.search(r"full_key: (\S+)", text) if "does not support deletion" in text else None
+    if undeletable is not None:
+        return f"{undeletable.group(1)}: keys cannot be deleted. Give it another value, or leave it out."
+    found = re.search(r"Could not (override|append|delete)[^']*'([^']+)'", text)
     if found is None:
         return None
-    key = found.group(1).split("@")[0]
-    if key.startswith("+"):
-        return None
-    return f"{key}: no such key.{_suggest(key, _known_keys())} `python -m rlexp --cfg job` shows all keys."
+    key = found.group(2).split("@")[0].lstrip("+~")
+    if found.group(1) == "delete" or "does not support deletion" in text:
+        return f"{key}: keys cannot be deleted. Give it another value, or leave it out."
+    # A whole group at once (`train={…}`): Hydra names the group and says which key it did not know.
+    inner = re.search(r"Key '([^']+)' (?:is )?not in", text)
+    if inner is not None and not key.endswith(inner.group(1)):
+        key = f"{key}.{inner.group(1)}"
+    return about_unknown(key)
 
 
 def _unknown_option(text: str) -> str | None:
@@ -67,7 +81,7 @@ def _unknown_option(text: str) -> str | None:
     group, _, option = found.group(1).rpartition("/")
     options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
     listed = f" Options: {', '.join(options)}." if options else ""
-    return f"{group}={option}: no such option.{_suggest(option, options)}{listed}"
+    return f"{group}={option}: no such option.{suggestion(option, options)}{listed}"
 
 
 def _bad_value(text: str, chain: list[BaseException]) -> str | None:
@@ -78,30 +92,3 @@ def _bad_value(text: str, chain: list[BaseException]) -> str | None:
             return f"{key}: {reason}"
     found = re.search(r"Error merging override (\S+)\n(.*)", text)
     return f"{found.group(1)}: {found.group(2)}" if found else None
-
-
-def _suggest(word: str, candidates: list[str]) -> str:
-    """Nearest by spelling: the whole key, or its last part where the group is right or left out."""
-    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
-    if not close:
-        leaves = {candidate.rpartition(".")[2]: candidate for candidate in candidates}
-        leaf = difflib.get_close_matches(word.rpartition(".")[2], list(leaves), n=1, cutoff=0.7)
-        close = [leaves[leaf[0]]] if leaf else []
-    return f" Did you mean {close[0]}?" if close else ""
-
-
-def _known_keys() -> list[str]:
-    """Every key of the default configuration, and every group."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        cfg = compose("config")
-    keys: list[str] = []
-
-    def walk(node: object, prefix: str) -> None:
-        if OmegaConf.is_dict(node):
-            for name in node:  # type: ignore[attr-defined]
-                keys.append(f"{prefix}{name}")
-                walk(node._get_node(name), f"{prefix}{name}.")  # type: ignore[attr-defined]
-
-    walk(cfg, "")
-    return keys + [folder.name for folder in conf_dir().iterdir() if folder.is_dir()]

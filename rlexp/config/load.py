@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlexp.config import resolvers, schema
 from rlexp.config.checks import check
+from rlexp.config.keys import about_unknown, all_keys
 from rlexp.config.schema import KINDS, Config
 from rlexp.errors import ConfigError
 
@@ -21,13 +22,31 @@ def register() -> None:
 
 def from_hydra(cfg: DictConfig) -> Config:
     """Resolve, convert and check a composed configuration."""
+    _refuse_unknown(cfg)
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise ConfigError(f"{missing[0]}: has no value. Give it on the command line: {missing[0]}=VALUE.")
-    # A plain copy: Hydra's own is read-only in places, and derived values must be looked up once.
     typed = cast(Config, OmegaConf.to_object(cfg))
     check(typed)
     return typed
+
+
+def _refuse_unknown(cfg: DictConfig) -> None:
+    """`+key=value` adds what the schema does not have, and Hydra lets it. It would do nothing, in silence."""
+    keys = all_keys()
+    for top in map(str, cfg):
+        if top not in keys:
+            raise ConfigError(about_unknown(top))
+        node = cfg._get_node(top)
+        if not isinstance(node, DictConfig):
+            continue
+        if top in KINDS and not OmegaConf.is_missing(node, "name") and node.name not in KINDS[top]:
+            options = ", ".join(KINDS[top])
+            raise ConfigError(f"{top}.name={node.name}: is set by choosing {top}=OPTION. Options: {options}.")
+        for leaf in map(str, node):
+            name = f"{top}.{leaf}"
+            if name not in keys or (keys[name] and f"{top}={node.name}" not in keys[name]):
+                raise ConfigError(about_unknown(name))
 
 
 def from_file(path: Path) -> Config:

@@ -25,6 +25,7 @@ def resolve_device(device: str) -> str:
 
 def default_nproc(device: str, ring_size: int) -> int:
     """Ranks on this machine: its GPUs, or on CPU one replica."""
+    sizes.positive("parallel.ring_size", ring_size)
     return visible_gpus() if resolve_device(device) == "cuda" else ring_size
 
 

@@ -40,6 +40,15 @@ class EngineName(Enum):
     torch = "torch"
 
 
+class ReferenceName(Enum):
+    model = "model"
+
+
+class LoggerName(Enum):
+    wandb = "wandb"
+    none = "none"
+
+
 class TooLong(Enum):
     """What becomes of a sequence longer than `data.max_length`."""
 
@@ -168,7 +177,7 @@ class OptimConfig:
 
 @dataclass
 class ReferenceConfig:
-    name: str = "model"
+    name: ReferenceName = ReferenceName.model
 
 
 @dataclass
@@ -183,7 +192,7 @@ class CheckpointConfig:
 
 @dataclass
 class LoggerConfig:
-    name: str = "wandb"
+    name: LoggerName = LoggerName.wandb
     mode: WandbMode = WandbMode.auto
     project: str = "rlexp"
     entity: str | None = None

@@ -16,9 +16,25 @@ def joined_world(env: Mapping[str, str] | None = None) -> int | None:
     """
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
-        return int(env["WORLD_SIZE"])
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+        world_size, rank = _whole("WORLD_SIZE", env), _whole("RANK", env)
+        if rank >= world_size:
+            raise ConfigError(
+                f"RANK={rank}: the environment says WORLD_SIZE={world_size}. Unset both, or use torchrun."
+            )
+        if "MASTER_ADDR" not in env:
+            raise ConfigError(
+                f"WORLD_SIZE={world_size}, RANK={rank}: stand in the environment without MASTER_ADDR and MASTER_PORT. "
+                f"Unset them, or start with torchrun."
+            )
+        return world_size
+    tasks = _whole("SLURM_STEP_NUM_TASKS", env) if "SLURM_STEP_NUM_TASKS" in env else 1
     return tasks if tasks > 1 and "SLURM_PROCID" in env else None
+
+
+def _whole(name: str, env: Mapping[str, str]) -> int:
+    if not env[name].isdecimal():
+        raise ConfigError(f"{name}={env[name]}: stands in the environment and is no whole number. Unset it.")
+    return int(env[name])
 
 
 def joined_rank(env: Mapping[str, str] | None = None) -> int | None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rlexp import __version__
 from rlexp.config.load import to_plain
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, LoggerName
 from rlexp.launch.folder import derived_sizes
 from rlexp.launch.local import Terminated
 from rlexp.sinks.base import Sink, Sinks
@@ -57,7 +57,7 @@ def build_sinks(run: Run, run_dir: Path) -> list[Sink]:
     sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl")]
     if logger.progress:
         sinks.append(ConsoleSink(run.total_steps))
-    if logger.name == "wandb":
+    if logger.name is LoggerName.wandb:
         from rlexp.sinks.wandb_run import WandbSink
 
         tags = [
@@ -89,5 +89,5 @@ def header(run: Run, run_dir: Path) -> str:
 
 def footer(run: Run, run_dir: Path) -> str:
     model = ", trained model in model/" if run.cfg.checkpoint.export else ""
-    wandb = ", W&B run in wandb/" if run.cfg.logger.name == "wandb" else ""
+    wandb = ", W&B run in wandb/" if run.cfg.logger.name is LoggerName.wandb else ""
     return f"done: {run_dir}  (curve in metrics.jsonl{wandb}{model})\n"
