@@ -36,6 +36,8 @@ def cli() -> int:
             main()
     except Interrupted as stop:
         return stop.exit_code
+    except KeyboardInterrupt:
+        return 130
     except Exception as error:
         message = explain(error)
         if message is None:

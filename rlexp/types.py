@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -99,9 +99,12 @@ class Shard:
         )
 
 
-@dataclass(frozen=True)
-class TokenLogps:
-    """What a model says of a shard's targets, token by token; zero where nothing is trained on."""
+class TokenLogps(NamedTuple):
+    """What a model says of a shard's targets, token by token; zero where nothing is trained on.
+
+    A tuple, not a dataclass: DeepSpeed hangs its hooks for the backward pass on the tensors that a model returns, and
+    finds them in tuples only.
+    """
 
     logps_t: Tensor  # log-probability of the target
     mean_logits_t: Tensor  # mean of the logits over the vocabulary, detached

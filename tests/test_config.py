@@ -90,7 +90,7 @@ def test_data_parallel_size_is_exact() -> None:
 
 def test_a_launchers_world_is_joined_and_a_batch_script_is_not() -> None:
     assert sizes.joined_world({}) is None
-    assert sizes.joined_world({"RANK": "3", "WORLD_SIZE": "8"}) == 8
+    assert sizes.joined_world({"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "node1"}) == 8
     assert sizes.joined_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
     assert sizes.joined_world({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "8"}) == 8
     assert sizes.joined_rank({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "8"}) == 2
@@ -218,6 +218,13 @@ def test_help_and_errors_import_nothing_heavy() -> None:
             check=False,
         )
         assert answer.stdout.strip().splitlines()[-1] == "[]", (args, answer.stdout, answer.stderr)
+
+
+def test_help_lists_every_group(rlexp: Shell) -> None:
+    shown = rlexp("--help").stdout
+    for line in ("  parallel: ring1, ring2, ring4, ring8", "  +sweep: ring_sizes", "  hydra/launcher: local, slurm"):
+        assert line in shown
+    assert "schema" not in shown
 
 
 def test_shown_sizes_of_the_bug_report(rlexp: Shell) -> None:

@@ -26,6 +26,8 @@ from rlexp.types import Row
     [
         ("{", "is not JSON"),
         ("[1]", "must be a JSON object, not list"),
+        ('{"prompt": "\\ud800", "chosen": "b", "rejected": "c"}', "is not UTF-8 text"),
+        ("[" * 100_000, "is not JSON"),
         ('{"prompt": "a", "chosen": "b"}', "field `rejected` is missing; the row has chosen, prompt"),
         ('{"prompt": "a", "chosen": 3, "rejected": "c"}', "field `chosen` must be a text"),
         (
@@ -51,8 +53,8 @@ def test_an_empty_file_and_one_that_is_not_text_are_refused(tmp_path: Path) -> N
     path.write_text("\n", encoding="utf-8")
     with pytest.raises(DataError, match="has no rows"):
         read_jsonl(path)
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="cannot be read"):
+    path.write_bytes(b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n\xff\xfe\n')
+    with pytest.raises(DataError, match=r"rows.jsonl:2: is not UTF-8"):
         read_jsonl(path)
 
 
@@ -95,7 +97,8 @@ def test_too_long_and_identical_pairs_follow_the_policy() -> None:
     assert dropped.dropped == {"longer than data.max_length": 2, "chosen and rejected are the same": 1}
     cut = PairTokenizer(tokenizer, 100, TooLong.truncate).encode(rows)
     assert [pair.longest() for pair in cut.pairs] == [34, 100]  # the last became identical by its truncation
-    assert cut.dropped == {"(kept, truncated)": 2, "chosen and rejected are the same": 2}
+    assert tokenizer.decode(cut.pairs[1].prompt) == "p" * 96
+    assert cut.dropped == {"kept, but truncated": 1, "chosen and rejected are the same": 2}
     assert tokenizer.decode(cut.pairs[1].chosen) == "yes<eos>"
 
 
@@ -164,7 +167,7 @@ def test_a_pack_is_a_forest_of_roots_with_shifted_targets() -> None:
         (4, 8, None),
     ]
     first = slice(0, 8)
-    assert pack.positions_T[first].tolist() == list(range(8))
+    assert pack.positions_T[first].tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
     assert pack.sequence_T[first].tolist() == [-1, 0, 0, 0, 0, -1, -1, -1]
     assert pack.targets_T[1:5].tolist() == pairs[0].chosen.tolist()
     assert pack_pairs(pairs, 8, packing=False).segments[1].padded == 8

@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
 
 
 def probe_rank(place: Place, config: PreTrainedConfig) -> float:
-    return probe(config, build_world(place.world_size).ring, ZIGZAG, 512, CPU)
+    return probe(TinyModelConfig(), config, build_world(place.world_size).ring, ZIGZAG, CpuFlash(), 512, CPU)
 
 
 @pytest.mark.parametrize("name", WORK)
@@ -74,7 +74,7 @@ def test_causal_decoders_work_without_being_named(name: str) -> None:
 def test_what_it_cannot_compute_is_refused_by_name(name: str) -> None:
     config, said = REFUSED[name]
     with pytest.raises(ModelError) as error:
-        probe(config, ALONE, ZIGZAG, 512, CPU)
+        probe(TinyModelConfig(), config, ALONE, ZIGZAG, CpuFlash(), 512, CPU)
     assert said in str(error.value)
     assert config.model_type in str(error.value)
 

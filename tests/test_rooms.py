@@ -16,7 +16,8 @@ ROOMS = {
     "launch": LIGHT | {"submitit"},
     "data": TORCH | {"rlexp.types", "rlexp.errors", "rlexp.config.schema"},
     "ring": TORCH | {"rlexp.types", "rlexp.config.schema"},
-    "model": TORCH | {"transformers", "tokenizers", "rlexp.types", "rlexp.errors", "rlexp.config.schema", "rlexp.ring",
+    "model": TORCH | {"transformers", "tokenizers", "safetensors", "rlexp.types", "rlexp.errors", "rlexp.config.schema",
+                      "rlexp.ring",
                       "rlexp.data.packing"},
     "algos": TORCH | {"rlexp.types"},
     "engine": TORCH

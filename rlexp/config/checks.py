@@ -22,7 +22,6 @@ from rlexp.config.schema import (
 )
 from rlexp.errors import ConfigError, DataError
 
-
 MOST_RANKS = 512  # on one machine
 MOST_SECONDS = 7 * 24 * 3600
 
@@ -77,12 +76,11 @@ def _check_train(cfg: Config) -> None:
         value = getattr(cfg.train, key)
         if value is not None:
             sizes.positive(f"train.{key}", value)
-    if cfg.train.precision is Precision.fp64:
-        if cfg.engine.name is not EngineName.torch:
-            raise ConfigError(
-                f"engine={cfg.engine.name.value}: with train.precision=fp64 DeepSpeed would keep float32 masters. "
-                f"Use engine=torch (what is taken when no engine is named), or train.precision=fp32."
-            )
+    if cfg.train.precision is Precision.fp64 and cfg.engine.name is not EngineName.torch:
+        raise ConfigError(
+            f"engine={cfg.engine.name.value}: with train.precision=fp64 DeepSpeed would keep float32 masters. "
+            f"Use engine=torch (what is taken when no engine is named), or train.precision=fp32."
+        )
 
 
 def _check_groups(cfg: Config) -> None:

@@ -52,9 +52,19 @@ def world_size(nproc: int, nodes: int) -> int:
     return nproc * nodes
 
 
+def groups() -> str:
+    """The groups and their options, for --help."""
+    root = config_root()
+    folders = {folder.name: folder for folder in sorted((root / "conf").iterdir()) if folder.is_dir()}
+    folders["+experiment"] = folders.pop("experiment")
+    folders |= {"+sweep": root / "sweeps" / "sweep", "hydra/launcher": root / "launchers" / "hydra" / "launcher"}
+    return "\n".join(f"  {name}: {', '.join(sorted(p.stem for p in f.glob('*.yaml')))}" for name, f in folders.items())
+
+
 def register() -> None:
     resolvers: dict[str, Callable[..., Any]] = {
         "rlexp_root": lambda: str(config_root()),
+        "rlexp_groups": groups,
         "rlexp_nproc": default_nproc,
         "rlexp_precision": default_precision,
         "rlexp_engine": engine_for,

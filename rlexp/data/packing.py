@@ -37,7 +37,7 @@ def pack_sequences(
     segments, start = [], 0
     for number, (length, width) in enumerate(zip(lengths, padded, strict=True)):
         segments.append(Segment(start, length, width))
-        positions[start : start + width] = torch.arange(width)
+        positions[start : start + length] = torch.arange(length)  # padding stays at 0: a table of positions has it
         if sequences:
             prompt, answer = sequences[number]
             tokens[start : start + len(prompt)] = torch.from_numpy(prompt)

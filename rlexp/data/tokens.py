@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,8 @@ class PairTokenizer:
         dropped: Counter[str] = Counter()
         for row in rows:
             pair = self._pair(row)
-            if pair.longest() > self.max_length:
+            cut = pair.longest() > self.max_length
+            if cut:
                 match self.too_long:
                     case TooLong.error:
                         raise DataError(
@@ -50,13 +51,14 @@ class PairTokenizer:
                         dropped["longer than data.max_length"] += 1
                         continue
                     case TooLong.truncate:
-                        pair = truncated(pair, self.max_length)
-                        dropped["(kept, truncated)"] += 1
+                        pair = truncated(pair, self.max_length, self.tokenizer.bos_token_id)
+                        dropped["kept, but truncated"] += 1
             if np.array_equal(pair.chosen, pair.rejected):
                 dropped["chosen and rejected are the same"] += 1
+                dropped["kept, but truncated"] -= cut
                 continue
             pairs.append(pair)
-        return Encoded(pairs, dropped)
+        return Encoded(pairs, +dropped)
 
     def _pair(self, row: Row) -> Pair:
         if getattr(self.tokenizer, "chat_template", None):
@@ -71,11 +73,11 @@ class PairTokenizer:
 
     def _templated(self, row: Row) -> tuple[Ids, list[Ids]]:
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
-        template = self.tokenizer.apply_chat_template
-        prompt = template(messages, tokenize=False, add_generation_prompt=True)
+        template = self._rendered(row.origin)
+        prompt = template(messages, add_generation_prompt=True)
         answers = []
         for text in (row.chosen, row.rejected):
-            whole = template([*messages, {"role": "assistant", "content": text}], tokenize=False)
+            whole = template([*messages, {"role": "assistant", "content": text}])
             if not whole.startswith(prompt):
                 raise DataError(
                     f"{row.origin}: the chat template writes the prompt differently once there is an answer, so "
@@ -83,6 +85,15 @@ class PairTokenizer:
                 )
             answers.append(self._ids(whole[len(prompt) :]))
         return self._ids(prompt), answers
+
+    def _rendered(self, origin: str) -> Callable[..., str]:
+        def render(messages: list[dict[str, str]], **options: Any) -> str:
+            try:
+                return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+            except Exception as error:  # a template is code of the tokenizer's author, and raises what it likes
+                raise DataError(f"{origin}: field `prompt`: the tokenizer's chat template says: {error}") from error
+
+        return render
 
     def _ids(self, text: str, *, special: bool = False) -> Ids:
         return np.asarray(self.tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int32)
@@ -94,10 +105,12 @@ class PairTokenizer:
         return np.append(answer, np.int32(self.eos_id))
 
 
-def truncated(pair: Pair, max_length: int) -> Pair:
-    """Cut the prompt from its start, then the answers from their end; a token of the prompt always stays."""
+def truncated(pair: Pair, max_length: int, bos_id: int | None = None) -> Pair:
+    """Cut the prompt from its start, behind the token of the beginning; then the answers from their end."""
     room = max(1, max_length - max(len(pair.chosen), len(pair.rejected)))
     prompt = pair.prompt[-room:]
+    if bos_id is not None and pair.prompt[0] == bos_id:
+        prompt = np.concatenate((pair.prompt[:1], pair.prompt[1:][len(pair.prompt) - room :]))
     rest = max_length - len(prompt)
     return Pair(pair.index, prompt, pair.chosen[:rest], pair.rejected[:rest], pair.origin)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -20,11 +21,16 @@ PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "omegaconf", "wa
 
 
 def create(cfg: Config, run_dir: Path) -> None:
-    if (run_dir / "metrics.jsonl").exists():
+    """Claim the folder: of two runs that want the same one, at the same moment even, one gets it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        os.close(os.open(run_dir / "run.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
         raise ConfigError(
             f"hydra.run.dir={run_dir}: holds a run already, and resuming is not there yet. Give another folder."
-        )
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        ) from None
+    if cfg.parallel.world_size > 1:
+        (run_dir / "logs").mkdir(exist_ok=True)
     load.to_file(cfg, run_dir / "config.yaml")
     _write(
         run_dir,
@@ -42,12 +48,23 @@ def create(cfg: Config, run_dir: Path) -> None:
     )
 
 
-def close(run_dir: Path, status: str, reason: str | None = None) -> None:
+def close(run_dir: Path, status: str, reason: str) -> None:
     """`finished`, `failed` or `stopped`, and why."""
+    note(run_dir, status=status, reason=reason, ended=_now())
+
+
+def note(run_dir: Path, **facts: Any) -> None:
+    """Add to what run.json says."""
     path = run_dir / "run.json"
     if path.exists():
-        run = json.loads(path.read_text(encoding="utf-8"))
-        _write(run_dir, run | {"status": status, "reason": reason, "ended": _now()})
+        _write(run_dir, json.loads(path.read_text(encoding="utf-8")) | facts)
+
+
+def drop_if_empty(run_dir: Path) -> None:
+    """Hydra makes the folder before a configuration can be refused; leave none behind for that."""
+    with contextlib.suppress(OSError):
+        run_dir.rmdir()
+        run_dir.parent.rmdir()  # `runs/`, where this would have been the first
 
 
 def derived_sizes(cfg: Config) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -15,7 +16,7 @@ from rlexp.config.paths import conf_dir
 from rlexp.config.schema import Config, EngineName
 from rlexp.errors import ConfigError, UserError
 from rlexp.launch import folder
-from rlexp.launch.local import PRELOAD, Interrupted, run_ranks
+from rlexp.launch.local import PRELOAD, Interrupted, Terminated, hear_stops, run_ranks
 from rlexp.launch.place import Place, prepare_environment
 
 
@@ -25,14 +26,17 @@ def run_job(composed: DictConfig) -> None:
     from hydra.types import RunMode
 
     hydra = HydraConfig.get()
+    run_dir = Path(hydra.runtime.output_dir)
     try:
+        if hydra.mode is RunMode.MULTIRUN and under_torchrun():
+            raise ConfigError(NO_SWEEP)
         cfg = load.from_hydra(composed)
-        run_dir = Path(hydra.runtime.output_dir)
         if sizes.joined_world() is None:
             run_here(cfg, run_dir)
         else:
             run_joined(cfg, run_dir)
     except Exception as error:
+        folder.drop_if_empty(run_dir)
         message = explain(error)
         if message is None or hydra.mode is not RunMode.RUN:
             raise
@@ -61,7 +65,7 @@ def run_here(cfg: Config, run_dir: Path) -> None:
     except Exception as error:
         folder.close(run_dir, "failed", str(error))
         raise
-    folder.close(run_dir, "finished")
+    folder.close(run_dir, "finished", "all steps are done")
 
 
 def train_rank(place: Place, run_dir: str) -> None:
@@ -74,16 +78,27 @@ def train_rank(place: Place, run_dir: str) -> None:
     train(cfg, Path(run_dir))
 
 
+NO_SWEEP = "a sweep starts its own ranks. Start it without torchrun; to train one of its jobs, name that job's values."
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def run_as_joined_rank(argv: list[str]) -> bool:
     """Under torchrun or srun, ranks other than 0 compose without a folder of their own: rank 0 says where it is."""
-    if not sizes.joined_rank():
+    rank = sizes.joined_rank()
+    if rank is not None and under_torchrun() and any(argument in ("-m", "--multirun") for argument in argv):
+        raise ConfigError(NO_SWEEP)
+    if not rank:
         return False
-    if any(argument in ("-m", "--multirun") for argument in argv):
-        raise ConfigError("-m: a multirun starts its own ranks. Start it without torchrun or srun.")
     if not any(argument.startswith("-") for argument in argv):  # --help and --cfg are rank 0's to answer
         from hydra import compose, initialize_config_dir
+        from hydra.types import RunMode
 
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            if compose("config", overrides=argv, return_hydra_config=True).hydra.mode is RunMode.MULTIRUN:
+                raise ConfigError(NO_SWEEP)
             composed = compose("config", overrides=argv)
         run_joined(load.from_hydra(composed), None)
     return True
@@ -94,9 +109,11 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
     place = Place.joined()
     assert place is not None
     prepare_environment(cfg.launch.device.value, cfg.launch.torch_threads)
+    hear_stops(signal.SIGTERM, signal.SIGINT)
     from rlexp.launch.place import join
     from rlexp.train.run import agreed_folder, train
 
+    status, reason = "failed", ""
     try:
         if place.rank == 0:
             assert run_dir is not None
@@ -104,14 +121,20 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
         join(place, cfg.launch.device.value, cfg.launch.timeout_seconds, cfg.launch.torch_threads)
         run_dir = agreed_folder(run_dir)
         train(cfg, run_dir)
+        status, reason = "finished", "all steps are done"
+    except Terminated as stop:
+        status, reason = "stopped", str(stop)
+        if place.rank == 0 and run_dir is not None:
+            folder.close(run_dir, status, reason)
+        os._exit(stop.exit_code)  # the others' connections must see it at once
     except BaseException as error:
+        reason = str(error) or type(error).__name__
         if place.rank == 0:
-            if run_dir is not None:
-                folder.close(run_dir, "failed", str(error) or type(error).__name__)
             raise
         # Hydra would catch this and let the rank exit with 0, and the others would wait for it.
         sys.stderr.write(f"rank {place.rank}: {error if isinstance(error, UserError) else traceback.format_exc()}\n")
         sys.stderr.flush()
         os._exit(1)
-    if place.rank == 0:
-        folder.close(run_dir, "finished")
+    finally:
+        if place.rank == 0 and run_dir is not None:
+            folder.close(run_dir, status, reason)

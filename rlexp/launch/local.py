@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -42,16 +43,31 @@ class RankFailed(UserError):
     """A rank failed by a defect, or was killed; the message carries its own traceback."""
 
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what asks a run to stop
+# How the launcher passes a reason on to its ranks, which ignore the terminal's SIGINT.
+PASSED_ON = {signal.SIGINT: signal.SIGUSR2, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+PEER_FAILED = signal.SIGUSR1
+
+
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM reached the launcher; all ranks have been ended."""
+    """A signal asked the launcher to stop; all ranks have been ended."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signal.Signals(signum)
         self.exit_code = 128 + signum
 
 
 class Terminated(BaseException):
-    """SIGTERM reached a rank. Not an Exception: nothing but the outermost `finally` may catch it."""
+    """A rank is asked to end. Not an Exception: nothing but the outermost `finally` may catch it.
+
+    `exit_code` is 128 + the signal that stopped the run, and 1 where another rank failed.
+    """
+
+    def __init__(self, signum: int) -> None:
+        self.signum = {signal.SIGUSR2: signal.SIGINT}.get(signal.Signals(signum), signal.Signals(signum))
+        self.exit_code = 1 if signum == PEER_FAILED else 128 + self.signum
+        super().__init__(f"stopped by {self.signum.name}")
 
 
 @dataclass(frozen=True)
@@ -95,6 +111,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="rlexp-") as meeting, _signals_raise():
         ranks: list[_Rank] = []
         leash, held = context.Pipe(duplex=False)
+        reason = PEER_FAILED
         try:
             for rank in range(world_size):
                 place = Place(rank, world_size, rank, f"file://{meeting}/store")
@@ -107,10 +124,11 @@ def run_ranks(
                 outbox.close()
                 ranks.append(_Rank(process, inbox))
             reports = _watch(ranks, timeout)
-        except KeyboardInterrupt:
-            raise Interrupted(signal.SIGINT) from None
+        except Interrupted as stop:
+            reason = PASSED_ON[stop.signum]
+            raise
         finally:
-            _end(ranks)
+            _end(ranks, reason)
             held.close()
             leash.close()
     if reports:
@@ -125,6 +143,12 @@ def _context(device: str, preload: Sequence[str]) -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
+    heard = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is the launcher's, also while it imports
+    forkserver.ensure_running()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, heard)
     return context
 
 
@@ -179,10 +203,10 @@ def _failure(reports: list[Report], log_dir: Path | None) -> UserError:
     return RankFailed(f"rank {first.rank} failed: {first.text.rstrip()}{log}")
 
 
-def _end(ranks: list[_Rank]) -> None:
+def _end(ranks: list[_Rank], reason: signal.Signals) -> None:
     for rank in ranks:
         if rank.process.is_alive() and not (rank.done and rank.report is None):
-            rank.process.terminate()
+            os.kill(rank.process.pid, reason)
     deadline = time.monotonic() + KILL_AFTER
     for rank in ranks:
         rank.process.join(timeout=max(0.0, deadline - time.monotonic()))
@@ -195,7 +219,7 @@ def _end(ranks: list[_Rank]) -> None:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """While ranks run, SIGTERM ends them as Ctrl-C does."""
+    """While ranks run, whatever asks this process to stop ends them first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -203,11 +227,12 @@ def _signals_raise() -> Iterator[None]:
     def stop(signum: int, _frame: object) -> None:
         raise Interrupted(signum)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {signum: signal.signal(signum, stop) for signum in STOPS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 # ---- inside a rank ----
@@ -227,17 +252,18 @@ def _rank_main(
 
     threading.Thread(target=_end_with_launcher, args=(leash,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears Ctrl-C and ends all ranks
-    signal.signal(signal.SIGTERM, raise_terminated)
+    hear_stops(signal.SIGTERM, signal.SIGUSR2, PEER_FAILED)
     if log is not None:
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
     try:
         say("value", target(place, *pickle.loads(args)))
-    except Terminated:
-        os._exit(128 + signal.SIGTERM)
+    except Terminated as stop:
+        os._exit(stop.exit_code)
     except BaseException as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher may be ending us already; say why first
+        for signum in (signal.SIGTERM, signal.SIGUSR2, PEER_FAILED):
+            signal.signal(signum, signal.SIG_IGN)  # the launcher may be ending us already; say why first
         text = str(error) if isinstance(error, UserError) else traceback.format_exc()
         say("report", Report(place.rank, time.monotonic(), text, isinstance(error, UserError)))
         sys.stderr.write(text + "\n" if place.rank else "")
@@ -247,8 +273,14 @@ def _rank_main(
         os._exit(1)
 
 
-def raise_terminated(_signum: int, _frame: object) -> None:
-    raise Terminated
+def hear_stops(*signals: signal.Signals) -> None:
+    """Let these raise `Terminated` where the rank is, so that it closes what it holds."""
+
+    def stop(signum: int, _frame: object) -> None:
+        raise Terminated(signum)
+
+    for signum in signals:
+        signal.signal(signum, stop)
 
 
 def _end_with_launcher(leash: Connection) -> None:

@@ -23,7 +23,7 @@ class StayFloat64(TorchFunctionMode):
         if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
             if func is Tensor.float:
                 return args[0]
-            if func is Tensor.to:
+            if func in (Tensor.to, Tensor.type):
                 args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs = kwargs | {"dtype": torch.float64}

@@ -17,26 +17,43 @@ from rlexp.ring.attention import RingBatch, ring_attention
 NAME = "rlexp_ring"
 
 
+# What models hand to their attention that changes nothing here. Anything else that is not None is a request.
+INERT = {
+    *("position_ids", "position_embeddings", "cache_position", "use_cache", "past_key_values", "layer_idx"),
+    *("output_attentions", "output_hidden_states", "return_dict", "num_items_in_batch"),
+}
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _mask: Tensor | None,
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    ring_batch: RingBatch | None = None,
+    sliding_window: int | None = None,
     is_causal: bool | None = None,
-    **_kwargs: Any,
+    ring_batch: RingBatch | None = None,
+    **requests: Any,
 ) -> tuple[Tensor, None]:
     """(1, H, t, D) queries and (1, G, t, D) keys and values to (1, t, H, D)."""
     if ring_batch is None:
-        raise ModelError(f"attention {NAME!r}: the forward call needs `ring_batch`; generation has another path.")
+        raise ModelError(f"attention {NAME!r} needs `ring_batch` in the forward call; generation has another path")
     if dropout:
-        raise ModelError("attention dropout: its mask would depend on the layout. Set it to 0 in the model's config.")
+        raise ModelError("attention dropout: its mask would depend on the layout")
     if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise ModelError(f"{type(module).__name__}: is not causal. Only causal decoders can be trained over a ring.")
+        raise ModelError(f"{type(module).__name__} is not causal")
+    if attention_mask is not None:
+        raise ModelError(f"{type(module).__name__} makes an attention mask of its own")
+    if sliding_window is not None and sliding_window < ring_batch.max_length:
+        raise ModelError(f"sliding_window={sliding_window} is shorter than data.max_length={ring_batch.max_length}")
+    asked = sorted(name for name, request in requests.items() if request is not None and name not in INERT)
+    if asked:
+        raise ModelError(f"{type(module).__name__} asks its attention for {', '.join(asked)}")
+    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+        raise ModelError(f"{type(module).__name__} has values of another head size than its keys")
     q_tHD, k_tGD, v_tGD = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return ring_attention(q_tHD, k_tGD, v_tGD, ring_batch, scale).unsqueeze(0), None

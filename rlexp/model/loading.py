@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import nn
@@ -18,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from rlexp.config.schema import HFModelConfig, ModelConfig, TinyModelConfig
 from rlexp.errors import ModelError
@@ -51,19 +54,30 @@ def load_config(cfg: ModelConfig, max_length: int) -> PreTrainedConfig:
     return config
 
 
-def load_model(cfg: ModelConfig, config: PreTrainedConfig, max_length: int) -> PreTrainedModel:
+def load_model(
+    cfg: ModelConfig, config: PreTrainedConfig, max_length: int, *, float64: bool = False
+) -> PreTrainedModel:
     """The model in float32, the same on every rank, with the ring's attention and without dropout."""
     hook.register()
+    disable_progress_bar()
     match cfg:
         case HFModelConfig(path=path):
-            model = _from_hub(
+            model, info = _from_hub(
                 AutoModelForCausalLM,
                 path,
                 cfg.trust_remote_code,
                 config=config,
                 dtype=torch.float32,
                 attn_implementation=hook.NAME,
+                output_loading_info=True,
+                **(_experts(config) if float64 else {}),
             )
+            lost = sorted(info["missing_keys"])
+            if lost:
+                raise ModelError(
+                    f"model.path={path}: has no weights for {', '.join(lost[:4])}{' …' if len(lost) > 4 else ''} "
+                    f"({len(lost)} in all). They would be random. Give a folder that is whole."
+                )
         case _:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(cfg.seed)
@@ -75,10 +89,22 @@ def load_model(cfg: ModelConfig, config: PreTrainedConfig, max_length: int) -> P
     return model
 
 
+def from_config_options(cfg: ModelConfig, config: PreTrainedConfig) -> dict[str, Any]:
+    """How a float64 copy of a model is made from its configuration alone."""
+    trusted = {"trust_remote_code": True} if isinstance(cfg, HFModelConfig) and cfg.trust_remote_code else {}
+    return trusted | _experts(config)
+
+
+def _experts(config: PreTrainedConfig) -> dict[str, str]:
+    """Mixtures of experts in float64: the grouped matrix product has no such kernel."""
+    mixture = any("experts" in name and value for name, value in vars(config).items())
+    return {"experts_implementation": "eager"} if mixture else {}
+
+
 def load_tokenizer(cfg: ModelConfig) -> Any:
     match cfg:
         case HFModelConfig(path=path):
-            tokenizer = _from_hub(AutoTokenizer, path, cfg.trust_remote_code)
+            tokenizer = _from_hub(AutoTokenizer, path, cfg.trust_remote_code, what="tokenizer")
             tokenizer.model_max_length = UNBOUNDED
             return tokenizer
         case _:
@@ -102,17 +128,22 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _from_hub(factory: Any, path: str, trust_remote_code: bool, **kwargs: Any) -> Any:
+def _from_hub(factory: Any, path: str, trust_remote_code: bool, *, what: str = "causal model", **kwargs: Any) -> Any:
     name = str(Path(path).expanduser()) if path.startswith("~") else path
+    disable_progress_bar()
     try:
         return factory.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"model.path={path}: cannot be loaded as a causal model ({reason}).") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
+        reason = textwrap.shorten(str(error), 300, placeholder=" …")
+        raise ModelError(
+            f"model.path={path}: there is no {what} to be loaded ({type(error).__name__}: {reason}). Give a folder "
+            f"that transformers' save_pretrained wrote, of the model and of its tokenizer, or a hub name."
+        ) from error
 
 
 def _without_dropout(config: PreTrainedConfig) -> None:
-    """A dropout mask would depend on the layout; nothing here trains with one."""
+    """Random masks (dropout, a router's jitter, dropped layers) would depend on the layout; nothing here has one."""
     for name, value in vars(config).items():
-        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+        noisy = any(part in name for part in ("dropout", "pdrop", "jitter", "layerdrop", "drop_path"))
+        if noisy and isinstance(value, float):
             setattr(config, name, 0.0)

@@ -16,14 +16,16 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from rlexp.config.schema import ModelConfig
 from rlexp.data.packing import pack_sequences
 from rlexp.errors import ModelError
 from rlexp.model import hook, rope
 from rlexp.model.float64 import precise
+from rlexp.model.loading import from_config_options
 from rlexp.model.policy import Policy, cast_parameters
 from rlexp.ring.attention import local_index
 from rlexp.ring.groups import Ring
-from rlexp.ring.kernels import Plain
+from rlexp.ring.kernels import BlockKernel
 from rlexp.ring.layouts import Layout
 from rlexp.ring.shard import shard_pack
 from rlexp.types import Pack
@@ -34,30 +36,47 @@ WINDOW = 8  # what a window that is shorter than data.max_length becomes in the 
 TOLERANCE = 1e-8  # rounding is about 1e-13 here; a window, a cap or a mixer of tokens changes values by 1e-4 and up
 
 
-def probe(config: PreTrainedConfig, ring: Ring, layout: Layout, max_length: int, device: torch.device) -> float:
+def probe(
+    cfg: ModelConfig,
+    config: PreTrainedConfig,
+    ring: Ring,
+    layout: Layout,
+    kernel: BlockKernel,
+    max_length: int,
+    device: torch.device,
+) -> float:
     """Raise ModelError unless the model computes over the ring what it computes alone; the largest difference."""
     try:
-        difference = _largest_difference(config, ring, layout, max_length, device)
+        difference = _largest_difference(cfg, config, ring, layout, kernel, max_length, device)
+    except ModelError as error:
+        raise ModelError(_refusal(config, max_length, str(error))) from error
     except Exception as error:
         raise ModelError(
             f"{_name(config)}: does not run through transformers' attention interface over a packed batch "
             f"({type(error).__name__}: {error})."
         ) from error
     if not difference < TOLERANCE:  # also when it is not a number
-        raise ModelError(_refusal(config, max_length, difference))
+        raise ModelError(_refusal(config, max_length, f"log-probabilities differ by {difference:.1e} in float64"))
     return difference
 
 
 def _largest_difference(
-    config: PreTrainedConfig, ring: Ring, layout: Layout, max_length: int, device: torch.device
+    cfg: ModelConfig,
+    config: PreTrainedConfig,
+    ring: Ring,
+    layout: Layout,
+    kernel: BlockKernel,
+    max_length: int,
+    device: torch.device,
 ) -> float:
     small = _small(config, max_length)
     sequences = _sequences(small.vocab_size)
     pack = pack_sequences([(p.numpy(), a.numpy()) for p, a in sequences], layout.multiple(ring.size))
-    shard = shard_pack(pack, ring, layout, Plain(), max_length).to(device)
+    # Windows are shortened in the copy, so that the numbers show them; the hook need not refuse them first.
+    shard = shard_pack(pack, ring, layout, kernel, max_length=0).to(device)
     with torch.no_grad():
-        logps_t = Policy(_model(small, hook.NAME, max_length, device))(shard).logps_t.cpu()
-    expected_T = _alone(small, sequences, pack, max_length, device)
+        logps_t = Policy(_model(cfg, small, hook.NAME, max_length, device))(shard).logps_t.cpu()
+    expected_T = _alone(cfg, small, sequences, pack, max_length, device)
     expected_t = expected_T[local_index(pack.segments, ring.rank, ring.size, layout)]
     difference = (logps_t - expected_t)[shard.sequence_t.cpu() >= 0].abs()
     worst = difference.max().nan_to_num(nan=torch.inf) if len(difference) else torch.zeros((), dtype=torch.float64)
@@ -67,6 +86,7 @@ def _largest_difference(
 
 
 def _alone(
+    cfg: ModelConfig,
     small: PreTrainedConfig,
     sequences: list[tuple[Tensor, Tensor]],
     pack: Pack,
@@ -75,9 +95,9 @@ def _alone(
 ) -> Tensor:
     """Log-probabilities of the pack's targets by the whole model of transformers, sequence by sequence."""
     try:
-        plain = _model(small, "sdpa", max_length, device)
+        plain = _model(cfg, small, "sdpa", max_length, device)
     except ValueError:  # the model has no SDPA
-        plain = _model(small, "eager", max_length, device)
+        plain = _model(cfg, small, "eager", max_length, device)
     expected_T = torch.zeros(len(pack.tokens_T), dtype=torch.float64)
     with torch.no_grad(), precise(torch.float64):
         for segment, (prompt, answer) in zip(pack.segments, sequences, strict=True):
@@ -101,7 +121,9 @@ def _small(config: PreTrainedConfig, max_length: int) -> PreTrainedConfig:
     small.num_hidden_layers = layers
     small.vocab_size = min(VOCABULARY, config.vocab_size)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(small, name, None)
+        token = getattr(config, name, None)
+        if isinstance(token, int):
+            setattr(small, name, min(token, small.vocab_size - 1))
     for name in _windows(config, max_length):
         setattr(small, name, WINDOW)
     return small
@@ -127,15 +149,18 @@ def _sequences(vocab_size: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def _model(config: PreTrainedConfig, attention: str, max_length: int, device: torch.device) -> PreTrainedModel:
+def _model(
+    cfg: ModelConfig, config: PreTrainedConfig, attention: str, max_length: int, device: torch.device
+) -> PreTrainedModel:
     """Random weights, the same for every call; shifted from their initial values, since some start at zero."""
     hook.register()
-    # Mixtures of experts: the grouped matrix product has no float64 kernel.
-    experts = {"experts_implementation": "eager"} if _has_experts(config) else {}
     with torch.random.fork_rng(devices=[]), _quiet():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention, **experts
+            copy.deepcopy(config),
+            dtype=torch.float32,
+            attn_implementation=attention,
+            **from_config_options(cfg, config),
         )
         for parameter in model.parameters():
             parameter.data += 0.05 * torch.randn(parameter.shape)
@@ -155,15 +180,11 @@ def _quiet() -> Iterator[None]:
         transformers.logging.set_verbosity(before)
 
 
-def _has_experts(config: PreTrainedConfig) -> bool:
-    return any("experts" in name and value for name, value in vars(config).items())
-
-
 def _name(config: PreTrainedConfig) -> str:
     return (config.architectures or [config.model_type])[0]
 
 
-def _refusal(config: PreTrainedConfig, max_length: int, difference: float) -> str:
+def _refusal(config: PreTrainedConfig, max_length: int, why: str) -> str:
     """What differs, and what in the configuration is known to make a model differ."""
     suspects = [
         f"{name}={getattr(config, name)} is shorter than data.max_length={max_length}"
@@ -178,6 +199,6 @@ def _refusal(config: PreTrainedConfig, max_length: int, difference: float) -> st
     suspects += [f"layers of the kind {kind}" for kind in kinds]
     because = f" What may be the reason: {'; '.join(suspects)}." if suspects else ""
     return (
-        f"{_name(config)}: computes something else over the ring than alone (log-probabilities differ by "
-        f"{difference:.1e} in float64).{because} Such a model cannot be trained here."
+        f"{_name(config)}: computes something else over the ring than alone ({why}).{because} "
+        f"Such a model cannot be trained here."
     )

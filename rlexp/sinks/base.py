@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -25,5 +26,7 @@ class Sinks:
             sink.log(row)
 
     def close(self, exit_code: int) -> None:
-        for sink in self.sinks:
-            sink.close(exit_code)
+        """Every sink is closed, also when closing one before it fails."""
+        with contextlib.ExitStack() as stack:
+            for sink in reversed(self.sinks):
+                stack.callback(sink.close, exit_code)

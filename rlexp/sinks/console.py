@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 
@@ -10,6 +11,13 @@ from tqdm import tqdm
 from rlexp.sinks.base import MetricRow
 
 LINES = 10  # of a whole run, where there is no terminal
+
+
+def say(text: str) -> None:
+    """To the terminal, if there still is one: a closed pipe must not end a training run."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 class ConsoleSink:
@@ -29,15 +37,16 @@ class ConsoleSink:
             shown["acc"] = f"{row['train/rewards/accuracies']:.2f}"
         shown["tok/s"] = f"{row['train/tokens_per_second']:,.0f}"
         if self.bar is not None:
-            self.bar.set_postfix(shown, refresh=False)
-            self.bar.update(1)
+            with contextlib.suppress(OSError):
+                self.bar.set_postfix(shown, refresh=False)
+                self.bar.update(1)
             return
         step = int(row["step"])
         if step == self.first_step or step == self.total_steps or step % max(1, self.total_steps // LINES) == 0:
             seconds = time.monotonic() - self.started
             left = seconds / (step - self.first_step + 1) * (self.total_steps - step)
             values = "  ".join(f"{name} {value}" for name, value in shown.items())
-            sys.stderr.write(f"step {step}/{self.total_steps}  {values}  {left:.0f} s left\n")
+            say(f"step {step}/{self.total_steps}  {values}  {left:.0f} s left\n")
 
     def close(self, exit_code: int) -> None:  # noqa: ARG002
         if self.bar is not None:

@@ -23,7 +23,7 @@ class WandbSink:
             project=logger.project,
             entity=logger.entity,
             group=logger.group,
-            name=logger.run_name or run_dir.name,
+            name=logger.run_name or _name(run_dir),
             job_type="train",
             tags=[*tags, *logger.tags],
             dir=str(run_dir),
@@ -48,6 +48,11 @@ class WandbSink:
         if exit_code == 128 + signal.SIGTERM:
             self._run.mark_preempting()
         self._run.finish(exit_code=exit_code)
+
+
+def _name(run_dir: Path) -> str:
+    """The folder's; that of a sweep's job, which is but a number, with the sweep's before it."""
+    return f"{run_dir.parent.name}-{run_dir.name}" if run_dir.name.isdigit() else run_dir.name
 
 
 def wandb_mode(asked: WandbMode) -> Mode:

@@ -60,6 +60,7 @@ class Run:
     pairs: Sequence[Pair]
     eval_pairs: Sequence[Pair]
     dropped: Counter[str]
+    eval_dropped: Counter[str]
     sampler: Sampler
     schedule: Schedule
     engine: Engine
@@ -89,24 +90,45 @@ def build(cfg: Config) -> Run:
     encoder = PairTokenizer(tokenizer, cfg.data.max_length, cfg.data.too_long)
     train_rows, eval_rows = read_rows(cfg.data)
     pairs, dropped = encode_shared(encoder, train_rows, world)
-    eval_pairs, _ = encode_shared(encoder, eval_rows, world)
+    eval_pairs, eval_dropped = encode_shared(encoder, eval_rows, world)
+    _refuse_empty(pairs, dropped, "data")
+    if eval_rows:
+        _refuse_empty(eval_pairs, eval_dropped, "the held-out data")
     sampler = Sampler(len(pairs), cfg.train.batch_size, cfg.seed, cfg.data.shuffle, cfg.data.drop_last)
     steps = total_steps(sampler.steps_per_epoch, cfg.train.max_steps, cfg.train.epochs)
     model_config = load_config(cfg.model, cfg.data.max_length)
-    probe(model_config, world.ring, layout, cfg.data.max_length, device)
+    probe(cfg.model, model_config, world.ring, layout, kernel, cfg.data.max_length, device)
     dtype = DTYPES[cfg.train.precision]
-    policy = Policy(load_model(cfg.model, model_config, cfg.data.max_length)).to(device)
+    model = load_model(cfg.model, model_config, cfg.data.max_length, float64=dtype is torch.float64)
+    _refuse_foreign_tokens([*pairs, *eval_pairs], model.get_input_embeddings().weight.shape[0])
+    policy = Policy(model).to(device)
     reference = build_reference(policy, dtype)
     if cfg.memory.checkpointing:
         policy.recompute_activations()
     return Run(
-        cfg, world, device, layout, kernel, tokenizer, pairs, eval_pairs, dropped, sampler,
+        cfg, world, device, layout, kernel, tokenizer, pairs, eval_pairs, dropped, eval_dropped, sampler,
         Schedule(cfg.optim.lr, cfg.optim.warmup_steps, steps, cfg.optim.decay),
         build_engine(cfg.engine.name, policy, cfg.optim, world, dtype),
         reference,
         build_loss(cfg.loss),
         sum(parameter.numel() for parameter in policy.parameters()),
     )  # fmt: skip
+
+
+def _refuse_empty(pairs: Sequence[Pair], dropped: Counter[str], what: str) -> None:
+    if not pairs:
+        reasons = "; ".join(f"{count} pairs: {reason}" for reason, count in sorted(dropped.items()))
+        raise DataError(f"{what}: no pair is left ({reasons}).")
+
+
+def _refuse_foreign_tokens(pairs: Sequence[Pair], vocabulary: int) -> None:
+    for pair in pairs:
+        highest = max(int(part.max(initial=0)) for part in (pair.prompt, pair.chosen, pair.rejected))
+        if highest >= vocabulary:
+            raise DataError(
+                f"{pair.origin}: token {highest} is not in the model's vocabulary of {vocabulary}. The tokenizer is "
+                f"not this model's, or the model's embedding was not resized to it."
+            )
 
 
 def build_loss(cfg: LossConfig) -> PreferenceLoss:

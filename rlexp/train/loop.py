@@ -8,13 +8,13 @@ from rlexp.train.step import evaluate, train_step
 
 
 def train_loop(run: Run, sinks: Sinks) -> None:
-    total_tokens = 0.0
+    total_tokens = 0
     for batch in run.sampler.batches(run.total_steps):
         values = train_step(run, batch)
-        total_tokens += values["train/tokens"]
+        total_tokens += int(values["train/tokens"])
         row: MetricRow = {"step": batch.step, **values, "train/total_tokens": total_tokens}
         if eval_due(run, batch.step):
-            row |= evaluate(run)
+            row |= evaluate(run, batch.step)
         sinks.log(row)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,10 +9,11 @@ import torch.distributed as dist
 from rlexp import __version__
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, LoggerName
+from rlexp.launch import folder
 from rlexp.launch.folder import derived_sizes
 from rlexp.launch.local import Terminated
 from rlexp.sinks.base import Sink, Sinks
-from rlexp.sinks.console import ConsoleSink
+from rlexp.sinks.console import ConsoleSink, say
 from rlexp.sinks.jsonl import JsonlSink
 from rlexp.train.build import Run, build
 from rlexp.train.loop import train_loop
@@ -22,26 +21,42 @@ from rlexp.train.loop import train_loop
 
 def train(cfg: Config, run_dir: Path) -> None:
     run = build(cfg)
-    sinks = Sinks(build_sinks(run, run_dir) if run.world.rank == 0 else [])
-    if run.world.rank == 0:
-        sys.stderr.write(header(run, run_dir))
+    first = run.world.rank == 0
+    sinks = Sinks(build_sinks(run, run_dir) if first else [])
+    if first:
+        folder.note(run_dir, **ledger(run))
+        say(header(run, run_dir))
     exit_code = 1
     try:
         train_loop(run, sinks)
+        if cfg.checkpoint.export:
+            run.engine.export(run_dir / "model")
+            if first:
+                run.tokenizer.save_pretrained(run_dir / "model")
         exit_code = 0
-    except Terminated:
-        exit_code = 128 + signal.SIGTERM
+    except Terminated as stop:
+        exit_code = stop.exit_code
         raise
     finally:
         sinks.close(exit_code)
-    if cfg.checkpoint.export:
-        run.engine.export(run_dir / "model")
-        if run.world.rank == 0:
-            run.tokenizer.save_pretrained(run_dir / "model")
-    if run.world.rank == 0:
-        sys.stderr.write(footer(run, run_dir))
+    if first:
+        say(footer(run, run_dir))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def ledger(run: Run) -> dict[str, object]:
+    """What run.json should say of the data and the length of the run."""
+    return {
+        "steps": run.total_steps,
+        "parameters": run.parameters,
+        "data": {
+            "pairs": len(run.pairs),
+            "eval_pairs": len(run.eval_pairs),
+            "not_as_read": dict(run.dropped),
+            "eval_not_as_read": dict(run.eval_dropped),
+        },
+    }
 
 
 def agreed_folder(run_dir: Path | None) -> Path:

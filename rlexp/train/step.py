@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -48,6 +49,7 @@ def train_step(run: Run, batch: Batch) -> dict[str, float]:
     values = meter.reduce()
     peak, peak_rank = values.pop("peak_bytes"), values.pop("peak_bytes@rank")
     train = {name: value for name, value in values.items() if not name.endswith("@rank")}
+    train |= {name: int(train[name]) for name in ("tokens", "ring_tokens", "ring_bytes")}
     train |= {
         "grad_norm": grad_norm,
         "learning_rate": lr,
@@ -56,13 +58,13 @@ def train_step(run: Run, batch: Batch) -> dict[str, float]:
         "global_step": batch.step,
     }
     return {f"train/{name}": value for name, value in train.items()} | {
-        "memory/peak_bytes": peak,
+        "memory/peak_bytes": int(peak),
         "memory/peak_rank": peak_rank,
     }
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> dict[str, float]:
+def evaluate(run: Run, step: int) -> dict[str, float]:
     """The held-out pairs once, in their order, by the same code; the last batch may be short."""
     meter = Meter(run.world, run.device)
     size = run.cfg.train.batch_size
@@ -70,7 +72,11 @@ def evaluate(run: Run) -> dict[str, float]:
         batch = Batch(0, 0, tuple(range(first, min(first + size, len(run.eval_pairs)))))
         for indices in batch.micro_batches(run.world.replica, run.world.dp_size, run.cfg.train.micro_batch_size):
             pair_losses(run, run.shard([run.eval_pairs[index] for index in indices]), run.engine.forward, meter)
-    return {f"eval/{name}": value for name, value in meter.reduce().items()}
+    values = {f"eval/{name}": value for name, value in meter.reduce().items()}
+    bad = [name for name, value in values.items() if not math.isfinite(value)]
+    if bad:
+        raise NonFiniteError(f"step {step}: {', '.join(bad)} of the held-out pairs is not finite. A smaller optim.lr?")
+    return values
 
 
 def pair_losses(run: Run, shard: Shard, policy: Callable[[Shard], TokenLogps], meter: Meter) -> Tensor:
@@ -111,7 +117,7 @@ def refuse_unless_finite(
         return
     what, indices = "gradient", list(batch.indices)
     if bool(bad):
-        what, indices = "loss", _samples_without_finite_loss(run, micro_batches)
+        what, indices = "loss", _samples_without_finite_loss(run, micro_batches) or indices
     names = [run.pairs[index].origin for index in indices]
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     raise NonFiniteError(

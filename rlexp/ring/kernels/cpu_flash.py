@@ -16,8 +16,10 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _heads_first(x_tHD: Tensor, dtype: torch.dtype) -> Tensor:
-    """(t, H, D) -> (1, H, t, D), a view unless the dtype changes."""
-    return x_tHD.transpose(0, 1).unsqueeze(0).to(dtype)
+    """(t, H, D) -> (1, H, t, D), a view unless the dtype changes. The kernel reads a head's elements as contiguous,
+    whatever their stride says."""
+    x_tHD = x_tHD.to(dtype)
+    return (x_tHD if x_tHD.stride(-1) == 1 else x_tHD.contiguous()).transpose(0, 1).unsqueeze(0)
 
 
 def _tokens_first(x_1HtD: Tensor) -> Tensor:
