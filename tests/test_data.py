@@ -15,10 +15,10 @@ from rlexp.data import synthetic
 from rlexp.data.packing import pack_pairs
 from rlexp.data.rows import read_jsonl
 from rlexp.data.sampler import Sampler, total_steps
-from rlexp.data.tokens import PairTokenizer, numbered
+from rlexp.data.tokens import PairTokenizer, numbered, truncated
 from rlexp.errors import ConfigError, DataError
 from rlexp.model.loading import byte_tokenizer, load_tokenizer
-from rlexp.types import Row
+from rlexp.types import Pair, Row
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,32 @@ def test_too_long_and_identical_pairs_follow_the_policy() -> None:
     assert tokenizer.decode(cut.pairs[1].prompt) == "p" * 96
     assert cut.dropped == {"kept, but truncated": 1, "chosen and rejected are the same": 2}
     assert tokenizer.decode(cut.pairs[1].chosen) == "yes<eos>"
+
+
+def test_truncation_keeps_the_end_of_the_prompt_and_its_beginning_token() -> None:
+    pair = Pair(
+        0, np.array([1, *range(10, 30)], dtype=np.int32), np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32), ""
+    )
+    assert truncated(pair, 12).prompt.tolist() == list(range(23, 30))
+    assert truncated(pair, 12, bos_id=1).prompt.tolist() == [1, *range(24, 30)]
+    assert truncated(pair, 4, bos_id=1).prompt.tolist() == [1]
+    assert truncated(pair, 4).chosen.tolist() == [0, 1, 2]
+    assert truncated(pair, 4).rejected.tolist() == [0, 1, 2]
+
+
+def test_an_end_token_within_an_answer_does_not_end_it() -> None:
+    tokenizer = byte_tokenizer()
+    encoder = PairTokenizer(tokenizer, 100, TooLong.error)
+    chosen = encoder.encode([row("a", "one<eos>two three", "b")]).pairs[0].chosen
+    assert chosen.tolist().count(tokenizer.eos_token_id) == 2
+    assert chosen[-1] == tokenizer.eos_token_id
+
+
+def test_a_template_that_refuses_a_row_is_named() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"here:1: field `prompt`: the tokenizer's chat template says: roles must"):
+        PairTokenizer(tokenizer, 100, TooLong.error).encode([row("a", "b", "c")])
 
 
 def test_the_chat_template_of_a_real_tokenizer(shared: Path) -> None:

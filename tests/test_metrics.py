@@ -25,13 +25,14 @@ def meter_rank(place: Place) -> dict[str, float]:
         # A token sum: each rank holds its own.
         meter.add_mean("token", torch.tensor(float(place.rank)), torch.tensor(1 + place.rank), SHARDED)
         meter.add_total("tokens", 5, SHARDED)
+        meter.add_total("sequences", count, REPLICATED)
         meter.add_mean("nothing", torch.tensor(0.0), 0, SHARDED)
     meter.add_max("peak", (3.0, 9.0, 4.0, 1.0)[place.rank])
     return meter.reduce()
 
 
 def test_one_reduction_tells_sharded_from_replicated() -> None:
-    expected = {"sequence": 2 * 16 / 8, "token": 12 / 20, "tokens": 40.0, "peak": 9.0, "peak@rank": 1}
+    expected = {"sequence": 2 * 16 / 8, "token": 12 / 20, "tokens": 40.0, "sequences": 8.0, "peak": 9.0, "peak@rank": 1}
     assert on_ranks(4, meter_rank) == [expected] * 4
 
 

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GPT2Config,
     LlamaConfig,
     MambaConfig,
+    MiniMaxM3VLTextConfig,
     MistralConfig,
     MixtralConfig,
+    PhimoeConfig,
     PreTrainedConfig,
     Qwen3Config,
 )
 
-from rlexp.config.schema import LayoutName, TinyModelConfig
+from rlexp.config.schema import HFModelConfig, LayoutName, TinyModelConfig
 from rlexp.data.packing import pack_sequences
 from rlexp.errors import ModelError
 from rlexp.launch.place import Place
 from rlexp.model import policy as policy_module
 from rlexp.model import rope
 from rlexp.model.float64 import StayFloat64
-from rlexp.model.loading import load_config, load_model
+from rlexp.model.loading import load_config, load_model, load_tokenizer
 from rlexp.model.policy import Policy, cast_parameters
 from rlexp.model.probe import probe
 from rlexp.ring.groups import ALONE, build_world
@@ -49,6 +56,7 @@ WORK: dict[str, PreTrainedConfig] = {
     "mistral with a wide window": MistralConfig(**SMALL, sliding_window=4096),
     "gpt2": GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=300),
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+    "glm4 moe": Glm4MoeConfig(**SMALL, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
 }
 REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "mistral with a narrow window": (
@@ -57,6 +65,10 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     ),
     "gemma2": (Gemma2Config(**SMALL), "final_logit_softcapping=30.0; attn_logit_softcapping=50.0"),
     "gemma3": (Gemma3TextConfig(**SMALL, sliding_window=256), "sliding_window=256 is shorter than"),
+    "a model with sparse blocks": (
+        MiniMaxM3VLTextConfig(**SMALL, num_local_experts=4, layer_types=["minimax_m3_sparse"] * 6),
+        "asks its attention for block_indices",
+    ),
     "mamba": (MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=300), "mamba"),
 }
 
@@ -167,3 +179,28 @@ def test_buffers_keep_float32_when_parameters_are_cast() -> None:
     cast_parameters(model, torch.bfloat16)
     assert model.model.rotary_emb.inv_freq.dtype is torch.float32
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_noise_of_training_is_off() -> None:
+    config = PhimoeConfig(**SMALL, num_local_experts=4, router_jitter_noise=0.01, attention_dropout=0.1)
+    path = Path(tempfile.mkdtemp())
+    config.save_pretrained(path)
+    loaded = load_config(HFModelConfig(path=str(path)), 512)
+    assert (loaded.router_jitter_noise, loaded.attention_dropout) == (0.0, 0.0)
+
+
+def test_a_folder_without_all_weights_is_refused(tmp_path: Path) -> None:
+    cfg = TinyModelConfig()
+    model = load_model(cfg, load_config(cfg, 512), 512)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    hf = HFModelConfig(path=str(tmp_path))
+    with pytest.raises(ModelError, match=r"has no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(hf, load_config(hf, 512), 512)
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(ModelError, match="there is no causal model to be loaded"):
+        load_model(hf, load_config(hf, 512), 512)
+    with pytest.raises(ModelError, match="there is no tokenizer to be loaded"):
+        load_tokenizer(hf)

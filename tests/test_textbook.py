@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from rlexp.config.schema import Config
-from rlexp.model.loading import load_config, load_model
+from rlexp.data.sampler import Sampler
+from rlexp.data.tokens import PairTokenizer, numbered
+from rlexp.model.loading import load_config, load_model, load_tokenizer
 from rlexp.prove.curves import compose_config
+from rlexp.train.build import read_rows
 from tests import textbook
 from tests.ranks import Steps, largest_gap, on_ranks, train_steps
 
@@ -24,11 +27,6 @@ def run_on(cfg: Config, steps: int) -> list[Steps]:
 
 
 def pairs_of(cfg: Config) -> tuple:
-    from rlexp.data.sampler import Sampler
-    from rlexp.data.tokens import PairTokenizer, numbered
-    from rlexp.model.loading import load_tokenizer
-    from rlexp.train.build import read_rows
-
     encoder = PairTokenizer(load_tokenizer(cfg.model), cfg.data.max_length, cfg.data.too_long)
     pairs = numbered(encoder.encode(read_rows(cfg.data)[0]).pairs)
     return pairs, Sampler(len(pairs), cfg.train.batch_size, cfg.seed, cfg.data.shuffle, cfg.data.drop_last)
@@ -106,12 +104,49 @@ def test_training_equals_the_textbook() -> None:
         optimizer.step()
         row = result.rows[step - 1]
         assert row["train/learning_rate"] == pytest.approx(rate, rel=1e-12)
-        assert row["train/loss"] == pytest.approx(float(loss), rel=1e-11)
+        assert row["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-11)
         assert row["train/grad_norm"] == pytest.approx(float(norm), rel=1e-10)
         margins = cfg.loss.beta * ((policy[0] - reference[0]) - (policy[1] - reference[1]))
         assert row["train/rewards/margins"] == pytest.approx(float(margins.detach().mean()), rel=1e-9, abs=1e-11)
     # Adam divides by √v + 1e-8: where a gradient is itself near 1e-8, rounding weighs more. Measured 3e-12.
     assert largest_gap({name: w.detach() for name, w in weights.items()}, result.weights) < 1e-10
+
+
+def test_every_logged_value_equals_the_textbook() -> None:
+    """Training values of the third step, and held-out values after it, whose last batch is a short one."""
+    cfg = compose_config([*SMALL, "parallel=ring2", "launch.nproc=4", "train.micro_batch_size=2", "data.eval_size=7",
+                          "train.eval_every=3", "train.max_steps=3", "optim.lr=2e-3"])  # fmt: skip
+    row, weights_before, weights_after = on_ranks(4, third_row_rank, cfg)[0]
+    pairs, sampler = pairs_of(cfg)
+    encoder = PairTokenizer(load_tokenizer(cfg.model), cfg.data.max_length, cfg.data.too_long)
+    held_out = encoder.encode(read_rows(cfg.data)[1]).pairs
+    config = load_config(cfg.model, cfg.data.max_length)
+    start = textbook.float64_weights(load_model(cfg.model, config, cfg.data.max_length))
+    batch = [pairs[index] for index in sampler.batch(3).indices]
+    for family, some, weights in (("train", batch, weights_before), ("eval", held_out, weights_after)):
+        expected = textbook.logged(weights, start, config, some, cfg.loss.beta)
+        assert abs(expected["loss"] - math.log(2)) > 0.01  # policy and reference have parted
+        for name, value in expected.items():
+            assert row[f"{family}/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-11), f"{family}/{name}"
+    assert row["train/epoch"] == 1.0  # 12 pairs, three batches of 4
+
+
+def third_row_rank(place, cfg: Config) -> tuple:
+    from rlexp.sinks.base import Sinks
+    from rlexp.train.build import build
+    from rlexp.train.loop import train_loop
+
+    run = build(cfg)
+    rows: list[dict] = []
+    seen: list[dict] = []
+
+    class Keeping:
+        def log(self, row: dict) -> None:
+            rows.append(row)
+            seen.append({name: w.detach().clone() for name, w in run.engine.weights().items()})
+
+    train_loop(run, Sinks([Keeping()]))
+    return rows[2], seen[1], seen[2]
 
 
 def test_real_model_on_real_pairs(shared: Path) -> None:

@@ -74,12 +74,8 @@ def test_a_killed_run_keeps_its_rows(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=10)
     time.sleep(1)
-    written = len(path.read_text().splitlines())
-    kept = len(history(inspect(tmp_path)))
     # The client writes to disk every second; without that it would be every 15, and nothing would be left.
-    per_second = written / 3
-    assert kept >= min(written - 3 * per_second, 8)
-    assert kept >= 8
+    assert len(history(inspect(tmp_path))) >= 8
 
 
 @pytest.mark.parametrize(

@@ -87,15 +87,23 @@ def _softmax_rows(q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
 
 def answer_logps(weights: Weights, config, sequences: Sequence[tuple[list[int], list[int]]]) -> Tensor:
     """Σ log p(answer token | what precedes it), per sequence, from a right-padded batch."""
+    _, taken, mask = _answers(weights, config, sequences)
+    return (taken * mask).sum(-1)
+
+
+def _answers(
+    weights: Weights, config, sequences: Sequence[tuple[list[int], list[int]]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, log-probabilities of the next token, and which next tokens are of the answer; all without the last."""
     width = max(len(prompt) + len(answer) for prompt, answer in sequences)
     tokens = torch.zeros(len(sequences), width, dtype=torch.int64)
     mask = torch.zeros(len(sequences), width, dtype=torch.bool)
     for row, (prompt, answer) in enumerate(sequences):
         tokens[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
         mask[row, len(prompt) : len(prompt) + len(answer)] = True
-    logps = logits(weights, config, tokens)[:, :-1].log_softmax(-1)
-    taken = logps.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
-    return (taken * mask[:, 1:]).sum(-1)
+    whole = logits(weights, config, tokens)[:, :-1]
+    taken = whole.log_softmax(-1).gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
+    return whole, taken, mask[:, 1:]
 
 
 def pair_logps(weights: Weights, config, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
@@ -108,3 +116,24 @@ def dpo_loss(policy: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], be
     """Equation 7 of arXiv 2305.18290, the mean over the batch."""
     ratio = (policy[0] - reference[0]) - (policy[1] - reference[1])
     return -torch.log(torch.sigmoid(beta * ratio)).mean()
+
+
+@torch.no_grad()
+def logged(weights: Weights, start: Weights, config, pairs: Sequence[Pair], beta: float) -> dict[str, float]:
+    """Every value that TRL's users know, as a mean over the pairs (over the answers' tokens for logits)."""
+    values: dict[str, float] = {}
+    policy, reference = [], []
+    for side in ("chosen", "rejected"):
+        sequences = [(pair.prompt.tolist(), getattr(pair, side).tolist()) for pair in pairs]
+        whole, taken, mask = _answers(weights, config, sequences)
+        policy.append((taken * mask).sum(-1))
+        reference.append(answer_logps(start, config, sequences))
+        values[f"logps/{side}"] = float(policy[-1].mean())
+        values[f"logits/{side}"] = float(whole.mean(-1)[mask].mean())
+        values[f"rewards/{side}"] = float(beta * (policy[-1] - reference[-1]).mean())
+    margins = beta * ((policy[0] - reference[0]) - (policy[1] - reference[1]))
+    values["rewards/margins"] = float(margins.mean())
+    values["rewards/accuracies"] = float((margins > 0).double().mean())
+    values["loss"] = float(dpo_loss((policy[0], policy[1]), (reference[0], reference[1]), beta))
+    values["tokens"] = sum(2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected) for pair in pairs)
+    return values

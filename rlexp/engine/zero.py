@@ -72,10 +72,6 @@ class DeepSpeedEngine:
         # The boundary is ours, so any number of micro-batches makes a step; and the loss is scaled already.
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss, scale_wrt_gas=False)
-        if self._is_bf16_optimizer():
-            # It adds the bfloat16 gradients to its float32 ones after every backward, and leaves them standing: the
-            # next micro-batch would add the first one's again.
-            self.engine.optimizer.clear_lp_grads(set_to_none=True)
 
     def grad_norm(self) -> float:
         """Before `step`, so that a gradient that is not finite stops the run before it does harm. DeepSpeed would
