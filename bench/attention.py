@@ -24,11 +24,12 @@ from torch import Tensor
 from rlexp.config.schema import KernelName, LayoutName
 from rlexp.launch.folder import git_commit
 from rlexp.prove.tables import put
-from rlexp.ring.attention import backward_block, empty_output, forward_block, ring_batch
+from rlexp.ring.attention import ring_batch
 from rlexp.ring.groups import Ring
 from rlexp.ring.kernels import get_kernel
 from rlexp.ring.kernels.base import accumulation_dtype
 from rlexp.ring.layouts import get_layout
+from rlexp.ring.rotation import backward_block, empty_output, forward_block
 from rlexp.types import Segment
 
 TOKENS, HEADS, SIZE = 4096, 8, 64

@@ -52,7 +52,11 @@ def test_a_ring_of_four_trains_and_says_so(rlexp: Shell, tmp_path: Path) -> None
     assert {"eval/loss", "eval/rewards/accuracies", "eval/logps/chosen"} <= set(rows[1])
     assert rows[3]["train/total_tokens"] == sum(row["train/tokens"] for row in rows)
     run = run_json(tmp_path / "run")
-    assert (run["status"], run["reason"]) == ("finished", None)
+    assert (run["status"], run["reason"]) == ("finished", "all steps are done")
+    assert run["data"] == {"pairs": 40, "eval_pairs": 32, "not_as_read": {}, "eval_not_as_read": {}}
+    assert run["steps"] == 4
+    assert "Writing" not in answer.stderr
+    assert type(rows[0]["train/tokens"]) is int
     sizes = {"world_size": 4, "ring_size": 4, "dp_size": 1, "batch_size": 8, "micro_batch_size": 1, "grad_acc": 8}
     assert run["sizes"] == sizes
     assert run["versions"]["torch"]
@@ -123,6 +127,60 @@ def test_under_torchrun_it_joins_what_is_there(tmp_path: Path) -> None:
     assert run_json(folder)["status"] == "finished"
 
 
+def test_under_torchrun_a_sweep_is_refused_and_sigterm_stops_in_good_order(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlexp"]
+    quick = ["launch.device=cpu", "logger=none", "engine=torch"]
+    refused = subprocess.run(
+        [*torchrun, *quick, "+sweep=ring_sizes"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert refused.returncode != 0
+    assert "rlexp: a sweep starts its own ranks." in refused.stderr
+    assert "train/loss" not in refused.stderr
+    process = subprocess.Popen(
+        [*torchrun, *quick, "parallel=ring2", "train.max_steps=100000", "hydra.run.dir=run"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_steps(tmp_path, process)
+    everyone = descendants(process.pid)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert gone(everyone, within=10)
+    run = run_json(tmp_path / "run")
+    assert (run["status"], run["reason"]) == ("stopped", "stopped by SIGTERM")
+
+
+def test_of_two_runs_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rlexp", *QUICK, "engine=torch", "train.max_steps=1", "checkpoint.export=false"]
+    both = [
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=120)[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 1]
+    assert sum("holds a run already" in text for text in said) == 1
+    assert len(rows_of(tmp_path / "run")) == 1
+
+
+def test_a_held_out_loss_that_is_not_finite_is_said(rlexp: Shell) -> None:
+    answer = rlexp(*QUICK, "engine=torch", "train.max_steps=3", "train.eval_every=1", "optim.lr=1e30")
+    assert answer.returncode == 1
+    assert "step 1: eval/loss" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_a_closed_terminal_does_not_end_a_run(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "rlexp", *QUICK, "engine=torch", "train.max_steps=2", "checkpoint.export=false"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=write)
+    os.close(write)
+    assert process.wait(timeout=120) == 0
+    assert len(rows_of(tmp_path / "run")) == 2
+
+
 def test_the_ring_sweep_runs(rlexp: Shell, tmp_path: Path) -> None:
     quick = ("launch.device=cpu", "launch.nproc=2", "logger=none", "train.max_steps=1", "engine=torch")
     answer = rlexp(
@@ -178,10 +236,11 @@ def wait_for_steps(folder: Path, process: subprocess.Popen[str], steps: int = 2)
 
 
 def rank_pids(process: subprocess.Popen[str]) -> list[int]:
-    """The ranks: what the fork server has forked (a rank has joined a process group, so it has many threads)."""
-    busy = [pid for pid in descendants(process.pid) if len(os.listdir(f"/proc/{pid}/task")) > 1]
-    assert len(busy) == 4, busy
-    return busy
+    """What the launcher's fork server has forked."""
+    servers = [pid for pid in descendants(process.pid) if descendants(pid)]
+    ranks = descendants(servers[0])
+    assert len(ranks) == 4, ranks
+    return ranks
 
 
 def gone(pids: list[int], within: float) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlexp.config.load import compose_config
 from rlexp.launch.place import Place
-from rlexp.prove.curves import compose_config
 from rlexp.ring.collectives import ring_sum, rotate
 from rlexp.ring.groups import build_world
 from tests.ranks import on_ranks

@@ -13,10 +13,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from rlexp.config import load, sizes
+from rlexp.config.load import compose_config
 from rlexp.config.paths import conf_dir, config_root
 from rlexp.config.schema import KINDS
 from rlexp.errors import ConfigError, DataError
-from rlexp.prove.curves import compose_config
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 GROUPS = sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir() and folder.name != "experiment")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlexp.config.load import compose_config
 from rlexp.errors import UserError
 from rlexp.launch.place import Place
-from rlexp.prove.curves import compose_config
 from tests.ranks import largest_gap, on_ranks, train_steps
 
 BASE = ("launch.device=cpu", "logger=none", "train.batch_size=8", "data.size=16", "optim.lr=1e-3")

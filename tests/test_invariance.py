@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlexp.prove.curves import compose_config, draw, excesses
+from rlexp.config.load import compose_config
+from rlexp.prove.curves import draw, excesses
 from rlexp.prove.layouts import Case
 
 BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64")

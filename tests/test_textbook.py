@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.data.sampler import Sampler
 from rlexp.data.tokens import PairTokenizer, numbered
 from rlexp.model.loading import load_config, load_model, load_tokenizer
-from rlexp.prove.curves import compose_config
 from rlexp.train.build import read_rows
 from tests import textbook
 from tests.ranks import Steps, largest_gap, on_ranks, train_steps

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from rlexp.config import resolvers, schema
 from rlexp.config.checks import check
 from rlexp.config.keys import about_unknown, all_keys
+from rlexp.config.paths import conf_dir
 from rlexp.config.schema import KINDS, Config
 from rlexp.errors import ConfigError
 
@@ -18,6 +21,13 @@ def register() -> None:
     """Schema and resolvers; must run before Hydra composes."""
     schema.register()
     resolvers.register()
+
+
+def compose_config(overrides: Sequence[str]) -> Config:
+    """What `python -m rlexp OVERRIDES` would run, for programs and tests."""
+    register()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return from_hydra(compose("config", overrides=list(overrides)))
 
 
 def from_hydra(cfg: DictConfig) -> Config:

@@ -53,6 +53,13 @@ class Engine(Protocol):
         """The model as transformers loads it. A collective call."""
 
 
+def export(policy: Policy, folder: Path, rank: int) -> None:
+    """Write the model as transformers loads it; for engines whose ranks hold the weights whole."""
+    if rank == 0:
+        policy.model.save_pretrained(folder)
+    torch.distributed.barrier()
+
+
 def parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, object]]:
     """Matrices decay; biases and the gains of norms do not."""
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]

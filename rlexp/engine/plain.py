@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlexp.config.schema import OptimConfig
-from rlexp.engine.base import adamw, parameter_groups
+from rlexp.engine.base import adamw, export, parameter_groups
 from rlexp.engine.state import MOMENTS, EngineState
 from rlexp.model.policy import Policy, cast_parameters
 from rlexp.ring.groups import World
@@ -127,9 +127,7 @@ class PlainEngine:
         self._copy_down()
 
     def export(self, folder: Path) -> None:
-        if self.world.rank == 0:
-            self.policy.model.save_pretrained(folder)
-        dist.barrier()
+        export(self.policy, folder, self.world.rank)
 
 
 def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlexp.config.schema import OptimConfig
-from rlexp.engine.base import adamw, parameter_groups
+from rlexp.engine.base import adamw, export, parameter_groups
 from rlexp.engine.state import MOMENTS, EngineState
 from rlexp.model.policy import Policy
 from rlexp.ring.groups import World
@@ -143,9 +143,7 @@ class DeepSpeedEngine:
                 self._utils.safe_set_full_optimizer_state(parameter, state.moments[moment][name], moment)
 
     def export(self, folder: Path) -> None:
-        if self.world.rank == 0:
-            self.policy.model.save_pretrained(folder)
-        torch.distributed.barrier()
+        export(self.policy, folder, self.world.rank)
 
 
 def _config(stage: int, max_grad_norm: float, dtype: torch.dtype) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from omegaconf import DictConfig
 
@@ -16,7 +17,7 @@ from rlexp.config.paths import conf_dir
 from rlexp.config.schema import Config, EngineName
 from rlexp.errors import ConfigError, UserError
 from rlexp.launch import folder
-from rlexp.launch.local import PRELOAD, Interrupted, Terminated, hear_stops, run_ranks
+from rlexp.launch.local import PRELOAD, Interrupted, Terminated, hear_stops, heard, run_ranks
 from rlexp.launch.place import Place, prepare_environment
 
 
@@ -113,28 +114,29 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
     from rlexp.launch.place import join
     from rlexp.train.run import agreed_folder, train
 
-    status, reason = "failed", ""
-    try:
-        if place.rank == 0:
-            assert run_dir is not None
+    if place.rank == 0:
+        assert run_dir is not None
+        try:
             folder.create(cfg, run_dir)
+        except UserError as error:  # the folder is another run's: not ours to close
+            _leave(place, None, error)
+    try:
         join(place, cfg.launch.device.value, cfg.launch.timeout_seconds, cfg.launch.torch_threads)
         run_dir = agreed_folder(run_dir)
         train(cfg, run_dir)
-        status, reason = "finished", "all steps are done"
-    except Terminated as stop:
-        status, reason = "stopped", str(stop)
-        if place.rank == 0 and run_dir is not None:
-            folder.close(run_dir, status, reason)
-        os._exit(stop.exit_code)  # the others' connections must see it at once
     except BaseException as error:
-        reason = str(error) or type(error).__name__
-        if place.rank == 0:
-            raise
-        # Hydra would catch this and let the rank exit with 0, and the others would wait for it.
-        sys.stderr.write(f"rank {place.rank}: {error if isinstance(error, UserError) else traceback.format_exc()}\n")
+        _leave(place, run_dir, heard(error))
+    if place.rank == 0:
+        folder.close(run_dir, "finished", "all steps are done")
+
+
+def _leave(place: Place, run_dir: Path | None, error: BaseException) -> NoReturn:
+    """End this rank at once: Hydra would catch an error and let the rank exit with 0, and the others would wait."""
+    stopped = isinstance(error, Terminated)
+    if place.rank == 0 and run_dir is not None:
+        folder.close(run_dir, "stopped" if stopped else "failed", str(error) or type(error).__name__)
+    if not stopped:
+        text = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+        sys.stderr.write(f"rlexp: rank {place.rank}: {text}\n")
         sys.stderr.flush()
-        os._exit(1)
-    finally:
-        if place.rank == 0 and run_dir is not None:
-            folder.close(run_dir, status, reason)
+    os._exit(error.exit_code if isinstance(error, Terminated) else 1)

@@ -277,10 +277,19 @@ def hear_stops(*signals: signal.Signals) -> None:
     """Let these raise `Terminated` where the rank is, so that it closes what it holds."""
 
     def stop(signum: int, _frame: object) -> None:
-        raise Terminated(signum)
+        _heard.append(Terminated(signum))
+        raise _heard[0]
 
     for signum in signals:
         signal.signal(signum, stop)
+
+
+_heard: list[Terminated] = []  # signals are the process's, and so is this
+
+
+def heard(error: BaseException) -> BaseException:
+    """What ended this rank: the signal it was asked to stop by, rather than the peer that was asked first and left."""
+    return _heard[0] if _heard else error
 
 
 def _end_with_launcher(leash: Connection) -> None:

@@ -16,10 +16,10 @@ import matplotlib
 import numpy as np
 
 from rlexp.algos.base import PairLogps, PairLosses, PreferenceLoss
+from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.local import run_ranks
 from rlexp.launch.place import Place, prepare_environment
-from rlexp.prove.curves import compose_config
 
 LAYOUTS = (
     ("ring 1, micro-batch 1", "ring1", 1),

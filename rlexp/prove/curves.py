@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
-from hydra import compose, initialize_config_dir
 
-from rlexp.config import load
-from rlexp.config.paths import conf_dir
 from rlexp.config.schema import Config, EngineName
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, prepare_environment
@@ -30,12 +27,6 @@ class Curve:
     rows: list[MetricRow]
     weights: dict[str, np.ndarray]
     samples: list[tuple[int, ...]]  # of each optimizer step
-
-
-def compose_config(overrides: Sequence[str]) -> Config:
-    load.register()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return load.from_hydra(compose("config", overrides=list(overrides)))
 
 
 def draw(configs: Sequence[Config], *, timeout: float = 1800.0) -> list[Curve]:

@@ -11,8 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+from rlexp.config.load import compose_config
 from rlexp.launch.folder import git_commit
-from rlexp.prove.curves import Curve, compose_config, differences, draw, excesses
+from rlexp.prove.curves import Curve, differences, draw, excesses
 from rlexp.prove.layouts import Case, cases
 from rlexp.prove.tables import put
 

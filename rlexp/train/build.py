@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rlexp.algos.base import PreferenceLoss
 from rlexp.algos.dpo import DPO
@@ -189,10 +188,3 @@ def encode_shared(encoder: PairTokenizer, rows: Sequence[Row], world: World) -> 
             raise DataError(part)
     dropped: Counter[str] = sum((part.dropped for part in parts), start=Counter())
     return numbered([pair for part in parts for pair in part.pairs]), dropped
-
-
-def sum_by_sequence(values_t: Tensor, shard: Shard) -> Tensor:
-    """Add up this rank's values of each sequence, (S,), in float64: thousands of terms, and differences after."""
-    owner_t = torch.where(shard.sequence_t < 0, shard.sequences, shard.sequence_t)
-    sums = torch.zeros(shard.sequences + 1, dtype=torch.float64, device=values_t.device)
-    return sums.index_add(0, owner_t, values_t.double())[:-1]

@@ -11,7 +11,7 @@ from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, LoggerName
 from rlexp.launch import folder
 from rlexp.launch.folder import derived_sizes
-from rlexp.launch.local import Terminated
+from rlexp.launch.local import heard
 from rlexp.sinks.base import Sink, Sinks
 from rlexp.sinks.console import ConsoleSink, say
 from rlexp.sinks.jsonl import JsonlSink
@@ -34,8 +34,8 @@ def train(cfg: Config, run_dir: Path) -> None:
             if first:
                 run.tokenizer.save_pretrained(run_dir / "model")
         exit_code = 0
-    except Terminated as stop:
-        exit_code = stop.exit_code
+    except BaseException as error:
+        exit_code = getattr(heard(error), "exit_code", 1)
         raise
     finally:
         sinks.close(exit_code)

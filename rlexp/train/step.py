@@ -16,7 +16,7 @@ from rlexp.errors import NonFiniteError
 from rlexp.metrics.memory import peak_bytes, reset_peak
 from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.ring.collectives import ring_sum
-from rlexp.train.build import Run, sum_by_sequence
+from rlexp.train.build import Run
 from rlexp.types import Pair, Shard, TokenLogps
 
 NAMED = 8  # samples named in an error
@@ -100,6 +100,13 @@ def pair_losses(run: Run, shard: Shard, policy: Callable[[Shard], TokenLogps], m
     meter.add_total("tokens", shard.real_tokens, SHARDED)
     # A rank without a sample still runs its (empty) graph, so that no collective waits for it.
     return result.losses_P + 0.0 * tokens.logps_t.sum() if pairs == 0 else result.losses_P
+
+
+def sum_by_sequence(values_t: Tensor, shard: Shard) -> Tensor:
+    """Add up this rank's values of each sequence, (S,), in float64: thousands of terms, and differences after."""
+    owner_t = torch.where(shard.sequence_t < 0, shard.sequences, shard.sequence_t)
+    sums = torch.zeros(shard.sequences + 1, dtype=torch.float64, device=values_t.device)
+    return sums.index_add(0, owner_t, values_t.double())[:-1]
 
 
 def by_pair(values_S: Tensor) -> PairLogps:

@@ -1,10 +1,15 @@
-"""What a rotating layout answers. Pure functions of (rank, size): they are tested without a process group."""
+"""What a layout answers. All but `attend` are pure functions of (rank, size), tested without a process group."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rlexp.ring.attention import RingBatch
 
 
 class Part(Enum):
@@ -36,5 +41,10 @@ class Layout(Protocol):
     def chunks(self, padded: int, rank: int, ring_size: int) -> tuple[range, ...]:
         """The positions of a segment that `rank` holds, in ascending order; one or two chunks of equal size."""
 
+    def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, batch: RingBatch, scale: float) -> Tensor:
+        """The attention itself, differentiable: by rotation (`rlexp/ring/rotation.py`), or by other means."""
+
+
+class RotatingLayout(Layout, Protocol):
     def block(self, rank: int, source: int, ring_size: int) -> Block | None:
         """How our queries attend to the keys of `source`; None if they are all later than ours."""

@@ -9,9 +9,10 @@ Every rank has an early and a late piece, so that every rank has the same work a
 from __future__ import annotations
 
 from rlexp.ring.layouts.base import ALL, EARLY, LATE, Block
+from rlexp.ring.rotation import Rotating
 
 
-class Zigzag:
+class Zigzag(Rotating):
     name = "zigzag"
 
     def multiple(self, ring_size: int) -> int:
