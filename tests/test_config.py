@@ -220,6 +220,12 @@ def test_help_and_errors_import_nothing_heavy() -> None:
         assert answer.stdout.strip().splitlines()[-1] == "[]", (args, answer.stdout, answer.stderr)
 
 
+def test_a_refused_run_leaves_the_users_own_folders_alone(rlexp: Shell, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert rlexp("launch.device=cpu", "seed=-1", "hydra.run.dir=mine/run").returncode == 1
+    assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
+
+
 def test_help_lists_every_group(rlexp: Shell) -> None:
     shown = rlexp("--help").stdout
     for line in ("  parallel: ring1, ring2, ring4, ring8", "  +sweep: ring_sizes", "  hydra/launcher: local, slurm"):

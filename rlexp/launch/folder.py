@@ -64,7 +64,8 @@ def drop_if_empty(run_dir: Path) -> None:
     """Hydra makes the folder before a configuration can be refused; leave none behind for that."""
     with contextlib.suppress(OSError):
         run_dir.rmdir()
-        run_dir.parent.rmdir()  # `runs/`, where this would have been the first
+        if run_dir.parent == Path.cwd() / "runs":  # the default, where this would have been the first
+            run_dir.parent.rmdir()
 
 
 def derived_sizes(cfg: Config) -> dict[str, int]:

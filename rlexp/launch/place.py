@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -25,15 +26,27 @@ class Place:
         if world_size is None or rank is None:
             return None
         if "MASTER_ADDR" not in os.environ:
-            from submitit.helpers import TorchDistributedEnvironment
-
-            TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+            _meet_in_step()
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
         return Place(rank, world_size, local_rank, "env://")
 
     def export(self) -> None:
         """Libraries (DeepSpeed, W&B) read their place from the environment."""
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(self.local_rank))
+
+
+def _meet_in_step() -> None:
+    """The ranks of a Slurm step meet on its first node, at a port that follows from job and step."""
+    from submitit.slurm.slurm import SlurmJobEnvironment
+
+    class Step(SlurmJobEnvironment):
+        """submitit reads the job's nodes; a step may have some of them only."""
+
+        _env = SlurmJobEnvironment._env | {"nodes": "SLURM_STEP_NODELIST"}
+
+    os.environ["MASTER_ADDR"] = Step().hostnames[0]
+    step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
+    os.environ.setdefault("MASTER_PORT", str(random.Random(step).randint(20000, 60000)))
 
 
 def prepare_environment(device: str, threads: int = 1) -> None:
