@@ -42,6 +42,8 @@ def train_step(run: Run, batch: Batch) -> dict[str, float]:
     refuse_unless_finite(run, batch, micro_batches, bool(finite), grad_norm)
     lr = run.schedule.at(batch.step)
     run.engine.step(lr)
+    if run.device.type == "cuda":
+        torch.cuda.synchronize()  # once a step, so that its time and its memory are its own
     meter.add_max("ring_tokens", held)
     meter.add_max("ring_bytes", run.world.ring.traffic.sent - sent)
     meter.add_max("step_seconds", time.monotonic() - started)
