@@ -25,7 +25,9 @@ def explain(error: BaseException) -> str | None:
         if found is not None:
             return found.group(1)
     for link in chain:
-        if isinstance(link, OSError) and link.filename and "/hydra/core/" in _origin(link):
+        # Hydra makes the folder before our job runs; an error of the job itself is another matter.
+        through = _origin(link)
+        if isinstance(link, OSError) and link.filename and "/hydra/" in through and "launch/job.py" not in through:
             return (
                 f"hydra.run.dir: {link.filename} cannot be made ({link.strerror}). "
                 f"Give a folder that can be written: hydra.run.dir=FOLDER (hydra.sweep.dir=FOLDER for a sweep)."
