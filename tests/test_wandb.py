@@ -14,6 +14,7 @@ import pytest
 
 from rlexp.config.schema import WandbMode
 from rlexp.sinks.wandb_run import wandb_mode
+from tests.wandb_server import WandbServer
 
 ARGS = ("launch.device=cpu", "hydra.run.dir=run", "engine=torch", "checkpoint.export=false", "parallel=ring2")
 CLEAN = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and k != "NETRC"} | {"NETRC": "/dev/null"}
@@ -61,6 +62,30 @@ def test_an_offline_run_holds_every_row_and_the_configuration(tmp_path: Path) ->
     text = json.dumps(records)
     for part in ("ring_size", "grad_acc", '"sweep"', '"mine"', '"ring2"', "train/global_step"):
         assert part in text, part
+
+
+def test_what_arrives_online(tmp_path: Path) -> None:
+    """The real client against a server of the tests' own: rows, name, group, tags and configuration."""
+    command = [sys.executable, "-m", "rlexp", *ARGS, "train.max_steps=3", "logger.group=sweep", "logger.run_name=mine"]
+    with WandbServer() as server:
+        online = CLEAN | {
+            "WANDB_BASE_URL": server.url,
+            "WANDB_API_KEY": "0" * 40,
+            "WANDB_ERROR_REPORTING": "false",
+        }
+        answer = subprocess.run(
+            command, cwd=tmp_path, env=online, capture_output=True, text=True, timeout=120, check=False
+        )
+    assert answer.returncode == 0, answer.stderr
+    expected = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["train/global_step"] for row in server.rows] == [1, 2, 3]
+    assert [row["train/loss"] for row in server.rows] == [row["train/loss"] for row in expected]
+    assert server.exit_codes == [0]
+    first = server.runs[0]
+    assert (first["displayName"], first["groupName"], first["jobType"]) == ("mine", "sweep", "train")
+    assert {"dpo", "ring2"} <= set(first["tags"])
+    config = json.loads(first["config"])
+    assert (config["ring_size"]["value"], config["grad_acc"]["value"]) == (2, 8)
 
 
 def test_a_killed_run_keeps_its_rows(tmp_path: Path) -> None:
