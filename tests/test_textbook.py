@@ -18,7 +18,7 @@ from rlexp.train.build import read_rows
 from tests import textbook
 from tests.ranks import Steps, largest_gap, on_ranks, train_steps
 
-# float64, sums of some thousand terms in another order: measured 2e-14 for gradients, 1e-15 for log-probabilities.
+# float64, sums in another order. Gradients measured 4.2e-15 with the tiny model; the real one sums many more terms.
 GRADIENT, LOGPS, LOSS = 1e-12, 1e-13, 1e-13
 
 
@@ -108,8 +108,8 @@ def test_training_equals_the_textbook() -> None:
         assert row["train/grad_norm"] == pytest.approx(float(norm), rel=1e-10)
         margins = cfg.loss.beta * ((policy[0] - reference[0]) - (policy[1] - reference[1]))
         assert row["train/rewards/margins"] == pytest.approx(float(margins.detach().mean()), rel=1e-9, abs=1e-11)
-    # Adam divides by √v + 1e-8: where a gradient is itself near 1e-8, rounding weighs more. Measured 3e-12.
-    assert largest_gap({name: w.detach() for name, w in weights.items()}, result.weights) < 1e-10
+    # Adam divides by √v + 1e-8: where a gradient is itself near 1e-8, rounding weighs more. Measured 3.8e-13.
+    assert largest_gap({name: w.detach() for name, w in weights.items()}, result.weights) < 1e-11
 
 
 def test_every_logged_value_equals_the_textbook() -> None:

@@ -81,7 +81,7 @@ class PairTokenizer:
             if not whole.startswith(prompt):
                 raise DataError(
                     f"{row.origin}: the chat template writes the prompt differently once there is an answer, so "
-                    f"the two cannot be told apart. Give `prompt` as a text that is already rendered."
+                    f"the two cannot be told apart. Use a tokenizer whose template does not, or one without a template."
                 )
             answers.append(self._ids(whole[len(prompt) :]))
         return self._ids(prompt), answers
