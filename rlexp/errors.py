@@ -21,3 +21,7 @@ class ModelError(UserError):
 
 class NonFiniteError(UserError):
     """A loss or a gradient that is not finite; raised on all ranks before the optimizer step."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is not whole, not there, or not this run's."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 Ids = npt.NDArray[np.int32]
+MetricRow = dict[str, float | int]  # of one optimizer step; `step` comes first
 
 
 @dataclass(frozen=True)

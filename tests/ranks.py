@@ -74,8 +74,8 @@ def train_steps(place: Place, cfg: Config, steps: int) -> Steps:
     run = build(cfg)
     engine, loss = SpyEngine(run.engine), SpyLoss(run.loss)
     run = dataclasses.replace(run, engine=engine, loss=loss)
-    rows = [train_step(run, batch) for batch in run.sampler.batches(steps)]
-    weights = {name: weight.detach().double().cpu().clone() for name, weight in engine.weights().items()}
+    rows = [train_step(run, batch) for batch in run.sampler.batches(1, steps)]
+    weights = {name: weight.detach().double().cpu().clone() for name, weight in engine.weights()}
     return Steps(rows, engine.kept, loss.chosen, loss.rejected, weights)
 
 

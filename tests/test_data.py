@@ -160,7 +160,7 @@ def test_every_layout_consumes_the_same_samples_in_the_same_steps(size, dp_size,
     sampler = Sampler(size, batch_size=8, seed=1, drop_last=drop_last)
     steps = total_steps(sampler.steps_per_epoch, None, 3)
     assert steps == 3 * (size // 8 if drop_last else -(-size // 8))
-    for batch in sampler.batches(steps):
+    for batch in sampler.batches(1, steps):
         shares = [batch.micro_batches(replica, dp_size, micro) for replica in range(dp_size)]
         assert len({len(share) for share in shares}) == 1, "a replica with fewer passes would hang the others"
         flat = [index for share in shares for micro_batch in share for index in micro_batch]

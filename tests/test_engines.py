@@ -74,11 +74,11 @@ def resumed_rank(place: Place, cfg, folder: str, then) -> tuple:
     from rlexp.train.step import train_step
 
     run = build(cfg)
-    for batch in run.sampler.batches(2):
+    for batch in run.sampler.batches(1, 2):
         train_step(run, batch)
     run.engine.save(Path(folder))
     straight = train_step(run, run.sampler.batch(3))
-    expected = {name: weight.double().cpu() for name, weight in run.engine.weights().items()}
+    expected = {name: weight.double().cpu() for name, weight in run.engine.weights()}
     fresh = build(then)
     fresh.engine.load(Path(folder))
     row = train_step(fresh, fresh.sampler.batch(3))
@@ -86,7 +86,7 @@ def resumed_rank(place: Place, cfg, folder: str, then) -> tuple:
         straight,
         row,
         expected,
-        {name: weight.double().cpu() for name, weight in fresh.engine.weights().items()},
+        {name: weight.double().cpu() for name, weight in fresh.engine.weights()},
     )
 
 
@@ -149,11 +149,11 @@ def poisoned_rank(place: Place, cfg, in_gradient: bool) -> tuple[str, bool]:
     with torch.no_grad():
         pair_losses(dataclasses.replace(run, loss=listening), run.shard([run.pairs[victim]]), run.engine.forward,
                     Meter(run.world, run.device))  # fmt: skip
-    before = {name: weight.clone() for name, weight in run.engine.weights().items()}
+    before = {name: weight.clone() for name, weight in run.engine.weights()}
     run = dataclasses.replace(run, loss=Poison(run.loss, seen[0], in_gradient))
     with pytest.raises(UserError) as error:
         train_step(run, run.sampler.batch(1))
-    same = all(torch.equal(weight, before[name]) for name, weight in run.engine.weights().items())
+    same = all(torch.equal(weight, before[name]) for name, weight in run.engine.weights())
     return str(error.value), same and run.pairs[victim].origin in str(error.value)
 
 

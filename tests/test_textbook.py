@@ -143,7 +143,7 @@ def third_row_rank(place, cfg: Config) -> tuple:
     class Keeping:
         def log(self, row: dict) -> None:
             rows.append(row)
-            seen.append({name: w.detach().clone() for name, w in run.engine.weights().items()})
+            seen.append({name: w.detach().clone() for name, w in run.engine.weights()})
 
     train_loop(run, Sinks([Keeping()]))
     return rows[2], seen[1], seen[2]

@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 
 from rlexp.config import sizes
+from rlexp.config.cadence import save_cadence
+from rlexp.config.deepspeed import check_overrides
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.resolvers import resolve_device
 from rlexp.config.schema import (
@@ -16,6 +18,7 @@ from rlexp.config.schema import (
     HFModelConfig,
     JsonlDataConfig,
     KernelName,
+    Offload,
     Precision,
     SyntheticDataConfig,
     TinyModelConfig,
@@ -31,6 +34,8 @@ def check(cfg: Config) -> None:
     _check_launch(cfg)
     _check_derived(cfg)
     _check_train(cfg)
+    _check_engine(cfg)
+    _check_checkpoints(cfg)
     _check_groups(cfg)
 
 
@@ -72,14 +77,52 @@ def _check_derived(cfg: Config) -> None:
 def _check_train(cfg: Config) -> None:
     if cfg.seed < 0:
         raise ConfigError(f"seed={cfg.seed}: must be at least 0.")
-    for key in ("max_steps", "epochs", "eval_every"):
+    for key in ("max_steps", "epochs", "eval_every", "stop_after"):
         value = getattr(cfg.train, key)
         if value is not None:
             sizes.positive(f"train.{key}", value)
-    if cfg.train.precision is Precision.fp64 and cfg.engine.name is not EngineName.torch:
+
+
+ANY_DTYPE = (EngineName.torch, EngineName.fsdp2)
+OFFLOADING = {
+    Offload.optimizer: (EngineName.zero1, EngineName.zero2, EngineName.zero3),
+    Offload.all: (EngineName.zero3,),
+}
+
+
+def _check_engine(cfg: Config) -> None:
+    name, offload = cfg.engine.name, cfg.engine.offload
+    if cfg.train.precision is Precision.fp64 and name not in ANY_DTYPE:
         raise ConfigError(
-            f"engine={cfg.engine.name.value}: with train.precision=fp64 DeepSpeed would keep float32 masters. "
-            f"Use engine=torch (what is taken when no engine is named), or train.precision=fp32."
+            f"engine={name.value}: with train.precision=fp64 DeepSpeed would keep float32 masters. "
+            f"Use engine=torch (what is taken when no engine is named), engine=fsdp2, or train.precision=fp32."
+        )
+    if offload is not Offload.none and name not in OFFLOADING[offload]:
+        able = " or ".join(f"engine={each.value}" for each in OFFLOADING[offload])
+        raise ConfigError(
+            f"engine.offload={offload.value}: engine={name.value} cannot. Use {able}, or engine.offload=none."
+        )
+    if cfg.engine.overrides and name in ANY_DTYPE:
+        raise ConfigError(f"engine.overrides: are DeepSpeed's keys, and engine={name.value} is not DeepSpeed.")
+    check_overrides(cfg.engine.overrides)
+
+
+def _check_checkpoints(cfg: Config) -> None:
+    keep = cfg.checkpoint
+    save_cadence(keep.save_every)
+    _positive("launch.grace_seconds", cfg.launch.grace_seconds)
+    sizes.positive("checkpoint.keep_last", keep.keep_last)
+    if keep.keep_best < 0:
+        raise ConfigError(f"checkpoint.keep_best={keep.keep_best}: must be at least 0.")
+    if keep.keep_best and keep.best_metric.startswith("eval/") and cfg.train.eval_every is None:
+        raise ConfigError(
+            f"checkpoint.keep_best={keep.keep_best}: keeps by checkpoint.best_metric={keep.best_metric}, which is "
+            f"never measured. Give train.eval_every=N, or a metric of training."
+        )
+    if cfg.train.stop_after is not None and not keep.on_exit:
+        raise ConfigError(
+            f"train.stop_after={cfg.train.stop_after}: with checkpoint.on_exit=false what was trained would be lost. "
+            f"Leave checkpoint.on_exit=true."
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -36,8 +37,25 @@ class KernelName(Enum):
 
 
 class EngineName(Enum):
+    zero0 = "zero0"
     zero1 = "zero1"
+    zero2 = "zero2"
+    zero3 = "zero3"
+    fsdp2 = "fsdp2"
     torch = "torch"
+
+
+class Offload(Enum):
+    """What of the training state lives in the host's memory."""
+
+    none = "none"
+    optimizer = "optimizer"
+    all = "all"
+
+
+class OptimName(Enum):
+    adamw = "adamw"
+    sgd = "sgd"
 
 
 class ReferenceName(Enum):
@@ -76,6 +94,7 @@ class LaunchConfig:
     nodes: int = 1
     timeout_seconds: float = 600.0  # of a collective that some rank never joins
     torch_threads: int = 1  # per rank, on CPU
+    grace_seconds: float = 120.0  # for a run that is asked to stop, to finish its step and save
 
 
 @dataclass
@@ -87,6 +106,7 @@ class TrainConfig:
     epochs: int | None = None
     precision: Precision = MISSING
     eval_every: int | None = None
+    stop_after: int | None = None  # end this process after so many steps, as a pre-emption would
 
 
 @dataclass
@@ -103,6 +123,7 @@ class ModelConfig:
     name: str = MISSING
     seed: int = 0  # of random weights, where there are any
     suggested_lr: float = MISSING  # what optim.lr takes unless it is given
+    freeze: list[str] = field(default_factory=list)  # patterns of the names of parameters that stay as they are
 
 
 @dataclass
@@ -162,10 +183,13 @@ class DPOConfig(LossConfig):
 @dataclass
 class EngineConfig:
     name: EngineName = MISSING
+    offload: Offload = Offload.none
+    overrides: dict[str, Any] = field(default_factory=dict)  # DeepSpeed's own keys
 
 
 @dataclass
 class OptimConfig:
+    name: OptimName = OptimName.adamw
     lr: float = MISSING
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
@@ -185,9 +209,34 @@ class MemoryConfig:
     checkpointing: bool = False  # recompute each layer's activations in the backward pass
 
 
+class Best(Enum):
+    min = "min"
+    max = "max"
+
+
+class ExportDtype(Enum):
+    auto = "auto"  # bf16 of a run in bf16, else fp32
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
 @dataclass
 class CheckpointConfig:
+    save_every: str | None = "30m"  # steps (50) or time (10m); null: at the end only
+    keep_last: int = 2
+    keep_best: int = 0  # beside them, the best by `best_metric`
+    best_metric: str = "eval/loss"
+    best: Best = Best.min
+    on_exit: bool = True  # save when the run ends, or is asked to
     export: bool = True  # write the trained model to <run>/model when the run ends
+    export_dtype: ExportDtype = ExportDtype.auto
+
+
+@dataclass
+class ResumeConfig:
+    mode: str = "auto"  # auto: what the run folder holds; never; or the path of a checkpoint or of a run
+    force: list[str] = field(default_factory=list)  # keys that may differ from those the run was begun with
 
 
 @dataclass
@@ -216,6 +265,7 @@ class Config:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
 

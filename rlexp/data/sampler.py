@@ -55,8 +55,8 @@ class Sampler:
         order = self._order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
         return Batch(step, epoch, tuple(int(index) for index in order))
 
-    def batches(self, steps: int) -> Iterator[Batch]:
-        for step in range(1, steps + 1):
+    def batches(self, first: int, last: int) -> Iterator[Batch]:
+        for step in range(first, last + 1):
             yield self.batch(step)
 
     def _order(self, epoch: int) -> np.ndarray:

@@ -12,19 +12,41 @@ parts is their sum: exactly the gradient of the loss of the train batch. Nothing
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rlexp.config.schema import OptimConfig
+from rlexp.config.schema import OptimConfig, OptimName
 from rlexp.model.policy import Policy
 from rlexp.types import Shard, TokenLogps
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A run of a parameter's elements, flattened, with its moments: views of what a rank holds, to be read and
+    written. A rank holds at most one fragment of a parameter; together the ranks hold every element."""
+
+    name: str
+    start: int  # in the flattened parameter
+    weight: Tensor  # in the optimizer's precision
+    moments: dict[str, Tensor]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """By the kind of what it is: `weight`, and each of `MOMENTS`."""
+        yield "weight", self.weight
+        yield from self.moments.items()
 
 
 class Engine(Protocol):
     name: str
+    policy: Policy
+    steps: int  # the optimizer has taken
+    replicated: bool  # every rank holds all of the state, rather than its part
 
     def forward(self, shard: Shard) -> TokenLogps: ...
 
@@ -32,7 +54,7 @@ class Engine(Protocol):
         """Add to the gradient; with `last`, reduce it over the ranks. A collective call."""
 
     def grad_norm(self) -> float:
-        """Of the accumulated and reduced gradient, whole, before clipping; inf where it is not finite."""
+        """Of the accumulated and reduced gradient, whole, before clipping; inf where it is not finite. Collective."""
 
     def step(self, lr: float) -> None:
         """Clip, step the optimizer, and set the gradients to zero."""
@@ -40,24 +62,15 @@ class Engine(Protocol):
     def gradients(self) -> dict[str, Tensor]:
         """The whole gradient by parameter, between the last `backward` and `step`. A collective call."""
 
-    def weights(self) -> dict[str, Tensor]:
-        """The whole weights by parameter, in the optimizer's precision. A collective call."""
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter whole, one after the other, in the optimizer's precision; frozen ones as they are.
+        A collective call, on every rank to its end: no more than one parameter is whole at a time."""
 
-    def save(self, folder: Path) -> None:
-        """Weights and optimizer state by parameter name. A collective call."""
+    def fragments(self) -> list[Fragment]:
+        """The state that this rank holds of the trained parameters; moments are made where there are none yet."""
 
-    def load(self, folder: Path) -> None:
-        """What `save` wrote, by this engine or another. A collective call."""
-
-    def export(self, folder: Path) -> None:
-        """The model as transformers loads it. A collective call."""
-
-
-def export(policy: Policy, folder: Path, rank: int) -> None:
-    """Write the model as transformers loads it; for engines whose ranks hold the weights whole."""
-    if rank == 0:
-        policy.model.save_pretrained(folder)
-    torch.distributed.barrier()
+    def restored(self, steps: int) -> None:
+        """The fragments have been written from a state after `steps`: let all else follow. A collective call."""
 
 
 def parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, object]]:
@@ -65,11 +78,49 @@ def parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, obje
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if weight_decay == 0:
         return [{"params": trained, "weight_decay": 0.0}]
-    matrices = [parameter for parameter in trained if parameter.dim() > 1]
-    others = [parameter for parameter in trained if parameter.dim() <= 1]
+    matrices = [parameter for parameter in trained if len(shape_of(parameter)) > 1]
+    others = [parameter for parameter in trained if len(shape_of(parameter)) <= 1]
     groups: list[dict[str, object]] = [{"params": matrices, "weight_decay": weight_decay}]
     return groups + ([{"params": others, "weight_decay": 0.0}] if others else [])
 
 
-def adamw(groups: list[dict[str, object]], optim: OptimConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps)
+def optimizer_for(policy: Policy, optim: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
+    """torch's own, on GPU in one fused kernel: nothing is compiled, and every engine steps by the same code."""
+    groups = parameter_groups(policy, optim.weight_decay)
+    if optim.name is OptimName.sgd:
+        return torch.optim.SGD(groups, lr=optim.lr)
+    fused = device.type == "cuda"
+    betas = (optim.betas[0], optim.betas[1])
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=fused or None)
+
+
+def moments_of(optimizer: torch.optim.Optimizer, tensor: Tensor) -> dict[str, Tensor]:
+    """The optimizer's moments of a tensor it steps; made, as its first step would, where there are none yet."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return {}
+    state = optimizer.state[tensor]
+    if not state:
+        set_steps(optimizer, tensor, 0)
+        state.update({moment: torch.zeros_like(tensor) for moment in MOMENTS})
+    return {moment: state[moment] for moment in MOMENTS}
+
+
+def set_steps(optimizer: torch.optim.Optimizer, tensor: Tensor, steps: int) -> None:
+    """How many steps AdamW believes to have taken; a fused one keeps that beside the tensor."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        fused = any(group["fused"] for group in optimizer.param_groups)
+        optimizer.state[tensor]["step"] = torch.tensor(float(steps), device=tensor.device if fused else "cpu")
+
+
+def set_lr(optimizer: Any, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def shape_of(parameter: nn.Parameter) -> torch.Size:
+    """Also of a parameter that DeepSpeed has partitioned, whose own shape is empty."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def trained(policy: Policy) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in policy.model.named_parameters() if p.requires_grad}

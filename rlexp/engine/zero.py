@@ -1,4 +1,4 @@
-"""DeepSpeed: its only door. ZeRO-1 here; the ring is no business of DeepSpeed's.
+"""DeepSpeed: its only door. Stages 0 to 3; the ring is no business of DeepSpeed's.
 
 No mpu, no mesh, no sequence parallelism of its own (each leaves some stage silently wrong): to DeepSpeed every rank
 is a data-parallel rank whose gradients it averages, and the scaling contract of `engine/base.py` does the rest.
@@ -12,20 +12,21 @@ import logging
 import math
 import os
 import warnings
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from rlexp.config.schema import OptimConfig
-from rlexp.engine.base import adamw, export, parameter_groups
-from rlexp.engine.state import MOMENTS, EngineState
+from rlexp.config.schema import EngineConfig, Offload, OptimConfig
+from rlexp.engine.base import Fragment, moments_of, optimizer_for, set_lr, set_steps, shape_of, trained
+from rlexp.engine.plain import PlainEngine
 from rlexp.model.policy import Policy
 from rlexp.ring.groups import World
 from rlexp.types import Shard, TokenLogps
 
-STAGES = {"zero1": 1}
+STAGES = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def _import_deepspeed() -> Any:
@@ -43,115 +44,301 @@ def _import_deepspeed() -> Any:
     return deepspeed
 
 
-class DeepSpeedEngine:
-    def __init__(self, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype, name: str) -> None:
-        self.name = name
-        deepspeed = _import_deepspeed()
-        self._utils = deepspeed.utils
-        self.policy, self.world = policy, world
-        optimizer = adamw(parameter_groups(policy, optim.weight_decay), optim)  # its own would be compiled on CPU
-        deepspeed.init_distributed(dist_init_required=False, verbose=False)
-        # DeepSpeed casts to bfloat16 first and makes its float32 masters from that; give them the bits they lost.
-        exact = {n: p.detach().clone() for n, p in self._parameters().items()} if dtype is torch.bfloat16 else {}
-        with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory tables as it starts
-            self.engine, *_ = deepspeed.initialize(
-                model=policy,
-                optimizer=optimizer,
-                config=_config(STAGES[name], optim.max_grad_norm, dtype),
-                dist_init_required=False,
-            )
-        for parameter_name, parameter in self._parameters().items() if exact else ():
-            self._utils.safe_set_full_fp32_param(parameter, exact[parameter_name])
-        self._steps = 0
+def _initialize(**arguments: Any) -> Any:
+    deepspeed = _import_deepspeed()
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory tables as it starts
+        engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
+    return engine
+
+
+def build_zero(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> Any:
+    match STAGES[cfg.name.value]:
+        case 0:
+            return Stage0(cfg, policy, optim, world, dtype)
+        case 3:
+            return Stage3(cfg, policy, optim, world, dtype)
+        case _:
+            return Stage12(cfg, policy, optim, world, dtype)
+
+
+class Stage0(PlainEngine):
+    """Replicated weights, reduced by DeepSpeed. It is handed the float32 masters alone: in bfloat16, a stage 0 of
+    its own would add gradients up in bfloat16, and start Adam at its second step."""
+
+    def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
+        super().__init__(policy, optim, world, dtype)
+        self.name = cfg.name.value
+        holder = _Holder(self.masters, policy)
+        config = ds_config(cfg, optim.max_grad_norm, torch.float32)
+        self.engine = _initialize(model=holder, optimizer=self.optimizer, config=config)
 
     def forward(self, shard: Shard) -> TokenLogps:
         logps: TokenLogps = self.engine(shard)
         return logps
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        # The boundary is ours, so any number of micro-batches makes a step; and the loss is scaled already.
-        self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss, scale_wrt_gas=False)
+        _backward(self.engine, loss, last)
+        if last:
+            self._measure()
+
+    def _clip_and_step(self) -> None:
+        self.engine.step()
+
+
+class _Holder(nn.Module):
+    """What DeepSpeed sees of a stage 0: the parameters that are stepped, and a forward pass."""
+
+    def __init__(self, masters: dict[str, nn.Parameter], policy: Policy) -> None:
+        super().__init__()
+        for name, master in masters.items():
+            self.register_parameter(name.replace(".", "/"), master)
+        self._policy = [policy]  # in a list, since DeepSpeed must not see the model's own parameters twice
+
+    def forward(self, shard: Shard) -> TokenLogps:
+        logps: TokenLogps = self._policy[0](shard)
+        return logps
+
+
+class _Sharded:
+    """What stages 1 to 3 have in common."""
+
+    replicated = False
+
+    def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
+        self.name, self.policy, self.world, self.steps = cfg.name.value, policy, world, 0
+        self._utils = _import_deepspeed().utils
+        exact = self._exact(dtype)
+        device = torch.device("cpu") if cfg.offload is not Offload.none else next(policy.parameters()).device
+        self.engine = _initialize(
+            model=policy,
+            optimizer=optimizer_for(policy, optim, device),
+            config=ds_config(cfg, optim.max_grad_norm, dtype),
+        )
+        if dtype is torch.bfloat16:
+            # DeepSpeed casts to bfloat16 first and makes its float32 masters from that; give them the lost bits.
+            for fragment in self._weight_fragments():
+                fragment.weight.copy_(exact(fragment))
+
+    def _exact(self, dtype: torch.dtype) -> Callable[[Fragment], Tensor]:
+        """The float32 weights, to be asked for by the fragment once DeepSpeed has cast them."""
+        whole = {n: p.detach().clone() for n, p in trained(self.policy).items()} if dtype is torch.bfloat16 else {}
+        return lambda part: whole[part.name].view(-1)[part.start : part.start + part.weight.numel()]
+
+    def forward(self, shard: Shard) -> TokenLogps:
+        logps: TokenLogps = self.engine(shard)
+        return logps
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        _backward(self.engine, loss, last)
+
+    def step(self, lr: float) -> None:
+        set_lr(self.engine.optimizer, lr)
+        self.engine.step()
+        self.steps += 1
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: self._utils.safe_get_full_grad(p).detach().clone() for name, p in trained(self.policy).items()}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.policy.model.named_parameters():
+            if parameter.requires_grad:
+                yield name, self._utils.safe_get_full_fp32_param(parameter).detach()
+            else:
+                yield name, self._frozen(parameter)
+
+    def _frozen(self, parameter: nn.Parameter) -> Tensor:
+        return parameter.detach()
+
+    def _weight_fragments(self) -> Iterator[Fragment]:
+        raise NotImplementedError
+
+
+class Stage12(_Sharded):
+    """Stages 1 and 2: whole weights, and a partition of the flattened masters and their moments.
+
+    Two classes of DeepSpeed's stand behind it: its ZeRO optimizer, and what it takes for stage 1 in bfloat16 with
+    gradients added up in float32, the BF16_Optimizer. Both hang on each parameter what this rank holds of it.
+    """
+
+    def _weight_fragments(self) -> Iterator[Fragment]:
+        for name, parameter in trained(self.policy).items():
+            mapping: Any = getattr(parameter, "_hp_mapping", None)
+            if mapping is not None:
+                yield Fragment(name, mapping.lp_fragment_address.start, mapping.hp_fragment.detach(), {})
+
+    def fragments(self) -> list[Fragment]:
+        """Shim: DeepSpeed links moments to parameters after its first step, and has no public way to do so before
+        (the two private names below, in deepspeed/runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py).
+        To be removed when it has."""
+        optimizer = self.engine.optimizer
+        made = [moments_of(optimizer.optimizer, partition) for partition in self._partitions()]
+        if self.steps == 0 and any(made):
+            optimizer._hp_optimizer_states_linked = False
+            optimizer._lazy_init_hp_params_optimizer_state()
+        parameters = trained(self.policy)
+        moments = list(made[0]) if made else []
+        return [
+            Fragment(
+                each.name,
+                each.start,
+                each.weight,
+                {m: parameters[each.name]._hp_mapping.optim_fragment[m] for m in moments},
+            )
+            for each in self._weight_fragments()
+        ]
+
+    def _partitions(self) -> list[Tensor]:
+        return [partition for group in self.engine.optimizer.optimizer.param_groups for partition in group["params"]]
+
+    def restored(self, steps: int) -> None:
+        for partition in self._partitions():
+            set_steps(self.engine.optimizer.optimizer, partition, steps)
+        self.steps = steps
+        self.engine.optimizer.update_lp_params()
 
     def grad_norm(self) -> float:
         """Before `step`, so that a gradient that is not finite stops the run before it does harm. DeepSpeed would
         skip such a step in silence. Its ZeRO optimizer marks such a norm with −1; its bf16 optimizer holds the
         whole float32 gradient on every rank."""
         optimizer = self.engine.optimizer
-        if self._is_bf16_optimizer():
+        if type(optimizer).__name__ == "BF16_Optimizer":
             grads, _ = optimizer.get_grads_for_norm()
             norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])))
         else:
             norm = float(optimizer.scaled_global_norm())
         return norm if math.isfinite(norm) and norm >= 0 else math.inf
 
-    def step(self, lr: float) -> None:
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
-        self.engine.step()
-        self._steps += 1
 
-    def _is_bf16_optimizer(self) -> bool:
-        """What DeepSpeed takes for ZeRO-1 in bfloat16 with gradients added up in float32."""
-        return type(self.engine.optimizer).__name__ == "BF16_Optimizer"
+class Stage3(_Sharded):
+    """Stage 3: each rank holds a piece of every parameter, gathered module by module for as long as it is used."""
 
-    def _parameters(self) -> dict[str, torch.nn.Parameter]:
-        return {name: p for name, p in self.policy.model.named_parameters() if p.requires_grad}
+    def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
+        partition(policy, cfg)
+        super().__init__(cfg, policy, optim, world, dtype)
+        self._rank = world.rank
 
-    def gradients(self) -> dict[str, Tensor]:
-        return {name: self._utils.safe_get_full_grad(p).detach().clone() for name, p in self._parameters().items()}
+    def _exact(self, dtype: torch.dtype) -> Callable[[Fragment], Tensor]:
+        pieces = _cast_partitions(self.policy, dtype)
+        return lambda part: pieces[part.name].to(part.weight.device)[: part.weight.numel()]
 
-    def weights(self) -> dict[str, Tensor]:
-        return {name: self._utils.safe_get_full_fp32_param(p).detach() for name, p in self._parameters().items()}
-
-    def save(self, folder: Path) -> None:
-        moments: dict[str, dict[str, Tensor]] = {}
-        if self._steps:
-            get = self._utils.safe_get_full_optimizer_state
-            moments = {m: {name: get(p, m) for name, p in self._parameters().items()} for m in MOMENTS}
-        state = EngineState(self.weights(), moments, self._steps)
-        if self.world.rank == 0:
-            state.write(folder)
-        torch.distributed.barrier()
-
-    def load(self, folder: Path) -> None:
-        state = EngineState.read(folder)
-        for name, parameter in self._parameters().items():
-            self._utils.safe_set_full_fp32_param(parameter, state.weights[name])
-            parameter.data.copy_(state.weights[name])  # what the forward pass reads, until the next step
-        if state.steps:
-            self._load_moments(state)
-        self._steps = state.steps
-
-    def _load_moments(self, state: EngineState) -> None:
-        """The flat partitions' state is made by the first step; give the moments a place to be written to before.
-
-        Shim: DeepSpeed has no public way to do so before a step (the two private names below, in
-        deepspeed/runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py). To be removed when it has.
-        """
+    def _partition_of(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
+        """Shim: this rank's piece as a view. DeepSpeed's public functions of the kind copy where the optimizer is
+        offloaded. To be removed when they do not."""
         optimizer = self.engine.optimizer
-        for group in optimizer.optimizer.param_groups:
-            for partition in group["params"]:
-                optimizer.optimizer.state[partition] = {
-                    "step": torch.tensor(float(state.steps)),
-                    **{moment: torch.zeros_like(partition) for moment in MOMENTS},
-                }
-        optimizer._hp_optimizer_states_linked = False
-        optimizer._lazy_init_hp_params_optimizer_state()
-        for moment in MOMENTS:
-            for name, parameter in self._parameters().items():
-                self._utils.safe_set_full_optimizer_state(parameter, state.moments[moment][name], moment)
+        piece, _ = optimizer._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=False, optim_state_key=moment
+        )
+        start = self.world.rank * piece.numel()
+        real = max(0, min(piece.numel(), shape_of(parameter).numel() - start))  # padded to a multiple of the ranks
+        view: Tensor = piece.detach()[:real]
+        return view
 
-    def export(self, folder: Path) -> None:
-        export(self.policy, folder, self.world.rank)
+    def _weight_fragments(self) -> Iterator[Fragment]:
+        for name, parameter in trained(self.policy).items():
+            weight = self._partition_of(parameter)
+            start = self.world.rank * -(-shape_of(parameter).numel() // self.world.size)
+            if weight.numel():
+                yield Fragment(name, start, weight, {})
+
+    def fragments(self) -> list[Fragment]:
+        optimizer = self.engine.optimizer.optimizer
+        made = [moments_of(optimizer, flat) for flat in self.engine.optimizer.fp32_partitioned_groups_flat]
+        moments = list(made[0]) if made else []
+        parameters = trained(self.policy)
+        return [
+            Fragment(
+                each.name,
+                each.start,
+                each.weight,
+                {moment: self._partition_of(parameters[each.name], moment) for moment in moments},
+            )
+            for each in self._weight_fragments()
+        ]
+
+    def restored(self, steps: int) -> None:
+        """Shim: as DeepSpeed's own step ends (deepspeed/runtime/zero/stage3.py), which has no public name for it."""
+        optimizer = self.engine.optimizer
+        for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
+            set_steps(optimizer.optimizer, flat, steps)
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        self.steps = steps
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    def grad_norm(self) -> float:
+        """The pieces' gradients, which DeepSpeed has no norm of before its step."""
+        local = [self._utils.safe_get_local_grad(parameter) for parameter in trained(self.policy).values()]
+        square = sum(torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in local)
+        total = torch.as_tensor(square, dtype=torch.float64, device=local[0].device)
+        dist.all_reduce(total)
+        return math.sqrt(total) if bool(total.isfinite()) else math.inf
+
+    def _frozen(self, parameter: nn.Parameter) -> Tensor:
+        with _import_deepspeed().zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
 
 
-def _config(stage: int, max_grad_norm: float, dtype: torch.dtype) -> dict[str, Any]:
-    return {
+def partition(policy: Policy, cfg: EngineConfig) -> None:
+    """Give each rank its piece of every parameter; of a model that was loaded in pieces, leave it so."""
+    deepspeed = _import_deepspeed()
+    if not all(hasattr(parameter, "ds_id") for parameter in policy.parameters()):
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
+        deepspeed.zero.Init(module=policy, config_dict_or_path=ds_config(cfg, 0.0, torch.float32))
+    head = policy.head
+    for parameter in head.parameters(recurse=False):
+        deepspeed.zero.register_external_parameter(policy.logps, parameter)
+
+
+def loading_config(cfg: EngineConfig) -> dict[str, Any]:
+    """With which a model is loaded in float32 pieces."""
+    deepspeed = _import_deepspeed()
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    return ds_config(cfg, 0.0, torch.float32)
+
+
+def _cast_partitions(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
+    """From float32 pieces to pieces of what computes; the exact ones are returned."""
+    exact: dict[str, Tensor] = {}
+    if dtype is torch.bfloat16:
+        for name, parameter in policy.model.named_parameters():
+            piece: Tensor = parameter.ds_tensor
+            exact[name] = piece.data.clone()
+            piece.data = piece.data.to(dtype)
+            parameter.data = parameter.data.to(dtype)
+    return exact
+
+
+def frozen(cfg: EngineConfig, policy: Policy, dtype: torch.dtype) -> Callable[[Shard], TokenLogps]:
+    """A model that is not trained, in pieces as stage 3 holds them."""
+    partition(policy, cfg)
+    _cast_partitions(policy, dtype)
+    engine = _initialize(model=policy, config=ds_config(cfg, 0.0, dtype))
+
+    def forward(shard: Shard) -> TokenLogps:
+        logps: TokenLogps = engine(shard)
+        return logps
+
+    return forward
+
+
+def _backward(engine: Any, loss: Tensor, last: bool) -> None:
+    # The boundary is ours, so any number of micro-batches makes a step; and the loss is scaled already.
+    engine.set_gradient_accumulation_boundary(last)
+    engine.backward(loss, scale_wrt_gas=False)
+
+
+def ds_config(cfg: EngineConfig, max_grad_norm: float, dtype: torch.dtype) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": STAGES[cfg.name.value]}
+    if cfg.offload is not Offload.none:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if cfg.offload is Offload.all:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm,  # left out it would be 1.0; 0 turns it off
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": dtype is torch.bfloat16},
@@ -160,3 +347,13 @@ def _config(stage: int, max_grad_norm: float, dtype: torch.dtype) -> dict[str, A
         "steps_per_print": 1 << 60,
         "wall_clock_breakdown": False,
     }
+    return _merged(config, cfg.overrides)
+
+
+def _merged(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The user's keys over ours; which of them may be given, `config/deepspeed.py` says."""
+    merged = dict(config)
+    for key, value in overrides.items():
+        below = merged.get(key)
+        merged[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged

@@ -3,49 +3,119 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from rlexp import __version__
+from rlexp.checkpoint import folder as checkpoint
+from rlexp.checkpoint.folder import NEVER
 from rlexp.config import load
+from rlexp.config.identity import check_force, identity, refuse_changes
 from rlexp.config.schema import Config
-from rlexp.errors import ConfigError
+from rlexp.errors import CheckpointError, ConfigError
 
 PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "omegaconf", "wandb", "numpy")
 
 
-def create(cfg: Config, run_dir: Path) -> None:
-    """Claim the folder: of two runs that want the same one, at the same moment even, one gets it."""
+def enter(cfg: Config, run_dir: Path) -> bool:
+    """Claim the folder for this process, and see what it holds: nothing, or a run to go on with. False if that run is
+    this very one, and finished."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        os.close(os.open(run_dir / "run.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-    except FileExistsError:
+    _claim(run_dir)
+    before = read(run_dir)
+    if before and cfg.resume.mode == NEVER:
         raise ConfigError(
-            f"hydra.run.dir={run_dir}: holds a run already, and resuming is not there yet. Give another folder."
-        ) from None
+            f"hydra.run.dir={run_dir}: holds a run already. Give another folder, or leave resume.mode=auto, which goes "
+            f"on with it."
+        )
+    _check_writable(run_dir)
+    now = identity(cfg)
+    if _is_finished(cfg, run_dir, before, now):
+        return False
+    forced = _check_identity(cfg, run_dir, now)
+    checkpoint.sweep(run_dir)
     if cfg.parallel.world_size > 1:
         (run_dir / "logs").mkdir(exist_ok=True)
     load.to_file(cfg, run_dir / "config.yaml")
-    _write(
-        run_dir,
-        {
-            "status": "running",
-            "reason": None,
-            "sizes": derived_sizes(cfg),
-            "command": sys.argv[1:],
-            "started": _now(),
-            "ended": None,
-            "versions": {"rlexp": __version__, "python": sys.version.split()[0]}
-            | {name: _version(name) for name in PACKAGES},
-            "git_commit": git_commit(),
-        },
-    )
+    begun = {
+        "status": "running",
+        "reason": None,
+        "sizes": derived_sizes(cfg),
+        "command": sys.argv[1:],
+        "started": before.get("started", _now()),
+        "ended": None,
+        "versions": {"rlexp": __version__, "python": sys.version.split()[0]}
+        | {name: _version(name) for name in PACKAGES},
+        "git_commit": git_commit(),
+        "identity": now,
+        "forced": forced,
+    }
+    _write(run_dir, {key: value for key, value in before.items() if key in KEPT} | begun)
+    return True
+
+
+KEPT = ("wandb_id", "steps")  # of a run that goes on
+
+
+def _claim(run_dir: Path) -> None:
+    """Of two processes that want one folder, one gets it, and has it for as long as it lives."""
+    handle = os.open(run_dir / ".lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise ConfigError(
+            f"hydra.run.dir={run_dir}: another process is training there. Wait for it, or give another folder."
+        ) from None
+
+
+def _check_writable(run_dir: Path) -> None:
+    """Whether a file can be written there at all, before anything is computed."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=run_dir, prefix=".try-") as file:
+            file.write(b"0" * 65536)
+            file.flush()
+    except OSError as error:
+        raise ConfigError(
+            f"hydra.run.dir={run_dir}: nothing can be written there ({error.strerror}). Give another folder."
+        ) from None
+
+
+def _check_identity(cfg: Config, run_dir: Path, now: dict[str, Any]) -> list[str]:
+    """Against the newest checkpoint that is as long as it should be; its contents are read by the ranks."""
+    check_force(cfg.resume.force, now)
+    for path in checkpoint.candidates(cfg.resume.mode, run_dir):
+        try:
+            checkpoint.check_sizes(path)
+            was = checkpoint.read_position(path)["identity"]
+        except CheckpointError:
+            continue
+        return refuse_changes(path, was, now, cfg.resume.force)
+    return []
+
+
+def _is_finished(cfg: Config, run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -> bool:
+    if before.get("status") != "finished" or before.get("identity") != now:
+        return False
+    old = load.from_file(run_dir / "config.yaml").train
+    return (old.max_steps, old.epochs) == (cfg.train.max_steps, cfg.train.epochs)
+
+
+def read(run_dir: Path) -> dict[str, Any]:
+    """run.json, or nothing where there is no run yet."""
+    try:
+        found: dict[str, Any] = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        return found
+    except (FileNotFoundError, ValueError):
+        return {}
 
 
 def close(run_dir: Path, status: str, reason: str) -> None:
@@ -55,14 +125,15 @@ def close(run_dir: Path, status: str, reason: str) -> None:
 
 def note(run_dir: Path, **facts: Any) -> None:
     """Add to what run.json says."""
-    path = run_dir / "run.json"
-    if path.exists():
-        _write(run_dir, json.loads(path.read_text(encoding="utf-8")) | facts)
+    if known := read(run_dir):
+        _write(run_dir, known | facts)
 
 
 def drop_if_empty(run_dir: Path) -> None:
     """Hydra makes the folder before a configuration can be refused; leave none behind for that."""
     with contextlib.suppress(OSError):
+        if [path.name for path in run_dir.iterdir()] == [".lock"]:
+            (run_dir / ".lock").unlink()
         run_dir.rmdir()
         if run_dir.parent == Path.cwd() / "runs":  # the default, where this would have been the first
             run_dir.parent.rmdir()
@@ -83,8 +154,11 @@ def derived_sizes(cfg: Config) -> dict[str, int]:
 def _write(run_dir: Path, run: dict[str, Any]) -> None:
     """Through a temporary name: a reader never sees half of it."""
     temporary = run_dir / ".run.json.tmp"
-    temporary.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, run_dir / "run.json")
+    try:
+        temporary.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, run_dir / "run.json")
+    except OSError as error:  # a full disk must not end a training run; the last word is still read
+        sys.stderr.write(f"rlexp: {run_dir / 'run.json'} could not be written ({error.strerror}).\n")
 
 
 def _now() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -12,13 +11,15 @@ from typing import NoReturn
 from omegaconf import DictConfig
 
 from rlexp.config import load, sizes
+from rlexp.config.checks import ANY_DTYPE
 from rlexp.config.explain import explain
 from rlexp.config.paths import conf_dir
-from rlexp.config.schema import Config, EngineName
+from rlexp.config.schema import Config
 from rlexp.errors import ConfigError, UserError
 from rlexp.launch import folder
-from rlexp.launch.local import PRELOAD, Interrupted, Terminated, hear_stops, heard, run_ranks
+from rlexp.launch.local import PRELOAD, Interrupted, run_ranks
 from rlexp.launch.place import Place, prepare_environment
+from rlexp.launch.stops import Outcome, Terminated, hear_stops, heard
 
 
 def run_job(composed: DictConfig) -> None:
@@ -47,18 +48,21 @@ def run_job(composed: DictConfig) -> None:
 
 def run_here(cfg: Config, run_dir: Path) -> None:
     """Start this machine's ranks and wait for them."""
-    folder.create(cfg, run_dir)
+    if not folder.enter(cfg, run_dir):
+        sys.stderr.write(FINISHED.format(run_dir=run_dir))
+        return
     prepare_environment(cfg.launch.device.value, cfg.launch.torch_threads)
-    preload = PRELOAD + (("deepspeed",) if cfg.engine.name is not EngineName.torch else ())
+    preload = PRELOAD + (("deepspeed",) if cfg.engine.name not in ANY_DTYPE else ())
     try:
-        run_ranks(
+        outcome: Outcome = run_ranks(
             train_rank,
             cfg.parallel.world_size,
             (str(run_dir),),
             device=cfg.launch.device.value,
             log_dir=run_dir / "logs",
             preload=preload,
-        )
+            grace=cfg.launch.grace_seconds,
+        )[0]
     except Interrupted as stop:
         folder.close(run_dir, "stopped", str(stop))
         sys.stderr.write(f"\nrlexp: {stop}; the run is in {run_dir}\n")
@@ -66,17 +70,22 @@ def run_here(cfg: Config, run_dir: Path) -> None:
     except Exception as error:
         folder.close(run_dir, "failed", str(error))
         raise
-    folder.close(run_dir, "finished", "all steps are done")
+    folder.close(run_dir, outcome.status, outcome.reason)
+    if outcome.exit_code:
+        sys.exit(outcome.exit_code)
 
 
-def train_rank(place: Place, run_dir: str) -> None:
+FINISHED = "rlexp: {run_dir}: the run is finished. To train on, raise train.max_steps or train.epochs.\n"
+
+
+def train_rank(place: Place, run_dir: str) -> Outcome:
     """What one rank of this machine runs."""
     from rlexp.launch.place import join
     from rlexp.train.run import train
 
     cfg = load.from_file(Path(run_dir) / "config.yaml")
     join(place, cfg.launch.device.value, cfg.launch.timeout_seconds, cfg.launch.torch_threads)
-    train(cfg, Path(run_dir))
+    return train(cfg, Path(run_dir))
 
 
 NO_SWEEP = "a sweep starts its own ranks. Start it without torchrun; to train one of its jobs, name that job's values."
@@ -110,24 +119,27 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
     place = Place.joined()
     assert place is not None
     prepare_environment(cfg.launch.device.value, cfg.launch.torch_threads)
-    hear_stops(signal.SIGTERM, signal.SIGINT)
+    hear_stops(under_launcher=False)
     from rlexp.launch.place import join
     from rlexp.train.run import agreed_folder, train
 
     if place.rank == 0:
         assert run_dir is not None
         try:
-            folder.create(cfg, run_dir)
+            folder.enter(cfg, run_dir)
         except UserError as error:  # the folder is another run's: not ours to close
             _leave(place, None, error)
     try:
         join(place, cfg.launch.device.value, cfg.launch.timeout_seconds, cfg.launch.torch_threads)
         run_dir = agreed_folder(run_dir)
-        train(cfg, run_dir)
+        outcome = train(cfg, run_dir)
     except BaseException as error:
         _leave(place, run_dir, heard(error))
     if place.rank == 0:
-        folder.close(run_dir, "finished", "all steps are done")
+        folder.close(run_dir, outcome.status, outcome.reason)
+    if outcome.exit_code:
+        sys.stderr.flush()
+        os._exit(outcome.exit_code)
 
 
 def _leave(place: Place, run_dir: Path | None, error: BaseException) -> NoReturn:

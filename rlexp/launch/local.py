@@ -26,6 +26,7 @@ from typing import Any
 
 from rlexp.errors import UserError
 from rlexp.launch.place import Place
+from rlexp.launch.stops import ASKING, END_NOW, PASSED_ON, PEER_FAILED, Terminated, deaf, hear_stops, name_of
 
 GRACE = 2.0  # seconds for the other ranks to say why they fail too, once one has
 KILL_AFTER = 4.0  # seconds between SIGTERM and SIGKILL
@@ -43,31 +44,13 @@ class RankFailed(UserError):
     """A rank failed by a defect, or was killed; the message carries its own traceback."""
 
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what asks a run to stop
-# How the launcher passes a reason on to its ranks, which ignore the terminal's SIGINT.
-PASSED_ON = {signal.SIGINT: signal.SIGUSR2, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
-PEER_FAILED = signal.SIGUSR1
-
-
 class Interrupted(Exception):
     """A signal asked the launcher to stop; all ranks have been ended."""
 
     def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        super().__init__(f"stopped by {name_of(signum)}")
         self.signum = signal.Signals(signum)
         self.exit_code = 128 + signum
-
-
-class Terminated(BaseException):
-    """A rank is asked to end. Not an Exception: nothing but the outermost `finally` may catch it.
-
-    `exit_code` is 128 + the signal that stopped the run, and 1 where another rank failed.
-    """
-
-    def __init__(self, signum: int) -> None:
-        self.signum = {signal.SIGUSR2: signal.SIGINT}.get(signal.Signals(signum), signal.Signals(signum))
-        self.exit_code = 1 if signum == PEER_FAILED else 128 + self.signum
-        super().__init__(f"stopped by {self.signum.name}")
 
 
 @dataclass(frozen=True)
@@ -78,6 +61,7 @@ class Report:
     at: float
     text: str
     is_user_error: bool = False
+    by_stop: bool = False  # it left since it was asked to, with nothing to save
 
     @property
     def is_collateral(self) -> bool:
@@ -102,13 +86,15 @@ def run_ranks(
     log_dir: Path | None = None,
     preload: Sequence[str] = PRELOAD,
     timeout: float | None = None,
+    grace: float = 0.0,
 ) -> list[Any]:
     """Run `target(place, *args)` on every rank and return what each returned.
 
-    Rank 0 keeps this process's terminal; the others write to `log_dir/rank<r>.log` (or nowhere).
+    Rank 0 keeps this process's terminal; the others write to `log_dir/rank<r>.log` (or nowhere). A signal that asks
+    to stop is passed on, and the ranks have `grace` seconds to return; without them, or at a second Ctrl-C, they end.
     """
     context = _context(device, preload)
-    with tempfile.TemporaryDirectory(prefix="rlexp-") as meeting, _signals_raise():
+    with tempfile.TemporaryDirectory(prefix="rlexp-") as meeting, _signals_raise() as stop:
         ranks: list[_Rank] = []
         leash, held = context.Pipe(duplex=False)
         reason = PEER_FAILED
@@ -123,9 +109,9 @@ def run_ranks(
                 process.start()
                 outbox.close()
                 ranks.append(_Rank(process, inbox))
-            reports = _watch(ranks, timeout)
-        except Interrupted as stop:
-            reason = PASSED_ON[stop.signum]
+            reports = _watch(ranks, timeout, stop, grace)
+        except Interrupted as interrupted:
+            reason = END_NOW if stop.passed_on else PASSED_ON[interrupted.signum]
             raise
         finally:
             _end(ranks, reason)
@@ -152,9 +138,10 @@ def _context(device: str, preload: Sequence[str]) -> Any:
     return context
 
 
-def _watch(ranks: list[_Rank], timeout: float | None) -> list[Report]:
+def _watch(ranks: list[_Rank], timeout: float | None, stop: _Stop, grace: float) -> list[Report]:
     """Wait for all ranks to return, or for one to fail and the others to have had `GRACE` to say why."""
     give_up = time.monotonic() + timeout if timeout else None
+    stop.grace = grace
     deadline = None
     while pending := [rank for rank in ranks if not rank.done]:
         ready = wait([rank.inbox for rank in pending] + [rank.process.sentinel for rank in pending], timeout=0.2)
@@ -162,7 +149,10 @@ def _watch(ranks: list[_Rank], timeout: float | None) -> list[Report]:
             if rank.inbox in ready or rank.process.sentinel in ready:
                 _read(rank, ranks.index(rank))
         now = time.monotonic()
+        stop.pass_on(ranks)
         reports = [rank.report for rank in ranks if rank.report]
+        if stop.asked and any(report.by_stop for report in reports):
+            raise Interrupted(stop.asked)
         if reports and deadline is None:
             deadline = now + GRACE
         if deadline is not None and (now > deadline or len(reports) == len(pending)):
@@ -191,7 +181,8 @@ def _read(rank: _Rank, number: int) -> None:
         return
     rank.done = True
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    rank.report = Report(number, time.monotonic(), f"the process {how}")
+    by_stop = code in {128 + signum for signum in ASKING}
+    rank.report = Report(number, time.monotonic(), f"the process {how}", by_stop=by_stop)
 
 
 def _failure(reports: list[Report], log_dir: Path | None) -> UserError:
@@ -203,7 +194,7 @@ def _failure(reports: list[Report], log_dir: Path | None) -> UserError:
     return RankFailed(f"rank {first.rank} failed: {first.text.rstrip()}{log}")
 
 
-def _end(ranks: list[_Rank], reason: signal.Signals) -> None:
+def _end(ranks: list[_Rank], reason: int) -> None:
     for rank in ranks:
         if rank.process.is_alive() and not (rank.done and rank.report is None):
             os.kill(rank.process.pid, reason)
@@ -217,19 +208,42 @@ def _end(ranks: list[_Rank], reason: signal.Signals) -> None:
         rank.inbox.close()
 
 
+class _Stop:
+    """What asks this process to stop: it ends all ranks, or with a grace is passed on to them first."""
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self.grace = 0.0
+        self.passed_on = False
+        self._deadline = 0.0
+
+    def hear(self, signum: int, _frame: object) -> None:
+        again, self.asked = self.asked is not None, self.asked or signal.Signals(signum)
+        if not self.grace or (again and signum == signal.SIGINT):
+            raise Interrupted(self.asked)
+
+    def pass_on(self, ranks: Sequence[_Rank]) -> None:
+        if self.asked is None:
+            return
+        if not self.passed_on:
+            self.passed_on, self._deadline = True, time.monotonic() + self.grace
+            for rank in ranks:
+                if not rank.done and rank.process.is_alive():
+                    os.kill(rank.process.pid, PASSED_ON[self.asked])
+        elif time.monotonic() > self._deadline:
+            raise Interrupted(self.asked)
+
+
 @contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
+def _signals_raise() -> Iterator[_Stop]:
     """While ranks run, whatever asks this process to stop ends them first."""
+    stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield stop
         return
-
-    def stop(signum: int, _frame: object) -> None:
-        raise Interrupted(signum)
-
-    before = {signum: signal.signal(signum, stop) for signum in STOPS}
+    before = {signum: signal.signal(signum, stop.hear) for signum in ASKING}
     try:
-        yield
+        yield stop
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
@@ -251,8 +265,7 @@ def _rank_main(
         outbox.send_bytes(pickle.dumps((kind, payload)))
 
     threading.Thread(target=_end_with_launcher, args=(leash,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears Ctrl-C and ends all ranks
-    hear_stops(signal.SIGTERM, signal.SIGUSR2, PEER_FAILED)
+    hear_stops(under_launcher=True)
     if log is not None:
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(handle, 1)
@@ -262,8 +275,7 @@ def _rank_main(
     except Terminated as stop:
         os._exit(stop.exit_code)
     except BaseException as error:
-        for signum in (signal.SIGTERM, signal.SIGUSR2, PEER_FAILED):
-            signal.signal(signum, signal.SIG_IGN)  # the launcher may be ending us already; say why first
+        deaf()  # the launcher may be ending us already; say why first
         text = str(error) if isinstance(error, UserError) else traceback.format_exc()
         say("report", Report(place.rank, time.monotonic(), text, isinstance(error, UserError)))
         sys.stderr.write(text + "\n" if place.rank else "")
@@ -271,25 +283,6 @@ def _rank_main(
         # At once: peers that wait for this rank must see its connections close, and a process group that is
         # torn down by the interpreter's exit may wait for them instead.
         os._exit(1)
-
-
-def hear_stops(*signals: signal.Signals) -> None:
-    """Let these raise `Terminated` where the rank is, so that it closes what it holds."""
-
-    def stop(signum: int, _frame: object) -> None:
-        _heard.append(Terminated(signum))
-        raise _heard[0]
-
-    for signum in signals:
-        signal.signal(signum, stop)
-
-
-_heard: list[Terminated] = []  # signals are the process's, and so is this
-
-
-def heard(error: BaseException) -> BaseException:
-    """What ended this rank: the signal it was asked to stop by, rather than the peer that was asked first and left."""
-    return _heard[0] if _heard else error
 
 
 def _end_with_launcher(leash: Connection) -> None:

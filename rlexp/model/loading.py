@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from transformers.utils.logging import disable_progress_bar
 
 from rlexp.config.schema import HFModelConfig, ModelConfig, TinyModelConfig
@@ -79,6 +82,7 @@ def load_model(
                     f"({len(lost)} in all). They would be random. Give a folder that is whole."
                 )
         case _:
+            unset_hf_deepspeed_config()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(cfg.seed)
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=hook.NAME)
@@ -87,6 +91,26 @@ def load_model(
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+@contextlib.contextmanager
+def in_pieces(config: dict[str, Any]) -> Iterator[None]:
+    """Pretrained models are loaded parameter by parameter, each rank keeping its piece (DeepSpeed's ZeRO-3, which
+    transformers knows); random ones are made whole, the same on every rank, and cut later."""
+
+    class Sharding:
+        def __init__(self) -> None:
+            self.config = config
+
+        def is_zero3(self) -> bool:
+            return True
+
+    sharding = Sharding()  # transformers keeps a weak reference
+    set_hf_deepspeed_config(sharding)
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
 
 
 def from_config_options(cfg: ModelConfig, config: PreTrainedConfig) -> dict[str, Any]:

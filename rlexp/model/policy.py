@@ -6,6 +6,8 @@ Shape letters: t tokens of this rank, n of them trained on, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from rlexp.errors import ModelError
 from rlexp.model.float64 import precise
 from rlexp.types import Shard, TokenLogps
 
@@ -25,9 +28,14 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.logps = HeadLogps()
+
+    @property
+    def head(self) -> nn.Linear:
+        return cast(nn.Linear, self.model.get_output_embeddings())
 
     def forward(self, shard: Shard) -> TokenLogps:
-        head = cast(nn.Linear, self.model.get_output_embeddings())
+        head = self.head
         with precise(head.weight.dtype):
             hidden_tE = self.model.base_model(
                 input_ids=shard.tokens_t.unsqueeze(0),
@@ -35,7 +43,24 @@ class Policy(nn.Module):
                 use_cache=False,
                 ring_batch=shard.attention,
             ).last_hidden_state.squeeze(0)
-            return self._logps(head, hidden_tE, shard)
+            logps: TokenLogps = self.logps(head.weight, head.bias, hidden_tE, shard)
+            return logps
+
+    def freeze(self, patterns: Sequence[str]) -> None:
+        """Leave the parameters whose names fit a pattern as they are."""
+        names = [name for name, _ in self.model.named_parameters()]
+        for pattern in patterns:
+            found = set(fnmatch.filter(names, pattern))
+            if not found:
+                raise ModelError(
+                    f"model.freeze: {pattern!r} fits no parameter. Their names are like {names[0]} and {names[-1]}; "
+                    f"patterns are those of the shell, as in 'model.layers.0.*'."
+                )
+            for name, parameter in self.model.named_parameters():
+                if name in found:
+                    parameter.requires_grad_(False)
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            raise ModelError(f"model.freeze={list(patterns)}: nothing is left to train.")
 
     def recompute_activations(self) -> None:
         """Keep each layer's input alone, and compute the layer anew in the backward pass.
@@ -53,17 +78,25 @@ class Policy(nn.Module):
         )
         self.train()  # what transformers asks for; dropout is off
 
-    def _logps(self, head: nn.Linear, hidden_tE: Tensor, shard: Shard) -> TokenLogps:
+
+class HeadLogps(nn.Module):
+    """From hidden states to log-probabilities, some rows of logits at a time.
+
+    A module of its own that is given the head's parameters, and calls no module: an engine that gathers parameters
+    module by module gathers them once, however many pieces this rank's tokens make.
+    """
+
+    def forward(self, weight: Tensor, bias: Tensor | None, hidden_tE: Tensor, shard: Shard) -> TokenLogps:
         trained = shard.sequence_t >= 0
         index_n = trained.nonzero().squeeze(-1)
         if len(index_n) == 0:
             # Every rank runs every parameter, so that no collective of the engine waits for one without a gradient.
             index_n = torch.zeros(1, dtype=torch.int64, device=hidden_tE.device)
-        rows = max(1, LOGITS // int(head.weight.shape[0]))
+        rows = max(1, LOGITS // weight.shape[0])
         several = index_n.shape[0] > rows
         pieces = []
         for piece in index_n.split(rows):
-            arguments = (head, hidden_tE[piece], shard.targets_t[piece])
+            arguments = (weight, bias, hidden_tE[piece], shard.targets_t[piece])
             pieces.append(
                 checkpoint(_piece_logps, *arguments, use_reentrant=False)
                 if torch.is_grad_enabled() and several
@@ -78,9 +111,9 @@ class Policy(nn.Module):
         )
 
 
-def _piece_logps(head: nn.Module, hidden_nE: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
+def _piece_logps(weight: Tensor, bias: Tensor | None, hidden_nE: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets and mean logits, in float32 (float64 for float64)."""
-    logits_nV = head(hidden_nE)
+    logits_nV = nn.functional.linear(hidden_nE, weight, bias)
     if logits_nV.dtype is not torch.float64:
         logits_nV = logits_nV.float()
     chosen_n = logits_nV.gather(-1, targets_n.unsqueeze(-1)).squeeze(-1)

@@ -75,7 +75,7 @@ def draw_rank(place: Place, configs: list[Config]) -> tuple[list[np.ndarray], li
         loss = Listening(run.loss)
         run = dataclasses.replace(run, loss=loss)
         curve = []
-        for batch in run.sampler.batches(run.total_steps):
+        for batch in run.sampler.batches(1, run.total_steps):
             curve.append((train_step(run, batch)["train/loss"], loss.last))
         logged.append(np.array([each[0] for each in curve]))
         elsewhere.append(np.array([each[1] for each in curve]))

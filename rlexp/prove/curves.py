@@ -11,7 +11,7 @@ import numpy as np
 from rlexp.config.schema import Config, EngineName
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, prepare_environment
-from rlexp.sinks.base import MetricRow
+from rlexp.types import MetricRow
 
 # What a layout may change: its own speed, memory and traffic. Everything else must not move.
 OWN = ("train/ring_tokens", "train/ring_bytes", "train/step_seconds", "train/tokens_per_second", "memory/")
@@ -60,8 +60,8 @@ def _draw_one(config: Config) -> Curve:
     run = build(config)
     kept = _Kept()
     train_loop(run, Sinks([kept]))
-    weights = {name: weight.double().cpu().numpy() for name, weight in run.engine.weights().items()}
-    return Curve(kept.rows, weights, [batch.indices for batch in run.sampler.batches(run.total_steps)])
+    weights = {name: weight.double().cpu().numpy() for name, weight in run.engine.weights()}
+    return Curve(kept.rows, weights, [batch.indices for batch in run.sampler.batches(1, run.total_steps)])
 
 
 class _Kept:

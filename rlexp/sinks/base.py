@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
-MetricRow = dict[str, float | int]
+from rlexp.types import MetricRow
 
 
 class Sink(Protocol):

@@ -8,7 +8,7 @@ import time
 
 from tqdm import tqdm
 
-from rlexp.sinks.base import MetricRow
+from rlexp.types import MetricRow
 
 LINES = 10  # of a whole run, where there is no terminal
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedConfig
 
 from rlexp.algos.base import PreferenceLoss
 from rlexp.algos.dpo import DPO
@@ -18,7 +19,9 @@ from rlexp.config.schema import (
     Config,
     DataConfig,
     DPOConfig,
+    EngineConfig,
     EngineName,
+    ExportDtype,
     JsonlDataConfig,
     LossConfig,
     OptimConfig,
@@ -30,10 +33,10 @@ from rlexp.data.packing import pack_pairs
 from rlexp.data.rows import read_jsonl
 from rlexp.data.sampler import Sampler, total_steps
 from rlexp.data.tokens import PairTokenizer, numbered
-from rlexp.engine.base import Engine
+from rlexp.engine.base import Engine, shape_of
 from rlexp.engine.plain import PlainEngine
 from rlexp.errors import DataError, UserError
-from rlexp.model.loading import load_config, load_model, load_tokenizer
+from rlexp.model.loading import in_pieces, load_config, load_model, load_tokenizer
 from rlexp.model.policy import Policy, cast_parameters
 from rlexp.model.probe import probe
 from rlexp.ring.groups import World, build_world
@@ -98,19 +101,18 @@ def build(cfg: Config) -> Run:
     model_config = load_config(cfg.model, cfg.data.max_length)
     probe(cfg.model, model_config, world.ring, layout, kernel, cfg.data.max_length, device)
     dtype = DTYPES[cfg.train.precision]
-    model = load_model(cfg.model, model_config, cfg.data.max_length, float64=dtype is torch.float64)
-    _refuse_foreign_tokens([*pairs, *eval_pairs], model.get_input_embeddings().weight.shape[0])
-    policy = Policy(model).to(device)
-    reference = build_reference(policy, dtype)
+    policy = build_policy(cfg, model_config, device)
+    _refuse_foreign_tokens([*pairs, *eval_pairs], policy.model.get_input_embeddings().num_embeddings)
+    reference = build_reference(cfg, lambda: build_policy(cfg, model_config, device), dtype)
     if cfg.memory.checkpointing:
         policy.recompute_activations()
     return Run(
         cfg, world, device, layout, kernel, tokenizer, pairs, eval_pairs, dropped, eval_dropped, sampler,
         Schedule(cfg.optim.lr, cfg.optim.warmup_steps, steps, cfg.optim.decay),
-        build_engine(cfg.engine.name, policy, cfg.optim, world, dtype),
+        build_engine(cfg.engine, policy, cfg.optim, world, dtype),
         reference,
         build_loss(cfg.loss),
-        sum(parameter.numel() for parameter in policy.parameters()),
+        sum(shape_of(parameter).numel() for parameter in policy.parameters()),
     )  # fmt: skip
 
 
@@ -130,6 +132,16 @@ def _refuse_foreign_tokens(pairs: Sequence[Pair], vocabulary: int) -> None:
             )
 
 
+def export_dtype(cfg: Config) -> torch.dtype:
+    match cfg.checkpoint.export_dtype:
+        case ExportDtype.auto:
+            return torch.bfloat16 if cfg.train.precision is Precision.bf16 else torch.float32
+        case ExportDtype.fp16:
+            return torch.float16
+        case chosen:
+            return DTYPES[Precision[chosen.value]]
+
+
 def build_loss(cfg: LossConfig) -> PreferenceLoss:
     match cfg:
         case DPOConfig(beta=beta, label_smoothing=label_smoothing):
@@ -138,25 +150,57 @@ def build_loss(cfg: LossConfig) -> PreferenceLoss:
             raise AssertionError(cfg)
 
 
-def build_engine(name: EngineName, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> Engine:
-    match name:
+def build_policy(cfg: Config, config: PreTrainedConfig, device: torch.device) -> Policy:
+    """The model as it starts: the same on every rank, or under ZeRO-3 in pieces from the first moment."""
+    float64 = cfg.train.precision is Precision.fp64
+    with pieces_for(cfg.engine):
+        model = load_model(cfg.model, config, cfg.data.max_length, float64=float64)
+    policy = Policy(model).to(device)
+    policy.freeze(cfg.model.freeze)
+    return policy
+
+
+def pieces_for(cfg: EngineConfig) -> contextlib.AbstractContextManager[Any]:
+    if cfg.name is not EngineName.zero3:
+        return contextlib.nullcontext()
+    from rlexp.engine.zero import loading_config
+
+    return in_pieces(loading_config(cfg))
+
+
+def build_engine(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> Engine:
+    match cfg.name:
         case EngineName.torch:
             return PlainEngine(policy, optim, world, dtype)
-        case EngineName.zero1:
-            from rlexp.engine.zero import DeepSpeedEngine  # here, since DeepSpeed takes seconds to import
+        case EngineName.fsdp2:
+            from rlexp.engine.fsdp2 import FSDP2Engine
 
-            return DeepSpeedEngine(policy, optim, world, dtype, name.value)
+            return FSDP2Engine(policy, optim, world, dtype)
+        case _:
+            from rlexp.engine.zero import build_zero  # here, since DeepSpeed takes seconds to import
+
+            return build_zero(cfg, policy, optim, world, dtype)
 
 
-def build_reference(policy: Policy, dtype: torch.dtype) -> Callable[[Shard], TokenLogps]:
-    """A frozen copy of the starting weights, in the dtype that computes."""
-    frozen = copy.deepcopy(policy).eval().requires_grad_(False)
-    cast_parameters(frozen, dtype)
+def build_reference(cfg: Config, policy: Callable[[], Policy], dtype: torch.dtype) -> Callable[[Shard], TokenLogps]:
+    """The starting weights, frozen, in the dtype that computes; in pieces where the engine holds them so."""
+    starting = policy().eval().requires_grad_(False)
+    match cfg.engine.name:
+        case EngineName.zero3:
+            from rlexp.engine import zero
+
+            forward = zero.frozen(cfg.engine, starting, dtype)
+        case EngineName.fsdp2:
+            from rlexp.engine import fsdp2
+
+            forward = fsdp2.frozen(starting, dtype)
+        case _:
+            cast_parameters(starting, dtype)
+            forward = starting
 
     @torch.no_grad()
     def reference(shard: Shard) -> TokenLogps:
-        logps: TokenLogps = frozen(shard)
-        return logps
+        return forward(shard)
 
     return reference
 

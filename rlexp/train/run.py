@@ -2,47 +2,88 @@
 
 from __future__ import annotations
 
+import signal
+from collections import deque
 from pathlib import Path
 
 import torch.distributed as dist
 
 from rlexp import __version__
+from rlexp.checkpoint import folder as checkpoint
+from rlexp.checkpoint.folder import METRICS
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, LoggerName
+from rlexp.errors import NonFiniteError
 from rlexp.launch import folder
 from rlexp.launch.folder import derived_sizes
-from rlexp.launch.local import heard
+from rlexp.launch.stops import Outcome, finishing_steps, heard
+from rlexp.model.export import export, on_host
 from rlexp.sinks.base import Sink, Sinks
 from rlexp.sinks.console import ConsoleSink, say
-from rlexp.sinks.jsonl import JsonlSink
-from rlexp.train.build import Run, build
-from rlexp.train.loop import train_loop
+from rlexp.sinks.jsonl import JsonlSink, read_rows
+from rlexp.train.build import Run, build, export_dtype
+from rlexp.train.loop import Position, last_step, train_loop
+from rlexp.train.resume import build_keeper, resume
 
 
-def train(cfg: Config, run_dir: Path) -> None:
+def train(cfg: Config, run_dir: Path) -> Outcome:
     run = build(cfg)
     first = run.world.rank == 0
-    sinks = Sinks(build_sinks(run, run_dir) if first else [])
+    position, came_from = resume(run, run_dir)
+    if position.step >= run.total_steps:
+        tell(run, f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
+        return Outcome()
+    sinks = Sinks(build_sinks(run, run_dir, position) if first else [])
     if first:
         folder.note(run_dir, **ledger(run))
-        say(header(run, run_dir))
+        say(header(run, run_dir) + came_from)
+    keeper = build_keeper(run, run_dir, position)
     exit_code = 1
     try:
-        train_loop(run, sinks)
-        if cfg.checkpoint.export:
-            run.engine.export(run_dir / "model")
-            if first:
-                run.tokenizer.save_pretrained(run_dir / "model")
-        exit_code = 0
+        with finishing_steps(cfg.launch.grace_seconds):
+            row, stop = train_loop(run, sinks, position, keeper.after_step)
+            keeper.close(row)
+        outcome = how_it_ended(run, position, stop, keeper.failed)
+        if outcome.status == "finished" and cfg.checkpoint.export:
+            export_run(run, run_dir / "model")
+        exit_code = outcome.exit_code
+    except NonFiniteError:  # on all ranks alike, so what is being saved can be saved
+        keeper.settle()
+        raise
     except BaseException as error:
         exit_code = getattr(heard(error), "exit_code", 1)
         raise
     finally:
         sinks.close(exit_code)
-    if first:
-        say(footer(run, run_dir))
+    tell(run, footer(run, run_dir, outcome))
     dist.barrier()
     dist.destroy_process_group()
+    return outcome
+
+
+def tell(run: Run, text: str) -> None:
+    if run.world.rank == 0:
+        say(text)
+
+
+def how_it_ended(run: Run, position: Position, stop: signal.Signals | None, failed: str | None) -> Outcome:
+    if failed is not None:
+        return Outcome("failed", f"the checkpoint of step {position.step} could not be saved: {failed}", 1)
+    if stop is not None:
+        return Outcome("stopped", f"stopped by {stop.name}", 128 + stop)
+    if position.step < run.total_steps:
+        return Outcome("stopped", f"train.stop_after={run.cfg.train.stop_after}")
+    return Outcome()
+
+
+def export_run(run: Run, place: Path) -> None:
+    """A collective call: parameters are gathered one by one, and rank 0 writes."""
+    weights = run.engine.weights()
+    if run.world.rank == 0:
+        export(run.engine.policy.model, on_host(weights, export_dtype(run.cfg)), run.tokenizer, place)
+    else:
+        deque(weights, maxlen=0)
+    dist.barrier()
 
 
 def ledger(run: Run) -> dict[str, object]:
@@ -67,11 +108,12 @@ def agreed_folder(run_dir: Path | None) -> Path:
     return Path(folders[0])
 
 
-def build_sinks(run: Run, run_dir: Path) -> list[Sink]:
+def build_sinks(run: Run, run_dir: Path, position: Position) -> list[Sink]:
     logger = run.cfg.logger
-    sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl")]
+    rows = read_rows(run_dir / METRICS)
+    sinks: list[Sink] = [JsonlSink(run_dir / METRICS)]
     if logger.progress:
-        sinks.append(ConsoleSink(run.total_steps))
+        sinks.append(ConsoleSink(last_step(run, position), first_step=position.step + 1))
     if logger.name is LoggerName.wandb:
         from rlexp.sinks.wandb_run import WandbSink
 
@@ -82,7 +124,9 @@ def build_sinks(run: Run, run_dir: Path) -> list[Sink]:
             run.cfg.train.precision.value,
         ]
         config = to_plain(run.cfg) | derived_sizes(run.cfg)  # flat keys too: W&B groups by those alone
-        sinks.append(WandbSink(logger, run_dir, config, tags))
+        sink = WandbSink(logger, run_dir, config, tags, run_id=folder.read(run_dir).get("wandb_id"), history=rows)
+        folder.note(run_dir, wandb_id=sink.run_id)
+        sinks.append(sink)
     return sinks
 
 
@@ -102,7 +146,14 @@ def header(run: Run, run_dir: Path) -> str:
     )
 
 
-def footer(run: Run, run_dir: Path) -> str:
+def footer(run: Run, run_dir: Path, outcome: Outcome) -> str:
+    if outcome.status != "finished":
+        return f"{outcome.status}: {outcome.reason}; {run_dir} goes on from {latest(run_dir)}\n"
     model = ", trained model in model/" if run.cfg.checkpoint.export else ""
     wandb = ", W&B run in wandb/" if run.cfg.logger.name is LoggerName.wandb else ""
     return f"done: {run_dir}  (curve in metrics.jsonl{wandb}{model})\n"
+
+
+def latest(run_dir: Path) -> str:
+    found = checkpoint.latest_first(run_dir)
+    return found[0].name if found else "its first step"

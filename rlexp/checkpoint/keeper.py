@@ -1,0 +1,156 @@
+"""When to save, which checkpoints to keep, and when the ranks agree to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlexp.checkpoint import folder
+from rlexp.checkpoint.saver import Describe, Saver
+from rlexp.config.cadence import save_cadence
+from rlexp.config.schema import Best, CheckpointConfig
+from rlexp.errors import CheckpointError
+from rlexp.ring.groups import World
+from rlexp.types import MetricRow
+
+SCORE = "score"  # in a checkpoint's position: the value it is kept by
+
+
+class Keeper:
+    """Every rank calls the same methods after the same steps."""
+
+    def __init__(
+        self,
+        cfg: CheckpointConfig,
+        saver: Saver,
+        world: World,
+        device: torch.device,
+        run_dir: Path,
+        *,
+        describe: Callable[[int, float | None], Describe],
+        asked: Callable[[], signal.Signals | None],
+        say: Callable[[str], None],
+        saved_step: int = 0,
+    ) -> None:
+        self._cfg, self._saver, self._world, self._device, self._run_dir = cfg, saver, world, device, run_dir
+        self._describe, self._asked, self._say = describe, asked, say
+        self._steps, self._seconds = save_cadence(cfg.save_every)
+        self._since = time.monotonic()
+        self._saved_step = saved_step
+        self._scores = self._agreed_scores()
+        self._pruning: threading.Thread | None = None
+        self.failed: str | None = None  # why the last save that was begun is not there
+
+    def after_step(self, row: MetricRow) -> signal.Signals | None:
+        """Save where it is due; the signal that all ranks now stop by, if any asked."""
+        step = int(row["step"])
+        score = row.get(self._cfg.best_metric) if self._cfg.keep_best else None
+        stop, clock, writing = self._agree()
+        if self._saver.pending and not writing:
+            self._settle()
+        every = self._steps is not None and step % self._steps == 0
+        if every or clock or self._is_best(score):
+            self._save(step, score)
+        return signal.Signals(stop) if stop else None
+
+    def close(self, row: MetricRow | None) -> None:
+        """The run ends with this row, or before its first: save where that is wanted, and wait for it."""
+        self.settle()
+        for _ in range(2):  # a second time, since it is the last chance
+            if row is not None and self._cfg.on_exit and (self.failed or row["step"] != self._saved_step):
+                self._save(int(row["step"]), row.get(self._cfg.best_metric) if self._cfg.keep_best else None)
+                self.settle()
+        if self._pruning is not None:
+            self._pruning.join()
+
+    def settle(self) -> None:
+        if self._saver.pending:
+            self._settle()
+
+    def _agree(self) -> tuple[int, bool, bool]:
+        """What any rank was asked, rank 0's clock, and whether anybody still writes: one small reduction a step."""
+        asked = self._asked()
+        due = self._seconds is not None and time.monotonic() - self._since >= self._seconds
+        mine = [float(asked or 0), float(due and self._world.rank == 0), float(self._saver.writing)]
+        wishes = torch.tensor(mine, device=self._device)
+        if self._world.size > 1:
+            dist.all_reduce(wishes, op=dist.ReduceOp.MAX)
+        stop, clock, writing = wishes.tolist()
+        return int(stop), bool(clock), bool(writing)
+
+    def _save(self, step: int, score: float | None) -> None:
+        if step == self._saved_step and not self.failed:
+            return
+        self.settle()  # a second save waits for the first
+        self._saver.begin(step, self._describe(step, score))
+        self._since, self._saved_step = time.monotonic(), step
+        if score is not None:
+            self._scores[step] = score
+
+    def _settle(self) -> None:
+        self.failed = self._saver.settle()
+        if self.failed:
+            self._scores.pop(self._saved_step, None)
+            if self._world.rank == 0:
+                self._say(
+                    f"rlexp: the checkpoint of step {self._saved_step} could not be saved ({self.failed}). "
+                    f"Training goes on; the next save is tried when it is due. {self._room()}\n"
+                )
+        elif self._world.rank == 0:
+            if self._pruning is not None:
+                self._pruning.join()
+            doomed = self._doomed()
+            self._pruning = threading.Thread(target=_discard, args=(doomed,), daemon=True)
+            self._pruning.start()
+
+    def _room(self) -> str:
+        whole = folder.latest_first(self._run_dir)
+        return f"What there is to resume from: {whole[0].name}." if whole else "There is none to resume from yet."
+
+    def _doomed(self) -> list[Path]:
+        there = folder.latest_first(self._run_dir)
+        best = self._best()
+        return [path for path in there[self._cfg.keep_last :] if folder.step_of(path) not in best]
+
+    def _best(self) -> list[int]:
+        """The steps of the best checkpoints; of equals, the earlier."""
+        sign = -1 if self._cfg.best is Best.max else 1
+        return sorted(self._scores, key=lambda step: (sign * self._scores[step], step))[: self._cfg.keep_best]
+
+    def _is_best(self, score: float | None) -> bool:
+        if score is None or not math.isfinite(score):
+            return False
+        best = self._best()
+        if len(best) < self._cfg.keep_best:
+            return True
+        worst = self._scores[best[-1]]
+        return score > worst if self._cfg.best is Best.max else score < worst
+
+    def _agreed_scores(self) -> dict[int, float]:
+        """Of the checkpoints that are there, as rank 0 sees them."""
+        scores: list[Any] = [{}]
+        if self._world.rank == 0 and self._cfg.keep_best:
+            for path in folder.latest_first(self._run_dir):
+                with contextlib.suppress(CheckpointError):  # what is not whole is no matter of keeping
+                    score = folder.read_position(path).get(SCORE)
+                    if score is not None:
+                        scores[0][folder.step_of(path)] = score
+        if self._world.size > 1:
+            dist.broadcast_object_list(scores, src=0)
+        found: dict[int, float] = scores[0]
+        return found
+
+
+def _discard(doomed: list[Path]) -> None:
+    for path in doomed:
+        with contextlib.suppress(OSError):
+            folder.discard(path)

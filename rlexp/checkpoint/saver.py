@@ -1,0 +1,100 @@
+"""One checkpoint at a time, written behind the training loop's back.
+
+Training stands still for the copy to the host's memory. The files are written by a thread of each rank; no collective
+runs outside the main threads. Once every rank has written, at the end of a later step or of the run, all tell rank 0
+what they wrote, and rank 0 gives the folder its name. What failed anywhere is known to all, said, and swept away.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlexp.checkpoint import folder
+from rlexp.checkpoint.tensors import HostCopy, share, write
+from rlexp.engine.base import Engine
+from rlexp.ring.groups import World
+
+Describe = Callable[[Path], None]  # writes further files into the folder; rank 0 only
+
+
+class Saver:
+    def __init__(self, engine: Engine, world: World, run_dir: Path, facts: dict[str, Any]) -> None:
+        self._engine, self._world, self._run_dir, self._facts = engine, world, run_dir, facts
+        self._host = HostCopy()
+        self._thread: threading.Thread | None = None
+        self._step = 0
+        self._files: dict[str, dict[str, Any]] = {}
+        self._error: str | None = None
+        self.stood_still = 0.0  # seconds, at the last save
+
+    @property
+    def pending(self) -> bool:
+        """A checkpoint is begun and not yet committed; the same on every rank."""
+        return self._thread is not None
+
+    @property
+    def writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, step: int, describe: Describe) -> None:
+        """Copy the state, and start writing it. Returns as soon as training may change it again."""
+        assert not self.pending, "the checkpoint before is not settled yet"
+        began = time.monotonic()
+        tensors, starts = self._host.take(share(self._engine, self._world.rank, self._world.size))
+        self._step, self._files, self._error = step, {}, None
+        self.stood_still = time.monotonic() - began
+
+        def work() -> None:
+            try:
+                self._files = self._write(step, tensors, starts, describe)
+            except Exception as error:  # handed over: every failure of a save is said, none ends the training
+                self._error = f"rank {self._world.rank}: {type(error).__name__}: {error}"
+
+        self._thread = threading.Thread(target=work, name=f"checkpoint-{step}", daemon=True)
+        self._thread.start()
+
+    def _write(self, step: int, tensors: Any, starts: dict[str, int], describe: Describe) -> dict[str, dict[str, Any]]:
+        place = folder.unfinished(self._run_dir, step)
+        place.mkdir(parents=True, exist_ok=True)
+        mine = place / f"state-{self._world.rank:05d}-of-{self._world.size:05d}.safetensors"
+        write(mine, tensors, starts)
+        written = [mine]
+        if self._world.rank == 0:
+            describe(place)
+            written += [path for path in place.rglob("*") if path.is_file() and path.suffix != mine.suffix]
+        for path in {*written, *(path.parent for path in written)}:
+            folder.sync(path)
+        return {str(path.relative_to(place)): folder.described(path) for path in written}
+
+    def settle(self) -> str | None:
+        """Wait until all ranks have written, and commit; what went wrong, the same on every rank. A collective call."""
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread = None
+        told: list[Any] = [(self._error, self._files)] * self._world.size
+        if self._world.size > 1:
+            dist.all_gather_object(told, (self._error, self._files))
+        verdict: list[str | None] = [next((error for error, _ in told if error), None)]
+        if self._world.rank == 0:
+            verdict[0] = self._commit(verdict[0], {name: entry for _, files in told for name, entry in files.items()})
+        if self._world.size > 1:
+            dist.broadcast_object_list(verdict, src=0)
+        return verdict[0]
+
+    def _commit(self, failed: str | None, files: dict[str, dict[str, Any]]) -> str | None:
+        if failed is None:
+            try:
+                folder.commit(self._run_dir, self._step, files, self._facts)
+                return None
+            except OSError as error:
+                failed = f"rank 0: {type(error).__name__}: {error}"
+        shutil.rmtree(folder.unfinished(self._run_dir, self._step), ignore_errors=True)
+        return failed

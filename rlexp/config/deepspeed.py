@@ -1,0 +1,104 @@
+"""Which keys of DeepSpeed's `engine.overrides` may carry, and why not the others.
+
+DeepSpeed ignores a key that it does not know, and some that it knows break the contract in silence; so what may pass
+is listed. `tests/test_config.py` holds the list against DeepSpeed's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlexp.config.keys import suggestion
+from rlexp.errors import ConfigError
+
+_BATCH = "train.batch_size and train.micro_batch_size say it, and the boundary of a step is set by the training loop"
+_SHARE = "each rank would see other data than the sampler gives it, or be averaged with others than all ranks"
+_PRECISION = "train.precision says it"
+_ENGINE = "engine=zero0|zero1|zero2|zero3 and engine.offload say it"
+_OPTIM = "the groups optim.* say it; left unset, DeepSpeed would clip at 1.0"
+_ROUGH = "it sends or keeps rounded values, so the curve would move with the number of ranks"
+_PARTITION = "parameters would be cut otherwise than over all ranks, and a checkpoint could not be read elsewhere"
+
+REFUSED = {
+    "train_batch_size": _BATCH,
+    "train_micro_batch_size_per_gpu": _BATCH,
+    "gradient_accumulation_steps": _BATCH,
+    "gradient_clipping": _OPTIM,
+    "optimizer": _OPTIM,
+    "scheduler": _OPTIM,
+    "zero_allow_untested_optimizer": _OPTIM,
+    "fp16": _PRECISION,
+    "bf16": _PRECISION,
+    "bfloat16": _PRECISION,
+    "amp": _PRECISION,
+    "torch_autocast": _PRECISION,
+    "prescale_gradients": "the scale of the gradient is the contract of rlexp/engine/base.py",
+    "gradient_predivide_factor": "the scale of the gradient is the contract of rlexp/engine/base.py",
+    "sparse_gradients": "the gradient would be reduced by another path than its norm",
+    "mesh_param": _SHARE,
+    "mpu": _SHARE,
+    "sequence_parallel_size": _SHARE,
+    "data_parallel_size": _SHARE,
+    "tensor_parallel": _SHARE,
+    "autotp_size": _SHARE,
+    "pipeline": _SHARE,
+    "data_efficiency": _SHARE,
+    "curriculum_learning": _SHARE,
+    "data_sampling": _SHARE,
+    "elasticity": _BATCH,
+    "compression_training": _ROUGH,
+    "progressive_layer_drop": "layers would be left out at random",
+    "hybrid_engine": _PARTITION,
+    "checkpoint": "checkpoint.* says it",
+    "zero_optimization.stage": _ENGINE,
+    "zero_optimization.offload_optimizer": _ENGINE,
+    "zero_optimization.offload_param": _ENGINE,
+    "zero_optimization.cpu_offload": _ENGINE,
+    "zero_optimization.cpu_offload_param": _ENGINE,
+    "zero_optimization.zenflow": "it steps some of the parameters later than the others",
+    "zero_optimization.compute_grad_norm": "clipping and the metrics need the norm",
+    "zero_optimization.zero_hpz_partition_size": _PARTITION,
+    "zero_optimization.mics_shard_size": _PARTITION,
+    "zero_optimization.mics_hierarchical_params_gather": _PARTITION,
+    "zero_optimization.zero_quantized_weights": _ROUGH,
+    "zero_optimization.zero_quantized_nontrainable_weights": _ROUGH,
+    "zero_optimization.zero_quantized_gradients": _ROUGH,
+    "zero_optimization.legacy_stage1": "DeepSpeed has dropped it",
+}
+
+PASSED = {
+    *("communication_data_type", "data_types", "seq_parallel_communication_data_type"),
+    *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "flops_profiler"),
+    *("disable_allgather", "aio", "zero_force_ds_cpu_optimizer", "activation_checkpointing", "timers"),
+}
+
+PASSED_ZERO = {
+    *("contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce"),
+    *("allgather_partitions", "allgather_bucket_size", "overlap_comm", "sub_group_size", "round_robin_gradients"),
+    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"),
+    *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters"),
+    *("memory_efficient_linear", "log_trace_cache_warnings", "enable_sanity_checks", "cpu_offload_use_pin_memory"),
+    *("parameter_alignment", "leaf_module"),
+}
+
+
+def check_overrides(overrides: Mapping[str, Any]) -> None:
+    allowed = [*PASSED, *(f"zero_optimization.{key}" for key in PASSED_ZERO)]
+    for key, value in _leaves(overrides):
+        named = f"engine.overrides.{key}={value}"
+        if key in REFUSED:
+            raise ConfigError(f"{named}: may not be set here: {REFUSED[key]}.")
+        if key not in allowed:
+            near = suggestion(key, [*allowed, *REFUSED])
+            raise ConfigError(f"{named}: is no key of DeepSpeed's that can be passed on.{near}")
+
+
+def _leaves(overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Top-level keys, and those of `zero_optimization`."""
+    for key, value in overrides.items():
+        if key == "zero_optimization" and isinstance(value, Mapping):
+            yield from ((f"{key}.{below}", each) for below, each in value.items())
+        else:
+            yield key, value

@@ -1,0 +1,92 @@
+"""What a curve depends on, key by key; everything else is free to change when a run goes on.
+
+Free: ring, replicas, micro-batch, packing, engine, precision, memory, where and how often things are written. Not
+free: samples and their order, the loss, the optimizer, the model. Files are known by their contents, wherever they lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlexp.config.keys import suggestion
+from rlexp.config.load import to_plain
+from rlexp.config.schema import Config
+from rlexp.errors import CheckpointError, ConfigError
+
+GROUPS = ("data", "loss", "optim", "model", "reference")
+FREE = ("data.packing", "model.suggested_lr", "model.trust_remote_code")
+SAMPLE, SAMPLES = 4096, 256  # bytes, and places, read of a file of weights
+
+
+def identity(cfg: Config) -> dict[str, Any]:
+    """Flat: `data.max_length: 2048`. Reads the data whole and samples the weights."""
+    plain = to_plain(cfg)
+    found: dict[str, Any] = {"seed": cfg.seed, "train.batch_size": cfg.train.batch_size}
+    for group in GROUPS:
+        found |= {f"{group}.{key}": value for key, value in plain[group].items() if f"{group}.{key}" not in FREE}
+    for key, value in found.items():
+        if key in ("data.path", "data.eval_path") and value is not None:
+            found[key] = {"path": str(value), "contents": _contents(Path(value).expanduser())}
+        elif key == "model.path":
+            found[key] = {"path": str(value), "contents": _weights(Path(value).expanduser())}
+    return found
+
+
+def _contents(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def _weights(path: Path) -> str:
+    """Of a model's folder: its small files whole, of its weights the size and samples. Of a hub name, the name."""
+    if not path.is_dir():
+        return str(path)
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.suffix not in (".json", ".safetensors", ".bin", ".model", ".jinja", ".txt") or not file.is_file():
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}\n".encode())
+        with file.open("rb") as handle:
+            for place in range(0, size, max(SAMPLE, size // SAMPLES)):
+                handle.seek(place)
+                digest.update(handle.read(SAMPLE))
+    return digest.hexdigest()[:16]
+
+
+def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Each key that differs, with both values as they are to be shown."""
+    for key in sorted({*was, *now}):
+        one, other = was.get(key), now.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):
+            if one["contents"] != other["contents"]:
+                yield key, f"{one['path']} ({one['contents']})", f"{other['path']} ({other['contents']})"
+        elif one != other:
+            yield key, str(one), str(other)
+
+
+def refuse_changes(where: Path, was: Mapping[str, Any], now: Mapping[str, Any], force: Sequence[str]) -> list[str]:
+    """Raise for what has changed and was not forced; say what was."""
+    check_force(force, now)
+    forced = []
+    for key, old, new in changes(was, now):
+        if key in force or key.partition(".")[0] in force:
+            forced.append(f"{key} was {old}, and is {new}")
+            continue
+        raise CheckpointError(
+            f"{key}={new}: the run in {where} was begun with {old}, and would not draw the curve that it began. "
+            f"Give {key} its old value, or begin anew in another hydra.run.dir, or say resume.force=[{key}]."
+        )
+    return forced
+
+
+def check_force(force: Sequence[str], now: Mapping[str, Any]) -> None:
+    for key in force:
+        if key not in now and key not in GROUPS:
+            raise ConfigError(
+                f"resume.force=[{key}]: is nothing that a curve depends on, so nothing keeps it from changing."
+                f"{suggestion(key, [*now, *GROUPS])}"
+            )

@@ -1,0 +1,137 @@
+"""torch's own sharding (FSDP2): the second opinion on stage 3, and the one sharded engine that computes in float64.
+
+Parameters are float32 (float64 in fp64) and sharded along their first dimension over all ranks. In bfloat16 the
+gathered copies are cast, and gradients are reduced in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rlexp.config.schema import OptimConfig
+from rlexp.engine.base import Fragment, moments_of, optimizer_for, set_lr, set_steps, trained
+from rlexp.model.policy import Policy, cast_parameters
+from rlexp.ring.groups import World
+from rlexp.types import Shard, TokenLogps
+
+
+class FSDP2Engine:
+    name = "fsdp2"
+    replicated = False
+
+    def __init__(self, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
+        self.policy, self.world, self.steps = policy, world, 0
+        self.max_grad_norm = optim.max_grad_norm
+        self.root = shard(policy, dtype)
+        self.parameters = trained(policy)
+        self.optimizer = optimizer_for(policy, optim, next(policy.parameters()).device)
+        self._norm: float | None = None
+
+    def forward(self, shard: Shard) -> TokenLogps:
+        logps: TokenLogps = self.policy(shard)
+        return logps
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Gradients are added up unsharded, in float32, and reduced with the last micro-batch."""
+        self.root.set_requires_gradient_sync(last)
+        self.root.set_is_last_backward(last)
+        loss.backward()
+        if last:
+            for parameter in self.parameters.values():
+                if parameter.grad is None:  # no rank gave it one
+                    parameter.grad = torch.zeros_like(parameter)
+            self._norm = self._measure()
+
+    def _measure(self) -> float:
+        local = [_local(parameter.grad) for parameter in self.parameters.values()]
+        square = sum(torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in local)
+        total = torch.as_tensor(square, dtype=torch.float64)
+        dist.all_reduce(total)
+        return math.sqrt(total) if bool(total.isfinite()) else math.inf
+
+    def grad_norm(self) -> float:
+        assert self._norm is not None, "no gradient has been reduced yet"
+        return self._norm
+
+    def step(self, lr: float) -> None:
+        clip = (self.grad_norm() + 1e-6) / self.max_grad_norm if self.max_grad_norm else 0.0
+        for parameter in self.parameters.values():
+            if clip > 1:
+                _local(parameter.grad).div_(clip)
+        set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._norm = None
+        self.steps += 1
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: _whole(parameter.grad) for name, parameter in self.parameters.items()}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.policy.model.named_parameters():
+            yield name, _whole(parameter.detach())
+
+    def fragments(self) -> list[Fragment]:
+        found = []
+        for name, parameter in self.parameters.items():
+            weight = _local(parameter.detach()).view(-1)
+            moments = {m: _local(t).view(-1) for m, t in moments_of(self.optimizer, parameter).items()}
+            if weight.numel():
+                found.append(Fragment(name, _start(parameter), weight, moments))
+        return found
+
+    def restored(self, steps: int) -> None:
+        for parameter in self.parameters.values():
+            set_steps(self.optimizer, parameter, steps)
+        self.steps = steps
+        self.root.reshard()  # what was gathered for an evaluation is not what was just read
+
+
+def shard(policy: Policy, dtype: torch.dtype) -> Any:
+    """Layer by layer, as transformers names what may not be split; the rest together."""
+    cast_parameters(policy, torch.float64 if dtype is torch.float64 else torch.float32)
+    precision = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if dtype is torch.bfloat16:
+        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    layers = set(policy.model._no_split_modules or ())
+    for module in policy.model.modules():
+        if type(module).__name__ in layers and not isinstance(module, FSDPModule):
+            fully_shard(module, mp_policy=precision)
+    return fully_shard(policy, mp_policy=precision)
+
+
+def frozen(policy: Policy, dtype: torch.dtype) -> Callable[[Shard], TokenLogps]:
+    """A model that is not trained, sharded alike."""
+    shard(policy, dtype)
+
+    def forward(batch: Shard) -> TokenLogps:
+        logps: TokenLogps = policy(batch)
+        return logps
+
+    return forward
+
+
+def _local(tensor: Any) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+def _whole(tensor: Any) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor().clone()  # on one rank it is the sharded tensor itself
+
+
+def _start(parameter: nn.Parameter) -> int:
+    """Of this rank's rows in the flattened parameter."""
+    assert isinstance(parameter, DTensor)
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0] * math.prod(parameter.shape[1:])

@@ -1,0 +1,110 @@
+"""How a run is asked to stop, from the launcher's terminal to the rank that finishes its step.
+
+Outside of training a stop ends the process where it is: there is nothing to lose. While training, it is a request: the
+step is finished, the state saved. It is no longer a request when it has been open for longer than its grace, or when
+Ctrl-C comes a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# What asks a run to stop.
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# How a launcher passes that on to its ranks: a terminal or Slurm may signal them too, and that is not a second request.
+PASSED_ON = {asked: signal.SIGRTMIN + 1 + number for number, asked in enumerate(ASKING)}
+END_NOW, PEER_FAILED = signal.SIGRTMIN + 8, signal.SIGRTMIN + 9
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended in good order."""
+
+    status: str = "finished"  # or "stopped"
+    reason: str = "all steps are done"
+    exit_code: int = 0
+
+
+class Terminated(BaseException):
+    """A rank is asked to end at once. Not an Exception: nothing but the outermost `finally` may catch it.
+
+    `exit_code` is 128 + the signal that stopped the run, and 1 where another rank failed.
+    """
+
+    def __init__(self, signum: int) -> None:
+        self.exit_code = 1 if signum == PEER_FAILED else 128 + signum
+        super().__init__("another rank failed" if signum == PEER_FAILED else f"stopped by {name_of(signum)}")
+
+
+def name_of(signum: int) -> str:
+    return signal.Signals(signum).name
+
+
+class _Stops:
+    """The process's, as signals are."""
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self.ended: Terminated | None = None
+        self.grace: float | None = None  # seconds, while a request may be finished in good order
+
+    def end(self, signum: int) -> None:
+        self.ended = self.ended or Terminated(signum)
+        raise self.ended
+
+    def ask(self, signum: signal.Signals) -> None:
+        """The first request while training is remembered, every other one ends the process."""
+        first, self.asked = self.asked is None, self.asked or signum
+        if self.grace is None:
+            self.end(signum)
+        elif first:
+            signal.setitimer(signal.ITIMER_REAL, self.grace)
+        elif signum is signal.SIGINT:
+            self.end(signum)
+
+
+_stops = _Stops()
+
+
+def hear_stops(*, under_launcher: bool) -> None:
+    """Install the handlers. A rank that a launcher of ours started leaves Ctrl-C to it."""
+    for asked in ASKING:
+        signal.signal(asked, lambda signum, _frame: _stops.ask(signal.Signals(signum)))
+    if under_launcher:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        meant = {passed_on: asked for asked, passed_on in PASSED_ON.items()}
+        for passed_on in meant:
+            signal.signal(passed_on, lambda signum, _frame: _stops.ask(meant[signum]))
+        signal.signal(END_NOW, lambda _signum, _frame: _stops.end(_stops.asked or signal.SIGINT))
+        signal.signal(PEER_FAILED, lambda signum, _frame: _stops.end(signum))
+    signal.signal(signal.SIGALRM, lambda _signum, _frame: _stops.end(_stops.asked or signal.SIGALRM))
+
+
+def deaf() -> None:
+    """This rank is ending by itself, and will say why."""
+    for signum in (*ASKING, *PASSED_ON.values(), END_NOW, PEER_FAILED, signal.SIGALRM):
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def asked() -> signal.Signals | None:
+    """The request that is open."""
+    return _stops.asked
+
+
+def heard(error: BaseException) -> BaseException:
+    """What ended this rank: the signal it was ended by, rather than the peer that was ended first and left."""
+    return _stops.ended or error
+
+
+@contextlib.contextmanager
+def finishing_steps(grace: float) -> Iterator[None]:
+    """While this lasts, a stop is a request."""
+    _stops.grace = grace
+    try:
+        yield
+    finally:
+        _stops.grace = None
+        signal.setitimer(signal.ITIMER_REAL, 0.0)

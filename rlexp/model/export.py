@@ -1,0 +1,51 @@
+"""A trained model as transformers loads it: weights in shards, configuration, tokenizer, template."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlexp.errors import ModelError
+
+SHARD = "5GB"
+
+
+def on_host(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Taken one by one, so that a device never holds more than one whole parameter."""
+    return {name: weight.detach().to("cpu", dtype, copy=True) for name, weight in weights}
+
+
+def export(like: PreTrainedModel, weights: Mapping[str, Tensor], tokenizer: Any, place: Path) -> None:
+    """Write `weights` as a model of the kind of `like`, whose own parameters may be anywhere, in pieces even."""
+    with torch.device("meta"):
+        model = type(like)(plain_config(like))
+    buffers = {name: tensor for name, tensor in like.state_dict().items() if name in dict(like.named_buffers())}
+    model.load_state_dict({**buffers, **weights}, assign=True, strict=False)
+    model.tie_weights()
+    lost = sorted(name for name, tensor in model.state_dict().items() if tensor.is_meta)
+    if lost:
+        raise ModelError(f"{place}: cannot be exported, since there are no weights for {', '.join(lost[:4])}.")
+    model.generation_config = like.generation_config
+    model.save_pretrained(place, max_shard_size=SHARD)
+    tokenizer.save_pretrained(place)
+
+
+def plain_config(like: PreTrainedModel) -> Any:
+    """Its configuration, with transformers' own attention."""
+    config = copy.deepcopy(like.config)
+    config._attn_implementation = "sdpa" if type(like)._supports_sdpa else "eager"
+    return config
+
+
+def save_description(like: PreTrainedModel, tokenizer: Any, place: Path) -> None:
+    """All of an exported model but its weights."""
+    like.config.save_pretrained(place)
+    if like.can_generate():
+        like.generation_config.save_pretrained(place)
+    tokenizer.save_pretrained(place)
