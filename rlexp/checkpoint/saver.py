@@ -21,7 +21,7 @@ from rlexp.checkpoint.tensors import HostCopy, share, write
 from rlexp.engine.base import Engine
 from rlexp.ring.groups import World
 
-Describe = Callable[[Path], None]  # writes further files into the folder; rank 0 only
+Describe = Callable[[Path], None]  # writes position, metrics and model/; rank 0 only
 
 
 class Saver:
@@ -68,7 +68,7 @@ class Saver:
         written = [mine]
         if self._world.rank == 0:
             describe(place)
-            written += [path for path in place.rglob("*") if path.is_file() and path.suffix != mine.suffix]
+            written += [place / folder.POSITION, place / folder.METRICS, *(place / folder.MODEL).iterdir()]
         for path in {*written, *(path.parent for path in written)}:
             folder.sync(path)
         return {str(path.relative_to(place)): folder.described(path) for path in written}

@@ -176,7 +176,7 @@ class Stage12(_Sharded):
         if self.steps == 0 and any(made):
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
-        parameters = trained(self.policy)
+        parameters: dict[str, Any] = {**trained(self.policy)}
         moments = list(made[0]) if made else []
         return [
             Fragment(
@@ -259,12 +259,11 @@ class Stage3(_Sharded):
     def restored(self, steps: int) -> None:
         """Shim: as DeepSpeed's own step ends (deepspeed/runtime/zero/stage3.py), which has no public name for it."""
         optimizer = self.engine.optimizer
+        optimizer._partition_all_parameters()  # small ones stay gathered once they were; the next pass gathers them
         for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
             set_steps(optimizer.optimizer, flat, steps)
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
         self.steps = steps
-        if optimizer.persistent_parameters:
-            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
     def grad_norm(self) -> float:
         """The pieces' gradients, which DeepSpeed has no norm of before its step."""
