@@ -30,6 +30,7 @@ def cli() -> int:
     from rlexp.launch.job import run_as_joined_rank
     from rlexp.launch.local import Interrupted
 
+    sys.argv[1:] = load.open_ended(sys.argv[1:])
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # so that errors arrive here, not in Hydra's own report
     try:
         if not run_as_joined_rank(sys.argv[1:]):

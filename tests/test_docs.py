@@ -23,7 +23,7 @@ def commands() -> list[str]:
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
             lines = (line.partition("#")[0].strip() for line in block.splitlines())
-            found += [line for line in lines if "rlexp" in line and "prove" not in line]
+            found += [line for line in lines if "rlexp" in line and not re.search(r"rlexp\.\w+", line)]
     return sorted(set(found))
 
 

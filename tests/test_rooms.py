@@ -13,7 +13,7 @@ TORCH = {"torch", "numpy"}
 # What a room may import at the top of its modules, beside the standard library and itself.
 ROOMS = {
     "config": LIGHT,
-    "launch": LIGHT | {"submitit"},
+    "launch": LIGHT | {"submitit", "rlexp.checkpoint.folder"},
     "data": TORCH | {"rlexp.types", "rlexp.errors", "rlexp.config.schema"},
     "ring": TORCH | {"rlexp.types", "rlexp.config.schema"},
     "model": TORCH | {"transformers", "tokenizers", "safetensors", "rlexp.types", "rlexp.errors", "rlexp.config.schema",
@@ -21,9 +21,12 @@ ROOMS = {
                       "rlexp.data.packing"},
     "algos": TORCH | {"rlexp.types"},
     "engine": TORCH
-    | {"safetensors", "deepspeed", "rlexp.types", "rlexp.config.schema", "rlexp.model", "rlexp.ring.groups"},
+    | {"deepspeed", "rlexp.types", "rlexp.errors", "rlexp.config.schema", "rlexp.model", "rlexp.ring.groups"},
+    "checkpoint": TORCH
+    | {"safetensors", "rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.engine.base",
+       "rlexp.ring.groups"},
     "metrics": TORCH | {"rlexp.ring.groups"},
-    "sinks": {"wandb", "tqdm", "rlexp.config.schema"},
+    "sinks": {"wandb", "tqdm", "rlexp.config.schema", "rlexp.types"},
 }  # fmt: skip
 ONLY_HERE = {"deepspeed": "engine", "wandb": "sinks", "transformers": "model", "hydra": "config"}
 

@@ -163,4 +163,9 @@ def candidates(mode: str, run_dir: Path) -> list[Path]:
     if mode == NEVER:
         return []
     own = latest_first(run_dir)
-    return own if own or mode == AUTO else named(Path(mode).expanduser())
+    if own or mode == AUTO:
+        return own
+    try:
+        return named(Path(mode).expanduser())
+    except CheckpointError as error:
+        raise CheckpointError(f"resume.mode={mode}: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +28,12 @@ def compose_config(overrides: Sequence[str]) -> Config:
     """What `python -m rlexp OVERRIDES` would run, for programs and tests."""
     register()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return from_hydra(compose("config", overrides=list(overrides)))
+        return from_hydra(compose("config", overrides=open_ended(overrides)))
+
+
+def open_ended(overrides: Sequence[str]) -> list[str]:
+    """`engine.overrides.KEY=VALUE` as it is typed: Hydra wants a sign before a key that is not there yet."""
+    return [f"++{each}" if re.match(r"engine\.overrides[.=]", each) else each for each in overrides]
 
 
 def from_hydra(cfg: DictConfig) -> Config:
@@ -61,7 +67,12 @@ def _refuse_unknown(cfg: DictConfig) -> None:
 
 def from_file(path: Path) -> Config:
     """Read what `to_file` wrote, by the same schema."""
-    plain = cast(DictConfig, OmegaConf.load(path))
+    return from_plain(OmegaConf.load(path))
+
+
+def from_plain(plain: Any) -> Config:
+    """The typed object again, from what `to_plain` made of it."""
+    plain = OmegaConf.create(plain)
     base = OmegaConf.structured(Config)
     for group, kinds in KINDS.items():
         base[group] = OmegaConf.structured(kinds[plain[group].name])

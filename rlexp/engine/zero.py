@@ -7,6 +7,7 @@ is a data-parallel rank whose gradients it averages, and the scaling contract of
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import logging
 import math
@@ -20,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlexp.config.schema import EngineConfig, Offload, OptimConfig
-from rlexp.engine.base import Fragment, moments_of, optimizer_for, set_lr, set_steps, shape_of, trained
+from rlexp.engine.base import Engine, Fragment, moments_of, optimizer_for, set_lr, set_steps, shape_of, trained
 from rlexp.engine.plain import PlainEngine
+from rlexp.errors import ConfigError
 from rlexp.model.policy import Policy
 from rlexp.ring.groups import World
 from rlexp.types import Shard, TokenLogps
@@ -52,14 +54,15 @@ def _initialize(**arguments: Any) -> Any:
     return engine
 
 
-def build_zero(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> Any:
-    match STAGES[cfg.name.value]:
-        case 0:
-            return Stage0(cfg, policy, optim, world, dtype)
-        case 3:
-            return Stage3(cfg, policy, optim, world, dtype)
-        case _:
-            return Stage12(cfg, policy, optim, world, dtype)
+def build_zero(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> Engine:
+    kind: Any = {0: Stage0, 3: Stage3}.get(STAGES[cfg.name.value], Stage12)
+    try:
+        engine: Engine = kind(cfg, policy, optim, world, dtype)
+        return engine
+    except ValueError as error:  # by which DeepSpeed refuses a configuration
+        if not cfg.overrides:
+            raise
+        raise ConfigError(f"engine.overrides={cfg.overrides}: DeepSpeed refuses it: {error}") from error
 
 
 class Stage0(PlainEngine):
@@ -161,32 +164,28 @@ class Stage12(_Sharded):
     gradients added up in float32, the BF16_Optimizer. Both hang on each parameter what this rank holds of it.
     """
 
-    def _weight_fragments(self) -> Iterator[Fragment]:
+    def _mapped(self) -> Iterator[tuple[str, Any]]:
+        """What DeepSpeed hangs on a parameter of which this rank holds masters."""
         for name, parameter in trained(self.policy).items():
-            mapping: Any = getattr(parameter, "_hp_mapping", None)
+            mapping = getattr(parameter, "_hp_mapping", None)
             if mapping is not None:
-                yield Fragment(name, mapping.lp_fragment_address.start, mapping.hp_fragment.detach(), {})
+                yield name, mapping
+
+    def _weight_fragments(self) -> Iterator[Fragment]:
+        for name, mapping in self._mapped():
+            yield Fragment(name, mapping.lp_fragment_address.start, mapping.hp_fragment.detach(), {})
 
     def fragments(self) -> list[Fragment]:
-        """Shim: DeepSpeed links moments to parameters after its first step, and has no public way to do so before
-        (the two private names below, in deepspeed/runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py).
-        To be removed when it has."""
-        optimizer = self.engine.optimizer
-        made = [moments_of(optimizer.optimizer, partition) for partition in self._partitions()]
-        if self.steps == 0 and any(made):
-            optimizer._hp_optimizer_states_linked = False
-            optimizer._lazy_init_hp_params_optimizer_state()
-        parameters: dict[str, Any] = {**trained(self.policy)}
-        moments = list(made[0]) if made else []
-        return [
-            Fragment(
-                each.name,
-                each.start,
-                each.weight,
-                {m: parameters[each.name]._hp_mapping.optim_fragment[m] for m in moments},
-            )
-            for each in self._weight_fragments()
-        ]
+        """The moments are cut from the flat ones here: DeepSpeed's own functions find them after its first step only,
+        and of the first parameter group only."""
+        moments = [moments_of(self.engine.optimizer.optimizer, partition) for partition in self._partitions()]
+        found = []
+        for fragment, (_, mapping) in zip(self._weight_fragments(), self._mapped(), strict=True):
+            place = mapping.hp_fragment_address
+            flat = moments[mapping.param_group_index]
+            mine = {moment: tensor.narrow(0, place.start, place.numel) for moment, tensor in flat.items()}
+            found.append(dataclasses.replace(fragment, moments=mine))
+        return found
 
     def _partitions(self) -> list[Tensor]:
         return [partition for group in self.engine.optimizer.optimizer.param_groups for partition in group["params"]]
@@ -246,15 +245,11 @@ class Stage3(_Sharded):
         made = [moments_of(optimizer, flat) for flat in self.engine.optimizer.fp32_partitioned_groups_flat]
         moments = list(made[0]) if made else []
         parameters = trained(self.policy)
-        return [
-            Fragment(
-                each.name,
-                each.start,
-                each.weight,
-                {moment: self._partition_of(parameters[each.name], moment) for moment in moments},
-            )
-            for each in self._weight_fragments()
-        ]
+        found = []
+        for fragment in self._weight_fragments():
+            mine = {moment: self._partition_of(parameters[fragment.name], moment) for moment in moments}
+            found.append(dataclasses.replace(fragment, moments=mine))
+        return found
 
     def restored(self, steps: int) -> None:
         """Shim: as DeepSpeed's own step ends (deepspeed/runtime/zero/stage3.py), which has no public name for it."""

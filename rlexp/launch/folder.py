@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp import __version__
-from rlexp.checkpoint import folder as checkpoint
-from rlexp.checkpoint.folder import NEVER
+from rlexp.checkpoint.folder import NEVER, candidates, check_sizes, read_position, sweep
 from rlexp.config import load
 from rlexp.config.identity import check_force, identity, refuse_changes
 from rlexp.config.schema import Config
@@ -41,7 +40,7 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     if _is_finished(cfg, run_dir, before, now):
         return False
     forced = _check_identity(cfg, run_dir, now)
-    checkpoint.sweep(run_dir)
+    sweep(run_dir)
     if cfg.parallel.world_size > 1:
         (run_dir / "logs").mkdir(exist_ok=True)
     load.to_file(cfg, run_dir / "config.yaml")
@@ -92,10 +91,10 @@ def _check_writable(run_dir: Path) -> None:
 def _check_identity(cfg: Config, run_dir: Path, now: dict[str, Any]) -> list[str]:
     """Against the newest checkpoint that is as long as it should be; its contents are read by the ranks."""
     check_force(cfg.resume.force, now)
-    for path in checkpoint.candidates(cfg.resume.mode, run_dir):
+    for path in candidates(cfg.resume.mode, run_dir):
         try:
-            checkpoint.check_sizes(path)
-            was = checkpoint.read_position(path)["identity"]
+            check_sizes(path)
+            was = read_position(path)["identity"]
         except CheckpointError:
             continue
         return refuse_changes(path, was, now, cfg.resume.force)

@@ -9,11 +9,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
+from rlexp.config.schema import ExportDtype, HFModelConfig, ModelConfig
 from rlexp.errors import ModelError
 
 SHARD = "5GB"
+
+
+def dtype_of(chosen: ExportDtype, *, bf16: bool) -> torch.dtype:
+    """`auto` is what was computed with, and float32 of float64."""
+    match chosen:
+        case ExportDtype.auto:
+            return torch.bfloat16 if bf16 else torch.float32
+        case ExportDtype.bf16:
+            return torch.bfloat16
+        case ExportDtype.fp16:
+            return torch.float16
+        case ExportDtype.fp32:
+            return torch.float32
 
 
 def on_host(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -32,6 +47,7 @@ def export(like: PreTrainedModel, weights: Mapping[str, Tensor], tokenizer: Any,
     if lost:
         raise ModelError(f"{place}: cannot be exported, since there are no weights for {', '.join(lost[:4])}.")
     model.generation_config = like.generation_config
+    disable_progress_bar()
     model.save_pretrained(place, max_shard_size=SHARD)
     tokenizer.save_pretrained(place)
 
@@ -49,3 +65,14 @@ def save_description(like: PreTrainedModel, tokenizer: Any, place: Path) -> None
     if like.can_generate():
         like.generation_config.save_pretrained(place)
     tokenizer.save_pretrained(place)
+
+
+def described(place: Path, cfg: ModelConfig) -> tuple[PreTrainedModel, Any]:
+    """What `save_description` wrote: the model without weights, and its tokenizer."""
+    trusted = isinstance(cfg, HFModelConfig) and cfg.trust_remote_code
+    config = AutoConfig.from_pretrained(place, trust_remote_code=trusted)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+    if (place / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(place)
+    return model, AutoTokenizer.from_pretrained(place, trust_remote_code=trusted)

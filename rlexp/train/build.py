@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig
 
 from rlexp.algos.base import PreferenceLoss
 from rlexp.algos.dpo import DPO
@@ -21,7 +20,6 @@ from rlexp.config.schema import (
     DPOConfig,
     EngineConfig,
     EngineName,
-    ExportDtype,
     JsonlDataConfig,
     LossConfig,
     OptimConfig,
@@ -132,16 +130,6 @@ def _refuse_foreign_tokens(pairs: Sequence[Pair], vocabulary: int) -> None:
             )
 
 
-def export_dtype(cfg: Config) -> torch.dtype:
-    match cfg.checkpoint.export_dtype:
-        case ExportDtype.auto:
-            return torch.bfloat16 if cfg.train.precision is Precision.bf16 else torch.float32
-        case ExportDtype.fp16:
-            return torch.float16
-        case chosen:
-            return DTYPES[Precision[chosen.value]]
-
-
 def build_loss(cfg: LossConfig) -> PreferenceLoss:
     match cfg:
         case DPOConfig(beta=beta, label_smoothing=label_smoothing):
@@ -150,7 +138,7 @@ def build_loss(cfg: LossConfig) -> PreferenceLoss:
             raise AssertionError(cfg)
 
 
-def build_policy(cfg: Config, config: PreTrainedConfig, device: torch.device) -> Policy:
+def build_policy(cfg: Config, config: Any, device: torch.device) -> Policy:
     """The model as it starts: the same on every rank, or under ZeRO-3 in pieces from the first moment."""
     float64 = cfg.train.precision is Precision.fp64
     with pieces_for(cfg.engine):

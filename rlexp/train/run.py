@@ -9,19 +9,18 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rlexp import __version__
-from rlexp.checkpoint import folder as checkpoint
-from rlexp.checkpoint.folder import METRICS
+from rlexp.checkpoint.folder import METRICS, latest_first
 from rlexp.config.load import to_plain
-from rlexp.config.schema import Config, LoggerName
+from rlexp.config.schema import Config, LoggerName, Precision
 from rlexp.errors import NonFiniteError
 from rlexp.launch import folder
 from rlexp.launch.folder import derived_sizes
 from rlexp.launch.stops import Outcome, finishing_steps, heard
-from rlexp.model.export import export, on_host
+from rlexp.model.export import dtype_of, export, on_host
 from rlexp.sinks.base import Sink, Sinks
 from rlexp.sinks.console import ConsoleSink, say
 from rlexp.sinks.jsonl import JsonlSink, read_rows
-from rlexp.train.build import Run, build, export_dtype
+from rlexp.train.build import Run, build
 from rlexp.train.loop import Position, last_step, train_loop
 from rlexp.train.resume import build_keeper, resume
 
@@ -79,8 +78,9 @@ def how_it_ended(run: Run, position: Position, stop: signal.Signals | None, fail
 def export_run(run: Run, place: Path) -> None:
     """A collective call: parameters are gathered one by one, and rank 0 writes."""
     weights = run.engine.weights()
+    dtype = dtype_of(run.cfg.checkpoint.export_dtype, bf16=run.cfg.train.precision is Precision.bf16)
     if run.world.rank == 0:
-        export(run.engine.policy.model, on_host(weights, export_dtype(run.cfg)), run.tokenizer, place)
+        export(run.engine.policy.model, on_host(weights, dtype), run.tokenizer, place)
     else:
         deque(weights, maxlen=0)
     dist.barrier()
@@ -155,5 +155,5 @@ def footer(run: Run, run_dir: Path, outcome: Outcome) -> str:
 
 
 def latest(run_dir: Path) -> str:
-    found = checkpoint.latest_first(run_dir)
+    found = latest_first(run_dir)
     return found[0].name if found else "its first step"

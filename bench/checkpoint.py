@@ -1,0 +1,522 @@
+"""What checkpoints, engines and the start cost, each over its yardstick, in one run.
+
+    python bench/checkpoint.py                      print the tables; about seven minutes on 2 cores
+    python bench/checkpoint.py --write docs/benchmarks.md
+    python bench/checkpoint.py --only saving        or steps, or start
+
+Saving: seconds that training stands still, and seconds until the checkpoint is on disk and has its name, beside
+`torch.save` of the same state and torch's own asynchronous checkpoint. The floors: one memcpy of the same bytes, and
+one plain write of them with fsync. Steps: every engine over DistributedDataParallel with the same model, optimizer
+and micro-batches. Start: from the command to the first row. Where there is a GPU for every rank, saving and steps
+run there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from rlexp.checkpoint import folder
+from rlexp.checkpoint.saver import Saver
+from rlexp.checkpoint.tensors import Reader, share
+from rlexp.config.hardware import visible_gpus
+from rlexp.config.load import compose_config
+from rlexp.config.schema import Config, OptimConfig
+from rlexp.engine.base import MOMENTS, set_lr, shape_of, trained
+from rlexp.engine.plain import PlainEngine
+from rlexp.launch.folder import git_commit
+from rlexp.launch.local import PRELOAD, run_ranks
+from rlexp.launch.place import Place, join, prepare_environment
+from rlexp.model.policy import Policy
+from rlexp.prove.tables import put
+from rlexp.ring.groups import World
+from rlexp.train.build import Run, build
+from rlexp.train.step import train_step
+from rlexp.types import Shard, TokenLogps
+
+TIMEOUT = 400.0  # seconds that any one start of ranks, or any one process, may take
+BASE = ("logger=none", "train.precision=fp32", "parallel=ring1")
+
+LARGE = ("model.hidden_size=768", "model.intermediate_size=2048", "model.layers=17")  # 106 million parameters
+SAVES = 4  # the first, and those after it
+SAVING = [(engine, ranks) for engine in ("torch", "zero1") for ranks in (1, 2)]
+
+SMALL: tuple[str, ...] = ()  # model=tiny as it is
+MIDDLE = ("model.hidden_size=384", "model.intermediate_size=1024", "model.layers=6")
+SIZES = ((SMALL, 8, 25), (MIDDLE, 4, 7))  # the model, samples per step, steps measured
+RANKS, MICRO, WARM_UP = 2, 1, 2
+DDP = "DistributedDataParallel"
+ENGINES: dict[str, tuple[str, ...]] = {
+    "torch": ("engine=torch",),
+    "zero0": ("engine=zero0",),
+    "zero1": ("engine=zero1",),
+    "zero2": ("engine=zero2",),
+    "zero3": ("engine=zero3",),
+    "zero1, optimizer offloaded": ("engine=zero1", "engine.offload=optimizer"),
+    "zero3, all offloaded": ("engine=zero3", "engine.offload=all"),
+    "fsdp2": ("engine=fsdp2",),
+}
+AGREE = 1e-3  # relative: by how much the losses of two engines may differ before the comparison means nothing
+
+COMMAND = ("parallel=ring8", "launch.device=cpu", "logger=none", "train.max_steps=1", "checkpoint.export=false")
+STARTS = 3
+STARTED: dict[str, tuple[str, ...]] = {
+    "torch": ("engine=torch",),
+    "zero1 (the default)": (),
+    "zero3": ("engine=zero3",),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python bench/checkpoint.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", type=Path, help="put the tables into this page, between its markers")
+    parser.add_argument("--only", choices=TABLES, help="one table alone")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    prepare_environment("cpu")
+    chosen = [options.only] if options.only else list(TABLES)
+    text = "\n\n".join([about(), *(TABLES[name]() for name in chosen)])
+    print(text)
+    if options.write:
+        put(options.write, text)
+
+
+def about() -> str:
+    commit = git_commit() or "unknown"
+    changed = ", with changes that are not committed," if commit.endswith("+dirty") else ""
+    return (
+        f"Measured {time.strftime('%Y-%m-%d')} at commit {commit[:12]}{changed} by `python bench/checkpoint.py`\n"
+        f"on {processor()}, {os.cpu_count()} cores, {visible_gpus()} GPUs; torch {torch.__version__}, "
+        f"one thread per rank, float32."
+    )
+
+
+def processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def configured(ranks: int, *overrides: str) -> Config:
+    device = "cuda" if visible_gpus() >= ranks else "cpu"
+    return compose_config([*BASE, f"launch.device={device}", f"launch.nproc={ranks}", *overrides])
+
+
+def on_ranks(target: Callable[..., Any], ranks: int, *args: Any) -> Any:
+    """What rank 0 returned."""
+    device = "cuda" if visible_gpus() >= ranks else "cpu"
+    return run_ranks(target, ranks, args, device=device, preload=(*PRELOAD, "deepspeed"), timeout=TIMEOUT)[0]
+
+
+def join_world(place: Place, cfg: Config) -> None:
+    join(place, cfg.launch.device.value, TIMEOUT, cfg.launch.torch_threads)
+
+
+def slowest(values: Iterable[float]) -> list[float]:
+    """Of each value, the largest of any rank. A collective call."""
+    largest = torch.tensor(list(values), dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    found: list[float] = largest.tolist()
+    return found
+
+
+# ---- saving ----
+
+
+@dataclass(frozen=True)
+class Save:
+    """Seconds, of the slowest rank."""
+
+    still: float  # training stands still
+    done: float  # until all is on disk
+    held: float  # the longest that the main thread was held up meanwhile
+    cpu: float  # of a core, taken meanwhile
+
+
+@dataclass(frozen=True)
+class Saved:
+    """All saves of one engine on so many ranks."""
+
+    parameters: int
+    memcpy: float
+    plain_write: list[Save]
+    by: dict[str, list[Save]]
+
+
+OURS, WHOLE, ASYNC = "rlexp", "`torch.save`, fsync", "torch's async checkpoint"
+
+
+def saving() -> str:
+    lines = [
+        "| engine, ranks | what | stands still: first | later | over `torch.save` | on disk after | "
+        "over `torch.save` | GB/s | held up meanwhile | core-seconds meanwhile |",
+        "| --- | --- |" + " ---: |" * 8,
+    ]
+    parameters = 0
+    for engine, ranks in SAVING:
+        with tempfile.TemporaryDirectory(prefix="rlexp-bench-") as place:
+            size = f"train.batch_size={ranks}"
+            saved: Saved = on_ranks(save_rank, ranks, configured(ranks, *LARGE, f"engine={engine}", size), place)
+        lines += rows_of(f"{engine}, {ranks}", saved)
+        parameters = saved.parameters
+    held = 4 * (1 + len(MOMENTS)) * parameters
+    return (
+        f"### Saving\n\nWeights and two moments of {parameters / 1e6:.0f} million parameters: {held / 1e9:.2f} GB, "
+        f"shared out evenly among the ranks.\nSeconds of the slowest rank, medians of {SAVES - 1} saves after the "
+        f"first. `torch.save` writes the whole state from rank 0.\nTraining stands still for all of a `torch.save`. "
+        f'"Held up" is the longest that Python\'s main thread did not run while\nthe files were written; '
+        f'"core-seconds" is what writing them took of a core, of the busiest rank.\n\n' + "\n".join(lines)
+    )
+
+
+def rows_of(case: str, saved: Saved) -> list[str]:
+    size = 4e-9 * (1 + len(MOMENTS)) * saved.parameters
+    reference = median(save.done for save in saved.by[WHOLE])
+    write = median(save.done for save in saved.plain_write)
+    floor = f"| {case} | floor: memcpy; plain write, fsync | | {saved.memcpy:.2f} | {saved.memcpy / reference:.3f} "
+    lines = [f"{floor}| {write:.1f} | {write / reference:.2f} | {size / write:.2f} | | |"]
+    for name, saves in saved.by.items():
+        later = saves[1:]
+        still, done = median(save.still for save in later), median(save.done for save in later)
+        over = "1" if name == WHOLE else f"{still / reference:.3f}"
+        meanwhile = (
+            "| |"
+            if name == WHOLE
+            else f"{median(save.held for save in later):.2f} | {median(save.cpu for save in later):.1f} |"
+        )
+        lines.append(
+            f"| | {name} | {saves[0].still:.2f} | {still:.2f} | {over} "
+            f"| {done:.1f} | {done / reference:.2f} | {size / done:.2f} | {meanwhile}"
+        )
+    return lines
+
+
+def median(values: Iterable[float]) -> float:
+    return statistics.median(list(values))
+
+
+def save_rank(place: Place, cfg: Config, work: str) -> Saved | None:
+    """The ways of saving in turn, so that all meet the same disk."""
+    join_world(place, cfg)
+    run = build(cfg)
+    train_step(run, run.sampler.batch(1))  # moments that are no pages of zeros
+    bench = SaveBench(run, Path(work))
+    memcpy = slowest([bench.memcpy()])[0]
+    ways = {OURS: bench.ours, WHOLE: bench.whole, ASYNC: bench.asynchronous}
+    found: dict[str, list[Save]] = {name: [] for name in ways}
+    plain = []
+    for _ in range(SAVES):
+        for name, way in ways.items():
+            found[name].append(way())
+        plain.append(bench.plain())
+    bench.stager.close()
+    dist.barrier()
+    return Saved(run.parameters, memcpy, plain[1:], found) if place.rank == 0 else None
+
+
+class SaveBench:
+    """One engine's state, saved by several means. All methods are collective calls."""
+
+    def __init__(self, run: Run, work: Path) -> None:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        self.run, self.work, self.first = run, work, run.world.rank == 0
+        shapes = {name: list(shape_of(parameter)) for name, parameter in trained(run.engine.policy).items()}
+        self.saver = Saver(run.engine, run.world, work, {"parameters": shapes})
+        self.step = 0
+        self.state: dict[str, Tensor] = {}  # whole, on rank 0, read from the first checkpoint of ours
+        fragments = share(run.engine, run.world.rank, run.world.size)
+        self.mine = {f"{run.world.rank}/{kind}/{f.name}": t for f in fragments for kind, t in f.tensors()}
+        elements = sum(tensor.numel() for tensor in self.mine.values())
+        self.flat = np.random.default_rng(run.world.rank).random(elements, dtype=np.float32)
+        gpu = run.device.type == "cuda"
+        self.stager = DefaultStager(StagingOptions(gpu, False, False, gpu))  # the memory is kept, as ours is
+        self.group: Any = dist.new_group(backend="gloo")  # its thread has collectives of its own
+
+    def memcpy(self) -> float:
+        target = np.zeros_like(self.flat)
+        target.fill(1.0)
+        times = []
+        for _ in range(5):
+            dist.barrier()
+            began = time.perf_counter()
+            np.copyto(target, self.flat)
+            times.append(time.perf_counter() - began)
+        return median(times)
+
+    def observed(
+        self, begin: Callable[[], None], writing: Callable[[], bool], finish: Callable[[], None], left: Path
+    ) -> Save:
+        """`left` is what it leaves on disk, removed afterwards."""
+        if self.first:
+            os.sync()  # what was written before is no matter of this save
+        dist.barrier()
+        began = time.perf_counter()
+        begin()
+        still = time.perf_counter() - began
+        taken, last, held = time.process_time(), time.perf_counter(), 0.0
+        while writing():
+            time.sleep(0.002)
+            last, before = time.perf_counter(), last
+            held = max(held, last - before)
+        finish()
+        done, cpu = time.perf_counter() - began, time.process_time() - taken
+        save = Save(*slowest([still, done, held, cpu]))
+        if self.first:
+            if left.parent.name == folder.FOLDER and not self.state:
+                self.state = whole_state(left)
+            shutil.rmtree(left, ignore_errors=True)
+        dist.barrier()
+        return save
+
+    def ours(self) -> Save:
+        self.step += 1
+
+        def finish() -> None:
+            failed = self.saver.settle()
+            if failed:
+                raise RuntimeError(failed)
+
+        return self.observed(
+            lambda: self.saver.begin(self.step, describe),
+            lambda: self.saver.writing,
+            finish,
+            folder.folder_of(self.work, self.step),
+        )
+
+    def whole(self) -> Save:
+        """As it is commonly done: rank 0 writes, and all wait."""
+        left = self.work / "whole"
+
+        def begin() -> None:
+            if self.first:
+                left.mkdir()
+                torch.save(self.state, left / "state.pt")
+                folder.sync(left / "state.pt")
+            dist.barrier()
+
+        return self.observed(begin, lambda: False, lambda: None, left)
+
+    def plain(self) -> Save:
+        """The floor of what is on disk: each rank's bytes from one buffer."""
+        left = self.work / "plain"
+
+        def begin() -> None:
+            left.mkdir(exist_ok=True)
+            path = left / str(self.run.world.rank)
+            self.flat.tofile(path)
+            folder.sync(path)
+
+        return self.observed(begin, lambda: False, lambda: None, left)
+
+    def asynchronous(self) -> Save:
+        """torch.distributed.checkpoint, each rank its own part: no tensor is deduplicated, planned or cut."""
+        from torch.distributed.checkpoint import async_save
+
+        left, futures = self.work / "async", list[Future[Any]]()
+
+        def begin() -> None:
+            begun = async_save(self.mine, checkpoint_id=left, process_group=self.group, async_stager=self.stager)
+            assert isinstance(begun, Future)
+            futures.append(begun)
+
+        return self.observed(begin, lambda: not futures[0].done(), lambda: futures[0].result(), left)
+
+
+def describe(place: Path) -> None:
+    """What a run writes beside the state is a few kilobytes."""
+    (place / folder.MODEL).mkdir()
+    (place / folder.POSITION).write_text("{}", encoding="utf-8")
+    (place / folder.METRICS).write_text("", encoding="utf-8")
+
+
+def whole_state(checkpoint: Path) -> dict[str, Tensor]:
+    reader = Reader(checkpoint, folder.check_sizes(checkpoint))
+    return {
+        f"{kind}/{name}": reader.whole(kind, name).clone() for kind in ("weight", *MOMENTS) for name in reader.shapes
+    }
+
+
+# ---- steps ----
+
+
+class DDPEngine(PlainEngine):
+    """What one would write without rlexp's engines: DDP, torch's own clipping, the same optimizer."""
+
+    name = DDP
+
+    def __init__(
+        self, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype, micro_batches: int
+    ) -> None:
+        super().__init__(policy, optim, world, dtype)
+        self.module = DistributedDataParallel(policy)
+        self.micro_batches, self.passed = micro_batches, 0
+
+    def forward(self, shard: Shard) -> TokenLogps:
+        """Gradients are reduced with the last micro-batch; DDP wants to know in the forward pass."""
+        self.passed += 1
+        with self.module.no_sync() if self.passed % self.micro_batches else contextlib.nullcontext():
+            logps: TokenLogps = self.module(shard)
+        return logps
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        assert last == (self.passed % self.micro_batches == 0)
+        loss.backward()
+
+    def grad_norm(self) -> float:
+        return float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm))
+
+    def step(self, lr: float) -> None:
+        set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+
+
+@dataclass(frozen=True)
+class Steps:
+    parameters: int
+    seconds: dict[str, list[float]]  # of the slowest rank, by engine
+
+
+def steps() -> str:
+    found: list[Steps] = []
+    for model, batch, repeats in SIZES:
+        sizes = (f"train.batch_size={batch}", f"train.micro_batch_size={MICRO}")
+        configs = {name: configured(RANKS, *model, *sizes, *overrides) for name, overrides in ENGINES.items()}
+        found.append(on_ranks(step_rank, RANKS, configs, repeats))
+    heads = " | ".join(f"{size.parameters / 1e6:.2g} million" for size in found)
+    base = " | ".join(f"1 ({median(size.seconds[DDP]) * 1e3:.0f} ms)" for size in found)
+    lines = [f"| engine | {heads} |", "| --- |" + " ---: |" * len(found), f"| {DDP} | {base} |"]
+    lines += [f"| {name} | {' | '.join(ratio(size, name) for size in found)} |" for name in ENGINES]
+    counts = " and ".join(str(repeats) for _, _, repeats in SIZES)
+    batches = " and ".join(str(batch) for _, batch, _ in SIZES)
+    return (
+        f"### Step time\n\n{RANKS} replicas, ring 1; {batches} pairs a step in micro-batches of {MICRO}; the engines "
+        f"take their steps in turn, on the same samples.\nEach cell is the median of {counts} ratios to the step of "
+        f"{DDP} in the same turn, and in brackets the middle half of them.\nA step holds the reference model's "
+        f"forward pass too, as in training.\n\n" + "\n".join(lines)
+    )
+
+
+def ratio(size: Steps, name: str) -> str:
+    ratios = [mine / base for mine, base in zip(size.seconds[name], size.seconds[DDP], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.2f} ({low:.2f}–{high:.2f})"
+
+
+def step_rank(place: Place, configs: dict[str, Config], repeats: int) -> Steps | None:
+    join_world(place, next(iter(configs.values())))
+    runs = {DDP: with_ddp(configs["torch"])} | {name: build(cfg) for name, cfg in configs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(1, WARM_UP + repeats + 1):
+        losses = {}
+        for name in rotated(list(runs), turn):
+            dist.barrier()
+            began = time.perf_counter()
+            losses[name] = train_step(runs[name], runs[name].sampler.batch(turn))["train/loss"]
+            taken = slowest([time.perf_counter() - began])[0]
+            if turn > WARM_UP:
+                seconds[name].append(taken)
+        apart = max(losses.values()) / min(losses.values()) - 1
+        if not apart < AGREE:
+            raise RuntimeError(f"step {turn}: the engines' losses differ by {apart:.1e}: {losses}")
+    dist.barrier()
+    return Steps(runs[DDP].parameters, seconds) if place.rank == 0 else None
+
+
+def with_ddp(cfg: Config) -> Run:
+    run = build(cfg)
+    engine = DDPEngine(run.engine.policy, cfg.optim, run.world, torch.float32, cfg.train.grad_acc)
+    return dataclasses.replace(run, engine=engine)
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """Nobody is always after the same one."""
+    at = turn % len(names)
+    return [*names[at:], *names[:at]]
+
+
+# ---- start ----
+
+
+def start() -> str:
+    totals: dict[str, list[float]] = {name: [] for name in STARTED}
+    imports: dict[str, list[float]] = {name: [] for name in STARTED}
+    for _ in range(STARTS):
+        for name, overrides in STARTED.items():
+            modules = ["rlexp.__main__", "rlexp.launch.job", *PRELOAD, *(["deepspeed"] if name != "torch" else [])]
+            totals[name].append(seconds_to_first_row(overrides))
+            imports[name].append(seconds_to_import(modules))
+    lines = ["| engine | first row after | all runs | imports alone |", "| --- | ---: | ---: | ---: |"]
+    for name, times in totals.items():
+        runs = ", ".join(f"{each:.1f}" for each in sorted(times))
+        lines.append(f"| {name} | {median(times):.1f} s | {runs} | {median(imports[name]):.1f} s |")
+    command = " ".join(("python -m rlexp", *COMMAND))
+    return (
+        f"### Start\n\nFrom `{command}` to the first row in `metrics.jsonl`: 8 ranks, medians of {STARTS} runs.\n"
+        f'"Imports alone" is one process that imports what launcher and ranks import, and no more. The aim is 15 s '
+        f"on 2 cores.\n\n" + "\n".join(lines)
+    )
+
+
+def seconds_to_first_row(overrides: Sequence[str]) -> float:
+    with tempfile.TemporaryDirectory(prefix="rlexp-bench-") as work:
+        rows, log = Path(work) / "run" / "metrics.jsonl", Path(work) / "log"
+        with log.open("wb") as output:
+            command = [sys.executable, "-m", "rlexp", *COMMAND, *overrides, f"hydra.run.dir={rows.parent}"]
+            began = time.perf_counter()
+            process = subprocess.Popen(command, cwd=work, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                while not (rows.exists() and rows.stat().st_size):
+                    if process.poll() is not None or time.perf_counter() - began > TIMEOUT:
+                        raise RuntimeError(f"no row after {time.perf_counter() - began:.0f} s: {log.read_text()}")
+                    time.sleep(0.01)
+                taken = time.perf_counter() - began
+                process.wait(TIMEOUT)
+            finally:
+                if process.poll() is None:
+                    process.terminate()  # the launcher ends its ranks, or they end without it
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(30)
+                    process.kill()
+                process.wait(TIMEOUT)
+    return taken
+
+
+def seconds_to_import(modules: Sequence[str]) -> float:
+    began = time.perf_counter()
+    command = [sys.executable, "-c", f"import {', '.join(modules)}"]
+    subprocess.run(command, check=True, timeout=TIMEOUT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return time.perf_counter() - began
+
+
+TABLES: dict[str, Callable[[], str]] = {"saving": saving, "steps": steps, "start": start}
+
+
+if __name__ == "__main__":
+    main()

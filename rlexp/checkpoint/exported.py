@@ -1,0 +1,54 @@
+"""From a checkpoint to a model folder, in one process and without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlexp.checkpoint import folder
+from rlexp.checkpoint.tensors import Reader
+from rlexp.config.load import from_plain
+from rlexp.config.schema import Config, ExportDtype, Precision
+from rlexp.errors import CheckpointError
+from rlexp.model.export import described, dtype_of, export
+from rlexp.model.loading import load_config, load_model
+
+
+def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype) -> Path:
+    """Returns where the model stands."""
+    checkpoint = _newest_whole(source)
+    place = out or checkpoint.parent.parent / f"model-{checkpoint.name}"
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise CheckpointError(f"{place}: is there already. Give a folder that is new or empty: --out FOLDER.")
+    cfg = from_plain(folder.read_position(checkpoint)["config"])
+    reader = Reader(checkpoint, folder.read_manifest(checkpoint))
+    model, tokenizer = described(checkpoint / folder.MODEL, cfg.model)
+    chosen = dtype_of(dtype, bf16=cfg.train.precision is Precision.bf16)
+    trained = {name: reader.whole("weight", name).to(chosen) for name in reader.shapes}
+    model, others = _others(cfg, model, trained)
+    export(model, {name: tensor.to(chosen) for name, tensor in others.items()} | trained, tokenizer, place)
+    return place
+
+
+def _newest_whole(source: Path) -> Path:
+    reasons = []
+    for checkpoint in folder.named(source):
+        try:
+            manifest = folder.check_sizes(checkpoint)
+            folder.check_contents(checkpoint, manifest["files"], manifest)
+            return checkpoint
+        except CheckpointError as error:
+            reasons.append(str(error))
+    raise CheckpointError(f"{source}: there is no whole checkpoint. {' '.join(reasons)}")
+
+
+def _others(cfg: Config, model: Any, trained: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    """What was not trained is not in the checkpoint, and is what it was in the model that was begun with."""
+    missing = [name for name, _ in model.named_parameters() if name not in trained]
+    kept = [name for name in model.state_dict() if name in dict(model.named_buffers())]
+    if not missing and not kept:
+        return model, {}
+    base = load_model(cfg.model, load_config(cfg.model, cfg.data.max_length), cfg.data.max_length)
+    return base, {name: tensor.detach() for name, tensor in base.named_parameters() if name in missing}

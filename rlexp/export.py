@@ -1,0 +1,37 @@
+"""A checkpoint as a model that transformers loads.
+
+python -m rlexp.export RUN                        its newest whole checkpoint, to RUN/model-step-…
+python -m rlexp.export RUN/checkpoints/step-00000050 --out FOLDER --dtype bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rlexp.config.schema import ExportDtype
+from rlexp.errors import UserError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlexp.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("--out", type=Path, help="a folder that is new or empty")
+    parser.add_argument("--dtype", choices=[each.value for each in ExportDtype], default=ExportDtype.auto.value)
+    options = parser.parse_args()
+    from rlexp.checkpoint.exported import export_checkpoint  # here, since it imports torch
+
+    try:
+        place = export_checkpoint(options.source, options.out, ExportDtype[options.dtype])
+    except UserError as error:
+        sys.stderr.write(f"rlexp: {error}\n")
+        return 1
+    sys.stderr.write(f"done: {place}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
