@@ -12,6 +12,7 @@ from torch import Tensor
 from rlexp.config.schema import Config
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, join
+from rlexp.prove.engines import SpyEngine
 
 TIMEOUT = 240.0
 COLLECTIVE_TIMEOUT = 60.0
@@ -25,21 +26,6 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[
 def _joined(place: Place, function: Callable[..., Any], args: Sequence[Any]) -> Any:
     join(place, "cpu", COLLECTIVE_TIMEOUT)
     return function(place, *args)
-
-
-class SpyEngine:
-    """An engine that keeps the whole gradient of each step before it is used up."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.kept: list[dict[str, Tensor]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def step(self, lr: float) -> None:
-        self.kept.append({name: grad.double().cpu() for name, grad in self._engine.gradients().items()})
-        self._engine.step(lr)
 
 
 class SpyLoss:

@@ -64,6 +64,14 @@ def enter(cfg: Config, run_dir: Path) -> bool:
 KEPT = ("wandb_id", "steps")  # of a run that goes on
 
 
+_claimed: dict[Path, int] = {}
+
+
+def leave(run_dir: Path) -> None:
+    """Give a claimed folder back, for a process that lives on."""
+    os.close(_claimed.pop(run_dir))
+
+
 def _claim(run_dir: Path) -> None:
     """Of two processes that want one folder, one gets it, and has it for as long as it lives."""
     handle = os.open(run_dir / ".lock", os.O_CREAT | os.O_RDWR)
@@ -74,6 +82,7 @@ def _claim(run_dir: Path) -> None:
         raise ConfigError(
             f"hydra.run.dir={run_dir}: another process is training there. Wait for it, or give another folder."
         ) from None
+    _claimed[run_dir] = handle
 
 
 def _check_writable(run_dir: Path) -> None:

@@ -109,7 +109,8 @@ class Process:
     def ranks(self) -> list[int]:
         """What the launcher's fork server has forked, in that order."""
         members = self.members()
-        return sorted(pid for pid, parent in members.items() if members.get(parent) == self.popen.pid)
+        servers = {pid for pid, parent in members.items() if parent == self.popen.pid and is_fork_server(pid)}
+        return sorted(pid for pid, parent in members.items() if parent in servers)
 
     def ended(self, within: float) -> bool:
         """Whether the launcher and all that it started are gone."""
@@ -120,6 +121,12 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.popen.wait(timeout=STOPPING)
+
+
+def is_fork_server(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def wait_for(condition: Callable[[], bool], within: float, *, every: float = 0.001) -> bool:
@@ -195,8 +202,9 @@ def kill_often(run_dir: Path, draw: random.Random, times: int, tally: Tally) -> 
             tally.lost.append((int(rows[-1]["step"]) if rows else 0) - newest)
         whole = now
         print(
-            f"kill {number + 1:2} of {times}: {kill.victim:8} {phase:8} (aim {kill.aim:8}), {' '.join(LAYOUTS[kill.layout])}; "
-            f"whole: {sorted(whole)}",
+            f"kill {number + 1:2} of {times}: {kill.victim:8} {phase:8} (aim {kill.aim:8}), "
+            f"{' '.join(LAYOUTS[kill.layout])}; whole: "
+            f"{sorted(whole)}",
             file=sys.stderr,
         )
 
@@ -354,13 +362,14 @@ def report(tally: Tally, times: int, seed: int, apart: dict[str, float], seconds
         f"- {sum(tally.blamed)} of {len(tally.blamed)} killed ranks were named by the launcher as the cause",
         f"- all processes gone at most {tally.gone_after:.1f} s after the kill",
         f"- largest relative difference to the undisturbed run: loss {apart.get('train/loss', float('nan')):.1e}, "
-        f"final weights {apart.get('weights', float('nan')):.1e}, any other metric {others.get(worst, 0.0):.1e} ({worst})",
+        f"final weights {apart.get('weights', float('nan')):.1e}, any other metric {others.get(worst, 0.0):.1e} "
+        f"({worst})",
         f"- violations: {len(tally.broken)}",
     ]
     commit = (git_commit() or "unknown")[:12]
     intro = (
-        f"{times} kills (seed {seed}) of a run of {STEPS} steps in float64, on {len(LAYOUTS)} layouts in turn, against one "
-        f"process\nundisturbed. Measured {time.strftime('%Y-%m-%d')} at commit {commit}, CPU, in {seconds:.0f} s, by "
+        f"{times} kills (seed {seed}) of a run of {STEPS} steps in float64, on {len(LAYOUTS)} layouts in turn, against "
+        f"one process\nundisturbed. Measured {time.strftime('%Y-%m-%d')} at commit {commit}, CPU, in {seconds:.0f} s, by "
         f"`python -m rlexp.prove.kills`."
     )
     return "\n".join([intro, "", *lines, "", *facts])
