@@ -20,9 +20,13 @@ ARGS = ("launch.device=cpu", "hydra.run.dir=run", "engine=torch", "checkpoint.ex
 CLEAN = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and k != "NETRC"} | {"NETRC": "/dev/null"}
 
 
-def inspect(folder: Path) -> list[dict]:
-    """The records of an offline run, by W&B's own reader."""
+def inspect_only(folder: Path) -> list[dict]:
     (run,) = (folder / "run" / "wandb").glob("offline-run-*")
+    return inspect(run)
+
+
+def inspect(run: Path) -> list[dict]:
+    """The records of an offline run, by W&B's own reader."""
     wandb = Path(sys.executable).parent / "wandb"
     answer = subprocess.run(
         [str(wandb), "leet", "inspect", "--json", str(run)],
@@ -51,7 +55,7 @@ def test_an_offline_run_holds_every_row_and_the_configuration(tmp_path: Path) ->
     ]
     answer = subprocess.run(command, cwd=tmp_path, env=CLEAN, capture_output=True, text=True, timeout=120, check=False)
     assert answer.returncode == 0, answer.stderr
-    records = inspect(tmp_path)
+    records = inspect_only(tmp_path)
     rows = history(records)
     expected = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/global_step"] for row in rows] == [1, 2, 3]
@@ -100,7 +104,52 @@ def test_a_killed_run_keeps_its_rows(tmp_path: Path) -> None:
     process.wait(timeout=10)
     time.sleep(1)
     # The client writes to disk every second; without that it would be every 15, and nothing would be left.
-    assert len(history(inspect(tmp_path))) >= 8
+    assert len(history(inspect_only(tmp_path))) >= 8
+
+
+GOES_ON = (*ARGS, "checkpoint.save_every=5", "logger.progress=false")
+
+
+def kill_after(folder: Path, env: dict[str, str], rows: int) -> None:
+    """Start a run and kill its launcher, and with it all of it, some rows after its last checkpoint."""
+    command = [sys.executable, "-m", "rlexp", *GOES_ON, "train.max_steps=100000"]
+    process = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    path = folder / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (path.exists() and len(path.read_text().splitlines()) >= rows) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=10)
+    time.sleep(2)
+
+
+def test_a_killed_run_goes_on_in_the_same_offline_run(tmp_path: Path) -> None:
+    """Its fragments together hold every step once: neither those computed twice twice, nor those lost not at all."""
+    kill_after(tmp_path, CLEAN, rows=33)
+    command = [sys.executable, "-m", "rlexp", *GOES_ON, "train.max_steps=60"]
+    answer = subprocess.run(command, cwd=tmp_path, env=CLEAN, capture_output=True, text=True, timeout=120, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert "goes on from" in answer.stderr
+    fragments = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert len({fragment.name.rpartition("-")[2] for fragment in fragments}) == 1  # one id
+    steps = [row["train/global_step"] for fragment in fragments for row in history(inspect(fragment))]
+    assert sorted(steps) == list(range(1, 61))
+    assert all(row["_step"] == row["train/global_step"] for row in history(inspect(fragments[-1])))
+
+
+def test_a_stopped_run_goes_on_in_the_same_online_run(tmp_path: Path) -> None:
+    with WandbServer() as server:
+        online = CLEAN | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40, "WANDB_ERROR_REPORTING": "false"}
+        kill_after(tmp_path, online, rows=13)
+        arrived = len(server.rows)
+        command = [sys.executable, "-m", "rlexp", *GOES_ON, "train.max_steps=20"]
+        answer = subprocess.run(
+            command, cwd=tmp_path, env=online, capture_output=True, text=True, timeout=120, check=False
+        )
+    assert answer.returncode == 0, answer.stderr
+    assert len({run["name"] for run in server.runs}) == 1
+    assert arrived < 20
+    assert [row["train/global_step"] for row in server.rows] == list(range(1, 21))
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,19 @@ class WandbServer:
         self.server.shutdown()
         self.server.server_close()
 
+    def resumable(self, name: str | None) -> dict[str, Any] | None:
+        """What the server knows of a run that was sent before."""
+        if not any(run.get("name") == name for run in self.runs):
+            return None
+        project = {"id": "p", "name": "rlexp", "entity": {"id": "e", "name": "someone"}}
+        bucket = {
+            "id": "id", "name": name, "displayName": name, "tags": [], "config": "{}", "summaryMetrics": "{}",
+            "wandbConfig": json.dumps({"t": {}}), "sweepName": None, "eventsTail": "[]", "logLineCount": 0,
+            "eventsLineCount": 0, "historyLineCount": len(self.rows),
+            "historyTail": json.dumps([json.dumps(row) for row in self.rows[-1:]]),
+        }  # fmt: skip
+        return project | {"bucket": bucket}
+
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path.endswith("/file_stream"):
             for line in body.get("files", {}).get("wandb-history.jsonl", {}).get("content", []):
@@ -73,7 +86,7 @@ class WandbServer:
             }
             return {"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}
         if "RunResumeStatus" in query:
-            return {"data": {"model": None}}
+            return {"data": {"model": self.resumable(variables.get("name"))}}
         if "Viewer" in query:
             return {"data": {"viewer": {"id": "v", "entity": "someone", "username": "someone", "flags": "{}"}}}
         return {"errors": [{"message": "not known here"}]}

@@ -70,7 +70,6 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[st
 
 def refuse_changes(where: Path, was: Mapping[str, Any], now: Mapping[str, Any], force: Sequence[str]) -> list[str]:
     """Raise for what has changed and was not forced; say what was."""
-    check_force(force, now)
     forced = []
     for key, old, new in changes(was, now):
         if key in force or key.partition(".")[0] in force:

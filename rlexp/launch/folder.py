@@ -37,6 +37,7 @@ def enter(cfg: Config, run_dir: Path) -> bool:
         )
     _check_writable(run_dir)
     now = identity(cfg)
+    check_force(cfg.resume.force, now)
     if _is_finished(cfg, run_dir, before, now):
         return False
     forced = _check_identity(cfg, run_dir, now)
@@ -99,7 +100,6 @@ def _check_writable(run_dir: Path) -> None:
 
 def _check_identity(cfg: Config, run_dir: Path, now: dict[str, Any]) -> list[str]:
     """Against the newest checkpoint that is as long as it should be; its contents are read by the ranks."""
-    check_force(cfg.resume.force, now)
     for path in candidates(cfg.resume.mode, run_dir):
         try:
             check_sizes(path)

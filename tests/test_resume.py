@@ -1,0 +1,282 @@
+"""A run that stops and goes on: the same curve, wherever it goes on, and a word where it would not be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlexp.checkpoint import folder as checkpoint
+from rlexp.prove.curves import Curve, differences, excesses
+from rlexp.prove.resume import Where, curve_of, run
+from rlexp.sinks.jsonl import JsonlSink, read_rows
+from tests.test_cli import descendants, gone, run_json, wait_for_steps
+
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "engine=torch", "checkpoint.export=false",
+         "logger.progress=false")  # fmt: skip
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [int(row["step"]) for row in read_rows(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    """Undisturbed, in one process, in float64."""
+    return curve_of(run(Where("torch", 1, 1, "fp64"), tmp_path_factory.mktemp("straight")))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "stop"),
+    [
+        (Where("torch", 4, 1, "fp64"), Where("fsdp2", 2, 2, "fp64"), 1),
+        (Where("fsdp2", 2, 2, "fp64"), Where("torch", 1, 1, "fp64"), 3),
+        (Where("torch", 1, 1, "fp64"), Where("torch", 4, 1, "fp64"), 6),
+    ],
+    ids=["first step", "edge of an epoch", "before the last"],
+)
+def test_the_curve_goes_on_in_float64(straight: Curve, tmp_path: Path, one: Where, other: Where, stop: int) -> None:
+    begun = run(one, tmp_path / "run", f"train.stop_after={stop}")
+    assert steps_in(begun) == list(range(1, stop + 1))
+    assert run_json(begun)["reason"] == f"train.stop_after={stop}"
+    curve = curve_of(run(other, begun))
+    assert [row["step"] for row in curve.rows] == [1, 2, 3, 4, 5, 6, 7]
+    assert excesses(straight, curve) == []
+
+
+def test_across_engines_twice_stopped_in_float32(straight: Curve, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    for where in (Where("zero3", 2, 2, "fp32"), Where("zero1", 4, 1, "fp32")):
+        run(where, place, "train.stop_after=2")
+    curve = curve_of(run(Where("zero3", 1, 1, "fp32"), place))
+    apart = differences(straight, curve)
+    assert len(curve.rows) == 7
+    # 2.4e-7 measured, 4e-7 between undisturbed layouts in float32; a lost moment or a repeated step is 1e-3 and more.
+    assert apart["train/loss"] < 4e-6
+    assert apart["train/total_tokens"] == apart["train/epoch"] == 0
+
+
+def test_a_finished_run_has_nothing_to_do_until_it_is_made_longer(rlexp: Shell, tmp_path: Path) -> None:
+    first = rlexp(*QUICK, "train.max_steps=3", "train.precision=fp64")
+    assert first.returncode == 0, first.stderr
+    again = rlexp(*QUICK, "train.max_steps=3", "train.precision=fp64")
+    assert again.returncode == 0
+    assert "the run is finished. To train on, raise train.max_steps" in again.stderr
+    longer = rlexp(*QUICK, "train.max_steps=5", "parallel=ring2", "train.precision=fp32")
+    assert longer.returncode == 0, longer.stderr
+    assert "goes on from" in longer.stderr
+    assert "world_size was 1, and is 2" in longer.stderr
+    assert "precision was fp64, and is fp32" in longer.stderr
+    assert "the run was to end at step 3, and ends at 5: the learning rate, 0.0002 at step 4" in longer.stderr
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert rows[3]["train/learning_rate"] == pytest.approx(5e-4 * 2 / 5)
+    assert rows[4]["train/total_tokens"] == sum(row["train/tokens"] for row in rows)
+    refused = rlexp(*QUICK, "train.max_steps=6", "resume.mode=never")
+    assert refused.returncode == 1
+    assert "holds a run already" in refused.stderr
+
+
+def test_what_would_draw_another_curve_is_refused_by_name(rlexp: Shell, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    line = '{"prompt": "prompt ", "chosen": "yes %d", "rejected": "no!!"}\n'
+    path.write_text("".join(line % n for n in range(16)), encoding="utf-8")
+    data = (*QUICK, "data=jsonl", "data.path=pairs.jsonl", "train.max_steps=2")
+    assert rlexp(*data).returncode == 0
+    longer = (*data[:-1], "train.max_steps=3")
+    for change, said in (
+        ("seed=1", "rlexp: seed=1: the run in "),
+        ("loss.beta=0.2", "rlexp: loss.beta=0.2: the run in "),
+        ("train.batch_size=4", "rlexp: train.batch_size=4: "),
+        ("model.layers=3", "rlexp: model.layers=3: "),
+        ("optim.lr=1e-3", "rlexp: optim.lr=0.001: "),
+        ("data.max_length=64", "rlexp: data.max_length=64: "),
+    ):
+        refused = rlexp(*longer, change)
+        assert refused.returncode == 1
+        assert refused.stderr.startswith(said), refused.stderr
+        assert "resume.force=[" in refused.stderr
+        assert len(refused.stderr.splitlines()) == 1
+    os.rename(path, tmp_path / "moved.jsonl")  # the same pairs elsewhere are the same pairs
+    moved = (*longer[:-2], "data.path=moved.jsonl", "train.max_steps=3")
+    assert rlexp(*moved).returncode == 0
+    (tmp_path / "moved.jsonl").write_text("".join(line % n for n in range(1, 17)), encoding="utf-8")
+    edited = (*moved[:-1], "train.max_steps=4")
+    refused = rlexp(*edited)
+    assert refused.stderr.startswith("rlexp: data.path=moved.jsonl (")
+    forced = rlexp(*edited, "resume.force=[data]")
+    assert forced.returncode == 0, forced.stderr
+    assert "data.path was moved.jsonl (" in forced.stderr
+    assert steps_in(tmp_path / "run") == [1, 2, 3, 4]
+    assert "Did you mean" in rlexp(*edited, "resume.force=[optim.rl]").stderr
+
+
+def test_a_path_begins_a_run_of_its_own(rlexp: Shell, tmp_path: Path) -> None:
+    assert rlexp(*QUICK, "train.max_steps=4", "checkpoint.save_every=2").returncode == 0
+    fork = [*QUICK, "train.max_steps=4", "train.stop_after=1", "resume.mode=run/checkpoints/step-00000002"]
+    fork[2] = "hydra.run.dir=fork"
+    first = rlexp(*fork)
+    assert first.returncode == 0, first.stderr
+    assert steps_in(tmp_path / "fork") == [1, 2, 3]
+    second = rlexp(*fork)  # as a job that was put back in the queue: from where it is, not from the PATH
+    assert second.returncode == 0, second.stderr
+    assert "fork/checkpoints/step-00000003" in second.stderr
+    assert read_rows(tmp_path / "fork" / "metrics.jsonl")[3]["train/loss"] == pytest.approx(
+        read_rows(tmp_path / "run" / "metrics.jsonl")[3]["train/loss"], rel=1e-6
+    )
+    for mode, said in (("nowhere", "no such folder"), (".", "is neither a checkpoint nor a run")):
+        refused = rlexp(*QUICK[:2], "hydra.run.dir=third", "train.max_steps=1", f"resume.mode={mode}")
+        assert refused.returncode == 1
+        assert refused.stderr.startswith(f"rlexp: resume.mode={mode}: ")
+        assert said in refused.stderr
+        assert not (tmp_path / "third").exists()
+
+
+def test_another_models_checkpoint_is_refused_even_by_force(rlexp: Shell, tmp_path: Path) -> None:
+    assert rlexp(*QUICK, "train.max_steps=1").returncode == 0
+    refused = rlexp(*QUICK, "train.max_steps=2", "model.hidden_size=32", "resume.force=[model]")
+    assert refused.returncode == 1
+    assert "is of another model: model.embed_tokens.weight is [259, 64] in it, and is [259, 32] here" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_the_last_and_the_best_are_kept(rlexp: Shell, tmp_path: Path) -> None:
+    """The loss of single batches is not monotonous, so the best are not simply the last."""
+    best = ("checkpoint.keep_best=2", "checkpoint.best_metric=train/loss")
+    answer = rlexp(*QUICK, "train.max_steps=12", "checkpoint.save_every=3", "checkpoint.keep_last=2", *best)
+    assert answer.returncode == 0, answer.stderr
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    two = sorted(range(12), key=lambda n: rows[n]["train/loss"])[:2]
+    there = {checkpoint.step_of(path) for path in checkpoint.latest_first(tmp_path / "run")}
+    assert there >= {12} | {n + 1 for n in two}
+    assert len(there) <= 4  # the last two, and the best two; 3, 6 and what was among the best for a while are gone
+    assert any(n + 1 < 10 for n in two)
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+def test_time_is_a_cadence_too(rlexp: Shell, tmp_path: Path) -> None:
+    often = ("checkpoint.save_every=0.5s", "checkpoint.on_exit=false", "checkpoint.keep_last=99")
+    answer = rlexp(*QUICK, "parallel=ring2", "train.max_steps=30", *often)
+    assert answer.returncode == 0, answer.stderr
+    there = [checkpoint.step_of(path) for path in checkpoint.latest_first(tmp_path / "run")]
+    assert 1 <= len(there) < 25, there
+
+
+# ---- how it is asked to stop ----
+
+
+def start(folder: Path, *args: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rlexp", *QUICK, "parallel=ring2", "train.max_steps=100000", *args]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"])
+def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, name: str) -> None:
+    process = start(tmp_path)
+    wait_for_steps(tmp_path, process)
+    everyone = descendants(process.pid)
+    process.send_signal(signal.Signals[name])
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.Signals[name]
+    assert "Traceback" not in stderr
+    assert f"stopped: stopped by {name}; " in stderr
+    assert gone(everyone, within=5)
+    last = checkpoint.latest_first(tmp_path / "run")[0]
+    manifest = checkpoint.check_sizes(last)
+    checkpoint.check_contents(last, manifest["files"], manifest)
+    assert checkpoint.step_of(last) == steps_in(tmp_path / "run")[-1]
+    run = run_json(tmp_path / "run")
+    assert (run["status"], run["reason"]) == ("stopped", f"stopped by {name}")
+
+
+def test_one_rank_alone_may_be_asked(tmp_path: Path) -> None:
+    """As Slurm does, which signals the processes of a step and not their launcher."""
+    process = start(tmp_path)
+    wait_for_steps(tmp_path, process)
+    servers = [pid for pid in descendants(process.pid) if descendants(pid)]
+    os.kill(descendants(servers[0])[1], signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGUSR1
+    assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == steps_in(tmp_path / "run")[-1]
+
+
+@pytest.mark.parametrize("how", ["a second Ctrl-C", "the end of the grace"])
+def test_a_step_that_takes_too_long_is_abandoned_whole(tmp_path: Path, how: str) -> None:
+    """A step of some ten seconds: the request alone would wait for its end."""
+    slow = ("train.batch_size=240", "model.layers=6", "checkpoint.save_every=1", "train.micro_batch_size=2")
+    process = start(tmp_path, *slow, f"launch.grace_seconds={600 if how.startswith('a') else 1}")
+    wait_for_steps(tmp_path, process, steps=1)
+    everyone = descendants(process.pid)
+    asked = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    if how == "a second Ctrl-C":
+        time.sleep(0.6)
+        process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert time.monotonic() - asked < 8
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert gone(everyone, within=5)
+    assert steps_in(tmp_path / "run") == [1]
+    assert run_json(tmp_path / "run")["status"] == "stopped"
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(rlexp: Shell, tmp_path: Path) -> None:
+    process = start(tmp_path, "checkpoint.save_every=null")
+    wait_for_steps(tmp_path, process)
+    process.kill()
+    process.wait(timeout=10)
+    time.sleep(1)
+    answer = rlexp(*QUICK, "parallel=ring2", "train.max_steps=2", "resume.force=[seed]", "seed=3")
+    assert answer.returncode == 0, answer.stderr
+    assert "no checkpoint here yet: begins at step 1" in answer.stderr
+    assert steps_in(tmp_path / "run") == [1, 2]
+
+
+def test_rows_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    """The write itself is made to fail, half-way: what cannot be had here is a full disk without its mount."""
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.log({"step": 1})
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: real(handle, data[:3]))
+    sink.log({"step": 2})
+    sink.log({"step": 3})
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    monkeypatch.setattr(os, "write", real)
+    sink.log({"step": 4})
+    sink.close(0)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert capfd.readouterr().err.count("its rows wait") == 1
+
+
+def test_what_draws_numbers_draws_the_same_after_a_stop() -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    from rlexp.train.step import seed_everything
+
+    def drawn(step: int) -> tuple[float, float, float]:
+        seed_everything(0, step)
+        return float(torch.rand(1)), float(np.random.rand()), random.random()
+
+    one = drawn(7)
+    assert drawn(8) != one
+    assert drawn(7) == one
+
+
+def test_nothing_that_a_run_writes_is_a_pickle(rlexp: Shell, tmp_path: Path) -> None:
+    assert rlexp(*QUICK, "train.max_steps=1").returncode == 0
+    names = {path.suffix for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()}
+    assert names == {".json", ".jsonl", ".safetensors"}
+    position = json.loads(next((tmp_path / "run" / "checkpoints").glob("*/position.json")).read_text())
+    assert (position["step"], position["seed"], position["optimizer_steps"]) == (1, 0, 1)
