@@ -25,8 +25,12 @@ types: $(VENV)/.ready
 # The tables and the picture of docs/ that take longer than a test may.
 prove: $(VENV)/.ready
 	$(BIN)/python -m rlexp.prove.invariance --write docs/invariance.md
+	$(BIN)/python -m rlexp.prove.engines --write docs/invariance.md
+	$(BIN)/python -m rlexp.prove.resume --write docs/invariance.md
+	$(BIN)/python -m rlexp.prove.kills --write docs/checkpoints.md
 	$(BIN)/python -m rlexp.prove.bug_report --write docs/why.png
 	$(BIN)/python bench/attention.py --write docs/attention.md
+	$(BIN)/python bench/checkpoint.py --write docs/benchmarks.md
 
 # torch first and by its exact version: an unpinned one would bring gigabytes of CUDA.
 $(VENV)/.ready: pyproject.toml constraints.txt

@@ -96,8 +96,8 @@ def gradient_table() -> tuple[str, list[str]]:
     cases = [Case(*kind, *layout, acc) for kind in KINDS for layout in LAYOUTS for acc in ACCUMULATIONS]
     apart = gradient_differences(cases)
     lines = [
-        "### Gradients in float32, SGD, no clipping\n\nThe largest ‖a − b‖ / ‖a‖ of any parameter's gradient, over 1, 2 "
-        f"and 5 micro-batches of a batch of {BATCH} and of the short batch of {TAIL} after it.\n",
+        "### Gradients in float32, SGD, no clipping\n\nThe largest ‖a − b‖ / ‖a‖ of any parameter's gradient, over 1, "
+        f"2 and 5 micro-batches of a batch of {BATCH} and of the short batch of {TAIL} after it.\n",
         f"| engine | {' | '.join(f'ring {ring} × {replicas}' for ring, replicas in LAYOUTS)} |",
         f"| --- |{' ---: |' * len(LAYOUTS)}",
     ]

@@ -65,10 +65,6 @@ class Kill:
     steps: int  # to let pass first
     delay: float  # seconds after that
 
-    @property
-    def victim(self) -> str:
-        return "launcher" if self.rank is None else f"rank {self.rank}"
-
 
 @dataclass
 class Tally:
@@ -76,6 +72,7 @@ class Tally:
     lost: list[int] = field(default_factory=list)  # steps, of each kill after start-up
     resumed: int = 0
     blamed: list[bool] = field(default_factory=list)  # for each killed rank, whether the launcher named the kill
+    victim: str = ""  # the last one that was killed; not always the one that was planned
     gone_after: float = 0.0  # seconds, the longest until the last process was gone
     broken: list[str] = field(default_factory=list)
 
@@ -196,7 +193,7 @@ def kill_often(run_dir: Path, draw: random.Random, times: int, tally: Tally) -> 
         if process.trains:
             tally.broken += resumed(process, max(whole, default=0), number, tally)
         phase = phase_of(process)
-        tally.phases[kill.victim, phase] += 1
+        tally.phases[tally.victim, phase] += 1
         now, wrong = look(run_dir, whole)
         tally.broken += [f"kill {number} ({kill}): {each}" for each in wrong]
         newest = max(now, default=0)
@@ -205,7 +202,7 @@ def kill_often(run_dir: Path, draw: random.Random, times: int, tally: Tally) -> 
             tally.lost.append((int(rows[-1]["step"]) if rows else 0) - newest)
         whole = now
         print(
-            f"kill {number + 1:2} of {times}: {kill.victim:8} {phase:8} (aim {kill.aim:8}), "
+            f"kill {number + 1:2} of {times}: {tally.victim:8} {phase:8} (aim {kill.aim:8}), "
             f"{' '.join(LAYOUTS[kill.layout])}; whole: "
             f"{sorted(whole)}",
             file=sys.stderr,
@@ -230,7 +227,9 @@ def strike(process: Process, kill: Kill, tally: Tally) -> list[str]:
         return [f"did not train within {STARTING:g} s: {process.said()[-2000:]}"]
     ranks = process.ranks()
     a_rank = kill.rank is not None and bool(ranks)  # before there are ranks, there is the launcher
-    victim = ranks[min(kill.rank or 0, len(ranks) - 1)] if a_rank else process.popen.pid
+    rank = min(kill.rank or 0, len(ranks) - 1)
+    victim = ranks[rank] if a_rank else process.popen.pid
+    tally.victim = f"rank {rank}" if a_rank else "launcher"
     if kill.aim != "start" and not wait_for(moment(process, kill), STARTING):
         return [f"the moment did not come within {STARTING:g} s: {process.said()[-2000:]}"]
     if process.popen.poll() is not None:

@@ -80,8 +80,8 @@ def main() -> int:
         rounded, wide = matrix(FLOAT32, Path(place) / "fp32")
     text = (
         f"{STEPS} steps of `model=tiny`, batch 8, 3 steps an epoch. A row is where the run was stopped, a column where "
-        f"it went on; the value\nis the largest relative difference of the loss, at any step, to the undisturbed run of "
-        f"one process. {signature('rlexp.prove.resume')}\n\n### float64\n\n{exact}\n\n### float32\n\n{rounded}"
+        f"it went on; the value\nis the largest relative difference of the loss, at any step, to the undisturbed run "
+        f"of one process. {signature('rlexp.prove.resume')}\n\n### float64\n\n{exact}\n\n### float32\n\n{rounded}"
     )
     print(text)
     if options.write:

@@ -1,0 +1,124 @@
+"""What a run leaves is a model like any other: plain transformers loads it, without this package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlexp.checkpoint.folder import check_sizes, latest_first
+from rlexp.checkpoint.tensors import Reader
+from rlexp.model.loading import byte_tokenizer
+
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "train.max_steps=1", "parallel=ring2", "data.size=16")
+
+# A process that cannot import this package: what it loads, it loads with transformers alone.
+PLAIN = """
+import sys, json
+sys.modules["rlexp"] = None
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+ids = tokenizer("list the words", return_tensors="pt")
+text = tokenizer.decode(model.generate(**ids, max_new_tokens=4, do_sample=False)[0])
+tied = model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+print(json.dumps([sorted(map(str, info["missing_keys"])), sorted(map(str, info["unexpected_keys"])),
+                  str(model.dtype), text, tied]))
+"""
+
+
+def loaded_plainly(place: Path) -> tuple[list, list, str, str, bool]:
+    answer = subprocess.run(
+        [sys.executable, "-c", PLAIN, str(place)], cwd=place, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    return tuple(json.loads(answer.stdout.splitlines()[-1]))
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    """A model whose head is its embedding, with a template and a generation configuration of its own."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    model.generation_config.temperature = 0.7
+    model.generation_config.do_sample = True
+    model.save_pretrained(tmp_path / "tied")
+    tokenizer.save_pretrained(tmp_path / "tied")
+    return tmp_path / "tied"
+
+
+@pytest.mark.parametrize("engine", ["torch", "zero1", "zero3", "fsdp2"])
+def test_a_tied_head_stays_tied(rlexp: Shell, tmp_path: Path, tied: Path, engine: str) -> None:
+    answer = rlexp(*QUICK, f"engine={engine}", "model=hf", f"model.path={tied}")
+    assert answer.returncode == 0, answer.stderr
+    missing, unexpected, dtype, text, is_tied = loaded_plainly(tmp_path / "run" / "model")
+    assert (missing, unexpected, dtype, is_tied) == ([], [], "torch.float32", True)
+    assert len(text) > len("list the words")
+    written = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    last = latest_first(tmp_path / "run")[0]
+    reader = Reader(last, check_sizes(last))
+    assert set(written) == set(reader.shapes)
+    assert all(torch.equal(tensor, reader.whole("weight", name)) for name, tensor in written.items())
+    assert json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())["temperature"] == 0.7
+    assert (tmp_path / "run" / "model" / "chat_template.jinja").read_text().startswith("{% for m in messages")
+
+
+def test_a_checkpoint_is_exported_by_hand(rlexp: Shell, tmp_path: Path, tied: Path) -> None:
+    """In another dtype, with frozen parameters, which are taken from the model that the run began with."""
+    freeze = "model.freeze=['model.norm.*', 'model.layers.0.*']"
+    answer = rlexp(*QUICK, "engine=zero3", "model=hf", f"model.path={tied}", "checkpoint.export=false", freeze)
+    assert answer.returncode == 0, answer.stderr
+
+    def export(*args: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "rlexp.export", *args]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+
+    done = export("run", "--dtype", "bf16")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.endswith("done: run/model-step-00000001\n")
+    place = tmp_path / "run" / "model-step-00000001"
+    missing, unexpected, dtype, _, is_tied = loaded_plainly(place)
+    assert (missing, unexpected, dtype, is_tied) == ([], [], "torch.bfloat16", True)
+    written, began = load_file(place / "model.safetensors"), load_file(tied / "model.safetensors")
+    assert torch.equal(written["model.norm.weight"], began["model.norm.weight"].bfloat16())
+    last = latest_first(tmp_path / "run")[0]
+    trained = Reader(last, check_sizes(last)).whole("weight", "model.embed_tokens.weight")
+    assert torch.equal(written["model.embed_tokens.weight"], trained.bfloat16())
+    assert not torch.equal(trained, began["model.embed_tokens.weight"])
+    for args, said in (
+        (("run",), "run/model-step-00000001: is there already"),
+        (("nowhere",), "nowhere: no such folder"),
+        ((str(tied),), "is neither a checkpoint nor a run that has one"),
+    ):
+        refused = export(*args)
+        assert refused.returncode == 1
+        assert said in refused.stderr
+        assert len(refused.stderr.splitlines()) == 1
+    state = next(last.glob("state-*"))
+    state.write_bytes(state.read_bytes()[:-1] + b"\xff")
+    refused = export("run", "--out", "other")
+    assert refused.returncode == 1
+    assert "SHA-256 differs" in refused.stderr
+
+
+def test_an_untied_head_is_exported_too(rlexp: Shell, tmp_path: Path) -> None:
+    answer = rlexp(*QUICK, "engine=zero3", "train.precision=bf16")
+    assert answer.returncode == 0, answer.stderr
+    missing, unexpected, dtype, _, is_tied = loaded_plainly(tmp_path / "run" / "model")
+    assert (missing, unexpected, dtype, is_tied) == ([], [], "torch.bfloat16", False)
