@@ -108,7 +108,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         digest = manifest.pop("sha256")
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint}: has no {MANIFEST}, so it is no whole checkpoint.") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise CheckpointError(f"{checkpoint}: its {MANIFEST} cannot be read.") from None
     if digest != _digest(manifest):
         raise CheckpointError(f"{checkpoint}: its {MANIFEST} was changed after it was written.")
@@ -140,7 +140,7 @@ def check_contents(checkpoint: Path, names: Iterable[str], manifest: dict[str, A
 def read_position(checkpoint: Path) -> dict[str, Any]:
     try:
         position: dict[str, Any] = json.loads((checkpoint / POSITION).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise CheckpointError(f"{checkpoint}: its {POSITION} cannot be read.") from None
     return position
 

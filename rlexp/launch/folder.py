@@ -65,6 +65,8 @@ def enter(cfg: Config, run_dir: Path) -> bool:
 KEPT = ("wandb_id", "steps")  # of a run that goes on
 
 
+LOCK, RANKS = ".lock", ".ranks"
+PATIENCE = 15.0  # seconds, for ranks that are ending
 _claimed: dict[Path, int] = {}
 
 
@@ -75,7 +77,7 @@ def leave(run_dir: Path) -> None:
 
 def _claim(run_dir: Path) -> None:
     """Of two processes that want one folder, one gets it, and has it for as long as it lives."""
-    handle = os.open(run_dir / ".lock", os.O_CREAT | os.O_RDWR)
+    handle = os.open(run_dir / LOCK, os.O_CREAT | os.O_RDWR)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -84,6 +86,30 @@ def _claim(run_dir: Path) -> None:
             f"hydra.run.dir={run_dir}: another process is training there. Wait for it, or give another folder."
         ) from None
     _claimed[run_dir] = handle
+    _wait_for_ranks(run_dir)
+
+
+def hold(run_dir: Path) -> None:
+    """A rank is at work there, for as long as it lives: of a launcher that was killed, it may live a moment longer."""
+    fcntl.flock(os.open(run_dir / RANKS, os.O_CREAT | os.O_RDWR), fcntl.LOCK_SH)
+
+
+def _wait_for_ranks(run_dir: Path) -> None:
+    handle = os.open(run_dir / RANKS, os.O_CREAT | os.O_RDWR)
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while True:
+            try:
+                return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"hydra.run.dir={run_dir}: ranks of an earlier process are still at work there. Wait for them, "
+                        f"or give another folder."
+                    ) from None
+                time.sleep(0.1)
+    finally:
+        os.close(handle)
 
 
 def _check_writable(run_dir: Path) -> None:
@@ -140,8 +166,9 @@ def note(run_dir: Path, **facts: Any) -> None:
 def drop_if_empty(run_dir: Path) -> None:
     """Hydra makes the folder before a configuration can be refused; leave none behind for that."""
     with contextlib.suppress(OSError):
-        if [path.name for path in run_dir.iterdir()] == [".lock"]:
-            (run_dir / ".lock").unlink()
+        if {path.name for path in run_dir.iterdir()} <= {LOCK, RANKS}:
+            for name in (LOCK, RANKS):
+                (run_dir / name).unlink(missing_ok=True)
         run_dir.rmdir()
         if run_dir.parent == Path.cwd() / "runs":  # the default, where this would have been the first
             run_dir.parent.rmdir()

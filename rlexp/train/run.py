@@ -26,6 +26,7 @@ from rlexp.train.resume import build_keeper, resume
 
 
 def train(cfg: Config, run_dir: Path) -> Outcome:
+    folder.hold(run_dir)
     run = build(cfg)
     first = run.world.rank == 0
     position, came_from = resume(run, run_dir)
