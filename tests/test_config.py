@@ -12,7 +12,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from rlexp.config import load, sizes
+from rlexp.config import deepspeed, load, sizes
+from rlexp.config.cadence import save_cadence
 from rlexp.config.load import compose_config
 from rlexp.config.paths import conf_dir, config_root
 from rlexp.config.schema import KINDS
@@ -313,3 +314,50 @@ def test_a_ring_larger_than_the_gpus(rlexp: Shell, tmp_path: Path) -> None:
     assert "precision: bf16" in shown
     assert "nproc: 2" in shown
     assert "launch.device=cuda: no GPU" in rlexp("launch.device=cuda", PATH=path, CUDA_VISIBLE_DEVICES="").stderr
+
+
+REFUSALS = [
+    ("engine=torch engine.offload=all", "engine.offload=all: engine=torch cannot. Use engine=zero3, or"),
+    ("engine=zero2 engine.offload=all", "engine.offload=all: engine=zero2 cannot"),
+    ("engine=zero0 engine.offload=optimizer", "Use engine=zero1 or engine=zero2 or engine=zero3"),
+    ("engine=zero3 train.precision=fp64", "engine=zero3: with train.precision=fp64 DeepSpeed would keep float32"),
+    ("engine=fsdp2 engine.overrides.aio=1", "engine=fsdp2 is not DeepSpeed"),
+    ("engine.overrides.zero_optimization.stage=2", "engine.overrides.zero_optimization.stage=2: may not be set here: "),
+    ("engine.overrides.gradient_clipping=0", "the groups optim.* say it; left unset, DeepSpeed would clip at 1.0"),
+    ("engine.overrides={sequence_parallel_size:2}", "each rank would see other data"),
+    ("engine.overrides.mesh_param=[2,2]", "each rank would see other data"),
+    ("engine.overrides.gradient_accumulation_steps=2", "the boundary of a step is set by the training loop"),
+    ("engine.overrides.zero_optimization.overlap_com=true", "Did you mean zero_optimization.overlap_comm?"),
+    ("checkpoint.save_every=10x", "checkpoint.save_every=10x: must be a number of steps (50), or a time"),
+    ("checkpoint.save_every=0", "greater than 0"),
+    ("checkpoint.save_every=1.5", "must be a number of steps"),
+    ("checkpoint.keep_last=0", "checkpoint.keep_last=0: must be at least 1."),
+    ("checkpoint.keep_best=1", "which is never measured. Give train.eval_every=N"),
+    ("train.stop_after=2 checkpoint.on_exit=false", "Leave checkpoint.on_exit=true."),
+    ("launch.grace_seconds=0", "launch.grace_seconds=0.0: must be greater than 0."),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), REFUSALS, ids=[overrides for overrides, _ in REFUSALS])
+def test_engines_and_checkpoints_are_checked_before_a_process_starts(overrides: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose_config(overrides.split())
+    assert said in str(error.value)
+
+
+def test_a_cadence_is_steps_or_time() -> None:
+    assert save_cadence(compose_config(["checkpoint.save_every=50"]).checkpoint.save_every) == (50, None)
+    assert save_cadence(compose_config(["checkpoint.save_every=10m"]).checkpoint.save_every) == (None, 600.0)
+    assert save_cadence(compose_config(["checkpoint.save_every=null"]).checkpoint.save_every) == (None, None)
+
+
+def test_what_deepspeed_knows_is_passed_on_or_refused_with_a_reason() -> None:
+    """Against DeepSpeed's own list, so that a key it adds is decided on and not ignored."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    listed = deepspeed.PASSED_ZERO | {key.partition(".")[2] for key in deepspeed.REFUSED}
+    fields = DeepSpeedZeroConfig.model_fields
+    undecided = [name for name, field in fields.items() if not {name, field.alias} & listed]
+    assert undecided == []
+    known = set(fields) | {field.alias for field in fields.values()} | set(DeepSpeedZeroConfig.model_fields)
+    assert {key for key in deepspeed.PASSED_ZERO if key not in known} == set()

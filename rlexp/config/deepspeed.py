@@ -35,6 +35,11 @@ REFUSED = {
     "torch_autocast": _PRECISION,
     "prescale_gradients": "the scale of the gradient is the contract of rlexp/engine/base.py",
     "gradient_predivide_factor": "the scale of the gradient is the contract of rlexp/engine/base.py",
+    "gradient_allreduce_op": "the scale of the gradient is the contract of rlexp/engine/base.py",
+    "managed_gradient_accumulation": _BATCH,
+    "weight_quantization": _ROUGH,
+    "compile": "other kernels would compute on some ranks than the probe and the tests have seen",
+    "use_data_before_expert_parallelism": _SHARE,
     "sparse_gradients": "the gradient would be reduced by another path than its norm",
     "mesh_param": _SHARE,
     "mpu": _SHARE,
@@ -70,7 +75,14 @@ REFUSED = {
 PASSED = {
     *("communication_data_type", "data_types", "seq_parallel_communication_data_type"),
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "flops_profiler"),
-    *("disable_allgather", "aio", "zero_force_ds_cpu_optimizer", "activation_checkpointing", "timers"),
+    *(
+        "disable_allgather",
+        "disable_python_gc",
+        "aio",
+        "zero_force_ds_cpu_optimizer",
+        "activation_checkpointing",
+        "timers",
+    ),
 }
 
 PASSED_ZERO = {
@@ -80,7 +92,10 @@ PASSED_ZERO = {
     *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"),
     *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters"),
     *("memory_efficient_linear", "log_trace_cache_warnings", "enable_sanity_checks", "cpu_offload_use_pin_memory"),
-    *("parameter_alignment", "leaf_module"),
+    *("parameter_alignment", "leaf_module", "override_module_apply", "save_muon_momentum_buffer_in_memory"),
+    # Of DeepSpeed's own checkpoints, which are not written here; they do nothing.
+    *("elastic_checkpoint", "load_from_fp32_weights", "pipeline_loading_checkpoint"),
+    *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
 }
 
 
