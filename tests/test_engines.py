@@ -173,6 +173,28 @@ def test_a_rank_without_a_trained_token_does_not_hang_the_others(tmp_path: Path)
             assert norms == pytest.approx(exact, rel=1e-5), engine
 
 
+def pieces_rank(place: Place, cfg) -> tuple[int, int, int]:
+    """Elements of the model, those that this rank holds of it, and those of the reference, before any pass."""
+    from rlexp.ring.groups import build_world
+    from rlexp.train import build
+
+    build_world(1)
+    config = build.load_config(cfg.model, cfg.data.max_length)
+    policies = [build.build_policy(cfg, config, torch.device("cpu")) for _ in range(2)]
+    build.build_reference(cfg, lambda: policies[1], torch.float32)
+    held = [sum(p.numel() + p.ds_tensor.numel() for p in policy.parameters()) for policy in policies]
+    return sum(p.ds_numel for p in policies[0].parameters()), *held
+
+
+def test_under_zero3_a_pretrained_model_is_loaded_in_pieces(shared: Path) -> None:
+    path = shared / "models" / "stories260K"
+    cfg = compose_config(["launch.device=cpu", "logger=none", "launch.nproc=2", "engine=zero3", "model=hf",
+                          f"model.path={path}"])  # fmt: skip
+    for whole, policy, reference in on_ranks(2, pieces_rank, cfg):
+        assert whole == 260032
+        assert policy <= reference <= whole // 2 + 100  # rounded up, parameter by parameter
+
+
 def test_bf16_keeps_float32_masters() -> None:
     """A step far below bfloat16's resolution moves the masters; both engines move them alike."""
     layout = ("parallel=ring2", "train.precision=bf16", "optim.lr=1e-5", "train.max_steps=3")

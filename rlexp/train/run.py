@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections import deque
 from pathlib import Path
@@ -32,10 +33,12 @@ def train(cfg: Config, run_dir: Path) -> Outcome:
     position, came_from = resume(run, run_dir)
     if position.step >= run.total_steps:
         tell(run, f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
-        return Outcome()
+        if cfg.checkpoint.export and not (run_dir / "model").exists():
+            export_run(run, run_dir)
+        return leave(Outcome())
     sinks = Sinks(build_sinks(run, run_dir, position) if first else [])
     if first:
-        folder.note(run_dir, **ledger(run))
+        folder.note(run_dir, **ledger(run), began_after_step=position.step)
         say(header(run, run_dir) + came_from)
     keeper = build_keeper(run, run_dir, position)
     exit_code = 1
@@ -45,7 +48,7 @@ def train(cfg: Config, run_dir: Path) -> Outcome:
             keeper.close(row)
         outcome = how_it_ended(run, position, stop, keeper.failed)
         if outcome.status == "finished" and cfg.checkpoint.export:
-            export_run(run, run_dir / "model")
+            export_run(run, run_dir)
         exit_code = outcome.exit_code
     except NonFiniteError:  # on all ranks alike, so what is being saved can be saved
         keeper.settle()
@@ -56,6 +59,10 @@ def train(cfg: Config, run_dir: Path) -> Outcome:
     finally:
         sinks.close(exit_code)
     tell(run, footer(run, run_dir, outcome))
+    return leave(outcome)
+
+
+def leave(outcome: Outcome) -> Outcome:
     dist.barrier()
     dist.destroy_process_group()
     return outcome
@@ -76,12 +83,16 @@ def how_it_ended(run: Run, position: Position, stop: signal.Signals | None, fail
     return Outcome()
 
 
-def export_run(run: Run, place: Path) -> None:
-    """A collective call: parameters are gathered one by one, and rank 0 writes."""
+def export_run(run: Run, run_dir: Path) -> None:
+    """A collective call: parameters are gathered one by one; rank 0 writes, under another name until all is there."""
+    place, unfinished = run_dir / "model", run_dir / ".model-unfinished"
     weights = run.engine.weights()
     dtype = dtype_of(run.cfg.checkpoint.export_dtype, bf16=run.cfg.train.precision is Precision.bf16)
     if run.world.rank == 0:
-        export(run.engine.policy.model, on_host(weights, dtype), run.tokenizer, place)
+        for old in (unfinished, place):
+            shutil.rmtree(old, ignore_errors=True)
+        export(run.engine.policy.model, on_host(weights, dtype), run.tokenizer, unfinished)
+        unfinished.rename(place)
     else:
         deque(weights, maxlen=0)
     dist.barrier()
