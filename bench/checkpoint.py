@@ -98,7 +98,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare_environment("cpu")
     chosen = [options.only] if options.only else list(TABLES)
-    text = "\n\n".join([about(), *(TABLES[name]() for name in chosen)])
+    text = "\n\n".join([about(), *(with_load(TABLES[name]) for name in chosen)])
     print(text)
     if options.write:
         put(options.write, text)
@@ -110,8 +110,15 @@ def about() -> str:
     return (
         f"Measured {time.strftime('%Y-%m-%d')} at commit {commit[:12]}{changed} by `python bench/checkpoint.py`\n"
         f"on {processor()}, {os.cpu_count()} cores, {visible_gpus()} GPUs; torch {torch.__version__}, "
-        f"one thread per rank, float32. Load average of the machine in the minute before: {os.getloadavg()[0]:.1f}."
+        f"one thread per rank, float32."
     )
+
+
+def with_load(table: Callable[[], str]) -> str:
+    """What else ran on the machine can be seen beforehand only: afterwards it is mostly the benchmark itself."""
+    before, began = os.getloadavg()[0], time.monotonic()
+    text, after = table(), os.getloadavg()[0]
+    return f"{text}\n\nLoad average {before:.1f} before and {after:.1f} after {time.monotonic() - began:.0f} seconds."
 
 
 def processor() -> str:
@@ -220,10 +227,6 @@ def rows_of(case: str, saved: Saved) -> list[str]:
 def best(values: Iterable[float]) -> float:
     """Others use the machine too, and can only add to what a thing takes by itself."""
     return min(values)
-
-
-def median(values: Iterable[float]) -> float:
-    return statistics.median(list(values))
 
 
 def save_rank(place: Place, cfg: Config, work: str) -> Saved | None:
@@ -423,23 +426,23 @@ def steps() -> str:
         configs = {name: configured(RANKS, *model, *sizes, *overrides) for name, overrides in ENGINES.items()}
         found.append(on_ranks(step_rank, RANKS, configs, repeats))
     heads = " | ".join(f"{size.parameters / 1e6:.2g} million" for size in found)
-    base = " | ".join(f"1 ({statistics.median(size.seconds[DDP]) * 1e3:.0f} ms)" for size in found)
+    base = " | ".join(f"1 ({best(size.seconds[DDP]) * 1e3:.0f} ms)" for size in found)
     lines = [f"| engine | {heads} |", "| --- |" + " ---: |" * len(found), f"| {DDP} | {base} |"]
     lines += [f"| {name} | {' | '.join(ratio(size, name) for size in found)} |" for name in ENGINES]
     counts = " and ".join(str(repeats) for _, _, repeats in SIZES)
     batches = " and ".join(str(batch) for _, batch, _ in SIZES)
     return (
         f"### Step time\n\n{RANKS} replicas, ring 1; {batches} pairs a step in micro-batches of {MICRO}; the engines "
-        f"take their steps in turn,\non the same samples. Each cell is the median of {counts} ratios to the step of "
-        f"{DDP}\nin the same turn, and in brackets the middle half of them. A step holds the reference model's "
-        f"forward\npass too, as in training.\n\n" + "\n".join(lines)
+        f"take their steps in turn,\non the same samples. Each cell is the best of {counts} steps over the best of "
+        f"{DDP},\nand in brackets the median of the ratios turn by turn; where the two are far apart, others disturbed "
+        f"it.\nA step holds the reference model's forward pass too, as in training.\n\n" + "\n".join(lines)
     )
 
 
 def ratio(size: Steps, name: str) -> str:
-    ratios = [mine / base for mine, base in zip(size.seconds[name], size.seconds[DDP], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.2f} ({low:.2f}–{high:.2f})"
+    mine, base = size.seconds[name], size.seconds[DDP]
+    middle = statistics.median(one / other for one, other in zip(mine, base, strict=True))
+    return f"{best(mine) / best(base):.2f} ({middle:.2f})"
 
 
 def step_rank(place: Place, configs: dict[str, Config], repeats: int) -> Steps | None:

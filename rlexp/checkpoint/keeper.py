@@ -45,6 +45,7 @@ class Keeper:
         self._describe, self._asked, self._say = describe, asked, say
         self._steps, self._seconds = save_cadence(cfg.save_every)
         self._since = time.monotonic()
+        self._prepared = False
         self._saved_step = saved_step
         self._scores = self._agreed_scores()
         self._pruning: threading.Thread | None = None
@@ -55,6 +56,9 @@ class Keeper:
         step = int(row["step"])
         score = row.get(self._cfg.best_metric) if self._cfg.keep_best else None
         stop, clock, writing = self._agree()
+        if not self._prepared and self._cfg.save_every is not None:
+            self._saver.prepare()
+        self._prepared = True
         if self._saver.pending and not writing:
             self._settle()
         every = self._steps is not None and step % self._steps == 0

@@ -29,6 +29,7 @@ class Saver:
         self._engine, self._world, self._run_dir, self._facts = engine, world, run_dir, facts
         self._host = HostCopy()
         self._thread: threading.Thread | None = None
+        self._preparing: threading.Thread | None = None
         self._step = 0
         self._files: dict[str, dict[str, Any]] = {}
         self._error: str | None = None
@@ -43,10 +44,18 @@ class Saver:
     def writing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    def prepare(self) -> None:
+        """After the first step, when all state is there: take the host's memory while training goes on."""
+        fragments = share(self._engine, self._world.rank, self._world.size)
+        self._preparing = threading.Thread(target=self._host.prepare, args=(fragments,), daemon=True)
+        self._preparing.start()
+
     def begin(self, step: int, describe: Describe) -> None:
         """Copy the state, and start writing it. Returns as soon as training may change it again."""
         assert not self.pending, "the checkpoint before is not settled yet"
         began = time.monotonic()
+        if self._preparing is not None:
+            self._preparing.join()
         tensors, starts = self._host.take(share(self._engine, self._world.rank, self._world.size))
         self._step, self._files, self._error = step, {}, None
         self.stood_still = time.monotonic() - began
