@@ -235,6 +235,7 @@ def save_rank(place: Place, cfg: Config, work: str) -> Saved | None:
     run = build(cfg)
     train_step(run, run.sampler.batch(1))  # moments that are no pages of zeros
     bench = SaveBench(run, Path(work))
+    bench.wait_until_prepared()
     memcpy = slowest([bench.memcpy()])[0]
     ways = {OURS: bench.ours, WHOLE: bench.whole, ASYNC: bench.asynchronous}
     found: dict[str, list[Save]] = {name: [] for name in ways}
@@ -257,6 +258,7 @@ class SaveBench:
         self.run, self.work, self.first = run, work, run.world.rank == 0
         shapes = {name: list(shape_of(parameter)) for name, parameter in trained(run.engine.policy).items()}
         self.saver = Saver(run.engine, run.world, work, {"parameters": shapes})
+        self.saver.prepare()  # as a run does after its first step
         self.step = 0
         self.state: dict[str, Tensor] = {}  # whole, on rank 0, read from the first checkpoint of ours
         fragments = share(run.engine, run.world.rank, run.world.size)
@@ -266,6 +268,11 @@ class SaveBench:
         gpu = run.device.type == "cuda"
         self.stager = DefaultStager(StagingOptions(gpu, False, False, gpu))  # the memory is kept, as ours is
         self.group: Any = dist.new_group(backend="gloo")  # its thread has collectives of its own
+
+    def wait_until_prepared(self) -> None:
+        """In a run, steps are taken meanwhile."""
+        assert self.saver._preparing is not None
+        self.saver._preparing.join(TIMEOUT)
 
     def memcpy(self) -> float:
         """The floor of standing still: this rank's bytes, copied to memory that is there already."""

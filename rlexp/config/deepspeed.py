@@ -40,6 +40,8 @@ REFUSED = {
     "weight_quantization": _ROUGH,
     "compile": "other kernels would compute on some ranks than the probe and the tests have seen",
     "use_data_before_expert_parallelism": _SHARE,
+    "data_types": "gradients are added up in float32",
+    "zero_optimization.round_robin_gradients": "the gradient of a parameter could not be looked at, and so not proved",
     "sparse_gradients": "the gradient would be reduced by another path than its norm",
     "mesh_param": _SHARE,
     "mpu": _SHARE,
@@ -73,7 +75,7 @@ REFUSED = {
 }
 
 PASSED = {
-    *("communication_data_type", "data_types", "seq_parallel_communication_data_type"),
+    *("communication_data_type", "seq_parallel_communication_data_type"),
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "flops_profiler"),
     *(
         "disable_allgather",
@@ -87,7 +89,7 @@ PASSED = {
 
 PASSED_ZERO = {
     *("contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce"),
-    *("allgather_partitions", "allgather_bucket_size", "overlap_comm", "sub_group_size", "round_robin_gradients"),
+    *("allgather_partitions", "allgather_bucket_size", "overlap_comm", "sub_group_size"),
     *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
     *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"),
     *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters"),
@@ -102,6 +104,8 @@ PASSED_ZERO = {
 def check_overrides(overrides: Mapping[str, Any]) -> None:
     allowed = [*PASSED, *(f"zero_optimization.{key}" for key in PASSED_ZERO)]
     for key, value in _leaves(overrides):
+        if key == "communication_data_type" and value not in ("fp32", "bf16"):
+            raise ConfigError(f"engine.overrides.{key}={value}: must be fp32 (exact), or bf16 (half the bytes).")
         named = f"engine.overrides.{key}={value}"
         if key in REFUSED:
             raise ConfigError(f"{named}: may not be set here: {REFUSED[key]}.")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -31,18 +32,17 @@ class FSDP2Engine:
     def __init__(self, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.policy, self.world, self.steps = policy, world, 0
         self.max_grad_norm = optim.max_grad_norm
-        self.root = shard(policy, dtype)
+        self.root = shard(policy, dtype, world)
+        self.sharded = dict(policy.model.named_parameters())  # between a forward and a backward pass it has others
         self.parameters = trained(policy)
         self.optimizer = optimizer_for(policy, optim, next(policy.parameters()).device)
         self._norm: float | None = None
 
     def forward(self, shard: Shard) -> TokenLogps:
-        logps: TokenLogps = self.policy(shard)
-        return logps
+        return _forward(self.root, shard)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Gradients are added up unsharded, in float32, and reduced with the last micro-batch."""
-        self.root.set_requires_gradient_sync(last)
+        """Each micro-batch's gradient is reduced to this rank's part of it, and added up there, in float32."""
         self.root.set_is_last_backward(last)
         loss.backward()
         if last:
@@ -77,7 +77,7 @@ class FSDP2Engine:
         return {name: _whole(parameter.grad) for name, parameter in self.parameters.items()}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.policy.model.named_parameters():
+        for name, parameter in self.sharded.items():
             yield name, _whole(parameter.detach())
 
     def fragments(self) -> list[Fragment]:
@@ -96,28 +96,33 @@ class FSDP2Engine:
         self.root.reshard()  # what was gathered for an evaluation is not what was just read
 
 
-def shard(policy: Policy, dtype: torch.dtype) -> Any:
+def shard(policy: Policy, dtype: torch.dtype, world: World) -> Any:
     """Layer by layer, as transformers names what may not be split; the rest together."""
     cast_parameters(policy, torch.float64 if dtype is torch.float64 else torch.float32)
     precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype is torch.bfloat16:
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    # By the run's device: left to itself, FSDP takes the machine's.
+    mesh = init_device_mesh(next(policy.parameters()).device.type, (world.size,))
     layers = set(policy.model._no_split_modules or ())
     for module in policy.model.modules():
         if type(module).__name__ in layers and not isinstance(module, FSDPModule):
-            fully_shard(module, mp_policy=precision)
-    return fully_shard(policy, mp_policy=precision)
+            fully_shard(module, mesh=mesh, mp_policy=precision)
+    return fully_shard(policy, mesh=mesh, mp_policy=precision)
 
 
-def frozen(policy: Policy, dtype: torch.dtype) -> Callable[[Shard], TokenLogps]:
+def frozen(policy: Policy, dtype: torch.dtype, world: World) -> Callable[[Shard], TokenLogps]:
     """A model that is not trained, sharded alike."""
-    shard(policy, dtype)
+    root = shard(policy, dtype, world)
+    return lambda batch: _forward(root, batch)
 
-    def forward(batch: Shard) -> TokenLogps:
-        logps: TokenLogps = policy(batch)
-        return logps
 
-    return forward
+def _forward(root: Any, shard: Shard) -> TokenLogps:
+    """What the root gathers it gives back in the backward pass, and where there is none, here."""
+    logps: TokenLogps = root(shard)
+    if not torch.is_grad_enabled():
+        root.reshard()
+    return logps
 
 
 def _local(tensor: Any) -> Tensor:

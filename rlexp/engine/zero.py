@@ -55,14 +55,22 @@ def _initialize(**arguments: Any) -> Any:
 
 
 def build_zero(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> Engine:
+    _refuse_wrong_values(cfg)
     kind: Any = {0: Stage0, 3: Stage3}.get(STAGES[cfg.name.value], Stage12)
+    engine: Engine = kind(cfg, policy, optim, world, dtype)
+    return engine
+
+
+def _refuse_wrong_values(cfg: EngineConfig) -> None:
+    """By DeepSpeed's own schema, before it is met by surprise."""
+    _import_deepspeed()
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
     try:
-        engine: Engine = kind(cfg, policy, optim, world, dtype)
-        return engine
-    except ValueError as error:  # by which DeepSpeed refuses a configuration
-        if not cfg.overrides:
-            raise
-        raise ConfigError(f"engine.overrides={cfg.overrides}: DeepSpeed refuses it: {error}") from error
+        DeepSpeedZeroConfig(**ds_config(cfg, 0.0, torch.float32)["zero_optimization"])
+    except ValueError as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"engine.overrides={cfg.overrides}: DeepSpeed refuses it: {said}") from error
 
 
 class Stage0(PlainEngine):
@@ -199,9 +207,10 @@ class Stage12(_Sharded):
     def grad_norm(self) -> float:
         """Before `step`, so that a gradient that is not finite stops the run before it does harm. DeepSpeed would
         skip such a step in silence. Its ZeRO optimizer marks such a norm with −1; its bf16 optimizer holds the
-        whole float32 gradient on every rank."""
+        whole float32 gradient on every rank, and would leave out of the norm what this rank had no part in."""
         optimizer = self.engine.optimizer
         if type(optimizer).__name__ == "BF16_Optimizer":
+            optimizer.fp32_groups_has_gradients = [[True] * len(group) for group in optimizer.fp32_groups_has_gradients]
             grads, _ = optimizer.get_grads_for_norm()
             norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])))
         else:
@@ -286,8 +295,8 @@ def partition(policy: Policy, cfg: EngineConfig) -> None:
 
 def loading_config(cfg: EngineConfig) -> dict[str, Any]:
     """With which a model is loaded in float32 pieces."""
-    deepspeed = _import_deepspeed()
-    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    _refuse_wrong_values(cfg)
+    _import_deepspeed().init_distributed(dist_init_required=False, verbose=False)
     return ds_config(cfg, 0.0, torch.float32)
 
 

@@ -62,6 +62,16 @@ class Policy(nn.Module):
         if not any(parameter.requires_grad for parameter in self.parameters()):
             raise ModelError(f"model.freeze={list(patterns)}: nothing is left to train.")
 
+    def refuse_listed_experts(self, engine: str) -> None:
+        """Engines that reduce gradients as they come need one of every parameter on every rank, in the same order."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.ModuleList) and "expert" in name.lower():
+                raise ModelError(
+                    f"engine={engine}: {type(self.model).__name__} keeps its experts in a list ({name}). A rank none "
+                    f"of whose tokens chooses an expert has no gradient of it, and the others would wait. Use "
+                    f"engine=torch or engine=zero0."
+                )
+
     def recompute_activations(self) -> None:
         """Keep each layer's input alone, and compute the layer anew in the backward pass.
 

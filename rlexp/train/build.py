@@ -44,6 +44,7 @@ from rlexp.ring.shard import shard_pack
 from rlexp.train.schedule import Schedule
 from rlexp.types import Pair, Row, Shard, TokenLogps
 
+REPLICATING = (EngineName.torch, EngineName.zero0)  # engines that reduce all gradients at the end
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
 
 
@@ -101,7 +102,7 @@ def build(cfg: Config) -> Run:
     dtype = DTYPES[cfg.train.precision]
     policy = build_policy(cfg, model_config, device)
     _refuse_foreign_tokens([*pairs, *eval_pairs], policy.model.get_input_embeddings().num_embeddings)
-    reference = build_reference(cfg, lambda: build_policy(cfg, model_config, device), dtype)
+    reference = build_reference(cfg, lambda: build_policy(cfg, model_config, device), dtype, world)
     if cfg.memory.checkpointing:
         policy.recompute_activations()
     return Run(
@@ -145,6 +146,8 @@ def build_policy(cfg: Config, config: Any, device: torch.device) -> Policy:
         model = load_model(cfg.model, config, cfg.data.max_length, float64=float64)
     policy = Policy(model).to(device)
     policy.freeze(cfg.model.freeze)
+    if cfg.engine.name not in REPLICATING:
+        policy.refuse_listed_experts(cfg.engine.name.value)
     return policy
 
 
@@ -170,7 +173,9 @@ def build_engine(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: W
             return build_zero(cfg, policy, optim, world, dtype)
 
 
-def build_reference(cfg: Config, policy: Callable[[], Policy], dtype: torch.dtype) -> Callable[[Shard], TokenLogps]:
+def build_reference(
+    cfg: Config, policy: Callable[[], Policy], dtype: torch.dtype, world: World
+) -> Callable[[Shard], TokenLogps]:
     """The starting weights, frozen, in the dtype that computes; in pieces where the engine holds them so."""
     starting = policy().eval().requires_grad_(False)
     match cfg.engine.name:
@@ -181,7 +186,7 @@ def build_reference(cfg: Config, policy: Callable[[], Policy], dtype: torch.dtyp
         case EngineName.fsdp2:
             from rlexp.engine import fsdp2
 
-            forward = fsdp2.frozen(starting, dtype)
+            forward = fsdp2.frozen(starting, dtype, world)
         case _:
             cast_parameters(starting, dtype)
             forward = starting
