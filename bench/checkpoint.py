@@ -1,6 +1,6 @@
 """What checkpoints, engines and the start cost, each over its yardstick, in one run.
 
-    python bench/checkpoint.py                      print the tables; about seven minutes on 2 cores
+    python bench/checkpoint.py                      print the tables; 7 minutes on 2 idle cores, 15 on busy ones
     python bench/checkpoint.py --write docs/benchmarks.md
     python bench/checkpoint.py --only saving        or steps, or start
 

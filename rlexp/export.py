@@ -26,7 +26,7 @@ def main() -> int:
 
     try:
         place = export_checkpoint(options.source, options.out, ExportDtype[options.dtype])
-    except UserError as error:
+    except (UserError, OSError) as error:
         sys.stderr.write(f"rlexp: {error}\n")
         return 1
     sys.stderr.write(f"done: {place}\n")

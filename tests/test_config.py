@@ -334,6 +334,9 @@ REFUSALS = [
     ("checkpoint.keep_last=0", "checkpoint.keep_last=0: must be at least 1."),
     ("checkpoint.keep_best=1", "which is never measured. Give train.eval_every=N"),
     ("train.stop_after=2 checkpoint.on_exit=false", "Leave checkpoint.on_exit=true."),
+    ("launch.grace_seconds=1e20", "launch.grace_seconds=1e+20: must be at most"),
+    ("engine.overrides.communication_data_type=fp16", "must be fp32 (exact), or bf16 (half the bytes)"),
+    ("engine.overrides.data_types.grad_accum_dtype=bf16", "gradients are added up in float32"),
     ("launch.grace_seconds=0", "launch.grace_seconds=0.0: must be greater than 0."),
 ]
 

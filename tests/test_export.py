@@ -91,7 +91,7 @@ def test_a_checkpoint_is_exported_by_hand(rlexp: Shell, tmp_path: Path, tied: Pa
 
     done = export("run", "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.endswith("done: run/model-step-00000001\n")
+    assert done.stderr.endswith("/run/model-step-00000001\n")
     place = tmp_path / "run" / "model-step-00000001"
     missing, unexpected, dtype, _, is_tied = loaded_plainly(place)
     assert (missing, unexpected, dtype, is_tied) == ([], [], "torch.bfloat16", True)

@@ -162,6 +162,47 @@ def test_the_last_and_the_best_are_kept(rlexp: Shell, tmp_path: Path) -> None:
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
 
+def test_a_metric_that_is_not_there_is_refused(rlexp: Shell) -> None:
+    answer = rlexp(*QUICK, "train.max_steps=3", "checkpoint.keep_best=1", "checkpoint.best_metric=train/los")
+    assert answer.returncode == 1
+    assert "rlexp: checkpoint.best_metric=train/los: there is no such metric. There are train/loss, " in answer.stderr
+
+
+def test_a_damaged_checkpoint_does_not_outlive_the_whole_ones(rlexp: Shell, tmp_path: Path) -> None:
+    """Were it counted as the newest, the whole ones would be removed as the old."""
+    assert rlexp(*QUICK, "train.max_steps=8", "train.stop_after=6", "checkpoint.save_every=2").returncode == 0
+    state = next((tmp_path / "run" / "checkpoints" / "step-00000006").glob("state-*"))
+    state.write_bytes(state.read_bytes()[:-1] + b"\x55")
+    one = rlexp(*QUICK, "train.max_steps=8", "train.stop_after=1", "checkpoint.keep_last=1")
+    assert one.returncode == 0, one.stderr
+    assert "skipped a checkpoint:" in one.stderr
+    assert [path.name for path in checkpoint.latest_first(tmp_path / "run")] == ["step-00000005"]
+    other = rlexp(*QUICK, "train.max_steps=8")
+    assert other.returncode == 0, other.stderr
+    assert "goes on from" in other.stderr
+    assert steps_in(tmp_path / "run") == list(range(1, 9))
+
+
+def test_a_curve_that_is_removed_costs_no_checkpoint(tmp_path: Path) -> None:
+    process = start(tmp_path, "checkpoint.save_every=3")
+    wait_for_steps(tmp_path, process)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    wait_for_steps(tmp_path, process, steps=8)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert "could not be saved" not in stderr
+    last = steps_in(tmp_path / "run")[-1]
+    assert steps_in(tmp_path / "run") == list(range(1, last + 1))
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_written_over(rlexp: Shell) -> None:
+    assert rlexp(*QUICK, "train.max_steps=2", "checkpoint.on_exit=false").returncode == 0
+    refused = rlexp(*QUICK, "train.max_steps=3")
+    assert refused.returncode == 1
+    assert "holds a finished run without a checkpoint to go on from" in refused.stderr
+
+
 def test_time_is_a_cadence_too(rlexp: Shell, tmp_path: Path) -> None:
     often = ("checkpoint.save_every=0.5s", "checkpoint.on_exit=false", "checkpoint.keep_last=99")
     answer = rlexp(*QUICK, "parallel=ring2", "train.max_steps=30", *often)
@@ -206,6 +247,46 @@ def test_one_rank_alone_may_be_asked(tmp_path: Path) -> None:
     process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGUSR1
     assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == steps_in(tmp_path / "run")[-1]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_to_the_whole_process_group_is_one_request(tmp_path: Path, name: str) -> None:
+    """As Slurm, systemd and a closed terminal do: launcher, fork server and ranks at once."""
+    command = [sys.executable, "-m", "rlexp", *QUICK, "parallel=ring2", "train.max_steps=100000"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_for_steps(tmp_path, process)
+    os.killpg(process.pid, signal.Signals[name])
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.Signals[name]
+    assert run_json(tmp_path / "run")["reason"] == f"stopped by {name}"
+    assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == steps_in(tmp_path / "run")[-1]
+
+
+def test_under_torchrun_a_stop_is_a_request_and_a_finished_run_is_left_alone(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlexp"]
+    process = subprocess.Popen(
+        [*torchrun, *QUICK, "parallel=ring2", "train.max_steps=100000"],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for_steps(tmp_path, process)
+    everyone = descendants(process.pid)
+    process.send_signal(signal.SIGUSR1)  # torchrun does not handle it, and dies
+    process.communicate(timeout=30)
+    assert gone(everyone, within=20)
+    run = run_json(tmp_path / "run")
+    assert (run["status"], run["reason"]) == ("stopped", "stopped by SIGTERM")
+    done = steps_in(tmp_path / "run")[-1]
+    assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == done
+    for said in ("goes on from", "the run is finished. To train on"):
+        answer = subprocess.run(
+            [*torchrun, *QUICK, "parallel=ring2", f"train.max_steps={done + 1}"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert answer.returncode == 0, answer.stderr
+        assert said in answer.stderr
+        assert steps_in(tmp_path / "run") == list(range(1, done + 2))
 
 
 @pytest.mark.parametrize("how", ["a second Ctrl-C", "the end of the grace"])

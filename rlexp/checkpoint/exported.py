@@ -19,7 +19,8 @@ from rlexp.model.loading import load_config, load_model
 def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype) -> Path:
     """Returns where the model stands."""
     checkpoint = _newest_whole(source)
-    place = out or checkpoint.parent.parent / f"model-{checkpoint.name}"
+    above = checkpoint.parent
+    place = out or (above.parent if above.name == folder.FOLDER else above) / f"model-{checkpoint.name}"
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise CheckpointError(f"{place}: is there already. Give a folder that is new or empty: --out FOLDER.")
     cfg = from_plain(folder.read_position(checkpoint)["config"])

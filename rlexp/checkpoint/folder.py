@@ -28,7 +28,7 @@ FORMAT = 1
 AUTO, NEVER = "auto", "never"  # what resume.mode may be, beside a path
 FOLDER, MANIFEST, POSITION, METRICS, MODEL = "checkpoints", "manifest.json", "position.json", "metrics.jsonl", "model"
 _NAME = re.compile(r"step-(\d{8,})")
-_UNFINISHED, _DISCARDED = ".unfinished-", ".discarded-"
+_UNFINISHED, _DISCARDED, _DAMAGED = ".unfinished-", ".discarded-", ".damaged-"
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -72,6 +72,7 @@ def commit(run_dir: Path, step: int, files: dict[str, dict[str, Any]], facts: di
         discard(final)
     os.rename(temporary, final)
     sync(final.parent)
+    sync(run_dir)  # whose entry for the folder may be new too
     return final
 
 
@@ -92,6 +93,14 @@ def discard(checkpoint: Path) -> None:
     doomed = checkpoint.with_name(f"{_DISCARDED}{checkpoint.name}-{os.getpid()}")
     os.rename(checkpoint, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """One that is not whole no longer counts as a checkpoint; what is left of it stays to be looked at."""
+    aside = checkpoint.with_name(f"{_DAMAGED}{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(checkpoint, aside)
+    return aside
 
 
 def sweep(run_dir: Path) -> None:
@@ -149,6 +158,9 @@ def named(path: Path) -> list[Path]:
     """What a user means by a path: a checkpoint, or a run with checkpoints, the latest first."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder. Give a run's folder, or a checkpoint's.")
+    path = path.resolve()
+    if path.name == FOLDER:
+        path = path.parent
     if _NAME.fullmatch(path.name):
         return [path]
     found = latest_first(path)

@@ -18,7 +18,7 @@ from rlexp.checkpoint import folder
 from rlexp.checkpoint.saver import Describe, Saver
 from rlexp.config.cadence import save_cadence
 from rlexp.config.schema import Best, CheckpointConfig
-from rlexp.errors import CheckpointError
+from rlexp.errors import CheckpointError, ConfigError
 from rlexp.ring.groups import World
 from rlexp.types import MetricRow
 
@@ -36,7 +36,7 @@ class Keeper:
         device: torch.device,
         run_dir: Path,
         *,
-        describe: Callable[[int, float | None], Describe],
+        describe: Callable[[int, dict[str, float]], Describe],
         asked: Callable[[], signal.Signals | None],
         say: Callable[[str], None],
         saved_step: int = 0,
@@ -53,8 +53,7 @@ class Keeper:
 
     def after_step(self, row: MetricRow) -> signal.Signals | None:
         """Save where it is due; the signal that all ranks now stop by, if any asked."""
-        step = int(row["step"])
-        score = row.get(self._cfg.best_metric) if self._cfg.keep_best else None
+        step, score = int(row["step"]), self._score(row)
         stop, clock, writing = self._agree()
         if not self._prepared and self._cfg.save_every is not None:
             self._saver.prepare()
@@ -71,7 +70,7 @@ class Keeper:
         self.settle()
         for _ in range(2):  # a second time, since it is the last chance
             if row is not None and self._cfg.on_exit and (self.failed or row["step"] != self._saved_step):
-                self._save(int(row["step"]), row.get(self._cfg.best_metric) if self._cfg.keep_best else None)
+                self._save(int(row["step"]), self._score(row))
                 self.settle()
         if self._pruning is not None:
             self._pruning.join()
@@ -79,6 +78,19 @@ class Keeper:
     def settle(self) -> None:
         if self._saver.pending:
             self._settle()
+
+    def _score(self, row: MetricRow) -> float | None:
+        """What a checkpoint of this step is kept by; a name that no row has is refused at the first that should."""
+        if not self._cfg.keep_best:
+            return None
+        name = self._cfg.best_metric
+        family = f"{name.partition('/')[0]}/"
+        there = [each for each in row if each.startswith(family)]
+        if name not in row and (there or family != "eval/"):
+            raise ConfigError(
+                f"checkpoint.best_metric={name}: there is no such metric. There are {', '.join(there or row)}."
+            )
+        return row.get(name)
 
     def _agree(self) -> tuple[int, bool, bool]:
         """What any rank was asked, rank 0's clock, and whether anybody still writes: one small reduction a step."""
@@ -95,7 +107,8 @@ class Keeper:
         if step == self._saved_step and not self.failed:
             return
         self.settle()  # a second save waits for the first
-        self._saver.begin(step, self._describe(step, score))
+        scored = {} if score is None else {self._cfg.best_metric: score}
+        self._saver.begin(step, self._describe(step, scored))
         self._since, self._saved_step = time.monotonic(), step
         if score is not None:
             self._scores[step] = score
@@ -145,9 +158,9 @@ class Keeper:
         if self._world.rank == 0 and self._cfg.keep_best:
             for path in folder.latest_first(self._run_dir):
                 with contextlib.suppress(CheckpointError):  # what is not whole is no matter of keeping
-                    score = folder.read_position(path).get(SCORE)
-                    if score is not None:
-                        scores[0][folder.step_of(path)] = score
+                    score = folder.read_position(path).get(SCORE) or {}
+                    if self._cfg.best_metric in score:
+                        scores[0][folder.step_of(path)] = score[self._cfg.best_metric]
         if self._world.size > 1:
             dist.broadcast_object_list(scores, src=0)
         found: dict[int, float] = scores[0]

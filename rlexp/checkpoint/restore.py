@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,23 +28,36 @@ def restore(
     found: list[list[Path]] = [folder.candidates(mode, run_dir) if world.rank == 0 else []]
     if world.size > 1:
         dist.broadcast_object_list(found, src=0)
-    wrong = []
+    wrong: list[Path] = []
     for path in found[0]:
         reason = _agreed_fault(path, world)
         if reason is None:
-            manifest = folder.read_manifest(path)
+            if world.rank == 0:
+                _set_aside(wrong, run_dir)
             position = folder.read_position(path)
-            tensors.load(engine, tensors.Reader(path, manifest), shapes, position["optimizer_steps"])
+            reader = tensors.Reader(path, folder.read_manifest(path))
+            tensors.load(engine, reader, shapes, position["optimizer_steps"])
             return path, position
-        wrong.append(reason)
+        wrong.append(path)
         if world.rank == 0:
             say(f"rlexp: skipped a checkpoint: {reason}\n")
     if wrong:
-        raise CheckpointError(
-            f"{found[0][0].parent}: none of its checkpoints is whole, so there is nothing to go on from. To begin at "
-            f"the first step, give another hydra.run.dir, or remove that folder."
+        names = ", ".join(path.name for path in wrong)
+        remedy = (
+            f"To begin at the first step, give another hydra.run.dir, or remove {run_dir / folder.FOLDER}."
+            if wrong[0].parent == run_dir / folder.FOLDER
+            else f"Give another checkpoint than resume.mode={mode}."
         )
+        raise CheckpointError(f"{wrong[0].parent}: there is nothing to go on from: {names} is not whole. {remedy}")
     return None
+
+
+def _set_aside(wrong: list[Path], run_dir: Path) -> None:
+    """Of this run's own, or it would count as the newest when old ones are removed."""
+    for path in wrong:
+        if path.parent == run_dir / folder.FOLDER:
+            with contextlib.suppress(OSError):
+                folder.set_aside(path)
 
 
 def _agreed_fault(path: Path, world: World) -> str | None:

@@ -7,10 +7,11 @@ what they wrote, and rank 0 gives the folder its name. What failed anywhere is k
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,12 @@ class Saver:
     def prepare(self) -> None:
         """After the first step, when all state is there: take the host's memory while training goes on."""
         fragments = share(self._engine, self._world.rank, self._world.size)
-        self._preparing = threading.Thread(target=self._host.prepare, args=(fragments,), daemon=True)
+
+        def work() -> None:
+            with contextlib.suppress(Exception):  # the save itself will meet it, and say so
+                self._host.prepare(fragments)
+
+        self._preparing = threading.Thread(target=work, daemon=True)
         self._preparing.start()
 
     def begin(self, step: int, describe: Describe) -> None:
@@ -56,18 +62,26 @@ class Saver:
         began = time.monotonic()
         if self._preparing is not None:
             self._preparing.join()
-        tensors, starts = self._host.take(share(self._engine, self._world.rank, self._world.size))
         self._step, self._files, self._error = step, {}, None
+        with self._handing_over():
+            tensors, starts = self._host.take(share(self._engine, self._world.rank, self._world.size))
         self.stood_still = time.monotonic() - began
 
         def work() -> None:
-            try:
-                self._files = self._write(step, tensors, starts, describe)
-            except Exception as error:  # handed over: every failure of a save is said, none ends the training
-                self._error = f"rank {self._world.rank}: {type(error).__name__}: {error}"
+            with self._handing_over():
+                if self._error is None:
+                    self._files = self._write(step, tensors, starts, describe)
 
         self._thread = threading.Thread(target=work, name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
+
+    @contextlib.contextmanager
+    def _handing_over(self) -> Iterator[None]:
+        """Every failure of a save is said, by `settle`; none ends the training."""
+        try:
+            yield
+        except Exception as error:
+            self._error = f"rank {self._world.rank}: {type(error).__name__}: {error}"
 
     def _write(self, step: int, tensors: Any, starts: dict[str, int], describe: Describe) -> dict[str, dict[str, Any]]:
         place = folder.unfinished(self._run_dir, step)

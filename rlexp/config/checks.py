@@ -111,6 +111,8 @@ def _check_checkpoints(cfg: Config) -> None:
     keep = cfg.checkpoint
     save_cadence(keep.save_every)
     _positive("launch.grace_seconds", cfg.launch.grace_seconds)
+    if cfg.launch.grace_seconds > MOST_SECONDS:
+        raise ConfigError(f"launch.grace_seconds={cfg.launch.grace_seconds}: must be at most {MOST_SECONDS}.")
     sizes.positive("checkpoint.keep_last", keep.keep_last)
     if keep.keep_best < 0:
         raise ConfigError(f"checkpoint.keep_best={keep.keep_best}: must be at least 0.")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp import __version__
-from rlexp.checkpoint.folder import NEVER, candidates, check_sizes, read_position, sweep
+from rlexp.checkpoint.folder import NEVER, candidates, check_sizes, latest_first, read_position, sweep
 from rlexp.config import load
 from rlexp.config.identity import check_force, identity, refuse_changes
 from rlexp.config.schema import Config
@@ -30,7 +30,7 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     run_dir.mkdir(parents=True, exist_ok=True)
     _claim(run_dir)
     before = read(run_dir)
-    if before and cfg.resume.mode == NEVER:
+    if (before or latest_first(run_dir)) and cfg.resume.mode == NEVER:
         raise ConfigError(
             f"hydra.run.dir={run_dir}: holds a run already. Give another folder, or leave resume.mode=auto, which goes "
             f"on with it."
@@ -40,7 +40,7 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     check_force(cfg.resume.force, now)
     if _is_finished(cfg, run_dir, before, now):
         return False
-    forced = _check_identity(cfg, run_dir, now)
+    forced = _check_identity(cfg, run_dir, before, now)
     sweep(run_dir)
     if cfg.parallel.world_size > 1:
         (run_dir / "logs").mkdir(exist_ok=True)
@@ -124,16 +124,21 @@ def _check_writable(run_dir: Path) -> None:
         ) from None
 
 
-def _check_identity(cfg: Config, run_dir: Path, now: dict[str, Any]) -> list[str]:
+def _check_identity(cfg: Config, run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Against the newest checkpoint that is as long as it should be; its contents are read by the ranks."""
     for path in candidates(cfg.resume.mode, run_dir):
         try:
             check_sizes(path)
-            was = read_position(path)["identity"]
+            was = read_position(path).get("identity") or {}
         except CheckpointError:
             continue
         return refuse_changes(path, was, now, cfg.resume.force)
-    return []
+    if before.get("status") == "finished":
+        raise ConfigError(
+            f"hydra.run.dir={run_dir}: holds a finished run without a checkpoint to go on from, and it would be "
+            f"written over. Give another folder."
+        )
+    return refuse_changes(run_dir, before.get("identity", now), now, cfg.resume.force)
 
 
 def _is_finished(cfg: Config, run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -> bool:
@@ -166,7 +171,7 @@ def note(run_dir: Path, **facts: Any) -> None:
 def drop_if_empty(run_dir: Path) -> None:
     """Hydra makes the folder before a configuration can be refused; leave none behind for that."""
     with contextlib.suppress(OSError):
-        if {path.name for path in run_dir.iterdir()} <= {LOCK, RANKS}:
+        if run_dir in _claimed and {path.name for path in run_dir.iterdir()} <= {LOCK, RANKS}:
             for name in (LOCK, RANKS):
                 (run_dir / name).unlink(missing_ok=True)
         run_dir.rmdir()

@@ -19,7 +19,7 @@ from rlexp.errors import ConfigError, UserError
 from rlexp.launch import folder
 from rlexp.launch.local import PRELOAD, Interrupted, run_ranks
 from rlexp.launch.place import Place, prepare_environment
-from rlexp.launch.stops import Outcome, Terminated, hear_stops, heard
+from rlexp.launch.stops import Outcome, Terminated, end_with_parent, hear_stops, heard
 
 
 def run_job(composed: DictConfig) -> None:
@@ -120,23 +120,25 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
     assert place is not None
     prepare_environment(cfg.launch.device.value, cfg.launch.torch_threads)
     hear_stops(under_launcher=False)
-    from rlexp.launch.place import join
-    from rlexp.train.run import agreed_folder, train
-
-    if place.rank == 0:
-        assert run_dir is not None
-        try:
-            folder.enter(cfg, run_dir)
-        except UserError as error:  # the folder is another run's: not ours to close
-            _leave(place, None, error)
+    if under_torchrun():
+        end_with_parent()
+    ours: Path | None = None  # not before it is claimed: what holds another's run is not ours to close
     try:
+        from rlexp.launch.place import join
+        from rlexp.train.run import agreed, train
+
+        unfinished = run_dir is None or folder.enter(cfg, run_dir)
+        ours = run_dir
         join(place, cfg.launch.device.value, cfg.launch.timeout_seconds, cfg.launch.torch_threads)
-        run_dir = agreed_folder(run_dir)
-        outcome = train(cfg, run_dir)
+        run_dir, unfinished = agreed((run_dir, unfinished))
+        assert run_dir is not None
+        outcome = train(cfg, run_dir) if unfinished else Outcome()
     except BaseException as error:
-        _leave(place, run_dir, heard(error))
-    if place.rank == 0:
+        _leave(place, ours, heard(error))
+    if place.rank == 0 and unfinished:
         folder.close(run_dir, outcome.status, outcome.reason)
+    elif place.rank == 0:
+        sys.stderr.write(FINISHED.format(run_dir=run_dir))
     if outcome.exit_code:
         sys.stderr.flush()
         os._exit(outcome.exit_code)

@@ -19,14 +19,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from rlexp.errors import UserError
 from rlexp.launch.place import Place
-from rlexp.launch.stops import ASKING, END_NOW, PASSED_ON, PEER_FAILED, Terminated, deaf, hear_stops, name_of
+from rlexp.launch.stops import ASKING, END_NOW, PASSED_ON, PEER_FAILED, Terminated, deaf, hear_stops, held_back, name_of
 
 GRACE = 2.0  # seconds for the other ranks to say why they fail too, once one has
 KILL_AFTER = 4.0  # seconds between SIGTERM and SIGKILL
@@ -106,7 +106,8 @@ def run_ranks(
                 process = context.Process(
                     target=_rank_main, args=(target, place, outbox, leash, log, pickle.dumps(tuple(args)))
                 )
-                process.start()
+                with held_back():
+                    process.start()
                 outbox.close()
                 ranks.append(_Rank(process, inbox))
             reports = _watch(ranks, timeout, stop, grace)
@@ -129,12 +130,9 @@ def _context(device: str, preload: Sequence[str]) -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    heard = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is the launcher's, also while it imports
-    forkserver.ensure_running()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, heard)
+    resource_tracker.ensure_running()  # first, since it unblocks signals when it has been started
+    with held_back():
+        forkserver.ensure_running()
     return context
 
 
@@ -180,7 +178,7 @@ def _read(rank: _Rank, number: int) -> None:
     if code is None:
         return
     rank.done = True
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    how = f"was killed by {name_of(-code)}" if code < 0 else f"exited with code {code}"
     by_stop = code in {128 + signum for signum in ASKING}
     rank.report = Report(number, time.monotonic(), f"the process {how}", by_stop=by_stop)
 
@@ -194,10 +192,15 @@ def _failure(reports: list[Report], log_dir: Path | None) -> UserError:
     return RankFailed(f"rank {first.rank} failed: {first.text.rstrip()}{log}")
 
 
+def _send(rank: _Rank, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it may be gone by now
+        os.kill(rank.process.pid, signum)
+
+
 def _end(ranks: list[_Rank], reason: int) -> None:
     for rank in ranks:
         if rank.process.is_alive() and not (rank.done and rank.report is None):
-            os.kill(rank.process.pid, reason)
+            _send(rank, reason)
     deadline = time.monotonic() + KILL_AFTER
     for rank in ranks:
         rank.process.join(timeout=max(0.0, deadline - time.monotonic()))
@@ -229,7 +232,7 @@ class _Stop:
             self.passed_on, self._deadline = True, time.monotonic() + self.grace
             for rank in ranks:
                 if not rank.done and rank.process.is_alive():
-                    os.kill(rank.process.pid, PASSED_ON[self.asked])
+                    _send(rank, PASSED_ON[self.asked])
         elif time.monotonic() > self._deadline:
             raise Interrupted(self.asked)
 

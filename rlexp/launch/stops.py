@@ -8,7 +8,10 @@ Ctrl-C comes a second time.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,6 +20,8 @@ ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.S
 # How a launcher passes that on to its ranks: a terminal or Slurm may signal them too, and that is not a second request.
 PASSED_ON = {asked: signal.SIGRTMIN + 1 + number for number, asked in enumerate(ASKING)}
 END_NOW, PEER_FAILED = signal.SIGRTMIN + 8, signal.SIGRTMIN + 9
+_ALL = {*ASKING, *PASSED_ON.values(), END_NOW, PEER_FAILED}
+LAST = 4.0  # seconds after the grace, for a rank that waits where Python does not hear
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,11 @@ class Terminated(BaseException):
 
 
 def name_of(signum: int) -> str:
-    return signal.Signals(signum).name
+    """Python has no names for real-time signals."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
 
 
 class _Stops:
@@ -50,6 +59,7 @@ class _Stops:
         self.asked: signal.Signals | None = None
         self.ended: Terminated | None = None
         self.grace: float | None = None  # seconds, while a request may be finished in good order
+        self.watchdog: threading.Timer | None = None
 
     def end(self, signum: int) -> None:
         self.ended = self.ended or Terminated(signum)
@@ -62,11 +72,26 @@ class _Stops:
             self.end(signum)
         elif first:
             signal.setitimer(signal.ITIMER_REAL, self.grace)
+            # In a collective that nobody else joins, no handler runs.
+            self.watchdog = threading.Timer(self.grace + LAST, os._exit, (128 + signum,))
+            self.watchdog.daemon = True
+            self.watchdog.start()
         elif signum is signal.SIGINT:
             self.end(signum)
 
 
 _stops = _Stops()
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Processes started meanwhile hear nothing until `hear_stops`: one that is signalled as it is born would die of
+    it, and a fork server, which a signal to the whole process group reaches too, take all ranks along."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def hear_stops(*, under_launcher: bool) -> None:
@@ -80,6 +105,7 @@ def hear_stops(*, under_launcher: bool) -> None:
             signal.signal(passed_on, lambda signum, _frame: _stops.ask(meant[signum]))
         signal.signal(END_NOW, lambda _signum, _frame: _stops.end(_stops.asked or signal.SIGINT))
         signal.signal(PEER_FAILED, lambda signum, _frame: _stops.end(signum))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ALL)
     signal.signal(signal.SIGALRM, lambda _signum, _frame: _stops.end(_stops.asked or signal.SIGALRM))
 
 
@@ -108,3 +134,11 @@ def finishing_steps(grace: float) -> Iterator[None]:
     finally:
         _stops.grace = None
         signal.setitimer(signal.ITIMER_REAL, 0.0)
+        if _stops.watchdog is not None:
+            _stops.watchdog.cancel()
+
+
+def end_with_parent() -> None:
+    """Under torchrun, which dies of a signal that it does not handle and leaves its ranks behind."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -11,16 +12,25 @@ from rlexp.types import MetricRow
 
 
 class JsonlSink:
-    """A disk that is full keeps rows waiting, and costs none: they are written as soon as there is room."""
+    """The curve so far, in memory and in its file.
+
+    A disk that is full keeps rows waiting, and costs none: they are written as soon as there is room. A file that was
+    removed under a run is written anew.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._waiting = b""
+        self.lines = [_line(row) for row in read_rows(path)]
+        self._written = len(self.lines)
         self._said = False
+        write_lines(path, self.lines)  # without what a killed process may have left of a line
+        self._file = self._open()
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def log(self, row: MetricRow) -> None:
-        self._waiting += (json.dumps(row, allow_nan=False) + "\n").encode()
+        self.lines.append(_line(row))
         try:
             self._flush()
         except OSError as error:
@@ -30,22 +40,27 @@ class JsonlSink:
 
     def _flush(self) -> None:
         """All that waits or nothing: no half line for the next one to be appended to."""
-        end = os.fstat(self._file).st_size
+        if os.fstat(self._file).st_nlink == 0:
+            os.close(self._file)
+            self._file, self._written = self._open(), 0
+        waiting, end = b"".join(self.lines[self._written :]), os.fstat(self._file).st_size
         try:
-            written = os.write(self._file, self._waiting)
-            if written < len(self._waiting):
-                raise OSError(28, "No space left on device")
+            if os.write(self._file, waiting) < len(waiting):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             os.ftruncate(self._file, end)
             raise
-        self._waiting, self._said = b"", False
+        self._written, self._said = len(self.lines), False
 
     def close(self, exit_code: int) -> None:  # noqa: ARG002
         try:
-            if self._waiting:
-                self._flush()
+            self._flush()
         finally:
             os.close(self._file)
+
+
+def _line(row: MetricRow) -> bytes:
+    return (json.dumps(row, allow_nan=False) + "\n").encode()
 
 
 def read_rows(path: Path) -> list[MetricRow]:
@@ -56,13 +71,17 @@ def read_rows(path: Path) -> list[MetricRow]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def rewrite(path: Path, source: Path | None, upto: int) -> int:
-    """Give `path` the rows of `source` up to a step, at once or not at all; the last step there is."""
-    rows = [row for row in read_rows(source) if row["step"] <= upto] if source else []
+def rewrite(path: Path, source: Path | None, upto: int) -> None:
+    """Give `path` the rows of `source` up to a step."""
+    rows = read_rows(source) if source else []
+    write_lines(path, [_line(row) for row in rows if row["step"] <= upto])
+
+
+def write_lines(path: Path, lines: list[bytes]) -> None:
+    """At once or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    with temporary.open("wb") as file:
+        file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    return int(rows[-1]["step"]) if rows else 0

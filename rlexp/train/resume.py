@@ -12,6 +12,7 @@ from rlexp.checkpoint.folder import METRICS, MODEL, POSITION
 from rlexp.checkpoint.keeper import SCORE, Keeper
 from rlexp.checkpoint.restore import restore
 from rlexp.checkpoint.saver import Describe, Saver
+from rlexp.config.identity import identity
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Decay, Precision
 from rlexp.engine.base import MOMENTS, shape_of, trained
@@ -19,7 +20,7 @@ from rlexp.errors import CheckpointError
 from rlexp.launch import folder, stops
 from rlexp.model.export import save_description
 from rlexp.sinks.console import say
-from rlexp.sinks.jsonl import rewrite
+from rlexp.sinks.jsonl import JsonlSink, rewrite, write_lines
 from rlexp.train.build import Run
 from rlexp.train.loop import Position
 
@@ -47,6 +48,8 @@ def _changes(run: Run, saved: dict[str, Any]) -> list[str]:
     """What is otherwise than it was: the layout, which moves nothing, and the length of the run, which may."""
     then = saved["layout"]
     lines = [f"{name} was {then[name]}, and is {now}" for name, now in layout(run).items() if then[name] != now]
+    if saved["step"] > run.total_steps:
+        lines.append(f"it has taken {saved['step']} steps, and {run.total_steps} were asked for")
     was, now, step = saved["schedule"]["total_steps"], run.total_steps, saved["step"] + 1
     if was != now and run.schedule.decay is Decay.constant:
         lines.append(f"the run was to end at step {was}, and ends at {now}; the learning rate does not depend on it")
@@ -72,7 +75,8 @@ def layout(run: Run) -> dict[str, Any]:
     }
 
 
-def build_keeper(run: Run, run_dir: Path, position: Position) -> Keeper:
+def build_keeper(run: Run, run_dir: Path, position: Position, curve: JsonlSink | None) -> Keeper:
+    """`curve` is rank 0's."""
     if run.world.rank == 0:
         check_space(run, run_dir)
     facts = {
@@ -80,15 +84,17 @@ def build_keeper(run: Run, run_dir: Path, position: Position) -> Keeper:
         "layout": layout(run),
     }
     known = folder.read(run_dir) if run.world.rank == 0 else {}
+    if run.world.rank == 0 and "identity" not in known:  # run.json could not be written
+        known["identity"] = identity(run.cfg)
 
-    def describe(step: int, score: float | None) -> Describe:
+    def describe(step: int, score: dict[str, float]) -> Describe:
         """Called between two steps; what it returns, while training goes on."""
-        saved = position_of(run, position, known) | {SCORE: score}
+        saved = position_of(run, position, known) | {"step": step, SCORE: score}
+        lines = list(curve.lines) if curve else []
 
         def write(place: Path) -> None:
             (place / POSITION).write_text(json.dumps(saved, indent=1), encoding="utf-8")
-            if rewrite(place / METRICS, run_dir / METRICS, step) != step:
-                raise OSError(f"{run_dir / METRICS} does not reach step {step}")
+            write_lines(place / METRICS, lines)
             save_description(run.engine.policy.model, run.tokenizer, place / MODEL)
 
         return write

@@ -6,11 +6,12 @@ import shutil
 import signal
 from collections import deque
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from rlexp import __version__
-from rlexp.checkpoint.folder import METRICS, latest_first
+from rlexp.checkpoint.folder import METRICS, latest_first, sync
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, LoggerName, Precision
 from rlexp.errors import NonFiniteError
@@ -25,6 +26,8 @@ from rlexp.train.build import Run, build
 from rlexp.train.loop import Position, last_step, train_loop
 from rlexp.train.resume import build_keeper, resume
 
+T = TypeVar("T")
+
 
 def train(cfg: Config, run_dir: Path) -> Outcome:
     folder.hold(run_dir)
@@ -33,22 +36,23 @@ def train(cfg: Config, run_dir: Path) -> Outcome:
     position, came_from = resume(run, run_dir)
     if position.step >= run.total_steps:
         tell(run, f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
-        if cfg.checkpoint.export and not (run_dir / "model").exists():
-            export_run(run, run_dir)
+        if cfg.checkpoint.export and agreed(folder.read(run_dir).get("exported_step") != position.step):
+            export_run(run, run_dir, position)
         return leave(Outcome())
-    sinks = Sinks(build_sinks(run, run_dir, position) if first else [])
+    curve = JsonlSink(run_dir / METRICS) if first else None
+    sinks = Sinks(build_sinks(run, run_dir, position, curve) if curve else [])
     if first:
         folder.note(run_dir, **ledger(run), began_after_step=position.step)
         say(header(run, run_dir) + came_from)
-    keeper = build_keeper(run, run_dir, position)
     exit_code = 1
     try:
+        keeper = build_keeper(run, run_dir, position, curve)
         with finishing_steps(cfg.launch.grace_seconds):
             row, stop = train_loop(run, sinks, position, keeper.after_step)
             keeper.close(row)
         outcome = how_it_ended(run, position, stop, keeper.failed)
         if outcome.status == "finished" and cfg.checkpoint.export:
-            export_run(run, run_dir)
+            export_run(run, run_dir, position)
         exit_code = outcome.exit_code
     except NonFiniteError:  # on all ranks alike, so what is being saved can be saved
         keeper.settle()
@@ -83,16 +87,20 @@ def how_it_ended(run: Run, position: Position, stop: signal.Signals | None, fail
     return Outcome()
 
 
-def export_run(run: Run, run_dir: Path) -> None:
+def export_run(run: Run, run_dir: Path, position: Position) -> None:
     """A collective call: parameters are gathered one by one; rank 0 writes, under another name until all is there."""
     place, unfinished = run_dir / "model", run_dir / ".model-unfinished"
     weights = run.engine.weights()
     dtype = dtype_of(run.cfg.checkpoint.export_dtype, bf16=run.cfg.train.precision is Precision.bf16)
     if run.world.rank == 0:
-        for old in (unfinished, place):
-            shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         export(run.engine.policy.model, on_host(weights, dtype), run.tokenizer, unfinished)
-        unfinished.rename(place)
+        for path in (*unfinished.iterdir(), unfinished):
+            sync(path)
+        if place.is_dir():
+            shutil.rmtree(place)
+        unfinished.replace(place)
+        folder.note(run_dir, exported_step=position.step)
     else:
         deque(weights, maxlen=0)
     dist.barrier()
@@ -112,18 +120,17 @@ def ledger(run: Run) -> dict[str, object]:
     }
 
 
-def agreed_folder(run_dir: Path | None) -> Path:
-    """Rank 0's run folder, on every rank of a world that a launcher made."""
-    folders = [None if run_dir is None else str(run_dir)]
-    dist.broadcast_object_list(folders, src=0)
-    assert folders[0] is not None
-    return Path(folders[0])
+def agreed(value: T) -> T:
+    """Rank 0's, on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
-def build_sinks(run: Run, run_dir: Path, position: Position) -> list[Sink]:
+def build_sinks(run: Run, run_dir: Path, position: Position, curve: JsonlSink) -> list[Sink]:
     logger = run.cfg.logger
     rows = read_rows(run_dir / METRICS)
-    sinks: list[Sink] = [JsonlSink(run_dir / METRICS)]
+    sinks: list[Sink] = [curve]
     if logger.progress:
         sinks.append(ConsoleSink(last_step(run, position), first_step=position.step + 1))
     if logger.name is LoggerName.wandb:
