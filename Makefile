@@ -11,9 +11,10 @@ run: $(VENV)/.ready
 	$(BIN)/python -m rlexp $(ARGS)
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
 
-check: lint types test
+check: lint types
+	$(BIN)/python -m pytest
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -76,6 +76,7 @@ def test_bf16_adds_up_its_micro_batches_once(exact, layout: tuple[str, int, int]
             assert results[0].rows[step]["train/grad_norm"] == pytest.approx(norm, rel=0.01)
 
 
+@pytest.mark.slow
 def test_clipping_sees_the_whole_gradient() -> None:
     """With a tiny limit and a huge eps, Adam's first step is −lr · clipped gradient / eps: its norm shows the clip."""
     place = ("parallel=ring2", "launch.nproc=4", "optim.eps=1e6", "optim.lr=1e6")
@@ -142,6 +143,7 @@ EMBEDDING = "model.embed_tokens.weight"
 FROZEN = "model.freeze=['model.embed_tokens.*', '*.norm.*']"
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay_and_the_others_do_not_notice_the_engine() -> None:
     exact = steps_of("parallel=ring1", "train.precision=fp64", FROZEN, steps=2)[0]
     start = steps_of("parallel=ring1", "engine=torch", "optim.lr=0")[0].weights
@@ -218,6 +220,7 @@ def test_weights_can_be_read_after_an_evaluation() -> None:
         assert same == [True] * len(KINDS)
 
 
+@pytest.mark.slow
 def test_bf16_begins_with_every_bit_and_reduces_in_float32() -> None:
     """Masters in bfloat16 would lose bits at the start; gradients reduced in bfloat16 are 3e-3 apart."""
     start = steps_of("parallel=ring1", "engine=torch", "optim.lr=0")[0].weights

@@ -79,6 +79,7 @@ def test_a_tied_head_stays_tied(rlexp: Shell, tmp_path: Path, tied: Path, engine
     assert (tmp_path / "run" / "model" / "chat_template.jinja").read_text().startswith("{% for m in messages")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_by_hand(rlexp: Shell, tmp_path: Path, tied: Path) -> None:
     """In another dtype, with frozen parameters, which are taken from the model that the run began with."""
     freeze = "model.freeze=['model.norm.*', 'model.layers.0.*']"
@@ -117,6 +118,7 @@ def test_a_checkpoint_is_exported_by_hand(rlexp: Shell, tmp_path: Path, tied: Pa
     assert "SHA-256 differs" in refused.stderr
 
 
+@pytest.mark.slow
 def test_an_untied_head_is_exported_too(rlexp: Shell, tmp_path: Path) -> None:
     answer = rlexp(*QUICK, "engine=zero3", "train.precision=bf16")
     assert answer.returncode == 0, answer.stderr

@@ -119,6 +119,7 @@ def test_what_would_draw_another_curve_is_refused_by_name(rlexp: Shell, tmp_path
     assert "Did you mean" in rlexp(*edited, "resume.force=[optim.rl]").stderr
 
 
+@pytest.mark.slow
 def test_a_path_begins_a_run_of_its_own(rlexp: Shell, tmp_path: Path) -> None:
     assert rlexp(*QUICK, "train.max_steps=4", "checkpoint.save_every=2").returncode == 0
     fork = [*QUICK, "train.max_steps=4", "train.stop_after=1", "resume.mode=run/checkpoints/step-00000002"]
@@ -183,6 +184,7 @@ def test_a_damaged_checkpoint_does_not_outlive_the_whole_ones(rlexp: Shell, tmp_
     assert steps_in(tmp_path / "run") == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_a_curve_that_is_removed_costs_no_checkpoint(tmp_path: Path) -> None:
     process = start(tmp_path, "checkpoint.save_every=3")
     wait_for_steps(tmp_path, process)
@@ -203,6 +205,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_written_over(rlexp: Shell) -
     assert "holds a finished run without a checkpoint to go on from" in refused.stderr
 
 
+@pytest.mark.slow
 def test_time_is_a_cadence_too(rlexp: Shell, tmp_path: Path) -> None:
     often = ("checkpoint.save_every=0.5s", "checkpoint.on_exit=false", "checkpoint.keep_last=99")
     answer = rlexp(*QUICK, "parallel=ring2", "train.max_steps=30", *often)
@@ -249,7 +252,9 @@ def test_one_rank_alone_may_be_asked(tmp_path: Path) -> None:
     assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == steps_in(tmp_path / "run")[-1]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize(
+    "name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow), pytest.param("SIGHUP", marks=pytest.mark.slow)]
+)
 def test_a_signal_to_the_whole_process_group_is_one_request(tmp_path: Path, name: str) -> None:
     """As Slurm, systemd and a closed terminal do: launcher, fork server and ranks at once."""
     command = [sys.executable, "-m", "rlexp", *QUICK, "parallel=ring2", "train.max_steps=100000"]
@@ -264,6 +269,7 @@ def test_a_signal_to_the_whole_process_group_is_one_request(tmp_path: Path, name
     assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == steps_in(tmp_path / "run")[-1]
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_stop_is_a_request_and_a_finished_run_is_left_alone(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlexp"]
     process = subprocess.Popen(
@@ -289,6 +295,7 @@ def test_under_torchrun_a_stop_is_a_request_and_a_finished_run_is_left_alone(tmp
         assert steps_in(tmp_path / "run") == list(range(1, done + 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["a second Ctrl-C", "the end of the grace"])
 def test_a_step_that_takes_too_long_is_abandoned_whole(tmp_path: Path, how: str) -> None:
     """A step of some ten seconds: the request alone would wait for its end."""

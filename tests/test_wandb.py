@@ -137,6 +137,7 @@ def test_a_killed_run_goes_on_in_the_same_offline_run(tmp_path: Path) -> None:
     assert all(row["_step"] == row["train/global_step"] for row in history(inspect(fragments[-1])))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_in_the_same_online_run(tmp_path: Path) -> None:
     with WandbServer() as server:
         online = CLEAN | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40, "WANDB_ERROR_REPORTING": "false"}
