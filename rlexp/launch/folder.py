@@ -23,6 +23,11 @@ from rlexp.errors import CheckpointError, ConfigError
 
 PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "omegaconf", "wandb", "numpy")
 
+KEPT = ("wandb_id", "steps", "exported_step")  # of what run.json says, when a run goes on
+LOCK, RANKS = ".lock", ".ranks"
+PATIENCE = 15.0  # seconds, for ranks that are ending
+_claimed: dict[Path, int] = {}
+
 
 def enter(cfg: Config, run_dir: Path) -> bool:
     """Claim the folder for this process, and see what it holds: nothing, or a run to go on with. False if that run is
@@ -60,14 +65,6 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     }
     _write(run_dir, {key: value for key, value in before.items() if key in KEPT} | begun)
     return True
-
-
-KEPT = ("wandb_id", "steps")  # of a run that goes on
-
-
-LOCK, RANKS = ".lock", ".ranks"
-PATIENCE = 15.0  # seconds, for ranks that are ending
-_claimed: dict[Path, int] = {}
 
 
 def leave(run_dir: Path) -> None:
