@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -204,3 +205,24 @@ def test_a_folder_without_all_weights_is_refused(tmp_path: Path) -> None:
         load_model(hf, load_config(hf, 512), 512)
     with pytest.raises(ModelError, match="there is no tokenizer to be loaded"):
         load_tokenizer(hf)
+
+
+def test_experts_in_a_list_are_refused_where_gradients_are_reduced_as_they_come() -> None:
+    """Such a model's gradients depend on the tokens of a rank; transformers' own keep experts in one tensor."""
+    listed = nn.Module()
+    listed.mlp = nn.Module()
+    listed.mlp.experts = nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])
+    with pytest.raises(ModelError, match=r"engine=zero2: Module keeps its experts in a list \(mlp.experts\)"):
+        Policy(listed).refuse_listed_experts("zero2")
+    Policy(nn.ModuleList([nn.Linear(2, 2)])).refuse_listed_experts("zero2")
+
+
+def test_what_freezes_fits_something_and_leaves_something() -> None:
+    small = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    policy = Policy(small)
+    policy.freeze(["0.*"])
+    assert [name for name, p in policy.model.named_parameters() if p.requires_grad] == ["1.weight", "1.bias"]
+    with pytest.raises(ModelError, match=r"model.freeze: 'embedding' fits no parameter. Their names are like 0.weight"):
+        policy.freeze(["embedding"])
+    with pytest.raises(ModelError, match="nothing is left to train"):
+        policy.freeze(["1.*"])
