@@ -123,13 +123,16 @@ def _check_writable(run_dir: Path) -> None:
 
 def _check_identity(cfg: Config, run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Against the newest checkpoint that is as long as it should be; its contents are read by the ranks."""
-    for path in candidates(cfg.resume.mode, run_dir):
+    found = candidates(cfg.resume.mode, run_dir)
+    for path in found:
         try:
             check_sizes(path)
             was = read_position(path).get("identity") or {}
         except CheckpointError:
             continue
         return refuse_changes(path, was, now, cfg.resume.force)
+    if found:
+        return []  # the ranks will say what is wrong with each of them
     if before.get("status") == "finished":
         raise ConfigError(
             f"hydra.run.dir={run_dir}: holds a finished run without a checkpoint to go on from, and it would be "
