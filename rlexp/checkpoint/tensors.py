@@ -107,9 +107,6 @@ class Reader:
             (length,) = file.get_slice(key).get_shape()
             self._runs.setdefault(key, []).append(_Run(path, starts[key], starts[key] + length))
 
-    def has(self, kind: str) -> bool:
-        return any(key.startswith(f"{kind}/") for key in self._runs)
-
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of the flattened parameter (or moment), in the dtype they were written in."""
         pieces, reached = [], start

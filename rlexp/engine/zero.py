@@ -6,6 +6,7 @@ is a data-parallel rank whose gradients it averages, and the scaling contract of
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import io
@@ -111,7 +112,7 @@ class _Holder(nn.Module):
         return logps
 
 
-class _Sharded:
+class _Sharded(abc.ABC):
     """What stages 1 to 3 have in common."""
 
     replicated = False
@@ -161,8 +162,9 @@ class _Sharded:
     def _frozen(self, parameter: nn.Parameter) -> Tensor:
         return parameter.detach()
 
+    @abc.abstractmethod
     def _weight_fragments(self) -> Iterator[Fragment]:
-        raise NotImplementedError
+        """What this rank holds of the masters, without their moments."""
 
 
 class Stage12(_Sharded):
@@ -224,7 +226,6 @@ class Stage3(_Sharded):
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         partition(policy, cfg)
         super().__init__(cfg, policy, optim, world, dtype)
-        self._rank = world.rank
 
     def _exact(self, dtype: torch.dtype) -> Callable[[Fragment], Tensor]:
         pieces = _cast_partitions(self.policy, dtype)

@@ -97,7 +97,7 @@ class Process:
         return " on cpu\n" in self.said()  # the header, after everything that a resume puts back
 
     def members(self) -> dict[int, int]:
-        """The processes of this session that live, and the parent of each."""
+        """The launcher and all that it started, as far as they live, and the parent of each."""
         found = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
