@@ -25,3 +25,14 @@ class NonFiniteError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is not whole, not there, or not this run's."""
+
+
+class OutOfMemory(UserError):
+    """A rank could not allocate what it needed; the message says in which phase."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch's own class is known by its name, since nothing here imports torch; on CPU it has none."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -23,7 +23,12 @@ TRAIN = {
     *("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "grad_norm", "learning_rate"),
     *("tokens", "total_tokens", "tokens_per_second", "step_seconds", "epoch", "global_step"),
-    *("ring_tokens", "ring_bytes"),
+    *("ring_tokens", "ring_bytes", "grad_acc", "micro_batches"),
+}
+MEMORY = {
+    f"memory/{phase}peak_{what}"
+    for phase in ("", "data_", "reference_", "forward_", "backward_", "optimizer_")
+    for what in ("bytes", "rank")
 }
 QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run")
 
@@ -48,7 +53,11 @@ def test_a_ring_of_four_trains_and_says_so(rlexp: Shell, tmp_path: Path) -> None
     assert next(iter(rows[0])) == "step"
     assert rows[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
     names = {f"train/{name}" for name in TRAIN}
-    assert set(rows[0]) == names | {"step", "memory/peak_bytes", "memory/peak_rank"}
+    assert set(rows[0]) == names | {"step"} | MEMORY
+    for row in rows:
+        peaks = {row[name]: row[name.replace("bytes", "rank")] for name in MEMORY if name.endswith("_peak_bytes")}
+        assert row["memory/peak_bytes"] == max(peaks)
+        assert row["memory/peak_rank"] == peaks[max(peaks)]
     assert {"eval/loss", "eval/rewards/accuracies", "eval/logps/chosen"} <= set(rows[1])
     assert rows[3]["train/total_tokens"] == sum(row["train/tokens"] for row in rows)
     run = run_json(tmp_path / "run")
@@ -63,6 +72,15 @@ def test_a_ring_of_four_trains_and_says_so(rlexp: Shell, tmp_path: Path) -> None
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").decode([3, 4]) == '!"'
     assert model.config.num_attention_heads == 8
+
+
+def test_a_model_that_does_not_fit_says_where(rlexp: Shell, tmp_path: Path) -> None:
+    """16 petabytes: the allocation fails on any machine, and no rank is left waiting."""
+    answer = rlexp(*QUICK, "parallel=ring2", "model.hidden_size=67108864")
+    assert answer.returncode == 1
+    assert "ran out of memory in its build phase" in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert run_json(tmp_path / "run")["status"] == "failed"
 
 
 def test_it_learns_the_rule_of_the_synthetic_pairs(rlexp: Shell, tmp_path: Path) -> None:

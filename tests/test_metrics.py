@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 import torch
 
 from rlexp.launch.place import Place
-from rlexp.metrics.memory import peak_bytes, reset_peak
+from rlexp.launch.whereabouts import Whereabouts, last_seen, read
+from rlexp.metrics.memory import Phases, peak_bytes, reset_peak
 from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
-from rlexp.ring.groups import build_world
+from rlexp.ring.groups import ALONE, World, build_world
 from rlexp.sinks.jsonl import JsonlSink
 from tests.ranks import on_ranks
 
@@ -45,6 +47,38 @@ def test_the_memory_peak_is_of_the_step_alone() -> None:
     del block
     reset_peak(cpu)
     assert peak_bytes(cpu) < high - size // 2
+
+
+def test_each_phase_has_its_own_peak(tmp_path) -> None:
+    phases = Phases(torch.device("cpu"), Whereabouts(tmp_path, 1).tell)
+    phases.begin(7)
+    with phases("data"):
+        pass
+    with phases("forward"), phases("data"):  # what is within a phase is its own
+        np.ones(256 << 20, dtype=np.uint8)
+    with phases("backward"):
+        pass
+    meter = Meter(World(0, 1, ALONE), torch.device("cpu"))
+    phases.report(meter)
+    peaks = meter.reduce()
+    assert peaks["forward_peak"] == peaks["peak"]
+    assert peaks["forward_peak"] - max(peaks["data_peak"], peaks["backward_peak"]) > 200 << 20
+    (line,) = read(tmp_path)  # rank 0 has written nothing
+    assert (line["rank"], line["step"]) == (1, 7)
+    assert line["peaks"]["forward"] == peaks["forward_peak"]
+
+
+def test_an_allocation_that_fails_is_told_with_its_phase(tmp_path) -> None:
+    phases = Phases(torch.device("cpu"), Whereabouts(tmp_path, 2).tell)
+    phases.begin(3)
+    with pytest.raises(RuntimeError) as failure, phases("backward"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    explained = str(phases.explained(failure.value, 2))
+    assert explained.startswith("rank 2 ran out of memory in step 3, in its backward phase (")
+    assert "parallel.ring_size" in explained
+    assert read(tmp_path)[0]["died"] == "out of memory"
+    assert last_seen(tmp_path, 2) == "in step 3, in its backward phase"
+    assert phases.explained(ValueError("something else"), 2) is None
 
 
 def test_rows_are_flushed_in_full_precision(tmp_path) -> None:

@@ -25,7 +25,7 @@ ROOMS = {
     "checkpoint": TORCH
     | {"safetensors", "rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.engine.base",
        "rlexp.ring.groups"},
-    "metrics": TORCH | {"rlexp.ring.groups"},
+    "metrics": TORCH | {"rlexp.errors", "rlexp.ring.groups"},
     "sinks": {"wandb", "tqdm", "rlexp.config.schema", "rlexp.types"},
 }  # fmt: skip
 ONLY_HERE = {"deepspeed": "engine", "wandb": "sinks", "transformers": "model", "hydra": "config"}

@@ -20,6 +20,7 @@ from rlexp.config import load
 from rlexp.config.identity import check_force, identity, refuse_changes
 from rlexp.config.schema import Config
 from rlexp.errors import CheckpointError, ConfigError
+from rlexp.launch import whereabouts
 
 PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "omegaconf", "wandb", "numpy")
 
@@ -47,6 +48,7 @@ def enter(cfg: Config, run_dir: Path) -> bool:
         return False
     forced = _check_identity(cfg, run_dir, before, now)
     sweep(run_dir)
+    whereabouts.begin(run_dir)
     if cfg.parallel.world_size > 1:
         (run_dir / "logs").mkdir(exist_ok=True)
     load.to_file(cfg, run_dir / "config.yaml")

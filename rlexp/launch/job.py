@@ -17,9 +17,10 @@ from rlexp.config.paths import conf_dir
 from rlexp.config.schema import Config
 from rlexp.errors import ConfigError, UserError
 from rlexp.launch import folder
-from rlexp.launch.local import PRELOAD, Interrupted, run_ranks
+from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
 from rlexp.launch.place import Place, prepare_environment
 from rlexp.launch.stops import Outcome, Terminated, end_with_parent, hear_stops, heard
+from rlexp.launch.whereabouts import last_seen
 
 
 def run_job(composed: DictConfig) -> None:
@@ -67,6 +68,11 @@ def run_here(cfg: Config, run_dir: Path) -> None:
         folder.close(run_dir, "stopped", str(stop))
         sys.stderr.write(f"\nrlexp: {stop}; the run is in {run_dir}\n")
         sys.exit(stop.exit_code)
+    except RankFailed as error:
+        seen = last_seen(run_dir, error.rank)
+        failed = RankFailed(f"{error}\nIt was last seen {seen}." if seen else str(error), error.rank)
+        folder.close(run_dir, "failed", str(failed))
+        raise failed from None
     except Exception as error:
         folder.close(run_dir, "failed", str(error))
         raise

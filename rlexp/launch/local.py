@@ -43,6 +43,10 @@ _COLLATERAL = re.compile(
 class RankFailed(UserError):
     """A rank failed by a defect, or was killed; the message carries its own traceback."""
 
+    def __init__(self, text: str, rank: int) -> None:
+        super().__init__(text)
+        self.rank = rank
+
 
 class Interrupted(Exception):
     """A signal asked the launcher to stop; all ranks have been ended."""
@@ -60,12 +64,12 @@ class Report:
     rank: int
     at: float
     text: str
-    is_user_error: bool = False
+    mistake: UserError | None = None  # the user's, as it was raised
     by_stop: bool = False  # it left since it was asked to, with nothing to save
 
     @property
     def is_collateral(self) -> bool:
-        return not self.is_user_error and bool(_COLLATERAL.search(self.text.rstrip().rpartition("\n")[2]))
+        return self.mistake is None and bool(_COLLATERAL.search(self.text.rstrip().rpartition("\n")[2]))
 
 
 @dataclass
@@ -156,7 +160,8 @@ def _watch(ranks: list[_Rank], timeout: float | None, stop: _Stop, grace: float)
         if deadline is not None and (now > deadline or len(reports) == len(pending)):
             return reports
         if give_up is not None and now > give_up:
-            return reports or [Report(-1, now, f"The ranks did not end within {timeout:g} s.", True)]
+            late = UserError(f"The ranks did not end within {timeout:g} s.")
+            return reports or [Report(-1, now, str(late), late)]
     return [rank.report for rank in ranks if rank.report]
 
 
@@ -186,10 +191,10 @@ def _read(rank: _Rank, number: int) -> None:
 def _failure(reports: list[Report], log_dir: Path | None) -> UserError:
     """The first cause: consequences of another rank's end come last."""
     first = min(reports, key=lambda report: (report.is_collateral, report.at))
-    if first.is_user_error:
-        return UserError(first.text)
+    if first.mistake is not None:
+        return first.mistake
     log = f"\nIts log: {log_dir / f'rank{first.rank}.log'}" if log_dir and first.rank else ""
-    return RankFailed(f"rank {first.rank} failed: {first.text.rstrip()}{log}")
+    return RankFailed(f"rank {first.rank} failed: {first.text.rstrip()}{log}", first.rank)
 
 
 def _send(rank: _Rank, signum: int) -> None:
@@ -279,8 +284,9 @@ def _rank_main(
         os._exit(stop.exit_code)
     except BaseException as error:
         deaf()  # the launcher may be ending us already; say why first
-        text = str(error) if isinstance(error, UserError) else traceback.format_exc()
-        say("report", Report(place.rank, time.monotonic(), text, isinstance(error, UserError)))
+        mistake = error if isinstance(error, UserError) else None
+        text = str(error) if mistake else traceback.format_exc()
+        say("report", Report(place.rank, time.monotonic(), text, mistake))
         sys.stderr.write(text + "\n" if place.rank else "")
         sys.stderr.flush()
         # At once: peers that wait for this rank must see its connections close, and a process group that is

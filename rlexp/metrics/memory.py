@@ -1,14 +1,78 @@
-"""The memory peak of a step: the allocator's on CUDA, the resident set's on CPU."""
+"""Memory peaks by phase: the allocator's on CUDA, the resident set's on CPU."""
 
 from __future__ import annotations
 
+import contextlib
 import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
+from rlexp.errors import OutOfMemory, is_out_of_memory
+from rlexp.metrics.meter import Meter
+
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _RESET_PEAK = "5"  # proc(5): reset the peak resident set size
+REMEDY = "A larger parallel.ring_size, a smaller train.micro_batch_size or memory.checkpointing=true need less."
+
+
+class Phases:
+    """The peak of each phase of a step, on this rank; and, told to `tell` as they begin, what it is doing."""
+
+    def __init__(self, device: torch.device, tell: Callable[..., None] | None = None) -> None:
+        self._device = device
+        self._tell = tell or (lambda **_facts: None)
+        self._peaks: dict[str, int] = {}
+        self._highest: dict[str, int] = {}  # of all steps
+        self._step = 0
+        self._phase = ""
+
+    def begin(self, step: int) -> None:
+        self._step = step
+        self._peaks.clear()
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """A phase within a phase is part of it. One that ends by an exception stays the last that was told."""
+        if self._phase:
+            yield
+            return
+        self._phase = phase
+        self._tell(step=self._step, phase=phase, peaks=self._highest)
+        reset_peak(self._device)
+        try:
+            yield
+        except BaseException:
+            self._note(phase)
+            raise
+        self._note(phase)
+        self._phase = ""
+
+    def _note(self, phase: str) -> None:
+        peak = peak_bytes(self._device)
+        self._peaks[phase] = max(peak, self._peaks.get(phase, 0))
+        self._highest[phase] = max(peak, self._highest.get(phase, 0))
+
+    def report(self, meter: Meter) -> None:
+        """The step's, for the one reduction: the largest over the ranks, and whose it is."""
+        for phase, peak in self._peaks.items():
+            meter.add_max(f"{phase}_peak", peak)
+        meter.add_max("peak", max(self._peaks.values()))
+        self._tell(step=self._step, phase="between steps", peaks=self._highest)
+
+    def explained(self, error: BaseException, rank: int) -> OutOfMemory | None:
+        """What a user should read of an allocation that failed."""
+        if not is_out_of_memory(error):
+            return None
+        self._tell(step=self._step, phase=self._phase, peaks=self._highest, died="out of memory")
+        where = f"in step {self._step}, " if self._step else ""
+        peaks = ", ".join(f"{phase} {peak / 1e9:.3g} GB" for phase, peak in self._highest.items()) or "none yet"
+        first = str(error).strip().partition("\n")[0]
+        return OutOfMemory(
+            f"rank {rank} ran out of memory {where}in its {self._phase or 'build'} phase ({first}). "
+            f"Peaks so far: {peaks}. {REMEDY}"
+        )
 
 
 def reset_peak(device: torch.device) -> None:

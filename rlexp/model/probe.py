@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlexp.config.schema import ModelConfig
 from rlexp.data.packing import pack_sequences
-from rlexp.errors import ModelError
+from rlexp.errors import ModelError, is_out_of_memory
 from rlexp.model import hook, rope
 from rlexp.model.float64 import precise
 from rlexp.model.loading import from_config_options
@@ -51,6 +51,8 @@ def probe(
     except ModelError as error:
         raise ModelError(_refusal(config, max_length, str(error))) from error
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(
             f"{_name(config)}: does not run through transformers' attention interface over a packed batch "
             f"({type(error).__name__}: {error})."

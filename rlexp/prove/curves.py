@@ -14,7 +14,10 @@ from rlexp.launch.place import Place, prepare_environment
 from rlexp.types import MetricRow
 
 # What a layout may change: its own speed, memory and traffic. Everything else must not move.
-OWN = ("train/ring_tokens", "train/ring_bytes", "train/step_seconds", "train/tokens_per_second", "memory/")
+OWN = (
+    *("train/ring_tokens", "train/ring_bytes", "train/step_seconds", "train/tokens_per_second"),
+    *("train/grad_acc", "train/micro_batches", "memory/"),
+)
 
 LOSS_TOLERANCE = 1e-12  # relative, for loss and weights in float64; measured: see docs/invariance.md
 METRIC_TOLERANCE = (1e-9, 1e-11)  # relative and absolute, for the other metrics in float64

@@ -17,6 +17,7 @@ from rlexp.algos.dpo import DPO
 from rlexp.config.schema import (
     Config,
     DataConfig,
+    Device,
     DPOConfig,
     EngineConfig,
     EngineName,
@@ -34,6 +35,7 @@ from rlexp.data.tokens import PairTokenizer, numbered
 from rlexp.engine.base import Engine, shape_of
 from rlexp.engine.plain import PlainEngine
 from rlexp.errors import DataError, UserError
+from rlexp.metrics.memory import Phases
 from rlexp.model.loading import in_pieces, load_config, load_model, load_tokenizer
 from rlexp.model.policy import Policy, cast_parameters
 from rlexp.model.probe import probe
@@ -68,6 +70,7 @@ class Run:
     reference: Callable[[Shard], TokenLogps]
     loss: PreferenceLoss
     parameters: int
+    phases: Phases
 
     @property
     def total_steps(self) -> int:
@@ -80,12 +83,10 @@ class Run:
         return shard_pack(pack, self.world.ring, self.layout, self.kernel, data.max_length).to(self.device)
 
 
-def build(cfg: Config) -> Run:
+def build(cfg: Config, phases: Phases | None = None) -> Run:
     """A collective call: every rank builds the same run, and what is refused is refused on all."""
     world = build_world(cfg.parallel.ring_size)
-    device = (
-        torch.device("cuda", torch.cuda.current_device()) if cfg.launch.device.value == "cuda" else torch.device("cpu")
-    )
+    device = device_of(cfg)
     layout, kernel = get_layout(cfg.parallel.layout), get_kernel(cfg.parallel.kernel, device.type)
     tokenizer = load_tokenizer(cfg.model)
     encoder = PairTokenizer(tokenizer, cfg.data.max_length, cfg.data.too_long)
@@ -112,7 +113,13 @@ def build(cfg: Config) -> Run:
         reference,
         build_loss(cfg.loss),
         sum(shape_of(parameter).numel() for parameter in policy.parameters()),
+        phases or Phases(device),
     )  # fmt: skip
+
+
+def device_of(cfg: Config) -> torch.device:
+    cuda = cfg.launch.device is Device.cuda
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def _refuse_empty(pairs: Sequence[Pair], dropped: Counter[str], what: str) -> None:

@@ -18,11 +18,13 @@ from rlexp.errors import NonFiniteError
 from rlexp.launch import folder
 from rlexp.launch.folder import derived_sizes
 from rlexp.launch.stops import Outcome, finishing_steps, heard
+from rlexp.launch.whereabouts import Whereabouts
+from rlexp.metrics.memory import Phases
 from rlexp.model.export import dtype_of, export, on_host
 from rlexp.sinks.base import Sink, Sinks
 from rlexp.sinks.console import ConsoleSink, say
 from rlexp.sinks.jsonl import JsonlSink, read_rows
-from rlexp.train.build import Run, build
+from rlexp.train.build import Run, build, device_of
 from rlexp.train.loop import Position, last_step, train_loop
 from rlexp.train.resume import build_keeper, resume
 
@@ -30,8 +32,21 @@ T = TypeVar("T")
 
 
 def train(cfg: Config, run_dir: Path) -> Outcome:
+    """Whatever becomes of it, `memory.jsonl` says how far each rank came."""
     folder.hold(run_dir)
-    run = build(cfg)
+    phases = Phases(device_of(cfg), Whereabouts(run_dir, dist.get_rank()).tell)
+    try:
+        return train_watched(cfg, run_dir, phases)
+    except Exception as error:
+        explained = phases.explained(error, dist.get_rank())
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def train_watched(cfg: Config, run_dir: Path, phases: Phases) -> Outcome:
+    with phases("build"):
+        run = build(cfg, phases)
     first = run.world.rank == 0
     position, came_from = resume(run, run_dir)
     if position.step >= run.total_steps:

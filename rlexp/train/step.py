@@ -15,7 +15,6 @@ from torch import Tensor
 from rlexp.algos.base import PairLogps
 from rlexp.data.sampler import Batch
 from rlexp.errors import NonFiniteError
-from rlexp.metrics.memory import peak_bytes, reset_peak
 from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.ring.collectives import ring_sum
 from rlexp.train.build import Run
@@ -28,31 +27,34 @@ def train_step(run: Run, batch: Batch) -> dict[str, float]:
     """One optimizer step; the values of the train batch, the same on every rank."""
     started, sent = time.monotonic(), run.world.ring.traffic.sent
     seed_everything(run.cfg.seed, batch.step)
-    reset_peak(run.device)
+    run.phases.begin(batch.step)
     meter = Meter(run.world, run.device)
     finite = torch.ones((), dtype=torch.bool, device=run.device)
     held = 0
     count = len(batch.indices)  # the loss's denominator, known before the first micro-batch
     micro_batches = batch.micro_batches(run.world.replica, run.world.dp_size, run.cfg.train.micro_batch_size)
     for number, indices in enumerate(micro_batches, 1):
-        shard = run.shard([run.pairs[index] for index in indices])
+        with run.phases("data"):
+            shard = run.shard([run.pairs[index] for index in indices])
         losses_P = pair_losses(run, shard, run.engine.forward, meter)
         replica_loss_sum = losses_P.sum()
-        run.engine.backward(replica_loss_sum * (run.world.size / count), last=number == len(micro_batches))
+        with run.phases("backward"):
+            run.engine.backward(replica_loss_sum * (run.world.size / count), last=number == len(micro_batches))
         finite &= losses_P.isfinite().all()
         held += len(shard.tokens_t)
-    grad_norm = run.engine.grad_norm()
-    refuse_unless_finite(run, batch, micro_batches, bool(finite), grad_norm)
     lr = run.schedule.at(batch.step)
-    run.engine.step(lr)
-    if run.device.type == "cuda":
-        torch.cuda.synchronize()  # once a step, so that its time and its memory are its own
+    with run.phases("optimizer"):
+        grad_norm = run.engine.grad_norm()
+        refuse_unless_finite(run, batch, micro_batches, bool(finite), grad_norm)
+        run.engine.step(lr)
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()  # once a step, so that its time and its memory are its own
     meter.add_max("ring_tokens", held)
     meter.add_max("ring_bytes", run.world.ring.traffic.sent - sent)
     meter.add_max("step_seconds", time.monotonic() - started)
-    meter.add_max("peak_bytes", peak_bytes(run.device))
+    run.phases.report(meter)
     values = meter.reduce()
-    peak, peak_rank = values.pop("peak_bytes"), values.pop("peak_bytes@rank")
+    memory = peaks(values)
     train = {name: value for name, value in values.items() if not name.endswith("@rank")}
     train |= {name: int(train[name]) for name in ("tokens", "ring_tokens", "ring_bytes")}
     train |= {
@@ -61,11 +63,19 @@ def train_step(run: Run, batch: Batch) -> dict[str, float]:
         "tokens_per_second": train["tokens"] / train["step_seconds"],
         "epoch": batch.step / run.sampler.steps_per_epoch,
         "global_step": batch.step,
+        "grad_acc": run.cfg.train.grad_acc,
+        "micro_batches": len(micro_batches),
     }
-    return {f"train/{name}": value for name, value in train.items()} | {
-        "memory/peak_bytes": int(peak),
-        "memory/peak_rank": peak_rank,
-    }
+    return {f"train/{name}": value for name, value in train.items()} | memory
+
+
+def peaks(values: dict[str, float]) -> dict[str, float]:
+    """Take the peaks out of the metered values: of each phase, and of all, with the rank that had it."""
+    memory: dict[str, float] = {}
+    for name in [name for name in values if name.endswith("peak")]:
+        memory[f"memory/{name}_bytes"] = int(values.pop(name))
+        memory[f"memory/{name}_rank"] = values.pop(f"{name}@rank")
+    return memory
 
 
 def seed_everything(seed: int, step: int) -> None:
@@ -81,10 +91,11 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     """The held-out pairs once, in their order, by the same code; the last batch may be short."""
     meter = Meter(run.world, run.device)
     size = run.cfg.train.batch_size
-    for first in range(0, len(run.eval_pairs), size):
-        batch = Batch(0, 0, tuple(range(first, min(first + size, len(run.eval_pairs)))))
-        for indices in batch.micro_batches(run.world.replica, run.world.dp_size, run.cfg.train.micro_batch_size):
-            pair_losses(run, run.shard([run.eval_pairs[index] for index in indices]), run.engine.forward, meter)
+    with run.phases("eval"):
+        for first in range(0, len(run.eval_pairs), size):
+            batch = Batch(0, 0, tuple(range(first, min(first + size, len(run.eval_pairs)))))
+            for indices in batch.micro_batches(run.world.replica, run.world.dp_size, run.cfg.train.micro_batch_size):
+                pair_losses(run, run.shard([run.eval_pairs[index] for index in indices]), run.engine.forward, meter)
     values = {f"eval/{name}": value for name, value in meter.reduce().items()}
     bad = [name for name, value in values.items() if not math.isfinite(value)]
     if bad:
@@ -94,11 +105,13 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
 def pair_losses(run: Run, shard: Shard, policy: Callable[[Shard], TokenLogps], meter: Meter) -> Tensor:
     """The losses of a micro-batch's pairs, the same on every rank of the ring; its metrics go to the meter."""
-    tokens = policy(shard)
+    with run.phases("forward"):
+        tokens = policy(shard)
     policy_P = by_pair(ring_sum(sum_by_sequence(tokens.logps_t, shard), run.world.ring))
     reference_P = None
     if run.loss.needs_reference:
-        reference_t = run.reference(shard).logps_t
+        with run.phases("reference"):
+            reference_t = run.reference(shard).logps_t
         reference_P = by_pair(ring_sum(sum_by_sequence(reference_t, shard), run.world.ring))
     result = run.loss(policy_P, reference_P)
     pairs = len(result.losses_P)

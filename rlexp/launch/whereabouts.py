@@ -1,0 +1,59 @@
+"""What every rank of a run is doing, where no death can hide it: `memory.jsonl`, a line of fixed width per rank.
+
+A rank that is killed for its memory has no last word. So each writes its step, its phase and its peaks so far as it
+goes, into the place that is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+WIDTH = 512  # bytes of a line, with its end
+FILE = "memory.jsonl"
+
+
+class Whereabouts:
+    """One rank's line. A disk that is full, or gone, ends no training."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self._file = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT, 0o644)
+        self._rank = rank
+
+    def tell(self, **facts: Any) -> None:
+        line = json.dumps({"rank": self._rank, **facts})[: WIDTH - 1].ljust(WIDTH - 1) + "\n"
+        try:
+            os.pwrite(self._file, line.encode(), self._rank * WIDTH)
+        except OSError:
+            return
+
+
+def begin(run_dir: Path) -> None:
+    """Before the ranks start: what an earlier world wrote is not this one's."""
+    (run_dir / FILE).unlink(missing_ok=True)
+
+
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines that are there, by rank."""
+    found = []
+    try:
+        text = (run_dir / FILE).read_bytes()
+    except OSError:
+        return []
+    for start in range(0, len(text), WIDTH):
+        try:
+            found.append(json.loads(text[start : start + WIDTH]))
+        except ValueError:  # a rank that has not written yet
+            continue
+    return found
+
+
+def last_seen(run_dir: Path, rank: int) -> str:
+    """`in step 3, in its forward phase`, or nothing where the rank had not begun."""
+    for line in read(run_dir):
+        if line["rank"] == rank:
+            step = f"in step {line['step']}, " if line["step"] else ""
+            return f"{step}in its {line['phase']} phase"
+    return ""
