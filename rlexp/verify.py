@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rlexp.config.explain import explain
 from rlexp.config.load import compose_config
+from rlexp.errors import ConfigError
 
 
 def main() -> int:
@@ -31,7 +32,9 @@ def main() -> int:
         options = parser.parse_intermixed_args()
         from rlexp.prove.verdict import run
 
-        return run(compose_config(options.overrides), options.steps, options.json)
+        cfg = compose_config(options.overrides)
+        refuse_unwritable(options.json)
+        return run(cfg, options.steps, options.json)
     except Interrupted as stop:
         return stop.exit_code
     except Exception as error:
@@ -42,12 +45,20 @@ def main() -> int:
         return 1
 
 
+def refuse_unwritable(file: Path | None) -> None:
+    """Before the minutes are spent that its content takes."""
+    if file is None:
+        return
+    try:
+        file.touch()
+    except OSError as error:
+        raise ConfigError(f"--json={file}: cannot be written ({error.strerror}). Give a file that can.") from None
+
+
 class Parser(argparse.ArgumentParser):
     """A wrong option is a user's mistake like any other."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        from rlexp.errors import ConfigError
-
         raise ConfigError(f"{message}. See python -m rlexp.verify --help.")
 
 

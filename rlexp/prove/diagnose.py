@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlexp.config.schema import Config, EngineName, Precision
+from rlexp.engine.base import trained
 from rlexp.errors import UserError
 from rlexp.launch.place import Place, join
 from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
@@ -94,6 +95,11 @@ def _try(part: Callable[[], tuple[float, float]]) -> tuple[float, float]:
         return torch.inf, torch.inf
 
 
+def _largest(*values: float) -> float:
+    """What is not a number is as wrong as can be; `max` would pass it over."""
+    return max(value if value == value else torch.inf for value in values)
+
+
 def _ring_sum(run: Run) -> tuple[float, float]:
     ring = run.world.ring
     values = ((ring.rank + 1) * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, device=run.device)).requires_grad_()
@@ -123,7 +129,7 @@ def _meter(run: Run) -> float:
         "largest": 2.0 * (world.size - 1),
         "largest@rank": world.size - 1,
     }
-    return max(abs(values.get(name, torch.inf) - value) for name, value in expected.items())
+    return _largest(*(abs(values.get(name, torch.inf) - value) for name, value in expected.items()))
 
 
 # ---- attention alone ----
@@ -135,7 +141,7 @@ def _attention(run: Run, case: Case) -> tuple[float, float]:
     for number, pairs in enumerate(_micro_batches(run, case.step)):
         pack, index_t, shard = _placed(run, [_short(pair) for pair in pairs])
         found = _attention_of(run, pack, index_t, shard, seed=number)
-        worst = [max(a, b) for a, b in zip(worst, found, strict=True)]
+        worst = [_largest(a, b) for a, b in zip(worst, found, strict=True)]
     return worst[0], worst[1]
 
 
@@ -175,13 +181,13 @@ def _attention_of(run: Run, pack: Pack, index_t: Tensor, shard: Shard, seed: int
         for count in (heads, kv_heads, kv_heads, heads)
     )
     mine = [each[index_t.cpu()].to(run.device).requires_grad_() for each in (q, k, v)]
-    out = ring_attention(*mine, shard.attention, scale)
+    out = ring_attention(mine[0], mine[1], mine[2], shard.attention, scale)
     out.backward(dout[index_t.cpu()].to(run.device).to(out.dtype))
     got = [out.detach(), *(each.grad for each in mine)]
     wanted = _attended(pack, q.double(), k.double(), v.double(), dout.double(), scale)
     real = _real(pack)[index_t.cpu()]
     apart = [_apart(a, b[index_t.cpu()], real) for a, b in zip(got, wanted, strict=True)]
-    return apart[0], max(apart[1:])
+    return apart[0], _largest(*apart[1:])
 
 
 def _apart(got: Tensor | None, wanted: Tensor, real: Tensor) -> float:
@@ -206,8 +212,9 @@ def _attended(pack: Pack, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: 
         if not segment.length:
             continue
         parts = [each[at].clone().requires_grad_() for each in (q, k, v)]
-        wide = [parts[0], *(part.repeat_interleave(groups, dim=1) for part in parts[1:])]
-        result = softmax_attention(*(each.transpose(0, 1) for each in wide), scale).transpose(0, 1)
+        query, key, value = (part.transpose(0, 1) for part in parts)
+        wide = (each.repeat_interleave(groups, dim=0) for each in (key, value))
+        result = softmax_attention(query, next(wide), next(wide), scale).transpose(0, 1)
         result.backward(dout[at])
         out[at] = result.detach()
         for grad, part in zip(grads, parts, strict=True):
@@ -228,32 +235,63 @@ def _head_shape(config: Any) -> tuple[int, int, int]:
 
 
 def _gradient(run: Run, case: Case) -> float:
-    """The run's model, packs and sums, with torch's autograd alone and the ranks' parts added up here."""
     files = TensorFiles(case.folder)
-    whole_engine = run.cfg.engine.name not in PIECES_OF_REFERENCE
-    cfg = run.cfg if whole_engine else dataclasses.replace(
-        run.cfg, engine=dataclasses.replace(run.cfg.engine, name=EngineName.torch))  # fmt: skip
+    worst = 0.0
+    for name, mine in without_engine(run, case.step, files).items():
+        wanted = torch.from_numpy(files.read("gradient", case.step, name).copy()).to(mine.device)
+        worst = _largest(worst, float((mine - wanted).norm() / (wanted.norm() or 1.0)))
+    return worst
+
+
+def without_engine(run: Run, step: int, weights: TensorFiles) -> dict[str, Tensor]:
+    """The gradient of a step by the run's model, packs and sums and torch's autograd, in the run's precision; the parts
+    of micro-batches and ranks are added up here, in float64. The reference's weights before the step are put in."""
+    cfg = run.cfg
+    if cfg.engine.name in PIECES_OF_REFERENCE:
+        cfg = dataclasses.replace(cfg, engine=dataclasses.replace(cfg.engine, name=EngineName.torch))
     policy = build_policy(cfg, run.engine.policy.model.config, run.device)
-    cast_parameters(policy, DTYPES[run.cfg.train.precision])
-    parameters = dict(policy.model.named_parameters())
-    for name, parameter in parameters.items():
-        parameter.data.copy_(torch.from_numpy(files.read("weights", case.step - 1, name).copy()))
-    count = len(run.sampler.batch(case.step).indices)
-    for pairs in _micro_batches(run, case.step):
+    if cfg.memory.checkpointing:
+        policy.recompute_activations()
+    cast_parameters(policy, DTYPES[cfg.train.precision])
+    for name, parameter in policy.model.named_parameters():
+        parameter.data.copy_(torch.from_numpy(weights.read("weights", step - 1, name).copy()))
+    parameters = trained(policy)
+    whole = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+    count = len(run.sampler.batch(step).indices)
+    for pairs in _micro_batches(run, step):
         shard = run.shard(pairs)
         tokens = policy(shard)
         logps = by_pair(ring_sum(sum_by_sequence(tokens.logps_t, shard), run.world.ring))
-        with torch.no_grad():
-            start = by_pair(ring_sum(sum_by_sequence(run.reference(shard).logps_t, shard), run.world.ring))
-        (run.loss(logps, start).losses_P.sum() / count + 0.0 * tokens.logps_t.sum()).backward()
-    worst = 0.0
-    for name in files.names("gradient", case.step):
-        grad = parameters[name].grad
-        mine = (torch.zeros_like(parameters[name]) if grad is None else grad).double()
-        dist.all_reduce(mine)
-        wanted = torch.from_numpy(files.read("gradient", case.step, name).copy()).to(mine.device)
-        worst = max(worst, float((mine - wanted).norm() / (wanted.norm() or 1.0)))
-    return worst
+        start = by_pair(ring_sum(sum_by_sequence(run.reference(shard).logps_t, shard), run.world.ring))
+        loss = run.loss(logps, start).losses_P.sum() * (run.world.size / count) + 0.0 * tokens.logps_t.sum()
+        parts = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        for total, part in zip(whole.values(), parts, strict=True):
+            if part is not None:
+                total += part.double() / run.world.size
+    for total in whole.values():
+        dist.all_reduce(total)
+    return whole
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which gradient to take without an engine, from which weights, and where rank 0 writes it."""
+
+    cfg: Config
+    step: int
+    weights: Path
+    folder: Path
+
+
+def parts_rank(place: Place, parts: Parts) -> None:
+    first = parts.cfg.launch
+    join(place, first.device.value, first.timeout_seconds, first.torch_threads)
+    with patch.object(building, "probe", _unprobed):
+        run = build(parts.cfg)
+    files = TensorFiles(parts.folder)
+    for name, gradient in without_engine(run, parts.step, TensorFiles(parts.weights)).items():
+        if place.rank == 0:
+            files.write("gradient", parts.step, name, gradient.cpu().numpy())
 
 
 # ---- the room ----
@@ -273,8 +311,10 @@ def room_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
         Clue.STALE: ENGINE,
         Clue.REFERENCE: ENGINE if cfg.engine.name in PIECES_OF_REFERENCE else TRAIN,
         Clue.LOSSES: ALGOS,
+        Clue.SLOPES: ALGOS,
         Clue.HANDED: TRAIN,
         Clue.TRAINED: MODEL,
+        Clue.PARTS: ENGINE,
         Clue.RANKS: ENGINE,
         Clue.RATE: TRAIN,
         Clue.NORM: ENGINE,
@@ -309,7 +349,7 @@ def needs_trial(finding: Finding) -> bool:
 
 def room_of_traceback(text: str) -> str | None:
     """The innermost room that a rank's traceback came through."""
-    rooms = re.findall(r'File "[^"]*/(rlexp/(?!prove/|launch/)\w+/)', text)
+    rooms = re.findall(r'File "[^"]*/(rlexp/(?!prove/|launch/|model/float64)\w+/)', text)
     return rooms[-1] if rooms else None
 
 
@@ -325,7 +365,8 @@ def evidence(finding: Finding, cfg: Config, alone: Alone) -> str:
     """What was tried alone, in words."""
 
     def said(value: float, bound: float) -> str:
-        return "right" if value <= bound else f"wrong by {value:.1g}"
+        wrong = f"wrong by {value:.1g}" if value < 1e300 else "no number, or raises an error"
+        return "right" if value <= bound else wrong
 
     precision = cfg.train.precision
     tried = {
@@ -340,5 +381,3 @@ def evidence(finding: Finding, cfg: Config, alone: Alone) -> str:
     }
     answers = [f"{what} is {said(value, bound)}" for what, value, bound in tried.get(finding.clue, [])]
     return "; ".join(filter(None, [EVIDENCE.get(finding.clue, ""), *answers]))
-
-

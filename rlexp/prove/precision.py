@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlexp.config.schema import Precision
+from rlexp.config.schema import Device, Precision
 from rlexp.prove.records import Array, Key, TensorFiles
 from rlexp.prove.stages import (
     GRADIENT,
@@ -26,12 +26,16 @@ from rlexp.prove.stages import (
     Finding,
     Size,
     common_factor,
+    relative,
     size_of,
 )
 
 UNIT = {Precision.fp32: 2.0**-24, Precision.bf16: 2.0**-9}
 LITTLE = 1e-6
-OF_FLOOR = 10.0  # a run may lie this many times further from float64 than from itself with another micro-batch
+GIVEN_PARTS = "gradient, given its parts"
+OF_PARTS = 1e-5  # on a GPU, where sums run in any order, four units of roundoff
+OF_FLOOR = 8.0  # a run may lie this many times further from float64 than from itself with another micro-batch,
+FIRST_FLOOR = 2.0  # but at the first step no further than this many times what rounding explains
 
 # A token's, a parameter's: only what no rounding comes near is caught by these; the sums below are held tighter.
 OWN = {
@@ -58,7 +62,7 @@ class Quantity:
     name: str
     stage: str
     clue: Clue
-    units: float
+    units: Mapping[Precision, float]
     between: Callable[[Values, Values], float]
 
 
@@ -66,7 +70,7 @@ class Quantity:
 class Measured:
     quantity: str
     own: float  # to the float64 reference
-    floor: float  # to the same layout with another micro-batch
+    floor: float | None  # to the same layout with another micro-batch
     allowed: float
 
 
@@ -84,25 +88,61 @@ class Values:
 def measure(run: Comparison, other: Comparison) -> tuple[list[Measured], Finding | None]:
     """The table of a run, and the first quantity in the order of the way that rounding does not explain."""
     unit = UNIT[run.cfg.train.precision]
-    ours, others, meant = list(_steps(run)), list(_steps(other)), list(_meant(run))
+    steps = list(zip(_steps(run), _steps(other), _meant(run), strict=True))
     table: list[Measured] = []
     first: Finding | None = None
     for quantity in QUANTITIES:
-        floor = max(quantity.between(a, b) for a, b in zip(others, ours, strict=True))
-        allowed = max(quantity.units * unit, OF_FLOOR * floor)
-        apart = [quantity.between(a, b) for a, b in zip(ours, meant, strict=True)]
-        table.append(Measured(quantity.name, max(apart), floor, allowed))
-        wrong = [step for step, value in zip(ours, apart, strict=True) if not value <= allowed]
-        if wrong and first is None:
-            number = wrong[0].number
-            finding = Finding(number, quantity.stage, quantity.clue, quantity.name, f"{apart[number - 1]:.2g} from float64",
-                              f"{allowed:.2g} at most", f"noise floor {floor:.2g}")  # fmt: skip
-            first = _named(finding, ours[number - 1], meant[number - 1])
+        explained = quantity.units[run.cfg.train.precision] * unit
+        held = [_hold(quantity, explained, *each) for each in steps]
+        table.append(max(held, key=lambda each: each.own / each.allowed if math.isfinite(each.allowed) else each.own))
+        wrong = next((place for place, each in enumerate(held) if not each.own <= each.allowed), None)
+        if wrong is not None and first is None:
+            ours, _, meant = steps[wrong]
+            first = _named(held[wrong], quantity, ours, meant)
     return table, first
 
 
-def _named(finding: Finding, got: Values, meant: Values) -> Finding:
-    """With the parameter that is worst, where it is the gradient that differs."""
+def _hold(quantity: Quantity, explained: float, ours: Values, other: Values, meant: Values) -> Measured:
+    """At the first step all have the same weights, and rounding is all there is: a floor that is more than that is a
+    defect of its own, and no excuse. Later it also tells what the optimizer made of the rounding before."""
+    floor = quantity.between(other, ours)
+    most = FIRST_FLOOR * explained if meant.number == 1 else math.inf
+    return Measured(quantity.name, quantity.between(ours, meant), floor, max(explained, min(OF_FLOOR * floor, most)))
+
+
+def given_parts(run: Comparison, parts: TensorFiles) -> tuple[Measured, Finding | None]:
+    """The engine's gradient of the first step, given what autograd makes of each micro-batch on each rank. Whatever
+    rounding is in the parts is in both: what is left is how they are added up, which every engine does in float32."""
+    sizes = [
+        size_of(run.ran.read("gradient", 1, name), parts.read("gradient", 1, name), name)
+        for name in parts.names("gradient", 1)
+    ]
+    whole = math.sqrt(sum(size.wanted**2 for size in sizes))
+    apart = {size.name: size.apart / (size.wanted + LITTLE * whole or 1.0) for size in sizes}
+    worst = max(sizes, key=lambda size: math.inf if math.isnan(apart[size.name]) else apart[size.name])
+    on_gpu = run.cfg.launch.device is Device.cuda
+    allowed = max(OF_PARTS, 4 * UNIT[run.cfg.train.precision]) if on_gpu else OF_PARTS
+    measured = Measured(GIVEN_PARTS, apart[worst.name], None, allowed)
+    if apart[worst.name] <= allowed:
+        return measured, None
+    what = f"{worst.name} (‖difference‖ / ‖gradient‖ = {apart[worst.name]:.2g}), given the parts of the ranks, norm"
+    got, wanted = f"{worst.got:.9g}", f"{worst.wanted:.9g}"
+    return measured, Finding(1, GRADIENT, Clue.PARTS, what, got, wanted, common_factor(sizes).lstrip("; "))
+
+
+def _named(held: Measured, quantity: Quantity, got: Values, meant: Values) -> Finding:
+    """With the parameter that is worst, where it is the gradient that differs; and with whose log-probabilities."""
+    finding = Finding(
+        meant.number,
+        quantity.stage,
+        quantity.clue,
+        quantity.name,
+        f"{held.own:.2g} from float64",
+        f"{held.allowed:.2g} at most",
+        f"noise floor {held.floor:.2g}",
+    )
+    if finding.stage == LOGPS and quantity.between(replace(got, reference=meant.reference), meant) <= held.allowed:
+        return replace(finding, clue=Clue.REFERENCE, quantity=f"{finding.quantity}, of the reference model")
     if finding.stage != GRADIENT:
         return finding
     sizes = list(_sizes(got, meant))
@@ -166,17 +206,20 @@ def of_weights(a: Values, b: Values) -> float:
     """The largest difference relative to the largest weight of the parameter."""
     found = 0.0
     for name in b.files.names("weights", b.number):
-        ours, theirs = a.files.read("weights", a.number, name), b.files.read("weights", b.number, name)
-        found = max(found, float(np.abs(ours - theirs).max()) / (float(np.abs(theirs).max()) or 1.0))
+        found = max(found, relative(a.files.read("weights", a.number, name), b.files.read("weights", b.number, name)))
     return found
+
+
+def _units(fp32: float, bf16: float) -> dict[Precision, float]:
+    return {Precision.fp32: fp32, Precision.bf16: bf16}
 
 
 # In units of roundoff: what was measured over layouts and models, and a margin (docs/verify.md).
 QUANTITIES = (
-    Quantity("log-probability of a token", LOGPS, Clue.POLICY, 64.0, of_tokens),
-    Quantity("log-probabilities per pair", LOGPS, Clue.POLICY, 16.0, of_pairs),
-    Quantity("loss", LOSS, Clue.POLICY, 64.0, of_loss),
-    Quantity("gradient", GRADIENT, Clue.GRADIENT, 64.0, of_gradient),
-    Quantity("gradient of a parameter", GRADIENT, Clue.GRADIENT, 256.0, of_parameter),
-    Quantity("weights after the step", OPTIMIZER, Clue.WEIGHTS, math.inf, of_weights),
+    Quantity("log-probability of a token", LOGPS, Clue.POLICY, _units(1024, 512), of_tokens),
+    Quantity("log-probabilities per pair", LOGPS, Clue.POLICY, _units(64, 16), of_pairs),
+    Quantity("loss", LOSS, Clue.POLICY, _units(256, 32), of_loss),
+    Quantity("gradient", GRADIENT, Clue.GRADIENT, _units(1024, 128), of_gradient),
+    Quantity("gradient of a parameter", GRADIENT, Clue.GRADIENT, _units(2048, 256), of_parameter),
+    Quantity("weights after the step", OPTIMIZER, Clue.WEIGHTS, _units(math.inf, math.inf), of_weights),
 )

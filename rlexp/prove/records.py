@@ -65,6 +65,7 @@ class Micro:
     reference_t: Array | None = None
     sums: dict[str, Array] = field(default_factory=dict)  # policy/chosen, …: what the loss was given, (P,)
     losses_P: Array | None = None
+    slopes: dict[str, Array] = field(default_factory=dict)  # of the losses, by the policy's sums: chosen, rejected
     values_P: dict[str, Array] = field(default_factory=dict)  # what else the loss answered
     handed: float | None = None  # the scalar that the engine was given
     last: bool = False  # and whether it was told that it was the last
@@ -74,7 +75,6 @@ class Micro:
 class StepSeen:
     """One optimizer step as one rank saw it."""
 
-    number: int = 0
     planned: tuple[tuple[int, ...], ...] = ()  # the micro-batches that the sampler has for this replica
     micros: list[Micro] = field(default_factory=list)
     lr: float = 0.0
@@ -101,6 +101,7 @@ class Trace:
     held_tokens: dict[int, TokenPair] = field(default_factory=dict)
     steps: list[StepSeen] = field(default_factory=list)
     held_out: list[Micro] = field(default_factory=list)
+    stopped: str | None = None  # why the product refused to take a step: something was not finite
 
     @property
     def replica(self) -> int:
@@ -132,6 +133,7 @@ class Expected:
     """The reference's steps."""
 
     pairs: int
+    total_steps: int
     tokens: dict[int, TokenPair]
     steps: list[StepExpected]
     held_tokens: dict[int, TokenPair] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlexp.config.schema import Config, Device, DPOConfig, HFModelConfig, OptimConfig, OptimName, TinyModelConfig
-from rlexp.errors import ModelError
+from rlexp.errors import ModelError, NonFiniteError
 from rlexp.model.float64 import precise
 from rlexp.prove import textbook
 from rlexp.prove.records import SIDES, Array, Expected, Key, StepExpected, TensorFiles, TokenPair, Update, joined
@@ -60,6 +60,12 @@ class Reference:
             name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in self.trained.items()
         }
         expected.grad_norm = norm(gradients.values())
+        if not math.isfinite(expected.loss + expected.grad_norm):
+            names = ", ".join(pair.origin for pair in list(batch.values())[:8])
+            raise NonFiniteError(
+                f"step {number}: the loss or its gradient is not finite, in the plain reference too. Its samples begin "
+                f"with {names}. A smaller optim.lr or a warm-up may help; or the samples are at fault."
+            )
         expected.lr = textbook.learning_rate(self.cfg.optim, self.total, number)
         for name, gradient in gradients.items():
             files.write("gradient", number, name, gradient.cpu().numpy())
@@ -135,7 +141,7 @@ def expected_steps(cfg: Config, steps: int, held_out: int, folder: Path) -> Expe
     tokenizer = load_tokenizer(cfg)
     reference, files = Reference(cfg, tokenizer), TensorFiles(folder)
     reference.write_weights(files, 0)
-    found = Expected(len(reference.pairs), {}, [])
+    found = Expected(len(reference.pairs), reference.total, {}, [])
     total = 0
     for number in range(1, steps + 1):
         step = reference.step(number, files)
@@ -165,7 +171,7 @@ def load_tokenizer(cfg: Config) -> Any:
 
 def load(cfg: Config, device: torch.device, attention: str | None = None) -> Any:
     """The model as it starts, with float64 parameters; rotary tables and other buffers stay in float32."""
-    names = [attention] if attention else [_own_blocks() if device.type == "cuda" else "sdpa", "eager"]
+    names = [attention] if attention else [own_blocks() if device.type == "cuda" else "sdpa", "eager"]
     for name in names:
         try:
             model = _made(cfg, name)
@@ -222,7 +228,8 @@ def _pin_angles(model: nn.Module, max_length: int) -> None:
         kind = getattr(module, "rope_type", None)
         if kind in ("dynamic", "longrope"):
             table, factor = ROPE_INIT_FUNCTIONS[kind](module.config, None, seq_len=max_length)
-            module.inv_freq, module.attention_scaling, module.rope_type = table, factor, "default"
+            for name, value in (("inv_freq", table), ("attention_scaling", factor), ("rope_type", "default")):
+                setattr(module, name, value)
 
 
 @torch.no_grad()
@@ -296,7 +303,7 @@ def _softmax_rows(q_HqD: Tensor, k_HTD: Tensor, v_HTD: Tensor, start: int, scale
     return torch.softmax(scores.masked_fill(later, -torch.inf), dim=-1) @ v_HTD[:, :stop]
 
 
-def _own_blocks() -> str:
+def own_blocks() -> str:
     """On a GPU, SDPA has no float64 kernel that leaves out the score matrix; so transformers is given this one."""
 
     def attend(

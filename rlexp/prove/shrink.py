@@ -80,7 +80,7 @@ def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> Plan:
     config = load_config(cfg.model, cfg.data.max_length)
     full = _layers(config)
     tokens = _tokens_at_once(cfg, [*(sampler.batch(step) for step in range(1, steps + 1))], pairs)
-    count = _counter(config, tokens, cfg, steps)
+    count = _counter(config, tokens, cfg)
     layers = full
     while layers > LEAST and count(layers)[1] > SHARE * free:
         layers -= 1
@@ -88,7 +88,7 @@ def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> Plan:
     if need > SHARE * free:
         raise ModelError(_refusal(cfg, layers, parameters, need, free))
     _refuse_small_disk(parameters, steps, folder)
-    path = _cut(cfg, config, layers, folder) if layers < full and isinstance(cfg.model, HFModelConfig) else None
+    path = _cut(cfg, layers, folder) if layers < full and isinstance(cfg.model, HFModelConfig) else None
     return Plan(steps, len(held_out), layers, full, parameters, longest, need, free, path)
 
 
@@ -142,13 +142,15 @@ def _tokens_at_once(cfg: Config, batches: list[Batch], pairs: list[Pair]) -> int
     return micro * (cfg.parallel.dp_size + 1)
 
 
-def _counter(config: Any, tokens: int, cfg: Config, steps: int) -> Callable[[int], tuple[int, int]]:  # noqa: ARG001
+def _counter(config: Any, tokens: int, cfg: Config) -> Callable[[int], tuple[int, int]]:
     """Parameters and bytes of so many layers. On GPUs each rank has a device of its own."""
     text = config.get_text_config()
     inner = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     per_token = PER_WIDTH * int(text.hidden_size) + PER_INNER * inner
     holders = 2 if cfg.launch.device is Device.cuda else cfg.parallel.world_size + 1
-    trusted = {"trust_remote_code": True} if isinstance(cfg.model, HFModelConfig) and cfg.model.trust_remote_code else {}
+    trusted = (
+        {"trust_remote_code": True} if isinstance(cfg.model, HFModelConfig) and cfg.model.trust_remote_code else {}
+    )
 
     def count(layers: int) -> tuple[int, int]:
         with torch.device("meta"):
@@ -178,7 +180,7 @@ def _refuse_small_disk(parameters: int, steps: int, folder: Path) -> None:
         )
 
 
-def _cut(cfg: Config, config: Any, layers: int, folder: Path) -> str:
+def _cut(cfg: Config, layers: int, folder: Path) -> str:
     """Write the model's first layers, with their real weights, and its tokenizer."""
     assert isinstance(cfg.model, HFModelConfig)
     place, path = folder / "model", str(Path(cfg.model.path).expanduser())

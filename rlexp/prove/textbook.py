@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ class Bytes:
         order = visible + [byte for byte in range(256) if byte not in visible]
         self._ids = {byte: 3 + place for place, byte in enumerate(order)}
 
-    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:  # noqa: ARG002
         ids: list[int] = []
         for part in re.split("(<bos>|<eos>|<pad>)", text):
             ids += [self.SPECIAL.index(part)] if part in self.SPECIAL else [self._ids[b] for b in part.encode()]
@@ -103,7 +103,9 @@ def _assembled(row: Text, tokenizer: Any) -> TokenPair:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         render: Callable[..., str] = tokenizer.apply_chat_template
         asked = render(messages, tokenize=False, add_generation_prompt=True)
-        answered = [render([*messages, {"role": "assistant", "content": t}], tokenize=False) for t in (chosen, rejected)]
+        answered = [
+            render([*messages, {"role": "assistant", "content": t}], tokenize=False) for t in (chosen, rejected)
+        ]
         question, answers = ids(asked), [ids(whole[len(asked) :]) for whole in answered]
     else:
         if not isinstance(prompt, str):
@@ -113,7 +115,8 @@ def _assembled(row: Text, tokenizer: Any) -> TokenPair:
     end = tokenizer.eos_token_id
     if end is not None:
         answers = [answer if end in answer[-2:] else [*answer, end] for answer in answers]
-    return TokenPair(*(np.asarray(part, dtype=np.int64) for part in (question, *answers)), origin)
+    asked_ids, chosen_ids, rejected_ids = (np.asarray(part, dtype=np.int64) for part in (question, *answers))
+    return TokenPair(asked_ids, chosen_ids, rejected_ids, origin)
 
 
 def _cut(pair: TokenPair, most: int, begin: int | None) -> TokenPair:
@@ -183,6 +186,17 @@ def preference_losses(cfg: DPOConfig, sums: Mapping[str, Array]) -> Array:
     return -(1 - wrong) * log_sigmoid(z) - wrong * log_sigmoid(-z)
 
 
+def preference_slopes(cfg: DPOConfig, sums: Mapping[str, Array]) -> dict[str, Array]:
+    """How the losses change with the policy's sums: where policy and reference still agree, a loss is ln 2 whatever
+    is wrong with it, and only this tells."""
+    ratios = {side: sums[f"policy/{side}"] - sums[f"reference/{side}"] for side in SIDES}
+    z = cfg.beta * (ratios["chosen"] - ratios["rejected"])
+    slope = cfg.beta * (
+        cfg.label_smoothing * np.exp(log_sigmoid(z)) - (1 - cfg.label_smoothing) * np.exp(log_sigmoid(-z))
+    )
+    return {"chosen": slope, "rejected": -slope}
+
+
 def rewards(cfg: DPOConfig, sums: Mapping[str, Array]) -> dict[str, Array]:
     """Per pair. A comparison within rounding of a tie counts half."""
     chosen, rejected = (cfg.beta * (sums[f"policy/{side}"] - sums[f"reference/{side}"]) for side in SIDES)
@@ -208,4 +222,3 @@ def logged(
         row[f"logits/{side}"] = float(np.mean(logits[side]))
     row["tokens"] = tokens
     return row
-

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from rlexp.config.schema import Config
-from rlexp.errors import ModelError
+from rlexp.errors import ModelError, NonFiniteError
 from rlexp.launch.place import Place, join
-from rlexp.prove.records import Array, Micro, PackSeen, StepSeen, TensorFiles, TokenPair, Trace, mark
+from rlexp.prove.records import SIDES, Array, Micro, PackSeen, StepSeen, TensorFiles, TokenPair, Trace, mark
 from rlexp.sinks.base import Sink, Sinks
 from rlexp.train import build as building
 from rlexp.train.build import Run, build
@@ -49,7 +49,11 @@ def trace(rank: int, job: Job) -> Trace:
     recorder = Recorder(Trace(rank, job.cfg.parallel.ring_size), TensorFiles(job.folder))
     with recorder.listening():
         run = recorder.wrap(build(job.cfg), job.held_out)
-        train_loop(run, Sinks([recorder]))
+        try:
+            train_loop(run, Sinks([recorder]))
+        except NonFiniteError as error:  # on all ranks alike; what led to it has been recorded
+            recorder.trace.stopped = str(error)
+            recorder.log({"step": recorder.number})
     for step in recorder.trace.steps:
         batch = run.sampler.batch(int(step.row["step"]))
         planned = batch.micro_batches(run.world.replica, run.world.dp_size, job.cfg.train.micro_batch_size)
@@ -129,6 +133,13 @@ class Recorder(Sink):
         self.micro.positions_t, self.micro.sequence_t = array(shard.positions_t), array(shard.sequence_t)
         self.micro.real_tokens = shard.real_tokens
 
+    @property
+    def number(self) -> int:
+        return len(self.trace.steps) + 1
+
+    def write_gradient(self, engine: Any) -> None:
+        self.step.gradient_marks = self.write("gradient", self.number, engine.gradients().items())
+
     def write(self, kind: str, step: int, tensors: Any) -> dict[str, int]:
         marks = {}
         for name, tensor in tensors:
@@ -137,6 +148,9 @@ class Recorder(Sink):
             if self.trace.rank == 0:
                 self.files.write(kind, step, name, values)
         return marks
+
+    def close(self, *_args: Any, **_kwargs: Any) -> None:
+        """There is nothing to close."""
 
     def log(self, row: MetricRow) -> None:
         """A row ends its step, also one with held-out values."""
@@ -170,6 +184,13 @@ class RecordedLoss:
             if logps is not None:
                 micro.sums |= {f"{who}/chosen": array(logps.chosen_P), f"{who}/rejected": array(logps.rejected_P)}
         micro.losses_P = array(result.losses_P)
+        if torch.is_grad_enabled():
+            sums = (policy.chosen_P, policy.rejected_P)
+            slopes = torch.autograd.grad(result.losses_P.sum(), sums, retain_graph=True, allow_unused=True)
+            micro.slopes = {
+                side: np.zeros(len(total)) if slope is None else array(slope)
+                for side, total, slope in zip(SIDES, sums, slopes, strict=True)
+            }
         micro.values_P = {name: array(value_P) for name, value_P in result.metrics_P.items()}
         return result
 
@@ -190,13 +211,14 @@ class RecordedEngine:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self._recorder.micro.handed, self._recorder.micro.last = float(loss.detach()), last
         self._engine.backward(loss, last=last)
+        if last:  # here, since a gradient that is not finite is never stepped
+            self._recorder.write_gradient(self._engine)
 
     def step(self, lr: float) -> None:
         step = self._recorder.step
-        step.number, step.lr = len(self._recorder.trace.steps) + 1, lr
-        step.gradient_marks = self._recorder.write("gradient", step.number, self._engine.gradients().items())
+        step.lr = lr
         self._engine.step(lr)
-        step.weight_marks = self._recorder.write("weights", step.number, self._engine.weights())
+        step.weight_marks = self._recorder.write("weights", self._recorder.number, self._engine.weights())
         step.stale = tuple(self._stale())
 
     def _stale(self) -> Iterator[str]:
@@ -204,11 +226,13 @@ class RecordedEngine:
         computing = dict(self._engine.policy.model.named_parameters())
         for name, stepped in self._engine.weights():
             parameter = computing.get(name)
-            whole = type(parameter) is torch.nn.Parameter and parameter.shape == stepped.shape
-            if whole and not torch.equal(parameter.detach(), stepped.detach().to(parameter.dtype)):
+            if type(parameter) is not torch.nn.Parameter or parameter.shape != stepped.shape:
+                continue
+            if not torch.equal(parameter.detach(), stepped.detach().to(parameter.dtype)):
                 yield name
 
 
 def seen(pack: Pack) -> PackSeen:
-    arrays = (np.asarray(array(each)) for each in (pack.tokens_T, pack.targets_T, pack.positions_T, pack.sequence_T))
-    return PackSeen(*arrays, tuple((segment.start, segment.length, segment.padded) for segment in pack.segments))
+    segments = tuple((segment.start, segment.length, segment.padded) for segment in pack.segments)
+    tokens_T, targets_T = array(pack.tokens_T), array(pack.targets_T)
+    return PackSeen(tokens_T, targets_T, array(pack.positions_T), array(pack.sequence_T), segments)

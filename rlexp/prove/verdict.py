@@ -13,7 +13,7 @@ from typing import Any
 
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, HFModelConfig, Precision
-from rlexp.prove.verify import Failure, Verdict, exact, verify
+from rlexp.prove.verify import Failure, Verdict, exact, refuse, verify
 
 WIDTH = 110
 # Rows of the table, in the order of the way: what it is called, its names in the gauge and among the measured.
@@ -23,6 +23,7 @@ ROWS = (
     ("loss", "loss", "loss"),
     ("gradient, whole", "gradient, whole", "gradient"),
     ("gradient of the worst parameter", "gradient of a parameter", "gradient of a parameter"),
+    ("gradient, given its parts", "", "gradient, given its parts"),
     ("weights, given the gradient", "weights, given the gradient", None),
     ("weights after the steps", "weights after the step", "weights after the step"),
 )
@@ -30,12 +31,19 @@ ROWS = (
 
 def run(cfg: Config, steps: int, file: Path | None) -> int:
     """Verify, print, and answer with an exit code."""
+    refuse(steps)
     sys.stdout.write(f"rlexp.verify  {subject(cfg)}\n")
-    verdict = verify(cfg, steps, lambda line: sys.stderr.write(f"  … {line}\n"))
+    sys.stdout.flush()
+    verdict = verify(cfg, steps, tell)
     sys.stdout.write(report(cfg, verdict))
     if file is not None:
         file.write_text(json.dumps(as_json(cfg, verdict), indent=2) + "\n", encoding="utf-8")
     return 0 if verdict.passed else 1
+
+
+def tell(line: str) -> None:
+    sys.stderr.write(f"  … {line}\n")
+    sys.stderr.flush()
 
 
 def subject(cfg: Config) -> str:
@@ -44,17 +52,19 @@ def subject(cfg: Config) -> str:
     return (
         f"{cfg.loss.name} on {model}, data {cfg.data.name}\n"
         f"  ring of {ring} × {replicas} replica{'s' * (replicas > 1)}, batch {cfg.train.batch_size} = {replicas} × "
-        f"micro-batch {cfg.train.micro_batch_size} × {cfg.train.grad_acc}, {'packed' if cfg.data.packing else 'padded'}; "
-        f"{cfg.train.precision.value}, engine {cfg.engine.name.value}\n"
+        f"micro-batch {cfg.train.micro_batch_size} × {cfg.train.grad_acc}, "
+        f"{'packed' if cfg.data.packing else 'padded'}; {cfg.train.precision.value}, engine {cfg.engine.name.value}\n"
     )
 
 
 def report(cfg: Config, verdict: Verdict) -> str:
-    return f"{scope(cfg, verdict)}\n{table(cfg, verdict)}\n{conclusion(cfg, verdict)}\n"
+    return f"{scope(verdict)}\n{table(cfg, verdict)}\n{conclusion(cfg, verdict)}\n"
 
 
-def scope(cfg: Config, verdict: Verdict) -> str:
+def scope(verdict: Verdict) -> str:
     plan, facts = verdict.plan, verdict.facts
+    if plan is None:
+        return ""
     lines = [
         f"  steps 1 to {plan.steps}{' of ' + str(facts['total_steps']) if facts else ''}, the longest sequence of "
         f"{plan.longest} tokens; {plan.parameters:,} parameters"
@@ -77,7 +87,7 @@ def table(cfg: Config, verdict: Verdict) -> str:
     rows = [heads]
     gauge = verdict.float64.gauge.largest if verdict.float64 else {}
     measured = {each.quantity: each for each in verdict.measured}
-    allowed = _allowed(verdict)
+    allowed = _allowed()
     for words, name, own_name in ROWS:
         row = [words, _number(gauge.get(name)), allowed.get(words, "-")]
         if own is not Precision.fp64:
@@ -94,7 +104,7 @@ def table(cfg: Config, verdict: Verdict) -> str:
     )  # fmt: skip
 
 
-def _allowed(verdict: Verdict) -> dict[str, str]:
+def _allowed() -> dict[str, str]:
     from rlexp.prove.stages import FLOAT64
 
     return {
@@ -118,9 +128,10 @@ def _number(value: float | None) -> str:
 def conclusion(cfg: Config, verdict: Verdict) -> str:
     if verdict.failure is not None:
         return f"{failure_in_words(verdict.failure)}\n({verdict.seconds:.0f} s)"
-    own = cfg.train.precision
+    assert verdict.plan is not None
+    own, steps = cfg.train.precision, verdict.plan.steps
     words = (
-        f"PASS: {verdict.plan.steps} optimizer step{'s' * (verdict.plan.steps > 1)} on this layout are those of the "
+        f"PASS: {steps} optimizer step{'s' * (steps > 1)} on this layout are those of the "
         f"plain one-process reference: the same samples and tokens, and in float64 the same log-probabilities, loss, "
         f"gradient, weights and logged values up to rounding."
     )
@@ -146,9 +157,8 @@ def as_json(cfg: Config, verdict: Verdict) -> dict[str, Any]:
     return {
         "passed": verdict.passed,
         "failure": dataclasses.asdict(verdict.failure) if verdict.failure else None,
-        "steps": verdict.plan.steps,
-        "plan": dataclasses.asdict(verdict.plan),
-        "shrunk": verdict.plan.said,
+        "plan": dataclasses.asdict(verdict.plan) if verdict.plan else None,
+        "shrunk": verdict.plan.said if verdict.plan else None,
         **verdict.facts,
         "float64": {"engine": exact(cfg).engine.name.value, "largest": dict(gauge)},
         cfg.train.precision.value: [dataclasses.asdict(each) for each in verdict.measured],

@@ -52,8 +52,8 @@ class Failure:
 class Verdict:
     """What came of it."""
 
-    plan: Plan
-    facts: dict[str, Any]
+    plan: Plan | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
     float64: Comparison | None = None
     measured: list[Measured] = field(default_factory=list)
     failure: Failure | None = None
@@ -68,8 +68,7 @@ class Verdict:
 def verify(cfg: Config, steps: int, say: Progress) -> Verdict:
     """Prove it or say where it fails. The user's own mistakes are raised."""
     began = time.monotonic()
-    _refuse_joined()
-    sizes.positive("--steps", steps)
+    refuse(steps)
     cfg = _contained(cfg)
     prepare_environment(cfg.launch.device.value, cfg.launch.torch_threads)
     with tempfile.TemporaryDirectory(prefix="rlexp-verify-") as folder:
@@ -78,7 +77,9 @@ def verify(cfg: Config, steps: int, say: Progress) -> Verdict:
     return verdict
 
 
-def _refuse_joined() -> None:
+def refuse(steps: int) -> None:
+    """What cannot be verified, before anything is said or started."""
+    sizes.positive("--steps", steps)
     if sizes.joined_world() is not None:
         raise ConfigError(
             "rlexp.verify: starts its own ranks on this machine. Start it once, without torchrun or srun, with the "
@@ -114,23 +115,26 @@ class Verification:
     def run(self, steps: int) -> Verdict:
         from rlexp.prove.shrink import plan_rank, shrunk
 
-        plan = self.start("reading the data, sizing the model", plan_rank, 1, self.cfg, steps, self.folder)[0]
-        self.cfg = shrunk(self.cfg, plan)
-        verdict = Verdict(plan, {})
+        verdict = Verdict()
         try:
-            self._float64(verdict)
+            plan: Plan = self.start("reading the data, sizing the model", plan_rank, 1, self.cfg, steps, self.folder)[0]
+            verdict.plan, self.cfg = plan, shrunk(self.cfg, plan)
+            self._float64(verdict, plan)
             if verdict.passed and self.cfg.train.precision is not Precision.fp64:
-                self._own_precision(verdict)
+                self._own_precision(verdict, plan)
         except RankFailed as failed:
-            verdict.failure = _crashed(failed, self.cfg)
+            exact_agrees = verdict.float64 is not None
+            verdict.failure = _crashed(
+                failed, self.cfg.train.precision.value if exact_agrees else "float64", exact_agrees
+            )
         return verdict
 
     # ---- float64 ----
 
-    def _float64(self, verdict: Verdict) -> None:
+    def _float64(self, verdict: Verdict, plan: Plan) -> None:
         from rlexp.prove.stages import FLOAT64, not_held
 
-        cfg, plan = exact(self.cfg), verdict.plan
+        cfg = exact(self.cfg)
         traces, ran = self.recorded("float64, as the run computes it", [cfg], plan)
         expected: Expected = self.start(
             "float64, by the reference", _expected_rank, 1, cfg, plan.steps, plan.held_out, self.folder / "reference"
@@ -183,9 +187,7 @@ class Verification:
         if needs_trial(finding):
             case = Case(comparison.cfg, finding.step, self.folder / "reference")
             try:
-                answer = self.start(
-                    "trying its parts alone", alone_rank, comparison.cfg.parallel.world_size, case
-                )
+                answer = self.start("trying its parts alone", alone_rank, comparison.cfg.parallel.world_size, case)
                 alone = answer[0]
                 said = evidence(finding, comparison.cfg, answer[0])
             except RankFailed as failed:
@@ -197,18 +199,26 @@ class Verification:
 
     # ---- the run's own precision ----
 
-    def _own_precision(self, verdict: Verdict) -> None:
-        from rlexp.prove.precision import OWN, measure
+    def _own_precision(self, verdict: Verdict, plan: Plan) -> None:
+        from rlexp.prove.diagnose import Parts, parts_rank
+        from rlexp.prove.precision import OWN, given_parts, measure
+        from rlexp.prove.records import TensorFiles
 
         cfg, name = self.cfg, self.cfg.train.precision.value
         other = another_micro_batch(cfg)
-        traces, ran = self.recorded(f"{name} with {cfg.engine.name.value}, and its noise floor", [cfg, other], verdict.plan)
+        traces, ran = self.recorded(f"{name} with {cfg.engine.name.value}, and its noise floor", [cfg, other], plan)
         comparison = self.compared(cfg, traces[0], ran[0], OWN[cfg.train.precision])
         verdict.failure = self.first_failure(comparison, name)
-        if verdict.passed:
-            floor = self.compared(other, traces[1], ran[1], OWN[cfg.train.precision])
-            verdict.measured, finding = measure(comparison, floor)
-            verdict.failure = self.located(comparison, finding, name) if finding else None
+        if not verdict.passed:
+            return
+        floor = self.compared(other, traces[1], ran[1], OWN[cfg.train.precision])
+        verdict.measured, finding = measure(comparison, floor)
+        if finding is None:
+            parts = Parts(cfg, 1, self.folder / "reference", self.folder / "parts")
+            self.start("its gradient without the engine", parts_rank, cfg.parallel.world_size, parts)
+            measured, finding = given_parts(comparison, TensorFiles(parts.folder))
+            verdict.measured.append(measured)
+        verdict.failure = self.located(comparison, finding, name) if finding else None
 
 
 def _expected_rank(_place: Any, cfg: Config, steps: int, held_out: int, folder: Path) -> Expected:
@@ -230,20 +240,14 @@ def exact(cfg: Config) -> Config:
     """In float64, with an engine that can: the run's own, or the plain one."""
     engine = cfg.engine
     if engine.name not in ANY_DTYPE:
-        engine = dataclasses.replace(
-            engine, name=EngineName.torch, offload=type(engine.offload).none, overrides={}
-        )
-    return dataclasses.replace(
-        cfg, engine=engine, train=dataclasses.replace(cfg.train, precision=Precision.fp64)
-    )
+        engine = dataclasses.replace(engine, name=EngineName.torch, offload=type(engine.offload).none, overrides={})
+    return dataclasses.replace(cfg, engine=engine, train=dataclasses.replace(cfg.train, precision=Precision.fp64))
 
 
 def bounded(cfg: Config, plan: Plan) -> Config:
     """Only so many steps of it: the schedule stays that of the whole run. Held-out pairs come after the last."""
     every = plan.steps if plan.held_out else None
-    return dataclasses.replace(
-        cfg, train=dataclasses.replace(cfg.train, stop_after=plan.steps, eval_every=every)
-    )
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, stop_after=plan.steps, eval_every=every))
 
 
 def another_micro_batch(cfg: Config) -> Config:
@@ -254,9 +258,7 @@ def another_micro_batch(cfg: Config) -> Config:
         smaller = [size for size in others if size < micro]
         size = max(smaller) if smaller else min(others)
         acc = share // size
-        other = dataclasses.replace(
-            cfg, train=dataclasses.replace(cfg.train, micro_batch_size=size, grad_acc=acc)
-        )
+        other = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch_size=size, grad_acc=acc))
     else:
         other = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, packing=not cfg.data.packing))
     check(other)
@@ -281,12 +283,12 @@ def _failure(finding: Finding, precision: str, room: str, said: str) -> Failure:
     )  # fmt: skip
 
 
-def _crashed(failed: RankFailed, cfg: Config) -> Failure:
-    """The run itself raised what is no mistake of the user's."""
-    from rlexp.prove.diagnose import room_of_traceback
+def _crashed(failed: RankFailed, precision: str, exact_agrees: bool) -> Failure:
+    """The run itself raised what is no mistake of the user's. If float64 went well, the engine is what is new."""
+    from rlexp.prove.diagnose import ENGINE, room_of_traceback
 
-    room = room_of_traceback(str(failed)) or "rlexp/"
-    return Failure(cfg.train.precision.value, 1, "running", "the run", _last_line(failed), "a step", room, str(failed))
+    room = room_of_traceback(str(failed)) or (ENGINE if exact_agrees else "rlexp/")
+    return Failure(precision, 1, "running", "the run", _last_line(failed), "a step", room, str(failed))
 
 
 def _last_line(error: UserError) -> str:
