@@ -164,6 +164,7 @@ def real(shared: Path, data: str, *more: str) -> list[str]:
             f"data.path={data}", *more]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_real_model_on_real_pairs_passes(shared: Path) -> None:
     overrides = real(shared, f"{shared}/data/hh_helpful_base/test.jsonl", "parallel=ring4", "data.max_length=512",
                      "data.too_long=drop", "train.batch_size=4", "optim.lr=1e-4")  # fmt: skip
@@ -171,6 +172,7 @@ def test_a_real_model_on_real_pairs_passes(shared: Path) -> None:
     assert verdict.passed, failure_in_words(verdict.failure)
 
 
+@pytest.mark.slow
 def test_a_long_pair_passes_on_a_ring_of_four(shared: Path, tmp_path: Path) -> None:
     """SQuALITY: a story and a question, two summaries. The whole story is in docs/verify.md."""
     folder = shared / "data" / "squality"
@@ -288,7 +290,7 @@ def test_a_pretrained_model_keeps_its_first_layers(shared: Path, tmp_path: Path)
 
 def test_a_shrunk_model_is_verified_and_said_to_be_shrunk(planted: Any) -> None:
     planted(one("little memory", "prove/shrink.py", '    free = int(facts["MemAvailable"].split()[0]) * 1024',
-                "    free = 60_000_000", "", ""))  # fmt: skip
+                "    free = 120_000_000", "", ""))  # fmt: skip
     cfg = compose_config([*SMALL, "model.layers=6", "train.precision=fp64", "parallel=ring2", "data.max_length=300"])
     verdict = verify(cfg, 1, quiet)
     assert verdict.passed, failure_in_words(verdict.failure)
@@ -306,7 +308,7 @@ def test_a_shrunk_model_is_verified_and_said_to_be_shrunk(planted: Any) -> None:
         (("train.batchsize=3",), {}, "rlexp: train.batchsize: no such key"),
         (("--steps", "0"), {}, "rlexp: --steps=0: must be at least 1."),
         (("--steps", "many"), {}, "rlexp: argument --steps: invalid int value: 'many'."),
-        (("--stepz", "2"), {}, "rlexp: unrecognized arguments: --stepz."),
+        (("--stepz", "2"), {}, "rlexp: unrecognized arguments: --stepz 2."),
         (("launch.nodes=2",), {}, "rlexp: launch.nodes=2: this command starts ranks on this machine only."),
         (("--json", "/no/such/folder/out.json"), {}, "rlexp: --json=/no/such/folder/out.json: "),
         ((), {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x"}, "rlexp: rlexp.verify: starts its own ranks"),

@@ -163,11 +163,12 @@ def _counter(config: Any, tokens: int, cfg: Config) -> Callable[[int], tuple[int
 
 def _refusal(cfg: Config, layers: int, parameters: int, need: int, free: int) -> str:
     ranks = cfg.parallel.world_size
+    other = ", or verify the layout with model=tiny" if isinstance(cfg.model, HFModelConfig) else ", or a smaller model"
     return (
         f"model={cfg.model.name}: {layers} of its layers with its vocabulary ({parameters:,} parameters) need "
         f"{gigabytes(need)} to be verified in float64 on {ranks} rank{'s' * (ranks > 1)} and the reference, and "
         f"{SHARE:g} of the {gigabytes(free)} that are free may be taken. Use fewer ranks (launch.nproc), a smaller "
-        f"data.max_length or train.micro_batch_size, a machine with more memory, or verify the layout with model=tiny."
+        f"data.max_length or train.micro_batch_size, a machine with more memory{other}."
     )
 
 
