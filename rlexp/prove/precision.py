@@ -27,11 +27,11 @@ from rlexp.prove.stages import (
     Size,
     common_factor,
     relative,
+    shares,
     size_of,
 )
 
 UNIT = {Precision.fp32: 2.0**-24, Precision.bf16: 2.0**-9}
-LITTLE = 1e-6
 GIVEN_PARTS = "gradient, given its parts"
 OF_PARTS = 1e-5  # on a GPU, where sums run in any order, four units of roundoff
 OF_FLOOR = 8.0  # a run may lie this many times further from float64 than from itself with another micro-batch,
@@ -44,7 +44,6 @@ OWN = {
         loss=math.inf,
         loss_of_sums=0.0,
         gradient=math.inf,
-        gradient_whole=0.0,
         weights=math.inf,
         given=1e-12,
         norm=1e-5,
@@ -117,8 +116,7 @@ def given_parts(run: Comparison, parts: TensorFiles) -> tuple[Measured, Finding 
         size_of(run.ran.read("gradient", 1, name), parts.read("gradient", 1, name), name)
         for name in parts.names("gradient", 1)
     ]
-    whole = math.sqrt(sum(size.wanted**2 for size in sizes))
-    apart = {size.name: size.apart / (size.wanted + LITTLE * whole or 1.0) for size in sizes}
+    apart = dict(zip((size.name for size in sizes), shares(sizes), strict=True))
     worst = max(sizes, key=lambda size: math.inf if math.isnan(apart[size.name]) else apart[size.name])
     on_gpu = run.cfg.launch.device is Device.cuda
     allowed = max(OF_PARTS, 4 * UNIT[run.cfg.train.precision]) if on_gpu else OF_PARTS
@@ -196,10 +194,8 @@ def of_gradient(a: Values, b: Values) -> float:
 
 
 def of_parameter(a: Values, b: Values) -> float:
-    """The largest ‖a − b‖ / ‖b‖ of a parameter; one that is a millionth of the whole gradient is rounding anyway."""
-    sizes = list(_sizes(a, b))
-    whole = math.sqrt(sum(s.wanted**2 for s in sizes))
-    return max(s.apart / (s.wanted + LITTLE * whole or 1.0) for s in sizes)
+    """The largest ‖a − b‖ / ‖b‖ of a parameter; see `shares`."""
+    return max(shares(list(_sizes(a, b))))
 
 
 def of_weights(a: Values, b: Values) -> float:
