@@ -36,14 +36,14 @@ def open_ended(overrides: Sequence[str]) -> list[str]:
     return [f"++{each}" if re.match(r"engine\.overrides[.=]", each) else each for each in overrides]
 
 
-def from_hydra(cfg: DictConfig) -> Config:
-    """Resolve, convert and check a composed configuration."""
+def from_hydra(cfg: DictConfig, *, here: bool = True) -> Config:
+    """Resolve, convert and check a composed configuration; `here` is whether this machine is to run it."""
     _refuse_unknown(cfg)
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise ConfigError(f"{missing[0]}: has no value. Give it on the command line: {missing[0]}=VALUE.")
     typed = cast(Config, OmegaConf.to_object(cfg))
-    check(typed)
+    check(typed, here=here)
     return typed
 
 
