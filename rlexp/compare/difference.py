@@ -70,13 +70,15 @@ def estimated_floor(metric: str, precision: str, steps: Steps) -> Column:
 
 
 def measured_floor(noise: list[Difference], steps: Steps) -> Column | None:
-    """The largest difference up to each step of runs that differ in their micro-batch alone."""
+    """The largest difference up to each step of runs that differ in their micro-batch alone; the first ten steps have
+    one floor, since a single step may agree by chance."""
     noise = [each for each in noise if len(each.steps)]
     if not noise:
         return None
     floor = np.zeros(len(steps))
     for each in noise:
         so_far = np.maximum.accumulate(each.relative)
+        so_far[:10] = so_far[:10].max()
         places = np.searchsorted(each.steps, steps, side="right") - 1
         floor = np.maximum(floor, np.where(places >= 0, so_far[np.maximum(places, 0)], 0.0))
     return floor

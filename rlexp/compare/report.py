@@ -24,6 +24,7 @@ from rlexp.config.identity import GROUPS
 
 DRAWN = 1000  # steps of a metric on the page; of longer curves, those that say most
 KNOTS = 400  # of a run's clock
+TOLD = ("logger.run_name", "logger.group", "logger.axes", "logger.baseline")
 FIRST = ("train/loss", "eval/loss", "train/rewards/margins", "train/rewards/accuracies", "train/grad_norm")
 
 
@@ -264,9 +265,9 @@ def _smooth(value: Column, bounds: Steps) -> Column:
 
 
 def config_rows(runs: Sequence[Run]) -> list[page.ConfigRow]:
-    """Derived sizes first. What a curve depends on must not differ; the rest may."""
-    flat = [{f"sizes.{key}": str(value) for key, value in run.sizes.items()} | settings(run) for run in runs]
-    keys = list(dict.fromkeys(key for each in flat for key in each))
+    """What a curve depends on must not differ; the rest may. What a job is told of its sweep is no setting."""
+    flat = [settings(run) or {f"sizes.{key}": str(value) for key, value in run.sizes.items()} for run in runs]
+    keys = [key for key in dict.fromkeys(key for each in flat for key in each) if not key.startswith(TOLD)]
     rows = []
     for key in keys:
         values = [each.get(key, "–") for each in flat]

@@ -60,5 +60,5 @@ def difference(run: RunCard) -> str:
 def memory(run: RunCard) -> str:
     if run.peak_bytes is None:
         return "–"
-    where = f" ({run.peak_phase}, rank {run.peak_rank})" if run.peak_phase else ""
+    where = f" ({run.peak_phase}, r{run.peak_rank})" if run.peak_phase else ""
     return f"{run.peak_bytes / 1e9:.3g} GB{where}"

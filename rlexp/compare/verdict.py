@@ -70,7 +70,8 @@ def floor_of(family: Family, metric: str, steps: Steps) -> Floor:
     baseline = family.baseline
     assert baseline is not None
     noise = [run for run in family.others() if _is_noise(run, baseline)]
-    measured = measured_floor([between(run, baseline, metric) for run in noise], steps)
+    names = LOSSES if metric in LOSSES else (metric,)  # the two losses together: of the held-out one there are few
+    measured = measured_floor([between(run, baseline, name) for run in noise for name in names], steps)
     if measured is not None:
         return Floor(measured, f"measured: {', '.join(run.label for run in noise)}", True)
     estimate = estimated_floor(metric, baseline.precision, steps)
@@ -103,11 +104,16 @@ def judge(families: Families) -> Verdict:
 
 def _headline(status: str, judgements: Sequence[Judgement], families: Families) -> str:
     worst = max(judgements, key=lambda each: each.worst)
-    runs = len(judgements) + len({id(each.baseline) for each in judgements})
-    curves = "one curve" if len(families.families) == 1 else f"{len(families.families)} curves, one for each experiment"
+    baselines = {id(each.baseline) for each in judgements}
+    curves = "one curve" if len(baselines) == 1 else f"{len(baselines)} curves, one of each experiment"
+    lonely = [family.runs[0].label for family in families.families if len(family.runs) == 1]
+    alone = f" Alone with its experiment: {', '.join(lonely)}." if lonely else ""
     match status:
         case "agree":
-            return f"The {runs} runs draw {curves}: the loss differs by at most {worst.worst:.1e}, which is rounding."
+            return (
+                f"The {len(judgements) + len(baselines)} runs draw {curves}: the loss differs by at most "
+                f"{worst.worst:.1e}, which is rounding.{alone}"
+            )
         case "apart":
             first = min((e for e in judgements if e.status == APART), key=lambda each: each.step or 0)
             return f"The curves part. {first.words}"
@@ -185,8 +191,6 @@ def first_above(families: Families, limit: float, patterns: Sequence[str]) -> st
                 judged |= bool(len(gap.steps))
                 place = gap.first_above(limit)
                 if place is not None:
-                    ours, theirs = gap.ours[place], gap.baseline[place]
-                    size = gap.relative[place]
                     pair = f"{run.name} ({run.label}) and {float(gap.baseline[place])!r} in {family.baseline.name}"
                     words = (
                         f"step {gap.steps[place]}: {name} is {float(gap.ours[place])!r} in {pair} "
