@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,15 +209,27 @@ def read_columns(path: Path, notes: list[str]) -> tuple[Steps, dict[str, Column]
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Steps, dict[str, Column]]:
     """By step, in their order; of a step that is there twice, the last."""
     latest = {row["step"]: row for row in rows}
-    ordered = [latest[step] for step in sorted(latest)]
-    steps = np.array([row["step"] for row in ordered], dtype=np.int64)
-    names = list(dict.fromkeys(name for keys in dict.fromkeys(tuple(row) for row in ordered) for name in keys))
-    columns = {}
-    for name in names:
-        values = [row.get(name) for row in ordered]
-        if name != "step" and any(isinstance(value, int | float) for value in values):
-            columns[name] = np.array([v if isinstance(v, int | float) else np.nan for v in values], dtype=np.float64)
+    steps = np.array(sorted(latest), dtype=np.int64)
+    alike: dict[tuple[str, ...], list[int]] = {}  # the places of rows with the same names: nearly all have
+    for place, step in enumerate(steps.tolist()):
+        alike.setdefault(tuple(latest[step]), []).append(place)
+    columns: dict[str, Column] = {}
+    for names, places in alike.items():
+        block = _block([latest[step] for step in steps[places].tolist()], len(names))
+        for name, values in zip(names, block.T, strict=True):
+            if name != "step" and not np.isnan(values).all():
+                columns.setdefault(name, np.full(len(steps), np.nan))[places] = values
     return steps, columns
+
+
+def _block(rows: Sequence[Mapping[str, Any]], width: int) -> Column:
+    """Rows × names; what is no number is none."""
+    flat = itertools.chain.from_iterable(row.values() for row in rows)
+    try:
+        return np.fromiter(flat, np.float64, len(rows) * width).reshape(len(rows), width)
+    except (TypeError, ValueError):
+        numbers = [[v if isinstance(v, int | float) else np.nan for v in row.values()] for row in rows]
+        return np.array(numbers, dtype=np.float64).reshape(len(rows), width)
 
 
 def settings(run: Run) -> dict[str, str]:
