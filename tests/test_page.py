@@ -88,6 +88,10 @@ def ring_sizes() -> Payload:
         own("train/tokens_per_second", 4, steps, 12_000.0),
         own("memory/forward_peak_bytes", 4, steps, 7.2e8),
     ]
+    apart = metrics[0].differences
+    runs = [
+        replace(run, worst_difference=None if d is None else float(d.max())) for run, d in zip(runs, apart, strict=True)
+    ]
     return Payload(
         title="Ring sizes", made="21 November 2026, 10:14", version="0.1.0",
         verdict=Verdict("agree", "4 runs agree on all 3 metrics, to 3.6e-7 at most: rounding in float32.",
@@ -287,6 +291,18 @@ def test_the_other_axes_are_the_runs_own_clocks(browser: Browser, tmp_path: Path
         assert readout(it, "ring1-0")["value"] == "–"
 
 
+def test_long_runs_are_told_in_hours(browser: Browser, tmp_path: Path) -> None:
+    payload = ring_sizes()
+    runs = []
+    for run in payload.runs:
+        assert run.clock is not None
+        runs.append(replace(run, clock=replace(run.clock, seconds=1000 * run.clock.seconds)))
+    with opened(browser, write(tmp_path, replace(payload, runs=runs)), fragment="x=time") as it:
+        assert limits(it, "difference") == pytest.approx((0.83 / 3.6, (30 * 0.83 * 1.3 + 6) / 3.6))
+        hover(it, 5)
+        it.page.get_by_text(re.compile(r"At [45]\.\d+ h")).wait_for()
+
+
 def test_runs_are_hidden_and_shown(browser: Browser, tmp_path: Path) -> None:
     with opened(browser, write(tmp_path, ring_sizes())) as it:
         chip = it.page.get_by_test_id("chip").nth(1)
@@ -301,6 +317,12 @@ def test_runs_are_hidden_and_shown(browser: Browser, tmp_path: Path) -> None:
         it.page.get_by_test_id("chip").nth(1).click()
         it.page.locator("#readout-body tr").nth(3).wait_for()
         assert pixels(it, "difference")[1] == before
+        for number in range(4):
+            it.page.get_by_test_id("chip").nth(number).click()
+        it.page.locator("#readout-body tr").first.wait_for(state="detached")
+        assert max(pixels(it, "overlay")) == 0
+        it.page.get_by_test_id("chip").nth(2).click(modifiers=["Shift"])  # that one alone
+        assert [count > 100 for count in pixels(it, "difference")] == [False, False, True, False]
 
 
 def test_both_charts_are_zoomed_together_and_reset(browser: Browser, tmp_path: Path) -> None:
@@ -390,6 +412,9 @@ def test_names_are_text_and_trouble_is_told(browser: Browser, tmp_path: Path) ->
         assert "8 ranks do not divide" in table.inner_text()
         assert table.get_by_text("skipped", exact=True).count() == 1
         assert it.page.locator("#config-table tr.breach").inner_text().split()[:4] == ["seed", "must", "not", "differ"]
+        choose(it, "train/loss")
+        it.page.get_by_test_id("axis-tokens").check(force=True)
+        assert it.text("drawn") == "1 run has no tokens logged."
         body = it.page.locator("body").inner_text()
         assert not re.search(r"\b(NaN|undefined|null|Infinity)\b", body)
         assert "–" in table.inner_text()
