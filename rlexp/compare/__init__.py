@@ -1,1 +1,1 @@
-"""Reading runs, their curves side by side, and the report of how far they lie apart."""
+"""Reading runs back, curves side by side, and the report. No torch."""
