@@ -291,6 +291,24 @@ def test_the_other_axes_are_the_runs_own_clocks(browser: Browser, tmp_path: Path
         assert readout(it, "ring1-0")["value"] == "–"
 
 
+def test_an_axis_that_no_run_knows_cannot_be_chosen(browser: Browser, tmp_path: Path) -> None:
+    """Seconds that stand still say nothing; a knot without its tokens is passed over."""
+    payload = ring_sizes()
+    runs = []
+    for run in payload.runs:
+        assert run.clock is not None
+        tokens = np.where(run.clock.steps == 7, np.nan, run.clock.tokens)
+        runs.append(replace(run, clock=replace(run.clock, tokens=tokens, seconds=0 * run.clock.seconds)))
+    with opened(browser, write(tmp_path, replace(payload, runs=runs)), fragment="x=time") as it:
+        assert it.page.evaluate("rlexpReport.axis") == "step"
+        assert it.page.get_by_test_id("axis-time").is_disabled()
+        it.page.get_by_test_id("axis-tokens").check(force=True)
+        hover(it, 7 * 4096)
+        it.page.get_by_text("At 28.7k tokens").wait_for()
+        steps = it.page.locator("#readout-body tr").first.locator("td").nth(1)
+        assert steps.inner_text() == "7"
+
+
 def test_long_runs_are_told_in_hours(browser: Browser, tmp_path: Path) -> None:
     payload = ring_sizes()
     runs = []

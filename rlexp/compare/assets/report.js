@@ -135,14 +135,21 @@ const arraysOf = remembered((number) => {
   return { steps, floor, values: metric.values.map(next), differences: metric.differences.map(next) };
 });
 
+/* Of tokens and of time, the knots at which they are known; null for what does not go on from the first to the last. */
 const clockOf = remembered((number) => {
   const buffer = decode(`clock-${number}`);
-  if (buffer === null) return null;
+  if (buffer === null) return { tokens: null, time: null };
   const size = buffer.byteLength / 24;
-  const column = (place) => new Float64Array(buffer, 8 * size * place, size);
-  const knots = column(0);
-  const finite = (values) => (values.every(Number.isFinite) ? values : null);
-  return { knots, tokens: finite(column(1)), time: finite(column(2)) };
+  const steps = new Float64Array(buffer, 0, size);
+  const knotsOf = (values) => {
+    const there = [...values.keys()].filter((place) => Number.isFinite(values[place]));
+    if (!there.length || (there.length > 1 && values[there.at(-1)] <= values[there[0]])) return null;
+    return { steps: there.map((place) => steps[place]), values: there.map((place) => values[place]) };
+  };
+  return {
+    tokens: knotsOf(new Float64Array(buffer, 8 * size, size)),
+    time: knotsOf(new Float64Array(buffer, 16 * size, size)),
+  };
 });
 
 /* The last place in `sorted` whose value is at most `wanted`; −1 before the first. */
@@ -158,11 +165,11 @@ function placeOf(sorted, wanted) {
 }
 
 /* Tokens or seconds at a step, straight between the knots and beyond the last as between the last two. */
-function reading(knots, column, step) {
-  if (knots.length === 1) return column[0];
-  const place = Math.min(Math.max(placeOf(knots, step), 0), knots.length - 2);
-  const share = (step - knots[place]) / (knots[place + 1] - knots[place]);
-  return column[place] + share * (column[place + 1] - column[place]);
+function reading({ steps, values }, step) {
+  if (steps.length === 1) return values[0];
+  const place = Math.min(Math.max(placeOf(steps, step), 0), steps.length - 2);
+  const share = (step - steps[place]) / (steps[place + 1] - steps[place]);
+  return values[place] + share * (values[place + 1] - values[place]);
 }
 
 /* ---- What is chosen ---------------------------------------------------------------------------------------------- */
@@ -193,7 +200,7 @@ function remember() {
   history.replaceState(null, "", `#${kept}`);
 }
 
-const hasClock = (axis) => runs.some((_, run) => clockOf(run) !== null && clockOf(run)[axis] !== null);
+const hasClock = (axis) => runs.some((_, run) => clockOf(run)[axis] !== null);
 const axisChoices = remembered(() => ["step", ...["tokens", "time"].filter(hasClock)]);
 
 /* ---- Colours and lines ------------------------------------------------------------------------------------------- */
@@ -240,13 +247,13 @@ const TIME_UNITS = [[7200, 3600, "h"], [180, 60, "min"], [0, 1, "s"]];
 function pointsOf(arrays, axis) {
   return runs.map((_, run) => {
     const values = arrays.values[run];
-    const clock = axis === "step" ? null : clockOf(run);
-    if (values === null || (axis !== "step" && (clock === null || clock[axis] === null))) return null;
+    const clock = axis === "step" ? null : clockOf(run)[axis];
+    if (values === null || (axis !== "step" && clock === null)) return null;
     const points = { x: [], at: [] };
     let last = -Infinity;
     for (let at = 0; at < values.length; at += 1) {
       if (Number.isNaN(values[at])) continue;
-      const x = clock ? reading(clock.knots, clock[axis], arrays.steps[at]) : arrays.steps[at];
+      const x = clock ? reading(clock, arrays.steps[at]) : arrays.steps[at];
       if (x <= last) continue;
       points.x.push(x);
       points.at.push(at);
@@ -1191,8 +1198,9 @@ function markOf(row) {
 /* A value is marked where it is another than its baseline's (or the first run's, where there is none). */
 function configRow(row, baseOf) {
   const cells = row.values.map((value, run) => {
-    const other = row.differs && value !== "" && value !== row.values[baseOf[run]];
-    return cell(other ? "other" : null, span("value mono", value === "" ? MISSING : value));
+    const there = value !== "" && value !== MISSING;
+    const other = row.differs && there && value !== row.values[baseOf[run]];
+    return cell(other ? "other" : null, span("value mono", there ? value : MISSING));
   });
   return element("tr", { class: row.differs && row.must_not ? "breach" : null },
     element("th", { scope: "row", class: "mono" }, row.key), markOf(row), ...cells);
