@@ -26,7 +26,7 @@ ROOMS = {
     | {"safetensors", "rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.engine.base",
        "rlexp.ring.groups"},
     "metrics": TORCH | {"rlexp.errors", "rlexp.ring.groups"},
-    "sinks": {"wandb", "tqdm", "rlexp.config.schema", "rlexp.types"},
+    "sinks": {"wandb", "tqdm", "rlexp.config.schema", "rlexp.errors", "rlexp.types"},
 }  # fmt: skip
 ONLY_HERE = {"deepspeed": "engine", "wandb": "sinks", "transformers": "model", "hydra": "config"}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlexp.config.schema import WandbMode
-from rlexp.sinks.wandb_run import wandb_mode
+from rlexp.sinks.wandb_account import wandb_mode
 from tests.wandb_server import WandbServer
 
 ARGS = ("launch.device=cpu", "hydra.run.dir=run", "engine=torch", "checkpoint.export=false", "parallel=ring2")

@@ -64,6 +64,8 @@ class ReferenceName(Enum):
 
 class LoggerName(Enum):
     wandb = "wandb"
+    tensorboard = "tensorboard"
+    trackio = "trackio"
     none = "none"
 
 
@@ -249,6 +251,9 @@ class LoggerConfig:
     run_name: str | None = None
     tags: list[str] = field(default_factory=list)
     progress: bool = True
+    axes: dict[str, str] = field(default_factory=dict)  # what of a sweep varies, and this job's values
+    baseline: str | None = None  # another run's folder, whose loss this one's is set beside
+    artifacts: bool = False  # tell W&B of every checkpoint, by reference
 
 
 @dataclass

@@ -8,10 +8,11 @@ import os
 import sys
 from pathlib import Path
 
+from rlexp.sinks.base import Ending, Sink
 from rlexp.types import MetricRow
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """The curve so far, in memory and in its file.
 
     A disk that is full keeps rows waiting, and costs none: they are written as soon as there is room. A file that was
@@ -52,7 +53,7 @@ class JsonlSink:
             raise
         self._written, self._said = len(self.lines), False
 
-    def close(self, exit_code: int) -> None:  # noqa: ARG002
+    def close(self, ending: Ending) -> None:  # noqa: ARG002
         try:
             self._flush()
         finally:
