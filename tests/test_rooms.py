@@ -13,7 +13,7 @@ TORCH = {"torch", "numpy"}
 # What a room may import at the top of its modules, beside the standard library and itself.
 ROOMS = {
     "config": LIGHT,
-    "launch": LIGHT | {"submitit", "rlexp.checkpoint.folder"},
+    "launch": LIGHT | {"submitit", "hydra_plugins", "rlexp.checkpoint.folder"},
     "data": TORCH | {"rlexp.types", "rlexp.errors", "rlexp.config.schema"},
     "ring": TORCH | {"rlexp.types", "rlexp.config.schema"},
     "model": TORCH | {"transformers", "tokenizers", "safetensors", "rlexp.types", "rlexp.errors", "rlexp.config.schema",

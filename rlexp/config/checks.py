@@ -31,9 +31,10 @@ MOST_RANKS = 512  # on one machine
 MOST_SECONDS = 7 * 24 * 3600
 
 
-def check(cfg: Config) -> None:
-    cfg.launch.device = Device[resolve_device(cfg.launch.device.value)]
-    _check_launch(cfg)
+def check(cfg: Config, *, here: bool = True) -> None:
+    if here:
+        cfg.launch.device = Device[resolve_device(cfg.launch.device.value)]
+        _check_launch(cfg)
     _check_derived(cfg)
     _check_train(cfg)
     _check_engine(cfg)

@@ -247,12 +247,12 @@ class LoggerConfig:
     mode: WandbMode = WandbMode.auto
     project: str = "rlexp"
     entity: str | None = None
-    group: str | None = None
+    group: str | None = None  # of a sweep's jobs, its folder's name
     run_name: str | None = None
+    axes: dict[str, str] = field(default_factory=dict)  # what varies in the sweep, and this job's values
+    baseline: str | None = None  # the folder of the run that this one is held against
     tags: list[str] = field(default_factory=list)
     progress: bool = True
-    axes: dict[str, str] = field(default_factory=dict)  # what of a sweep varies, and this job's values
-    baseline: str | None = None  # another run's folder, whose loss this one's is set beside
     artifacts: bool = False  # tell W&B of every checkpoint, by reference
 
 

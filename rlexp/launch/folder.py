@@ -35,7 +35,8 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     this very one, and finished."""
     run_dir.mkdir(parents=True, exist_ok=True)
     _refuse_itself(cfg, run_dir)
-    _claim(run_dir)
+    claim(run_dir)
+    _wait_for_ranks(run_dir)
     before = read(run_dir)
     if (before or latest_first(run_dir)) and cfg.resume.mode == NEVER:
         raise ConfigError(
@@ -76,11 +77,12 @@ def _refuse_itself(cfg: Config, run_dir: Path) -> None:
 
 
 def leave(run_dir: Path) -> None:
-    """Give a claimed folder back, for a process that lives on."""
-    os.close(_claimed.pop(run_dir))
+    """Give a folder back, if this process claimed it and lives on."""
+    if run_dir in _claimed:
+        os.close(_claimed.pop(run_dir))
 
 
-def _claim(run_dir: Path) -> None:
+def claim(run_dir: Path, key: str = "hydra.run.dir") -> None:
     """Of two processes that want one folder, one gets it, and has it for as long as it lives."""
     handle = os.open(run_dir / LOCK, os.O_CREAT | os.O_RDWR)
     try:
@@ -88,10 +90,9 @@ def _claim(run_dir: Path) -> None:
     except OSError:
         os.close(handle)
         raise ConfigError(
-            f"hydra.run.dir={run_dir}: another process is training there. Wait for it, or give another folder."
+            f"{key}={run_dir}: another process is training there. Wait for it, or give another folder."
         ) from None
     _claimed[run_dir] = handle
-    _wait_for_ranks(run_dir)
 
 
 def hold(run_dir: Path) -> None:
