@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rlexp.types import MetricRow
+if TYPE_CHECKING:  # it would import torch, which who only reads does without
+    from rlexp.types import MetricRow
 
 
 @dataclass(frozen=True)

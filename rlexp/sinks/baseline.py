@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from rlexp.config.schema import Precision
 from rlexp.sinks.console import say
-from rlexp.types import MetricRow
+
+if TYPE_CHECKING:  # it would import torch, which who only reads does without
+    from rlexp.types import MetricRow
 
 PARITY = "parity/loss_abs_diff"
 METRICS = "metrics.jsonl"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from rlexp.sinks.base import Ending, Sink
-from rlexp.types import MetricRow
+
+if TYPE_CHECKING:  # it would import torch, which who only reads does without
+    from rlexp.types import MetricRow
 
 LINES = 10  # of a whole run, where there is no terminal
 

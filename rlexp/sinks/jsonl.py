@@ -7,9 +7,12 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlexp.sinks.base import Ending, Sink
-from rlexp.types import MetricRow
+
+if TYPE_CHECKING:  # it would import torch, which who only reads does without
+    from rlexp.types import MetricRow
 
 
 class JsonlSink(Sink):

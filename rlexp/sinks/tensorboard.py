@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run's folder, values in double precision."""
+"""TensorBoard: event files in the run's folder. It keeps values in float32."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TensorBoardSink(Sink):
     def _write(self, row: MetricRow) -> None:
         for name, value in row.items():
             if name != "step":
-                self._writer.add_scalar(name, value, int(row["step"]), new_style=True, double_precision=True)
+                self._writer.add_scalar(name, value, int(row["step"]))
 
     def close(self, ending: Ending) -> None:  # noqa: ARG002
         self._writer.close()

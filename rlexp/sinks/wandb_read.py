@@ -72,6 +72,14 @@ def read_project(path: str) -> list[WandbRun]:
         ]
 
 
+def fragments_beneath(runs: Path) -> Iterator[Path]:
+    """What the client wrote offline of the runs in a folder, and of the jobs of sweeps in it."""
+    for depth in ("*", "*/*"):
+        for path in runs.glob(f"{depth}/wandb/offline-run-*"):
+            if _is_fragment(path):
+                yield path
+
+
 def last_step(folder: Path, run_id: str) -> int:
     """The last step that the folders of a run's earlier processes hold."""
     last = 0
@@ -115,7 +123,7 @@ def _inside(folder: Path, pattern: str = "*") -> list[Path]:
 
 
 def _is_fragment(path: Path) -> bool:
-    return _FRAGMENT.fullmatch(path.name) is not None and not path.is_symlink() and any(path.glob("run-*.wandb"))
+    return _FRAGMENT.fullmatch(path.name) is not None and any(path.glob("run-*.wandb"))
 
 
 def _put_together(run_id: str, fragments: list[Path]) -> WandbRun | None:
