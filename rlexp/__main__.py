@@ -28,6 +28,12 @@ def main(cfg: DictConfig) -> None:
 
 
 def cli() -> int:
+    from rlexp.launch.conclude import conclude
+
+    return conclude(run())
+
+
+def run() -> int:
     """Run and answer with an exit code. A user's mistake is one message; a defect keeps its traceback."""
     from rlexp.launch.job import run_as_joined_rank
     from rlexp.launch.local import Interrupted

@@ -161,6 +161,7 @@ class SyntheticDataConfig(DataConfig):
     seed: int = 0  # of the generated pairs, not of their order
     size: int = 240
     eval_size: int = 32
+    fill: bool = False  # texts of max_length words before each request: with too_long=truncate, all are of that length
 
 
 @dataclass

@@ -7,6 +7,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,8 @@ def enter(cfg: Config, run_dir: Path) -> bool:
         "reason": None,
         "sizes": derived_sizes(cfg),
         "command": sys.argv[1:],
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
         "started": before.get("started", _now()),
         "ended": None,
         "versions": {"rlexp": __version__, "python": sys.version.split()[0]}

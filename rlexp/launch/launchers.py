@@ -7,13 +7,13 @@ command line. These collect what became of each job, go on, and size each by its
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides, run_job, setup_globals
@@ -270,8 +270,7 @@ def opened() -> Iterator[Sweep]:
 
 def _quoted(text: str) -> str:
     """As Hydra's grammar takes any text."""
-    escaped = re.sub(r"(\\*)'", lambda found: found.group(1) * 2 + r"\'", text)
-    return f"'{escaped}'"
+    return QuotedString(text, Quote.single).with_quotes()
 
 
 def register() -> None:

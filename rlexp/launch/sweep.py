@@ -59,6 +59,7 @@ class Sweep:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.jobs: list[Job] = []
+        self.begun = False  # its ledger is ours
         self._before = {job.number: job for job in read(folder)}
 
     def add(self, number: int, folder: str, overrides: Sequence[str]) -> Job:
@@ -85,6 +86,7 @@ class Sweep:
         self.write()
 
     def write(self) -> None:
+        self.begun = True
         text = {
             "name": self.name,
             "command": sys.argv[1:],
