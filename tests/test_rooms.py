@@ -26,9 +26,10 @@ ROOMS = {
     | {"safetensors", "rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.engine.base",
        "rlexp.ring.groups"},
     "metrics": TORCH | {"rlexp.errors", "rlexp.ring.groups"},
-    "sinks": {"wandb", "tqdm", "rlexp.config.schema", "rlexp.types"},
+    "sinks": {"wandb", "tqdm", "rlexp.config.schema", "rlexp.errors", "rlexp.types"},
 }  # fmt: skip
-ONLY_HERE = {"deepspeed": "engine", "wandb": "sinks", "transformers": "model", "hydra": "config"}
+ONLY_HERE = {"deepspeed": "engine", "wandb": "sinks", "wandb_workspaces": "sinks", "trackio": "sinks",
+             "transformers": "model", "hydra": "config"}  # fmt: skip
 
 
 def imports(path: Path, *, everywhere: bool) -> set[str]:

@@ -64,6 +64,8 @@ class ReferenceName(Enum):
 
 class LoggerName(Enum):
     wandb = "wandb"
+    tensorboard = "tensorboard"
+    trackio = "trackio"
     none = "none"
 
 
@@ -252,6 +254,7 @@ class LoggerConfig:
     baseline: str | None = None  # the folder of the run that this one is held against
     tags: list[str] = field(default_factory=list)
     progress: bool = True
+    artifacts: bool = False  # tell W&B of every checkpoint, by reference
 
 
 @dataclass

@@ -35,6 +35,7 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     """Claim the folder for this process, and see what it holds: nothing, or a run to go on with. False if that run is
     this very one, and finished."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    _refuse_itself(cfg, run_dir)
     claim(run_dir)
     _wait_for_ranks(run_dir)
     before = read(run_dir)
@@ -71,6 +72,11 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     }
     _write(run_dir, {key: value for key, value in before.items() if key in KEPT} | begun)
     return True
+
+
+def _refuse_itself(cfg: Config, run_dir: Path) -> None:
+    if cfg.logger.baseline is not None and Path(cfg.logger.baseline).expanduser().resolve() == run_dir.resolve():
+        raise ConfigError(f"logger.baseline={cfg.logger.baseline}: is this run itself. Give another run's folder.")
 
 
 def leave(run_dir: Path) -> None:
