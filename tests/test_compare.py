@@ -157,12 +157,20 @@ def test_a_sweep_over_seeds_has_a_baseline_for_each(tmp_path: Path) -> None:
 # ---- wrong input: one message, and what is there is shown ----
 
 
-def test_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "empty").mkdir()
     assert compare(tmp_path / "empty") == 1
     assert capsys.readouterr().err.startswith(f"rlexp: {tmp_path}/empty: holds no run: ")
     assert compare(tmp_path / "absent") == 1
     assert capsys.readouterr().err.startswith(f"rlexp: {tmp_path}/absent: no such folder.")
+    monkeypatch.setenv("NETRC", "/dev/null")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert compare("runs/absent") == 1  # which might be a project of W&B's
+    said = capsys.readouterr().err
+    assert said.startswith("rlexp: runs/absent: no such folder in ")
+    assert "As a W&B project: " in said
 
 
 def test_a_torn_last_line_and_a_broken_one(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,3 +317,8 @@ def test_a_step_that_is_there_twice_counts_once(tmp_path: Path) -> None:
     steps, columns = read_columns(path, [])
     assert steps.tolist() == [1, 2]
     assert columns["train/loss"].tolist() == [1.0, 3.0]
+
+
+def test_comparing_imports_no_torch() -> None:
+    code = "import sys, rlexp.compare.__main__, rlexp.compare.picture; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -27,6 +27,8 @@ ROOMS = {
        "rlexp.ring.groups"},
     "metrics": TORCH | {"rlexp.errors", "rlexp.ring.groups"},
     "sinks": {"wandb", "tqdm", "rlexp.config.schema", "rlexp.errors", "rlexp.types"},
+    "compare": {"numpy", "orjson", "omegaconf", "matplotlib", "rlexp.errors", "rlexp.config", "rlexp.launch",
+                "rlexp.sinks"},
 }  # fmt: skip
 ONLY_HERE = {"deepspeed": "engine", "wandb": "sinks", "wandb_workspaces": "sinks", "trackio": "sinks",
              "transformers": "model", "hydra": "config"}  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.compare.runs import SIZES, CompareError, Group, Reader, Run, columns_of, merge
+from rlexp.errors import SinkError
 from rlexp.sinks.wandb_read import WandbRun, read_offline, read_project
 
 FOLDERS = ("offline-run-*", "run-*")
@@ -39,7 +40,10 @@ class Sources:
                 f"run of W&B. Give a sweep's folder, or runs' folders."
             )
         if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-            return from_wandb(name, read_project(name))
+            try:
+                return from_wandb(name, read_project(name))
+            except SinkError as error:
+                raise CompareError(f"{name}: no such folder in {Path.cwd()}. As a W&B project: {error}") from error
         raise CompareError(f"{name}: no such folder. Relative paths start at {Path.cwd()}.")
 
 
