@@ -453,6 +453,12 @@ def test_a_page_with_nothing_on_it(browser: Browser, tmp_path: Path) -> None:
         assert sum(pixels(it, "overlay")) >= 0
         assert "no run here to compare" in it.text("no-difference")
         assert readout_value(it) == "0.6931472"
+        assert "1.41 GB" in it.text("memory-table")
+    bare = [
+        replace(run, memory=[], peak_bytes=peak) for run, peak in zip(one.runs * 2, (int(2.5e9), None), strict=True)
+    ]
+    with opened(browser, write(tmp_path, replace(one, runs=bare, metrics=[]))) as it:
+        assert it.text("cost-memory").split("ring 1")[1:] == ["\n2.5 GB\n", "\n–"]
 
 
 def readout_value(it: Opened) -> str:
@@ -525,7 +531,8 @@ def test_without_javascript_the_verdict_is_read(browser: Browser, tmp_path: Path
 
 
 def test_fifty_runs_are_quick(browser: Browser, tmp_path: Path) -> None:
-    """Measured on 2 busy cores without a GPU: open 1.0 s, another metric 0.3 s, along time 0.5 s, a move 25 ms."""
+    """Measured on 2 cores without a GPU: open 1.0 s, another metric 0.3 s, along time 0.4 s; both busy with other work,
+    2 s. Drawing takes most of it, so the limits leave room for such a machine."""
     started = time.monotonic()
     path = write(tmp_path, crowd())
     assert time.monotonic() - started < 15  # measured: 2.5 s, most of it the test's own numbers
@@ -541,7 +548,7 @@ def test_fifty_runs_are_quick(browser: Browser, tmp_path: Path) -> None:
         taken = {name: it.page.evaluate(drawn, ["select", name]) for name in ("eval/metric_0", "rewards/metric_9")}
         taken |= {axis: it.page.evaluate(drawn, ["setAxis", axis]) for axis in ("tokens", "time", "step")}
         print(taken)
-        assert max(taken.values()) < 2.5
+        assert max(taken.values()) < 4
         hover(it, 5000)
         it.page.get_by_text(re.compile(r"At step (49|50)\d\d")).wait_for()
         rows = it.page.locator("#readout-body [data-cell=difference]").all_inner_texts()

@@ -224,7 +224,7 @@ const others = drawnRuns.filter((run) => !runs[run].baseline);
 const drawOrder = [...bases, ...others];
 
 function colour(run) {
-  const place = drawnRuns.indexOf(run);
+  const place = drawOrder.indexOf(run);
   if (place < 0) return tone("muted");
   if (drawnRuns.length <= 8) return FEW[isDark() ? "dark" : "light"][place];
   const lightness = (isDark() ? [66, 76, 58] : [38, 48, 30])[place % 3];
@@ -606,7 +606,9 @@ function nameFloor(u, low) {
   while (place >= 0 && !known(floor[place])) place -= 1;
   if (place < 0 || now.xs[place] < u.scales.x.min) return;
   const x = Math.min(u.valToPos(now.xs[place], "x", true), u.bbox.left + u.bbox.width);
-  label(u, "noise floor", x - pixels(6), u.valToPos(Math.max(floor[place], low), "y", true) - pixels(3), "right");
+  const y = u.valToPos(Math.max(floor[place], low), "y", true);
+  const room = y - pixels(20) > u.bbox.top;
+  label(u, "noise floor", x - pixels(6), y + pixels(room ? -3 : 19), "right");
 }
 
 function ringWorst(u, low) {
@@ -1050,12 +1052,12 @@ function largest(values) {
 function fillMemory() {
   const phases = phasesOf();
   const recorded = runs.filter((run) => run.memory.length || known(run.peak_bytes));
-  const note = phases.length ? "by phase of a step, the largest of the ranks" : "the largest of the ranks";
-  const heading = element("h3", {}, "Peak memory", span("sub", note));
-  if (!recorded.length) {
-    byId("memory").replaceChildren(heading, element("p", { class: "empty" }, "Not recorded."));
+  if (!phases.length) {
+    byId("memory").replaceChildren(bars({ title: "Peak memory", testid: "cost-memory", note: "the largest of the ranks",
+      text: bytes, valueOf: (run) => run.peak_bytes }));
     return;
   }
+  const heading = element("h3", {}, "Peak memory", span("sub", "by phase of a step, the largest of the ranks"));
   const peaksOf = (run) => [run.peak_bytes, ...run.memory.flatMap((rank) => Object.values(rank.peaks))];
   const most = largest(recorded.flatMap(peaksOf));
   const body = element("tbody", {}, ...recorded.flatMap((run) => memoryRows(run, phases, most)));
