@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from rlexp.compare.difference import compared
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Best, LoggerConfig, Precision, WandbMode
 from rlexp.errors import SinkError
 from rlexp.launch import folder
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.place import Place, join, prepare_environment
-from rlexp.prove.curves import compared
 from rlexp.sinks.base import Ending
 from rlexp.sinks.names import new_id
 from rlexp.sinks.wandb_account import wandb_mode

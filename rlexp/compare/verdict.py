@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlexp.compare.difference import (
+    LOSS_TOLERANCE,
     LOSSES,
+    METRIC_TOLERANCE,
     Column,
     Difference,
     Steps,
@@ -24,7 +26,6 @@ from rlexp.compare.runs import CompareError, Run
 AGREE, APART, UNPROVEN, NONE = "agree", "apart", "unproven", "none"
 MARGIN = 10.0  # times the noise floor: two roundings of one curve are no further apart
 EARLY = 100  # steps within which rounding cannot have grown beyond what was measured
-PRECISE = (1e-12, 1e-9)  # the standing tolerances of float64: the losses', and every other metric's
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def _parts(name: str, gap: Difference, family: Family, precise: bool) -> tuple[i
     floor = floor_of(family, name, gap.steps)
     limit = MARGIN * floor.values
     if precise:
-        limit = np.maximum(limit, PRECISE[0] if name in LOSSES else PRECISE[1])
+        limit = np.maximum(limit, LOSS_TOLERANCE if name in LOSSES else METRIC_TOLERANCE[0])
     elif floor.measured:  # a floor of a few steps may be zero to the bit
         limit = np.maximum(limit, estimated_floor(name, gap_precision(family), gap.steps))
     place = gap.first_above(limit)
