@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SIZE = {"width": 1240, "height": 1010}
+WIDTH, HEIGHT = 1240, 1010
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 
 
@@ -37,7 +37,7 @@ def photograph(page: Path, picture: Path) -> None:
     found = next(each for name in ("chromium", "chromium-browser", "google-chrome") if (each := shutil.which(name)))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found, args=list(ARGUMENTS))
-        window = browser.new_page(viewport=SIZE, color_scheme="light")
+        window = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
         window.goto(page.resolve().as_uri())
         window.wait_for_function("window.rlexpReport && window.rlexpReport.ready")
         window.screenshot(path=picture)
