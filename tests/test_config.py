@@ -12,7 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from rlexp.config import deepspeed, load, sizes
+from rlexp.config import checks, deepspeed, load, sizes
 from rlexp.config.cadence import save_cadence
 from rlexp.config.load import compose_config
 from rlexp.config.paths import conf_dir, config_root
@@ -98,7 +98,8 @@ def test_a_launchers_world_is_joined_and_a_batch_script_is_not() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_option_of_every_group_composes(group: str, tmp_path: Path) -> None:
+def test_every_option_of_every_group_composes(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "installed", lambda _package: True)
     (tmp_path / "rows.jsonl").write_text("{}\n", encoding="utf-8")
     needed = {
         "data": {"jsonl": [f"data.path={tmp_path}/rows.jsonl"]},

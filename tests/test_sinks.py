@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlexp.config import checks
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Precision
 from rlexp.errors import ConfigError
@@ -129,8 +130,7 @@ def test_a_run_is_not_its_own_baseline_and_one_to_come_may_be(tmp_path: Path, mo
 
 @pytest.mark.parametrize("package", ["tensorboard", "trackio"])
 def test_a_package_that_is_not_there_is_named_before_a_start(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))
+    monkeypatch.setattr(checks, "installed", lambda name: name != package)
     with pytest.raises(ConfigError, match=rf"logger={package}: .*pip install rlexp\[{package}\]"):
         compose_config([*CPU, f"logger={package}"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,11 +68,12 @@ def online(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
 
 
 @pytest.fixture
-def account(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """None; a test sets what it needs."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", "/dev/null")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))  # where its public API makes folders
     return monkeypatch
 
 
@@ -147,10 +149,15 @@ def test_checkpoints_are_told_of_by_reference(offline: Path) -> None:
     assert files["manifest.json"] == (offline / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json").as_uri()
 
 
-def test_offline_becomes_online_by_sync(offline: Path, account: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("together", [True, False], ids=["one command", "one after the other"])
+def test_offline_becomes_online_by_sync(
+    offline: Path, tmp_path: Path, account: pytest.MonkeyPatch, together: bool
+) -> None:
+    shutil.copytree(offline / "wandb", tmp_path / "wandb", symlinks=True)  # what is sent is marked so
+    fragments = [str(path) for path in sorted((tmp_path / "wandb").glob("offline-run-*"))]
     with WandbServer() as server:
-        fragments = [str(path) for path in sorted((offline / "wandb").glob("offline-run-*"))]
-        wandb("sync", *fragments, env=CLEAN | server.environment)
+        for each in [fragments] if together else [[path] for path in fragments]:
+            wandb("sync", *each, env=CLEAN | server.environment)
         run = server.only
         expect_rows(run.rows, curve_of(offline))
         assert (run.group, run.shown, run.state) == ("sweep", "run", "finished")
@@ -164,6 +171,7 @@ def test_offline_becomes_online_by_sync(offline: Path, account: pytest.MonkeyPat
         expect_config(read.config, ring_size=1)
 
 
+@pytest.mark.slow
 def test_what_arrives_online(online: tuple[WandbServer, Path]) -> None:
     """Killed and gone on: one run, each step once, every value of it, group, name, tags, configuration, summary."""
     server, run_dir = online
@@ -180,6 +188,7 @@ def test_what_arrives_online(online: tuple[WandbServer, Path]) -> None:
     assert json.loads(server.artifacts[-1]["metadata"]) == {"step": STEPS}
 
 
+@pytest.mark.slow
 def test_a_project_online_read_back(online: tuple[WandbServer, Path], account: pytest.MonkeyPatch) -> None:
     server, run_dir = online
     for name, value in server.environment.items():

@@ -53,10 +53,11 @@ def values_of(row: dict[str, object]) -> dict[str, object]:
 
 
 def wandb(*args: str, env: Env = CLEAN) -> str:
-    """The client's own command line."""
+    """The client's own command line; it writes logs beside the folder that is named last."""
     done = subprocess.run(
-        [sys.executable, "-m", "wandb", *args], env=env, capture_output=True, text=True, timeout=90, check=False
-    )
+        [sys.executable, "-m", "wandb", *args],
+        cwd=Path(args[-1]).parent, env=env, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -39,7 +39,7 @@ def check(cfg: Config, *, here: bool = True) -> None:
     _check_train(cfg)
     _check_engine(cfg)
     _check_checkpoints(cfg)
-    _check_logger(cfg)
+    _check_logger(cfg, here=here)
     _check_groups(cfg)
 
 
@@ -135,9 +135,13 @@ def _check_checkpoints(cfg: Config) -> None:
 OPTIONAL_LOGGERS = (LoggerName.tensorboard, LoggerName.trackio)  # named as their packages and our extras are
 
 
-def _check_logger(cfg: Config) -> None:
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _check_logger(cfg: Config, *, here: bool) -> None:
     name, baseline = cfg.logger.name, cfg.logger.baseline
-    if name in OPTIONAL_LOGGERS and importlib.util.find_spec(name.value) is None:
+    if here and name in OPTIONAL_LOGGERS and not installed(name.value):
         raise ConfigError(
             f"logger={name.value}: the package {name.value} is not installed. `pip install rlexp[{name.value}]`, or "
             f"use logger=wandb or logger=none."
