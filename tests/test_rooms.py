@@ -26,7 +26,8 @@ ROOMS = {
     | {"safetensors", "rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.engine.base",
        "rlexp.ring.groups"},
     "metrics": TORCH | {"rlexp.errors", "rlexp.ring.groups"},
-    "sinks": {"wandb", "tqdm", "rlexp.config.schema", "rlexp.errors", "rlexp.types"},
+    "sinks": {"wandb", "tqdm", "numpy", "rlexp.compare.difference", "rlexp.config.schema", "rlexp.errors",
+              "rlexp.types"},
     "compare": {"numpy", "orjson", "omegaconf", "matplotlib", "rlexp.errors", "rlexp.config", "rlexp.launch",
                 "rlexp.sinks"},
 }  # fmt: skip

@@ -87,19 +87,27 @@ def test_a_baseline_that_never_came_is_said(tmp_path: Path, capfd: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("precision", "loss", "apart", "allowed"),
+    ("precision", "step", "loss", "apart", "allowed"),
     [
-        (Precision.fp64, 0.5, 4e-10, None),
-        (Precision.fp64, 0.5, 6e-10, 5e-10),
-        (Precision.fp32, 0.5, 1e-5, None),
-        (Precision.fp32, 0.0, 1e-4, 3e-5),
-        (Precision.bf16, 1.0, 0.2, None),
-        (Precision.bf16, 1.0, 0.4, 0.3),
+        (Precision.fp64, 300, 0.5, 4e-10, None),
+        (Precision.fp64, 300, 0.5, 6e-10, 5e-10),
+        (Precision.fp32, 300, 0.5, 1e-5, None),
+        (Precision.fp32, 300, 0.0, 1e-4, 3e-5),
+        (Precision.bf16, 300, 1.0, 0.2, None),
+        (Precision.bf16, 300, 1.0, 0.4, 0.3),
+        # At first as a comparison would: a defect of 1e-5 in the loss is no rounding.
+        (Precision.fp32, 1, 0.69, 1e-5, 2.76e-6),
+        (Precision.fp32, 1, 0.69, 1e-6, None),
+        (Precision.fp64, 1, 0.69, 1e-11, 6.9e-13),
+        (Precision.bf16, 1, 0.69, 1e-2, None),
     ],
 )
-def test_what_a_precision_allows(precision: Precision, loss: float, apart: float, allowed: float | None) -> None:
-    assert excess({"step": 1, "train/loss": loss, "parity/loss_abs_diff": apart}, precision) == pytest.approx(allowed)
-    assert excess({"step": 1, "train/loss": loss}, precision) is None
+def test_what_a_precision_allows(
+    precision: Precision, step: int, loss: float, apart: float, allowed: float | None
+) -> None:
+    row = {"step": step, "train/loss": loss}
+    assert excess(row | {"parity/loss_abs_diff": apart}, precision) == pytest.approx(allowed)
+    assert excess(row, precision) is None
 
 
 def test_how_a_process_ended() -> None:

@@ -22,6 +22,8 @@ LOSSES = ("train/loss", "eval/loss")
 # numbers, and up to fifty times further apart.
 ROUNDING = {"fp64": 2.6e-14, "fp32": 4.0e-7, "bf16": 3.3e-3}
 OTHERS = 50.0
+MARGIN = 10.0  # times the noise floor: two roundings of one curve are no further apart
+EARLY = 100  # steps within which rounding cannot have grown beyond what was measured
 
 
 def compared(name: str) -> bool:
@@ -69,6 +71,14 @@ def estimated_floor(metric: str, precision: str, steps: Steps) -> Column:
     """What rounding alone was measured to do elsewhere; it grows as the steps add up."""
     size = ROUNDING.get(precision, ROUNDING["bf16"]) * (1.0 if metric in LOSSES else OTHERS)
     return np.asarray(size * np.maximum(1.0, steps / 10), dtype=np.float64)
+
+
+def within_rounding(metric: str, precision: str, steps: Steps) -> Column:
+    """How far apart two curves may be, by estimate, and be one. In float64 that is never less than what is promised."""
+    limit = MARGIN * estimated_floor(metric, precision, steps)
+    if precision == "fp64":
+        limit = np.maximum(limit, LOSS_TOLERANCE if metric in LOSSES else METRIC_TOLERANCE[0])
+    return limit
 
 
 def measured_floor(noise: list[Difference], steps: Steps) -> Column | None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlexp.compare.difference import (
-    LOSS_TOLERANCE,
+    EARLY,
     LOSSES,
-    METRIC_TOLERANCE,
+    MARGIN,
+    ROUNDING,
     Column,
     Difference,
     Steps,
@@ -19,13 +20,12 @@ from rlexp.compare.difference import (
     difference,
     estimated_floor,
     measured_floor,
+    within_rounding,
 )
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import CompareError, Run
 
 AGREE, APART, UNPROVEN, NONE = "agree", "apart", "unproven", "none"
-MARGIN = 10.0  # times the noise floor: two roundings of one curve are no further apart
-EARLY = 100  # steps within which rounding cannot have grown beyond what was measured
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,10 @@ class Verdict:
         return [each.words for each in self.judgements]
 
 
+def coarsest(runs: Sequence[Run]) -> str:
+    return max((run.precision for run in runs), key=lambda precision: ROUNDING.get(precision, 1.0))
+
+
 def between(run: Run, baseline: Run, metric: str) -> Difference:
     return difference(run.steps, run.column(metric), baseline.steps, baseline.column(metric))
 
@@ -75,8 +79,9 @@ def floor_of(family: Family, metric: str, steps: Steps) -> Floor:
     measured = measured_floor([between(run, baseline, name) for run in noise for name in names], steps)
     if measured is not None:
         return Floor(measured, f"measured: {', '.join(run.label for run in noise)}", True)
-    estimate = estimated_floor(metric, baseline.precision, steps)
-    return Floor(estimate, f"estimated: {baseline.precision} rounding of a small model, growing with the steps", False)
+    precision = coarsest(family.runs)
+    estimate = estimated_floor(metric, precision, steps)
+    return Floor(estimate, f"estimated: {precision} rounding of a small model, growing with the steps", False)
 
 
 def _is_noise(run: Run, baseline: Run) -> bool:
@@ -127,7 +132,8 @@ def _judge_run(run: Run, family: Family) -> Judgement:
     """By its losses; in float64 by every metric that a layout must not move."""
     baseline = family.baseline
     assert baseline is not None
-    precise = run.precision == baseline.precision == "fp64"
+    precision = coarsest([run, baseline])
+    precise = precision == "fp64"
     names = [name for name in run.columns if name in baseline.columns and compared(name)]
     gaps = {name: between(run, baseline, name) for name in names if precise or name in LOSSES}
     shared = max((len(gap.steps) for gap in gaps.values()), default=0)
@@ -136,7 +142,7 @@ def _judge_run(run: Run, family: Family) -> Judgement:
         return Judgement(run, baseline, NONE, 0.0, "", None, words)
     worst_name = max((name for name in gaps if name in LOSSES), key=lambda name: _size(gaps[name]), default=names[0])
     worst = gaps[worst_name].worst() or (0, 0.0)
-    found = [part for name, gap in gaps.items() if (part := _parts(name, gap, family, precise)) is not None]
+    found = [part for name, gap in gaps.items() if (part := _parts(name, gap, family, precision)) is not None]
     if not found:
         words = f"{run.label} is {baseline.label}'s curve at all {shared} steps: {_within(worst[1])}."
         return Judgement(run, baseline, AGREE, worst[1], worst_name, worst[0], words)
@@ -159,23 +165,16 @@ def _size(gap: Difference) -> float:
     return float(gap.relative.max(initial=0.0))
 
 
-def _parts(name: str, gap: Difference, family: Family, precise: bool) -> tuple[int, str, float, float, bool] | None:
+def _parts(name: str, gap: Difference, family: Family, precision: str) -> tuple[int, str, float, float, bool] | None:
     """The first step at which a metric is further off than rounding, with both values."""
     floor = floor_of(family, name, gap.steps)
-    limit = MARGIN * floor.values
-    if precise:
-        limit = np.maximum(limit, LOSS_TOLERANCE if name in LOSSES else METRIC_TOLERANCE[0])
-    elif floor.measured:  # a floor of a few steps may be zero to the bit
-        limit = np.maximum(limit, estimated_floor(name, gap_precision(family), gap.steps))
+    limit = within_rounding(name, precision, gap.steps)
+    if floor.measured:  # of a few steps it may be zero to the bit
+        limit = np.maximum(MARGIN * floor.values, limit if precision == "fp64" else limit / MARGIN)
     place = gap.first_above(limit)
     if place is None:
         return None
     return int(gap.steps[place]), name, float(gap.ours[place]), float(gap.baseline[place]), floor.measured
-
-
-def gap_precision(family: Family) -> str:
-    assert family.baseline is not None
-    return family.baseline.precision
 
 
 def first_above(families: Families, limit: float, patterns: Sequence[str]) -> str | None:

@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+import numpy as np
+
+from rlexp.compare.difference import EARLY, within_rounding
 from rlexp.config.schema import Precision
 from rlexp.sinks.console import say
 
@@ -17,15 +20,19 @@ PARITY = "parity/loss_abs_diff"
 METRICS = "metrics.jsonl"
 LOSS = "train/loss"
 
-# How far apart two layouts' losses may lie, relative to a loss of at least FLOOR. Rounding grows as training goes on:
-# over 240 steps of the tiny model, rings 1 and 2 were 2e-13, 2e-5 and 4e-2 apart.
+# How far apart two layouts' losses may lie later on, relative to a loss of at least FLOOR. Rounding grows as training
+# goes on: over 240 steps of the tiny model, rings 1 and 2 were 2e-13, 2e-5 and 4e-2 apart.
 ALLOWED = {Precision.fp64: 1e-9, Precision.fp32: 3e-4, Precision.bf16: 3e-1}
 FLOOR = 0.1
 
 
 def excess(row: MetricRow, precision: Precision) -> float | None:
-    """What the row's difference is allowed to be, if it is more."""
-    allowed = ALLOWED[precision] * max(abs(row[LOSS]), FLOOR)
+    """What the row's difference is allowed to be, if it is more: at first what a comparison would allow too."""
+    step, size = int(row["step"]), abs(row[LOSS])
+    if step <= EARLY:
+        allowed = size * float(within_rounding(LOSS, precision.value, np.array([step]))[0])
+    else:
+        allowed = ALLOWED[precision] * max(size, FLOOR)
     return allowed if row.get(PARITY, 0.0) > allowed else None
 
 
