@@ -232,7 +232,8 @@ def test_a_refused_run_leaves_the_users_own_folders_alone(rlexp: Shell, tmp_path
 
 def test_help_lists_every_group(rlexp: Shell) -> None:
     shown = rlexp("--help").stdout
-    for line in ("  parallel: ring1, ring2, ring4, ring8", "  +sweep: ring_memory, ring_sizes", "  hydra/launcher: local, slurm"):
+    sweeps = "  +sweep: ring_memory, ring_sizes, seeds, zero_stages"
+    for line in ("  parallel: ring1, ring2, ring4, ring8", sweeps, "  hydra/launcher: local, slurm"):
         assert line in shown
     assert "schema" not in shown
 

@@ -1,0 +1,225 @@
+"""What rounding explains in float32 and bfloat16, and how far a run lies from the float64 reference beside its noise.
+
+What follows by arithmetic from what a run had before (losses, sums, metrics, the optimizer's step) is exact in every
+precision, and held so. Log-probabilities and gradients are not: they are held to a multiple of the unit roundoff that
+was measured over layouts and models, or to a multiple of the noise floor, whichever is more. See docs/verify.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlexp.config.schema import Device, Precision
+from rlexp.prove.records import Array, Key, TensorFiles
+from rlexp.prove.stages import (
+    GRADIENT,
+    LOGPS,
+    LOSS,
+    OPTIMIZER,
+    Allowed,
+    Clue,
+    Comparison,
+    Finding,
+    Size,
+    common_factor,
+    relative,
+    size_of,
+)
+
+UNIT = {Precision.fp32: 2.0**-24, Precision.bf16: 2.0**-9}
+LITTLE = 1e-6
+GIVEN_PARTS = "gradient, given its parts"
+OF_PARTS = 1e-5  # on a GPU, where sums run in any order, four units of roundoff
+OF_FLOOR = 8.0  # a run may lie this many times further from float64 than from itself with another micro-batch,
+FIRST_FLOOR = 2.0  # but at the first step no further than this many times what rounding explains
+
+# A token's, a parameter's: only what no rounding comes near is caught by these; the sums below are held tighter.
+OWN = {
+    precision: Allowed(
+        logp=math.inf,
+        loss=math.inf,
+        loss_of_sums=0.0,
+        gradient=math.inf,
+        gradient_whole=0.0,
+        weights=math.inf,
+        given=1e-12,
+        norm=1e-5,
+        updated=(1e-3, 2.0**-23),  # the optimizer's are float32 in both
+        metric=(math.inf, math.inf),
+    )
+    for precision in UNIT
+}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A difference to the float64 reference, and how many units of roundoff it may be."""
+
+    name: str
+    stage: str
+    clue: Clue
+    units: Mapping[Precision, float]
+    between: Callable[[Values, Values], float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    quantity: str
+    own: float  # to the float64 reference
+    floor: float | None  # to the same layout with another micro-batch
+    allowed: float
+
+
+@dataclass(frozen=True)
+class Values:
+    """What one step came to, in a run or in the reference."""
+
+    number: int
+    policy: Mapping[Key, Array]
+    reference: Mapping[Key, Array]
+    loss: float
+    files: TensorFiles
+
+
+def measure(run: Comparison, other: Comparison) -> tuple[list[Measured], Finding | None]:
+    """The table of a run, and the first quantity in the order of the way that rounding does not explain."""
+    unit = UNIT[run.cfg.train.precision]
+    steps = list(zip(_steps(run), _steps(other), _meant(run), strict=True))
+    table: list[Measured] = []
+    first: Finding | None = None
+    for quantity in QUANTITIES:
+        explained = quantity.units[run.cfg.train.precision] * unit
+        held = [_hold(quantity, explained, *each) for each in steps]
+        table.append(max(held, key=lambda each: each.own / each.allowed if math.isfinite(each.allowed) else each.own))
+        wrong = next((place for place, each in enumerate(held) if not each.own <= each.allowed), None)
+        if wrong is not None and first is None:
+            ours, _, meant = steps[wrong]
+            first = _named(held[wrong], quantity, ours, meant)
+    return table, first
+
+
+def _hold(quantity: Quantity, explained: float, ours: Values, other: Values, meant: Values) -> Measured:
+    """At the first step all have the same weights, and rounding is all there is: a floor that is more than that is a
+    defect of its own, and no excuse. Later it also tells what the optimizer made of the rounding before."""
+    floor = quantity.between(other, ours)
+    most = FIRST_FLOOR * explained if meant.number == 1 else math.inf
+    return Measured(quantity.name, quantity.between(ours, meant), floor, max(explained, min(OF_FLOOR * floor, most)))
+
+
+def given_parts(run: Comparison, parts: TensorFiles) -> tuple[Measured, Finding | None]:
+    """The engine's gradient of the first step, given what autograd makes of each micro-batch on each rank. Whatever
+    rounding is in the parts is in both: what is left is how they are added up, which every engine does in float32."""
+    sizes = [
+        size_of(run.ran.read("gradient", 1, name), parts.read("gradient", 1, name), name)
+        for name in parts.names("gradient", 1)
+    ]
+    whole = math.sqrt(sum(size.wanted**2 for size in sizes))
+    apart = {size.name: size.apart / (size.wanted + LITTLE * whole or 1.0) for size in sizes}
+    worst = max(sizes, key=lambda size: math.inf if math.isnan(apart[size.name]) else apart[size.name])
+    on_gpu = run.cfg.launch.device is Device.cuda
+    allowed = max(OF_PARTS, 4 * UNIT[run.cfg.train.precision]) if on_gpu else OF_PARTS
+    measured = Measured(GIVEN_PARTS, apart[worst.name], None, allowed)
+    if apart[worst.name] <= allowed:
+        return measured, None
+    what = f"{worst.name} (‖difference‖ / ‖gradient‖ = {apart[worst.name]:.2g}), given the parts of the ranks, norm"
+    got, wanted = f"{worst.got:.9g}", f"{worst.wanted:.9g}"
+    return measured, Finding(1, GRADIENT, Clue.PARTS, what, got, wanted, common_factor(sizes).lstrip("; "))
+
+
+def _named(held: Measured, quantity: Quantity, got: Values, meant: Values) -> Finding:
+    """With the parameter that is worst, where it is the gradient that differs; and with whose log-probabilities."""
+    finding = Finding(
+        meant.number,
+        quantity.stage,
+        quantity.clue,
+        quantity.name,
+        f"{held.own:.2g} from float64",
+        f"{held.allowed:.2g} at most",
+        f"noise floor {held.floor:.2g}",
+    )
+    if finding.stage == LOGPS and quantity.between(replace(got, reference=meant.reference), meant) <= held.allowed:
+        return replace(finding, clue=Clue.REFERENCE, quantity=f"{finding.quantity}, of the reference model")
+    if finding.stage != GRADIENT:
+        return finding
+    sizes = list(_sizes(got, meant))
+    worst = max(sizes, key=lambda size: size.apart / (size.wanted or 1.0))
+    note = f"{finding.note}; worst: {worst.name}, norm {worst.got:.6g} against {worst.wanted:.6g}"
+    return replace(finding, note=note + common_factor(sizes))
+
+
+def _steps(run: Comparison) -> Iterator[Values]:
+    for step in run.steps():
+        policy, reference = step.by_sequence("policy_t"), step.by_sequence("reference_t")
+        yield Values(step.number, policy, reference, step.mean_loss(), run.ran)
+
+
+def _meant(run: Comparison) -> Iterator[Values]:
+    for step in run.expected.steps:
+        yield Values(step.number, step.policy, step.reference, step.loss, run.meant)
+
+
+def _sizes(a: Values, b: Values) -> Iterator[Size]:
+    for name in b.files.names("gradient", b.number):
+        yield size_of(a.files.read("gradient", a.number, name), b.files.read("gradient", b.number, name), name)
+
+
+def of_tokens(a: Values, b: Values) -> float:
+    """The largest difference of a token's log-probability, relative to max(1, |log-probability|)."""
+    return max(
+        float((np.abs(ours[key] - theirs[key]) / np.maximum(1.0, np.abs(theirs[key]))).max())
+        for ours, theirs in ((a.policy, b.policy), (a.reference, b.reference))
+        for key in theirs
+    )
+
+
+def of_pairs(a: Values, b: Values) -> float:
+    """The largest difference of a sequence's sum, relative to it."""
+    return max(
+        abs(float(ours[key].sum() - theirs[key].sum())) / max(1.0, abs(float(theirs[key].sum())))
+        for ours, theirs in ((a.policy, b.policy), (a.reference, b.reference))
+        for key in theirs
+    )
+
+
+def of_loss(a: Values, b: Values) -> float:
+    return abs(a.loss - b.loss) / (abs(b.loss) or 1.0)
+
+
+def of_gradient(a: Values, b: Values) -> float:
+    """‖a − b‖ / ‖b‖ of all parameters together."""
+    sizes = list(_sizes(a, b))
+    return math.sqrt(sum(s.apart**2 for s in sizes)) / (math.sqrt(sum(s.wanted**2 for s in sizes)) or 1.0)
+
+
+def of_parameter(a: Values, b: Values) -> float:
+    """The largest ‖a − b‖ / ‖b‖ of a parameter; one that is a millionth of the whole gradient is rounding anyway."""
+    sizes = list(_sizes(a, b))
+    whole = math.sqrt(sum(s.wanted**2 for s in sizes))
+    return max(s.apart / (s.wanted + LITTLE * whole or 1.0) for s in sizes)
+
+
+def of_weights(a: Values, b: Values) -> float:
+    """The largest difference relative to the largest weight of the parameter."""
+    found = 0.0
+    for name in b.files.names("weights", b.number):
+        found = max(found, relative(a.files.read("weights", a.number, name), b.files.read("weights", b.number, name)))
+    return found
+
+
+def _units(fp32: float, bf16: float) -> dict[Precision, float]:
+    return {Precision.fp32: fp32, Precision.bf16: bf16}
+
+
+# In units of roundoff: what was measured over layouts and models, and a margin (docs/verify.md).
+QUANTITIES = (
+    Quantity("log-probability of a token", LOGPS, Clue.POLICY, _units(1024, 512), of_tokens),
+    Quantity("log-probabilities per pair", LOGPS, Clue.POLICY, _units(64, 16), of_pairs),
+    Quantity("loss", LOSS, Clue.POLICY, _units(256, 32), of_loss),
+    Quantity("gradient", GRADIENT, Clue.GRADIENT, _units(1024, 128), of_gradient),
+    Quantity("gradient of a parameter", GRADIENT, Clue.GRADIENT, _units(2048, 256), of_parameter),
+    Quantity("weights after the step", OPTIMIZER, Clue.WEIGHTS, _units(math.inf, math.inf), of_weights),
+)

@@ -1,0 +1,384 @@
+"""The reference: the same steps in one process, in float64, written out plainly.
+
+It shares no code with packing, ring, sampler, loss, step, engine or meter. Data and rules are those of
+`prove/textbook.py`; the model is transformers' own with its own SDPA, one sequence at a time, without padding;
+gradients are torch's; clipping, AdamW and SGD are written out here. What is shared is `precise`: without it
+transformers itself would round to float32 in the middle of a float64 pass, and the reference would be off by 1e-8.
+
+Shape letters: T tokens of one sequence, n of its answer, V vocabulary, E width, H heads.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rlexp.config.schema import Config, Device, DPOConfig, HFModelConfig, OptimConfig, OptimName, TinyModelConfig
+from rlexp.errors import ModelError, NonFiniteError
+from rlexp.model.float64 import precise
+from rlexp.prove import textbook
+from rlexp.prove.records import SIDES, Array, Expected, Key, StepExpected, TensorFiles, TokenPair, Update, joined
+
+LOGITS = 1 << 24  # elements of logits held at once
+SCORES = 1 << 26  # elements of a score matrix held at once
+BLOCKS = "verify_blocks"
+FLOOR = 1e-6  # what clipping adds to the norm, as torch's clip_grad_norm_ does
+
+
+class Reference:
+    """The model that is trained, and the one it began as."""
+
+    def __init__(self, cfg: Config, tokenizer: Any) -> None:
+        assert isinstance(cfg.loss, DPOConfig)
+        self.cfg, self.loss = cfg, cfg.loss
+        self.device = torch.device("cuda" if cfg.launch.device is Device.cuda else "cpu")
+        self.policy, self.start = (load(cfg, self.device) for _ in range(2))
+        self.parameters = dict(self.policy.named_parameters())
+        for name, parameter in self.parameters.items():
+            parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in cfg.model.freeze))
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.pairs = textbook.pairs_of(cfg.data, tokenizer)
+        self.optimizer = Optimizer(cfg.optim)
+        self.total = textbook.total_steps(cfg, len(self.pairs))
+
+    def step(self, number: int, files: TensorFiles) -> StepExpected:
+        """One optimizer step; its gradient and the weights after it go to files."""
+        samples = textbook.samples_of(self.cfg, len(self.pairs), number)
+        batch = {sample: self.pairs[sample] for sample in samples}
+        expected = self._values(number, batch, len(samples))
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in self.trained.items()
+        }
+        expected.grad_norm = norm(gradients.values())
+        if not math.isfinite(expected.loss + expected.grad_norm):
+            names = ", ".join(pair.origin for pair in list(batch.values())[:8])
+            raise NonFiniteError(
+                f"step {number}: the loss or its gradient is not finite, in the plain reference too. Its samples begin "
+                f"with {names}. A smaller optim.lr or a warm-up may help; or the samples are at fault."
+            )
+        expected.lr = textbook.learning_rate(self.cfg.optim, self.total, number)
+        for name, gradient in gradients.items():
+            files.write("gradient", number, name, gradient.cpu().numpy())
+        with torch.no_grad():
+            self.optimizer.step({n: p.data for n, p in self.trained.items()}, gradients, expected.lr)
+        for parameter in self.trained.values():
+            parameter.grad = None
+        self.write_weights(files, number)
+        expected.row |= {
+            "grad_norm": expected.grad_norm,
+            "learning_rate": expected.lr,
+            "epoch": number / textbook.steps_per_epoch(self.cfg, len(self.pairs)),
+            "global_step": number,
+        }
+        return expected
+
+    def write_weights(self, files: TensorFiles, step: int) -> None:
+        for name, parameter in self.parameters.items():
+            files.write("weights", step, name, parameter.detach().cpu().numpy())
+
+    def _values(self, number: int, batch: Mapping[int, TokenPair], count: int) -> StepExpected:
+        """Log-probabilities, losses and what is logged of a batch; where gradients are on, they are added up."""
+        policy: dict[Key, Array] = {}
+        reference: dict[Key, Array] = {}
+        logits: dict[Key, Array] = {}
+        losses: dict[int, float] = {}
+        for sample, pair in batch.items():
+            sums: dict[str, Tensor] = {}
+            for side in SIDES:
+                logps_n, means_n = answer_logps(self.policy, pair, side, self.device)
+                with torch.no_grad():
+                    start_n, _ = answer_logps(self.start, pair, side, self.device)
+                sums |= {f"policy/{side}": logps_n.sum(), f"reference/{side}": start_n.sum()}
+                key = (sample, side)
+                policy[key], reference[key], logits[key] = (
+                    each.detach().cpu().numpy() for each in (logps_n, start_n, means_n)
+                )
+            loss = dpo(self.loss, sums)
+            if torch.is_grad_enabled():
+                (loss / count).backward()
+            losses[sample] = float(loss.detach())
+        row = self._row(batch, policy, reference, logits, losses)
+        return StepExpected(number, tuple(batch), policy, reference, logits, losses, row["loss"], 0.0, 0.0, row)
+
+    def _row(
+        self,
+        batch: Mapping[int, TokenPair],
+        policy: Mapping[Key, Array],
+        reference: Mapping[Key, Array],
+        logits: Mapping[Key, Array],
+        losses: Mapping[int, float],
+    ) -> dict[str, float]:
+        import numpy as np
+
+        sums = {
+            f"{who}/{side}": np.array([values[sample, side].sum() for sample in batch])
+            for who, values in (("policy", policy), ("reference", reference))
+            for side in SIDES
+        }
+        of_side = {side: joined([logits[sample, side] for sample in batch]) for side in SIDES}
+        tokens = sum(pair.tokens for pair in batch.values())
+        values = textbook.rewards(self.loss, sums)
+        return textbook.logged(np.array([losses[sample] for sample in batch]), sums, values, of_side, tokens)
+
+    @torch.no_grad()
+    def held_out(self, pairs: Sequence[TokenPair]) -> dict[str, float]:
+        batch = dict(enumerate(pairs))
+        return self._values(0, batch, len(pairs)).row
+
+
+def expected_steps(cfg: Config, steps: int, held_out: int, folder: Path) -> Expected:
+    """The first `steps` optimizer steps, and the first `held_out` held-out pairs after them."""
+    tokenizer = load_tokenizer(cfg)
+    reference, files = Reference(cfg, tokenizer), TensorFiles(folder)
+    reference.write_weights(files, 0)
+    found = Expected(len(reference.pairs), reference.total, {}, [])
+    total = 0
+    for number in range(1, steps + 1):
+        step = reference.step(number, files)
+        total += int(step.row["tokens"])
+        step.row["total_tokens"] = total
+        step.row = {f"train/{name}": value for name, value in step.row.items()} | {"step": number}
+        found.tokens |= {sample: reference.pairs[sample] for sample in step.samples}
+        found.steps.append(step)
+    if held_out:
+        pairs = textbook.pairs_of(cfg.data, tokenizer, held_out=True)[:held_out]
+        found.held_tokens = dict(enumerate(pairs))
+        found.steps[-1].row |= {f"eval/{name}": value for name, value in reference.held_out(pairs).items()}
+    return found
+
+
+# ---- the model ----
+
+
+def load_tokenizer(cfg: Config) -> Any:
+    if not isinstance(cfg.model, HFModelConfig):
+        return textbook.Bytes()
+    path = str(Path(cfg.model.path).expanduser()) if cfg.model.path.startswith("~") else cfg.model.path
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
+    tokenizer.model_max_length = 1 << 60  # no word about what data.max_length decides
+    return tokenizer
+
+
+def load(cfg: Config, device: torch.device, attention: str | None = None) -> Any:
+    """The model as it starts, with float64 parameters; rotary tables and other buffers stay in float32."""
+    names = [attention] if attention else [own_blocks() if device.type == "cuda" else "sdpa", "eager"]
+    for name in names:
+        try:
+            model = _made(cfg, name)
+            break
+        except ValueError:  # the model has no such attention
+            if name == names[-1]:
+                raise
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+    _pin_angles(model, cfg.data.max_length)
+    model.to(device).eval()
+    _refuse_other_head(model, device)
+    return model
+
+
+def _made(cfg: Config, attention: str) -> Any:
+    match cfg.model:
+        case TinyModelConfig() as tiny:
+            special = {f"{name}_token_id": place for place, name in enumerate(("bos", "eos", "pad"))}
+            config = LlamaConfig(
+                vocab_size=3 + 256,
+                hidden_size=tiny.hidden_size,
+                intermediate_size=tiny.intermediate_size,
+                num_hidden_layers=tiny.layers,
+                num_attention_heads=tiny.heads,
+                num_key_value_heads=tiny.kv_heads,
+                max_position_embeddings=max(2048, cfg.data.max_length),
+                tie_word_embeddings=False,
+                **special,
+            )
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(tiny.seed)
+                return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        case HFModelConfig() as hf:
+            path = str(Path(hf.path).expanduser()) if hf.path.startswith("~") else hf.path
+            transformers.utils.logging.disable_progress_bar()
+            config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=hf.trust_remote_code)
+            # Mixtures of experts: the grouped matrix product has no float64 kernel.
+            experts = any("experts" in name and value for name, value in vars(config).items())
+            return AutoModelForCausalLM.from_pretrained(
+                path,
+                trust_remote_code=hf.trust_remote_code,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                **({"experts_implementation": "eager"} if experts else {}),
+            )
+        case _:
+            raise AssertionError(cfg.model)
+
+
+def _pin_angles(model: nn.Module, max_length: int) -> None:
+    """Rotary angles that depend on the longest position seen are those of a sequence of data.max_length."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if kind in ("dynamic", "longrope"):
+            table, factor = ROPE_INIT_FUNCTIONS[kind](module.config, None, seq_len=max_length)
+            for name, value in (("inv_freq", table), ("attention_scaling", factor), ("rope_type", "default")):
+                setattr(module, name, value)
+
+
+@torch.no_grad()
+def _refuse_other_head(model: Any, device: torch.device) -> None:
+    """`answer_logps` applies the head itself, in blocks; a model that does more than that would be misread."""
+    tokens = torch.arange(8, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    with precise(torch.float64):
+        whole = model(input_ids=tokens, use_cache=False).logits
+        parts = model.get_output_embeddings()(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
+    if not torch.allclose(whole, parts, rtol=1e-12, atol=1e-12):
+        raise ModelError(f"{type(model).__name__}: does more to its logits than its head. It cannot be verified.")
+
+
+def answer_logps(model: Any, pair: TokenPair, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Log-probability of each token of the answer, (n,), and the mean logit there, by one sequence alone."""
+    sequence = pair.sequence(side)
+    tokens_T = torch.from_numpy(sequence).to(device)
+    first = len(pair.prompt)
+    with precise(torch.float64):
+        hidden_TE = model.base_model(
+            input_ids=tokens_T.unsqueeze(0),
+            position_ids=torch.arange(len(sequence), device=device).unsqueeze(0),
+            use_cache=False,
+        ).last_hidden_state.squeeze(0)
+        head = model.get_output_embeddings()
+        rows = max(1, LOGITS // head.weight.shape[0])
+        parts = []
+        for start in range(first, len(sequence), rows):
+            stop = min(start + rows, len(sequence))
+            # The token at a place is predicted by the hidden state before it.
+            parts.append(checkpoint(_logps, head, hidden_TE[start - 1 : stop - 1], tokens_T[start:stop],
+                                    use_reentrant=False))  # fmt: skip
+    logps, means = zip(*parts, strict=True)
+    return torch.cat(logps), torch.cat(means)
+
+
+def _logps(head: nn.Module, hidden_nE: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor]:
+    logits_nV = head(hidden_nE)
+    assert logits_nV.dtype is torch.float64
+    return logits_nV.log_softmax(-1).gather(-1, tokens_n.unsqueeze(-1)).squeeze(-1), logits_nV.detach().mean(-1)
+
+
+def dpo(cfg: DPOConfig, sums: Mapping[str, Tensor]) -> Tensor:
+    """Equation 7 of arXiv 2305.18290, with label smoothing."""
+    chosen = sums["policy/chosen"] - sums["reference/chosen"]
+    rejected = sums["policy/rejected"] - sums["reference/rejected"]
+    z = cfg.beta * (chosen - rejected)
+    one = torch.zeros_like(z)
+    right, wrong = -torch.logaddexp(one, -z), -torch.logaddexp(one, z)
+    return -(1 - cfg.label_smoothing) * right - cfg.label_smoothing * wrong
+
+
+# ---- attention written out ----
+
+
+def softmax_attention(q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, scale: float) -> Tensor:
+    """Causal attention of one sequence, (H, T, D), by a masked softmax over blocks of queries."""
+    heads, length, _ = q_HTD.shape
+    rows = max(1, SCORES // (heads * length))
+    parts = [
+        checkpoint(_softmax_rows, q_HTD[:, start : start + rows], k_HTD, v_HTD, start, scale, use_reentrant=False)
+        for start in range(0, length, rows)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _softmax_rows(q_HqD: Tensor, k_HTD: Tensor, v_HTD: Tensor, start: int, scale: float) -> Tensor:
+    stop = start + q_HqD.shape[1]
+    scores = q_HqD @ k_HTD[:, :stop].transpose(1, 2) * scale
+    later = torch.arange(stop, device=q_HqD.device) > torch.arange(start, stop, device=q_HqD.device).unsqueeze(1)
+    return torch.softmax(scores.masked_fill(later, -torch.inf), dim=-1) @ v_HTD[:, :stop]
+
+
+def own_blocks() -> str:
+    """On a GPU, SDPA has no float64 kernel that leaves out the score matrix; so transformers is given this one."""
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        window = options.get("sliding_window")
+        if mask is not None or options.get("softcap") or (window and window < query.shape[2]):
+            raise ModelError(f"{type(module).__name__} is not plainly causal. It cannot be verified on a GPU.")
+        groups = query.shape[1] // key.shape[1]
+        scale = options.get("scaling") or query.shape[-1] ** -0.5
+        k, v = (each[0].repeat_interleave(groups, dim=0) for each in (key, value))
+        return softmax_attention(query[0], k, v, scale).transpose(0, 1).unsqueeze(0), None
+
+    AttentionInterface.register(BLOCKS, attend)
+    AttentionMaskInterface.register(BLOCKS, lambda *_args, **_kwargs: None)
+    return BLOCKS
+
+
+# ---- the optimizer ----
+
+
+def norm(gradients: Any) -> float:
+    return math.sqrt(sum(float((gradient.double() ** 2).sum()) for gradient in gradients))
+
+
+class Optimizer:
+    """Clipping by the whole norm, then AdamW (arXiv 1711.05101) or plain descent, written out. Matrices decay."""
+
+    def __init__(self, optim: OptimConfig) -> None:
+        self.optim, self.taken = optim, 0
+        self.means: dict[str, Tensor] = {}
+        self.squares: dict[str, Tensor] = {}
+
+    def step(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float) -> None:
+        """The weights are changed in place, the gradients left as they are."""
+        self.taken += 1
+        most = self.optim.max_grad_norm
+        shrink = min(1.0, most / (norm(gradients.values()) + FLOOR)) if most else 1.0
+        change = self._adamw if self.optim.name is OptimName.adamw else self._plain
+        for name, weight in weights.items():
+            decay = self.optim.weight_decay if weight.dim() > 1 else 0.0
+            change(name, weight, gradients[name] * shrink, lr, decay)
+
+    def _adamw(self, name: str, weight: Tensor, gradient: Tensor, lr: float, decay: float) -> None:
+        first, second = self.optim.betas
+        mean = self.means.get(name, torch.zeros_like(gradient)) * first + gradient * (1 - first)
+        square = self.squares.get(name, torch.zeros_like(gradient)) * second + gradient**2 * (1 - second)
+        self.means[name], self.squares[name] = mean, square
+        unbiased, spread = mean / (1 - first**self.taken), (square / (1 - second**self.taken)).sqrt()
+        weight *= 1 - lr * decay
+        weight -= lr * unbiased / (spread + self.optim.eps)
+
+    def _plain(self, name: str, weight: Tensor, gradient: Tensor, lr: float, decay: float) -> None:  # noqa: ARG002
+        weight *= 1 - lr * decay
+        weight -= lr * gradient
+
+
+def given_steps(cfg: Config, steps: int, lrs: Sequence[float], folder: Path) -> Iterator[dict[str, Update]]:
+    """What a run's own gradients should have made of its own weights, step by step; in float64, from its files."""
+    files = TensorFiles(folder)
+    optimizer = Optimizer(cfg.optim)
+
+    def read(kind: str, number: int, name: str) -> Tensor:
+        return torch.from_numpy(files.read(kind, number, name).copy()).double()
+
+    for number in range(1, steps + 1):
+        gradients = {name: read("gradient", number, name) for name in files.names("gradient", number)}
+        weights = {name: read("weights", number - 1, name) for name in files.names("weights", number)}
+        before = {name: weight.clone() for name, weight in weights.items()}
+        optimizer.step({name: weights[name] for name in gradients if name in weights}, gradients, lrs[number - 1])
+        yield {
+            name: Update(
+                float((read("weights", number, name) - weight).norm()),
+                float((weight - before[name]).norm()),
+                float(weight.norm()),
+            )
+            for name, weight in weights.items()
+        }

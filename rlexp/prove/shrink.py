@@ -1,0 +1,218 @@
+"""Does the verification fit into memory, and if not, how many of the model's layers do?
+
+The rule: in float64 every rank, and the reference beside them, holds seven numbers per parameter (weight, reference
+model, gradient, two moments, and two copies in passing), and the activations of what it computes at once. That must
+stay within 0.7 of the memory that is free. If it does not, the last layers are left out, as few as need be and never
+below two: a pretrained model keeps the real weights of its first layers. Width and vocabulary stay as they are; a
+model of which not even two layers fit is refused, since a narrower one would be another model.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlexp.config.schema import Config, Device, HFModelConfig, TinyModelConfig
+from rlexp.data.sampler import Batch, Sampler, total_steps
+from rlexp.data.tokens import PairTokenizer, numbered
+from rlexp.errors import ModelError
+from rlexp.launch.place import Place
+from rlexp.model.loading import load_config, load_tokenizer
+from rlexp.train.build import read_rows
+from rlexp.types import Pair
+
+NUMBERS = 7  # float64 numbers of a rank per parameter
+FILES = 2  # recorded runs whose gradients and weights lie on disk at once
+SHARE = 0.7  # of the free memory
+LEAST = 2  # layers
+# float64 numbers that a token leaves in a layer: measured 4,300 with a width of 64 and an inner one of 172.
+PER_WIDTH, PER_INNER = 40, 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run. `model_path` is a folder with the model's first layers, if layers had to be left out."""
+
+    steps: int
+    held_out: int
+    layers: int
+    of_layers: int
+    parameters: int
+    longest: int  # tokens of a sequence
+    need: int  # bytes
+    free: int
+    model_path: str | None = None
+
+    @property
+    def said(self) -> str | None:
+        """In words, if anything was left out."""
+        if self.layers == self.of_layers:
+            return None
+        return (
+            f"the model's first {self.layers} of {self.of_layers} layers: that many fit into {SHARE:g} of the "
+            f"{gigabytes(self.free)} of memory that are free (see docs/verify.md)"
+        )
+
+
+def plan_rank(place: Place, cfg: Config, steps: int, folder: Path) -> Plan:  # noqa: ARG001
+    free = free_on_gpu() if cfg.launch.device is Device.cuda else free_on_host()
+    return plan(cfg, steps, folder, free=free)
+
+
+def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> Plan:
+    """Read the data as the run itself will, so that its errors come first; then count."""
+    pairs, held_out = _pairs(cfg)
+    sampler = Sampler(len(pairs), cfg.train.batch_size, cfg.seed, cfg.data.shuffle, cfg.data.drop_last)
+    steps = min(steps, total_steps(sampler.steps_per_epoch, cfg.train.max_steps, cfg.train.epochs))
+    seen = [pairs[index] for batch in sampler.batches(1, steps) for index in batch.indices]
+    held_out = held_out[: held_out_of(cfg, len(held_out))]
+    longest = max(pair.longest() for pair in [*seen, *held_out])
+    config = load_config(cfg.model, cfg.data.max_length)
+    full = _layers(config)
+    tokens = _tokens_at_once(cfg, [*(sampler.batch(step) for step in range(1, steps + 1))], pairs)
+    count = _counter(config, tokens, cfg)
+    layers = full
+    while layers > LEAST and count(layers)[1] > SHARE * free:
+        layers -= 1
+    parameters, need = count(layers)
+    if need > SHARE * free:
+        raise ModelError(_refusal(cfg, layers, parameters, need, free))
+    _refuse_small_disk(parameters, steps, folder)
+    path = _cut(cfg, layers, folder) if layers < full and isinstance(cfg.model, HFModelConfig) else None
+    return Plan(steps, len(held_out), layers, full, parameters, longest, need, free, path)
+
+
+def shrunk(cfg: Config, found: Plan) -> Config:
+    """The configuration with the model that fits."""
+    if found.layers == found.of_layers:
+        return cfg
+    if isinstance(cfg.model, TinyModelConfig):
+        return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, layers=found.layers))
+    assert isinstance(cfg.model, HFModelConfig)
+    assert found.model_path is not None
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=found.model_path))
+
+
+def held_out_of(cfg: Config, there: int) -> int:
+    """One whole batch and a short one: enough to see how held-out values are added up."""
+    if cfg.train.eval_every is None:
+        return 0
+    return min(there, cfg.train.batch_size + -(-cfg.train.batch_size // 2))
+
+
+def _pairs(cfg: Config) -> tuple[list[Pair], list[Pair]]:
+    encoder = PairTokenizer(load_tokenizer(cfg.model), cfg.data.max_length, cfg.data.too_long)
+    train, held_out = (numbered(encoder.encode(rows).pairs) for rows in read_rows(cfg.data))
+    return train, held_out
+
+
+def _layers(config: Any) -> int:
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        raise ModelError(f"{type(config).__name__}: does not say how many layers it has, so it cannot be verified.")
+    return layers
+
+
+def _with_layers(config: Any, layers: int) -> Any:
+    config = copy.deepcopy(config)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "layer_types" in vars(config):  # elsewhere it follows from the number of layers
+        config.layer_types = list(kinds[:layers])
+    config.num_hidden_layers = layers
+    return config
+
+
+def _tokens_at_once(cfg: Config, batches: list[Batch], pairs: list[Pair]) -> int:
+    """Tokens in flight: the largest micro-batch of every replica, beside the reference's pair."""
+    micro = 0
+    for batch in batches:
+        for replica in range(cfg.parallel.dp_size):
+            for indices in batch.micro_batches(replica, cfg.parallel.dp_size, cfg.train.micro_batch_size):
+                micro = max(micro, sum(2 * pairs[index].longest() for index in indices))
+    return micro * (cfg.parallel.dp_size + 1)
+
+
+def _counter(config: Any, tokens: int, cfg: Config) -> Callable[[int], tuple[int, int]]:
+    """Parameters and bytes of so many layers. On GPUs each rank has a device of its own."""
+    text = config.get_text_config()
+    inner = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    per_token = PER_WIDTH * int(text.hidden_size) + PER_INNER * inner
+    holders = 2 if cfg.launch.device is Device.cuda else cfg.parallel.world_size + 1
+    trusted = (
+        {"trust_remote_code": True} if isinstance(cfg.model, HFModelConfig) and cfg.model.trust_remote_code else {}
+    )
+
+    def count(layers: int) -> tuple[int, int]:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(_with_layers(config, layers), dtype=torch.float32, **trusted)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return parameters, 8 * (holders * NUMBERS * parameters + tokens * layers * per_token)
+
+    return count
+
+
+def _refusal(cfg: Config, layers: int, parameters: int, need: int, free: int) -> str:
+    ranks = cfg.parallel.world_size
+    other = ", or verify the layout with model=tiny" if isinstance(cfg.model, HFModelConfig) else ", or a smaller model"
+    return (
+        f"model={cfg.model.name}: {layers} of its layers with its vocabulary ({parameters:,} parameters) need "
+        f"{gigabytes(need)} to be verified in float64 on {ranks} rank{'s' * (ranks > 1)} and the reference, and "
+        f"{SHARE:g} of the {gigabytes(free)} that are free may be taken. Use fewer ranks (launch.nproc), a smaller "
+        f"data.max_length or train.micro_batch_size, a machine with more memory{other}."
+    )
+
+
+def _refuse_small_disk(parameters: int, steps: int, folder: Path) -> None:
+    need, free = 8 * parameters * (2 * steps + 1) * FILES, shutil.disk_usage(folder).free
+    if need > SHARE * free:
+        raise ModelError(
+            f"TMPDIR={tempfile.gettempdir()}: gradients and weights of {steps} steps take {gigabytes(need)} there, and "
+            f"{gigabytes(free)} are free. Set TMPDIR to a larger disk, or use --steps 1."
+        )
+
+
+def _cut(cfg: Config, layers: int, folder: Path) -> str:
+    """Write the model's first layers, with their real weights, and its tokenizer."""
+    assert isinstance(cfg.model, HFModelConfig)
+    place, path = folder / "model", str(Path(cfg.model.path).expanduser())
+    trusted = {"trust_remote_code": cfg.model.trust_remote_code}
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # that the other layers' weights are not used is meant
+    try:
+        whole = AutoConfig.from_pretrained(path, **trusted)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=_with_layers(whole, layers), dtype=torch.float32, **trusted
+        )
+        model.save_pretrained(place)
+        transformers.AutoTokenizer.from_pretrained(path, **trusted).save_pretrained(place)
+    finally:
+        transformers.logging.set_verbosity(before)
+    return str(place)
+
+
+def free_on_host() -> int:
+    """What Linux says is available, or less where a container may not have it."""
+    facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(facts["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, int(most) - int(used.read_text()))
+    return free
+
+
+def free_on_gpu() -> int:
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def gigabytes(count: float) -> str:
+    return f"{count / 1e9:.3g} GB"

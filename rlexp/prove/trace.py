@@ -1,0 +1,238 @@
+"""The product at work, recorded from outside: its own `build` and `train_loop`, behind proxies that write down.
+
+The product knows nothing of this. A run's `shard`, engine, reference and loss are wrapped, and for as long as it is
+recorded, the names `pack_pairs` and `probe` in the build room lead here first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlexp.config.schema import Config
+from rlexp.errors import ModelError, NonFiniteError
+from rlexp.launch.place import Place, join
+from rlexp.prove.records import SIDES, Array, Micro, PackSeen, StepSeen, TensorFiles, TokenPair, Trace, mark
+from rlexp.sinks.base import Sink, Sinks
+from rlexp.train import build as building
+from rlexp.train.build import Run, build
+from rlexp.train.loop import train_loop
+from rlexp.types import MetricRow, Pack, Pair, Shard
+
+
+@dataclass(frozen=True)
+class Job:
+    """A configuration to run and record. `folder` takes gradients and weights; only rank 0 writes there."""
+
+    cfg: Config
+    steps: int
+    held_out: int
+    folder: Path
+
+
+def trace_rank(place: Place, jobs: Sequence[Job]) -> list[Trace]:
+    first = jobs[0].cfg.launch
+    join(place, first.device.value, first.timeout_seconds, first.torch_threads)
+    return [trace(place.rank, job) for job in jobs]
+
+
+def trace(rank: int, job: Job) -> Trace:
+    recorder = Recorder(Trace(rank, job.cfg.parallel.ring_size), TensorFiles(job.folder))
+    with recorder.listening():
+        run = recorder.wrap(build(job.cfg), job.held_out)
+        try:
+            train_loop(run, Sinks([recorder]))
+        except NonFiniteError as error:  # on all ranks alike; what led to it has been recorded
+            recorder.trace.stopped = str(error)
+            recorder.log({"step": recorder.number})
+    for step in recorder.trace.steps:
+        batch = run.sampler.batch(int(step.row["step"]))
+        planned = batch.micro_batches(run.world.replica, run.world.dp_size, job.cfg.train.micro_batch_size)
+        step.planned = tuple(planned)
+    return recorder.trace
+
+
+def array(tensor: Tensor) -> Array:
+    """float32 keeps its bits; what is narrower becomes float32."""
+    tensor = tensor.detach().cpu()
+    values: Array = (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy().copy()
+    return values
+
+
+class Recorder(Sink):
+    """Writes into a trace; `now` is the micro-batch at work."""
+
+    def __init__(self, trace: Trace, files: TensorFiles) -> None:
+        self.trace, self.files = trace, files
+        self.now: Micro | None = None
+        self.step = StepSeen()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        pack, probe = building.pack_pairs, building.probe
+
+        def packing(*args: Any, **kwargs: Any) -> Pack:
+            packed = pack(*args, **kwargs)
+            if self.now is not None and self.trace.ring_rank == 0:
+                self.now.pack = seen(packed)
+            return packed
+
+        def probing(*args: Any, **kwargs: Any) -> float:
+            """What the probe refuses is looked into all the same, to say where it comes from."""
+            try:
+                return probe(*args, **kwargs)
+            except ModelError as error:
+                self.trace.refused = str(error)
+                return 0.0
+
+        with patch.object(building, "pack_pairs", packing), patch.object(building, "probe", probing):
+            yield
+
+    def wrap(self, run: Run, held_out: int) -> Run:
+        self.trace.pairs, self.trace.parameters = len(run.pairs), run.parameters
+        self.trace.total_steps, self.trace.engine = run.total_steps, run.engine.name
+        self.trace.layout = f"{run.layout.name}, {run.kernel.name}"
+        self.trace.dtypes = tuple(sorted({str(p.dtype) for p in run.engine.policy.parameters()}))
+        self.write("weights", 0, run.engine.weights())
+        values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+        values |= {"engine": RecordedEngine(run.engine, self), "loss": RecordedLoss(run.loss, self)}
+        values |= {"eval_pairs": run.eval_pairs[:held_out]}
+        reference = run.reference
+
+        def recorded_reference(shard: Shard) -> Any:
+            tokens = reference(shard)
+            self.micro.reference_t = array(tokens.logps_t)
+            return tokens
+
+        return RecordedRun(**values | {"reference": recorded_reference}, recorder=self)
+
+    @property
+    def micro(self) -> Micro:
+        assert self.now is not None
+        return self.now
+
+    def begin(self, pairs: Sequence[Pair]) -> None:
+        training = torch.is_grad_enabled()
+        self.now = Micro(tuple(pair.index for pair in pairs))
+        (self.step.micros if training else self.trace.held_out).append(self.now)
+        (self.trace.tokens if training else self.trace.held_tokens).update(
+            {p.index: TokenPair(p.prompt, p.chosen, p.rejected, p.origin) for p in pairs}
+        )
+
+    def sharded(self, shard: Shard) -> None:
+        self.micro.tokens_t, self.micro.targets_t = array(shard.tokens_t), array(shard.targets_t)
+        self.micro.positions_t, self.micro.sequence_t = array(shard.positions_t), array(shard.sequence_t)
+        self.micro.real_tokens = shard.real_tokens
+
+    @property
+    def number(self) -> int:
+        return len(self.trace.steps) + 1
+
+    def write_gradient(self, engine: Any) -> None:
+        self.step.gradient_marks = self.write("gradient", self.number, engine.gradients().items())
+
+    def write(self, kind: str, step: int, tensors: Any) -> dict[str, int]:
+        marks = {}
+        for name, tensor in tensors:
+            values = array(tensor)
+            marks[name] = mark(values)
+            if self.trace.rank == 0:
+                self.files.write(kind, step, name, values)
+        return marks
+
+    def close(self, *_args: Any, **_kwargs: Any) -> None:
+        """There is nothing to close."""
+
+    def log(self, row: MetricRow) -> None:
+        """A row ends its step, also one with held-out values."""
+        self.step.row = dict(row)
+        self.trace.steps.append(self.step)
+        self.step = StepSeen()
+
+
+@dataclass(frozen=True)
+class RecordedRun(Run):
+    recorder: Recorder
+
+    def shard(self, pairs: Sequence[Pair]) -> Shard:
+        self.recorder.begin(pairs)
+        shard = super().shard(pairs)
+        self.recorder.sharded(shard)
+        return shard
+
+
+class RecordedLoss:
+    def __init__(self, loss: Any, recorder: Recorder) -> None:
+        self._loss, self._recorder = loss, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loss, name)
+
+    def __call__(self, policy: Any, reference: Any) -> Any:
+        result = self._loss(policy, reference)
+        micro = self._recorder.micro
+        for who, logps in (("policy", policy), ("reference", reference)):
+            if logps is not None:
+                micro.sums |= {f"{who}/chosen": array(logps.chosen_P), f"{who}/rejected": array(logps.rejected_P)}
+        micro.losses_P = array(result.losses_P)
+        if torch.is_grad_enabled():
+            sums = (policy.chosen_P, policy.rejected_P)
+            slopes = torch.autograd.grad(result.losses_P.sum(), sums, retain_graph=True, allow_unused=True)
+            micro.slopes = {
+                side: np.zeros(len(total)) if slope is None else array(slope)
+                for side, total, slope in zip(SIDES, sums, slopes, strict=True)
+            }
+        micro.values_P = {name: array(value_P) for name, value_P in result.metrics_P.items()}
+        return result
+
+
+class RecordedEngine:
+    def __init__(self, engine: Any, recorder: Recorder) -> None:
+        self._engine, self._recorder = engine, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def forward(self, shard: Shard) -> Any:
+        tokens = self._engine.forward(shard)
+        self._recorder.micro.policy_t = array(tokens.logps_t)
+        self._recorder.micro.logits_t = array(tokens.mean_logits_t)
+        return tokens
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self._recorder.micro.handed, self._recorder.micro.last = float(loss.detach()), last
+        self._engine.backward(loss, last=last)
+        if last:  # here, since a gradient that is not finite is never stepped
+            self._recorder.write_gradient(self._engine)
+
+    def step(self, lr: float) -> None:
+        step = self._recorder.step
+        step.lr = lr
+        self._engine.step(lr)
+        step.weight_marks = self._recorder.write("weights", self._recorder.number, self._engine.weights())
+        step.stale = tuple(self._stale())
+
+    def _stale(self) -> Iterator[str]:
+        """Parameters that compute with something else than what was stepped; pieces cannot be looked at so."""
+        computing = dict(self._engine.policy.model.named_parameters())
+        for name, stepped in self._engine.weights():
+            parameter = computing.get(name)
+            if type(parameter) is not torch.nn.Parameter or parameter.shape != stepped.shape:
+                continue
+            if not torch.equal(parameter.detach(), stepped.detach().to(parameter.dtype)):
+                yield name
+
+
+def seen(pack: Pack) -> PackSeen:
+    segments = tuple((segment.start, segment.length, segment.padded) for segment in pack.segments)
+    tokens_T, targets_T = array(pack.tokens_T), array(pack.targets_T)
+    return PackSeen(tokens_T, targets_T, array(pack.positions_T), array(pack.sequence_T), segments)

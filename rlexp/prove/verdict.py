@@ -1,0 +1,168 @@
+"""What `verify` says: what was verified, a table, a verdict in plain words; and the same as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlexp.config.load import to_plain
+from rlexp.config.schema import Config, HFModelConfig, Precision
+from rlexp.prove.verify import Failure, Verdict, exact, refuse, verify
+
+WIDTH = 110
+# Rows of the table, in the order of the way: what it is called, its names in the gauge and among the measured.
+ROWS = (
+    ("log-probability of a token", "log-probability of a token", "log-probability of a token"),
+    ("log-probabilities per pair", "sum of a sequence's log-probabilities", "log-probabilities per pair"),
+    ("loss", "loss", "loss"),
+    ("gradient, whole", "gradient, whole", "gradient"),
+    ("gradient of the worst parameter", "gradient of a parameter", "gradient of a parameter"),
+    ("gradient, given its parts", "", "gradient, given its parts"),
+    ("weights, given the gradient", "weights, given the gradient", None),
+    ("weights after the steps", "weights after the step", "weights after the step"),
+)
+
+
+def run(cfg: Config, steps: int, file: Path | None) -> int:
+    """Verify, print, and answer with an exit code."""
+    refuse(steps)
+    sys.stdout.write(f"rlexp.verify  {subject(cfg)}\n")
+    sys.stdout.flush()
+    verdict = verify(cfg, steps, tell)
+    sys.stdout.write(report(cfg, verdict))
+    if file is not None:
+        file.write_text(json.dumps(as_json(cfg, verdict), indent=2) + "\n", encoding="utf-8")
+    return 0 if verdict.passed else 1
+
+
+def tell(line: str) -> None:
+    sys.stderr.write(f"  … {line}\n")
+    sys.stderr.flush()
+
+
+def subject(cfg: Config) -> str:
+    ring, replicas = cfg.parallel.ring_size, cfg.parallel.dp_size
+    model = cfg.model.path if isinstance(cfg.model, HFModelConfig) else cfg.model.name
+    return (
+        f"{cfg.loss.name} on {model}, data {cfg.data.name}\n"
+        f"  ring of {ring} × {replicas} replica{'s' * (replicas > 1)}, batch {cfg.train.batch_size} = {replicas} × "
+        f"micro-batch {cfg.train.micro_batch_size} × {cfg.train.grad_acc}, "
+        f"{'packed' if cfg.data.packing else 'padded'}; {cfg.train.precision.value}, engine {cfg.engine.name.value}\n"
+    )
+
+
+def report(cfg: Config, verdict: Verdict) -> str:
+    return f"{scope(verdict)}\n{table(cfg, verdict)}\n{conclusion(cfg, verdict)}\n"
+
+
+def scope(verdict: Verdict) -> str:
+    plan, facts = verdict.plan, verdict.facts
+    if plan is None:
+        return ""
+    lines = [
+        f"  steps 1 to {plan.steps}{' of ' + str(facts['total_steps']) if facts else ''}, the longest sequence of "
+        f"{plan.longest} tokens; {plan.parameters:,} parameters"
+    ]
+    if plan.said:
+        lines.append(f"  shrunk: {plan.said}")
+    if plan.held_out:
+        lines.append(f"  held-out values: of the first {plan.held_out} pairs, after the last step")
+    if verdict.not_held:
+        lines.append(f"  not verified: {', '.join(verdict.not_held)}")
+    return "\n".join(lines) + "\n"
+
+
+def table(cfg: Config, verdict: Verdict) -> str:
+    """Largest differences to the reference, relative; `-` where a failure came first, or nothing is held."""
+    own = cfg.train.precision
+    heads = ["largest difference", "float64", "allowed"]
+    if own is not Precision.fp64:
+        heads += [own.value, "noise floor", "allowed"]
+    rows = [heads]
+    gauge = verdict.float64.gauge.largest if verdict.float64 else {}
+    measured = {each.quantity: each for each in verdict.measured}
+    allowed = _allowed()
+    for words, name, own_name in ROWS:
+        row = [words, _number(gauge.get(name)), allowed.get(words, "-")]
+        if own is not Precision.fp64:
+            found = measured.get(own_name or "")
+            row += [_number(found.own), _number(found.floor), _number(found.allowed)] if found else ["-"] * 3
+        rows.append(row)
+    metrics = [value for name, value in gauge.items() if name.startswith(("train/", "eval/"))]
+    rows.append(["logged metrics", _number(max(metrics, default=None)), allowed["logged metrics"]])
+    rows[-1] += ["-"] * (len(heads) - 3)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    return "".join(
+        "  " + "  ".join(c.ljust(w) if not i else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        + "\n" for row in rows
+    )  # fmt: skip
+
+
+def _allowed() -> dict[str, str]:
+    from rlexp.prove.stages import FLOAT64
+
+    return {
+        "log-probability of a token": _number(FLOAT64.logp),
+        "log-probabilities per pair": _number(FLOAT64.logp),
+        "loss": _number(FLOAT64.loss),
+        "gradient, whole": _number(FLOAT64.gradient),
+        "gradient of the worst parameter": _number(FLOAT64.gradient),
+        "weights, given the gradient": _number(FLOAT64.updated[1]) + "*",
+        "weights after the steps": _number(FLOAT64.weights),
+        "logged metrics": _number(FLOAT64.metric[0]),
+    }
+
+
+def _number(value: float | None) -> str:
+    if value is None or math.isinf(value):
+        return "-"
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def conclusion(cfg: Config, verdict: Verdict) -> str:
+    if verdict.failure is not None:
+        return f"{failure_in_words(verdict.failure)}\n({verdict.seconds:.0f} s)"
+    assert verdict.plan is not None
+    own, steps = cfg.train.precision, verdict.plan.steps
+    words = (
+        f"PASS: {steps} optimizer step{'s' * (steps > 1)} on this layout are those of the "
+        f"plain one-process reference: the same samples and tokens, and in float64 the same log-probabilities, loss, "
+        f"gradient, weights and logged values up to rounding."
+    )
+    if own is not Precision.fp64:
+        words += f" In {own.value} with engine={cfg.engine.name.value} what is left is that precision's own rounding."
+    return "\n".join(textwrap.wrap(words, WIDTH)) + f"\n({verdict.seconds:.0f} s)"
+
+
+def failure_in_words(failure: Failure) -> str:
+    lines = [
+        f"FAIL at step {failure.step}, in {failure.precision}: the first difference is in the {failure.stage}.",
+        f"  {failure.quantity}",
+        f"    this run:  {failure.got}",
+        f"    reference: {failure.expected}",
+    ]
+    lines += [f"  {words}" for words in (failure.note, failure.evidence) if words]
+    lines.append(f"  Look in {failure.room}")
+    return "\n".join(lines)
+
+
+def as_json(cfg: Config, verdict: Verdict) -> dict[str, Any]:
+    gauge: Mapping[str, float] = verdict.float64.gauge.largest if verdict.float64 else {}
+    return {
+        "passed": verdict.passed,
+        "failure": dataclasses.asdict(verdict.failure) if verdict.failure else None,
+        "plan": dataclasses.asdict(verdict.plan) if verdict.plan else None,
+        "shrunk": verdict.plan.said if verdict.plan else None,
+        **verdict.facts,
+        "float64": {"engine": exact(cfg).engine.name.value, "largest": dict(gauge)},
+        cfg.train.precision.value: [dataclasses.asdict(each) for each in verdict.measured],
+        "not_verified": list(verdict.not_held),
+        "seconds": verdict.seconds,
+        "config": to_plain(cfg),
+    }
