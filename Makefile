@@ -31,7 +31,9 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m rlexp.prove.kills --write docs/checkpoints.md
 	$(BIN)/python -m rlexp.prove.bug_report --write docs/why.png
 	$(BIN)/python bench/attention.py --write docs/attention.md
+	$(BIN)/python -m rlexp.prove.report --write docs/report.png
 	$(BIN)/python bench/checkpoint.py --write docs/benchmarks.md
+	$(BIN)/python bench/report.py --write docs/benchmarks.md
 
 # torch first and by its exact version: an unpinned one would bring gigabytes of CUDA.
 $(VENV)/.ready: pyproject.toml constraints.txt

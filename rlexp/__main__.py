@@ -12,9 +12,11 @@ from rlexp import __version__
 from rlexp.config import load
 from rlexp.config.explain import explain
 from rlexp.config.paths import conf_dir
+from rlexp.launch import launchers
 
 os.environ.setdefault("RLEXP_VERSION", __version__)
 load.register()
+launchers.register()
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
@@ -26,6 +28,12 @@ def main(cfg: DictConfig) -> None:
 
 
 def cli() -> int:
+    from rlexp.launch.conclude import conclude
+
+    return conclude(run())
+
+
+def run() -> int:
     """Run and answer with an exit code. A user's mistake is one message; a defect keeps its traceback."""
     from rlexp.launch.job import run_as_joined_rank
     from rlexp.launch.local import Interrupted

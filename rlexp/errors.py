@@ -27,6 +27,10 @@ class CheckpointError(UserError):
     """A checkpoint that is not whole, not there, or not this run's."""
 
 
+class SinkError(UserError):
+    """A place for rows that cannot be reached, or has not what was asked of it."""
+
+
 class OutOfMemory(UserError):
     """A rank could not allocate what it needed; the message says in which phase."""
 

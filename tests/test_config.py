@@ -12,7 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from rlexp.config import deepspeed, load, sizes
+from rlexp.config import checks, deepspeed, load, sizes
 from rlexp.config.cadence import save_cadence
 from rlexp.config.load import compose_config
 from rlexp.config.paths import conf_dir, config_root
@@ -98,7 +98,8 @@ def test_a_launchers_world_is_joined_and_a_batch_script_is_not() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_option_of_every_group_composes(group: str, tmp_path: Path) -> None:
+def test_every_option_of_every_group_composes(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "installed", lambda _package: True)
     (tmp_path / "rows.jsonl").write_text("{}\n", encoding="utf-8")
     needed = {
         "data": {"jsonl": [f"data.path={tmp_path}/rows.jsonl"]},
@@ -109,7 +110,8 @@ def test_every_option_of_every_group_composes(group: str, tmp_path: Path) -> Non
         cfg = compose_config([f"{group}={option}", "launch.device=cpu", *extra])
         assert group in KINDS or isinstance(load.to_plain(cfg)[group], dict)
         if group in KINDS:
-            assert type(getattr(cfg, group)) is KINDS[group][option]
+            kind = {"long": "synthetic"}.get(option, option)  # another choice of the same kind's values
+            assert type(getattr(cfg, group)) is KINDS[group][kind]
 
 
 @pytest.mark.parametrize("kind", ["experiment", "sweep"])
@@ -121,7 +123,8 @@ def test_every_experiment_and_sweep_composes(kind: str) -> None:
         text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
         assert "# @package _global_" in text
         assert "# Command:" in text
-        assert compose_config([f"+{kind}={name}", "launch.device=cpu"]).launch.nproc == 8
+        nproc = {"zero_stages": 4, "seeds": 1}.get(name, 8)
+        assert compose_config([f"+{kind}={name}", "launch.device=cpu"]).launch.nproc == nproc
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (config_root() / "launchers/hydra/launcher").glob("*.yaml")))
@@ -229,7 +232,8 @@ def test_a_refused_run_leaves_the_users_own_folders_alone(rlexp: Shell, tmp_path
 
 def test_help_lists_every_group(rlexp: Shell) -> None:
     shown = rlexp("--help").stdout
-    for line in ("  parallel: ring1, ring2, ring4, ring8", "  +sweep: ring_sizes", "  hydra/launcher: local, slurm"):
+    sweeps = "  +sweep: ring_memory, ring_sizes, seeds, zero_stages"
+    for line in ("  parallel: ring1, ring2, ring4, ring8", sweeps, "  hydra/launcher: local, slurm"):
         assert line in shown
     assert "schema" not in shown
 

@@ -13,6 +13,7 @@ from rlexp.launch.whereabouts import Whereabouts, last_seen, read
 from rlexp.metrics.memory import Phases, peak_bytes, reset_peak
 from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.ring.groups import ALONE, World, build_world
+from rlexp.sinks.base import Ending
 from rlexp.sinks.jsonl import JsonlSink
 from tests.ranks import on_ranks
 
@@ -87,4 +88,4 @@ def test_rows_are_flushed_in_full_precision(tmp_path) -> None:
     line = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")  # before it is closed
     assert json.loads(line) == {"step": 1, "train/loss": 0.30000000000000004}
     assert line.startswith('{"step"')
-    sink.close(0)
+    sink.close(Ending())

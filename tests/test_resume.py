@@ -16,6 +16,7 @@ import pytest
 from rlexp.checkpoint import folder as checkpoint
 from rlexp.prove.curves import Curve, differences, excesses
 from rlexp.prove.resume import Where, curve_of, run
+from rlexp.sinks.base import Ending
 from rlexp.sinks.jsonl import JsonlSink, read_rows
 from tests.test_cli import descendants, gone, run_json, wait_for_steps
 
@@ -341,7 +342,7 @@ def test_rows_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}]
     monkeypatch.setattr(os, "write", real)
     sink.log({"step": 4})
-    sink.close(0)
+    sink.close(Ending())
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     assert capfd.readouterr().err.count("its rows wait") == 1
 

@@ -13,7 +13,7 @@ TORCH = {"torch", "numpy"}
 # What a room may import at the top of its modules, beside the standard library and itself.
 ROOMS = {
     "config": LIGHT,
-    "launch": LIGHT | {"submitit", "rlexp.checkpoint.folder"},
+    "launch": LIGHT | {"submitit", "hydra_plugins", "rlexp.checkpoint.folder"},
     "data": TORCH | {"rlexp.types", "rlexp.errors", "rlexp.config.schema"},
     "ring": TORCH | {"rlexp.types", "rlexp.config.schema"},
     "model": TORCH | {"transformers", "tokenizers", "safetensors", "rlexp.types", "rlexp.errors", "rlexp.config.schema",
@@ -26,11 +26,15 @@ ROOMS = {
     | {"safetensors", "rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.engine.base",
        "rlexp.ring.groups"},
     "metrics": TORCH | {"rlexp.errors", "rlexp.ring.groups"},
-    "sinks": {"wandb", "tqdm", "rlexp.config.schema", "rlexp.types"},
+    "sinks": {"wandb", "tqdm", "numpy", "rlexp.compare.difference", "rlexp.config.schema", "rlexp.errors",
+              "rlexp.types"},
+    "compare": {"numpy", "orjson", "omegaconf", "matplotlib", "rlexp.errors", "rlexp.config", "rlexp.launch",
+                "rlexp.sinks"},
 }  # fmt: skip
+ONLY_HERE = {"deepspeed": "engine", "wandb": "sinks", "wandb_workspaces": "sinks", "trackio": "sinks",
+             "transformers": "model", "hydra": "config"}  # fmt: skip
 # `verify` holds the product to transformers alone, so it goes round the model's room.
 BESIDE = {"hydra": {"launch", "prove", "__main__.py"}, "transformers": {"prove"}}
-ONLY_HERE = {"deepspeed": "engine", "wandb": "sinks", "transformers": "model", "hydra": "config"}
 
 
 def imports(path: Path, *, everywhere: bool) -> set[str]:

@@ -132,7 +132,7 @@ def test_every_logged_value_equals_the_textbook() -> None:
 
 
 def third_row_rank(place, cfg: Config) -> tuple:
-    from rlexp.sinks.base import Sinks
+    from rlexp.sinks.base import Sink, Sinks
     from rlexp.train.build import build
     from rlexp.train.loop import train_loop
 
@@ -140,7 +140,7 @@ def third_row_rank(place, cfg: Config) -> tuple:
     rows: list[dict] = []
     seen: list[dict] = []
 
-    class Keeping:
+    class Keeping(Sink):
         def log(self, row: dict) -> None:
             rows.append(row)
             seen.append({name: w.detach().clone() for name, w in run.engine.weights()})

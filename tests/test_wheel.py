@@ -75,3 +75,14 @@ def test_it_trains(installed: Path, tmp_path: Path) -> None:
     )
     assert answer.returncode == 0, answer.stderr
     assert list(tmp_path.glob("runs/*/metrics.jsonl"))
+
+
+def test_it_sweeps_and_reports(installed: Path, tmp_path: Path) -> None:
+    """Launchers, sweeps and the page's assets travel with it."""
+    answer = run(
+        installed, tmp_path, "-m", "parallel=ring1,ring2", "launch.device=cpu", "train.max_steps=1", "engine=torch",
+        "logger=none", "checkpoint.export=false", "hydra.sweep.dir=sw",
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    assert "The 2 runs draw one curve" in answer.stdout
+    assert "uPlot" in (tmp_path / "sw" / "report.html").read_text(encoding="utf-8")

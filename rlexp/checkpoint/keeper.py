@@ -39,10 +39,11 @@ class Keeper:
         describe: Callable[[int, dict[str, float]], Describe],
         asked: Callable[[], signal.Signals | None],
         say: Callable[[str], None],
+        saved: Callable[[int, Path], None],
         saved_step: int = 0,
     ) -> None:
         self._cfg, self._saver, self._world, self._device, self._run_dir = cfg, saver, world, device, run_dir
-        self._describe, self._asked, self._say = describe, asked, say
+        self._describe, self._asked, self._say, self._saved = describe, asked, say, saved
         self._steps, self._seconds = save_cadence(cfg.save_every)
         self._since = time.monotonic()
         self._prepared = False
@@ -123,6 +124,7 @@ class Keeper:
                     f"Training goes on; the next save is tried when it is due. {self._room()}\n"
                 )
         elif self._world.rank == 0:
+            self._saved(self._saved_step, folder.folder_of(self._run_dir, self._saved_step))
             if self._pruning is not None:
                 self._pruning.join()
             doomed = self._doomed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rlexp.config.schema import (
     HFModelConfig,
     JsonlDataConfig,
     KernelName,
+    LoggerName,
     Offload,
     Precision,
     SyntheticDataConfig,
@@ -29,13 +31,15 @@ MOST_RANKS = 512  # on one machine
 MOST_SECONDS = 7 * 24 * 3600
 
 
-def check(cfg: Config) -> None:
-    cfg.launch.device = Device[resolve_device(cfg.launch.device.value)]
-    _check_launch(cfg)
+def check(cfg: Config, *, here: bool = True) -> None:
+    if here:
+        cfg.launch.device = Device[resolve_device(cfg.launch.device.value)]
+        _check_launch(cfg)
     _check_derived(cfg)
     _check_train(cfg)
     _check_engine(cfg)
     _check_checkpoints(cfg)
+    _check_logger(cfg, here=here)
     _check_groups(cfg)
 
 
@@ -125,6 +129,32 @@ def _check_checkpoints(cfg: Config) -> None:
         raise ConfigError(
             f"train.stop_after={cfg.train.stop_after}: with checkpoint.on_exit=false what was trained would be lost. "
             f"Leave checkpoint.on_exit=true."
+        )
+
+
+OPTIONAL_LOGGERS = (LoggerName.tensorboard, LoggerName.trackio)  # named as their packages and our extras are
+
+
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _check_logger(cfg: Config, *, here: bool) -> None:
+    name, baseline = cfg.logger.name, cfg.logger.baseline
+    if here and name in OPTIONAL_LOGGERS and not installed(name.value):
+        raise ConfigError(
+            f"logger={name.value}: the package {name.value} is not installed. `pip install rlexp[{name.value}]`, or "
+            f"use logger=wandb or logger=none."
+        )
+    if cfg.logger.artifacts and name is not LoggerName.wandb:
+        raise ConfigError(f"logger.artifacts=true: is for W&B, and logger={name.value} keeps none. Use logger=wandb.")
+    if baseline is None:
+        return
+    path = Path(baseline).expanduser()
+    if not path.parent.is_dir() or (path.exists() and not path.is_dir()):  # the run itself may be about to begin
+        raise ConfigError(
+            f"logger.baseline={baseline}: no such run folder. Give another run's folder; relative paths start at "
+            f"{Path.cwd()}."
         )
 
 

@@ -15,16 +15,16 @@ from rlexp.errors import UserError
 
 def explain(error: BaseException) -> str | None:
     """The message a user should see, or None for an exception that is a defect and deserves its traceback."""
-    chain = list(_chain(error))
-    for link in chain:
+    links = list(chain(error))
+    for link in links:
         if isinstance(link, UserError):
             return str(link)
-    for link in chain:
+    for link in links:
         # OmegaConf keeps a resolver's error as text only.
         found = re.search(r"(?:Config|Data)Error raised while resolving interpolation: (.*)", str(link))
         if found is not None:
             return found.group(1)
-    for link in chain:
+    for link in links:
         # Hydra makes the folder before our job runs; an error of the job itself is another matter.
         through = _origin(link)
         if isinstance(link, OSError) and link.filename and "/hydra/" in through and "launch/job.py" not in through:
@@ -32,15 +32,15 @@ def explain(error: BaseException) -> str | None:
                 f"hydra.run.dir: {link.filename} cannot be made ({link.strerror}). "
                 f"Give a folder that can be written: hydra.run.dir=FOLDER (hydra.sweep.dir=FOLDER for a sweep)."
             )
-    if any('Could not detect "srun"' in str(link) for link in chain):
+    if any('Could not detect "srun"' in str(link) for link in links):
         return "hydra/launcher=slurm: there is no srun here. Start it where Slurm is, or use hydra/launcher=local."
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     if isinstance(error, OverrideParseException):
         reason = str(error).splitlines()[0]
         return f"{error.override}: cannot be read as key=value ({reason}). Quote values with special characters."
-    text = "\n".join(dict.fromkeys(str(link).strip() for link in chain if str(link).strip()))
-    return _unknown_key(text) or _unknown_option(text) or _bad_value(text, chain) or text
+    text = "\n".join(dict.fromkeys(str(link).strip() for link in links if str(link).strip()))
+    return _unknown_key(text) or _unknown_option(text) or _bad_value(text, links) or text
 
 
 def _origin(error: BaseException) -> str:
@@ -48,7 +48,8 @@ def _origin(error: BaseException) -> str:
     return "\n".join(frame.filename for frame in traceback.extract_tb(error.__traceback__))
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and what it came from."""
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -86,8 +87,8 @@ def _unknown_option(text: str) -> str | None:
     return f"{group}={option}: no such option.{suggestion(option, options)}{listed}"
 
 
-def _bad_value(text: str, chain: list[BaseException]) -> str | None:
-    for link in chain:
+def _bad_value(text: str, links: list[BaseException]) -> str | None:
+    for link in links:
         key = getattr(link, "full_key", None)
         if isinstance(link, OmegaConfBaseException) and key:
             reason = str(getattr(link, "msg", None) or link).splitlines()[0]

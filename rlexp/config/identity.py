@@ -23,15 +23,21 @@ SAMPLE, SAMPLES = 4096, 256  # bytes, and places, read of a file of weights
 
 def identity(cfg: Config) -> dict[str, Any]:
     """Flat: `data.max_length: 2048`. Reads the data whole and samples the weights."""
-    plain = to_plain(cfg)
-    found: dict[str, Any] = {"seed": cfg.seed, "train.batch_size": cfg.train.batch_size}
-    for group in GROUPS:
-        found |= {f"{group}.{key}": value for key, value in plain[group].items() if f"{group}.{key}" not in FREE}
+    found = curve_keys(cfg)
     for key, value in found.items():
         if key in ("data.path", "data.eval_path") and value is not None:
             found[key] = {"path": str(value), "contents": _contents(Path(value).expanduser())}
         elif key == "model.path":
             found[key] = {"path": str(value), "contents": _weights(Path(value).expanduser())}
+    return found
+
+
+def curve_keys(cfg: Config) -> dict[str, Any]:
+    """The same, with files by their names: nothing is read."""
+    plain = to_plain(cfg)
+    found: dict[str, Any] = {"seed": cfg.seed, "train.batch_size": cfg.train.batch_size}
+    for group in GROUPS:
+        found |= {f"{group}.{key}": value for key, value in plain[group].items() if f"{group}.{key}" not in FREE}
     return found
 
 

@@ -33,17 +33,17 @@ def compose_config(overrides: Sequence[str]) -> Config:
 
 def open_ended(overrides: Sequence[str]) -> list[str]:
     """`engine.overrides.KEY=VALUE` as it is typed: Hydra wants a sign before a key that is not there yet."""
-    return [f"++{each}" if re.match(r"engine\.overrides[.=]", each) else each for each in overrides]
+    return [f"++{each}" if re.match(r"(engine\.overrides|logger\.axes)[.=]", each) else each for each in overrides]
 
 
-def from_hydra(cfg: DictConfig) -> Config:
-    """Resolve, convert and check a composed configuration."""
+def from_hydra(cfg: DictConfig, *, here: bool = True) -> Config:
+    """Resolve, convert and check a composed configuration; `here` is whether this machine is to run it."""
     _refuse_unknown(cfg)
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise ConfigError(f"{missing[0]}: has no value. Give it on the command line: {missing[0]}=VALUE.")
     typed = cast(Config, OmegaConf.to_object(cfg))
-    check(typed)
+    check(typed, here=here)
     return typed
 
 

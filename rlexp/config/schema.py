@@ -64,6 +64,8 @@ class ReferenceName(Enum):
 
 class LoggerName(Enum):
     wandb = "wandb"
+    tensorboard = "tensorboard"
+    trackio = "trackio"
     none = "none"
 
 
@@ -159,6 +161,7 @@ class SyntheticDataConfig(DataConfig):
     seed: int = 0  # of the generated pairs, not of their order
     size: int = 240
     eval_size: int = 32
+    fill: bool = False  # texts of max_length words before each request: with too_long=truncate, all are of that length
 
 
 @dataclass
@@ -245,10 +248,13 @@ class LoggerConfig:
     mode: WandbMode = WandbMode.auto
     project: str = "rlexp"
     entity: str | None = None
-    group: str | None = None
+    group: str | None = None  # of a sweep's jobs, its folder's name
     run_name: str | None = None
+    axes: dict[str, str] = field(default_factory=dict)  # what varies in the sweep, and this job's values
+    baseline: str | None = None  # the folder of the run that this one is held against
     tags: list[str] = field(default_factory=list)
     progress: bool = True
+    artifacts: bool = False  # tell W&B of every checkpoint, by reference
 
 
 @dataclass

@@ -25,18 +25,22 @@ THINGS = (
 VERBS = ("describe", "count", "draw", "bring", "compare", "explain", "find")
 COURTEOUS = ("gladly", "thank you", "of course", "with pleasure", "you are welcome", "kindly")
 CURT = ("no", "whatever", "go away", "who cares", "not my job", "stop it")
+WORDS = ("salt", "river", "moon", "glass", "wood", "letter", "iron", "bread", "wind", "stone")
 FILLER = ("it is", "there are", "one sees", "we know", "near", "below", "and then", "some say")
 
 
-def generate(size: int, seed: int, split: str) -> list[Row]:
-    """`size` pairs; the same for the same (seed, split), and different between splits."""
+def generate(size: int, seed: int, split: str, words: int = 0) -> list[Row]:
+    """`size` pairs; the same for the same (seed, split), and different between splits. Each request comes after a
+    text of so many words, which is as many tokens or more."""
     random_ = random.Random(f"{split}-{seed}")
-    return [_pair(random_, f"synthetic {split} pair {number}") for number in range(size)]
+    return [_pair(random_, f"synthetic {split} pair {number}", words) for number in range(size)]
 
 
-def _pair(random_: random.Random, origin: str) -> Row:
+def _pair(random_: random.Random, origin: str, words: int) -> Row:
     things = random_.sample(THINGS, k=random_.randint(1, 4))
     prompt = f"Please {random_.choice(VERBS)} {', '.join(things)}.\n"
+    if words:
+        prompt = f"{' '.join(random_.choices(WORDS, k=words))}.\n{prompt}"
     return Row(prompt, _answer(random_, things, COURTEOUS), _answer(random_, things, CURT), origin)
 
 

@@ -7,6 +7,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,9 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     """Claim the folder for this process, and see what it holds: nothing, or a run to go on with. False if that run is
     this very one, and finished."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    _claim(run_dir)
+    _refuse_itself(cfg, run_dir)
+    claim(run_dir)
+    _wait_for_ranks(run_dir)
     before = read(run_dir)
     if (before or latest_first(run_dir)) and cfg.resume.mode == NEVER:
         raise ConfigError(
@@ -57,6 +60,8 @@ def enter(cfg: Config, run_dir: Path) -> bool:
         "reason": None,
         "sizes": derived_sizes(cfg),
         "command": sys.argv[1:],
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
         "started": before.get("started", _now()),
         "ended": None,
         "versions": {"rlexp": __version__, "python": sys.version.split()[0]}
@@ -69,12 +74,18 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     return True
 
 
+def _refuse_itself(cfg: Config, run_dir: Path) -> None:
+    if cfg.logger.baseline is not None and Path(cfg.logger.baseline).expanduser().resolve() == run_dir.resolve():
+        raise ConfigError(f"logger.baseline={cfg.logger.baseline}: is this run itself. Give another run's folder.")
+
+
 def leave(run_dir: Path) -> None:
-    """Give a claimed folder back, for a process that lives on."""
-    os.close(_claimed.pop(run_dir))
+    """Give a folder back, if this process claimed it and lives on."""
+    if run_dir in _claimed:
+        os.close(_claimed.pop(run_dir))
 
 
-def _claim(run_dir: Path) -> None:
+def claim(run_dir: Path, key: str = "hydra.run.dir") -> None:
     """Of two processes that want one folder, one gets it, and has it for as long as it lives."""
     handle = os.open(run_dir / LOCK, os.O_CREAT | os.O_RDWR)
     try:
@@ -82,10 +93,9 @@ def _claim(run_dir: Path) -> None:
     except OSError:
         os.close(handle)
         raise ConfigError(
-            f"hydra.run.dir={run_dir}: another process is training there. Wait for it, or give another folder."
+            f"{key}={run_dir}: another process is training there. Wait for it, or give another folder."
         ) from None
     _claimed[run_dir] = handle
-    _wait_for_ranks(run_dir)
 
 
 def hold(run_dir: Path) -> None:

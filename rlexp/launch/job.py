@@ -37,7 +37,7 @@ def run_job(composed: DictConfig) -> None:
         if sizes.joined_world() is None:
             run_here(cfg, run_dir)
         else:
-            run_joined(cfg, run_dir)
+            run_joined(cfg, None if sizes.joined_rank() else run_dir)  # every rank of a submitit job comes through here
     except Exception as error:
         folder.drop_if_empty(run_dir)
         message = explain(error)

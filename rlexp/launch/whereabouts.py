@@ -50,6 +50,11 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
+def deaths(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of ranks that could not allocate, and lived to say so."""
+    return [line for line in read(run_dir) if "died" in line]
+
+
 def last_seen(run_dir: Path, rank: int) -> str:
     """`in step 3, in its forward phase`, or nothing where the rank had not begun."""
     for line in read(run_dir):

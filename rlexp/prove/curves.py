@@ -8,19 +8,12 @@ from typing import cast
 
 import numpy as np
 
+from rlexp.compare.difference import LOSS_TOLERANCE, METRIC_TOLERANCE, compared
 from rlexp.config.schema import Config, EngineName
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, prepare_environment
+from rlexp.sinks.base import Sink, Sinks
 from rlexp.types import MetricRow
-
-# What a layout may change: its own speed, memory and traffic. Everything else must not move.
-OWN = (
-    *("train/ring_tokens", "train/ring_bytes", "train/step_seconds", "train/tokens_per_second"),
-    *("train/grad_acc", "train/micro_batches", "memory/"),
-)
-
-LOSS_TOLERANCE = 1e-12  # relative, for loss and weights in float64; measured: see docs/invariance.md
-METRIC_TOLERANCE = (1e-9, 1e-11)  # relative and absolute, for the other metrics in float64
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,6 @@ def draw_rank(place: Place, configs: Sequence[Config]) -> list[Curve] | None:
 
 
 def _draw_one(config: Config) -> Curve:
-    from rlexp.sinks.base import Sinks
     from rlexp.train.build import build
     from rlexp.train.loop import train_loop
 
@@ -67,7 +59,7 @@ def _draw_one(config: Config) -> Curve:
     return Curve(kept.rows, weights, [batch.indices for batch in run.sampler.batches(1, run.total_steps)])
 
 
-class _Kept:
+class _Kept(Sink):
     """A sink that keeps the rows."""
 
     def __init__(self) -> None:
@@ -75,13 +67,6 @@ class _Kept:
 
     def log(self, row: MetricRow) -> None:
         self.rows.append(row)
-
-    def close(self, exit_code: int) -> None:
-        pass
-
-
-def compared(name: str) -> bool:
-    return name != "step" and not name.startswith(OWN)
 
 
 def differences(one: Curve, other: Curve) -> dict[str, float]:

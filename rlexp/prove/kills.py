@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlexp.checkpoint import folder
+from rlexp.compare.difference import compared
 from rlexp.errors import CheckpointError
 from rlexp.launch.folder import git_commit
-from rlexp.prove.curves import Curve, compared, differences, excesses
+from rlexp.prove.curves import Curve, differences, excesses
 from rlexp.prove.tables import put
 from rlexp.sinks.jsonl import read_rows
 

@@ -25,12 +25,13 @@ import numpy as np
 
 from rlexp.checkpoint import folder as checkpoint
 from rlexp.checkpoint.tensors import Reader
+from rlexp.compare.difference import compared
 from rlexp.config.load import compose_config
 from rlexp.launch import folder
 from rlexp.launch.job import train_rank
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, prepare_environment
-from rlexp.prove.curves import Curve, compared, differences, excesses
+from rlexp.prove.curves import Curve, differences, excesses
 from rlexp.prove.tables import put, signature
 from rlexp.sinks.jsonl import read_rows
 

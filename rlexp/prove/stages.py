@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from rlexp.compare.difference import OWN
 from rlexp.config.schema import Config, DPOConfig, Precision
 from rlexp.prove import textbook
-from rlexp.prove.curves import OWN
 from rlexp.prove.records import (
     SIDES,
     Array,

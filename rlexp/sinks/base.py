@@ -3,30 +3,69 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from rlexp.types import MetricRow
+if TYPE_CHECKING:  # it would import torch, which who only reads does without
+    from rlexp.types import MetricRow
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended. The facts are what a run that died of memory leaves: where, and its peaks."""
+
+    exit_code: int = 0  # 0 for a run that ended well; 128 + signal for one that was stopped
+    reason: str = ""
+    facts: Mapping[str, float | int | str] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        return 0 < self.exit_code <= 128
 
 
 class Sink(Protocol):
+    """All but `log` may be left as it is."""
+
     def log(self, row: MetricRow) -> None:
         """One optimizer step; `step` comes first."""
 
-    def close(self, exit_code: int) -> None:
-        """0 for a run that ended well; 128 + signal for one that was stopped."""
+    def saved(self, step: int, checkpoint: Path) -> None:  # noqa: ARG002
+        """A checkpoint has its final name."""
+        return
+
+    def close(self, ending: Ending) -> None:  # noqa: ARG002
+        """The last call, however the process ends."""
+        return
+
+
+class Companion(Protocol):
+    """What adds to a row before any sink sees it."""
+
+    def beside(self, row: MetricRow) -> MetricRow: ...
+
+    def close(self) -> None: ...
 
 
 class Sinks:
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self.sinks = sinks
+    def __init__(self, sinks: Sequence[Sink], companion: Companion | None = None) -> None:
+        self.sinks, self.companion = sinks, companion
 
     def log(self, row: MetricRow) -> None:
+        if self.companion is not None:
+            row = self.companion.beside(row)
         for sink in self.sinks:
             sink.log(row)
 
-    def close(self, exit_code: int) -> None:
+    def saved(self, step: int, checkpoint: Path) -> None:
+        for sink in self.sinks:
+            sink.saved(step, checkpoint)
+
+    def close(self, ending: Ending) -> None:
         """Every sink is closed, also when closing one before it fails."""
         with contextlib.ExitStack() as stack:
             for sink in reversed(self.sinks):
-                stack.callback(sink.close, exit_code)
+                stack.callback(sink.close, ending)
+            if self.companion is not None:
+                stack.callback(self.companion.close)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from rlexp.types import MetricRow
+from rlexp.sinks.base import Ending, Sink
+
+if TYPE_CHECKING:  # it would import torch, which who only reads does without
+    from rlexp.types import MetricRow
 
 LINES = 10  # of a whole run, where there is no terminal
 
@@ -20,7 +24,7 @@ def say(text: str) -> None:
         sys.stderr.flush()
 
 
-class ConsoleSink:
+class ConsoleSink(Sink):
     def __init__(self, total_steps: int, *, first_step: int = 1) -> None:
         self.total_steps = total_steps
         self.started = time.monotonic()
@@ -48,6 +52,6 @@ class ConsoleSink:
             values = "  ".join(f"{name} {value}" for name, value in shown.items())
             say(f"step {step}/{self.total_steps}  {values}  {left:.0f} s left\n")
 
-    def close(self, exit_code: int) -> None:  # noqa: ARG002
+    def close(self, ending: Ending) -> None:  # noqa: ARG002
         if self.bar is not None:
             self.bar.close()

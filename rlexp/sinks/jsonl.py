@@ -7,11 +7,15 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlexp.types import MetricRow
+from rlexp.sinks.base import Ending, Sink
+
+if TYPE_CHECKING:  # it would import torch, which who only reads does without
+    from rlexp.types import MetricRow
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """The curve so far, in memory and in its file.
 
     A disk that is full keeps rows waiting, and costs none: they are written as soon as there is room. A file that was
@@ -52,7 +56,7 @@ class JsonlSink:
             raise
         self._written, self._said = len(self.lines), False
 
-    def close(self, exit_code: int) -> None:  # noqa: ARG002
+    def close(self, ending: Ending) -> None:  # noqa: ARG002
         try:
             self._flush()
         finally:

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import netrc
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
-from urllib.parse import urlparse
+from typing import Any
 
-from rlexp.config.schema import LoggerConfig, WandbMode
+from rlexp.config.schema import Best, LoggerConfig, Precision
+from rlexp.errors import SinkError
+from rlexp.sinks.base import Ending, Sink
+from rlexp.sinks.baseline import LOSS, PARITY, excess
+from rlexp.sinks.console import say
+from rlexp.sinks.names import name_of
+from rlexp.sinks.wandb_account import Mode, wandb_mode
+from rlexp.sinks.wandb_read import STEP, last_step
 from rlexp.types import MetricRow
 
-Mode = Literal["online", "offline", "disabled", "shared"]
+TEXT_LINES, TEXT_LENGTH = 12, 1000  # of an alert
 
 
-class WandbSink:
+@dataclass(frozen=True)
+class WandbFacts:
+    """What W&B is told of a run beside its rows."""
+
+    config: Mapping[str, Any]
+    tags: Sequence[str]
+    best_metric: str
+    best: Best
+    precision: Precision
+
+
+class WandbSink(Sink):
     """A run that goes on is one run: rows that W&B has are not sent again, and what it lost of the curve is.
 
     `history` are the rows up to where the run goes on. A process that was killed may have sent some beyond that, which
@@ -28,31 +40,117 @@ class WandbSink:
     """
 
     def __init__(
-        self,
-        logger: LoggerConfig,
-        run_dir: Path,
-        config: dict[str, Any],
-        tags: list[str],
-        *,
-        run_id: str | None = None,
-        history: Sequence[MetricRow] = (),
+        self, logger: LoggerConfig, run_dir: Path, facts: WandbFacts, *, run_id: str, history: Sequence[MetricRow] = ()
     ) -> None:
-        import wandb  # here, since it takes a second and only rank 0 needs it
-
         mode = wandb_mode(logger.mode)
-        stored = last_step_offline(run_dir, run_id) if run_id and mode == "offline" else 0
-        self._run = wandb.init(
+        stored = _last_step_offline(run_dir, run_id) if mode == "offline" else 0
+        self._run = _begin(logger, run_dir, facts, run_id, mode)
+        # Steps as a value, not as W&B's own counter: a step below the counter would be dropped in silence.
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+        self._artifacts, self._precision = logger.artifacts, facts.precision
+        self._extremes = Extremes({LOSS: Best.min, facts.best_metric: facts.best})
+        self._told = False  # that the loss left its baseline
+
+        self._stored = stored or (self._run.step - 1 if self._run.resumed else 0)
+        latest: dict[str, Any] = {}
+        for row in history:
+            latest |= {name: value for name, value in row.items() if name != "step"} | self._extremes.better(row)
+            self._told = self._told or excess(row, self._precision) is not None
+            self._send(row)
+        if latest:  # what is kept of a run offline is put together from pieces, each with a summary of its own
+            self._run.summary.update(latest)
+
+    def log(self, row: MetricRow) -> None:
+        self._send(row)
+        if better := self._extremes.better(row):
+            self._run.summary.update(better)
+        allowed = excess(row, self._precision)
+        if allowed is not None and not self._told:
+            self._told = True
+            text = (
+                f"At step {row['step']} the loss, {row[LOSS]:.9g}, lies {row[PARITY]:.3g} from its baseline's; "
+                f"{self._precision.value} allows {allowed:.1g}."
+            )
+            self._run.alert(title="The loss has left its baseline", text=text, level="WARN")
+
+    def _send(self, row: MetricRow) -> None:
+        step = int(row["step"])
+        if step > self._stored:
+            values = {name: value for name, value in row.items() if name != "step"}
+            self._run.log(values, step=step, commit=True)  # at once, not with the next step
+
+    def saved(self, step: int, checkpoint: Path) -> None:
+        """By reference: the files stay where they are, and may be pruned."""
+        if not self._artifacts:
+            return
+        import wandb
+
+        artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="checkpoint", metadata={"step": step})
+        artifact.add_reference(checkpoint.resolve().as_uri(), checksum=False)
+        self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
+
+    def close(self, ending: Ending) -> None:
+        facts = {name: value for name, value in ending.facts.items() if not isinstance(value, str)}
+        if ending.facts:
+            self._run.summary.update(dict(ending.facts) | self._extremes.better(facts))
+        if ending.failed:
+            lines = ending.reason.strip().splitlines()[:TEXT_LINES]
+            self._run.alert(title="The run has failed", text="\n".join(lines)[:TEXT_LENGTH] or "", level="ERROR")
+        elif ending.exit_code == 128 + signal.SIGTERM:
+            self._run.mark_preempting()
+        self._run.finish(exit_code=ending.exit_code)
+
+
+class Extremes:
+    """Best values and peaks of a run's whole life, as `best/<metric>` and `max/<metric>`.
+
+    W&B's own (`define_metric(summary="max")`) begin anew with every process of a run that goes on, and put the last
+    value elsewhere than under the metric's name.
+    """
+
+    def __init__(self, best: Mapping[str, Best]) -> None:
+        self._best = best
+        self._so_far: dict[str, float] = {}
+
+    def better(self, row: Mapping[str, float | int]) -> dict[str, float]:
+        """What this row has that is better than before."""
+        found = {}
+        for name, value in row.items():
+            largest = name.startswith("memory/") and name.endswith("_bytes")
+            if not largest and name not in self._best:
+                continue
+            key, sign = (f"max/{name}", 1) if largest else (f"best/{name}", 1 if self._best[name] is Best.max else -1)
+            if key not in self._so_far or sign * value > sign * self._so_far[key]:
+                self._so_far[key] = found[key] = value
+        return found
+
+
+def _last_step_offline(run_dir: Path, run_id: str) -> int:
+    """A log of W&B's that cannot be read must not keep a run from going on."""
+    try:
+        return last_step(run_dir / "wandb", run_id)
+    except SinkError as error:
+        say(f"rlexp: {error} All rows are given to W&B again.\n")
+        return 0
+
+
+def _begin(logger: LoggerConfig, run_dir: Path, facts: WandbFacts, run_id: str, mode: Mode) -> Any:
+    import wandb  # here, since it takes a second and only rank 0 needs it
+
+    try:
+        return wandb.init(
             project=logger.project,
             entity=logger.entity,
             group=logger.group,
-            name=logger.run_name or _name(run_dir),
+            name=name_of(logger, run_dir),
             job_type="train",
-            tags=[*tags, *logger.tags],
+            tags=[*facts.tags, *logger.tags],
             dir=str(run_dir),
-            config=config,
+            config=dict(facts.config),
             mode=mode,
             id=run_id,
-            resume="allow" if run_id else None,
+            resume="allow",
             settings=wandb.Settings(
                 console="off",
                 silent=True,
@@ -60,59 +158,9 @@ class WandbSink:
                 x_transaction_log_flush_interval=1,
             ),
         )
-        # Steps as a value, not as W&B's own counter: a step below the counter would be dropped in silence.
-        self._run.define_metric("train/global_step")
-        for family in ("train/*", "eval/*", "memory/*"):
-            self._run.define_metric(family, step_metric="train/global_step")
-
-        self._stored = stored or (self._run.step - 1 if self._run.resumed else 0)
-        for row in history:
-            self.log(row)
-
-    @property
-    def run_id(self) -> str:
-        return str(self._run.id)
-
-    def log(self, row: MetricRow) -> None:
-        step = int(row["step"])
-        if step > self._stored:
-            self._run.log({name: value for name, value in row.items() if name != "step"}, step=step)
-
-    def close(self, exit_code: int) -> None:
-        if exit_code == 128 + signal.SIGTERM:
-            self._run.mark_preempting()
-        self._run.finish(exit_code=exit_code)
-
-
-def last_step_offline(run_dir: Path, run_id: str) -> int:
-    """The last step that stands in the folders of a run's earlier processes; W&B's own reader reads them."""
-    last = 0
-    for fragment in (run_dir / "wandb").glob(f"offline-run-*-{run_id}"):
-        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(fragment)]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
-        for line in filter(lambda line: '"type":"history"' in line, shown.splitlines()):
-            with contextlib.suppress(ValueError, KeyError):
-                last = max(last, int(json.loads(line)["history"]["step"]["num"]))
-    return last
-
-
-def _name(run_dir: Path) -> str:
-    """The folder's; that of a sweep's job, which is but a number, with the sweep's before it."""
-    return f"{run_dir.parent.name}-{run_dir.name}" if run_dir.name.isdigit() else run_dir.name
-
-
-def wandb_mode(asked: WandbMode) -> Mode:
-    """What was asked, or what WANDB_MODE says, or online where there is a key for the server."""
-    if asked is not WandbMode.auto:
-        return cast(Mode, asked.value)
-    if os.environ.get("WANDB_MODE"):
-        return cast(Mode, os.environ["WANDB_MODE"])
-    return "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "offline"
-
-
-def _netrc_has_key() -> bool:
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    except wandb.Error as error:
+        said = str(error).strip().partition("\n")[0]
+        raise SinkError(
+            f"logger.mode={logger.mode.value}: W&B could not be reached, or refused ({said}). Try `wandb login`, or "
+            f"train with logger.mode=offline and send it later by `wandb sync`."
+        ) from error

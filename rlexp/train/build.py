@@ -209,7 +209,8 @@ def read_rows(cfg: DataConfig) -> tuple[list[Row], list[Row]]:
     """The rows to train on, and those held out."""
     match cfg:
         case SyntheticDataConfig(size=size, eval_size=eval_size, seed=seed):
-            return synthetic.generate(size, seed, "train"), synthetic.generate(eval_size, seed, "eval")
+            words = cfg.max_length if cfg.fill else 0
+            return synthetic.generate(size, seed, "train", words), synthetic.generate(eval_size, seed, "eval", words)
         case JsonlDataConfig(path=path, eval_path=eval_path):
             held_out = read_jsonl(Path(eval_path).expanduser()) if eval_path else []
             return read_jsonl(Path(path).expanduser()), held_out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,10 @@ def layout(run: Run) -> dict[str, Any]:
     }
 
 
-def build_keeper(run: Run, run_dir: Path, position: Position, curve: JsonlSink | None) -> Keeper:
-    """`curve` is rank 0's."""
+def build_keeper(
+    run: Run, run_dir: Path, position: Position, curve: JsonlSink | None, saved: Callable[[int, Path], None]
+) -> Keeper:
+    """`curve` is rank 0's; `saved` is told of every checkpoint that is there."""
     if run.world.rank == 0:
         check_space(run, run_dir)
     facts = {
@@ -108,6 +111,7 @@ def build_keeper(run: Run, run_dir: Path, position: Position, curve: JsonlSink |
         describe=describe,
         asked=stops.asked,
         say=say,
+        saved=saved,
         saved_step=position.step,
     )
 

@@ -12,21 +12,20 @@ import torch.distributed as dist
 
 from rlexp import __version__
 from rlexp.checkpoint.folder import METRICS, latest_first, sync
-from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, LoggerName, Precision
 from rlexp.errors import NonFiniteError
 from rlexp.launch import folder
-from rlexp.launch.folder import derived_sizes
-from rlexp.launch.stops import Outcome, finishing_steps, heard
+from rlexp.launch.stops import Outcome, finishing_steps
 from rlexp.launch.whereabouts import Whereabouts
 from rlexp.metrics.memory import Phases
 from rlexp.model.export import dtype_of, export, on_host
-from rlexp.sinks.base import Sink, Sinks
-from rlexp.sinks.console import ConsoleSink, say
-from rlexp.sinks.jsonl import JsonlSink, read_rows
+from rlexp.sinks.base import Ending, Sinks
+from rlexp.sinks.console import say
+from rlexp.sinks.jsonl import JsonlSink
 from rlexp.train.build import Run, build, device_of
-from rlexp.train.loop import Position, last_step, train_loop
+from rlexp.train.loop import Position, train_loop
 from rlexp.train.resume import build_keeper, resume
+from rlexp.train.sinks import build_sinks, ending_of
 
 T = TypeVar("T")
 
@@ -55,28 +54,27 @@ def train_watched(cfg: Config, run_dir: Path, phases: Phases) -> Outcome:
             export_run(run, run_dir, position)
         return leave(Outcome())
     curve = JsonlSink(run_dir / METRICS) if first else None
-    sinks = Sinks(build_sinks(run, run_dir, position, curve) if curve else [])
+    sinks = build_sinks(run, run_dir, position, curve) if curve else Sinks([])
     if first:
         folder.note(run_dir, **ledger(run), began_after_step=position.step)
         say(header(run, run_dir) + came_from)
-    exit_code = 1
+    ending = Ending(1)
     try:
-        keeper = build_keeper(run, run_dir, position, curve)
+        keeper = build_keeper(run, run_dir, position, curve, sinks.saved)
         with finishing_steps(cfg.launch.grace_seconds):
             row, stop = train_loop(run, sinks, position, keeper.after_step)
             keeper.close(row)
         outcome = how_it_ended(run, position, stop, keeper.failed)
         if outcome.status == "finished" and cfg.checkpoint.export:
             export_run(run, run_dir, position)
-        exit_code = outcome.exit_code
-    except NonFiniteError:  # on all ranks alike, so what is being saved can be saved
-        keeper.settle()
-        raise
+        ending = Ending(outcome.exit_code, outcome.reason)
     except BaseException as error:
-        exit_code = getattr(heard(error), "exit_code", 1)
+        ending = ending_of(error, run, run_dir)
+        if isinstance(error, NonFiniteError):  # on all ranks alike, so what is being saved can be saved
+            keeper.settle()
         raise
     finally:
-        sinks.close(exit_code)
+        sinks.close(ending)
     tell(run, footer(run, run_dir, outcome))
     return leave(outcome)
 
@@ -140,28 +138,6 @@ def agreed(value: T) -> T:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
-
-
-def build_sinks(run: Run, run_dir: Path, position: Position, curve: JsonlSink) -> list[Sink]:
-    logger = run.cfg.logger
-    rows = read_rows(run_dir / METRICS)
-    sinks: list[Sink] = [curve]
-    if logger.progress:
-        sinks.append(ConsoleSink(last_step(run, position), first_step=position.step + 1))
-    if logger.name is LoggerName.wandb:
-        from rlexp.sinks.wandb_run import WandbSink
-
-        tags = [
-            run.cfg.loss.name,
-            run.cfg.model.name,
-            f"ring{run.world.ring.size}",
-            run.cfg.train.precision.value,
-        ]
-        config = to_plain(run.cfg) | derived_sizes(run.cfg)  # flat keys too: W&B groups by those alone
-        sink = WandbSink(logger, run_dir, config, tags, run_id=folder.read(run_dir).get("wandb_id"), history=rows)
-        folder.note(run_dir, wandb_id=sink.run_id)
-        sinks.append(sink)
-    return sinks
 
 
 def header(run: Run, run_dir: Path) -> str:

@@ -1,0 +1,1 @@
+"""Reading runs back, curves side by side, and the report. No torch."""

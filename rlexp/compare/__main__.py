@@ -1,0 +1,104 @@
+"""Runs side by side: report.html, curves.png, summary.json, and a table here.
+
+python -m rlexp.compare runs/SWEEP                     a sweep
+python -m rlexp.compare runs/A runs/B                  runs; or folders that hold runs, or W&B offline folders
+python -m rlexp.compare entity/project                 a W&B project, online
+python -m rlexp.compare runs/SWEEP --fail-above 1e-6   exit code 1 where the losses lie further apart
+python -m rlexp.compare runs/SWEEP --watch             drawn again while runs go on
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlexp.compare import report as reports
+from rlexp.compare.difference import LOSSES
+from rlexp.compare.families import sort_out
+from rlexp.compare.page import Payload
+from rlexp.compare.report import Report
+from rlexp.compare.runs import CompareError, Group
+from rlexp.compare.sources import Sources
+from rlexp.compare.table import table
+from rlexp.compare.verdict import first_above
+from rlexp.errors import UserError
+
+LIVE = ("running", "waiting")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    try:
+        return compare(options)
+    except (UserError, OSError) as error:
+        sys.stderr.write(f"rlexp: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlexp.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sources", nargs="+", metavar="FOLDER")
+    parser.add_argument("--out", type=Path, help="where the report goes; by default into the first folder")
+    parser.add_argument("--baseline", metavar="RUN", help="the run that the others are held against")
+    parser.add_argument("--force", action="store_true", help="compare other experiments too; the report says so")
+    parser.add_argument("--fail-above", type=float, metavar="X", help="exit with 1 where two runs are further apart")
+    parser.add_argument("--metrics", nargs="+", default=list(LOSSES), metavar="NAME",
+                        help="what --fail-above looks at, as in 'train/*'; by default the losses")  # fmt: skip
+    parser.add_argument("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="while runs go on")
+    return parser.parse_args(argv)
+
+
+def compare(options: argparse.Namespace) -> int:
+    if options.fail_above is not None and not options.fail_above >= 0:
+        raise CompareError(f"--fail-above {options.fail_above}: must be at least 0.")
+    if options.watch is not None and not options.watch > 0:
+        raise CompareError(f"--watch {options.watch:g}: must be greater than 0.")
+    sources = Sources(options.sources)
+    while True:
+        group = sources.read()
+        watching = options.watch is not None and any(run.status in LIVE for run in group.runs)
+        waiting = watching and not any(len(run.steps) for run in group.runs)
+        if not waiting:
+            report = draw(group, options, options.watch if watching else None)
+        if not watching:
+            break
+        time.sleep(options.watch)
+    if options.fail_above is None:
+        return 0
+    excess = first_above(report.families, options.fail_above, options.metrics)
+    passed = f"passed: {' and '.join(options.metrics)} are nowhere more than {options.fail_above:g} apart"
+    sys.stdout.write(f"FAILED: {excess}\n" if excess else f"{passed}\n")
+    return 1 if excess else 0
+
+
+def draw(group: Group, options: argparse.Namespace, watch_seconds: float | None) -> Report:
+    report = reports.make(group, sort_out(group, baseline=options.baseline, force=options.force))
+    where = options.out or default_place(options.sources)
+    payload, paths = reports.write(report, where, watch_seconds=watch_seconds)
+    show(payload, paths)
+    return report
+
+
+def show(payload: Payload, paths: Sequence[Path]) -> None:
+    names = ", ".join(path.name for path in paths[1:])
+    sys.stdout.write(f"\n{table(payload)}\n{paths[0]}  (and {names})\n")
+    sys.stdout.flush()
+
+
+def default_place(sources: Sequence[str]) -> Path:
+    """The sweep's own folder; of several runs the folder that holds them, if it holds nothing else of ours."""
+    first = Path(sources[0])
+    if not first.is_dir():
+        return Path("comparison")
+    return first if len(sources) == 1 else Path("comparison")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""How far two curves lie apart, and how far rounding may carry them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Column = npt.NDArray[np.float64]
+Steps = npt.NDArray[np.int64]
+
+# What a layout may change: its own speed, memory and traffic. Everything else must not move.
+OWN = (
+    *("train/ring_tokens", "train/ring_bytes", "train/step_seconds", "train/tokens_per_second"),
+    *("train/grad_acc", "train/micro_batches", "memory/", "parity/"),
+)
+LOSS_TOLERANCE = 1e-12  # relative, for loss and weights in float64; measured: see docs/invariance.md
+METRIC_TOLERANCE = (1e-9, 1e-11)  # relative and absolute, for the other metrics in float64
+LOSSES = ("train/loss", "eval/loss")
+# Relative, over 10 steps of model=tiny and every layout: docs/invariance.md. Other metrics are differences of large
+# numbers, and up to fifty times further apart.
+ROUNDING = {"fp64": 2.6e-14, "fp32": 4.0e-7, "bf16": 3.3e-3}
+OTHERS = 50.0
+MARGIN = 10.0  # times the noise floor: two roundings of one curve are no further apart
+EARLY = 100  # steps within which rounding cannot have grown beyond what was measured
+
+
+def compared(name: str) -> bool:
+    return name != "step" and not name.startswith(OWN)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one metric of two runs, at the steps that both have."""
+
+    steps: Steps
+    relative: Column
+    ours: Column
+    baseline: Column
+
+    def worst(self) -> tuple[int, float] | None:
+        """Step and size of the largest."""
+        if not len(self.steps):
+            return None
+        place = int(self.relative.argmax())
+        return int(self.steps[place]), float(self.relative[place])
+
+    def first_above(self, limit: float | Column) -> int | None:
+        """The place of the first difference beyond a limit, which may grow with the steps."""
+        beyond = np.flatnonzero(~(self.relative <= limit))
+        return int(beyond[0]) if len(beyond) else None
+
+
+def difference(steps: Steps, ours: Column, other_steps: Steps, other: Column) -> Difference:
+    """Relative to the larger of the two. A metric that changes its sign is near zero again and again, where that would
+    say nothing: it is held against its root mean square."""
+    common, mine, theirs = np.intersect1d(steps, other_steps, assume_unique=True, return_indices=True)
+    a, b = ours[mine], other[theirs]
+    there = ~(np.isnan(a) | np.isnan(b))
+    common, a, b = common[there], a[there], b[there]
+    scale = np.maximum(np.abs(a), np.abs(b))
+    if len(b) and b.min() < 0 < b.max():
+        scale = np.maximum(scale, np.sqrt(np.mean(b * b)))
+    gap = np.abs(a - b)
+    relative = np.divide(gap, scale, out=np.zeros_like(gap), where=gap > 0)
+    return Difference(common.astype(np.int64), relative, a, b)
+
+
+def estimated_floor(metric: str, precision: str, steps: Steps) -> Column:
+    """What rounding alone was measured to do elsewhere; it grows as the steps add up."""
+    size = ROUNDING.get(precision, ROUNDING["bf16"]) * (1.0 if metric in LOSSES else OTHERS)
+    return np.asarray(size * np.maximum(1.0, steps / 10), dtype=np.float64)
+
+
+def within_rounding(metric: str, precision: str, steps: Steps) -> Column:
+    """How far apart two curves may be, by estimate, and be one. In float64 that is never less than what is promised."""
+    limit = MARGIN * estimated_floor(metric, precision, steps)
+    if precision == "fp64":
+        limit = np.maximum(limit, LOSS_TOLERANCE if metric in LOSSES else METRIC_TOLERANCE[0])
+    return limit
+
+
+def measured_floor(noise: list[Difference], steps: Steps) -> Column | None:
+    """The largest difference up to each step of runs that differ in their micro-batch alone; the first ten steps have
+    one floor, since a single step may agree by chance."""
+    noise = [each for each in noise if len(each.steps)]
+    if not noise:
+        return None
+    floor = np.zeros(len(steps))
+    for each in noise:
+        so_far = np.maximum.accumulate(each.relative)
+        so_far[:10] = so_far[:10].max()
+        places = np.searchsorted(each.steps, steps, side="right") - 1
+        floor = np.maximum(floor, np.where(places >= 0, so_far[np.maximum(places, 0)], 0.0))
+    return floor

@@ -1,0 +1,111 @@
+"""Which runs may be compared: those whose curves depend on the same. Each family has its baseline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlexp.compare.runs import CompareError, Group, Run
+from rlexp.config.identity import changes
+
+
+@dataclass
+class Family:
+    """Runs that should draw one curve."""
+
+    baseline: Run | None  # None: it has no curve
+    runs: list[Run]  # all of them, the baseline too
+
+    def others(self) -> list[Run]:
+        return [run for run in self.runs if run is not self.baseline]
+
+
+@dataclass
+class Families:
+    families: list[Family]
+    forced: list[str]  # what differs, and was compared all the same
+    notes: list[str]
+
+    def of(self, run: Run) -> Family | None:
+        return next((family for family in self.families if any(run is each for each in family.runs)), None)
+
+
+def sort_out(group: Group, *, baseline: str | None, force: bool) -> Families:
+    """Runs that differ in what their curves depend on are compared by force only, or where their sweep varies just
+    that on purpose: then each value has a family of its own."""
+    drawn = [run for run in group.runs if len(run.steps)]
+    if not drawn:
+        raise CompareError(f"{group.title}: {why_nothing(group)}")
+    chosen = _named(drawn, group.runs, baseline) if baseline else None
+    first = chosen or drawn[0]
+    forced: list[str] = []
+    apart = [run for run in drawn if different(first, run, ())]
+    if not [run for run in drawn if different(first, run, group.axes)]:
+        families = _by_identity(drawn) if apart else [drawn]
+    elif force:
+        families = [drawn]
+        forced = [f"{run.label}: {line}" for run in apart for line in different(first, run, ())]
+    else:
+        run = next(run for run in drawn if different(first, run, group.axes))
+        line = different(first, run, group.axes)[0]
+        raise CompareError(
+            f"{run.name}: is another experiment than {first.name}: {line}. Their curves need not agree. Compare "
+            f"runs of one experiment, or say --force."
+        )
+    notes: list[str] = []
+    return Families([_family(family, group.runs, chosen, notes) for family in families], forced, notes)
+
+
+def why_nothing(group: Group) -> str:
+    reasons = "; ".join(f"{run.label} is {run.status}: {run.reason}" for run in group.runs if run.reason)
+    return f"no run has a step yet{f' ({reasons})' if reasons else ''}."
+
+
+def different(one: Run, other: Run, axes: Sequence[str]) -> list[str]:
+    """What their curves depend on and is not the same, beyond what the axes vary."""
+    if not one.identity or not other.identity:
+        return []
+    return [
+        f"{key} is {new}, and there {old}"
+        for key, old, new in changes(one.identity, other.identity)
+        if not any(key == axis or key.startswith(f"{axis}.") for axis in axes)
+    ]
+
+
+def _by_identity(runs: Sequence[Run]) -> list[list[Run]]:
+    families: dict[str, list[Run]] = {}
+    for run in runs:
+        known = {key: value["contents"] if is_file(value) else value for key, value in run.identity.items()}
+        families.setdefault(json.dumps(known, sort_keys=True), []).append(run)
+    return list(families.values())
+
+
+def is_file(value: Any) -> bool:
+    """A file, which is known by its contents, wherever it lies."""
+    return isinstance(value, dict) and "contents" in value
+
+
+def _named(drawn: Sequence[Run], runs: Sequence[Run], baseline: str) -> Run:
+    found = [run for run in runs if baseline in (run.name, run.label, run.name.rpartition("/")[2])]
+    if len(found) == 1 and len(found[0].steps):
+        return found[0]
+    names = ", ".join(f"{run.name} ({run.label})" for run in drawn)
+    what = "has no step yet" if len(found) == 1 else ("is several of them" if found else "is none of them")
+    raise CompareError(f"--baseline {baseline}: {what}. The runs are {names}.")
+
+
+def _family(runs: list[Run], everything: Sequence[Run], chosen: Run | None, notes: list[str]) -> Family:
+    """The baseline is the one that was named, or that the sweep meant, or else the first that has a curve."""
+    if chosen is not None and any(run is chosen for run in runs):
+        return Family(chosen, runs)
+    meant = next((run.baseline for run in runs if run.baseline), None)
+    baseline = next((run for run in runs if run.name == meant), None)
+    if baseline is None and meant is not None:
+        absent = next((run for run in everything if run.name == meant), None)
+        why = f" ({absent.status}: {absent.reason})" if absent is not None and absent.reason else ""
+        notes.append(
+            f"the baseline {absent.label if absent else meant} has no curve{why}; {runs[0].label} stands in for it"
+        )
+    return Family(baseline or runs[0], runs)

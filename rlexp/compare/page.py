@@ -1,0 +1,262 @@
+"""The report page: one html file that opens from disk, without a network, and shows a comparison.
+
+Numbers travel in it as base64 of little-endian arrays, one block per metric, decoded when the metric is chosen: so a
+page of 50 runs opens as quickly as one of four. Names of runs and metrics, errors and values of configurations are
+text of unknown origin. They reach the page as escaped JSON, its script makes text nodes of them, never markup, and a
+content security policy lets nothing run or load but the page's own script and style.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from string import Template
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+UPLOT_VERSION = "1.6.32"
+
+Status = Literal["finished", "running", "stopped", "failed", "skipped"]
+Floats = NDArray[np.floating[Any]]
+Integers = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    status: Literal["agree", "apart", "unproven", "none"]
+    headline: str
+    details: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Tokens and seconds at some steps (the knots); between them the page interpolates. NaN or empty: not known."""
+
+    steps: Integers
+    tokens: Floats
+    seconds: Floats
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """A rank's peaks by phase, in bytes."""
+
+    rank: int
+    peaks: dict[str, int]
+
+
+@dataclass(frozen=True)
+class RunCard:
+    """All that the page says of one run; None where it is not known."""
+
+    name: str
+    label: str
+    status: Status
+    reason: str = ""  # why it is not finished, or was not run
+    baseline: bool = False
+    family: int = 0  # runs of one family share a baseline
+    baseline_label: str | None = None
+    path: str = ""
+    sizes: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    last_loss: float | None = None
+    worst_difference: float | None = None  # of the loss, relative
+    tokens_per_second: float | None = None
+    step_seconds: float | None = None
+    efficiency: float | None = None  # 1.0 is the baseline's speed
+    memory: list[RankMemory] = field(default_factory=list)
+    peak_bytes: int | None = None
+    peak_rank: int | None = None
+    peak_phase: str | None = None
+    clock: Clock | None = None
+
+
+@dataclass(frozen=True)
+class Worst:
+    """Where a metric lies furthest from its baseline."""
+
+    run: int
+    step: int
+    value: float
+
+
+@dataclass(frozen=True)
+class MetricCurves:
+    """One metric of all runs at the steps that are drawn. NaN: that run has no value at that step."""
+
+    name: str
+    compared: bool  # False: the layout's own, like speed and memory
+    total_steps: int
+    steps: Integers
+    values: list[Floats | None]  # per run
+    differences: list[Floats | None]  # per run, relative; 0 is equal to the bit; None for a baseline
+    floor: Floats | None = None  # the noise floor
+    floor_kind: str = ""  # how it came to be known
+    worst: Worst | None = None
+
+
+@dataclass(frozen=True)
+class ConfigRow:
+    key: str
+    values: list[str]  # per run
+    differs: bool
+    must_not: bool  # a difference here makes two runs incomparable
+
+
+@dataclass(frozen=True)
+class Payload:
+    title: str
+    made: str
+    version: str
+    verdict: Verdict
+    runs: list[RunCard]
+    metrics: list[MetricCurves]
+    config: list[ConfigRow]
+    notes: list[str] = field(default_factory=list)
+    forced: list[str] = field(default_factory=list)  # invariants that differ although the runs are compared
+    watch_seconds: float | None = None  # the page reloads itself this often
+
+
+def render(payload: Payload) -> str:
+    """The whole page, as text."""
+    uplot = f"/*! uPlot {UPLOT_VERSION}\n\n{_asset('uPlot.LICENSE.txt')}*/\n{_asset('uPlot.iife.min.js')}"
+    scripts = (uplot, _asset("report.js"))
+    style = f"{_asset('uPlot.min.css')}\n{_asset('report.css')}"
+    return Template(_asset("report.html")).substitute(
+        title=html.escape(_utf8(payload.title)),
+        headline=html.escape(_utf8(payload.verdict.headline)),
+        policy=_policy(scripts, style),
+        style=style,
+        uplot=uplot,
+        script=scripts[1],
+        head=_json(_head(payload)),
+        blocks="\n".join(_blocks(payload)),
+    )
+
+
+def _asset(name: str) -> str:
+    return (files("rlexp.compare") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _policy(scripts: Sequence[str], style: str) -> str:
+    """Nothing may be loaded, and nothing may run but what these hashes name."""
+    hashes = " ".join(_hash(script) for script in scripts)
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src {_hash(style)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
+
+
+def _head(payload: Payload) -> dict[str, Any]:
+    """Everything but the arrays; of those, only which there are."""
+    count = len(payload.runs)
+    assert all(len(row.values) == count for row in payload.config), "a configuration row has one value per run"
+    return {
+        "title": payload.title,
+        "made": payload.made,
+        "version": payload.version,
+        "watch": payload.watch_seconds,
+        "verdict": asdict(payload.verdict),
+        "notes": payload.notes,
+        "forced": payload.forced,
+        "runs": [_run_head(run) for run in payload.runs],
+        "metrics": [_metric_head(metric, count) for metric in payload.metrics],
+        "config": [asdict(row) for row in payload.config],
+    }
+
+
+def _run_head(run: RunCard) -> dict[str, Any]:
+    known = {name: value for name, value in vars(run).items() if name not in ("clock", "memory")}
+    return known | {"memory": [asdict(rank) for rank in run.memory]}
+
+
+def _metric_head(metric: MetricCurves, runs: int) -> dict[str, Any]:
+    assert len(metric.values) == len(metric.differences) == runs, f"{metric.name}: one curve per run, or None"
+    return {
+        "name": metric.name,
+        "compared": metric.compared,
+        "total": metric.total_steps,
+        "drawn": len(metric.steps),
+        "floor": metric.floor is not None,
+        "floor_kind": metric.floor_kind,
+        "values": [curve is not None for curve in metric.values],
+        "differences": [curve is not None for curve in metric.differences],
+        "worst": None if metric.worst is None else asdict(metric.worst),
+    }
+
+
+def _json(head: dict[str, Any]) -> str:
+    """JSON that can neither end its script element nor hold a number that JSON does not know."""
+    text = json.dumps(_plain(head), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _plain(value: Any) -> Any:
+    """numpy's scalars as Python's, and None for what is not finite."""
+    match value:
+        case dict():
+            return {str(key): _plain(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_plain(each) for each in value]
+        case np.generic():
+            return _plain(value.item())
+        case float() if not math.isfinite(value):
+            return None
+        case str():
+            return _utf8(value)
+    return value
+
+
+def _utf8(text: str) -> str:
+    """A path may hold bytes that are not UTF-8: Python reads them as lone surrogates, which no file can hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _blocks(payload: Payload) -> list[str]:
+    blocks = [_block(f"metric-{number}", _metric_bytes(metric)) for number, metric in enumerate(payload.metrics)]
+    for number, run in enumerate(payload.runs):
+        if run.clock is not None and len(run.clock.steps):
+            blocks.append(_block(f"clock-{number}", _clock_bytes(run.clock)))
+    return blocks
+
+
+def _block(name: str, data: bytes) -> str:
+    return f'<script type="text/plain" id="{name}">{base64.b64encode(data).decode("ascii")}</script>'
+
+
+def _metric_bytes(metric: MetricCurves) -> bytes:
+    """Steps as int32; then floor, values and differences as float32, those there are, in the order of the runs."""
+    curves = [metric.floor, *metric.values, *metric.differences]
+    assert all(curve is None or len(curve) == len(metric.steps) for curve in curves), f"{metric.name}: a value per step"
+    return np.asarray(metric.steps).astype("<i4").tobytes() + b"".join(_narrow(c) for c in curves if c is not None)
+
+
+def _clock_bytes(clock: Clock) -> bytes:
+    """Steps, tokens and seconds as float64, equally long."""
+    columns = []
+    for column in (clock.steps, clock.tokens, clock.seconds):
+        assert len(column) in (0, len(clock.steps)), "a clock has as many tokens and seconds as steps, or none"
+        columns.append(np.asarray(column, dtype="<f8") if len(column) else np.full(len(clock.steps), np.nan, "<f8"))
+    return b"".join(column.tobytes() for column in columns)
+
+
+def _narrow(curve: Floats) -> bytes:
+    """float32, whose seven digits are those shown. What is not zero stays so: zero says equal to the bit."""
+    wide = np.asarray(curve, dtype=np.float64)
+    with np.errstate(over="ignore", under="ignore"):
+        narrow = wide.astype("<f4")
+    lost = (narrow == 0) & (wide != 0)
+    narrow[lost] = np.copysign(np.finfo(np.float32).tiny, wide[lost])
+    return narrow.tobytes()

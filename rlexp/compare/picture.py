@@ -1,0 +1,99 @@
+"""`curves.png`: the loss of all runs, and under it how far each lies from its baseline."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+import numpy as np
+
+from rlexp.compare.difference import Column, Steps
+from rlexp.compare.runs import Run
+from rlexp.compare.verdict import between, floor_of
+
+if TYPE_CHECKING:
+    from rlexp.compare.report import Report
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8a6d00")
+STYLES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)))
+METRIC = "train/loss"
+LEGEND = 12  # runs that a legend has room for
+POINTS = 2000  # of a curve: more than the picture has pixels
+EQUAL = 0.04  # how high above the axis a difference of nothing is marked, of its height
+
+
+def draw(report: Report, path: Path) -> None:
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    runs = [run for run in report.group.runs if METRIC in run.columns]
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(9, 6.4), sharex=True, layout="constrained", height_ratios=(3, 2)
+    )
+    for place, run in enumerate(runs):
+        width = max(0.8, 4.5 - 1.1 * place) if len(runs) <= LEGEND else 0.9
+        above.plot(*curve(run.steps, run.column(METRIC)), **look(place, width), label=run.label)
+    smallest = [1.0]
+    for family in report.families.families:
+        for run in family.others():
+            assert family.baseline is not None
+            gap = between(run, family.baseline, METRIC)
+            place = next(number for number, each in enumerate(runs) if each is run)
+            style = look(place, 1.2) | {"marker": "." if len(gap.steps) <= 200 else ""}
+            below.plot(*curve(gap.steps, np.where(gap.relative > 0, gap.relative, np.nan)), **style)
+            smallest.append(gap.relative[gap.relative > 0].min(initial=1.0))
+            equal = curve(gap.steps, np.where(gap.relative > 0, np.nan, EQUAL))
+            below.plot(*equal, "o", color=style["color"], markersize=2.5, transform=below.get_xaxis_transform())
+    draw_floor(report, below, runs)
+    above.set_ylabel(METRIC)
+    below.set_ylabel("difference to the baseline")
+    below.set_yscale("log")
+    below.set_ylim(bottom=min(smallest) / 30)  # room for what is equal to the bit
+    below.annotate("0: equal to the bit", (0.01, 0.075), xycoords="axes fraction", fontsize=7, color="#666666")
+    below.set_xlabel("optimizer step")
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    if runs and len(runs) <= LEGEND:
+        above.legend(frameon=False, fontsize=9)
+    figure.suptitle(report.verdict.headline, fontsize=10, wrap=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, dpi=130, format="png")
+    plt.close(figure)
+    temporary.replace(path)
+
+
+def draw_floor(report: Report, axes: Any, runs: list[Run]) -> None:
+    """Of the first family that is compared; the others' is alike."""
+    for family in report.families.families:
+        if family.baseline is not None and family.others() and METRIC in family.baseline.columns:
+            steps = family.baseline.steps
+            floor = floor_of(family, METRIC, steps)
+            axes.fill_between(steps, 0.0, floor.values, color="#888888", alpha=0.18, linewidth=0)
+            what = "noise floor, measured" if floor.measured else "noise floor, estimated"
+            axes.annotate(what, (0.995, 0.03), xycoords="axes fraction", ha="right", fontsize=8, color="#666666")
+            return
+    if len(runs) > 1:
+        axes.annotate("no two of these runs are one experiment", (0.5, 0.5), xycoords="axes fraction", ha="center")
+
+
+def look(place: int, width: float) -> dict[str, Any]:
+    return {
+        "color": COLOURS[place % len(COLOURS)],
+        "linestyle": STYLES[place % len(STYLES)] if place else "-",
+        "linewidth": width,
+    }
+
+
+def curve(steps: Steps, values: Column) -> tuple[Steps, Column]:
+    """Where there is a value; of long curves the lowest and highest of each stretch."""
+    there = ~np.isnan(values)
+    steps, values = steps[there], values[there]
+    if len(steps) <= POINTS:
+        return steps, values
+    bounds = np.linspace(0, len(steps), POINTS // 2 + 1).astype(int)
+    pairs = [(a + values[a:b].argmin(), a + values[a:b].argmax()) for a, b in itertools.pairwise(bounds)]
+    kept = np.unique(np.array(pairs).ravel())
+    return steps[kept], values[kept]

@@ -1,0 +1,333 @@
+"""From runs to the report: the page, the picture, the summary, and the table of the terminal."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from rlexp import __version__
+from rlexp.compare import page
+from rlexp.compare.difference import Column, Steps, compared
+from rlexp.compare.families import Families, Family
+from rlexp.compare.runs import Group, Run, settings
+from rlexp.compare.verdict import Verdict, between, floor_of, judge
+from rlexp.config.identity import GROUPS
+
+DRAWN = 1000  # steps of a metric on the page; of longer curves, those that say most
+KNOTS = 400  # of a run's clock
+TOLD = ("logger.run_name", "logger.group", "logger.axes", "logger.baseline")
+FIRST = ("train/loss", "eval/loss", "train/rewards/margins", "train/rewards/accuracies", "train/grad_norm")
+
+
+@dataclass
+class Report:
+    group: Group
+    families: Families
+    verdict: Verdict
+
+    @property
+    def notes(self) -> list[str]:
+        skipped = [
+            f"{run.label} is {run.status}: {run.reason}"
+            for run in self.group.runs
+            if run.status in ("skipped", "failed") and run.reason
+        ]
+        own = [note for run in self.group.runs for note in run.notes]
+        return [*self.group.notes, *self.families.notes, *skipped, *own]
+
+
+def make(group: Group, families: Families) -> Report:
+    return Report(group, families, judge(families))
+
+
+def write(report: Report, where: Path, *, watch_seconds: float | None = None) -> tuple[page.Payload, list[Path]]:
+    """`report.html`, `curves.png` and `summary.json`, each at once or not at all."""
+    from rlexp.compare.picture import draw  # here, since it takes a second to import
+
+    where.mkdir(parents=True, exist_ok=True)
+    paths = [where / name for name in ("report.html", "curves.png", "summary.json")]
+    payload = payload_of(report, watch_seconds)
+    _put(paths[0], page.render(payload).encode())
+    draw(report, paths[1])
+    _put(paths[2], (json.dumps(summary(report, payload), indent=2, allow_nan=False) + "\n").encode())
+    return payload, paths
+
+
+def _put(path: Path, text: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(text)
+    os.replace(temporary, path)
+
+
+# ---- what the page is told ----
+
+
+def payload_of(report: Report, watch_seconds: float | None = None) -> page.Payload:
+    runs = report.group.runs
+    return page.Payload(
+        title=report.group.title,
+        made=time.strftime("%Y-%m-%d %H:%M"),
+        version=__version__,
+        verdict=page.Verdict(cast(Any, report.verdict.status), report.verdict.headline, report.verdict.details),
+        runs=[card(run, report) for run in runs],
+        metrics=[metric(name, report) for name in metric_names(runs)],
+        config=config_rows(runs),
+        notes=report.notes,
+        forced=report.families.forced,
+        watch_seconds=watch_seconds,
+    )
+
+
+def metric_names(runs: Sequence[Run]) -> list[str]:
+    """Losses first; then training, evaluation and the rest, each in the order in which it is logged."""
+    names = list(dict.fromkeys(name for run in runs for name in run.columns))
+    families = list(dict.fromkeys(["train", "eval", *(name.partition("/")[0] for name in names)]))
+    return sorted(names, key=lambda n: (FIRST.index(n) if n in FIRST else len(FIRST), families.index(n.split("/")[0])))
+
+
+def card(run: Run, report: Report) -> page.RunCard:
+    family = report.families.of(run)
+    judged = next((each for each in report.verdict.judgements if each.run is run), None)
+    baseline = family.baseline if family else None
+    peak = last_or_max(run, "memory/peak_bytes")
+    memory = [page.RankMemory(line["rank"], line["peaks"]) for line in run.memory if line.get("peaks")]
+    phase, rank = peak_place(memory)
+    return page.RunCard(
+        name=run.name,
+        label=run.label,
+        status=cast(Any, run.status),
+        reason=run.reason or "",
+        baseline=run is baseline,
+        family=report.families.families.index(family) if family else 0,
+        baseline_label=baseline.label if baseline is not None and baseline is not run else None,
+        path=str(run.path or ""),
+        sizes=run.sizes,
+        steps=int(run.steps[-1]) if len(run.steps) else 0,
+        last_loss=last(run, "train/loss"),
+        worst_difference=judged.worst if judged and judged.metric else None,
+        tokens_per_second=speed(run),
+        step_seconds=step_seconds(run),
+        efficiency=efficiency(run, baseline),
+        memory=memory,
+        peak_bytes=None if peak is None else int(peak),
+        peak_rank=rank,
+        peak_phase=phase,
+        clock=clock(run),
+    )
+
+
+def last(run: Run, name: str) -> float | None:
+    values = run.column(name)
+    values = values[~np.isnan(values)]
+    return float(values[-1]) if len(values) else None
+
+
+def last_or_max(run: Run, name: str) -> float | None:
+    values = run.column(name)
+    return None if np.isnan(values).all() else float(np.nanmax(values))
+
+
+def peak_place(memory: Sequence[page.RankMemory]) -> tuple[str | None, int | None]:
+    """Phase and rank of the largest peak of a step; building the run and evaluating are not of a step."""
+    peaks = [
+        (peak, phase, each.rank)
+        for each in memory
+        for phase, peak in each.peaks.items()
+        if phase not in ("build", "eval")
+    ]
+    if not peaks:
+        return None, None
+    _, phase, rank = max(peaks)
+    return phase, rank
+
+
+def _steady(run: Run, name: str) -> Column:
+    """Without the first step, in which buffers are made and kernels are chosen."""
+    values = run.column(name)
+    values = values[1:] if len(values) > 1 else values
+    return values[~np.isnan(values)]
+
+
+def step_seconds(run: Run) -> float | None:
+    seconds = _steady(run, "train/step_seconds")
+    return float(np.median(seconds)) if len(seconds) else None
+
+
+def speed(run: Run) -> float | None:
+    tokens, seconds = _steady(run, "train/tokens").sum(), _steady(run, "train/step_seconds").sum()
+    return float(tokens / seconds) if seconds > 0 and tokens > 0 else None
+
+
+def efficiency(run: Run, baseline: Run | None) -> float | None:
+    """Tokens per second and rank, over the baseline's."""
+    if baseline is None or "world_size" not in run.sizes or "world_size" not in baseline.sizes:
+        return None
+    ours, theirs = speed(run), speed(baseline)
+    if ours is None or theirs is None:
+        return None
+    return ours / run.sizes["world_size"] / (theirs / baseline.sizes["world_size"])
+
+
+def clock(run: Run) -> page.Clock | None:
+    """Tokens and seconds of training, by step."""
+    if not len(run.steps):
+        return None
+    knots = np.unique(np.linspace(0, len(run.steps) - 1, min(KNOTS, len(run.steps))).astype(int))
+    seconds = np.cumsum(np.nan_to_num(run.column("train/step_seconds")))
+    tokens = run.column("train/total_tokens")
+    if np.isnan(tokens).all():
+        tokens = np.cumsum(np.nan_to_num(run.column("train/tokens")))
+    return page.Clock(run.steps[knots], tokens[knots], seconds[knots])
+
+
+def metric(name: str, report: Report) -> page.MetricCurves:
+    runs = report.group.runs
+    steps = np.unique(np.concatenate([run.steps[~np.isnan(run.column(name))] for run in runs]))
+    values = [on_steps(run.steps, run.column(name), steps) for run in runs]
+    gaps: list[Column | None] = [None] * len(runs)
+    worst: page.Worst | None = None
+    floor, kind = None, ""
+    for family in report.families.families if compared(name) else ():
+        if family.baseline is None or name not in family.baseline.columns:
+            continue
+        for place, run in enumerate(runs):
+            if not any(run is each for each in family.others()) or name not in run.columns:
+                continue
+            gap = between(run, family.baseline, name)
+            gaps[place] = on_steps(gap.steps, gap.relative, steps)
+            found = gap.worst()
+            if found is not None and (worst is None or found[1] > worst.value):
+                worst = page.Worst(place, *found)
+        if floor is None and family.others():
+            known = floor_of(family, name, steps)
+            floor, kind = known.values, known.kind
+    kept = telling(steps, [v for v in values if v is not None], [g for g in gaps if g is not None])
+    return page.MetricCurves(
+        name,
+        compared(name),
+        len(steps),
+        steps[kept],
+        [value[kept] if not np.isnan(value).all() else None for value in values],
+        [None if gap is None else gap[kept] for gap in gaps],
+        None if floor is None else floor[kept],
+        kind,
+        worst,
+    )
+
+
+def on_steps(own: Steps, values: Column, steps: Steps) -> Column:
+    """A run's values at all runs' steps, NaN where it has none."""
+    placed = np.full(len(steps), np.nan)
+    places = np.searchsorted(steps, own)
+    inside = places < len(steps)
+    inside[inside] = steps[places[inside]] == own[inside]
+    placed[places[inside]] = values[inside]
+    return placed
+
+
+def telling(steps: Steps, values: Sequence[Column], gaps: Sequence[Column]) -> Steps:
+    """Places to draw: all, or of each stretch the step at which the runs lie furthest apart, the one at which a curve
+    is most extreme, and its first. Every point that is drawn is one that was logged."""
+    count = len(steps)
+    if count <= DRAWN:
+        return np.arange(count)
+    stretches = DRAWN // 3
+    bounds = np.linspace(0, count, stretches + 1).astype(int)
+    apart = _largest(gaps, count)
+    extreme = _largest([np.abs(value - _smooth(value, bounds)) for value in values], count)
+    kept = {0, count - 1}
+    for first, end in itertools.pairwise(bounds):
+        kept |= {int(first), int(first + apart[first:end].argmax()), int(first + extreme[first:end].argmax())}
+    return np.array(sorted(kept))
+
+
+def _largest(columns: Sequence[Column], count: int) -> Column:
+    largest = np.full(count, -1.0)
+    for column in columns:
+        np.fmax(largest, column, out=largest)
+    return largest
+
+
+def _smooth(value: Column, bounds: Steps) -> Column:
+    """The mean of each stretch, in units in which all curves are alike."""
+    there = np.nan_to_num(value)
+    sums = np.add.reduceat(there, bounds[:-1])
+    return np.asarray(np.repeat(sums / np.diff(bounds), np.diff(bounds)), dtype=np.float64)
+
+
+def config_rows(runs: Sequence[Run]) -> list[page.ConfigRow]:
+    """What a curve depends on must not differ; the rest may. What a job is told of its sweep is no setting."""
+    flat = [settings(run) or {f"sizes.{key}": str(value) for key, value in run.sizes.items()} for run in runs]
+    keys = [key for key in dict.fromkeys(key for each in flat for key in each) if not key.startswith(TOLD)]
+    rows = []
+    for key in keys:
+        values = [each.get(key, "–") for each in flat]
+        known = [value for value, run in zip(values, runs, strict=True) if run.config]
+        rows.append(page.ConfigRow(key, values, len(set(known)) > 1, invariant(key, runs)))
+    return rows
+
+
+def invariant(key: str, runs: Sequence[Run]) -> bool:
+    known = {name for run in runs for name in run.identity}
+    return key in known or (not known and key.partition(".")[0] in ("seed", *GROUPS))
+
+
+# ---- what scripts are told ----
+
+
+def summary(report: Report, payload: page.Payload) -> dict[str, Any]:
+    verdict = report.verdict
+    return {
+        "title": payload.title,
+        "made": payload.made,
+        "version": payload.version,
+        "verdict": {"status": verdict.status, "headline": verdict.headline, "details": verdict.details},
+        "forced": payload.forced,
+        "notes": payload.notes,
+        "families": [family_summary(family) for family in report.families.families],
+        "runs": [run_summary(run, known) for run, known in zip(report.group.runs, payload.runs, strict=True)],
+    }
+
+
+def family_summary(family: Family) -> dict[str, Any]:
+    """Of each metric, how far each run lies from the baseline at most."""
+    apart: dict[str, dict[str, Any]] = {}
+    for run in family.others():
+        assert family.baseline is not None
+        apart[run.name] = {}
+        for name in run.columns:
+            if compared(name) and name in family.baseline.columns:
+                worst = between(run, family.baseline, name).worst()
+                apart[run.name][name] = None if worst is None else {"step": worst[0], "relative": worst[1]}
+    return {
+        "baseline": None if family.baseline is None else family.baseline.name,
+        "runs": [run.name for run in family.runs],
+        "largest_differences": apart,
+    }
+
+
+def run_summary(run: Run, known: page.RunCard) -> dict[str, Any]:
+    found = {
+        key: getattr(known, key)
+        for key in (
+            *("name", "label", "status", "reason", "baseline", "family", "path", "sizes", "steps", "last_loss"),
+            *("worst_difference", "tokens_per_second", "step_seconds", "efficiency"),
+            *("peak_bytes", "peak_phase", "peak_rank"),
+        )
+    }
+    finite = {name: value for name in run.columns if (value := last(run, name)) is not None and math.isfinite(value)}
+    return found | {
+        "memory": [{"rank": each.rank, "peaks": each.peaks} for each in known.memory],
+        "last": finite,
+        "precision": run.precision if run.config else None,
+        "identity": run.identity,
+    }

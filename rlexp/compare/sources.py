@@ -1,0 +1,68 @@
+"""What a comparison may be asked of: folders of ours, W&B's offline folders, a W&B project."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlexp.compare.runs import SIZES, CompareError, Group, Reader, Run, columns_of, merge
+from rlexp.errors import SinkError
+from rlexp.sinks.wandb_read import WandbRun, read_offline, read_project
+
+FOLDERS = ("offline-run-*", "run-*")
+
+
+class Sources:
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self._reader = Reader()
+
+    def read(self) -> Group:
+        group = merge([self._one(name) for name in dict.fromkeys(self.names)])
+        names = [run.name for run in group.runs]
+        for run in group.runs:  # every one by a name of its own
+            if names.count(run.name) > 1 and run.path is not None:
+                run.name = str(run.path)
+        return group
+
+    def _one(self, name: str) -> Group:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            found = self._reader.group(path)
+            if found is not None:
+                return found
+            if has_wandb(path):
+                return from_wandb(path.resolve().name, read_offline(path))
+            raise CompareError(
+                f"{name}: holds no run: neither a metrics.jsonl or run.json, nor folders that have one, nor an offline "
+                f"run of W&B. Give a sweep's folder, or runs' folders."
+            )
+        if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+            try:
+                return from_wandb(name, read_project(name))
+            except SinkError as error:
+                raise CompareError(f"{name}: no such folder in {Path.cwd()}. As a W&B project: {error}") from error
+        raise CompareError(f"{name}: no such folder. Relative paths start at {Path.cwd()}.")
+
+
+def has_wandb(path: Path) -> bool:
+    inside = any(True for _ in path.glob("*.wandb"))
+    return inside or any(True for pattern in FOLDERS for _ in (*path.glob(pattern), *path.glob(f"wandb/{pattern}")))
+
+
+def from_wandb(title: str, found: Sequence[WandbRun]) -> Group:
+    runs, axes = [], []
+    for each in found:
+        config: dict[str, Any] = {key: value for key, value in each.config.items() if isinstance(value, dict)}
+        config["seed"] = each.config.get("seed")
+        identity = config.pop("identity", {})
+        steps, columns = columns_of(each.rows)
+        own = config.get("logger", {}).get("axes") or {}
+        axes += list(own)
+        sizes = {key: int(each.config[key]) for key in SIZES if key in each.config}
+        label = ", ".join(str(value) for value in own.values()) or each.name
+        run = Run(each.id, label, None, each.state, None, steps, columns, config, identity, sizes)
+        runs.append(run)
+    return Group(title, runs, list(dict.fromkeys(axes)))

@@ -1,0 +1,64 @@
+"""The comparison in the terminal: a line per run, and the verdict."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+
+from rlexp.compare.page import Payload, RunCard
+
+WIDTH = 110
+
+
+def table(payload: Payload) -> str:
+    columns: list[tuple[str, Callable[[RunCard], str]]] = [
+        ("run", lambda run: run.label),
+        ("ring × dp", layout),
+        ("status", lambda run: run.status),
+        ("steps", lambda run: str(run.steps) if run.steps else "–"),
+        ("last loss", lambda run: number(run.last_loss, "{:.6f}")),
+        ("difference", difference),
+        ("tokens/s", lambda run: number(run.tokens_per_second, "{:,.0f}")),
+        ("step", lambda run: number(run.step_seconds, "{:.3g} s")),
+        ("efficiency", lambda run: number(run.efficiency, "{:.0%}")),
+        ("peak memory", memory),
+    ]
+    rows = [[name for name, _ in columns], *([cell(run) for _, cell in columns] for run in payload.runs)]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(columns))]
+    lines = ["  ".join(aligned(row, widths)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("─" * width for width in widths))
+    said = [f"! compared by force: {line}" for line in payload.forced] + list(payload.notes)
+    wrapped = [line for text in said for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ")]
+    verdict = textwrap.wrap(payload.verdict.headline, WIDTH)
+    return "\n".join([*lines, "", *wrapped, *([""] if wrapped else []), *verdict]) + "\n"
+
+
+def aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """Text to the left, numbers to the right."""
+    return [
+        cell.ljust(width) if place < 3 else cell.rjust(width)
+        for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+
+
+def number(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)
+
+
+def layout(run: RunCard) -> str:
+    return f"{run.sizes['ring_size']} × {run.sizes['dp_size']}" if "dp_size" in run.sizes else "–"
+
+
+def difference(run: RunCard) -> str:
+    if run.baseline:
+        return "baseline"
+    if run.worst_difference == 0:
+        return "0 (equal)"
+    return number(run.worst_difference, "{:.1e}")
+
+
+def memory(run: RunCard) -> str:
+    if run.peak_bytes is None:
+        return "–"
+    where = f" ({run.peak_phase}, r{run.peak_rank})" if run.peak_phase else ""
+    return f"{run.peak_bytes / 1e9:.3g} GB{where}"

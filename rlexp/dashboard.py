@@ -1,0 +1,73 @@
+"""The comparison of ring sizes as a workspace in your W&B project.
+
+python -m rlexp.dashboard                            in the project rlexp, of all its runs
+python -m rlexp.dashboard PROJECT --group SWEEP      of one sweep's
+python -m rlexp.dashboard --dry-run                  says what it would make
+
+Without an account it says that too, and where to look on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import webbrowser
+from pathlib import Path
+
+from rlexp.errors import UserError
+from rlexp.sinks import dashboard
+from rlexp.sinks.wandb_account import NO_ACCOUNT, has_account
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlexp.dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("project", nargs="?", default="rlexp", metavar="PROJECT", help="default: rlexp")
+    parser.add_argument("--entity", help="whose project it is; default: the account's")
+    parser.add_argument("--group", help="only runs of this group, as a sweep's are")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be made, and make nothing")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are on this machine; default: runs")
+    options = parser.parse_args()
+    try:
+        if options.dry_run:
+            say("would make the " + dashboard.planned(options.project, options.entity, options.group))
+        elif has_account():
+            say(f"made: {dashboard.send(options.project, options.entity, options.group)}\n")
+        else:
+            say(NO_ACCOUNT[0].upper() + NO_ACCOUNT[1:] + "\nWith one, this would make the ")
+            say(dashboard.planned(options.project, options.entity, options.group))
+            look_here(options.runs)
+    except (UserError, OSError) as error:
+        sys.stderr.write(f"rlexp: {error}\n")
+        return 1
+    return 0
+
+
+def look_here(runs: Path) -> None:
+    """What there is to look at without W&B's server."""
+    report = dashboard.newest_report(runs)
+    if report is None:
+        say(f"No report.html in {runs} yet: a sweep writes one, and so does `python -m rlexp.compare`.\n")
+    elif has_display() and webbrowser.open(report.resolve().as_uri()):
+        say(f"Opened {report}\n")
+    else:
+        say(f"The newest report: {report}\n")
+    together = dashboard.gather(runs)
+    if together is not None:
+        say(f"W&B's own view of the runs here, in the terminal: wandb leet {together}\n")
+        say(f"To send them once there is an account: wandb sync {together}/offline-run-*\n")
+
+
+def has_display() -> bool:
+    """A browser of the terminal's own would take the terminal."""
+    return sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The end of a sweep: its comparison, printed and written, and an exit code that says whether every job did well."""
+
+from __future__ import annotations
+
+import sys
+
+from rlexp.errors import UserError
+from rlexp.launch.launchers import opened
+from rlexp.launch.sweep import Sweep
+
+
+def conclude(exit_code: int) -> int:
+    """After the sweep that this process ran, however it ended; `exit_code` is what it ended with."""
+    for sweep in filter(lambda sweep: sweep.begun, opened()):
+        exit_code = _conclude(sweep, exit_code)
+    return exit_code
+
+
+def _conclude(sweep: Sweep, exit_code: int) -> int:
+    from rlexp.compare.__main__ import main as compare  # here, since a single run does without
+
+    unfinished = [job for job in sweep.jobs if job.status not in ("finished", "skipped")]
+    finished = [job for job in sweep.jobs if job.status == "finished"]
+    try:
+        compared = compare([str(sweep.folder)])
+    except UserError as error:
+        sys.stderr.write(f"rlexp: {error}\n")
+        compared = 1
+    if unfinished:
+        states = ", ".join(f"{job.label} is {job.status}" for job in unfinished)
+        sys.stderr.write(f"rlexp: {states}. To go on, give the same command with hydra.sweep.dir={sweep.folder}\n")
+    if exit_code:
+        return exit_code
+    failed = any(job.status == "failed" for job in sweep.jobs)
+    return 1 if failed or compared or not (finished or unfinished) else 0

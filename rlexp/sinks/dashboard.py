@@ -1,0 +1,168 @@
+"""The workspace that compares runs in a W&B project; and where to look where there is no account."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rlexp.errors import SinkError
+from rlexp.sinks.baseline import PARITY
+from rlexp.sinks.wandb_account import NO_ACCOUNT, has_account, refusals
+from rlexp.sinks.wandb_read import STEP, fragments_beneath
+
+PHASES = ("data", "reference", "forward", "backward", "optimizer")
+BY_RING = "ring_size"  # flat in every run's configuration: W&B groups by such alone
+TOGETHER = "wandb"  # beneath the runs' folder: links to what W&B wrote of each
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    metric: str
+    by_ring: Literal["mean", "max"] | None = (
+        "mean"  # how the runs of one ring size become one line; None: a line per run
+    )
+    log_y: bool = False
+    bars: bool = False  # of the summary, not a line over the steps
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str
+    panels: tuple[Panel, ...]
+
+
+SECTIONS = (
+    Section(
+        "Loss",
+        (
+            Panel("Loss by ring size", "train/loss"),
+            Panel("Held-out loss by ring size", "eval/loss"),
+            Panel("Loss of each run", "train/loss", by_ring=None),
+            Panel("Reward margin by ring size", "train/rewards/margins"),
+        ),
+    ),
+    Section("Difference to the baseline", (Panel("|loss − baseline's|", PARITY, by_ring=None, log_y=True),)),
+    Section(
+        "Memory",
+        (
+            Panel("Highest peak by ring size", "max/memory/peak_bytes", by_ring="max", bars=True),
+            *(Panel(f"Peak: {phase}", f"memory/{phase}_peak_bytes", by_ring="max") for phase in PHASES),
+        ),
+    ),
+    Section(
+        "Throughput",
+        (
+            Panel("Tokens per second", "train/tokens_per_second"),
+            Panel("Seconds per step", "train/step_seconds"),
+        ),
+    ),
+)
+
+
+def title_of(group: str | None) -> str:
+    return f"rlexp ring sizes, {group}" if group else "rlexp ring sizes"
+
+
+def planned(project: str, entity: str | None, group: str | None) -> str:
+    """What would be made, in words."""
+    where = f"{entity}/{project}" if entity else project
+    whose = f"the runs of group {group}" if group else "all runs"
+    lines = [f"workspace “{title_of(group)}” in the W&B project {where}, of {whose}:"]
+    for section in SECTIONS:
+        lines.append(f"  {section.name}")
+        for panel in section.panels:
+            how = f"{panel.by_ring} by {BY_RING}" if panel.by_ring else "each run"
+            over = "summary, bars" if panel.bars else f"over {STEP}"
+            lines.append(f"    {panel.title}: {panel.metric} ({how}, {over}{', logarithmic' * panel.log_y})")
+    return "\n".join(lines) + "\n"
+
+
+def workspace(project: str, entity: str, group: str | None) -> Any:
+    import wandb_workspaces.reports.v2 as reports
+    import wandb_workspaces.workspaces as workspaces
+
+    def drawn(panel: Panel) -> Any:
+        groupby = reports.Config(BY_RING) if panel.by_ring else None
+        if panel.bars:
+            return reports.BarPlot(
+                title=panel.title,
+                metrics=[panel.metric],
+                groupby=groupby,
+                groupby_aggfunc=panel.by_ring,
+                orientation="v",
+            )
+        return reports.LinePlot(
+            title=panel.title,
+            x=STEP,
+            y=[panel.metric],
+            log_y=panel.log_y or None,
+            groupby=groupby,
+            groupby_aggfunc=panel.by_ring,
+            groupby_rangefunc="minmax" if panel.by_ring else None,
+        )
+
+    return workspaces.Workspace(
+        entity=entity,
+        project=project,
+        name=title_of(group),
+        sections=[
+            workspaces.Section(name=section.name, panels=[drawn(panel) for panel in section.panels], is_open=True)
+            for section in SECTIONS
+        ],
+        settings=workspaces.WorkspaceSettings(x_axis=STEP, max_runs=50),
+        runset_settings=workspaces.RunsetSettings(
+            filters=[workspaces.Metric("Group") == group] if group else "",
+            pinned_columns=[f"config:{BY_RING}.value", "summary:best/train/loss", "summary:max/memory/peak_bytes"],
+        ),
+    )
+
+
+def send(project: str, entity: str | None, group: str | None) -> str:
+    """Save the workspace in the user's project; its address."""
+    if not has_account():
+        raise SinkError(f"{project}: {NO_ACCOUNT}")
+    import wandb
+
+    with refusals(project):
+        api = wandb.Api()
+        entity = entity or api.default_entity
+    if not entity:
+        raise SinkError(f"{project}: this account has no default entity. Give --entity ENTITY.")
+    try:
+        with refusals(f"{entity}/{project}"):
+            _ = api.project(project, entity).id
+    except SinkError as error:
+        if not isinstance(error.__cause__, ValueError):
+            raise
+        raise SinkError(
+            f"{entity}/{project}: no such project, or not for this account. A run online makes it, or `wandb sync` of "
+            f"one offline; --entity says whose it is."
+        ) from None
+    with refusals(f"{entity}/{project}"):
+        return str(workspace(project, entity, group).save().url)
+
+
+def newest_report(runs: Path) -> Path | None:
+    """Of a sweep or a comparison."""
+    found = [*runs.glob("report.html"), *runs.glob("*/report.html"), *runs.glob("*/*/report.html")]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def gather(runs: Path) -> Path | None:
+    """Links to all that W&B wrote offline beneath a folder, side by side: its terminal view looks into one folder."""
+    found = list(fragments_beneath(runs))
+    if not found:
+        return None
+    together = runs / TOGETHER
+    together.mkdir(exist_ok=True)
+    for link in together.iterdir():
+        if link.is_symlink() and not link.exists():
+            link.unlink()
+    for path in found:
+        with contextlib.suppress(FileExistsError):
+            (together / path.name).symlink_to(os.path.relpath(path, together))
+    return together

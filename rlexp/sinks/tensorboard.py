@@ -1,0 +1,41 @@
+"""TensorBoard: event files in the run's folder. It keeps values in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlexp.sinks.base import Ending, Sink
+from rlexp.types import MetricRow
+
+FOLDER = "tensorboard"
+
+
+class TensorBoardSink(Sink):
+    """A run that goes on tells TensorBoard from which step on to forget what it has.
+
+    `history` are the rows before; a folder that has none of them, since they came from another run's, is given them.
+    """
+
+    def __init__(self, run_dir: Path, history: Sequence[MetricRow] = ()) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # here, since the package may not be there
+
+        folder = run_dir / FOLDER
+        before = any(folder.glob("events.out.tfevents.*"))
+        last = int(history[-1]["step"]) if history else 0
+        self._writer = SummaryWriter(str(folder), purge_step=last + 1 if before else None)
+        for row in () if before else history:
+            self._write(row)
+        self._writer.flush()
+
+    def log(self, row: MetricRow) -> None:
+        self._write(row)
+        self._writer.flush()  # a process that is killed loses nothing
+
+    def _write(self, row: MetricRow) -> None:
+        for name, value in row.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, int(row["step"]))
+
+    def close(self, ending: Ending) -> None:  # noqa: ARG002
+        self._writer.close()

@@ -1,0 +1,176 @@
+"""Runs as W&B has them, read back: from the folders that its client writes, or from a project online."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlexp.errors import SinkError
+from rlexp.sinks.wandb_account import NO_ACCOUNT, has_account, refusals
+
+if TYPE_CHECKING:  # it would import torch, which who reads does without
+    from rlexp.types import MetricRow
+
+STEP = "train/global_step"
+_FRAGMENT = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
+LONGEST = 600  # seconds, for one folder of W&B's
+STATES = {0: "finished", None: "unfinished"}  # by exit code; any other has failed
+
+
+@dataclass(frozen=True)
+class WandbRun:
+    id: str
+    name: str
+    group: str | None
+    state: str  # W&B's word; `unfinished` offline, where nothing says how a run ended
+    config: dict[str, Any]
+    rows: list[MetricRow]  # one per step, in order; `step` comes first
+    summary: dict[str, Any]
+
+
+def read_offline(folder: Path) -> list[WandbRun]:
+    """The runs in a folder that W&B's client wrote, or in one that holds such, or in a run's. The pieces of a run that
+    was stopped and went on are put together, in order."""
+    pieces: dict[str, list[Path]] = {}
+    for path in _fragments(folder):
+        found = _FRAGMENT.fullmatch(path.name)
+        assert found
+        pieces.setdefault(found[2], []).append(path)
+    runs = [run for run_id, paths in pieces.items() if (run := _put_together(run_id, paths)) is not None]
+    if not runs:
+        raise SinkError(f"{folder}: its W&B runs hold no record; they were ended before one was written.")
+    return runs
+
+
+def read_project(path: str) -> list[WandbRun]:
+    """All runs of `entity/project`, or of `project`, online."""
+    if not re.fullmatch(r"[^/\s]+(?:/[^/\s]+)?", path):
+        raise SinkError(f"{path}: is no W&B project. Give ENTITY/PROJECT.")
+    if not has_account():
+        raise SinkError(f"{path}: {NO_ACCOUNT}")
+    import wandb
+
+    with refusals(path):
+        return [
+            WandbRun(
+                id=str(run.id),
+                name=str(run.name or run.id),
+                group=run.group,
+                state=run.state,
+                config=dict(run.config),
+                # Not from the client's cache, which does not know of rows that came since.
+                rows=by_step(run.scan_history(use_cache=False)),
+                summary=_public(run.summary_metrics),
+            )
+            for run in wandb.Api().runs(path, lazy=False)
+        ]
+
+
+def fragments_beneath(runs: Path) -> Iterator[Path]:
+    """What the client wrote offline of the runs in a folder, and of the jobs of sweeps in it."""
+    for depth in ("*", "*/*"):
+        for path in runs.glob(f"{depth}/wandb/offline-run-*"):
+            if _is_fragment(path):
+                yield path
+
+
+def last_step(folder: Path, run_id: str) -> int:
+    """The last step that the folders of a run's earlier processes hold."""
+    last = 0
+    for path in _inside(folder, f"*-{run_id}"):
+        rows = by_step(record["history"]["item"] for record in _records(path, ("history",)))
+        last = max([last, *(int(row["step"]) for row in rows)])
+    return last
+
+
+def by_step(items: Iterable[Mapping[str, Any]]) -> list[MetricRow]:
+    """A row per step, of numbers; of a value that came twice, the later. W&B's own keys begin with an underscore."""
+    rows: dict[int, MetricRow] = {}
+    for item in items:
+        step = item.get(STEP, item.get("_step"))
+        if isinstance(step, int | float):
+            values = {name: value for name, value in _public(item).items() if type(value) in (int, float)}
+            rows.setdefault(int(step), {"step": int(step)}).update(values)
+    return [rows[step] for step in sorted(rows)]
+
+
+def _public(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if not name.startswith("_")}
+
+
+def _fragments(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise SinkError(f"{folder}: no such folder. Give one that W&B's client wrote, or a run's.")
+    folder = folder.resolve()
+    if _is_fragment(folder):
+        return [folder]
+    found = _inside(folder) or _inside(folder / "wandb")
+    if not found:
+        raise SinkError(f"{folder}: is no folder of W&B's: there is no offline-run-… in it, nor in its wandb/.")
+    return found
+
+
+def _inside(folder: Path, pattern: str = "*") -> list[Path]:
+    """In the order in which they were begun."""
+    found = [path for path in folder.glob(pattern) if _is_fragment(path)]
+    return sorted(found, key=lambda path: path.name.removeprefix("offline-"))
+
+
+def _is_fragment(path: Path) -> bool:
+    return _FRAGMENT.fullmatch(path.name) is not None and any(path.glob("run-*.wandb"))
+
+
+def _put_together(run_id: str, fragments: list[Path]) -> WandbRun | None:
+    told: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    items: list[dict[str, Any]] = []
+    exit_code: int | None = None
+    for fragment in fragments:
+        exit_code = None
+        for record in _records(fragment, ("run", "config", "summary", "history", "exit")):
+            match record["type"]:
+                case "run":
+                    told = record["run"]
+                    config |= told.get("config", {}).get("update", {})
+                case "config":
+                    config |= record["config"].get("update", {})
+                case "summary":
+                    summary |= record["summary"].get("update", {})
+                case "history":
+                    items.append(record["history"]["item"])
+                case "exit":
+                    exit_code = record["exit"].get("exit_code", 0)
+    if not told:
+        return None
+    return WandbRun(
+        id=run_id,
+        name=told.get("display_name") or run_id,
+        group=told.get("run_group"),
+        state=STATES.get(exit_code, "failed"),
+        config=_public(config),
+        rows=by_step(items),
+        summary=_public(summary),
+    )
+
+
+def _records(fragment: Path, kinds: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """What stands in a run's log, by W&B's own reader."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(fragment)]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, check=False)
+    except subprocess.TimeoutExpired:
+        raise SinkError(f"{fragment}: `wandb leet inspect` did not read it within {LONGEST} s.") from None
+    if answer.returncode:
+        said = (answer.stderr.strip() or answer.stdout.strip()).rpartition("\n")[2]
+        raise SinkError(f"{fragment}: cannot be read by `wandb leet inspect` ({said}).")
+    marks = tuple(f'"type":"{kind}"' for kind in kinds)
+    for line in answer.stdout.splitlines():
+        if any(mark in line[:80] for mark in marks):
+            yield json.loads(line)

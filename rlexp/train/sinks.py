@@ -1,0 +1,82 @@
+"""Where a run's rows go, and what is said of it at its end. Rank 0 only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlexp.checkpoint.folder import METRICS
+from rlexp.config.load import to_plain
+from rlexp.config.schema import LoggerName
+from rlexp.launch import folder
+from rlexp.launch.folder import derived_sizes
+from rlexp.launch.stops import heard
+from rlexp.launch.whereabouts import deaths
+from rlexp.sinks.base import Ending, Sink, Sinks
+from rlexp.sinks.baseline import Baseline
+from rlexp.sinks.console import ConsoleSink
+from rlexp.sinks.jsonl import JsonlSink, read_rows
+from rlexp.sinks.names import new_id
+from rlexp.train.build import Run
+from rlexp.train.loop import Position, last_step
+from rlexp.types import MetricRow
+
+
+def build_sinks(run: Run, run_dir: Path, position: Position, curve: JsonlSink) -> Sinks:
+    logger, rows = run.cfg.logger, read_rows(run_dir / METRICS)  # up to where the run goes on
+    sinks: list[Sink] = [curve]
+    if logger.progress:
+        sinks.append(ConsoleSink(last_step(run, position), first_step=position.step + 1))
+    match logger.name:
+        case LoggerName.wandb:
+            sinks.append(wandb_sink(run, run_dir, rows))
+        case LoggerName.tensorboard:
+            from rlexp.sinks.tensorboard import TensorBoardSink
+
+            sinks.append(TensorBoardSink(run_dir, rows))
+        case LoggerName.trackio:
+            from rlexp.sinks.trackio_run import TrackioSink
+
+            sinks.append(TrackioSink(logger, described(run, run_dir), run_id=run_id_of(run, run_dir), history=rows))
+        case LoggerName.none:
+            pass
+    baseline = Baseline(Path(logger.baseline).expanduser()) if logger.baseline is not None else None
+    return Sinks(sinks, baseline)
+
+
+def run_id_of(run: Run, run_dir: Path) -> str:
+    """Made once, and noted before anything is sent under it."""
+    run_id = folder.read(run_dir).get("wandb_id") or new_id(run.cfg.logger, run_dir)
+    folder.note(run_dir, wandb_id=run_id)
+    return str(run_id)
+
+
+def wandb_sink(run: Run, run_dir: Path, rows: Sequence[MetricRow]) -> Sink:
+    from rlexp.sinks.wandb_run import WandbFacts, WandbSink
+
+    cfg = run.cfg
+    tags = [cfg.loss.name, cfg.model.name, f"ring{run.world.ring.size}", cfg.train.precision.value]
+    facts = WandbFacts(
+        described(run, run_dir), tags, cfg.checkpoint.best_metric, cfg.checkpoint.best, cfg.train.precision
+    )
+    return WandbSink(cfg.logger, run_dir, facts, run_id=run_id_of(run, run_dir), history=rows)
+
+
+def described(run: Run, run_dir: Path) -> dict[str, object]:
+    """The configuration for dashboards: what they group by is flat, and without dots, which they read as levels."""
+    axes = {f"axis/{key.replace('.', '_')}": value for key, value in run.cfg.logger.axes.items()}
+    known = {"identity": folder.read(run_dir).get("identity")}
+    return to_plain(run.cfg) | derived_sizes(run.cfg) | axes | known
+
+
+def ending_of(error: BaseException, run: Run, run_dir: Path) -> Ending:
+    """Of a process that an error ends. A rank that died of memory has said so in the run's folder."""
+    cause = run.phases.explained(error, run.world.rank) or heard(error)
+    reason = str(cause) or type(cause).__name__
+    facts: dict[str, float | int | str] = {}
+    for death in deaths(run_dir)[:1]:
+        facts = {f"memory/died_{what}": death[what] for what in ("step", "rank")} | {"memory/died_in": death["phase"]}
+        facts |= {f"memory/{phase}_peak_bytes": peak for phase, peak in death["peaks"].items()}
+        if death["rank"] != run.world.rank:
+            reason = f"rank {death['rank']} ran out of memory in its {death['phase']} phase, in step {death['step']}"
+    return Ending(getattr(cause, "exit_code", 1), reason, facts)

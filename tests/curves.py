@@ -1,0 +1,66 @@
+"""Run folders with curves of the tests' own making, as a run would leave them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlexp.config.identity import identity
+from rlexp.config.load import compose_config, to_file
+from rlexp.launch.folder import derived_sizes
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+def a_run(
+    folder: Path, *overrides: str, steps: int = 20, noise: float = 0.0, edit: Edit | None = None, **facts: Any
+) -> Path:
+    """The same curve for every layout, up to relative `noise`; `edit` changes rows, `facts` what run.json says."""
+    cfg = compose_config(["launch.device=cpu", "logger=none", *overrides])
+    folder.mkdir(parents=True)
+    to_file(cfg, folder / "config.yaml")
+    known = {
+        "status": "finished",
+        "reason": "all steps are done",
+        "sizes": derived_sizes(cfg),
+        "identity": identity(cfg),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+    (folder / "run.json").write_text(json.dumps(known | facts), encoding="utf-8")
+    random = np.random.default_rng(zlib.crc32(folder.name.encode()))
+    lines = []
+    for row in rows(steps):
+        for name in row:
+            if noise and name in ("train/loss", "eval/loss", "train/rewards/margins"):
+                row[name] *= 1 + noise * random.uniform(-1, 1)
+        row["train/step_seconds"] = 0.1 * cfg.parallel.ring_size
+        if edit:
+            edit(row)
+        lines.append(json.dumps(row) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def rows(steps: int) -> list[dict[str, Any]]:
+    curve = []
+    for step in range(1, steps + 1):
+        row = {
+            "step": step,
+            "train/loss": 0.1 + 0.593 * float(np.exp(-step / 30)) + 0.02 * float(np.sin(step)),
+            "train/rewards/margins": float(np.sin(step / 5)),
+            "train/tokens": 1000 + step,
+            "train/total_tokens": sum(1000 + s for s in range(1, step + 1)),
+            "memory/peak_bytes": 4_000_000 + step,
+        }
+        if step % 10 == 0:
+            row["eval/loss"] = 0.2 + 0.1 / step
+        curve.append(row)
+    return curve

@@ -1,0 +1,324 @@
+"""Comparing runs: what is one curve, what is not, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlexp.compare import report as reports
+from rlexp.compare.__main__ import main
+from rlexp.compare.difference import difference
+from rlexp.compare.families import sort_out
+from rlexp.compare.report import telling
+from rlexp.compare.runs import Reader, read_columns
+from tests.curves import a_run
+
+
+def compare(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def judged(folder: Path) -> reports.Report:
+    group = Reader().group(folder)
+    assert group is not None
+    return reports.make(group, sort_out(group, baseline=None, force=False))
+
+
+def nudged(step: int, by: float, name: str = "train/loss"):
+    def edit(row: dict) -> None:
+        if row["step"] >= step and name in row:
+            row[name] += by
+
+    return edit
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A ring of one and a ring of four, as far apart as float32 rounds."""
+    a_run(tmp_path / "runs" / "one")
+    a_run(tmp_path / "runs" / "four", "parallel=ring4", noise=2e-7)
+    return tmp_path / "runs"
+
+
+def test_one_curve_is_said_to_be_one(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(two, "--baseline", "one") == 0
+    said = capsys.readouterr().out
+    assert "The 2 runs draw one curve" in said
+    assert f"{two}/report.html" in said
+    assert "run " in said
+    assert "baseline" in said
+    assert {path.name for path in two.iterdir()} == {"one", "four", "report.html", "curves.png", "summary.json"}
+    summary = json.loads((two / "summary.json").read_text(encoding="utf-8"))
+    assert summary["verdict"]["status"] == "agree"
+    by_label = {run["label"]: run for run in summary["runs"]}
+    assert by_label["one"]["baseline"] is True
+    assert 0 < by_label["four"]["worst_difference"] < 5e-7
+    # 1 rank at 0.1 s a step against 4 ranks at 0.4 s: a sixteenth of the tokens per second and rank.
+    assert by_label["four"]["efficiency"] == pytest.approx(1 / 16)
+    assert (two / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_defect_that_no_eye_sees_is_found(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(two / "wrong", "parallel=ring2", edit=nudged(7, 1e-5))
+    assert compare(two, "--baseline", "one", "--fail-above", "1e-6") == 1
+    said = capsys.readouterr().out
+    assert "The curves part. wrong parts from one at step 7: train/loss is " in said
+    failed = next(line for line in said.splitlines() if line.startswith("FAILED: "))
+    assert failed.startswith("FAILED: step 7: train/loss is ")
+    assert " in wrong (wrong) and " in failed
+    assert " in one (one), " in failed
+    assert compare(two, "--baseline", "one", "--fail-above", "1e-4") == 0
+    assert compare(two / "one", two / "four", "--out", two / "out", "--fail-above", "1e-6") == 0
+
+
+def test_other_metrics_are_held_where_asked(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(two / "wrong", edit=nudged(3, 1e-3, "train/rewards/margins"))
+    assert compare(two, "--baseline", "one", "--fail-above", "1e-6") == 0
+    assert compare(two, "--baseline", "one", "--fail-above", "1e-6", "--metrics", "train/*") == 1
+    assert "step 3: train/rewards/margins" in capsys.readouterr().out
+
+
+def test_in_float64_every_metric_is_held(tmp_path: Path) -> None:
+    fp64 = ("train.precision=fp64",)
+    a_run(tmp_path / "runs" / "a", *fp64)
+    a_run(tmp_path / "runs" / "b", *fp64, "parallel=ring2", noise=1e-14)
+    assert judged(tmp_path / "runs").verdict.status == "agree"
+    a_run(tmp_path / "runs" / "c", *fp64, "parallel=ring4", edit=nudged(5, 1e-8, "train/rewards/margins"))
+    verdict = judged(tmp_path / "runs").verdict
+    assert verdict.status == "apart"
+    assert "c parts from a at step 5: train/rewards/margins" in verdict.headline
+
+
+def test_the_noise_floor_is_measured_where_it_can_be(tmp_path: Path) -> None:
+    """A run of the same layout with another micro-batch; without one it is an estimate, and called so."""
+    a_run(tmp_path / "runs" / "a")
+    a_run(tmp_path / "runs" / "b", "parallel=ring2", noise=3e-5)
+    assert judged(tmp_path / "runs").verdict.status == "apart"
+    floor = next(m for m in reports.payload_of(judged(tmp_path / "runs")).metrics if m.name == "train/loss")
+    assert floor.floor_kind.startswith("estimated")
+    a_run(tmp_path / "runs" / "noise", "train.micro_batch_size=2", noise=2e-5)
+    report = judged(tmp_path / "runs")
+    assert report.verdict.status == "agree"  # no further apart than the same layout from itself
+    floor = next(m for m in reports.payload_of(report).metrics if m.name == "train/loss")
+    assert floor.floor_kind == "measured: noise"
+    assert (np.diff(floor.floor) >= 0).all()
+
+
+def test_what_only_grows_late_is_not_called_a_defect(tmp_path: Path) -> None:
+    a_run(tmp_path / "runs" / "a", steps=300)
+    a_run(tmp_path / "runs" / "b", "parallel=ring2", steps=300, edit=nudged(250, 1e-3))
+    verdict = judged(tmp_path / "runs").verdict
+    assert verdict.status == "unproven"
+    assert "train.micro_batch_size" in verdict.details[0]
+
+
+def test_another_experiment_is_compared_by_force_only(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(two / "other", "seed=1", "optim.lr=1e-3")
+    assert compare(two, "--baseline", "one") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("rlexp: other: is another experiment than one: optim.lr is 0.001, and there 0.0005.")
+    assert "--force" in said
+    assert compare(two, "--baseline", "one", "--force") == 0
+    said = capsys.readouterr().out
+    assert "! compared by force: other: seed is 1, and there 0" in said
+    assert "other: seed is 1, and there 0" in (two / "report.html").read_text(encoding="utf-8")
+
+
+def a_job(number: int, folder: str, axes: dict[str, str], *, baseline: int = 0, **facts: str) -> dict:
+    known = {"number": number, "folder": folder, "overrides": [], "axes": axes, "baseline": baseline}
+    return known | {"status": "finished", "reason": None} | facts
+
+
+def test_a_sweep_over_seeds_has_a_baseline_for_each(tmp_path: Path) -> None:
+    jobs = []
+    for number, (seed, ring) in enumerate([(0, 1), (0, 2), (1, 1), (1, 2)]):
+        a_run(tmp_path / "sw" / str(number), f"seed={seed}", f"parallel=ring{ring}",
+              edit=nudged(1, seed / 10), noise=1e-7)  # fmt: skip
+        axes = {"seed": str(seed), "parallel": f"ring{ring}"}
+        jobs.append(a_job(number, str(number), axes, baseline=number // 2 * 2))
+    (tmp_path / "sw" / "sweep.json").write_text(
+        json.dumps({"name": "sw", "axes": ["seed", "parallel"], "jobs": jobs}), encoding="utf-8"
+    )
+    report = judged(tmp_path / "sw")
+    assert [family.baseline.name for family in report.families.families] == ["sw/0", "sw/2"]
+    assert report.verdict.status == "agree"
+    assert "draw 2 curves" in report.verdict.headline
+
+
+# ---- wrong input: one message, and what is there is shown ----
+
+
+def test_a_folder_without_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert compare(tmp_path / "empty") == 1
+    assert capsys.readouterr().err.startswith(f"rlexp: {tmp_path}/empty: holds no run: ")
+    assert compare(tmp_path / "absent") == 1
+    assert capsys.readouterr().err.startswith(f"rlexp: {tmp_path}/absent: no such folder.")
+    monkeypatch.setenv("NETRC", "/dev/null")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert compare("runs/absent") == 1  # which might be a project of W&B's
+    said = capsys.readouterr().err
+    assert said.startswith("rlexp: runs/absent: no such folder in ")
+    assert "As a W&B project: " in said
+
+
+def test_a_torn_last_line_and_a_broken_one(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    curve = two / "four" / "metrics.jsonl"
+    lines = curve.read_text(encoding="utf-8").splitlines(keepends=True)
+    curve.write_text("".join([*lines[:4], "{broken\n", *lines[5:], '{"step": 21, "train/l']), encoding="utf-8")
+    assert compare(two, "--baseline", "one") == 0
+    said = capsys.readouterr().out
+    assert f"{curve}: its last line is torn, and left out" in " ".join(said.split())
+    assert f"{curve}:5: is not JSON, and left out" in " ".join(said.split())
+    assert "draw one curve" in said
+
+
+def test_runs_without_a_common_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(tmp_path / "runs" / "a", steps=3)
+
+    def later(row: dict) -> None:
+        row["step"] += 100
+
+    a_run(tmp_path / "runs" / "b", "parallel=ring2", steps=3, edit=later)
+    assert compare(tmp_path / "runs") == 0
+    assert "b has no step in common with a" in (tmp_path / "runs" / "report.html").read_text(encoding="utf-8")
+    assert compare(tmp_path / "runs", "--fail-above", "1e-6") == 1
+    assert "nothing was compared" in capsys.readouterr().err
+
+
+def test_a_baseline_that_is_not_there(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(two, "--baseline", "three") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("rlexp: --baseline three: is none of them. The runs are ")
+    for name in ("one", "four"):
+        assert f"{name} ({name})" in said
+
+
+def test_a_sweep_whose_baseline_failed(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = [
+        a_job(0, "gone", {"parallel": "ring8"}, status="failed", reason="rank 3 failed"),
+        *(a_job(number, name, {"parallel": name}) for number, name in enumerate(("one", "four"), 1)),
+    ]
+    (two / "sweep.json").write_text(json.dumps({"name": "sw", "axes": ["parallel"], "jobs": jobs}), encoding="utf-8")
+    assert compare(two) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the baseline ring8 has no curve (failed: rank 3 failed); one stands in for it" in said
+    assert "ring8 is failed: rank 3 failed" in said
+    assert "The 2 runs draw one curve" in said
+
+
+def test_no_run_has_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(tmp_path / "runs" / "a", steps=0)
+    assert compare(tmp_path / "runs") == 1
+    assert "no run has a step yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [("--fail-above", "-1"), ("--fail-above", "nan"), ("--watch", "0")])
+def test_thresholds_that_make_no_sense(two: Path, option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(two, *option) == 1
+    assert capsys.readouterr().err.startswith(f"rlexp: {option[0]} ")
+
+
+def test_a_run_whose_process_is_gone_is_not_called_running(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait(timeout=30)
+    a_run(tmp_path / "runs" / "a", status="running", pid=dead.pid)
+    a_run(tmp_path / "runs" / "b", status="running", pid=os.getpid())
+    runs = {run.name: run for run in judged(tmp_path / "runs").group.runs}
+    assert (runs["a"].status, runs["b"].status) == ("stopped", "running")
+
+
+# ---- live ----
+
+
+def test_watching_redraws_until_the_runs_have_ended(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    a_run(runs / "a")
+    growing = a_run(runs / "b", "parallel=ring2", steps=10, status="running")
+    command = [sys.executable, "-m", "rlexp.compare", str(runs), "--watch", "0.2"]
+    watcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        steps = wait_for(runs / "summary.json", lambda found: found["runs"][1]["steps"] == 10)
+        page = (runs / "report.html").read_text(encoding="utf-8")
+        assert '"watch":0.2' in page
+        more = a_run(tmp_path / "more", "parallel=ring2", steps=14)
+        (growing / "metrics.jsonl").write_bytes((more / "metrics.jsonl").read_bytes())
+        steps = wait_for(runs / "summary.json", lambda found: found["runs"][1]["steps"] == 14)
+        assert steps
+        known = json.loads((growing / "run.json").read_text(encoding="utf-8"))
+        (growing / "run.json").write_text(json.dumps(known | {"status": "finished"}), encoding="utf-8")
+        assert watcher.wait(timeout=30) == 0
+    finally:
+        watcher.kill()
+        watcher.communicate(timeout=10)
+    page = (runs / "report.html").read_text(encoding="utf-8")
+    assert '"watch":null' in page
+
+
+def wait_for(path: Path, true_of) -> bool:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            if true_of(json.loads(path.read_text(encoding="utf-8"))):
+                return True
+        except (OSError, ValueError):
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"{path} never came to say so")
+
+
+# ---- arithmetic ----
+
+
+def test_a_metric_that_changes_its_sign_is_held_against_its_size() -> None:
+    steps = np.arange(1, 5)
+    one, other = np.array([1.0, -1.0, 1e-9, 1.0]), np.array([1.0, -1.0, -1e-9, 1.0])
+    assert difference(steps, one, steps, other).relative.max() < 1e-8
+    assert difference(steps, one + 2, steps, other + 2).relative.max() == pytest.approx(1e-9, rel=1e-3)
+
+
+def test_nothing_is_apart_from_itself_and_gaps_are_left_out() -> None:
+    steps = np.arange(1, 6)
+    values = np.array([0.0, np.nan, 3.0, -2.0, 5.0])
+    gap = difference(steps, values, np.array([1, 2, 4, 9]), np.array([0.0, 1.0, -2.0, 7.0]))
+    assert gap.steps.tolist() == [1, 4]
+    assert gap.relative.tolist() == [0.0, 0.0]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 20000), st.integers(0, 10**6))
+def test_what_is_drawn_holds_every_extreme(count: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    values, gaps = random.standard_normal(count), random.random(count)
+    spike, apart = random.integers(count, size=2)
+    values[spike], gaps[apart] = 100.0, 50.0
+    kept = telling(np.arange(count), [values], [gaps])
+    assert {0, count - 1, int(spike), int(apart)} <= set(kept.tolist())
+    assert len(kept) <= max(1000, 1003)
+    assert len(set(kept.tolist())) == len(kept)
+
+
+def test_a_step_that_is_there_twice_counts_once(tmp_path: Path) -> None:
+    """As an older process may leave it: the last row is the one."""
+    lines = [{"step": 1, "train/loss": 1.0}, {"step": 2, "train/loss": 2.0}, {"step": 2, "train/loss": 3.0}]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    steps, columns = read_columns(path, [])
+    assert steps.tolist() == [1, 2]
+    assert columns["train/loss"].tolist() == [1.0, 3.0]
+
+
+def test_comparing_imports_no_torch() -> None:
+    code = "import sys, rlexp.compare.__main__, rlexp.compare.picture; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,179 @@
+"""Sweeps from the shell: they go on, they say what was not run, and they are taken up again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlexp.launch.launchers import _quoted
+from rlexp.launch.sweep import axes_of, short
+
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+ROOT = Path(__file__).resolve().parent.parent
+QUICK = ("launch.device=cpu", "logger=none", "engine=torch", "checkpoint.export=false", "data.size=40",
+         "data.eval_size=0", "model.layers=1", "hydra.sweep.dir=sw")  # fmt: skip
+
+
+def jobs_of(folder: Path) -> list[dict]:
+    return json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["jobs"]
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_sweep_goes_on_and_says_what_was_not_run(rlexp: Shell, tmp_path: Path) -> None:
+    """One corner of the grid does not divide, one job blows up; the others are run, and compared."""
+    sweep = ("-m", *QUICK, "launch.nproc=2", "train.max_steps=3", "parallel=ring1,ring2", "train.batch_size=3,4",
+             "optim.lr=1e-3,1e30")  # fmt: skip
+    answer = rlexp(*sweep)
+    assert answer.returncode == 1
+    jobs = {job["label"]: job for job in jobs_of(tmp_path / "sw")}
+    assert {label: job["status"] for label, job in jobs.items()} == {
+        "ring1, batch_size=3, lr=0.001": "skipped",
+        "ring1, batch_size=3, lr=1e+30": "skipped",
+        "ring1, batch_size=4, lr=0.001": "finished",
+        "ring1, batch_size=4, lr=1e+30": "failed",
+        "ring2, batch_size=3, lr=0.001": "finished",
+        "ring2, batch_size=3, lr=1e+30": "failed",
+        "ring2, batch_size=4, lr=0.001": "finished",
+        "ring2, batch_size=4, lr=1e+30": "failed",
+    }
+    assert jobs["ring1, batch_size=3, lr=0.001"]["reason"].startswith("train.batch_size=3: 2 replicas × ")
+    assert "is not finite" in jobs["ring2, batch_size=4, lr=1e+30"]["reason"]
+    assert not (tmp_path / "sw" / "0").exists()
+    assert "ring1, batch_size=3, lr=0.001 is skipped: train.batch_size=3: " in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert "skipped" in answer.stdout
+    assert "ring1, batch_size=4, lr=1e+30 is failed: " in answer.stdout
+    assert {"report.html", "curves.png", "summary.json"} <= {path.name for path in (tmp_path / "sw").iterdir()}
+
+    # What every job knows of its sweep: those of one experiment have one baseline.
+    config = (tmp_path / "sw" / "6" / "config.yaml").read_text(encoding="utf-8")
+    assert f"baseline: {tmp_path}/sw/2" in config
+    assert "group: sw" in config
+    assert "run_name: sw-ring2, batch_size=4, lr=0.001" in config
+    assert "  axes:\n    parallel: ring2\n    train.batch_size: '4'\n    optim.lr: '0.001'\n" in config
+
+    # Taken up again: what is finished is not run a second time.
+    before = (tmp_path / "sw" / "2" / "run.json").read_bytes()
+    again = rlexp(*sweep)
+    assert again.returncode == 1
+    assert (tmp_path / "sw" / "2" / "run.json").read_bytes() == before
+    other = rlexp(*[part.replace("train.batch_size=3,4", "train.batch_size=4,8") for part in sweep])
+    assert other.returncode == 1
+    assert other.stderr.startswith("rlexp: hydra.sweep.dir=")
+    assert "holds another sweep" in other.stderr
+
+
+def test_a_killed_sweep_is_taken_up_by_the_same_command(rlexp: Shell, tmp_path: Path) -> None:
+    """The launcher is killed in the second of three jobs. The first is kept, the second goes on, the third is run."""
+    sweep = ("-m", *QUICK, "train.max_steps=40", "parallel=ring1,ring2,ring4", "checkpoint.save_every=4",
+             "train.precision=fp64")  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlexp", *sweep], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    saved = tmp_path / "sw" / "1" / "checkpoints" / "step-00000008"
+    deadline = time.monotonic() + 200
+    while not saved.exists() and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=10)
+    assert [job["status"] for job in jobs_of(tmp_path / "sw")] == ["finished", "running", "waiting"]
+    assert 8 <= len(steps_of(tmp_path / "sw" / "1")) < 40
+    first = (tmp_path / "sw" / "0" / "run.json").read_bytes()
+
+    answer = rlexp(*sweep, timeout=250)
+    assert answer.returncode == 0, answer.stderr
+    assert (tmp_path / "sw" / "0" / "run.json").read_bytes() == first
+    assert "goes on from" in answer.stderr
+    assert all(steps_of(tmp_path / "sw" / str(job)) == list(range(1, 41)) for job in range(3))
+    summary = json.loads((tmp_path / "sw" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["verdict"]["status"] == "agree"
+    assert max(run["worst_difference"] or 0 for run in summary["runs"]) < 1e-12
+    assert "The 3 runs draw one curve" in answer.stdout
+
+
+@pytest.mark.slow
+def test_a_killed_job_does_not_end_the_sweep(rlexp: Shell, tmp_path: Path) -> None:
+    sweep = ("-m", *QUICK, "train.max_steps=60", "parallel=ring2,ring1", "checkpoint.save_every=5")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlexp", *sweep], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    curve = tmp_path / "sw" / "0" / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while not (curve.exists() and len(steps_of(curve.parent)) >= 8) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
+    _, said = process.communicate(timeout=200)
+    assert process.returncode == 1
+    jobs = jobs_of(tmp_path / "sw")
+    assert [job["status"] for job in jobs] == ["failed", "finished"]
+    assert "was killed by SIGKILL" in jobs[0]["reason"]
+    assert "It was last seen in step " in jobs[0]["reason"]
+    assert "To go on, give the same command with hydra.sweep.dir=" in said
+    answer = rlexp(*sweep)
+    assert answer.returncode == 0, answer.stderr
+    assert [job["status"] for job in jobs_of(tmp_path / "sw")] == ["finished", "finished"]
+    assert steps_of(tmp_path / "sw" / "0") == list(range(1, 61))
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that hold no others: the ranks, after the fork server and its like."""
+    table = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                table[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    children = {pid for pid, parent in table.items() if parent == launcher}
+    return sorted(pid for pid, parent in table.items() if parent in children)
+
+
+def test_jobs_through_submitit_are_sized_one_by_one(rlexp: Shell, tmp_path: Path) -> None:
+    """submitit without a cluster: worlds of 1 and 2 in one sweep, and a corner that does not divide."""
+    sweep = ("-m", *QUICK, "train.max_steps=2", "parallel=ring1", "launch.nproc=1,2,3", "hydra/launcher=slurm_local")
+    answer = rlexp(*sweep, timeout=250)
+    assert answer.returncode == 0, answer.stderr
+    assert [job["status"] for job in jobs_of(tmp_path / "sw")] == ["finished", "finished", "skipped"]
+    sizes = [
+        json.loads((tmp_path / "sw" / job / "run.json").read_text(encoding="utf-8"))["sizes"]["world_size"]
+        for job in "01"
+    ]
+    assert sizes == [1, 2]
+    assert "The 2 runs draw one curve" in answer.stdout
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "sweeps" / "sweep").glob("*.yaml")))
+def test_every_named_sweep_opens_with_its_command(name: str) -> None:
+    text = (ROOT / "sweeps" / "sweep" / f"{name}.yaml").read_text(encoding="utf-8")
+    assert f"# Command:  python -m rlexp -m +sweep={name}" in text
+
+
+def test_what_varies_and_how_it_is_called() -> None:
+    jobs = [["parallel=ring1", "seed=0", "+sweep=x"], ["parallel=ring2", "seed=0", "+sweep=x"]]
+    assert axes_of(jobs) == ["parallel"]
+    assert axes_of(jobs[:1]) == []
+    assert axes_of([*jobs, ["parallel=ring2", "+sweep=x"]]) == ["parallel", "seed"]
+    assert short("parallel", "ring4") == "ring4"
+    assert short("data.max_length", "2048") == "max_length=2048"
+    assert short("+experiment", "bug_report") == "bug_report"
+    assert short("seed", "1") == "seed=1"
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1))
+def test_any_text_passes_through_hydras_grammar(text: str) -> None:
+    assert OverridesParser.create().parse_override(f"key={_quoted(text)}").value() == text

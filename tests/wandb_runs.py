@@ -1,0 +1,68 @@
+"""Runs as a user starts them, with W&B's client and without an account of the machine's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ARGS = ("launch.device=cpu", "engine=torch", "checkpoint.export=false", "logger.progress=false")
+CLEAN = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and k != "NETRC"} | {"NETRC": "/dev/null"}
+Env = dict[str, str]
+
+
+def command(*overrides: str, run: str = "run") -> list[str]:
+    return [sys.executable, "-m", "rlexp", *ARGS, f"hydra.run.dir={run}", *overrides]
+
+
+def train(folder: Path, *overrides: str, env: Env = CLEAN, run: str = "run") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*overrides, run=run),
+        cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def kill_after(rows: int, folder: Path, *overrides: str, env: Env = CLEAN) -> None:
+    """Start a run, and kill its launcher, and with it all of it, some rows after its last checkpoint."""
+    process = subprocess.Popen(
+        command("train.max_steps=100000", *overrides),
+        cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 90
+    while len(curve_of(folder / "run")) < rows and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=10)
+    time.sleep(2)  # for the ranks to end, and for the client to write what it has
+
+
+def curve_of(run_dir: Path) -> list[dict[str, float]]:
+    """The whole lines of metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def values_of(row: dict[str, object]) -> dict[str, object]:
+    """A row without the step, and without what W&B adds."""
+    return {name: value for name, value in row.items() if name != "step" and not name.startswith("_")}
+
+
+def wandb(*args: str, env: Env = CLEAN) -> str:
+    """The client's own command line; it writes logs beside the folder that is named last."""
+    done = subprocess.run(
+        [sys.executable, "-m", "wandb", *args],
+        cwd=Path(args[-1]).parent, env=env, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def records(fragment: Path, kind: str) -> list[dict]:
+    """Of one type, by W&B's own reader."""
+    lines = wandb("leet", "inspect", "--json", str(fragment)).splitlines()
+    return [record[kind] for record in map(json.loads, lines) if record["type"] == kind]
