@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rlexp.prove.shrink import Plan
     from rlexp.prove.stages import Comparison, Finding
 
+OURS = ("rlexp.prove.trace", "rlexp.prove.reference", "rlexp.prove.shrink", "rlexp.prove.diagnose")
 TIMEOUT = 3600.0  # seconds for one start of ranks
 LONG = 1024  # tokens from which on several threads are worth their cost
 WAIT = 180.0  # seconds for a collective that a rank never joins, at most
@@ -104,7 +105,7 @@ class Verification:
     def __init__(self, cfg: Config, folder: Path, say: Progress) -> None:
         self.cfg, self.folder, self.say = cfg, folder, say
         deepspeed = ("deepspeed",) if cfg.engine.name not in ANY_DTYPE else ()
-        self.preload = (*PRELOAD, "rlexp.prove.trace", "rlexp.prove.reference", *deepspeed)
+        self.preload = (*PRELOAD, *OURS, *deepspeed)
 
     def start(self, what: str, target: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
         began = time.monotonic()
@@ -224,7 +225,7 @@ class Verification:
         floor = self.compared(other, traces[1], ran[1], OWN[cfg.train.precision])
         verdict.measured, finding = measure(comparison, floor)
         if finding is None:
-            parts = Parts(cfg, 1, self.folder / "reference", self.folder / "parts")
+            parts = Parts(cfg, plan.steps, ran[0], self.folder / "parts")
             self.start("its gradient without the engine", parts_rank, cfg.parallel.world_size, parts)
             measured, finding = given_parts(comparison, TensorFiles(parts.folder))
             verdict.measured.append(measured)
