@@ -214,9 +214,9 @@ def _units(fp32: float, bf16: float) -> dict[Precision, float]:
 # In units of roundoff: what was measured over layouts and models, and a margin (docs/verify.md).
 QUANTITIES = (
     Quantity("log-probability of a token", LOGPS, Clue.POLICY, _units(1024, 512), of_tokens),
-    Quantity("log-probabilities per pair", LOGPS, Clue.POLICY, _units(64, 16), of_pairs),
+    Quantity("log-probabilities per pair", LOGPS, Clue.POLICY, _units(32, 16), of_pairs),
     Quantity("loss", LOSS, Clue.POLICY, _units(256, 32), of_loss),
-    Quantity("gradient", GRADIENT, Clue.GRADIENT, _units(1024, 128), of_gradient),
-    Quantity("gradient of a parameter", GRADIENT, Clue.GRADIENT, _units(2048, 256), of_parameter),
+    Quantity("gradient", GRADIENT, Clue.GRADIENT, _units(512, 128), of_gradient),
+    Quantity("gradient of a parameter", GRADIENT, Clue.GRADIENT, _units(1024, 256), of_parameter),
     Quantity("weights after the step", OPTIMIZER, Clue.WEIGHTS, _units(math.inf, math.inf), of_weights),
 )

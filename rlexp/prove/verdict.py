@@ -118,8 +118,12 @@ def _notes(cfg: Config, verdict: Verdict) -> str:
             "each step is right given its gradient; where the weights are further apart than is allowed, the optimizer "
             "has divided by a gradient that is rounding, and what follows may be apart by as much more (docs/verify.md)"
         )
-    wrapped = (textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="  ") for line in lines)
-    return "".join(f"{line}\n" for line in wrapped)
+    return "".join(f"{_wrapped(line)}\n" for line in lines)
+
+
+def _wrapped(text: str) -> str:
+    """As lines of a paragraph; a traceback stays as it is."""
+    return text if "\n" in text else textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
 def _allowed() -> dict[str, float]:
@@ -165,7 +169,7 @@ def failure_in_words(failure: Failure) -> str:
         f"    this run:  {failure.got}",
         f"    reference: {failure.expected}",
     ]
-    lines += [f"  {words}" for words in (failure.note, failure.evidence) if words]
+    lines += [_wrapped(words) for words in (failure.note, failure.evidence) if words]
     lines.append(f"  Look in {failure.room}")
     return "\n".join(lines)
 
