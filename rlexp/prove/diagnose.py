@@ -245,7 +245,7 @@ def _gradient(run: Run, case: Case) -> float:
 
 def without_engine(run: Run, step: int, weights: TensorFiles) -> dict[str, Tensor]:
     """The gradient of a step by the run's model, packs and sums and torch's autograd, in the run's precision; the parts
-    of micro-batches and ranks are added up here, in float64. The reference's weights before the step are put in."""
+    of micro-batches and ranks are added up here, in float64. Weights are read from files, as they were before it."""
     cfg = run.cfg
     if cfg.engine.name in PIECES_OF_REFERENCE:
         cfg = dataclasses.replace(cfg, engine=dataclasses.replace(cfg.engine, name=EngineName.torch))
@@ -275,10 +275,10 @@ def without_engine(run: Run, step: int, weights: TensorFiles) -> dict[str, Tenso
 
 @dataclass(frozen=True)
 class Parts:
-    """Which gradient to take without an engine, from which weights, and where rank 0 writes it."""
+    """Which steps' gradients to take without an engine, from which weights, and where rank 0 writes them."""
 
     cfg: Config
-    step: int
+    steps: int
     weights: Path
     folder: Path
 
@@ -288,10 +288,11 @@ def parts_rank(place: Place, parts: Parts) -> None:
     join(place, first.device.value, first.timeout_seconds, first.torch_threads)
     with patch.object(building, "probe", _unprobed):
         run = build(parts.cfg)
-    files = TensorFiles(parts.folder)
-    for name, gradient in without_engine(run, parts.step, TensorFiles(parts.weights)).items():
-        if place.rank == 0:
-            files.write("gradient", parts.step, name, gradient.cpu().numpy())
+    weights, files = TensorFiles(parts.weights), TensorFiles(parts.folder)
+    for step in range(1, parts.steps + 1):
+        for name, gradient in without_engine(run, step, weights).items():
+            if place.rank == 0:
+                files.write("gradient", step, name, gradient.cpu().numpy())
 
 
 # ---- the room ----

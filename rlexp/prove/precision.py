@@ -27,15 +27,15 @@ from rlexp.prove.stages import (
     Size,
     common_factor,
     relative,
+    shares,
     size_of,
 )
 
 UNIT = {Precision.fp32: 2.0**-24, Precision.bf16: 2.0**-9}
-LITTLE = 1e-6
 GIVEN_PARTS = "gradient, given its parts"
 OF_PARTS = 1e-5  # on a GPU, where sums run in any order, four units of roundoff
 OF_FLOOR = 8.0  # a run may lie this many times further from float64 than from itself with another micro-batch,
-FIRST_FLOOR = 2.0  # but at the first step no further than this many times what rounding explains
+MOST_FLOOR = 2.0  # but no further than this many times what rounding explains: a defect makes a floor of its own
 
 # A token's, a parameter's: only what no rounding comes near is caught by these; the sums below are held tighter.
 OWN = {
@@ -44,7 +44,6 @@ OWN = {
         loss=math.inf,
         loss_of_sums=0.0,
         gradient=math.inf,
-        gradient_whole=0.0,
         weights=math.inf,
         given=1e-12,
         norm=1e-5,
@@ -86,48 +85,48 @@ class Values:
 
 
 def measure(run: Comparison, other: Comparison) -> tuple[list[Measured], Finding | None]:
-    """The table of a run, and the first quantity in the order of the way that rounding does not explain."""
+    """The table of a run, and the first quantity in the order of the way that rounding does not explain.
+
+    At the first step all have the same weights, and rounding is all there is. After it two precisions go their own
+    ways, by as much as the optimizer makes of it; how far apart the weights come is shown, and held against nobody.
+    """
     unit = UNIT[run.cfg.train.precision]
     steps = list(zip(_steps(run), _steps(other), _meant(run), strict=True))
     table: list[Measured] = []
     first: Finding | None = None
     for quantity in QUANTITIES:
         explained = quantity.units[run.cfg.train.precision] * unit
-        held = [_hold(quantity, explained, *each) for each in steps]
-        table.append(max(held, key=lambda each: each.own / each.allowed if math.isfinite(each.allowed) else each.own))
-        wrong = next((place for place, each in enumerate(held) if not each.own <= each.allowed), None)
-        if wrong is not None and first is None:
-            ours, _, meant = steps[wrong]
-            first = _named(held[wrong], quantity, ours, meant)
+        ours, others, meant = steps[0] if math.isfinite(explained) else steps[-1]
+        floor = quantity.between(others, ours)
+        allowed = max(explained, min(OF_FLOOR * floor, MOST_FLOOR * explained))
+        table.append(Measured(quantity.name, quantity.between(ours, meant), floor, allowed))
+        if first is None and not table[-1].own <= allowed:
+            first = _named(table[-1], quantity, ours, meant)
     return table, first
 
 
-def _hold(quantity: Quantity, explained: float, ours: Values, other: Values, meant: Values) -> Measured:
-    """At the first step all have the same weights, and rounding is all there is: a floor that is more than that is a
-    defect of its own, and no excuse. Later it also tells what the optimizer made of the rounding before."""
-    floor = quantity.between(other, ours)
-    most = FIRST_FLOOR * explained if meant.number == 1 else math.inf
-    return Measured(quantity.name, quantity.between(ours, meant), floor, max(explained, min(OF_FLOOR * floor, most)))
-
-
 def given_parts(run: Comparison, parts: TensorFiles) -> tuple[Measured, Finding | None]:
-    """The engine's gradient of the first step, given what autograd makes of each micro-batch on each rank. Whatever
-    rounding is in the parts is in both: what is left is how they are added up, which every engine does in float32."""
-    sizes = [
-        size_of(run.ran.read("gradient", 1, name), parts.read("gradient", 1, name), name)
-        for name in parts.names("gradient", 1)
-    ]
-    whole = math.sqrt(sum(size.wanted**2 for size in sizes))
-    apart = {size.name: size.apart / (size.wanted + LITTLE * whole or 1.0) for size in sizes}
-    worst = max(sizes, key=lambda size: math.inf if math.isnan(apart[size.name]) else apart[size.name])
+    """The engine's gradients, given what autograd makes of each micro-batch on each rank with the run's own weights.
+    Whatever rounding is in the parts is in both: what is left is how they are added up, in every engine in float32."""
     on_gpu = run.cfg.launch.device is Device.cuda
     allowed = max(OF_PARTS, 4 * UNIT[run.cfg.train.precision]) if on_gpu else OF_PARTS
-    measured = Measured(GIVEN_PARTS, apart[worst.name], None, allowed)
-    if apart[worst.name] <= allowed:
-        return measured, None
-    what = f"{worst.name} (‖difference‖ / ‖gradient‖ = {apart[worst.name]:.2g}), given the parts of the ranks, norm"
-    got, wanted = f"{worst.got:.9g}", f"{worst.wanted:.9g}"
-    return measured, Finding(1, GRADIENT, Clue.PARTS, what, got, wanted, common_factor(sizes).lstrip("; "))
+    largest = 0.0
+    for step in (step.number for step in run.expected.steps):
+        sizes = [
+            size_of(run.ran.read("gradient", step, name), parts.read("gradient", step, name), name)
+            for name in parts.names("gradient", step)
+        ]
+        apart = shares(sizes)
+        most = max(apart, key=lambda share: math.inf if math.isnan(share) else share)
+        largest = max(largest, most)
+        if not most <= allowed:
+            worst = sizes[apart.index(most)]
+            what = f"{worst.name} (‖difference‖ / ‖gradient‖ = {most:.2g}), given the parts of the ranks, norm"
+            got, wanted = f"{worst.got:.9g}", f"{worst.wanted:.9g}"
+            note = common_factor(sizes).lstrip("; ")
+            found = Finding(step, GRADIENT, Clue.PARTS, what, got, wanted, note)
+            return Measured(GIVEN_PARTS, most, None, allowed), found
+    return Measured(GIVEN_PARTS, largest, None, allowed), None
 
 
 def _named(held: Measured, quantity: Quantity, got: Values, meant: Values) -> Finding:
@@ -196,10 +195,8 @@ def of_gradient(a: Values, b: Values) -> float:
 
 
 def of_parameter(a: Values, b: Values) -> float:
-    """The largest ‖a − b‖ / ‖b‖ of a parameter; one that is a millionth of the whole gradient is rounding anyway."""
-    sizes = list(_sizes(a, b))
-    whole = math.sqrt(sum(s.wanted**2 for s in sizes))
-    return max(s.apart / (s.wanted + LITTLE * whole or 1.0) for s in sizes)
+    """The largest ‖a − b‖ / ‖b‖ of a parameter; see `shares`."""
+    return max(shares(list(_sizes(a, b))))
 
 
 def of_weights(a: Values, b: Values) -> float:

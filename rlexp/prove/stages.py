@@ -91,8 +91,7 @@ class Allowed:
     logp: float  # of a token, relative to max(1, |logp|)
     loss: float  # relative to the loss,
     loss_of_sums: float  # and, on top, to β times the log-probabilities that its margin is the difference of
-    gradient: float  # ‖a − b‖ / ‖a‖ of a parameter,
-    gradient_whole: float  # and, on top, relative to the whole gradient's norm
+    gradient: float  # ‖a − b‖ / ‖a‖ of a parameter; see `shares`
     weights: float  # largest difference relative to the largest weight of the parameter
     given: float  # whatever follows by float64 arithmetic from what the run had before
     norm: float  # the gradient's norm, given the gradient
@@ -100,7 +99,7 @@ class Allowed:
     metric: tuple[float, float]  # relative and absolute
 
 
-FLOAT64 = Allowed(1e-11, 1e-12, 1e-14, 1e-11, 1e-14, 1e-12, 1e-12, 1e-12, (1e-9, 1e-15), (1e-9, 1e-11))
+FLOAT64 = Allowed(1e-11, 1e-12, 1e-14, 1e-11, 1e-12, 1e-12, 1e-12, (1e-9, 1e-15), (1e-9, 1e-11))
 
 
 @dataclass
@@ -443,18 +442,14 @@ class StepCompared:
             yield self.found(GRADIENT, Clue.TRAINED, name, there[name in names], there[name in wanted])
         sizes = [size_of(ran.read("gradient", self.number, n), meant.read("gradient", self.number, n), n)
                  for n in wanted if n in names]  # fmt: skip
-        whole = math.sqrt(sum(size.wanted**2 for size in sizes))
-        of_own, of_whole = (a * self.drift for a in (self.whole.allowed.gradient, self.whole.allowed.gradient_whole))
-        bound = {size.name: of_own * size.wanted + of_whole * whole for size in sizes}
-        for size in sizes:
-            self.whole.gauge.exceeds("gradient of a parameter", size.apart / (size.wanted or 1.0), math.inf)
-        total = math.sqrt(sum(size.apart**2 for size in sizes))
-        self.whole.gauge.exceeds("gradient, whole", total / (whole or 1.0), math.inf)
-        wrong = [size for size in sizes if not size.apart <= bound[size.name]]
-        if wrong:
-            worst = max(
-                wrong, key=lambda size: size.apart / (size.wanted or 1.0) if size.apart == size.apart else 1e300
-            )
+        apart = shares(sizes)
+        largest = max(apart, key=lambda share: math.inf if math.isnan(share) else share)
+        whole = math.sqrt(sum(size.wanted**2 for size in sizes)) or 1.0
+        self.whole.gauge.exceeds("gradient, whole", math.sqrt(sum(size.apart**2 for size in sizes)) / whole, math.inf)
+        bound = self.whole.allowed.gradient * self.drift
+        if self.whole.gauge.exceeds("gradient of a parameter", largest, bound):
+            wrong = [size for size, share in zip(sizes, apart, strict=True) if not share <= bound]
+            worst = sizes[apart.index(largest)]
             note = f"{len(wrong)} of {len(sizes)} parameters differ" + common_factor(wrong)
             what = f"{worst.name} (‖difference‖ / ‖gradient‖ = {worst.apart / (worst.wanted or 1.0):.2g}), norm"
             yield self.found(GRADIENT, Clue.GRADIENT, what, worst.got, worst.wanted, note)
@@ -595,6 +590,13 @@ def size_of(got: Array, wanted: Array, name: str) -> Size:
     factor = float(ours @ theirs) / (norm * norm) if norm else math.nan
     residue = float(np.linalg.norm(ours - factor * theirs)) / (size or 1.0)
     return Size(name, size, norm, float(np.linalg.norm(ours - theirs)), factor, residue)
+
+
+def shares(sizes: Sequence[Size]) -> list[float]:
+    """‖a − b‖ / ‖b‖ of each parameter. A thousandth of the whole gradient is added to ‖b‖: some gradients are nothing
+    but rounding, as that of a bias of keys, which a softmax does not see."""
+    whole = math.sqrt(sum(size.wanted**2 for size in sizes))
+    return [size.apart / (size.wanted + 1e-3 * whole or 1.0) for size in sizes]
 
 
 def common_factor(sizes: Sequence[Size]) -> str:

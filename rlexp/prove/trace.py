@@ -51,6 +51,10 @@ def trace(rank: int, job: Job) -> Trace:
         run = recorder.wrap(build(job.cfg), job.held_out)
         try:
             train_loop(run, Sinks([recorder]))
+        except ModelError:
+            if recorder.trace.refused is None:
+                raise
+            raise ModelError(recorder.trace.refused) from None  # the probe has said it better, with the reason
         except NonFiniteError as error:  # on all ranks alike; what led to it has been recorded
             recorder.trace.stopped = str(error)
             recorder.log({"step": recorder.number})

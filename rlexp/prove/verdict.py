@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,33 +89,51 @@ def table(cfg: Config, verdict: Verdict) -> str:
     measured = {each.quantity: each for each in verdict.measured}
     allowed = _allowed()
     for words, name, own_name in ROWS:
-        row = [words, _number(gauge.get(name)), allowed.get(words, "-")]
-        if own is not Precision.fp64:
-            found = measured.get(own_name or "")
-            row += [_number(found.own), _number(found.floor), _number(found.allowed)] if found else ["-"] * 3
-        rows.append(row)
+        row = [words, _number(gauge.get(name)), _number(allowed.get(words))]
+        found = measured.get(own_name or "")
+        row += [_number(found.own), _number(found.floor), _number(found.allowed)] if found else ["-"] * 3
+        rows.append(row[: len(heads)])
     metrics = [value for name, value in gauge.items() if name.startswith(("train/", "eval/"))]
-    rows.append(["logged metrics", _number(max(metrics, default=None)), allowed["logged metrics"]])
-    rows[-1] += ["-"] * (len(heads) - 3)
+    last = ["logged metrics", _number(max(metrics, default=None)), _number(allowed["logged metrics"]), *["-"] * 3]
+    rows.append(last[: len(heads)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    return "".join(
-        "  " + "  ".join(c.ljust(w) if not i else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        + "\n" for row in rows
-    )  # fmt: skip
+    return "".join(f"  {_line(row, widths)}\n" for row in rows) + _notes(cfg, verdict)
 
 
-def _allowed() -> dict[str, str]:
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = zip(row, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
+
+
+def _notes(cfg: Config, verdict: Verdict) -> str:
+    lines = []
+    if verdict.measured:
+        lines.append(
+            f"{cfg.train.precision.value}: at the first step, where all have the same weights; what is given, at every "
+            f"step; weights after the last"
+        )
+    gauge = verdict.float64.gauge.largest if verdict.float64 else {}
+    if verdict.passed and gauge.get("weights after the step", 0.0) > _allowed()["weights after the steps"]:
+        lines.append(
+            "each step is right given its gradient; where the weights are further apart than is allowed, the optimizer "
+            "has divided by a gradient that is rounding, and what follows may be apart by as much more (docs/verify.md)"
+        )
+    wrapped = (textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="  ") for line in lines)
+    return "".join(f"{line}\n" for line in wrapped)
+
+
+def _allowed() -> dict[str, float]:
     from rlexp.prove.stages import FLOAT64
 
     return {
-        "log-probability of a token": _number(FLOAT64.logp),
-        "log-probabilities per pair": _number(FLOAT64.logp),
-        "loss": _number(FLOAT64.loss),
-        "gradient, whole": _number(FLOAT64.gradient),
-        "gradient of the worst parameter": _number(FLOAT64.gradient),
-        "weights, given the gradient": _number(FLOAT64.updated[1]) + "*",
-        "weights after the steps": _number(FLOAT64.weights),
-        "logged metrics": _number(FLOAT64.metric[0]),
+        "log-probability of a token": FLOAT64.logp,
+        "log-probabilities per pair": FLOAT64.logp,
+        "loss": FLOAT64.loss,
+        "gradient, whole": FLOAT64.gradient,
+        "gradient of the worst parameter": FLOAT64.gradient,
+        "weights, given the gradient": FLOAT64.updated[1],
+        "weights after the steps": FLOAT64.weights,
+        "logged metrics": FLOAT64.metric[0],
     }
 
 

@@ -7,6 +7,7 @@ beside the noise floor (the same layout with another micro-batch). See docs/veri
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlexp.config import sizes
 from rlexp.config.checks import ANY_DTYPE, check
-from rlexp.config.schema import Config, EngineName, LoggerConfig, LoggerName, Precision
+from rlexp.config.schema import Config, Device, EngineName, LoggerConfig, LoggerName, Precision
 from rlexp.errors import ConfigError, UserError
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.place import prepare_environment
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from rlexp.prove.shrink import Plan
     from rlexp.prove.stages import Comparison, Finding
 
+OURS = ("rlexp.prove.trace", "rlexp.prove.reference", "rlexp.prove.shrink", "rlexp.prove.diagnose")
 TIMEOUT = 3600.0  # seconds for one start of ranks
+LONG = 1024  # tokens from which on several threads are worth their cost
 WAIT = 180.0  # seconds for a collective that a rank never joins, at most
 Progress = Callable[[str], None]
 
@@ -102,7 +105,7 @@ class Verification:
     def __init__(self, cfg: Config, folder: Path, say: Progress) -> None:
         self.cfg, self.folder, self.say = cfg, folder, say
         deepspeed = ("deepspeed",) if cfg.engine.name not in ANY_DTYPE else ()
-        self.preload = (*PRELOAD, "rlexp.prove.trace", "rlexp.prove.reference", *deepspeed)
+        self.preload = (*PRELOAD, *OURS, *deepspeed)
 
     def start(self, what: str, target: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
         began = time.monotonic()
@@ -137,7 +140,14 @@ class Verification:
         cfg = exact(self.cfg)
         traces, ran = self.recorded("float64, as the run computes it", [cfg], plan)
         expected: Expected = self.start(
-            "float64, by the reference", _expected_rank, 1, cfg, plan.steps, plan.held_out, self.folder / "reference"
+            "float64, by the reference",
+            _expected_rank,
+            1,
+            cfg,
+            plan.steps,
+            plan.held_out,
+            plan.longest,
+            self.folder / "reference",
         )[0]
         self.expected = expected
         comparison = self.compared(cfg, traces[0], ran[0], FLOAT64)
@@ -195,7 +205,8 @@ class Verification:
                 return _failure(finding, precision, room, f"its parts cannot be tried alone: {_last_line(failed)}")
         room = room_of(finding, comparison.cfg, alone)
         refused = comparison.traces[0].refused
-        return _failure(finding, precision, room, "; ".join(filter(None, [said, refused])))
+        probe = f"the probe of the model says: {refused}" if refused else ""
+        return _failure(finding, precision, room, "; ".join(filter(None, [said, probe])))
 
     # ---- the run's own precision ----
 
@@ -214,19 +225,21 @@ class Verification:
         floor = self.compared(other, traces[1], ran[1], OWN[cfg.train.precision])
         verdict.measured, finding = measure(comparison, floor)
         if finding is None:
-            parts = Parts(cfg, 1, self.folder / "reference", self.folder / "parts")
+            parts = Parts(cfg, plan.steps, ran[0], self.folder / "parts")
             self.start("its gradient without the engine", parts_rank, cfg.parallel.world_size, parts)
             measured, finding = given_parts(comparison, TensorFiles(parts.folder))
             verdict.measured.append(measured)
         verdict.failure = self.located(comparison, finding, name) if finding else None
 
 
-def _expected_rank(_place: Any, cfg: Config, steps: int, held_out: int, folder: Path) -> Expected:
+def _expected_rank(_place: Any, cfg: Config, steps: int, held_out: int, longest: int, folder: Path) -> Expected:
+    """The reference has the machine to itself, as the ranks had."""
     import torch
 
     from rlexp.prove.reference import expected_steps
 
-    torch.set_num_threads(cfg.launch.torch_threads)
+    if cfg.launch.device is Device.cpu and longest >= LONG:  # short sequences are slower by it
+        torch.set_num_threads(min(os.cpu_count() or 1, cfg.parallel.world_size * cfg.launch.torch_threads))
     return expected_steps(cfg, steps, held_out, folder)
 
 
