@@ -14,7 +14,7 @@ test: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow"
 
 check: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not prove" --durations=30
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -25,6 +25,7 @@ types: $(VENV)/.ready
 
 # The tables and the picture of docs/ that take longer than a test may.
 prove: $(VENV)/.ready
+	$(BIN)/python -m pytest -m prove
 	$(BIN)/python -m rlexp.prove.invariance --write docs/invariance.md
 	$(BIN)/python -m rlexp.prove.engines --write docs/invariance.md
 	$(BIN)/python -m rlexp.prove.resume --write docs/invariance.md

@@ -11,6 +11,10 @@ class ConfigError(UserError):
     """A value, or a pair of values, that cannot be run."""
 
 
+class FolderError(ConfigError):
+    """A folder that is another's, or that nothing can be written to."""
+
+
 class DataError(UserError):
     """A row, a file or a data set that cannot be trained on."""
 

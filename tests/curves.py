@@ -20,7 +20,13 @@ Edit = Callable[[dict[str, Any]], None]
 
 
 def a_run(
-    folder: Path, *overrides: str, steps: int = 20, noise: float = 0.0, edit: Edit | None = None, **facts: Any
+    folder: Path,
+    *overrides: str,
+    steps: int = 20,
+    noise: float = 0.0,
+    edit: Edit | None = None,
+    total_steps: int = 20,
+    **facts: Any,
 ) -> Path:
     """The same curve for every layout, up to relative `noise`; `edit` changes rows, `facts` what run.json says."""
     cfg = compose_config(["launch.device=cpu", "logger=none", *overrides])
@@ -31,6 +37,7 @@ def a_run(
         "reason": "all steps are done",
         "sizes": derived_sizes(cfg),
         "identity": identity(cfg),
+        "steps": total_steps,
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }

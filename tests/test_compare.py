@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -19,8 +20,8 @@ from rlexp.compare.__main__ import main
 from rlexp.compare.difference import difference
 from rlexp.compare.families import sort_out
 from rlexp.compare.report import telling
-from rlexp.compare.runs import Reader, read_columns
-from tests.curves import a_run
+from rlexp.compare.runs import Reader, merge, read_columns
+from tests.curves import a_run, rows
 
 
 def compare(*arguments: object) -> int:
@@ -101,16 +102,71 @@ def test_in_float64_every_metric_is_held(tmp_path: Path) -> None:
 def test_the_noise_floor_is_measured_where_it_can_be(tmp_path: Path) -> None:
     """A run of the same layout with another micro-batch; without one it is an estimate, and called so."""
     a_run(tmp_path / "runs" / "a")
-    a_run(tmp_path / "runs" / "b", "parallel=ring2", noise=3e-5)
+    a_run(tmp_path / "runs" / "b", "parallel=ring2", noise=1.2e-5)
     assert judged(tmp_path / "runs").verdict.status == "apart"
     floor = next(m for m in reports.payload_of(judged(tmp_path / "runs")).metrics if m.name == "train/loss")
     assert floor.floor_kind.startswith("estimated")
-    a_run(tmp_path / "runs" / "noise", "train.micro_batch_size=2", noise=2e-5)
+    a_run(tmp_path / "runs" / "noise", "train.micro_batch_size=2", noise=2e-6)
     report = judged(tmp_path / "runs")
     assert report.verdict.status == "agree"  # no further apart than the same layout from itself
     floor = next(m for m in reports.payload_of(report).metrics if m.name == "train/loss")
     assert floor.floor_kind == "measured: noise"
     assert (np.diff(floor.floor) >= 0).all()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
+def test_a_defect_of_the_micro_batch_is_no_noise(tmp_path: Path, precision: str) -> None:
+    """It is not held against itself, and excuses no other."""
+    said = f"train.precision={precision}"
+    a_run(tmp_path / "runs" / "a", said)
+    a_run(tmp_path / "runs" / "b", said, "train.micro_batch_size=2", edit=nudged(7, 0.05))
+    a_run(tmp_path / "runs" / "c", said, "parallel=ring4", edit=nudged(9, 0.3))
+    status = {each.run.label: each.status for each in judged(tmp_path / "runs").verdict.judgements}
+    assert status == {"b": "apart", "c": "apart"}
+
+
+@pytest.mark.parametrize(
+    "other", ["parallel=ring2", "engine=torch", "train.precision=bf16", "launch.nproc=2"], ids=lambda other: other
+)
+def test_noise_is_of_the_same_layout_engine_and_precision(tmp_path: Path, other: str) -> None:
+    a_run(tmp_path / "runs" / "a")
+    a_run(tmp_path / "runs" / "b", other, "train.micro_batch_size=2", noise=2e-7)
+    floor = next(m for m in reports.payload_of(judged(tmp_path / "runs")).metrics if m.name == "train/loss")
+    assert floor.floor_kind.startswith("estimated")
+
+
+def test_other_packing_is_noise(tmp_path: Path) -> None:
+    a_run(tmp_path / "runs" / "a")
+    a_run(tmp_path / "runs" / "b", "data.packing=false", noise=2e-7)
+    floor = next(m for m in reports.payload_of(judged(tmp_path / "runs")).metrics if m.name == "train/loss")
+    assert floor.floor_kind == "measured: b"
+
+
+@pytest.mark.parametrize(
+    ("precision", "by", "status"),
+    [
+        *(("fp32", 1e-6, "agree"), ("fp32", 8e-6, "apart")),
+        *(("bf16", 1e-3, "agree"), ("bf16", 5e-2, "apart")),
+        *(("fp64", 2e-13, "agree"), ("fp64", 3e-12, "apart")),
+    ],
+)
+def test_what_rounding_may_do_depends_on_the_precision(tmp_path: Path, precision: str, by: float, status: str) -> None:
+    a_run(tmp_path / "runs" / "a", f"train.precision={precision}")
+    a_run(tmp_path / "runs" / "b", f"train.precision={precision}", "parallel=ring2", edit=nudged(4, by))
+    assert judged(tmp_path / "runs").verdict.status == status
+
+
+def test_of_two_precisions_the_coarser_counts(tmp_path: Path) -> None:
+    a_run(tmp_path / "runs" / "a", "train.precision=fp64")
+    a_run(tmp_path / "runs" / "b", "train.precision=fp32", noise=3e-7)
+    assert judged(tmp_path / "runs").verdict.status == "agree"
+
+
+@pytest.mark.parametrize(("step", "status"), [(90, "apart"), (110, "unproven")])
+def test_a_defect_is_surely_one_within_a_hundred_steps(tmp_path: Path, step: int, status: str) -> None:
+    a_run(tmp_path / "runs" / "a", steps=130)
+    a_run(tmp_path / "runs" / "b", "parallel=ring2", steps=130, edit=nudged(step, 1e-3))
+    assert judged(tmp_path / "runs").verdict.status == status
 
 
 def test_what_only_grows_late_is_not_called_a_defect(tmp_path: Path) -> None:
@@ -154,6 +210,83 @@ def test_a_sweep_over_seeds_has_a_baseline_for_each(tmp_path: Path) -> None:
     assert "draw 2 curves" in report.verdict.headline
 
 
+def test_the_learning_rates_last_step_is_part_of_an_experiment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path / "runs" / "a", "train.max_steps=20", steps=20, total_steps=20)
+    a_run(tmp_path / "runs" / "b", "train.max_steps=10", steps=10, total_steps=10)
+    assert compare(tmp_path / "runs") == 1
+    assert "steps until which the learning rate falls is 10, and there 20" in capsys.readouterr().err
+
+
+def test_a_run_without_run_json_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (a_run(tmp_path / "runs" / "a") / "run.json").unlink()
+    a_run(tmp_path / "runs" / "b", "seed=1")
+    a_run(tmp_path / "runs" / "c", "seed=2")
+    assert compare(tmp_path / "runs") == 1
+    assert "c: is another experiment than b: seed is 2, and there 1" in capsys.readouterr().err
+
+
+# ---- what --fail-above does not pass ----
+
+
+def failed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert compare(*arguments, "--fail-above", "1e-6") == 1
+    return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED: "))
+
+
+def test_a_run_without_a_step_is_no_pass(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(two / "dead", "parallel=ring2", steps=0, status="failed", reason="rank 1 failed")
+    assert failed(capsys, two) == "FAILED: dead (dead) has no step: it is failed, rank 1 failed"
+
+
+def test_steps_that_are_missing_are_no_pass(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    curve = two / "four" / "metrics.jsonl"
+    lines = curve.read_text(encoding="utf-8").splitlines(keepends=True)
+    curve.write_text("".join([*lines[:5], *lines[8:]]), encoding="utf-8")
+    said = failed(capsys, two, "--baseline", "one")
+    assert said.startswith("FAILED: step 6: four (four) has no train/loss, and others have: 3 of 20 steps")
+    assert (
+        "Not of one length with its baseline: four."
+        in json.loads((two / "summary.json").read_text(encoding="utf-8"))["verdict"]["headline"]
+    )
+
+
+def test_a_value_that_is_null_is_no_pass(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def forget(row: dict) -> None:
+        if row["step"] == 3:
+            row["train/loss"] = None
+
+    a_run(two / "wrong", "parallel=ring2", edit=forget)
+    assert "FAILED: step 3: wrong (wrong) has no train/loss" in failed(capsys, two)
+
+
+def test_any_two_runs_are_held_not_each_and_the_baseline_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path / "runs" / "a")
+    a_run(
+        tmp_path / "runs" / "b",
+        "parallel=ring2",
+        edit=lambda row: row.update({"train/loss": row["train/loss"] * (1 + 9e-7)}),
+    )
+    a_run(
+        tmp_path / "runs" / "c",
+        "parallel=ring4",
+        edit=lambda row: row.update({"train/loss": row["train/loss"] * (1 - 9e-7)}),
+    )
+    said = failed(capsys, tmp_path / "runs")
+    assert "step 1: train/loss is " in said
+    assert " in b (b) and " in said
+    assert " in c (c), 1.8e-06 apart" in said
+
+
+def test_a_metric_that_is_not_there_is_a_mistake(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(two, "--fail-above", "1e-6", "--metrics", "train/loss", "eval/los") == 1
+    assert capsys.readouterr().err.startswith("rlexp: --metrics eval/los: fits no metric")
+    assert compare(two, "--fail-above", "1e-6", "--metrics", "memory/*") == 1  # the layout's own
+
+
 # ---- wrong input: one message, and what is there is shown ----
 
 
@@ -194,7 +327,7 @@ def test_runs_without_a_common_step(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert compare(tmp_path / "runs") == 0
     assert "b has no step in common with a" in (tmp_path / "runs" / "report.html").read_text(encoding="utf-8")
     assert compare(tmp_path / "runs", "--fail-above", "1e-6") == 1
-    assert "nothing was compared" in capsys.readouterr().err
+    assert "FAILED: step 1: b (b) has no train/loss, and others have: 3 of 6 steps" in capsys.readouterr().out
 
 
 def test_a_baseline_that_is_not_there(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,6 +351,48 @@ def test_a_sweep_whose_baseline_failed(two: Path, capsys: pytest.CaptureFixture[
     assert "The 2 runs draw one curve" in said
 
 
+def test_half_written_files_and_odd_names_do_not_end_it(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (two / "one" / "config.yaml").write_text("train:\n  batch_size: 8\n loss: [", encoding="utf-8")
+    (two / "one" / "run.json").write_text("[]", encoding="utf-8")
+    (two / "one" / "memory.jsonl").write_text("[1]\n", encoding="utf-8")
+    a_run(two / "a$x^$ \u00e9", "parallel=ring2")
+    os.rename(two / "four", os.fsencode(two) + b"/\xff\xfe")
+
+    def no_loss(row: dict) -> None:
+        del row["train/loss"]
+
+    a_run(two / "other", "parallel=ring8", edit=no_loss)
+    assert compare(two) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{two}/one/config.yaml: cannot be read, so the run's settings are not known" in said
+    assert f"{two}/one: has no run.json" in said
+    json.loads((two / "summary.json").read_text(encoding="utf-8"))
+
+
+def test_a_ledger_that_is_none(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("{broken", '{"jobs": [{"odd": 1}]}', '{"jobs": [3]}'):
+        (two / "sweep.json").write_text(text, encoding="utf-8")
+        assert compare(two) == 1
+        assert capsys.readouterr().err.startswith(f"rlexp: {two}/sweep.json: is not a sweep's ledger")
+
+
+def test_sweeps_of_one_name_keep_their_own_baselines(tmp_path: Path) -> None:
+    for parent in ("p", "q"):
+        for number, ring in enumerate((1, 2)):
+            a_run(tmp_path / parent / "sw" / str(number), f"parallel=ring{ring}", noise=1e-7 * number)
+        jobs = [a_job(number, str(number), {"parallel": f"ring{ring}"}) for number, ring in enumerate((1, 2))]
+        (tmp_path / parent / "sw" / "sweep.json").write_text(
+            json.dumps({"name": "sw", "axes": ["parallel"], "jobs": jobs}), encoding="utf-8"
+        )
+    group = merge([g for parent in "pq" if (g := Reader().group(tmp_path / parent / "sw"))])
+    assert len({run.name for run in group.runs}) == len({run.label for run in group.runs}) == 4
+    families = sort_out(group, baseline=None, force=False)
+    assert not families.notes
+    assert families.families[0].baseline.path == tmp_path / "p" / "sw" / "0"
+    again = merge([g for _ in range(2) if (g := Reader().group(tmp_path / "p" / "sw"))])
+    assert len(again.runs) == 2
+
+
 def test_no_run_has_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a_run(tmp_path / "runs" / "a", steps=0)
     assert compare(tmp_path / "runs") == 1
@@ -237,6 +412,84 @@ def test_a_run_whose_process_is_gone_is_not_called_running(tmp_path: Path) -> No
     a_run(tmp_path / "runs" / "b", status="running", pid=os.getpid())
     runs = {run.name: run for run in judged(tmp_path / "runs").group.runs}
     assert (runs["a"].status, runs["b"].status) == ("stopped", "running")
+
+
+def test_a_sweep_that_was_stopped_has_nothing_waiting(tmp_path: Path) -> None:
+    """Or `--watch` would wait for it for ever."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait(timeout=30)
+    a_run(tmp_path / "sw" / "0")
+    jobs = [a_job(0, "0", {"parallel": "ring1"}), a_job(1, "1", {"parallel": "ring2"}, status="waiting")]
+    for pid, status in ((dead.pid, "stopped"), (os.getpid(), "waiting")):
+        ledger = {"name": "sw", "axes": ["parallel"], "jobs": jobs, "host": socket.gethostname(), "pid": pid}
+        (tmp_path / "sw" / "sweep.json").write_text(json.dumps(ledger), encoding="utf-8")
+        group = Reader().group(tmp_path / "sw")
+        assert [run.status for run in group.runs] == ["finished", status]
+
+
+def test_a_reader_sees_that_a_run_was_killed(tmp_path: Path) -> None:
+    """Its files stay as they were."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    a_run(tmp_path / "a", status="running", pid=process.pid)
+    reader = Reader()
+    assert reader.group(tmp_path / "a").runs[0].status == "running"
+    process.kill()
+    process.communicate(timeout=30)
+    assert reader.group(tmp_path / "a").runs[0].status == "stopped"
+
+
+# ---- what a run cost ----
+
+
+def test_speed_and_time_leave_out_the_first_step(tmp_path: Path) -> None:
+    def slow_start(row: dict) -> None:
+        row["train/step_seconds"] = {1: 60.0, 2: 0.1, 3: 0.1, 4: 0.4}[row["step"]]
+
+    a_run(tmp_path / "runs" / "a", steps=4, edit=slow_start)
+    card = reports.payload_of(judged(tmp_path / "runs")).runs[0]
+    assert card.step_seconds == pytest.approx(0.1)  # the middle one
+    assert card.tokens_per_second == pytest.approx((1002 + 1003 + 1004) / 0.6)
+    assert card.last_loss == pytest.approx(rows(4)[-1]["train/loss"])
+    assert card.clock.seconds.tolist() == pytest.approx([60.0, 60.1, 60.2, 60.6])
+    assert card.clock.tokens.tolist() == [1001, 2003, 3006, 4010]
+
+
+def test_the_peak_is_of_one_row(tmp_path: Path) -> None:
+    """Phase and rank are those of the step that had it, also of a process before the last."""
+
+    def peaks(row: dict) -> None:
+        forward, backward = (9e9, 8e9) if row["step"] == 2 else (1e9, 2e9)
+        row |= {"memory/forward_peak_bytes": forward, "memory/backward_peak_bytes": backward}
+        row |= {"memory/peak_bytes": max(forward, backward), "memory/peak_rank": 1 if row["step"] == 2 else 0}
+
+    a_run(tmp_path / "runs" / "a", steps=4, edit=peaks)
+    card = reports.payload_of(judged(tmp_path / "runs")).runs[0]
+    assert (card.peak_bytes, card.peak_phase, card.peak_rank) == (9_000_000_000, "forward", 1)
+
+
+def test_a_job_that_was_repaired_by_itself_is_finished(tmp_path: Path) -> None:
+    a_run(tmp_path / "sw" / "0")
+    a_run(tmp_path / "sw" / "1", "parallel=ring2", status="failed", reason="rank 1 failed")
+    jobs = [a_job(n, str(n), {"parallel": f"ring{n + 1}"}, status="failed", reason="killed") for n in range(2)]
+    (tmp_path / "sw" / "sweep.json").write_text(json.dumps({"jobs": jobs, "axes": ["parallel"]}), encoding="utf-8")
+    assert [(run.status, run.reason) for run in Reader().group(tmp_path / "sw").runs] == [
+        ("finished", "all steps are done"),
+        ("failed", "killed"),
+    ]
+
+
+def test_what_must_not_differ_is_marked_and_summed_up(two: Path) -> None:
+    report = judged(two)
+    rows_ = {row.key: row for row in reports.payload_of(report).config}
+    assert rows_["optim.lr"].must_not
+    assert rows_["train.batch_size"].must_not
+    assert not rows_["train.micro_batch_size"].must_not
+    assert rows_["parallel.ring_size"].differs
+    assert not any(key.startswith("logger.baseline") for key in rows_)
+    (family,) = reports.summary(report, reports.payload_of(report))["families"]
+    (apart,) = family["largest_differences"].values()
+    assert 0 < apart["train/loss"]["relative"] < 5e-7
+    assert "memory/peak_bytes" not in apart
 
 
 # ---- live ----

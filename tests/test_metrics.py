@@ -64,8 +64,16 @@ def test_each_phase_has_its_own_peak(tmp_path) -> None:
     peaks = meter.reduce()
     assert peaks["forward_peak"] == peaks["peak"]
     assert peaks["forward_peak"] - max(peaks["data_peak"], peaks["backward_peak"]) > 200 << 20
-    (line,) = read(tmp_path)  # rank 0 has written nothing
-    assert (line["rank"], line["step"]) == (1, 7)
+    phases.begin(8)
+    with phases("data"):
+        pass
+    again = Meter(World(0, 1, ALONE), torch.device("cpu"))
+    phases.report(again)
+    assert set(again.reduce()) == {"data_peak", "data_peak@rank", "peak", "peak@rank"}  # of this step alone
+    Whereabouts(tmp_path, 2).tell(step=9, phase="data", peaks={})
+    assert last_seen(tmp_path, 2) == "in step 9, in its data phase"
+    line, _ = read(tmp_path)  # rank 0 has written nothing
+    assert (line["rank"], line["step"]) == (1, 8)
     assert line["peaks"]["forward"] == peaks["forward_peak"]
 
 

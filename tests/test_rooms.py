@@ -28,7 +28,7 @@ ROOMS = {
     "metrics": TORCH | {"rlexp.errors", "rlexp.ring.groups"},
     "sinks": {"wandb", "tqdm", "numpy", "rlexp.compare.difference", "rlexp.config.schema", "rlexp.errors",
               "rlexp.types"},
-    "compare": {"numpy", "orjson", "omegaconf", "matplotlib", "rlexp.errors", "rlexp.config", "rlexp.launch",
+    "compare": {"numpy", "orjson", "yaml", "omegaconf", "matplotlib", "rlexp.errors", "rlexp.config", "rlexp.launch",
                 "rlexp.sinks"},
 }  # fmt: skip
 ONLY_HERE = {"deepspeed": "engine", "wandb": "sinks", "wandb_workspaces": "sinks", "trackio": "sinks",

@@ -110,6 +110,22 @@ def test_what_a_precision_allows(
     assert excess(row, precision) is None
 
 
+def test_every_sink_is_closed_though_one_fails() -> None:
+    closed = []
+
+    class Failing(Sink):
+        def close(self, ending: Ending) -> None:
+            raise OSError(f"gone, {ending.exit_code}")
+
+    class Closing(Sink):
+        def close(self, ending: Ending) -> None:
+            closed.append(ending.exit_code)
+
+    with pytest.raises(OSError, match="gone"):
+        Sinks([Closing(), Failing(), Closing()]).close(Ending(3))
+    assert closed == [3, 3]
+
+
 def test_how_a_process_ended() -> None:
     assert [Ending(code).failed for code in (0, 1, 3, 130, 143)] == [False, True, True, False, False]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -155,6 +156,78 @@ def test_jobs_through_submitit_are_sized_one_by_one(rlexp: Shell, tmp_path: Path
     ]
     assert sizes == [1, 2]
     assert "The 2 runs draw one curve" in answer.stdout
+
+
+def test_every_job_is_told_what_is_its_own(rlexp: Shell, tmp_path: Path) -> None:
+    """In batches as at once; folders of the user's own; a name that the user varies is the user's; and one job whose
+    folder cannot be made does not stop the others."""
+    (tmp_path / "sw").mkdir()
+    (tmp_path / "sw" / "parallel=ring2").write_text("a file", encoding="utf-8")
+    answer = rlexp(
+        "-m", *QUICK, "train.max_steps=1", "parallel=ring1,ring2,ring4", "hydra.sweeper.max_batch_size=1",
+        "logger.tags=[${hydra:job.num}]", "logger.group=mine",
+        "hydra.sweep.subdir=${hydra.job.override_dirname}",
+        "hydra.job.config.override_dirname.exclude_keys=["
+        "launch.device,logger,engine,checkpoint.export,data.size,data.eval_size,model.layers,train.max_steps,"
+        "logger.tags,logger.group]",
+    )  # fmt: skip
+    jobs = jobs_of(tmp_path / "sw")
+    assert [(job["label"], job["status"], job["baseline"]) for job in jobs] == [
+        ("ring1", "finished", 0), ("ring2", "failed", 0), ("ring4", "finished", 0),
+    ], answer.stderr  # fmt: skip
+    assert answer.returncode == 1
+    assert "cannot be made" in jobs[1]["reason"]
+    config = (tmp_path / "sw" / "parallel=ring4" / "config.yaml").read_text(encoding="utf-8")
+    for line in ("group: mine", "run_name: sw-ring4", f"baseline: {tmp_path}/sw/parallel=ring1", "- '2'"):
+        assert line in config
+    assert "parallel: ring4" in config
+
+
+def test_what_is_no_corner_of_a_grid_is_a_failure(rlexp: Shell, tmp_path: Path) -> None:
+    """A folder that is busy, a file that is not there, and one folder for two jobs."""
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}: ", "chosen": "yes", "rejected": "no"}) + "\n" for n in range(8)),
+        encoding="utf-8",
+    )
+    own = [part for part in QUICK if not part.startswith("data.")]
+    (tmp_path / "sw" / "0").mkdir(parents=True)
+    with (tmp_path / "sw" / "0" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        answer = rlexp("-m", *own, "train.max_steps=1", "data=jsonl", "data.path=rows.jsonl,rowz.jsonl,./rows.jsonl")
+    assert answer.returncode == 1
+    jobs = jobs_of(tmp_path / "sw")
+    assert [job["status"] for job in jobs] == ["failed", "failed", "finished"]
+    assert "another process is training there" in jobs[0]["reason"]
+    assert "no such file" in jobs[1]["reason"]
+    answer = rlexp("-m", *QUICK, "parallel=ring1,ring2", "hydra.sweep.dir=other", "hydra.sweep.subdir=x")
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("rlexp: hydra.sweep.subdir=x: is job 0's folder, and would be job 1's too.")
+    answer = rlexp("-m", *QUICK, "train.batch_size=3", "parallel=ring1,ring2", "launch.nproc=2,4", "hydra.sweep.dir=no")
+    assert [job["status"] for job in jobs_of(tmp_path / "no")].count("skipped") == 3
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_sweep_and_says_how_to_go_on(tmp_path: Path) -> None:
+    sweep = ("-m", *QUICK, "train.max_steps=100000", "parallel=ring1,ring2", "logger.progress=false")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlexp", *sweep], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    curve = tmp_path / "sw" / "0" / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while not (curve.exists() and len(steps_of(curve.parent)) >= 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    second = subprocess.run(
+        [sys.executable, "-m", "rlexp", *sweep], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert second.returncode == 1
+    assert second.stderr.startswith("rlexp: hydra.sweep.dir=")
+    assert "another process" in second.stderr
+    process.send_signal(signal.SIGINT)
+    said, told = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert [job["status"] for job in jobs_of(tmp_path / "sw")] == ["stopped", "waiting"]
+    assert "To go on, give the same command with hydra.sweep.dir=" in told
+    assert "stopped" in said
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "sweeps" / "sweep").glob("*.yaml")))

@@ -38,6 +38,13 @@ NAMED = {
 }  # fmt: skip
 
 
+def tier(number: int, fault: Fault) -> list[pytest.MarkDecorator]:
+    """The named ones in `make test`, one of four of the others in `make check`, and all in `make prove`."""
+    if fault.name in NAMED:
+        return []
+    return [pytest.mark.slow] if number % 4 == 0 else [pytest.mark.slow, pytest.mark.prove]
+
+
 def quiet(_line: str) -> None:
     """Progress is of no interest here."""
 
@@ -62,9 +69,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
 # ---- it finds what is wrong ----
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(f, id=f.name, marks=[] if f.name in NAMED else [pytest.mark.slow]) for f in FAULTS]
-)
+@pytest.mark.parametrize("fault", [pytest.param(f, id=f.name, marks=tier(n, f)) for n, f in enumerate(FAULTS)])
 def test_a_defect_is_found_and_its_room_named(fault: Fault, planted: Any) -> None:
     planted(fault)
     verdict = verify(compose_config(fault.overrides), 2, quiet)

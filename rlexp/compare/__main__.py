@@ -10,6 +10,7 @@ python -m rlexp.compare runs/SWEEP --watch             drawn again while runs go
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import time
 from collections.abc import Sequence
@@ -20,17 +21,18 @@ from rlexp.compare.difference import LOSSES
 from rlexp.compare.families import sort_out
 from rlexp.compare.page import Payload
 from rlexp.compare.report import Report
-from rlexp.compare.runs import CompareError, Group
+from rlexp.compare.runs import LIVE, CompareError, Group
 from rlexp.compare.sources import Sources
 from rlexp.compare.table import table
-from rlexp.compare.verdict import first_above
+from rlexp.compare.threshold import first_above
 from rlexp.errors import UserError
-
-LIVE = ("running", "waiting")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
+    for stream in (sys.stdout, sys.stderr):  # a terminal that has no × must not end it
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         return compare(options)
     except (UserError, OSError) as error:
@@ -45,11 +47,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m rlexp.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("sources", nargs="+", metavar="FOLDER")
-    parser.add_argument("--out", type=Path, help="where the report goes; by default into the first folder")
+    parser.add_argument(
+        "--out", type=Path, help="where the report goes: by default into the folder, or of several into ./comparison"
+    )
     parser.add_argument("--baseline", metavar="RUN", help="the run that the others are held against")
     parser.add_argument("--force", action="store_true", help="compare other experiments too; the report says so")
     parser.add_argument("--fail-above", type=float, metavar="X", help="exit with 1 where two runs are further apart")
-    parser.add_argument("--metrics", nargs="+", default=list(LOSSES), metavar="NAME",
+    parser.add_argument("--metrics", nargs="+", metavar="NAME",
                         help="what --fail-above looks at, as in 'train/*'; by default the losses")  # fmt: skip
     parser.add_argument("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="while runs go on")
     return parser.parse_args(argv)
@@ -72,8 +76,8 @@ def compare(options: argparse.Namespace) -> int:
         time.sleep(options.watch)
     if options.fail_above is None:
         return 0
-    excess = first_above(report.families, options.fail_above, options.metrics)
-    passed = f"passed: {' and '.join(options.metrics)} are nowhere more than {options.fail_above:g} apart"
+    excess = first_above(report.families, group.runs, options.fail_above, options.metrics)
+    passed = f"passed: {' and '.join(options.metrics or LOSSES)}: nowhere more than {options.fail_above:g} apart"
     sys.stdout.write(f"FAILED: {excess}\n" if excess else f"{passed}\n")
     return 1 if excess else 0
 
@@ -93,11 +97,9 @@ def show(payload: Payload, paths: Sequence[Path]) -> None:
 
 
 def default_place(sources: Sequence[str]) -> Path:
-    """The sweep's own folder; of several runs the folder that holds them, if it holds nothing else of ours."""
-    first = Path(sources[0])
-    if not first.is_dir():
-        return Path("comparison")
-    return first if len(sources) == 1 else Path("comparison")
+    """The one folder that was given; of several, or of W&B, one for the purpose."""
+    first = Path(sources[0]).expanduser()
+    return first if len(sources) == 1 and first.is_dir() else Path("comparison")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ LOSSES = ("train/loss", "eval/loss")
 ROUNDING = {"fp64": 2.6e-14, "fp32": 4.0e-7, "bf16": 3.3e-3}
 OTHERS = 50.0
 MARGIN = 10.0  # times the noise floor: two roundings of one curve are no further apart
+LEAST = 1e-3  # of a metric's size: what a difference is taken relative to at least
 EARLY = 100  # steps within which rounding cannot have grown beyond what was measured
 
 
@@ -53,15 +54,16 @@ class Difference:
 
 
 def difference(steps: Steps, ours: Column, other_steps: Steps, other: Column) -> Difference:
-    """Relative to the larger of the two. A metric that changes its sign is near zero again and again, where that would
-    say nothing: it is held against its root mean square."""
+    """Relative to the larger of the two, but never to less than a thousandth of the metric's root mean square. A metric
+    that changes its sign is near zero again and again: it is held against the whole of that."""
     common, mine, theirs = np.intersect1d(steps, other_steps, assume_unique=True, return_indices=True)
     a, b = ours[mine], other[theirs]
     there = ~(np.isnan(a) | np.isnan(b))
     common, a, b = common[there], a[there], b[there]
     scale = np.maximum(np.abs(a), np.abs(b))
-    if len(b) and b.min() < 0 < b.max():
-        scale = np.maximum(scale, np.sqrt(np.mean(b * b)))
+    if len(b):
+        size = np.sqrt(np.mean(b * b))
+        scale = np.maximum(scale, size if b.min() < 0 < b.max() else size * LEAST)
     gap = np.abs(a - b)
     relative = np.divide(gap, scale, out=np.zeros_like(gap), where=gap > 0)
     return Difference(common.astype(np.int64), relative, a, b)

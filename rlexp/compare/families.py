@@ -29,7 +29,7 @@ class Families:
     notes: list[str]
 
     def of(self, run: Run) -> Family | None:
-        return next((family for family in self.families if any(run is each for each in family.runs)), None)
+        return next((family for family in self.families if run in family.runs), None)
 
 
 def sort_out(group: Group, *, baseline: str | None, force: bool) -> Families:
@@ -39,20 +39,20 @@ def sort_out(group: Group, *, baseline: str | None, force: bool) -> Families:
     if not drawn:
         raise CompareError(f"{group.title}: {why_nothing(group)}")
     chosen = _named(drawn, group.runs, baseline) if baseline else None
-    first = chosen or drawn[0]
+    first = chosen or next((run for run in drawn if run.identity), drawn[0])
     forced: list[str] = []
-    apart = [run for run in drawn if different(first, run, ())]
-    if not [run for run in drawn if different(first, run, group.axes)]:
-        families = _by_identity(drawn) if apart else [drawn]
+    apart = [run for run in drawn if different(first, run)]
+    unexplained = [run for run in apart if not on_purpose(first, run, group.axes)]
+    if not unexplained:
+        families = _by_experiment(drawn) if apart else [drawn]
     elif force:
         families = [drawn]
-        forced = [f"{run.label}: {line}" for run in apart for line in different(first, run, ())]
+        forced = [f"{run.label}: {line}" for run in apart for line in different(first, run)]
     else:
-        run = next(run for run in drawn if different(first, run, group.axes))
-        line = different(first, run, group.axes)[0]
+        run = unexplained[0]
         raise CompareError(
-            f"{run.name}: is another experiment than {first.name}: {line}. Their curves need not agree. Compare "
-            f"runs of one experiment, or say --force."
+            f"{run.name}: is another experiment than {first.name}: {different(first, run)[0]}. Their curves need not "
+            f"agree. Compare runs of one experiment, or say --force."
         )
     notes: list[str] = []
     return Families([_family(family, group.runs, chosen, notes) for family in families], forced, notes)
@@ -63,21 +63,31 @@ def why_nothing(group: Group) -> str:
     return f"no run has a step yet{f' ({reasons})' if reasons else ''}."
 
 
-def different(one: Run, other: Run, axes: Sequence[str]) -> list[str]:
-    """What their curves depend on and is not the same, beyond what the axes vary."""
+def different(one: Run, other: Run) -> list[str]:
+    """What their curves depend on and is not the same."""
     if not one.identity or not other.identity:
         return []
-    return [
-        f"{key} is {new}, and there {old}"
-        for key, old, new in changes(one.identity, other.identity)
-        if not any(key == axis or key.startswith(f"{axis}.") for axis in axes)
-    ]
+    return [f"{key} is {new}, and there {old}" for key, old, new in changes(depends(one), depends(other))]
 
 
-def _by_identity(runs: Sequence[Run]) -> list[list[Run]]:
+def depends(run: Run) -> dict[str, Any]:
+    """Where the learning rate falls until the last step, a curve depends on the number of steps too."""
+    falls = run.identity.get("optim.decay", "constant") != "constant" and run.total_steps is not None
+    return run.identity | ({"steps until which the learning rate falls": run.total_steps} if falls else {})
+
+
+def on_purpose(one: Run, other: Run, axes: Sequence[str]) -> bool:
+    """Their sweep holds them against different baselines; or, as far as is known, varies just what differs."""
+    if one.baseline is not None and other.baseline is not None:
+        return one.baseline != other.baseline
+    keys = [key for key, _, _ in changes(depends(one), depends(other))]
+    return all(any(key == axis or key.startswith(f"{axis}.") for axis in axes) for key in keys)
+
+
+def _by_experiment(runs: Sequence[Run]) -> list[list[Run]]:
     families: dict[str, list[Run]] = {}
     for run in runs:
-        known = {key: value["contents"] if is_file(value) else value for key, value in run.identity.items()}
+        known = {key: value["contents"] if is_file(value) else value for key, value in depends(run).items()}
         families.setdefault(json.dumps(known, sort_keys=True), []).append(run)
     return list(families.values())
 
@@ -98,12 +108,12 @@ def _named(drawn: Sequence[Run], runs: Sequence[Run], baseline: str) -> Run:
 
 def _family(runs: list[Run], everything: Sequence[Run], chosen: Run | None, notes: list[str]) -> Family:
     """The baseline is the one that was named, or that the sweep meant, or else the first that has a curve."""
-    if chosen is not None and any(run is chosen for run in runs):
+    if chosen in runs:
         return Family(chosen, runs)
     meant = next((run.baseline for run in runs if run.baseline), None)
-    baseline = next((run for run in runs if run.name == meant), None)
+    baseline = next((run for run in runs if run.path == meant), None)
     if baseline is None and meant is not None:
-        absent = next((run for run in everything if run.name == meant), None)
+        absent = next((run for run in everything if run.path == meant), None)
         why = f" ({absent.status}: {absent.reason})" if absent is not None and absent.reason else ""
         notes.append(
             f"the baseline {absent.label if absent else meant} has no curve{why}; {runs[0].label} stands in for it"

@@ -28,6 +28,7 @@ def draw(report: Report, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    plt.rcParams["text.parse_math"] = False  # a $ in a folder's name is a $
     runs = [run for run in report.group.runs if METRIC in run.columns]
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(9, 6.4), sharex=True, layout="constrained", height_ratios=(3, 2)
@@ -37,10 +38,10 @@ def draw(report: Report, path: Path) -> None:
         above.plot(*curve(run.steps, run.column(METRIC)), **look(place, width), label=run.label)
     smallest = [1.0]
     for family in report.families.families:
-        for run in family.others():
+        for run in (run for run in family.others() if run in runs):
             assert family.baseline is not None
             gap = between(run, family.baseline, METRIC)
-            place = next(number for number, each in enumerate(runs) if each is run)
+            place = runs.index(run)
             style = look(place, 1.2) | {"marker": "." if len(gap.steps) <= 200 else ""}
             below.plot(*curve(gap.steps, np.where(gap.relative > 0, gap.relative, np.nan)), **style)
             smallest.append(gap.relative[gap.relative > 0].min(initial=1.0))

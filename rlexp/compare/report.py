@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,9 +99,7 @@ def card(run: Run, report: Report) -> page.RunCard:
     family = report.families.of(run)
     judged = next((each for each in report.verdict.judgements if each.run is run), None)
     baseline = family.baseline if family else None
-    peak = last_or_max(run, "memory/peak_bytes")
-    memory = [page.RankMemory(line["rank"], line["peaks"]) for line in run.memory if line.get("peaks")]
-    phase, rank = peak_place(memory)
+    peak, phase, rank = highest_peak(run)
     return page.RunCard(
         name=run.name,
         label=run.label,
@@ -117,8 +116,8 @@ def card(run: Run, report: Report) -> page.RunCard:
         tokens_per_second=speed(run),
         step_seconds=step_seconds(run),
         efficiency=efficiency(run, baseline),
-        memory=memory,
-        peak_bytes=None if peak is None else int(peak),
+        memory=[page.RankMemory(line["rank"], line["peaks"]) for line in run.memory if line["peaks"]],
+        peak_bytes=peak,
         peak_rank=rank,
         peak_phase=phase,
         clock=clock(run),
@@ -131,23 +130,17 @@ def last(run: Run, name: str) -> float | None:
     return float(values[-1]) if len(values) else None
 
 
-def last_or_max(run: Run, name: str) -> float | None:
-    values = run.column(name)
-    return None if np.isnan(values).all() else float(np.nanmax(values))
-
-
-def peak_place(memory: Sequence[page.RankMemory]) -> tuple[str | None, int | None]:
-    """Phase and rank of the largest peak of a step; building the run and evaluating are not of a step."""
-    peaks = [
-        (peak, phase, each.rank)
-        for each in memory
-        for phase, peak in each.peaks.items()
-        if phase not in ("build", "eval")
-    ]
-    if not peaks:
-        return None, None
-    _, phase, rank = max(peaks)
-    return phase, rank
+def highest_peak(run: Run) -> tuple[int | None, str | None, int | None]:
+    """Of all steps: bytes, phase and rank, as the row of that step has them."""
+    peaks = run.column("memory/peak_bytes")
+    if np.isnan(peaks).all():
+        return None, None, None
+    place = int(np.nanargmax(peaks))
+    ours = re.compile(r"memory/(\w+)_peak_bytes")
+    phases = [found.group(1) for name in run.columns if (found := ours.fullmatch(name))]
+    phase = next((p for p in phases if run.column(f"memory/{p}_peak_bytes")[place] == peaks[place]), None)
+    rank = run.column("memory/peak_rank")[place]
+    return int(peaks[place]), phase, None if np.isnan(rank) else int(rank)
 
 
 def _steady(run: Run, name: str) -> Column:
@@ -200,7 +193,7 @@ def metric(name: str, report: Report) -> page.MetricCurves:
         if family.baseline is None or name not in family.baseline.columns:
             continue
         for place, run in enumerate(runs):
-            if not any(run is each for each in family.others()) or name not in run.columns:
+            if run not in family.others() or name not in run.columns:
                 continue
             gap = between(run, family.baseline, name)
             gaps[place] = on_steps(gap.steps, gap.relative, steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +13,16 @@ from typing import Any
 
 import numpy as np
 import orjson
+import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from rlexp.compare.difference import Column, Steps
 from rlexp.errors import UserError
 from rlexp.launch import folder, sweep, whereabouts
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
+LIVE = ("running", "waiting")
 SIZES = ("world_size", "ring_size", "dp_size", "batch_size", "micro_batch_size", "grad_acc")
 
 
@@ -26,9 +30,9 @@ class CompareError(UserError):
     """Runs that are not there, or that cannot be compared."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
-    """`columns` have a value for each of `steps`, NaN where the run has none there."""
+    """Itself and no other. `columns` have a value for each of `steps`, NaN where the run has none there."""
 
     name: str
     label: str
@@ -41,7 +45,8 @@ class Run:
     identity: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     memory: list[dict[str, Any]] = field(default_factory=list)  # of each rank, its peaks by phase
-    baseline: str | None = None  # the name of the run that its sweep holds it against
+    total_steps: int | None = None  # that it was to take
+    baseline: Path | None = None  # the folder of the run that its sweep holds it against
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -92,15 +97,18 @@ class Reader:
 
     def _sweep(self, path: Path) -> Group:
         plain, jobs = sweep.plain(path), sweep.read(path)
-        names = {job.number: f"{path.name}/{job.folder}" for job in jobs}
+        folders = {job.number: path / job.folder for job in jobs}
+        live = alive(plain)
         runs = []
         for job in jobs:
-            where = path / job.folder
+            where = folders[job.number]
             run = self.run(where) if is_run(where) else Run(job.folder, job.label, where, job.status, job.reason)
-            run.name, run.label = names[job.number], job.label
-            if job.status in ("skipped", "failed"):
+            run.name, run.label = f"{path.name}/{job.folder}", job.label
+            if job.status in ("skipped", "failed") and run.status != "finished":
                 run.status, run.reason = job.status, job.reason
-            run.baseline = None if job.baseline is None else names.get(job.baseline)
+            elif not is_run(where) and job.status in LIVE and not live:
+                run.status, run.reason = "stopped", "its sweep was stopped before it; the same command goes on with it"
+            run.baseline = None if job.baseline is None else folders.get(job.baseline)
             runs.append(run)
         return Group(path.name, runs, list(plain.get("axes", [])))
 
@@ -109,7 +117,9 @@ class Reader:
         key = (sum(each[0] for each in stamp), max(each[1] for each in stamp))
         known = self._known.get(path)
         if known is not None and known[0] == key:
-            return known[1]
+            run = known[1]
+            run.status, run.reason = ended(folder.read(path))  # a process that is killed changes no file
+            return run
         run = read_run(path)
         self._known[path] = (key, run)
         return run
@@ -128,16 +138,23 @@ def is_run(path: Path) -> bool:
 
 
 def merge(groups: Iterable[Group]) -> Group:
-    """Several into one, each run with a name and a label of its own."""
+    """Several into one; a run that was given twice is one, and each has a name and a label of its own."""
     groups = list(groups)
     if len(groups) == 1:
         return groups[0]
-    runs = [run for group in groups for run in group.runs]
+    runs = list({run.path.resolve() if run.path else run.name: run for group in groups for run in group.runs}.values())
+    several = {id(run): group.title for group in groups if len(group.runs) > 1 for run in group.runs}
+    labels, names = [run.label for run in runs], [run.name for run in runs]
+    for run in runs:
+        if names.count(run.name) > 1 and run.path is not None:
+            run.name = shown(str(run.path))
+    for run, label in zip(runs, labels, strict=True):
+        if labels.count(label) > 1:
+            run.label = f"{several[id(run)]} {label}" if id(run) in several else run.name
     labels = [run.label for run in runs]
-    for group in groups:
-        for run in group.runs:
-            if labels.count(run.label) > 1:
-                run.label = f"{group.title} {run.label}" if len(group.runs) > 1 else run.name
+    for run in runs:
+        if labels.count(run.label) > 1:
+            run.label = run.name
     return Group(
         ", ".join(group.title for group in groups),
         runs,
@@ -150,18 +167,15 @@ def read_run(path: Path) -> Run:
     """What a run's folder says, as far as it is there and whole."""
     known = folder.read(path)
     notes: list[str] = []
+    where = str(path)
     steps, columns = read_columns(path / METRICS, notes)
-    config: dict[str, Any] = {}
-    if (path / CONFIG).is_file():
-        config = OmegaConf.to_container(OmegaConf.load(path / CONFIG), enum_to_str=True)  # type: ignore[assignment]
-    else:
-        notes.append(f"{path}: has no {CONFIG}, so its settings are not known")
+    config = read_config(path / CONFIG, notes)
     if not known:
-        notes.append(f"{path}: has no run.json, so what its curve depends on is not known")
+        notes.append(f"{where}: has no run.json, so what its curve depends on is not known")
     status, reason = ended(known)
     return Run(
-        path.name,
-        path.resolve().name,
+        shown(path.name),
+        shown(path.resolve().name),
         path,
         status,
         reason,
@@ -172,17 +186,41 @@ def read_run(path: Path) -> Run:
         known.get("sizes", {}),
         whereabouts.read(path),
         notes=notes,
+        total_steps=known.get("steps"),
     )
+
+
+def shown(name: str) -> str:
+    """A file's name as text, whatever bytes it has."""
+    return os.fsencode(name).decode("utf-8", "replace")
+
+
+def read_config(path: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path), enum_to_str=True)
+    except FileNotFoundError:
+        notes.append(f"{path.parent}: has no {path.name}, so its settings are not known")
+        return {}
+    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
+        notes.append(f"{path}: cannot be read, so the run's settings are not known ({str(error).splitlines()[0]})")
+        return {}
+    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
 
 
 def ended(known: Mapping[str, Any]) -> tuple[str, str | None]:
     """As run.json says, unless it says `running` and its process is gone: killed, it could not say so."""
     if known.get("status") != "running":
         return str(known.get("status", "stopped")), known.get("reason")
-    here = known.get("host") == socket.gethostname()
-    if here and not Path(f"/proc/{known.get('pid')}").exists() and Path("/proc/self").exists():
+    if not alive(known):
         return "stopped", "its process is gone; the same command goes on with it"
     return "running", None
+
+
+def alive(known: Mapping[str, Any]) -> bool:
+    """Whether the process lives that wrote this; of another machine's, that is not known."""
+    if known.get("host") != socket.gethostname() or not Path("/proc/self").exists():
+        return True
+    return Path(f"/proc/{known.get('pid')}").exists()
 
 
 def read_columns(path: Path, notes: list[str]) -> tuple[Steps, dict[str, Column]]:

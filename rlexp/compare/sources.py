@@ -20,12 +20,7 @@ class Sources:
         self._reader = Reader()
 
     def read(self) -> Group:
-        group = merge([self._one(name) for name in dict.fromkeys(self.names)])
-        names = [run.name for run in group.runs]
-        for run in group.runs:  # every one by a name of its own
-            if names.count(run.name) > 1 and run.path is not None:
-                run.name = str(run.path)
-        return group
+        return merge([self._one(name) for name in dict.fromkeys(self.names)])
 
     def _one(self, name: str) -> Group:
         path = Path(name).expanduser()

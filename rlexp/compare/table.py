@@ -27,7 +27,7 @@ def table(payload: Payload) -> str:
     widths = [max(len(row[place]) for row in rows) for place in range(len(columns))]
     lines = ["  ".join(aligned(row, widths)).rstrip() for row in rows]
     lines.insert(1, "  ".join("─" * width for width in widths))
-    said = [f"! compared by force: {line}" for line in payload.forced] + list(payload.notes)
+    said = [f"! compared by force: {line}" for line in payload.forced] + [brief(note) for note in payload.notes]
     wrapped = [line for text in said for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ")]
     verdict = textwrap.wrap(payload.verdict.headline, WIDTH)
     return "\n".join([*lines, "", *wrapped, *([""] if wrapped else []), *verdict]) + "\n"
@@ -39,6 +39,13 @@ def aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
         cell.ljust(width) if place < 3 else cell.rjust(width)
         for place, (cell, width) in enumerate(zip(row, widths, strict=True))
     ]
+
+
+def brief(text: str) -> str:
+    """Of a reason that carries a traceback, who failed and of what; the page has the rest."""
+    head, traced, rest = text.partition("Traceback (most recent call last):")
+    lines = [line for line in rest.splitlines() if line.strip() and not line.startswith(("Its log:", "It was last"))]
+    return head + lines[-1] if traced and lines else text
 
 
 def number(value: float | None, form: str) -> str:

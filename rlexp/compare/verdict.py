@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from rlexp.compare.difference import (
     within_rounding,
 )
 from rlexp.compare.families import Families, Family
-from rlexp.compare.runs import CompareError, Run
+from rlexp.compare.runs import Run
 
 AGREE, APART, UNPROVEN, NONE = "agree", "apart", "unproven", "none"
 
@@ -34,6 +33,17 @@ class Floor:
 
     values: Column
     kind: str
+    measured: bool
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first step at which two curves are further apart than rounding; by a floor that was measured, or not."""
+
+    step: int
+    metric: str
+    ours: float
+    theirs: float
     measured: bool
 
 
@@ -71,20 +81,21 @@ def between(run: Run, baseline: Run, metric: str) -> Difference:
 
 def floor_of(family: Family, metric: str, steps: Steps) -> Floor:
     """Measured by runs of the family that differ from its baseline in their micro-batch or packing alone; else what was
-    measured elsewhere."""
+    measured elsewhere. Noise that is itself beyond what rounding can be measures nothing."""
     baseline = family.baseline
     assert baseline is not None
-    noise = [run for run in family.others() if _is_noise(run, baseline)]
-    names = LOSSES if metric in LOSSES else (metric,)  # the two losses together: of the held-out one there are few
-    measured = measured_floor([between(run, baseline, name) for run in noise for name in names], steps)
-    if measured is not None:
-        return Floor(measured, f"measured: {', '.join(run.label for run in noise)}", True)
     precision = coarsest(family.runs)
     estimate = estimated_floor(metric, precision, steps)
-    return Floor(estimate, f"estimated: {precision} rounding of a small model, growing with the steps", False)
+    noise = [run for run in family.others() if is_noise(run, baseline)]
+    names = LOSSES if metric in LOSSES else (metric,)  # the two losses together: of the held-out one there are few
+    measured = measured_floor([between(run, baseline, name) for run in noise for name in names], steps)
+    if measured is None:
+        return Floor(estimate, f"estimated: {precision} rounding of a small model, growing with the steps", False)
+    most = within_rounding(metric, precision, steps)
+    return Floor(np.minimum(measured, most), f"measured: {', '.join(run.label for run in noise)}", True)
 
 
-def _is_noise(run: Run, baseline: Run) -> bool:
+def is_noise(run: Run, baseline: Run) -> bool:
     """The same layout, with another micro-batch or packing."""
     same = all(run.sizes.get(key) == baseline.sizes.get(key) for key in ("world_size", "ring_size"))
     precision = run.precision == baseline.precision
@@ -114,12 +125,12 @@ def _headline(status: str, judgements: Sequence[Judgement], families: Families) 
     curves = "one curve" if len(baselines) == 1 else f"{len(baselines)} curves, one of each experiment"
     lonely = [family.runs[0].label for family in families.families if len(family.runs) == 1]
     alone = f" Alone with its experiment: {', '.join(lonely)}." if lonely else ""
+    partly = [each.run.label for each in judgements if len(each.run.steps) != len(each.baseline.steps)]
+    alone += f" Not of one length with its baseline: {', '.join(partly)}." if partly else ""
+    apart = "equal to the bit" if worst.worst == 0 else f"at most {worst.worst:.1e} apart, which is rounding"
     match status:
         case "agree":
-            return (
-                f"The {len(judgements) + len(baselines)} runs draw {curves}: the loss differs by at most "
-                f"{worst.worst:.1e}, which is rounding.{alone}"
-            )
+            return f"The {len(judgements) + len(baselines)} runs draw {curves}: their losses are {apart}.{alone}"
         case "apart":
             first = min((e for e in judgements if e.status == APART), key=lambda each: each.step or 0)
             return f"The curves part. {first.words}"
@@ -142,19 +153,27 @@ def _judge_run(run: Run, family: Family) -> Judgement:
         return Judgement(run, baseline, NONE, 0.0, "", None, words)
     worst_name = max((name for name in gaps if name in LOSSES), key=lambda name: _size(gaps[name]), default=names[0])
     worst = gaps[worst_name].worst() or (0, 0.0)
-    found = [part for name, gap in gaps.items() if (part := _parts(name, gap, family, precision)) is not None]
+    found = [part for name, gap in gaps.items() if (part := _parts(run, name, gap, family, precision)) is not None]
     if not found:
-        words = f"{run.label} is {baseline.label}'s curve at all {shared} steps: {_within(worst[1])}."
+        words = f"{run.label} is {baseline.label}'s curve {_where(run, baseline, shared)}: {_within(worst[1])}."
         return Judgement(run, baseline, AGREE, worst[1], worst_name, worst[0], words)
-    step, name, ours, theirs, measured = min(found, key=lambda part: part[0])
-    surely = measured or precise or step <= EARLY
+    first = min(found, key=lambda part: part.step)
+    step, name = first.step, first.metric
+    surely = first.measured or precise or step <= EARLY
     words = (
-        f"{run.label} parts from {baseline.label} at step {step}: {name} is {ours:.9g}, and {theirs:.9g} there."
+        f"{run.label} parts from {baseline.label} at step {step}: {name} is {first.ours:.9g}, and {first.theirs:.9g} "
+        f"there."
         if surely
         else f"{run.label} is {_size(gaps[name]):.1e} from {baseline.label} in {name}, more than estimated from step "
         f"{step} on. Whether that is rounding, a run with another train.micro_batch_size tells."
     )
     return Judgement(run, baseline, APART if surely else UNPROVEN, worst[1], name, step, words)
+
+
+def _where(run: Run, baseline: Run, shared: int) -> str:
+    """Of runs that are not whole, how much of the curve was seen."""
+    most = max(len(run.steps), len(baseline.steps))
+    return f"at all {shared} steps" if shared == most else f"at the {shared} steps they share, of {most}"
 
 
 def _within(size: float) -> str:
@@ -165,41 +184,16 @@ def _size(gap: Difference) -> float:
     return float(gap.relative.max(initial=0.0))
 
 
-def _parts(name: str, gap: Difference, family: Family, precision: str) -> tuple[int, str, float, float, bool] | None:
-    """The first step at which a metric is further off than rounding, with both values."""
+def _parts(run: Run, name: str, gap: Difference, family: Family, precision: str) -> Parting | None:
+    """Where a metric is further off than rounding for the first time. What measures the noise is not
+    held against itself; and float64 has no other noise than what is promised."""
+    assert family.baseline is not None
     floor = floor_of(family, name, gap.steps)
     limit = within_rounding(name, precision, gap.steps)
-    if floor.measured:  # of a few steps it may be zero to the bit
-        limit = np.maximum(MARGIN * floor.values, limit if precision == "fp64" else limit / MARGIN)
+    held = floor.measured and precision != "fp64" and not is_noise(run, family.baseline)
+    if held:  # a floor of a few steps may be zero to the bit
+        limit = np.maximum(MARGIN * floor.values, limit / MARGIN)
     place = gap.first_above(limit)
     if place is None:
         return None
-    return int(gap.steps[place]), name, float(gap.ours[place]), float(gap.baseline[place]), floor.measured
-
-
-def first_above(families: Families, limit: float, patterns: Sequence[str]) -> str | None:
-    """For `--fail-above`: the first step, metric and pair of runs further apart than that."""
-    found: list[tuple[int, str]] = []
-    judged = False
-    for family in families.families:
-        for run in family.others():
-            assert family.baseline is not None
-            for name in run.columns:
-                if not compared(name) or not any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-                    continue
-                gap = between(run, family.baseline, name)
-                judged |= bool(len(gap.steps))
-                place = gap.first_above(limit)
-                if place is not None:
-                    pair = f"{run.name} ({run.label}) and {float(gap.baseline[place])!r} in {family.baseline.name}"
-                    words = (
-                        f"step {gap.steps[place]}: {name} is {float(gap.ours[place])!r} in {pair} "
-                        f"({family.baseline.label}), {gap.relative[place]:.1e} apart, more than {limit:g}"
-                    )
-                    found.append((int(gap.steps[place]), words))
-    if not judged:
-        raise CompareError(
-            f"--fail-above {limit:g}: nothing was compared: no two runs have a step of {' or '.join(patterns)} in "
-            f"common."
-        )
-    return min(found)[1] if found else None
+    return Parting(int(gap.steps[place]), name, float(gap.ours[place]), float(gap.baseline[place]), held)

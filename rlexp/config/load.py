@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,7 +81,9 @@ def from_plain(plain: Any) -> Config:
 
 
 def to_file(cfg: Config, path: Path) -> None:
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)), encoding="utf-8")
+    temporary = path.with_name(f".{path.name}.tmp")  # at once or not at all: others may be reading
+    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)), encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def to_plain(cfg: Config) -> dict[str, Any]:

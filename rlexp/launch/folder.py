@@ -20,7 +20,7 @@ from rlexp.checkpoint.folder import NEVER, candidates, check_sizes, latest_first
 from rlexp.config import load
 from rlexp.config.identity import check_force, identity, refuse_changes
 from rlexp.config.schema import Config
-from rlexp.errors import CheckpointError, ConfigError
+from rlexp.errors import CheckpointError, ConfigError, FolderError
 from rlexp.launch import whereabouts
 
 PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "omegaconf", "wandb", "numpy")
@@ -40,7 +40,7 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     _wait_for_ranks(run_dir)
     before = read(run_dir)
     if (before or latest_first(run_dir)) and cfg.resume.mode == NEVER:
-        raise ConfigError(
+        raise FolderError(
             f"hydra.run.dir={run_dir}: holds a run already. Give another folder, or leave resume.mode=auto, which goes "
             f"on with it."
         )
@@ -92,7 +92,7 @@ def claim(run_dir: Path, key: str = "hydra.run.dir") -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(handle)
-        raise ConfigError(
+        raise FolderError(
             f"{key}={run_dir}: another process is training there. Wait for it, or give another folder."
         ) from None
     _claimed[run_dir] = handle
@@ -112,7 +112,7 @@ def _wait_for_ranks(run_dir: Path) -> None:
                 return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 if time.monotonic() > deadline:
-                    raise ConfigError(
+                    raise FolderError(
                         f"hydra.run.dir={run_dir}: ranks of an earlier process are still at work there. Wait for them, "
                         f"or give another folder."
                     ) from None
@@ -128,7 +128,7 @@ def _check_writable(run_dir: Path) -> None:
             file.write(b"0" * 65536)
             file.flush()
     except OSError as error:
-        raise ConfigError(
+        raise FolderError(
             f"hydra.run.dir={run_dir}: nothing can be written there ({error.strerror}). Give another folder."
         ) from None
 
@@ -146,7 +146,7 @@ def _check_identity(cfg: Config, run_dir: Path, before: dict[str, Any], now: dic
     if found:
         return []  # the ranks will say what is wrong with each of them
     if before.get("status") == "finished":
-        raise ConfigError(
+        raise FolderError(
             f"hydra.run.dir={run_dir}: holds a finished run without a checkpoint to go on from, and it would be "
             f"written over. Give another folder."
         )
@@ -163,10 +163,10 @@ def _is_finished(cfg: Config, run_dir: Path, before: dict[str, Any], now: dict[s
 def read(run_dir: Path) -> dict[str, Any]:
     """run.json, or nothing where there is no run yet."""
     try:
-        found: dict[str, Any] = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
-        return found
-    except (FileNotFoundError, ValueError):
+        found = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def close(run_dir: Path, status: str, reason: str) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
@@ -26,7 +28,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rlexp.config import load
 from rlexp.config.explain import chain, explain
 from rlexp.config.identity import curve_keys
-from rlexp.errors import ConfigError
+from rlexp.config.schema import Decay
+from rlexp.errors import ConfigError, FolderError
 from rlexp.launch import folder
 from rlexp.launch.local import Interrupted
 from rlexp.launch.sweep import Job, Sweep
@@ -34,12 +37,32 @@ from rlexp.launch.sweep import Job, Sweep
 SUBDIR = "hydra.sweep.subdir"
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why a job is not run: its sizes do not fit together, which a grid may have at its corners; or it is a mistake."""
+
+    status: str  # skipped, or failed
+    reason: str
+
+
+def refusal(error: BaseException) -> Refusal | None:
+    """None for what is no user's mistake, but a defect."""
+    reason = explain(error)
+    if reason is None:
+        return None
+    links = list(chain(error))
+    folders = any(isinstance(link, FolderError) for link in links)
+    corner = not folders and any(isinstance(link, ConfigError) for link in links)
+    corner |= "ConfigError raised while resolving" in " ".join(map(str, links))  # OmegaConf keeps the text alone
+    return Refusal("skipped" if corner else "failed", reason)
+
+
 @dataclass
 class Planned:
     job: Job
     overrides: list[str]  # the job's own, and what it is told of its sweep
     config: DictConfig  # composed of them
-    refusal: str | None = None  # why it cannot be run
+    refusal: Refusal | None = None
 
 
 class _Ours(Launcher):
@@ -67,12 +90,11 @@ class _Ours(Launcher):
             config = self.compose(overrides, number)
             job = sweep.add(number, str(OmegaConf.select(config, SUBDIR)), filter_overrides(overrides))
             jobs.append(Planned(job, list(overrides), config))
-        families: dict[str, int] = {}
         for planned in jobs:
             keys = self._check(planned)
             if keys is not None:
-                planned.job.baseline = families.setdefault(keys, planned.job.number)
-            planned.overrides += self._told(sweep, planned.job)
+                planned.job.baseline = sweep.families.setdefault(keys, planned.job.number)
+            planned.overrides += self._told(sweep, planned)
             planned.config = self.compose(planned.overrides, planned.job.number)
         sweep.write()
         return jobs
@@ -88,36 +110,45 @@ class _Ours(Launcher):
         plain = planned.config.copy()
         with open_dict(plain):
             del plain["hydra"]
+        around = HydraConfig.instance().cfg
+        HydraConfig.instance().set_config(planned.config)  # what ${hydra:…} asks
         try:
-            return json.dumps(curve_keys(load.from_hydra(plain, here=self.checked_here)), sort_keys=True)
+            cfg = load.from_hydra(plain, here=self.checked_here)
         except Exception as error:
-            planned.refusal = explain(error)
+            planned.refusal = refusal(error)
             if planned.refusal is None:
                 raise
             return None
+        finally:
+            HydraConfig.instance().cfg = around
+        length = None if cfg.optim.decay is Decay.constant else (cfg.train.max_steps, cfg.train.epochs)
+        return json.dumps([curve_keys(cfg), length], sort_keys=True)
 
-    def _told(self, sweep: Sweep, job: Job) -> list[str]:
-        """Every job knows its sweep, what varies in it, and its baseline."""
-        told = []
-        if self.config.logger.group is None:
-            told.append(f"logger.group={_quoted(sweep.folder.name)}")
-        if self.config.logger.run_name is None:
-            told.append(f"logger.run_name={_quoted(f'{sweep.folder.name}-{job.label}')}")
-        if job.baseline not in (None, job.number) and self.config.logger.baseline is None:
+    def _told(self, sweep: Sweep, planned: Planned) -> list[str]:
+        """Every job knows its sweep, what varies in it, and its baseline; what the user says of it comes first."""
+        job, said = planned.job, {override.partition("=")[0].lstrip("+") for override in planned.overrides}
+        told = {
+            "logger.group": _quoted(sweep.folder.name),
+            "logger.run_name": _quoted(f"{sweep.folder.name}-{job.label}"),
+        }
+        if job.baseline not in (None, job.number):
             baseline = next(each for each in sweep.jobs if each.number == job.baseline)
-            told.append(f"logger.baseline={_quoted(str(sweep.folder / baseline.folder))}")
+            told["logger.baseline"] = _quoted(str(sweep.folder / baseline.folder))
         axes = ",".join(f"{key.lstrip('+')}:{_quoted(value)}" for key, value in job.axes.items())
-        return [*told, f"++logger.axes={{{axes}}}"]
+        free = [key for key in told if key not in said and OmegaConf.select(self.config, key) is None]
+        pinned = f"hydra.sweep.subdir={_quoted(job.folder)}"  # which may depend on the overrides, and now has more
+        return [*(f"{key}={told[key]}" for key in free), f"++logger.axes={{{axes}}}", pinned]
 
     def concluded(self, sweep: Sweep, job: Job, returned: JobReturn) -> None:
         """Write down how a job ended, and say so where it did not end well."""
         if returned.status is not JobStatus.FAILED:
             note_own_word(sweep, job)
             return
-        error = returned._return_value
-        message = explain(error) or f"{type(error).__name__}: {error}"
-        skipped = any(isinstance(link, ConfigError) for link in chain(error))
-        sweep.note(job, "skipped" if skipped else "failed", message)
+        self.failed(sweep, job, returned._return_value)
+
+    def failed(self, sweep: Sweep, job: Job, error: BaseException) -> None:
+        found = refusal(error) or Refusal("failed", f"{type(error).__name__}: {error}")
+        sweep.note(job, found.status, found.reason)
         say_how(job)
 
 
@@ -131,7 +162,7 @@ class LocalLauncher(_Ours):
         for place, planned in enumerate(jobs, 1):
             job = planned.job
             if planned.refusal is not None:
-                sweep.note(job, "skipped", planned.refusal)
+                sweep.note(job, planned.refusal.status, planned.refusal.reason)
                 say_how(job)
                 continue
             sys.stderr.write(f"\n{sweep.name} {place}/{len(jobs)}: {job.label}\n")
@@ -153,6 +184,9 @@ class LocalLauncher(_Ours):
             if isinstance(left.code, int) and left.code > 128:
                 raise Interrupted(left.code - 128) from None
             return
+        except Exception as error:  # Hydra's own: a folder that cannot be made is this job's alone
+            self.failed(sweep, planned.job, error)
+            return
         finally:
             folder.leave(sweep.folder / planned.job.folder)
         self.concluded(sweep, planned.job, returned)
@@ -168,7 +202,7 @@ class _Submitit(BaseSubmititLauncher, _Ours):
         jobs = self.plan(sweep, job_overrides, initial_job_idx)
         for planned in jobs:
             if planned.refusal is not None:
-                sweep.note(planned.job, "skipped", planned.refusal)
+                sweep.note(planned.job, planned.refusal.status, planned.refusal.reason)
                 say_how(planned.job)
         runnable = [planned for planned in jobs if planned.refusal is None and not finished(sweep, planned.job)]
         submitted = [pair for size in by_resources(runnable) for pair in self._submit(size)]
@@ -206,6 +240,9 @@ class _Submitit(BaseSubmititLauncher, _Ours):
             returned = job.results()[0]
         except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError) as error:
             run = folder.read(sweep.folder / planned.job.folder)
+            if run.get("status") == "stopped":
+                note_own_word(sweep, planned.job)
+                return
             said = run.get("reason") if run.get("status") == "failed" else str(error).strip().splitlines()[-1]
             sweep.note(planned.job, "failed", f"{said} (log: {job.paths.stderr})")
             say_how(planned.job)
@@ -259,6 +296,14 @@ def done() -> JobReturn:
 
 def say_how(job: Job) -> None:
     sys.stderr.write(f"rlexp: {job.label} is {job.status}: {job.reason}\n")
+
+
+def swept(config: DictConfig) -> set[str]:
+    """The keys that this command varies, whichever jobs have been seen of it."""
+    params = OmegaConf.to_container(config.hydra.sweeper.get("params") or OmegaConf.create(), resolve=True)
+    given = [f"{key}={value}" for key, value in cast(dict[str, Any], params).items()]
+    parsed = OverridesParser.create().parse_overrides([*given, *config.hydra.overrides.task])
+    return {override.get_key_element() for override in parsed if override.is_sweep_override()}
 
 
 _opened: list[Sweep] = []  # by this process

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ class Sweep:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.jobs: list[Job] = []
+        self.swept: set[str] = set()  # keys that are known to vary
+        self.families: dict[str, int] = {}  # what a curve depends on, and the first job of each
         self.begun = False  # its ledger is ours
         self._before = {job.number: job for job in read(folder)}
 
@@ -71,6 +74,12 @@ class Sweep:
                 f"{' '.join(known.overrides)}, and would be {' '.join(overrides)}). Give another folder, or take up "
                 f"that one by its own command."
             )
+        same = next((each for each in self.jobs if each.folder == folder), None)
+        if same is not None or (self.folder / folder).resolve() == self.folder.resolve():
+            raise ConfigError(
+                f"hydra.sweep.subdir={folder}: is {f'job {same.number}' if same else 'the sweep'}'s folder, and would "
+                f"be job {number}'s too. Leave it out, or let it depend on the job, as ${{hydra.job.num}} does."
+            )
         job = Job(number, folder, list(overrides))
         self.jobs.append(job)
         for each, axes in zip(self.jobs, self._values(), strict=True):
@@ -78,8 +87,19 @@ class Sweep:
         return job
 
     def _values(self) -> list[dict[str, str]]:
-        keys = axes_of(job.overrides for job in self.jobs)
+        keys = self.axes()
         return [{key: value for key, value in _split(job.overrides).items() if key in keys} for job in self.jobs]
+
+    def axes(self) -> list[str]:
+        jobs = [job.overrides for job in self._all()]
+        differ = set(axes_of(jobs)) | self.swept
+        return [key for key in dict.fromkeys(key for job in jobs for key in _split(job)) if key in differ]
+
+    def _all(self) -> list[Job]:
+        """With those of an earlier process that this one has not come to yet."""
+        numbers = {job.number for job in self.jobs}
+        others = [job for number, job in self._before.items() if number not in numbers]
+        return sorted([*self.jobs, *others], key=lambda job: job.number)
 
     def note(self, job: Job, status: str, reason: str | None = None) -> None:
         job.status, job.reason = status, reason
@@ -90,28 +110,37 @@ class Sweep:
         text = {
             "name": self.name,
             "command": sys.argv[1:],
-            "axes": axes_of(job.overrides for job in self.jobs),
-            "jobs": [dataclasses.asdict(job) | {"label": job.label} for job in self.jobs],
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "axes": self.axes(),
+            "jobs": [dataclasses.asdict(job) | {"label": job.label} for job in self._all()],
         }
         temporary = self.folder / f".{FILE}.tmp"
-        temporary.write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, self.folder / FILE)
+        try:
+            temporary.write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
+            os.replace(temporary, self.folder / FILE)
+        except OSError as error:  # a full disk must not end the other jobs; the last word is still read
+            sys.stderr.write(f"rlexp: {self.folder / FILE} could not be written ({error.strerror}).\n")
 
 
 def read(folder: Path) -> list[Job]:
     """The jobs of the sweep that stands in a folder; none where there is none."""
-    return [
-        Job(**{key: value for key, value in job.items() if key != "label"}) for job in plain(folder).get("jobs", [])
-    ]
+    jobs = plain(folder).get("jobs", [])
+    try:
+        return [Job(**{key: value for key, value in job.items() if key != "label"}) for job in jobs]
+    except (TypeError, AttributeError) as error:
+        raise _no_ledger(folder, error) from None
 
 
 def plain(folder: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ConfigError(
-            f"{folder / FILE}: is not the ledger of a sweep ({error}). Remove it, or restore it."
-        ) from None
-    return found
+        raise _no_ledger(folder, error) from None
+    return found if isinstance(found, dict) else {}
+
+
+def _no_ledger(folder: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{folder / FILE}: is not a sweep's ledger ({error}). Remove it, or restore it.")

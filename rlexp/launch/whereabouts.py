@@ -44,9 +44,11 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
         return []
     for start in range(0, len(text), WIDTH):
         try:
-            found.append(json.loads(text[start : start + WIDTH]))
+            line = json.loads(text[start : start + WIDTH])
         except ValueError:  # a rank that has not written yet
             continue
+        if isinstance(line, dict) and {"rank", "step", "phase", "peaks"} <= line.keys():
+            found.append(line)
     return found
 
 

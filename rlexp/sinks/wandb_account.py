@@ -47,9 +47,8 @@ def _netrc_has_key() -> bool:
 @contextlib.contextmanager
 def refusals(about: str) -> Iterator[None]:
     """What the client raises while it asks the server, as one message."""
-    from wandb.sdk.lib.service.service_connection import WandbApiFailedError  # is no wandb.Error
-
     import wandb
+    from wandb.sdk.lib.service.service_connection import WandbApiFailedError  # is no wandb.Error
 
     try:
         yield
