@@ -23,13 +23,18 @@ from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.place import prepare_environment
 
 if TYPE_CHECKING:
-    from rlexp.prove.diagnose import Alone
-    from rlexp.prove.precision import Measured
-    from rlexp.prove.records import Expected, Trace, Update
-    from rlexp.prove.shrink import Plan
-    from rlexp.prove.stages import Comparison, Finding
+    from rlexp.prove.verify.diagnose import Alone
+    from rlexp.prove.verify.precision import Measured
+    from rlexp.prove.verify.records import Expected, Trace, Update
+    from rlexp.prove.verify.shrink import Plan
+    from rlexp.prove.verify.stages import Comparison, Finding
 
-OURS = ("rlexp.prove.trace", "rlexp.prove.reference", "rlexp.prove.shrink", "rlexp.prove.diagnose")
+OURS = (
+    "rlexp.prove.verify.trace",
+    "rlexp.prove.verify.reference",
+    "rlexp.prove.verify.shrink",
+    "rlexp.prove.verify.diagnose",
+)
 TIMEOUT = 3600.0  # seconds for one start of ranks
 LONG = 1024  # tokens from which on several threads are worth their cost
 WAIT = 180.0  # seconds for a collective that a rank never joins, at most
@@ -116,7 +121,7 @@ class Verification:
         return answers
 
     def run(self, steps: int) -> Verdict:
-        from rlexp.prove.shrink import plan_rank, shrunk
+        from rlexp.prove.verify.shrink import plan_rank, shrunk
 
         verdict = Verdict()
         try:
@@ -135,7 +140,7 @@ class Verification:
     # ---- float64 ----
 
     def _float64(self, verdict: Verdict, plan: Plan) -> None:
-        from rlexp.prove.stages import FLOAT64, not_held
+        from rlexp.prove.verify.stages import FLOAT64, not_held
 
         cfg = exact(self.cfg)
         traces, ran = self.recorded("float64, as the run computes it", [cfg], plan)
@@ -158,7 +163,7 @@ class Verification:
 
     def recorded(self, what: str, configs: Sequence[Config], plan: Plan) -> tuple[list[list[Trace]], list[Path]]:
         """Every configuration on its ranks, in one start; by configuration the traces of all ranks, and a folder."""
-        from rlexp.prove.trace import Job, trace_rank
+        from rlexp.prove.verify.trace import Job, trace_rank
 
         folders = [Path(tempfile.mkdtemp(dir=self.folder)) for _ in configs]
         jobs = [
@@ -169,8 +174,8 @@ class Verification:
         return [[traces[number] for traces in by_rank] for number in range(len(configs))], folders
 
     def compared(self, cfg: Config, traces: list[Trace], folder: Path, allowed: Any) -> Comparison:
-        from rlexp.prove.records import TensorFiles
-        from rlexp.prove.stages import Comparison
+        from rlexp.prove.verify.records import TensorFiles
+        from rlexp.prove.verify.stages import Comparison
 
         lrs = [step.lr for step in self.expected.steps]
         given = self.start("the optimizer, given its gradients", _given_rank, 1, cfg, len(lrs), lrs, folder)[0]
@@ -190,7 +195,7 @@ class Verification:
 
     def located(self, comparison: Comparison, finding: Finding, precision: str) -> Failure:
         """The room, by trying parts of the run alone where the difference does not say it."""
-        from rlexp.prove.diagnose import Case, alone_rank, evidence, needs_trial, room_of, room_of_traceback
+        from rlexp.prove.verify.diagnose import Case, alone_rank, evidence, needs_trial, room_of, room_of_traceback
 
         alone: Alone | None = None
         said = ""
@@ -211,9 +216,9 @@ class Verification:
     # ---- the run's own precision ----
 
     def _own_precision(self, verdict: Verdict, plan: Plan) -> None:
-        from rlexp.prove.diagnose import Parts, parts_rank
-        from rlexp.prove.precision import OWN, given_parts, measure
-        from rlexp.prove.records import TensorFiles
+        from rlexp.prove.verify.diagnose import Parts, parts_rank
+        from rlexp.prove.verify.precision import OWN, given_parts, measure
+        from rlexp.prove.verify.records import TensorFiles
 
         cfg, name = self.cfg, self.cfg.train.precision.value
         other = another_micro_batch(cfg)
@@ -236,7 +241,7 @@ def _expected_rank(_place: Any, cfg: Config, steps: int, held_out: int, longest:
     """The reference has the machine to itself, as the ranks had."""
     import torch
 
-    from rlexp.prove.reference import expected_steps
+    from rlexp.prove.verify.reference import expected_steps
 
     if cfg.launch.device is Device.cpu and longest >= LONG:  # short sequences are slower by it
         torch.set_num_threads(min(os.cpu_count() or 1, cfg.parallel.world_size * cfg.launch.torch_threads))
@@ -244,7 +249,7 @@ def _expected_rank(_place: Any, cfg: Config, steps: int, held_out: int, longest:
 
 
 def _given_rank(_place: Any, cfg: Config, steps: int, lrs: Sequence[float], folder: Path) -> list[Mapping[str, Update]]:
-    from rlexp.prove.reference import given_steps
+    from rlexp.prove.verify.reference import given_steps
 
     return list(given_steps(cfg, steps, lrs, folder))
 
@@ -298,7 +303,7 @@ def _failure(finding: Finding, precision: str, room: str, said: str) -> Failure:
 
 def _crashed(failed: RankFailed, precision: str, exact_agrees: bool) -> Failure:
     """The run itself raised what is no mistake of the user's. If float64 went well, the engine is what is new."""
-    from rlexp.prove.diagnose import ENGINE, room_of_traceback
+    from rlexp.prove.verify.diagnose import ENGINE, room_of_traceback
 
     room = room_of_traceback(str(failed)) or (ENGINE if exact_agrees else "rlexp/")
     return Failure(precision, 1, "running", "the run", _last_line(failed), "a step", room, str(failed))

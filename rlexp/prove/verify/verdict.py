@@ -13,7 +13,7 @@ from typing import Any
 
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, HFModelConfig, Precision
-from rlexp.prove.verify import Failure, Verdict, exact, refuse, verify
+from rlexp.prove.verify.run import Failure, Verdict, exact, refuse, verify
 
 WIDTH = 110
 # Rows of the table, in the order of the way: what it is called, its names in the gauge and among the measured.
@@ -127,7 +127,7 @@ def _wrapped(text: str) -> str:
 
 
 def _allowed() -> dict[str, float]:
-    from rlexp.prove.stages import FLOAT64
+    from rlexp.prove.verify.stages import FLOAT64
 
     return {
         "log-probability of a token": FLOAT64.logp,
