@@ -275,13 +275,13 @@ def test_the_loss_that_leaves_its_baseline_is_said_once(tmp_path: Path, account:
     facts = WandbFacts({}, [], "eval/loss", Best.min, Precision.fp64)
     row = {"train/loss": 0.5, "train/global_step": 1, "memory/peak_bytes": 7}
     sink = WandbSink(LoggerConfig(), tmp_path, facts, run_id="a-000000")
-    for step, apart in enumerate((4e-10, 6e-10, 7e-10), 1):  # 1e-9 of the loss is 5e-10
+    for step, apart in enumerate((4e-13, 6e-13, 7e-13), 1):  # 1e-12 of the loss is 5e-13
         sink.log({"step": step, **row, "train/global_step": step, "parity/loss_abs_diff": apart})
     sink.close(Ending())
     (fragment,) = (tmp_path / "wandb").glob("offline-run-*-a-000000")
     (alert,) = records(fragment, "alert")
     assert "At step 2" in alert["text"]
-    assert "fp64 allows 5e-10" in alert["text"]
+    assert "fp64 allows 5e-13" in alert["text"]
 
 
 def test_the_best_is_the_best_of_all() -> None:
