@@ -98,7 +98,7 @@ def metric_names(runs: Sequence[Run]) -> list[str]:
 def card(run: Run, report: Report) -> page.RunCard:
     family = report.families.of(run)
     judged = next((each for each in report.verdict.judgements if each.run is run), None)
-    baseline = family.baseline if family else None
+    baseline = family.baseline if family and family.others() else None  # who is alone is held against nobody
     peak, phase, rank = highest_peak(run)
     return page.RunCard(
         name=run.name,
