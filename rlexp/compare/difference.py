@@ -54,19 +54,30 @@ class Difference:
 
 
 def difference(steps: Steps, ours: Column, other_steps: Steps, other: Column) -> Difference:
-    """Relative to the larger of the two, but never to less than a thousandth of the metric's root mean square. A metric
-    that changes its sign is near zero again and again: it is held against the whole of that."""
+    """At the steps that have a value in both."""
     common, mine, theirs = np.intersect1d(steps, other_steps, assume_unique=True, return_indices=True)
     a, b = ours[mine], other[theirs]
     there = ~(np.isnan(a) | np.isnan(b))
     common, a, b = common[there], a[there], b[there]
-    scale = np.maximum(np.abs(a), np.abs(b))
-    if len(b):
-        size = np.sqrt(np.mean(b * b))
-        scale = np.maximum(scale, size if b.min() < 0 < b.max() else size * LEAST)
-    gap = np.abs(a - b)
-    relative = np.divide(gap, scale, out=np.zeros_like(gap), where=gap > 0)
-    return Difference(common.astype(np.int64), relative, a, b)
+    return Difference(common.astype(np.int64), relative(np.abs(a - b), b, a), a, b)
+
+
+def relative(gap: Column, reference: Column, *others: Column) -> Column:
+    """To the larger of the values, but never to less than a thousandth of the metric's root mean square. A metric that
+    changes its sign is near zero again and again: it is held against the whole of that."""
+    scale = np.max(np.abs(np.stack([reference, *others])), axis=0)
+    if len(reference):
+        size = np.sqrt(np.mean(reference * reference))
+        scale = np.maximum(scale, size if reference.min() < 0 < reference.max() else size * LEAST)
+    return np.divide(gap, scale, out=np.zeros_like(gap), where=gap > 0)
+
+
+def on_steps(own: Steps, values: Column, steps: Steps) -> Column:
+    """A run's values at other steps, NaN where it has none."""
+    placed = np.full(len(steps), np.nan)
+    _, here, there = np.intersect1d(own, steps, assume_unique=True, return_indices=True)
+    placed[there] = values[here]
+    return placed
 
 
 def estimated_floor(metric: str, precision: str, steps: Steps) -> Column:

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlexp import __version__
 from rlexp.compare import page
-from rlexp.compare.difference import Column, Steps, compared
+from rlexp.compare.difference import Column, Steps, compared, on_steps
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import Group, Run, settings
 from rlexp.compare.verdict import Verdict, between, floor_of, judge
@@ -215,16 +215,6 @@ def metric(name: str, report: Report) -> page.MetricCurves:
         kind,
         worst,
     )
-
-
-def on_steps(own: Steps, values: Column, steps: Steps) -> Column:
-    """A run's values at all runs' steps, NaN where it has none."""
-    placed = np.full(len(steps), np.nan)
-    places = np.searchsorted(steps, own)
-    inside = places < len(steps)
-    inside[inside] = steps[places[inside]] == own[inside]
-    placed[places[inside]] = values[inside]
-    return placed
 
 
 def telling(steps: Steps, values: Sequence[Column], gaps: Sequence[Column]) -> Steps:

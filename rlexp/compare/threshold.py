@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlexp.compare.difference import LEAST, LOSSES, Column, Steps, compared
+from rlexp.compare.difference import LOSSES, compared, on_steps, relative
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import CompareError, Run
 
@@ -48,7 +48,7 @@ def chosen(families: Sequence[Family], patterns: Sequence[str] | None) -> list[s
 def _excesses(family: Family, name: str, limit: float) -> Iterator[Excess]:
     """Of any two of its runs, not of each and the baseline alone."""
     steps = np.unique(np.concatenate([run.steps[~np.isnan(run.column(name))] for run in family.runs]))
-    values = np.stack([_on(run, name, steps) for run in family.runs])
+    values = np.stack([on_steps(run.steps, run.column(name), steps) for run in family.runs])
     missing = np.isnan(values)
     if missing.any():
         place = int(missing.any(axis=0).argmax())
@@ -63,22 +63,13 @@ def _excesses(family: Family, name: str, limit: float) -> Iterator[Excess]:
     if not len(steps):
         return
     high, low = values.max(axis=0), values.min(axis=0)
-    size = np.sqrt(np.mean(values[0] ** 2))
-    scale = np.maximum(np.maximum(np.abs(high), np.abs(low)), size if low.min() < 0 < high.max() else size * LEAST)
-    relative = np.divide(high - low, scale, out=np.zeros_like(high), where=high > low)
-    beyond = np.flatnonzero(~(relative <= limit))
+    apart = relative(high - low, values[0], high, low)
+    beyond = np.flatnonzero(~(apart <= limit))
     if len(beyond):
         place = int(beyond[0])
         one, other = (family.runs[int(pick(values[:, place]))] for pick in (np.argmax, np.argmin))
         yield Excess(
             int(steps[place]),
             f"step {steps[place]}: {name} is {float(high[place])!r} in {one.name} ({one.label}) and "
-            f"{float(low[place])!r} in {other.name} ({other.label}), {relative[place]:.1e} apart, more than {limit:g}",
+            f"{float(low[place])!r} in {other.name} ({other.label}), {apart[place]:.1e} apart, more than {limit:g}",
         )
-
-
-def _on(run: Run, name: str, steps: Steps) -> Column:
-    placed = np.full(len(steps), np.nan)
-    _, here, there = np.intersect1d(run.steps, steps, assume_unique=True, return_indices=True)
-    placed[there] = run.column(name)[here]
-    return placed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from rlexp.errors import UserError
 from rlexp.launch.launchers import opened
 from rlexp.launch.sweep import Sweep
 
@@ -21,11 +20,7 @@ def _conclude(sweep: Sweep, exit_code: int) -> int:
 
     unfinished = [job for job in sweep.jobs if job.status not in ("finished", "skipped")]
     finished = [job for job in sweep.jobs if job.status == "finished"]
-    try:
-        compared = compare([str(sweep.folder)])
-    except UserError as error:
-        sys.stderr.write(f"rlexp: {error}\n")
-        compared = 1
+    compared = compare([str(sweep.folder)])
     if unfinished:
         states = ", ".join(f"{job.label} is {job.status}" for job in unfinished)
         sys.stderr.write(f"rlexp: {states}. To go on, give the same command with hydra.sweep.dir={sweep.folder}\n")

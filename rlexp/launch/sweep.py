@@ -15,7 +15,6 @@ from typing import Any
 from rlexp.errors import ConfigError
 
 FILE = "sweep.json"
-ENDED = ("finished", "skipped", "failed", "stopped")
 
 
 @dataclass
