@@ -5,8 +5,9 @@ Shape letters: T tokens of a pack, t tokens of one rank's shard, S sequences, P 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 Ids = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.floating[Any]]
 MetricRow = dict[str, float | int]  # of one optimizer step; `step` comes first
 
 
@@ -40,6 +42,47 @@ class Pair:
 
     def longest(self) -> int:
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt as text, with what a verifier may hold its answers against."""
+
+    prompt: str | Sequence[dict[str, str]]
+    answer: str | None
+    origin: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A tokenized prompt. `index` is its place in the data set, on every rank the same."""
+
+    index: int
+    tokens: Ids
+    text: str
+    answer: str | None
+    origin: str
+
+
+@dataclass
+class Sample:
+    """An answer that was drawn to a prompt, and what is known of it so far. It lives in the host's memory, on the rank
+    that drew it. The arrays have one value for each token of the answer."""
+
+    place: int  # in its rollout: the place of its prompt × n_samples + its number
+    prompt: Prompt
+    number: int  # among the samples of its prompt
+    answer: Ids
+    stopped: bool  # it came to an end by itself
+    text: str  # of the answer, without what ended it
+    behaviour: Floats  # log-probabilities under the weights that drew it
+    score: float = math.nan
+    terms: dict[str, float] = field(default_factory=dict)  # of the score, by the reward's names
+    old: Floats | None = None  # log-probabilities before the first optimizer step on it
+    reference: Floats | None = None
+    values: Floats | None = None  # of the critic
+    advantages: Floats | None = None
+    returns: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +127,7 @@ class Shard:
     targets_t: Tensor
     positions_t: Tensor
     sequence_t: Tensor
+    index_t: Tensor  # the place of each token in the pack
     sequences: int
     real_tokens: int  # of this rank
     attention: Any  # rlexp.ring.attention.RingBatch; opaque to every other room
@@ -94,6 +138,7 @@ class Shard:
             self.targets_t.to(device),
             self.positions_t.to(device),
             self.sequence_t.to(device),
+            self.index_t.to(device),
             self.sequences,
             self.real_tokens,
             self.attention.to(device),
@@ -109,3 +154,5 @@ class TokenLogps(NamedTuple):
 
     logps_t: Tensor  # log-probability of the target
     mean_logits_t: Tensor  # mean of the logits over the vocabulary, detached
+    entropy_t: Tensor | None = None  # of the distribution that the target was drawn from, where it is asked for
+    values_t: Tensor | None = None  # of the critic, where there is one

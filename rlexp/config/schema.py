@@ -77,6 +77,60 @@ class TooLong(Enum):
     truncate = "truncate"
 
 
+class KLPlace(Enum):
+    """Where the divergence from the reference enters."""
+
+    reward = "reward"
+    loss = "loss"
+
+
+class KLEstimator(Enum):
+    """Of a token's divergence, from its log-ratio d = policy − reference (Schulman, joschu.net/blog/kl-approx.html)."""
+
+    k1 = "k1"  # d
+    k2 = "k2"  # d²/2
+    k3 = "k3"  # exp(−d) − 1 + d
+
+
+class Normalize(Enum):
+    """By what the loss of a train batch is divided; each count is the train batch's."""
+
+    token = "token"  # all trained tokens
+    sequence = "sequence"  # each answer's own tokens, and the number of answers
+    fixed = "fixed"  # rollout.max_new_tokens, and the number of answers
+
+
+class CriticName(Enum):
+    own = "own"  # a second model, begun as the policy
+    shared = "shared"  # the policy's own layers
+
+
+class RolloutMode(Enum):
+    colocated = "colocated"  # all ranks sample, then all train
+    pipelined = "pipelined"  # some sample the next batch while the others train
+
+
+class RolloutEngine(Enum):
+    native = "native"
+    vllm = "vllm"
+
+
+class Overlong(Enum):
+    """What becomes of an answer that reached rollout.max_new_tokens without an end."""
+
+    keep = "keep"
+    mask = "mask"  # it is not trained on
+    penalty = "penalty"  # rollout.overlong_penalty is taken from its score
+
+
+class RuleName(Enum):
+    count = "count"  # how often reward.text occurs, over reward.most
+    length = "length"  # 1 − |characters − reward.target| / reward.target, at least 0
+    regex = "regex"  # what share of the answer's characters reward.pattern matches
+    exact = "exact"  # 1 if the answer is the row's
+    arithmetic = "arithmetic"  # 1 if the answer's last number is what the row's answer, or the prompt's sum, comes to
+
+
 class Decay(Enum):
     constant = "constant"
     linear = "linear"
@@ -172,6 +226,15 @@ class JsonlDataConfig(DataConfig):
 
 
 @dataclass
+class ArithmeticDataConfig(DataConfig):
+    name: str = "arithmetic"
+    seed: int = 0
+    size: int = 1024
+    eval_size: int = 64
+    digits: int = 1  # of each number
+
+
+@dataclass
 class LossConfig:
     name: str = MISSING
 
@@ -181,6 +244,143 @@ class DPOConfig(LossConfig):
     name: str = "dpo"
     beta: float = 0.1
     label_smoothing: float = 0.0
+
+
+@dataclass
+class PolicyLossConfig(LossConfig):
+    """What the algorithms of reinforcement learning have in common; their yaml files choose."""
+
+    beta: float = 0.05  # of the divergence from the reference; 0 does without a reference
+    kl_in: KLPlace = KLPlace.reward
+    kl: KLEstimator = KLEstimator.k1
+    kl_target: float | None = None  # beta then follows the divergence measured, per answer
+    kl_horizon: int = 10000  # samples over which it does
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None  # bounds the loss of a negative advantage (arXiv 1912.09729)
+    entropy: float = 0.0  # of the bonus
+    whiten: bool = False  # advantages, over the train batch
+    normalize: Normalize = Normalize.token
+    filter: bool = False  # leave out answers to prompts all of whose answers scored the same
+
+
+@dataclass
+class PPOConfig(PolicyLossConfig):
+    name: str = "ppo"
+    whiten: bool = True
+    gamma: float = 1.0
+    lam: float = 0.95
+    critic: CriticName = CriticName.own
+    value_lr: float | None = None  # of the critic; optim.lr where it is not given
+    value_coef: float = 0.5
+    value_clip: float | None = 0.2
+
+
+@dataclass
+class GRPOConfig(PolicyLossConfig):
+    name: str = "grpo"
+    kl_in: KLPlace = KLPlace.loss
+    kl: KLEstimator = KLEstimator.k3
+    normalize: Normalize = Normalize.sequence
+
+
+@dataclass
+class DrGRPOConfig(PolicyLossConfig):
+    name: str = "dr_grpo"
+    beta: float = 0.0
+    kl_in: KLPlace = KLPlace.loss
+    kl: KLEstimator = KLEstimator.k3
+    normalize: Normalize = Normalize.fixed
+
+
+@dataclass
+class RLOOConfig(PolicyLossConfig):
+    name: str = "rloo"
+    normalize: Normalize = Normalize.fixed
+
+
+@dataclass
+class ReinforcePPConfig(PolicyLossConfig):
+    name: str = "reinforce_pp"
+    whiten: bool = True
+
+
+@dataclass
+class GSPOConfig(PolicyLossConfig):
+    name: str = "gspo"
+    kl_in: KLPlace = KLPlace.loss
+    kl: KLEstimator = KLEstimator.k3
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    normalize: Normalize = Normalize.sequence
+
+
+@dataclass
+class RolloutConfig:
+    mode: RolloutMode = RolloutMode.colocated
+    engine: RolloutEngine = RolloutEngine.native
+    batch_size: int = 8  # prompts
+    n_samples: int = 4  # of each prompt
+    epochs: int = 1  # over the samples of a rollout
+    minibatches: int = MISSING  # derived: batch_size × n_samples / train.batch_size
+    micro_batch_size: int = 16  # samples that a rank draws at once
+    micro_batch_tokens: int | None = None  # or fewer, so that prompts and answers have at most so many tokens
+    score_batch_size: int = 8  # samples that a ring scores at once
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: list[str] = field(default_factory=list)  # an answer ends with the first of these texts
+    overlong: Overlong = Overlong.keep
+    overlong_penalty: float = 1.0
+    importance_cap: float | None = None  # the most that a token counts for being likelier now than when it was drawn
+    sampling_ranks: int = MISSING  # that do nothing else; 0 unless pipelined
+    show_every: int = 10  # rollouts between two tables of samples; 0: none
+    show: int = 3  # samples in the table
+
+
+@dataclass
+class RewardConfig:
+    name: str = MISSING
+
+
+@dataclass
+class RuleRewardConfig(RewardConfig):
+    name: str = "rule"
+    rule: RuleName = RuleName.count
+    text: str = ""
+    most: int = 1
+    target: int = 100
+    pattern: str = ""
+    ignore_case: bool = False
+
+
+@dataclass
+class PythonRewardConfig(RewardConfig):
+    """Runs code of the user's: a function by its import path, in processes of its own."""
+
+    name: str = "python"
+    function: str = MISSING  # package.module:function
+    timeout_seconds: float = 60.0  # of a call
+    workers: int = 1  # processes of each rank
+
+
+@dataclass
+class ModelRewardConfig(RewardConfig):
+    name: str = "model"
+    path: str = MISSING
+    precision: Precision = Precision.fp32
+    max_length: int | None = None  # data.max_length where it is not given
+    trust_remote_code: bool = False
+
+
+@dataclass
+class SumRewardConfig(RewardConfig):
+    """Rewards by any names, each `{kind: rule, weight: 1.0, …}` with the keys of its kind."""
+
+    name: str = "sum"
+    terms: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -269,6 +469,8 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: ResumeConfig = field(default_factory=ResumeConfig)
@@ -277,8 +479,22 @@ class Config:
 
 KINDS: dict[str, dict[str, type]] = {
     "model": {"tiny": TinyModelConfig, "hf": HFModelConfig},
-    "data": {"synthetic": SyntheticDataConfig, "jsonl": JsonlDataConfig},
-    "loss": {"dpo": DPOConfig},
+    "data": {"synthetic": SyntheticDataConfig, "arithmetic": ArithmeticDataConfig, "jsonl": JsonlDataConfig},
+    "loss": {
+        "dpo": DPOConfig,
+        "ppo": PPOConfig,
+        "grpo": GRPOConfig,
+        "dr_grpo": DrGRPOConfig,
+        "rloo": RLOOConfig,
+        "reinforce_pp": ReinforcePPConfig,
+        "gspo": GSPOConfig,
+    },
+    "reward": {
+        "rule": RuleRewardConfig,
+        "python": PythonRewardConfig,
+        "model": ModelRewardConfig,
+        "sum": SumRewardConfig,
+    },
 }
 
 

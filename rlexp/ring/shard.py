@@ -17,6 +17,7 @@ def shard_pack(pack: Pack, ring: Ring, layout: Layout, kernel: BlockKernel, max_
         pack.targets_T[index],
         pack.positions_T[index],
         pack.sequence_T[index],
+        index,
         pack.sequences,
         real,
         ring_batch(pack.segments, ring, layout, kernel, max_length),
