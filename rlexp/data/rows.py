@@ -81,7 +81,7 @@ def _prompt(fields: dict[str, Any], origin: str) -> str | list[dict[str, str]]:
             raise DataError(f"{origin}: field `prompt` {problem}")
     elif not prompt:
         raise DataError(f"{origin}: field `prompt` must not be empty.")
-    return prompt  # type: ignore[no-any-return]  # looked at above
+    return prompt
 
 
 def _message_problems(messages: Any) -> Iterator[str]:

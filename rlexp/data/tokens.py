@@ -135,7 +135,7 @@ class PairTokenizer(TextTokenizer):
 
 
 class PromptTokenizer(TextTokenizer):
-    """From rows of prompts to their tokens, at most `longest`: what rollout.max_new_tokens leaves of data.max_length."""
+    """From rows of prompts to their tokens, at most `longest`: data.max_length − rollout.max_new_tokens."""
 
     def __init__(self, tokenizer: Any, longest: int, too_long: TooLong) -> None:
         super().__init__(tokenizer)
