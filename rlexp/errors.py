@@ -31,6 +31,10 @@ class CheckpointError(UserError):
     """A checkpoint that is not whole, not there, or not this run's."""
 
 
+class RewardError(UserError):
+    """An answer that could not be judged; the message names the reward and the sample."""
+
+
 class SinkError(UserError):
     """A place for rows that cannot be reached, or has not what was asked of it."""
 

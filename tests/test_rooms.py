@@ -18,13 +18,14 @@ ROOMS = {
     "ring": TORCH | {"rlexp.types", "rlexp.config.schema"},
     "model": TORCH | {"transformers", "tokenizers", "safetensors", "rlexp.types", "rlexp.errors", "rlexp.config.schema",
                       "rlexp.ring",
-                      "rlexp.data.packing"},
+                      "rlexp.data.packing", "rlexp.data.tokens"},
     "algos": TORCH | {"rlexp.types", "rlexp.config.schema"},
     "engine": TORCH
     | {"deepspeed", "rlexp.types", "rlexp.errors", "rlexp.config.schema", "rlexp.model", "rlexp.ring.groups"},
     "checkpoint": TORCH
     | {"safetensors", "rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.engine.base",
        "rlexp.ring.groups"},
+    "rollout": TORCH | {"rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.algos"},
     "metrics": TORCH | {"rlexp.errors", "rlexp.ring.groups"},
     "sinks": {"wandb", "tqdm", "numpy", "rlexp.compare.difference", "rlexp.config.schema", "rlexp.errors",
               "rlexp.types"},

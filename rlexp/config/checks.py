@@ -8,7 +8,9 @@ from pathlib import Path
 
 from rlexp.config import sizes
 from rlexp.config.cadence import save_cadence
-from rlexp.config.checks_rl import check_rollout, minibatches
+from rlexp.config.checks_policy import check_policy_loss
+from rlexp.config.checks_rewards import check_reward
+from rlexp.config.checks_rollout import check_rollout, minibatches
 from rlexp.config.deepspeed import check_overrides
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.resolvers import resolve_device
@@ -44,6 +46,8 @@ def check(cfg: Config, *, here: bool = True) -> None:
     _check_logger(cfg, here=here)
     _check_groups(cfg)
     check_rollout(cfg)
+    check_policy_loss(cfg)
+    check_reward(cfg)
 
 
 def _check_launch(cfg: Config) -> None:

@@ -1,4 +1,4 @@
-"""Rules across the fields of rollouts, rewards and the losses they serve."""
+"""Rules for rollouts, across fields."""
 
 from __future__ import annotations
 

@@ -34,7 +34,10 @@ def compose_config(overrides: Sequence[str]) -> Config:
 
 def open_ended(overrides: Sequence[str]) -> list[str]:
     """`engine.overrides.KEY=VALUE` as it is typed: Hydra wants a sign before a key that is not there yet."""
-    return [f"++{each}" if re.match(r"(engine\.overrides|logger\.axes)[.=]", each) else each for each in overrides]
+    return [
+        f"++{each}" if re.match(r"(engine\.overrides|logger\.axes|reward\.terms)[.=]", each) else each
+        for each in overrides
+    ]
 
 
 def from_hydra(cfg: DictConfig, *, here: bool = True) -> Config:

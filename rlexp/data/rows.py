@@ -1,21 +1,34 @@
-"""Reading preference pairs. A bad row is an error with file, line and field."""
+"""Reading preference pairs and prompts. A bad row is an error with file, line and field."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlexp.errors import DataError
-from rlexp.types import Row
+from rlexp.types import PromptRow, Row
+
+AnyRow = TypeVar("AnyRow")
 
 
 def read_jsonl(path: Path) -> list[Row]:
     """Rows with `prompt` (a string, or chat messages), `chosen` and `rejected`."""
+    return _read(path, _row)
+
+
+def read_prompts(path: Path) -> list[PromptRow]:
+    """Rows with `prompt` and, where a verifier needs it, `answer` (a text or a number). Other fields are not looked at,
+    so that any file of preference pairs serves."""
+    return _read(path, _prompt_row)
+
+
+def _read(path: Path, row: Callable[[bytes, str], AnyRow]) -> list[AnyRow]:
     try:
         with path.open("rb") as lines:
-            rows = [_row(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+            rows = [row(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}).") from None
     if not rows:
@@ -24,6 +37,27 @@ def read_jsonl(path: Path) -> list[Row]:
 
 
 def _row(line: bytes, origin: str) -> Row:
+    fields = _fields(line, origin, ("prompt", "chosen", "rejected"))
+    for name in ("chosen", "rejected"):
+        if not isinstance(fields[name], str) or not fields[name]:
+            raise DataError(
+                f"{origin}: field `{name}` must be a text that is not empty (of a list of messages, the answer alone)."
+            )
+    return Row(_prompt(fields, origin), fields["chosen"], fields["rejected"], origin)
+
+
+def _prompt_row(line: bytes, origin: str) -> PromptRow:
+    fields = _fields(line, origin, ("prompt",))
+    answer = fields.get("answer")
+    is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    if answer is not None and not is_number and not (isinstance(answer, str) and answer):
+        raise DataError(
+            f"{origin}: field `answer` must be a number or a text that is not empty. Leave it out where there is none."
+        )
+    return PromptRow(_prompt(fields, origin), None if answer is None else str(answer), origin)
+
+
+def _fields(line: bytes, origin: str, needed: Sequence[str]) -> dict[str, Any]:
     try:
         fields = json.loads(line.decode("utf-8-sig"))
         json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is JSON, and no text
@@ -34,21 +68,20 @@ def _row(line: bytes, origin: str) -> Row:
         raise DataError(f"{origin}: is not JSON ({reason}). One JSON object per line is expected.") from None
     if not isinstance(fields, dict):
         raise DataError(f"{origin}: must be a JSON object, not {type(fields).__name__}.")
-    for name in ("prompt", "chosen", "rejected"):
+    for name in needed:
         if name not in fields:
             raise DataError(f"{origin}: field `{name}` is missing; the row has {', '.join(sorted(fields)) or 'none'}.")
-    for name in ("chosen", "rejected"):
-        if not isinstance(fields[name], str) or not fields[name]:
-            raise DataError(
-                f"{origin}: field `{name}` must be a text that is not empty (of a list of messages, the answer alone)."
-            )
-    prompt = fields["prompt"]
+    return fields
+
+
+def _prompt(fields: dict[str, Any], origin: str) -> str | list[dict[str, str]]:
+    prompt: Any = fields["prompt"]
     if not isinstance(prompt, str):
         for problem in _message_problems(prompt):
             raise DataError(f"{origin}: field `prompt` {problem}")
     elif not prompt:
         raise DataError(f"{origin}: field `prompt` must not be empty.")
-    return Row(prompt, fields["chosen"], fields["rejected"], origin)
+    return prompt
 
 
 def _message_problems(messages: Any) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from rlexp.types import Row
+from rlexp.types import PromptRow, Row
 
 THINGS = (
     "tea",
@@ -34,6 +34,11 @@ def generate(size: int, seed: int, split: str, words: int = 0) -> list[Row]:
     text of so many words, which is as many tokens or more."""
     random_ = random.Random(f"{split}-{seed}")
     return [_pair(random_, f"synthetic {split} pair {number}", words) for number in range(size)]
+
+
+def generate_prompts(size: int, seed: int, split: str, words: int = 0) -> list[PromptRow]:
+    """The prompts of the same pairs."""
+    return [PromptRow(pair.prompt, None, pair.origin) for pair in generate(size, seed, split, words)]
 
 
 def _pair(random_: random.Random, origin: str, words: int) -> Row:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaConfig,
     PreTrainedConfig,
@@ -25,7 +26,7 @@ from transformers import (
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from transformers.utils.logging import disable_progress_bar
 
-from rlexp.config.schema import HFModelConfig, ModelConfig, TinyModelConfig
+from rlexp.config.schema import HFModelConfig, ModelConfig, ModelRewardConfig, Precision, TinyModelConfig
 from rlexp.errors import ModelError
 from rlexp.model import hook, rope
 
@@ -75,17 +76,61 @@ def load_model(
                 output_loading_info=True,
                 **(_experts(config) if float64 else {}),
             )
-            lost = sorted(info["missing_keys"])
-            if lost:
-                raise ModelError(
-                    f"model.path={path}: has no weights for {', '.join(lost[:4])}{' …' if len(lost) > 4 else ''} "
-                    f"({len(lost)} in all). They would be random. Give a folder that is whole."
-                )
+            _refuse_random("model.path", path, info)
         case _:
             unset_hf_deepspeed_config()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(cfg.seed)
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=hook.NAME)
+    return _without_surprises(model, max_length)
+
+
+def load_reward_model(cfg: ModelRewardConfig, key: str, max_length: int) -> PreTrainedModel:
+    """A model that gives a sequence one number, in float32, with the ring's attention and without dropout. `key` is
+    where its configuration stands."""
+    hook.register()
+    name = f"{key}.path"
+    config = _from_hub(AutoConfig, cfg.path, cfg.trust_remote_code, what="reward model", key=name)
+    _without_dropout(config)
+    if config.num_labels != 1:
+        labels = ", ".join(map(str, list(config.id2label.values())[:4]))
+        raise ModelError(
+            f"{name}={cfg.path}: tells {config.num_labels} labels apart ({labels}), and a reward is one number. Give a "
+            f"sequence-classification model with one label."
+        )
+    unset_hf_deepspeed_config()  # it is whole on every rank, whatever an engine does with the policy
+    model, info = _from_hub(
+        AutoModelForSequenceClassification,
+        cfg.path,
+        cfg.trust_remote_code,
+        what="reward model",
+        key=name,
+        config=config,
+        dtype=torch.float32,
+        attn_implementation=hook.NAME,
+        output_loading_info=True,
+        **(_experts(config) if cfg.precision is Precision.fp64 else {}),
+    )
+    _refuse_random(name, cfg.path, info)
+    return _without_surprises(model, max_length)
+
+
+def load_reward_tokenizer(cfg: ModelRewardConfig, key: str) -> Any:
+    tokenizer = _from_hub(AutoTokenizer, cfg.path, cfg.trust_remote_code, what="tokenizer", key=f"{key}.path")
+    tokenizer.model_max_length = UNBOUNDED
+    return tokenizer
+
+
+def _refuse_random(key: str, path: str, info: dict[str, Any]) -> None:
+    lost = sorted(info["missing_keys"])
+    if lost:
+        raise ModelError(
+            f"{key}={path}: has no weights for {', '.join(lost[:4])}{' …' if len(lost) > 4 else ''} "
+            f"({len(lost)} in all). They would be random. Give a folder that is whole."
+        )
+
+
+def _without_surprises(model: PreTrainedModel, max_length: int) -> PreTrainedModel:
     rope.pin(model, max_length)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -152,7 +197,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _from_hub(factory: Any, path: str, trust_remote_code: bool, *, what: str = "causal model", **kwargs: Any) -> Any:
+def _from_hub(
+    factory: Any,
+    path: str,
+    trust_remote_code: bool,
+    *,
+    what: str = "causal model",
+    key: str = "model.path",
+    **kwargs: Any,
+) -> Any:
     name = str(Path(path).expanduser()) if path.startswith("~") else path
     disable_progress_bar()
     try:
@@ -160,7 +213,7 @@ def _from_hub(factory: Any, path: str, trust_remote_code: bool, *, what: str = "
     except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
         reason = textwrap.shorten(str(error), 300, placeholder=" …")
         raise ModelError(
-            f"model.path={path}: there is no {what} to be loaded ({type(error).__name__}: {reason}). Give a folder "
+            f"{key}={path}: there is no {what} to be loaded ({type(error).__name__}: {reason}). Give a folder "
             f"that transformers' save_pretrained wrote, of the model and of its tokenizer, or a hub name."
         ) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +84,10 @@ class Run:
     schedule: Schedule
     engine: Engine
     reference: Callable[[Shard], TokenLogps]
-    loss: PreferenceLoss
+    loss: Any  # a PreferenceLoss; a PolicyLoss where there are rollouts
     parameters: int
     phases: Phases
-    rollouts: Rollouts | None = None  # what a run that draws its own samples has in place of pairs
+    rollouts: Rollouts | None = field(default=None, kw_only=True)  # what a run that draws its own samples has in place of pairs
 
     @property
     def total_steps(self) -> int:
@@ -205,8 +205,7 @@ def _refuse_empty(examples: Sequence[Any], dropped: Counter[str], what: str, kin
 
 def _refuse_foreign_tokens(examples: Sequence[Pair | Prompt], vocabulary: int) -> None:
     for example in examples:
-        pair = isinstance(example, Pair)
-        parts = (example.prompt, example.chosen, example.rejected) if pair else (example.tokens,)
+        parts = (example.tokens,) if isinstance(example, Prompt) else (example.prompt, example.chosen, example.rejected)
         highest = max(int(part.max(initial=0)) for part in parts)
         if highest >= vocabulary:
             raise DataError(

@@ -36,7 +36,6 @@ def train_loop(
         row = {"step": step, **values, "train/total_tokens": position.total_tokens}
         if eval_due(run, step):
             row |= held_out(run, step)
-        show_rollout(run, sinks, step)
         sinks.log(row)
         stop = after_step(row) if after_step else None
         if stop is not None and step < run.total_steps:
@@ -50,13 +49,6 @@ def take(run: Run, step: int) -> dict[str, float]:
 
 def held_out(run: Run, step: int) -> dict[str, float]:
     return evaluate(run, step) if run.rollouts is None else evaluate_policy(run, step)
-
-
-def show_rollout(run: Run, sinks: Sinks, step: int) -> None:
-    """A rollout that a step has made, once. A collective call."""
-    facts = None if run.rollouts is None else run.rollouts.facts(step)
-    if facts is not None:
-        sinks.rollout(facts)
 
 
 def last_step(run: Run, position: Position) -> int:

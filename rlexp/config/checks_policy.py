@@ -1,4 +1,4 @@
-"""Rules across the fields of rollouts, rewards and the losses they serve."""
+"""Rules for the losses of reinforcement learning, across their fields."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ from rlexp.config.schema import (
     RLOOConfig,
 )
 from rlexp.errors import ConfigError
-
-
-def is_policy_loss(cfg: Config) -> bool:
-    """Whether the run draws its own samples."""
-    return isinstance(cfg.loss, PolicyLossConfig)
 
 
 def check_policy_loss(cfg: Config) -> None:

@@ -1,0 +1,81 @@
+"""What a reward is made of: one term, or several with weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlexp.config.keys import suggestion
+from rlexp.config.schema import KINDS, RewardConfig, SumRewardConfig
+from rlexp.errors import ConfigError
+
+KINDS_OF_TERMS = {name: kind for name, kind in KINDS["reward"].items() if kind is not SumRewardConfig}
+
+
+@dataclass(frozen=True)
+class RewardTerm:
+    """`key` is where its keys stand: `reward`, or `reward.terms.NAME`."""
+
+    name: str
+    weight: float
+    key: str
+    cfg: RewardConfig
+
+
+def reward_terms(cfg: RewardConfig) -> list[RewardTerm]:
+    """The terms of a sum, or the one reward as a term of its own kind's name."""
+    if not isinstance(cfg, SumRewardConfig):
+        return [RewardTerm(cfg.name, 1.0, "reward", cfg)]
+    if not cfg.terms:
+        raise ConfigError(
+            "reward.terms: has no value, and reward=sum adds them up. Give at least one, as in "
+            "'reward.terms.NAME={kind: rule, weight: 1.0, rule: length}'."
+        )
+    return [_term(str(name), keys) for name, keys in cfg.terms.items()]
+
+
+def _term(name: str, keys: Any) -> RewardTerm:
+    key = f"reward.terms.{name}"
+    if not isinstance(keys, dict):
+        raise ConfigError(f"{key}={keys}: must be a group of keys, as in {{kind: rule, weight: 1.0, rule: length}}.")
+    kind = keys.get("kind")
+    kinds = list(KINDS_OF_TERMS)
+    if kind not in KINDS_OF_TERMS:
+        said = f"{key}.kind={kind}: no such kind.{suggestion(str(kind), kinds)}" if kind else f"{key}.kind: is missing."
+        raise ConfigError(f"{said} Kinds: {', '.join(kinds)}.")
+    own = {str(leaf): value for leaf, value in keys.items() if leaf not in ("kind", "weight")}
+    return RewardTerm(name, _weight(key, keys.get("weight", 1.0)), key, _typed(key, kind, own))
+
+
+def _weight(key: str, weight: Any) -> float:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ConfigError(f"{key}.weight={weight}: must be a number.")
+    return float(weight)
+
+
+def _typed(key: str, kind: str, own: dict[str, Any]) -> RewardConfig:
+    """By the schema of the kind; what it does not have, or has of another type, is refused by name."""
+    schema = KINDS_OF_TERMS[kind]
+    known: Sequence[str] = [leaf.name for leaf in fields(schema) if leaf.name != "name"]
+    for leaf in own:
+        if leaf not in known:
+            raise ConfigError(
+                f"{key}.{leaf}: no such key of a reward of kind {kind}.{suggestion(leaf, [*known, 'kind', 'weight'])} "
+                f"Keys: {', '.join(['kind', 'weight', *known])}."
+            )
+    node = OmegaConf.structured(schema)
+    for leaf, value in own.items():
+        try:
+            node[leaf] = value
+        except OmegaConfBaseException as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"{key}.{leaf}={value}: {reason}.") from None
+    missing = sorted(OmegaConf.missing_keys(node))
+    if missing:
+        raise ConfigError(f"{key}.{missing[0]}: has no value, and a reward of kind {kind} needs one.")
+    return cast(RewardConfig, OmegaConf.to_object(node))

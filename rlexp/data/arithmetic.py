@@ -1,0 +1,18 @@
+"""Generated sums, with what they come to: prompts for a reward that can be checked."""
+
+from __future__ import annotations
+
+import random
+
+from rlexp.types import PromptRow
+
+
+def generate(size: int, seed: int, split: str, digits: int) -> list[PromptRow]:
+    """`size` prompts like "12 + 7 =", of two numbers of at most so many digits; the same for the same (seed, split)."""
+    random_ = random.Random(f"{split}-{seed}")
+    return [_sum(random_, 10**digits, f"arithmetic {split} prompt {number}") for number in range(size)]
+
+
+def _sum(random_: random.Random, below: int, origin: str) -> PromptRow:
+    one, other = random_.randrange(below), random_.randrange(below)
+    return PromptRow(f"{one} + {other} =", str(one + other), origin)

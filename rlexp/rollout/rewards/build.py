@@ -1,0 +1,34 @@
+"""From the configuration of a reward to what judges."""
+
+from __future__ import annotations
+
+from rlexp.config.rewards import reward_terms
+from rlexp.config.schema import ModelRewardConfig, PythonRewardConfig, RewardConfig, RuleRewardConfig
+from rlexp.rollout.rewards.base import Reward
+from rlexp.rollout.rewards.python import PythonReward
+from rlexp.rollout.rewards.rule import RuleReward, rule_of
+from rlexp.rollout.rewards.weighted import ModelTerm, Rewards
+
+
+def build_reward(cfg: RewardConfig) -> Rewards:
+    """Each rank builds its own. A function of the user's is imported here, in its processes: one that cannot be is an
+    error at the start."""
+    own: list[Reward] = []
+    models: list[ModelTerm] = []
+    terms = reward_terms(cfg)
+    try:
+        for term in terms:
+            match term.cfg:
+                case RuleRewardConfig() as rule:
+                    own.append(RuleReward(term.name, rule_of(rule, term.key)))
+                case PythonRewardConfig() as function:
+                    own.append(PythonReward(term.name, function, term.key))
+                case ModelRewardConfig() as model:
+                    models.append(ModelTerm(term.name, term.key, model))
+                case _:
+                    raise AssertionError(term.cfg)
+    except BaseException:
+        for reward in own:
+            reward.close()
+        raise
+    return Rewards(own, models, {term.name: term.weight for term in terms})
