@@ -370,11 +370,12 @@ class SaveBench:
         return self.observed(begin, lambda: not futures[0].done(), lambda: futures[0].result(), left)
 
 
-def describe(place: Path) -> None:
+def describe(place: Path) -> list[Path]:
     """What a run writes beside the state is a few kilobytes."""
     (place / folder.MODEL).mkdir()
     (place / folder.POSITION).write_text("{}", encoding="utf-8")
     (place / folder.METRICS).write_text("", encoding="utf-8")
+    return [place / folder.POSITION, place / folder.METRICS]
 
 
 def whole_state(checkpoint: Path) -> dict[str, Tensor]:

@@ -62,6 +62,11 @@ def default_sampling_ranks(mode: str) -> int:
     return 1 if getattr(mode, "value", mode) == "pipelined" else 0
 
 
+def default_importance_cap(mode: str) -> float | None:
+    """Samples that are a step behind are weighed by how likely they are now; this bounds what one can weigh."""
+    return 2.0 if getattr(mode, "value", mode) == "pipelined" else None
+
+
 def minibatches(loss: str, batch_size: int, n_samples: int, train_batch: int) -> int:
     """Train batches of a rollout; 1 where the loss draws no samples."""
     if not issubclass(KINDS["loss"].get(loss, LossConfig), PolicyLossConfig):
@@ -91,6 +96,7 @@ def register() -> None:
         "grad_acc": sizes.grad_acc,
         "minibatches": minibatches,
         "sampling_ranks": default_sampling_ranks,
+        "importance_cap": default_importance_cap,
     }
     for name, function in resolvers.items():
         OmegaConf.register_new_resolver(name, function, replace=True)

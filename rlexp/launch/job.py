@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from omegaconf import DictConfig
 
@@ -21,6 +21,9 @@ from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
 from rlexp.launch.place import Place, prepare_environment
 from rlexp.launch.stops import Outcome, Terminated, end_with_parent, hear_stops, heard
 from rlexp.launch.whereabouts import last_seen
+
+if TYPE_CHECKING:
+    from rlexp.ring.bridge import Bridge
 
 
 def run_job(composed: DictConfig) -> None:
@@ -57,7 +60,7 @@ def run_here(cfg: Config, run_dir: Path) -> None:
     try:
         outcome: Outcome = run_ranks(
             train_rank,
-            cfg.parallel.world_size,
+            cfg.parallel.world_size + cfg.rollout.sampling_ranks,
             (str(run_dir),),
             device=cfg.launch.device.value,
             log_dir=run_dir / "logs",
@@ -86,12 +89,18 @@ FINISHED = "rlexp: {run_dir}: the run is finished. To train on, raise train.max_
 
 def train_rank(place: Place, run_dir: str) -> Outcome:
     """What one rank of this machine runs."""
-    from rlexp.launch.place import join
     from rlexp.train.run import train
 
     cfg = load.from_file(Path(run_dir) / "config.yaml")
-    join(place, cfg.launch.device.value, cfg.launch.timeout_seconds, cfg.launch.torch_threads)
-    return train(cfg, Path(run_dir))
+    return train(cfg, Path(run_dir), join_for(place, cfg))
+
+
+def join_for(place: Place, cfg: Config) -> Bridge | None:
+    from rlexp.launch.place import join
+
+    launch = cfg.launch
+    sampling = cfg.rollout.sampling_ranks
+    return join(place, launch.device.value, launch.timeout_seconds, launch.torch_threads, sampling)
 
 
 NO_SWEEP = "a sweep starts its own ranks. Start it without torchrun; to train one of its jobs, name that job's values."
@@ -130,15 +139,14 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
         end_with_parent()
     ours: Path | None = None  # not before it is claimed: what holds another's run is not ours to close
     try:
-        from rlexp.launch.place import join
         from rlexp.train.run import agreed, train
 
         unfinished = run_dir is None or folder.enter(cfg, run_dir)
         ours = run_dir
-        join(place, cfg.launch.device.value, cfg.launch.timeout_seconds, cfg.launch.torch_threads)
-        run_dir, unfinished = agreed((run_dir, unfinished))
+        bridge = join_for(place, cfg)
+        run_dir, unfinished = (bridge.agreed if bridge else agreed)((run_dir, unfinished))
         assert run_dir is not None
-        outcome = train(cfg, run_dir) if unfinished else Outcome()
+        outcome = train(cfg, run_dir, bridge) if unfinished else Outcome()
     except BaseException as error:
         _leave(place, ours, heard(error))
     if place.rank == 0 and unfinished:

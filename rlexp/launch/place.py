@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from rlexp.config import sizes
+
+if TYPE_CHECKING:  # it would import torch, which the launcher does without
+    from rlexp.ring.bridge import Bridge
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,14 @@ def prepare_environment(device: str, threads: int = 1) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def join(place: Place, device: str, timeout_seconds: float, threads: int = 1) -> None:
-    """Make this process a rank: threads, device, process group."""
+def join(place: Place, device: str, timeout_seconds: float, threads: int = 1, sampling: int = 0) -> Bridge | None:
+    """Make this process a rank: threads, device, process group. With `sampling` ranks that do nothing else, the last,
+    those that train have a world of their own, and a bridge leads from one to the other."""
     import torch
     import torch.distributed as dist
 
-    place.export()
+    from rlexp.ring import bridge
+
     timeout = timedelta(seconds=timeout_seconds)
     if device == "cuda":
         torch.cuda.set_device(place.local_rank)
@@ -73,6 +80,11 @@ def join(place: Place, device: str, timeout_seconds: float, threads: int = 1) ->
         if place.init_method.startswith("file://") and os.path.isdir("/sys/class/net/lo"):
             # One machine: a host name that does not resolve must not keep the ranks apart.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        backend, init_method=place.init_method, rank=place.rank, world_size=place.world_size, timeout=timeout
-    )
+    store, _, _ = next(dist.rendezvous(place.init_method, place.rank, place.world_size, timeout=timeout))
+    training = place.world_size - sampling
+    if place.rank < training:
+        dataclasses.replace(place, world_size=training).export()
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("training", store), rank=place.rank, world_size=training, timeout=timeout
+        )
+    return bridge.build(store, place.rank, training, sampling) if sampling else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, prepare_environment
 from rlexp.sinks.base import Sink, Sinks
 from rlexp.types import MetricRow
+
+if TYPE_CHECKING:
+    from rlexp.ring.bridge import Bridge
 
 
 @dataclass(frozen=True)
@@ -30,31 +33,43 @@ def draw(configs: Sequence[Config], *, timeout: float = 1800.0) -> list[Curve]:
     prepare_environment("cpu")
     preload = PRELOAD + (("deepspeed",) if any(c.engine.name is not EngineName.torch for c in configs) else ())
     curves: dict[int, Curve] = {}
-    for world_size in sorted({config.parallel.world_size for config in configs}):
-        places = [place for place, config in enumerate(configs) if config.parallel.world_size == world_size]
+    for training, sampling in sorted({_ranks(config) for config in configs}):
+        places = [place for place, config in enumerate(configs) if _ranks(config) == (training, sampling)]
         drawn = run_ranks(
-            draw_rank, world_size, ([configs[place] for place in places],), preload=preload, timeout=timeout
+            draw_rank, training + sampling, ([configs[place] for place in places],), preload=preload, timeout=timeout
         )[0]
         curves |= dict(zip(places, cast(list[Curve], drawn), strict=True))
     return [curves[place] for place in range(len(configs))]
 
 
+def _ranks(config: Config) -> tuple[int, int]:
+    """How many train, and how many only sample."""
+    return config.parallel.world_size, config.rollout.sampling_ranks
+
+
 def draw_rank(place: Place, configs: Sequence[Config]) -> list[Curve] | None:
     from rlexp.launch.place import join
 
-    first = configs[0]
-    join(place, first.launch.device.value, first.launch.timeout_seconds, first.launch.torch_threads)
-    curves = [_draw_one(config) for config in configs]
-    return curves if place.rank == 0 else None
+    launch, sampling = configs[0].launch, configs[0].rollout.sampling_ranks
+    bridge = join(place, launch.device.value, launch.timeout_seconds, launch.torch_threads, sampling)
+    curves = [_draw_one(config, bridge) for config in configs]
+    return cast(list[Curve], curves) if place.rank == 0 else None
 
 
-def _draw_one(config: Config) -> Curve:
+def _draw_one(config: Config, bridge: Bridge | None) -> Curve | None:
     from rlexp.train.build import build
     from rlexp.train.loop import train_loop
+    from rlexp.train.sampling_rank import sample_for
 
-    run = build(config)
+    if bridge is not None and bridge.samples:
+        sample_for(config, bridge)
+        return None
+    run = build(config, bridge=bridge)
     kept = _Kept()
     train_loop(run, Sinks([kept]))
+    if run.rollouts is not None:
+        run.rollouts.finish()
+        run.rollouts.close()
     weights = {name: weight.double().cpu().numpy() for name, weight in run.engine.weights()}
     return Curve(kept.rows, weights, [batch.indices for batch in run.sampler.batches(1, run.total_steps)])
 

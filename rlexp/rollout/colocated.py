@@ -17,9 +17,12 @@ class Colocated:
     def __init__(self, drawer: Drawer, cfg: RolloutConfig, world: World) -> None:
         self._drawer, self._cfg, self._world = drawer, cfg, world
         self.seconds = 0.0  # that this rank's last share took
+        self.spans: list[tuple[float, float]] = []  # the same, by the clock
+        self.staleness = 0
+        self.waited = 0.0
 
     def draw(self, number: int, prompts: Sequence[Prompt], n_samples: int, rewards: Rewards) -> list[Sample]:
-        cfg, began = self._cfg, time.monotonic()
+        cfg, began, clock = self._cfg, time.monotonic(), time.time()
         hand = deal(prompts, n_samples, self._world.size)[self._world.rank]
         parts = micro_batches(hand, cfg.micro_batch_size, cfg.micro_batch_tokens, cfg.max_new_tokens)
         mine: list[Sample] = []
@@ -27,13 +30,15 @@ class Colocated:
             rewards.submit(samples)  # judged while the next are drawn
             mine += samples
         self.seconds = time.monotonic() - began
+        self.spans = [(clock, clock + self.seconds)]
         return mine
 
     def waiting(self) -> list[Sample] | None:
         return None
 
-    def restore(self, waiting: list[Sample]) -> None:
-        raise AssertionError(waiting)
+    def restore(self, number: int, waiting: list[Sample]) -> None:
+        """Of a run that was pipelined, what had been drawn ahead: `rollout.mode` is part of its identity."""
+        raise AssertionError((number, waiting))
 
-    def close(self) -> None:
+    def finish(self) -> None:
         return

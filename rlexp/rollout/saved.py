@@ -18,7 +18,9 @@ def write(folder: Path, name: str, rank: int, ranks: int, samples: Sequence[Samp
     """`name` tells a rollout that is trained on (`now`) from one that waits (`next`)."""
     path = folder / f"rollout-{name}-{rank:05d}-of-{ranks:05d}.npz"
     ragged = {field: [getattr(s, field) for s in samples] for field in (*ALWAYS, *PERHAPS)}
-    arrays: dict[str, Any] = {field: np.concatenate(parts) for field, parts in ragged.items() if parts and parts[0] is not None}
+    arrays: dict[str, Any] = {
+        field: np.concatenate(parts) for field, parts in ragged.items() if parts and parts[0] is not None
+    }
     with path.open("wb") as file:
         np.savez(
             file,

@@ -53,6 +53,7 @@ from rlexp.metrics.memory import Phases
 from rlexp.model.loading import in_pieces, load_config, load_model, load_tokenizer
 from rlexp.model.policy import Critic, Entropy, Policy, cast_parameters
 from rlexp.model.probe import probe, probe_decoding
+from rlexp.ring.bridge import Bridge
 from rlexp.ring.groups import World, build_world
 from rlexp.ring.kernels import BlockKernel, get_kernel
 from rlexp.ring.layouts import Layout, get_layout
@@ -87,7 +88,14 @@ class Run:
     loss: Any  # a PreferenceLoss; a PolicyLoss where there are rollouts
     parameters: int
     phases: Phases
-    rollouts: Rollouts | None = field(default=None, kw_only=True)  # what a run that draws its own samples has in place of pairs
+    bridge: Bridge | None = field(default=None, kw_only=True)  # to the ranks that only sample
+    rollouts: Rollouts | None = field(
+        default=None, kw_only=True
+    )  # what a run that draws its own samples has in place of pairs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.cfg.train.precision]
 
     @property
     def total_steps(self) -> int:
@@ -121,7 +129,7 @@ class Examples:
     held_out_dropped: Counter[str]
 
 
-def build(cfg: Config, phases: Phases | None = None) -> Run:
+def build(cfg: Config, phases: Phases | None = None, bridge: Bridge | None = None) -> Run:
     """A collective call: every rank builds the same run, and what is refused is refused on all."""
     world = build_world(cfg.parallel.ring_size)
     device = device_of(cfg)
@@ -151,6 +159,7 @@ def build(cfg: Config, phases: Phases | None = None) -> Run:
         loss,
         sum(shape_of(parameter).numel() for parameter in policy.model.parameters()),
         phases or Phases(device),
+        bridge=bridge,
     )  # fmt: skip
     if not samples_itself:
         return run

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rlexp.algos.policy import PolicyLoss
-from rlexp.config.schema import PolicyLossConfig, Precision
+from rlexp.config.schema import Config, PolicyLossConfig, Precision
+from rlexp.engine.base import Engine
+from rlexp.model.policy import CRITIC
 from rlexp.model.probe import probe
 from rlexp.model.reward_model import RewardModel, last_places
 from rlexp.ring.shard import shard_pack
 from rlexp.rollout.colocated import Colocated
+from rlexp.rollout.pipelined import Pipelined
 from rlexp.rollout.rewards.build import build_reward
 from rlexp.rollout.rewards.weighted import ModelTerm
-from rlexp.rollout.sampling import Drawer
+from rlexp.rollout.sampling import Drawer, Forward
 from rlexp.rollout.scoring import Judge, Scorer
-from rlexp.train.rollouts import Rollouts
+from rlexp.train.rollouts import Rollouts, Source
 from rlexp.types import Pack, Prompt
 
 if TYPE_CHECKING:
@@ -29,18 +33,7 @@ def build_rollouts(run: Run, prompts: Sequence[Prompt], eval_prompts: Sequence[P
     cfg = run.cfg
     assert isinstance(cfg.loss, PolicyLossConfig)
     loss = cast(PolicyLoss, run.loss)
-    dtype = np.dtype(np.float64 if cfg.train.precision is Precision.fp64 else np.float32)
     rewards = build_reward(cfg.reward)
-    drawer = Drawer(
-        run.engine.decode,
-        run.tokenizer,
-        ends_of(run),
-        cfg.rollout,
-        cfg.seed,
-        run.device,
-        dtype,
-        in_step=run.engine.sharded and run.world.size > 1,
-    )
     scorer = Scorer(
         run.world,
         cfg.rollout.score_batch_size,
@@ -49,7 +42,7 @@ def build_rollouts(run: Run, prompts: Sequence[Prompt], eval_prompts: Sequence[P
         run.engine.forward,
         run.reference if loss.needs_reference else None,
         [judge_of(run, term) for term in rewards.models],
-        dtype,
+        kept_dtype(cfg),
         together=run.engine.sharded,
     )
     return Rollouts(
@@ -61,13 +54,42 @@ def build_rollouts(run: Run, prompts: Sequence[Prompt], eval_prompts: Sequence[P
         prompts,
         eval_prompts,
         run.sampler,
-        Colocated(drawer, cfg.rollout, run.world),
+        build_source(run),
         rewards,
         scorer,
         run.world,
         run.device,
         run.phases,
     )
+
+
+def build_source(run: Run) -> Source:
+    in_step = run.engine.sharded and run.world.size > 1
+    model = run.engine.policy.model
+    drawer = build_drawer(run.cfg, run.engine.decode, model, run.tokenizer, run.device, in_step=in_step)
+    alone = Colocated(drawer, run.cfg.rollout, run.world)
+    if run.bridge is None:
+        return alone
+    steps_each = run.cfg.rollout.epochs * run.cfg.rollout.minibatches
+    rollouts = -(-run.total_steps // steps_each)
+    return Pipelined(run.bridge, run.world, lambda: policy_weights(run.engine), run.dtype, rollouts, alone)
+
+
+def policy_weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Without the critic's: those that sample have none."""
+    return ((name, weight) for name, weight in engine.weights() if not name.startswith(CRITIC))
+
+
+def kept_dtype(cfg: Config) -> np.dtype[Any]:
+    """Of what is kept of each token."""
+    return np.dtype(np.float64 if cfg.train.precision is Precision.fp64 else np.float32)
+
+
+def build_drawer(
+    cfg: Config, forward: Forward, model: Any, tokenizer: Any, device: torch.device, *, in_step: bool = False
+) -> Drawer:
+    ends = ends_of(model, tokenizer)
+    return Drawer(forward, tokenizer, ends, cfg.rollout, cfg.seed, device, kept_dtype(cfg), in_step=in_step)
 
 
 def judge_of(run: Run, term: ModelTerm) -> Judge:
@@ -84,9 +106,8 @@ def judge_of(run: Run, term: ModelTerm) -> Judge:
     return Judge(term.name, model.encode, score)
 
 
-def ends_of(run: Run) -> list[int]:
+def ends_of(model: Any, tokenizer: Any) -> list[int]:
     """The tokens that end an answer: the tokenizer's, and those that the model says it ends with."""
-    generation = getattr(run.engine.policy.model, "generation_config", None)
-    said = getattr(generation, "eos_token_id", None)
+    said = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = said if isinstance(said, list) else [said]
-    return sorted({int(end) for end in (*ends, run.tokenizer.eos_token_id) if end is not None})
+    return sorted({int(end) for end in (*ends, tokenizer.eos_token_id) if end is not None})

@@ -23,6 +23,8 @@ from rlexp.train.rollouts import Made
 from rlexp.train.step import Suspects, Taken, conclude, seed_everything, sum_by_sequence
 from rlexp.types import Pack, Sample, Shard, TokenLogps
 
+FASTEST = "time/sampling_fastest"
+
 
 def policy_step(run: Run, step: int) -> dict[str, float]:
     """The values of the train batch, the same on every rank; with those of its rollout, where that is new."""
@@ -54,17 +56,19 @@ def policy_step(run: Run, step: int) -> dict[str, float]:
     values["train/episode"] = (rollouts.number + 1) * rollouts.size
     if made is not None:
         values |= {f"train/{name}": value for name, value in made.values.items()}
+        values[f"train/{FASTEST}"] *= -1
         spent = values["train/time/rollout"] + values["train/time/score"]
         values["train/samples_per_second"] = rollouts.size / spent
     return values
 
 
 def note_times(meter: Meter, made: Made | None, training: float) -> None:
-    """Seconds of the slowest rank by phase; of drawing, the fastest rank's too."""
+    """Seconds of the slowest rank by phase; of sampling, the fastest rank's too (its sign is turned for that)."""
     meter.add_max("time/train", training)
     if made is not None:
         for phase, seconds in made.seconds.items():
             meter.add_max(f"time/{phase}", seconds)
+        meter.add_max(FASTEST, -made.seconds["sampling"])
 
 
 class Weighed:

@@ -35,7 +35,12 @@ ALIKE = 1e-9  # scores of a group within this of each other, relative, are one: 
 
 
 class Source(Protocol):
-    """Who draws. A collective call of the ranks that train."""
+    """Who draws. Its methods are collective calls of the ranks that train."""
+
+    seconds: float  # that the last rollout took this rank, or the slowest of those that sample
+    waited: float  # for those that sample
+    spans: list[tuple[float, float]]  # when it was drawn, by the clock
+    staleness: int  # rollouts that were trained on between the weights it was drawn by and now
 
     def draw(self, number: int, prompts: Sequence[Prompt], n_samples: int, rewards: Rewards) -> list[Sample]:
         """This rank's samples of rollout `number`, handed to the rewards as they come; the same samples of all ranks
@@ -44,9 +49,10 @@ class Source(Protocol):
     def waiting(self) -> list[Sample] | None:
         """This rank's part of what has been drawn ahead, for a checkpoint to keep."""
 
-    def restore(self, waiting: list[Sample]) -> None: ...
+    def restore(self, number: int, waiting: list[Sample]) -> None: ...
 
-    def close(self) -> None: ...
+    def finish(self) -> None:
+        """The run is over."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,8 @@ class Made:
     number: int
     samples: list[Sample]  # this rank's
     values: dict[str, float]
-    seconds: dict[str, float]
+    seconds: dict[str, float]  # of this rank, by phase
+    spans: dict[str, list[tuple[float, float]]]  # by the clock: who drew it and when, and when it was taken in
 
 
 @dataclass
@@ -127,8 +134,12 @@ class Rollouts:
             self._give_credit(table)
         values = self._values(table)
         self.controller.update(values["objective/kl"], self.size)
-        seconds = {"rollout": drawn - began, "score": time.monotonic() - drawn}
-        self.made = Made(number, self.mine, values, seconds)
+        seconds = {"rollout": drawn - began, "score": time.monotonic() - drawn, "sampling": self.source.seconds}
+        now = time.time()
+        scored = now - (time.monotonic() - drawn)
+        spans = {"sampling": self.source.spans, "taking": [(now - (time.monotonic() - began), scored)],
+                 "scoring": [(scored, now)]}  # fmt: skip
+        self.made = Made(number, self.mine, values, seconds, spans)
         return self.made
 
     def _collect(self, mine: Sequence[Sample], judged: dict[str, list[float]]) -> None:
@@ -197,6 +208,7 @@ class Rollouts:
             "response/length": mean["length"],
             "response/length_max": float(table["length"].max()),
             "response/stopped": mean["stopped"],
+            "rollout/staleness": self.source.staleness,
             "rollout/without_signal": float(without_signal_of(table["score"], self.cfg.n_samples).double().mean()),
         }
         values |= {name: value for name, value in mean.items() if name.startswith("reward/")}
@@ -247,11 +259,16 @@ class Rollouts:
             self.number, self.kl_coef = position["number"], position["kl_coef"]
             self.mine = saved.read(folder, NOW, self.prompts, rank, ranks)
         if any(folder.glob(saved.PATTERN.replace("*", f"{NEXT}-*"))):
-            self.source.restore(saved.read(folder, NEXT, self.prompts, rank, ranks))
+            waiting = saved.read(folder, NEXT, self.prompts, rank, ranks)
+            self.source.restore(position["number"] + 1, waiting)
+
+    def finish(self) -> None:
+        """After the last step. A collective call."""
+        self.source.finish()
 
     def close(self) -> None:
+        """However the run ends."""
         self.rewards.close()
-        self.source.close()
 
 
 def without_signal_of(scores_N: Tensor, n_samples: int) -> Tensor:

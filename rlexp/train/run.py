@@ -20,23 +20,27 @@ from rlexp.launch.whereabouts import Whereabouts
 from rlexp.metrics.memory import Phases
 from rlexp.model.export import dtype_of, export, on_host
 from rlexp.model.policy import CRITIC
+from rlexp.ring.bridge import Bridge
 from rlexp.sinks.base import Ending, Sinks
 from rlexp.sinks.console import say
 from rlexp.sinks.jsonl import JsonlSink
 from rlexp.train.build import Run, build, device_of
 from rlexp.train.loop import Position, train_loop
 from rlexp.train.resume import build_keeper, resume
+from rlexp.train.sampling_rank import sample_for
 from rlexp.train.sinks import build_sinks, ending_of
 
 T = TypeVar("T")
 
 
-def train(cfg: Config, run_dir: Path) -> Outcome:
+def train(cfg: Config, run_dir: Path, bridge: Bridge | None = None) -> Outcome:
     """Whatever becomes of it, `memory.jsonl` says how far each rank came."""
     folder.hold(run_dir)
+    if bridge is not None and bridge.samples:
+        return sample_for(cfg, bridge)
     phases = Phases(device_of(cfg), Whereabouts(run_dir, dist.get_rank()).tell)
     try:
-        return train_watched(cfg, run_dir, phases)
+        return train_watched(cfg, run_dir, phases, bridge)
     except Exception as error:
         explained = phases.explained(error, dist.get_rank())
         if explained is None:
@@ -44,16 +48,16 @@ def train(cfg: Config, run_dir: Path) -> Outcome:
         raise explained from error
 
 
-def train_watched(cfg: Config, run_dir: Path, phases: Phases) -> Outcome:
+def train_watched(cfg: Config, run_dir: Path, phases: Phases, bridge: Bridge | None = None) -> Outcome:
     with phases("build"):
-        run = build(cfg, phases)
+        run = build(cfg, phases, bridge)
     first = run.world.rank == 0
     position, came_from = resume(run, run_dir)
     if position.step >= run.total_steps:
         tell(run, f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
         if cfg.checkpoint.export and agreed(folder.read(run_dir).get("exported_step") != position.step):
             export_run(run, run_dir, position)
-        return leave(Outcome())
+        return leave(run, Outcome())
     curve = JsonlSink(run_dir / METRICS) if first else None
     sinks = build_sinks(run, run_dir, position, curve) if curve else Sinks([])
     if first:
@@ -79,10 +83,12 @@ def train_watched(cfg: Config, run_dir: Path, phases: Phases) -> Outcome:
         if run.rollouts is not None:
             run.rollouts.close()
     tell(run, footer(run, run_dir, outcome))
-    return leave(outcome)
+    return leave(run, outcome)
 
 
-def leave(outcome: Outcome) -> Outcome:
+def leave(run: Run, outcome: Outcome) -> Outcome:
+    if run.rollouts is not None:
+        run.rollouts.finish()
     dist.barrier()
     dist.destroy_process_group()
     return outcome

@@ -1,0 +1,35 @@
+"""The whole life of a rank that only samples: no engine, no critic, no reference; the policy, and a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from rlexp.config.schema import Config, EngineConfig, EngineName
+from rlexp.launch.stops import Outcome
+from rlexp.model.loading import load_config, load_tokenizer
+from rlexp.model.policy import cast_parameters
+from rlexp.ring.bridge import Bridge
+from rlexp.ring.groups import ALONE, World
+from rlexp.rollout.pipelined import serve
+from rlexp.train.build import DTYPES, build_policy, build_sampler, device_of, read_prompts
+from rlexp.train.build_rollouts import build_drawer
+from rlexp.types import Prompt
+
+
+def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
+    device = device_of(cfg)
+    tokenizer = load_tokenizer(cfg.model)
+    examples = read_prompts(cfg, tokenizer, World(0, 1, ALONE))
+    sampler = build_sampler(cfg, len(examples.train))
+    whole = dataclasses.replace(cfg, engine=EngineConfig(EngineName.torch))  # not in pieces: each samples alone
+    policy = build_policy(whole, load_config(cfg.model, cfg.data.max_length), device).eval().requires_grad_(False)
+    cast_parameters(policy, DTYPES[cfg.train.precision])
+    drawer = build_drawer(cfg, torch.no_grad()(policy), policy.model, tokenizer, device)
+
+    def prompts_of(number: int) -> list[Prompt]:
+        return [examples.train[index] for index in sampler.batch(number + 1).indices]
+
+    serve(bridge, drawer, dict(policy.model.named_parameters()), cfg.rollout, prompts_of)
+    return Outcome()
