@@ -26,6 +26,7 @@ from rlexp.sinks.baseline import excess
 from rlexp.sinks.console import ConsoleSink
 from rlexp.sinks.rollouts import RolloutsSink, bracket, digests
 from rlexp.sinks.tensorboard import TensorBoardSink
+from rlexp.sinks.wandb_read import read_offline
 from rlexp.sinks.wandb_run import WandbFacts, WandbSink
 from tests.curves import a_run, drawn
 from tests.wandb_runs import records
@@ -215,20 +216,21 @@ def test_wandb_has_the_table_with_the_row_of_its_step(tmp_path: Path, monkeypatc
     sink.rollout(replace(drawn()[0], shown=[SHOWN, SHOWN]))
     sink.rollout(replace(drawn(each=2)[1], shown=[SHOWN]))  # of step 3
     for step in range(1, 5):
-        sink.log({"step": step, "train/loss": 1.0 / step})
+        sink.log({"step": step, "train/global_step": step, "train/loss": 1.0 / step})
     sink.close(Ending())
     (fragment,) = (tmp_path / "wandb").glob("offline-run-*")
     items = [record["item"] for record in records(fragment, "history")]
     assert [item["train/loss"] for item in items] == [1.0, 0.5, 1 / 3, 0.25]
-    tables = {item["train/global_step"]: item["samples"] for item in items if "samples" in item}
-    assert {step: (table["_type"], table["nrows"]) for step, table in tables.items()} == {
-        1: ("table-file", 2), 3: ("table-file", 1),
-    }  # fmt: skip
-    table = json.loads((fragment / "files" / tables[1]["path"]).read_text(encoding="utf-8"))
+    tables = {item["_step"]: item for item in items if item.get("samples._type") == "table-file"}
+    assert {step: item["samples.nrows"] for step, item in tables.items()} == {1: 2, 3: 1}
+    table = json.loads((fragment / "files" / tables[1]["samples.path"]).read_text(encoding="utf-8"))
     assert table["columns"] == [
         *("rollout", "prompt", "answer", "score", "score/count", "score/length", "length", "stopped"),
     ]  # fmt: skip
     assert table["data"][0] == [1, SHOWN.prompt, SHOWN.answer, 0.5, 1.0, 0.0, 7, False]
+    (run,) = read_offline(tmp_path)  # in which a table is no metric
+    assert run.rows == [{"step": n, "train/global_step": n, "train/loss": 1.0 / n} for n in range(1, 5)]
+    assert not any(name.startswith("samples") for name in run.summary)
 
 
 # ---- comparing ----

@@ -15,10 +15,9 @@ from rlexp.sinks.baseline import LOSS, PARITY, excess
 from rlexp.sinks.console import say
 from rlexp.sinks.names import name_of
 from rlexp.sinks.wandb_account import Mode, wandb_mode
-from rlexp.sinks.wandb_read import STEP, last_step
+from rlexp.sinks.wandb_read import SAMPLES, STEP, last_step
 from rlexp.types import MetricRow
 
-SAMPLES = "samples"
 TEXT_LINES, TEXT_LENGTH = 12, 1000  # of an alert
 
 
