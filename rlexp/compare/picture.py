@@ -54,6 +54,7 @@ def draw(report: Report, path: Path) -> None:
     draw_floor(report, below, runs)
     below.set_ylabel("difference to the baseline")
     below.set_yscale("log")
+    below.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")  # its own is a formula
     below.set_ylim(bottom=min(smallest) / 30)  # room for what is equal to the bit
     below.annotate("0: equal to the bit", (0.01, 0.075), xycoords="axes fraction", fontsize=7, color="#666666")
     below.set_xlabel("optimizer step")
