@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ import numpy as np
 from rlexp.config.identity import identity
 from rlexp.config.load import compose_config, to_file
 from rlexp.launch.folder import derived_sizes
+from rlexp.sinks.base import RolloutFacts
+from rlexp.sinks.rollouts import line_of
 
 Edit = Callable[[dict[str, Any]], None]
+Flip = tuple[int, int, int, int]
 
 
 def a_run(
@@ -26,9 +29,11 @@ def a_run(
     noise: float = 0.0,
     edit: Edit | None = None,
     total_steps: int = 20,
+    drawn: Sequence[RolloutFacts] = (),
     **facts: Any,
 ) -> Path:
-    """The same curve for every layout, up to relative `noise`; `edit` changes rows, `facts` what run.json says."""
+    """The same curve for every layout, up to relative `noise`; `edit` changes rows, `facts` what run.json says. A run
+    that has `drawn` samples has the metrics of such a run, those of a rollout in the row of its first step."""
     cfg = compose_config(["launch.device=cpu", "logger=none", *overrides])
     folder.mkdir(parents=True)
     to_file(cfg, folder / "config.yaml")
@@ -44,7 +49,11 @@ def a_run(
     (folder / "run.json").write_text(json.dumps(known | facts), encoding="utf-8")
     random = np.random.default_rng(zlib.crc32(folder.name.encode()))
     lines = []
+    firsts = {facts.step for facts in drawn}
     for row in rows(steps):
+        if drawn:
+            row["train/policy/approxkl_avg"] = 1e-4 * abs(row["train/rewards/margins"])
+            row |= {"train/objective/scores": row["step"] / 20} if row["step"] in firsts else {}
         for name in row:
             if noise and name in ("train/loss", "eval/loss", "train/rewards/margins"):
                 row[name] *= 1 + noise * random.uniform(-1, 1)
@@ -53,7 +62,25 @@ def a_run(
             edit(row)
         lines.append(json.dumps(row) + "\n")
     (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    if drawn:
+        (folder / "rollouts.jsonl").write_bytes(b"".join(map(line_of, drawn)))
     return folder
+
+
+def drawn(
+    steps: int = 20, *, each: int = 4, prompts: int = 4, n_samples: int = 2, flips: Sequence[Flip] = ()
+) -> list[RolloutFacts]:
+    """Rollouts of `each` steps. A flip (step, prompt's place, sample, token) is another token there, and after it."""
+    rollouts = []
+    for number, step in enumerate(range(1, steps + 1, each), 1):
+        random = np.random.default_rng(number)
+        answers = [random.integers(0, 50, 11, dtype=np.int32) for _ in range(prompts * n_samples)]
+        for at, prompt, sample, token in flips:
+            if at <= step:  # other weights drew what came later
+                answers[prompt * n_samples + sample][token - 1 :] += 50
+        indices = [10 * number + place for place in range(prompts)]
+        rollouts.append(RolloutFacts(number, step, n_samples, indices, answers))
+    return rollouts
 
 
 def rows(steps: int) -> list[dict[str, Any]]:

@@ -12,10 +12,14 @@ import pytest
 
 from rlexp import dashboard as command
 from tests.wandb_runs import CLEAN
-from tests.wandb_server import WandbServer
+from tests.wandb_server import StoredRun, WandbServer
 
 METRICS = {
     "Loss": ["train/loss", "eval/loss", "train/loss", "train/rewards/margins"],
+    "Samples": [
+        *("train/objective/scores", "train/objective/scores", "train/objective/kl", "train/policy/entropy_avg"),
+        *("train/val/ratio", "train/response/length", "train/response/stopped"),
+    ],
     "Difference to the baseline": ["parity/loss_abs_diff"],
     "Memory": [
         "max/memory/peak_bytes",
@@ -32,8 +36,13 @@ def run(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str
     )  # fmt: skip
 
 
-def test_the_workspace_that_is_sent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_workspace_that_is_sent(tmp_path: Path, sampled: bool) -> None:
+    """Panels of samples are there where a run draws them."""
     with WandbServer() as server:
+        server.stored["a"] = StoredRun("a", summary={"train/loss": 0.5})
+        if sampled:
+            server.stored["b"] = StoredRun("b", summary={"train/loss": 0.5, "train/policy/entropy_avg": 1.0})
         answer = run(tmp_path, "--group", "sweep", **server.environment)
         assert answer.returncode == 0, answer.stderr
         assert answer.stdout == f"made: {server.url}/someone/rlexp?nw={server.views[0]['name'][3:-2]}\n"
@@ -42,7 +51,9 @@ def test_the_workspace_that_is_sent(tmp_path: Path) -> None:
     assert view["displayName"] == "rlexp ring sizes, sweep"
     section = json.loads(view["spec"])["section"]
     panels = {each["name"]: each["panels"] for each in section["panelBankConfig"]["sections"]}
-    assert {name: [p["config"]["metrics"][0] for p in each] for name, each in panels.items()} == METRICS
+    assert {name: [p["config"]["metrics"][0] for p in each] for name, each in panels.items()} == {
+        name: metrics for name, metrics in METRICS.items() if sampled or name != "Samples"
+    }
     lines = [p["config"] for each in panels.values() for p in each if p["viewType"] == "Run History Line Plot"]
     assert {line["xAxis"] for line in lines} == {"train/global_step"}
     assert [p["config"]["chartTitle"] for each in panels.values() for p in each if p["viewType"] == "Bar Chart"] == [

@@ -248,6 +248,19 @@ def test_every_metric_can_be_chosen_and_every_axis(browser: Browser, tmp_path: P
         assert groups == ["train", "eval", "memory"]
 
 
+def test_a_run_that_samples_says_its_score_and_how_far_it_was_compared(browser: Browser, tmp_path: Path) -> None:
+    payload = ring_sizes()
+    with opened(browser, write(tmp_path, payload)) as it:
+        assert "Last score" not in it.page.locator("body").inner_text()
+    runs = [replace(run, last_score=0.625, compared_upto=12 if place == 2 else None)
+            for place, run in enumerate(payload.runs)]  # fmt: skip
+    with opened(browser, write(tmp_path, replace(payload, runs=runs))) as it:
+        assert it.page.get_by_text("Last score").count() == 1
+        assert it.page.get_by_role("cell", name="0.6250000", exact=True).count() == 4
+        assert it.page.get_by_text("to ring 1, up to step 12", exact=True).count() == 1
+        assert it.page.get_by_text("to ring 1", exact=True).count() == 2
+
+
 def test_the_cursor_reads_the_values_of_its_step(browser: Browser, tmp_path: Path) -> None:
     payload = ring_sizes()
     loss = payload.metrics[0]

@@ -24,7 +24,7 @@ from rlexp.compare.report import Report
 from rlexp.compare.runs import LIVE, CompareError, Group
 from rlexp.compare.sources import Sources
 from rlexp.compare.table import table
-from rlexp.compare.threshold import first_above
+from rlexp.compare.threshold import first_above, remarks
 from rlexp.errors import UserError
 
 
@@ -79,6 +79,7 @@ def compare(options: argparse.Namespace) -> int:
     excess = first_above(report.families, group.runs, options.fail_above, options.metrics)
     passed = f"passed: {' and '.join(options.metrics or LOSSES)}: nowhere more than {options.fail_above:g} apart"
     sys.stdout.write(f"FAILED: {excess}\n" if excess else f"{passed}\n")
+    sys.stdout.writelines(f"  {line}\n" for line in remarks(report.families))
     return 1 if excess else 0
 
 

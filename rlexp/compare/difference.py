@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,21 +15,35 @@ Steps = npt.NDArray[np.int64]
 OWN = (
     *("train/ring_tokens", "train/ring_bytes", "train/step_seconds", "train/tokens_per_second"),
     *("train/grad_acc", "train/micro_batches", "memory/", "parity/"),
+    *("train/time/", "train/samples_per_second", "train/ring_balance", "train/rollout/ranks_"),
 )
 LOSS_TOLERANCE = 1e-12  # relative, for loss and weights in float64; measured: see docs/invariance.md
 METRIC_TOLERANCE = (1e-9, 1e-11)  # relative and absolute, for the other metrics in float64
 LOSSES = ("train/loss", "eval/loss")
+SCORE = "train/objective/scores"  # of runs that draw their own samples, in the row of each rollout's first step
 # Relative, over 10 steps of model=tiny and every layout: docs/invariance.md. Other metrics are differences of large
 # numbers, and up to fifty times further apart.
 ROUNDING = {"fp64": 2.6e-14, "fp32": 4.0e-7, "bf16": 3.3e-3}
 OTHERS = 50.0
 MARGIN = 10.0  # times the noise floor: two roundings of one curve are no further apart
 LEAST = 1e-3  # of a metric's size: what a difference is taken relative to at least
+SAMPLED = "train/policy/"  # metrics of runs that draw their own samples, and of no others
 EARLY = 100  # steps within which rounding cannot have grown beyond what was measured
 
 
 def compared(name: str) -> bool:
     return name != "step" and not name.startswith(OWN)
+
+
+def least_size(metric: str, names: Iterable[str]) -> float:
+    """What a difference is taken relative to at least, in a run that has metrics of these names.
+
+    A policy's loss is a mean of advantages, of size one, that cancel: wholly in the first step on a rollout, where it
+    is nothing but rounding. Its other metrics begin at zero too: for them the absolute tolerance of float64 is kept.
+    """
+    if not any(name.startswith(SAMPLED) for name in names):
+        return 0.0
+    return 1.0 if metric in LOSSES else METRIC_TOLERANCE[1] / METRIC_TOLERANCE[0]
 
 
 @dataclass(frozen=True)
@@ -53,22 +68,25 @@ class Difference:
         return int(beyond[0]) if len(beyond) else None
 
 
-def difference(steps: Steps, ours: Column, other_steps: Steps, other: Column) -> Difference:
-    """At the steps that have a value in both."""
+def difference(
+    steps: Steps, ours: Column, other_steps: Steps, other: Column, *, upto: int | None = None, least: float = 0.0
+) -> Difference:
+    """At the steps that have a value in both, up to the last that is to be compared."""
     common, mine, theirs = np.intersect1d(steps, other_steps, assume_unique=True, return_indices=True)
     a, b = ours[mine], other[theirs]
-    there = ~(np.isnan(a) | np.isnan(b))
+    there = ~(np.isnan(a) | np.isnan(b)) & (True if upto is None else common <= upto)
     common, a, b = common[there], a[there], b[there]
-    return Difference(common.astype(np.int64), relative(np.abs(a - b), b, a), a, b)
+    return Difference(common.astype(np.int64), relative(np.abs(a - b), b, a, least=least), a, b)
 
 
-def relative(gap: Column, reference: Column, *others: Column) -> Column:
+def relative(gap: Column, reference: Column, *others: Column, least: float = 0.0) -> Column:
     """To the larger of the values, but never to less than a thousandth of the metric's root mean square. A metric that
     changes its sign is near zero again and again: it is held against the whole of that."""
     scale = np.max(np.abs(np.stack([reference, *others])), axis=0)
     if len(reference):
         size = np.sqrt(np.mean(reference * reference))
         scale = np.maximum(scale, size if reference.min() < 0 < reference.max() else size * LEAST)
+        scale = np.maximum(scale, least)
     return np.divide(gap, scale, out=np.zeros_like(gap), where=gap > 0)
 
 
@@ -96,7 +114,7 @@ def within_rounding(metric: str, precision: str, steps: Steps) -> Column:
 
 def measured_floor(noise: list[Difference], steps: Steps) -> Column | None:
     """The largest difference up to each step of runs that differ in their micro-batch alone; the first ten steps have
-    one floor, since a single step may agree by chance."""
+    one floor, since a single step may agree by chance. Beyond their last nothing is measured: NaN."""
     noise = [each for each in noise if len(each.steps)]
     if not noise:
         return None
@@ -106,4 +124,4 @@ def measured_floor(noise: list[Difference], steps: Steps) -> Column | None:
         so_far[:10] = so_far[:10].max()
         places = np.searchsorted(each.steps, steps, side="right") - 1
         floor = np.maximum(floor, np.where(places >= 0, so_far[np.maximum(places, 0)], 0.0))
-    return floor
+    return np.where(steps <= max(each.steps[-1] for each in noise), floor, np.nan)

@@ -68,7 +68,9 @@ class RunCard:
     sizes: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     last_loss: float | None = None
+    last_score: float | None = None  # of a run that draws its own samples
     worst_difference: float | None = None  # of the loss, relative
+    compared_upto: int | None = None  # the last step before its samples differ from the baseline's; None: all are
     tokens_per_second: float | None = None
     step_seconds: float | None = None
     efficiency: float | None = None  # 1.0 is the baseline's speed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 import numpy as np
 
-from rlexp.compare.difference import Column, Steps
+from rlexp.compare.difference import SCORE, Column, Steps
 from rlexp.compare.runs import Run
 from rlexp.compare.verdict import between, floor_of
 
@@ -30,12 +30,16 @@ def draw(report: Report, path: Path) -> None:
 
     plt.rcParams["text.parse_math"] = False  # a $ in a folder's name is a $
     runs = [run for run in report.group.runs if METRIC in run.columns]
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(9, 6.4), sharex=True, layout="constrained", height_ratios=(3, 2)
-    )
-    for place, run in enumerate(runs):
-        width = max(0.8, 4.5 - 1.1 * place) if len(runs) <= LEGEND else 0.9
-        above.plot(*curve(run.steps, run.column(METRIC)), **look(place, width), label=run.label)
+    shown = [METRIC, *([SCORE] if any(SCORE in run.columns for run in runs) else [])]
+    figure, (*overlays, below) = plt.subplots(
+        len(shown) + 1, 1, figsize=(9, 2.6 + 3.8 * len(shown)), sharex=True, layout="constrained",
+        height_ratios=(*[3] * len(shown), 2),
+    )  # fmt: skip
+    for axes, metric in zip(overlays, shown, strict=True):
+        axes.set_ylabel(metric)
+        for place, run in enumerate(runs):
+            width = max(0.8, 4.5 - 1.1 * place) if len(runs) <= LEGEND else 0.9
+            axes.plot(*curve(run.steps, run.column(metric)), **look(place, width), label=run.label)
     smallest = [1.0]
     for family in report.families.families:
         for run in (run for run in family.others() if run in runs):
@@ -48,17 +52,17 @@ def draw(report: Report, path: Path) -> None:
             equal = curve(gap.steps, np.where(gap.relative > 0, np.nan, EQUAL))
             below.plot(*equal, "o", color=style["color"], markersize=2.5, transform=below.get_xaxis_transform())
     draw_floor(report, below, runs)
-    above.set_ylabel(METRIC)
     below.set_ylabel("difference to the baseline")
     below.set_yscale("log")
+    below.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")  # its own is a formula
     below.set_ylim(bottom=min(smallest) / 30)  # room for what is equal to the bit
     below.annotate("0: equal to the bit", (0.01, 0.075), xycoords="axes fraction", fontsize=7, color="#666666")
     below.set_xlabel("optimizer step")
-    for axes in (above, below):
+    for axes in (*overlays, below):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     if runs and len(runs) <= LEGEND:
-        above.legend(frameon=False, fontsize=9)
+        overlays[0].legend(frameon=False, fontsize=9)
     figure.suptitle(report.verdict.headline, fontsize=10, wrap=True)
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, dpi=130, format="png")
@@ -73,7 +77,7 @@ def draw_floor(report: Report, axes: Any, runs: list[Run]) -> None:
             steps = family.baseline.steps
             floor = floor_of(family, METRIC, steps)
             axes.fill_between(steps, 0.0, floor.values, color="#888888", alpha=0.18, linewidth=0)
-            what = "noise floor, measured" if floor.measured else "noise floor, estimated"
+            what = "noise floor, measured" if floor.measured.any() else "noise floor, estimated"
             axes.annotate(what, (0.995, 0.03), xycoords="axes fraction", ha="right", fontsize=8, color="#666666")
             return
     if len(runs) > 1:

@@ -9,15 +9,15 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from rlexp import __version__
-from rlexp.compare import page
-from rlexp.compare.difference import Column, Steps, compared, on_steps
+from rlexp.compare import page, samples
+from rlexp.compare.difference import SCORE, Column, Steps, compared, on_steps
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import Group, Run, settings
 from rlexp.compare.verdict import Verdict, between, floor_of, judge
@@ -26,7 +26,7 @@ from rlexp.config.identity import GROUPS
 DRAWN = 1000  # steps of a metric on the page; of longer curves, those that say most
 KNOTS = 400  # of a run's clock
 TOLD = ("logger.run_name", "logger.group", "logger.axes", "logger.baseline")
-FIRST = ("train/loss", "eval/loss", "train/rewards/margins", "train/rewards/accuracies", "train/grad_norm")
+FIRST = (*("train/loss", SCORE, "eval/loss", "train/rewards/margins", "train/rewards/accuracies", "train/grad_norm"),)
 
 
 @dataclass
@@ -112,7 +112,9 @@ def card(run: Run, report: Report) -> page.RunCard:
         sizes=run.sizes,
         steps=int(run.steps[-1]) if len(run.steps) else 0,
         last_loss=last(run, "train/loss"),
+        last_score=last(run, SCORE),
         worst_difference=judged.worst if judged and judged.metric else None,
+        compared_upto=judged.excused.step - 1 if judged and judged.excused else None,
         tokens_per_second=speed(run),
         step_seconds=step_seconds(run),
         efficiency=efficiency(run, baseline),
@@ -282,8 +284,9 @@ def summary(report: Report, payload: page.Payload) -> dict[str, Any]:
 
 
 def family_summary(family: Family) -> dict[str, Any]:
-    """Of each metric, how far each run lies from the baseline at most."""
+    """Of each metric, how far each run lies from the baseline at most; and where its samples are others."""
     apart: dict[str, dict[str, Any]] = {}
+    drawn: dict[str, dict[str, Any] | None] = {}
     for run in family.others():
         assert family.baseline is not None
         apart[run.name] = {}
@@ -291,10 +294,13 @@ def family_summary(family: Family) -> dict[str, Any]:
             if compared(name) and name in family.baseline.columns:
                 worst = between(run, family.baseline, name).worst()
                 apart[run.name][name] = None if worst is None else {"step": worst[0], "relative": worst[1]}
+        other = samples.apart(run, family.baseline)
+        drawn[run.name] = None if other is None else asdict(other)
     return {
         "baseline": None if family.baseline is None else family.baseline.name,
         "runs": [run.name for run in family.runs],
         "largest_differences": apart,
+        "first_differing_samples": drawn,
     }
 
 
@@ -303,7 +309,7 @@ def run_summary(run: Run, known: page.RunCard) -> dict[str, Any]:
         key: getattr(known, key)
         for key in (
             *("name", "label", "status", "reason", "baseline", "family", "path", "sizes", "steps", "last_loss"),
-            *("worst_difference", "tokens_per_second", "step_seconds", "efficiency"),
+            *("last_score", "worst_difference", "compared_upto", "tokens_per_second", "step_seconds", "efficiency"),
             *("peak_bytes", "peak_phase", "peak_rank"),
         )
     }

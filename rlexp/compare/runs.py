@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlexp.compare.difference import Column, Steps
+from rlexp.compare.samples import Record
 from rlexp.errors import UserError
 from rlexp.launch import folder, sweep, whereabouts
+from rlexp.sinks.rollouts import ROLLOUTS
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 LIVE = ("running", "waiting")
@@ -57,6 +60,12 @@ class Run:
     def layout(self) -> str:
         """`4 × 2`: ring and replicas."""
         return f"{self.sizes['ring_size']} × {self.sizes['dp_size']}" if "dp_size" in self.sizes else "–"
+
+    @cached_property
+    def record(self) -> Record | None:
+        """Of the samples that it drew, read when it is asked for; None where there is none."""
+        path = self.path / ROLLOUTS if self.path is not None else None
+        return Record(path) if path is not None and path.is_file() else None
 
     def column(self, name: str) -> Column:
         return self.columns.get(name, np.full(len(self.steps), np.nan))
@@ -113,7 +122,7 @@ class Reader:
         return Group(path.name, runs, list(plain.get("axes", [])))
 
     def run(self, path: Path) -> Run:
-        stamp = tuple(_stamp(path / name) for name in (METRICS, "run.json", whereabouts.FILE))
+        stamp = tuple(_stamp(path / name) for name in (METRICS, ROLLOUTS, "run.json", whereabouts.FILE))
         key = (sum(each[0] for each in stamp), max(each[1] for each in stamp))
         known = self._known.get(path)
         if known is not None and known[0] == key:

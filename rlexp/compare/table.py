@@ -11,12 +11,17 @@ WIDTH = 110
 
 
 def table(payload: Payload) -> str:
+    sampled = any(run.last_score is not None for run in payload.runs)
+    scores: list[tuple[str, Callable[[RunCard], str]]] = (
+        [("last score", lambda run: number(run.last_score, "{:.4f}"))] if sampled else []
+    )
     columns: list[tuple[str, Callable[[RunCard], str]]] = [
         ("run", lambda run: run.label),
         ("ring × dp", layout),
         ("status", lambda run: run.status),
         ("steps", lambda run: str(run.steps) if run.steps else "–"),
         ("last loss", lambda run: number(run.last_loss, "{:.6f}")),
+        *scores,
         ("difference", difference),
         ("tokens/s", lambda run: number(run.tokens_per_second, "{:,.0f}")),
         ("step", lambda run: number(run.step_seconds, "{:.3g} s")),
@@ -59,9 +64,8 @@ def layout(run: RunCard) -> str:
 def difference(run: RunCard) -> str:
     if run.baseline:
         return "baseline"
-    if run.worst_difference == 0:
-        return "0 (equal)"
-    return number(run.worst_difference, "{:.1e}")
+    upto = "" if run.compared_upto is None else f" to step {run.compared_upto}"
+    return ("0 (equal)" if run.worst_difference == 0 else number(run.worst_difference, "{:.1e}")) + upto
 
 
 def memory(run: RunCard) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlexp.compare.difference import LOSSES, compared, on_steps, relative
+from rlexp.compare.difference import LOSSES, Column, Steps, compared, least_size, on_steps, relative
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import CompareError, Run
+from rlexp.compare.samples import excused, inexcusable, named, remark
+from rlexp.compare.verdict import between
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Excess:
     step: int
     words: str
@@ -29,8 +32,21 @@ def first_above(families: Families, runs: Sequence[Run], limit: float, patterns:
     if not names:
         what = " or ".join(patterns or LOSSES)
         raise CompareError(f"--fail-above {limit:g}: nothing was compared: no two runs of one experiment have {what}.")
-    found = [excess for family in several for name in names for excess in _excesses(family, name, limit)]
-    return min(found).words if found else None
+    found = [excess for family in several for excess in _samples(family, names)]
+    found += [excess for family in several for name in names for excess in _excesses(family, name, limit)]
+    return min(found, key=lambda excess: excess.step).words if found else None
+
+
+def remarks(families: Families) -> list[str]:
+    """Which runs were held against each other up to a sample only, and which: of each run, its earliest."""
+    said = []
+    for family in families.families:
+        for place, run in enumerate(family.runs):
+            flipped = [(found, other) for other in family.runs[:place] if (found := excused(run, other)) is not None]
+            if flipped:
+                first, other = min(flipped, key=lambda each: each[0].step)
+                said.append(f"{run.name} ({run.label}) and {other.name} ({other.label}): {remark(first)}")
+    return said
 
 
 def chosen(families: Sequence[Family], patterns: Sequence[str] | None) -> list[str]:
@@ -43,6 +59,25 @@ def chosen(families: Sequence[Family], patterns: Sequence[str] | None) -> list[s
                 f"{', '.join(sorted(known))}."
             )
     return sorted(name for name in known if any(fnmatch.fnmatch(name, pattern) for pattern in patterns or LOSSES))
+
+
+def _samples(family: Family, names: Sequence[str]) -> Iterator[Excess]:
+    """Samples that nothing excuses; and runs of which, since their samples differ, nothing is left to compare."""
+    for one, other in itertools.combinations(family.runs, 2):
+        found = inexcusable(one, other)
+        if found is not None:
+            pair = f"{one.name} ({one.label}) and {other.name} ({other.label})"
+            yield Excess(found.step, f"step {found.step}: {pair} have drawn different samples: {named(found)}")
+    for run in family.runs:
+        others = [other for other in family.runs if other is not run]
+        flipped = [found for other in others if (found := excused(run, other)) is not None]
+        if flipped and not any(len(between(run, other, name).steps) for other in others for name in names):
+            latest = max(flipped, key=lambda found: found.step)
+            yield Excess(
+                latest.step,
+                f"step {latest.step}: nothing is left to compare of {run.name} ({run.label}): {latest.words}, and "
+                f"curves are compared up to the first sample that differs",
+            )
 
 
 def _excesses(family: Family, name: str, limit: float) -> Iterator[Excess]:
@@ -59,17 +94,41 @@ def _excesses(family: Family, name: str, limit: float) -> Iterator[Excess]:
             f"step {steps[place]}: {run.name} ({run.label}) has no {name}, and others have: {count} of {len(steps)} "
             f"steps cannot be compared",
         )
-        steps, values = steps[~missing.any(axis=0)], values[:, ~missing.any(axis=0)]
+    pairs = list(itertools.combinations(family.runs, 2))
+    if any(excused(one, other) is not None for one, other in pairs):
+        for one, other in pairs:
+            yield from _excess_of_two(one, other, name, limit)
+    else:
+        yield from _excess_of_all(
+            family.runs, name, limit, steps[~missing.any(axis=0)], values[:, ~missing.any(axis=0)]
+        )
+
+
+def _excess_of_all(runs: Sequence[Run], name: str, limit: float, steps: Steps, values: Column) -> Iterator[Excess]:
+    """`values`: runs × steps."""
     if not len(steps):
         return
     high, low = values.max(axis=0), values.min(axis=0)
-    apart = relative(high - low, values[0], high, low)
+    apart = relative(high - low, values[0], high, low, least=least_size(name, runs[0].columns))
     beyond = np.flatnonzero(~(apart <= limit))
     if len(beyond):
         place = int(beyond[0])
-        one, other = (family.runs[int(pick(values[:, place]))] for pick in (np.argmax, np.argmin))
-        yield Excess(
-            int(steps[place]),
-            f"step {steps[place]}: {name} is {float(high[place])!r} in {one.name} ({one.label}) and "
-            f"{float(low[place])!r} in {other.name} ({other.label}), {apart[place]:.1e} apart, more than {limit:g}",
-        )
+        one, other = (runs[int(pick(values[:, place]))] for pick in (np.argmax, np.argmin))
+        ends = float(high[place]), float(low[place])
+        yield _excess(int(steps[place]), name, (one, other), ends, float(apart[place]), limit)
+
+
+def _excess_of_two(one: Run, other: Run, name: str, limit: float) -> Iterator[Excess]:
+    """Up to the first sample that differs."""
+    gap = between(one, other, name)
+    place = gap.first_above(limit)
+    if place is not None:
+        ends = float(gap.ours[place]), float(gap.baseline[place])
+        yield _excess(int(gap.steps[place]), name, (one, other), ends, float(gap.relative[place]), limit)
+
+
+def _excess(
+    step: int, name: str, pair: tuple[Run, Run], values: tuple[float, float], apart: float, limit: float
+) -> Excess:
+    ends = [f"{value!r} in {run.name} ({run.label})" for run, value in zip(pair, values, strict=True)]
+    return Excess(step, f"step {step}: {name} is {' and '.join(ends)}, {apart:.1e} apart, more than {limit:g}")

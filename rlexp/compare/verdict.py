@@ -6,23 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from rlexp.compare.difference import (
     EARLY,
     LOSSES,
     MARGIN,
-    ROUNDING,
     Column,
     Difference,
     Steps,
     compared,
     difference,
     estimated_floor,
+    least_size,
     measured_floor,
     within_rounding,
 )
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import Run
+from rlexp.compare.samples import Apart, coarsest, excused, inexcusable, named, remark
 
 AGREE, APART, UNPROVEN, NONE = "agree", "apart", "unproven", "none"
 
@@ -33,7 +35,7 @@ class Floor:
 
     values: Column
     kind: str
-    measured: bool
+    measured: npt.NDArray[np.bool_]  # by step; elsewhere it is estimated
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Judgement:
     metric: str
     step: int | None  # the worst's, or the first that is apart
     words: str
+    excused: Apart | None = None  # where rounding may have drawn other samples: it is compared up to there
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,17 @@ class Verdict:
         return [each.words for each in self.judgements]
 
 
-def coarsest(runs: Sequence[Run]) -> str:
-    return max((run.precision for run in runs), key=lambda precision: ROUNDING.get(precision, 1.0))
-
-
 def between(run: Run, baseline: Run, metric: str) -> Difference:
-    return difference(run.steps, run.column(metric), baseline.steps, baseline.column(metric))
+    """Up to the first sample that rounding may have changed; what follows is another curve's."""
+    flipped = excused(run, baseline)
+    return difference(
+        run.steps,
+        run.column(metric),
+        baseline.steps,
+        baseline.column(metric),
+        upto=None if flipped is None else flipped.step - 1,
+        least=least_size(metric, run.columns),
+    )
 
 
 def floor_of(family: Family, metric: str, steps: Steps) -> Floor:
@@ -90,9 +98,11 @@ def floor_of(family: Family, metric: str, steps: Steps) -> Floor:
     names = LOSSES if metric in LOSSES else (metric,)  # the two losses together: of the held-out one there are few
     measured = measured_floor([between(run, baseline, name) for run in noise for name in names], steps)
     if measured is None:
-        return Floor(estimate, f"estimated: {precision} rounding of a small model, growing with the steps", False)
-    most = within_rounding(metric, precision, steps)
-    return Floor(np.minimum(measured, most), f"measured: {', '.join(run.label for run in noise)}", True)
+        nowhere = np.zeros(len(steps), dtype=np.bool_)
+        return Floor(estimate, f"estimated: {precision} rounding of a small model, growing with the steps", nowhere)
+    known = ~np.isnan(measured)
+    values = np.where(known, np.minimum(measured, within_rounding(metric, precision, steps)), estimate)
+    return Floor(values, f"measured: {', '.join(run.label for run in noise)}", known)
 
 
 def is_noise(run: Run, baseline: Run) -> bool:
@@ -127,16 +137,31 @@ def _headline(status: str, judgements: Sequence[Judgement], families: Families) 
     alone = f" Alone with its experiment: {', '.join(lonely)}." if lonely else ""
     partly = [each.run.label for each in judgements if len(each.run.steps) != len(each.baseline.steps)]
     alone += f" Not of one length with its baseline: {', '.join(partly)}." if partly else ""
+    alone += _samples(judgements)
     apart = "equal to the bit" if worst.worst == 0 else f"at most {worst.worst:.1e} apart, which is rounding"
     match status:
         case "agree":
-            return f"The {len(judgements) + len(baselines)} runs draw {curves}: their losses are {apart}.{alone}"
+            upto = " up to the first sample that differs" if any(each.excused for each in judgements) else ""
+            return f"The {len(judgements) + len(baselines)} runs draw {curves}{upto}: their losses are {apart}.{alone}"
         case "apart":
             first = min((e for e in judgements if e.status == APART), key=lambda each: each.step or 0)
             return f"The curves part. {first.words}"
         case "unproven":
-            return f"The loss differs by up to {worst.worst:.1e}, more than rounding was measured to do at first."
-    return "The runs have no step in common."
+            return (
+                f"The loss differs by up to {worst.worst:.1e}, more than rounding was measured to do at first.{alone}"
+            )
+    nothing = next((each.words for each in judgements if each.status == NONE and each.excused), None)
+    return nothing or "The runs have no step in common."
+
+
+def _samples(judgements: Sequence[Judgement]) -> str:
+    """Whose samples differ, and from where on: the earliest, and how many more."""
+    flipped = [(each.run, each.excused) for each in judgements if each.excused is not None]
+    if not flipped:
+        return ""
+    run, first = min(flipped, key=lambda each: each[1].step)
+    more = f" {len(flipped) - 1} more have others from there on or later." if len(flipped) > 1 else ""
+    return f" {run.label} has {remark(first)}.{more}"
 
 
 def _judge_run(run: Run, family: Family) -> Judgement:
@@ -148,16 +173,24 @@ def _judge_run(run: Run, family: Family) -> Judgement:
     names = [name for name in run.columns if name in baseline.columns and compared(name)]
     gaps = {name: between(run, baseline, name) for name in names if precise or name in LOSSES}
     shared = max((len(gap.steps) for gap in gaps.values()), default=0)
+    flipped, other = excused(run, baseline), inexcusable(run, baseline)
+    said = f" They have {remark(flipped)}." if flipped else f" And {named(other)}." if other else ""
     if not shared:
         words = f"{run.label} has no step in common with {baseline.label}."
-        return Judgement(run, baseline, NONE, 0.0, "", None, words)
+        if flipped is not None and len(np.intersect1d(run.steps, baseline.steps)):
+            words = f"Nothing is left to compare of {run.label} and {baseline.label}: {flipped.words}."
+        return Judgement(run, baseline, NONE, 0.0, "", None, words, flipped)
     worst_name = max((name for name in gaps if name in LOSSES), key=lambda name: _size(gaps[name]), default=names[0])
     worst = gaps[worst_name].worst() or (0, 0.0)
     found = [part for name, gap in gaps.items() if (part := _parts(run, name, gap, family, precision)) is not None]
-    if not found:
-        words = f"{run.label} is {baseline.label}'s curve {_where(run, baseline, shared)}: {_within(worst[1])}."
-        return Judgement(run, baseline, AGREE, worst[1], worst_name, worst[0], words)
-    first = min(found, key=lambda part: part.step)
+    first = min(found, key=lambda part: part.step, default=None)
+    if other is not None and (first is None or other.step <= first.step):
+        words = f"{run.label} parts from {baseline.label} at step {other.step}: {named(other)}."
+        return Judgement(run, baseline, APART, worst[1], worst_name, other.step, words)
+    if first is None:
+        where = _where(run, baseline, shared) if flipped is None else f"at the {shared} steps compared"
+        words = f"{run.label} is {baseline.label}'s curve {where}: {_within(worst[1])}.{said}"
+        return Judgement(run, baseline, AGREE, worst[1], worst_name, worst[0], words, flipped)
     step, name = first.step, first.metric
     surely = first.measured or precise or step <= EARLY
     words = (
@@ -167,7 +200,8 @@ def _judge_run(run: Run, family: Family) -> Judgement:
         else f"{run.label} is {_size(gaps[name]):.1e} from {baseline.label} in {name}, more than estimated from step "
         f"{step} on. Whether that is rounding, a run with another train.micro_batch_size tells."
     )
-    return Judgement(run, baseline, APART if surely else UNPROVEN, worst[1], name, step, words)
+    status = APART if surely else UNPROVEN
+    return Judgement(run, baseline, status, worst[1], name, step, words + said, flipped)
 
 
 def _where(run: Run, baseline: Run, shared: int) -> str:
@@ -190,10 +224,10 @@ def _parts(run: Run, name: str, gap: Difference, family: Family, precision: str)
     assert family.baseline is not None
     floor = floor_of(family, name, gap.steps)
     limit = within_rounding(name, precision, gap.steps)
-    held = floor.measured and precision != "fp64" and not is_noise(run, family.baseline)
-    if held:  # a floor of a few steps may be zero to the bit
-        limit = np.maximum(MARGIN * floor.values, limit / MARGIN)
+    held = floor.measured & (precision != "fp64" and not is_noise(run, family.baseline))
+    # A floor of a few steps may be zero to the bit.
+    limit = np.where(held, np.maximum(MARGIN * floor.values, limit / MARGIN), limit)
     place = gap.first_above(limit)
     if place is None:
         return None
-    return Parting(int(gap.steps[place]), name, float(gap.ours[place]), float(gap.baseline[place]), held)
+    return Parting(int(gap.steps[place]), name, float(gap.ours[place]), float(gap.baseline[place]), bool(held[place]))

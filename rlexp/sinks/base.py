@@ -9,7 +9,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # it would import torch, which who only reads does without
-    from rlexp.types import MetricRow
+    from rlexp.types import Ids, MetricRow
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A sample for people to read."""
+
+    prompt: str
+    answer: str
+    score: float
+    terms: Mapping[str, float]  # of the score, by the reward's names
+    length: int  # of the answer, in tokens
+    stopped: bool  # it came to an end by itself
+
+
+@dataclass(frozen=True)
+class RolloutFacts:
+    """What was drawn. A sample's place is its prompt's place × n_samples + its number."""
+
+    rollout: int
+    step: int  # the first optimizer step on it
+    n_samples: int  # of each prompt
+    prompts: Sequence[int]  # their indices in the data set, by place
+    answers: Sequence[Ids]  # token ids of all samples, by place
+    shown: Sequence[Shown] = ()  # empty where no table is due
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,10 @@ class Sink(Protocol):
 
     def log(self, row: MetricRow) -> None:
         """One optimizer step; `step` comes first."""
+
+    def rollout(self, facts: RolloutFacts) -> None:  # noqa: ARG002
+        """Samples are drawn and scored. It may come some steps before the row of `facts.step`."""
+        return
 
     def saved(self, step: int, checkpoint: Path) -> None:  # noqa: ARG002
         """A checkpoint has its final name."""
@@ -57,6 +85,10 @@ class Sinks:
             row = self.companion.beside(row)
         for sink in self.sinks:
             sink.log(row)
+
+    def rollout(self, facts: RolloutFacts) -> None:
+        for sink in self.sinks:
+            sink.rollout(facts)
 
     def saved(self, step: int, checkpoint: Path) -> None:
         for sink in self.sinks:

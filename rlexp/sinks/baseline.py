@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from rlexp.compare.difference import EARLY, within_rounding
+from rlexp.compare.difference import EARLY, least_size, within_rounding
 from rlexp.config.schema import Precision
 from rlexp.sinks.console import say
 
@@ -28,7 +28,7 @@ FLOOR = 0.1
 
 def excess(row: MetricRow, precision: Precision) -> float | None:
     """What the row's difference is allowed to be, if it is more: at first what a comparison would allow too."""
-    step, size = int(row["step"]), abs(row[LOSS])
+    step, size = int(row["step"]), max(abs(row[LOSS]), least_size(LOSS, row))
     if step <= EARLY:
         allowed = size * float(within_rounding(LOSS, precision.value, np.array([step]))[0])
     else:

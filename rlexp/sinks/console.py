@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import time
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from rlexp.sinks.base import Ending, Sink
+from rlexp.compare.difference import SCORE
+from rlexp.sinks import legible
+from rlexp.sinks.base import Ending, RolloutFacts, Sink
 
 if TYPE_CHECKING:  # it would import torch, which who only reads does without
     from rlexp.types import MetricRow
@@ -29,6 +32,7 @@ class ConsoleSink(Sink):
         self.total_steps = total_steps
         self.started = time.monotonic()
         self.first_step = first_step
+        self.score: float | None = None  # of the last rollout: it stands in one row of several
         self.bar = (
             tqdm(total=total_steps, initial=first_step - 1, unit="step", dynamic_ncols=True, smoothing=0.1)
             if sys.stderr.isatty()
@@ -37,6 +41,9 @@ class ConsoleSink(Sink):
 
     def log(self, row: MetricRow) -> None:
         shown = {"loss": f"{row['train/loss']:.4f}"}
+        self.score = row.get(SCORE, self.score)
+        if self.score is not None:
+            shown["score"] = f"{self.score:.3f}"
         if "train/rewards/accuracies" in row:
             shown["acc"] = f"{row['train/rewards/accuracies']:.2f}"
         shown["tok/s"] = f"{row['train/tokens_per_second']:,.0f}"
@@ -51,6 +58,16 @@ class ConsoleSink(Sink):
             left = seconds / (step - self.first_step + 1) * (self.total_steps - step)
             values = "  ".join(f"{name} {value}" for name, value in shown.items())
             say(f"step {step}/{self.total_steps}  {values}  {left:.0f} s left\n")
+
+    def rollout(self, facts: RolloutFacts) -> None:
+        if not facts.shown:
+            return
+        text = "\n".join(legible.lines(facts, shutil.get_terminal_size().columns))
+        if self.bar is None:
+            say(f"{text}\n")
+            return
+        with contextlib.suppress(OSError):
+            self.bar.write(text, file=sys.stderr)  # above the bar
 
     def close(self, ending: Ending) -> None:  # noqa: ARG002
         if self.bar is not None:

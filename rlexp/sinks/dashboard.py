@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlexp.compare.difference import SAMPLED, SCORE
 from rlexp.errors import SinkError
 from rlexp.sinks.baseline import PARITY
 from rlexp.sinks.wandb_account import NO_ACCOUNT, has_account, refusals
@@ -15,6 +18,7 @@ from rlexp.sinks.wandb_read import STEP, fragments_beneath
 
 PHASES = ("data", "reference", "forward", "backward", "optimizer")
 BY_RING = "ring_size"  # flat in every run's configuration: W&B groups by such alone
+NEWEST = 50  # runs that are drawn
 TOGETHER = "wandb"  # beneath the runs' folder: links to what W&B wrote of each
 
 
@@ -33,6 +37,7 @@ class Panel:
 class Section:
     name: str
     panels: tuple[Panel, ...]
+    sampled: bool = False  # only where runs draw their own samples
 
 
 SECTIONS = (
@@ -44,6 +49,19 @@ SECTIONS = (
             Panel("Loss of each run", "train/loss", by_ring=None),
             Panel("Reward margin by ring size", "train/rewards/margins"),
         ),
+    ),
+    Section(
+        "Samples",
+        (
+            Panel("Score by ring size", SCORE),
+            Panel("Score of each run", SCORE, by_ring=None),
+            Panel("Divergence from the reference", "train/objective/kl"),
+            Panel("Entropy of the policy", "train/policy/entropy_avg"),
+            Panel("Ratio to the policy that drew them", "train/val/ratio"),
+            Panel("Tokens of an answer", "train/response/length"),
+            Panel("Answers that came to an end", "train/response/stopped"),
+        ),
+        sampled=True,
     ),
     Section("Difference to the baseline", (Panel("|loss − baseline's|", PARITY, by_ring=None, log_y=True),)),
     Section(
@@ -73,7 +91,7 @@ def planned(project: str, entity: str | None, group: str | None) -> str:
     whose = f"the runs of group {group}" if group else "all runs"
     lines = [f"workspace “{title_of(group)}” in the W&B project {where}, of {whose}:"]
     for section in SECTIONS:
-        lines.append(f"  {section.name}")
+        lines.append(f"  {section.name}{' (of runs that draw their own samples)' * section.sampled}")
         for panel in section.panels:
             how = f"{panel.by_ring} by {BY_RING}" if panel.by_ring else "each run"
             over = "summary, bars" if panel.bars else f"over {STEP}"
@@ -81,7 +99,7 @@ def planned(project: str, entity: str | None, group: str | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def workspace(project: str, entity: str, group: str | None) -> Any:
+def workspace(project: str, entity: str, group: str | None, *, sampled: bool) -> Any:
     import wandb_workspaces.reports.v2 as reports
     import wandb_workspaces.workspaces as workspaces
 
@@ -112,8 +130,9 @@ def workspace(project: str, entity: str, group: str | None) -> Any:
         sections=[
             workspaces.Section(name=section.name, panels=[drawn(panel) for panel in section.panels], is_open=True)
             for section in SECTIONS
+            if sampled or not section.sampled
         ],
-        settings=workspaces.WorkspaceSettings(x_axis=STEP, max_runs=50),
+        settings=workspaces.WorkspaceSettings(x_axis=STEP, max_runs=NEWEST),
         runset_settings=workspaces.RunsetSettings(
             filters=[workspaces.Metric("Group") == group] if group else "",
             pinned_columns=[f"config:{BY_RING}.value", "summary:best/train/loss", "summary:max/memory/peak_bytes"],
@@ -143,7 +162,13 @@ def send(project: str, entity: str | None, group: str | None) -> str:
             f"one offline; --entity says whose it is."
         ) from None
     with refusals(f"{entity}/{project}"):
-        return str(workspace(project, entity, group).save().url)
+        runs = api.runs(f"{entity}/{project}", {"group": group} if group else {}, order="-created_at", lazy=False)
+        sampled = any(draws_samples(run.summary_metrics) for run in itertools.islice(runs, NEWEST))
+        return str(workspace(project, entity, group, sampled=sampled).save().url)
+
+
+def draws_samples(names: Iterable[str]) -> bool:
+    return any(name.startswith(SAMPLED) for name in names)
 
 
 def newest_report(runs: Path) -> Path | None:

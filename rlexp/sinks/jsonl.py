@@ -15,26 +15,26 @@ if TYPE_CHECKING:  # it would import torch, which who only reads does without
     from rlexp.types import MetricRow
 
 
-class JsonlSink(Sink):
-    """The curve so far, in memory and in its file.
+class LineFile:
+    """Lines on their way to the disk, whole or not at all.
 
-    A disk that is full keeps rows waiting, and costs none: they are written as soon as there is room. A file that was
-    removed under a run is written anew.
+    A disk that is full keeps lines waiting, and costs none: they are written as soon as there is room. A file that was
+    removed under a run is written anew, with the lines that are still here: with `keep` all of them.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.lines = [_line(row) for row in read_rows(path)]
-        self._written = len(self.lines)
+    def __init__(self, path: Path, lines: list[bytes], *, keep: bool) -> None:
+        self._path, self._keep = path, keep
+        self.lines = lines
         self._said = False
-        write_lines(path, self.lines)  # without what a killed process may have left of a line
+        write_lines(path, lines)  # without what a killed process may have left of a line
         self._file = self._open()
+        self._are_written()
 
     def _open(self) -> int:
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def log(self, row: MetricRow) -> None:
-        self.lines.append(_line(row))
+    def append(self, line: bytes) -> None:
+        self.lines.append(line)
         try:
             self._flush()
         except OSError as error:
@@ -54,13 +54,36 @@ class JsonlSink(Sink):
         except OSError:
             os.ftruncate(self._file, end)
             raise
-        self._written, self._said = len(self.lines), False
+        self._are_written()
+        self._said = False
 
-    def close(self, ending: Ending) -> None:  # noqa: ARG002
+    def _are_written(self) -> None:
+        if not self._keep:
+            self.lines.clear()
+        self._written = len(self.lines)
+
+    def close(self) -> None:
         try:
             self._flush()
         finally:
             os.close(self._file)
+
+
+class JsonlSink(Sink):
+    """The curve so far, in memory and in its file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = LineFile(path, [_line(row) for row in read_rows(path)], keep=True)
+
+    @property
+    def lines(self) -> list[bytes]:
+        return self._file.lines
+
+    def log(self, row: MetricRow) -> None:
+        self._file.append(_line(row))
+
+    def close(self, ending: Ending) -> None:  # noqa: ARG002
+        self._file.close()
 
 
 def _line(row: MetricRow) -> bytes:
@@ -69,10 +92,13 @@ def _line(row: MetricRow) -> bytes:
 
 def read_rows(path: Path) -> list[MetricRow]:
     """The rows that are whole; a process that was killed may have left half a line at the end."""
+    return [json.loads(line) for line in whole_lines(path)]
+
+
+def whole_lines(path: Path) -> list[bytes]:
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def rewrite(path: Path, source: Path | None, upto: int) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlexp.sinks.base import Ending, Sink
+from rlexp.sinks import legible
+from rlexp.sinks.base import Ending, RolloutFacts, Sink
 from rlexp.types import MetricRow
 
 FOLDER = "tensorboard"
+SAMPLES = "samples"
 
 
 class TensorBoardSink(Sink):
@@ -31,6 +33,12 @@ class TensorBoardSink(Sink):
     def log(self, row: MetricRow) -> None:
         self._write(row)
         self._writer.flush()  # a process that is killed loses nothing
+
+    def rollout(self, facts: RolloutFacts) -> None:
+        if facts.shown:  # indented: Markdown leaves it as it is
+            text = "\n".join(f"    {line}" for line in legible.lines(facts, None))
+            self._writer.add_text(SAMPLES, text, facts.step)
+            self._writer.flush()
 
     def _write(self, row: MetricRow) -> None:
         for name, value in row.items():

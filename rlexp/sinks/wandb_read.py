@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # it would import torch, which who reads does without
     from rlexp.types import MetricRow
 
 STEP = "train/global_step"
+SAMPLES = "samples"  # a table: offline its facts are values beneath this name, as `samples.nrows`
 _FRAGMENT = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
 LONGEST = 600  # seconds, for one folder of W&B's
 STATES = {0: "finished", None: "unfinished"}  # by exit code; any other has failed
@@ -101,7 +102,7 @@ def by_step(items: Iterable[Mapping[str, Any]]) -> list[MetricRow]:
 
 
 def _public(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if not name.startswith("_")}
+    return {name: value for name, value in values.items() if not name.startswith(("_", f"{SAMPLES}."))}
 
 
 def _fragments(folder: Path) -> list[Path]:

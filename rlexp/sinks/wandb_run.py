@@ -10,12 +10,12 @@ from typing import Any
 
 from rlexp.config.schema import Best, LoggerConfig, Precision
 from rlexp.errors import SinkError
-from rlexp.sinks.base import Ending, Sink
+from rlexp.sinks.base import Ending, RolloutFacts, Sink
 from rlexp.sinks.baseline import LOSS, PARITY, excess
 from rlexp.sinks.console import say
 from rlexp.sinks.names import name_of
 from rlexp.sinks.wandb_account import Mode, wandb_mode
-from rlexp.sinks.wandb_read import STEP, last_step
+from rlexp.sinks.wandb_read import SAMPLES, STEP, last_step
 from rlexp.types import MetricRow
 
 TEXT_LINES, TEXT_LENGTH = 12, 1000  # of an alert
@@ -51,6 +51,7 @@ class WandbSink(Sink):
         self._artifacts, self._precision = logger.artifacts, facts.precision
         self._extremes = Extremes({LOSS: Best.min, facts.best_metric: facts.best})
         self._told = False  # that the loss left its baseline
+        self._tables: dict[int, Any] = {}  # of samples, by the step whose row they wait for
 
         self._stored = stored or (self._run.step - 1 if self._run.resumed else 0)
         latest: dict[str, Any] = {}
@@ -74,10 +75,17 @@ class WandbSink(Sink):
             )
             self._run.alert(title="The loss has left its baseline", text=text, level="WARN")
 
+    def rollout(self, facts: RolloutFacts) -> None:
+        """Its table goes with the row of its first step: W&B drops a row whose step is below one that it has."""
+        if facts.shown and facts.step > self._stored:
+            self._tables[facts.step] = table_of(facts)
+
     def _send(self, row: MetricRow) -> None:
         step = int(row["step"])
         if step > self._stored:
-            values = {name: value for name, value in row.items() if name != "step"}
+            values: dict[str, Any] = {name: value for name, value in row.items() if name != "step"}
+            if step in self._tables:
+                values[SAMPLES] = self._tables.pop(step)
             self._run.log(values, step=step, commit=True)  # at once, not with the next step
 
     def saved(self, step: int, checkpoint: Path) -> None:
@@ -100,6 +108,26 @@ class WandbSink(Sink):
         elif ending.exit_code == 128 + signal.SIGTERM:
             self._run.mark_preempting()
         self._run.finish(exit_code=ending.exit_code)
+
+
+def table_of(facts: RolloutFacts) -> Any:
+    import wandb
+
+    terms = list(dict.fromkeys(name for sample in facts.shown for name in sample.terms))
+    names: list[str | int] = [
+        "rollout",
+        "prompt",
+        "answer",
+        "score",
+        *(f"score/{name}" for name in terms),
+        "length",
+        "stopped",
+    ]
+    rows = [
+        [facts.rollout, each.prompt, each.answer, each.score, *map(each.terms.get, terms), each.length, each.stopped]
+        for each in facts.shown
+    ]
+    return wandb.Table(columns=names, data=rows)
 
 
 class Extremes:

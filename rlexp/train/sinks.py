@@ -17,6 +17,7 @@ from rlexp.sinks.baseline import Baseline
 from rlexp.sinks.console import ConsoleSink
 from rlexp.sinks.jsonl import JsonlSink, read_rows
 from rlexp.sinks.names import new_id
+from rlexp.sinks.rollouts import ROLLOUTS, RolloutsSink
 from rlexp.train.build import Run
 from rlexp.train.loop import Position, last_step
 from rlexp.types import MetricRow
@@ -24,7 +25,7 @@ from rlexp.types import MetricRow
 
 def build_sinks(run: Run, run_dir: Path, position: Position, curve: JsonlSink) -> Sinks:
     logger, rows = run.cfg.logger, read_rows(run_dir / METRICS)  # up to where the run goes on
-    sinks: list[Sink] = [curve]
+    sinks: list[Sink] = [curve, RolloutsSink(run_dir / ROLLOUTS, position.step)]
     if logger.progress:
         sinks.append(ConsoleSink(last_step(run, position), first_step=position.step + 1))
     match logger.name:

@@ -1123,7 +1123,8 @@ function layoutCells({ sizes }) {
 
 function differenceCells(run) {
   if (run.baseline) return ["baseline"];
-  return [tiny(run.worst_difference), run.baseline_label ? span("sub", `to ${run.baseline_label}`) : null];
+  const upto = known(run.compared_upto) ? `, up to step ${run.compared_upto}` : "";
+  return [tiny(run.worst_difference), run.baseline_label ? span("sub", `to ${run.baseline_label}${upto}`) : null];
 }
 
 function peakCells(run) {
@@ -1142,6 +1143,8 @@ const COLUMNS = [
   ["Layout", null, layoutCells],
   ["Steps", (run) => run.steps, (run) => [run.status === "skipped" && !run.steps ? MISSING : String(run.steps)]],
   ["Last loss", (run) => run.last_loss, (run) => [digits(run.last_loss)]],
+  ...(runs.some((run) => known(run.last_score))
+    ? [["Last score", (run) => run.last_score, (run) => [digits(run.last_score)]]] : []),
   ["Max difference", (run) => run.worst_difference, differenceCells],
   ["Tokens/s", (run) => run.tokens_per_second, (run) => [count(run.tokens_per_second)]],
   ["Efficiency", (run) => run.efficiency, (run) => [percent(run.efficiency)]],
