@@ -16,7 +16,7 @@ from rlexp.config.identity import identity
 from rlexp.config.load import compose_config, to_file
 from rlexp.launch.folder import derived_sizes
 from rlexp.sinks.base import RolloutFacts
-from rlexp.sinks.rollouts import line_of
+from rlexp.sinks.rollouts import digests, line_of
 
 Edit = Callable[[dict[str, Any]], None]
 Flip = tuple[int, int, int, int]
@@ -79,7 +79,7 @@ def drawn(
             if at <= step:  # other weights drew what came later
                 answers[prompt * n_samples + sample][token - 1 :] += 50
         indices = [10 * number + place for place in range(prompts)]
-        rollouts.append(RolloutFacts(number, step, n_samples, indices, answers))
+        rollouts.append(RolloutFacts(number, step, n_samples, indices, [digests(answer) for answer in answers]))
     return rollouts
 
 

@@ -77,10 +77,10 @@ def test_a_line_per_rollout_as_soon_as_it_is_told(tmp_path: Path) -> None:
     sink.rollout(facts[0])
     sink.rollout(facts[1])
     (first, second) = lines(path)
-    assert list(first) == ["rollout", "step", "n_samples", "prompts", "digests"]
+    assert list(first) == ["rollout", "step", "n_samples", "prompts", "digests", "spans"]
     assert (second["rollout"], second["step"], second["n_samples"]) == (2, 5, 2)
     assert second["prompts"] == [20, 21, 22, 23]
-    assert second["digests"] == [digests(answer) for answer in facts[1].answers]
+    assert second["digests"] == facts[1].digests
     sink.close(Ending())
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # it would import torch, which who only reads does without
-    from rlexp.types import Ids, MetricRow
+    from rlexp.types import MetricRow
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class RolloutFacts:
     step: int  # the first optimizer step on it
     n_samples: int  # of each prompt
     prompts: Sequence[int]  # their indices in the data set, by place
-    answers: Sequence[Ids]  # token ids of all samples, by place
+    digests: Sequence[Sequence[int]]  # of all samples' answers, by place (sinks/rollouts.py)
     shown: Sequence[Shown] = ()  # empty where no table is due
+    spans: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # of its making, by the clock
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ def line_of(facts: RolloutFacts) -> bytes:
         "step": facts.step,
         "n_samples": facts.n_samples,
         "prompts": [int(index) for index in facts.prompts],
-        "digests": [digests(answer) for answer in facts.answers],
+        "digests": [list(each) for each in facts.digests],
+        "spans": {name: [list(span) for span in spans] for name, spans in facts.spans.items()},
     }
     return (json.dumps(known, separators=(",", ":")) + "\n").encode()

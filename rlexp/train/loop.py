@@ -36,6 +36,8 @@ def train_loop(
         row = {"step": step, **values, "train/total_tokens": position.total_tokens}
         if eval_due(run, step):
             row |= held_out(run, step)
+        if run.rollouts is not None and (facts := run.rollouts.told(step)) is not None:
+            sinks.rollout(facts)
         sinks.log(row)
         stop = after_step(row) if after_step else None
         if stop is not None and step < run.total_steps:

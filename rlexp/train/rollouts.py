@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlexp.algos.kl import KLController, estimate
@@ -27,6 +28,8 @@ from rlexp.rollout import saved
 from rlexp.rollout.experience import Table, fetch, table_of
 from rlexp.rollout.rewards.weighted import Rewards
 from rlexp.rollout.scoring import Scorer
+from rlexp.sinks.base import RolloutFacts, Shown
+from rlexp.sinks.rollouts import digests
 from rlexp.types import Prompt, Sample
 
 HELD_OUT = 1 << 40  # the number of the rollout that held-out prompts are answered in
@@ -232,6 +235,27 @@ class Rollouts:
         spread = rr - r * r / n
         return 1 - (ee - e * e / n) / spread if spread > 1e-9 * rr else 0.0
 
+    def told(self, step: int) -> RolloutFacts | None:
+        """What is to be written and shown of a rollout, once, on rank 0. A collective call."""
+        made, self.made = self.made, None
+        if made is None:
+            return None
+        due = self.cfg.show_every and made.number % self.cfg.show_every == 0
+        stride = max(1, self.size // self.cfg.show) if self.cfg.show else self.size
+        wanted = range(0, stride * self.cfg.show, stride) if due else range(0)
+        mine = [(s.place, digests(s.answer), shown(s) if s.place in wanted else None) for s in made.samples]
+        parts: list[Any] = [mine]
+        if self.world.size > 1:
+            parts = [None] * self.world.size if self.world.rank == 0 else []
+            dist.gather_object(mine, parts or None, dst=0)
+        if self.world.rank != 0:
+            return None
+        known = sorted((each for part in parts for each in part), key=lambda each: each[0])
+        indices = self.sampler.batch(made.number + 1).indices
+        table = [each[2] for each in known if each[2] is not None]
+        digested = [each[1] for each in known]
+        return RolloutFacts(made.number + 1, step, self.cfg.n_samples, indices, digested, table, made.spans)
+
     def evaluate(self) -> dict[str, float]:
         """Held-out prompts, an answer each, with the same numbers every time. A collective call."""
         with self.phases("eval"):
@@ -269,6 +293,11 @@ class Rollouts:
     def close(self) -> None:
         """However the run ends."""
         self.rewards.close()
+
+
+def shown(sample: Sample) -> Shown:
+    length = len(sample.answer)
+    return Shown(sample.prompt.text, sample.text, sample.score, sample.terms, length, sample.stopped)
 
 
 def without_signal_of(scores_N: Tensor, n_samples: int) -> Tensor:
