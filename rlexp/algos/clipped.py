@@ -83,8 +83,8 @@ class ClippedRatio:
         return losses, (losses != plain).detach().to(ratio.dtype)
 
     def importance(self, log_ratio: Tensor) -> Tensor | float:
-        """What a token or a sequence counts for being likelier now than when it was drawn."""
-        return 1.0 if self.importance_cap is None else log_ratio.detach().exp().clamp(max=self.importance_cap)
+        """What a token or a sequence counts for being likelier now than when it was drawn: a number, no gradient."""
+        return 1.0 if self.importance_cap is None else log_ratio.exp().clamp(max=self.importance_cap)
 
     def other_terms(self, tokens: PolicyTokens, kl_coef: float) -> dict[str, Tensor]:
         """The divergence and the entropy, as they enter the loss."""

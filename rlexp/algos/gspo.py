@@ -26,23 +26,23 @@ class GSPO(GRPO):
         length_S = tokens.length_S.clamp(min=1)
 
         def mean(values_t: Tensor) -> Tensor:
-            """(S,): over the answer's tokens; 0 of an answer that is not trained on."""
-            return tokens.by_sequence(values_t * tokens.trained_t) / length_S
+            """(S,): over the answer's tokens; 0 of an empty one."""
+            return tokens.by_sequence(values_t) / length_S
 
         ratio_S = torch.exp(mean(tokens.logps_t - tokens.old_t))
         losses_S, clipped_S = self.surrogate(ratio_S, mean(tokens.advantages_t))
         policy = (tokens.weight_S * losses_S * self.importance(mean(tokens.old_t - tokens.behaviour_t))).sum()
         others = self.other_terms(tokens, kl_coef)
-        ratio_t = by_token(ratio_S.detach(), tokens, elsewhere=1.0)
+        ratio_t = by_token(ratio_S.detach(), tokens)
         return PolicyTerms(
             loss=policy + sum(others.values()),
             weighted={name: term.detach() for name, term in others.items()},
             replicated={"loss/policy_avg": policy.detach()},
-            means_t=logged(tokens, ratio_t, by_token(clipped_S, tokens, elsewhere=0.0)),
+            means_t=logged(tokens, ratio_t, by_token(clipped_S, tokens)),
             peaks_t={"val/ratio_max": ratio_t},
         )
 
 
-def by_token(values_S: Tensor, tokens: PolicyTokens, elsewhere: float) -> Tensor:
-    """(t,): the value of the sequence that the token belongs to."""
-    return F.pad(values_S, (0, 1), value=elsewhere)[tokens.sequence_t]
+def by_token(values_S: Tensor, tokens: PolicyTokens) -> Tensor:
+    """(t,): the value of the sequence that the token belongs to; 0 where to none."""
+    return F.pad(values_S, (0, 1))[tokens.sequence_t]
