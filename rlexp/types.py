@@ -83,6 +83,7 @@ class Sample:
     values: Floats | None = None  # of the critic
     advantages: Floats | None = None
     returns: Floats | None = None
+    counts: bool = True  # it is trained on
 
 
 @dataclass(frozen=True)

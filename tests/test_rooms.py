@@ -19,7 +19,7 @@ ROOMS = {
     "model": TORCH | {"transformers", "tokenizers", "safetensors", "rlexp.types", "rlexp.errors", "rlexp.config.schema",
                       "rlexp.ring",
                       "rlexp.data.packing", "rlexp.data.tokens"},
-    "algos": TORCH | {"rlexp.types"},
+    "algos": TORCH | {"rlexp.types", "rlexp.config.schema"},
     "engine": TORCH
     | {"deepspeed", "rlexp.types", "rlexp.errors", "rlexp.config.schema", "rlexp.model", "rlexp.ring.groups"},
     "checkpoint": TORCH

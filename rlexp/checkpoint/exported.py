@@ -14,6 +14,7 @@ from rlexp.config.schema import Config, ExportDtype, Precision
 from rlexp.errors import CheckpointError
 from rlexp.model.export import described, dtype_of, export
 from rlexp.model.loading import load_config, load_model
+from rlexp.model.policy import CRITIC
 
 
 def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype) -> Path:
@@ -27,7 +28,7 @@ def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype) -> Pat
     reader = Reader(checkpoint, folder.read_manifest(checkpoint))
     model, tokenizer = described(checkpoint / folder.MODEL, cfg.model)
     chosen = dtype_of(dtype, bf16=cfg.train.precision is Precision.bf16)
-    trained = {name: reader.whole("weight", name).to(chosen) for name in reader.shapes}
+    trained = {name: reader.whole("weight", name).to(chosen) for name in reader.shapes if not name.startswith(CRITIC)}
     model, others = _others(cfg, model, trained)
     export(model, {name: tensor.to(chosen) for name, tensor in others.items()} | trained, tokenizer, place)
     return place

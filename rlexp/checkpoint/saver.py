@@ -11,7 +11,7 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rlexp.checkpoint.tensors import HostCopy, share, write
 from rlexp.engine.base import Engine
 from rlexp.ring.groups import World
 
-Describe = Callable[[Path], None]  # writes position, metrics and model/; rank 0 only
+Describe = Callable[[Path], Sequence[Path]]  # writes what a rank has beside its state; rank 0 position and more
 
 
 class Saver:
@@ -88,10 +88,7 @@ class Saver:
         place.mkdir(parents=True, exist_ok=True)
         mine = place / f"state-{self._world.rank:05d}-of-{self._world.size:05d}.safetensors"
         write(mine, tensors, starts)
-        written = [mine]
-        if self._world.rank == 0:
-            describe(place)
-            written += [place / folder.POSITION, place / folder.METRICS, *(place / folder.MODEL).iterdir()]
+        written = [mine, *describe(place)]
         for path in {*written, *(path.parent for path in written)}:
             folder.sync(path)
         return {str(path.relative_to(place)): folder.described(path) for path in written}

@@ -8,10 +8,14 @@ from pathlib import Path
 
 from rlexp.config import sizes
 from rlexp.config.cadence import save_cadence
+from rlexp.config.checks_policy import check_policy_loss
+from rlexp.config.checks_rewards import check_reward
+from rlexp.config.checks_rollout import check_rollout, minibatches
 from rlexp.config.deepspeed import check_overrides
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.resolvers import resolve_device
 from rlexp.config.schema import (
+    ArithmeticDataConfig,
     Config,
     Device,
     DPOConfig,
@@ -41,6 +45,9 @@ def check(cfg: Config, *, here: bool = True) -> None:
     _check_checkpoints(cfg)
     _check_logger(cfg, here=here)
     _check_groups(cfg)
+    check_rollout(cfg)
+    check_policy_loss(cfg)
+    check_reward(cfg)
 
 
 def _check_launch(cfg: Config) -> None:
@@ -66,13 +73,15 @@ def _check_launch(cfg: Config) -> None:
 
 def _check_derived(cfg: Config) -> None:
     """Derived values may be looked at, not set: a run would report sizes it does not have."""
-    world_size = sizes.joined_world() or cfg.launch.nproc * cfg.launch.nodes
+    ranks = sizes.joined_world() or cfg.launch.nproc * cfg.launch.nodes
+    world_size = sizes.training_ranks(ranks, cfg.rollout.sampling_ranks)
     dp_size = sizes.dp_size(world_size, cfg.parallel.ring_size)
     grad_acc = sizes.grad_acc(cfg.train.batch_size, cfg.train.micro_batch_size, dp_size)
     for key, value, derived, instead in (
         ("parallel.world_size", cfg.parallel.world_size, world_size, "launch.nproc"),
         ("parallel.dp_size", cfg.parallel.dp_size, dp_size, "launch.nproc or parallel.ring_size"),
         ("train.grad_acc", cfg.train.grad_acc, grad_acc, "train.micro_batch_size"),
+        ("rollout.minibatches", cfg.rollout.minibatches, minibatches(cfg), "rollout.batch_size or train.batch_size"),
     ):
         if value != derived:
             raise ConfigError(f"{key}={value}: is derived, and comes to {derived}. Set {instead} instead.")
@@ -181,7 +190,7 @@ def _check_groups(cfg: Config) -> None:
             _readable("data.path", path)
             if eval_path is not None:
                 _readable("data.eval_path", eval_path)
-        case SyntheticDataConfig(size=size, eval_size=eval_size):
+        case SyntheticDataConfig(size=size, eval_size=eval_size) | ArithmeticDataConfig(size=size, eval_size=eval_size):
             sizes.positive("data.size", size)
             if eval_size < 0:
                 raise ConfigError(f"data.eval_size={eval_size}: must be at least 0.")
@@ -211,7 +220,7 @@ def _has_eval(cfg: Config) -> bool:
     match cfg.data:
         case JsonlDataConfig(eval_path=path):
             return path is not None
-        case SyntheticDataConfig(eval_size=size):
+        case SyntheticDataConfig(eval_size=size) | ArithmeticDataConfig(eval_size=size):
             return size > 0
     return False
 

@@ -13,11 +13,16 @@ from typing import Any
 
 from rlexp.config.keys import suggestion
 from rlexp.config.load import to_plain
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, PolicyLossConfig
 from rlexp.errors import CheckpointError, ConfigError
 
 GROUPS = ("data", "loss", "optim", "model", "reference")
-FREE = ("data.packing", "model.suggested_lr", "model.trust_remote_code")
+OF_SAMPLES = ("rollout", "reward")  # they too, where samples are drawn
+FREE = (
+    *("data.packing", "model.suggested_lr", "model.trust_remote_code"),
+    *("rollout.micro_batch_size", "rollout.micro_batch_tokens", "rollout.score_batch_size", "rollout.sampling_ranks"),
+    *("rollout.show", "rollout.show_every", "reward.timeout_seconds", "reward.workers"),
+)
 SAMPLE, SAMPLES = 4096, 256  # bytes, and places, read of a file of weights
 
 
@@ -27,7 +32,7 @@ def identity(cfg: Config) -> dict[str, Any]:
     for key, value in found.items():
         if key in ("data.path", "data.eval_path") and value is not None:
             found[key] = {"path": str(value), "contents": _contents(Path(value).expanduser())}
-        elif key == "model.path":
+        elif key in ("model.path", "reward.path"):
             found[key] = {"path": str(value), "contents": _weights(Path(value).expanduser())}
     return found
 
@@ -36,7 +41,7 @@ def curve_keys(cfg: Config) -> dict[str, Any]:
     """The same, with files by their names: nothing is read."""
     plain = to_plain(cfg)
     found: dict[str, Any] = {"seed": cfg.seed, "train.batch_size": cfg.train.batch_size}
-    for group in GROUPS:
+    for group in (*GROUPS, *(OF_SAMPLES if isinstance(cfg.loss, PolicyLossConfig) else ())):
         found |= {f"{group}.{key}": value for key, value in plain[group].items() if f"{group}.{key}" not in FREE}
     return found
 
@@ -90,8 +95,8 @@ def refuse_changes(where: Path, was: Mapping[str, Any], now: Mapping[str, Any], 
 
 def check_force(force: Sequence[str], now: Mapping[str, Any]) -> None:
     for key in force:
-        if key not in now and key not in GROUPS:
+        if key not in now and key not in (*GROUPS, *OF_SAMPLES):
             raise ConfigError(
                 f"resume.force=[{key}]: is nothing that a curve depends on, so nothing keeps it from changing."
-                f"{suggestion(key, [*now, *GROUPS])}"
+                f"{suggestion(key, [*now, *GROUPS, *OF_SAMPLES])}"
             )

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from rlexp.config import sizes
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.paths import config_root
+from rlexp.config.schema import KINDS, LossConfig, PolicyLossConfig
 from rlexp.errors import ConfigError
 
 
@@ -23,10 +24,10 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def default_nproc(device: str, ring_size: int) -> int:
-    """Ranks on this machine: its GPUs, or on CPU one replica."""
+def default_nproc(device: str, ring_size: int, sampling_ranks: int) -> int:
+    """Ranks on this machine: its GPUs, or on CPU one replica and who samples for it."""
     sizes.positive("parallel.ring_size", ring_size)
-    return visible_gpus() if resolve_device(device) == "cuda" else ring_size
+    return visible_gpus() if resolve_device(device) == "cuda" else ring_size + sampling_ranks
 
 
 def default_precision(device: str) -> str:
@@ -43,13 +44,29 @@ def slurm_gpus(device: str, nproc: int) -> int | None:
     return None if getattr(device, "value", device) == "cpu" else nproc
 
 
-def world_size(nproc: int, nodes: int) -> int:
+def all_ranks(nproc: int, nodes: int) -> int:
     joined = sizes.joined_world()
     if joined is not None:
         return joined
     sizes.positive("launch.nproc", nproc)
     sizes.positive("launch.nodes", nodes)
     return nproc * nodes
+
+
+def world_size(nproc: int, nodes: int, sampling_ranks: int) -> int:
+    """The ranks that train."""
+    return sizes.training_ranks(all_ranks(nproc, nodes), sampling_ranks)
+
+
+def default_sampling_ranks(mode: str) -> int:
+    return 1 if getattr(mode, "value", mode) == "pipelined" else 0
+
+
+def minibatches(loss: str, batch_size: int, n_samples: int, train_batch: int) -> int:
+    """Train batches of a rollout; 1 where the loss draws no samples."""
+    if not issubclass(KINDS["loss"].get(loss, LossConfig), PolicyLossConfig):
+        return 1
+    return sizes.minibatches(batch_size, n_samples, train_batch)
 
 
 def groups() -> str:
@@ -72,6 +89,8 @@ def register() -> None:
         "world_size": world_size,
         "dp_size": sizes.dp_size,
         "grad_acc": sizes.grad_acc,
+        "minibatches": minibatches,
+        "sampling_ranks": default_sampling_ranks,
     }
     for name, function in resolvers.items():
         OmegaConf.register_new_resolver(name, function, replace=True)

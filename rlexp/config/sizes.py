@@ -100,3 +100,32 @@ def grad_acc(batch_size: int, micro_batch_size: int, dp_size: int) -> int:
             f"{micro_batch_size} need a multiple of {unit}. Use {', or '.join(remedies)}."
         )
     return batch_size // unit
+
+
+def training_ranks(ranks: int, sampling_ranks: int) -> int:
+    """All ranks but those that do nothing but sample."""
+    if sampling_ranks < 0 or sampling_ranks >= ranks:
+        raise ConfigError(
+            f"rollout.sampling_ranks={sampling_ranks}: there are {ranks} ranks in all, and at least one must train. "
+            f"Use rollout.sampling_ranks=0 (with rollout.mode=colocated) to {ranks - 1}, or more ranks (launch.nproc)."
+        )
+    return ranks - sampling_ranks
+
+
+def minibatches(batch_size: int, n_samples: int, train_batch: int) -> int:
+    """Train batches of a rollout: prompts × samples / train batch, exactly."""
+    positive("rollout.batch_size", batch_size)
+    positive("rollout.n_samples", n_samples)
+    positive("train.batch_size", train_batch)
+    samples = batch_size * n_samples
+    if samples % train_batch:
+        fitting = _nearest(train_batch, divisors(samples))
+        lower = samples // train_batch * train_batch
+        totals = [total for total in (lower, lower + train_batch) if total and total % n_samples == 0]
+        prompts = f", or rollout.batch_size={_listed([total // n_samples for total in totals])}" if totals else ""
+        raise ConfigError(
+            f"train.batch_size={train_batch}: a rollout of rollout.batch_size={batch_size} prompts × "
+            f"rollout.n_samples={n_samples} gives {samples} samples, which is no multiple of it. Use "
+            f"train.batch_size={_listed(fitting)}{prompts}."
+        )
+    return samples // train_batch

@@ -35,12 +35,13 @@ class Sampler:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = True
+    key: str = "train.batch_size"  # what says how large a batch is
 
     def __post_init__(self) -> None:
         if self.steps_per_epoch == 0:
             raise ConfigError(
-                f"train.batch_size={self.batch_size}: the data set has {self.size} pairs, less than one batch. "
-                f"Use train.batch_size={self.size} or less, more data, or data.drop_last=false."
+                f"{self.key}={self.batch_size}: the data set has {self.size} pairs, less than one batch. "
+                f"Use {self.key}={self.size} or less, more data, or data.drop_last=false."
                 if self.size
                 else "data: no pair is left to train on."
             )

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from rlexp.config.schema import OptimConfig, OptimName
-from rlexp.model.policy import Policy
+from rlexp.model.decoding import Decoding
+from rlexp.model.policy import CRITIC, Policy
 from rlexp.types import Shard, TokenLogps
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -48,7 +49,12 @@ class Engine(Protocol):
     steps: int  # the optimizer has taken
     replicated: bool  # every rank holds all of the state, rather than its part
 
+    sharded: bool  # a forward pass is a collective call: parameters are gathered as it goes
+
     def forward(self, shard: Shard) -> TokenLogps: ...
+
+    def decode(self, batch: Decoding) -> Tensor:
+        """(B, V) logits of each row's next token, without a gradient, by the weights that are trained."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add to the gradient; with `last`, reduce it over the ranks. A collective call."""
@@ -74,14 +80,13 @@ class Engine(Protocol):
 
 
 def parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, object]]:
-    """Matrices decay; biases and the gains of norms do not."""
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    if weight_decay == 0:
-        return [{"params": trained, "weight_decay": 0.0}]
-    matrices = [parameter for parameter in trained if len(shape_of(parameter)) > 1]
-    others = [parameter for parameter in trained if len(shape_of(parameter)) <= 1]
-    groups: list[dict[str, object]] = [{"params": matrices, "weight_decay": weight_decay}]
-    return groups + ([{"params": others, "weight_decay": 0.0}] if others else [])
+    """Matrices decay; biases and the gains of norms do not. The critic may have a learning rate of its own."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in trained(policy).items():
+        decay = weight_decay if len(shape_of(parameter)) > 1 else 0.0
+        scale = policy.critic_lr_scale if name.startswith(CRITIC) else 1.0
+        groups.setdefault((decay, scale), []).append(parameter)
+    return [{"params": found, "weight_decay": decay, "lr_scale": scale} for (decay, scale), found in groups.items()]
 
 
 def optimizer_for(policy: Policy, optim: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
@@ -114,7 +119,7 @@ def set_steps(optimizer: torch.optim.Optimizer, tensor: Tensor, steps: int) -> N
 
 def set_lr(optimizer: Any, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
@@ -123,4 +128,4 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
 
 
 def trained(policy: Policy) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+    return {name: p for name, p in policy.named() if p.requires_grad}

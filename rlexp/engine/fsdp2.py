@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rlexp.config.schema import OptimConfig
 from rlexp.engine.base import Fragment, moments_of, optimizer_for, set_lr, set_steps, trained
+from rlexp.model.decoding import Decoding
 from rlexp.model.policy import Policy, cast_parameters
 from rlexp.ring.groups import World
 from rlexp.types import Shard, TokenLogps
@@ -28,18 +29,25 @@ from rlexp.types import Shard, TokenLogps
 class FSDP2Engine:
     name = "fsdp2"
     replicated = False
+    sharded = True
 
     def __init__(self, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.policy, self.world, self.steps = policy, world, 0
         self.max_grad_norm = optim.max_grad_norm
         self.root = shard(policy, dtype, world)
-        self.sharded = dict(policy.model.named_parameters())  # between a forward and a backward pass it has others
+        self.parts = dict(policy.named())  # between a forward and a backward pass it has others
         self.parameters = trained(policy)
         self.optimizer = optimizer_for(policy, optim, next(policy.parameters()).device)
         self._norm: float | None = None
 
     def forward(self, shard: Shard) -> TokenLogps:
         return _forward(self.root, shard)
+
+    @torch.no_grad()
+    def decode(self, batch: Decoding) -> Tensor:
+        logits_BV: Tensor = self.root(batch)
+        self.root.reshard()
+        return logits_BV
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Each micro-batch's gradient is reduced to this rank's part of it, and added up there, in float32."""
@@ -77,7 +85,7 @@ class FSDP2Engine:
         return {name: _whole(parameter.grad) for name, parameter in self.parameters.items()}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.sharded.items():
+        for name, parameter in self.parts.items():
             yield name, _whole(parameter.detach())
 
     def fragments(self) -> list[Fragment]:
@@ -104,8 +112,8 @@ def shard(policy: Policy, dtype: torch.dtype, world: World) -> Any:
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     # By the run's device: left to itself, FSDP takes the machine's.
     mesh = init_device_mesh(next(policy.parameters()).device.type, (world.size,))
-    layers = set(policy.model._no_split_modules or ())
-    for module in policy.model.modules():
+    layers = set(policy.model._no_split_modules or ())  # those of a critic's trunk have the same names
+    for module in policy.modules():
         if type(module).__name__ in layers and not isinstance(module, FSDPModule):
             fully_shard(module, mesh=mesh, mp_policy=precision)
     return fully_shard(policy, mesh=mesh, mp_policy=precision)

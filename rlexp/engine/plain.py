@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rlexp.config.schema import OptimConfig
 from rlexp.engine.base import Fragment, moments_of, optimizer_for, set_lr, set_steps, trained
+from rlexp.model.decoding import Decoding
 from rlexp.model.policy import Policy, cast_parameters
 from rlexp.ring.groups import World
 from rlexp.types import Shard, TokenLogps
@@ -24,6 +25,7 @@ BUCKET = 1 << 25  # elements reduced in one collective
 class PlainEngine:
     name = "torch"
     replicated = True
+    sharded = False
 
     def __init__(self, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.policy, self.world, self.steps = policy, world, 0
@@ -57,6 +59,11 @@ class PlainEngine:
     def forward(self, shard: Shard) -> TokenLogps:
         logps: TokenLogps = self.policy(shard)
         return logps
+
+    @torch.no_grad()
+    def decode(self, batch: Decoding) -> Tensor:
+        logits_BV: Tensor = self.policy(batch)
+        return logits_BV
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()
@@ -114,7 +121,7 @@ class PlainEngine:
         return {name: m.grad.detach().clone() for name, m in self.masters.items() if m.grad is not None}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.policy.model.named_parameters():
+        for name, parameter in self.policy.named():
             yield name, self.masters.get(name, parameter).detach()
 
     def fragments(self) -> list[Fragment]:

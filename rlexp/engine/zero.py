@@ -25,6 +25,7 @@ from rlexp.config.schema import EngineConfig, Offload, OptimConfig
 from rlexp.engine.base import Engine, Fragment, moments_of, optimizer_for, set_lr, set_steps, shape_of, trained
 from rlexp.engine.plain import PlainEngine
 from rlexp.errors import ConfigError
+from rlexp.model.decoding import Decoding
 from rlexp.model.policy import Policy
 from rlexp.ring.groups import World
 from rlexp.types import Shard, TokenLogps
@@ -116,6 +117,7 @@ class _Sharded(abc.ABC):
     """What stages 1 to 3 have in common."""
 
     replicated = False
+    sharded = False
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.name, self.policy, self.world, self.steps = cfg.name.value, policy, world, 0
@@ -141,6 +143,11 @@ class _Sharded(abc.ABC):
         logps: TokenLogps = self.engine(shard)
         return logps
 
+    @torch.no_grad()
+    def decode(self, batch: Decoding) -> Tensor:
+        logits_BV: Tensor = (self.engine if self.sharded else self.policy)(batch)
+        return logits_BV
+
     def backward(self, loss: Tensor, *, last: bool) -> None:
         _backward(self.engine, loss, last)
 
@@ -153,7 +160,7 @@ class _Sharded(abc.ABC):
         return {name: self._utils.safe_get_full_grad(p).detach().clone() for name, p in trained(self.policy).items()}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.policy.model.named_parameters():
+        for name, parameter in self.policy.named():
             if parameter.requires_grad:
                 yield name, self._utils.safe_get_full_fp32_param(parameter).detach()
             else:
@@ -222,6 +229,8 @@ class Stage12(_Sharded):
 
 class Stage3(_Sharded):
     """Stage 3: each rank holds a piece of every parameter, gathered module by module for as long as it is used."""
+
+    sharded = True
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         partition(policy, cfg)
@@ -305,7 +314,7 @@ def _cast_partitions(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
     """From float32 pieces to pieces of what computes; the exact ones are returned."""
     exact: dict[str, Tensor] = {}
     if dtype is torch.bfloat16:
-        for name, parameter in policy.model.named_parameters():
+        for name, parameter in policy.named():
             piece: Tensor = parameter.ds_tensor
             exact[name] = piece.data.clone()
             piece.data = piece.data.to(dtype)

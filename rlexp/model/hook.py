@@ -1,7 +1,7 @@
 """The attention of ours that any transformers model runs, entered through transformers' own interfaces.
 
-What it needs to know of the batch arrives as the keyword argument `ring_batch` of the model's forward call, so
-that recomputation under activation checkpointing sees the right batch.
+What it needs to know of the batch arrives as the keyword argument `ring_batch` of the model's forward call (`decoding`
+while answers are drawn), so that recomputation under activation checkpointing sees the right batch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rlexp.errors import ModelError
+from rlexp.model.decoding import Decoding, attend
 from rlexp.ring.attention import RingBatch, ring_attention
 
 NAME = "rlexp_ring"
@@ -36,26 +37,31 @@ def attention(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     ring_batch: RingBatch | None = None,
+    decoding: Decoding | None = None,
     **requests: Any,
 ) -> tuple[Tensor, None]:
-    """(1, H, t, D) queries and (1, G, t, D) keys and values to (1, t, H, D)."""
-    if ring_batch is None:
-        raise ModelError(f"attention {NAME!r} needs `ring_batch` in the forward call; generation has another path")
+    """(1, H, t, D) queries and (1, G, t, D) keys and values to (1, t, H, D); while decoding, (B, H, q, D) and so on
+    to (B, q, H, D)."""
+    if ring_batch is None and decoding is None:
+        raise ModelError(f"attention {NAME!r} needs `ring_batch` or `decoding` in the forward call")
     if dropout:
         raise ModelError("attention dropout: its mask would depend on the layout")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise ModelError(f"{type(module).__name__} is not causal")
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} makes an attention mask of its own")
-    if sliding_window is not None and sliding_window < ring_batch.max_length:
+    if ring_batch is not None and sliding_window is not None and sliding_window < ring_batch.max_length:
         raise ModelError(f"sliding_window={sliding_window} is shorter than data.max_length={ring_batch.max_length}")
     asked = sorted(name for name, request in requests.items() if request is not None and name not in INERT)
     if asked:
         raise ModelError(f"{type(module).__name__} asks its attention for {', '.join(asked)}")
     if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
         raise ModelError(f"{type(module).__name__} has values of another head size than its keys")
-    q_tHD, k_tGD, v_tGD = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if decoding is not None:
+        return attend(module, query, key, value, decoding, scale), None
+    assert ring_batch is not None
+    q_tHD, k_tGD, v_tGD = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     return ring_attention(q_tHD, k_tGD, v_tGD, ring_batch, scale).unsqueeze(0), None
 
 

@@ -1,4 +1,5 @@
-"""A causal model as a function from a shard to per-token log-probabilities. The logits are never whole.
+"""A causal model as a function from a shard to per-token log-probabilities, and from tokens to what comes next. The
+logits of a shard are never whole.
 
 Shape letters: t tokens of this rank, n of them trained on, V vocabulary.
 """
@@ -7,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,35 +18,71 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlexp.errors import ModelError
+from rlexp.model.decoding import Decoding
 from rlexp.model.float64 import precise
 from rlexp.types import Shard, TokenLogps
 
 LOGITS = 1 << 24  # elements of logits held at once
+CRITIC = "critic."  # what the names of its parameters begin with
+
+
+class Entropy(Enum):
+    """Of each token's distribution: what is wanted of it."""
+
+    unasked = "unasked"
+    logged = "logged"
+    trained = "trained"  # it has a gradient
 
 
 class Policy(nn.Module):
-    """Its parameters are the model's own; what an engine wraps, exports and steps."""
+    """Its parameters are the model's own, and the critic's where there is one; what an engine wraps and steps."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        critic: Critic | None = None,
+        *,
+        temperature: float = 1.0,
+        entropy: Entropy = Entropy.unasked,
+    ) -> None:
         super().__init__()
         self.model = model
-        self.logps = HeadLogps()
+        self.critic = critic
+        self.critic_lr_scale = 1.0  # the critic's learning rate over the policy's
+        self.logps = HeadLogps(temperature, entropy)
+
+    def named(self) -> Iterator[tuple[str, Any]]:
+        """The model's parameters by its own names, then the critic's."""
+        yield from self.model.named_parameters()
+        if self.critic is not None:
+            for name, parameter in self.critic.named_parameters():
+                yield f"{CRITIC}{name}", parameter
 
     @property
     def head(self) -> nn.Linear:
         return cast(nn.Linear, self.model.get_output_embeddings())
 
-    def forward(self, shard: Shard) -> TokenLogps:
+    def forward(self, work: Shard | Decoding) -> TokenLogps | Tensor:
+        """What the model says of a shard's targets; or, while decoding, of each row's next token: (B, V) logits.
+
+        One entry for both, since engines that gather parameters do so as the module they wrap is called."""
+        with precise(self.head.weight.dtype):
+            return self._next(work) if isinstance(work, Decoding) else self._logps(work)
+
+    def _logps(self, shard: Shard) -> TokenLogps:
         head = self.head
-        with precise(head.weight.dtype):
-            hidden_tE = self.model.base_model(
-                input_ids=shard.tokens_t.unsqueeze(0),
-                position_ids=shard.positions_t.unsqueeze(0),
-                use_cache=False,
-                ring_batch=shard.attention,
-            ).last_hidden_state.squeeze(0)
-            logps: TokenLogps = self.logps(head.weight, head.bias, hidden_tE, shard)
-            return logps
+        hidden_tE = hidden_states(self.model.base_model, shard)
+        logps: TokenLogps = self.logps(head.weight, head.bias, hidden_tE, shard)
+        return logps if self.critic is None else logps._replace(values_t=self.critic(hidden_tE, shard))
+
+    def _next(self, batch: Decoding) -> Tensor:
+        head = self.head
+        hidden_BqE = self.model.base_model(
+            input_ids=batch.tokens_Bq, position_ids=batch.positions_Bq, use_cache=False, decoding=batch
+        ).last_hidden_state
+        batch.finished()
+        logits_BV: Tensor = self.logps(head.weight, head.bias, hidden_BqE[:, -1], None)
+        return logits_BV
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """Leave the parameters whose names fit a pattern as they are."""
@@ -79,24 +117,63 @@ class Policy(nn.Module):
         so it enters the mode itself, by the dtype that the weights have by then.
         """
         # Shim: transformers renamed the method after 5.17. To be removed when 5.17 is no longer admitted.
-        enable = getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)
-        enable(
-            {
-                "use_reentrant": False,
-                "context_fn": lambda: (contextlib.nullcontext(), precise(next(self.parameters()).dtype)),
-            }
-        )
+        models = [self.model] + ([self.critic.trunk] if self.critic is not None and self.critic.trunk else [])
+        for model in models:
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable(
+                {
+                    "use_reentrant": False,
+                    "context_fn": lambda: (contextlib.nullcontext(), precise(next(self.parameters()).dtype)),
+                }
+            )
         self.train()  # what transformers asks for; dropout is off
 
 
+class Critic(nn.Module):
+    """What a token is still worth: a row of weights over the hidden states of a trunk of its own, or the policy's.
+
+    The row begins with zeros, so that the values do."""
+
+    def __init__(self, hidden_size: int, trunk: PreTrainedModel | None) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, hidden_tE: Tensor, shard: Shard) -> Tensor:
+        if self.trunk is not None:
+            hidden_tE = hidden_states(self.trunk, shard)
+        values_t: Tensor = self.head(hidden_tE).squeeze(-1)
+        return values_t if values_t.dtype is torch.float64 else values_t.float()
+
+
+def hidden_states(trunk: nn.Module, shard: Shard) -> Tensor:
+    hidden_tE: Tensor = trunk(
+        input_ids=shard.tokens_t.unsqueeze(0),
+        position_ids=shard.positions_t.unsqueeze(0),
+        use_cache=False,
+        ring_batch=shard.attention,
+    ).last_hidden_state.squeeze(0)
+    return hidden_tE
+
+
 class HeadLogps(nn.Module):
-    """From hidden states to log-probabilities, some rows of logits at a time.
+    """From hidden states to log-probabilities, some rows of logits at a time; without a shard, to logits.
 
     A module of its own that is given the head's parameters, and calls no module: an engine that gathers parameters
     module by module gathers them once, however many pieces this rank's tokens make.
     """
 
-    def forward(self, weight: Tensor, bias: Tensor | None, hidden_tE: Tensor, shard: Shard) -> TokenLogps:
+    def __init__(self, temperature: float, entropy: Entropy) -> None:
+        super().__init__()
+        self.temperature, self.entropy = temperature, entropy
+
+    def forward(
+        self, weight: Tensor, bias: Tensor | None, hidden_tE: Tensor, shard: Shard | None
+    ) -> TokenLogps | Tensor:
+        if shard is None:
+            return self._tempered(nn.functional.linear(hidden_tE, weight, bias))
         trained = shard.sequence_t >= 0
         index_n = trained.nonzero().squeeze(-1)
         if len(index_n) == 0:
@@ -108,26 +185,42 @@ class HeadLogps(nn.Module):
         for piece in index_n.split(rows):
             arguments = (weight, bias, hidden_tE[piece], shard.targets_t[piece])
             pieces.append(
-                checkpoint(_piece_logps, *arguments, use_reentrant=False)
+                checkpoint(self._piece, *arguments, use_reentrant=False)
                 if torch.is_grad_enabled() and several
-                else _piece_logps(*arguments)
+                else self._piece(*arguments)
             )
-        logps_n, means_n = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-        zeros_t = logps_n.new_zeros(len(trained))
-        weight_n = trained[index_n].to(logps_n.dtype)
-        return TokenLogps(
-            zeros_t.index_put((index_n,), logps_n * weight_n),
-            zeros_t.index_put((index_n,), means_n * weight_n),
-        )
+        weight_n = trained[index_n]
+        placed = []
+        for parts in zip(*pieces, strict=True):
+            values_n = torch.cat(parts)
+            zeros_t = values_n.new_zeros(len(trained))
+            placed.append(zeros_t.index_put((index_n,), values_n * weight_n.to(values_n.dtype)))
+        return TokenLogps(*placed)
+
+    def _tempered(self, logits_nV: Tensor) -> Tensor:
+        """In float32 (float64 for float64), as the policy draws from them."""
+        if logits_nV.dtype is not torch.float64:
+            logits_nV = logits_nV.float()
+        return logits_nV if self.temperature == 1 else logits_nV / self.temperature
+
+    def _piece(self, weight: Tensor, bias: Tensor | None, hidden_nE: Tensor, targets_n: Tensor) -> tuple[Tensor, ...]:
+        """Log-probabilities of the targets, mean logits, and the entropy where it is asked for."""
+        logits_nV = self._tempered(nn.functional.linear(hidden_nE, weight, bias))
+        chosen_n = logits_nV.gather(-1, targets_n.unsqueeze(-1)).squeeze(-1)
+        norm_n = logits_nV.logsumexp(-1)
+        found = (chosen_n - norm_n, logits_nV.detach().mean(-1))
+        match self.entropy:
+            case Entropy.unasked:
+                return found
+            case Entropy.logged:
+                with torch.no_grad():
+                    return (*found, _entropy(logits_nV.detach(), norm_n.detach()))
+            case Entropy.trained:
+                return (*found, _entropy(logits_nV, norm_n))
 
 
-def _piece_logps(weight: Tensor, bias: Tensor | None, hidden_nE: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets and mean logits, in float32 (float64 for float64)."""
-    logits_nV = nn.functional.linear(hidden_nE, weight, bias)
-    if logits_nV.dtype is not torch.float64:
-        logits_nV = logits_nV.float()
-    chosen_n = logits_nV.gather(-1, targets_n.unsqueeze(-1)).squeeze(-1)
-    return chosen_n - logits_nV.logsumexp(-1), logits_nV.detach().mean(-1)
+def _entropy(logits_nV: Tensor, norm_n: Tensor) -> Tensor:
+    return norm_n - ((logits_nV - norm_n.unsqueeze(-1)).exp() * logits_nV).sum(-1)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

@@ -20,6 +20,7 @@ from rlexp.config.schema import ModelConfig
 from rlexp.data.packing import pack_sequences
 from rlexp.errors import ModelError, is_out_of_memory
 from rlexp.model import hook, rope
+from rlexp.model.decoding import Decoding, KeyValues
 from rlexp.model.float64 import precise
 from rlexp.model.loading import from_config_options
 from rlexp.model.policy import Policy, cast_parameters
@@ -60,6 +61,48 @@ def probe(
     if not difference < TOLERANCE:  # also when it is not a number
         raise ModelError(_refusal(config, max_length, f"log-probabilities differ by {difference:.1e} in float64"))
     return difference
+
+
+def probe_decoding(cfg: ModelConfig, config: PreTrainedConfig, max_length: int, device: torch.device) -> float:
+    """Raise ModelError unless the model says of a next token what it says without a cache; the largest difference."""
+    try:
+        difference = _decoded_difference(cfg, _small(config, max_length), max_length, device)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"{_name(config)}: cannot draw answers token by token ({type(error).__name__}: {error})."
+        ) from error
+    if not difference < TOLERANCE:
+        raise ModelError(
+            f"{_name(config)}: says something else of a next token than of the same text read at once (logits differ "
+            f"by {difference:.1e} in float64). Answers cannot be drawn with it."
+        )
+    return difference
+
+
+@torch.no_grad()
+def _decoded_difference(cfg: ModelConfig, small: PreTrainedConfig, max_length: int, device: torch.device) -> float:
+    """Two rows of uneven length, read in two pieces and then token by token, against the plain model."""
+    sequences = [torch.cat(parts).to(device, torch.int64) for parts in _sequences(small.vocab_size)[::2]]
+    prompts = [5, 9]
+    policy, plain = (_model(cfg, small, kind, max_length, device) for kind in (hook.NAME, "sdpa"))
+    reader = Policy(policy)
+    cache = KeyValues(torch.tensor([prompts[1] - prompts[0], 0], device=device), 4)
+    worst = 0.0
+    for first, last in [(0, 4), (4, 9), *((9 + step, 10 + step) for step in range(8))]:
+        places = [torch.arange(first, last) - (prompts[1] - prompt) for prompt in prompts]
+        tokens = torch.stack([s[at.clamp(min=0).to(device)] for s, at in zip(sequences, places, strict=True)])
+        positions = torch.stack(places).clamp(min=0).to(device)
+        logits_BV = reader(Decoding(tokens, positions, cache))
+        for row, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
+            read = last - (prompts[1] - prompt)
+            if read < 1:
+                continue
+            with precise(torch.float64):
+                expected = plain(input_ids=sequence[:read].unsqueeze(0), use_cache=False).logits[0, -1]
+            worst = max(worst, float((logits_BV[row] - expected).abs().max()))
+    return worst
 
 
 def _largest_difference(

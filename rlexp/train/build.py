@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +14,53 @@ import torch.distributed as dist
 
 from rlexp.algos.base import PreferenceLoss
 from rlexp.algos.dpo import DPO
+from rlexp.algos.dr_grpo import DrGRPO
+from rlexp.algos.grpo import GRPO
+from rlexp.algos.gspo import GSPO
+from rlexp.algos.policy import PolicyLoss
+from rlexp.algos.ppo import PPO
+from rlexp.algos.reinforce_pp import ReinforcePP
+from rlexp.algos.rloo import RLOO
 from rlexp.config.schema import (
+    ArithmeticDataConfig,
     Config,
+    CriticName,
     DataConfig,
     Device,
     DPOConfig,
+    DrGRPOConfig,
     EngineConfig,
     EngineName,
+    GRPOConfig,
+    GSPOConfig,
     JsonlDataConfig,
-    LossConfig,
     OptimConfig,
+    PolicyLossConfig,
+    PPOConfig,
     Precision,
+    ReinforcePPConfig,
+    RLOOConfig,
     SyntheticDataConfig,
 )
-from rlexp.data import synthetic
-from rlexp.data.packing import pack_pairs
-from rlexp.data.rows import read_jsonl
+from rlexp.data import arithmetic, rows, synthetic
+from rlexp.data.packing import pack_pairs, pack_sequences
 from rlexp.data.sampler import Sampler, total_steps
-from rlexp.data.tokens import PairTokenizer, numbered
+from rlexp.data.tokens import PairTokenizer, PromptTokenizer, numbered, numbered_prompts
 from rlexp.engine.base import Engine, shape_of
 from rlexp.engine.plain import PlainEngine
 from rlexp.errors import DataError, UserError
 from rlexp.metrics.memory import Phases
 from rlexp.model.loading import in_pieces, load_config, load_model, load_tokenizer
-from rlexp.model.policy import Policy, cast_parameters
-from rlexp.model.probe import probe
+from rlexp.model.policy import Critic, Entropy, Policy, cast_parameters
+from rlexp.model.probe import probe, probe_decoding
 from rlexp.ring.groups import World, build_world
 from rlexp.ring.kernels import BlockKernel, get_kernel
 from rlexp.ring.layouts import Layout, get_layout
 from rlexp.ring.shard import shard_pack
+from rlexp.train.build_rollouts import build_rollouts
+from rlexp.train.rollouts import Rollouts
 from rlexp.train.schedule import Schedule
-from rlexp.types import Pair, Row, Shard, TokenLogps
+from rlexp.types import Ids, Pack, Pair, Prompt, PromptRow, Row, Shard, TokenLogps
 
 REPLICATING = (EngineName.torch, EngineName.zero0)  # engines that reduce all gradients at the end
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
@@ -68,19 +84,41 @@ class Run:
     schedule: Schedule
     engine: Engine
     reference: Callable[[Shard], TokenLogps]
-    loss: PreferenceLoss
+    loss: Any  # a PreferenceLoss; a PolicyLoss where there are rollouts
     parameters: int
     phases: Phases
+    rollouts: Rollouts | None = field(default=None, kw_only=True)  # what a run that draws its own samples has in place of pairs
 
     @property
     def total_steps(self) -> int:
         return self.schedule.total_steps
 
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.sampler.steps_per_epoch * (self.rollouts.steps_each if self.rollouts else 1)
+
     def shard(self, pairs: Sequence[Pair]) -> Shard:
         """This rank's part of a micro-batch, on its device."""
-        data = self.cfg.data
-        pack = pack_pairs(pairs, self.layout.multiple(self.world.ring.size), packing=data.packing)
-        return shard_pack(pack, self.world.ring, self.layout, self.kernel, data.max_length).to(self.device)
+        return self.hold(pack_pairs(pairs, self.layout.multiple(self.world.ring.size), packing=self.cfg.data.packing))
+
+    def pack(self, sequences: Sequence[tuple[Ids, Ids]]) -> Pack:
+        """Of prompts with their answers."""
+        return pack_sequences(sequences, self.layout.multiple(self.world.ring.size), packing=self.cfg.data.packing)
+
+    def hold(self, pack: Pack) -> Shard:
+        """This rank's part of a pack, on its device."""
+        length = self.cfg.data.max_length
+        return shard_pack(pack, self.world.ring, self.layout, self.kernel, length).to(self.device)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What is trained on and what is held out, tokenized: pairs, or prompts."""
+
+    train: Sequence[Any]
+    held_out: Sequence[Any]
+    dropped: Counter[str]
+    held_out_dropped: Counter[str]
 
 
 def build(cfg: Config, phases: Phases | None = None) -> Run:
@@ -89,32 +127,69 @@ def build(cfg: Config, phases: Phases | None = None) -> Run:
     device = device_of(cfg)
     layout, kernel = get_layout(cfg.parallel.layout), get_kernel(cfg.parallel.kernel, device.type)
     tokenizer = load_tokenizer(cfg.model)
-    encoder = PairTokenizer(tokenizer, cfg.data.max_length, cfg.data.too_long)
-    train_rows, eval_rows = read_rows(cfg.data)
-    pairs, dropped = encode_shared(encoder, train_rows, world)
-    eval_pairs, eval_dropped = encode_shared(encoder, eval_rows, world)
-    _refuse_empty(pairs, dropped, "data")
-    if eval_rows:
-        _refuse_empty(eval_pairs, eval_dropped, "the held-out data")
-    sampler = Sampler(len(pairs), cfg.train.batch_size, cfg.seed, cfg.data.shuffle, cfg.data.drop_last)
-    steps = total_steps(sampler.steps_per_epoch, cfg.train.max_steps, cfg.train.epochs)
+    loss = build_loss(cfg)
+    samples_itself = isinstance(cfg.loss, PolicyLossConfig)
+    examples = read_prompts(cfg, tokenizer, world) if samples_itself else read_pairs(cfg, tokenizer, world)
+    sampler = build_sampler(cfg, len(examples.train))
+    steps_each = cfg.rollout.epochs * cfg.rollout.minibatches if samples_itself else 1
+    steps = total_steps(sampler.steps_per_epoch * steps_each, cfg.train.max_steps, cfg.train.epochs)
     model_config = load_config(cfg.model, cfg.data.max_length)
     probe(cfg.model, model_config, world.ring, layout, kernel, cfg.data.max_length, device)
     dtype = DTYPES[cfg.train.precision]
-    policy = build_policy(cfg, model_config, device)
-    _refuse_foreign_tokens([*pairs, *eval_pairs], policy.model.get_input_embeddings().num_embeddings)
+    policy = build_policy(cfg, model_config, device, loss)
+    _refuse_foreign_tokens([*examples.train, *examples.held_out], policy.model.get_input_embeddings().num_embeddings)
     reference = build_reference(cfg, lambda: build_policy(cfg, model_config, device), dtype, world)
     if cfg.memory.checkpointing:
         policy.recompute_activations()
-    return Run(
-        cfg, world, device, layout, kernel, tokenizer, pairs, eval_pairs, dropped, eval_dropped, sampler,
+    pairs = Examples((), (), examples.dropped, examples.held_out_dropped) if samples_itself else examples
+    run = Run(
+        cfg, world, device, layout, kernel, tokenizer,
+        pairs.train, pairs.held_out, pairs.dropped, pairs.held_out_dropped, sampler,
         Schedule(cfg.optim.lr, cfg.optim.warmup_steps, steps, cfg.optim.decay),
         build_engine(cfg.engine, policy, cfg.optim, world, dtype),
         reference,
-        build_loss(cfg.loss),
-        sum(shape_of(parameter).numel() for parameter in policy.parameters()),
+        loss,
+        sum(shape_of(parameter).numel() for parameter in policy.model.parameters()),
         phases or Phases(device),
     )  # fmt: skip
+    if not samples_itself:
+        return run
+    probe_decoding(cfg.model, model_config, cfg.data.max_length, device)
+    return replace(run, rollouts=build_rollouts(run, examples.train, examples.held_out))
+
+
+def read_pairs(cfg: Config, tokenizer: Any, world: World) -> Examples:
+    encoder = PairTokenizer(tokenizer, cfg.data.max_length, cfg.data.too_long)
+    train_rows, eval_rows = read_rows(cfg.data)
+    parts, dropped = encode_shared(encoder, train_rows, world)
+    eval_parts, eval_dropped = encode_shared(encoder, eval_rows, world)
+    pairs, eval_pairs = (numbered([p for part in each for p in part.pairs]) for each in (parts, eval_parts))
+    _refuse_empty(pairs, dropped, "data", "pair")
+    if eval_rows:
+        _refuse_empty(eval_pairs, eval_dropped, "the held-out data", "pair")
+    return Examples(pairs, eval_pairs, dropped, eval_dropped)
+
+
+def read_prompts(cfg: Config, tokenizer: Any, world: World) -> Examples:
+    encoder = PromptTokenizer(tokenizer, cfg.data.max_length - cfg.rollout.max_new_tokens, cfg.data.too_long)
+    train_rows, eval_rows = prompt_rows(cfg.data)
+    parts, dropped = encode_shared(encoder, train_rows, world)
+    eval_parts, eval_dropped = encode_shared(encoder, eval_rows, world)
+    prompts, eval_prompts = (
+        numbered_prompts([p for part in each for p in part.prompts]) for each in (parts, eval_parts)
+    )
+    _refuse_empty(prompts, dropped, "data", "prompt")
+    if eval_rows:
+        _refuse_empty(eval_prompts, eval_dropped, "the held-out data", "prompt")
+    return Examples(prompts, eval_prompts, dropped, eval_dropped)
+
+
+def build_sampler(cfg: Config, size: int) -> Sampler:
+    """Of train batches of pairs; of the prompts of a rollout where samples are drawn to them."""
+    data = cfg.data
+    if isinstance(cfg.loss, PolicyLossConfig):
+        return Sampler(size, cfg.rollout.batch_size, cfg.seed, data.shuffle, data.drop_last, key="rollout.batch_size")
+    return Sampler(size, cfg.train.batch_size, cfg.seed, data.shuffle, data.drop_last)
 
 
 def device_of(cfg: Config) -> torch.device:
@@ -122,36 +197,80 @@ def device_of(cfg: Config) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
-def _refuse_empty(pairs: Sequence[Pair], dropped: Counter[str], what: str) -> None:
-    if not pairs:
-        reasons = "; ".join(f"{count} pairs: {reason}" for reason, count in sorted(dropped.items()))
-        raise DataError(f"{what}: no pair is left ({reasons}).")
+def _refuse_empty(examples: Sequence[Any], dropped: Counter[str], what: str, kind: str) -> None:
+    if not examples:
+        reasons = "; ".join(f"{count} {kind}s: {reason}" for reason, count in sorted(dropped.items()))
+        raise DataError(f"{what}: no {kind} is left ({reasons}).")
 
 
-def _refuse_foreign_tokens(pairs: Sequence[Pair], vocabulary: int) -> None:
-    for pair in pairs:
-        highest = max(int(part.max(initial=0)) for part in (pair.prompt, pair.chosen, pair.rejected))
+def _refuse_foreign_tokens(examples: Sequence[Pair | Prompt], vocabulary: int) -> None:
+    for example in examples:
+        parts = (example.tokens,) if isinstance(example, Prompt) else (example.prompt, example.chosen, example.rejected)
+        highest = max(int(part.max(initial=0)) for part in parts)
         if highest >= vocabulary:
             raise DataError(
-                f"{pair.origin}: token {highest} is not in the model's vocabulary of {vocabulary}. The tokenizer is "
+                f"{example.origin}: token {highest} is not in the model's vocabulary of {vocabulary}. The tokenizer is "
                 f"not this model's, or the model's embedding was not resized to it."
             )
 
 
-def build_loss(cfg: LossConfig) -> PreferenceLoss:
-    match cfg:
+def build_loss(cfg: Config) -> PreferenceLoss | PolicyLoss:
+    match cfg.loss:
         case DPOConfig(beta=beta, label_smoothing=label_smoothing):
             return DPO(beta, label_smoothing)
+        case PolicyLossConfig():
+            return build_policy_loss(cfg.loss, cfg.rollout.importance_cap)
+        case _:
+            raise AssertionError(cfg.loss)
+
+
+def build_policy_loss(cfg: PolicyLossConfig, importance_cap: float | None) -> PolicyLoss:
+    common: dict[str, Any] = {
+        "beta": cfg.beta,
+        "kl_in": cfg.kl_in,
+        "kl": cfg.kl,
+        "clip_low": cfg.clip_low,
+        "clip_high": cfg.clip_high,
+        "dual_clip": cfg.dual_clip,
+        "entropy": cfg.entropy,
+        "importance_cap": importance_cap,
+    }
+    match cfg:
+        case PPOConfig(gamma=gamma, lam=lam, value_coef=value_coef, value_clip=value_clip):
+            return PPO(**common, gamma=gamma, lam=lam, value_coef=value_coef, value_clip=value_clip)
+        case GRPOConfig():
+            return GRPO(**common)
+        case DrGRPOConfig():
+            return DrGRPO(**common)
+        case RLOOConfig():
+            return RLOO(**common)
+        case ReinforcePPConfig():
+            return ReinforcePP(**common)
+        case GSPOConfig():
+            return GSPO(**common)
         case _:
             raise AssertionError(cfg)
 
 
-def build_policy(cfg: Config, config: Any, device: torch.device) -> Policy:
-    """The model as it starts: the same on every rank, or under ZeRO-3 in pieces from the first moment."""
+def build_policy(
+    cfg: Config, config: Any, device: torch.device, loss: PreferenceLoss | PolicyLoss | None = None
+) -> Policy:
+    """The model as it starts: the same on every rank, or under ZeRO-3 in pieces from the first moment. With `loss`,
+    what that trains beside it."""
     float64 = cfg.train.precision is Precision.fp64
+    temperature, critic, entropy = 1.0, None, Entropy.unasked
     with pieces_for(cfg.engine):
         model = load_model(cfg.model, config, cfg.data.max_length, float64=float64)
-    policy = Policy(model).to(device)
+        if isinstance(cfg.loss, PPOConfig) and loss is not None:
+            own = cfg.loss.critic is CriticName.own
+            trunk = load_model(cfg.model, config, cfg.data.max_length, float64=float64).base_model if own else None
+            critic = Critic(model.get_output_embeddings().in_features, trunk)
+    if isinstance(cfg.loss, PolicyLossConfig):
+        temperature = cfg.rollout.temperature
+        entropy = Entropy.unasked if loss is None else Entropy.trained if cfg.loss.entropy else Entropy.logged
+    policy = Policy(model, critic, temperature=temperature, entropy=entropy).to(device)
+    if isinstance(cfg.loss, PPOConfig) and cfg.loss.value_lr is not None:
+        policy.critic_lr_scale = cfg.loss.value_lr / cfg.optim.lr if cfg.optim.lr else 0.0  # 0 moves nothing
     policy.freeze(cfg.model.freeze)
     if cfg.engine.name not in REPLICATING:
         policy.refuse_listed_experts(cfg.engine.name.value)
@@ -212,13 +331,33 @@ def read_rows(cfg: DataConfig) -> tuple[list[Row], list[Row]]:
             words = cfg.max_length if cfg.fill else 0
             return synthetic.generate(size, seed, "train", words), synthetic.generate(eval_size, seed, "eval", words)
         case JsonlDataConfig(path=path, eval_path=eval_path):
-            held_out = read_jsonl(Path(eval_path).expanduser()) if eval_path else []
-            return read_jsonl(Path(path).expanduser()), held_out
+            held_out = rows.read_jsonl(Path(eval_path).expanduser()) if eval_path else []
+            return rows.read_jsonl(Path(path).expanduser()), held_out
         case _:
             raise AssertionError(cfg)
 
 
-def encode_shared(encoder: PairTokenizer, rows: Sequence[Row], world: World) -> tuple[list[Pair], Counter[str]]:
+def prompt_rows(cfg: DataConfig) -> tuple[list[PromptRow], list[PromptRow]]:
+    """The same, of prompts: a preference set has them too."""
+    match cfg:
+        case ArithmeticDataConfig(size=size, eval_size=eval_size, seed=seed, digits=digits):
+            return arithmetic.generate(size, seed, "train", digits), arithmetic.generate(
+                eval_size, seed, "eval", digits
+            )
+        case SyntheticDataConfig(size=size, eval_size=eval_size, seed=seed):
+            words = cfg.max_length if cfg.fill else 0
+            train = synthetic.generate_prompts(size, seed, "train", words)
+            return train, synthetic.generate_prompts(eval_size, seed, "eval", words)
+        case JsonlDataConfig(path=path, eval_path=eval_path):
+            held = rows.read_prompts(Path(eval_path).expanduser()) if eval_path else []
+            return rows.read_prompts(Path(path).expanduser()), held
+        case _:
+            raise AssertionError(cfg)
+
+
+def encode_shared(
+    encoder: PairTokenizer | PromptTokenizer, rows: Sequence[Any], world: World
+) -> tuple[list[Any], Counter[str]]:
     """Every rank tokenizes its part of the rows, and all get the whole; the first bad row is everybody's error."""
     mine = rows[world.rank * len(rows) // world.size : (world.rank + 1) * len(rows) // world.size]
     try:
@@ -231,5 +370,4 @@ def encode_shared(encoder: PairTokenizer, rows: Sequence[Row], world: World) -> 
     for part in parts:
         if isinstance(part, str):
             raise DataError(part)
-    dropped: Counter[str] = sum((part.dropped for part in parts), start=Counter())
-    return numbered([pair for part in parts for pair in part.pairs]), dropped
+    return parts, sum((part.dropped for part in parts), start=Counter())

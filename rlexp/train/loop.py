@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rlexp.sinks.base import Sinks
 from rlexp.train.build import Run
+from rlexp.train.policy_step import evaluate_policy, policy_step
 from rlexp.train.step import evaluate, train_step
 from rlexp.types import MetricRow
 
@@ -29,17 +30,25 @@ def train_loop(
     row, and what stopped it."""
     position = position or Position()
     row: MetricRow | None = None
-    for batch in run.sampler.batches(position.step + 1, last_step(run, position)):
-        values = train_step(run, batch)
-        position.step, position.total_tokens = batch.step, position.total_tokens + int(values["train/tokens"])
-        row = {"step": batch.step, **values, "train/total_tokens": position.total_tokens}
-        if eval_due(run, batch.step):
-            row |= evaluate(run, batch.step)
+    for step in range(position.step + 1, last_step(run, position) + 1):
+        values = take(run, step)
+        position.step, position.total_tokens = step, position.total_tokens + int(values["train/tokens"])
+        row = {"step": step, **values, "train/total_tokens": position.total_tokens}
+        if eval_due(run, step):
+            row |= held_out(run, step)
         sinks.log(row)
         stop = after_step(row) if after_step else None
-        if stop is not None and batch.step < run.total_steps:
+        if stop is not None and step < run.total_steps:
             return row, stop
     return row, None
+
+
+def take(run: Run, step: int) -> dict[str, float]:
+    return train_step(run, run.sampler.batch(step)) if run.rollouts is None else policy_step(run, step)
+
+
+def held_out(run: Run, step: int) -> dict[str, float]:
+    return evaluate(run, step) if run.rollouts is None else evaluate_policy(run, step)
 
 
 def last_step(run: Run, position: Position) -> int:

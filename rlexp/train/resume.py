@@ -20,6 +20,7 @@ from rlexp.engine.base import MOMENTS, shape_of, trained
 from rlexp.errors import CheckpointError
 from rlexp.launch import folder, stops
 from rlexp.model.export import save_description
+from rlexp.rollout.saved import write as write_samples
 from rlexp.sinks.console import say
 from rlexp.sinks.jsonl import JsonlSink, rewrite, write_lines
 from rlexp.train.build import Run
@@ -38,6 +39,8 @@ def resume(run: Run, run_dir: Path) -> tuple[Position, str]:
         return Position(), "  no checkpoint here yet: begins at step 1\n" if again else ""
     path, saved = found
     position = Position(saved["step"], saved["total_tokens"])
+    if run.rollouts is not None:
+        run.rollouts.restore(path, saved["rollouts"], position.step)
     if not first:
         return position, ""
     rewrite(run_dir / METRICS, path / METRICS, position.step)
@@ -94,11 +97,17 @@ def build_keeper(
         """Called between two steps; what it returns, while training goes on."""
         saved = position_of(run, position, known) | {"step": step, SCORE: score}
         lines = list(curve.lines) if curve else []
+        unfinished = run.rollouts.unfinished(step) if run.rollouts is not None else {}
 
-        def write(place: Path) -> None:
-            (place / POSITION).write_text(json.dumps(saved, indent=1), encoding="utf-8")
-            write_lines(place / METRICS, lines)
-            save_description(run.engine.policy.model, run.tokenizer, place / MODEL)
+        def write(place: Path) -> list[Path]:
+            rank, ranks = run.world.rank, run.world.size
+            written = [write_samples(place, name, rank, ranks, mine) for name, mine in unfinished.items()]
+            if rank == 0:
+                (place / POSITION).write_text(json.dumps(saved, indent=1), encoding="utf-8")
+                write_lines(place / METRICS, lines)
+                save_description(run.engine.policy.model, run.tokenizer, place / MODEL)
+                written += [place / POSITION, place / METRICS, *(place / MODEL).iterdir()]
+            return written
 
         return write
 
@@ -121,10 +130,11 @@ def position_of(run: Run, position: Position, known: dict[str, Any]) -> dict[str
     a step draws them from (seed, step)."""
     return {
         "step": position.step,
-        "epoch": position.step / run.sampler.steps_per_epoch,
+        "epoch": position.step / run.steps_per_epoch,
         "seed": run.cfg.seed,
         "random": {"seeded_from": ["seed", "step"], "seed": run.cfg.seed, "step": position.step},
         "total_tokens": position.total_tokens,
+        "rollouts": None if run.rollouts is None else run.rollouts.position(),
         "optimizer_steps": run.engine.steps,
         "schedule": dataclasses.asdict(run.schedule) | {"decay": run.schedule.decay.value},
         "wandb_id": known.get("wandb_id"),

@@ -19,6 +19,7 @@ from rlexp.launch.stops import Outcome, finishing_steps
 from rlexp.launch.whereabouts import Whereabouts
 from rlexp.metrics.memory import Phases
 from rlexp.model.export import dtype_of, export, on_host
+from rlexp.model.policy import CRITIC
 from rlexp.sinks.base import Ending, Sinks
 from rlexp.sinks.console import say
 from rlexp.sinks.jsonl import JsonlSink
@@ -75,6 +76,8 @@ def train_watched(cfg: Config, run_dir: Path, phases: Phases) -> Outcome:
         raise
     finally:
         sinks.close(ending)
+        if run.rollouts is not None:
+            run.rollouts.close()
     tell(run, footer(run, run_dir, outcome))
     return leave(outcome)
 
@@ -103,7 +106,7 @@ def how_it_ended(run: Run, position: Position, stop: signal.Signals | None, fail
 def export_run(run: Run, run_dir: Path, position: Position) -> None:
     """A collective call: parameters are gathered one by one; rank 0 writes, under another name until all is there."""
     place, unfinished = run_dir / "model", run_dir / ".model-unfinished"
-    weights = run.engine.weights()
+    weights = ((name, weight) for name, weight in run.engine.weights() if not name.startswith(CRITIC))
     dtype = dtype_of(run.cfg.checkpoint.export_dtype, bf16=run.cfg.train.precision is Precision.bf16)
     if run.world.rank == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -125,12 +128,17 @@ def ledger(run: Run) -> dict[str, object]:
         "steps": run.total_steps,
         "parameters": run.parameters,
         "data": {
-            "pairs": len(run.pairs),
-            "eval_pairs": len(run.eval_pairs),
+            **counts(run),
             "not_as_read": dict(run.dropped),
             "eval_not_as_read": dict(run.eval_dropped),
         },
     }
+
+
+def counts(run: Run) -> dict[str, int]:
+    if run.rollouts is None:
+        return {"pairs": len(run.pairs), "eval_pairs": len(run.eval_pairs)}
+    return {"prompts": len(run.rollouts.prompts), "eval_prompts": len(run.rollouts.eval_prompts)}
 
 
 def agreed(value: T) -> T:
@@ -143,7 +151,8 @@ def agreed(value: T) -> T:
 def header(run: Run, run_dir: Path) -> str:
     cfg, world = run.cfg, run.world
     replicas = f"{world.dp_size} replica{'s' * (world.dp_size > 1)}"
-    dropped = "".join(f"\n  {count} pairs: {reason}" for reason, count in sorted(run.dropped.items()))
+    kind = "pairs" if run.rollouts is None else "prompts"
+    dropped = "".join(f"\n  {count} {kind}: {reason}" for reason, count in sorted(run.dropped.items()))
     return (
         f"rlexp {__version__}  {cfg.loss.name} on {cfg.model.name} ({run.parameters:,} parameters, "
         f"{cfg.train.precision.value}), engine {run.engine.name}\n"
@@ -151,8 +160,18 @@ def header(run: Run, run_dir: Path) -> str:
         f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}\n"
         f"  batch {cfg.train.batch_size} = {replicas} × micro-batch {cfg.train.micro_batch_size} × "
         f"{cfg.train.grad_acc} accumulation step{'s' * (cfg.train.grad_acc > 1)}\n"
-        f"  {len(run.pairs):,} pairs, {run.total_steps} steps, {run.sampler.steps_per_epoch} an epoch{dropped}\n"
+        f"  {examples(run)}, {run.total_steps} steps, {run.steps_per_epoch} an epoch{dropped}\n"
         f"  {run_dir}\n"
+    )
+
+
+def examples(run: Run) -> str:
+    if run.rollouts is None:
+        return f"{len(run.pairs):,} pairs"
+    cfg = run.cfg.rollout
+    return (
+        f"{len(run.rollouts.prompts):,} prompts, a rollout is {cfg.batch_size} × {cfg.n_samples} samples for "
+        f"{cfg.epochs} epoch{'s' * (cfg.epochs > 1)} × {cfg.minibatches} train batches"
     )
 
 

@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -42,16 +43,44 @@ def train_step(run: Run, batch: Batch) -> dict[str, float]:
             run.engine.backward(replica_loss_sum * (run.world.size / count), last=number == len(micro_batches))
         finite &= losses_P.isfinite().all()
         held += len(shard.tokens_t)
+    suspects = Suspects(
+        [run.pairs[index].origin for index in batch.indices],
+        lambda: [run.pairs[index].origin for index in _samples_without_finite_loss(run, micro_batches)],
+    )
+    return conclude(run, batch, meter, Taken(len(micro_batches), held, bool(finite), started, sent), suspects)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Of the micro-batches of a step, before its optimizer has stepped."""
+
+    micro_batches: int
+    held: int  # tokens by this rank, padding too
+    finite: bool  # every loss of this rank's
+    started: float
+    sent: int  # bytes around the ring before
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """By name, the samples of a train batch; and which of them have no finite loss. The latter is a collective call."""
+
+    all: Sequence[str]
+    find: Callable[[], Sequence[str]]
+
+
+def conclude(run: Run, batch: Batch, meter: Meter, taken: Taken, suspects: Suspects) -> dict[str, float]:
+    """The optimizer steps; the values of the train batch."""
     lr = run.schedule.at(batch.step)
     with run.phases("optimizer"):
         grad_norm = run.engine.grad_norm()
-        refuse_unless_finite(run, batch, micro_batches, bool(finite), grad_norm)
+        refuse_unless_finite(run, batch.step, taken.finite, grad_norm, suspects)
         run.engine.step(lr)
         if run.device.type == "cuda":
             torch.cuda.synchronize()  # once a step, so that its time and its memory are its own
-    meter.add_max("ring_tokens", held)
-    meter.add_max("ring_bytes", run.world.ring.traffic.sent - sent)
-    meter.add_max("step_seconds", time.monotonic() - started)
+    meter.add_max("ring_tokens", taken.held)
+    meter.add_max("ring_bytes", run.world.ring.traffic.sent - taken.sent)
+    meter.add_max("step_seconds", time.monotonic() - taken.started)
     run.phases.report(meter)
     values = meter.reduce()
     memory = peaks(values)
@@ -61,10 +90,10 @@ def train_step(run: Run, batch: Batch) -> dict[str, float]:
         "grad_norm": grad_norm,
         "learning_rate": lr,
         "tokens_per_second": train["tokens"] / train["step_seconds"],
-        "epoch": batch.step / run.sampler.steps_per_epoch,
+        "epoch": batch.step / run.steps_per_epoch,
         "global_step": batch.step,
         "grad_acc": run.cfg.train.grad_acc,
-        "micro_batches": len(micro_batches),
+        "micro_batches": taken.micro_batches,
     }
     return {f"train/{name}": value for name, value in train.items()} | memory
 
@@ -139,22 +168,19 @@ def by_pair(values_S: Tensor) -> PairLogps:
     return PairLogps(values_S[0::2], values_S[1::2])
 
 
-def refuse_unless_finite(
-    run: Run, batch: Batch, micro_batches: Sequence[Sequence[int]], finite: bool, grad_norm: float
-) -> None:
+def refuse_unless_finite(run: Run, step: int, finite: bool, grad_norm: float, suspects: Suspects) -> None:
     """Before the optimizer step, on all ranks alike: a step with a NaN cannot be taken back."""
     bad = torch.tensor([0.0 if finite else 1.0], device=run.device)
     if run.world.size > 1:
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
     if bool(bad == 0) and grad_norm != float("inf"):
         return
-    what, indices = "gradient", list(batch.indices)
+    what, names = "gradient", suspects.all
     if bool(bad):
-        what, indices = "loss", _samples_without_finite_loss(run, micro_batches) or indices
-    names = [run.pairs[index].origin for index in indices]
+        what, names = "loss", suspects.find() or suspects.all
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     raise NonFiniteError(
-        f"step {batch.step}: the {what} is not finite. Samples: {', '.join(names[:NAMED])}{more}. The optimizer has "
+        f"step {step}: the {what} is not finite. Samples: {', '.join(names[:NAMED])}{more}. The optimizer has "
         f"not stepped. A smaller optim.lr, a warm-up or train.precision=fp32 may help; or the samples are at fault."
     )
 

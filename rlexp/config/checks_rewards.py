@@ -1,4 +1,4 @@
-"""Rules across the fields of rollouts, rewards and the losses they serve."""
+"""Rules for rewards, across their fields."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from rlexp.config import sizes
+from rlexp.config.checks_rollout import is_policy_loss
 from rlexp.config.rewards import reward_terms
 from rlexp.config.schema import (
     Config,
     ModelRewardConfig,
-    PolicyLossConfig,
     PythonRewardConfig,
     RewardConfig,
     RuleName,
     RuleRewardConfig,
 )
 from rlexp.errors import ConfigError
-
-
-def is_policy_loss(cfg: Config) -> bool:
-    """Whether the run draws its own samples."""
-    return isinstance(cfg.loss, PolicyLossConfig)
 
 
 def check_reward(cfg: Config) -> None:

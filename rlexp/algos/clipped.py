@@ -1,0 +1,122 @@
+"""What the algorithms have in common: the clipped ratio, the divergence and the entropy in the loss, what is logged.
+
+    ratio = exp(log π − log π_old),  loss = max(−A·ratio, −A·clamp(ratio, 1 − clip_low, 1 + clip_high))
+
+With policy = old the ratio is 1, nothing is clipped and the loss of a token is −A, its gradient −A·∇log π: that of
+REINFORCE. Shape letters: t tokens of this rank, S sequences of a micro-batch, N samples of a rollout, L tokens of an
+answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlexp.algos.gae import token_rewards
+from rlexp.algos.kl import estimate
+from rlexp.algos.policy import Outcomes, PolicyTerms, PolicyTokens, Spread
+from rlexp.config.schema import KLEstimator, KLPlace
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedRatio:
+    """An algorithm says what its answers earn (`credit`); the rest is as here, unless it says otherwise."""
+
+    beta: float
+    kl_in: KLPlace
+    kl: KLEstimator
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    entropy: float
+    importance_cap: float | None  # of exp(old − behaviour), a factor of the policy's term; None leaves it out
+
+    needs_critic: ClassVar[bool] = False
+    groups: ClassVar[bool] = False
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.beta > 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy > 0
+
+    def earned(self, outcomes: Outcomes, kl_coef: float) -> Tensor:
+        """(N,): the scores, less what the whole answer pays for its divergence where that is in the reward."""
+        if self.kl_in is KLPlace.reward:
+            return outcomes.scores_N - kl_coef * outcomes.kl_N
+        return outcomes.scores_N
+
+    def rewards(self, score: float, kl_L: Tensor, kl_coef: float) -> Tensor:
+        """(L,): the same, token by token."""
+        return token_rewards(score, kl_L, kl_coef if self.kl_in is KLPlace.reward else 0.0)
+
+    def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> Spread:  # noqa: ARG002
+        """Every token of an answer has earned what the answer has."""
+        return Spread(torch.full_like(kl_L, credit, dtype=torch.float64))
+
+    def __call__(self, tokens: PolicyTokens, kl_coef: float) -> PolicyTerms:
+        ratio_t = torch.exp(tokens.logps_t - tokens.old_t)
+        losses_t, clipped_t = self.surrogate(ratio_t, tokens.advantages_t)
+        policy = (tokens.weight_t * losses_t * self.importance(tokens.old_t - tokens.behaviour_t)).sum()
+        others = self.other_terms(tokens, kl_coef)
+        return PolicyTerms(
+            loss=policy + sum(others.values()),
+            weighted={"loss/policy_avg": policy.detach()} | {name: term.detach() for name, term in others.items()},
+            replicated={},
+            means_t=logged(tokens, ratio_t, clipped_t),
+            peaks_t={"val/ratio_max": ratio_t.detach()},
+        )
+
+    def surrogate(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss, by token or by sequence, and 1 where a clipped branch is what counts. Within the range the clamped
+        ratio is the ratio itself to the last bit, so rounding about 1 clips nothing."""
+        plain = -advantages * ratio
+        losses = torch.maximum(plain, -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high))
+        if self.dual_clip is not None:
+            losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * self.dual_clip), losses)
+        return losses, (losses != plain).detach().to(ratio.dtype)
+
+    def importance(self, log_ratio: Tensor) -> Tensor | float:
+        """What a token or a sequence counts for being likelier now than when it was drawn."""
+        return 1.0 if self.importance_cap is None else log_ratio.detach().exp().clamp(max=self.importance_cap)
+
+    def other_terms(self, tokens: PolicyTokens, kl_coef: float) -> dict[str, Tensor]:
+        """The divergence and the entropy, as they enter the loss."""
+        terms = {}
+        if self.needs_reference and self.kl_in is KLPlace.loss:
+            assert tokens.reference_t is not None
+            kl_t = estimate(self.kl, tokens.logps_t - tokens.reference_t)
+            terms["loss/kl"] = kl_coef * (tokens.weight_t * kl_t).sum()
+        if self.needs_entropy:
+            terms["loss/entropy"] = -self.entropy * (tokens.weight_t * tokens.entropy_t).sum()
+        return terms
+
+
+@torch.no_grad()
+def logged(tokens: PolicyTokens, ratio_t: Tensor, clipped_t: Tensor) -> dict[str, Tensor]:
+    """By token; TRL's names, where it has one."""
+    values_t = {
+        "policy/approxkl_avg": (tokens.logps_t - tokens.old_t).square() / 2,
+        "policy/clipfrac_avg": clipped_t,
+        "policy/entropy_avg": tokens.entropy_t,
+        "val/ratio": ratio_t,
+        "val/behaviour_ratio": torch.exp(tokens.old_t - tokens.behaviour_t),
+    }
+    if tokens.reference_t is not None:
+        values_t["policy/kl_avg"] = estimate(KLEstimator.k3, tokens.logps_t - tokens.reference_t)
+    return {name: each.detach() for name, each in values_t.items()}
+
+
+def by_group(values_N: Tensor, group_N: Tensor, credit: Callable[[Tensor], Tensor]) -> Tensor:
+    """(N,): `credit` of the values of each group, put back in their places."""
+    order_N = torch.argsort(group_N, stable=True)
+    sizes = torch.unique_consecutive(group_N[order_N], return_counts=True)[1].tolist()
+    result_N = torch.empty_like(values_N)
+    result_N[order_N] = torch.cat([credit(each) for each in values_N[order_N].split(sizes)])
+    return result_N

@@ -1,0 +1,26 @@
+"""REINFORCE++ (Hu et al. 2025, arXiv 2501.03262)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rlexp.algos.clipped import ClippedRatio
+from rlexp.algos.gae import returns_to_go
+from rlexp.algos.policy import Outcomes, Spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePP(ClippedRatio):
+    """Each token has earned the score, less what it and all later tokens pay for their divergence; no critic, no
+    group: the baseline is the mean of the train batch, by loss.whiten.
+
+    With policy = old, whitened and with the token mean, the policy's term is 0 and its gradient that of REINFORCE.
+    """
+
+    def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:  # noqa: ARG002
+        return outcomes.scores_N
+
+    def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> Spread:  # noqa: ARG002
+        return Spread(returns_to_go(self.rewards(credit, kl_L, kl_coef)))

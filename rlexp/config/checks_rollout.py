@@ -1,0 +1,109 @@
+"""Rules for rollouts, across fields."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+from rlexp.config import sizes
+from rlexp.config.schema import (
+    ArithmeticDataConfig,
+    Config,
+    PolicyLossConfig,
+    RolloutConfig,
+    RolloutEngine,
+    RolloutMode,
+)
+from rlexp.errors import ConfigError
+
+
+def is_policy_loss(cfg: Config) -> bool:
+    """Whether the run draws its own samples."""
+    return isinstance(cfg.loss, PolicyLossConfig)
+
+
+def minibatches(cfg: Config) -> int:
+    if not is_policy_loss(cfg):
+        return 1
+    return sizes.minibatches(cfg.rollout.batch_size, cfg.rollout.n_samples, cfg.train.batch_size)
+
+
+def check_rollout(cfg: Config) -> None:
+    rollout = cfg.rollout
+    if not is_policy_loss(cfg):
+        if isinstance(cfg.data, ArithmeticDataConfig):
+            raise ConfigError(
+                f"data=arithmetic: has prompts and no pairs, and loss={cfg.loss.name} compares two answers. Use "
+                f"data=synthetic or data=jsonl, or a loss that draws its own samples (loss=ppo, loss=grpo, …)."
+            )
+        if rollout.sampling_ranks or rollout.mode is RolloutMode.pipelined:
+            raise ConfigError(
+                f"rollout.mode={rollout.mode.value}: loss={cfg.loss.name} draws no samples. Leave it out, or use a "
+                f"loss that does (loss=ppo, loss=grpo, …)."
+            )
+        return
+    _check_amounts(rollout)
+    _check_distribution(rollout)
+    _check_lengths(cfg)
+    _check_mode(cfg)
+    if not cfg.data.drop_last:
+        raise ConfigError(
+            "data.drop_last=false: a rollout always has rollout.batch_size prompts. Leave data.drop_last=true, and "
+            "choose rollout.batch_size so that it divides the number of prompts."
+        )
+
+
+def _check_amounts(rollout: RolloutConfig) -> None:
+    for key in ("batch_size", "n_samples", "epochs", "micro_batch_size", "score_batch_size", "max_new_tokens"):
+        sizes.positive(f"rollout.{key}", getattr(rollout, key))
+    if rollout.micro_batch_tokens is not None:
+        sizes.positive("rollout.micro_batch_tokens", rollout.micro_batch_tokens)
+    for key in ("show_every", "show"):
+        if getattr(rollout, key) < 0:
+            raise ConfigError(f"rollout.{key}={getattr(rollout, key)}: must be at least 0 (0 shows no samples).")
+    if not (math.isfinite(rollout.overlong_penalty) and rollout.overlong_penalty >= 0):
+        raise ConfigError(f"rollout.overlong_penalty={rollout.overlong_penalty}: must be at least 0.")
+    cap = rollout.importance_cap
+    if cap is not None and not (math.isfinite(cap) and cap > 0):
+        raise ConfigError(f"rollout.importance_cap={cap}: must be greater than 0; null does without.")
+
+
+def _check_distribution(rollout: RolloutConfig) -> None:
+    if not (math.isfinite(rollout.temperature) and rollout.temperature > 0):
+        raise ConfigError(
+            f"rollout.temperature={rollout.temperature}: must be greater than 0: a policy that always gives its "
+            f"likeliest answer has nothing to learn from."
+        )
+    if rollout.top_k < 0:
+        raise ConfigError(f"rollout.top_k={rollout.top_k}: must be at least 0 (0 takes all tokens).")
+    if not 0 < rollout.top_p <= 1:
+        raise ConfigError(f"rollout.top_p={rollout.top_p}: must be in (0, 1].")
+    if not 0 <= rollout.min_p <= 1:
+        raise ConfigError(f"rollout.min_p={rollout.min_p}: must be in [0, 1].")
+    if "" in rollout.stop:
+        raise ConfigError('rollout.stop: has an empty text, which would end every answer. Leave it out: stop=["\\n"].')
+
+
+def _check_lengths(cfg: Config) -> None:
+    if cfg.rollout.max_new_tokens >= cfg.data.max_length:
+        raise ConfigError(
+            f"rollout.max_new_tokens={cfg.rollout.max_new_tokens}: leaves no room for a prompt in data.max_length="
+            f"{cfg.data.max_length}, which counts both. Raise data.max_length, or lower rollout.max_new_tokens."
+        )
+
+
+def _check_mode(cfg: Config) -> None:
+    rollout = cfg.rollout
+    pipelined = rollout.mode is RolloutMode.pipelined
+    if pipelined != (rollout.sampling_ranks > 0):
+        needed = "at least 1 rank that only samples" if pipelined else "all ranks to sample and to train"
+        raise ConfigError(
+            f"rollout.sampling_ranks={rollout.sampling_ranks}: rollout.mode={rollout.mode.value} needs {needed}. Use "
+            f"rollout.sampling_ranks={1 if pipelined else 0}, or "
+            f"rollout.mode={'colocated' if pipelined else 'pipelined'}."
+        )
+    if rollout.engine is RolloutEngine.vllm and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine=vllm: the package vllm is not installed. `pip install vllm` (on a GPU machine), or use "
+            "rollout.engine=native."
+        )

@@ -1,0 +1,175 @@
+"""Drawing answers: a rank's own, a micro-batch at a time, row by row leaving as they end.
+
+Where a forward pass is a collective call (parameters in pieces), ranks go in step: who is done takes part with a row
+of nothing until all are.
+
+Shape letters: B rows, U prompts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlexp.config.schema import RolloutConfig
+from rlexp.errors import NonFiniteError
+from rlexp.model.decoding import Decoding, KeyValues
+from rlexp.rollout.choose import choose
+from rlexp.rollout.deal import Request
+from rlexp.rollout.noise import stream, uniform
+from rlexp.types import Ids, Sample
+
+PREFILL = 512  # tokens of a prompt read at once
+
+Forward = Callable[[Decoding], Tensor]
+
+
+@dataclass
+class Drawn:
+    """The rows of a micro-batch so far."""
+
+    requests: Sequence[Request]
+    answers: list[list[int]]
+    logps: list[list[float]]
+    stopped: list[bool]
+
+
+class Drawer:
+    def __init__(
+        self,
+        forward: Forward,
+        tokenizer: Any,
+        ends: Sequence[int],
+        cfg: RolloutConfig,
+        seed: int,
+        device: torch.device,
+        dtype: np.dtype[Any],
+        *,
+        in_step: bool,
+    ) -> None:
+        self._forward, self._tokenizer, self._ends = forward, tokenizer, frozenset(ends)
+        self._cfg, self._seed, self._device, self._dtype, self._in_step = cfg, seed, device, dtype, in_step
+        self.bytes_held = 0  # by keys and values, at most
+
+    def draw(self, micro_batches: Sequence[Sequence[Request]], rollout: int) -> Iterator[list[Sample]]:
+        """The samples of each micro-batch, in the order of its requests. To be exhausted by every rank."""
+        for requests in micro_batches:
+            yield self._samples(self._drawn(requests, rollout))
+        while self._in_step and self._others_go_on():
+            self._forward(self._nothing())
+
+    def _others_go_on(self) -> bool:
+        return self._agreed(0.0)
+
+    def _agreed(self, going_on: float) -> bool:
+        flag = torch.tensor(going_on, device=self._device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def _nothing(self) -> Decoding:
+        row = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        return Decoding(row, row, KeyValues(row[0], 1))
+
+    def _next(self, batch: Decoding) -> Tensor:
+        if self._in_step:
+            self._agreed(1.0)
+        return self._forward(batch)
+
+    def _drawn(self, requests: Sequence[Request], rollout: int) -> Drawn:
+        cfg, drawn = self._cfg, Drawn(requests, [[] for _ in requests], [[] for _ in requests], [False] * len(requests))
+        streams_B = stream(self._seed, rollout, [r.prompt.index for r in requests], [r.number for r in requests])
+        cache, logits_BV, lengths_B = self._read(requests)
+        rows = list(range(len(requests)))  # of the batch, by their place among the requests
+        for position in range(cfg.max_new_tokens):
+            uniform_B = torch.from_numpy(uniform(streams_B[rows], position)).to(self._device)
+            token_B, logp_B = choose(logits_BV, uniform_B, cfg)
+            staying = self._note(drawn, rows, token_B.tolist(), logp_B.tolist())
+            if not staying or position + 1 == cfg.max_new_tokens:
+                break
+            if len(staying) < len(rows):
+                kept = torch.tensor(staying, device=self._device)
+                cache.take(kept)
+                token_B, lengths_B = token_B[kept], lengths_B[kept]
+                rows = [rows[place] for place in staying]
+            logits_BV = self._next(Decoding(token_B.unsqueeze(-1), (lengths_B + position).unsqueeze(-1), cache))
+        self.bytes_held = max(self.bytes_held, cache.bytes_held())
+        return drawn
+
+    def _note(self, drawn: Drawn, rows: Sequence[int], tokens: list[int], logps: list[float]) -> list[int]:
+        """Add a token to each row; the places of those that go on."""
+        staying = []
+        for place, (row, token, logp) in enumerate(zip(rows, tokens, logps, strict=True)):
+            if not np.isfinite(logp):
+                raise NonFiniteError(
+                    f"{drawn.requests[row].prompt.origin}: the policy's log-probabilities are not finite after "
+                    f"{len(drawn.answers[row])} tokens of an answer. A smaller optim.lr or a warm-up may help."
+                )
+            drawn.answers[row].append(token)
+            drawn.logps[row].append(logp)
+            drawn.stopped[row] = token in self._ends or self._stops(drawn.answers[row])
+            if not drawn.stopped[row]:
+                staying.append(place)
+        return staying
+
+    def _stops(self, answer: list[int]) -> bool:
+        """Whether one of `rollout.stop` has just been written: it stands in the last tokens' text."""
+        if not self._cfg.stop:
+            return False
+        tail = answer[-(max(len(stop.encode()) for stop in self._cfg.stop) + 1) :]
+        text = self._tokenizer.decode(tail, skip_special_tokens=True)
+        return any(stop in text for stop in self._cfg.stop)
+
+    def _read(self, requests: Sequence[Request]) -> tuple[KeyValues, Tensor, Tensor]:
+        """Each prompt once, in pieces; then a row for each of its samples. The cache, the logits of the first token
+        of each row, and its length so far."""
+        prompts, of_row = _distinct(requests)
+        longest = max(len(prompt) for prompt in prompts)
+        pads_U = torch.tensor([longest - len(prompt) for prompt in prompts], device=self._device)
+        tokens = np.zeros((len(prompts), longest), dtype=np.int64)
+        for row, prompt in enumerate(prompts):
+            tokens[row, longest - len(prompt) :] = prompt
+        tokens_UL = torch.from_numpy(tokens).to(self._device)
+        positions_UL = (torch.arange(longest, device=self._device) - pads_U.unsqueeze(-1)).clamp(min=0)
+        cache = KeyValues(pads_U, longest)
+        for first in range(0, longest, PREFILL):
+            part = slice(first, first + PREFILL)
+            logits_UV = self._next(Decoding(tokens_UL[:, part], positions_UL[:, part], cache))
+        rows_B = torch.tensor(of_row, device=self._device)
+        if of_row != list(range(len(prompts))):
+            cache.take(rows_B)
+        return cache, logits_UV[rows_B], (longest - pads_U)[rows_B]
+
+    def _samples(self, drawn: Drawn) -> list[Sample]:
+        found = []
+        for row, request in enumerate(drawn.requests):
+            answer = np.asarray(drawn.answers[row], dtype=np.int32)
+            behaviour = np.asarray(drawn.logps[row], dtype=self._dtype)
+            text, stopped = text_of(self._tokenizer, answer, self._cfg.stop), drawn.stopped[row]
+            found.append(Sample(request.place, request.prompt, request.number, answer, stopped, text, behaviour))
+        return found
+
+
+def text_of(tokenizer: Any, answer: Ids, stop: Sequence[str]) -> str:
+    """Without special tokens, and without what ended it."""
+    text = str(tokenizer.decode(answer.tolist(), skip_special_tokens=True))
+    return text[: min((text.find(each) for each in stop if each in text), default=len(text))]
+
+
+def _distinct(requests: Sequence[Request]) -> tuple[list[Ids], list[int]]:
+    """The prompts without repetition, and which of them each request is of."""
+    places: dict[int, int] = {}
+    prompts: list[Ids] = []
+    of_row = []
+    for request in requests:
+        if request.prompt.index not in places:
+            places[request.prompt.index] = len(prompts)
+            prompts.append(request.prompt.tokens)
+        of_row.append(places[request.prompt.index])
+    return prompts, of_row

@@ -1,0 +1,70 @@
+"""A rollout that a checkpoint falls into: its samples, a file for each rank, to be taken up by any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlexp.types import Floats, Prompt, Sample
+
+PATTERN = "rollout-*.npz"
+ALWAYS, PERHAPS = ("behaviour",), ("old", "reference", "values", "advantages", "returns")
+
+
+def write(folder: Path, name: str, rank: int, ranks: int, samples: Sequence[Sample]) -> Path:
+    """`name` tells a rollout that is trained on (`now`) from one that waits (`next`)."""
+    path = folder / f"rollout-{name}-{rank:05d}-of-{ranks:05d}.npz"
+    ragged = {field: [getattr(s, field) for s in samples] for field in (*ALWAYS, *PERHAPS)}
+    arrays: dict[str, Any] = {field: np.concatenate(parts) for field, parts in ragged.items() if parts and parts[0] is not None}
+    with path.open("wb") as file:
+        np.savez(
+            file,
+            place=np.array([s.place for s in samples], dtype=np.int64),
+            prompt=np.array([s.prompt.index for s in samples], dtype=np.int64),
+            number=np.array([s.number for s in samples], dtype=np.int64),
+            stopped=np.array([s.stopped for s in samples], dtype=bool),
+            counts=np.array([s.counts for s in samples], dtype=bool),
+            score=np.array([s.score for s in samples], dtype=np.float64),
+            text=np.array([s.text.encode().hex() for s in samples], dtype=np.str_),
+            length=np.array([len(s.answer) for s in samples], dtype=np.int64),
+            answer=np.concatenate([s.answer for s in samples]) if samples else np.zeros(0, dtype=np.int32),
+            **arrays,
+        )
+    return path
+
+
+def read(folder: Path, name: str, prompts: Sequence[Prompt], rank: int, ranks: int) -> list[Sample]:
+    """This rank's part of what is there: every `ranks`-th sample by its place."""
+    found: list[Sample] = []
+    for path in sorted(folder.glob(f"rollout-{name}-*.npz")):
+        with np.load(path, allow_pickle=False) as file:
+            found += _samples({key: file[key] for key in file.files}, prompts, rank, ranks)
+    return sorted(found, key=lambda sample: sample.place)
+
+
+def _samples(file: dict[str, Floats], prompts: Sequence[Prompt], rank: int, ranks: int) -> list[Sample]:
+    starts = np.concatenate(([0], np.cumsum(file["length"])))
+    found = []
+    for row, place in enumerate(file["place"].tolist()):
+        if place % ranks != rank:
+            continue
+        part = slice(int(starts[row]), int(starts[row + 1]))
+        sample = Sample(
+            place,
+            prompts[int(file["prompt"][row])],
+            int(file["number"][row]),
+            file["answer"][part].astype(np.int32),
+            bool(file["stopped"][row]),
+            bytes.fromhex(str(file["text"][row])).decode(),
+            file["behaviour"][part].copy(),
+            score=float(file["score"][row]),
+            counts=bool(file["counts"][row]),
+        )
+        for field in PERHAPS:
+            if field in file:
+                setattr(sample, field, file[field][part].copy())
+        found.append(sample)
+    return found

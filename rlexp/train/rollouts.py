@@ -1,0 +1,264 @@
+"""Where a run that draws its own samples gets them: drawn, judged, scored and given their advantages, rollout by
+rollout, and shared out into train batches.
+
+A rollout serves `rollout.epochs × rollout.minibatches` optimizer steps. Which samples a step takes follows from
+(seed, rollout, epoch), and what is drawn from (seed, rollout, prompt, sample, position): nothing here knows the layout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlexp.algos.kl import KLController, estimate
+from rlexp.algos.policy import Outcomes, PolicyLoss
+from rlexp.config.schema import Overlong, PolicyLossConfig, RolloutConfig
+from rlexp.data.sampler import Batch, Sampler
+from rlexp.metrics.memory import Phases
+from rlexp.ring.groups import World
+from rlexp.rollout import saved
+from rlexp.rollout.experience import Table, fetch, table_of
+from rlexp.rollout.rewards.weighted import Rewards
+from rlexp.rollout.scoring import Scorer
+from rlexp.types import Prompt, Sample
+
+HELD_OUT = 1 << 40  # the number of the rollout that held-out prompts are answered in
+NOW, NEXT = "now", "next"
+ALIKE = 1e-9  # scores of a group within this of each other, relative, are one: of a model's, rounding may differ
+
+
+class Source(Protocol):
+    """Who draws. A collective call of the ranks that train."""
+
+    def draw(self, number: int, prompts: Sequence[Prompt], n_samples: int, rewards: Rewards) -> list[Sample]:
+        """This rank's samples of rollout `number`, handed to the rewards as they come; the same samples of all ranks
+        together, whoever draws them."""
+
+    def waiting(self) -> list[Sample] | None:
+        """This rank's part of what has been drawn ahead, for a checkpoint to keep."""
+
+    def restore(self, waiting: list[Sample]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the row of a rollout's first step says of it, and what is shown of it."""
+
+    number: int
+    samples: list[Sample]  # this rank's
+    values: dict[str, float]
+    seconds: dict[str, float]
+
+
+@dataclass
+class Rollouts:
+    """The state of a run's rollouts on this rank."""
+
+    cfg: RolloutConfig
+    loss_cfg: PolicyLossConfig
+    loss: PolicyLoss
+    seed: int
+    train_batch: int
+    prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+    sampler: Sampler
+    source: Source
+    rewards: Rewards
+    scorer: Scorer
+    world: World
+    device: torch.device
+    phases: Phases
+    controller: KLController = field(init=False)
+    number: int = -1  # of the rollout that is held
+    mine: list[Sample] = field(default_factory=list)
+    kl_coef: float = 0.0  # that the rollout was made with
+    made: Made | None = None  # the last one, until somebody has shown it
+
+    def __post_init__(self) -> None:
+        self.controller = KLController(self.loss_cfg.beta, self.loss_cfg.kl_target, self.loss_cfg.kl_horizon)
+
+    @property
+    def steps_each(self) -> int:
+        return self.cfg.epochs * self.cfg.minibatches
+
+    @property
+    def size(self) -> int:
+        return self.cfg.batch_size * self.cfg.n_samples
+
+    def of_step(self, step: int) -> int:
+        return (step - 1) // self.steps_each
+
+    def batch(self, step: int) -> Batch:
+        """The samples of an optimizer step, by their places in its rollout."""
+        number, inner = divmod(step - 1, self.steps_each)
+        epoch, minibatch = divmod(inner, self.cfg.minibatches)
+        order = np.random.default_rng([self.seed, number, epoch]).permutation(self.size)
+        places = order[minibatch * self.train_batch : (minibatch + 1) * self.train_batch]
+        return Batch(step, epoch, tuple(int(place) for place in places))
+
+    def samples(self, batch: Batch) -> list[Sample]:
+        """Of a train batch, whole, on every rank. A collective call."""
+        return fetch(self.mine, batch.indices, self.world)
+
+    def ensure(self, step: int) -> Made | None:
+        """Have the rollout that a step belongs to; what is said of it, if it is new. A collective call."""
+        number = self.of_step(step)
+        if number == self.number:
+            return None
+        began = time.monotonic()
+        prompts = [self.prompts[index] for index in self.sampler.batch(number + 1).indices]
+        with self.phases("rollout"):
+            self.mine = self.source.draw(number, prompts, self.cfg.n_samples, self.rewards)
+        drawn = time.monotonic()
+        with self.phases("score"):
+            judged = self.scorer.score(self.mine)
+            self._collect(self.mine, judged)
+            self.kl_coef, self.number = self.controller.beta, number
+            table = self._table(self.mine, self.size, scored=True)
+            self._give_credit(table)
+        values = self._values(table)
+        self.controller.update(values["objective/kl"], self.size)
+        seconds = {"rollout": drawn - began, "score": time.monotonic() - drawn}
+        self.made = Made(number, self.mine, values, seconds)
+        return self.made
+
+    def _collect(self, mine: Sequence[Sample], judged: dict[str, list[float]]) -> None:
+        self.rewards.collect()
+        for name, scores in judged.items():
+            self.rewards.add(name, mine, scores)
+        self.rewards.finish(mine)
+        for sample in mine:
+            if self.cfg.overlong is Overlong.penalty and not sample.stopped:
+                sample.score -= self.cfg.overlong_penalty
+            sample.counts = sample.stopped or self.cfg.overlong is not Overlong.mask
+
+    def _table(self, mine: Sequence[Sample], total: int, *, scored: bool) -> Table:
+        def row(sample: Sample) -> dict[str, float]:
+            found = {"score": sample.score, "length": float(len(sample.answer)), "stopped": float(sample.stopped)}
+            found |= {f"reward/{name}": sample.terms[name] for name in self.rewards.weights}
+            if scored:
+                assert sample.old is not None
+                found |= {"surprise": -float(sample.old.sum(dtype=np.float64))}
+                d_L = self._log_ratio(sample)
+                found |= {"kl": float(d_L.sum()), "kl_estimate": float(self._kl(d_L).sum())}
+            return found
+
+        names = ["score", "length", "stopped", *(f"reward/{name}" for name in self.rewards.weights)]
+        names += ["surprise", "kl", "kl_estimate"] if scored else []
+        return table_of(mine, total, self.world, self.device, row, names)
+
+    def _log_ratio(self, sample: Sample) -> Tensor:
+        """Of policy and reference, by token, in float64; zeros without a reference."""
+        assert sample.old is not None
+        old_L = torch.from_numpy(sample.old).double()
+        if sample.reference is None:
+            return torch.zeros_like(old_L)
+        return old_L - torch.from_numpy(sample.reference).double()
+
+    def _kl(self, d_L: Tensor) -> Tensor:
+        return estimate(self.loss_cfg.kl, d_L)
+
+    def _give_credit(self, table: Table) -> None:
+        """From what all samples came to, to each of this rank's advantages by token."""
+        group_N = torch.arange(self.size) // self.cfg.n_samples
+        credit_N = self.loss.credit(Outcomes(table["score"], table["kl_estimate"], group_N), self.kl_coef)
+        without_signal = without_signal_of(table["score"], self.cfg.n_samples)
+        for sample in self.mine:
+            values_L = None if sample.values is None else torch.from_numpy(sample.values).double()
+            kl_L = self._kl(self._log_ratio(sample))
+            spread = self.loss.spread(float(credit_N[sample.place]), kl_L, values_L, self.kl_coef)
+            sample.advantages = spread.advantages_L.numpy().astype(self.scorer.dtype)
+            if spread.returns_L is not None:
+                sample.returns = spread.returns_L.numpy().astype(self.scorer.dtype)
+            if self.loss_cfg.filter and bool(without_signal[sample.place]):
+                sample.counts = False
+
+    def _values(self, table: Table) -> dict[str, float]:
+        """TRL's names, where it has one: means over the samples of sums over their tokens."""
+        mean = {name: float(column.mean()) for name, column in table.items()}
+        non_score = -self.kl_coef * mean["kl_estimate"]
+        values = {
+            "objective/scores": mean["score"],
+            "objective/scores_std": float(table["score"].std(correction=0)),
+            "objective/kl": mean["kl"],
+            "objective/entropy": mean["surprise"],
+            "objective/non_score_reward": non_score,
+            "objective/rlhf_reward": mean["score"] + non_score,
+            "objective/kl_coef": self.kl_coef,
+            "response/length": mean["length"],
+            "response/length_max": float(table["length"].max()),
+            "response/stopped": mean["stopped"],
+            "rollout/without_signal": float(without_signal_of(table["score"], self.cfg.n_samples).double().mean()),
+        }
+        values |= {name: value for name, value in mean.items() if name.startswith("reward/")}
+        if self.loss.needs_critic:
+            values |= {"val/explained_variance": self._explained_variance()}
+        return values
+
+    def _explained_variance(self) -> float:
+        """1 − Var(returns − values) / Var(returns), over the tokens of the rollout; 0 where returns are all alike."""
+
+        def sums(sample: Sample) -> dict[str, float]:
+            assert sample.returns is not None
+            assert sample.values is not None
+            returns = sample.returns.astype(np.float64)
+            error = returns - sample.values
+            return {"n": float(len(returns)), "r": returns.sum(), "rr": (returns**2).sum(), "e": error.sum(),
+                    "ee": (error**2).sum()}  # fmt: skip
+
+        table = table_of(self.mine, self.size, self.world, self.device, sums, ["n", "r", "rr", "e", "ee"])
+        n, r, rr, e, ee = (float(column.sum()) for column in table.values())
+        spread = rr - r * r / n
+        return 1 - (ee - e * e / n) / spread if spread > 1e-9 * rr else 0.0
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out prompts, an answer each, with the same numbers every time. A collective call."""
+        with self.phases("eval"):
+            mine = self.source.draw(HELD_OUT, self.eval_prompts, 1, self.rewards)
+            self._collect(mine, self.scorer.judge(mine))
+            table = self._table(mine, len(self.eval_prompts), scored=False)
+        mean = {name: float(column.mean()) for name, column in table.items()}
+        renamed = {"score": "objective/scores", "length": "response/length", "stopped": "response/stopped"}
+        return {renamed.get(name, name): value for name, value in mean.items()}
+
+    def position(self) -> dict[str, Any]:
+        """For a checkpoint: small, and the same on every rank."""
+        return {"number": self.number, "kl_coef": self.kl_coef, "beta": self.controller.beta}
+
+    def unfinished(self, step: int) -> dict[str, list[Sample]]:
+        """After `step`, for a checkpoint: this rank's samples that later steps will take, by the name of their file."""
+        waiting = self.source.waiting()
+        found = {} if waiting is None else {NEXT: waiting}
+        return found | ({NOW: list(self.mine)} if step % self.steps_each else {})
+
+    def restore(self, folder: Path, position: dict[str, Any], step: int) -> None:
+        rank, ranks = self.world.rank, self.world.size
+        self.controller.beta = position["beta"]
+        if step % self.steps_each:
+            self.number, self.kl_coef = position["number"], position["kl_coef"]
+            self.mine = saved.read(folder, NOW, self.prompts, rank, ranks)
+        if any(folder.glob(saved.PATTERN.replace("*", f"{NEXT}-*"))):
+            self.source.restore(saved.read(folder, NEXT, self.prompts, rank, ranks))
+
+    def close(self) -> None:
+        self.rewards.close()
+        self.source.close()
+
+
+def without_signal_of(scores_N: Tensor, n_samples: int) -> Tensor:
+    """(N,): whether all answers to the sample's prompt scored the same. A single answer has nothing beside it."""
+    if n_samples == 1:
+        return torch.zeros_like(scores_N, dtype=torch.bool)
+    groups = scores_N.view(-1, n_samples)
+    apart = groups.amax(1) - groups.amin(1)
+    alike = apart <= ALIKE * groups.abs().amax(1)
+    return alike.repeat_interleave(n_samples)
