@@ -30,7 +30,9 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from rlexp.config.checks_rl import check_reward
+from rlexp.config.checks_rewards import check_reward
+from rlexp.config.identity import changes, identity
+from rlexp.config.load import compose_config
 from rlexp.config.rewards import reward_terms
 from rlexp.config.schema import (
     Config,
@@ -481,6 +483,21 @@ def test_a_wrong_term_is_named_by_its_key(terms: dict[str, object], said: str) -
     with pytest.raises(ConfigError) as error:
         check_reward(Config(loss=PPOConfig(), reward=SumRewardConfig(terms=terms)))
     assert said in str(error.value)
+
+
+def test_a_curve_depends_on_each_key_of_each_term(tmp_path: Path) -> None:
+    def keys(**function: object) -> dict[str, object]:
+        given = {"kind": "python", "function": "math:fsum"} | function
+        terms = [f"reward.terms.a.{key}={value}" for key, value in given.items()]
+        terms += ["reward.terms.b.kind=model", f"reward.terms.b.path={tmp_path}"]
+        return identity(compose_config(["loss=ppo", "reward=sum", "launch.device=cpu", *terms]))
+
+    one = keys()
+    assert (one["reward.terms.a.kind"], one["reward.terms.a.weight"]) == ("python", 1.0)
+    assert not list(changes(one, keys(timeout_seconds=3, workers=2, weight=1)))
+    assert list(changes(one, keys(weight=2.0))) == [("reward.terms.a.weight", "1.0", "2.0")]
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    assert [key for key, _, _ in changes(one, keys())] == ["reward.terms.b.path"]
 
 
 def test_one_reward_is_a_term_of_its_own_name() -> None:
