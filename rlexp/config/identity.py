@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
@@ -56,8 +56,7 @@ def _of_terms(reward: RewardConfig) -> dict[str, Any]:
     """Of a sum of rewards: each key of each term, given or not, as if it were a reward of its own."""
     found: dict[str, Any] = {}
     for term in reward_terms(reward):
-        own = OmegaConf.to_container(OmegaConf.structured(term.cfg), enum_to_str=True)
-        assert isinstance(own, dict)
+        own = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(term.cfg), enum_to_str=True))
         found |= {f"{term.key}.kind": own.pop("name"), f"{term.key}.weight": term.weight}
         found |= {f"{term.key}.{leaf}": value for leaf, value in own.items() if f"reward.{leaf}" not in FREE}
     return found
