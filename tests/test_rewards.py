@@ -387,10 +387,14 @@ def test_a_function_is_found_where_the_user_stands(tmp_path: Path, monkeypatch: 
 
 PARENT = """
 import sys
-from tests.test_rewards import function, samples
+import numpy as np
+from rlexp.config.schema import PythonRewardConfig
 from rlexp.rollout.rewards.build import build_reward
-rewards = build_reward(function("hangs_and_holds_the_interpreter", timeout=500.0))
-rewards.submit(samples(sys.argv[1]))
+from rlexp.types import Prompt, Sample
+none = np.zeros(0)
+drawn = Sample(0, Prompt(0, none, "", None, "here"), 0, none, True, sys.argv[1], none)
+rewards = build_reward(PythonRewardConfig(function="tests.reward_functions:hangs_and_holds_the_interpreter"))
+rewards.submit([drawn])
 print("submitted", flush=True)
 rewards.collect()
 """
