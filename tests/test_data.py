@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlexp.config.schema import HFModelConfig, TinyModelConfig, TooLong
-from rlexp.data import synthetic
+from rlexp.data import arithmetic, synthetic
 from rlexp.data.packing import pack_pairs
-from rlexp.data.rows import read_jsonl
+from rlexp.data.rows import read_jsonl, read_prompts
 from rlexp.data.sampler import Sampler, total_steps
-from rlexp.data.tokens import PairTokenizer, numbered, truncated
+from rlexp.data.tokens import PairTokenizer, PromptTokenizer, numbered, numbered_prompts, truncated
 from rlexp.errors import ConfigError, DataError
 from rlexp.model.loading import byte_tokenizer, load_tokenizer
-from rlexp.types import Pair, Row
+from rlexp.types import Pair, PromptRow, Row
 
 
 @pytest.mark.parametrize(
@@ -207,6 +207,94 @@ def test_an_empty_micro_batch_is_padding_alone() -> None:
     assert pack.real_tokens == 0
     assert len(pack.tokens_T) == 16
     assert torch.equal(pack.sequence_T, torch.full((16,), -1))
+
+
+@pytest.mark.parametrize(
+    ("answer", "read"),
+    [
+        ("", None),
+        (', "answer": null', None),
+        (', "answer": "4"', "4"),
+        (', "answer": 4', "4"),
+        (', "answer": 0.5', "0.5"),
+    ],
+)
+def test_prompts_are_read_from_any_file_that_has_them(tmp_path: Path, answer: str, read: str | None) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "2 + 2 =", "chosen": 3{answer}}}\n', encoding="utf-8")
+    assert read_prompts(path) == [PromptRow("2 + 2 =", read, f"{path}:1")]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"chosen": "a"}', "field `prompt` is missing; the row has chosen"),
+        ('{"prompt": ""}', "field `prompt` must not be empty"),
+        ('{"prompt": [{"role": "user"}]}', "message (number 1) without"),
+        ('{"prompt": "a", "answer": ""}', "field `answer` must be a number or a text that is not empty"),
+        ('{"prompt": "a", "answer": true}', "field `answer` must be a number or a text"),
+        ('{"prompt": "a", "answer": NaN}', "field `answer` must be a number or a text"),
+        ('{"prompt": "a", "answer": ["b"]}', "field `answer` must be a number or a text"),
+    ],
+)
+def test_a_bad_row_of_prompts_is_named(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        read_prompts(path)
+    assert str(error.value).startswith(f"{path}:2: ")
+    assert said in str(error.value)
+
+
+def test_a_prompt_is_tokenized_as_it_is_in_a_pair() -> None:
+    messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}]
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    for prompt in ("Hi.", messages):
+        for chat_template in (None, template):
+            tokenizer = byte_tokenizer()
+            tokenizer.chat_template = chat_template
+            pair = PairTokenizer(tokenizer, 100, TooLong.error).encode([Row(prompt, "a", "b", "here:1")]).pairs[0]
+            encoded = PromptTokenizer(tokenizer, 100, TooLong.error).encode([PromptRow(prompt, "7", "here:1")])
+            assert encoded.prompts[0].tokens.tolist() == pair.prompt.tolist()
+            text = prompt if prompt == "Hi." else "User: Hi.\n\nAssistant: Yes?\n\nAssistant: "
+            assert (encoded.prompts[0].text, encoded.prompts[0].answer) == (text, "7")
+
+
+def test_a_prompt_longer_than_the_answer_leaves_room_for() -> None:
+    tokenizer = byte_tokenizer()
+    rows = [PromptRow("p" * n, None, f"here:{n}") for n in (5, 12, 10)]
+    with pytest.raises(
+        DataError, match=r"here:12: the prompt has 12 tokens, and data.max_length − rollout.max_new_tok"
+    ):
+        PromptTokenizer(tokenizer, 10, TooLong.error).encode(rows)
+    dropped = PromptTokenizer(tokenizer, 10, TooLong.drop).encode(rows)
+    assert [len(prompt.tokens) for prompt in dropped.prompts] == [5, 10]
+    assert dropped.dropped == {"longer than data.max_length − rollout.max_new_tokens": 1}
+    assert [prompt.index for prompt in numbered_prompts(dropped.prompts)] == [0, 1]
+    cut = PromptTokenizer(tokenizer, 10, TooLong.truncate).encode(
+        [PromptRow("<bos>" + "a" * 9 + "b" * 4, None, "here")]
+    )
+    assert tokenizer.decode(cut.prompts[0].tokens) == "<bos>" + "a" * 5 + "b" * 4
+    assert cut.dropped == {"kept, but truncated": 1}
+    with pytest.raises(DataError, match="here: field `prompt` has no tokens"):
+        PromptTokenizer(tokenizer, 10, TooLong.drop).encode([PromptRow("", None, "here")])
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+def test_generated_sums_come_to_their_answers(digits: int) -> None:
+    rows = arithmetic.generate(50, 3, "train", digits)
+    assert rows == arithmetic.generate(50, 3, "train", digits)
+    assert rows[:20] != arithmetic.generate(20, 3, "eval", digits)
+    for row in rows:
+        one, plus, other, equals = str(row.prompt).split(" ")
+        assert (plus, equals, int(row.answer or "")) == ("+", "=", int(one) + int(other))
+        assert max(len(one), len(other)) <= digits
+
+
+def test_generated_prompts_are_those_of_the_pairs() -> None:
+    pairs = synthetic.generate(5, 1, "train")
+    assert synthetic.generate_prompts(5, 1, "train") == [PromptRow(pair.prompt, None, pair.origin) for pair in pairs]
 
 
 def test_tiny_has_the_tokenizer_it_says() -> None:

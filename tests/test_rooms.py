@@ -25,7 +25,7 @@ ROOMS = {
     "checkpoint": TORCH
     | {"safetensors", "rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.engine.base",
        "rlexp.ring.groups"},
-    "rollout": TORCH | {"rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.algos"},
+    "rollout": TORCH | {"rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.algos", "rlexp.ring"},
     "metrics": TORCH | {"rlexp.errors", "rlexp.ring.groups"},
     "sinks": {"wandb", "tqdm", "numpy", "rlexp.compare.difference", "rlexp.config.schema", "rlexp.errors",
               "rlexp.types"},

@@ -7,13 +7,17 @@ free: samples and their order, the loss, the optimizer, the model. Files are kno
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from omegaconf import OmegaConf
 
 from rlexp.config.keys import suggestion
 from rlexp.config.load import to_plain
-from rlexp.config.schema import Config, PolicyLossConfig
+from rlexp.config.rewards import reward_terms
+from rlexp.config.schema import Config, PolicyLossConfig, RewardConfig
 from rlexp.errors import CheckpointError, ConfigError
 
 GROUPS = ("data", "loss", "optim", "model", "reference")
@@ -32,7 +36,7 @@ def identity(cfg: Config) -> dict[str, Any]:
     for key, value in found.items():
         if key in ("data.path", "data.eval_path") and value is not None:
             found[key] = {"path": str(value), "contents": _contents(Path(value).expanduser())}
-        elif key in ("model.path", "reward.path"):
+        elif key in ("model.path", "reward.path") or re.fullmatch(r"reward\.terms\..*\.path", key):
             found[key] = {"path": str(value), "contents": _weights(Path(value).expanduser())}
     return found
 
@@ -43,6 +47,18 @@ def curve_keys(cfg: Config) -> dict[str, Any]:
     found: dict[str, Any] = {"seed": cfg.seed, "train.batch_size": cfg.train.batch_size}
     for group in (*GROUPS, *(OF_SAMPLES if isinstance(cfg.loss, PolicyLossConfig) else ())):
         found |= {f"{group}.{key}": value for key, value in plain[group].items() if f"{group}.{key}" not in FREE}
+    if found.pop("reward.terms", None):
+        found |= _of_terms(cfg.reward)
+    return found
+
+
+def _of_terms(reward: RewardConfig) -> dict[str, Any]:
+    """Of a sum of rewards: each key of each term, given or not, as if it were a reward of its own."""
+    found: dict[str, Any] = {}
+    for term in reward_terms(reward):
+        own = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(term.cfg), enum_to_str=True))
+        found |= {f"{term.key}.kind": own.pop("name"), f"{term.key}.weight": term.weight}
+        found |= {f"{term.key}.{leaf}": value for leaf, value in own.items() if f"reward.{leaf}" not in FREE}
     return found
 
 
