@@ -24,9 +24,9 @@ from tests.test_cli import descendants, gone, run_json, wait_for_steps
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 # Three rollouts of 2 epochs × 2 train batches, the last of which the run leaves half used.
 BASE = ("launch.device=cpu", "logger=none", "logger.progress=false", "engine=torch", "train.precision=fp64", "loss=ppo",
-        "rollout=pipelined", "reward.rule=regex", "reward.pattern='[a-z]'", "train.batch_size=4", "rollout.batch_size=4",
-        "rollout.n_samples=2", "rollout.epochs=2", "rollout.max_new_tokens=6", "data.size=16", "data.eval_size=4",
-        "train.eval_every=5", "train.max_steps=10", "optim.lr=1e-3", "checkpoint.export=false")  # fmt: skip
+        "rollout=pipelined", "reward.rule=regex", "reward.pattern='[a-z]'", "train.batch_size=4",
+        "rollout.batch_size=4", "rollout.n_samples=2", "rollout.epochs=2", "rollout.max_new_tokens=6", "data.size=16",
+        "data.eval_size=4", "train.eval_every=5", "train.max_steps=10", "optim.lr=1e-3", "checkpoint.export=false")  # fmt: skip
 LAYOUTS = (
     ("parallel=ring1",),
     ("parallel=ring1", "rollout.sampling_ranks=2", "rollout.micro_batch_size=3"),
@@ -65,7 +65,6 @@ def test_a_step_behind_is_weighed_by_what_is_now_likely() -> None:
     assert max(ratios[0][:4]) < 1e-12
     assert min(ratios[0][4:]) > 1e-6
     assert max(ratios[1]) < 1e-12
-    assert ahead.rows[4]["train/objective/scores"] != along.rows[4]["train/objective/scores"]
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +96,11 @@ def same_run(one: Path, other: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("stop", "layout"),
-    [(3, ("parallel=ring2",)), (4, ("parallel=ring1", "rollout.sampling_ranks=2")), (9, ("parallel=ring1",))],
-    ids=["within a rollout", "between two", "in the last"],
+    [
+        pytest.param(3, ("parallel=ring2",), id="within a rollout"),
+        pytest.param(4, ("parallel=ring1", "rollout.sampling_ranks=2"), id="between two", marks=pytest.mark.slow),
+        pytest.param(9, ("parallel=ring1",), id="in the last", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_stops_goes_on_with_what_was_drawn_ahead(
     straight: Path, rlexp: Shell, tmp_path: Path, stop: int, layout: tuple[str, ...]
@@ -117,7 +119,7 @@ def test_a_rank_that_samples_is_killed_and_nothing_is_lost(straight: Path, rlexp
     process = subprocess.Popen(
         [sys.executable, "-m", "rlexp", *command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
     )
-    wait_for_steps(tmp_path / "run", 2)
+    wait_for_steps(tmp_path, process, 2)
     ranks = descendants(process.pid)
     os.kill(max(ranks), signal.SIGKILL)
     _, said = process.communicate(timeout=60)

@@ -52,7 +52,7 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     forced = _check_identity(cfg, run_dir, before, now)
     sweep(run_dir)
     whereabouts.begin(run_dir)
-    if cfg.parallel.world_size > 1:
+    if cfg.parallel.world_size + cfg.rollout.sampling_ranks > 1:
         (run_dir / "logs").mkdir(exist_ok=True)
     load.to_file(cfg, run_dir / "config.yaml")
     begun = {
