@@ -63,6 +63,8 @@ def _check_amounts(rollout: RolloutConfig) -> None:
             raise ConfigError(f"rollout.{key}={getattr(rollout, key)}: must be at least 0 (0 shows no samples).")
     if not (math.isfinite(rollout.overlong_penalty) and rollout.overlong_penalty >= 0):
         raise ConfigError(f"rollout.overlong_penalty={rollout.overlong_penalty}: must be at least 0.")
+    if not 0 < rollout.vllm_memory < 1:
+        raise ConfigError(f"rollout.vllm_memory={rollout.vllm_memory}: is a share of a GPU's memory, in (0, 1).")
     cap = rollout.importance_cap
     if cap is not None and not (math.isfinite(cap) and cap > 0):
         raise ConfigError(f"rollout.importance_cap={cap}: must be greater than 0; null does without.")

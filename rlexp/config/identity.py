@@ -25,7 +25,7 @@ OF_SAMPLES = ("rollout", "reward")  # they too, where samples are drawn
 FREE = (
     *("data.packing", "model.suggested_lr", "model.trust_remote_code"),
     *("rollout.micro_batch_size", "rollout.micro_batch_tokens", "rollout.score_batch_size", "rollout.sampling_ranks"),
-    *("rollout.show", "rollout.show_every", "reward.timeout_seconds", "reward.workers"),
+    *("rollout.show", "rollout.show_every", "rollout.vllm_memory", "reward.timeout_seconds", "reward.workers"),
 )
 SAMPLE, SAMPLES = 4096, 256  # bytes, and places, read of a file of weights
 

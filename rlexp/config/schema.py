@@ -335,6 +335,7 @@ class RolloutConfig:
     overlong: Overlong = Overlong.keep
     overlong_penalty: float = 1.0
     importance_cap: float | None = None  # the most that a token counts for being likelier now than when it was drawn
+    vllm_memory: float = 0.4  # share of a GPU's memory that vLLM may take
     sampling_ranks: int = MISSING  # that do nothing else; 0 unless pipelined
     show_every: int = 10  # rollouts between two tables of samples; 0: none
     show: int = 3  # samples in the table

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from rlexp.config.schema import RolloutConfig
 from rlexp.ring.groups import World
 from rlexp.rollout.deal import deal, micro_batches
+from rlexp.rollout.draws import Draws, Weights
 from rlexp.rollout.rewards.weighted import Rewards
-from rlexp.rollout.sampling import Drawer
 from rlexp.types import Prompt, Sample
 
 
 class Colocated:
-    def __init__(self, drawer: Drawer, cfg: RolloutConfig, world: World) -> None:
-        self._drawer, self._cfg, self._world = drawer, cfg, world
+    def __init__(self, drawer: Draws, weights: Weights, cfg: RolloutConfig, world: World) -> None:
+        self._drawer, self._weights, self._cfg, self._world = drawer, weights, cfg, world
         self.seconds = 0.0  # that this rank's last share took
         self.spans: list[tuple[float, float]] = []  # the same, by the clock
         self.staleness = 0
@@ -25,6 +25,7 @@ class Colocated:
         cfg, began, clock = self._cfg, time.monotonic(), time.time()
         hand = deal(prompts, n_samples, self._world.size)[self._world.rank]
         parts = micro_batches(hand, cfg.micro_batch_size, cfg.micro_batch_tokens, cfg.max_new_tokens)
+        self._drawer.renew(self._weights)
         mine: list[Sample] = []
         for samples in self._drawer.draw(parts, number):
             rewards.submit(samples)  # judged while the next are drawn

@@ -7,24 +7,22 @@ step. So the curve is fixed by the configuration, here too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlexp.config.schema import RolloutConfig
 from rlexp.ring.bridge import Bridge
 from rlexp.ring.groups import World
 from rlexp.rollout.colocated import Colocated
 from rlexp.rollout.deal import deal, micro_batches
+from rlexp.rollout.draws import Draws, Weights
 from rlexp.rollout.rewards.weighted import Rewards
-from rlexp.rollout.sampling import Drawer
 from rlexp.types import Prompt, Sample
 
 STOP = -1
-Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 @dataclass
@@ -110,13 +108,14 @@ class Pipelined:
 
 
 def serve(
-    bridge: Bridge, drawer: Drawer, parameters: dict[str, Any], cfg: RolloutConfig,
+    bridge: Bridge, drawer: Draws, parameters: dict[str, Any], cfg: RolloutConfig,
     prompts_of: Callable[[int], Sequence[Prompt]],
 ) -> None:  # fmt: skip
     """On a rank that samples: until it is told to stop."""
     while (number := bridge.tell()) != STOP:
         for parameter in parameters.values():
             bridge.hand_over(None, parameter.data)
+        drawer.renew(lambda: iter(parameters.items()))
         began = time.time()
         hand = deal(prompts_of(number), cfg.n_samples, bridge.sampling)[bridge.sampler]
         parts = micro_batches(hand, cfg.micro_batch_size, cfg.micro_batch_tokens, cfg.max_new_tokens)

@@ -22,6 +22,7 @@ from rlexp.errors import NonFiniteError
 from rlexp.model.decoding import Decoding, KeyValues
 from rlexp.rollout.choose import choose
 from rlexp.rollout.deal import Request
+from rlexp.rollout.draws import Weights
 from rlexp.rollout.noise import stream, uniform
 from rlexp.types import Ids, Sample
 
@@ -56,6 +57,9 @@ class Drawer:
         self._forward, self._tokenizer, self._ends = forward, tokenizer, frozenset(ends)
         self._cfg, self._seed, self._device, self._dtype, self._in_step = cfg, seed, device, dtype, in_step
         self.bytes_held = 0  # by keys and values, at most
+
+    def renew(self, weights: Weights) -> None:
+        """Nothing to take: the forward pass is by the weights that are trained."""
 
     def draw(self, micro_batches: Sequence[Sequence[Request]], rollout: int) -> Iterator[list[Sample]]:
         """The samples of each micro-batch, in the order of its requests. To be exhausted by every rank."""

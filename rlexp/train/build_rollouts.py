@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor
 
 from rlexp.algos.policy import PolicyLoss
-from rlexp.config.schema import Config, PolicyLossConfig, Precision
+from rlexp.config.schema import Config, PolicyLossConfig, Precision, RolloutEngine
 from rlexp.engine.base import Engine
+from rlexp.model.export import save_description
 from rlexp.model.policy import CRITIC
 from rlexp.model.probe import probe
 from rlexp.model.reward_model import RewardModel, last_places
 from rlexp.ring.shard import shard_pack
 from rlexp.rollout.colocated import Colocated
+from rlexp.rollout.draws import Draws
 from rlexp.rollout.pipelined import Pipelined
 from rlexp.rollout.rewards.build import build_reward
 from rlexp.rollout.rewards.weighted import ModelTerm
@@ -67,7 +70,7 @@ def build_source(run: Run) -> Source:
     in_step = run.engine.sharded and run.world.size > 1
     model = run.engine.policy.model
     drawer = build_drawer(run.cfg, run.engine.decode, model, run.tokenizer, run.device, in_step=in_step)
-    alone = Colocated(drawer, run.cfg.rollout, run.world)
+    alone = Colocated(drawer, lambda: policy_weights(run.engine), run.cfg.rollout, run.world)
     if run.bridge is None:
         return alone
     steps_each = run.cfg.rollout.epochs * run.cfg.rollout.minibatches
@@ -87,9 +90,19 @@ def kept_dtype(cfg: Config) -> np.dtype[Any]:
 
 def build_drawer(
     cfg: Config, forward: Forward, model: Any, tokenizer: Any, device: torch.device, *, in_step: bool = False
-) -> Drawer:
+) -> Draws:
     ends = ends_of(model, tokenizer)
-    return Drawer(forward, tokenizer, ends, cfg.rollout, cfg.seed, device, kept_dtype(cfg), in_step=in_step)
+    match cfg.rollout.engine:
+        case RolloutEngine.native:
+            return Drawer(forward, tokenizer, ends, cfg.rollout, cfg.seed, device, kept_dtype(cfg), in_step=in_step)
+        case RolloutEngine.vllm:
+            from rlexp.rollout.vllm import VLLMDrawer
+
+            def write_model(place: Path) -> None:
+                save_description(model, tokenizer, place)
+
+            length = cfg.data.max_length
+            return VLLMDrawer(write_model, tokenizer, ends, cfg.rollout, cfg.seed, length, kept_dtype(cfg))
 
 
 def judge_of(run: Run, term: ModelTerm) -> Judge:

@@ -1,0 +1,106 @@
+"""vLLM draws, on GPU machines where it is installed: the same requests and samples as `sampling.Drawer`'s.
+
+Each rank has a whole engine of its own on its GPU, which is given the policy's weights before each rollout: a second
+copy of them, in bfloat16. A request has a seed of its own, so that what is drawn does not depend on what is drawn
+beside it, as far as vLLM's kernels go; `train/val/behaviour_ratio` says how far its log-probabilities are from those
+of the scoring pass, and `rollout.importance_cap` weighs the difference.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlexp.config.schema import RolloutConfig
+from rlexp.errors import ModelError
+from rlexp.rollout.deal import Request
+from rlexp.rollout.draws import Weights
+from rlexp.rollout.noise import stream
+from rlexp.rollout.sampling import text_of
+from rlexp.types import Sample
+
+SEEDS = 1 << 31  # what vLLM takes as a request's seed is below
+
+
+class VLLMDrawer:
+    """`write_model` writes a folder that vLLM reads architecture and tokenizer from; weights come later."""
+
+    def __init__(
+        self,
+        write_model: Callable[[Path], None],
+        tokenizer: Any,
+        ends: Sequence[int],
+        cfg: RolloutConfig,
+        seed: int,
+        max_length: int,
+        dtype: np.dtype[Any],
+    ) -> None:
+        from vllm import LLM
+
+        self._tokenizer, self._ends, self._cfg = tokenizer, list(ends), cfg
+        self._seed, self._dtype = seed, dtype
+        with tempfile.TemporaryDirectory(prefix="rlexp-vllm-") as place:
+            write_model(Path(place))
+            self._llm = LLM(
+                model=place,
+                load_format="dummy",
+                dtype="bfloat16",
+                max_model_len=max_length,
+                gpu_memory_utilization=cfg.vllm_memory,
+                distributed_executor_backend="external_launcher",
+                logprobs_mode="processed_logprobs",
+                seed=0,
+            )
+
+    def renew(self, weights: Weights) -> None:
+        """Give vLLM the policy's weights, one parameter at a time. A collective call where they are gathered."""
+        executor = getattr(self._llm.llm_engine, "model_executor", None)
+        if executor is None:
+            raise ModelError(
+                "rollout.engine=vllm: this version keeps its model in another process, where its weights cannot be "
+                "renewed. Set VLLM_ENABLE_V1_MULTIPROCESSING=0 in the environment, or use rollout.engine=native."
+            )
+        model = executor.driver_worker.model_runner.model
+        for name, weight in weights():
+            model.load_weights([(name, weight.to("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16))])
+        self._llm.reset_prefix_cache()
+
+    def draw(self, micro_batches: Sequence[Sequence[Request]], rollout: int) -> Iterator[list[Sample]]:
+        """vLLM batches as it likes; micro-batches are what is handed to the rewards at once."""
+        for requests in micro_batches:
+            streams = stream(self._seed, rollout, [r.prompt.index for r in requests], [r.number for r in requests])
+            answers = self._llm.generate(
+                [{"prompt_token_ids": request.prompt.tokens.tolist()} for request in requests],
+                [self._parameters(int(key % np.uint64(SEEDS))) for key in streams],
+                use_tqdm=False,
+            )
+            yield [self._sample(*each) for each in zip(requests, (a.outputs[0] for a in answers), strict=True)]
+
+    def _parameters(self, seed: int) -> Any:
+        from vllm import SamplingParams
+
+        cfg = self._cfg
+        return SamplingParams(
+            temperature=cfg.temperature,
+            top_k=cfg.top_k or -1,
+            top_p=cfg.top_p,
+            min_p=cfg.min_p,
+            max_tokens=cfg.max_new_tokens,
+            stop=list(cfg.stop) or None,
+            stop_token_ids=self._ends,
+            include_stop_str_in_output=True,
+            logprobs=0,
+            seed=seed,
+        )
+
+    def _sample(self, request: Request, output: Any) -> Sample:
+        answer = np.asarray(output.token_ids, dtype=np.int32)
+        logps = [each[token].logprob for each, token in zip(output.logprobs, output.token_ids, strict=True)]
+        behaviour = np.asarray(logps, dtype=self._dtype)
+        text, stopped = text_of(self._tokenizer, answer, self._cfg.stop), output.finish_reason == "stop"
+        return Sample(request.place, request.prompt, request.number, answer, stopped, text, behaviour)
