@@ -32,8 +32,8 @@ ROOMS = {
     "compare": {"numpy", "orjson", "yaml", "omegaconf", "matplotlib", "rlexp.errors", "rlexp.config", "rlexp.launch",
                 "rlexp.sinks"},
 }  # fmt: skip
-ONLY_HERE = {"deepspeed": "engine", "wandb": "sinks", "wandb_workspaces": "sinks", "vllm": "rollout", "trackio": "sinks",
-             "transformers": "model", "hydra": "config"}  # fmt: skip
+ONLY_HERE = {"deepspeed": "engine", "wandb": "sinks", "wandb_workspaces": "sinks", "trackio": "sinks",
+             "vllm": "rollout", "transformers": "model", "hydra": "config"}  # fmt: skip
 # `verify` holds the product to transformers alone, so it goes round the model's room.
 BESIDE = {"hydra": {"launch", "prove", "__main__.py"}, "transformers": {"prove"}}
 
