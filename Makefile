@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?= parallel=ring8 launch.device=cpu
+# The model of `+experiment=dog`, where it is there.
+STORIES ?= $(addprefix --stories ,$(wildcard ../shared/models/stories260K))
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: run test check lint types prove clean
@@ -31,6 +33,7 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m rlexp.prove.resume --write docs/invariance.md
 	$(BIN)/python -m rlexp.prove.kills --write docs/checkpoints.md
 	$(BIN)/python -m rlexp.prove.bug_report --write docs/why.png
+	$(BIN)/python -m rlexp.prove.learning --write docs/learning.png --page docs/ppo.md $(STORIES)
 	$(BIN)/python bench/attention.py --write docs/attention.md
 	$(BIN)/python -m rlexp.prove.report --write docs/report.png
 	$(BIN)/python bench/checkpoint.py --write docs/benchmarks.md

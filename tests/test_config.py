@@ -123,8 +123,9 @@ def test_every_experiment_and_sweep_composes(kind: str) -> None:
         text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
         assert "# @package _global_" in text
         assert "# Command:" in text
-        nproc = {"zero_stages": 4, "seeds": 1}.get(name, 8)
-        assert compose_config([f"+{kind}={name}", "launch.device=cpu"]).launch.nproc == nproc
+        nproc = {"zero_stages": 4, "seeds": 1, "ppo_tiny": 1, "dog": 1}.get(name, 8)
+        needed = {"dog": ["model.path=org/name"]}.get(name, [])
+        assert compose_config([f"+{kind}={name}", "launch.device=cpu", *needed]).launch.nproc == nproc
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (config_root() / "launchers/hydra/launcher").glob("*.yaml")))
