@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -13,7 +13,25 @@ from rlexp.config.schema import Config, EngineName
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, prepare_environment
 from rlexp.sinks.base import Sink, Sinks
-from rlexp.types import MetricRow
+from rlexp.types import Floats, MetricRow
+
+if TYPE_CHECKING:
+    from rlexp.train.build import Run
+
+# A loss that draws its own samples logs this beside the whole. It is a sum of advantages of both signs, which vanishes
+# in the mean: what is left of it may be rounding alone (1e-18 where advantages are whitened), and a difference relative
+# to that says nothing. Such a loss is held to the tolerance of the other metrics.
+POLICY_LOSS = "train/loss/policy_avg"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A sample that a run drew, and what it came to."""
+
+    prompt: int
+    tokens: tuple[int, ...]
+    score: float
+    advantages: Floats
 
 
 @dataclass(frozen=True)
@@ -23,6 +41,7 @@ class Curve:
     rows: list[MetricRow]
     weights: dict[str, np.ndarray]
     samples: list[tuple[int, ...]]  # of each optimizer step
+    drawn: list[list[Drawn]] = field(default_factory=list)  # of each rollout, by their places
 
 
 def draw(configs: Sequence[Config], *, timeout: float = 1800.0) -> list[Curve]:
@@ -53,20 +72,47 @@ def _draw_one(config: Config) -> Curve:
     from rlexp.train.loop import train_loop
 
     run = build(config)
-    kept = _Kept()
-    train_loop(run, Sinks([kept]))
+    kept = _Kept(run)
+    try:
+        train_loop(run, Sinks([kept]))
+    finally:
+        if run.rollouts is not None:
+            run.rollouts.close()
     weights = {name: weight.double().cpu().numpy() for name, weight in run.engine.weights()}
-    return Curve(kept.rows, weights, [batch.indices for batch in run.sampler.batches(1, run.total_steps)])
+    return Curve(kept.rows, weights, kept.samples, kept.drawn)
 
 
 class _Kept(Sink):
-    """A sink that keeps the rows."""
+    """A sink that keeps the rows, and the samples that they are of. Every rank has one."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self.rows: list[MetricRow] = []
+        self.samples: list[tuple[int, ...]] = []
+        self.drawn: list[list[Drawn]] = []
 
     def log(self, row: MetricRow) -> None:
         self.rows.append(row)
+        step, rollouts = int(row["step"]), self._run.rollouts
+        if rollouts is None:
+            self.samples.append(self._run.sampler.batch(step).indices)
+            return
+        self.samples.append(rollouts.batch(step).indices)
+        if len(self.drawn) <= rollouts.number:
+            self.drawn.append(drawn_of(self._run))
+
+
+def drawn_of(run: Run) -> list[Drawn]:
+    """The samples of the rollout that is held, of all ranks. A collective call."""
+    from rlexp.rollout.experience import fetch
+
+    rollouts = run.rollouts
+    assert rollouts is not None
+    found = []
+    for sample in fetch(rollouts.mine, range(rollouts.size), run.world):
+        assert sample.advantages is not None
+        found.append(Drawn(sample.prompt.index, tuple(sample.answer.tolist()), sample.score, sample.advantages))
+    return found
 
 
 def differences(one: Curve, other: Curve) -> dict[str, float]:
@@ -94,14 +140,34 @@ def relative(a: float, b: float) -> float:
 
 def excesses(one: Curve, other: Curve) -> list[str]:
     """Where two float64 curves differ by more than rounding: step, metric, both values."""
-    found = []
+    found = list(_other_samples(one, other))
     for a, b in zip(one.rows, other.rows, strict=True):
         for name in filter(compared, a):
-            difference = abs(a[name] - b[name])
-            scale = max(abs(a[name]), abs(b[name]))
-            rel, absolute = (LOSS_TOLERANCE, 0.0) if name.endswith("/loss") else METRIC_TOLERANCE
-            if not difference <= rel * scale + absolute:
+            if not within(name, a[name], b[name], samples=POLICY_LOSS in a):
                 found.append(f"step {a['step']}: {name} is {a[name]!r} and {b[name]!r}")
     if not (difference := weight_difference(one, other)) <= LOSS_TOLERANCE:
         found.append(f"final weights differ by {difference:.1e}")
     return found
+
+
+def within(name: str, a: float, b: float, *, samples: bool) -> bool:
+    """Whether two values of a metric are one, in float64. `samples`: of a run that draws its own."""
+    rel, absolute = (LOSS_TOLERANCE, 0.0) if name.endswith("/loss") and not samples else METRIC_TOLERANCE
+    return abs(a - b) <= rel * max(abs(a), abs(b)) + absolute
+
+
+def _other_samples(one: Curve, other: Curve) -> Iterator[str]:
+    """Where other samples were drawn, or the same ones came to something else."""
+    if len(one.drawn) != len(other.drawn):
+        yield f"{len(one.drawn)} rollouts and {len(other.drawn)}"
+    for number, (ours, theirs) in enumerate(zip(one.drawn, other.drawn, strict=False)):
+        if len(ours) != len(theirs):
+            yield f"rollout {number}: {len(ours)} samples and {len(theirs)}"
+        for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+            if (a.prompt, a.tokens) != (b.prompt, b.tokens):
+                yield f"rollout {number}: sample {place} is {a.tokens} and {b.tokens}"
+            elif not within("score", a.score, b.score, samples=True):
+                yield f"rollout {number}: sample {place} scored {a.score!r} and {b.score!r}"
+            elif not all(within("advantages", float(x), float(y), samples=True)
+                         for x, y in zip(a.advantages, b.advantages, strict=True)):  # fmt: skip
+                yield f"rollout {number}: sample {place} has advantages {a.advantages} and {b.advantages}"
