@@ -128,10 +128,13 @@ def differences(one: Curve, other: Curve) -> dict[str, float]:
 
 
 def weight_difference(one: Curve, other: Curve) -> float:
-    """Relative to the largest weight of each tensor."""
-    return max(
-        float(np.abs(weight - other.weights[name]).max() / np.abs(weight).max()) for name, weight in one.weights.items()
-    )
+    """Relative to the largest weight of each tensor; NaN if any is."""
+    return float(np.max([_gap(weight, other.weights[name]) for name, weight in one.weights.items()]))
+
+
+def _gap(one: Floats, other: Floats) -> float:
+    gap = float(np.abs(one - other).max())
+    return gap / float(np.abs(one).max()) if gap else 0.0  # of zeros, as a critic's row begins, nothing is a share
 
 
 def relative(a: float, b: float) -> float:
@@ -154,6 +157,30 @@ def within(name: str, a: float, b: float, *, samples: bool) -> bool:
     """Whether two values of a metric are one, in float64. `samples`: of a run that draws its own."""
     rel, absolute = (LOSS_TOLERANCE, 0.0) if name.endswith("/loss") and not samples else METRIC_TOLERANCE
     return abs(a - b) <= rel * max(abs(a), abs(b)) + absolute
+
+
+def shares(one: Curve, other: Curve) -> dict[str, tuple[float, float]]:
+    """Of every compared metric over all steps, and of the scores and advantages of what was drawn: the largest
+    absolute difference, and the largest share of what the tolerance allows."""
+    worst: dict[str, tuple[float, float]] = {}
+
+    def note(name: str, a: float, b: float) -> None:
+        rel, absolute = METRIC_TOLERANCE
+        apart = abs(a - b)
+        share = apart / (rel * max(abs(a), abs(b)) + absolute)
+        most, share_of_it = worst.get(name, (0.0, 0.0))
+        worst[name] = (max(most, apart), max(share_of_it, share))
+
+    for a, b in zip(one.rows, other.rows, strict=True):
+        assert a.keys() == b.keys(), a.keys() ^ b.keys()
+        for name in filter(compared, a):
+            note(name, a[name], b[name])
+    for ours, theirs in zip(one.drawn, other.drawn, strict=True):
+        for x, y in zip(ours, theirs, strict=True):
+            note("a sample's score", x.score, y.score)
+            for v, w in zip(x.advantages.tolist(), y.advantages.tolist(), strict=True):
+                note("a token's advantage", v, w)
+    return worst
 
 
 def _other_samples(one: Curve, other: Curve) -> Iterator[str]:
