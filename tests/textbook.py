@@ -26,6 +26,11 @@ def float64_weights(model: torch.nn.Module) -> Weights:
 
 
 def logits(weights: Weights, config, tokens_BT: Tensor) -> Tensor:
+    hidden = hidden_states(weights, config, tokens_BT)
+    return hidden @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).T
+
+
+def hidden_states(weights: Weights, config, tokens_BT: Tensor) -> Tensor:
     hidden = weights["model.embed_tokens.weight"][tokens_BT]
     cos, sin = _angles(config, tokens_BT.shape[1])
     for number in range(config.num_hidden_layers):
@@ -40,8 +45,7 @@ def logits(weights: Weights, config, tokens_BT: Tensor) -> Tensor:
         gate = normed @ layer["mlp.gate_proj.weight"].T
         gate = gate * torch.sigmoid(gate)
         hidden = hidden + (gate * (normed @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
-    hidden = _norm(hidden, weights["model.norm.weight"], config.rms_norm_eps)
-    return hidden @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).T
+    return _norm(hidden, weights["model.norm.weight"], config.rms_norm_eps)
 
 
 def _norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:

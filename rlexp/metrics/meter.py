@@ -81,7 +81,8 @@ class Meter:
         values: dict[str, float] = {}
         for number, name in enumerate(self._maxima):
             rank = int(columns[:, number].argmax())
-            values[name], values[f"{name}@rank"] = float(columns[rank, number]), rank
+            if columns[rank, number] > -math.inf:  # of nothing there is no largest
+                values[name], values[f"{name}@rank"] = float(columns[rank, number]), rank
         return values
 
 

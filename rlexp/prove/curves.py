@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -13,10 +13,26 @@ from rlexp.config.schema import Config, EngineName
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, prepare_environment
 from rlexp.sinks.base import Sink, Sinks
-from rlexp.types import MetricRow
+from rlexp.types import Floats, MetricRow
 
 if TYPE_CHECKING:
     from rlexp.ring.bridge import Bridge
+    from rlexp.train.build import Run
+
+# A loss that draws its own samples logs this beside the whole. It is a sum of advantages of both signs, which vanishes
+# in the mean: what is left of it may be rounding alone (1e-18 where advantages are whitened), and a difference relative
+# to that says nothing. Such a loss is held to the tolerance of the other metrics.
+POLICY_LOSS = "train/loss/policy_avg"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A sample that a run drew, and what it came to."""
+
+    prompt: int
+    tokens: tuple[int, ...]
+    score: float
+    advantages: Floats
 
 
 @dataclass(frozen=True)
@@ -26,6 +42,7 @@ class Curve:
     rows: list[MetricRow]
     weights: dict[str, np.ndarray]
     samples: list[tuple[int, ...]]  # of each optimizer step
+    drawn: list[list[Drawn]] = field(default_factory=list)  # of each rollout, by their places
 
 
 def draw(configs: Sequence[Config], *, timeout: float = 1800.0) -> list[Curve]:
@@ -65,23 +82,49 @@ def _draw_one(config: Config, bridge: Bridge | None) -> Curve | None:
         sample_for(config, bridge)
         return None
     run = build(config, bridge=bridge)
-    kept = _Kept()
-    train_loop(run, Sinks([kept]))
-    if run.rollouts is not None:
-        run.rollouts.finish()
-        run.rollouts.close()
+    kept = _Kept(run)
+    try:
+        train_loop(run, Sinks([kept]))
+        if run.rollouts is not None:
+            run.rollouts.finish()
+    finally:
+        if run.rollouts is not None:
+            run.rollouts.close()
     weights = {name: weight.double().cpu().numpy() for name, weight in run.engine.weights()}
-    return Curve(kept.rows, weights, [batch.indices for batch in run.sampler.batches(1, run.total_steps)])
+    return Curve(kept.rows, weights, kept.samples, kept.drawn)
 
 
 class _Kept(Sink):
-    """A sink that keeps the rows."""
+    """A sink that keeps the rows, and the samples that they are of. Every rank has one."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self.rows: list[MetricRow] = []
+        self.samples: list[tuple[int, ...]] = []
+        self.drawn: list[list[Drawn]] = []
 
     def log(self, row: MetricRow) -> None:
         self.rows.append(row)
+        step, rollouts = int(row["step"]), self._run.rollouts
+        if rollouts is None:
+            self.samples.append(self._run.sampler.batch(step).indices)
+            return
+        self.samples.append(rollouts.batch(step).indices)
+        if len(self.drawn) <= rollouts.number:
+            self.drawn.append(drawn_of(self._run))
+
+
+def drawn_of(run: Run) -> list[Drawn]:
+    """The samples of the rollout that is held, of all ranks. A collective call."""
+    from rlexp.rollout.experience import fetch
+
+    rollouts = run.rollouts
+    assert rollouts is not None
+    found = []
+    for sample in fetch(rollouts.mine, range(rollouts.size), run.world):
+        assert sample.advantages is not None
+        found.append(Drawn(sample.prompt.index, tuple(sample.answer.tolist()), sample.score, sample.advantages))
+    return found
 
 
 def differences(one: Curve, other: Curve) -> dict[str, float]:
@@ -97,10 +140,13 @@ def differences(one: Curve, other: Curve) -> dict[str, float]:
 
 
 def weight_difference(one: Curve, other: Curve) -> float:
-    """Relative to the largest weight of each tensor."""
-    return max(
-        float(np.abs(weight - other.weights[name]).max() / np.abs(weight).max()) for name, weight in one.weights.items()
-    )
+    """Relative to the largest weight of each tensor; NaN if any is."""
+    return float(np.max([_gap(weight, other.weights[name]) for name, weight in one.weights.items()]))
+
+
+def _gap(one: Floats, other: Floats) -> float:
+    gap = float(np.abs(one - other).max())
+    return gap / float(np.abs(one).max()) if gap else 0.0  # of zeros, as a critic's row begins, nothing is a share
 
 
 def relative(a: float, b: float) -> float:
@@ -109,14 +155,58 @@ def relative(a: float, b: float) -> float:
 
 def excesses(one: Curve, other: Curve) -> list[str]:
     """Where two float64 curves differ by more than rounding: step, metric, both values."""
-    found = []
+    found = list(_other_samples(one, other))
     for a, b in zip(one.rows, other.rows, strict=True):
         for name in filter(compared, a):
-            difference = abs(a[name] - b[name])
-            scale = max(abs(a[name]), abs(b[name]))
-            rel, absolute = (LOSS_TOLERANCE, 0.0) if name.endswith("/loss") else METRIC_TOLERANCE
-            if not difference <= rel * scale + absolute:
+            if not within(name, a[name], b[name], samples=POLICY_LOSS in a):
                 found.append(f"step {a['step']}: {name} is {a[name]!r} and {b[name]!r}")
     if not (difference := weight_difference(one, other)) <= LOSS_TOLERANCE:
         found.append(f"final weights differ by {difference:.1e}")
     return found
+
+
+def within(name: str, a: float, b: float, *, samples: bool) -> bool:
+    """Whether two values of a metric are one, in float64. `samples`: of a run that draws its own."""
+    rel, absolute = (LOSS_TOLERANCE, 0.0) if name.endswith("/loss") and not samples else METRIC_TOLERANCE
+    return abs(a - b) <= rel * max(abs(a), abs(b)) + absolute
+
+
+def shares(one: Curve, other: Curve) -> dict[str, tuple[float, float]]:
+    """Of every compared metric over all steps, and of the scores and advantages of what was drawn: the largest
+    absolute difference, and the largest share of what the tolerance allows."""
+    worst: dict[str, tuple[float, float]] = {}
+
+    def note(name: str, a: float, b: float) -> None:
+        rel, absolute = METRIC_TOLERANCE
+        apart = abs(a - b)
+        share = apart / (rel * max(abs(a), abs(b)) + absolute)
+        most, share_of_it = worst.get(name, (0.0, 0.0))
+        worst[name] = (max(most, apart), max(share_of_it, share))
+
+    for a, b in zip(one.rows, other.rows, strict=True):
+        assert a.keys() == b.keys(), a.keys() ^ b.keys()
+        for name in filter(compared, a):
+            note(name, a[name], b[name])
+    for ours, theirs in zip(one.drawn, other.drawn, strict=True):
+        for x, y in zip(ours, theirs, strict=True):
+            note("a sample's score", x.score, y.score)
+            for v, w in zip(x.advantages.tolist(), y.advantages.tolist(), strict=True):
+                note("a token's advantage", v, w)
+    return worst
+
+
+def _other_samples(one: Curve, other: Curve) -> Iterator[str]:
+    """Where other samples were drawn, or the same ones came to something else."""
+    if len(one.drawn) != len(other.drawn):
+        yield f"{len(one.drawn)} rollouts and {len(other.drawn)}"
+    for number, (ours, theirs) in enumerate(zip(one.drawn, other.drawn, strict=False)):
+        if len(ours) != len(theirs):
+            yield f"rollout {number}: {len(ours)} samples and {len(theirs)}"
+        for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+            if (a.prompt, a.tokens) != (b.prompt, b.tokens):
+                yield f"rollout {number}: sample {place} is {a.tokens} and {b.tokens}"
+            elif not within("score", a.score, b.score, samples=True):
+                yield f"rollout {number}: sample {place} scored {a.score!r} and {b.score!r}"
+            elif not all(within("advantages", float(x), float(y), samples=True)
+                         for x, y in zip(a.advantages, b.advantages, strict=True)):  # fmt: skip
+                yield f"rollout {number}: sample {place} has advantages {a.advantages} and {b.advantages}"

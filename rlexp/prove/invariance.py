@@ -1,7 +1,8 @@
-"""The invariance table: ten steps of the same run on every layout, in float64 and in float32.
+"""The invariance tables: the same run on every layout, in float64 and in float32; and runs that draw their samples.
 
 python -m rlexp.prove.invariance                       print it
 python -m rlexp.prove.invariance --write docs/invariance.md
+python -m rlexp.prove.invariance --only rollouts       of the runs that draw their own samples alone
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from rlexp.config.load import compose_config
 from rlexp.launch.folder import git_commit
 from rlexp.prove.curves import Curve, differences, draw, excesses
 from rlexp.prove.layouts import Case, cases
-from rlexp.prove.tables import put
+from rlexp.prove.rollouts import rollout_tables
+from rlexp.prove.tables import put, signature
 
 STEPS = 10
 BASE = ("launch.device=cpu", "logger=none", f"train.max_steps={STEPS}", "model=tiny", "train.eval_every=10")
@@ -23,9 +25,22 @@ SHOWN = ("train/loss", "weights", "train/grad_norm", "train/rewards/margins", "e
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m rlexp.prove.invariance", description=__doc__)
-    parser.add_argument("--write", type=Path, help="put the tables into this page, between its markers")
+    parser = argparse.ArgumentParser(prog="python -m rlexp.prove.invariance", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--write", type=Path, help="put the tables into this page, between their markers")
+    parser.add_argument("--only", choices=["pairs", "rollouts"], help="these tables alone")
     options = parser.parse_args()
+    broken = []
+    if options.only != "rollouts":
+        broken += pairs(options.write)
+    if options.only != "pairs":
+        broken += rollouts(options.write)
+    for line in broken:
+        print(f"BROKEN: {line}", file=sys.stderr)
+    return 1 if broken else 0
+
+
+def pairs(page: Path | None) -> list[str]:
     float64, broken = table("fp64")
     float32, _ = table("fp32")
     commit = (git_commit() or "unknown")[:12]
@@ -36,11 +51,18 @@ def main() -> int:
         f"### float64 (`engine=torch`)\n\n{float64}\n\n### float32 (`engine=zero1`)\n\n{float32}"
     )
     print(text)
-    if options.write:
-        put(options.write, text)
-    for line in broken:
-        print(f"BROKEN: {line}", file=sys.stderr)
-    return 1 if broken else 0
+    if page:
+        put(page, text)
+    return broken
+
+
+def rollouts(page: Path | None) -> list[str]:
+    tables, broken = rollout_tables()
+    text = f"{signature('rlexp.prove.invariance')}\n{tables}"
+    print(text)
+    if page:
+        put(page, text, "rollouts")
+    return broken
 
 
 def table(precision: str) -> tuple[str, list[str]]:

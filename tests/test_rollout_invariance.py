@@ -1,0 +1,69 @@
+"""The promise for runs that draw their own samples, on a part of the tables of docs/invariance.md."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rlexp.prove.curves import Curve, draw, excesses
+from rlexp.prove.layouts import ROLLOUT_BASELINE, ROLLOUT_PAIR, VARIANTS, RolloutCase, rollout_cases
+from rlexp.prove.rollouts import STEPS, config_of
+
+GRID = [
+    ROLLOUT_BASELINE,
+    RolloutCase(2, 2, 2, 3, 6),
+    RolloutCase(4, 1, 4, 16, 16, packing=False, tokens=200),
+    RolloutCase(1, 4, 2, 1, 1),
+]
+
+
+def test_rollouts_do_not_move_with_the_layout() -> None:
+    baseline, *curves = draw([config_of(case) for case in GRID])
+    assert len(baseline.rows) == STEPS
+    assert [len(rollout) for rollout in baseline.drawn] == [16, 16]  # the second begins after step 4
+    lengths = {len(sample.tokens) for rollout in baseline.drawn for sample in rollout}
+    assert max(lengths) == 12  # some reached the limit, and some stopped
+    assert len(lengths) > 2
+    assert baseline.drawn[0][0].tokens != baseline.drawn[0][1].tokens  # two samples of a prompt
+    assert len({sample.score for sample in baseline.drawn[0]}) > 2
+    for case, curve in zip(GRID[1:], curves, strict=True):
+        assert curve.samples == baseline.samples
+        assert excesses(baseline, curve) == [], case.label
+
+
+def test_epochs_take_every_sample_once_in_another_order() -> None:
+    [curve] = draw([config_of(ROLLOUT_BASELINE)])
+    first, second = curve.samples[0] + curve.samples[1], curve.samples[2] + curve.samples[3]
+    assert sorted(first) == sorted(second) == list(range(16))
+    assert first != second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variants", [list(VARIANTS)[:8], list(VARIANTS)[8:]], ids=["ppo", "others"])
+def test_no_algorithm_and_no_switch_moves_with_the_layout(variants: list[str]) -> None:
+    curves = draw([config_of(case, *VARIANTS[name]) for name in variants for case in ROLLOUT_PAIR])
+    for number, name in enumerate(variants):
+        assert excesses(curves[2 * number], curves[2 * number + 1]) == [], name
+
+
+@pytest.mark.slow
+def test_the_whole_grid() -> None:
+    cases = rollout_cases()
+    baseline, *curves = draw([config_of(case) for case in cases])
+    for case, curve in zip(cases[1:], curves, strict=True):
+        assert excesses(baseline, curve) == [], case.label
+
+
+def test_the_comparison_sees_another_token_score_and_advantage() -> None:
+    curve = draw([config_of(ROLLOUT_BASELINE, "train.max_steps=1")])[0]
+    sample = curve.drawn[0][3]
+    moved = sample.advantages + np.eye(len(sample.advantages))[0] * 1e-9
+    for other, said in (
+        (dataclasses.replace(sample, tokens=(*sample.tokens[:-1], sample.tokens[-1] + 1)), "sample 3 is ("),
+        (dataclasses.replace(sample, score=sample.score + 1e-9), "sample 3 scored "),
+        (dataclasses.replace(sample, advantages=moved), "sample 3 has advantages "),
+    ):
+        changed = Curve(curve.rows, curve.weights, curve.samples, [[*curve.drawn[0][:3], other, *curve.drawn[0][4:]]])
+        assert [line.startswith(f"rollout 0: {said}") for line in excesses(curve, changed)] == [True]

@@ -1,0 +1,107 @@
+"""A run that draws its own samples stops, within a rollout or at its end, and goes on elsewhere: the same curve."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlexp.checkpoint import folder as checkpoint
+from rlexp.errors import CheckpointError
+from rlexp.prove.curves import Curve, excesses
+from rlexp.prove.layouts import ROLLOUT
+from rlexp.prove.resume import FLOAT64, Where, curve_of, run
+from rlexp.sinks.jsonl import read_rows
+
+STEPS = 7
+EACH = 4  # steps of a rollout: 2 epochs × 2 train batches
+RUN = (*ROLLOUT, "loss.kl_target=0.05", "loss.kl_horizon=40")  # the controller's coefficient is part of the state
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    """Undisturbed, in one process."""
+    curve = curve_of(run(FLOAT64[0], tmp_path_factory.mktemp("straight"), *RUN))
+    coefficients = [row["train/objective/kl_coef"] for row in curve.rows if "train/objective/kl_coef" in row]
+    assert len(set(coefficients)) == 2  # it moves
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "stop"),
+    [
+        (Where("torch", 2, 1, "fp64"), Where("fsdp2", 2, 2, "fp64"), 3),
+        (Where("fsdp2", 2, 2, "fp64"), Where("torch", 1, 1, "fp64"), 4),
+    ],
+    ids=["between mini-batches", "after a rollout's last step"],
+)
+def test_the_curve_goes_on(straight: Curve, tmp_path: Path, one: Where, other: Where, stop: int) -> None:
+    begun = run(one, tmp_path / "run", *RUN, f"train.stop_after={stop}")
+    last = checkpoint.latest_first(begun)[0]
+    kept = sorted(path.name for path in last.glob("rollout-*"))
+    ranks = one.ring_size * one.replicas
+    expected = [f"rollout-now-{rank:05d}-of-{ranks:05d}.npz" for rank in range(ranks)] if stop % EACH else []
+    assert kept == expected
+    assert {name for name in checkpoint.check_sizes(last)["files"] if name.startswith("rollout")} == set(expected)
+    curve = curve_of(run(other, begun, *RUN))
+    assert [row["step"] for row in curve.rows] == list(range(1, STEPS + 1))
+    assert excesses(straight, curve) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", range(1, STEPS))
+def test_a_stop_after_any_step(straight: Curve, tmp_path: Path, stop: int) -> None:
+    one, other = FLOAT64[stop % len(FLOAT64)], FLOAT64[(2 * stop + 1) % len(FLOAT64)]
+    begun = run(one, tmp_path / "run", *RUN, f"train.stop_after={stop}")
+    assert excesses(straight, curve_of(run(other, begun, *RUN))) == []
+
+
+@pytest.mark.slow
+def test_a_stop_after_every_step(straight: Curve, tmp_path: Path) -> None:
+    """Each step on the next layout: samples are handed on from ranks to other ranks again and again."""
+    for where in itertools.islice(itertools.cycle(FLOAT64), STEPS):
+        run(where, tmp_path / "run", *RUN, "train.stop_after=1")
+    assert excesses(straight, curve_of(tmp_path / "run")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "reinforce_pp"])
+def test_other_algorithms_go_on_too(tmp_path: Path, loss: str) -> None:
+    """Without a critic; samples that do not count stay so."""
+    args = (*RUN, f"loss={loss}", "loss.filter=true", "rollout.overlong=mask", "train.max_steps=4")
+    straight = curve_of(run(FLOAT64[0], tmp_path / "straight", *args))
+    begun = run(Where("torch", 2, 1, "fp64"), tmp_path / "run", *args, "train.stop_after=1")
+    assert excesses(straight, curve_of(run(Where("torch", 1, 2, "fp64"), begun, *args))) == []
+
+
+def test_damage_to_the_samples_is_refused(tmp_path: Path) -> None:
+    where = Where("torch", 2, 1, "fp64")
+    begun = run(where, tmp_path / "run", *RUN, "train.stop_after=2", "checkpoint.save_every=1")
+    last, before = checkpoint.latest_first(begun)
+    samples = last / "rollout-now-00001-of-00002.npz"
+    whole = samples.read_bytes()
+    samples.write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
+    manifest = checkpoint.check_sizes(last)
+    with pytest.raises(CheckpointError, match=samples.name):
+        checkpoint.check_contents(last, [samples.name], manifest)
+    samples.unlink()
+    with pytest.raises(CheckpointError, match=samples.name):
+        checkpoint.check_sizes(last)
+    run(where, begun, *RUN, "train.max_steps=3")  # from the one before, whose samples are whole
+    assert [row["step"] for row in read_rows(begun / "metrics.jsonl")] == [1, 2, 3]
+    assert checkpoint.step_of(before) == 1
+
+
+def test_samples_are_no_pickle_and_stand_in_the_position(tmp_path: Path) -> None:
+    begun = run(Where("torch", 1, 1, "fp64"), tmp_path / "run", *RUN, "train.stop_after=1")
+    last = checkpoint.latest_first(begun)[0]
+    position = json.loads((last / "position.json").read_text())["rollouts"]
+    assert position["number"] == 0
+    assert position["kl_coef"] != position["beta"]  # what the rollout was made with, and what the next one will be
+    with np.load(last / "rollout-now-00000-of-00001.npz", allow_pickle=False) as file:
+        assert sorted(file["place"].tolist()) == list(range(16))
+        assert {"advantages", "returns", "old", "values", "reference", "behaviour"} <= set(file.files)
+        assert file["old"].dtype == np.float64

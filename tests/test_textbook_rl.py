@@ -1,0 +1,198 @@
+"""Steps of PPO and GRPO on a ring of 2 with 2 replicas, against hand arithmetic from the tokens that were drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlexp.config.schema import Config
+from rlexp.model.loading import load_config, load_model, load_tokenizer
+from rlexp.prove.layouts import RolloutCase
+from rlexp.prove.rollouts import config_of
+from tests import textbook, textbook_rl
+from tests.ranks import largest_gap, on_ranks
+from tests.textbook_rl import CRITIC, Answer, Credit, Knobs
+
+LAYOUT = RolloutCase(2, 2, 2, 3, 6)
+# float64, sums in another order; measured 6e-14 for gradients (of the largest element of each tensor), 3e-15 for
+# log-probabilities, 2e-14 for advantages.
+GRADIENT, LOGPS, ADVANTAGES = 1e-11, 1e-12, 1e-11
+TEMPERATURE, PATTERN = 0.8, "[0-9A-Za-z]"
+STOPS = "abcdefghijkl"
+
+
+@dataclasses.dataclass
+class Taken:
+    """What rank 0 knows of each step: the weights before it, its gradient, its row, its samples; and each rollout."""
+
+    weights: list[dict[str, Tensor]]
+    gradients: list[dict[str, Tensor]]
+    rows: list[dict[str, float]]
+    places: list[tuple[int, ...]]
+    rollouts: list[list[Any]]  # samples, by place
+
+
+def policy_steps(place: Any, cfg: Config, steps: int) -> Taken:
+    from rlexp.prove.engines import SpyEngine
+    from rlexp.rollout.experience import fetch
+    from rlexp.train.build import build
+    from rlexp.train.policy_step import policy_step
+
+    run = build(cfg)
+    engine = SpyEngine(run.engine)
+    run = dataclasses.replace(run, engine=engine)
+    rollouts = run.rollouts
+    taken = Taken([], [], [], [], [])
+    for step in range(1, steps + 1):
+        taken.weights.append({name: weight.detach().clone() for name, weight in engine.weights()})
+        taken.rows.append(policy_step(run, step))
+        taken.places.append(rollouts.batch(step).indices)
+        if len(taken.rollouts) == rollouts.number:
+            taken.rollouts.append(fetch(rollouts.mine, range(rollouts.size), run.world))
+    taken.gradients = engine.kept
+    rollouts.close()
+    return taken
+
+
+def steps_of(cfg: Config, steps: int) -> Taken:
+    return on_ranks(cfg.parallel.world_size, policy_steps, cfg, steps)[0]
+
+
+def answers_of(cfg: Config, samples: list[Any]) -> list[Answer]:
+    """Tokens as they were drawn; their text is read anew."""
+    tokenizer = load_tokenizer(cfg.model)
+    found = []
+    for sample in samples:
+        tokens = sample.answer.tolist()
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        for place, char in enumerate(text):
+            if char in STOPS:
+                text = text[:place]
+                break
+        found.append(Answer(sample.prompt.tokens.tolist(), tokens, text))
+    return found
+
+
+def as_leaves(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: weight.double().clone().requires_grad_() for name, weight in weights.items()}
+
+
+@pytest.fixture(scope="module")
+def ppo() -> tuple[Config, Taken]:
+    cfg = config_of(LAYOUT, f"rollout.temperature={TEMPERATURE}", "loss.gamma=0.99", "loss.lam=0.9", "loss.beta=0.1",
+                    "loss.value_clip=0.01", "optim.max_grad_norm=0", "optim.lr=5e-3")  # fmt: skip
+    return cfg, steps_of(cfg, 7)
+
+
+KNOBS = Knobs(beta=0.1, gamma=0.99, lam=0.9, temperature=TEMPERATURE, clip=0.2, value_clip=0.01, value_coef=0.5)
+
+
+def model_of(cfg: Config) -> tuple[Any, dict[str, Tensor]]:
+    config = load_config(cfg.model, cfg.data.max_length)
+    return config, textbook.float64_weights(load_model(cfg.model, config, cfg.data.max_length))
+
+
+def test_what_ppo_knows_of_its_samples(ppo: tuple[Config, Taken]) -> None:
+    """Of both rollouts, the second with a policy that has left its reference and a critic that says something."""
+    cfg, taken = ppo
+    config, reference = model_of(cfg)
+    for number, samples in enumerate(taken.rollouts):
+        weights = taken.weights[4 * number]
+        known = credits_of(cfg, config, weights, reference, samples)
+        for sample, credit in zip(samples, known, strict=True):
+            assert sample.score == credit.score
+            assert sample.behaviour == pytest.approx(credit.old.numpy(), rel=LOGPS)
+            assert sample.old == pytest.approx(credit.old.numpy(), rel=LOGPS)
+            assert sample.reference == pytest.approx(credit.reference.numpy(), rel=LOGPS)
+            assert sample.values == pytest.approx(credit.values.numpy(), rel=ADVANTAGES, abs=1e-14)
+            assert sample.advantages == pytest.approx(credit.advantages, rel=ADVANTAGES, abs=1e-14)
+            assert sample.returns == pytest.approx(credit.returns, rel=ADVANTAGES, abs=1e-14)
+        row = taken.rows[4 * number]
+        away = [float((credit.old - credit.reference).sum()) for credit in known]
+        for name, expected in {
+            "objective/scores": mean([credit.score for credit in known]),
+            "objective/kl": mean(away),
+            "objective/entropy": mean([-float(credit.old.sum()) for credit in known]),
+            "objective/non_score_reward": -0.1 * mean(away),
+            "objective/rlhf_reward": mean([credit.score for credit in known]) - 0.1 * mean(away),
+            "response/length": mean([len(credit.old) for credit in known]),
+        }.items():
+            assert row[f"train/{name}"] == pytest.approx(expected, rel=1e-11, abs=1e-13), name
+    assert taken.rows[4]["train/objective/kl"] > 0.01  # the second rollout is not the first again
+    assert max(abs(sample.values).max() for sample in taken.rollouts[1]) > 0.01
+
+
+def gradient_of(loss: Tensor, weights: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """torch's embeddings learn nothing of the padding token, which an untrained model draws like any other."""
+    gradient = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+    for name in gradient:
+        if name.endswith("embed_tokens.weight"):
+            gradient[name][config.pad_token_id] = 0
+    return gradient
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def credits_of(cfg: Config, config: Any, weights: dict[str, Tensor], reference: dict[str, Tensor],
+               samples: list[Any]) -> list[Credit]:  # fmt: skip
+    answers = answers_of(cfg, samples)
+    scores = [textbook_rl.share_of(PATTERN, answer.text) for answer in answers]
+    return [
+        textbook_rl.credited(weights, weights, reference, config, answer, score, KNOBS)
+        for answer, score in zip(answers, scores, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("step", [1, 4, 5, 7])
+def test_a_step_of_ppo(ppo: tuple[Config, Taken], step: int) -> None:
+    """The first of a rollout, where the ratio is 1, and later ones, where it is not and answers are clipped."""
+    cfg, taken = ppo
+    config, reference = model_of(cfg)
+    number = (step - 1) // 4
+    samples = [taken.rollouts[number][place] for place in taken.places[step - 1]]
+    known = credits_of(cfg, config, taken.weights[4 * number], reference, samples)
+    weights = as_leaves(taken.weights[step - 1])
+    loss, logged = textbook_rl.ppo(weights, weights, config, answers_of(cfg, samples), known, KNOBS)
+    gradient = gradient_of(loss, weights, config)
+    row = taken.rows[step - 1]
+    assert row["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-11, abs=1e-13)
+    for name, expected in logged.items():
+        assert row[name] == pytest.approx(expected, rel=1e-10, abs=1e-13), name
+    moved = {name: grad for name, grad in gradient.items() if float(grad.abs().max()) > 1e-15}
+    still = set(gradient) - set(moved)  # a critic whose row is zero passes nothing down to its trunk
+    assert all(name.startswith(f"{CRITIC}trunk") for name in still) if step == 1 else not still
+    assert largest_gap(moved, {name: taken.gradients[step - 1][name] for name in moved}) < GRADIENT
+    assert all(float(taken.gradients[step - 1][name].abs().max()) < 1e-15 for name in still)
+    if step == 4:
+        assert row["train/policy/clipfrac_avg"] > 0.1
+        assert row["train/val/clipfrac_avg"] > 0.1
+
+
+def test_a_step_of_grpo() -> None:
+    """Groups of four; a later step, in which ratio and divergence have a gradient."""
+    cfg = config_of(LAYOUT, "loss=grpo", "loss.beta=0.2", "rollout.n_samples=4", "rollout.batch_size=4",
+                    f"rollout.temperature={TEMPERATURE}", "optim.max_grad_norm=0", "optim.lr=5e-3")  # fmt: skip
+    taken = steps_of(cfg, 3)
+    config, reference = model_of(cfg)
+    answers = answers_of(cfg, taken.rollouts[0])
+    scores = [textbook_rl.share_of(PATTERN, answer.text) for answer in answers]
+    advantages = textbook_rl.grpo_advantages(scores, 4)
+    assert max(advantages) > 0.5
+    for sample, advantage in zip(taken.rollouts[0], advantages, strict=True):
+        assert sample.advantages == pytest.approx(advantage, rel=ADVANTAGES, abs=1e-14)
+    places, weights = taken.places[2], as_leaves(taken.weights[2])
+    knobs = dataclasses.replace(KNOBS, beta=0.2)
+    with torch.no_grad():
+        olds = [textbook_rl.said(taken.weights[0], config, answers[place], TEMPERATURE)[0] for place in places]
+    loss = textbook_rl.grpo(weights, reference, config, [answers[place] for place in places], olds,
+                            [advantages[place] for place in places], knobs)  # fmt: skip
+    gradient = gradient_of(loss, weights, config)
+    assert taken.rows[2]["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-11, abs=1e-13)
+    assert taken.rows[2]["train/policy/clipfrac_avg"] > 0
+    assert largest_gap(gradient, taken.gradients[2]) < GRADIENT
