@@ -34,6 +34,7 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m rlexp.prove.kills --write docs/checkpoints.md
 	$(BIN)/python -m rlexp.prove.bug_report --write docs/why.png
 	$(BIN)/python -m rlexp.prove.learning --write docs/learning.png --page docs/ppo.md $(STORIES)
+	$(BIN)/python -m rlexp.prove.pipeline --write docs/pipeline.png --page docs/rollouts.md
 	$(BIN)/python bench/attention.py --write docs/attention.md
 	$(BIN)/python -m rlexp.prove.report --write docs/report.png
 	$(BIN)/python bench/checkpoint.py --write docs/benchmarks.md

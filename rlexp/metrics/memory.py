@@ -15,6 +15,10 @@ from rlexp.metrics.meter import Meter
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _RESET_PEAK = "5"  # proc(5): reset the peak resident set size
 REMEDY = "A larger parallel.ring_size, a smaller train.micro_batch_size or memory.checkpointing=true need less."
+REMEDIES = {
+    "rollout": "A smaller rollout.micro_batch_size, or rollout.micro_batch_tokens=N, needs less.",
+    "score": "A larger parallel.ring_size or a smaller rollout.score_batch_size needs less.",
+}
 
 
 class Phases:
@@ -71,7 +75,7 @@ class Phases:
         first = str(error).strip().partition("\n")[0]
         return OutOfMemory(
             f"rank {rank} ran out of memory {where}in its {self._phase or 'build'} phase ({first}). "
-            f"Peaks so far: {peaks}. {REMEDY}"
+            f"Peaks so far: {peaks}. {REMEDIES.get(self._phase, REMEDY)}"
         )
 
 

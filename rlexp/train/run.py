@@ -163,12 +163,17 @@ def header(run: Run, run_dir: Path) -> str:
         f"rlexp {__version__}  {cfg.loss.name} on {cfg.model.name} ({run.parameters:,} parameters, "
         f"{cfg.train.precision.value}), engine {run.engine.name}\n"
         f"  ring of {world.ring.size} ({run.layout.name}, {run.kernel.name}) × {replicas} = "
-        f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}\n"
+        f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n"
         f"  batch {cfg.train.batch_size} = {replicas} × micro-batch {cfg.train.micro_batch_size} × "
         f"{cfg.train.grad_acc} accumulation step{'s' * (cfg.train.grad_acc > 1)}\n"
         f"  {examples(run)}, {run.total_steps} steps, {run.steps_per_epoch} an epoch{dropped}\n"
         f"  {run_dir}\n"
     )
+
+
+def sampling(run: Run) -> str:
+    ranks = run.cfg.rollout.sampling_ranks
+    return f", and {ranks} that sample{'s' * (ranks == 1)}" if ranks else ""
 
 
 def examples(run: Run) -> str:
