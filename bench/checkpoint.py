@@ -104,11 +104,11 @@ def main() -> None:
         put(options.write, text)
 
 
-def about() -> str:
+def about(program: str = "bench/checkpoint.py") -> str:
     commit = git_commit() or "unknown"
     changed = ", with changes that are not committed," if commit.endswith("+dirty") else ""
     return (
-        f"Measured {time.strftime('%Y-%m-%d')} at commit {commit[:12]}{changed} by `python bench/checkpoint.py`\n"
+        f"Measured {time.strftime('%Y-%m-%d')} at commit {commit[:12]}{changed} by `python {program}`\n"
         f"on {processor()}, {os.cpu_count()} cores, {visible_gpus()} GPUs; torch {torch.__version__}, "
         f"one thread per rank, float32."
     )

@@ -17,44 +17,56 @@ GROWTH = 64  # columns at least by which the cache grows
 
 
 class KeyValues:
-    """Of a batch of rows; `pads_B` columns at each row's start hold nothing."""
+    """Of a batch of rows; `pads_B` columns at each row's start hold nothing. There is room for `capacity` columns at
+    first, and never for more than `most`, where that is known."""
 
-    def __init__(self, pads_B: Tensor, capacity: int) -> None:
-        self.pads_B, self.capacity, self.length = pads_B, capacity, 0
-        self._held: dict[nn.Module, Tensor] = {}  # (2, B, G, capacity, D)
+    def __init__(self, pads_B: Tensor, capacity: int, most: int | None = None) -> None:
+        self.pads_B, self.capacity, self.most, self.length = pads_B, capacity, most, 0
+        self.padded = bool((pads_B > 0).any())
+        self._held: dict[nn.Module, Tensor] = {}  # (2, B, G, columns there is room for, D)
 
     def add(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep a layer's new keys and values, (B, G, q, D); all of its so far."""
         end = self.length + key.shape[2]
         held = self._held.get(module)
-        if held is None or held.shape[3] < end:
-            held = self._grown(held, key, end)
-            self._held[module] = held
+        if held is None:
+            held = key.new_empty(2, key.shape[0], key.shape[1], max(end, self.capacity), key.shape[3])
+        elif held.shape[3] < end:
+            held = self._copied(held, end, slice(None))
+        self._held[module] = held
         held[0][:, :, self.length : end], held[1][:, :, self.length : end] = key, value
         return held[0][:, :, :end], held[1][:, :, :end]
 
-    def _grown(self, held: Tensor | None, key: Tensor, end: int) -> Tensor:
-        """To the capacity asked for at first; later by half of what there is."""
-        before = 0 if held is None else held.shape[3]
-        width = max(end, self.capacity, before + max(GROWTH, before // 2) if before else 0)
-        grown = key.new_zeros(2, key.shape[0], key.shape[1], width, key.shape[3])
-        if held is not None:
-            grown[:, :, :, : self.length] = held[:, :, :, : self.length]
-        return grown
+    def _copied(self, held: Tensor, end: int, rows: Tensor | slice) -> Tensor:
+        """What is held of these rows, with room up to `end`: where that is lacking, for half as many columns more."""
+        before = width = held.shape[3]
+        if before < end:
+            width = max(end, before + max(GROWTH, before // 2))
+            width = width if self.most is None else max(end, min(width, self.most))
+        kept = held[:, rows, :, : self.length]
+        copied = held.new_empty(2, kept.shape[1], held.shape[2], width, held.shape[4])
+        copied[:, :, :, : self.length] = kept
+        return copied
 
-    def mask(self, new: int) -> Tensor:
-        """(B, 1, q, K): which columns each new token may see; its own row's, up to itself. A place of padding sees
-        all before it: what comes of it is looked at by nobody, and must be finite."""
+    def mask(self, new: int) -> Tensor | None:
+        """(B or 1, 1, q, K): which columns each new token may see; its own row's, up to itself. A place of padding
+        sees all before it: what comes of it is looked at by nobody, and must be finite. None where all are seen."""
+        if new == 1 and not self.padded:
+            return None
         columns_K = torch.arange(self.length + new, device=self.pads_B.device)
         queries_q = columns_K[self.length :].unsqueeze(-1)
         causal_qK = columns_K <= queries_q
+        if not self.padded:
+            return causal_qK[None, None]
         pads = self.pads_B.view(-1, 1, 1, 1)
         return causal_qK & ((columns_K >= pads) | (queries_q < pads))
 
     def take(self, rows: Tensor) -> None:
-        """Go on with these rows, in this order; a row may be taken several times."""
+        """Go on with these rows, in this order; a row may be taken several times. Layer by layer: of one alone there
+        are two for a moment."""
         self.pads_B = self.pads_B[rows]
-        self._held = {module: held[:, rows, :, :] for module, held in self._held.items()}
+        for module, held in self._held.items():
+            self._held[module] = self._copied(held, self.length + 1, rows)
 
     def bytes_held(self) -> int:
         return sum(held.numel() * held.element_size() for held in self._held.values())
@@ -67,7 +79,7 @@ class Decoding:
     tokens_Bq: Tensor
     positions_Bq: Tensor
     cache: KeyValues
-    mask: Tensor = field(init=False)
+    mask: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask", self.cache.mask(self.tokens_Bq.shape[1]))
@@ -80,8 +92,10 @@ class Decoding:
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, batch: Decoding, scale: float) -> Tensor:
     """(B, H, q, D) queries over all that the cache holds, to (B, q, H, D)."""
     keys, values = batch.cache.add(module, key, value)
-    grouped = query.shape[1] != keys.shape[1]
+    rows, heads, new, size = query.shape
+    if new == 1:  # the heads of a group see the same columns: they are queries of one head, whose keys are read once
+        query = query.reshape(rows, keys.shape[1], -1, size)
     out_BHqD = nn.functional.scaled_dot_product_attention(
-        query, keys, values, attn_mask=batch.mask, scale=scale, enable_gqa=grouped
+        query, keys, values, attn_mask=batch.mask, scale=scale, enable_gqa=query.shape[1] != keys.shape[1]
     )
-    return out_BHqD.transpose(1, 2)
+    return out_BHqD.reshape(rows, heads, new, size).transpose(1, 2)

@@ -20,10 +20,10 @@ def choose(logits_BV: Tensor, uniform_B: Tensor, cfg: RolloutConfig) -> tuple[Te
     logps_BV = logits_BV.double().log_softmax(-1)
     sums_BV = kept(logps_BV, cfg).cumsum(-1)
     # Never beyond the last token that has a probability, whatever its sum was rounded to.
-    wanted_B = (uniform_B * sums_BV[:, -1]).unsqueeze(-1)
-    last_B = (sums_BV < sums_BV[:, -1:]).sum(-1, keepdim=True)
-    token_B = torch.minimum(torch.searchsorted(sums_BV, wanted_B, right=True), last_B)
-    return token_B.squeeze(-1), logps_BV.gather(-1, token_B).squeeze(-1)
+    whole_B1 = sums_BV[:, -1:].contiguous()
+    last_B1 = torch.searchsorted(sums_BV, whole_B1).clamp(max=sums_BV.shape[-1] - 1)  # of NaN it is beyond
+    token_B1 = torch.searchsorted(sums_BV, uniform_B.unsqueeze(-1) * whole_B1, right=True).minimum(last_B1)
+    return token_B1.squeeze(-1), logps_BV.gather(-1, token_B1).squeeze(-1)
 
 
 def kept(logps_BV: Tensor, cfg: RolloutConfig) -> Tensor:

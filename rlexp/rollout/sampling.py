@@ -8,6 +8,7 @@ Shape letters: B rows, U prompts, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +20,14 @@ from torch import Tensor
 
 from rlexp.config.schema import RolloutConfig
 from rlexp.errors import NonFiniteError
-from rlexp.model.decoding import Decoding, KeyValues
+from rlexp.model.decoding import GROWTH, Decoding, KeyValues
 from rlexp.rollout.choose import choose
 from rlexp.rollout.deal import Request
 from rlexp.rollout.draws import Weights
 from rlexp.rollout.noise import stream, uniform
 from rlexp.types import Ids, Sample
 
-PREFILL = 512  # tokens of a prompt read at once
+PREFILL = 2048  # tokens of a micro-batch's prompts read at once
 
 Forward = Callable[[Decoding], Tensor]
 
@@ -56,6 +57,7 @@ class Drawer:
     ) -> None:
         self._forward, self._tokenizer, self._ends = forward, tokenizer, frozenset(ends)
         self._cfg, self._seed, self._device, self._dtype, self._in_step = cfg, seed, device, dtype, in_step
+        self._tail = max((len(stop.encode()) for stop in cfg.stop), default=0) + 1  # tokens that a stop may stand in
         self.bytes_held = 0  # by keys and values, at most
 
     def renew(self, weights: Weights) -> None:
@@ -110,7 +112,7 @@ class Drawer:
         """Add a token to each row; the places of those that go on."""
         staying = []
         for place, (row, token, logp) in enumerate(zip(rows, tokens, logps, strict=True)):
-            if not np.isfinite(logp):
+            if not math.isfinite(logp):
                 raise NonFiniteError(
                     f"{drawn.requests[row].prompt.origin}: the policy's log-probabilities are not finite after "
                     f"{len(drawn.answers[row])} tokens of an answer. A smaller optim.lr or a warm-up may help."
@@ -126,8 +128,7 @@ class Drawer:
         """Whether one of `rollout.stop` has just been written: it stands in the last tokens' text."""
         if not self._cfg.stop:
             return False
-        tail = answer[-(max(len(stop.encode()) for stop in self._cfg.stop) + 1) :]
-        text = self._tokenizer.decode(tail, skip_special_tokens=True)
+        text = self._tokenizer.decode(answer[-self._tail :], skip_special_tokens=True)
         return any(stop in text for stop in self._cfg.stop)
 
     def _read(self, requests: Sequence[Request]) -> tuple[KeyValues, Tensor, Tensor]:
@@ -141,9 +142,11 @@ class Drawer:
             tokens[row, longest - len(prompt) :] = prompt
         tokens_UL = torch.from_numpy(tokens).to(self._device)
         positions_UL = (torch.arange(longest, device=self._device) - pads_U.unsqueeze(-1)).clamp(min=0)
-        cache = KeyValues(pads_U, longest)
-        for first in range(0, longest, PREFILL):
-            part = slice(first, first + PREFILL)
+        most = longest + self._cfg.max_new_tokens - 1  # the last token is not read
+        cache = KeyValues(pads_U, min(longest + GROWTH, most), most)
+        piece = max(1, PREFILL // len(prompts))
+        for first in range(0, longest, piece):
+            part = slice(first, first + piece)
             logits_UV = self._next(Decoding(tokens_UL[:, part], positions_UL[:, part], cache))
         rows_B = torch.tensor(of_row, device=self._device)
         if of_row != list(range(len(prompts))):

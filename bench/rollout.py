@@ -1,0 +1,350 @@
+"""What drawing and scoring answers costs: memory, balance, throughput and the overhead of going token by token.
+
+    python bench/rollout.py                         print the tables; 3 minutes on 2 idle cores, 15 on busy ones
+    python bench/rollout.py --write docs/benchmarks.md
+    python bench/rollout.py --only memory           or ranks, or decoding
+
+The floors, written down before anything was made faster (E hidden size, I intermediate size, G·D the width of keys,
+layers L, vocabulary V, B rows of a micro-batch, K columns of the cache, P parameters, all in float32):
+
+- Of a sample the host keeps 4 bytes a token for its ids and 4 for its log-probabilities (8 in float64), and its text:
+  nothing else may grow with n_samples. While a micro-batch is drawn a device holds its cache, 2·L·B·K·G·D·4 bytes; the
+  prompts are read `PREFILL` tokens at a time, so that activations are at most PREFILL·(4·E + 3·I)·4 bytes and the mask
+  PREFILL·K·5, whatever their length.
+- Scoring holds one layer of score_batch_size·K/ring tokens at a time, (4·E + 3·I)·4 bytes each, with keys and values of
+  one more part of the ring: it falls with the ring, down to what does not.
+- A step of decoding reads the weights once, 4·P bytes, and the cache once, 2·L·B·K·G·D·4; it multiplies and adds 2·P·B
+  times. Reading the same tokens at once does as many operations, and reads the weights once for all of them. Where the
+  model is small both are nothing beside the calls that make up a forward pass, about 60 a layer.
+- Ranks that draw share nothing but the cores: the throughput of a ring of 4 is that of four samplers that know nothing
+  of each other, and all ranks take the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from checkpoint import about, configured, join_world, on_ranks, with_load
+
+from rlexp.config.schema import Config
+from rlexp.launch.place import Place, prepare_environment
+from rlexp.metrics.memory import peak_bytes, reset_peak
+from rlexp.prove.tables import put
+from rlexp.ring.groups import Ring, World
+from rlexp.rollout.colocated import Colocated
+from rlexp.rollout.deal import Request, deal, micro_batches
+from rlexp.rollout.sampling import PREFILL, Drawer
+from rlexp.train.build import Run, build
+from rlexp.types import Prompt, Sample
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
+BASE = ("engine=torch", "loss=reinforce_pp", "data.fill=true", "data.too_long=truncate", "data.eval_size=0",
+        "reward=rule", "reward.text=a", "train.micro_batch_size=1", "checkpoint.on_exit=false")  # fmt: skip
+MODEL = ("model.hidden_size=256", "model.intermediate_size=688", "model.layers=4")
+NEW = 16  # tokens of an answer where memory is measured
+SAMPLES = (4, 16, 64)
+LENGTHS = (256, 1024, 4096)
+RINGS = (1, 2, 4)
+TURNS, RANKS, PROMPTS = 7, 4, 16
+REPEATS = 5
+MB = 1 << 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python bench/rollout.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", type=Path, help="put the tables into this page, between its markers")
+    parser.add_argument("--only", choices=TABLES, help="one table alone")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    prepare_environment("cpu")
+    chosen = [options.only] if options.only else list(TABLES)
+    text = "\n\n".join([about("bench/rollout.py"), *(with_load(TABLES[name]) for name in chosen)])
+    print(text)
+    if options.write:
+        put(options.write, text, "rollout")
+
+
+def sized(ranks: int, prompts: int, n_samples: int, length: int, *overrides: str) -> Config:
+    return configured(
+        ranks, *BASE, *overrides, f"parallel=ring{ranks}", f"data.max_length={length}", f"data.size={prompts}",
+        f"rollout.batch_size={prompts}", f"rollout.n_samples={n_samples}", f"train.batch_size={prompts * n_samples}",
+    )  # fmt: skip
+
+
+def prompts_of(run: Run) -> list[Prompt]:
+    assert run.rollouts is not None
+    return [run.rollouts.prompts[index] for index in run.sampler.batch(1).indices]
+
+
+def drawer_of(run: Run) -> Drawer:
+    assert run.rollouts is not None
+    source = run.rollouts.source
+    assert isinstance(source, Colocated)
+    return source._drawer
+
+
+# ---- memory ----
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes, of the rank with most: what the process held before, and what a phase took beside."""
+
+    before: int
+    rollout: int
+    score: int
+    kept: int  # the samples' arrays, of all ranks
+
+
+def memory() -> str:
+    heads = ("tokens", "samples of a prompt", "ring", "before", "drawing: peak", "beside", "scoring: peak", "beside")
+    lines = [f"| {' | '.join(heads)} | samples |", "|" + " ---: |" * (len(heads) + 1)]
+    cases = [(LENGTHS[0], n_samples, 1, 16, 8) for n_samples in SAMPLES]
+    cases += [(length, 1, ring, 1, 4) for length in LENGTHS for ring in RINGS]
+    for length, n_samples, ring, rows, scored in cases:
+        prompts = 2 if n_samples > 1 else 4
+        cfg = sized(ring, prompts, n_samples, length, *MODEL, f"rollout.max_new_tokens={NEW}",
+                    f"rollout.micro_batch_size={rows}", f"rollout.score_batch_size={scored}")  # fmt: skip
+        found: Peaks = on_ranks(memory_rank, ring, cfg)
+        shown = [found.before, found.before + found.rollout, found.rollout, found.before + found.score, found.score]
+        cells = " | ".join(f"{value / MB:.0f}" for value in shown)
+        lines.append(f"| {length:,} | {n_samples} | {ring} | {cells} | {found.kept / MB:.3f} |")
+    return (
+        f"### Memory of a rollout\n\nMB of the rank with most, a fresh start for each line: the process before, its "
+        f"peak, and the difference. Prompts fill all but\n{NEW} tokens. The first three lines draw 2 prompts × 4 to "
+        f"64 samples, 16 rows at once, and score 8; the others 4 prompts × 1,\na row at once, and score 4 over the "
+        f'ring. "Samples" are the arrays that all samples keep in the host\'s memory.\n\n' + "\n".join(lines)
+    )
+
+
+def memory_rank(place: Place, cfg: Config) -> Peaks:
+    give_back_at_once()
+    join_world(place, cfg)
+    run = build(cfg)
+    assert run.rollouts is not None
+    rollouts, prompts = run.rollouts, prompts_of(run)
+    short = [Prompt(prompt.index, prompt.tokens[:8], "", None, "") for prompt in prompts[:1]]
+    warm = [sample for part in drawer_of(run).draw([[Request(0, short[0], 0)]], 0) for sample in part]
+    rollouts.scorer.score(warm)
+    mine: list[Sample] = []
+
+    def draw() -> None:
+        mine.extend(rollouts.source.draw(0, prompts, cfg.rollout.n_samples, rollouts.rewards))
+
+    before, drawn = peak_of(run, draw)
+    scored = peak_of(run, lambda: rollouts.scorer.score(mine))[1] - before
+    rollouts.rewards.collect()
+    rollouts.close()
+    kept = sum(array.nbytes for s in mine for array in (s.answer, s.behaviour, s.old, s.reference) if array is not None)
+    most = torch.tensor([before, drawn - before, scored])
+    whole = torch.tensor(kept)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    dist.all_reduce(whole)
+    return Peaks(*(int(value) for value in most), int(whole))
+
+
+def give_back_at_once() -> None:
+    """What is freed leaves the process, so that its peak is of what is used, and not of what was."""
+    with contextlib.suppress(AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, 1 << 16)
+        mallopt(M_TRIM_THRESHOLD, 1 << 16)
+
+
+def peak_of(run: Run, work: Callable[[], object]) -> tuple[int, int]:
+    """Held before, and at most meanwhile."""
+    reset_peak(run.device)
+    before = peak_bytes(run.device)
+    dist.barrier()
+    work()
+    return before, peak_bytes(run.device)
+
+
+# ---- ranks ----
+
+
+@dataclass(frozen=True)
+class Turn:
+    """By rank, of one way of drawing the same samples."""
+
+    seconds: list[float]
+    core: list[float]  # seconds of a core
+
+
+ALONE = "four samplers alone"
+WAYS = {"torch": ("engine=torch",), "zero3": ("engine=zero3",), "fsdp2": ("engine=fsdp2",)}
+
+
+def ranks() -> str:
+    sizes = ("rollout.max_new_tokens=32", "rollout.micro_batch_size=8")
+    cfgs = {name: sized(RANKS, PROMPTS, 4, 128, *way, *sizes) for name, way in WAYS.items()}
+    turns: dict[str, list[Turn]] = on_ranks(ranks_rank, RANKS, cfgs)
+    lines = ["| who draws | throughput over four alone | slowest over fastest rank | in core-seconds |",
+             "| --- |" + " ---: |" * 3]  # fmt: skip
+    alone = [sum(1 / seconds for seconds in turn.seconds) / RANKS for turn in turns[ALONE]]
+    for name, found in turns.items():
+        rates = [1 / max(turn.seconds) for turn in found]
+        ratios = alone if name == ALONE else rates
+        over = statistics.median(mine / base for mine, base in zip(ratios, alone, strict=True))
+        apart, cores = (
+            statistics.median(max(values) / min(values) for values in each)
+            for each in ([turn.seconds for turn in found], [turn.core for turn in found])
+        )
+        who = ALONE if name == ALONE else f"ring of {RANKS}, {name}"
+        lines.append(f"| {who} | {over:.2f} | {apart:.2f} | {cores:.2f} |")
+    seconds = statistics.median(max(turn.seconds) for turn in turns[ALONE])
+    return (
+        f"### Ranks side by side\n\n{PROMPTS} prompts × 4 samples of 32 tokens with `model=tiny`, drawn by {RANKS} "
+        f"processes on {os.cpu_count()} cores: as a ring of {RANKS},\nand by {RANKS} samplers of a quarter each that "
+        f"know nothing of each other, in turn; medians of {TURNS} turns. A ring is as fast as\nits slowest rank; of "
+        f"the samplers alone the rates of each are added up ({seconds:.1f} s until the last is done). Under zero3 "
+        f"and\nfsdp2 every token's forward pass gathers the weights from all ranks, who go in step.\n\n"
+        + "\n".join(lines)
+    )
+
+
+def ranks_rank(place: Place, cfgs: dict[str, Config]) -> dict[str, list[Turn]]:
+    join_world(place, next(iter(cfgs.values())))
+    runs = {name: build(cfg) for name, cfg in cfgs.items()}
+    ways = {ALONE: alone_of(runs["torch"], place.rank)} | {name: ring_of(run) for name, run in runs.items()}
+    found: dict[str, list[Turn]] = {name: [] for name in ways}
+    for turn in range(TURNS + 1):
+        names = list(ways)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            dist.barrier()
+            began, core = time.perf_counter(), time.process_time()
+            ways[name]()
+            taken = [time.perf_counter() - began, time.process_time() - core]
+            parts: list[Any] = [None] * place.world_size
+            dist.all_gather_object(parts, taken)
+            if turn:
+                found[name].append(Turn([part[0] for part in parts], [part[1] for part in parts]))
+    for run in runs.values():
+        assert run.rollouts is not None
+        run.rollouts.close()
+    return found
+
+
+class Unjudged:
+    """Rewards have processes of their own, and are no matter of drawing."""
+
+    def submit(self, samples: Sequence[Sample]) -> None: ...
+
+
+def ring_of(run: Run) -> Callable[[], object]:
+    prompts, drawer = prompts_of(run), drawer_of(run)
+    source = Colocated(drawer, run.cfg.rollout, run.world)
+    return lambda: source.draw(0, prompts, run.cfg.rollout.n_samples, Unjudged())  # type: ignore[arg-type]
+
+
+def alone_of(run: Run, rank: int) -> Callable[[], object]:
+    """A world of one rank, with a quarter of the prompts."""
+    longest_first = sorted(prompts_of(run), key=lambda prompt: -len(prompt.tokens))
+    source = Colocated(drawer_of(run), run.cfg.rollout, World(0, 1, Ring(0, (0,))))
+    quarter = longest_first[rank::RANKS]
+    return lambda: source.draw(0, quarter, run.cfg.rollout.n_samples, Unjudged())  # type: ignore[arg-type]
+
+
+# ---- decoding ----
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Seconds, the best of several: of drawing a micro-batch, of the model's part in it, and of reading it at once."""
+
+    whole: float
+    model: float
+    steps: int
+    at_once: float
+    weights: int  # bytes read in each step
+    cache: int  # bytes read in a step, on average
+    bandwidth: float  # bytes a second, of copying
+
+
+def decoding() -> str:
+    lines = ["| model | prompt | a step | of it the model | read at once | over | bytes a step: weights; cache "
+             "| read at the speed of a copy | over |", "| --- |" + " ---: |" * 8]  # fmt: skip
+    for name, model in (("tiny, 0.12 million", ()), ("3.2 million", MODEL)):
+        for length in (96, 1024):
+            cfg = sized(1, 4, 4, length, *model, "rollout.max_new_tokens=64", "rollout.micro_batch_size=16")
+            found: Decoded = on_ranks(decoding_rank, 1, cfg)
+            step, floor = found.whole / found.steps, (found.weights + found.cache) / found.bandwidth
+            lines.append(
+                f"| {name} | {length - 64} | {step * 1e3:.2f} ms | {found.model / found.whole:.0%} "
+                f"| {found.at_once / found.steps * 1e3:.2f} ms | {found.whole / found.at_once:.1f} "
+                f"| {found.weights / MB:.1f}; {found.cache / MB:.1f} MB | {floor * 1e3:.2f} ms | {step / floor:.1f} |"
+            )
+    return (
+        f"### Token by token\n\nA micro-batch of 16 rows, 4 prompts × 4 samples of 64 tokens, on one rank: a step "
+        f"yields 16 tokens. The prompts are read\n{PREFILL:,} tokens at a time, and that is in the time of the steps. "
+        f'"Read at once" is one forward pass of the same prompts and\nanswers, without shared prompts: its time over '
+        f"the number of steps. Best of {REPEATS}.\n\n" + "\n".join(lines)
+    )
+
+
+def decoding_rank(place: Place, cfg: Config) -> Decoded:
+    join_world(place, cfg)
+    run = build(cfg)
+    drawer, prompts = drawer_of(run), prompts_of(run)
+    hand = deal(prompts, cfg.rollout.n_samples, 1)[0]
+    parts = micro_batches(hand, 16, None, cfg.rollout.max_new_tokens)
+    assert len(parts) == 1
+    inner, spent = drawer._forward, [0.0]
+
+    def timed(batch: Any) -> Any:
+        began = time.perf_counter()
+        logits = inner(batch)
+        spent[0] += time.perf_counter() - began
+        return logits
+
+    drawer._forward = timed
+    whole, at_once, samples = [], [], list[Sample]()
+    for _ in range(REPEATS + 1):
+        spent[0], began = 0.0, time.perf_counter()
+        samples = [sample for part in drawer.draw(parts, 0) for sample in part]
+        whole.append((time.perf_counter() - began, spent[0]))
+        shard = run.hold(run.pack([(sample.prompt.tokens, sample.answer) for sample in samples]))
+        began = time.perf_counter()
+        with torch.no_grad():
+            run.engine.forward(shard)
+        at_once.append(time.perf_counter() - began)
+    best = min(whole[1:])
+    steps = max(len(sample.answer) for sample in samples)
+    model: Any = run.engine.policy.model.config
+    columns = float(np.mean([len(s.prompt.tokens) for s in samples])) + steps / 2
+    width = model.num_key_value_heads * model.hidden_size // model.num_attention_heads
+    cache = int(2 * model.num_hidden_layers * len(samples) * columns * width * 4)
+    return Decoded(best[0], best[1], steps, min(at_once[1:]), 4 * run.parameters, cache, copied())
+
+
+def copied() -> float:
+    """Bytes that are read in a second of copying, beyond every cache."""
+    source = np.ones(1 << 26, dtype=np.float32)
+    target = np.ones_like(source)
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - began)
+    return source.nbytes / min(times)
+
+
+TABLES: dict[str, Callable[[], str]] = {"memory": memory, "ranks": ranks, "decoding": decoding}
+
+
+if __name__ == "__main__":
+    main()
