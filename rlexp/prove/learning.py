@@ -172,7 +172,8 @@ def draw(curves: dict[str, Learned], path: Path) -> None:
         entropy.set_ylim(bottom=0)
         entropy.set_xlabel("samples")
     grid[0, 0].set_ylabel("mean reward of a rollout")
-    grid[1, 0].set_ylabel("entropy of the policy, nats a token")
+    grid[1, 0].set_ylabel("entropy, nats a token")
+    figure.get_layout_engine().set(hspace=0.06, wspace=0.04)
     figure.savefig(path, dpi=130)
 
 
@@ -181,9 +182,13 @@ def draw_tiny(reward: Any, entropy: Any, curves: dict[str, Learned]) -> None:
         curve = curves[name]
         reward.plot(curve.samples, curve.reward, color=colour, linewidth=2, label=label)
         entropy.plot(curve.samples, curve.entropy, color=colour, linewidth=2)
-    entropy.axhline(FLOOR, color="black", linewidth=1, linestyle="--")
+    for axes, bound in ((reward, UNTRAINED), (reward, LEARNED), (entropy, FLOOR)):
+        axes.axhline(bound, color="black", linewidth=0.9, linestyle="--")
+    right = {"x": curves["tiny"].samples[-1], "ha": "right", "fontsize": 9}
+    reward.text(y=LEARNED - 0.02, s=f"to above {LEARNED}", va="top", **right)
+    reward.text(y=UNTRAINED + 0.02, s=f"from under {UNTRAINED}", va="bottom", **right)
     entropy.text(
-        0, FLOOR - 0.15, f"floor {FLOOR:.1f} (ten digits alike: ln 10 = {math.log(10):.2f})", fontsize=9, va="top"
+        y=FLOOR - 0.1, s=f"floor {FLOOR:.1f} (ten digits alike: ln 10 = {math.log(10):.2f})", va="top", **right
     )
     reward.set_title("ppo_tiny: random weights learn to write digits", fontsize=11)
     reward.legend(frameon=False, fontsize=9, loc="center right")
