@@ -94,6 +94,7 @@ def drawer_of(run: Run) -> Drawer:
     assert run.rollouts is not None
     source = run.rollouts.source
     assert isinstance(source, Colocated)
+    assert isinstance(source._drawer, Drawer)
     return source._drawer
 
 
@@ -154,7 +155,8 @@ def memory_rank(place: Place, cfg: Config) -> Peaks:
     whole = torch.tensor(kept)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     dist.all_reduce(whole)
-    return Peaks(*(int(value) for value in most), int(whole))
+    process, drawing, scoring = (int(value) for value in most)
+    return Peaks(process, drawing, scoring, int(whole))
 
 
 def give_back_at_once() -> None:
@@ -247,14 +249,14 @@ class Unjudged:
 
 def ring_of(run: Run) -> Callable[[], object]:
     prompts, drawer = prompts_of(run), drawer_of(run)
-    source = Colocated(drawer, run.cfg.rollout, run.world)
+    source = Colocated(drawer, run.engine.weights, run.cfg.rollout, run.world)
     return lambda: source.draw(0, prompts, run.cfg.rollout.n_samples, Unjudged())  # type: ignore[arg-type]
 
 
 def alone_of(run: Run, rank: int) -> Callable[[], object]:
     """A world of one rank, with a quarter of the prompts."""
     longest_first = sorted(prompts_of(run), key=lambda prompt: -len(prompt.tokens))
-    source = Colocated(drawer_of(run), run.cfg.rollout, World(0, 1, Ring(0, (0,))))
+    source = Colocated(drawer_of(run), run.engine.weights, run.cfg.rollout, World(0, 1, Ring(0, (0,))))
     quarter = longest_first[rank::RANKS]
     return lambda: source.draw(0, quarter, run.cfg.rollout.n_samples, Unjudged())  # type: ignore[arg-type]
 
