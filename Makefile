@@ -35,6 +35,7 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m rlexp.prove.report --write docs/report.png
 	$(BIN)/python bench/checkpoint.py --write docs/benchmarks.md
 	$(BIN)/python bench/report.py --write docs/benchmarks.md
+	$(BIN)/python bench/rollout.py --write docs/benchmarks.md
 
 # torch first and by its exact version: an unpinned one would bring gigabytes of CUDA.
 $(VENV)/.ready: pyproject.toml constraints.txt
