@@ -155,8 +155,8 @@ def memory_rank(place: Place, cfg: Config) -> Peaks:
     whole = torch.tensor(kept)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     dist.all_reduce(whole)
-    process, drawing, scoring = (int(value) for value in most)
-    return Peaks(process, drawing, scoring, int(whole))
+    held, rollout, score = (int(value) for value in most)
+    return Peaks(held, rollout, score, int(whole))
 
 
 def give_back_at_once() -> None:

@@ -221,11 +221,11 @@ def drawing_rank(place: Place, cfgs, steps: int) -> list[tuple]:
 def draw_alike(engines_: Sequence[str], ranks: int, *overrides: str) -> None:
     """Float32: until a token flips, which of these seeds does none, all engines draw, score and learn the same."""
     base = ("+experiment=ppo_tiny", "launch.device=cpu", "train.precision=fp32", "rollout.batch_size=8",
-            "rollout.n_samples=3", "train.batch_size=8", "train.micro_batch_size=2", "data.eval_size=3",
-            "rollout.micro_batch_size=5", "rollout.stop=[e,a]", "loss.value_lr=5e-4", *overrides)  # fmt: skip
+            "rollout.n_samples=3", "rollout.epochs=1", "train.batch_size=8", "train.micro_batch_size=2", "data.eval_size=3",
+            "rollout.micro_batch_size=5", "rollout.stop=[a,e,i,o,u,n,r,s,t,l]", *overrides)  # fmt: skip
     cfgs = [compose_config([*base, f"launch.nproc={ranks}", f"engine={engine}"]) for engine in engines_]
-    for first, *others in on_ranks(ranks, drawing_rank, cfgs, 7):
-        assert len({len(answer) for _, _, answer in first[0]}) > 3  # rows leave in turn
+    for first, *others in on_ranks(ranks, drawing_rank, cfgs, 4):
+        assert len({len(answer) for _, _, answer in first[0]}) > 1  # rows leave in turn
         for engine, (answers, rows, weights) in zip(engines_[1:], others, strict=True):
             assert answers == first[0], engine
             for row, expected in zip(rows, first[1], strict=True):
@@ -243,7 +243,7 @@ def test_parameters_in_pieces_draw_what_whole_ones_draw() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [(), ("loss=grpo", "~loss.value_lr")], ids=["ppo", "grpo"])
+@pytest.mark.parametrize("overrides", [("loss.value_lr=5e-4",), ("loss=grpo",)], ids=["ppo", "grpo"])
 def test_every_engine_draws_and_learns_alike(overrides: tuple[str, ...]) -> None:
     draw_alike(("torch", "zero0", "zero1", "zero2", "zero3", "fsdp2"), 4, "parallel=ring2", *overrides)
 
