@@ -102,9 +102,7 @@ def refused(answer: subprocess.CompletedProcess[str], folder: Path, *said: str) 
         ("quits", ["exit", "3", "(sample "]),
     ],
 )
-def test_a_reward_that_fails_says_for_which_sample(
-    rlexp: Shell, rewards: Path, function: str, said: list[str]
-) -> None:
+def test_a_reward_that_fails_says_for_which_sample(rlexp: Shell, rewards: Path, function: str, said: list[str]) -> None:
     python = ("reward=python", f"reward.function=grades:{function}", "reward.timeout_seconds=1")
     own = [part for part in RUN if not part.startswith(("reward.rule", "reward.pattern"))]
     answer = rlexp(*own, "parallel=ring2", *python)
@@ -273,7 +271,7 @@ def test_a_rank_that_dies_while_rewards_are_judged_takes_their_workers_along(rew
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("rollout.batch_size=7",), ["train.batch_size=8", "rollout.batch_size=7", "rollout.n_samples=2", "Use train.batch_size=7"]),
+        (("rollout.batch_size=7",), ["train.batch_size=8", "rollout.batch_size=7", "Use train.batch_size=7 or 14"]),
         (("loss=grpo", "rollout.n_samples=1"), ["rollout.n_samples=1: ", "loss=grpo", "Use rollout.n_samples=2"]),
         (("rollout.temperature=0",), ["rollout.temperature=0", "must be greater than 0"]),
         (("reward.rule=colour",), ["reward.rule", "colour", "count"]),

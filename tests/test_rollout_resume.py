@@ -52,8 +52,8 @@ def test_the_curve_goes_on(straight: Curve, tmp_path: Path, one: Where, other: W
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", range(1, STEPS))
-def test_a_stop_after_any_step(straight: Curve, tmp_path: Path, stop: int) -> None:
+@pytest.mark.parametrize("stop", [1, 2, 5, 6])
+def test_a_stop_after_the_other_steps(straight: Curve, tmp_path: Path, stop: int) -> None:
     one, other = FLOAT64[stop % len(FLOAT64)], FLOAT64[(2 * stop + 1) % len(FLOAT64)]
     begun = run(one, tmp_path / "run", *RUN, f"train.stop_after={stop}")
     assert excesses(straight, curve_of(run(other, begun, *RUN))) == []
