@@ -119,11 +119,11 @@ def test_samples_are_no_pickle_and_stand_in_the_position(tmp_path: Path) -> None
 
 def command(*args: str) -> list[str]:
     quick = ("hydra.run.dir=run", "launch.device=cpu", "logger=none", "engine=torch", "train.precision=fp64")
-    saving = ("checkpoint.save_every=1", "checkpoint.export=false", "train.max_steps=5", "data.max_length=400")
+    saving = ("checkpoint.save_every=1", "checkpoint.export=false", "train.max_steps=5", "data.max_length=280")
     return [sys.executable, "-m", "rlexp", *RUN, *quick, *saving, *LONG, *args]
 
 
-LONG = ("rollout.max_new_tokens=200", "rollout.stop=[]", "train.eval_every=null")  # a rollout takes a while
+LONG = ("rollout.max_new_tokens=80", "rollout.stop=[]", "train.eval_every=null")  # a rollout takes a while
 
 
 @pytest.mark.slow
