@@ -124,3 +124,19 @@ def test_an_untied_head_is_exported_too(rlexp: Shell, tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     missing, unexpected, dtype, _, is_tied = loaded_plainly(tmp_path / "run" / "model")
     assert (missing, unexpected, dtype, is_tied) == ([], [], "torch.bfloat16", False)
+
+
+def test_of_a_policy_with_a_critic_the_policy_is_exported(rlexp: Shell, tmp_path: Path) -> None:
+    """The run's own export and that of its checkpoint are the policy, and the same."""
+    sizes = ("loss=ppo", "reward.rule=length", "rollout.batch_size=4", "rollout.n_samples=2", "data.max_length=160")
+    answer = rlexp(*QUICK, *sizes, "rollout.max_new_tokens=4", "data.eval_size=0", "engine=torch")
+    assert answer.returncode == 0, answer.stderr
+    exported = subprocess.run([sys.executable, "-m", "rlexp.export", "run", "--out", "late"], cwd=tmp_path, check=False)
+    assert exported.returncode == 0
+    last = latest_first(tmp_path / "run")[0]
+    assert any(name.startswith("critic.") for name in Reader(last, check_sizes(last)).shapes)
+    one, other = (load_file(tmp_path / place / "model.safetensors") for place in ("run/model", "late"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    missing, unexpected, *_ = loaded_plainly(tmp_path / "late")
+    assert (missing, unexpected) == ([], [])

@@ -271,10 +271,7 @@ def test_a_rank_that_dies_while_rewards_are_judged_takes_their_workers_along(rew
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (
-            ("rollout.batch_size=7",),
-            ["train.batch_size=8", "rollout.batch_size=7", "rollout.n_samples=2", "Use train.batch_size=7"],
-        ),
+        (("rollout.batch_size=7",), ["train.batch_size=8", "rollout.batch_size=7", "Use train.batch_size=7 or 14"]),
         (("loss=grpo", "rollout.n_samples=1"), ["rollout.n_samples=1: ", "loss=grpo", "Use rollout.n_samples=2"]),
         (("rollout.temperature=0",), ["rollout.temperature=0", "must be greater than 0"]),
         (("reward.rule=colour",), ["reward.rule", "colour", "count"]),

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +16,12 @@ import pytest
 
 from rlexp.checkpoint import folder as checkpoint
 from rlexp.errors import CheckpointError
+from rlexp.launch import whereabouts
 from rlexp.prove.curves import Curve, excesses
 from rlexp.prove.layouts import ROLLOUT
 from rlexp.prove.resume import FLOAT64, Where, curve_of, run
 from rlexp.sinks.jsonl import read_rows
+from tests.test_cli import descendants, gone
 
 STEPS = 7
 EACH = 4  # steps of a rollout: 2 epochs × 2 train batches
@@ -52,8 +59,8 @@ def test_the_curve_goes_on(straight: Curve, tmp_path: Path, one: Where, other: W
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", range(1, STEPS))
-def test_a_stop_after_any_step(straight: Curve, tmp_path: Path, stop: int) -> None:
+@pytest.mark.parametrize("stop", [1, 2, 5, 6])
+def test_a_stop_after_the_other_steps(straight: Curve, tmp_path: Path, stop: int) -> None:
     one, other = FLOAT64[stop % len(FLOAT64)], FLOAT64[(2 * stop + 1) % len(FLOAT64)]
     begun = run(one, tmp_path / "run", *RUN, f"train.stop_after={stop}")
     assert excesses(straight, curve_of(run(other, begun, *RUN))) == []
@@ -105,3 +112,42 @@ def test_samples_are_no_pickle_and_stand_in_the_position(tmp_path: Path) -> None
         assert sorted(file["place"].tolist()) == list(range(16))
         assert {"advantages", "returns", "old", "values", "reference", "behaviour"} <= set(file.files)
         assert file["old"].dtype == np.float64
+
+
+# ---- killed while it samples ----
+
+
+def command(*args: str) -> list[str]:
+    quick = ("hydra.run.dir=run", "launch.device=cpu", "logger=none", "engine=torch", "train.precision=fp64")
+    saving = ("checkpoint.save_every=1", "checkpoint.export=false", "train.max_steps=5", "data.max_length=280")
+    return [sys.executable, "-m", "rlexp", *RUN, *quick, *saving, *LONG, *args]
+
+
+LONG = ("rollout.max_new_tokens=80", "rollout.stop=[]", "train.eval_every=null")  # a rollout takes a while
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
+def test_a_kill_while_sampling_loses_nothing(tmp_path: Path, victim: str) -> None:
+    """In the second rollout, after four steps; the same command on another layout goes on."""
+    process = subprocess.Popen(command("parallel=ring2", "launch.nproc=4"), cwd=tmp_path,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    deadline = time.monotonic() + 200
+    while not any(line["phase"] == "rollout" and line["step"] == 5 for line in whereabouts.read(tmp_path / "run")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    everyone = [process.pid, *descendants(process.pid)]
+    servers = [pid for pid in descendants(process.pid) if descendants(pid)]
+    os.kill(process.pid if victim == "launcher" else descendants(servers[0])[1], signal.SIGKILL)
+    process.wait(timeout=30)
+    assert gone(everyone, within=15)
+    assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) == 4
+    for folder, layout in (("run", ("parallel=ring1", "launch.nproc=2")), ("straight", ())):
+        answer = subprocess.run(
+            [*command(*layout), f"hydra.run.dir={folder}"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert answer.returncode == 0, answer.stderr
+        assert ("goes on from" in answer.stderr) == (folder == "run")
+    assert excesses(curve_of(tmp_path / "straight"), curve_of(tmp_path / "run")) == []

@@ -18,8 +18,8 @@ from tests.ranks import largest_gap, on_ranks
 from tests.textbook_rl import CRITIC, Answer, Credit, Knobs
 
 LAYOUT = RolloutCase(2, 2, 2, 3, 6)
-# float64, sums in another order; measured 6e-14 for gradients (of the largest element of each tensor), 3e-15 for
-# log-probabilities, 2e-14 for advantages.
+# float64, sums in another order; measured 1.7e-14 for gradients (of the largest element of each tensor), 3e-16 for
+# log-probabilities, 1.2e-15 for advantages, both of the largest of an answer.
 GRADIENT, LOGPS, ADVANTAGES = 1e-11, 1e-12, 1e-11
 TEMPERATURE, PATTERN = 0.8, "[0-9A-Za-z]"
 STOPS = "abcdefghijkl"

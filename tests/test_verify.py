@@ -313,6 +313,7 @@ def test_a_shrunk_model_is_verified_and_said_to_be_shrunk(planted: Any) -> None:
         (("train.batchsize=3",), {}, "rlexp: train.batchsize: no such key"),
         (("--steps", "0"), {}, "rlexp: --steps=0: must be at least 1."),
         (("--steps", "many"), {}, "rlexp: argument --steps: invalid int value: 'many'."),
+        (("loss=ppo", "reward.rule=length"), {}, "rlexp: loss=ppo: rlexp.verify has no reference for losses that draw"),
         (("--stepz", "2"), {}, "rlexp: unrecognized arguments: --stepz 2."),
         (("launch.nodes=2",), {}, "rlexp: launch.nodes=2: this command starts ranks on this machine only."),
         (("--json", "/no/such/folder/out.json"), {}, "rlexp: --json=/no/such/folder/out.json: "),

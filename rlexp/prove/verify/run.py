@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlexp.config import sizes
 from rlexp.config.checks import ANY_DTYPE, check
-from rlexp.config.schema import Config, Device, EngineName, LoggerConfig, LoggerName, Precision
+from rlexp.config.schema import Config, Device, EngineName, LoggerConfig, LoggerName, PolicyLossConfig, Precision
 from rlexp.errors import ConfigError, UserError
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.place import prepare_environment
@@ -76,7 +76,7 @@ class Verdict:
 def verify(cfg: Config, steps: int, say: Progress) -> Verdict:
     """Prove it or say where it fails. The user's own mistakes are raised."""
     began = time.monotonic()
-    refuse(steps)
+    refuse(cfg, steps)
     cfg = _contained(cfg)
     prepare_environment(cfg.launch.device.value, cfg.launch.torch_threads)
     with tempfile.TemporaryDirectory(prefix="rlexp-verify-") as folder:
@@ -85,9 +85,15 @@ def verify(cfg: Config, steps: int, say: Progress) -> Verdict:
     return verdict
 
 
-def refuse(steps: int) -> None:
+def refuse(cfg: Config, steps: int) -> None:
     """What cannot be verified, before anything is said or started."""
     sizes.positive("--steps", steps)
+    if isinstance(cfg.loss, PolicyLossConfig):
+        raise ConfigError(
+            f"loss={cfg.loss.name}: rlexp.verify has no reference for losses that draw their own samples. Verify the "
+            f"model, the layout and the engine with loss=dpo on pairs (data=synthetic or data=jsonl); that rollouts do "
+            f"not move with the layout is shown by python -m rlexp.prove.invariance --only rollouts."
+        )
     if sizes.joined_world() is not None:
         raise ConfigError(
             "rlexp.verify: starts its own ranks on this machine. Start it once, without torchrun or srun, with the "

@@ -31,7 +31,7 @@ ROWS = (
 
 def run(cfg: Config, steps: int, file: Path | None) -> int:
     """Verify, print, and answer with an exit code."""
-    refuse(steps)
+    refuse(cfg, steps)
     sys.stdout.write(f"rlexp.verify  {subject(cfg)}\n")
     sys.stdout.flush()
     verdict = verify(cfg, steps, tell)
