@@ -222,7 +222,8 @@ def draw_alike(engines_: Sequence[str], ranks: int, *overrides: str) -> None:
     """Float32: until a token flips, which of these seeds does none, all engines draw, score and learn the same."""
     base = ("+experiment=ppo_tiny", "launch.device=cpu", "train.precision=fp32", "rollout.batch_size=8",
             "rollout.n_samples=3", "rollout.epochs=1", "train.batch_size=8", "train.micro_batch_size=2",
-            "data.eval_size=3", "rollout.micro_batch_size=5", "rollout.stop=[a,e,i,o,u,n,r,s,t,l]", *overrides)  # fmt: skip
+            "data.eval_size=3", "rollout.micro_batch_size=5",
+            "rollout.stop=[a,e,i,o,u,n,r,s,t,l]", *overrides)  # fmt: skip
     cfgs = [compose_config([*base, f"launch.nproc={ranks}", f"engine={engine}"]) for engine in engines_]
     for first, *others in on_ranks(ranks, drawing_rank, cfgs, 4):
         assert len({len(answer) for _, _, answer in first[0]}) > 1  # rows leave in turn
