@@ -94,12 +94,12 @@ def refused(answer: subprocess.CompletedProcess[str], folder: Path, *said: str) 
     ("function", "said"),
     [
         ("raises", ["it raised", "ValueError: no such grade", "(sample "]),
-        ("fails_for_one", ["synthetic", "ZeroDivisionError", "(sample "]),
+        pytest.param("fails_for_one", ["synthetic", "ZeroDivisionError", "(sample "], marks=pytest.mark.slow),
         ("hangs", ["reward.timeout_seconds=1: ", "has not returned in that time for", "(sample ", "Raise the limit"]),
         ("nan", ["returned nan for", "(sample ", "A finite number is needed"]),
         ("too_few", ["scores for", "samples", "One for each is needed"]),
-        ("words", ["(sample "]),
-        ("quits", ["exit", "3", "(sample "]),
+        pytest.param("words", ["(sample "], marks=pytest.mark.slow),
+        pytest.param("quits", ["exit", "3", "(sample "], marks=pytest.mark.slow),
     ],
 )
 def test_a_reward_that_fails_says_for_which_sample(rlexp: Shell, rewards: Path, function: str, said: list[str]) -> None:
@@ -144,7 +144,15 @@ def mute(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("loss", [("loss=ppo",), ("loss=ppo", "loss.critic=shared"), ("loss=grpo",), ("loss=gspo",)])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        ("loss=ppo",),
+        pytest.param(("loss=ppo", "loss.critic=shared"), marks=pytest.mark.slow),
+        ("loss=grpo",),
+        pytest.param(("loss=gspo",), marks=pytest.mark.slow),
+    ],
+)
 def test_empty_answers_that_are_all_alike_move_no_policy(
     rlexp: Shell, tmp_path: Path, mute: Path, loss: tuple[str, ...]
 ) -> None:
