@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from rlexp.config.checks_rl import check_policy_loss
 from torch import Tensor
 
 from rlexp.algos.clipped import ClippedRatio
@@ -34,6 +33,7 @@ from rlexp.algos.reinforce_pp import ReinforcePP
 from rlexp.algos.rloo import RLOO
 from rlexp.algos.weights import sequence_weight, token_weight
 from rlexp.algos.whiten import Moments, centred, whiten
+from rlexp.config.checks_policy import check_policy_loss
 from rlexp.config.schema import (
     KINDS,
     Config,
