@@ -101,9 +101,18 @@ def test_a_launchers_world_is_joined_and_a_batch_script_is_not() -> None:
 def test_every_option_of_every_group_composes(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "installed", lambda _package: True)
     (tmp_path / "rows.jsonl").write_text("{}\n", encoding="utf-8")
+    sampled = ["loss=grpo", "reward.text=a"]
     needed = {
-        "data": {"jsonl": [f"data.path={tmp_path}/rows.jsonl"]},
+        "data": {"jsonl": [f"data.path={tmp_path}/rows.jsonl"], "arithmetic": sampled},
         "model": {"hf": ["model.path=org/name"]},
+        "reward": {
+            "rule": ["loss=ppo", "reward.text=a"],
+            "python": ["loss=ppo", "reward.function=json:loads"],
+            "model": ["loss=ppo", "reward.path=org/name"],
+            "sum": ["loss=ppo", "+reward.terms.one={kind: rule, text: a}"],
+        },
+        "rollout": dict.fromkeys(("default", "pipelined"), sampled),
+        "loss": dict.fromkeys(KINDS["loss"].keys() - {"dpo"}, ["reward.text=a"]),
     }
     for option in sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")):
         extra = needed.get(group, {}).get(option, [])
