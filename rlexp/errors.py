@@ -27,6 +27,10 @@ class NonFiniteError(UserError):
     """A loss or a gradient that is not finite; raised on all ranks before the optimizer step."""
 
 
+class DrawError(UserError):
+    """An answer that could not be drawn; raised by the rank that draws it, while the others may go on."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that is not whole, not there, or not this run's."""
 

@@ -40,7 +40,7 @@ def check_policy_loss(cfg: Config) -> None:
             f"one alone scores as all do. Use rollout.n_samples=2 or more, or loss.filter=false."
         )
     if isinstance(loss, PPOConfig):
-        _check_critic(loss)
+        _check_critic(cfg, loss)
 
 
 GROUPED = (GRPOConfig, DrGRPOConfig, RLOOConfig, GSPOConfig)
@@ -63,7 +63,7 @@ def _check_divergence(loss: PolicyLossConfig) -> None:
         )
 
 
-def _check_critic(loss: PPOConfig) -> None:
+def _check_critic(cfg: Config, loss: PPOConfig) -> None:
     for key in ("gamma", "lam"):
         value = getattr(loss, key)
         if not 0 <= value <= 1:
@@ -73,6 +73,11 @@ def _check_critic(loss: PPOConfig) -> None:
         _over_zero("loss.value_clip", loss.value_clip)
     if loss.value_lr is not None:
         _over_zero("loss.value_lr", loss.value_lr, zero=True)
+        if loss.value_lr and not cfg.optim.lr:
+            raise ConfigError(
+                f"loss.value_lr={loss.value_lr}: is reached as a multiple of optim.lr, and optim.lr=0 has none. Give "
+                f"optim.lr a value, or leave loss.value_lr out; to train the critic alone, model.freeze=['*']."
+            )
         if loss.critic is CriticName.shared:
             raise ConfigError(
                 f"loss.value_lr={loss.value_lr}: loss.critic=shared has the policy's own layers, and they have one "

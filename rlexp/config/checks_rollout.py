@@ -46,6 +46,11 @@ def check_rollout(cfg: Config) -> None:
     _check_distribution(rollout)
     _check_lengths(cfg)
     _check_mode(cfg)
+    if cfg.checkpoint.keep_best and cfg.checkpoint.best_metric == "eval/loss":
+        raise ConfigError(
+            f"checkpoint.best_metric=eval/loss: loss={cfg.loss.name} has no loss on held-out prompts, so nothing is "
+            f"kept by it. Use checkpoint.best_metric=eval/objective/scores with checkpoint.best=max."
+        )
     if not cfg.data.drop_last:
         raise ConfigError(
             "data.drop_last=false: a rollout always has rollout.batch_size prompts. Leave data.drop_last=true, and "

@@ -36,14 +36,16 @@ class Sampler:
     shuffle: bool = True
     drop_last: bool = True
     key: str = "train.batch_size"  # what says how large a batch is
+    kind: str = "pair"  # what there are `size` of
 
     def __post_init__(self) -> None:
         if self.steps_per_epoch == 0:
+            short = "more data, or data.drop_last=false" if self.kind == "pair" else "or more data"
             raise ConfigError(
-                f"{self.key}={self.batch_size}: the data set has {self.size} pairs, less than one batch. "
-                f"Use {self.key}={self.size} or less, more data, or data.drop_last=false."
+                f"{self.key}={self.batch_size}: the data set has {self.size} {self.kind}s, less than one batch. "
+                f"Use {self.key}={self.size} or less, {short}."
                 if self.size
-                else "data: no pair is left to train on."
+                else f"data: no {self.kind} is left to train on."
             )
 
     @property

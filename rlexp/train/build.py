@@ -84,7 +84,7 @@ class Run:
     sampler: Sampler
     schedule: Schedule
     engine: Engine
-    reference: Callable[[Shard], TokenLogps]
+    reference: Callable[[Shard], TokenLogps] | None  # where the loss needs one
     loss: Any  # a PreferenceLoss; a PolicyLoss where there are rollouts
     parameters: int
     phases: Phases
@@ -146,7 +146,9 @@ def build(cfg: Config, phases: Phases | None = None, bridge: Bridge | None = Non
     dtype = DTYPES[cfg.train.precision]
     policy = build_policy(cfg, model_config, device, loss)
     _refuse_foreign_tokens([*examples.train, *examples.held_out], policy.model.get_input_embeddings().num_embeddings)
-    reference = build_reference(cfg, lambda: build_policy(cfg, model_config, device), dtype, world)
+    reference = None
+    if loss.needs_reference:
+        reference = build_reference(cfg, lambda: build_policy(cfg, model_config, device), dtype, world)
     if cfg.memory.checkpointing:
         policy.recompute_activations()
     pairs = Examples((), (), examples.dropped, examples.held_out_dropped) if samples_itself else examples
@@ -197,7 +199,7 @@ def build_sampler(cfg: Config, size: int) -> Sampler:
     """Of train batches of pairs; of the prompts of a rollout where samples are drawn to them."""
     data = cfg.data
     if isinstance(cfg.loss, PolicyLossConfig):
-        return Sampler(size, cfg.rollout.batch_size, cfg.seed, data.shuffle, data.drop_last, key="rollout.batch_size")
+        return Sampler(size, cfg.rollout.batch_size, cfg.seed, data.shuffle, key="rollout.batch_size", kind="prompt")
     return Sampler(size, cfg.train.batch_size, cfg.seed, data.shuffle, data.drop_last)
 
 

@@ -43,7 +43,7 @@ def build_rollouts(run: Run, prompts: Sequence[Prompt], eval_prompts: Sequence[P
         run.pack,
         run.hold,
         run.engine.forward,
-        run.reference if loss.needs_reference else None,
+        run.reference,
         [judge_of(run, term) for term in rewards.models],
         kept_dtype(cfg),
         together=run.engine.sharded,

@@ -7,6 +7,7 @@ A rollout serves `rollout.epochs × rollout.minibatches` optimizer steps. Which 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -271,9 +272,10 @@ class Rollouts:
         return {"number": self.number, "kl_coef": self.kl_coef, "beta": self.controller.beta}
 
     def unfinished(self, step: int) -> dict[str, list[Sample]]:
-        """After `step`, for a checkpoint: this rank's samples that later steps will take, by the name of their file."""
+        """After `step`, for a checkpoint: this rank's samples that later steps will take, by the name of their file.
+        What waits is copied: it may be scored while the checkpoint is being written."""
         waiting = self.source.waiting()
-        found = {} if waiting is None else {NEXT: waiting}
+        found = {} if waiting is None else {NEXT: [dataclasses.replace(sample) for sample in waiting]}
         return found | ({NOW: list(self.mine)} if step % self.steps_each else {})
 
     def restore(self, folder: Path, position: dict[str, Any], step: int) -> None:

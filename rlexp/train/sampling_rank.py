@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from rlexp.config.schema import Config, EngineConfig, EngineName
-from rlexp.launch.stops import Outcome
+from rlexp.launch.stops import Outcome, finishing_steps
 from rlexp.model.loading import load_config, load_tokenizer
 from rlexp.model.policy import cast_parameters
 from rlexp.ring.bridge import Bridge
@@ -31,5 +31,6 @@ def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
     def prompts_of(number: int) -> list[Prompt]:
         return [examples.train[index] for index in sampler.batch(number + 1).indices]
 
-    serve(bridge, drawer, dict(policy.model.named_parameters()), cfg.rollout, prompts_of)
+    with finishing_steps(cfg.launch.grace_seconds):  # those that train save what is being drawn, and then say so
+        serve(bridge, drawer, dict(policy.model.named_parameters()), cfg.rollout, prompts_of)
     return Outcome()

@@ -138,7 +138,7 @@ def pair_losses(run: Run, shard: Shard, policy: Callable[[Shard], TokenLogps], m
         tokens = policy(shard)
     policy_P = by_pair(ring_sum(sum_by_sequence(tokens.logps_t, shard), run.world.ring))
     reference_P = None
-    if run.loss.needs_reference:
+    if run.reference is not None:
         with run.phases("reference"):
             reference_t = run.reference(shard).logps_t
         reference_P = by_pair(ring_sum(sum_by_sequence(reference_t, shard), run.world.ring))

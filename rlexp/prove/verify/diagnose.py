@@ -258,6 +258,7 @@ def without_engine(run: Run, step: int, weights: TensorFiles) -> dict[str, Tenso
     parameters = trained(policy)
     whole = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
     count = len(run.sampler.batch(step).indices)
+    assert run.reference is not None
     for pairs in _micro_batches(run, step):
         shard = run.shard(pairs)
         tokens = policy(shard)

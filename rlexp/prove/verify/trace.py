@@ -111,6 +111,7 @@ class Recorder(Sink):
         values |= {"engine": RecordedEngine(run.engine, self), "loss": RecordedLoss(run.loss, self)}
         values |= {"eval_pairs": run.eval_pairs[:held_out]}
         reference = run.reference
+        assert reference is not None
 
         def recorded_reference(shard: Shard) -> Any:
             tokens = reference(shard)

@@ -1,0 +1,113 @@
+"""Runs that draw their own samples: how they stop, what they save meanwhile, and what they do without."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlexp.checkpoint import folder as checkpoint
+from rlexp.config.load import compose_config
+from rlexp.config.schema import Config, RolloutConfig
+from rlexp.errors import DrawError, NonFiniteError
+from rlexp.launch.place import Place
+from rlexp.ring.groups import ALONE, World
+from rlexp.rollout import saved
+from rlexp.rollout.colocated import Colocated
+from rlexp.train.rollouts import NEXT, Rollouts
+from rlexp.types import Prompt, Sample
+from tests.ranks import on_ranks
+from tests.test_cli import run_json, wait_for_steps
+from tests.test_pipelined import BASE
+
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_a_pipelined_run_that_is_asked_to_stop_saves_what_is_being_drawn(tmp_path: Path) -> None:
+    """The ranks that sample hear the signal too, and the checkpoint waits for them."""
+    command = [sys.executable, "-m", "rlexp", *BASE, "hydra.run.dir=run", "train.max_steps=100000",
+               "checkpoint.save_every=null", "train.eval_every=null"]  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONUNBUFFERED": "1"}, stderr=subprocess.PIPE, text=True
+    )
+    wait_for_steps(tmp_path, process, 3)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143, said
+    assert run_json(tmp_path / "run")["reason"] == "stopped by SIGTERM"
+    [last] = checkpoint.latest_first(tmp_path / "run")
+    assert (last / "rollout-next-00000-of-00001.npz").exists()
+
+
+def sample(place: int) -> Sample:
+    prompt = Prompt(place, np.array([1, 2], dtype=np.int32), "p", None, "test")
+    answer = np.array([3, 4, 5], dtype=np.int32)
+    return Sample(place, prompt, 0, answer, stopped=True, text="a", behaviour=np.zeros(3))
+
+
+def test_what_waits_is_saved_as_it_was_while_it_is_scored(tmp_path: Path) -> None:
+    """The files are written behind the training's back, which goes on to score the samples, one after the other."""
+    waiting = [sample(place) for place in range(3)]
+    run: Any = SimpleNamespace(source=SimpleNamespace(waiting=lambda: waiting), mine=[], steps_each=4)
+    found = Rollouts.unfinished(run, 4)
+    waiting[0].old = np.zeros(3)
+    saved.write(tmp_path, NEXT, 0, 1, found[NEXT])
+    again = saved.read(tmp_path, NEXT, [each.prompt for each in waiting], 0, 1)
+    assert [each.place for each in again] == [0, 1, 2]
+    assert all(each.old is None for each in again)
+
+
+def test_a_rank_that_cannot_draw_is_not_taken_for_all() -> None:
+    """On a NonFiniteError a run settles its checkpoint, which is a collective call; this rank may be the only one."""
+
+    class Broken:
+        def renew(self, weights: object) -> None: ...
+
+        def draw(self, micro_batches: object, rollout: int) -> Iterator[list[Sample]]:  # noqa: ARG002
+            raise NonFiniteError("test: not finite")
+            yield []
+
+    source = Colocated(Broken(), lambda: iter(()), RolloutConfig(), World(0, 1, ALONE))
+    with pytest.raises(DrawError, match="test: not finite"):
+        source.draw(0, [sample(0).prompt], 1, SimpleNamespace())  # type: ignore[arg-type]
+    assert not issubclass(DrawError, NonFiniteError)
+
+
+def has_reference(place: Place, cfg: Config) -> bool:
+    from rlexp.train.build import build
+
+    run = build(cfg)
+    assert run.rollouts is not None
+    run.rollouts.close()
+    return run.reference is not None
+
+
+@pytest.mark.parametrize(("beta", "there"), [(0.0, False), (0.05, True)])
+def test_no_reference_is_held_that_nothing_asks(beta: float, there: bool) -> None:
+    cfg = compose_config(["launch.device=cpu", "logger=none", "engine=torch", "loss=grpo", f"loss.beta={beta}",
+                          "reward.rule=length", "data.size=16", "rollout.max_new_tokens=4"])  # fmt: skip
+    assert on_ranks(1, has_reference, cfg) == [there]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("loss.value_lr=1e-3", "optim.lr=0"), "loss.value_lr=0.001: is reached as a multiple of optim.lr"),
+        (("checkpoint.keep_best=1", "train.eval_every=1"), "checkpoint.best_metric=eval/loss: loss=ppo has no loss"),
+        (("data.size=2",), "the data set has 2 prompts, less than one batch. Use rollout.batch_size=2 or less, or more "
+                           "data."),
+    ],
+)  # fmt: skip
+def test_what_cannot_come_of_it_is_refused(rlexp: Shell, overrides: tuple[str, ...], said: str) -> None:
+    answer = rlexp(*BASE, "rollout=default", *overrides)
+    assert answer.returncode == 1
+    assert said in answer.stderr
+    assert "Traceback" not in answer.stderr
