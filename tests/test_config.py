@@ -111,8 +111,8 @@ def test_every_option_of_every_group_composes(group: str, tmp_path: Path, monkey
             "model": ["loss=ppo", "reward.path=org/name"],
             "sum": ["loss=ppo", "+reward.terms.one={kind: rule, text: a}"],
         },
-        "rollout": dict.fromkeys(("default", "pipelined"), sampled),
-        "loss": dict.fromkeys(KINDS["loss"].keys() - {"dpo"}, ["reward.text=a"]),
+        "rollout": {"default": sampled, "pipelined": sampled},
+        "loss": {name: ["reward.text=a"] for name in KINDS["loss"] if name != "dpo"},
     }
     for option in sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")):
         extra = needed.get(group, {}).get(option, [])

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MinPLogitsWarper, TopKLo
 
 from rlexp.config.schema import KernelName, LayoutName, RolloutConfig
 from rlexp.data.packing import pack_sequences
-from rlexp.errors import NonFiniteError
+from rlexp.errors import DrawError
 from rlexp.model import hook
 from rlexp.model.decoding import Decoding, KeyValues
 from rlexp.model.float64 import precise
@@ -322,7 +322,7 @@ def test_answers_end_with_an_end_a_stop_or_their_longest(policy: Policy) -> None
 def test_logits_that_are_not_finite_name_the_prompt(policy: Policy) -> None:
     drawer = drawer_of(policy)
     drawer._forward = lambda batch: torch.full((len(batch.tokens_Bq), VOCABULARY), math.nan)
-    with pytest.raises(NonFiniteError, match=r"prompt 0: .* after 0 tokens"):
+    with pytest.raises(DrawError, match=r"prompt 0: .* after 0 tokens"):
         drawn(drawer, [rows_of([3])])
 
 

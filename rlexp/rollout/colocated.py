@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 
 from rlexp.config.schema import RolloutConfig
-from rlexp.errors import DrawError, NonFiniteError
 from rlexp.ring.groups import World
 from rlexp.rollout.deal import deal, micro_batches
 from rlexp.rollout.draws import Draws, Weights
@@ -28,12 +27,9 @@ class Colocated:
         parts = micro_batches(hand, cfg.micro_batch_size, cfg.micro_batch_tokens, cfg.max_new_tokens)
         self._drawer.renew(self._weights)
         mine: list[Sample] = []
-        try:
-            for samples in self._drawer.draw(parts, number):
-                rewards.submit(samples)  # judged while the next are drawn
-                mine += samples
-        except NonFiniteError as error:  # that is for all ranks to raise alike, and this one may be alone
-            raise DrawError(str(error)) from error
+        for samples in self._drawer.draw(parts, number):
+            rewards.submit(samples)  # judged while the next are drawn
+            mine += samples
         self.seconds = time.monotonic() - began
         self.spans = [(clock, clock + self.seconds)]
         return mine

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlexp.config.schema import RolloutConfig
-from rlexp.errors import NonFiniteError
+from rlexp.errors import DrawError
 from rlexp.model.decoding import GROWTH, Decoding, KeyValues
 from rlexp.rollout.choose import choose
 from rlexp.rollout.deal import Request
@@ -113,7 +113,7 @@ class Drawer:
         staying = []
         for place, (row, token, logp) in enumerate(zip(rows, tokens, logps, strict=True)):
             if not math.isfinite(logp):
-                raise NonFiniteError(
+                raise DrawError(
                     f"{drawn.requests[row].prompt.origin}: the policy's log-probabilities are not finite after "
                     f"{len(drawn.answers[row])} tokens of an answer. A smaller optim.lr or a warm-up may help."
                 )

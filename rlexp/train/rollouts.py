@@ -23,6 +23,7 @@ from rlexp.algos.kl import KLController, estimate
 from rlexp.algos.policy import Outcomes, PolicyLoss
 from rlexp.config.schema import Overlong, PolicyLossConfig, RolloutConfig
 from rlexp.data.sampler import Batch, Sampler
+from rlexp.errors import CheckpointError
 from rlexp.metrics.memory import Phases
 from rlexp.ring.groups import World
 from rlexp.rollout import saved
@@ -269,7 +270,8 @@ class Rollouts:
 
     def position(self) -> dict[str, Any]:
         """For a checkpoint: small, and the same on every rank."""
-        return {"number": self.number, "kl_coef": self.kl_coef, "beta": self.controller.beta}
+        sizes = {"size": self.size, "steps_each": self.steps_each}
+        return {"number": self.number, "kl_coef": self.kl_coef, "beta": self.controller.beta} | sizes
 
     def unfinished(self, step: int) -> dict[str, list[Sample]]:
         """After `step`, for a checkpoint: this rank's samples that later steps will take, by the name of their file.
@@ -280,6 +282,13 @@ class Rollouts:
 
     def restore(self, folder: Path, position: dict[str, Any], step: int) -> None:
         rank, ranks = self.world.rank, self.world.size
+        if (position["size"], position["steps_each"]) != (self.size, self.steps_each):
+            raise CheckpointError(
+                f"{folder}: its rollouts have {position['size']} samples for {position['steps_each']} optimizer steps, "
+                f"and rollout.batch_size × rollout.n_samples={self.size} for {self.steps_each} were asked for. Which "
+                f"samples a step takes would change under way. Give the sizes their old values, or begin anew in "
+                f"another hydra.run.dir."
+            )
         self.controller.beta = position["beta"]
         if step % self.steps_each:
             self.number, self.kl_coef = position["number"], position["kl_coef"]
