@@ -14,7 +14,7 @@ from rlexp.config.schema import Config
 from rlexp.data.sampler import Sampler
 from rlexp.data.tokens import PairTokenizer, numbered
 from rlexp.model.loading import load_config, load_model, load_tokenizer
-from rlexp.train.build import read_rows
+from rlexp.train.examples import read_rows
 from tests import textbook
 from tests.ranks import Steps, largest_gap, on_ranks, train_steps
 

@@ -6,11 +6,9 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rlexp.algos.base import PreferenceLoss
 from rlexp.algos.dpo import DPO
@@ -22,10 +20,8 @@ from rlexp.algos.ppo import PPO
 from rlexp.algos.reinforce_pp import ReinforcePP
 from rlexp.algos.rloo import RLOO
 from rlexp.config.schema import (
-    ArithmeticDataConfig,
     Config,
     CriticName,
-    DataConfig,
     Device,
     DPOConfig,
     DrGRPOConfig,
@@ -33,22 +29,17 @@ from rlexp.config.schema import (
     EngineName,
     GRPOConfig,
     GSPOConfig,
-    JsonlDataConfig,
     OptimConfig,
     PolicyLossConfig,
     PPOConfig,
     Precision,
     ReinforcePPConfig,
     RLOOConfig,
-    SyntheticDataConfig,
 )
-from rlexp.data import arithmetic, rows, synthetic
 from rlexp.data.packing import pack_pairs, pack_sequences
 from rlexp.data.sampler import Sampler, total_steps
-from rlexp.data.tokens import PairTokenizer, PromptTokenizer, numbered, numbered_prompts
 from rlexp.engine.base import Engine, shape_of
 from rlexp.engine.plain import PlainEngine
-from rlexp.errors import DataError, UserError
 from rlexp.metrics.memory import Phases
 from rlexp.model.loading import in_pieces, load_config, load_model, load_tokenizer
 from rlexp.model.policy import Critic, Entropy, Policy, cast_parameters
@@ -59,9 +50,10 @@ from rlexp.ring.kernels import BlockKernel, get_kernel
 from rlexp.ring.layouts import Layout, get_layout
 from rlexp.ring.shard import shard_pack
 from rlexp.train.build_rollouts import build_rollouts
+from rlexp.train.examples import Examples, build_sampler, read_pairs, read_prompts, refuse_foreign_tokens
 from rlexp.train.rollouts import Rollouts
 from rlexp.train.schedule import Schedule
-from rlexp.types import Ids, Pack, Pair, Prompt, PromptRow, Row, Shard, TokenLogps
+from rlexp.types import Ids, Pack, Pair, Shard, TokenLogps
 
 REPLICATING = (EngineName.torch, EngineName.zero0)  # engines that reduce all gradients at the end
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
@@ -89,9 +81,8 @@ class Run:
     parameters: int
     phases: Phases
     bridge: Bridge | None = field(default=None, kw_only=True)  # to the ranks that only sample
-    rollouts: Rollouts | None = field(
-        default=None, kw_only=True
-    )  # what a run that draws its own samples has in place of pairs
+    # What a run that draws its own samples has in place of pairs.
+    rollouts: Rollouts | None = field(default=None, kw_only=True)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -119,16 +110,6 @@ class Run:
         return shard_pack(pack, self.world.ring, self.layout, self.kernel, length).to(self.device)
 
 
-@dataclass(frozen=True)
-class Examples:
-    """What is trained on and what is held out, tokenized: pairs, or prompts."""
-
-    train: Sequence[Any]
-    held_out: Sequence[Any]
-    dropped: Counter[str]
-    held_out_dropped: Counter[str]
-
-
 def build(cfg: Config, phases: Phases | None = None, bridge: Bridge | None = None) -> Run:
     """A collective call: every rank builds the same run, and what is refused is refused on all."""
     world = build_world(cfg.parallel.ring_size)
@@ -145,7 +126,7 @@ def build(cfg: Config, phases: Phases | None = None, bridge: Bridge | None = Non
     probe(cfg.model, model_config, world.ring, layout, kernel, cfg.data.max_length, device)
     dtype = DTYPES[cfg.train.precision]
     policy = build_policy(cfg, model_config, device, loss)
-    _refuse_foreign_tokens([*examples.train, *examples.held_out], policy.model.get_input_embeddings().num_embeddings)
+    refuse_foreign_tokens([*examples.train, *examples.held_out], policy.model.get_input_embeddings().num_embeddings)
     reference = None
     if loss.needs_reference:
         reference = build_reference(cfg, lambda: build_policy(cfg, model_config, device), dtype, world)
@@ -169,60 +150,9 @@ def build(cfg: Config, phases: Phases | None = None, bridge: Bridge | None = Non
     return replace(run, rollouts=build_rollouts(run, examples.train, examples.held_out))
 
 
-def read_pairs(cfg: Config, tokenizer: Any, world: World) -> Examples:
-    encoder = PairTokenizer(tokenizer, cfg.data.max_length, cfg.data.too_long)
-    train_rows, eval_rows = read_rows(cfg.data)
-    parts, dropped = encode_shared(encoder, train_rows, world)
-    eval_parts, eval_dropped = encode_shared(encoder, eval_rows, world)
-    pairs, eval_pairs = (numbered([p for part in each for p in part.pairs]) for each in (parts, eval_parts))
-    _refuse_empty(pairs, dropped, "data", "pair")
-    if eval_rows:
-        _refuse_empty(eval_pairs, eval_dropped, "the held-out data", "pair")
-    return Examples(pairs, eval_pairs, dropped, eval_dropped)
-
-
-def read_prompts(cfg: Config, tokenizer: Any, world: World) -> Examples:
-    encoder = PromptTokenizer(tokenizer, cfg.data.max_length - cfg.rollout.max_new_tokens, cfg.data.too_long)
-    train_rows, eval_rows = prompt_rows(cfg.data)
-    parts, dropped = encode_shared(encoder, train_rows, world)
-    eval_parts, eval_dropped = encode_shared(encoder, eval_rows, world)
-    prompts, eval_prompts = (
-        numbered_prompts([p for part in each for p in part.prompts]) for each in (parts, eval_parts)
-    )
-    _refuse_empty(prompts, dropped, "data", "prompt")
-    if eval_rows:
-        _refuse_empty(eval_prompts, eval_dropped, "the held-out data", "prompt")
-    return Examples(prompts, eval_prompts, dropped, eval_dropped)
-
-
-def build_sampler(cfg: Config, size: int) -> Sampler:
-    """Of train batches of pairs; of the prompts of a rollout where samples are drawn to them."""
-    data = cfg.data
-    if isinstance(cfg.loss, PolicyLossConfig):
-        return Sampler(size, cfg.rollout.batch_size, cfg.seed, data.shuffle, key="rollout.batch_size", kind="prompt")
-    return Sampler(size, cfg.train.batch_size, cfg.seed, data.shuffle, data.drop_last)
-
-
 def device_of(cfg: Config) -> torch.device:
     cuda = cfg.launch.device is Device.cuda
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-
-
-def _refuse_empty(examples: Sequence[Any], dropped: Counter[str], what: str, kind: str) -> None:
-    if not examples:
-        reasons = "; ".join(f"{count} {kind}s: {reason}" for reason, count in sorted(dropped.items()))
-        raise DataError(f"{what}: no {kind} is left ({reasons}).")
-
-
-def _refuse_foreign_tokens(examples: Sequence[Pair | Prompt], vocabulary: int) -> None:
-    for example in examples:
-        parts = (example.tokens,) if isinstance(example, Prompt) else (example.prompt, example.chosen, example.rejected)
-        highest = max(int(part.max(initial=0)) for part in parts)
-        if highest >= vocabulary:
-            raise DataError(
-                f"{example.origin}: token {highest} is not in the model's vocabulary of {vocabulary}. The tokenizer is "
-                f"not this model's, or the model's embedding was not resized to it."
-            )
 
 
 def build_loss(cfg: Config) -> PreferenceLoss | PolicyLoss:
@@ -333,52 +263,3 @@ def build_reference(
         return forward(shard)
 
     return reference
-
-
-def read_rows(cfg: DataConfig) -> tuple[list[Row], list[Row]]:
-    """The rows to train on, and those held out."""
-    match cfg:
-        case SyntheticDataConfig(size=size, eval_size=eval_size, seed=seed):
-            words = cfg.max_length if cfg.fill else 0
-            return synthetic.generate(size, seed, "train", words), synthetic.generate(eval_size, seed, "eval", words)
-        case JsonlDataConfig(path=path, eval_path=eval_path):
-            held_out = rows.read_jsonl(Path(eval_path).expanduser()) if eval_path else []
-            return rows.read_jsonl(Path(path).expanduser()), held_out
-        case _:
-            raise AssertionError(cfg)
-
-
-def prompt_rows(cfg: DataConfig) -> tuple[list[PromptRow], list[PromptRow]]:
-    """The same, of prompts: a preference set has them too."""
-    match cfg:
-        case ArithmeticDataConfig(size=size, eval_size=eval_size, seed=seed, digits=digits):
-            return arithmetic.generate(size, seed, "train", digits), arithmetic.generate(
-                eval_size, seed, "eval", digits
-            )
-        case SyntheticDataConfig(size=size, eval_size=eval_size, seed=seed):
-            words = cfg.max_length if cfg.fill else 0
-            train = synthetic.generate_prompts(size, seed, "train", words)
-            return train, synthetic.generate_prompts(eval_size, seed, "eval", words)
-        case JsonlDataConfig(path=path, eval_path=eval_path):
-            held = rows.read_prompts(Path(eval_path).expanduser()) if eval_path else []
-            return rows.read_prompts(Path(path).expanduser()), held
-        case _:
-            raise AssertionError(cfg)
-
-
-def encode_shared(
-    encoder: PairTokenizer | PromptTokenizer, rows: Sequence[Any], world: World
-) -> tuple[list[Any], Counter[str]]:
-    """Every rank tokenizes its part of the rows, and all get the whole; the first bad row is everybody's error."""
-    mine = rows[world.rank * len(rows) // world.size : (world.rank + 1) * len(rows) // world.size]
-    try:
-        part: Any = encoder.encode(mine)
-    except UserError as error:
-        part = str(error)
-    parts = [part] * world.size
-    if world.size > 1:
-        dist.all_gather_object(parts, part)
-    for part in parts:
-        if isinstance(part, str):
-            raise DataError(part)
-    return parts, sum((part.dropped for part in parts), start=Counter())

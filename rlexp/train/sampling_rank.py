@@ -13,8 +13,9 @@ from rlexp.model.policy import cast_parameters
 from rlexp.ring.bridge import Bridge
 from rlexp.ring.groups import ALONE, World
 from rlexp.rollout.pipelined import serve
-from rlexp.train.build import DTYPES, build_policy, build_sampler, device_of, read_prompts
+from rlexp.train.build import DTYPES, build_policy, device_of
 from rlexp.train.build_rollouts import build_drawer
+from rlexp.train.examples import build_sampler, read_prompts
 from rlexp.types import Prompt
 
 

@@ -28,7 +28,7 @@ from rlexp.data.tokens import PairTokenizer, numbered
 from rlexp.errors import ModelError
 from rlexp.launch.place import Place
 from rlexp.model.loading import load_config, load_tokenizer
-from rlexp.train.build import read_rows
+from rlexp.train.examples import read_rows
 from rlexp.types import Pair
 
 NUMBERS = 7  # float64 numbers of a rank per parameter
