@@ -111,3 +111,14 @@ def test_what_cannot_come_of_it_is_refused(rlexp: Shell, overrides: tuple[str, .
     assert answer.returncode == 1
     assert said in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+def test_a_rollout_that_has_begun_keeps_its_size(rlexp: Shell) -> None:
+    """Whatever is forced: its samples, and which steps they serve, are in the checkpoint."""
+    run = (*BASE, "rollout=default", "hydra.run.dir=run")
+    begun = rlexp(*run, "train.stop_after=1")
+    assert begun.returncode == 0, begun.stderr
+    again = rlexp(*run, "rollout.n_samples=4", "resume.force=[rollout]")
+    assert again.returncode == 1
+    assert "has samples of a rollout of 8 for 4 optimizer steps, and a rollout is now of 16 for 8." in again.stderr
+    assert "Traceback" not in again.stderr

@@ -23,6 +23,7 @@ from rlexp.algos.kl import KLController, estimate
 from rlexp.algos.policy import Outcomes, PolicyLoss
 from rlexp.config.schema import Overlong, PolicyLossConfig, RolloutConfig
 from rlexp.data.sampler import Batch, Sampler
+from rlexp.errors import CheckpointError
 from rlexp.metrics.memory import Phases
 from rlexp.ring.groups import World
 from rlexp.rollout import saved
@@ -269,7 +270,8 @@ class Rollouts:
 
     def position(self) -> dict[str, Any]:
         """For a checkpoint: small, and the same on every rank."""
-        return {"number": self.number, "kl_coef": self.kl_coef, "beta": self.controller.beta}
+        sizes = {"size": self.size, "steps_each": self.steps_each}
+        return {"number": self.number, "kl_coef": self.kl_coef, "beta": self.controller.beta, **sizes}
 
     def unfinished(self, step: int) -> dict[str, list[Sample]]:
         """After `step`, for a checkpoint: this rank's samples that later steps will take, by the name of their file.
@@ -280,6 +282,13 @@ class Rollouts:
 
     def restore(self, folder: Path, position: dict[str, Any], step: int) -> None:
         rank, ranks = self.world.rank, self.world.size
+        was, now = (position["size"], position["steps_each"]), (self.size, self.steps_each)
+        if was != now and any(folder.glob(saved.PATTERN)):
+            raise CheckpointError(
+                f"rollout: {folder} has samples of a rollout of {was[0]} for {was[1]} optimizer steps, and a rollout is "
+                f"now of {now[0]} for {now[1]}. Give rollout.batch_size, n_samples and epochs, and train.batch_size, "
+                f"their old values; resume.force cannot change them within a rollout."
+            )
         self.controller.beta = position["beta"]
         if step % self.steps_each:
             self.number, self.kl_coef = position["number"], position["kl_coef"]
