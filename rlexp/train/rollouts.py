@@ -286,7 +286,7 @@ class Rollouts:
         if was != now and any(folder.glob(saved.PATTERN)):
             raise CheckpointError(
                 f"rollout: {folder} has samples of a rollout of {was[0]} for {was[1]} optimizer steps, and a rollout "
-                f"is now of {now[0]} for {now[1]}. Give rollout.batch_size, n_samples and epochs, and train.batch_size, "
+                f"is now of {now[0]} for {now[1]}. Give rollout.batch_size, n_samples and epochs, and train.batch_size "
                 f"their old values; resume.force cannot change them within a rollout."
             )
         self.controller.beta = position["beta"]
