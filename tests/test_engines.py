@@ -98,10 +98,11 @@ def resumed_rank(place: Place, pairs: Sequence[tuple], folder: str) -> list[tupl
     from rlexp.train.build import build
     from rlexp.train.step import evaluate, train_step
 
-    def nothing_else(place: Path) -> None:
-        (place / "model").mkdir(exist_ok=True)
-        for name in ("position.json", "metrics.jsonl"):
-            (place / name).touch()
+    def nothing_else(at: Path) -> list[Path]:
+        paths = [at / name for name in ("position.json", "metrics.jsonl")] if place.rank == 0 else []
+        for path in paths:
+            path.touch()
+        return paths
 
     found = []
     for number, (cfg, then) in enumerate(pairs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -63,6 +64,16 @@ def test_what_waits_is_saved_as_it_was_while_it_is_scored(tmp_path: Path) -> Non
     assert all(each.old is None for each in again)
 
 
+def test_texts_take_what_they_take(tmp_path: Path) -> None:
+    """One long answer does not make all as long; whatever a tokenizer decodes comes back."""
+    texts = ["x" * 10_000, "", "\0 a\0", "é\ud800", *["short"] * 996]
+    samples = [dataclasses.replace(sample(place), text=text) for place, text in enumerate(texts)]
+    path = saved.write(tmp_path, NEXT, 0, 1, samples)
+    assert path.stat().st_size < 200_000
+    again = saved.read(tmp_path, NEXT, [each.prompt for each in samples], 0, 1)
+    assert [each.text for each in again] == texts
+
+
 def test_a_rank_that_cannot_draw_is_not_taken_for_all() -> None:
     """On a NonFiniteError a run settles its checkpoint, which is a collective call; this rank may be the only one."""
     assert not issubclass(DrawError, NonFiniteError)
@@ -98,3 +109,14 @@ def test_what_cannot_come_of_it_is_refused(rlexp: Shell, overrides: tuple[str, .
     assert answer.returncode == 1
     assert said in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+def test_a_rollout_that_has_begun_keeps_its_size(rlexp: Shell) -> None:
+    """Whatever is forced: its samples, and which steps they serve, are in the checkpoint."""
+    run = (*BASE, "rollout=default", "hydra.run.dir=run")
+    begun = rlexp(*run, "train.stop_after=1")
+    assert begun.returncode == 0, begun.stderr
+    again = rlexp(*run, "rollout.n_samples=4", "resume.force=[rollout]")
+    assert again.returncode == 1
+    assert "has samples of a rollout of 8 for 4 optimizer steps, and a rollout is now of 16 for 8." in again.stderr
+    assert "Traceback" not in again.stderr

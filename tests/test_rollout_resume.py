@@ -151,11 +151,3 @@ def test_a_kill_while_sampling_loses_nothing(tmp_path: Path, victim: str) -> Non
         assert answer.returncode == 0, answer.stderr
         assert ("goes on from" in answer.stderr) == (folder == "run")
     assert excesses(curve_of(tmp_path / "straight"), curve_of(tmp_path / "run")) == []
-
-
-def test_another_size_of_rollouts_cannot_be_forced(tmp_path: Path) -> None:
-    """Within a rollout there are no samples to go on with; between two, the steps before would have been others'."""
-    begun = run(FLOAT64[0], tmp_path / "run", *RUN, "train.stop_after=3")
-    forced = ("rollout.batch_size=16", "resume.force=[rollout.batch_size,rollout.minibatches]")
-    with pytest.raises(CheckpointError, match=r"its rollouts have 16 samples for 4 optimizer steps.*=32 for 8"):
-        run(FLOAT64[0], begun, *RUN, *forced)

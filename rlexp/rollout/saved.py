@@ -21,6 +21,7 @@ def write(folder: Path, name: str, rank: int, ranks: int, samples: Sequence[Samp
     arrays: dict[str, Any] = {
         field: np.concatenate(parts) for field, parts in ragged.items() if parts and parts[0] is not None
     }
+    texts = [s.text.encode("utf-8", "surrogatepass") for s in samples]
     with path.open("wb") as file:
         np.savez(
             file,
@@ -30,7 +31,8 @@ def write(folder: Path, name: str, rank: int, ranks: int, samples: Sequence[Samp
             stopped=np.array([s.stopped for s in samples], dtype=bool),
             counts=np.array([s.counts for s in samples], dtype=bool),
             score=np.array([s.score for s in samples], dtype=np.float64),
-            text=np.array([s.text.encode().hex() for s in samples], dtype=np.str_),
+            text=np.frombuffer(b"".join(texts), dtype=np.uint8),
+            text_length=np.array([len(text) for text in texts], dtype=np.int64),
             length=np.array([len(s.answer) for s in samples], dtype=np.int64),
             answer=np.concatenate([s.answer for s in samples]) if samples else np.zeros(0, dtype=np.int32),
             **arrays,
@@ -48,19 +50,20 @@ def read(folder: Path, name: str, prompts: Sequence[Prompt], rank: int, ranks: i
 
 
 def _samples(file: dict[str, Floats], prompts: Sequence[Prompt], rank: int, ranks: int) -> list[Sample]:
-    starts = np.concatenate(([0], np.cumsum(file["length"])))
+    starts, text_starts = (np.concatenate(([0], np.cumsum(file[name]))) for name in ("length", "text_length"))
     found = []
     for row, place in enumerate(file["place"].tolist()):
         if place % ranks != rank:
             continue
         part = slice(int(starts[row]), int(starts[row + 1]))
+        text = file["text"][int(text_starts[row]) : int(text_starts[row + 1])].tobytes()
         sample = Sample(
             place,
             prompts[int(file["prompt"][row])],
             int(file["number"][row]),
             file["answer"][part].astype(np.int32),
             bool(file["stopped"][row]),
-            bytes.fromhex(str(file["text"][row])).decode(),
+            text.decode("utf-8", "surrogatepass"),
             file["behaviour"][part].copy(),
             score=float(file["score"][row]),
             counts=bool(file["counts"][row]),

@@ -271,7 +271,7 @@ class Rollouts:
     def position(self) -> dict[str, Any]:
         """For a checkpoint: small, and the same on every rank."""
         sizes = {"size": self.size, "steps_each": self.steps_each}
-        return {"number": self.number, "kl_coef": self.kl_coef, "beta": self.controller.beta} | sizes
+        return {"number": self.number, "kl_coef": self.kl_coef, "beta": self.controller.beta, **sizes}
 
     def unfinished(self, step: int) -> dict[str, list[Sample]]:
         """After `step`, for a checkpoint: this rank's samples that later steps will take, by the name of their file.
@@ -282,12 +282,12 @@ class Rollouts:
 
     def restore(self, folder: Path, position: dict[str, Any], step: int) -> None:
         rank, ranks = self.world.rank, self.world.size
-        if (position["size"], position["steps_each"]) != (self.size, self.steps_each):
+        was, now = (position["size"], position["steps_each"]), (self.size, self.steps_each)
+        if was != now and any(folder.glob(saved.PATTERN)):
             raise CheckpointError(
-                f"{folder}: its rollouts have {position['size']} samples for {position['steps_each']} optimizer steps, "
-                f"and rollout.batch_size × rollout.n_samples={self.size} for {self.steps_each} were asked for. Which "
-                f"samples a step takes would change under way. Give the sizes their old values, or begin anew in "
-                f"another hydra.run.dir."
+                f"rollout: {folder} has samples of a rollout of {was[0]} for {was[1]} optimizer steps, and a rollout "
+                f"is now of {now[0]} for {now[1]}. Give rollout.batch_size, n_samples and epochs, and train.batch_size "
+                f"their old values; resume.force cannot change them within a rollout."
             )
         self.controller.beta = position["beta"]
         if step % self.steps_each:

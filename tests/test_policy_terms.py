@@ -1,0 +1,57 @@
+"""What training asks of the policy's head and of the meter, that no comparison of layouts would notice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlexp.algos.policy import PolicyTerms
+from rlexp.metrics.meter import Meter
+from rlexp.model import policy
+from rlexp.model.policy import Entropy, HeadLogps
+from rlexp.train.policy_step import note
+from tests.ranks import seeded
+
+TEMPERATURE = 0.7
+
+
+@pytest.mark.parametrize("rows", [100, 2], ids=["at once", "some rows at a time"])
+def test_the_entropy_that_is_trained_has_its_gradient(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """−Σ p·log p of the distribution that tokens are drawn from, of trained tokens alone."""
+    monkeypatch.setattr(policy, "LOGITS", 11 * rows)
+    weight, hidden = seeded(11, 4).requires_grad_(), seeded(6, 4, seed=1).requires_grad_()
+    shard: Any = SimpleNamespace(sequence_t=torch.tensor([-1, 0, 0, -1, 1, 1]), targets_t=torch.arange(6))
+    p = (hidden @ weight.T / TEMPERATURE).softmax(-1)
+    expected = torch.where(shard.sequence_t >= 0, -(p * p.log()).sum(-1), 0.0)
+    wanted = torch.autograd.grad(expected.sum(), [weight, hidden])
+    said = HeadLogps(TEMPERATURE, Entropy.trained)(weight, None, hidden, shard)
+    assert said.entropy_t is not None
+    torch.testing.assert_close(said.entropy_t, expected, rtol=1e-12, atol=1e-12)
+    for got, want in zip(torch.autograd.grad(said.entropy_t.sum(), [weight, hidden]), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    logged = HeadLogps(TEMPERATURE, Entropy.logged)(weight, None, hidden, shard)
+    assert logged.entropy_t is not None
+    assert not logged.entropy_t.requires_grad
+    torch.testing.assert_close(logged.entropy_t, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("rank", "loss"), [(0, 3.0), (1, 1.0)])
+def test_what_is_metered(rank: int, loss: float) -> None:
+    """Of a term by sequences, which every rank of a ring has whole, the first rank's alone. Means and peaks are of
+    trained tokens: elsewhere the ratio is 1, which may be more than that of any token that counts."""
+    world: Any = SimpleNamespace(size=1, ring=SimpleNamespace(rank=rank))
+    meter = Meter(world, torch.device("cpu"))
+    ratio = torch.tensor([1.0, 0.5, 0.7, 1.0])
+    terms = PolicyTerms(torch.tensor(3.0), {"part": torch.tensor(1.0)}, {"whole": torch.tensor(2.0)},
+                        {"ratio": ratio}, {"peak": ratio})  # fmt: skip
+    tokens: Any = SimpleNamespace(trained_t=torch.tensor([0.0, 1.0, 1.0, 0.0]))
+    note(terms, tokens, meter)
+    found = meter.reduce()
+    assert found["loss"] == loss
+    assert found["part"] == 1.0
+    assert found["whole"] == loss - 1.0
+    assert found["ratio"] == pytest.approx(0.6)
+    assert found["peak"] == pytest.approx(0.7)
