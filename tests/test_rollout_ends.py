@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from rlexp.checkpoint import folder as checkpoint
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.errors import DrawError, NonFiniteError
+from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place
 from rlexp.rollout import saved
 from rlexp.train.rollouts import NEXT, Rollouts
@@ -120,3 +122,37 @@ def test_a_rollout_that_has_begun_keeps_its_size(rlexp: Shell) -> None:
     assert again.returncode == 1
     assert "has samples of a rollout of 8 for 4 optimizer steps, and a rollout is now of 16 for 8." in again.stderr
     assert "Traceback" not in again.stderr
+
+
+def patient_rank(place: Place, cfg: Config, seconds: float) -> float:
+    """One rank's share of a rollout takes longer than a collective may; what the first step's score comes to."""
+    from rlexp.train.build import build
+    from rlexp.train.policy_step import policy_step
+
+    run = build(cfg)
+    assert run.rollouts is not None
+    drawn = run.rollouts.source.draw
+
+    def slowly(*args: Any) -> list[Sample]:
+        time.sleep(seconds * place.rank)
+        return drawn(*args)
+
+    run.rollouts.source.draw = slowly  # type: ignore[method-assign]
+    score = policy_step(run, 1)["train/objective/scores"]
+    run.rollouts.close()
+    return score
+
+
+def impatient(place: Place, cfg: Config, seconds: float) -> float:
+    from rlexp.launch.place import join
+
+    join(place, "cpu", 4.0)
+    return patient_rank(place, cfg, seconds)
+
+
+@pytest.mark.slow
+def test_a_rank_that_takes_longer_to_draw_is_waited_for() -> None:
+    cfg = compose_config(["launch.device=cpu", "logger=none", "engine=torch", "loss=rloo", "parallel=ring2",
+                          "reward.rule=length", "data.size=16", "rollout.max_new_tokens=4"])  # fmt: skip
+    scores = run_ranks(impatient, 2, (cfg, 10.0), preload=PRELOAD, timeout=120)
+    assert scores[0] == scores[1] > 0

@@ -52,7 +52,7 @@ def policy_steps(place: Any, cfg: Config, steps: int) -> Taken:
         taken.rows.append(policy_step(run, step))
         taken.places.append(rollouts.batch(step).indices)
         if len(taken.rollouts) == rollouts.number:
-            taken.rollouts.append(fetch(rollouts.mine, range(rollouts.size), run.world))
+            taken.rollouts.append(fetch(rollouts.mine, range(rollouts.size), rollouts.host))
     taken.gradients = engine.kept
     rollouts.close()
     return taken

@@ -97,6 +97,12 @@ def _check_lengths(cfg: Config) -> None:
             f"rollout.max_new_tokens={cfg.rollout.max_new_tokens}: leaves no room for a prompt in data.max_length="
             f"{cfg.data.max_length}, which counts both. Raise data.max_length, or lower rollout.max_new_tokens."
         )
+    tokens = cfg.rollout.micro_batch_tokens
+    if tokens is not None and tokens < cfg.data.max_length:
+        raise ConfigError(
+            f"rollout.micro_batch_tokens={tokens}: must hold one sample at least, and data.max_length="
+            f"{cfg.data.max_length}. Raise the one, or lower the other."
+        )
 
 
 def _check_mode(cfg: Config) -> None:
@@ -113,4 +119,9 @@ def _check_mode(cfg: Config) -> None:
         raise ConfigError(
             "rollout.engine=vllm: the package vllm is not installed. `pip install vllm` (on a GPU machine), or use "
             "rollout.engine=native."
+        )
+    if rollout.engine is RolloutEngine.vllm and (rollout.top_k, rollout.top_p, rollout.min_p) != (0, 1.0, 0.0):
+        raise ConfigError(
+            "rollout.engine=vllm: says log-probabilities of what top_k, top_p and min_p leave, and training needs "
+            "those of the whole distribution. Leave rollout.top_k=0, top_p=1, min_p=0, or use rollout.engine=native."
         )

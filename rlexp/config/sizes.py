@@ -106,8 +106,9 @@ def training_ranks(ranks: int, sampling_ranks: int) -> int:
     """All ranks but those that do nothing but sample."""
     if sampling_ranks < 0 or sampling_ranks >= ranks:
         raise ConfigError(
-            f"rollout.sampling_ranks={sampling_ranks}: there are {ranks} ranks in all, and at least one must train. "
-            f"Use rollout.sampling_ranks=0 (with rollout.mode=colocated) to {ranks - 1}, or more ranks (launch.nproc)."
+            f"rollout.sampling_ranks={sampling_ranks}: there {'are' if ranks > 1 else 'is'} {ranks} "
+            f"rank{'s' * (ranks > 1)} in all, and at least one must train. Use fewer (none with "
+            f"rollout.mode=colocated), or more ranks in all (launch.nproc)."
         )
     return ranks - sampling_ranks
 

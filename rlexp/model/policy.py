@@ -137,7 +137,7 @@ class Critic(nn.Module):
     def __init__(self, hidden_size: int, trunk: PreTrainedModel | None) -> None:
         super().__init__()
         self.trunk = trunk
-        self.head = nn.Linear(hidden_size, 1)
+        self.head = ValueHead(hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -145,7 +145,15 @@ class Critic(nn.Module):
         if self.trunk is not None:
             hidden_tE = hidden_states(self.trunk, shard)
         values_t: Tensor = self.head(hidden_tE).squeeze(-1)
-        return values_t if values_t.dtype is torch.float64 else values_t.float()
+        return values_t
+
+
+class ValueHead(nn.Linear):
+    """In float32 (float64 for float64): it is one row, and bfloat16 would leave a value two digits."""
+
+    def forward(self, hidden_tE: Tensor) -> Tensor:
+        wide = torch.promote_types(hidden_tE.dtype, torch.float32)
+        return nn.functional.linear(hidden_tE.to(wide), self.weight.to(wide), self.bias.to(wide))
 
 
 def hidden_states(trunk: nn.Module, shard: Shard) -> Tensor:

@@ -121,7 +121,7 @@ def drawn_of(run: Run) -> list[Drawn]:
     rollouts = run.rollouts
     assert rollouts is not None
     found = []
-    for sample in fetch(rollouts.mine, range(rollouts.size), run.world):
+    for sample in fetch(rollouts.mine, range(rollouts.size), rollouts.host):
         assert sample.advantages is not None
         found.append(Drawn(sample.prompt.index, tuple(sample.answer.tolist()), sample.score, sample.advantages))
     return found

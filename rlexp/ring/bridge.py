@@ -46,6 +46,7 @@ class Bridge:
 
     def hand_over(self, weight: Tensor | None, like: Tensor) -> Tensor:
         """A weight from rank 0 to those that sample, a piece at a time, into `like`."""
+        assert like.is_contiguous(), "what is written into a copy would be lost"
         flat = (like if weight is None else weight).detach().reshape(-1)
         for part in flat.split(PIECE):
             piece = part.to("cpu").contiguous()

@@ -6,41 +6,37 @@ Shape letters: N samples of a rollout, T tokens of a pack, t of one rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlexp.ring.groups import Ring, World
+from rlexp.ring.groups import Ring
+from rlexp.rollout.host import Host
 from rlexp.types import Floats, Pack, Sample, Shard
 
 Table = dict[str, Tensor]  # a column each, (N,) in float64, by the samples' places
 
 
-def table_of(mine: Sequence[Sample], total: int, world: World, device: torch.device,
-             row_of: Callable[[Sample], Mapping[str, float]], names: Sequence[str]) -> Table:  # fmt: skip
+def table_of(
+    mine: Sequence[Sample], total: int, host: Host, row_of: Callable[[Sample], Mapping[str, float]],
+    names: Sequence[str],
+) -> Table:  # fmt: skip
     """What `row_of` says of each sample, known to all ranks. Every place is some rank's, so sums are exact."""
     numbers = torch.zeros(len(names) + 1, total, dtype=torch.float64)
     for sample in mine:
         row = row_of(sample)
         numbers[:, sample.place] = torch.tensor([*(row[name] for name in names), 1.0], dtype=torch.float64)
-    numbers = numbers.to(device)
-    if world.size > 1:
-        dist.all_reduce(numbers)
-    numbers = numbers.cpu()
+    host.sum(numbers)
     assert bool((numbers[-1] == 1).all()), "a sample is nobody's, or several ranks'"
     return dict(zip(names, numbers[:-1], strict=True))
 
 
-def fetch(mine: Sequence[Sample], places: Sequence[int], world: World) -> list[Sample]:
+def fetch(mine: Sequence[Sample], places: Sequence[int], host: Host) -> list[Sample]:
     """These samples, in this order, on every rank, whoever holds them."""
     wanted = set(places)
-    parts: list[Any] = [[sample for sample in mine if sample.place in wanted]]
-    if world.size > 1:
-        ours, parts = parts[0], [None] * world.size
-        dist.all_gather_object(parts, ours)
+    parts = host.gathered([sample for sample in mine if sample.place in wanted])
     found = {sample.place: sample for part in parts for sample in part}
     return [found[place] for place in places]
 

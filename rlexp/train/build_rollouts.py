@@ -20,6 +20,7 @@ from rlexp.model.reward_model import RewardModel, last_places
 from rlexp.ring.shard import shard_pack
 from rlexp.rollout.colocated import Colocated
 from rlexp.rollout.draws import Draws
+from rlexp.rollout.host import build_host
 from rlexp.rollout.pipelined import Pipelined
 from rlexp.rollout.rewards.build import build_reward
 from rlexp.rollout.rewards.weighted import ModelTerm
@@ -61,7 +62,7 @@ def build_rollouts(run: Run, prompts: Sequence[Prompt], eval_prompts: Sequence[P
         rewards,
         scorer,
         run.world,
-        run.device,
+        build_host(run.world),
         run.phases,
     )
 

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlexp.algos.kl import KLController, estimate
@@ -28,6 +27,7 @@ from rlexp.metrics.memory import Phases
 from rlexp.ring.groups import World
 from rlexp.rollout import saved
 from rlexp.rollout.experience import Table, fetch, table_of
+from rlexp.rollout.host import Host
 from rlexp.rollout.rewards.weighted import Rewards
 from rlexp.rollout.scoring import Scorer
 from rlexp.sinks.base import RolloutFacts, Shown
@@ -87,7 +87,7 @@ class Rollouts:
     rewards: Rewards
     scorer: Scorer
     world: World
-    device: torch.device
+    host: Host
     phases: Phases
     controller: KLController = field(init=False)
     number: int = -1  # of the rollout that is held
@@ -119,7 +119,7 @@ class Rollouts:
 
     def samples(self, batch: Batch) -> list[Sample]:
         """Of a train batch, whole, on every rank. A collective call."""
-        return fetch(self.mine, batch.indices, self.world)
+        return fetch(self.mine, batch.indices, self.host)
 
     def ensure(self, step: int) -> Made | None:
         """Have the rollout that a step belongs to; what is said of it, if it is new. A collective call."""
@@ -130,6 +130,7 @@ class Rollouts:
         prompts = [self.prompts[index] for index in self.sampler.batch(number + 1).indices]
         with self.phases("rollout"):
             self.mine = self.source.draw(number, prompts, self.cfg.n_samples, self.rewards)
+            self.host.meet()
         drawn = time.monotonic()
         with self.phases("score"):
             judged = self.scorer.score(self.mine)
@@ -170,7 +171,7 @@ class Rollouts:
 
         names = ["score", "length", "stopped", *(f"reward/{name}" for name in self.rewards.weights)]
         names += ["surprise", "kl", "kl_estimate"] if scored else []
-        return table_of(mine, total, self.world, self.device, row, names)
+        return table_of(mine, total, self.host, row, names)
 
     def _log_ratio(self, sample: Sample) -> Tensor:
         """Of policy and reference, by token, in float64; zeros without a reference."""
@@ -232,7 +233,7 @@ class Rollouts:
             return {"n": float(len(returns)), "r": returns.sum(), "rr": (returns**2).sum(), "e": error.sum(),
                     "ee": (error**2).sum()}  # fmt: skip
 
-        table = table_of(self.mine, self.size, self.world, self.device, sums, ["n", "r", "rr", "e", "ee"])
+        table = table_of(self.mine, self.size, self.host, sums, ["n", "r", "rr", "e", "ee"])
         n, r, rr, e, ee = (float(column.sum()) for column in table.values())
         spread = rr - r * r / n
         return 1 - (ee - e * e / n) / spread if spread > 1e-9 * rr else 0.0
@@ -246,10 +247,7 @@ class Rollouts:
         stride = max(1, self.size // self.cfg.show) if self.cfg.show else self.size
         wanted = range(0, stride * self.cfg.show, stride) if due else range(0)
         mine = [(s.place, digests(s.answer), shown(s) if s.place in wanted else None) for s in made.samples]
-        parts: list[Any] = [mine]
-        if self.world.size > 1:
-            parts = [None] * self.world.size if self.world.rank == 0 else []
-            dist.gather_object(mine, parts or None, dst=0)
+        parts = self.host.gathered(mine)
         if self.world.rank != 0:
             return None
         known = sorted((each for part in parts for each in part), key=lambda each: each[0])
@@ -262,6 +260,7 @@ class Rollouts:
         """Held-out prompts, an answer each, with the same numbers every time. A collective call."""
         with self.phases("eval"):
             mine = self.source.draw(HELD_OUT, self.eval_prompts, 1, self.rewards)
+            self.host.meet()
             self._collect(mine, self.scorer.judge(mine))
             table = self._table(mine, len(self.eval_prompts), scored=False)
         mean = {name: float(column.mean()) for name, column in table.items()}
