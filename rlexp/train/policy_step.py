@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from rlexp.algos.policy import PolicyTerms, PolicyTokens
 from rlexp.algos.weights import sequence_weight, token_weight
 from rlexp.algos.whiten import whiten
+from rlexp.data.sampler import Batch
 from rlexp.errors import NonFiniteError
 from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.ring.collectives import ring_sum
@@ -39,8 +41,8 @@ def policy_step(run: Run, step: int) -> dict[str, float]:
     batch = rollouts.batch(step)
     with run.phases("data"):
         weighed = Weighed.of(run, rollouts.samples(batch))
-    places = type(batch)(step, batch.epoch, tuple(range(len(batch.indices))))
-    micro_batches = places.micro_batches(run.world.replica, run.world.dp_size, run.cfg.train.micro_batch_size)
+    within = Batch(step, batch.epoch, tuple(range(len(batch.indices))))  # by their places in the train batch
+    micro_batches = within.micro_batches(run.world.replica, run.world.dp_size, run.cfg.train.micro_batch_size)
     finite = torch.ones((), dtype=torch.bool, device=run.device)
     held = 0
     for number, indices in enumerate(micro_batches, 1):
@@ -71,11 +73,14 @@ def note_times(meter: Meter, made: Made | None, training: float) -> None:
         meter.add_max(FASTEST, -made.seconds["sampling"])
 
 
+@dataclass(frozen=True)
 class Weighed:
-    """A train batch, with what each token of each of its samples weighs in the loss."""
+    """A train batch, with what each token of each of its samples, and each sample, weighs in the loss."""
 
-    def __init__(self, samples: Sequence[Sample], advantages: Sequence[Tensor], token_B: Tensor, seq_B: Tensor) -> None:
-        self.samples, self.advantages, self.token_B, self.sequence_B = samples, advantages, token_B, seq_B
+    samples: Sequence[Sample]
+    advantages: Sequence[Tensor]
+    token_B: Tensor
+    sequence_B: Tensor
 
     @staticmethod
     def of(run: Run, samples: Sequence[Sample]) -> Weighed:

@@ -140,7 +140,8 @@ class Rollouts:
             self._give_credit(table)
         values = self._values(table)
         self.controller.update(values["objective/kl"], self.size)
-        seconds = {"rollout": drawn - began, "score": time.monotonic() - drawn, "sampling": self.source.seconds}
+        seconds = {"rollout": drawn - began, "score": time.monotonic() - drawn}
+        seconds |= {"sampling": self.source.seconds, "waited": self.source.waited}
         now = time.time()
         scored = now - (time.monotonic() - drawn)
         spans = {"sampling": self.source.spans, "taking": [(now - (time.monotonic() - began), scored)],
