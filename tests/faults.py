@@ -312,7 +312,8 @@ TRAIN_FAULTS = (
     one("logits per pair", "train/step.py", "logits.chosen_P.sum(), trained.chosen_P.sum(), SHARDED",
         "logits.chosen_P.sum(), float(len(trained.chosen_P)), SHARDED", "metrics", TRAIN),
     one("loss of rank 0", "train/step.py", "values = meter.reduce()",
-        "values = meter.reduce(); values['loss'] = float(losses_P.mean().detach())", "metrics", TRAIN),
+        "values = meter.reduce(); "
+        "values['loss'] = float(meter._sums['loss']) / max(1.0, float(meter._counts['loss']))", "metrics", TRAIN),
     one("epochs as whole numbers", "train/step.py", '"epoch": batch.step / run.steps_per_epoch',
         '"epoch": float(batch.epoch)', "metrics", TRAIN),
     one("total tokens start anew", "train/loop.py", "position.total_tokens + int(values", "int(values", "metrics",

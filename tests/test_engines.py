@@ -224,7 +224,7 @@ def draw_alike(engines_: Sequence[str], ranks: int, *overrides: str) -> None:
     base = ("+experiment=ppo_tiny", "launch.device=cpu", "train.precision=fp32", "rollout.batch_size=8",
             "rollout.n_samples=3", "rollout.epochs=1", "train.batch_size=8", "train.micro_batch_size=2",
             "data.eval_size=3", "rollout.micro_batch_size=5",
-            "rollout.stop=[a,e,i,o,u,n,r,s,t,l]", *overrides)  # fmt: skip
+            "rollout.stop=[a,e,i,o,u,n,r,s,t,l]", "optim.eps=1e-5", *overrides)  # fmt: skip
     cfgs = [compose_config([*base, f"launch.nproc={ranks}", f"engine={engine}"]) for engine in engines_]
     for first, *others in on_ranks(ranks, drawing_rank, cfgs, 4):
         assert len({len(answer) for _, _, answer in first[0]}) > 1  # rows leave in turn
@@ -236,7 +236,8 @@ def draw_alike(engines_: Sequence[str], ranks: int, *overrides: str) -> None:
                     if not any(part in name for part in ("time/", "second", "memory/")):
                         # Measured 2e-5, of objective/kl; a learning rate that is not the critic's would be 0.5.
                         assert row[name] == pytest.approx(expected[name], rel=2e-4, abs=2e-6), (engine, name)
-            assert largest_gap(first[2], weights) < 1e-3, engine  # 1.3e-4 measured, Adam's of tiny gradients
+            # 9e-6 measured; with eps=1e-8 Adam made rounding of gradients that are nearly zero 1e-3 large.
+            assert largest_gap(first[2], weights) < 1e-4, engine
 
 
 def test_parameters_in_pieces_draw_what_whole_ones_draw() -> None:
