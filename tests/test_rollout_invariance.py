@@ -48,6 +48,7 @@ def test_no_algorithm_and_no_switch_moves_with_the_layout(variants: list[str]) -
         assert excesses(curves[2 * number], curves[2 * number + 1]) == [], name
 
 
+@pytest.mark.slow
 @pytest.mark.prove
 def test_the_whole_grid() -> None:
     cases = rollout_cases()
