@@ -181,6 +181,7 @@ def mount(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["mount", *args], capture_output=True, text=True, timeout=20, check=False)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_costs_a_checkpoint_and_no_step(finished: Path, tmp_path: Path) -> None:
     """There is room for one checkpoint and half of the next."""
     size = sum(path.stat().st_size for path in files_of(folder.folder_of(finished, 2)))

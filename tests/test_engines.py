@@ -57,6 +57,7 @@ def test_gradient_over_ring_and_replicas_is_exact(exact, layout: tuple[str, int,
                 assert row["train/loss"] == pytest.approx(expected["train/loss"], rel=FLOAT32)
 
 
+@pytest.mark.slow
 def test_accumulation_and_uneven_micro_batches_in_every_engine() -> None:
     """Part of the table of docs/invariance.md: SGD without clipping, so that nothing hides a wrong scale."""
     cases = [engines.Case(*kind, 2, 2, acc) for kind in engines.KINDS for acc in (1, 5)]
@@ -129,6 +130,7 @@ KINDS += [(f"engine={engine}",) for engine in ENGINES]
 PAIRS = [(kind, kind) for kind in KINDS] + [(KINDS[n], KINDS[n - 1]) for n in range(len(KINDS))]
 
 
+@pytest.mark.slow
 def test_what_one_engine_saves_another_loads(tmp_path: Path) -> None:
     """Also with two groups of parameters: DeepSpeed itself would not find the moments of the second."""
     layout = ("parallel=ring2", "launch.nproc=4", "train.max_steps=3", "train.batch_size=4", "optim.weight_decay=0.01")

@@ -98,7 +98,7 @@ def same_run(one: Path, other: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("stop", "layout"),
     [
-        pytest.param(3, ("parallel=ring2",), id="within a rollout"),
+        pytest.param(3, ("parallel=ring2",), id="within a rollout", marks=pytest.mark.slow),
         pytest.param(4, ("parallel=ring1", "rollout.sampling_ranks=2"), id="between two", marks=pytest.mark.slow),
         pytest.param(9, ("parallel=ring1",), id="in the last", marks=pytest.mark.slow),
     ],

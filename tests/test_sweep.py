@@ -78,6 +78,7 @@ def test_a_sweep_goes_on_and_says_what_was_not_run(rlexp: Shell, tmp_path: Path)
     assert "holds another sweep" in other.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_is_taken_up_by_the_same_command(rlexp: Shell, tmp_path: Path) -> None:
     """The launcher is killed in the second of three jobs. The first is kept, the second goes on, the third is run."""
     sweep = ("-m", *QUICK, "train.max_steps=40", "parallel=ring1,ring2,ring4", "checkpoint.save_every=4",
@@ -183,6 +184,7 @@ def test_every_job_is_told_what_is_its_own(rlexp: Shell, tmp_path: Path) -> None
     assert "parallel: ring4" in config
 
 
+@pytest.mark.slow
 def test_what_is_no_corner_of_a_grid_is_a_failure(rlexp: Shell, tmp_path: Path) -> None:
     """A folder that is busy, a file that is not there, and one folder for two jobs."""
     (tmp_path / "rows.jsonl").write_text(
