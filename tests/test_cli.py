@@ -163,6 +163,7 @@ def test_under_torchrun_a_sweep_is_refused_and_sigterm_stops_in_good_order(tmp_p
     assert (run["status"], run["reason"]) == ("stopped", "stopped by SIGTERM")
 
 
+@pytest.mark.slow
 def test_of_two_runs_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rlexp", *QUICK, "engine=torch", "train.max_steps=60", "checkpoint.export=false"]
     both = [

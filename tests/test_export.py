@@ -63,6 +63,7 @@ def tied(tmp_path: Path) -> Path:
     return tmp_path / "tied"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "zero1", "zero3", "fsdp2"])
 def test_a_tied_head_stays_tied(rlexp: Shell, tmp_path: Path, tied: Path, engine: str) -> None:
     answer = rlexp(*QUICK, f"engine={engine}", "model=hf", f"model.path={tied}")
@@ -126,6 +127,7 @@ def test_an_untied_head_is_exported_too(rlexp: Shell, tmp_path: Path) -> None:
     assert (missing, unexpected, dtype, is_tied) == ([], [], "torch.bfloat16", False)
 
 
+@pytest.mark.slow
 def test_of_a_policy_with_a_critic_the_policy_is_exported(rlexp: Shell, tmp_path: Path) -> None:
     """The run's own export and that of its checkpoint are the policy, and the same."""
     sizes = ("loss=ppo", "reward.rule=length", "rollout.batch_size=4", "rollout.n_samples=2", "data.max_length=160")

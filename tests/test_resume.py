@@ -53,6 +53,7 @@ def test_the_curve_goes_on_in_float64(straight: Curve, tmp_path: Path, one: Wher
     assert excesses(straight, curve) == []
 
 
+@pytest.mark.slow
 def test_across_engines_twice_stopped_in_float32(straight: Curve, tmp_path: Path) -> None:
     place = tmp_path / "run"
     for where in (Where("zero3", 2, 2, "fp32"), Where("zero1", 4, 1, "fp32")):
@@ -86,6 +87,7 @@ def test_a_finished_run_has_nothing_to_do_until_it_is_made_longer(rlexp: Shell, 
     assert "holds a run already" in refused.stderr
 
 
+@pytest.mark.slow
 def test_what_would_draw_another_curve_is_refused_by_name(rlexp: Shell, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     line = '{"prompt": "prompt ", "chosen": "yes %d", "rejected": "no!!"}\n'
@@ -142,6 +144,7 @@ def test_a_path_begins_a_run_of_its_own(rlexp: Shell, tmp_path: Path) -> None:
         assert not (tmp_path / "third").exists()
 
 
+@pytest.mark.slow
 def test_another_models_checkpoint_is_refused_even_by_force(rlexp: Shell, tmp_path: Path) -> None:
     assert rlexp(*QUICK, "train.max_steps=1").returncode == 0
     refused = rlexp(*QUICK, "train.max_steps=2", "model.hidden_size=32", "resume.force=[model]")
@@ -170,6 +173,7 @@ def test_a_metric_that_is_not_there_is_refused(rlexp: Shell) -> None:
     assert "rlexp: checkpoint.best_metric=train/los: there is no such metric. There are train/loss, " in answer.stderr
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_does_not_outlive_the_whole_ones(rlexp: Shell, tmp_path: Path) -> None:
     """Were it counted as the newest, the whole ones would be removed as the old."""
     assert rlexp(*QUICK, "train.max_steps=8", "train.stop_after=6", "checkpoint.save_every=2").returncode == 0
