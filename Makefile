@@ -6,17 +6,31 @@ ARGS ?= parallel=ring8 launch.device=cpu
 # The model of `+experiment=dog`, where it is there.
 STORIES ?= $(addprefix --stories ,$(wildcard ../shared/models/stories260K))
 export OMP_NUM_THREADS ?= 1
+# `make test` and `make check` run tests side by side: most of them wait for one process that imports torch, while another core has nothing to do.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# What the tests on Slurm measured, for its tables.
+ROWS ?= $(CURDIR)/.slurm-rows.json
 
-.PHONY: run test check lint types prove clean
+.PHONY: run test check test-slurm lint types prove prove-slurm clean
 
 run: $(VENV)/.ready
 	$(BIN)/python -m rlexp $(ARGS)
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow and not slurm"
 
 check: lint types
-	$(BIN)/python -m pytest -m "not prove" --durations=30
+	$(PYTEST) -m "not prove and not slurm" --durations=30
+
+# A real Slurm, brought up as root on this machine (Debian or Ubuntu) and taken down again; elsewhere it says why not.
+test-slurm: $(VENV)/.ready
+	$(BIN)/python -m pytest -m "slurm and not prove" --durations=10
+
+prove-slurm: $(VENV)/.ready
+	rm -f $(ROWS)
+	RLEXP_TEST_ROWS=$(ROWS) $(BIN)/python -m pytest -m "slurm and (prove or table)"
+	$(BIN)/python -m tests.slurm.table $(ROWS) --write docs/slurm.md
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -25,9 +39,9 @@ lint: $(VENV)/.ready
 types: $(VENV)/.ready
 	$(BIN)/mypy
 
-# The tables and the picture of docs/ that take longer than a test may.
+# The tables and pictures of docs/ that take longer than a test may.
 prove: $(VENV)/.ready
-	$(BIN)/python -m pytest -m prove
+	$(BIN)/python -m pytest -m "prove and not slurm"
 	$(BIN)/python -m rlexp.prove.invariance --write docs/invariance.md
 	$(BIN)/python -m rlexp.prove.engines --write docs/invariance.md
 	$(BIN)/python -m rlexp.prove.resume --write docs/invariance.md
@@ -35,6 +49,7 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m rlexp.prove.bug_report --write docs/why.png
 	$(BIN)/python -m rlexp.prove.learning --write docs/learning.png --page docs/ppo.md $(STORIES)
 	$(BIN)/python -m rlexp.prove.pipeline --write docs/pipeline.png --page docs/rollouts.md
+	$(BIN)/python -m rlexp.prove.holding --write docs/layouts.png
 	$(BIN)/python bench/attention.py --write docs/attention.md
 	$(BIN)/python -m rlexp.prove.report --write docs/report.png
 	$(BIN)/python bench/checkpoint.py --write docs/benchmarks.md

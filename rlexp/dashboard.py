@@ -15,7 +15,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from rlexp.errors import UserError
+from rlexp.errors import exit_code
 from rlexp.sinks import dashboard
 from rlexp.sinks.wandb_account import NO_ACCOUNT, has_account
 
@@ -30,18 +30,18 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="say what would be made, and make nothing")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are on this machine; default: runs")
     options = parser.parse_args()
-    try:
-        if options.dry_run:
-            say("would make the " + dashboard.planned(options.project, options.entity, options.group))
-        elif has_account():
-            say(f"made: {dashboard.send(options.project, options.entity, options.group)}\n")
-        else:
-            say(NO_ACCOUNT[0].upper() + NO_ACCOUNT[1:] + "\nWith one, this would make the ")
-            say(dashboard.planned(options.project, options.entity, options.group))
-            look_here(options.runs)
-    except (UserError, OSError) as error:
-        sys.stderr.write(f"rlexp: {error}\n")
-        return 1
+    return exit_code(lambda: show(options))
+
+
+def show(options: argparse.Namespace) -> int:
+    if options.dry_run:
+        say("would make the " + dashboard.planned(options.project, options.entity, options.group))
+    elif has_account():
+        say(f"made: {dashboard.send(options.project, options.entity, options.group)}\n")
+    else:
+        say(NO_ACCOUNT[0].upper() + NO_ACCOUNT[1:] + "\nWith one, this would make the ")
+        say(dashboard.planned(options.project, options.entity, options.group))
+        look_here(options.runs)
     return 0
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
+from collections.abc import Callable
+
 
 class UserError(Exception):
     """Something the user can put right. The message says what and how."""
@@ -52,3 +57,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Of a command, which tells a mistake of the user's in one message; a defect keeps its traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that has no × must not end it
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        return command()
+    except BrokenPipeError:  # who reads has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (UserError, OSError) as error:
+        sys.stderr.write(f"rlexp: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from rlexp.launch.place import Place
+from rlexp.launch.slurm import meeting
+
+ROOT = Path(__file__).resolve().parent.parent
 
 STEP = {
     "SLURM_STEP_NUM_TASKS": "8",
@@ -29,21 +35,61 @@ def slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slurm_step")
-def test_a_slurm_step_meets_on_its_own_first_node() -> None:
-    assert Place.joined() == Place(rank=5, world_size=8, local_rank=1, init_method="env://")
-    assert os.environ["MASTER_ADDR"] == "gpu03"
-    assert 20000 <= int(os.environ["MASTER_PORT"]) <= 60000
+def test_a_slurm_step_has_a_meeting_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Place.joined() == Place(rank=5, world_size=8, local_rank=1, init_method="slurm://")
+    assert meeting.nodes() == ["gpu03", "gpu04"]  # not the job's
+    monkeypatch.setenv("MASTER_ADDR", "gpu03")  # whoever says where to meet is heard
+    place = Place.joined()
+    assert place is not None
+    assert place.init_method == "env://"
 
 
-@pytest.mark.usefixtures("slurm_step")
-def test_two_steps_of_a_job_meet_at_two_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    Place.joined()
-    one = os.environ["MASTER_PORT"]
-    monkeypatch.delenv("MASTER_ADDR")
-    monkeypatch.delenv("MASTER_PORT")
-    monkeypatch.setenv("SLURM_STEP_ID", "3")
-    Place.joined()
-    assert os.environ["MASTER_PORT"] != one
+JOIN = """
+import os, sys, torch, torch.distributed as dist
+from rlexp.launch.place import Place, join
+try:
+    join(Place.joined(), "cpu", float(sys.argv[1]), interface=sys.argv[2] or None)
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+total = torch.tensor([float(os.environ["SLURM_JOB_ID"])])
+dist.all_reduce(total)
+print(total.item(), os.environ.get("GLOO_SOCKET_IFNAME"))
+"""
+
+
+def step_of(
+    folder: Path, job: int, rank: int, world: int, timeout: float = 60, interface: str = ""
+) -> subprocess.Popen:
+    env = os.environ | {
+        "SLURM_STEP_NUM_TASKS": str(world), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
+        "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost",
+        "SLURMD_NODENAME": "localhost", "RLEXP_RUN_DIR": str(folder),
+    }  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-c", JOIN, str(timeout), interface], cwd=ROOT, env=env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_two_jobs_meet_in_one_folder_on_one_node(tmp_path: Path) -> None:
+    """Each among themselves, at ports that nobody chose, and nothing is left of it."""
+    ranks = {(job, rank): step_of(tmp_path, job, rank, 2) for job in (71, 72) for rank in range(2)}
+    for (job, _), process in ranks.items():
+        said, complaint = process.communicate(timeout=90)
+        assert said.split()[:1] == [str(2.0 * job)], complaint
+        assert said.split()[1] == "lo"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_does_not_come_to_the_meeting_is_named(tmp_path: Path) -> None:
+    alone, late = step_of(tmp_path, 73, 0, 3, timeout=8), step_of(tmp_path, 73, 1, 3, timeout=8)
+    wrong = step_of(tmp_path, 74, 0, 2, interface="no0")
+    orphan = step_of(tmp_path, 75, 1, 2, timeout=2)
+    said = [process.communicate(timeout=90)[1].strip() for process in (alone, late, wrong, orphan)]
+    assert said[0].endswith("UserError: rank 2 did not come to the meeting within launch.timeout_seconds=8.")
+    assert "launch.interface=no0: node localhost has no such interface" in said[2]
+    assert "has lo" in said[2].replace("It has", "has")
+    assert "rank 0 did not come to the meeting within launch.timeout_seconds=2" in said[3]
 
 
 def test_outside_of_a_launcher_there_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,21 +17,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlexp.launch.launchers import _quoted
+from rlexp.launch.planning import _quoted
 from rlexp.launch.sweep import axes_of, short
+from tests.runs import jobs_of, steps_of
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = ("launch.device=cpu", "logger=none", "engine=torch", "checkpoint.export=false", "data.size=40",
          "data.eval_size=0", "model.layers=1", "hydra.sweep.dir=sw")  # fmt: skip
-
-
-def jobs_of(folder: Path) -> list[dict]:
-    return json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["jobs"]
-
-
-def steps_of(folder: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def test_a_sweep_goes_on_and_says_what_was_not_run(rlexp: Shell, tmp_path: Path) -> None:
@@ -126,7 +119,7 @@ def test_a_killed_job_does_not_end_the_sweep(rlexp: Shell, tmp_path: Path) -> No
     assert "was killed by SIGKILL" in jobs[0]["reason"]
     assert "It was last seen in step " in jobs[0]["reason"]
     assert "To go on, give the same command with hydra.sweep.dir=" in said
-    answer = rlexp(*sweep)
+    answer = rlexp(*sweep, timeout=250)
     assert answer.returncode == 0, answer.stderr
     assert [job["status"] for job in jobs_of(tmp_path / "sw")] == ["finished", "finished"]
     assert steps_of(tmp_path / "sw" / "0") == list(range(1, 61))

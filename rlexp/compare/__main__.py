@@ -10,7 +10,6 @@ python -m rlexp.compare runs/SWEEP --watch             drawn again while runs go
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 import time
 from collections.abc import Sequence
@@ -25,21 +24,12 @@ from rlexp.compare.runs import LIVE, CompareError, Group
 from rlexp.compare.sources import Sources
 from rlexp.compare.table import table
 from rlexp.compare.threshold import first_above, remarks
-from rlexp.errors import UserError
+from rlexp.errors import exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    for stream in (sys.stdout, sys.stderr):  # a terminal that has no × must not end it
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    try:
-        return compare(options)
-    except (UserError, OSError) as error:
-        sys.stderr.write(f"rlexp: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return exit_code(lambda: compare(options))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -12,6 +12,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rlexp.config.keys import about_unknown, suggestion
 from rlexp.errors import UserError
 
+# How OmegaConf says that a value is of another kind, and of which.
+_KINDS = {"is not a ListConfig": "a list, as [ONE, TWO] or []", "to Dict[": "a mapping, as {NAME: VALUE} or {}",
+          "is not Optional": "given: it cannot be null"}  # fmt: skip
+
 
 def explain(error: BaseException) -> str | None:
     """The message a user should see, or None for an exception that is a defect and deserves its traceback."""
@@ -32,6 +36,9 @@ def explain(error: BaseException) -> str | None:
                 f"hydra.run.dir: {link.filename} cannot be made ({link.strerror}). "
                 f"Give a folder that can be written: hydra.run.dir=FOLDER (hydra.sweep.dir=FOLDER for a sweep)."
             )
+    for link in links:
+        if (mark := getattr(link, "problem_mark", None)) is not None:  # yaml's own errors have one
+            return f"{mark.name}, line {mark.line + 1}: is no yaml ({getattr(link, 'problem', '')})."
     if any('Could not detect "srun"' in str(link) for link in links):
         return "hydra/launcher=slurm: there is no srun here. Start it where Slurm is, or use hydra/launcher=local."
     if not isinstance(error, HydraException | OmegaConfBaseException):
@@ -92,6 +99,9 @@ def _bad_value(text: str, links: list[BaseException]) -> str | None:
         key = getattr(link, "full_key", None)
         if isinstance(link, OmegaConfBaseException) and key:
             reason = str(getattr(link, "msg", None) or link).splitlines()[0]
-            return f"{key}: {reason}"
+            if re.match(r"Key '.*' not in", reason):
+                return about_unknown(key)
+            kind = next((kind for said, kind in _KINDS.items() if said in reason), None)
+            return f"{key}: {f'must be {kind}.' if kind else reason}"
     found = re.search(r"Error merging override (\S+)\n(.*)", text)
     return f"{found.group(1)}: {found.group(2)}" if found else None

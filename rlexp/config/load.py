@@ -11,17 +11,22 @@ from typing import Any, cast
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from rlexp.config import resolvers, schema
+from rlexp.config import launchers, resolvers, schema
 from rlexp.config.checks import check
 from rlexp.config.keys import about_unknown, all_keys
 from rlexp.config.paths import conf_dir
 from rlexp.config.schema import KINDS, Config
 from rlexp.errors import ConfigError
 
+_OPEN = re.compile(
+    r"(engine\.overrides|logger\.axes|reward\.terms|hydra\.launcher\.(environment|additional_parameters))[.=]"
+)
+
 
 def register() -> None:
     """Schema and resolvers; must run before Hydra composes."""
     schema.register()
+    launchers.register()
     resolvers.register()
 
 
@@ -34,10 +39,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
 
 def open_ended(overrides: Sequence[str]) -> list[str]:
     """`engine.overrides.KEY=VALUE` as it is typed: Hydra wants a sign before a key that is not there yet."""
-    return [
-        f"++{each}" if re.match(r"(engine\.overrides|logger\.axes|reward\.terms)[.=]", each) else each
-        for each in overrides
-    ]
+    return [f"++{each}" if _OPEN.match(each) else each for each in overrides]
 
 
 def from_hydra(cfg: DictConfig, *, here: bool = True) -> Config:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from rlexp.launch.launchers import opened
-from rlexp.launch.sweep import Sweep
+from rlexp.launch.planning import opened
+from rlexp.launch.sweep import Job, Sweep
 
 
 def conclude(exit_code: int) -> int:
@@ -26,5 +26,10 @@ def _conclude(sweep: Sweep, exit_code: int) -> int:
         sys.stderr.write(f"rlexp: {states}. To go on, give the same command with hydra.sweep.dir={sweep.folder}\n")
     if exit_code:
         return exit_code
-    failed = any(job.status == "failed" for job in sweep.jobs)
+    failed = any(job.status == "failed" or (job.status == "stopped" and not _as_asked(job)) for job in sweep.jobs)
     return 1 if failed or compared or not (finished or unfinished) else 0
+
+
+def _as_asked(job: Job) -> bool:
+    """It was to end where it did."""
+    return str(job.reason).startswith("train.stop_after=")

@@ -16,18 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from rlexp import __version__
-from rlexp.checkpoint.folder import NEVER, candidates, check_sizes, latest_first, read_position, sweep
+from rlexp.checkpoint.folder import NEVER, candidates, check_sizes, latest_first, read_position, step_of, sweep
 from rlexp.config import load
 from rlexp.config.identity import check_force, identity, refuse_changes
 from rlexp.config.schema import Config
 from rlexp.errors import CheckpointError, ConfigError, FolderError
 from rlexp.launch import whereabouts
+from rlexp.launch.slurm.meeting import job_id, start_of_job
 
 PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "omegaconf", "wandb", "numpy")
 
-KEPT = ("wandb_id", "steps", "exported_step")  # of what run.json says, when a run goes on
+KEPT = ("wandb_id", "steps", "exported_step", "requeues")  # of what run.json says, when a run goes on
 LOCK, RANKS = ".lock", ".ranks"
 PATIENCE = 15.0  # seconds, for ranks that are ending
+LOST = 180.0  # for locks of a node that was lost: a network's file system keeps them for a while
 _claimed: dict[Path, int] = {}
 
 
@@ -36,8 +38,9 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     this very one, and finished."""
     run_dir.mkdir(parents=True, exist_ok=True)
     _refuse_itself(cfg, run_dir)
-    claim(run_dir)
-    _wait_for_ranks(run_dir)
+    again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+    claim(run_dir, patience=LOST if again else 0.0)
+    _wait_for_ranks(run_dir, LOST if again else PATIENCE)
     before = read(run_dir)
     if (before or latest_first(run_dir)) and cfg.resume.mode == NEVER:
         raise FolderError(
@@ -45,11 +48,11 @@ def enter(cfg: Config, run_dir: Path) -> bool:
             f"on with it."
         )
     _check_writable(run_dir)
-    now = identity(cfg)
-    check_force(cfg.resume.force, now)
-    if _is_finished(cfg, run_dir, before, now):
+    what = identity(cfg)
+    check_force(cfg.resume.force, what)
+    if _is_finished(cfg, run_dir, before, what):
         return False
-    forced = _check_identity(cfg, run_dir, before, now)
+    forced = _check_identity(cfg, run_dir, before, what)
     sweep(run_dir)
     whereabouts.begin(run_dir)
     if cfg.parallel.world_size + cfg.rollout.sampling_ranks > 1:
@@ -62,16 +65,34 @@ def enter(cfg: Config, run_dir: Path) -> bool:
         "command": sys.argv[1:],
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "started": before.get("started", _now()),
+        "job_id": job_id(),
+        "start": start_of_job(),
+        "started": before.get("started", now()),
         "ended": None,
         "versions": {"rlexp": __version__, "python": sys.version.split()[0]}
         | {name: _version(name) for name in PACKAGES},
         "git_commit": git_commit(),
-        "identity": now,
+        "identity": what,
         "forced": forced,
     }
-    _write(run_dir, {key: value for key, value in before.items() if key in KEPT} | begun)
+    kept = {key: value for key, value in before.items() if key in KEPT}
+    _write(run_dir, kept | begun | _requeues(run_dir, before))
     return True
+
+
+def _requeues(run_dir: Path, before: dict[str, Any]) -> dict[str, Any]:
+    """With those that Slurm made without asking the job's batch script, which it had ended."""
+    job, restarts = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    known = before.get("requeues", [])
+    if restarts <= sum(each["job"] == job for each in known):
+        return {}
+    newest = latest_first(run_dir)
+    return {"requeues": [*known, requeue(job, "slurm", step_of(newest[0]) if newest else 0)]}
+
+
+def requeue(job: str | None, why: str, step: int) -> dict[str, Any]:
+    """A line of what run.json says of starts that followed others."""
+    return {"job": job, "why": why, "step": step, "at": now()}
 
 
 def _refuse_itself(cfg: Config, run_dir: Path) -> None:
@@ -85,40 +106,45 @@ def leave(run_dir: Path) -> None:
         os.close(_claimed.pop(run_dir))
 
 
-def claim(run_dir: Path, key: str = "hydra.run.dir") -> None:
+def claim(run_dir: Path, key: str = "hydra.run.dir", patience: float = 0.0) -> None:
     """Of two processes that want one folder, one gets it, and has it for as long as it lives."""
     handle = os.open(run_dir / LOCK, os.O_CREAT | os.O_RDWR)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    if not _locked(handle, fcntl.LOCK_EX, patience):
         os.close(handle)
-        raise FolderError(
-            f"{key}={run_dir}: another process is training there. Wait for it, or give another folder."
-        ) from None
+        raise FolderError(f"{key}={run_dir}: another process is training there. Wait for it, or give another folder.")
     _claimed[run_dir] = handle
+
+
+def _locked(handle: int, kind: int, patience: float) -> bool:
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        except OSError as error:  # a file system without locks: nobody has it, and nobody can
+            sys.stderr.write(f"rlexp: this file system locks no files ({error.strerror}): start no run twice.\n")
+            return True
 
 
 def hold(run_dir: Path) -> None:
     """A rank is at work there, for as long as it lives: of a launcher that was killed, it may live a moment longer."""
-    fcntl.flock(os.open(run_dir / RANKS, os.O_CREAT | os.O_RDWR), fcntl.LOCK_SH)
+    with contextlib.suppress(OSError):  # where there are no locks
+        fcntl.flock(os.open(run_dir / RANKS, os.O_CREAT | os.O_RDWR), fcntl.LOCK_SH)
 
 
-def _wait_for_ranks(run_dir: Path) -> None:
+def _wait_for_ranks(run_dir: Path, patience: float) -> None:
     handle = os.open(run_dir / RANKS, os.O_CREAT | os.O_RDWR)
-    deadline = time.monotonic() + PATIENCE
-    try:
-        while True:
-            try:
-                return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise FolderError(
-                        f"hydra.run.dir={run_dir}: ranks of an earlier process are still at work there. Wait for them, "
-                        f"or give another folder."
-                    ) from None
-                time.sleep(0.1)
-    finally:
-        os.close(handle)
+    free = _locked(handle, fcntl.LOCK_EX, patience)
+    os.close(handle)
+    if not free:
+        raise FolderError(
+            f"hydra.run.dir={run_dir}: ranks of an earlier process are still at work there. Wait for them, or give "
+            f"another folder."
+        )
 
 
 def _check_writable(run_dir: Path) -> None:
@@ -171,13 +197,36 @@ def read(run_dir: Path) -> dict[str, Any]:
 
 def close(run_dir: Path, status: str, reason: str) -> None:
     """`finished`, `failed` or `stopped`, and why."""
-    note(run_dir, status=status, reason=reason, ended=_now())
+    note(run_dir, status=status, reason=reason, ended=now())
 
 
 def note(run_dir: Path, **facts: Any) -> None:
     """Add to what run.json says."""
     if known := read(run_dir):
         _write(run_dir, known | facts)
+
+
+def conclude(run_dir: Path, **facts: Any) -> None:
+    """The last word on a run whose ranks are gone, which may never have begun."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    _write(run_dir, read(run_dir) | facts | {"ended": now()})
+
+
+def in_use(run_dir: Path) -> bool:
+    """Whether another process has claimed it."""
+    try:
+        handle = os.open(run_dir / LOCK, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False
 
 
 def drop_if_empty(run_dir: Path) -> None:
@@ -189,6 +238,16 @@ def drop_if_empty(run_dir: Path) -> None:
         run_dir.rmdir()
         if run_dir.parent == Path.cwd() / "runs":  # the default, where this would have been the first
             run_dir.parent.rmdir()
+
+
+def drop_multirun(sweep: Path) -> None:
+    """Hydra writes what a sweep was started with before a launcher is asked."""
+    with contextlib.suppress(OSError):
+        if {path.name for path in sweep.iterdir()} == {"multirun.yaml"}:
+            (sweep / "multirun.yaml").unlink()
+            sweep.rmdir()
+            if sweep.parent == Path.cwd() / "runs":
+                sweep.parent.rmdir()
 
 
 def derived_sizes(cfg: Config) -> dict[str, int]:
@@ -213,7 +272,7 @@ def _write(run_dir: Path, run: dict[str, Any]) -> None:
         sys.stderr.write(f"rlexp: {run_dir / 'run.json'} could not be written ({error.strerror}).\n")
 
 
-def _now() -> str:
+def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,11 +18,11 @@ from rlexp.config.explain import explain
 from rlexp.config.paths import conf_dir
 from rlexp.config.schema import Config
 from rlexp.errors import ConfigError, UserError
-from rlexp.launch import folder
+from rlexp.launch import folder, reports
 from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
 from rlexp.launch.place import Place, prepare_environment
-from rlexp.launch.stops import Outcome, Terminated, end_with_parent, hear_stops, heard
-from rlexp.launch.whereabouts import last_seen
+from rlexp.launch.slurm import meeting
+from rlexp.launch.stops import Outcome, Terminated, deaf, end_with_parent, hear_stops, heard
 
 if TYPE_CHECKING:
     from rlexp.ring.bridge import Bridge
@@ -36,6 +38,8 @@ def run_job(composed: DictConfig) -> None:
     try:
         if hydra.mode is RunMode.MULTIRUN and under_torchrun():
             raise ConfigError(NO_SWEEP)
+        if hydra.mode is RunMode.RUN and "Slurm" in str(hydra.launcher._target_):
+            raise ConfigError(NO_SINGLE_RUN.format(name=hydra.runtime.choices["hydra/launcher"]))
         cfg = load.from_hydra(composed)
         if sizes.joined_world() is None:
             run_here(cfg, run_dir)
@@ -72,10 +76,8 @@ def run_here(cfg: Config, run_dir: Path) -> None:
         sys.stderr.write(f"\nrlexp: {stop}; the run is in {run_dir}\n")
         sys.exit(stop.exit_code)
     except RankFailed as error:
-        seen = last_seen(run_dir, error.rank)
-        failed = RankFailed(f"{error}\nIt was last seen {seen}." if seen else str(error), error.rank)
-        folder.close(run_dir, "failed", str(failed))
-        raise failed from None
+        folder.close(run_dir, "failed", str(error))
+        raise error from None
     except Exception as error:
         folder.close(run_dir, "failed", str(error))
         raise
@@ -100,10 +102,16 @@ def join_for(place: Place, cfg: Config) -> Bridge | None:
 
     launch = cfg.launch
     sampling = cfg.rollout.sampling_ranks
-    return join(place, launch.device.value, launch.timeout_seconds, launch.torch_threads, sampling)
+    return join(place, launch.device.value, launch.timeout_seconds, launch.torch_threads, sampling, launch.interface)
 
 
 NO_SWEEP = "a sweep starts its own ranks. Start it without torchrun; to train one of its jobs, name that job's values."
+
+
+NO_SINGLE_RUN = (
+    "hydra/launcher={name}: is for sweeps, and a single run trains on this machine. Say -m, also for one job: "
+    "python -m rlexp -m hydra/launcher={name} ..."
+)
 
 
 def under_torchrun() -> bool:
@@ -146,12 +154,11 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
         bridge = join_for(place, cfg)
         run_dir, unfinished = (bridge.agreed if bridge else agreed)((run_dir, unfinished))
         assert run_dir is not None
-        outcome = train(cfg, run_dir, bridge) if unfinished else Outcome()
+        closing = partial(folder.close, run_dir) if place.rank == 0 else None
+        outcome = train(cfg, run_dir, bridge, closing) if unfinished else Outcome()
     except BaseException as error:
         _leave(place, ours, heard(error))
-    if place.rank == 0 and unfinished:
-        folder.close(run_dir, outcome.status, outcome.reason)
-    elif place.rank == 0:
+    if place.rank == 0 and not unfinished:
         sys.stderr.write(FINISHED.format(run_dir=run_dir))
     if outcome.exit_code:
         sys.stderr.flush()
@@ -159,12 +166,35 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
 
 
 def _leave(place: Place, run_dir: Path | None, error: BaseException) -> NoReturn:
-    """End this rank at once: Hydra would catch an error and let the rank exit with 0, and the others would wait."""
-    stopped = isinstance(error, Terminated)
-    if place.rank == 0 and run_dir is not None:
-        folder.close(run_dir, "stopped" if stopped else "failed", str(error) or type(error).__name__)
-    if not stopped:
-        text = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error))
-        sys.stderr.write(f"rlexp: rank {place.rank}: {text}\n")
-        sys.stderr.flush()
-    os._exit(error.exit_code if isinstance(error, Terminated) else 1)
+    """End this rank at once: Hydra would catch an error and let the rank exit with 0, and the others would wait.
+    `run_dir` is rank 0's, where it has claimed it."""
+    if isinstance(error, Terminated):
+        if run_dir is not None:
+            folder.close(run_dir, "stopped", str(error))
+        os._exit(error.exit_code)
+    deaf()  # the launcher ends all ranks as soon as it sees one gone; this one will go by itself
+    report = _report(place.rank, error)
+    sys.stderr.write(f"rlexp: rank {place.rank}: {report.text.rstrip()}\n")
+    sys.stderr.flush()
+    if (known := meeting.run_dir()) is not None:  # and the batch script will judge what all ranks said
+        reports.write(known, meeting.start_of_job(), report)
+    elif run_dir is not None:
+        folder.close(run_dir, "failed", reports.told(report, None))
+    if report.is_collateral:
+        time.sleep(reports.PATIENCE if report.timed_out else reports.LINGER)
+    os._exit(1)
+
+
+def _report(rank: int, error: BaseException) -> reports.Report:
+    mistake = error if isinstance(error, UserError) else None
+    text = str(error) if mistake else "".join(traceback.format_exception(error))
+    killed = isinstance(error, RankFailed) and error.killed  # a rank of a machine whose ranks we started
+    return reports.Report(rank, time.time(), text, mistake, task=meeting.task(), killed=killed)
+
+
+def report_here(error: BaseException) -> None:
+    """What ended a process of a cluster's job before it was a rank, for whoever looks when it is gone."""
+    if (known := meeting.run_dir()) is not None:
+        message = explain(error)
+        shown = error if message is None or isinstance(error, RankFailed) else UserError(message)
+        reports.write(known, meeting.start_of_job(), _report(sizes.joined_rank() or 0, shown))

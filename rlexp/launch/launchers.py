@@ -1,158 +1,22 @@
-"""Hydra's launchers, ours: every job of a sweep is run, or said why not, and the sweep is compared at its end.
-
-Stock launchers end a sweep at its first failure, write nothing at its end, and give every job the resources of the
-command line. These collect what became of each job, go on, and size each by its own configuration.
-"""
+"""Hydra's launchers, ours, by the names that stand in `launchers/`."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Sequence
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
-from hydra.core.singleton import Singleton
-from hydra.core.utils import JobReturn, JobStatus, filter_overrides, run_job, setup_globals
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
-from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
-from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
-from omegaconf import DictConfig, OmegaConf, open_dict
+from hydra.core.utils import JobReturn, run_job, setup_globals
 
-from rlexp.config import load
-from rlexp.config.explain import chain, explain
-from rlexp.config.identity import curve_keys
-from rlexp.config.schema import Decay
-from rlexp.errors import ConfigError, FolderError
 from rlexp.launch import folder
 from rlexp.launch.local import Interrupted
-from rlexp.launch.sweep import Job, Sweep
-
-SUBDIR = "hydra.sweep.subdir"
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a job is not run: its sizes do not fit together, which a grid may have at its corners; or it is a mistake."""
-
-    status: str  # skipped, or failed
-    reason: str
+from rlexp.launch.planning import SUBDIR, Planned, SweepLauncher, done, note_own_word, say_how
+from rlexp.launch.slurm.launcher import SlurmLauncher
+from rlexp.launch.slurm.local import SlurmLocalLauncher
+from rlexp.launch.sweep import Sweep
 
 
-def refusal(error: BaseException) -> Refusal | None:
-    """None for what is no user's mistake, but a defect."""
-    reason = explain(error)
-    if reason is None:
-        return None
-    links = list(chain(error))
-    folders = any(isinstance(link, FolderError) for link in links)
-    corner = not folders and any(isinstance(link, ConfigError) for link in links)
-    corner |= "ConfigError raised while resolving" in " ".join(map(str, links))  # OmegaConf keeps the text alone
-    return Refusal("skipped" if corner else "failed", reason)
-
-
-@dataclass
-class Planned:
-    job: Job
-    overrides: list[str]  # the job's own, and what it is told of its sweep
-    config: DictConfig  # composed of them
-    refusal: Refusal | None = None
-
-
-class _Ours(Launcher):
-    """What the launchers share: planning, and what is known of each job afterwards."""
-
-    checked_here = True  # the job's machine is this one
-
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.config, self.hydra_context, self.task_function = config, hydra_context, task_function
-
-    def open(self) -> Sweep:
-        """This process's sweep. A launcher is asked once for every batch of jobs, and there is but one sweep."""
-        where = Path(str(self.config.hydra.sweep.dir)).absolute()
-        if not _opened or _opened[-1].folder != where:
-            where.mkdir(parents=True, exist_ok=True)
-            folder.claim(where, key="hydra.sweep.dir")
-            _opened.append(
-                Sweep(where, str(OmegaConf.select(self.config, "hydra.runtime.choices.sweep") or where.name))
-            )
-        return _opened[-1]
-
-    def plan(self, sweep: Sweep, job_overrides: Sequence[Sequence[str]], first: int) -> list[Planned]:
-        jobs = []
-        for number, overrides in enumerate(job_overrides, first):
-            config = self.compose(overrides, number)
-            job = sweep.add(number, str(OmegaConf.select(config, SUBDIR)), filter_overrides(overrides))
-            jobs.append(Planned(job, list(overrides), config))
-        for planned in jobs:
-            keys = self._check(planned)
-            if keys is not None:
-                planned.job.baseline = sweep.families.setdefault(keys, planned.job.number)
-            planned.overrides += self._told(sweep, planned)
-            planned.config = self.compose(planned.overrides, planned.job.number)
-        sweep.write()
-        return jobs
-
-    def compose(self, overrides: Sequence[str], number: int) -> DictConfig:
-        composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
-        with open_dict(composed):
-            composed.hydra.job.id = composed.hydra.job.num = number
-        return composed
-
-    def _check(self, planned: Planned) -> str | None:
-        """What its curve depends on, or None with the reason why it cannot be run."""
-        plain = planned.config.copy()
-        with open_dict(plain):
-            del plain["hydra"]
-        around = HydraConfig.instance().cfg
-        HydraConfig.instance().set_config(planned.config)  # what ${hydra:…} asks
-        try:
-            cfg = load.from_hydra(plain, here=self.checked_here)
-        except Exception as error:
-            planned.refusal = refusal(error)
-            if planned.refusal is None:
-                raise
-            return None
-        finally:
-            HydraConfig.instance().cfg = around
-        length = None if cfg.optim.decay is Decay.constant else (cfg.train.max_steps, cfg.train.epochs)
-        return json.dumps([curve_keys(cfg), length], sort_keys=True)
-
-    def _told(self, sweep: Sweep, planned: Planned) -> list[str]:
-        """Every job knows its sweep, what varies in it, and its baseline; what the user says of it comes first."""
-        job, said = planned.job, {override.partition("=")[0].lstrip("+") for override in planned.overrides}
-        told = {
-            "logger.group": _quoted(sweep.folder.name),
-            "logger.run_name": _quoted(f"{sweep.folder.name}-{job.label}"),
-        }
-        if job.baseline not in (None, job.number):
-            baseline = next(each for each in sweep.jobs if each.number == job.baseline)
-            told["logger.baseline"] = _quoted(str(sweep.folder / baseline.folder))
-        axes = ",".join(f"{key.lstrip('+')}:{_quoted(value)}" for key, value in job.axes.items())
-        free = [key for key in told if key not in said and OmegaConf.select(self.config, key) is None]
-        pinned = f"hydra.sweep.subdir={_quoted(job.folder)}"  # which may depend on the overrides, and now has more
-        return [*(f"{key}={told[key]}" for key in free), f"++logger.axes={{{axes}}}", pinned]
-
-    def concluded(self, sweep: Sweep, job: Job, returned: JobReturn) -> None:
-        """Write down how a job ended, and say so where it did not end well."""
-        if returned.status is not JobStatus.FAILED:
-            note_own_word(sweep, job)
-            return
-        self.failed(sweep, job, returned._return_value)
-
-    def failed(self, sweep: Sweep, job: Job, error: BaseException) -> None:
-        found = refusal(error) or Refusal("failed", f"{type(error).__name__}: {error}")
-        sweep.note(job, found.status, found.reason)
-        say_how(job)
-
-
-class LocalLauncher(_Ours):
+class LocalLauncher(SweepLauncher):
     """One job after the other on this machine, each with ranks of its own."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -190,132 +54,6 @@ class LocalLauncher(_Ours):
         finally:
             folder.leave(sweep.folder / planned.job.folder)
         self.concluded(sweep, planned.job, returned)
-
-
-class _Submitit(BaseSubmititLauncher, _Ours):
-    """Jobs by submitit: those of one resource size are one array, and each is waited for by itself."""
-
-    checked_here = False
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        sweep = self.open()
-        jobs = self.plan(sweep, job_overrides, initial_job_idx)
-        for planned in jobs:
-            if planned.refusal is not None:
-                sweep.note(planned.job, planned.refusal.status, planned.refusal.reason)
-                say_how(planned.job)
-        runnable = [planned for planned in jobs if planned.refusal is None and not finished(sweep, planned.job)]
-        submitted = [pair for size in by_resources(runnable) for pair in self._submit(size)]
-        for planned, job in submitted:
-            sweep.note(planned.job, "running", f"submitted as {job.job_id}")
-        sys.stderr.write(f"{sweep.name}: {len(submitted)} jobs submitted; their folders are in {sweep.folder}\n")
-        for planned, job in submitted:
-            self._wait(sweep, planned, job)
-        return [done() for _ in jobs]
-
-    def _submit(self, jobs: Sequence[Planned]) -> list[tuple[Planned, Any]]:
-        """One array, sized by the jobs' own configuration."""
-        import submitit
-
-        params = resources(jobs[0])
-        own = {key: params.pop(key) for key in ("submitit_folder", "max_num_timeout") if key in params}
-        prefix = self._EXECUTOR
-        first = {f"{prefix}_max_num_timeout": own["max_num_timeout"]} if "max_num_timeout" in own else {}
-        executor = submitit.AutoExecutor(folder=own["submitit_folder"], cluster=prefix, **first)
-        general = set(OmegaConf.structured(BaseQueueConf).keys())
-        executor.update_parameters(**{k if k in general else f"{prefix}_{k}": v for k, v in params.items()})
-        state = Singleton.get_state()
-        calls = [
-            (planned.overrides, "hydra.sweep.dir", planned.job.number, f"job {planned.job.number}", state)
-            for planned in jobs
-        ]
-        return list(zip(jobs, executor.map_array(self, *zip(*calls, strict=True)), strict=True))
-
-    def _wait(self, sweep: Sweep, planned: Planned, job: Any) -> None:
-        """Rank 0's result, or why there is none. What the run's own folder says comes first: submitit knows an exit
-        code, the run its reason."""
-        import submitit
-
-        try:
-            returned = job.results()[0]
-        except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError) as error:
-            run = folder.read(sweep.folder / planned.job.folder)
-            if run.get("status") == "stopped":
-                note_own_word(sweep, planned.job)
-                return
-            said = run.get("reason") if run.get("status") == "failed" else str(error).strip().splitlines()[-1]
-            sweep.note(planned.job, "failed", f"{said} (log: {job.paths.stderr})")
-            say_how(planned.job)
-            return
-        self.concluded(sweep, planned.job, returned)
-
-
-class SlurmLauncher(_Submitit):
-    _EXECUTOR = "slurm"
-
-
-class SlurmLocalLauncher(_Submitit):
-    """submitit without a cluster."""
-
-    _EXECUTOR = "local"
-    checked_here = True
-
-
-def resources(planned: Planned) -> dict[str, Any]:
-    """What a job asks of the cluster, by its own configuration."""
-    params = OmegaConf.to_container(planned.config.hydra.launcher, resolve=True)
-    return {key: value for key, value in cast(dict[str, Any], params).items() if key != "_target_"}
-
-
-def by_resources(jobs: Sequence[Planned]) -> list[list[Planned]]:
-    sizes: dict[str, list[Planned]] = {}
-    for planned in jobs:
-        sizes.setdefault(json.dumps(resources(planned), sort_keys=True), []).append(planned)
-    return list(sizes.values())
-
-
-def finished(sweep: Sweep, job: Job) -> bool:
-    """Taken up again: what is done need not wait in a queue to find that out."""
-    run = folder.read(sweep.folder / job.folder)
-    if run.get("status") != "finished":
-        return False
-    sweep.note(job, "finished", run.get("reason"))
-    return True
-
-
-def note_own_word(sweep: Sweep, job: Job) -> None:
-    """What the run's folder says of how it ended."""
-    run = folder.read(sweep.folder / job.folder)
-    sweep.note(job, run.get("status", "failed"), run.get("reason"))
-
-
-def done() -> JobReturn:
-    """What a sweeper is told of every job: nothing that would end the sweep."""
-    return JobReturn(status=JobStatus.COMPLETED)
-
-
-def say_how(job: Job) -> None:
-    sys.stderr.write(f"rlexp: {job.label} is {job.status}: {job.reason}\n")
-
-
-def swept(config: DictConfig) -> set[str]:
-    """The keys that this command varies, whichever jobs have been seen of it."""
-    params = OmegaConf.to_container(config.hydra.sweeper.get("params") or OmegaConf.create(), resolve=True)
-    given = [f"{key}={value}" for key, value in cast(dict[str, Any], params).items()]
-    parsed = OverridesParser.create().parse_overrides([*given, *config.hydra.overrides.task])
-    return {override.get_key_element() for override in parsed if override.is_sweep_override()}
-
-
-_opened: list[Sweep] = []  # by this process
-
-
-def opened() -> Iterator[Sweep]:
-    yield from _opened
-
-
-def _quoted(text: str) -> str:
-    """As Hydra's grammar takes any text."""
-    return QuotedString(text, Quote.single).with_quotes()
 
 
 def register() -> None:

@@ -7,10 +7,10 @@ import it eight times. If one rank dies, all end within `GRACE + KILL_AFTER` sec
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import sys
 import tempfile
@@ -25,27 +25,22 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.errors import UserError
+from rlexp.launch import reports as said
 from rlexp.launch.place import Place
+from rlexp.launch.reports import Report
 from rlexp.launch.stops import ASKING, END_NOW, PASSED_ON, PEER_FAILED, Terminated, deaf, hear_stops, held_back, name_of
 
 GRACE = 2.0  # seconds for the other ranks to say why they fail too, once one has
 KILL_AFTER = 4.0  # seconds between SIGTERM and SIGKILL
 PRELOAD = ("torch", "torch.distributed", "transformers.models.llama.modeling_llama", "rlexp.train.run")
 
-# What a rank reports when another one went away: a consequence, never the cause.
-_COLLATERAL = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|Connection refused|Socket closed|gloo|NCCL|DistBackendError"
-    r"|DistNetworkError|Timed out waiting",
-    re.IGNORECASE,
-)
-
 
 class RankFailed(UserError):
     """A rank failed by a defect, or was killed; the message carries its own traceback."""
 
-    def __init__(self, text: str, rank: int) -> None:
+    def __init__(self, text: str, rank: int, *, killed: bool = False) -> None:
         super().__init__(text)
-        self.rank = rank
+        self.rank, self.killed = rank, killed
 
 
 class Interrupted(Exception):
@@ -55,21 +50,6 @@ class Interrupted(Exception):
         super().__init__(f"stopped by {name_of(signum)}")
         self.signum = signal.Signals(signum)
         self.exit_code = 128 + signum
-
-
-@dataclass(frozen=True)
-class Report:
-    """Why a rank failed, in its own words. `at` is the machine's monotonic clock."""
-
-    rank: int
-    at: float
-    text: str
-    mistake: UserError | None = None  # the user's, as it was raised
-    by_stop: bool = False  # it left since it was asked to, with nothing to save
-
-    @property
-    def is_collateral(self) -> bool:
-        return self.mistake is None and bool(_COLLATERAL.search(self.text.rstrip().rpartition("\n")[2]))
 
 
 @dataclass
@@ -123,7 +103,7 @@ def run_ranks(
             held.close()
             leash.close()
     if reports:
-        raise _failure(reports, log_dir)
+        raise _failure(reports, world_size, log_dir)
     return [rank.value for rank in ranks]
 
 
@@ -156,7 +136,7 @@ def _watch(ranks: list[_Rank], timeout: float | None, stop: _Stop, grace: float)
         if stop.asked and any(report.by_stop for report in reports):
             raise Interrupted(stop.asked)
         if reports and deadline is None:
-            deadline = now + GRACE
+            deadline = now + (said.PATIENCE if reports[0].timed_out else GRACE)
         if deadline is not None and (now > deadline or len(reports) == len(pending)):
             return reports
         if give_up is not None and now > give_up:
@@ -185,16 +165,18 @@ def _read(rank: _Rank, number: int) -> None:
     rank.done = True
     how = f"was killed by {name_of(-code)}" if code < 0 else f"exited with code {code}"
     by_stop = code in {128 + signum for signum in ASKING}
-    rank.report = Report(number, time.monotonic(), f"the process {how}", by_stop=by_stop)
+    rank.report = Report(number, time.monotonic(), f"the process {how}", by_stop=by_stop, killed=code < 0)
 
 
-def _failure(reports: list[Report], log_dir: Path | None) -> UserError:
-    """The first cause: consequences of another rank's end come last."""
-    first = min(reports, key=lambda report: (report.is_collateral, report.at))
+def _failure(reports: list[Report], world_size: int, log_dir: Path | None) -> UserError:
+    first = said.first_of(reports)
     if first.mistake is not None:
         return first.mistake
-    log = f"\nIts log: {log_dir / f'rank{first.rank}.log'}" if log_dir and first.rank else ""
-    return RankFailed(f"rank {first.rank} failed: {first.text.rstrip()}{log}", first.rank)
+    run_dir = log_dir.parent if log_dir else None
+    if (hung := said.waited_for(reports, world_size, run_dir)) is not None:
+        return RankFailed(hung, first.rank)
+    log = str(log_dir / f"rank{first.rank}.log") if log_dir and first.rank else None
+    return RankFailed(said.told(dataclasses.replace(first, log=log), run_dir), first.rank, killed=first.killed)
 
 
 def _send(rank: _Rank, signum: int) -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import random
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rlexp.config import sizes
+from rlexp.launch.slurm.meeting import meet
 
 if TYPE_CHECKING:  # it would import torch, which the launcher does without
     from rlexp.ring.bridge import Bridge
 
+STEP = "slurm://"
+
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank this process is, and where the ranks meet (`env://`, or a file on one machine)."""
+    """Which rank this process is, and where the ranks meet: `env://`, a file on one machine, or a Slurm step's own."""
 
     rank: int
     world_size: int
@@ -30,28 +32,12 @@ class Place:
         world_size, rank = sizes.joined_world(), sizes.joined_rank()
         if world_size is None or rank is None:
             return None
-        if "MASTER_ADDR" not in os.environ:
-            _meet_in_step()
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
-        return Place(rank, world_size, local_rank, "env://")
+        return Place(rank, world_size, local_rank, "env://" if "MASTER_ADDR" in os.environ else STEP)
 
     def export(self) -> None:
         """Libraries (DeepSpeed, W&B) read their place from the environment."""
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(self.local_rank))
-
-
-def _meet_in_step() -> None:
-    """The ranks of a Slurm step meet on its first node, at a port that follows from job and step."""
-    from submitit.slurm.slurm import SlurmJobEnvironment
-
-    class Step(SlurmJobEnvironment):
-        """submitit reads the job's nodes; a step may have some of them only."""
-
-        _env = SlurmJobEnvironment._env | {"nodes": "SLURM_STEP_NODELIST"}
-
-    os.environ["MASTER_ADDR"] = Step().hostnames[0]
-    step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
-    os.environ.setdefault("MASTER_PORT", str(random.Random(step).randint(20000, 60000)))
 
 
 def prepare_environment(device: str, threads: int = 1) -> None:
@@ -62,7 +48,14 @@ def prepare_environment(device: str, threads: int = 1) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def join(place: Place, device: str, timeout_seconds: float, threads: int = 1, sampling: int = 0) -> Bridge | None:
+def join(
+    place: Place,
+    device: str,
+    timeout_seconds: float,
+    threads: int = 1,
+    sampling: int = 0,
+    interface: str | None = None,
+) -> Bridge | None:
     """Make this process a rank: threads, device, process group. With `sampling` ranks that do nothing else, the last,
     those that train have a world of their own, and a bridge leads from one to the other."""
     import torch
@@ -72,7 +65,7 @@ def join(place: Place, device: str, timeout_seconds: float, threads: int = 1, sa
 
     timeout = timedelta(seconds=timeout_seconds)
     if device == "cuda":
-        torch.cuda.set_device(place.local_rank)
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())  # a site may show each rank its own alone
         backend = "cpu:gloo,cuda:nccl"
     else:
         torch.set_num_threads(threads)
@@ -80,7 +73,10 @@ def join(place: Place, device: str, timeout_seconds: float, threads: int = 1, sa
         if place.init_method.startswith("file://") and os.path.isdir("/sys/class/net/lo"):
             # One machine: a host name that does not resolve must not keep the ranks apart.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store, _, _ = next(dist.rendezvous(place.init_method, place.rank, place.world_size, timeout=timeout))
+    if place.init_method == STEP:
+        store: dist.Store = meet(place.rank, place.world_size, timeout_seconds, interface)
+    else:
+        store, _, _ = next(dist.rendezvous(place.init_method, place.rank, place.world_size, timeout=timeout))
     training = place.world_size - sampling
     if place.rank < training:
         dataclasses.replace(place, world_size=training).export()

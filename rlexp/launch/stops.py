@@ -2,7 +2,7 @@
 
 Outside of training a stop ends the process where it is: there is nothing to lose. While training, it is a request: the
 step is finished, the state saved. It is no longer a request when it has been open for longer than its grace, or when
-Ctrl-C comes a second time.
+Ctrl-C comes a second time. Of a job whose time is limited, the clock asks too.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from rlexp.config.cadence import BEFORE_END
 
 # What asks a run to stop.
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -22,6 +25,8 @@ PASSED_ON = {asked: signal.SIGRTMIN + 1 + number for number, asked in enumerate(
 END_NOW, PEER_FAILED = signal.SIGRTMIN + 8, signal.SIGRTMIN + 9
 _ALL = {*ASKING, *PASSED_ON.values(), END_NOW, PEER_FAILED}
 LAST = 4.0  # seconds after the grace, for a rank that waits where Python does not hear
+END_TIME = "SLURM_JOB_END_TIME"  # seconds since 1970, of Slurm's or of the batch script
+TIME_IS_UP = signal.SIGXCPU
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,11 @@ class Terminated(BaseException):
 
     def __init__(self, signum: int) -> None:
         self.exit_code = 1 if signum == PEER_FAILED else 128 + signum
-        super().__init__("another rank failed" if signum == PEER_FAILED else f"stopped by {name_of(signum)}")
+        super().__init__("another rank failed" if signum == PEER_FAILED else stopped_by(signum))
+
+
+def stopped_by(signum: int) -> str:
+    return "stopped as its time was nearly up" if signum == TIME_IS_UP else f"stopped by {name_of(signum)}"
 
 
 def name_of(signum: int) -> str:
@@ -117,7 +126,15 @@ def deaf() -> None:
 
 def asked() -> signal.Signals | None:
     """The request that is open."""
+    if _stops.asked is None and _stops.grace is not None and time_is_up(_stops.grace):
+        _stops.ask(TIME_IS_UP)
     return _stops.asked
+
+
+def time_is_up(grace: float) -> bool:
+    """Whether a step that is begun now might be cut off before its state is saved."""
+    end = os.environ.get(END_TIME, "")
+    return end.isdecimal() and time.time() > int(end) - grace - BEFORE_END
 
 
 def heard(error: BaseException) -> BaseException:

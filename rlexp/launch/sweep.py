@@ -26,6 +26,8 @@ class Job:
     baseline: int | None = None  # the job that this one is held against
     status: str = "waiting"  # running, finished, failed, stopped, or skipped: it cannot be run
     reason: str | None = None
+    job_id: str | None = None  # the cluster's, once it was handed over
+    token: str | None = None  # by which the cluster's queue knows it, should its id not have been written down
 
     @property
     def label(self) -> str:
@@ -56,8 +58,8 @@ def _split(overrides: Sequence[str]) -> dict[str, str]:
 class Sweep:
     """The jobs so far. Opened by the launcher that runs them; read by whoever looks at the folder."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
+    def __init__(self, folder: Path, name: str, *, kept: bool = True) -> None:
+        self.folder, self.name, self.kept = folder, name, kept
         self.jobs: list[Job] = []
         self.swept: set[str] = set()  # keys that are known to vary
         self.families: dict[str, int] = {}  # what a curve depends on, and the first job of each
@@ -80,6 +82,8 @@ class Sweep:
                 f"be job {number}'s too. Leave it out, or let it depend on the job, as ${{hydra.job.num}} does."
             )
         job = Job(number, folder, list(overrides))
+        if known is not None:
+            job.job_id, job.token = known.job_id, known.token
         self.jobs.append(job)
         for each, axes in zip(self.jobs, self._values(), strict=True):
             each.axes = axes
@@ -105,6 +109,8 @@ class Sweep:
         self.write()
 
     def write(self) -> None:
+        if not self.kept:  # a dry run's
+            return
         self.begun = True
         text = {
             "name": self.name,

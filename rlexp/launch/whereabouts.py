@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 WIDTH = 512  # bytes of a line, with its end
 FILE = "memory.jsonl"
+BETWEEN = "between steps"  # the phase
 
 
 class Whereabouts:
@@ -23,7 +26,7 @@ class Whereabouts:
         self._rank = rank
 
     def tell(self, **facts: Any) -> None:
-        line = json.dumps({"rank": self._rank, **facts})[: WIDTH - 1].ljust(WIDTH - 1) + "\n"
+        line = json.dumps({"rank": self._rank, "at": time.time(), **facts})[: WIDTH - 1].ljust(WIDTH - 1) + "\n"
         try:
             os.pwrite(self._file, line.encode(), self._rank * WIDTH)
         except OSError:
@@ -59,8 +62,11 @@ def deaths(run_dir: Path) -> list[dict[str, Any]]:
 
 def last_seen(run_dir: Path, rank: int) -> str:
     """`in step 3, in its forward phase`, or nothing where the rank had not begun."""
-    for line in read(run_dir):
-        if line["rank"] == rank:
-            step = f"in step {line['step']}, " if line["step"] else ""
-            return f"{step}in its {line['phase']} phase"
-    return ""
+    return next((seen(line) for line in read(run_dir) if line["rank"] == rank), "")
+
+
+def seen(line: Mapping[str, Any]) -> str:
+    if line["phase"] == BETWEEN:
+        return f"after step {line['step']}"
+    step = f"in step {line['step']}, " if line["step"] else ""
+    return f"{step}in its {line['phase']} phase"

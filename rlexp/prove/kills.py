@@ -185,7 +185,8 @@ def kill_often(run_dir: Path, draw: random.Random, times: int, tally: Tally) -> 
     whole: set[int] = set()
     for number in range(times):
         left = STEPS - max(whole, default=0)
-        kill = plan(draw, number, min(12, 2 * left // (times - number + 1)))
+        layout = number % len(LAYOUTS)
+        kill = plan(draw, layout, RANKS[layout], most_steps(left, times - number))
         process = Process(run_dir, run_dir.parent / f"kill-{number:02d}.log", LAYOUTS[kill.layout])
         try:
             tally.broken += [f"kill {number} ({kill}): {wrong}" for wrong in strike(process, kill, tally)]
@@ -193,7 +194,7 @@ def kill_often(run_dir: Path, draw: random.Random, times: int, tally: Tally) -> 
             process.end()
         if process.trains:
             tally.broken += resumed(process, max(whole, default=0), number, tally)
-        phase = phase_of(process)
+        phase = phase_of(run_dir, process.trains)
         tally.phases[tally.victim, phase] += 1
         now, wrong = look(run_dir, whole)
         tally.broken += [f"kill {number} ({kill}): {each}" for each in wrong]
@@ -210,10 +211,15 @@ def kill_often(run_dir: Path, draw: random.Random, times: int, tally: Tally) -> 
         )
 
 
-def plan(draw: random.Random, number: int, most_steps: int) -> Kill:
-    layout = number % len(LAYOUTS)
+def most_steps(left: int, kills: int) -> int:
+    """To let pass before the next of so many kills, so that the steps last for all of them."""
+    return min(12, 2 * left // (kills + 1))
+
+
+def plan(draw: random.Random, layout: int, ranks: int, most_steps: int, launcher: float = 0.25) -> Kill:
+    """`launcher` is the share of kills that it is the victim of."""
     (aim,) = draw.choices(list(AIMS), list(AIMS.values()))
-    rank = None if draw.random() < 0.25 else draw.randrange(RANKS[layout])
+    rank = None if draw.random() < launcher else draw.randrange(ranks)
     delay = {"start": draw.uniform(0, 7), "train": draw.uniform(0, 0.5)}.get(
         aim, draw.choice([0, draw.uniform(0, 0.03)])
     )
@@ -231,7 +237,9 @@ def strike(process: Process, kill: Kill, tally: Tally) -> list[str]:
     rank = min(kill.rank or 0, len(ranks) - 1)
     victim = ranks[rank] if a_rank else process.popen.pid
     tally.victim = f"rank {rank}" if a_rank else "launcher"
-    if kill.aim != "start" and not wait_for(moment(process, kill), STARTING):
+    if kill.aim != "start" and not wait_for(
+        moment(process.run_dir, kill, lambda: process.popen.poll() is not None), STARTING
+    ):
         return [f"the moment did not come within {STARTING:g} s: {process.said()[-2000:]}"]
     if process.popen.poll() is not None:
         return [f"ended by itself with {process.popen.returncode}: {process.said()[-2000:]}"]
@@ -249,9 +257,9 @@ def strike(process: Process, kill: Kill, tally: Tally) -> list[str]:
     return [] if code == expected else [f"exit code {code} and not {expected}: {process.said()[-2000:]}"]
 
 
-def moment(process: Process, kill: Kill) -> Callable[[], bool]:
-    """Whether it has come: so many steps are taken, and after that, a save is as far as this."""
-    room, curve = process.run_dir / folder.FOLDER, process.run_dir / folder.METRICS
+def moment(run_dir: Path, kill: Kill, over: Callable[[], bool]) -> Callable[[], bool]:
+    """Whether it has come: so many steps are taken, and after that, a save is as far as this; or the run is over."""
+    room, curve = run_dir / folder.FOLDER, run_dir / folder.METRICS
     first = curve.stat().st_size if curve.exists() else 0
     row = 900  # bytes at most: a guess is enough, since the steps are random anyway
     begun: list[Path] = []
@@ -265,7 +273,7 @@ def moment(process: Process, kill: Kill) -> Callable[[], bool]:
         return bool(now) and wanted is not None and (not wanted or any(now[0].glob(wanted[1:])))
 
     def come() -> bool:
-        if process.popen.poll() is not None:
+        if over():
             return True
         if not begun and (curve.stat().st_size if curve.exists() else 0) < first + kill.steps * row:
             return False
@@ -274,11 +282,11 @@ def moment(process: Process, kill: Kill) -> Callable[[], bool]:
     return come
 
 
-def phase_of(process: Process) -> str:
+def phase_of(run_dir: Path, trains: bool) -> str:
     """Where it was killed, by what it left."""
-    if not process.trains:
+    if not trains:
         return PHASES[0]
-    left = [path.name for path in (process.run_dir / folder.FOLDER).glob(".*")]
+    left = [path.name for path in (run_dir / folder.FOLDER).glob(".*")]
     if any(name.startswith(".unfinished-") for name in left):
         return PHASES[2]
     return PHASES[3] if left else PHASES[1]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from rlexp.config.schema import Best, LoggerConfig, Precision
 from rlexp.errors import SinkError
@@ -19,6 +20,33 @@ from rlexp.sinks.wandb_read import SAMPLES, STEP, last_step
 from rlexp.types import MetricRow
 
 TEXT_LINES, TEXT_LENGTH = 12, 1000  # of an alert
+# What the client raises once its process is gone, beside ConnectionError; it has no public names for these.
+GONE = ("MailboxClosedError", "HandleAbandonedError")
+P = ParamSpec("P")
+
+
+def while_it_lives(
+    method: Callable[Concatenate[WandbSink, P], None],
+) -> Callable[Concatenate[WandbSink, P], None]:
+    """W&B's client sends from a process of its own. A cluster that asks a job to stop signals that one too, which ends
+    at once, before the run has saved: no reason for the run to fail."""
+
+    @functools.wraps(method)
+    def guarded(self: WandbSink, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.gone:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            if not isinstance(error, ConnectionError) and type(error).__name__ not in GONE:
+                raise
+            self.gone = True
+            say(
+                "rlexp: W&B's process has ended before the run. The run goes on without it; what W&B does not have by "
+                "then is sent when the run is started again.\n"
+            )
+
+    return guarded
 
 
 @dataclass(frozen=True)
@@ -50,10 +78,11 @@ class WandbSink(Sink):
         self._run.define_metric("*", step_metric=STEP)
         self._artifacts, self._precision = logger.artifacts, facts.precision
         self._extremes = Extremes({LOSS: Best.min, facts.best_metric: facts.best})
+        self.gone = False  # the client's process
         self._told = False  # that the loss left its baseline
         self._tables: dict[int, Any] = {}  # of samples, by the step whose row they wait for
 
-        self._stored = stored or (self._run.step - 1 if self._run.resumed else 0)
+        self._stored = stored or (self._run.starting_step - 1 if self._run.resumed else 0)
         latest: dict[str, Any] = {}
         for row in history:
             latest |= {name: value for name, value in row.items() if name != "step"} | self._extremes.better(row)
@@ -62,6 +91,7 @@ class WandbSink(Sink):
         if latest:  # what is kept of a run offline is put together from pieces, each with a summary of its own
             self._run.summary.update(latest)
 
+    @while_it_lives
     def log(self, row: MetricRow) -> None:
         self._send(row)
         if better := self._extremes.better(row):
@@ -88,6 +118,7 @@ class WandbSink(Sink):
                 values[SAMPLES] = self._tables.pop(step)
             self._run.log(values, step=step, commit=True)  # at once, not with the next step
 
+    @while_it_lives
     def saved(self, step: int, checkpoint: Path) -> None:
         """By reference: the files stay where they are, and may be pruned."""
         if not self._artifacts:
@@ -98,6 +129,7 @@ class WandbSink(Sink):
         artifact.add_reference(checkpoint.resolve().as_uri(), checksum=False)
         self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
 
+    @while_it_lives
     def close(self, ending: Ending) -> None:
         facts = {name: value for name, value in ending.facts.items() if not isinstance(value, str)}
         if ending.facts:

@@ -1,0 +1,135 @@
+"""Why ranks failed, in their own words; which of them was first, and which only followed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlexp.errors import UserError
+from rlexp.launch.whereabouts import last_seen
+
+PATIENCE = 10.0  # seconds for the others to say that they waited too, once one's patience has ended
+LINGER = 2.0  # and where they lost one: who ends first is taken for the cause
+FOLDER = "failed"  # of a run, where ranks report that nobody on their machine listens to
+
+# What a rank reports when another one went away: a consequence, never the cause.
+_COLLATERAL = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|Connection refused|Socket closed|gloo|NCCL|DistBackendError"
+    r"|DistNetworkError|DistStoreError|Timed out waiting",
+    re.IGNORECASE,
+)
+_TIMED_OUT = re.compile(r"Timed out waiting|timeout|did not come", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Why a rank failed. `at` is a clock that the ranks of a run share."""
+
+    rank: int
+    at: float
+    text: str
+    mistake: UserError | None = None  # the user's, as it was raised
+    by_stop: bool = False  # it left since it was asked to, with nothing to save
+    log: str | None = None
+    killed: bool = False  # from outside, which another start may not meet
+    task: int | None = None  # Slurm's, whose log it is; under torchrun not the rank
+
+    @property
+    def is_collateral(self) -> bool:
+        return self.mistake is None and bool(_COLLATERAL.search(self.last_line))
+
+    @property
+    def timed_out(self) -> bool:
+        return self.is_collateral and bool(_TIMED_OUT.search(self.last_line))
+
+    @property
+    def last_line(self) -> str:
+        return self.text.rstrip().rpartition("\n")[2]
+
+
+def first_of(reports: Sequence[Report]) -> Report:
+    """The first cause: consequences of another rank's end come last."""
+    return min(reports, key=lambda report: (report.is_collateral, report.at))
+
+
+def told(report: Report, run_dir: Path | None) -> str:
+    """As a user should read it."""
+    seen = last_seen(run_dir, report.rank) if run_dir is not None else ""
+    lines = [f"rank {report.rank} failed: {report.text.rstrip()}"]
+    lines += [f"Its log: {report.log}"] if report.log else []
+    lines += [f"It was last seen {seen}."] if seen else []
+    return "\n".join(lines)
+
+
+def waited_for(reports: Sequence[Report], world_size: int, run_dir: Path | None, log: str = "") -> str | None:
+    """Where the ranks waited for one that never came, and by their time-out say so: which, and what it was doing.
+    `log` is a rank's, with %t in it."""
+    if not reports or not (first := first_of(reports)).timed_out:
+        return None
+    # One that was stopped goes on once the others are gone, and then says that it lost them.
+    ranks = {report.rank for report in reports if report.timed_out or report.at <= first.at + PATIENCE}
+    silent = [rank for rank in range(world_size) if rank not in ranks]
+    if not silent or run_dir is None:
+        return None
+    missing = "; ".join(f"rank {rank} was last seen {last_seen(run_dir, rank) or 'nowhere'}" for rank in silent)
+    waited = ", ".join(f"rank {rank} {last_seen(run_dir, rank)}" for rank in sorted(ranks) if last_seen(run_dir, rank))
+    return (
+        f"{_listed(silent)} did not come to a collective that the others had begun, within launch.timeout_seconds. "
+        f"{missing[0].upper()}{missing[1:]}. Waiting: {waited or _listed(sorted(ranks))}.\n"
+        f"What rank {first.rank} saw: {first.last_line}"
+    ) + (f"\nIts log: {log.replace('%t', str(silent[0]))}" if log else "")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def write(run_dir: Path, start: str, report: Report) -> None:
+    """For whoever looks when the ranks are gone; `start` is this start of the job. A disk that is full has no say."""
+    place = run_dir / FOLDER / f"rank{report.rank}.json"
+    temporary = place.with_suffix(f".tmp{os.getpid()}")
+    facts = {"start": start, "rank": report.rank, "at": report.at, "text": report.text, "log": report.log,
+             "mistake": report.mistake is not None, "by_stop": report.by_stop, "task": report.task,
+             "killed": report.killed}  # fmt: skip
+    with contextlib.suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(facts), encoding="utf-8")
+        os.replace(temporary, place)
+
+
+def write_verdict(run_dir: Path, job: str | None, told: Mapping[str, Any]) -> None:
+    """What became of a job, where its run's own folder may be another's."""
+    with contextlib.suppress(OSError):
+        (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+        temporary = run_dir / FOLDER / ".verdict.tmp"
+        temporary.write_text(json.dumps({"job_id": job, **told}), encoding="utf-8")
+        os.replace(temporary, run_dir / FOLDER / "verdict.json")
+
+
+def read_verdict(run_dir: Path, job: str | None) -> dict[str, Any]:
+    """Nothing where it is another job's."""
+    try:
+        found = json.loads((run_dir / FOLDER / "verdict.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and found.get("job_id") == job else {}
+
+
+def read(run_dir: Path, start: str) -> list[Report]:
+    """What the ranks of this start reported."""
+    found = []
+    for place in sorted((run_dir / FOLDER).glob("rank*.json")):
+        try:
+            facts = json.loads(place.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if facts.pop("start", None) == start:
+            mistake = UserError(facts["text"]) if facts.pop("mistake") else None
+            found.append(Report(**facts, mistake=mistake))
+    return found

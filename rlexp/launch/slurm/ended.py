@@ -1,0 +1,117 @@
+"""`python -m rlexp.launch.slurm.ended CODE`, when the ranks of a job are gone: what became of the run, written into
+its run.json, and whether the job is to be queued again. Prints `requeue`, or nothing; exits as the job should.
+
+It runs in the job's own batch script, so that a sweep needs no launcher that lives as long as its jobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlexp.checkpoint.folder import latest_first, step_of
+from rlexp.launch import folder, reports
+from rlexp.launch.slurm import traces
+from rlexp.launch.slurm.meeting import job_id, run_dir, start_of_job
+from rlexp.launch.slurm.verdict import Facts, Verdict, ambiguous, judge
+
+ANSWER = 15.0  # seconds for a node to start a process
+# Of the job, and more than a process needs that only says that its node is there.
+REQUESTS = {"SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_NODE", "SLURM_GPUS",
+            "SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS",
+            "SLURM_NPROCS", "SLURM_KILL_BAD_EXIT", "SLURM_DISTRIBUTION"}  # fmt: skip
+
+
+def gather(code: int, where: Path, retries: int, log: str, srun: str | None = None, torchrun: bool = False) -> Facts:
+    run = folder.read(where)
+    log = log.replace("%j", job_id() or "")
+    text = traces.text_of(srun or log.replace("%t", "0"))
+    went, newest = traces.gone(text), latest_first(where)
+    if torchrun:
+        nodes = range(int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
+        went = traces.gone_under_torchrun([traces.text_of(log.replace("%t", str(node))) for node in nodes], text)
+        code = min(code, 1)  # how the one that srun ended last was ended
+    killed = [task.rank for task in went if task.how == "Killed" and task.rank is not None]
+    begun = run.get("start") == start_of_job()  # else it is an earlier start's word
+    return Facts(
+        code,
+        run.get("status") if begun or (code == 0 and run.get("status") == "finished") else None,
+        run.get("reason") if begun else None,
+        reports.read(where, start_of_job()),
+        went,
+        traces.out_of_memory(text),
+        max(int(os.environ.get("SLURM_NTASKS", "1")), run.get("sizes", {}).get("world_size", 1)),
+        step_of(newest[0]) if newest else 0,
+        [each for each in run.get("requeues", []) if each["job"] == os.environ.get("SLURM_JOB_ID")],
+        retries,
+        where,
+        log,
+        node_failed=traces.node_failed(text),
+        over_limit=[rank for rank in killed if traces.over_limit(log.replace("%t", str(rank)))],
+    )
+
+
+def all_nodes_answer() -> bool:
+    """Whether each can still start a process of this job."""
+    count = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    options = ("--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpus-per-task=1",
+               "--mem=0", "--gres=none", "--kill-on-bad-exit", "--quiet")  # fmt: skip
+    clean = {name: value for name, value in os.environ.items() if name not in REQUESTS}
+    try:
+        return not subprocess.run(
+            ["srun", *options, "true"], env=clean, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, timeout=ANSWER, check=False,
+        ).returncode  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def conclude(facts: Facts, where: Path) -> Verdict:
+    """Judge, and write it down; a run that had not begun has now failed, or will begin."""
+    if ambiguous(facts):
+        facts = replace(facts, nodes_answer=all_nodes_answer())
+    verdict = judge(facts)
+    told: dict[str, Any] = {"status": verdict.status, "reason": verdict.reason}
+    if verdict.requeue:
+        again = folder.requeue(os.environ.get("SLURM_JOB_ID"), verdict.requeue, facts.step)
+        told["requeues"] = [*folder.read(where).get("requeues", []), again]
+    reports.write_verdict(where, job_id(), told)
+    if is_ours(where):
+        folder.conclude(where, **told)
+    return verdict
+
+
+def is_ours(where: Path) -> bool:
+    """A job that was refused a folder, since another's run is in it or lives there, leaves that run as it is."""
+    run = folder.read(where)
+    return run.get("job_id") == job_id() or (run.get("status") != "finished" and not folder.in_use(where))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m rlexp.launch.slurm.ended", description=__doc__)
+    parser.add_argument("code", type=int, help="srun's exit code")
+    parser.add_argument("--run-dir", type=Path, default=run_dir(), help="the run's folder; default: RLEXP_RUN_DIR")
+    parser.add_argument("--retries", type=int, default=0, help="starts after a rank was killed from outside")
+    parser.add_argument("--log", default="", help="where a rank's errors stand: %%j is the job, %%t the rank")
+    parser.add_argument("--srun", help="where srun's own words stand; default: in rank 0's log")
+    parser.add_argument("--torchrun", action="store_true", help="srun's tasks are torchruns, and %%t is theirs")
+    given = parser.parse_args(argv)
+    if given.run_dir is None:
+        parser.error("--run-dir is not given, and RLEXP_RUN_DIR is not set")
+    verdict = conclude(
+        gather(given.code, given.run_dir, given.retries, given.log, given.srun, given.torchrun), given.run_dir
+    )
+    sys.stderr.write(f"rlexp: {verdict.status}: {verdict.reason}\n")
+    if verdict.requeue:
+        sys.stdout.write("requeue\n")
+    return verdict.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

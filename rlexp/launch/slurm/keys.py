@@ -1,0 +1,93 @@
+"""The launcher's own keys, held to their rules before anything is handed over: Hydra knows their types only, and what a
+cluster says of a wrong one comes late."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlexp.config import sizes
+from rlexp.config.keys import about_unknown
+from rlexp.config.launchers import LocalJobs, SlurmJobs
+from rlexp.errors import ConfigError
+from rlexp.launch.slurm.queue import last_line
+
+PATIENCE = 60.0  # seconds for a container to start
+# Of these, a job and its configuration must say the same.
+_DERIVED = {"nodes": "launch.nodes", "tasks_per_node": "launch.nproc"}
+
+
+def check(given: DictConfig, known: type[SlurmJobs] | type[LocalJobs]) -> None:
+    """`given` is the launcher's configuration as it was composed."""
+    _known(given, known)
+    if known is SlurmJobs:
+        _follow(given)
+    params = {key: given[key] for key in given if not OmegaConf.is_interpolation(given, str(key))}
+    if not params["poll_seconds"] > 0:
+        raise ConfigError(f"hydra.launcher.poll_seconds={params['poll_seconds']:g}: must be greater than 0.")
+    for key in ("jobs_at_once", "array_parallelism"):
+        if key in params:
+            sizes.positive(f"hydra.launcher.{key}", params[key])
+    if params.get("retries", 0) < 0:
+        raise ConfigError(f"hydra.launcher.retries={params['retries']}: must be at least 0; 0 starts no job again.")
+    for name in params.get("environment", {}):
+        if not re.fullmatch(r"[A-Za-z_]\w*", str(name), flags=re.ASCII):
+            raise ConfigError(f"hydra.launcher.environment: {name} is no variable's name (letters, digits, _).")
+
+
+def check_folder(sweep: str) -> None:
+    """sbatch reads a % in the names of logs as a pattern of its own."""
+    if "%" in sweep:
+        raise ConfigError(f"hydra.sweep.dir={sweep}: Slurm expands a % in the paths of logs. Give a folder without.")
+
+
+def _known(given: DictConfig, known: type[Any]) -> None:
+    names = [field.name for field in dataclasses.fields(known)]
+    for key in map(str, given):
+        if key not in names:
+            raise ConfigError(about_unknown(f"hydra.launcher.{key}"))
+
+
+def _follow(given: DictConfig) -> None:
+    for key, owner in _DERIVED.items():
+        if not OmegaConf.is_interpolation(given, key):
+            raise ConfigError(
+                f"hydra.launcher.{key}={given[key]}: follows from each job's configuration. Say {owner}={given[key]}."
+            )
+
+
+def check_container(params: Mapping[str, Any]) -> None:
+    """Whether the container has a Python with rlexp in it; as far as this machine can start one at all."""
+    container = params["container"]
+    if not container or shutil.which(_first_word(container)) is None or _error(f"{container} true") is not None:
+        return
+    python = params["python"] or "python"
+    error = _error(f"{container} {shlex.quote(python)} -c 'import rlexp'")
+    if error is not None:
+        raise ConfigError(
+            f"hydra.launcher.container={container}: `{python} -c 'import rlexp'` fails in it ({error}). Install rlexp "
+            f"there, or name the Python that has it: hydra.launcher.python=PATH."
+        )
+
+
+def _first_word(command: str) -> str:
+    try:
+        return next(iter(shlex.split(command)), "")
+    except ValueError as error:
+        raise ConfigError(f"hydra.launcher.container={command}: is no command of a shell ({error}).") from None
+
+
+def _error(command: str) -> str | None:
+    """What a command says when it fails; None where it does not."""
+    try:
+        answer = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {PATIENCE:g} s"
+    return (last_line(answer.stderr) or f"exit code {answer.returncode}") if answer.returncode else None

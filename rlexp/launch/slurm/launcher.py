@@ -1,0 +1,194 @@
+"""`hydra/launcher=slurm`: a sweep as arrays of Slurm jobs, one for each size."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn
+from omegaconf import OmegaConf
+
+from rlexp.config.launchers import SlurmJobs
+from rlexp.errors import ConfigError
+from rlexp.launch import folder
+from rlexp.launch.planning import Planned, Refusal, done
+from rlexp.launch.slurm import keys, queue
+from rlexp.launch.slurm.limits import exceeded, kinds, partitions
+from rlexp.launch.slurm.meeting import RUN_DIR
+from rlexp.launch.slurm.queue import Known
+from rlexp.launch.submitting import Submitting, refuse, resources
+from rlexp.launch.sweep import Sweep
+
+
+class SlurmLauncher(Submitting):
+    """The one that is told by `scontrol` and `squeue`; accounting says more, and is not needed."""
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        with self.nothing_begun():
+            keys.check(self.config.hydra.launcher, SlurmJobs)
+            keys.check_folder(str(self.where))
+            if self.params["dry_run"]:
+                return self.show(job_overrides, initial_job_idx)
+            queue.needed()
+            keys.check_container(self.params)
+        return super().launch(self._on_what_is_there(job_overrides), initial_job_idx)
+
+    def _on_what_is_there(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+        """What `auto` is, and how many ranks a node has, by the cluster's nodes: not by the machine that asks."""
+        launch, said = self.config.launch, {each.partition("=")[0] for job in job_overrides for each in job}
+        device = str(getattr(launch.device, "value", launch.device))
+        if "launch.device" in said or device == "cpu":
+            return job_overrides
+        gpus = max((each.gpus for each in kinds(partitions(), self.params.get("partition"))), default=0)
+        found = [f"launch.device={'cuda' if gpus else 'cpu'}"] if device == "auto" else []
+        if gpus and "launch.nproc" not in said and OmegaConf.is_interpolation(launch, "nproc"):
+            found.append(f"launch.nproc={gpus}")
+        return [[*job, *found] for job in job_overrides]
+
+    def prepare(self, jobs: Sequence[Planned]) -> None:
+        there = partitions()
+        for planned in jobs:
+            if planned.refusal is None and (reason := exceeded(resources(planned), there)) is not None:
+                planned.refusal = Refusal("failed", reason)
+
+    def room(self) -> int:
+        return len(self.waiting)
+
+    def submit(self, sweep: Sweep, jobs: Sequence[Planned]) -> dict[str, Planned]:
+        submitted: dict[str, Planned] = {}
+        for size in by_resources(jobs):
+            submitted |= self._array(sweep, size)
+        if submitted:
+            sys.stderr.write(
+                f"{sweep.name}: {len(submitted)} jobs are Slurm's ({', '.join(submitted)}); their folders are in "
+                f"{sweep.folder}. To look: python -m rlexp.status {sweep.folder}\n"
+            )
+        return submitted
+
+    def _array(self, sweep: Sweep, jobs: Sequence[Planned]) -> dict[str, Planned]:
+        """Before it is sent, each job is given a token, by which Slurm's queue knows it should we die now."""
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+        token = f"rlexp-{uuid.uuid4().hex[:16]}"
+        for place, planned in enumerate(jobs):
+            planned.job.token, planned.job.job_id = f"{token}.{place}", None
+        sweep.write()
+        made = self._batch(sweep.folder, jobs, token)
+        calls = [self.arguments(planned) for planned in jobs]
+        try:
+            with own_environment():
+                handed = made.map_array(self, *zip(*calls, strict=True))
+        except (FailedJobError, FailedSubmissionError, OSError) as error:
+            if taken := self._taken(sweep, jobs):
+                return taken
+            for planned in jobs:
+                planned.refusal = Refusal("failed", f"Slurm did not take it: {_sbatch_said(str(error))}")
+                refuse(sweep, planned)
+            return {}
+        for planned, job in zip(jobs, handed, strict=True):
+            planned.job.job_id = job.job_id
+            sweep.note(planned.job, "running", f"Slurm has it, as job {job.job_id}")
+        return {job.job_id: planned for planned, job in zip(jobs, handed, strict=True)}
+
+    def _taken(self, sweep: Sweep, jobs: Sequence[Planned]) -> dict[str, Planned]:
+        """A controller that was slow to answer may have queued what sbatch says that it has not."""
+        found: dict[str, Planned] = {}
+        with contextlib.suppress(queue.Silent):
+            for planned in jobs:
+                if (job_id := self.recover(planned)) is not None:
+                    planned.job.job_id, found[job_id] = job_id, planned
+                    sweep.note(planned.job, "running", f"Slurm has it, as job {job_id}")
+        return found
+
+    def _batch(self, where: Path, jobs: Sequence[Planned], comment: str) -> Any:
+        from rlexp.launch.slurm.script import batch
+
+        params = resources(jobs[0])
+        made = batch(params, where, [planned.job.folder for planned in jobs], comment)
+        made.parameters["job_name"] = f"{params['name']}-{where.name}"
+        return made
+
+    def look(self, jobs: Sequence[str]) -> Mapping[str, Known]:
+        return queue.look(jobs)
+
+    def recall(self, job: str) -> Known | None:
+        return queue.recall([job]).get(job)
+
+    def recover(self, planned: Planned) -> str | None:
+        if planned.job.token is None:
+            return None
+        token, _, place = planned.job.token.partition(".")
+        found = next((each for each in queue.named(token) if each.partition("_")[2] in (place, "")), None)
+        if found is not None:
+            self._give(planned, found)
+        return found
+
+    def _give(self, planned: Planned, job: str) -> None:
+        """What its ranks are to run, where the launcher died before submitit had laid that down: they wait a minute."""
+        from submitit.core.utils import DelayedSubmission, JobPaths
+
+        place = Path(JobPaths(self.params["submitit_folder"], job_id=job).submitted_pickle)
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            temporary = place.with_suffix(".tmp")
+            DelayedSubmission(self, *self.arguments(planned)).dump(temporary)
+            temporary.replace(place)
+
+    def withdraw(self, job: str) -> None:
+        with contextlib.suppress(queue.Silent):  # the user is told in any case
+            queue.ask("scancel", job)
+
+    def left_behind(self, jobs: Sequence[str]) -> str:
+        return (
+            f"Slurm runs on without this command: {' '.join(jobs)}. The same command takes the sweep up again; to end "
+            f"the jobs: scancel {' '.join(jobs)}"
+        )
+
+    def show(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """What would be sent, and nothing else."""
+        where = self.where
+        sweep = Sweep(where, where.name, kept=False)
+        jobs = self.plan(sweep, job_overrides, initial_job_idx)
+        for planned in jobs:
+            if planned.refusal is not None:
+                refuse(sweep, planned)
+        runnable = [planned for planned in jobs if planned.refusal is None]
+        if not runnable:
+            raise ConfigError("hydra.launcher.dry_run=true: nothing would be sent, since no job can be run.")
+        for size in by_resources(runnable):
+            names = ", ".join(planned.job.label for planned in size)
+            text = self._batch(where, size, "rlexp-TOKEN").text(len(size))
+            sys.stdout.write(f"# {len(size)} job{'s' * (len(size) > 1)}: {names}\n{text}\n")
+        folder.drop_multirun(where)
+        return [done() for _ in jobs]
+
+
+@contextlib.contextmanager
+def own_environment() -> Iterator[None]:
+    """Without what a job of Slurm's or a torchrun around this command says of itself: sbatch would hand it on."""
+    others = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RUN_DIR)
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+    theirs = [name for name in os.environ if name in others or (name.startswith("SLURM_") and name not in kept)]
+    taken = {name: os.environ.pop(name) for name in theirs}
+    try:
+        yield
+    finally:
+        os.environ.update(taken)
+
+
+def by_resources(jobs: Sequence[Planned]) -> list[list[Planned]]:
+    sizes: dict[str, list[Planned]] = {}
+    for planned in jobs:
+        sizes.setdefault(json.dumps(resources(planned), sort_keys=True, default=str), []).append(planned)
+    return list(sizes.values())
+
+
+def _sbatch_said(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if "sbatch: error" in line or "slurm_" in line]
+    return " ".join(lines) or queue.last_line(text)

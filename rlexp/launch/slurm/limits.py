@@ -1,0 +1,84 @@
+"""What the cluster has, held against what a job asks: a job that can never start is refused before it waits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlexp.launch.slurm.queue import ask, seconds_of
+
+
+@dataclass(frozen=True)
+class Partition:
+    """As large as its largest node."""
+
+    name: str
+    default: bool
+    seconds: float | None  # its limit of time
+    nodes: int
+    cpus: int
+    memory_mb: int
+    gpus: int
+
+
+def partitions() -> list[Partition]:
+    """One for each kind of node in each partition."""
+    text = ask("sinfo", "--noheader", "--exact", "--format=%P|%l|%D|%c|%m|%G")
+    return [_read(line) for line in text.splitlines() if line.count("|") >= 5]
+
+
+def _read(line: str) -> Partition:
+    name, limit, nodes, cpus, memory, gres = line.split("|")[:6]
+    gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)*:(\d+)", gres))
+    whole = [int(re.sub(r"\D.*", "", number) or 0) for number in (nodes, cpus, memory)]
+    return Partition(name.rstrip("*"), name.endswith("*"), seconds_of(limit), whole[0], whole[1], whole[2], gpus)
+
+
+def kinds(there: Sequence[Partition], wanted: str | None) -> list[Partition]:
+    """Of the partitions that are asked for, or of the cluster's default."""
+    names = names_of(wanted)
+    return [each for each in there if (each.name in names if names else each.default)]
+
+
+def names_of(wanted: str | None) -> list[str]:
+    return [name.strip() for name in wanted.split(",")] if wanted else []
+
+
+def exceeded(params: Mapping[str, Any], there: Sequence[Partition]) -> str | None:
+    """Why a job of this size would wait for ever, by the key to change; None where it fits."""
+    wanted = params.get("partition")
+    for name in names_of(wanted):
+        if not any(each.name == name for each in there):
+            return (
+                f"hydra.launcher.partition={wanted}: this cluster has no partition {name}. It has "
+                f"{', '.join(sorted({each.name for each in there}))}."
+            )
+    ours = kinds(there, wanted)
+    if not ours:  # no default partition: sbatch will say so
+        return None
+    where = f"partition {'/'.join(sorted({each.name for each in ours}))}"
+    tasks = int(params["tasks_per_node"])
+    for asked, has, told in (
+        (params.get("gpus_per_node") or 0, max(each.gpus for each in ours),
+         "launch.nproc={asked}: no node of {where} has so many GPUs; the largest has {has}. Take fewer on more nodes "
+         "(launch.nodes), another partition, or launch.device=cpu."),
+        (tasks * int(params["cpus_per_task"]), max(each.cpus for each in ours),
+         "launch.nproc × launch.rank_cpus={asked}: no node of {where} has so many processors; the largest has {has}. "
+         "Take more nodes, or a smaller launch.rank_cpus."),
+        (int((params.get("mem_gb") or 0) * 1024), max(each.memory_mb for each in ours),
+         "launch.nproc × launch.rank_memory_gb: {asked} MB are more than a node of {where} has ({has} MB)."),
+        (int(params["nodes"]), nodes_of(ours), "launch.nodes={asked}: {where} has {has} nodes."),
+        (float(params["timeout_min"]) * 60, max(each.seconds or float("inf") for each in ours),
+         "launch.time_limit: {asked:g} s are more than {where} allows ({has:g} s). What is not done by then goes on "
+         "in the same job, started again."),
+    ):  # fmt: skip
+        if asked > has:
+            return told.format(asked=asked, has=has, where=where)
+    return None
+
+
+def nodes_of(ours: Sequence[Partition]) -> int:
+    """Of the largest partition; a job does not reach over two."""
+    return max(sum(each.nodes for each in ours if each.name == name) for name in {each.name for each in ours})

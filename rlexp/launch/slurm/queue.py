@@ -1,0 +1,137 @@
+"""What Slurm knows of jobs: its queue, and its accounting where there is one. Never an answer it did not give."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rlexp.errors import ConfigError, UserError
+
+PATIENCE = 60.0  # seconds for a command of Slurm's: a busy controller is slow
+# States a job leaves again: all others are its end.
+ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "RESIZING",
+         "SIGNALING", "SPECIAL_EXIT", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"}  # fmt: skip
+# Reasons to wait that no waiting ends.
+HOPELESS = {
+    "PartitionTimeLimit", "PartitionNodeLimit", "PartitionDown", "PartitionInactive",
+    "InvalidAccount", "InvalidQOS", "BadConstraints", "DependencyNeverSatisfied", "JobHeldAdmin", "JobHeldUser",
+    "AccountNotAllowed", "QOSNotAllowed", "AssocMaxWallDurationPerJobLimit", "QOSMaxWallDurationPerJobLimit",
+    "AssocMaxNodePerJobLimit", "QOSMaxNodePerJobLimit", "AssocMaxGRESPerJob", "QOSMaxGRESPerJob",
+    "AssocMaxCpuPerJobLimit", "QOSMaxCpuPerJobLimit", "launch_failed_requeued_held", "job_requeued_in_held_state",
+    "launch failed requeued held", "job requeued in held state", "JobHoldMaxRequeue", "QOSMinGRES", "MaxMemPerLimit",
+}  # fmt: skip
+# Of those, what follows from what the job asks: nobody but who asks can change it. Slurm has words and sentences.
+FORBIDDEN = {reason for reason in HOPELESS if re.search("Account|QOS|Assoc|PerJob", reason)}
+_FORBIDDEN = re.compile(r"Job's (account|QOS) not (permitted|known)")
+
+
+class Silent(UserError):
+    """Slurm gave no answer. Nothing follows from it."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What Slurm says of a job."""
+
+    job: str  # 12, or 12_3 in an array
+    state: str  # PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY, PREEMPTED, …
+    reason: str = ""  # why it waits, or why it was ended
+    seconds_left: float | None = None
+    nodes: str = ""
+    exit_code: str = ""  # code:signal, of accounting
+
+    @property
+    def alive(self) -> bool:
+        return self.state in ALIVE
+
+    @property
+    def hopeless(self) -> bool:
+        return self.state == "PENDING" and (self.reason in HOPELESS or self.forbidden)
+
+    @property
+    def forbidden(self) -> bool:
+        return self.state == "PENDING" and (self.reason in FORBIDDEN or bool(_FORBIDDEN.match(self.reason)))
+
+
+def look(jobs: Sequence[str]) -> dict[str, Known]:
+    """What the queue knows of these jobs, of whichever it still does, those that ended lately too."""
+    if not jobs:
+        return {}
+    arrays = sorted({job.partition("_")[0] for job in jobs})
+    text = ask("squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(arrays)}",
+               "--format=%i|%T|%r|%L|%N")  # fmt: skip
+    known = (_queued(line) for line in text.splitlines() if line.count("|") >= 4)
+    return {each.job: each for each in known if each.job in jobs}
+
+
+def recall(jobs: Sequence[str]) -> dict[str, Known]:
+    """What accounting knows of them; nothing where there is none."""
+    if not jobs or shutil.which("sacct") is None:
+        return {}
+    try:
+        text = ask("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(jobs)}",
+                   "--format=JobID,State,Reason,NodeList,ExitCode")  # fmt: skip
+    except Silent:
+        return {}
+    found = {}
+    for line in text.splitlines():
+        job, state, reason, nodes, code = line.split("|")[:5]
+        found[job] = Known(job, state.split()[0].rstrip("+"), "" if reason == "None" else reason, None, nodes, code)
+    return {job: known for job, known in found.items() if job in jobs}
+
+
+def needed() -> None:
+    """Before anything else, where there may be no Slurm."""
+    for command in ("sbatch", "squeue", "sinfo"):
+        if shutil.which(command) is None:
+            raise ConfigError(
+                f"hydra/launcher=slurm: there is no {command} on the path of this machine. Give the command on a login "
+                f"node of the cluster, look at what would be sent with hydra.launcher.dry_run=true, or take "
+                f"hydra/launcher=slurm_local, which needs no cluster."
+            )
+
+
+def named(comment: str) -> list[str]:
+    """The jobs in the queue that were submitted with this comment."""
+    text = ask("squeue", "--noheader", "--array", "--me", "--format=%i|%k")
+    return [job for job, _, said in (line.partition("|") for line in text.splitlines()) if said.strip() == comment]
+
+
+def _queued(line: str) -> Known:
+    job, state, reason, left, nodes = line.split("|")[:5]
+    return Known(
+        job, state, "" if reason == "None" else reason, seconds_of(left) if state == "RUNNING" else None, nodes
+    )
+
+
+def seconds_of(text: str) -> float | None:
+    """`1-02:03:04`, `02:03:04` or `03:04`; None for UNLIMITED and INVALID."""
+    days, _, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in parts) or not (days or "0").isdigit():
+        return None
+    seconds = 0.0
+    for part in parts:
+        seconds = seconds * 60 + int(part)
+    return int(days or 0) * 86400 + seconds
+
+
+def ask(command: str, *args: str) -> str:
+    """The answer of one of Slurm's commands. That it does not know a job any more is an answer: an empty one."""
+    try:
+        answer = subprocess.run([command, *args], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    except FileNotFoundError:
+        raise Silent(f"{command}: is not on the path of this machine.") from None
+    except subprocess.TimeoutExpired:
+        raise Silent(f"{command}: gave no answer within {PATIENCE:g} s.") from None
+    if answer.returncode and "Invalid job id" not in answer.stderr:
+        raise Silent(f"{' '.join([command, *args])}: {last_line(answer.stderr) or f'ended with {answer.returncode}'}")
+    return answer.stdout
+
+
+def last_line(text: str) -> str:
+    lines: Iterable[str] = (line.strip() for line in text.splitlines())
+    return next((line for line in reversed([*lines]) if line), "")

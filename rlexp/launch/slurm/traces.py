@@ -1,0 +1,120 @@
+"""Traces of ranks that could say nothing themselves: what srun, torchrun and Slurm's daemons said of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlexp.launch.stops import TIME_IS_UP, name_of
+
+GOES_ON = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, TIME_IS_UP}  # signals after which a job is queued again
+EXITED_1 = "Exited with exit code 1"
+LOOK = 2**16  # bytes of a log's end
+
+_SRUN = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$")
+_EARLY = re.compile(r"^srun: StepId=\S+ tasks? ([\d,-]+): exited")
+_BEGINS = re.compile(r"^rlexp: start (\d+) of job ", re.MULTILINE)
+# How torchrun tells of a rank that failed.
+_TORCHRUN = re.compile(r"^  time +: (\S+)\n.*\n  rank +: (\d+) \(.*\)\n  exitcode +: (-?\d+) ", re.MULTILINE)
+_ERROR = re.compile(r"^[\w.]+(Error|Exception)\b")  # as Python's own last line of a traceback
+_SLURMS = re.compile(r"^(srun|slurmstepd|rlexp): ")
+_NODE = re.compile(r"^srun: error: (Node failure on|Task launch for .* failed on node) ", re.MULTILINE)
+_OOM = re.compile(r"oom[-_ ]kill", re.IGNORECASE)
+_LIMIT = re.compile(r"^slurmstepd\S*: error: StepId=\S+ exceeded memory limit", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A rank as srun, or its torchrun, saw it go."""
+
+    rank: int | None  # None for a torchrun, of which srun knows and not of its ranks
+    node: str
+    how: str  # Killed, Terminated, Exited with exit code 3, …
+    early: bool = False  # with 0, before the others
+    task: int | None = None  # srun's, where that is a torchrun: their ranks share its log, in no order
+
+    @property
+    def by_stop(self) -> bool:
+        """As ranks go that were asked to."""
+        codes = {f"Exited with exit code {128 + signum}" for signum in GOES_ON | {signal.SIGINT}}
+        return self.how in codes | {"Terminated", "User defined signal 1", "User defined signal 2"}
+
+
+def gone(text: str) -> list[Gone]:
+    """Of a log, what srun said of tasks since the job's last start."""
+    lines = text.splitlines()
+    begins = [number for number, line in enumerate(lines) if _BEGINS.match(line)]
+    found = []
+    for line in lines[begins[-1] if begins else 0 :]:
+        if match := _SRUN.match(line):
+            found += [Gone(rank, match[1], match[3].strip()) for rank in numbers(match[2])]
+        elif match := _EARLY.match(line):
+            found += [Gone(rank, "", "exited", early=True) for rank in numbers(match[1])]
+    return found
+
+
+def gone_under_torchrun(logs: Sequence[str], text: str) -> list[Gone]:
+    """What each torchrun said of its ranks in its log since the job's last start, in the order in which they went. srun
+    sees the torchruns only, and those exit with 1 whatever their ranks did; of one that said nothing it says enough."""
+    told = [(at, Gone(int(rank), "", _how(int(code)), task=task)) for task, log in enumerate(logs)
+            for at, rank, code in _TORCHRUN.findall(log[_last_start(log) :])]  # fmt: skip
+    ranks = [each for _, each in sorted(told, key=lambda each: each[0])]
+    return ranks or [replace(each, rank=None, task=each.rank) for each in gone(text) if each.how != EXITED_1]
+
+
+def _last_start(log: str) -> int:
+    begins = [line.start() for line in _BEGINS.finditer(log)]
+    return begins[-1] if begins else 0
+
+
+def _how(code: int) -> str:
+    """As srun would have put it."""
+    named = {-signal.SIGKILL: "Killed", -signal.SIGTERM: "Terminated"}
+    return f"Exited with exit code {code}" if code >= 0 else named.get(code, name_of(-code))
+
+
+def numbers(text: str) -> list[int]:
+    """`0-2,5`, as Slurm writes it."""
+    ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    return [number for end in ends for number in range(end[0], end[-1] + 1)]
+
+
+def last_error(log: str) -> str:
+    """What a rank that could not report wrote last, where that is an error: it may have ended before it was one."""
+    own = [line for line in tail(log).splitlines() if line.strip() and not _SLURMS.match(line)]
+    return own[-1] if own and _ERROR.match(own[-1]) else ""
+
+
+def tail(log: str) -> str:
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, os.path.getsize(log) - LOOK))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def text_of(log: str) -> str:
+    try:
+        return Path(log).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def over_limit(log: str) -> bool:
+    """Whether Slurm ended this rank's task for the memory that the job took on its node."""
+    return bool(_LIMIT.search(tail(log)))
+
+
+def node_failed(text: str) -> bool:
+    """Whether srun says of the job's last start that a node was lost, or could start nothing."""
+    return bool(_NODE.search(text[_last_start(text) :]))
+
+
+def out_of_memory(text: str) -> bool:
+    """Whether the kernel ended a rank of the job's last start, as srun's log says."""
+    return bool(_OOM.search(text[_last_start(text) :]))

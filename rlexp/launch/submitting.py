@@ -1,0 +1,224 @@
+"""Launchers that hand jobs over and wait: what runs already is not started twice, and each job is judged by its own
+run's folder, not by whether submitit has seen a result."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobStatus
+from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
+from omegaconf import OmegaConf
+
+from rlexp.launch import folder
+from rlexp.launch.job import report_here
+from rlexp.launch.planning import Planned, SweepLauncher, done, say_how
+from rlexp.launch.reports import read_verdict
+from rlexp.launch.slurm.queue import Known, Silent
+from rlexp.launch.slurm.verdict import AGAIN
+from rlexp.launch.stops import Terminated, hear_stops
+from rlexp.launch.sweep import Job, Sweep
+
+SURE = 2  # answers in a row that a job is over: a queue may lose sight of one that is queued again
+REFUSED = "REFUSED"  # the state of a job that ended before it was a run
+
+
+class Submitting(BaseSubmititLauncher, SweepLauncher):
+    """What waits for a place is in `self.waiting`, what has one in `self.running`, by the id it was given."""
+
+    checked_here = False
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        sweep = self.open()
+        jobs = self.plan(sweep, job_overrides, initial_job_idx)
+        self.prepare(jobs)
+        self.waiting: list[Planned] = []
+        self.running: dict[str, Planned] = {}
+        for planned in jobs:
+            if planned.refusal is not None:
+                refuse(sweep, planned)
+            elif not finished(sweep, planned.job):
+                self.waiting.append(planned)
+        self._adopt(sweep)
+        try:
+            self._run(sweep)
+        except KeyboardInterrupt:
+            sys.stderr.write(f"\nrlexp: {self.left_behind([*self.running])}\n")
+            raise
+        return [done() for _ in jobs]
+
+    # What a kind of cluster knows:
+
+    def prepare(self, jobs: Sequence[Planned]) -> None:
+        """Refuse what could never run."""
+
+    def room(self) -> int:
+        """How many more jobs may be handed over now."""
+        raise NotImplementedError
+
+    def submit(self, sweep: Sweep, jobs: Sequence[Planned]) -> dict[str, Planned]:
+        raise NotImplementedError
+
+    def look(self, jobs: Sequence[str]) -> Mapping[str, Known]:
+        """What is known of jobs that were handed over. May raise Silent."""
+        raise NotImplementedError
+
+    def recall(self, job: str) -> Known | None:
+        """What is known of a job that is over."""
+        raise NotImplementedError
+
+    def recover(self, planned: Planned) -> str | None:
+        """The id of a job that an earlier launcher may have handed over without writing that down."""
+        raise NotImplementedError
+
+    def withdraw(self, job: str) -> None:
+        """End a job that waits, and would for ever."""
+        raise NotImplementedError
+
+    def left_behind(self, jobs: Sequence[str]) -> str:
+        raise NotImplementedError
+
+    # What they share:
+
+    def _adopt(self, sweep: Sweep) -> None:
+        """A launcher was killed, and the sweep is taken up again: its jobs may live on."""
+        ids = {job_id: planned for planned in self.waiting if (job_id := planned.job.job_id or self.recover(planned))}
+        known: dict[str, Known] = {}
+        for _ in range(SURE if ids else 0):
+            known |= {job: told for job, told in self.look([*ids]).items() if told.alive}
+            if len(known) < len(ids):
+                time.sleep(float(self.params["poll_seconds"]))
+        for job_id, planned in ids.items():
+            if job_id in known:
+                self.waiting.remove(planned)
+                self.running[job_id] = planned
+                planned.job.job_id = job_id
+                sweep.note(planned.job, "running", f"goes on as job {job_id}")
+                sys.stderr.write(f"{sweep.name}: {planned.job.label} is running already, as job {job_id}\n")
+
+    def _run(self, sweep: Sweep) -> None:
+        self.gone: dict[str, int] = {}  # how often in a row each was not there
+        self.barred: dict[str, int] = {}  # and was kept waiting for what it asks
+        self.warned: set[str] = set()
+        while self.waiting or self.running:
+            if self.waiting and (room := self.room()) > 0:
+                some, self.waiting = self.waiting[:room], self.waiting[room:]
+                self.running |= self.submit(sweep, some)
+            else:
+                time.sleep(float(self.params["poll_seconds"]))
+                self._see(sweep)
+
+    def _see(self, sweep: Sweep) -> None:
+        """Nothing follows from no answer: the jobs are where they were."""
+        try:
+            known = self.look([*self.running])
+        except Silent as error:
+            self._warn(f"{error} Asking again.")
+            return
+        for job_id, planned in [*self.running.items()]:
+            told = known.get(job_id)
+            if told is not None and told.hopeless:
+                self._warn(f"{planned.job.label} waits as job {job_id}, and will for ever: {told.reason}")
+            self.barred[job_id] = self.barred.get(job_id, 0) + 1 if told is not None and told.forbidden else 0
+            if told is not None and self.barred[job_id] >= SURE:
+                del self.running[job_id]
+                self.withdraw(job_id)
+                refused = f"Slurm took it as job {job_id}, and would never have started it: {told.reason}"
+                self._concluded(sweep, planned, Known(job_id, REFUSED, refused))
+                continue
+            self.gone[job_id] = 0 if told is not None and told.alive else self.gone.get(job_id, 0) + 1
+            if self.gone[job_id] >= SURE:
+                del self.running[job_id]
+                self._concluded(sweep, planned, self.recall(job_id) or told)
+
+    def _warn(self, text: str) -> None:
+        if text not in self.warned:
+            self.warned.add(text)
+            sys.stderr.write(f"rlexp: {text}\n")
+
+    def _concluded(self, sweep: Sweep, planned: Planned, known: Known | None) -> None:
+        """What the run's own folder says comes first: a cluster knows an exit code, the run its reason."""
+        job, where = planned.job, sweep.folder / planned.job.folder
+        verdict = read_verdict(where, job.job_id)
+        run = folder.read(where) if not verdict or queued_again(verdict) else verdict
+        cancelled = known is not None and known.state == "CANCELLED"
+        last = ("finished", "failed") if cancelled else ("finished", "failed", "stopped")
+        if known is not None and known.state == REFUSED:
+            sweep.note(job, "failed", known.reason)
+        elif run.get("status") in last and not queued_again(run):
+            sweep.note(job, run["status"], run.get("reason"))
+        else:
+            status, reason = self._without_a_word(job, known, begun=bool(run))
+            sweep.note(job, status, reason)
+            if run:  # else it says for ever that it runs, or will again
+                folder.conclude(where, status=status, reason=reason)
+        if job.status != "finished":
+            say_how(job)
+
+    def _without_a_word(self, job: Job, known: Known | None, *, begun: bool) -> tuple[str, str]:
+        """What is known of a job that could not say how it ended."""
+        if known is not None and known.state == "CANCELLED":
+            return "stopped", f"job {job.job_id} was cancelled{'' if begun else ' before it had begun'}"
+        if known is None and not begun and not Path(self.log_of(job)).exists():
+            # Of a task that was cancelled while its array waited Slurm keeps no record at all.
+            return "stopped", f"job {job.job_id} was cancelled before it had begun, and Slurm knows no more of it"
+        state = "nobody knows of it any more" if known is None else f"its state is {known.state}"
+        why = f" ({known.reason})" if known is not None and known.reason else ""
+        ended = f"job {job.job_id} ended without a word of the run's: {state}{why}"
+        return "failed", f"{ended}\nIts log: {self.log_of(job)}"
+
+    def log_of(self, job: Job) -> str:
+        import submitit
+
+        return str(submitit.core.utils.JobPaths(self.params["submitit_folder"], job_id=job.job_id, task_id=0).stderr)
+
+    def arguments(self, planned: Planned) -> tuple[Any, ...]:
+        """Of `__call__`, in the job."""
+        job, state = planned.job, Singleton.get_state()
+        return planned.overrides, "hydra.sweep.dir", job.number, f"job {job.number}", state
+
+    def __call__(self, *args: Any) -> None:
+        """In the job, on every rank. submitit's handlers would have the job queued again behind the ranks' backs, and
+        its process would end with 0 whatever Hydra caught."""
+        hear_stops(under_launcher=False)
+        try:
+            returned = super().__call__(*args)
+            if returned.status is JobStatus.FAILED:
+                raise returned._return_value
+        except Terminated as stop:
+            os._exit(stop.exit_code)
+        except Exception as error:
+            report_here(error)
+            raise
+
+
+def queued_again(run: Mapping[str, Any]) -> bool:
+    """What the end of a start says that another follows."""
+    return run.get("status") == "stopped" and str(run.get("reason")).endswith(AGAIN)
+
+
+def refuse(sweep: Sweep, planned: Planned) -> None:
+    assert planned.refusal is not None
+    sweep.note(planned.job, planned.refusal.status, planned.refusal.reason)
+    say_how(planned.job)
+
+
+def resources(planned: Planned) -> dict[str, Any]:
+    """What a job asks of the cluster, by its own configuration."""
+    params = OmegaConf.to_container(planned.config.hydra.launcher, resolve=True)
+    assert isinstance(params, dict)
+    return {str(key): value for key, value in params.items()}
+
+
+def finished(sweep: Sweep, job: Job) -> bool:
+    """Taken up again: what is done need not wait in a queue to find that out."""
+    run = folder.read(sweep.folder / job.folder)
+    if run.get("status") != "finished":
+        return False
+    sweep.note(job, "finished", run.get("reason"))
+    return True

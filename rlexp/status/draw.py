@@ -1,0 +1,257 @@
+"""A look at a folder, for people: a table, below it what went wrong; and for scripts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rlexp.compare.table import number
+from rlexp.launch import whereabouts
+from rlexp.sinks.legible import cut
+from rlexp.status.state import ILL, LOST, WELL
+from rlexp.status.view import Look, Row
+
+STYLES = {"running": "cyan", "finished": "green", "failed": "bold red", LOST: "bold red", "stopped": "yellow",
+          "waiting": "dim", "skipped": "dim"}  # fmt: skip
+# Of more jobs than a terminal has lines, those that are shown first.
+FIRST = (*ILL, "running", "stopped", "waiting", "skipped", "finished")
+BAR, LABEL, NAMES = 14, 14, 3  # columns of a bar, columns that a label keeps at least, labels of one reason
+UNLIMITED = 100_000  # columns of a pipe
+
+
+@dataclass(frozen=True)
+class Column:
+    name: str
+    cell: Callable[[Row], str]
+    least: int  # of the columns that do not fit, those with the highest are left out first
+    right: bool = True
+
+
+BARS = Column("", lambda row: " " * BAR, 5, right=False)  # noqa: ARG005
+
+
+def columns(look: Look, *, bars: bool) -> list[Column]:
+    """Those that have something to say here."""
+    found = [
+        Column("run", lambda row: row.label, 0, right=False),
+        Column("status", status, 0, right=False),
+        Column("steps", steps, 1),
+        *([BARS] if bars else []),
+        Column("last loss", lambda row: number(row.curve.loss, "{:.6f}"), 3),
+        Column("last score", lambda row: number(row.curve.score, "{:.4f}"), 4),
+        Column("tokens/s", lambda row: number(row.curve.tokens_per_second, "{:,.0f}"), 7),
+        Column("peak memory", memory, 8),
+        Column("time left", lambda row: duration(row.seconds_left), 2),
+    ]
+    slurm = [
+        Column("Slurm's limit", lambda row: duration(limit(row)), 6),
+        Column("job", lambda row: row.job_id or "–", 9),
+        Column("nodes", lambda row: (row.slurm.nodes if row.slurm else "") or "–", 11, right=False),
+    ]
+    if all(row.curve.score is None for row in look.rows):
+        found = [column for column in found if column.name != "last score"]
+    if any(row.requeues for row in look.rows):
+        found.append(Column("requeued", lambda row: f"{len(row.requeues)} ×" if row.requeues else "–", 10))
+    return found + (slurm if any(row.job_id for row in look.rows) else [])
+
+
+def status(row: Row) -> str:
+    waits = row.state == "waiting" and row.slurm is not None and row.slurm.reason
+    return f"waiting ({row.slurm.reason})" if waits and row.slurm else row.state
+
+
+def steps(row: Row) -> str:
+    if not row.steps:
+        return str(row.curve.step or "–")
+    return f"{row.curve.step}/{row.steps} ({row.curve.step / row.steps:.0%})"
+
+
+def limit(row: Row) -> float | None:
+    return row.slurm.seconds_left if row.slurm is not None and row.state == "running" else None
+
+
+def memory(row: Row) -> str:
+    if row.peak is None:
+        return "–"
+    peak, phase, rank = row.peak
+    return f"{peak / 1e9:.3g} GB ({phase}, r{rank})"
+
+
+def duration(seconds: float | None) -> str:
+    """`48 s`, `3 min 05 s`, `2 h 07 min`, `5 d 03 h`."""
+    if seconds is None:
+        return "–"
+    whole = max(0, round(seconds))
+    for size, unit, part, below in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // part:02d} {below}"
+    return f"{whole} s"
+
+
+def page(look: Look, width: int, *, lines: int | None = None, bars: bool = False) -> RenderableType:
+    """`lines` and `width` columns at most, where there is a terminal."""
+    rows = chosen(look.rows, None if lines is None else max(1, lines - 4))
+    left = [row for row in look.rows if row not in rows]
+    states = ", ".join(f"{count} {state}" for state, count in counted(left).items())
+    parts: list[RenderableType] = [table(look, rows, width, bars=bars)]
+    if left:
+        parts.append(Text(cut(f"… and {len(left)} more: {states}", width), "dim"))
+    said = remarks(look)
+    if lines is not None:  # what does not fit is told at the end
+        said = said[: max(0, lines - len(rows) - 4)]
+    return Group(*parts, *([Text()] if said else []), *map(Text, said))
+
+
+def table(look: Look, rows: Sequence[Row], width: int, *, bars: bool) -> Table:
+    found = fitting(columns(look, bars=bars), look.rows, width)
+    widths = _widths(found, look.rows)
+    room = max(1, width - sum(widths[1:]) - 2 * len(widths[1:]))  # for labels
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    for column in found:
+        justify: Any = "right" if column.right else "left"
+        drawn.add_column(column.name, justify=justify, no_wrap=True, header_style="")
+    for row, label in zip(rows, shortened(rows, room), strict=True):
+        drawn.add_row(Text(label), *(_cell(column, row) for column in found[1:]))
+    return drawn
+
+
+def _cell(column: Column, row: Row) -> RenderableType:
+    if column is BARS:
+        style = STYLES.get(row.state, "")
+        bar = ProgressBar(row.steps, row.curve.step, width=BAR, complete_style=style, finished_style=style)
+        return bar if row.steps else Text()
+    return Text(column.cell(row), STYLES.get(row.state, "") if column.name == "status" else "")
+
+
+def shortened(rows: Sequence[Row], room: int) -> list[str]:
+    """Labels that fit, and still tell one job from another: their beginnings, or ends, or else the folders' names."""
+    labels = [row.label for row in rows]
+    for end in (False, True):
+        short = [cut(label, room, end=end) for label in labels]
+        if len(set(short)) == len(set(labels)):
+            return short
+    return [cut(row.folder.name, room) for row in rows]
+
+
+def fitting(found: Sequence[Column], rows: Sequence[Row], width: int) -> list[Column]:
+    """Without the least important of them, until the others fit. A label is cut before a column is left out."""
+    kept = list(found)
+    while any(column.least for column in kept):
+        widths = _widths(kept, rows)
+        if min(widths[0], LABEL) + sum(widths[1:]) + 2 * (len(kept) - 1) <= width:
+            break
+        kept.remove(max(kept, key=lambda column: column.least))
+    return kept
+
+
+def _widths(found: Sequence[Column], rows: Sequence[Row]) -> list[int]:
+    return [max(map(cell_len, (column.name, *map(column.cell, rows)))) for column in found]
+
+
+def chosen(rows: Sequence[Row], room: int | None) -> list[Row]:
+    """In their order, those that matter most."""
+    if room is None or len(rows) <= room:
+        return list(rows)
+    first = sorted(rows, key=lambda row: FIRST.index(row.state) if row.state in FIRST else len(FIRST))[:room]
+    return [row for row in rows if row in first]
+
+
+def counted(rows: Sequence[Row]) -> dict[str, int]:
+    states = [row.state for row in rows]
+    return {state: states.count(state) for state in dict.fromkeys(states)}
+
+
+def remarks(look: Look) -> list[str]:
+    """What did not end well, or waits in vain, and why: those with one reason together."""
+    said: dict[tuple[str, str, str], list[str]] = {}
+    for row in look.rows:
+        if row.why or row.state not in WELL:
+            seen = last_seen(row.ranks) if row.state in ILL else ""
+            said.setdefault((row.state, row.why, seen), []).append(row.label)
+        elif row.quiet is not None:
+            said.setdefault((row.state, f"no sign of life for {duration(row.quiet)}", ""), []).append(row.label)
+    lines = []
+    for (state, why, seen), labels in said.items():
+        lines.append(f"{names(labels)} {'is' if len(labels) == 1 else 'are'} {state}{f': {why}' if why else ''}")
+        lines += [f"  {seen}"] if seen else []
+    if look.silent:
+        lines.append(f"Slurm gave no answer, so this is what the folders say ({look.silent.rstrip('.')})")
+    return lines
+
+
+def names(labels: Sequence[str]) -> str:
+    if len(labels) <= NAMES:
+        return "; ".join(labels)
+    return f"{'; '.join(labels[: NAMES - 1])} and {len(labels) - NAMES + 1} more"
+
+
+def last_seen(ranks: Sequence[dict[str, Any]]) -> str:
+    """What each rank did last; those that did the same, together."""
+    doing: dict[str, list[int]] = {}
+    for rank in ranks:
+        died = f", where it died: {rank['died']}" if "died" in rank else ""
+        doing.setdefault(f"{whereabouts.seen(rank)}{died}", []).append(rank["rank"])
+    parts = [f"rank{'s' * (len(alike) > 1)} {ranges(alike)} {what}" for what, alike in doing.items()]
+    return f"last seen: {'; '.join(parts)}" if parts else ""
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0–3, 5`."""
+    spans: list[list[int]] = []
+    for each in sorted(numbers):
+        if spans and each == spans[-1][1] + 1:
+            spans[-1][1] = each
+        else:
+            spans.append([each, each])
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
+
+
+def text(look: Look) -> str:
+    """Where there is no terminal: whole, and without control codes."""
+    console = Console(width=UNLIMITED, color_system=None, force_terminal=False, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(page(look, UNLIMITED))
+    return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+
+
+def plain(look: Look) -> dict[str, Any]:
+    return {
+        "folder": look.title,
+        "live": look.live,
+        "slurm_gave_no_answer": look.silent or None,
+        "jobs": [_plain(row) for row in look.rows],
+    }
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    peak, phase, rank = row.peak or (None, None, None)
+    return {
+        "label": row.label,
+        "folder": str(row.folder),
+        "status": row.state,
+        "reason": row.why or None,
+        "step": row.curve.step,
+        "steps": row.steps,
+        "last_loss": row.curve.loss,
+        "last_score": row.curve.score,
+        "tokens_per_second": row.curve.tokens_per_second,
+        "step_seconds": row.curve.step_seconds,
+        "seconds_left": row.seconds_left,
+        "seconds_quiet": row.quiet,
+        "peak_bytes": peak,
+        "peak_phase": phase,
+        "peak_rank": rank,
+        "ranks": row.ranks,
+        "requeues": row.requeues,
+        "job_id": row.job_id,
+        "slurm": None if row.slurm is None else dataclasses.asdict(row.slurm),
+    }

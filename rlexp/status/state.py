@@ -1,0 +1,136 @@
+"""What state a job is in, and why: from its run's folder, its sweep's ledger, its processes, and Slurm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlexp.compare.runs import LIVE
+from rlexp.compare.table import brief
+from rlexp.launch.slurm.queue import Known
+from rlexp.launch.submitting import queued_again
+from rlexp.launch.sweep import Job
+
+LOST = "lost"  # its run says `running`, or was to begin, and nothing runs it
+ILL = ("failed", LOST)
+WELL = ("finished", *LIVE)
+# What Slurm calls a job that has its nodes.
+AT_WORK = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
+ENDS = {
+    "TIMEOUT": "its time limit was reached",
+    "DEADLINE": "its deadline was reached",
+    "NODE_FAIL": "a node of its was lost",
+    "BOOT_FAIL": "a node of its did not start",
+    "OUT_OF_MEMORY": "it took more memory than it was given",
+    "PREEMPTED": "a job of higher priority took its nodes",
+    "CANCELLED": "it was cancelled",
+    "REVOKED": "it was taken back",
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a job."""
+
+    folder: Path
+    known: dict[str, Any] = field(default_factory=dict)  # run.json
+    lives: bool | None = None  # the run's processes; None where that cannot be seen
+    job: Job | None = None  # in the ledger of its sweep
+    sweeps: bool | None = None  # the launcher of its sweep lives
+    job_id: str | None = None  # Slurm's
+    slurm: Known | None = None
+    answered: bool = False  # Slurm did, whatever it knew of the job
+
+    @property
+    def told(self) -> str | None:
+        return self.known.get("status")
+
+
+def judge(seen: Evidence) -> tuple[str, str]:
+    """The state, in the comparison's words, and why it is that; nothing to say of what goes well."""
+    state, why = _judge(seen)
+    if seen.slurm is not None and seen.slurm.state in ENDS and state in ("failed", "stopped"):
+        why = f"{why.rstrip('.')}. {by_slurm(seen.slurm)}" if why else by_slurm(seen.slurm)
+    return state, why
+
+
+def _judge(seen: Evidence) -> tuple[str, str]:
+    told, job, slurm = seen.told, seen.job, seen.slurm
+    if told == "finished" or (told == "running" and seen.lives):
+        return told, ""
+    if slurm is not None and slurm.alive and not _has_left(seen, slurm):
+        return _alive_in_slurm(slurm)
+    if job is not None and job.status in ("skipped", "failed"):
+        return job.status, legible(job.reason)
+    if job is not None and job.status == "waiting" and seen.sweeps is not False:
+        return "waiting", ""
+    if told == "running":
+        gone = _gone(seen)
+        return (LOST, gone) if gone else ("running", "")
+    if queued_again(seen.known) and seen.answered and (slurm is None or not slurm.alive):
+        return LOST, f"it was to be started again, and Slurm does not. {by_slurm(slurm) if slurm else ''}".strip()
+    if told is not None:
+        return str(told), legible(seen.known.get("reason"))
+    return _not_begun(seen)
+
+
+def _has_left(seen: Evidence, slurm: Known) -> bool:
+    """Whether the run has ended, though the Slurm job goes on: at its end, or after it with something else."""
+    if slurm.state == "COMPLETING":
+        return seen.told in ("failed", "stopped")
+    own = seen.job is not None and seen.job.job_id == seen.job_id  # it is there for this run alone
+    return slurm.state in AT_WORK and not own and (seen.lives is False or seen.told != "running")
+
+
+def _alive_in_slurm(slurm: Known) -> tuple[str, str]:
+    if slurm.hopeless:
+        release = f", and `scontrol release {slurm.job}` lets it go" if "held" in slurm.reason.lower() else ""
+        return "waiting", (
+            f"Slurm will not start it ({slurm.reason}), however long it waits. `scancel {slurm.job}` takes it out of "
+            f"the queue{release}."
+        )
+    return "running" if slurm.state in AT_WORK else "waiting", ""
+
+
+def _gone(seen: Evidence) -> str:
+    """Why a run that says `running` does not; nothing where it may."""
+    if seen.slurm is not None and not seen.slurm.alive:
+        return by_slurm(seen.slurm)
+    if seen.lives is False:
+        process = f"its process ({seen.known.get('pid')} on {seen.known.get('host')}) is gone"
+        return f"{process}; the same command goes on with it."
+    if seen.job_id is not None and seen.answered and seen.slurm is None:
+        return f"Slurm knows job {seen.job_id} no more, and the run did not say how it ended."
+    return ""
+
+
+def _not_begun(seen: Evidence) -> tuple[str, str]:
+    """There is no run.json, or one that cannot be read."""
+    job, slurm = seen.job, seen.slurm
+    if slurm is not None and not slurm.alive:
+        return LOST, by_slurm(slurm)
+    if seen.job_id is not None and seen.answered and slurm is None:
+        return LOST, f"Slurm knows job {seen.job_id} no more, and it left no run."
+    if job is None:
+        return "stopped", f"{seen.folder / 'run.json'}: is not there or cannot be read, so how it ended is not known."
+    if job.status not in LIVE:
+        return job.status, legible(job.reason)
+    if seen.job_id is None and seen.sweeps is False:
+        return "stopped", "its sweep was stopped before it; the same command goes on with it"
+    return job.status, ""
+
+
+def by_slurm(slurm: Known) -> str:
+    """`Slurm says TIMEOUT: its time limit was reached.`"""
+    code = f", exit code {slurm.exit_code}" if slurm.exit_code not in ("", "0:0") else ""
+    words = ENDS.get(slurm.state, f"its script ended, and the run did not say how{code}")
+    return f"Slurm says {slurm.state}: {words}."
+
+
+def legible(reason: str | None) -> str:
+    """The error without its traceback, and where the log is."""
+    text = (reason or "").strip()
+    said = " ".join(brief(text).split())
+    logs = [line.strip() for line in text.splitlines() if line.startswith("Its log:")]
+    return " ".join([said, *(f"{log}." for log in logs if log not in said)])

@@ -1,0 +1,82 @@
+"""The end of a curve that is being written: the last rows of metrics.jsonl, whatever stands before them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlexp.compare.difference import SAMPLED, SCORE
+
+ROWS = 50  # from which pace and speed are taken
+BYTES, MOST = 1 << 16, 1 << 22  # that are read of a file: at first, and where they do not hold what is looked for
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Where it has come to. All but the step may be missing from a row."""
+
+    step: int = 0
+    loss: float | None = None
+    score: float | None = None  # of a run that samples: that of its last rollout
+    tokens_per_second: float | None = None
+    step_seconds: float | None = None
+
+
+def read(path: Path) -> Curve:
+    size = BYTES
+    while True:
+        rows, whole = last_rows(path, size)
+        sampled = bool(rows) and any(name.startswith(SAMPLED) for name in rows[-1])
+        lacking = not rows or (sampled and _latest(rows, SCORE) is None)
+        if whole or size >= MOST or not lacking:
+            return _curve(rows)
+        size *= 8
+
+
+def last_rows(path: Path, size: int) -> tuple[list[dict[str, Any]], bool]:
+    """The rows in a file's last bytes, and whether that is all of them. Half a line at either end is none."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, os.fstat(file.fileno()).st_size - size)
+            file.seek(start)
+            lines = file.read(size).split(b"\n")
+    except OSError:
+        return [], True
+    rows = []
+    for line in lines[1 if start else 0 : -1]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(row)
+    return rows, start == 0
+
+
+def _curve(rows: Sequence[dict[str, Any]]) -> Curve:
+    if not rows:
+        return Curve()
+    steady = rows[-ROWS:]
+    steady = steady[1:] if len(steady) == len(rows) > 1 else steady  # in the first, buffers are made
+    timed = [row for row in steady if _number(row.get("train/step_seconds"))]
+    seconds = sum(row["train/step_seconds"] for row in timed)
+    tokens = sum(row["train/tokens"] for row in timed if _number(row.get("train/tokens")))
+    return Curve(
+        rows[-1]["step"],
+        _latest(rows[-1:], "train/loss"),
+        _latest(rows, SCORE),
+        tokens / seconds if tokens and seconds else None,
+        seconds / len(timed) if timed else None,
+    )
+
+
+def _latest(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+    return next((float(row[name]) for row in reversed(rows) if _number(row.get(name))), None)
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float)

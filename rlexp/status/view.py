@@ -1,0 +1,200 @@
+"""A folder's jobs at one moment. Slurm is asked once for all of them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlexp.compare.runs import LIVE, METRICS, is_run, shown
+from rlexp.errors import ConfigError
+from rlexp.launch import folder, sweep, whereabouts
+from rlexp.launch.slurm import queue
+from rlexp.launch.slurm.queue import Known, Silent
+from rlexp.launch.sweep import Job
+from rlexp.sinks.legible import plain as legible
+from rlexp.status import tail
+from rlexp.status.alive import Locks
+from rlexp.status.state import ILL, Evidence, judge
+from rlexp.status.tail import Curve
+
+QUIET, STEPS = 300.0, 10  # seconds, and steps' times, after which a run's silence is worth a word
+
+
+class StatusError(ConfigError):
+    """A folder that holds no run, or an option that makes no sense."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A job, as the folder has it."""
+
+    label: str
+    folder: Path
+    job: Job | None = None
+    sweeps: bool | None = None  # its sweep's launcher lives
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a job is doing."""
+
+    label: str
+    folder: Path
+    state: str
+    why: str
+    curve: Curve
+    steps: int | None  # that it is to take
+    seconds_left: float | None  # by the steps' own pace
+    ranks: list[dict[str, Any]]
+    requeues: list[Any]
+    job_id: str | None
+    slurm: Known | None
+    quiet: float | None  # seconds without a sign of life, where that is long
+    live: bool  # it may go on by itself
+
+    @property
+    def peak(self) -> tuple[int, str, int] | None:
+        """The largest of any rank so far: bytes, in which phase, of which rank."""
+        peaks = [
+            (peak, phase, rank["rank"])
+            for rank in self.ranks
+            if isinstance(rank["peaks"], dict)
+            for phase, peak in rank["peaks"].items()
+        ]
+        return max(peaks, key=lambda each: each[0], default=None)
+
+
+@dataclass(frozen=True)
+class Look:
+    title: str
+    rows: list[Row]
+    silent: str = ""  # why Slurm gave no answer
+
+    @property
+    def live(self) -> bool:
+        return any(row.live for row in self.rows)
+
+    @property
+    def ill(self) -> bool:
+        return any(row.state in ILL for row in self.rows)
+
+
+@dataclass
+class View:
+    path: Path
+    _recalled: dict[str, Known] = field(default_factory=dict)  # of jobs that have ended: accounting is slow
+
+    def look(self) -> Look:
+        locks = Locks()
+        entries = list(_entries(self.path, locks))
+        if not entries:
+            raise _nothing(self.path)
+        runs = [folder.read(entry.folder) for entry in entries]
+        jobs = [_job_id(entry, known) for entry, known in zip(entries, runs, strict=True)]
+        slurm, silent = self._ask([job for job in jobs if job is not None])
+        rows = []
+        for entry, known, job in zip(entries, runs, jobs, strict=True):
+            evidence = Evidence(
+                entry.folder, known, locks.alive(entry.folder, known), entry.job, entry.sweeps, job,
+                slurm.get(job or ""), answered=not silent,
+            )  # fmt: skip
+            rows.append(_row(entry, evidence))
+        return Look(shown(self.path.resolve().name), rows, silent)
+
+    def _ask(self, jobs: Sequence[str]) -> tuple[dict[str, Known], str]:
+        try:
+            found = queue.look(jobs)
+        except Silent as error:
+            return self._recalled, str(error)
+        forgotten = [job for job in jobs if job not in found and job not in self._recalled]
+        self._recalled |= {job: known for job, known in queue.recall(forgotten).items() if not known.alive}
+        return self._recalled | found, ""
+
+
+def _entries(path: Path, locks: Locks) -> Iterator[Entry]:
+    """The jobs of a sweep, a run, or those in a folder."""
+    if (path / sweep.FILE).exists():
+        yield from _swept(path, locks)
+    elif is_run(path):
+        yield Entry(shown(path.resolve().name), path)
+    elif path.is_dir():
+        for inside in sorted(path.iterdir()):
+            if (inside / sweep.FILE).exists():
+                for entry in _swept(inside, locks):
+                    label = f"{shown(inside.name)} {entry.label}"
+                    yield Entry(label, entry.folder, entry.job, entry.sweeps)
+            elif is_run(inside):
+                yield Entry(shown(inside.name), inside)
+
+
+def _swept(path: Path, locks: Locks) -> Iterator[Entry]:
+    plain = sweep.plain(path)
+    sweeps = locks.alive(path, plain)
+    for job in sweep.read(path):
+        if not isinstance(job.folder, str) or not isinstance(job.axes, dict):
+            raise StatusError(f"{path / sweep.FILE}: is not a sweep's ledger (of job {job.number}). Restore it.")
+        yield Entry(job.label, path / job.folder, job, sweeps)
+
+
+def _nothing(path: Path) -> StatusError:
+    if not path.is_dir():
+        return StatusError(f"{path}: no such folder. Relative paths start at {Path.cwd()}.")
+    if (path / sweep.FILE).exists():
+        return StatusError(f"{path / sweep.FILE}: names no job. Give a sweep's folder, or a run's.")
+    return StatusError(
+        f"{path}: holds no run: neither a {sweep.FILE}, nor a run.json, nor folders that have one. Give a sweep's "
+        f"folder, or a run's."
+    )
+
+
+def _job_id(entry: Entry, known: dict[str, Any]) -> str | None:
+    """Slurm's. Without a cluster, a ledger's ids are processes', and have no token."""
+    listed = entry.job.job_id if entry.job is not None and entry.job.token is not None else None
+    found = listed or known.get("job_id")
+    return found if isinstance(found, str) and re.fullmatch(r"\d+(_\d+)?", found) else None
+
+
+def _row(entry: Entry, seen: Evidence) -> Row:
+    state, why = judge(seen)
+    curve, steps = tail.read(entry.folder / METRICS), seen.known.get("steps")
+    steps = steps if type(steps) is int else None
+    left = None
+    if state == "running" and steps is not None and curve.step_seconds is not None:
+        left = max(0, steps - curve.step) * curve.step_seconds
+    requeues = seen.known.get("requeues")
+    return Row(
+        label=legible(entry.label),
+        folder=entry.folder,
+        state=state,
+        why=legible(why),
+        curve=curve,
+        steps=steps,
+        seconds_left=left,
+        ranks=whereabouts.read(entry.folder),
+        requeues=requeues if isinstance(requeues, list) else [],
+        job_id=seen.job_id,
+        slurm=seen.slurm,
+        quiet=_quiet(entry.folder, curve) if state == "running" else None,
+        live=state in LIVE or (seen.slurm is not None and seen.slurm.alive) or _to_be_run(seen),
+    )
+
+
+def _to_be_run(seen: Evidence) -> bool:
+    """Its launcher is about to begin it, or has not noticed its end yet."""
+    return seen.job is not None and seen.job.status in LIVE and bool(seen.sweeps)
+
+
+def _quiet(run: Path, curve: Curve) -> float | None:
+    """Since when it has written nothing, where steps are not that slow."""
+    last = 0.0
+    for name in (METRICS, whereabouts.FILE, "run.json"):
+        try:
+            last = max(last, (run / name).stat().st_mtime)
+        except OSError:
+            continue
+    seconds = time.time() - last if last else 0.0
+    return seconds if seconds > max(QUIET, STEPS * (curve.step_seconds or 0.0)) else None

@@ -1,0 +1,138 @@
+"""The tables of docs/slurm.md, of what the tests measured: faults, and ways back into the queue.
+
+RLEXP_TEST_ROWS=rows.json python -m pytest -m "slurm and table"
+python -m tests.slurm.table rows.json --write docs/slurm.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlexp.launch.folder import git_commit
+from rlexp.prove.tables import put
+
+SHAPES = {"two-nodes": "2 × 1", "four-ranks": "2 × 2", "one-node": "1 × 2"}
+PLACES = {
+    "import": "as Python starts", "load": "as rlexp is imported", "meet": "before the process group",
+    "step": "before a step", "forward": "in the forward pass", "backward": "before the backward pass",
+    "save": "while saving", "end": "after the last collective",
+}  # fmt: skip
+WAYS = {
+    "raise": "an exception", "exit0": "exit 0", "exit3": "exit 3", "quit0": "`sys.exit(0)`", "quit3": "`sys.exit(3)`",
+    "kill": "SIGKILL", "memory": "torch finds no memory", "eat": "more memory than Slurm gave it",
+    "stop": "SIGSTOP, for ever", "hang": "sleeps for ever", "loop": "an endless loop",
+}  # fmt: skip
+LONGEST = 110
+ROWS = "RLEXP_TEST_ROWS"  # names the file that the rows are written to
+HEAD = ("fault", "how", "nodes × ranks", "seconds to Slurm's end", "to the sweep's line", "exit code, state in Slurm",
+        "what the sweep says", "state")  # fmt: skip
+
+
+def write_row(what: str, **facts: Any) -> None:
+    """What an earlier test wrote of the same goes."""
+    if path := os.environ.get(ROWS):
+        place = Path(path)
+        rows = json.loads(place.read_text(encoding="utf-8")) if place.exists() else {}
+        place.write_text(json.dumps(rows | {what: facts}, indent=1), encoding="utf-8")
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    lines = [f"| {' | '.join(HEAD)} |", f"| --- | --- | --- |{' ---: |' * 2}{' --- |' * 3}"]
+    lines += [line_of(row) for row in sorted(rows.values(), key=order)]
+    return "\n".join(lines)
+
+
+def order(row: dict[str, Any]) -> tuple[int, int, int]:
+    return [*PLACES].index(place_of(row)), [*WAYS].index(row["how"]), [*SHAPES].index(row["shape"])
+
+
+def place_of(row: dict[str, Any]) -> str:
+    return re.sub(r"\d", "", row["where"])
+
+
+def line_of(row: dict[str, Any]) -> str:
+    failed = row["status"] == "failed"
+    times = (f"{row['ended']:.0f}", f"{row['told']:.0f}") if failed else ("", "")
+    return " | ".join((
+        f"| {PLACES[place_of(row)]}", WAYS[row["how"]], SHAPES[row["shape"]], *times,
+        f"{row['code']} {row['state']}", f"`{short(row['reason'])}`", f"{row['status']} |",
+    ))  # fmt: skip
+
+
+def short(reason: str) -> str:
+    """Of a traceback, its last line; of the rest, the first line that a table has room for."""
+    first, *more = [line for line in reason.splitlines() if not line.startswith(("Its log: ", "It was last seen "))]
+    if first.endswith("Traceback (most recent call last):"):
+        found = next((line for line in reversed(more) if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)), more[-1])
+        first = f"{first.partition(':')[0]}: … {found}"
+    first = first.replace("|", "/").replace("`", "'")
+    return first if len(first) <= LONGEST else f"{first[:LONGEST]} …"
+
+
+def intro(rows: dict[str, dict[str, Any]]) -> str:
+    failed = [row for row in rows.values() if row["status"] == "failed"]
+    worst = max(max(row["ended"], row["told"]) for row in failed)
+    others = [status for row in rows.values() for status in row["others"]]
+    assert set(others) <= {"finished"}, others
+    commit = (git_commit() or "unknown")[:12]
+    return (
+        f"{len(rows)} faults, in jobs of sweeps that also had healthy jobs, all of which finished. The slowest end "
+        f"took {worst:.0f} s.\nMeasured {time.strftime('%Y-%m-%d')} at commit {commit}, Slurm on one machine, CPU and "
+        f"gloo, by `make prove-slurm`."
+    )
+
+
+WHO = {"stop": "ours: the ranks stopped in good order", "slurm": "Slurm's", "lost": "ours: a node was lost"}
+
+
+def requeues(rows: Sequence[dict[str, Any]]) -> str:
+    """Ways back into the queue."""
+    commit = (git_commit() or "unknown")[:12]
+    lines = [
+        "A run of 2 nodes in float64, a checkpoint every 4 steps; each is disturbed in its own way, all at once as one",
+        "array, and one whose time is up again and again. The seconds are set by two cores that all share; 6 of them",
+        "are Slurm's, which holds a job back until its credential has expired. W&B has each step once.",
+        f"Measured {time.strftime('%Y-%m-%d')} at commit {commit}, by `make prove-slurm`.",
+        "",
+        "| what happens | steps taken again (at most allowed) | restarts, by whom | seconds to the next step | "
+        "loss and final weights differ by |",
+        "| --- | --- | --- | ---: | --- |",
+    ]
+    for row in rows:
+        who = ", ".join(WHO[each] for each in sorted(set(row["why"])))
+        restarts = f"{row['restarts']}, {who}" if who else "none"
+        lines.append(f"| {row['path']} | {row['lost']} ({row['most']}) | {restarts} | {row['seconds']:.0f} | "
+                     f"{row['apart']:.2g} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.slurm.table", description=__doc__)
+    parser.add_argument("rows", type=Path, help="what the tests wrote to RLEXP_TEST_ROWS")
+    parser.add_argument("--write", type=Path, help="put the table into this page, between its markers")
+    given = parser.parse_args()
+    if not given.rows.exists():
+        print(f"{given.rows}: no test has measured anything. Without a Slurm the page stays as it is.", file=sys.stderr)
+        return 0
+    rows = json.loads(given.rows.read_text(encoding="utf-8"))
+    faults = {key: row for key, row in rows.items() if not key.startswith("requeue: ")}
+    again = [row for key, row in rows.items() if key.startswith("requeue: ")]
+    sections = {"faults": f"{intro(faults)}\n\n{table(faults)}" if faults else "", "requeue": again and requeues(again)}
+    for name, text in sections.items():
+        if text:
+            print(text)
+            if given.write:
+                put(given.write, text, name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""A rank that fails ends its job, and only its job: soon, with a code, with its own error and its log in the ledger.
+
+Many faults are planted in the jobs of one sweep, which also has healthy ones; each test looks at one of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import steps_of
+from tests.slurm.conftest import brought_up
+from tests.slurm.faults import STEPS, Fault, Part, Seen, run_parts
+from tests.slurm.lab import Lab, Shape
+from tests.slurm.table import write_row
+
+SOON = 30.0  # seconds from the fault to Slurm's end of the job, and to the launcher's line
+PURPOSE = r"ZeroDivisionError: on purpose"
+KILLED = r"rank {rank} failed: the process was killed by SIGKILL on node faulty\d"
+CODE = r"rank {rank} failed: the process exited with exit code {code} on node faulty\d"
+ZERO = r"rank {rank} failed: the process exited with code 0 before the others had ended"
+QUIT = r"rank {rank} failed: Traceback[\s\S]*SystemExit: {code}"
+MEMORY = r"rank {rank} ran out of memory .* DefaultCPUAllocator: can't allocate memory"
+EATEN = r"rank {rank} failed: .*memory"
+HUNG = (
+    r"rank {rank} did not come to a collective that the others had begun, within launch.timeout_seconds\. Rank {rank} "
+    r"was last seen (after step 2|in step 3)"
+)
+MEETING = r"rank {rank} did not come to the meeting within launch.timeout_seconds=7"
+
+
+def fault(rank: int, where: str, how: str) -> Fault:
+    """With what is told of it: a rank that can speak is quoted, of another it is said how it went."""
+    code = re.sub(r"\D", "", how)
+    early = where in ("import", "load")
+    told = {"raise": r"rank {rank} failed: [\s\S]*" + PURPOSE, "kill": KILLED, "memory": MEMORY, "eat": EATEN,
+            "stop": HUNG, "hang": HUNG, "loop": HUNG}.get(how)  # fmt: skip
+    if told is None:
+        told = QUIT if how.startswith("quit") and not early else ZERO if code == "0" else CODE
+    if how == "stop" and where == "meet":
+        told = MEETING
+    # A rank whose state cannot be written trains on, and one that has done all that it had to may leave with 0.
+    finishes = (re.sub(r"\d", "", where), how) in {("save", "raise"), ("end", "exit0")}
+    return Fault(rank, where, how, told.format(rank=rank, code=code), finishes)
+
+
+TWO_NODES = ("parallel=ring2", "launch.nodes=2", "launch.nproc=1")
+FOUR_RANKS = ("parallel=ring4", "launch.nodes=2", "launch.nproc=2")
+# Long enough for a busy machine to start both ranks.
+ONE_NODE = ("parallel=ring2", "launch.nproc=2", "launch.timeout_seconds=7")
+
+QUICK = (
+    Part("two-nodes", TWO_NODES, (
+        None, fault(1, "load", "raise"), fault(1, "step3", "quit0"), fault(1, "step3", "memory"),
+        fault(0, "save", "kill"), fault(1, "end", "raise"),
+    )),
+    Part("one-node", ONE_NODE, (fault(1, "step3", "stop"), None, None)),
+)  # fmt: skip
+REST = {
+    "import": ("kill",), "load": ("exit0", "exit3", "quit0", "kill"),
+    "meet": ("raise", "exit0", "exit3", "quit0", "quit3", "kill"),
+    "step3": ("raise", "exit0", "exit3", "quit3", "kill", "eat"), "forward3": ("raise", "kill", "memory"),
+    "backward3": ("raise", "exit0", "kill", "memory"), "save": ("raise", "exit0", "exit3"),
+    "end": ("exit0", "exit3", "quit0", "kill"),
+}  # fmt: skip
+PROVED = (
+    Part("two-nodes", TWO_NODES, (None, *(fault(1, where, how) for where in REST for how in REST[where]), None)),
+    Part("four-ranks", FOUR_RANKS, (
+        fault(2, "meet", "raise"), fault(2, "step3", "exit0"), fault(0, "step3", "kill"), fault(3, "step3", "kill"),
+        fault(3, "save", "exit3"), None,
+    )),
+    Part("one-node", ONE_NODE, (
+        fault(1, "step3", "hang"), fault(0, "step3", "loop"), fault(0, "backward3", "stop"), fault(1, "meet", "stop"),
+        None,
+    )),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def faulty_lab() -> Iterator[Lab]:
+    """Memory is watched over, and no node is taken for lost because the machine is busy."""
+    with brought_up(Shape(name="faulty", enforce_memory=True, lost_after=120, patience=30)) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def quick(faulty_lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Seen]]:
+    return run_parts(faulty_lab, tmp_path_factory.mktemp("faults"), QUICK, 600)
+
+
+@pytest.fixture(scope="module")
+def proved(faulty_lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Seen]]:
+    return run_parts(faulty_lab, tmp_path_factory.mktemp("faults"), PROVED, 2400)
+
+
+def jobs_of(parts: tuple[Part, ...]) -> list[Any]:
+    """Each by what is planted in it."""
+    return [
+        pytest.param(part.name, number, id=f"{part.name}: {each.name if each else f'healthy {number}'}")
+        for part in parts
+        for number, each in enumerate(part.faults)
+    ]
+
+
+@pytest.mark.table
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("part", "number"), jobs_of(QUICK))
+def test_a_fault(quick: dict[str, list[Seen]], part: str, number: int) -> None:
+    held_to_account(quick[part], number, part)
+
+
+@pytest.mark.prove
+@pytest.mark.table
+@pytest.mark.timeout(2700)
+@pytest.mark.parametrize(("part", "number"), jobs_of(PROVED))
+def test_every_other_fault(proved: dict[str, list[Seen]], part: str, number: int) -> None:
+    held_to_account(proved[part], number, part)
+
+
+def held_to_account(part: list[Seen], number: int, name: str) -> None:
+    seen = part[number]
+    if seen.fault is None or seen.fault.finishes:
+        assert (seen.status, seen.slurm.state, seen.slurm.code) == ("finished", "COMPLETED", "0:0"), seen
+        assert steps_of(seen.run_dir) == [*range(1, STEPS + 1)]
+    else:
+        has_failed(seen, seen.fault)
+    if seen.fault is not None:
+        assert seen.at is not None, f"never came to {seen.fault.name}: {seen}"
+        others = [each.status for each in part if each.fault is None]
+        write_row(f"{name} {seen.fault.name}", where=seen.fault.where, how=seen.fault.how, shape=name,
+                  ended=seen.ended, told=seen.told, code=seen.slurm.code, state=seen.slurm.state,
+                  reason=seen.reason, status=seen.status, others=others)  # fmt: skip
+
+
+def has_failed(seen: Seen, planted: Fault) -> None:
+    assert seen.at is not None, f"never came to {planted.name}: {seen}"
+    assert seen.status == "failed", seen
+    assert re.search(planted.told, seen.reason), f"{seen.reason}\nis not {planted.told}"
+    assert seen.slurm.state in ("FAILED", "OUT_OF_MEMORY"), seen
+    assert seen.slurm.code != "0:0"
+    assert seen.ended <= SOON, seen
+    assert seen.told <= SOON, seen
+    assert re.search(planted.told.partition("[")[0], seen.line), seen.line
+    (log,) = re.findall(r"^Its log: (.+)$", seen.reason, re.MULTILINE)
+    own = Path(log).read_text(encoding="utf-8", errors="replace")
+    assert f"planted: {planted.how} by rank {planted.rank} at" in own or re.search(planted.told, own)
+    if planted.how == "raise":
+        assert "ZeroDivisionError: on purpose" in own
+
+
+def test_jobs_of_several_ranks_shared_a_node(quick: dict[str, list[Seen]]) -> None:
+    """At the same time, and each met its own ranks only: the healthy ones ran to their ends, as seen above."""
+    jobs = [each.slurm for each in quick["one-node"]]
+    together = [
+        (one, other)
+        for one, other in itertools.combinations(jobs, 2)
+        if one.nodes == other.nodes and one.begun < other.ended and other.begun < one.ended
+    ]
+    assert together, jobs

@@ -1,0 +1,228 @@
+"""The Slurm that the tests bring up is a real one, its nodes can be lost, and nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.slurm import lab as lab_module
+from tests.slurm.lab import HOSTS, Lab, Shape, Unable, environment, processes, wait_until
+
+SCRIPT = str(Path(lab_module.__file__).resolve())
+# Says in `said` where it is, and how often it was put back; then works for as long as `hold` is there.
+RANK = 'echo "$SLURM_RESTART_COUNT $SLURMD_NODENAME $SLURM_PROCID" >> said; while [ -e hold ]; do sleep 0.1; done'
+
+
+def submit(lab: Lab, folder: Path, *options: str, rank: str = RANK) -> str:
+    """A job of two nodes with two ranks each, which is held."""
+    (folder / "hold").touch()
+    script = folder / "job.sh"
+    script.write_text(f"#!/bin/bash\nsrun --kill-on-bad-exit bash -c {shlex.quote(rank)}\n", encoding="utf-8")
+    return lab.run("sbatch", "--parsable", f"--chdir={folder}", "--nodes=2", "--ntasks-per-node=2", "--time=5",
+                   *options, str(script))  # fmt: skip
+
+
+def said(folder: Path) -> list[str]:
+    return sorted((folder / "said").read_text().splitlines()) if (folder / "said").exists() else []
+
+
+def ranks(count: int, restarts: str = "") -> list[str]:
+    """What the ranks of a job of two nodes say."""
+    return [f"{restarts} node{1 + rank // (count // 2)} {rank}" for rank in range(count)]
+
+
+def state_of(lab: Lab, job: str) -> str:
+    return lab.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
+
+
+def test_a_job_of_two_nodes_with_four_ranks_each(lab: Lab, tmp_path: Path) -> None:
+    say = "echo $SLURMD_NODENAME $SLURM_PROCID $CUDA_VISIBLE_DEVICES $(wc -c < /dev/null)"
+    answer = lab.run("srun", "--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--time=1", "--job-name=eight",
+                     "bash", "-c", say)  # fmt: skip
+    assert sorted(answer.splitlines()) == [f"node{1 + rank // 4} {rank} 0,1,2,3 0" for rank in range(8)]
+    assert {socket.gethostbyname(node) for node in lab.shape.node_names} == {"127.0.0.1"}
+
+    def known() -> list[str]:
+        asked = lab.run("sacct", "--noheader", "--parsable2", "--allocations", "--name=eight",
+                        "--format=State,NNodes,ExitCode,AllocTRES")  # fmt: skip
+        return asked.splitlines()
+
+    assert wait_until(lambda: len(known()) == 1 and known()[0].startswith("COMPLETED"), 30)
+    assert known()[0].startswith("COMPLETED|2|0:0|")
+    assert "gres/gpu=8" in known()[0]
+
+
+def test_more_than_a_node_has_is_refused(lab: Lab) -> None:
+    with pytest.raises(RuntimeError, match="Requested node configuration is not available"):
+        lab.run("srun", "--nodes=1", "--gpus-per-node=9", "true")
+
+
+@pytest.mark.prove
+def test_a_lost_node_is_noticed_and_its_job_begins_again(lab: Lab, tmp_path: Path) -> None:
+    job = submit(lab, tmp_path)
+    assert wait_until(lambda: said(tmp_path) == ranks(4), 30), (said(tmp_path), state_of(lab, job))
+    there = [pid for pid in lab.processes() if environment(pid).get("SLURMD_NODENAME") == "node2"]
+    assert len(there) >= 2
+    lab.lose_node("node2")
+    assert not set(there) & set(processes())
+    assert lab.is_running("node1")
+    assert wait_until(lambda: lab.states()["node2"].startswith("down"), 60), lab.states()
+    lab.start_node("node2")
+    assert wait_until(lambda: said(tmp_path) == sorted([*ranks(4), *ranks(4, "1")]), 90), state_of(lab, job)
+    (tmp_path / "hold").unlink()
+    assert wait_until(lambda: state_of(lab, job) == "COMPLETED", 30)
+
+
+@pytest.mark.prove
+def test_slurmd_alone_may_go_and_come_back(lab: Lab, tmp_path: Path) -> None:
+    job = submit(lab, tmp_path)
+    assert wait_until(lambda: len(said(tmp_path)) == 4, 30), state_of(lab, job)
+    of_jobs = [pid for pid in lab.processes() if "SLURM_PROCID" in environment(pid)]
+    before = {pid for pid, process in processes().items() if pid in of_jobs and process.name != "sleep"}
+    assert len(before) >= 4
+    lab.stop_slurmd("node1")
+    assert not lab.is_running("node1")
+    assert before <= set(processes())
+    lab.start_node("node1")
+    (tmp_path / "hold").unlink()
+    assert wait_until(lambda: state_of(lab, job) == "COMPLETED", 60), state_of(lab, job)
+    assert said(tmp_path) == ranks(4)
+
+
+@pytest.mark.prove
+def test_a_higher_partition_warns_every_rank(lab: Lab, tmp_path: Path) -> None:
+    warned = 'trap "echo warned $SLURM_PROCID >> said; exit 1" USR2; while [ -e hold ]; do sleep 0.1; done'
+    job = submit(lab, tmp_path, "--exclusive", "--signal=USR2@60", rank=f"echo here >> said; {warned}")
+    assert wait_until(lambda: len(said(tmp_path)) == 4, 30), state_of(lab, job)
+    lab.run("srun", "--partition=high", "--nodes=2", "--exclusive", "--time=1", "true", timeout=100)
+    assert {line for line in said(tmp_path) if line.startswith("warned")} == {f"warned {rank}" for rank in range(4)}
+
+
+def test_without_accounting_there_is_no_answer_of_it(lab_without_accounting: Lab) -> None:
+    lab = lab_without_accounting
+    assert lab.run("srun", "--time=1", "bash", "-c", "echo $SLURMD_NODENAME") == "bare1"
+    with pytest.raises(RuntimeError, match="Slurm accounting storage is disabled"):
+        lab.run("sacct")
+
+
+def traces(folder: Path) -> list[str]:
+    """Whatever names this folder: a process by its command line, environment, working folder or open files; a line."""
+    found = [line for line in HOSTS.read_text(encoding="utf-8").splitlines() if str(folder) in line]
+    for pid, process in processes().items():
+        try:
+            texts = [
+                (Path(f"/proc/{pid}") / name).read_bytes().decode(errors="replace") for name in ("cmdline", "environ")
+            ]
+            texts += [os.readlink(link) for link in [f"/proc/{pid}/cwd", *Path(f"/proc/{pid}/fd").iterdir()]]
+        except OSError:
+            continue
+        if pid != os.getpid() and str(folder) in "\n".join(texts):
+            found.append(f"{pid} {process.name}")
+    return found
+
+
+def by_hand(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, SCRIPT, *args], capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.fixture
+def elsewhere() -> Path:
+    """A folder for a lab of the test's own, beside the one of the session."""
+    folder = Path(f"/tmp/rlexp-slurm-by-hand-{os.getpid()}")
+    yield folder
+    Lab(folder).down()
+
+
+def test_nothing_is_left(elsewhere: Path, tmp_path: Path) -> None:
+    """By hand, with a process at work that says nothing of the job it belongs to."""
+    before = HOSTS.read_bytes()
+    up = by_hand("up", f"--folder={elsewhere}", "--nodes=1", "--name=hand")
+    if up.returncode:
+        pytest.skip(f"no Slurm here: {up.stderr}")
+    assert re.fullmatch(r"# up after [\d.]+ s: {'hand1': 'idle'}\nexport SLURM_CONF=\S+\n", up.stdout)
+    print(up.stdout)
+    again = by_hand("up", f"--folder={elsewhere}", "--nodes=1", "--name=hand")
+    assert again.returncode == 0, again.stderr
+    other = by_hand("up", f"--folder={elsewhere}", "--nodes=2", "--name=hand")
+    assert other.returncode == 1
+    assert "a lab of another shape is up there" in other.stderr
+
+    lab = Lab(elsewhere)
+    assert lab.shape.name == "hand"
+    hidden = f"env -i setsid bash -c 'echo $$ > {tmp_path}/pid; sleep 1000 & wait'"
+    lab.run("sbatch", "--export=NONE", f"--chdir={tmp_path}", "--time=5", f"--wrap={hidden}")
+    assert wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 30)
+    assert "RUNNING" in lab.run("squeue", "--format=%T")
+    names = " ".join(traces(elsewhere))
+    for daemon in ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "slurmstepd", "hand1"):
+        assert daemon in names
+    port, hidden_pid = lab.port, int((tmp_path / "pid").read_text())
+    assert environment(hidden_pid).keys() <= {"PWD", "SHLVL", "_"}
+    busy = by_hand("up", f"--folder={elsewhere}", "--nodes=1", "--name=hand")
+    assert busy.returncode == 0, busy.stderr
+    assert hidden_pid in processes()
+
+    down = by_hand("down", f"--folder={elsewhere}")
+    assert down.returncode == 0, down.stderr
+    print(down.stdout)
+    assert "nothing is left but the packages" in down.stdout
+    assert traces(elsewhere) == []
+    assert hidden_pid not in processes()
+    assert not elsewhere.exists()
+    assert HOSTS.read_bytes() == before
+    for offset in range(3):
+        with socket.socket() as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended linger
+            free.bind(("127.0.0.1", port + offset))
+    assert by_hand("down", f"--folder={elsewhere}").returncode == 0
+
+
+def test_a_lab_goes_with_the_tests_that_were_killed(elsewhere: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.slurm.lab import *\n"
+        f"lab = Lab(Path({str(elsewhere)!r}), Shape(nodes=1, accounting=False, name='hand')); lab.up(); guard(lab)\n"
+        "print('up', flush=True); time.sleep(1000)"
+    )
+    root = Path(SCRIPT).parents[2]
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    began = time.monotonic()
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=10)
+    if said != "up\n":
+        pytest.skip("no Slurm here")
+    assert wait_until(lambda: not traces(elsewhere) and not elsewhere.exists(), 30), traces(elsewhere)
+    assert time.monotonic() - began < 20
+
+
+def test_where_it_cannot_be_it_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, and nothing has been begun."""
+    before, services = HOSTS.read_bytes(), Path("/usr/sbin/policy-rc.d").exists()
+    lab = Lab(tmp_path / "lab", Shape(accounting=False))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: 1000)
+        with pytest.raises(Unable, match="needs root"):
+            lab.up()
+    with monkeypatch.context() as patched:
+        patched.setenv("PATH", str(tmp_path))
+        with pytest.raises(Unable, match="there is no apt-get"):
+            lab.up()
+    with monkeypatch.context() as patched:
+        patched.setattr(lab_module, "PACKAGES", ("munge", "no-such-package-of-slurm"))
+        with pytest.raises(Unable, match=r"cannot install no-such-package-of-slurm: E: Unable to locate package"):
+            lab.up()
+    with pytest.raises(Unable, match="must be short and plain"):
+        Lab(tmp_path / ("deep" * 20)).up()
+    assert not lab.folder.exists()
+    assert HOSTS.read_bytes() == before
+    assert Path("/usr/sbin/policy-rc.d").exists() is services
