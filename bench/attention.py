@@ -1,105 +1,273 @@
-"""The work of a ring of N over one plain flash call, without communication, in one run.
+"""The work of every layout over one flash call, how well N ranks share it, and its error in bfloat16, in one run.
 
-    python bench/attention.py                       print the table
+    python bench/attention.py                       print the tables; 30 minutes on a quiet core
     python bench/attention.py --write docs/attention.md
+    python bench/attention.py --only work           or packed, or errors
 
-All blocks of all ranks are computed here one after the other, forward, merge and backward, by the very functions
-that a rank runs. The floor: a causal call over S tokens computes S²/2 scores, and so do the blocks of a zigzag
-ring together; what a ring adds is the merge (per step: read and write the output once, S·H·D elements in float32)
-and the smaller calls. So the ratio can come near 1 and not below.
+Without communication: each rank is played alone by bench/simulate.py, all after the other on one core. Times are
+seconds of the thread, not of the clock, and of each piece of work the least of several rounds. A round has all layouts,
+all ranks, and one call of `scaled_dot_product_attention`, so that a machine that is slow for a while is slow for all of
+them. A maximum over ranks in every step gathers what noise is left: fewer rounds give lower efficiencies.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
-import time
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from checkpoint import about, with_load
+from simulate import Alone, Clock, Sizes, Trace, in_ring, packed
+from together import whole_ring
 from torch import Tensor
 
-from rlexp.config.schema import KernelName, LayoutName
-from rlexp.launch.folder import git_commit
 from rlexp.prove.tables import put
-from rlexp.ring.attention import ring_batch
-from rlexp.ring.groups import Ring
-from rlexp.ring.kernels import get_kernel
-from rlexp.ring.kernels.base import accumulation_dtype
+from rlexp.ring.kernels.cpu_flash import CpuFlash
 from rlexp.ring.layouts import get_layout
-from rlexp.ring.rotation import backward_block, empty_output, forward_block
-from rlexp.types import Segment
 
-TOKENS, HEADS, SIZE = 4096, 8, 64
-RINGS = (1, 2, 4, 8)
-REPEATS = 5
+HEADS, SIZE = 8, 64
+LONG = (8192,)
+# Tokens of pairs by the tokenizer of SmolLM2-135M, prompt and answer, chosen and rejected: the first pair of SQuALITY's
+# human evaluation (github.com/nyu-mll/SQuALITY, v1.3; the story is its prompt), and the first 16 of the test split of
+# HH-RLHF helpful-base (github.com/anthropics/hh-rlhf).
+SQUALITY = (7960, 7821)
+HH = (57, 191, 142, 137, 203, 114, 179, 165, 497, 480, 98, 109, 37, 24, 228, 211,
+      203, 184, 71, 65, 202, 77, 18, 24, 205, 176, 123, 282, 612, 637, 244, 240)  # fmt: skip
+MIX = (*SQUALITY, *HH)
+
+RINGS = (2, 4, 8)
+INNER = 2  # of hybrid
+SHORT = 1024  # tokens, of which all heads are one piece of work
+ROUNDS = 10
+ERRORS = ((2048,), (257, 1, 600, 37, 1024))  # lengths of which float64 has the whole score matrix
+CPU = torch.device("cpu")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python bench/attention.py", description=__doc__)
-    parser.add_argument("--write", type=Path, help="put the table into this page, between its markers")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    lines = ["| ring | float32 | bfloat16 (blocks in float32) |", "| ---: | ---: | ---: |"]
-    columns = [ratios(dtype) for dtype in (torch.float32, torch.bfloat16)]
-    lines += [f"| {ring} | {columns[0][ring]:.2f} | {columns[1][ring]:.2f} |" for ring in RINGS]
-    text = (
-        f"Forward and backward over {TOKENS} tokens, {HEADS} heads of {SIZE}, one thread, best of {REPEATS}; "
-        f"1.00 is one call of `scaled_dot_product_attention`.\nMeasured {time.strftime('%Y-%m-%d')} at commit "
-        f"{(git_commit() or 'unknown')[:12]} on CPU ({platform.machine()}), torch {torch.__version__}, "
-        f"by `python bench/attention.py`.\n\n" + "\n".join(lines)
+    parser = argparse.ArgumentParser(
+        prog="python bench/attention.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--write", type=Path, help="put the tables into this page, between its markers")
+    parser.add_argument("--only", choices=TABLES, help="one table alone")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    chosen = [options.only] if options.only else list(TABLES)
+    text = "\n\n".join([about("bench/attention.py"), *(with_load(TABLES[name]) for name in chosen)])
     print(text)
     if options.write:
         put(options.write, text)
 
 
-def ratios(dtype: torch.dtype) -> dict[int, float]:
-    """Best time of each ring over that of a plain call; all are run in turn, so that all meet the same noise."""
-    q, k, v, dout = (
-        torch.randn(TOKENS, HEADS, SIZE, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(4)
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    ring_size: int
+
+    @property
+    def inner(self) -> int:
+        return INNER if self.layout == "hybrid" else self.ring_size
+
+    @property
+    def name(self) -> str:
+        return f"hybrid, {INNER} × zigzag" if self.layout == "hybrid" else self.layout
+
+
+def cases(rings: Sequence[int]) -> list[Case]:
+    """A hybrid of as many ranks as share out the heads is Ulysses."""
+    names = ("zigzag", "contiguous", "allgather", "ulysses", "hybrid")
+    return [Case(name, ring) for name in names for ring in rings if name != "hybrid" or ring > INNER]
+
+
+# ---- work, and how well it is shared ----
+
+
+@dataclass
+class Measured:
+    case: Case
+    ranks: list[Trace]
+
+    def work(self, alone: float) -> float:
+        return sum(rank.seconds() for rank in self.ranks) / alone
+
+    def efficiency(self, alone: float) -> float:
+        """The time that each of so many ranks would have, were there nothing but one call's work, over what the ring
+        takes."""
+        return alone / self.case.ring_size / in_ring([rank.steps for rank in self.ranks])
+
+
+def measure(lengths: Sequence[int], dtype: torch.dtype, rings: Sequence[int]) -> tuple[OneCall, list[Measured]]:
+    sizes, once, found = Sizes(HEADS, HEADS, SIZE, dtype, CPU), OneCall(lengths, dtype), []
+    for case in cases(rings):
+        layout = get_layout(case.layout, case.inner)
+        segments = packed(lengths, layout.multiple(case.ring_size))
+        ranks = range(case.ring_size)
+        found.append((case, [Alone(layout, segments, case.ring_size, rank, CpuFlash(), sizes) for rank in ranks]))
+    for _ in range(ROUNDS + 1):
+        once.play()
+        for _, alone in found:
+            for rank in alone:
+                rank.play()
+    return once, [Measured(case, [rank.trace() for rank in alone]) for case, alone in found]
+
+
+class OneCall:
+    """The flash attention that torch has, forward and backward, of one sequence after the other.
+
+    A long one is also played head by head, as the kernel goes through them on one thread, and pass by pass: so that the
+    least of several rounds is that of pieces, as it is of a rank's work. That sum is what all is held to; the best of
+    the whole calls is printed beside it."""
+
+    def __init__(self, lengths: Sequence[int], dtype: torch.dtype) -> None:
+        self.inputs = [drawn(length, HEADS, dtype, seed=number) for number, length in enumerate(lengths)]
+        self.pieces = [
+            # The kernel makes this gradient contiguous, which of all heads costs nothing.
+            [*(x[:, part] for x in each[:3]), each[3][:, part].contiguous()]
+            for each, length in zip(self.inputs, lengths, strict=True)
+            for part in ([slice(head, head + 1) for head in range(HEADS)] if length > SHORT else [slice(None)])
+        ]
+        self.rounds: list[list[float]] = []
+        self.wholes: list[float] = []
+
+    def play(self) -> None:
+        clock = Clock(CPU)
+        self.wholes.append(sum(sum(flash_timed(each, clock)) for each in self.inputs))
+        self.rounds.append([seconds for piece in self.pieces for seconds in flash_timed(piece, clock)])
+
+    def seconds(self) -> float:
+        """As for a rank, the first round is not counted."""
+        return sum(map(min, zip(*self.rounds[1:], strict=True)))
+
+    def whole(self) -> float:
+        return min(self.wholes[1:])
+
+
+def flash_timed(inputs: Sequence[Tensor], clock: Clock) -> tuple[float, float]:
+    """Seconds of both passes."""
+    began = clock.mark()
+    out, leaves = flash_forward(*inputs[:3])
+    passed = clock.mark()
+    flash_backward(out, leaves, inputs[3])
+    return clock.seconds(began, passed), clock.seconds(passed, clock.mark())
+
+
+def drawn(tokens: int, kv_heads: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
+    return Sizes(HEADS, kv_heads, SIZE, dtype, CPU).drawn(tokens, seed)
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in leaves)
+    out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+    return out.squeeze(0).transpose(0, 1), leaves
+
+
+def flash_backward(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> list[Tensor]:
+    # On this thread, whose seconds are counted.
+    with torch.autograd.set_multithreading_enabled(False):
+        return list(torch.autograd.grad(out, leaves, dout))
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    out, leaves = flash_forward(q, k, v)
+    return [out.detach(), *flash_backward(out, leaves, dout)]
+
+
+def work() -> str:
+    dtypes = (torch.float32, torch.bfloat16)
+    columns = [measure(LONG, dtype, RINGS) for dtype in dtypes]
+    lines = ["| layout | ring | work, float32 | efficiency | work, bfloat16 | efficiency |",
+             "| --- | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
+    for pair in zip(*(found for _, found in columns), strict=True):
+        cells = [shared(each, once) for each, (once, _) in zip(pair, columns, strict=True)]
+        lines.append(f"| {pair[0].case.name} | {pair[0].case.ring_size} | " + " | ".join(cells) + " |")
+    seconds = ", ".join(
+        f"{once.seconds():.2f} s in {str(dtype).removeprefix('torch.')}, all heads at once {once.whole():.2f} s"
+        for dtype, (once, _) in zip(dtypes, columns, strict=True)
     )
-    works: dict[int, Callable[[], None]] = {0: lambda: plain(q, k, v, dout)}
-    works |= {ring: lambda ring=ring: whole_ring(ring, q, k, v, dout) for ring in RINGS}  # type: ignore[misc]
-    best = dict.fromkeys(works, float("inf"))
-    for _ in range(REPEATS):
-        for name, work in works.items():
-            started = time.perf_counter()
-            work()
-            best[name] = min(best[name], time.perf_counter() - started)
-    return {ring: best[ring] / best[0] for ring in RINGS}
+    return (
+        f"### One long sequence\n\n"
+        f"{LONG[0]:,} tokens, {HEADS} heads of {SIZE}, one thread, forward and backward, causal, the best of "
+        f"{ROUNDS} rounds.\n"
+        f"Work: of all ranks together, over one call of `scaled_dot_product_attention`, timed head by head\n"
+        f"({seconds}).\n"
+        f"Efficiency: a ring-th part of that call's time, over the time of the ring when sending takes none: in every "
+        f"step as\nlong as its slowest rank.\n\n" + "\n".join(lines)
+    )
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-    q, k, v = (x.detach().transpose(0, 1).unsqueeze(0).requires_grad_() for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.autograd.grad(out, (q, k, v), dout.transpose(0, 1).unsqueeze(0))
+def shared(each: Measured, once: OneCall) -> str:
+    return f"{each.work(once.seconds()):.2f} | {each.efficiency(once.seconds()):.0%}"
 
 
-def whole_ring(size: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-    """Every block of every rank, as if the ranks took turns on one core."""
-    layout, scale = get_layout(LayoutName.zigzag), SIZE**-0.5
-    ring = Ring(0, tuple(range(size)))
-    batch = ring_batch([Segment(0, TOKENS, TOKENS)], ring, layout, get_kernel(KernelName.auto, "cpu"), TOKENS)
-    share = TOKENS // size
-    dtype = accumulation_dtype(q.dtype)
-    shards = [slice(rank * share, (rank + 1) * share) for rank in range(size)]
-    kvs = [torch.stack((k[shard], v[shard])) for shard in shards]
-    dkvs = [torch.zeros(kv.shape, dtype=dtype) for kv in kvs]
-    for rank, shard in enumerate(shards):
-        out, lse = empty_output(q[shard])
-        order = [(rank - step) % size for step in range(size)]
-        for source in order:
-            forward_block(batch, rank, source, q[shard], kvs[source], out, lse, scale)
-        result, dq = out.to(q.dtype), torch.zeros_like(out)
-        for source in order:
-            added = backward_block(batch, rank, source, dout[shard], q[shard], kvs[source], result, lse, dq, scale)
-            assert added is not None
-            at, dk, dv = added
-            dkvs[source][0][at] += dk
-            dkvs[source][1][at] += dv
+def mix() -> str:
+    once, found = measure(MIX, torch.float32, RINGS[-1:])
+    lines = ["| layout | ring | work | efficiency |", "| --- | ---: | ---: | ---: |"]
+    lines += [f"| {each.case.name} | {each.case.ring_size} | {shared(each, once)} |" for each in found]
+    return (
+        f"### A packed mix\n\n"
+        f"One pair of SQuALITY and {len(HH) // 2} of HH-RLHF in one pack: {len(MIX)} sequences of {min(MIX)} to "
+        f"{max(MIX):,} tokens, {sum(MIX):,} in all,\nfloat32, the best of {ROUNDS} rounds. One call is here one "
+        f"for each sequence, the long ones timed head by head\n({once.seconds():.2f} s together; all heads at once "
+        f"{once.whole():.2f} s).\n\n" + "\n".join(lines)
+    )
+
+
+# ---- errors in bfloat16 ----
+
+
+def errors() -> str:
+    lines = ["| layout | heads | sequences | out | dq | dk | dv |", "| --- | ---: | --- |" + " ---: |" * 4]
+    for kv_heads in (HEADS, 2):
+        for lengths in ERRORS:
+            lines += rows_of_errors(lengths, kv_heads)
+    return (
+        f"### Errors in bfloat16\n\n"
+        f"Against float64, root mean square over the pack, relative to that of the true value; in brackets over that\n"
+        f"of one flash call for each sequence. Ring 8, {HEADS} heads of {SIZE}; heads: of queries / of keys.\n\n"
+        + "\n".join(lines)
+    )
+
+
+def rows_of_errors(lengths: Sequence[int], kv_heads: int) -> list[str]:
+    sizes = Sizes(HEADS, kv_heads, SIZE, torch.bfloat16, CPU)
+    multiple = RINGS[-1]
+    segments = packed(lengths, multiple)
+    inputs = sizes.drawn(sum(segment.padded for segment in segments), seed=3)
+    each = [[x[s.start : s.start + s.length] for x in inputs] for s in segments]
+    true = [torch.cat(parts) for parts in zip(*(full(*one) for one in each), strict=True)]
+    once = error([torch.cat(parts) for parts in zip(*(flash(*one) for one in each), strict=True)], true)
+    what = f"{HEADS}/{kv_heads} | " + " + ".join(f"{length:,}" for length in lengths)
+    lines = [f"| one flash call | {what} | " + " | ".join(f"{value:.1e}" for value in once) + " |"]
+    for case in cases([multiple]):
+        layout = get_layout(case.layout, case.inner)
+        assert layout.multiple(multiple) == multiple
+        got = whole_ring(layout, segments, multiple, CpuFlash(), sizes, inputs)
+        found = error([x[: sum(lengths)] for x in got], true)
+        cells = (f"{value:.1e} ({value / known:.2f})" for value, known in zip(found, once, strict=True))
+        lines.append(f"| {case.name} | | | " + " | ".join(cells) + " |")
+    return lines
+
+
+def full(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """In float64, with the whole score matrix, by nothing that the kernels use."""
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * SIZE**-0.5
+    scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())]
+
+
+def error(got: Sequence[Tensor], true: Sequence[Tensor]) -> list[float]:
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, true, strict=True)]
+
+
+TABLES: dict[str, Callable[[], str]] = {"work": work, "packed": mix, "errors": errors}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from rlexp.config.schema import ExportDtype
-from rlexp.errors import UserError
+from rlexp.errors import exit_code
 
 
 def main() -> int:
@@ -22,13 +22,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a folder that is new or empty")
     parser.add_argument("--dtype", choices=[each.value for each in ExportDtype], default=ExportDtype.auto.value)
     options = parser.parse_args()
+    return exit_code(lambda: export(options))
+
+
+def export(options: argparse.Namespace) -> int:
     from rlexp.checkpoint.exported import export_checkpoint  # here, since it imports torch
 
-    try:
-        place = export_checkpoint(options.source, options.out, ExportDtype[options.dtype])
-    except (UserError, OSError) as error:
-        sys.stderr.write(f"rlexp: {error}\n")
-        return 1
+    place = export_checkpoint(options.source, options.out, ExportDtype[options.dtype])
     sys.stderr.write(f"done: {place}\n")
     return 0
 

@@ -96,7 +96,7 @@ class Segment:
 
     start: int  # of its first token in the pack
     length: int  # real tokens
-    padded: int  # tokens it takes up, a multiple of what the layout needs; padding stands at its end
+    padded: int  # tokens it takes up; padding stands at its end
     parent: int | None = None  # the parent's place in the pack's list of segments
 
 
@@ -131,6 +131,8 @@ class Shard:
     index_t: Tensor  # the place of each token in the pack
     sequences: int
     real_tokens: int  # of this rank
+    most_work: float  # of attention, of the rank of the ring that has most: pairs of a query and a key that it sees
+    mean_work: float  # of all ranks of the ring
     attention: Any  # rlexp.ring.attention.RingBatch; opaque to every other room
 
     def to(self, device: torch.device) -> Shard:
@@ -142,6 +144,8 @@ class Shard:
             self.index_t.to(device),
             self.sequences,
             self.real_tokens,
+            self.most_work,
+            self.mean_work,
             self.attention.to(device),
         )
 

@@ -7,12 +7,15 @@ import math
 from pathlib import Path
 
 from rlexp.config import sizes
-from rlexp.config.cadence import save_cadence
+from rlexp.config.backend import check_backend
+from rlexp.config.cadence import BEFORE_END, save_cadence, seconds
 from rlexp.config.checks_policy import check_policy_loss
 from rlexp.config.checks_rewards import check_reward
 from rlexp.config.checks_rollout import check_rollout, minibatches
 from rlexp.config.deepspeed import check_overrides
 from rlexp.config.hardware import visible_gpus
+from rlexp.config.kernels import check_kernel
+from rlexp.config.layouts import choose, heads_of
 from rlexp.config.resolvers import resolve_device
 from rlexp.config.schema import (
     ArithmeticDataConfig,
@@ -22,7 +25,6 @@ from rlexp.config.schema import (
     EngineName,
     HFModelConfig,
     JsonlDataConfig,
-    KernelName,
     LoggerName,
     Offload,
     Precision,
@@ -39,12 +41,18 @@ def check(cfg: Config, *, here: bool = True) -> None:
     if here:
         cfg.launch.device = Device[resolve_device(cfg.launch.device.value)]
         _check_launch(cfg)
+    else:
+        _check_cluster(cfg)
     _check_derived(cfg)
     _check_train(cfg)
     _check_engine(cfg)
     _check_checkpoints(cfg)
     _check_logger(cfg, here=here)
     _check_groups(cfg)
+    heads = heads_of(cfg.model)
+    check_backend(cfg, heads, here=here)
+    choose(cfg, heads)
+    check_kernel(cfg, heads, here=here)
     check_rollout(cfg)
     check_policy_loss(cfg)
     check_reward(cfg)
@@ -68,6 +76,24 @@ def _check_launch(cfg: Config) -> None:
         raise ConfigError(
             f"launch.nproc={cfg.launch.nproc}: one GPU per rank, and {visible_gpus()} are visible. "
             f"Use launch.nproc={visible_gpus()}, or launch.device=cpu."
+        )
+
+
+def _check_cluster(cfg: Config) -> None:
+    limit = seconds("launch.time_limit", cfg.launch.time_limit)
+    sizes.positive("launch.rank_cpus", cfg.launch.rank_cpus)
+    if cfg.launch.rank_memory_gb is not None:
+        _positive("launch.rank_memory_gb", cfg.launch.rank_memory_gb)
+    if cfg.resume.mode == "never":
+        raise ConfigError(
+            "resume.mode=never: a job that Slurm starts again goes on where it was. Leave resume.mode=auto, and give a "
+            "folder of its own: hydra.sweep.dir=FOLDER."
+        )
+    if limit < cfg.launch.grace_seconds + 2 * BEFORE_END:
+        raise ConfigError(
+            f"launch.time_limit={cfg.launch.time_limit}: is over before a step is taken: a run begins to save "
+            f"launch.grace_seconds={cfg.launch.grace_seconds:g} and {BEFORE_END} s before its end. Give it more, "
+            f"or a smaller launch.grace_seconds."
         )
 
 
@@ -178,8 +204,6 @@ def _check_groups(cfg: Config) -> None:
         raise ConfigError(f"optim.warmup_steps={cfg.optim.warmup_steps}: must be at least 0.")
     if cfg.data.max_length < 2:
         raise ConfigError(f"data.max_length={cfg.data.max_length}: must be at least 2 (a prompt and an answer).")
-    if cfg.launch.device is Device.cuda and cfg.parallel.kernel is KernelName.cpu_flash:
-        raise ConfigError("parallel.kernel=cpu_flash: runs on CPU only. Use parallel.kernel=auto.")
     match cfg.loss:
         case DPOConfig(beta=beta, label_smoothing=smoothing):
             _positive("loss.beta", beta)

@@ -6,8 +6,10 @@ import dataclasses
 import difflib
 import typing
 
+from rlexp.config.launchers import LocalJobs, SlurmJobs
 from rlexp.config.schema import KINDS, Config
 
+LAUNCHER = "hydra.launcher."
 APPENDED = ("experiment", "sweep")  # groups that stand in no defaults list
 
 
@@ -27,6 +29,11 @@ def all_keys() -> dict[str, tuple[str, ...]]:
     return {key: () if set(owners) == _every_kind(key) else owners for key, owners in keys.items()}
 
 
+def launcher_keys() -> list[str]:
+    fields = [*dataclasses.fields(SlurmJobs), *dataclasses.fields(LocalJobs)]
+    return list(dict.fromkeys(f"{LAUNCHER}{field.name}" for field in fields))
+
+
 def _every_kind(key: str) -> set[str]:
     group = key.partition(".")[0]
     return {f"{group}={kind}" for kind in KINDS.get(group, {})}
@@ -34,6 +41,11 @@ def _every_kind(key: str) -> set[str]:
 
 def about_unknown(key: str) -> str:
     """One line on a key that cannot be set: where it belongs, or the nearest that can."""
+    if key.startswith(LAUNCHER):
+        near = suggestion(key, launcher_keys())
+        return (
+            f"{key}: no such key.{near} docs/slurm.md lists them; others of sbatch's: {LAUNCHER}additional_parameters."
+        )
     keys = all_keys()
     if key in APPENDED:
         return f"{key}: is appended to the configuration: say +{key}=NAME."

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from rlexp.config import sizes
+from rlexp.config.cadence import BEFORE_END, seconds
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.paths import config_root
 from rlexp.config.schema import KINDS, LossConfig, PolicyLossConfig
@@ -27,11 +29,17 @@ def resolve_device(device: str) -> str:
 def default_nproc(device: str, ring_size: int, sampling_ranks: int) -> int:
     """Ranks on this machine: its GPUs, or on CPU one replica and who samples for it."""
     sizes.positive("parallel.ring_size", ring_size)
+    if getattr(device, "value", device) == "cuda" and visible_gpus() == 0:
+        raise ConfigError(
+            "launch.device=cuda: no GPU is visible on this machine. Use launch.device=cpu, or auto; for a cluster, say "
+            "how many each of its nodes has: launch.nproc=8."
+        )
     return visible_gpus() if resolve_device(device) == "cuda" else ring_size + sampling_ranks
 
 
 def default_precision(device: str) -> str:
-    return "bf16" if resolve_device(device) == "cuda" else "fp32"
+    """A GPU's that is asked for, though it may be another machine's."""
+    return "bf16" if getattr(device, "value", device) == "cuda" or resolve_device(device) == "cuda" else "fp32"
 
 
 def engine_for(precision: str) -> str:
@@ -42,6 +50,19 @@ def engine_for(precision: str) -> str:
 def slurm_gpus(device: str, nproc: int) -> int | None:
     """GPUs to ask Slurm for on each node. The submitting machine may have none, so only `cpu` means none."""
     return None if getattr(device, "value", device) == "cpu" else nproc
+
+
+def slurm_minutes(time_limit: str) -> int:
+    return max(1, math.ceil(seconds("launch.time_limit", time_limit) / 60))
+
+
+def slurm_memory(rank_memory_gb: float | None, nproc: int) -> float | None:
+    return None if rank_memory_gb is None else rank_memory_gb * nproc
+
+
+def slurm_warning(grace_seconds: float) -> int:
+    """How long before its end a job is told: a step is finished and saved within the grace, and Slurm is not exact."""
+    return math.ceil(grace_seconds) + BEFORE_END
 
 
 def all_ranks(nproc: int, nodes: int) -> int:
@@ -91,6 +112,9 @@ def register() -> None:
         "rlexp_precision": default_precision,
         "rlexp_engine": engine_for,
         "slurm_gpus": slurm_gpus,
+        "slurm_memory": slurm_memory,
+        "slurm_minutes": slurm_minutes,
+        "slurm_warning": slurm_warning,
         "world_size": world_size,
         "dp_size": sizes.dp_size,
         "grad_acc": sizes.grad_acc,

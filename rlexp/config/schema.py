@@ -27,13 +27,29 @@ class Precision(Enum):
 
 
 class LayoutName(Enum):
+    auto = "auto"
     zigzag = "zigzag"
+    contiguous = "contiguous"
+    allgather = "allgather"
+    ulysses = "ulysses"
+    hybrid = "hybrid"
 
 
 class KernelName(Enum):
     auto = "auto"
     cpu_flash = "cpu_flash"
+    torch_flash = "torch_flash"
+    flash_attn = "flash_attn"
+    flash_attn_3 = "flash_attn_3"
+    flash_attn_4 = "flash_attn_4"
     plain = "plain"
+
+
+class BackendName(Enum):
+    """Whose the whole attention over the ring is."""
+
+    native = "native"
+    ring_flash_attn = "ring_flash_attn"
 
 
 class EngineName(Enum):
@@ -151,6 +167,11 @@ class LaunchConfig:
     timeout_seconds: float = 600.0  # of a collective that some rank never joins
     torch_threads: int = 1  # per rank, on CPU
     grace_seconds: float = 120.0  # for a run that is asked to stop, to finish its step and save
+    # Of a job on a cluster; nodes and ranks follow from the above.
+    time_limit: str = "4h"  # what is not done by then goes on in the same job, started again
+    rank_cpus: int = 2
+    rank_memory_gb: float | None = None  # what the cluster gives without being asked
+    interface: str | None = None  # the network's, for gloo and NCCL: the one that leads to the other nodes
 
 
 @dataclass
@@ -169,7 +190,9 @@ class TrainConfig:
 class ParallelConfig:
     ring_size: int = 1
     layout: LayoutName = LayoutName.zigzag
+    ulysses_size: int | None = None  # of the groups of layout=hybrid
     kernel: KernelName = KernelName.auto
+    backend: BackendName = BackendName.native
     world_size: int = MISSING  # derived
     dp_size: int = MISSING  # derived
 

@@ -48,14 +48,14 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _nearest(wanted: int, candidates: list[int]) -> list[int]:
+def nearest(wanted: int, candidates: list[int]) -> list[int]:
     """The largest candidate below and the smallest above, as far as there are any."""
     below = [c for c in candidates if c <= wanted]
     above = [c for c in candidates if c > wanted]
     return ([max(below)] if below else []) + ([min(above)] if above else [])
 
 
-def _listed(numbers: list[int]) -> str:
+def listed(numbers: list[int]) -> str:
     return " or ".join(str(n) for n in numbers)
 
 
@@ -69,11 +69,11 @@ def dp_size(world_size: int, ring_size: int) -> int:
     positive("parallel.ring_size", ring_size)
     positive("world size", world_size)
     if world_size % ring_size:
-        fitting = _nearest(ring_size, divisors(world_size))
-        multiples = _nearest(world_size, [ring_size * n for n in range(1, world_size // ring_size + 2)])
+        fitting = nearest(ring_size, divisors(world_size))
+        multiples = nearest(world_size, [ring_size * n for n in range(1, world_size // ring_size + 2)])
         raise ConfigError(
             f"parallel.ring_size={ring_size}: the world has {world_size} rank{'s' * (world_size > 1)}, which is "
-            f"no multiple of it. Use parallel.ring_size={_listed(fitting)}, or a world of {_listed(multiples)} "
+            f"no multiple of it. Use parallel.ring_size={listed(fitting)}, or a world of {listed(multiples)} "
             f"ranks (launch.nproc × launch.nodes; on a GPU machine launch.nproc is the number of GPUs)."
         )
     return world_size // ring_size
@@ -87,14 +87,14 @@ def grad_acc(batch_size: int, micro_batch_size: int, dp_size: int) -> int:
     if batch_size % unit:
         lower = batch_size // unit * unit
         sizes = ([lower] if lower else []) + [lower + unit]
-        remedies = [f"train.batch_size={_listed(sizes)}"]
+        remedies = [f"train.batch_size={listed(sizes)}"]
         if batch_size % dp_size == 0:
-            micros = _nearest(micro_batch_size, divisors(batch_size // dp_size))
-            remedies.append(f"train.micro_batch_size={_listed(micros)}")
+            micros = nearest(micro_batch_size, divisors(batch_size // dp_size))
+            remedies.append(f"train.micro_batch_size={listed(micros)}")
         else:
-            replicas = _nearest(dp_size, [d for d in divisors(batch_size) if batch_size % (d * micro_batch_size) == 0])
+            replicas = nearest(dp_size, [d for d in divisors(batch_size) if batch_size % (d * micro_batch_size) == 0])
             if replicas:
-                remedies.append(f"{_listed(replicas)} replicas (world size / parallel.ring_size)")
+                remedies.append(f"{listed(replicas)} replicas (world size / parallel.ring_size)")
         raise ConfigError(
             f"train.batch_size={batch_size}: {dp_size} replica{'s' * (dp_size > 1)} × train.micro_batch_size="
             f"{micro_batch_size} need a multiple of {unit}. Use {', or '.join(remedies)}."
@@ -120,13 +120,13 @@ def minibatches(batch_size: int, n_samples: int, train_batch: int) -> int:
     positive("train.batch_size", train_batch)
     samples = batch_size * n_samples
     if samples % train_batch:
-        fitting = _nearest(train_batch, divisors(samples))
+        fitting = nearest(train_batch, divisors(samples))
         lower = samples // train_batch * train_batch
         totals = [total for total in (lower, lower + train_batch) if total and total % n_samples == 0]
-        prompts = f", or rollout.batch_size={_listed([total // n_samples for total in totals])}" if totals else ""
+        prompts = f", or rollout.batch_size={listed([total // n_samples for total in totals])}" if totals else ""
         raise ConfigError(
             f"train.batch_size={train_batch}: a rollout of rollout.batch_size={batch_size} prompts × "
             f"rollout.n_samples={n_samples} gives {samples} samples, which is no multiple of it. Use "
-            f"train.batch_size={_listed(fitting)}{prompts}."
+            f"train.batch_size={listed(fitting)}{prompts}."
         )
     return samples // train_batch

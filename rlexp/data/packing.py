@@ -9,26 +9,27 @@ import torch
 from rlexp.types import Ids, Pack, Pair, Segment
 
 
-def pack_pairs(pairs: Sequence[Pair], multiple: int, *, packing: bool = True, pad_id: int = 0) -> Pack:
+def pack_pairs(pairs: Sequence[Pair], multiple: int, *, unit: int = 1, packing: bool = True, pad_id: int = 0) -> Pack:
     """2P sequences in the order chosen 0, rejected 0, chosen 1, rejected 1, …, each with its own prompt.
 
-    Each is padded to `multiple`, the smallest unit the layout can share out; with `packing=False` all are padded
-    to the longest of the micro-batch, as a padded batch would be.
+    The pack is padded to `multiple`, the smallest number of tokens that the layout can share out, and each sequence to
+    `unit`; with `packing=False` all sequences are padded to the longest of the micro-batch, as a padded batch would be.
     """
     sequences = [(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
-    return pack_sequences(sequences, multiple, packing=packing, pad_id=pad_id)
+    return pack_sequences(sequences, multiple, unit=unit, packing=packing, pad_id=pad_id)
 
 
 def pack_sequences(
-    sequences: Sequence[tuple[Ids, Ids]], multiple: int, *, packing: bool = True, pad_id: int = 0
+    sequences: Sequence[tuple[Ids, Ids]], multiple: int, *, unit: int = 1, packing: bool = True, pad_id: int = 0
 ) -> Pack:
     """Prompt and answer of each sequence. An empty micro-batch is a pack of padding alone: its rank takes part in
     every collective and adds nothing."""
     lengths = [len(prompt) + len(answer) for prompt, answer in sequences]
     longest = max(lengths, default=0)
-    padded = [_up(length if packing else longest, multiple) for length in lengths]
+    padded = [width + -width % unit for width in (lengths if packing else [longest] * len(lengths))]
     if not sequences:
         lengths, padded = [0], [multiple]
+    padded[-1] += -sum(padded) % multiple
     total = sum(padded)
     tokens = torch.full((total,), pad_id, dtype=torch.int64)
     targets = torch.full((total,), pad_id, dtype=torch.int64)
@@ -47,7 +48,3 @@ def pack_sequences(
             owner[start + len(prompt) - 1 : start + length - 1] = number
         start += width
     return Pack(tokens, targets, positions, owner, tuple(segments), len(sequences))
-
-
-def _up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import importlib
 import io
 import logging
 import math
@@ -45,7 +46,22 @@ def _import_deepspeed() -> Any:
     # a stale lock file hangs it; see deepspeed/comm/torch.py, build_shm_op). gloo does all that is asked of it here.
     # To be removed when DeepSpeed has a public switch for it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _import_muon()
     return deepspeed
+
+
+def _import_muon() -> None:
+    """Shim: whatever the optimizer is, DeepSpeed compares it with its Muon, whose functions it decorates by
+    torch.compile; that imports the whole compiler, 2 to 3 seconds of a core in every rank. Nobody here uses Muon."""
+    from deepspeed.runtime import compiler
+
+    before, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    except ImportError:
+        pass  # of another version: then it takes what it takes
+    finally:
+        compiler.compile = before
 
 
 def _initialize(**arguments: Any) -> Any:

@@ -70,11 +70,13 @@ class Phases:
         if not is_out_of_memory(error):
             return None
         self._tell(step=self._step, phase=self._phase, peaks=self._highest, died="out of memory")
-        where = f"in step {self._step}, " if self._step else ""
+        where = f"in step {self._step}, in its {self._phase} phase" if self._phase else f"after step {self._step}"
+        if not self._step:
+            where = f"in its {self._phase or 'build'} phase"
         peaks = ", ".join(f"{phase} {peak / 1e9:.3g} GB" for phase, peak in self._highest.items()) or "none yet"
         first = str(error).strip().partition("\n")[0]
         return OutOfMemory(
-            f"rank {rank} ran out of memory {where}in its {self._phase or 'build'} phase ({first}). "
+            f"rank {rank} ran out of memory {where} ({first}). "
             f"Peaks so far: {peaks}. {REMEDIES.get(self._phase, REMEDY)}"
         )
 

@@ -36,7 +36,7 @@ class Meter:
         self._counts: dict[str, Tensor] = {}
         self._maxima: dict[str, float] = {}
 
-    def add_mean(self, name: str, total: Tensor, count: Tensor | float, spread: Spread) -> None:
+    def add_mean(self, name: str, total: Tensor | float, count: Tensor | float, spread: Spread) -> None:
         """A part of a mean: the mean logged is Σ total / Σ count over the whole train batch."""
         self._add(self._sums, name, total, spread)
         self._add(self._counts, name, count, spread)

@@ -24,9 +24,8 @@ from rlexp.model.decoding import Decoding, KeyValues
 from rlexp.model.float64 import precise
 from rlexp.model.loading import from_config_options
 from rlexp.model.policy import Policy, cast_parameters
-from rlexp.ring.attention import local_index
 from rlexp.ring.groups import Ring
-from rlexp.ring.kernels import BlockKernel
+from rlexp.ring.kernels import BlockKernel, computing_in
 from rlexp.ring.layouts import Layout
 from rlexp.ring.shard import shard_pack
 from rlexp.types import Pack
@@ -116,13 +115,15 @@ def _largest_difference(
 ) -> float:
     small = _small(config, max_length)
     sequences = _sequences(small.vocab_size)
-    pack = pack_sequences([(p.numpy(), a.numpy()) for p, a in sequences], layout.multiple(ring.size))
+    pack = pack_sequences(
+        [(p.numpy(), a.numpy()) for p, a in sequences], layout.multiple(ring.size), unit=layout.unit(ring.size)
+    )
     # Windows are shortened in the copy, so that the numbers show them; the hook need not refuse them first.
-    shard = shard_pack(pack, ring, layout, kernel, max_length=0).to(device)
+    shard = shard_pack(pack, ring, layout, computing_in(torch.float64, kernel), max_length=0).to(device)
     with torch.no_grad():
         logps_t = Policy(_model(cfg, small, hook.NAME, max_length, device))(shard).logps_t.cpu()
     expected_T = _alone(cfg, small, sequences, pack, max_length, device)
-    expected_t = expected_T[local_index(pack.segments, ring.rank, ring.size, layout)]
+    expected_t = expected_T[shard.index_t.cpu()]
     difference = (logps_t - expected_t)[shard.sequence_t.cpu() >= 0].abs()
     worst = difference.max().nan_to_num(nan=torch.inf) if len(difference) else torch.zeros((), dtype=torch.float64)
     if dist.is_initialized():  # agreed by all ranks, so that all refuse together

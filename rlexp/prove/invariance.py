@@ -2,6 +2,7 @@
 
 python -m rlexp.prove.invariance                       print it
 python -m rlexp.prove.invariance --write docs/invariance.md
+python -m rlexp.prove.invariance --only layouts        of every layout, in float64, float32 and bfloat16
 python -m rlexp.prove.invariance --only rollouts       of the runs that draw their own samples alone
 """
 
@@ -10,12 +11,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rlexp.config.load import compose_config
 from rlexp.launch.folder import git_commit
 from rlexp.prove.curves import Curve, differences, draw, excesses
-from rlexp.prove.layouts import Case, cases
+from rlexp.prove.layouts import BASELINE, Case, cases, layout_cases
 from rlexp.prove.rollouts import rollout_tables
 from rlexp.prove.tables import put, signature
 
@@ -28,13 +30,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m rlexp.prove.invariance", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--write", type=Path, help="put the tables into this page, between their markers")
-    parser.add_argument("--only", choices=["pairs", "rollouts"], help="these tables alone")
+    parser.add_argument("--only", choices=[*TABLES], help="these tables alone")
     options = parser.parse_args()
     broken = []
-    if options.only != "rollouts":
-        broken += pairs(options.write)
-    if options.only != "pairs":
-        broken += rollouts(options.write)
+    for name, made in TABLES.items():
+        if options.only in (None, name):
+            broken += made(options.write)
     for line in broken:
         print(f"BROKEN: {line}", file=sys.stderr)
     return 1 if broken else 0
@@ -56,6 +57,41 @@ def pairs(page: Path | None) -> list[str]:
     return broken
 
 
+def layouts(page: Path | None) -> list[str]:
+    """Every layout of a ring. In float32 and bfloat16 beside the noise floor: one process, other micro-batches."""
+    floor = replace(BASELINE, micro_batch_size=4)
+    grid = [floor, *layout_cases()[1:]]
+    found, broken = [], []
+    for precision in ("fp64", "fp32", "bf16"):
+        configs = [compose_config([*BASE, f"train.precision={precision}", *c.overrides()]) for c in (BASELINE, *grid)]
+        baseline, *curves = draw(configs)
+        found.append([differences(baseline, curve) for curve in curves])
+        if precision == "fp64":
+            broken = [f"{case.label}: {each}" for case, curve in zip(grid, curves, strict=True)
+                      for each in excesses(baseline, curve)]  # fmt: skip
+    lines = [
+        "| layout | ring | fp64: train/loss | weights | any other metric | fp32: train/loss | grad_norm "
+        "| bf16: train/loss | grad_norm |",
+        f"| --- | --- |{' ---: |' * 7}",
+    ]
+    for case, fp64, fp32, bf16 in zip(grid, *found, strict=True):
+        other = max(apart for name, apart in fp64.items() if name not in ("train/loss", "weights"))
+        cells = [fp64["train/loss"], fp64["weights"], other]
+        cells += [apart[name] for apart in (fp32, bf16) for name in ("train/loss", "train/grad_norm")]
+        lines.append(f"| {named(case)} | {case.ring_size} | {' | '.join(f'{cell:.1e}' for cell in cells)} |")
+    text = f"{signature('rlexp.prove.invariance')}\n" + "\n".join(lines)
+    print(text)
+    if page:
+        put(page, text, "layouts")
+    return broken
+
+
+def named(case: Case) -> str:
+    if case.ring_size == 1:
+        return "one process, other micro-batches"
+    return f"{case.layout}, `ulysses_size={case.ulysses_size}`" if case.ulysses_size else case.layout
+
+
 def rollouts(page: Path | None) -> list[str]:
     tables, broken = rollout_tables()
     text = f"{signature('rlexp.prove.invariance')}\n{tables}"
@@ -63,6 +99,9 @@ def rollouts(page: Path | None) -> list[str]:
     if page:
         put(page, text, "rollouts")
     return broken
+
+
+TABLES = {"pairs": pairs, "layouts": layouts, "rollouts": rollouts}
 
 
 def table(precision: str) -> tuple[str, list[str]]:

@@ -1,4 +1,4 @@
-"""The layouts on which the same run is drawn: rings, replicas, micro-batches, packing."""
+"""On what the same run is drawn: rings, replicas, micro-batches, packing, and every layout of a ring."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ class Case:
     dp_size: int
     micro_batch_size: int
     packing: bool
+    layout: str = "zigzag"
+    ulysses_size: int | None = None
 
     @property
     def label(self) -> str:
         packed = "packed" if self.packing else "padded"
-        return f"ring {self.ring_size} × {self.dp_size}, micro-batch {self.micro_batch_size}, {packed}"
+        return f"ring {self.ring_size} × {self.dp_size}, micro-batch {self.micro_batch_size}, {packed}, {self.layout}"
 
     def overrides(self) -> list[str]:
         return [
@@ -26,6 +28,8 @@ class Case:
             f"train.batch_size={BATCH}",
             f"train.micro_batch_size={self.micro_batch_size}",
             f"data.packing={str(self.packing).lower()}",
+            f"parallel.layout={self.layout}",
+            f"parallel.ulysses_size={'null' if self.ulysses_size is None else self.ulysses_size}",
         ]
 
 
@@ -41,6 +45,18 @@ def cases() -> list[Case]:
         for micro in (1, 2, 4, 8)
         if BATCH % (micro * dp_size) == 0
     ]
+
+
+def layout_cases() -> list[Case]:
+    """Every layout on rings of 2, 4 and 8, with micro-batches of uneven lengths; the plain run first."""
+    layouts: list[tuple[str, int, int | None]] = [
+        (name, ring, None) for name in ("zigzag", "contiguous", "allgather", "ulysses") for ring in (2, 4, 8)
+    ]
+    layouts += [("hybrid", ring, inner) for ring, inner in ((4, 2), (8, 2), (8, 4))]
+    return [BASELINE, *(Case(ring, 1, 4, True, name, inner) for name, ring, inner in layouts)]
+
+
+BASELINE = Case(1, 1, 1, True)
 
 
 @dataclass(frozen=True)
@@ -93,7 +109,9 @@ VARIANTS = {
     "ppo, temperature and top-k": ("rollout.temperature=0.7", "rollout.top_k=40"),
     "ppo, top-p and min-p": ("rollout.top_p=0.9", "rollout.min_p=0.1", "rollout.importance_cap=2"),
     "ppo, activations recomputed": ("memory.checkpointing=true", "loss.normalize=sequence"),
+    "ppo, heads shared out": ("parallel.layout=ulysses",),
     "grpo": ("loss=grpo", "loss.beta=0.1", *ADAPTIVE),
+    "grpo, keys gathered": ("loss=grpo", "parallel.layout=allgather"),
     "grpo, filtered": ("loss=grpo", "loss.filter=true", "reward.rule=count", "reward.text=A"),
     "dr_grpo": ("loss=dr_grpo", *FOUR),
     "rloo": ("loss=rloo", "loss.beta=0.1", *FOUR),

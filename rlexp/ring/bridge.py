@@ -44,16 +44,18 @@ class Bridge:
         """From rank 0 to those that sample."""
         return _broadcast(self.weights, message, 0, mine=self.rank == 0)
 
-    def hand_over(self, weight: Tensor | None, like: Tensor) -> Tensor:
-        """A weight from rank 0 to those that sample, a piece at a time, into `like`."""
-        assert like.is_contiguous(), "what is written into a copy would be lost"
-        flat = (like if weight is None else weight).detach().reshape(-1)
-        for part in flat.split(PIECE):
-            piece = part.to("cpu").contiguous()
+    def hand_over(self, weight: Tensor) -> None:
+        """A weight to those that sample, a piece at a time. On rank 0."""
+        for piece in weight.detach().reshape(-1).split(PIECE):
+            _run(self.weights, piece.to("cpu").contiguous(), 0)
+
+    def take_over(self, into: Tensor) -> None:
+        """The other end of it."""
+        assert into.is_contiguous(), "what is written into a copy would be lost"
+        for part in into.detach().view(-1).split(PIECE):
+            piece = part.to("cpu")
             _run(self.weights, piece, 0)
-            if weight is None:
-                part.copy_(piece)
-        return flat.view(like.shape)
+            part.copy_(piece)
 
     def show(self, sampler: int, message: Any = None) -> Any:
         """From one that samples to everybody."""

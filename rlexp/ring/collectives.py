@@ -24,12 +24,18 @@ class _RingSum(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, ring: Ring) -> Tensor:  # noqa: ARG004
         total = values.clone()
         if ring.size > 1:
-            dist.all_reduce(total, group=ring.group)
+            dist.all_reduce(total, group=_group(ring))
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
         return grads[0], None
+
+
+def _group(ring: Ring) -> dist.ProcessGroup:
+    """Without one, torch would take the group of the whole world, and what has been split by hand would go astray."""
+    assert ring.group is not None, f"the ring of the ranks {ring.ranks} is one to look at: it has no group"
+    return ring.group
 
 
 def ring_sum(values: Tensor, ring: Ring) -> Tensor:
@@ -39,7 +45,8 @@ def ring_sum(values: Tensor, ring: Ring) -> Tensor:
 
 @dataclass
 class Rotation:
-    """A buffer on its way to the next rank while another comes in. `sent` is kept alive until both are done."""
+    """A buffer on its way to the next rank while another comes in. Both are kept alive until they are there, and no
+    longer: what is received is handed over once."""
 
     sent: Tensor
     received: Tensor
@@ -48,7 +55,9 @@ class Rotation:
     def wait(self) -> Tensor:
         for work in self.works:
             work.wait()
-        return self.received
+        received = self.received
+        del self.sent, self.received, self.works
+        return received
 
 
 def rotate(buffer: Tensor, ring: Ring) -> Rotation:
@@ -58,9 +67,65 @@ def rotate(buffer: Tensor, ring: Ring) -> Rotation:
     received = torch.empty_like(buffer)
     works = dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, buffer, ring.next_rank, ring.group),
-            dist.P2POp(dist.irecv, received, ring.previous_rank, ring.group),
+            dist.P2POp(dist.isend, buffer, ring.next_rank, _group(ring)),
+            dist.P2POp(dist.irecv, received, ring.previous_rank, _group(ring)),
         ]
     )
-    ring.traffic.sent += buffer.numel() * buffer.element_size()
+    ring.traffic.sent += buffer.nbytes
     return Rotation(buffer, received, works)
+
+
+# Under the names that torch has given them since 2.13, where it has them.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Pending:
+    """The result of a collective that is under way. As with a rotation, it is handed over once."""
+
+    sent: Tensor
+    received: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        received = self.received
+        del self.sent, self.received, self.work
+        return received
+
+
+def gather(buffer: Tensor, ring: Ring) -> Pending:
+    """Start giving `buffer` to all ranks, and receiving theirs: (ring, …), in ring order."""
+    assert buffer.is_contiguous()
+    if ring.size == 1:
+        return Pending(buffer, buffer.unsqueeze(0), None)
+    received = buffer.new_empty(ring.size, *buffer.shape)
+    work = _all_gather(received.view(-1), buffer.view(-1), group=_group(ring), async_op=True)
+    ring.traffic.sent += (ring.size - 1) * buffer.nbytes
+    return Pending(buffer, received, work)
+
+
+def sum_and_scatter(buffer: Tensor, ring: Ring) -> Pending:
+    """Start adding up what all ranks have for each: (ring, …), of which every rank receives its own sum."""
+    assert buffer.is_contiguous()
+    assert len(buffer) == ring.size
+    if ring.size == 1:
+        return Pending(buffer, buffer[0], None)
+    received = torch.empty_like(buffer[0])
+    work = _reduce_scatter(received.view(-1), buffer.view(-1), group=_group(ring), async_op=True)
+    ring.traffic.sent += (ring.size - 1) * received.nbytes
+    return Pending(buffer, received, work)
+
+
+def exchange(buffer: Tensor, ring: Ring) -> Tensor:
+    """(ring, …) of parts for every rank, to (ring, …) of parts from every rank."""
+    assert len(buffer) == ring.size
+    if ring.size == 1:
+        return buffer
+    buffer = buffer.contiguous()  # torch.cat keeps what four dimensions were permuted to
+    received = torch.empty_like(buffer)
+    dist.all_to_all_single(received, buffer, group=_group(ring))
+    ring.traffic.sent += (ring.size - 1) * buffer[0].nbytes
+    return received

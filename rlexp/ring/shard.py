@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlexp.ring.attention import local_index, real_lengths, ring_batch
+from rlexp.ring.attention import ring_batch
 from rlexp.ring.groups import Ring
 from rlexp.ring.kernels.base import BlockKernel
 from rlexp.ring.layouts import Layout
@@ -10,8 +10,8 @@ from rlexp.types import Pack, Shard
 
 
 def shard_pack(pack: Pack, ring: Ring, layout: Layout, kernel: BlockKernel, max_length: int) -> Shard:
-    index = local_index(pack.segments, ring.rank, ring.size, layout)
-    real = sum(sum(real_lengths(segment, ring.rank, ring.size, layout)) for segment in pack.segments)
+    deal = layout.deal(pack.segments, ring.size)
+    index = deal.places[ring.rank]
     return Shard(
         pack.tokens_T[index],
         pack.targets_T[index],
@@ -19,6 +19,8 @@ def shard_pack(pack: Pack, ring: Ring, layout: Layout, kernel: BlockKernel, max_
         pack.sequence_T[index],
         index,
         pack.sequences,
-        real,
+        deal.real[ring.rank],
+        max(deal.work),
+        sum(deal.work) / ring.size,
         ring_batch(pack.segments, ring, layout, kernel, max_length),
     )

@@ -72,8 +72,7 @@ class Pipelined:
             self.bridge.tell(number)
         for _, weight in self.weights():
             if self.bridge.rank == 0:
-                weight = weight.to(self.dtype)
-                self.bridge.hand_over(weight, weight)
+                self.bridge.hand_over(weight.to(self.dtype))
         self._ahead = Ahead(number)
 
     def _received(self) -> list[Sample]:
@@ -114,7 +113,7 @@ def serve(
     """On a rank that samples: until it is told to stop."""
     while (number := bridge.tell()) != STOP:
         for parameter in parameters.values():
-            bridge.hand_over(None, parameter.data)
+            bridge.take_over(parameter.data)
         drawer.renew(lambda: iter(parameters.items()))
         began = time.time()
         hand = deal(prompts_of(number), cfg.n_samples, bridge.sampling)[bridge.sampler]

@@ -67,16 +67,12 @@ class Drawer:
         """The samples of each micro-batch, in the order of its requests. To be exhausted by every rank."""
         for requests in micro_batches:
             yield self._samples(self._drawn(requests, rollout))
-        while self._in_step and self._others_go_on():
+        while self._in_step and self._any_goes_on(mine=False):
             self._forward(self._nothing())
 
-    def _others_go_on(self) -> bool:
-        return self._agreed(0.0)
-
-    def _agreed(self, going_on: float) -> bool:
-        flag = torch.tensor(going_on, device=self._device)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    def _any_goes_on(self, *, mine: bool) -> bool:
+        flag = torch.tensor(float(mine), device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
     def _nothing(self) -> Decoding:
@@ -85,7 +81,7 @@ class Drawer:
 
     def _next(self, batch: Decoding) -> Tensor:
         if self._in_step:
-            self._agreed(1.0)
+            self._any_goes_on(mine=True)
         return self._forward(batch)
 
     def _drawn(self, requests: Sequence[Request], rollout: int) -> Drawn:

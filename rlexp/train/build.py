@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,7 +20,11 @@ from rlexp.algos.policy import PolicyLoss
 from rlexp.algos.ppo import PPO
 from rlexp.algos.reinforce_pp import ReinforcePP
 from rlexp.algos.rloo import RLOO
+from rlexp.config.backend import check_backend
+from rlexp.config.kernels import check_kernel
+from rlexp.config.layouts import Choice, choose, heads_in
 from rlexp.config.schema import (
+    BackendName,
     Config,
     CriticName,
     Device,
@@ -48,6 +53,7 @@ from rlexp.ring.bridge import Bridge
 from rlexp.ring.groups import World, build_world
 from rlexp.ring.kernels import BlockKernel, get_kernel
 from rlexp.ring.layouts import Layout, get_layout
+from rlexp.ring.layouts.ring_flash_attn import library_layout
 from rlexp.ring.shard import shard_pack
 from rlexp.train.build_rollouts import build_rollouts
 from rlexp.train.examples import Examples, build_sampler, read_pairs, read_prompts, refuse_foreign_tokens
@@ -66,6 +72,7 @@ class Run:
     cfg: Config
     world: World
     device: torch.device
+    choice: Choice
     layout: Layout
     kernel: BlockKernel
     tokenizer: Any
@@ -96,13 +103,28 @@ class Run:
     def steps_per_epoch(self) -> int:
         return self.sampler.steps_per_epoch * (self.rollouts.steps_each if self.rollouts else 1)
 
+    @property
+    def own_layout(self) -> Layout:
+        """Ours of the name of the run's: in any precision, which those of others are not."""
+        return get_layout(self.choice.layout.value, self.choice.ulysses_size)
+
+    @property
+    def attention(self) -> str:
+        """Who computes it, for people."""
+        native = self.cfg.parallel.backend is BackendName.native
+        return f"{self.choice.name}, {self.kernel.name if native else self.cfg.parallel.backend.value}"
+
     def shard(self, pairs: Sequence[Pair]) -> Shard:
         """This rank's part of a micro-batch, on its device."""
-        return self.hold(pack_pairs(pairs, self.layout.multiple(self.world.ring.size), packing=self.cfg.data.packing))
+        return self.hold(pack_pairs(pairs, self.layout.multiple(self.world.ring.size), **self._padding))
 
     def pack(self, sequences: Sequence[tuple[Ids, Ids]]) -> Pack:
         """Of prompts with their answers."""
-        return pack_sequences(sequences, self.layout.multiple(self.world.ring.size), packing=self.cfg.data.packing)
+        return pack_sequences(sequences, self.layout.multiple(self.world.ring.size), **self._padding)
+
+    @property
+    def _padding(self) -> dict[str, Any]:
+        return {"unit": self.layout.unit(self.world.ring.size), "packing": self.cfg.data.packing}
 
     def hold(self, pack: Pack) -> Shard:
         """This rank's part of a pack, on its device."""
@@ -112,9 +134,17 @@ class Run:
 
 def build(cfg: Config, phases: Phases | None = None, bridge: Bridge | None = None) -> Run:
     """A collective call: every rank builds the same run, and what is refused is refused on all."""
-    world = build_world(cfg.parallel.ring_size)
+    model_config = load_config(cfg.model, cfg.data.max_length)
+    heads = heads_in(model_config.to_dict())
+    check_backend(cfg, heads)
+    check_kernel(cfg, heads)
+    choice = choose(cfg, heads)
+    world = build_world(cfg.parallel.ring_size, timedelta(seconds=cfg.launch.timeout_seconds), choice.ulysses_size)
     device = device_of(cfg)
-    layout, kernel = get_layout(cfg.parallel.layout), get_kernel(cfg.parallel.kernel, device.type)
+    own_layout = get_layout(choice.layout.value, choice.ulysses_size)
+    layout = build_layout(cfg, own_layout)
+    dtype = DTYPES[cfg.train.precision]
+    kernel = get_kernel(cfg.parallel.kernel.value, device.type, dtype, heads.size if heads else None)
     tokenizer = load_tokenizer(cfg.model)
     loss = build_loss(cfg)
     samples_itself = isinstance(cfg.loss, PolicyLossConfig)
@@ -122,9 +152,7 @@ def build(cfg: Config, phases: Phases | None = None, bridge: Bridge | None = Non
     sampler = build_sampler(cfg, len(examples.train))
     steps_each = cfg.rollout.epochs * cfg.rollout.minibatches if samples_itself else 1
     steps = total_steps(sampler.steps_per_epoch * steps_each, cfg.train.max_steps, cfg.train.epochs)
-    model_config = load_config(cfg.model, cfg.data.max_length)
-    probe(cfg.model, model_config, world.ring, layout, kernel, cfg.data.max_length, device)
-    dtype = DTYPES[cfg.train.precision]
+    probe(cfg.model, model_config, world.ring, own_layout, kernel, cfg.data.max_length, device)
     policy = build_policy(cfg, model_config, device, loss)
     refuse_foreign_tokens([*examples.train, *examples.held_out], policy.model.get_input_embeddings().num_embeddings)
     reference = None
@@ -134,7 +162,7 @@ def build(cfg: Config, phases: Phases | None = None, bridge: Bridge | None = Non
         policy.recompute_activations()
     pairs = Examples((), (), examples.dropped, examples.held_out_dropped) if samples_itself else examples
     run = Run(
-        cfg, world, device, layout, kernel, tokenizer,
+        cfg, world, device, choice, layout, kernel, tokenizer,
         pairs.train, pairs.held_out, pairs.dropped, pairs.held_out_dropped, sampler,
         Schedule(cfg.optim.lr, cfg.optim.warmup_steps, steps, cfg.optim.decay),
         build_engine(cfg.engine, policy, cfg.optim, world, dtype),
@@ -148,6 +176,16 @@ def build(cfg: Config, phases: Phases | None = None, bridge: Bridge | None = Non
         return run
     probe_decoding(cfg.model, model_config, cfg.data.max_length, device)
     return replace(run, rollouts=build_rollouts(run, examples.train, examples.held_out))
+
+
+def build_layout(cfg: Config, own: Layout) -> Layout:
+    """Ours, or that of the same name of who is to compute it. A model is probed over ours in both cases, since that is
+    done in float64; tests hold the one to the other."""
+    match cfg.parallel.backend:
+        case BackendName.native:
+            return own
+        case BackendName.ring_flash_attn:
+            return library_layout(own.name)
 
 
 def device_of(cfg: Config) -> torch.device:
@@ -211,7 +249,7 @@ def build_policy(
         entropy = Entropy.unasked if loss is None else Entropy.trained if cfg.loss.entropy else Entropy.logged
     policy = Policy(model, critic, temperature=temperature, entropy=entropy).to(device)
     if isinstance(cfg.loss, PPOConfig) and cfg.loss.value_lr is not None:
-        policy.critic_lr_scale = cfg.loss.value_lr / cfg.optim.lr if cfg.optim.lr else 0.0  # 0 moves nothing
+        policy.critic_lr_scale = cfg.loss.value_lr / cfg.optim.lr  # 0 is refused
     policy.freeze(cfg.model.freeze)
     if cfg.engine.name not in REPLICATING:
         policy.refuse_listed_experts(cfg.engine.name.value)

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from rlexp.algos.policy import PolicyLoss
+from rlexp.config.layouts import heads_in
 from rlexp.config.schema import Config, PolicyLossConfig, Precision, RolloutEngine
 from rlexp.engine.base import Engine
 from rlexp.model.export import save_description
 from rlexp.model.policy import CRITIC
 from rlexp.model.probe import probe
 from rlexp.model.reward_model import RewardModel, last_places
+from rlexp.ring.kernels import computing_in
+from rlexp.ring.layouts import get_layout
 from rlexp.ring.shard import shard_pack
 from rlexp.rollout.colocated import Colocated
 from rlexp.rollout.draws import Draws
@@ -107,9 +110,13 @@ def build_drawer(
 
 
 def judge_of(run: Run, term: ModelTerm) -> Judge:
-    """A reward model, whole on every rank, over the ring."""
+    """A reward model, whole on every rank, over the ring; over our own layout, since it has a precision of its own. It
+    has heads of its own too: where the run's layout cannot share them out, zigzag takes any."""
     model = RewardModel(term.cfg, term.key, run.tokenizer, run.cfg.data.max_length).to(run.device)
-    ring, layout, kernel = run.world.ring, run.layout, run.kernel
+    heads = heads_in(model.model.config.to_dict())
+    fitting = heads is None or heads.queries % run.choice.ulysses_size == 0
+    ring, layout = run.world.ring, run.own_layout if fitting else get_layout("zigzag")
+    kernel = computing_in(model.head.weight.dtype, run.kernel, heads.size if heads else None)
     probe(model.probed, model.model.config, ring, layout, kernel, model.max_length, run.device)
 
     def score(pack: Pack) -> Tensor:

@@ -22,7 +22,7 @@ from rlexp.ring.collectives import ring_sum
 from rlexp.rollout.experience import on_pack
 from rlexp.train.build import Run
 from rlexp.train.rollouts import Made
-from rlexp.train.step import Suspects, Taken, conclude, seed_everything, sum_by_sequence
+from rlexp.train.step import Suspects, Taken, conclude, note_balance, seed_everything, sum_by_sequence
 from rlexp.types import Pack, Sample, Shard, TokenLogps
 
 FASTEST = "time/sampling_fastest"
@@ -110,6 +110,7 @@ def micro_loss(run: Run, batch: Weighed, indices: Sequence[int], meter: Meter) -
     terms = rollouts.loss(tokens, rollouts.kl_coef)
     note(terms, tokens, meter)
     meter.add_total("tokens", shard.real_tokens, SHARDED)
+    note_balance(meter, shard)
     # A rank without a sample, or without a token that counts, still runs its graph: no collective waits for it.
     everything = said.logps_t.sum() + (0.0 if said.values_t is None else said.values_t.sum())
     return terms.loss + 0.0 * everything, len(shard.tokens_t)

@@ -50,8 +50,8 @@ def resume(run: Run, run_dir: Path) -> tuple[Position, str]:
 
 def _changes(run: Run, saved: dict[str, Any]) -> list[str]:
     """What is otherwise than it was: the layout, which moves nothing, and the length of the run, which may."""
-    then = saved["layout"]
-    lines = [f"{name} was {then[name]}, and is {now}" for name, now in layout(run).items() if then[name] != now]
+    then, here = saved["layout"], layout(run)  # a checkpoint of an older version has fewer names
+    lines = [f"{name} was {was}, and is {here[name]}" for name, was in then.items() if was != here[name]]
     if saved["step"] > run.total_steps:
         lines.append(f"it has taken {saved['step']} steps, and {run.total_steps} were asked for")
     was, now, step = saved["schedule"]["total_steps"], run.total_steps, saved["step"] + 1
@@ -72,6 +72,7 @@ def layout(run: Run) -> dict[str, Any]:
     return {
         "world_size": run.world.size,
         "ring_size": run.world.ring.size,
+        "attention": run.attention,
         "engine": run.engine.name,
         "precision": cfg.train.precision.value,
         "micro_batch_size": cfg.train.micro_batch_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from rlexp.checkpoint.folder import METRICS, latest_first, sync
 from rlexp.config.schema import Config, LoggerName, Precision
 from rlexp.errors import NonFiniteError
 from rlexp.launch import folder
-from rlexp.launch.stops import Outcome, finishing_steps
+from rlexp.launch.stops import Outcome, finishing_steps, stopped_by
 from rlexp.launch.whereabouts import Whereabouts
 from rlexp.metrics.memory import Phases
 from rlexp.model.export import dtype_of, export, on_host
@@ -33,22 +34,29 @@ from rlexp.train.sinks import build_sinks, ending_of
 T = TypeVar("T")
 
 
-def train(cfg: Config, run_dir: Path, bridge: Bridge | None = None) -> Outcome:
-    """Whatever becomes of it, `memory.jsonl` says how far each rank came."""
+Closing = Callable[[str, str], None]  # writes down the status, and why
+
+
+def train(cfg: Config, run_dir: Path, bridge: Bridge | None = None, closing: Closing | None = None) -> Outcome:
+    """Whatever becomes of it, `memory.jsonl` says how far each rank came. `closing` is called on rank 0 while the
+    others still wait: the first to leave with a code takes all others along."""
     folder.hold(run_dir)
     if bridge is not None and bridge.samples:
         return sample_for(cfg, bridge)
-    phases = Phases(device_of(cfg), Whereabouts(run_dir, dist.get_rank()).tell)
+    rank = dist.get_rank()  # which cannot be asked once the ranks have parted
+    phases = Phases(device_of(cfg), Whereabouts(run_dir, rank).tell)
     try:
-        return train_watched(cfg, run_dir, phases, bridge)
+        return train_watched(cfg, run_dir, phases, bridge, closing)
     except Exception as error:
-        explained = phases.explained(error, dist.get_rank())
+        explained = phases.explained(error, rank)
         if explained is None:
             raise
         raise explained from error
 
 
-def train_watched(cfg: Config, run_dir: Path, phases: Phases, bridge: Bridge | None = None) -> Outcome:
+def train_watched(
+    cfg: Config, run_dir: Path, phases: Phases, bridge: Bridge | None = None, closing: Closing | None = None
+) -> Outcome:
     with phases("build"):
         run = build(cfg, phases, bridge)
     first = run.world.rank == 0
@@ -57,7 +65,7 @@ def train_watched(cfg: Config, run_dir: Path, phases: Phases, bridge: Bridge | N
         tell(run, f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
         if cfg.checkpoint.export and agreed(folder.read(run_dir).get("exported_step") != position.step):
             export_run(run, run_dir, position)
-        return leave(run, Outcome())
+        return leave(run, Outcome(), closing)
     curve = JsonlSink(run_dir / METRICS) if first else None
     sinks = build_sinks(run, run_dir, position, curve) if curve else Sinks([])
     if first:
@@ -83,12 +91,14 @@ def train_watched(cfg: Config, run_dir: Path, phases: Phases, bridge: Bridge | N
         if run.rollouts is not None:
             run.rollouts.close()
     tell(run, footer(run, run_dir, outcome))
-    return leave(run, outcome)
+    return leave(run, outcome, closing)
 
 
-def leave(run: Run, outcome: Outcome) -> Outcome:
+def leave(run: Run, outcome: Outcome, closing: Closing | None) -> Outcome:
     if run.rollouts is not None:
         run.rollouts.finish()
+    if closing is not None:
+        closing(outcome.status, outcome.reason)
     dist.barrier()
     dist.destroy_process_group()
     return outcome
@@ -103,7 +113,7 @@ def how_it_ended(run: Run, position: Position, stop: signal.Signals | None, fail
     if failed is not None:
         return Outcome("failed", f"the checkpoint of step {position.step} could not be saved: {failed}", 1)
     if stop is not None:
-        return Outcome("stopped", f"stopped by {stop.name}", 128 + stop)
+        return Outcome("stopped", stopped_by(stop), 128 + stop)
     if position.step < run.total_steps:
         return Outcome("stopped", f"train.stop_after={run.cfg.train.stop_after}")
     return Outcome()
@@ -162,13 +172,18 @@ def header(run: Run, run_dir: Path) -> str:
     return (
         f"rlexp {__version__}  {cfg.loss.name} on {cfg.model.name} ({run.parameters:,} parameters, "
         f"{cfg.train.precision.value}), engine {run.engine.name}\n"
-        f"  ring of {world.ring.size} ({run.layout.name}, {run.kernel.name}) × {replicas} = "
-        f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n"
+        f"  ring of {world.ring.size} ({run.attention}) × {replicas} = "
+        f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n{chosen(run)}"
         f"  batch {cfg.train.batch_size} = {replicas} × micro-batch {cfg.train.micro_batch_size} × "
         f"{cfg.train.grad_acc} accumulation step{'s' * (cfg.train.grad_acc > 1)}\n"
         f"  {examples(run)}, {run.total_steps} steps, {run.steps_per_epoch} an epoch{dropped}\n"
         f"  {run_dir}\n"
     )
+
+
+def chosen(run: Run) -> str:
+    """Why the layout is what it is, where nobody named it."""
+    return f"  layout {run.choice.name}: {run.choice.reason}\n" if run.choice.reason else ""
 
 
 def sampling(run: Run) -> str:

@@ -38,6 +38,7 @@ def train_step(run: Run, batch: Batch) -> dict[str, float]:
         with run.phases("data"):
             shard = run.shard([run.pairs[index] for index in indices])
         losses_P = pair_losses(run, shard, run.engine.forward, meter)
+        note_balance(meter, shard)
         replica_loss_sum = losses_P.sum()
         with run.phases("backward"):
             run.engine.backward(replica_loss_sum * (run.world.size / count), last=number == len(micro_batches))
@@ -155,6 +156,11 @@ def pair_losses(run: Run, shard: Shard, policy: Callable[[Shard], TokenLogps], m
     meter.add_total("tokens", shard.real_tokens, SHARDED)
     # A rank without a sample still runs its (empty) graph, so that no collective waits for it.
     return result.losses_P + 0.0 * tokens.logps_t.sum() if pairs == 0 else result.losses_P
+
+
+def note_balance(meter: Meter, shard: Shard) -> None:
+    """How much longer than the mean of its ring the rank computes that has most attention to compute."""
+    meter.add_mean("ring_balance", shard.most_work, shard.mean_work, REPLICATED)
 
 
 def sum_by_sequence(values_t: Tensor, shard: Shard) -> Tensor:

@@ -15,9 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlexp.config import sizes
+from rlexp.config import kernels, sizes
 from rlexp.config.checks import ANY_DTYPE, check
-from rlexp.config.schema import Config, Device, EngineName, LoggerConfig, LoggerName, PolicyLossConfig, Precision
+from rlexp.config.schema import (
+    BackendName,
+    Config,
+    Device,
+    EngineName,
+    KernelName,
+    LoggerConfig,
+    LoggerName,
+    PolicyLossConfig,
+    Precision,
+)
 from rlexp.errors import ConfigError, UserError
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.place import prepare_environment
@@ -261,11 +271,15 @@ def _given_rank(_place: Any, cfg: Config, steps: int, lrs: Sequence[float], fold
 
 
 def exact(cfg: Config) -> Config:
-    """In float64, with an engine that can: the run's own, or the plain one."""
+    """In float64, with an engine and a kernel that can: the run's own, or the plain one; and over rings that can, which
+    are ours."""
     engine = cfg.engine
     if engine.name not in ANY_DTYPE:
         engine = dataclasses.replace(engine, name=EngineName.torch, offload=type(engine.offload).none, overrides={})
-    return dataclasses.replace(cfg, engine=engine, train=dataclasses.replace(cfg.train, precision=Precision.fp64))
+    kernel = KernelName.plain if cfg.parallel.kernel in kernels.CUDA else cfg.parallel.kernel
+    parallel = dataclasses.replace(cfg.parallel, backend=BackendName.native, kernel=kernel)
+    train = dataclasses.replace(cfg.train, precision=Precision.fp64)
+    return dataclasses.replace(cfg, engine=engine, parallel=parallel, train=train)
 
 
 def bounded(cfg: Config, plan: Plan) -> Config:

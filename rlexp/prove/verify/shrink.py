@@ -22,7 +22,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlexp.config.schema import Config, Device, HFModelConfig, TinyModelConfig
+from rlexp.config.layouts import Choice, choose, heads_in
+from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, TinyModelConfig
 from rlexp.data.sampler import Batch, Sampler, total_steps
 from rlexp.data.tokens import PairTokenizer, numbered
 from rlexp.errors import ModelError
@@ -51,6 +52,7 @@ class Plan:
     longest: int  # tokens of a sequence
     need: int  # bytes
     free: int
+    choice: Choice  # of the layout: what is estimated depends on the precision, and all is run over that of the run
     model_path: str | None = None
 
     @property
@@ -88,12 +90,16 @@ def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> Plan:
     if need > SHARE * free:
         raise ModelError(_refusal(cfg, layers, parameters, need, free))
     _refuse_small_disk(parameters, steps, folder)
+    choice = choose(cfg, heads_in(config.to_dict()))
     path = _cut(cfg, layers, folder) if layers < full and isinstance(cfg.model, HFModelConfig) else None
-    return Plan(steps, len(held_out), layers, full, parameters, longest, need, free, path)
+    return Plan(steps, len(held_out), layers, full, parameters, longest, need, free, choice, path)
 
 
 def shrunk(cfg: Config, found: Plan) -> Config:
-    """The configuration with the model that fits."""
+    """The configuration with the model that fits, and with the layout that the run takes by its name."""
+    inner = found.choice.ulysses_size if found.choice.layout is LayoutName.hybrid else None
+    parallel = dataclasses.replace(cfg.parallel, layout=found.choice.layout, ulysses_size=inner)
+    cfg = dataclasses.replace(cfg, parallel=parallel)
     if found.layers == found.of_layers:
         return cfg
     if isinstance(cfg.model, TinyModelConfig):

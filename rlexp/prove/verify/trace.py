@@ -104,7 +104,7 @@ class Recorder(Sink):
     def wrap(self, run: Run, held_out: int) -> Run:
         self.trace.pairs, self.trace.parameters = len(run.pairs), run.parameters
         self.trace.total_steps, self.trace.engine = run.total_steps, run.engine.name
-        self.trace.layout = f"{run.layout.name}, {run.kernel.name}"
+        self.trace.layout = run.attention
         self.trace.dtypes = tuple(sorted({str(p.dtype) for p in run.engine.policy.parameters()}))
         self.write("weights", 0, run.engine.weights())
         values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}

@@ -8,6 +8,7 @@ import math
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def as_json(cfg: Config, verdict: Verdict) -> dict[str, Any]:
     return {
         "passed": verdict.passed,
         "failure": dataclasses.asdict(verdict.failure) if verdict.failure else None,
-        "plan": dataclasses.asdict(verdict.plan) if verdict.plan else None,
+        "plan": dataclasses.asdict(verdict.plan, dict_factory=_by_value) if verdict.plan else None,
         "shrunk": verdict.plan.said if verdict.plan else None,
         **verdict.facts,
         "float64": {"engine": exact(cfg).engine.name.value, "largest": dict(gauge)},
@@ -188,3 +189,7 @@ def as_json(cfg: Config, verdict: Verdict) -> dict[str, Any]:
         "seconds": verdict.seconds,
         "config": to_plain(cfg),
     }
+
+
+def _by_value(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value.value if isinstance(value, Enum) else value for name, value in items}

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 Lengths = Sequence[int]
+Grads = tuple[Tensor, Tensor, Tensor]
+HALF: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+ANY: tuple[torch.dtype, ...] = (*HALF, torch.float32, torch.float64)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -22,6 +25,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 class BlockKernel(Protocol):
     name: str
+    dtypes: tuple[torch.dtype, ...]  # of queries, keys and values
+
+    def ready(self, x: Tensor) -> Tensor:
+        """As this kernel computes with it: what several blocks need is converted once, and not in each of them."""
 
     def forward(
         self,
@@ -36,7 +43,8 @@ class BlockKernel(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Output (q, H, D) and log-sum-exp (q, H), in the accumulation dtype.
 
-        Where a segment has queries but no keys, the output is 0 and the log-sum-exp −inf.
+        In a causal call both lengths are the same. Where a segment has queries but no keys, the output is 0 and the
+        log-sum-exp −inf.
         """
 
     def backward(
@@ -52,7 +60,7 @@ class BlockKernel(Protocol):
         *,
         causal: bool,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Grads:
         """This block's part of dq, dk, dv in the accumulation dtype, given the *global* output and log-sum-exp."""
 
 
@@ -64,3 +72,14 @@ def segments(q_lengths: Lengths, k_lengths: Lengths) -> Iterator[tuple[slice, sl
             yield slice(q_start, q_start + q_length), slice(k_start, k_start + k_length)
         q_start += q_length
         k_start += k_length
+
+
+def merge_rows(out_qHD: Tensor, lse_qH: Tensor, block_out_qHD: Tensor, block_lse_qH: Tensor) -> None:
+    """Add a block to the running output and log-sum-exp of the same queries, in place, weighting both by their share of
+    the softmax sum.
+
+    Every query must have seen a key before; a block in which it sees none (−inf) then adds nothing.
+    """
+    share = torch.sigmoid(block_lse_qH - lse_qH)
+    out_qHD.lerp_(block_out_qHD, share.unsqueeze(-1))
+    torch.logaddexp(lse_qH, block_lse_qH, out=lse_qH)

@@ -7,13 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlexp.ring.kernels.base import Lengths, accumulation_dtype, segments
+from rlexp.ring.kernels.base import ANY, Lengths, accumulation_dtype, segments
 
 SCORES = 1 << 25  # elements of a score matrix held at once
 
 
 class Plain:
     name = "plain"
+    dtypes = ANY
+
+    def ready(self, x: Tensor) -> Tensor:
+        return x.to(accumulation_dtype(x.dtype))
 
     def forward(
         self,

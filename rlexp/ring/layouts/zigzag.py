@@ -8,22 +8,24 @@ Every rank has an early and a late piece, so that every rank has the same work a
 
 from __future__ import annotations
 
-from rlexp.ring.layouts.base import ALL, EARLY, LATE, Block
+from collections.abc import Sequence
+
+from rlexp.ring.cut import Cut, cut
+from rlexp.ring.layout import ALL, EARLY, LATE, Block
 from rlexp.ring.rotation import Rotating
+from rlexp.types import Segment
+
+
+def zigzag(segments: Sequence[Segment], ring_size: int) -> Cut:
+    there = range(ring_size)
+    return cut(segments, [*there, *reversed(there)] if ring_size > 1 else [0])
 
 
 class Zigzag(Rotating):
     name = "zigzag"
 
-    def multiple(self, ring_size: int) -> int:
-        return 1 if ring_size == 1 else 2 * ring_size
-
-    def chunks(self, padded: int, rank: int, ring_size: int) -> tuple[range, ...]:
-        if ring_size == 1:
-            return (range(padded),)
-        size = padded // (2 * ring_size)
-        early, late = rank, 2 * ring_size - 1 - rank
-        return range(early * size, (early + 1) * size), range(late * size, (late + 1) * size)
+    def cut(self, segments: Sequence[Segment], ring_size: int) -> Cut:
+        return zigzag(segments, ring_size)
 
     def block(self, rank: int, source: int, ring_size: int) -> Block | None:  # noqa: ARG002
         if source == rank:

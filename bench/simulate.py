@@ -1,0 +1,301 @@
+"""One rank of a ring, alone: the layout's own code at that rank's own shapes, with the other ranks played.
+
+What others would have sent is drawn from a seed into the buffers that a transfer would fill, while the clock stands
+still. So time and memory are a rank's, and the numbers are not: bench/together.py has those.
+
+A rank's work is kept piece by piece, from one call of a collective to the next. Rings go step by step: a step ends
+where a rank waits for what was sent in that step, and all ranks wait for the slowest. What was sent in a step before
+has arrived while this one was computed, as far as the link allows it.
+
+Shape letters: T tokens of the pack, t tokens of one rank, H query heads, G key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from rlexp.ring.attention import ring_attention, ring_batch
+from rlexp.ring.groups import Ring
+from rlexp.ring.kernels.base import BlockKernel
+from rlexp.ring.layouts import Layout
+from rlexp.types import Segment
+
+EVERYWHERE = math.inf  # bytes a second of a link that takes no time
+
+
+@dataclass(frozen=True)
+class Sizes:
+    heads: int
+    kv_heads: int
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def scale(self) -> float:
+        return self.size**-0.5
+
+    def drawn(self, tokens: int, seed: int = 0) -> list[Tensor]:
+        """q, k, v and the gradient of the output."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return [
+            torch.empty(tokens, each, self.size, dtype=self.dtype, device=self.device).normal_(generator=generator)
+            for each in heads
+        ]
+
+
+def packed(lengths: Sequence[int], multiple: int) -> list[Segment]:
+    """Laid end to end, and the last one padded, as a pack is."""
+    segments, start = [], 0
+    for number, length in enumerate(lengths):
+        padded = length + (-sum(lengths) % multiple if number == len(lengths) - 1 else 0)
+        segments.append(Segment(start, length, padded))
+        start += padded
+    return segments
+
+
+# ---- A rank's work, piece by piece ----
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank computes up to a call of a collective, or to the end of a pass."""
+
+    seconds: float
+    kind: str  # of the collective: rotate, gather, scatter, exchange; "" at the end of a pass
+    message: int | None  # that is sent here, if bytes are, or waited for
+    nbytes: int | None  # that this rank sends in it; None where it is waited for
+    ends_step: bool
+
+
+Steps = list[list[Piece]]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Both passes of a rank, step by step."""
+
+    forward: Steps
+    backward: Steps
+
+    @property
+    def steps(self) -> Steps:
+        return self.forward + self.backward
+
+    def seconds(self) -> float:
+        return sum(piece.seconds for step in self.steps for piece in step)
+
+    def sent(self) -> int:
+        return sum(piece.nbytes or 0 for step in self.steps for piece in step)
+
+
+def in_ring(ranks: Sequence[Steps], links: Mapping[str, float] | None = None) -> float:
+    """Seconds of a ring whose ranks are these: step by step those of the slowest.
+
+    `links` says how many bytes a second a kind of collective moves out of a rank; without it, sending takes no time. A
+    link sends one message after the other, as soon as it is given, while its rank goes on.
+    """
+    now = free = 0.0
+    arrival: dict[int | None, float] = {}
+    for step in zip(*ranks, strict=True):
+        for piece in max(step, key=lambda pieces: sum(piece.seconds for piece in pieces)):
+            now += piece.seconds
+            if piece.nbytes is not None:
+                free = max(now, free) + piece.nbytes / (links[piece.kind] if links else EVERYWHERE)
+                arrival[piece.message] = free
+            elif piece.message is not None:
+                now = max(now, arrival[piece.message])
+    return now
+
+
+# ---- The clock ----
+
+
+class Clock:
+    """Marks on the device's own time line, and the seconds between them once it has come to them. On CPU they are this
+    thread's own seconds, whoever else has the cores: torch must have one thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda" or torch.get_num_threads() == 1
+        self.device = device
+
+    def mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.thread_time()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - begin
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def timed(work: Callable[[], object], clock: Clock, repeats: int, combine: Callable[[list[float]], float]) -> float:
+    """After one run that is not counted."""
+    marks = []
+    for _ in range(repeats + 1):
+        begin = clock.mark()
+        work()
+        marks.append((begin, clock.mark()))
+    clock.wait()
+    return combine([clock.seconds(*pair) for pair in marks[1:]])
+
+
+# ---- The other ranks, played ----
+
+
+# Two marks, and what a piece says of its end.
+Noted = tuple[Any, Any, str, int | None, int | None, bool]
+
+
+@dataclass
+class Played:
+    """Stands in for what has been sent and is waited for; the layouts' own types answer the same."""
+
+    others: Others
+    kind: str
+    message: int
+    received: Tensor
+    step: int
+
+    def wait(self) -> Tensor:
+        # All ranks of a ring send in every step; who gathers waits only for what is not there yet.
+        self.others.note(self.kind, self.message, None, self.kind == "rotate" and self.step == self.others.step)
+        return self.received
+
+
+@dataclass
+class Others:
+    """The collectives of a ring of which one rank is there."""
+
+    clock: Clock
+    generator: torch.Generator
+    noted: list[Noted] = field(default_factory=list)
+    step: int = 0
+    _since: Any = None
+    _messages: int = 0
+
+    def begin(self) -> None:
+        self._since = self.clock.mark()
+
+    def note(self, kind: str, message: int | None, nbytes: int | None, ends_step: bool) -> None:
+        self.noted.append((self._since, self.clock.mark(), kind, message, nbytes, ends_step))
+        self.step += ends_step
+        self.begin()
+
+    def end(self) -> None:
+        self.note("", None, None, ends_step=True)
+
+    def _send(self, kind: str, received: Tensor, nbytes: int) -> Played:
+        message = self._messages = self._messages + 1
+        self.note(kind, message, nbytes, ends_step=False)
+        if self.clock.device.type == "cpu":
+            received.copy_(_numbers(received.numel(), received.dtype).view_as(received))
+        else:
+            received.normal_(generator=self.generator)
+        self.begin()  # that is not counted
+        return Played(self, kind, message, received, self.step)
+
+    def rotate(self, buffer: Tensor, ring: Ring) -> Played:
+        assert ring.size > 1
+        assert buffer.is_contiguous()
+        return self._send("rotate", torch.empty_like(buffer), buffer.nbytes)
+
+    def gather(self, buffer: Tensor, ring: Ring) -> Played:
+        return self._send("gather", buffer.new_empty(ring.size, *buffer.shape), (ring.size - 1) * buffer.nbytes)
+
+    def sum_and_scatter(self, buffer: Tensor, ring: Ring) -> Played:
+        return self._send("scatter", torch.empty_like(buffer[0]), (ring.size - 1) * buffer[0].nbytes)
+
+    def exchange(self, buffer: Tensor, ring: Ring) -> Tensor:
+        if ring.size == 1:
+            return buffer
+        played = self._send("exchange", torch.empty_like(buffer), (ring.size - 1) * buffer[0].nbytes)
+        self.note("exchange", played.message, None, ends_step=True)
+        return played.received
+
+
+@functools.cache
+def _numbers(count: int, dtype: torch.dtype) -> Tensor:
+    """Drawn once: on a core that would take a third of the time."""
+    return torch.empty(count, dtype=dtype).normal_(generator=torch.Generator().manual_seed(0))
+
+
+@contextlib.contextmanager
+def collectives_of(others: Any) -> Iterator[None]:
+    """Put in the place of the real ones, in every layout."""
+    with (
+        mock.patch("rlexp.ring.rotation.rotate", others.rotate),
+        mock.patch("rlexp.ring.layouts.allgather.gather", others.gather),
+        mock.patch("rlexp.ring.layouts.allgather.sum_and_scatter", others.sum_and_scatter),
+        mock.patch("rlexp.ring.layouts.ulysses.exchange", others.exchange),
+    ):
+        yield
+
+
+class Alone:
+    """A rank that is played alone, as often as is asked for; the first time is not counted."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        segments: Sequence[Segment],
+        ring_size: int,
+        rank: int,
+        kernel: BlockKernel,
+        sizes: Sizes,
+    ) -> None:
+        ring = Ring(rank, tuple(range(ring_size)))
+        longest = max(segment.length for segment in segments)
+        self.sizes, self.clock = sizes, Clock(sizes.device)
+        self.batch = ring_batch(segments, ring, layout, kernel, longest).to(sizes.device)
+        *inputs, self.dout = sizes.drawn(len(layout.deal(segments, ring_size).places[rank]), seed=rank)
+        self.inputs = [tensor.requires_grad_() for tensor in inputs]
+        self.runs: list[list[Noted]] = []
+        self.passed = 0  # pieces of the forward pass
+
+    def play(self) -> None:
+        others = Others(self.clock, torch.Generator(self.sizes.device).manual_seed(1000 + len(self.runs)))
+        q, k, v = self.inputs
+        # A backward pass on this thread: one of autograd's own would come between the marks.
+        with collectives_of(others), torch.autograd.set_multithreading_enabled(False):
+            others.begin()
+            out = ring_attention(q, k, v, self.batch, self.sizes.scale)
+            others.end()
+            self.passed = len(others.noted)
+            torch.autograd.grad(out, (q, k, v), self.dout)
+            others.end()
+        self.runs.append(others.noted)
+
+    def trace(self, combine: Callable[[list[float]], float] = min) -> Trace:
+        """Each piece is the best of the runs, or what `combine` says."""
+        self.clock.wait()
+        pieces = [
+            Piece(combine([self.clock.seconds(*each[:2]) for each in same[1:]]), *same[0][2:])
+            for same in zip(*self.runs, strict=True)
+        ]
+        return Trace(_steps(pieces[: self.passed]), _steps(pieces[self.passed :]))
+
+
+def _steps(pieces: Sequence[Piece]) -> Steps:
+    steps: Steps = [[]]
+    for piece in pieces:
+        steps[-1].append(piece)
+        if piece.ends_step:
+            steps.append([])
+    return steps[:-1]

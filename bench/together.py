@@ -1,0 +1,125 @@
+"""All ranks of a ring in one process, as threads that hand each other what they send: for numbers, not for time.
+
+The layouts' own code runs on every thread; what is sent is copied, and waited for, as a transfer would be.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from simulate import Sizes, collectives_of
+from torch import Tensor
+
+from rlexp.ring.attention import ring_attention, ring_batch
+from rlexp.ring.groups import Ring
+from rlexp.ring.kernels.base import BlockKernel
+from rlexp.ring.layouts import Layout
+from rlexp.types import Segment
+
+PATIENCE = 600.0  # seconds that a rank waits for another
+
+
+@dataclass
+class Letter:
+    """What has been sent and is waited for; the layouts' own types answer the same."""
+
+    post: Post
+    ring: Ring
+    number: int  # of the ring's calls
+    senders: tuple[int, ...]
+
+    def parts(self) -> list[Tensor]:
+        return [self.post.take(self.ring.ranks, self.number, sender) for sender in self.senders]
+
+    def wait(self) -> Tensor:
+        (part,) = self.parts()
+        return part
+
+
+class Gathered(Letter):
+    def wait(self) -> Tensor:
+        return torch.stack(self.parts())
+
+
+class Summed(Letter):
+    def wait(self) -> Tensor:
+        return torch.stack([part[self.ring.rank] for part in self.parts()]).sum(0)
+
+
+@dataclass
+class Post:
+    """By the ranks of a ring, the number of the call, and the sender. All ranks call in the same order."""
+
+    sent: dict[tuple[tuple[int, ...], int, int], Tensor] = field(default_factory=dict)
+    calls: dict[tuple[tuple[int, ...], int], int] = field(default_factory=dict)
+    arrived: threading.Condition = field(default_factory=threading.Condition)
+    broken: bool = False
+
+    def put(self, buffer: Tensor, ring: Ring) -> int:
+        with self.arrived:
+            number = self.calls[ring.ranks, ring.rank] = self.calls.get((ring.ranks, ring.rank), 0) + 1
+            self.sent[ring.ranks, number, ring.rank] = buffer.clone()
+            self.arrived.notify_all()
+        return number
+
+    def take(self, ranks: tuple[int, ...], number: int, sender: int) -> Tensor:
+        key = (ranks, number, sender)
+        with self.arrived:
+            there = self.arrived.wait_for(lambda: self.broken or key in self.sent, PATIENCE)
+            if self.broken or not there:
+                raise RuntimeError(f"nothing came from rank {sender} of the ring {ranks}")
+            return self.sent[key]
+
+    def fail(self) -> None:
+        with self.arrived:
+            self.broken = True
+            self.arrived.notify_all()
+
+    def rotate(self, buffer: Tensor, ring: Ring) -> Letter:
+        return Letter(self, ring, self.put(buffer, ring), ((ring.rank - 1) % ring.size,))
+
+    def gather(self, buffer: Tensor, ring: Ring) -> Letter:
+        return Gathered(self, ring, self.put(buffer, ring), tuple(range(ring.size)))
+
+    def sum_and_scatter(self, buffer: Tensor, ring: Ring) -> Letter:
+        return Summed(self, ring, self.put(buffer, ring), tuple(range(ring.size)))
+
+    def exchange(self, buffer: Tensor, ring: Ring) -> Tensor:
+        number = self.put(buffer, ring)
+        return torch.stack([self.take(ring.ranks, number, sender)[ring.rank] for sender in range(ring.size)])
+
+
+def whole_ring(
+    layout: Layout,
+    segments: Sequence[Segment],
+    ring_size: int,
+    kernel: BlockKernel,
+    sizes: Sizes,
+    inputs: Sequence[Tensor],
+) -> list[Tensor]:
+    """Of q, k, v and the output's gradient of a whole pack: the output, dq, dk and dv, put together from all ranks."""
+    post, places = Post(), layout.deal(segments, ring_size).places
+    longest = max(segment.length for segment in segments)
+
+    def of_rank(rank: int) -> list[Tensor]:
+        try:
+            ring = Ring(rank, tuple(range(ring_size)))
+            batch = ring_batch(segments, ring, layout, kernel, longest).to(sizes.device)
+            q, k, v, dout = (x[places[rank].to(sizes.device)] for x in inputs)
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            # On this thread: autograd has one for each device, in which the ranks would wait for each other.
+            with torch.autograd.set_multithreading_enabled(False):
+                out = ring_attention(q, k, v, batch, sizes.scale)
+                return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+        except BaseException:
+            post.fail()
+            raise
+
+    with collectives_of(post), ThreadPoolExecutor(ring_size) as pool:
+        by_rank = list(pool.map(of_rank, range(ring_size)))
+    index = torch.cat(places).argsort().to(sizes.device)
+    return [torch.cat(parts)[index] for parts in zip(*by_rank, strict=True)]

@@ -1,0 +1,47 @@
+"""What the library ring-flash-attn can do, where it is to do the attention: parallel.backend=ring_flash_attn."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from rlexp.config.layouts import Heads
+from rlexp.config.schema import BackendName, Config, Device, KernelName, LayoutName, Precision
+from rlexp.errors import ConfigError
+
+LAYOUTS = (LayoutName.zigzag, LayoutName.allgather)
+# By a module; flash-attn 2 by its extension, since a folder flash_attn is also of flash-attn 4.
+PACKAGES = {"ring_flash_attn": "ring-flash-attn", "flash_attn_2_cuda": "flash-attn"}
+MULTIPLE, LARGEST = 8, 256  # of a head's size, in flash-attn
+NAMED = "parallel.backend=ring_flash_attn"
+INSTEAD = "or parallel.backend=native."
+
+
+def check_backend(cfg: Config, heads: Heads | None, *, here: bool = True) -> None:
+    """Of a model with these heads; None where they are not known yet. `here` is whether this machine is to run it."""
+    if cfg.parallel.backend is BackendName.native:
+        return
+    layout, kernel, precision = cfg.parallel.layout, cfg.parallel.kernel, cfg.train.precision
+    if layout not in LAYOUTS:
+        why = (
+            "knows the times of rlexp's own layouts only" if layout is LayoutName.auto else "is not one of its layouts"
+        )
+        able = " or ".join(f"parallel.layout={each.value}" for each in LAYOUTS)
+        raise ConfigError(f"{NAMED}: parallel.layout={layout.value} {why}. Use {able}, {INSTEAD}")
+    if kernel is not KernelName.auto:
+        raise ConfigError(
+            f"{NAMED}: brings its own kernel, flash-attn's, and parallel.kernel={kernel.value} names another. Leave "
+            f"parallel.kernel out, {INSTEAD}"
+        )
+    if cfg.launch.device is Device.cpu:
+        raise ConfigError(f"{NAMED}: runs on GPUs only, and launch.device=cpu. Use launch.device=cuda, {INSTEAD}")
+    if precision is not Precision.bf16:
+        raise ConfigError(f"{NAMED}: cannot compute in train.precision={precision.value}. Use bf16, {INSTEAD}")
+    if heads is not None and (heads.size % MULTIPLE or heads.size > LARGEST):
+        raise ConfigError(
+            f"{NAMED}: the model's heads are of size {heads.size}, and flash-attn needs a multiple of {MULTIPLE} up to "
+            f"{LARGEST}. Use parallel.backend=native."
+        )
+    missing = [name for module, name in PACKAGES.items() if here and find_spec(module) is None]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        raise ConfigError(f"{NAMED}: {' and '.join(missing)} {are} not installed. `pip install rlexp[ring]`, {INSTEAD}")

@@ -1,0 +1,193 @@
+"""Who holds and who computes what, for every layout of a ring of four, as a picture.
+
+    python -m rlexp.prove.holding --write docs/layouts.png
+
+Drawn of what the layouts themselves answer. Exits with 1 if a pair of a query and a key that it sees is not computed
+exactly once, or one that it does not see is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlexp.ring.groups import Ring
+from rlexp.ring.layouts import Layout, get_layout
+from rlexp.ring.layouts.allgather import AllGather
+from rlexp.ring.layouts.ulysses import ROUND, Heads, Ulysses
+from rlexp.ring.rotation import Rotating
+from rlexp.types import Segment
+
+RING, TOKENS, HEADS, INNER = 4, 32, 8, 2
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
+TITLES = {
+    "zigzag": "zigzag: keys and values go round",
+    "contiguous": "contiguous: the same, uneven",
+    "allgather": "allgather: one head of all keys at a time",
+    "ulysses": "ulysses: all tokens of some heads",
+    "hybrid": f"hybrid, ulysses_size={INNER}",
+}
+SEGMENTS = (Segment(0, TOKENS, TOKENS),)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Queries and keys by their positions, and when: the step of the ring, or 1 where it is no rotation's."""
+
+    queries: Tensor
+    keys: Tensor
+    causal: bool
+    step: int
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Of some heads: for each query and key the rank that computes, and the step; −1 for none."""
+
+    heads: str
+    ranks: np.ndarray
+    steps: np.ndarray
+    times: np.ndarray  # that each is computed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m rlexp.prove.holding", description=__doc__)
+    parser.add_argument("--write", type=Path, required=True, help="the picture, a PNG")
+    options = parser.parse_args()
+    panels = {name: panels_of(get_layout(name, INNER if name == "hybrid" else RING)) for name in TITLES}
+    draw(panels, options.write)
+    seen = np.tril(np.ones((TOKENS, TOKENS), dtype=int))
+    wrong = [f"{name}, heads {p.heads}" for name, found in panels.items() for p in found if (p.times != seen).any()]
+    sys.exit("\n".join(f"{each}: not every pair is computed once" for each in wrong) or None)
+
+
+def panels_of(layout: Layout) -> list[Panel]:
+    """Ranks that compute the same heads share a panel."""
+    if not isinstance(layout, Ulysses):
+        return [panel(f"0 – {HEADS - 1}", {rank: [*computed(layout, rank, RING)] for rank in range(RING)})]
+    inner = layout.shared(RING)
+    heads, found = Heads(HEADS, HEADS, inner), []
+    for place in range(inner):
+        mine = heads.keys_of(place)
+        ranks = range(place, RING, inner)
+        blocks = {rank: [*computed(ROUND, at, RING // inner)] for at, rank in enumerate(ranks)}
+        found.append(panel(f"{mine[0]} – {mine[-1]}", blocks))
+    return found
+
+
+def computed(layout: Layout, rank: int, ring_size: int) -> Iterator[Computed]:
+    places = layout.deal(SEGMENTS, ring_size).places
+    if isinstance(layout, AllGather):
+        plan = layout.plan(SEGMENTS, Ring(rank, tuple(range(ring_size))))
+        mine, everything = places[rank][plan.own.index], torch.cat(places)
+        yield Computed(mine, mine, True, 0)
+        chunks, before = mine.split(list(plan.chunks)), everything[plan.before.index].split(list(plan.before.lengths))
+        for queries, keys in zip(chunks, before, strict=True):
+            yield Computed(queries, keys, False, 1)
+        return
+    assert isinstance(layout, Rotating)
+    parts = layout.plan(SEGMENTS, Ring(rank, tuple(range(ring_size)))).parts
+    for step in range(ring_size):
+        source = (rank - step) % ring_size
+        block = layout.block(rank, source, ring_size)
+        if block is not None:
+            queries, keys = parts[rank][block.queries].index, parts[source][block.keys].index
+            yield Computed(places[rank][queries], places[source][keys], block.causal, step)
+
+
+def panel(heads: str, blocks: dict[int, list[Computed]]) -> Panel:
+    ranks, steps = (np.full((TOKENS, TOKENS), -1) for _ in range(2))
+    times = np.zeros((TOKENS, TOKENS), dtype=int)
+    for rank, found in blocks.items():
+        for each in found:
+            mask = torch.ones(len(each.queries), len(each.keys), dtype=torch.bool)
+            rows, columns = (mask.tril() if each.causal else mask).nonzero().unbind(1)
+            at = (each.queries[rows].numpy(), each.keys[columns].numpy())
+            ranks[at], steps[at] = rank, each.step
+            np.add.at(times, at, 1)
+    return Panel(heads, ranks, steps, times)
+
+
+# ---- the picture ----
+
+
+def draw(panels: dict[str, list[Panel]], path: Path) -> None:
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure = plt.figure(figsize=(12, 8.2), layout="constrained")
+    parts = figure.subfigures(2, 3).ravel()
+    for part, (name, found) in zip(parts, panels.items(), strict=False):
+        part.suptitle(TITLES[name], fontsize=11)
+        grid = {1: (1, 1), 2: (1, 2), 4: (2, 2)}[len(found)]
+        axes = part.subplots(*grid, squeeze=False).ravel()
+        held = get_layout(name, INNER if name == "hybrid" else RING).deal(SEGMENTS, RING).places
+        for each, one in zip(axes, found, strict=True):
+            draw_panel(each, one, held, alone=len(found) == 1)
+    explain(parts[-1].subplots())
+    figure.savefig(path, dpi=130)
+
+
+def draw_panel(axes: Any, found: Panel, held: tuple[Tensor, ...], *, alone: bool) -> None:
+    image = np.ones((TOKENS, TOKENS, 3))
+    for rank, colour in enumerate(COLOURS):
+        base = np.array(matplotlib.colors.to_rgb(colour))
+        for step in range(RING):
+            paler = 0.17 * step
+            image[(found.ranks == rank) & (found.steps == step)] = base * (1 - paler) + paler
+    axes.imshow(image, extent=(0, TOKENS, TOKENS, 0), interpolation="nearest")
+    for rank, places in enumerate(held):
+        for place in places.tolist():
+            axes.add_patch(rectangle((-3.2, place), 2.4, 1, COLOURS[rank]))
+            axes.add_patch(rectangle((place, -3.2), 1, 2.4, COLOURS[rank]))
+    if alone:
+        for step, row, column in steps_to_name(found):
+            axes.text(column, row, str(step), ha="center", va="center", fontsize=8, color="black")
+    axes.set(xlim=(-3.4, TOKENS), ylim=(TOKENS, -3.4), xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+    if alone:
+        axes.set(xlabel="keys", ylabel="queries")
+    else:
+        axes.set_title(f"heads {found.heads}", fontsize=9)
+
+
+def rectangle(corner: tuple[float, float], width: float, height: float, colour: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle(corner, width, height, color=colour, linewidth=0)
+
+
+def steps_to_name(found: Panel) -> Iterator[tuple[int, float, float]]:
+    """The middle of each square of one chunk's queries and keys, where it is one rank's and one step's."""
+    size = TOKENS // (2 * RING)
+    for row in range(0, TOKENS, size):
+        for column in range(0, row + 1, size):
+            off = size / 6 if row == column else 0  # into the half that is seen
+            yield int(found.steps[row + size - 1, column]), row + size / 2 + off, column + size / 2 - off
+
+
+def explain(axes: Any) -> None:
+    axes.axis("off")
+    for rank, colour in enumerate(COLOURS):
+        axes.add_patch(rectangle((0.02, 0.86 - 0.08 * rank), 0.07, 0.05, colour))
+        axes.text(0.12, 0.885 - 0.08 * rank, f"rank {rank}", va="center", fontsize=10)
+    text = (
+        "Bars: who holds the token.\nSquare: who computes the pair of a query\nand a key that it sees.\n\n"
+        "Numbers, and paler: in which step of the ring\n(allgather: 0 own keys, 1 all that come before).\n\n"
+        "A ring waits in every step for its slowest\nrank: in a step, zigzag gives each the same."
+    )
+    axes.text(0.02, 0.52, text, va="top", fontsize=10)
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+
+
+if __name__ == "__main__":
+    main()

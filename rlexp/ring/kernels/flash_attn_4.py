@@ -1,0 +1,68 @@
+"""flash-attn 4, for Blackwell, where the package flash-attn-4 is installed. It compiles a kernel at its first use."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlexp.ring.kernels.base import Grads
+from rlexp.ring.kernels.varlen import Call, Given, Varlen
+
+
+def installed() -> bool:
+    """By its name: looking for the module would import flash-attn 2, in whose folder it lies."""
+    try:
+        importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+@functools.cache
+def _interface() -> Any:
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+class FlashAttn4(Varlen):
+    name = "flash_attn_4"
+
+    def call_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _interface()._flash_attn_fwd(
+            q,
+            k,
+            v,
+            cu_seqlens_q=call.cu_q,
+            cu_seqlens_k=call.cu_k,
+            max_seqlen_q=call.max_q,
+            max_seqlen_k=call.max_k,
+            softmax_scale=scale,
+            causal=causal,
+            return_lse=True,
+        )
+        return out, lse
+
+    def call_backward(self, given: Given, call: Call, causal: bool, scale: float) -> Grads:
+        dout, q, k, v, out, lse = given
+        dq, dk, dv, *_ = _interface()._flash_attn_bwd(
+            q,
+            k,
+            v,
+            out,
+            dout,
+            lse,
+            softmax_scale=scale,
+            causal=causal,
+            cu_seqlens_q=call.cu_q,
+            cu_seqlens_k=call.cu_k,
+            max_seqlen_q=call.max_q,
+            max_seqlen_k=call.max_k,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq, dk, dv
