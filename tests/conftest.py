@@ -9,11 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from rlexp.launch.place import prepare_environment
+from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
+Shell = Callable[..., subprocess.CompletedProcess[str]]
 prepare_environment("cpu")
+settings.register_profile("busy", deadline=None)  # a time would be the machine's, not the example's
+settings.load_profile("busy")
 
 
 def pytest_report_header() -> str:
@@ -36,8 +41,21 @@ def shared() -> Path:
 
 
 @pytest.fixture
-def rlexp(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `python -m rlexp ...` in an empty folder."""
+def rlexp(tmp_path: Path, shell: Shell) -> Shell:
+    """Run `python -m rlexp ...` in an empty folder, by a process that has imported torch already; a sweep, which starts
+    processes of its own, by one that has not."""
+
+    def run(*args: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+        if "-m" in args:
+            return shell(*args, timeout=timeout, **env)
+        return warm.run("rlexp", args, tmp_path, timeout=timeout, env=os.environ | env)
+
+    return run
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    """Run `python -m rlexp ...` in an empty folder, from nothing."""
 
     def run(*args: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -15,15 +15,17 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlexp.compare.difference import compared
 from rlexp.launch.local import run_ranks
 from tests.launched import whereabouts
+from tests.runs import descendants, gone, rows_of, run_json, wait_for_steps
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 TRAIN = {
     *("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "grad_norm", "learning_rate"),
     *("tokens", "total_tokens", "tokens_per_second", "step_seconds", "epoch", "global_step"),
-    *("ring_tokens", "ring_bytes", "grad_acc", "micro_batches"),
+    *("ring_tokens", "ring_bytes", "ring_balance", "grad_acc", "micro_batches"),
 }
 MEMORY = {
     f"memory/{phase}peak_{what}"
@@ -33,16 +35,8 @@ MEMORY = {
 QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run")
 
 
-def rows_of(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def run_json(folder: Path) -> dict:
-    return json.loads((folder / "run.json").read_text(encoding="utf-8"))
-
-
-def test_a_ring_of_four_trains_and_says_so(rlexp: Shell, tmp_path: Path) -> None:
-    answer = rlexp(*QUICK, "parallel=ring4", "train.max_steps=4", "train.eval_every=2", "data.size=40")
+def test_a_ring_of_four_trains_and_says_so(shell: Shell, tmp_path: Path) -> None:
+    answer = shell(*QUICK, "parallel=ring4", "train.max_steps=4", "train.eval_every=2", "data.size=40")
     assert answer.returncode == 0, answer.stderr
     assert "ring of 4 (zigzag, cpu_flash) × 1 replica = 4 ranks on cpu" in answer.stderr
     assert "batch 8 = 1 replica × micro-batch 1 × 8 accumulation steps" in answer.stderr
@@ -72,6 +66,35 @@ def test_a_ring_of_four_trains_and_says_so(rlexp: Shell, tmp_path: Path) -> None
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").decode([3, 4]) == '!"'
     assert model.config.num_attention_heads == 8
+
+
+def test_what_other_tests_start_is_what_a_shell_starts(rlexp: Shell, shell: Shell, tmp_path: Path) -> None:
+    """Through tests/warm.py: the same words and exit code, the same curve to the bit, in the same surroundings."""
+    (tmp_path / "grades.py").write_text(
+        "import os\ndef own(p, a, r):\n    return [float(os.environ['MINE'])] * len(a)\n"
+    )
+    run = ("launch.device=cpu", "logger=none", "hydra.run.dir=FOLDER", "logger.progress=false", "train.max_steps=2",
+           "parallel=ring2", "engine=torch", "loss=ppo", "reward=python", "reward.function=grades:own", "data.size=16",
+           "rollout.batch_size=8", "rollout.n_samples=2", "rollout.max_new_tokens=4", "data.eval_size=0",
+           "data.max_length=160")  # fmt: skip
+    for args in (run, (*run, "rollout.temperature=1e-30"), ("engine=torhc",), ("--cfg", "job")):
+        answers = []
+        for name, start in (("by-shell", shell), ("by-warm", rlexp)):
+            answer = start(*(arg.replace("FOLDER", name) for arg in args), MINE="0.25")
+            answers.append(
+                (answer.returncode, *(text.replace(name, "FOLDER") for text in (answer.stdout, answer.stderr)))
+            )
+        assert answers[0] == answers[1]
+    rows, others = (
+        [{k: v for k, v in row.items() if compared(k)} for row in rows_of(tmp_path / name)]
+        for name in ("by-shell", "by-warm")
+    )
+    assert len(rows) == 2
+    assert rows == others
+    assert rows[0]["train/objective/scores"] == 0.25
+    ours = ("sizes", "versions", "identity", "status", "reason", "data", "parameters")
+    one, other = (run_json(tmp_path / name) for name in ("by-shell", "by-warm"))
+    assert {key: one[key] for key in ours} == {key: other[key] for key in ours}
 
 
 def test_a_model_that_does_not_fit_says_where(rlexp: Shell, tmp_path: Path) -> None:
@@ -219,56 +242,12 @@ def start(folder: Path, *args: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def descendants(pid: int) -> list[int]:
-    """All processes below `pid`, itself not among them."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except (OSError, ProcessLookupError):
-            continue
-        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found, open_ = [], [pid]
-    while open_:
-        below = children.get(open_.pop(), [])
-        found += below
-        open_ += below
-    return found
-
-
-def wait_for_steps(folder: Path, process: subprocess.Popen[str], steps: int = 2) -> None:
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        path = folder / "run" / "metrics.jsonl"
-        if path.exists() and len(path.read_text().splitlines()) >= steps:
-            return
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.1)
-    raise AssertionError("no step within 90 s")
-
-
 def rank_pids(process: subprocess.Popen[str]) -> list[int]:
     """What the launcher's fork server has forked."""
     servers = [pid for pid in descendants(process.pid) if descendants(pid)]
     ranks = descendants(servers[0])
     assert len(ranks) == 4, ranks
     return ranks
-
-
-def gone(pids: list[int], within: float) -> bool:
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        if not any(Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in _status(pid) for pid in pids):
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def _status(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return "\nState:\tZ"
 
 
 def test_a_killed_rank_ends_the_run_within_ten_seconds(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
 from rlexp.config.load import compose_config
 from rlexp.launch.place import Place
-from rlexp.ring.collectives import ring_sum, rotate
-from rlexp.ring.groups import build_world
+from rlexp.ring.collectives import exchange, gather, ring_sum, rotate, sum_and_scatter
+from rlexp.ring.groups import Ring, build_world
 from tests.ranks import on_ranks
 
 
@@ -29,6 +31,25 @@ def test_ring_sum_adds_up_and_its_backward_is_the_identity() -> None:
     assert [result[3] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
+def kept_rank(place: Place) -> tuple[bool, bool]:
+    coming = rotate(torch.ones(1000), build_world(2).ring)
+    sent = weakref.ref(coming.sent)
+    under_way = sent() is not None
+    coming.wait()
+    return under_way, sent() is not None
+
+
+def test_what_is_sent_is_kept_while_it_is_under_way_and_no_longer() -> None:
+    assert on_ranks(2, kept_rank) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("collective", [ring_sum, rotate, gather, sum_and_scatter, exchange])
+def test_a_ring_without_a_group_sends_nothing(collective) -> None:
+    """torch would take the group of the whole world for it."""
+    with pytest.raises(AssertionError, match="has no group"):
+        collective(torch.zeros(2, 3), Ring(0, (0, 1)))
+
+
 def counts_rank(place: Place, cfg) -> tuple[dict[str, float], int, int]:
     from rlexp.data.packing import pack_pairs
     from rlexp.train.build import build
@@ -43,18 +64,33 @@ def counts_rank(place: Place, cfg) -> tuple[dict[str, float], int, int]:
     return train_step(run, batch), sum(padded), len(batch.indices)
 
 
-@pytest.mark.parametrize("ring_size", [1, 2, 4, 8])
-def test_tokens_held_and_bytes_sent_are_the_layouts(ring_size: int) -> None:
-    """A ring that secretly computed everything everywhere would hold all tokens, or send other bytes.
+def sent(layout: str, ring: int, inner: int, heads: int, kv_heads: int) -> float:
+    """Elements that a rank sends for a token that it holds and a layer, in units of a head: two forward passes, of
+    policy and reference, and one backward pass. docs/layouts.md has these as formulas."""
+    around = 2 * kv_heads
+    if layout in ("zigzag", "contiguous"):  # K and V, ring − 1 hops; dK and dV come home again
+        return around * (3 * (ring - 1) + (ring if ring > 1 else 0))
+    if layout == "allgather":
+        return around * (3 + 1) * (ring - 1)
+    copies, outer = max(kv_heads, inner), ring // inner
+    exchanged = (2 * heads + 2 * copies) * (inner - 1) / inner
+    # A rank of an outer ring has all tokens of its neighbours, and of their heads one part.
+    travelling = 2 * copies * (3 * (outer - 1) + (outer if outer > 1 else 0))
+    return 3 * exchanged + travelling
 
-    Forward: K and V travel ring − 1 hops, for policy and reference. Backward: once more, and dK and dV in the
-    accumulation dtype travel ring hops, home again.
-    """
-    cfg = compose_config(["launch.device=cpu", "logger=none", f"parallel=ring{ring_size}", "engine=torch"])
+
+@pytest.mark.parametrize(
+    ("layout", "ring_size", "inner"),
+    [("zigzag", 1, 1), ("zigzag", 2, 1), ("zigzag", 8, 1), ("contiguous", 4, 1), ("allgather", 4, 1),
+     ("ulysses", 2, 2), ("ulysses", 8, 8), ("hybrid", 8, 2), ("hybrid", 8, 4)],
+)  # fmt: skip
+def test_tokens_held_and_bytes_sent_are_the_layouts(layout: str, ring_size: int, inner: int) -> None:
+    """A ring that secretly computed everything everywhere would hold all tokens, or send other bytes."""
+    how = [f"parallel.layout={layout}", *([f"parallel.ulysses_size={inner}"] if layout == "hybrid" else [])]
+    cfg = compose_config(["launch.device=cpu", "logger=none", f"parallel=ring{ring_size}", "engine=torch", *how])
     row, tokens, _ = on_ranks(ring_size, counts_rank, cfg)[0]
     held = tokens // ring_size
     assert row["train/ring_tokens"] == held
-    layers, kv_heads, size, element = cfg.model.layers, cfg.model.kv_heads, 8, 4
-    kv = 2 * held * kv_heads * size * element
-    hops = 3 * (ring_size - 1) + (ring_size if ring_size > 1 else 0)
-    assert row["train/ring_bytes"] == layers * kv * hops
+    layers, size, element = cfg.model.layers, cfg.model.hidden_size // cfg.model.heads, 4
+    heads = sent(layout, ring_size, inner, cfg.model.heads, cfg.model.kv_heads)
+    assert row["train/ring_bytes"] == layers * held * size * element * heads

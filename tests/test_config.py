@@ -151,7 +151,7 @@ def test_every_launcher_composes(name: str) -> None:
     if name == "slurm":
         assert cfg.hydra.launcher.tasks_per_node == 4
         assert cfg.hydra.launcher.gpus_per_node is None
-        assert "export SLURM_KILL_BAD_EXIT=1" in cfg.hydra.launcher.setup
+        assert (cfg.hydra.launcher.timeout_min, cfg.hydra.launcher.signal_delay_s) == (240, 150)
 
 
 def test_names_and_defaults_that_people_rely_on() -> None:
@@ -243,7 +243,7 @@ def test_a_refused_run_leaves_the_users_own_folders_alone(rlexp: Shell, tmp_path
 def test_help_lists_every_group(rlexp: Shell) -> None:
     shown = rlexp("--help").stdout
     sweeps = "  +sweep: ring_memory, ring_sizes, seeds, zero_stages"
-    for line in ("  parallel: ring1, ring2, ring4, ring8", sweeps, "  hydra/launcher: local, slurm"):
+    for line in ("  parallel: ring1, ring2, ring4, ring8", sweeps, "  hydra/launcher: lab, local, site, slurm"):
         assert line in shown
     assert "schema" not in shown
 
@@ -282,13 +282,49 @@ BAD = {
     "unknown group": (["paralel=ring8"], "Did you mean parallel?"),
     "unknown option": (["loss=dop"], "loss=dop: no such option. Did you mean dpo?"),
     "wrong type": (["train.batch_size=many"], "train.batch_size: Value 'many'"),
-    "wrong choice": (["parallel.layout=zigzga"], "expected one of [zigzag]"),
+    "wrong choice": (
+        ["parallel.layout=zigzga"],
+        "expected one of [auto, zigzag, contiguous, allgather, ulysses, hybrid]",
+    ),
+    "heads that do not fit": (
+        ["parallel=ring8", "parallel.layout=ulysses", "model.heads=4"],
+        "parallel.layout=ulysses: the model has 4 heads, which 8 ranks cannot share out evenly. Use "
+        "parallel.layout=hybrid parallel.ulysses_size=4, or parallel.layout=auto.",
+    ),
+    "heads that fit nothing": (
+        ["parallel=ring8", "parallel.layout=ulysses", "model.heads=5", "model.kv_heads=1", "model.hidden_size=50"],
+        "parallel.layout=ulysses: the model has 5 heads, which 8 ranks cannot share out evenly. Use "
+        "parallel.layout=zigzag, or parallel.layout=auto.",
+    ),
+    "heads of a group": (
+        ["parallel=ring8", "parallel.layout=hybrid", "parallel.ulysses_size=8", "model.heads=4"],
+        "parallel.ulysses_size=8: the model has 4 heads, which 8 ranks cannot share out evenly.",
+    ),
+    "groups that do not fill a ring": (
+        ["parallel=ring8", "parallel.layout=hybrid", "parallel.ulysses_size=3"],
+        "parallel.ulysses_size=3: parallel.ring_size=8 is no multiple of it. Use parallel.ulysses_size=2 or 4.",
+    ),
+    "no size of groups": (
+        ["parallel=ring4", "parallel.layout=hybrid"],
+        "parallel.layout=hybrid: needs parallel.ulysses_size, the ranks that share out the heads. Use "
+        "parallel.ulysses_size=4, or parallel.layout=auto.",
+    ),
+    "groups of another layout": (
+        ["parallel=ring4", "parallel.ulysses_size=2"],
+        "parallel.ulysses_size=2: is of parallel.layout=hybrid, and the layout is zigzag. Use parallel.layout=hybrid, "
+        "or leave parallel.ulysses_size out.",
+    ),
     "indivisible batch": (["train.batch_size=12", "launch.nproc=8"], "need a multiple of 8"),
     "not resized to 64": (
         ["train.batch_size=8", "train.micro_batch_size=8", "launch.nproc=8"],
         "train.batch_size=8: 8 replicas × train.micro_batch_size=8 need a multiple of 64",
     ),
     "indivisible ring": (["parallel=ring4", "launch.nproc=6"], "parallel.ring_size=4: the world has 6 ranks"),
+    "a backend of GPUs": (
+        ["parallel.backend=ring_flash_attn", "parallel.layout=zigzag"],
+        "parallel.backend=ring_flash_attn: runs on GPUs only, and launch.device=cpu. Use launch.device=cuda, or "
+        "parallel.backend=native.",
+    ),
     "no data": (["data=jsonl", "data.path=nowhere.jsonl"], "data.path=nowhere.jsonl: no such file"),
     "path not given": (["data=jsonl"], "data.path"),
     "folder below a file": (

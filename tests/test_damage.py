@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from rlexp.checkpoint import folder
 from rlexp.errors import CheckpointError
+from tests import warm
 
 QUICK = ("launch.device=cpu", "logger=none", "engine=torch", "train.precision=fp32", "parallel=ring2", "launch.nproc=2",
          "model.layers=1", "data.size=40", "checkpoint.save_every=2", "checkpoint.keep_last=3",
@@ -25,10 +25,8 @@ PLACES = 50
 
 
 def train(run_dir: Path, steps: int, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlexp", *QUICK, f"hydra.run.dir={run_dir}", f"train.max_steps={steps}", *args]
-    return subprocess.run(
-        command, cwd=run_dir.parent, capture_output=True, text=True, timeout=60, check=False, env=os.environ
-    )
+    command = [*QUICK, f"hydra.run.dir={run_dir}", f"train.max_steps={steps}", *args]
+    return warm.run("rlexp", command, run_dir.parent)
 
 
 def steps_of(run_dir: Path) -> list[int]:

@@ -187,16 +187,17 @@ def test_a_pack_is_a_forest_of_roots_with_shifted_targets() -> None:
     pairs = numbered(encoder.encode([row("ab", "xyz", "w"), row("c", "d", "ef")]).pairs)
     pack = pack_pairs(pairs, 8)
     assert [(s.length, s.padded, s.parent) for s in pack.segments] == [
-        (6, 8, None),
-        (4, 8, None),
-        (3, 8, None),
-        (4, 8, None),
+        (6, 6, None),
+        (4, 4, None),
+        (3, 3, None),
+        (4, 11, None),  # the pack is padded as a whole
     ]
-    first = slice(0, 8)
-    assert pack.positions_T[first].tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
-    assert pack.sequence_T[first].tolist() == [-1, 0, 0, 0, 0, -1, -1, -1]
+    assert pack.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, *[0] * 7]
+    assert pack.sequence_T.tolist()[:7] == [-1, 0, 0, 0, 0, -1, -1]
+    assert pack.sequence_T.tolist()[-8:] == [-1] * 8
     assert pack.targets_T[1:5].tolist() == pairs[0].chosen.tolist()
-    assert pack_pairs(pairs, 8, packing=False).segments[1].padded == 8
+    assert [s.padded for s in pack_pairs(pairs, 8, packing=False).segments] == [6, 6, 6, 6]
+    assert [s.padded for s in pack_pairs(pairs, 16, packing=False).segments] == [6, 6, 6, 14]
     assert [s.padded for s in pack_pairs(pairs, 1, packing=False).segments] == [6, 6, 6, 6]
     assert pack.real_tokens == 17
 

@@ -23,7 +23,8 @@ def commands() -> list[str]:
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
             lines = (line.partition("#")[0].strip() for line in block.splitlines())
-            found += [line for line in lines if "rlexp" in line and not re.search(r"rlexp\.\w+", line)]
+            ours = re.compile(r"\brlexp\b|launchers/\w+\.sh")
+            found += [line for line in lines if ours.search(line) and not re.search(r"rlexp\.\w+", line)]
     return sorted(set(found))
 
 
@@ -33,7 +34,8 @@ def test_every_command_composes(rlexp: Shell, tmp_path: Path, command: str) -> N
     words = shlex.split(command)
     if words[0] == "torchrun":
         words = words[words.index("-m") :]
-    args = words[words.index("rlexp") + 1 :]
+    begin = next(place for place, word in enumerate(words) if word == "rlexp" or word.endswith(".sh"))
+    args = words[begin + 1 :]
     multirun = "-m" in args
     args = [arg for arg in args if arg not in ("-m", "--cfg", "job", "--resolve")]
     shown = rlexp("--cfg", "job", *([] if multirun else ["--resolve"]), *args)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from rlexp.config.load import compose_config
 from rlexp.errors import UserError
@@ -42,6 +43,12 @@ def train_all(place: Place, cfgs, steps: int):
 @pytest.fixture(scope="module")
 def exact():
     return steps_of("parallel=ring1", "train.precision=fp64", steps=2)[0]
+
+
+@pytest.fixture(scope="module")
+def start() -> dict[str, Tensor]:
+    """The weights that every run here begins with."""
+    return steps_of("parallel=ring1", "engine=torch", "optim.lr=0")[0].weights
 
 
 @pytest.mark.parametrize("layout", [("ring1", 1, 8), ("ring1", 4, 1), ("ring2", 4, 2), ("ring4", 4, 4)], ids=str)
@@ -78,10 +85,9 @@ def test_bf16_adds_up_its_micro_batches_once(exact, layout: tuple[str, int, int]
 
 
 @pytest.mark.slow
-def test_clipping_sees_the_whole_gradient() -> None:
+def test_clipping_sees_the_whole_gradient(start: dict[str, Tensor]) -> None:
     """With a tiny limit and a huge eps, Adam's first step is −lr · clipped gradient / eps: its norm shows the clip."""
     place = ("parallel=ring2", "launch.nproc=4", "optim.eps=1e6", "optim.lr=1e6")
-    start = steps_of("parallel=ring1", "engine=torch", "optim.lr=0")[0].weights
     cases = [(*place, f"engine={engine}", f"optim.max_grad_norm={limit}") for engine in ENGINES for limit in (0.5, 0)]
     for case, results in zip(cases, all_steps_of(cases, steps=1), strict=True):
         moved = math.sqrt(sum(float((results[0].weights[n] - start[n]).square().sum()) for n in start))
@@ -147,9 +153,8 @@ FROZEN = "model.freeze=['model.embed_tokens.*', '*.norm.*']"
 
 
 @pytest.mark.slow
-def test_frozen_parameters_stay_and_the_others_do_not_notice_the_engine() -> None:
+def test_frozen_parameters_stay_and_the_others_do_not_notice_the_engine(start: dict[str, Tensor]) -> None:
     exact = steps_of("parallel=ring1", "train.precision=fp64", FROZEN, steps=2)[0]
-    start = steps_of("parallel=ring1", "engine=torch", "optim.lr=0")[0].weights
     place = ("parallel=ring2", "launch.nproc=4", "train.micro_batch_size=2", FROZEN)
     for results in all_steps_of([(*place, f"engine={engine}") for engine in ENGINES], steps=2):
         for result in results:
@@ -276,9 +281,8 @@ def test_weights_can_be_read_after_an_evaluation() -> None:
 
 
 @pytest.mark.slow
-def test_bf16_begins_with_every_bit_and_reduces_in_float32() -> None:
+def test_bf16_begins_with_every_bit_and_reduces_in_float32(start: dict[str, Tensor]) -> None:
     """Masters in bfloat16 would lose bits at the start; gradients reduced in bfloat16 are 3e-3 apart."""
-    start = steps_of("parallel=ring1", "engine=torch", "optim.lr=0")[0].weights
     place = ("parallel=ring2", "launch.nproc=4", "train.precision=bf16", "optim.lr=0", "train.micro_batch_size=2")
     plain, *others = all_steps_of([(*place, "engine=torch"), *((*place, *kind) for kind in KINDS)], steps=1)
     for kind, results in zip(KINDS, others, strict=True):
@@ -286,12 +290,10 @@ def test_bf16_begins_with_every_bit_and_reduces_in_float32() -> None:
         assert largest_gap(plain[0].gradients[0], results[0].gradients[0]) < 1e-4, kind  # 1e-6 measured
 
 
-def test_bf16_keeps_float32_masters() -> None:
+def test_bf16_keeps_float32_masters(start: dict[str, Tensor]) -> None:
     """A step far below bfloat16's resolution moves the masters; both engines move them alike."""
     layout = ("parallel=ring2", "train.precision=bf16", "optim.lr=1e-5", "train.max_steps=3")
-    zero = steps_of(*layout, "engine=zero1", steps=3)[0]
-    plain = steps_of(*layout, "engine=torch", steps=3)[0]
-    start = steps_of("parallel=ring1", "engine=torch", "optim.lr=0")[0].weights
+    zero, plain = (ranks[0] for ranks in all_steps_of([(*layout, f"engine={e}") for e in ("zero1", "torch")], steps=3))
     moved = max(float((zero.weights[name] - start[name]).abs().max()) for name in start)
     assert 1e-6 < moved < 3e-5  # no more than the learning rates add up to: the masters started from float32
     assert zero.rows[0]["train/loss"] == pytest.approx(math.log(2), rel=1e-6)
@@ -308,7 +310,7 @@ class Poison:
 
     def __call__(self, policy, reference):
         result = self.loss(policy, reference)
-        hit = (policy.chosen_P - self.value).abs() < 1e-9
+        hit = (policy.chosen_P - self.value).abs() < 1e-3  # in another pack it is rounded otherwise: 1e-5
         bad = torch.where(hit, torch.nan, 0.0)
         if self.in_gradient:  # the value stays finite, its gradient does not
             spoiled = result.losses_P + torch.where(hit, (policy.chosen_P - policy.chosen_P.detach()).abs().sqrt(), 0.0)

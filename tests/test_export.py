@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlexp.checkpoint.folder import check_sizes, latest_first
 from rlexp.checkpoint.tensors import Reader
 from rlexp.model.loading import byte_tokenizer
+from tests import warm
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "train.max_steps=1", "parallel=ring2", "data.size=16")
@@ -88,8 +89,7 @@ def test_a_checkpoint_is_exported_by_hand(rlexp: Shell, tmp_path: Path, tied: Pa
     assert answer.returncode == 0, answer.stderr
 
     def export(*args: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "rlexp.export", *args]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        return warm.run("rlexp.export", args, tmp_path)
 
     done = export("run", "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
@@ -133,8 +133,8 @@ def test_of_a_policy_with_a_critic_the_policy_is_exported(rlexp: Shell, tmp_path
     sizes = ("loss=ppo", "reward.rule=length", "rollout.batch_size=4", "rollout.n_samples=2", "data.max_length=160")
     answer = rlexp(*QUICK, *sizes, "rollout.max_new_tokens=4", "data.eval_size=0", "engine=torch")
     assert answer.returncode == 0, answer.stderr
-    exported = subprocess.run([sys.executable, "-m", "rlexp.export", "run", "--out", "late"], cwd=tmp_path, check=False)
-    assert exported.returncode == 0
+    exported = warm.run("rlexp.export", ["run", "--out", "late"], tmp_path)
+    assert exported.returncode == 0, exported.stderr
     last = latest_first(tmp_path / "run")[0]
     assert any(name.startswith("critic.") for name in Reader(last, check_sizes(last)).shapes)
     one, other = (load_file(tmp_path / place / "model.safetensors") for place in ("run/model", "late"))

@@ -6,27 +6,44 @@ import pytest
 
 from rlexp.config.load import compose_config
 from rlexp.prove.curves import draw, excesses
-from rlexp.prove.layouts import Case
+from rlexp.prove.layouts import Case, layout_cases
 
 BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64")
 GRID = [
     Case(1, 1, 1, True),
     Case(2, 2, 2, True),
-    Case(8, 1, 1, True),
+    Case(8, 1, 2, True),  # with micro-batches of 1 below, in the bug report's layouts
     Case(8, 1, 8, False),
     Case(1, 4, 2, False),
-    Case(4, 1, 4, True),
+    Case(4, 1, 4, True, "allgather"),
+    Case(2, 2, 1, False, "ulysses"),
+    Case(8, 1, 1, True, "hybrid", 4),
 ]
 
 
-def test_ten_steps_do_not_move_with_the_layout() -> None:
-    curves = draw([compose_config([*BASE, "train.max_steps=10", "train.eval_every=5", *c.overrides()]) for c in GRID])
+def test_six_steps_do_not_move_with_the_layout() -> None:
+    """With 9 held-out pairs, which no layout of several replicas or micro-batches can deal out evenly."""
+    length = ("train.max_steps=6", "train.eval_every=3", "data.eval_size=9")
+    curves = draw([compose_config([*BASE, *length, *case.overrides()]) for case in GRID])
     baseline = curves[0]
-    assert len(baseline.rows) == 10
+    assert len(baseline.rows) == 6
     assert sum("eval/loss" in row for row in baseline.rows) == 2
     for case, curve in zip(GRID, curves, strict=True):
         assert curve.samples == baseline.samples
         assert excesses(baseline, curve) == [], case.label
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rings", [(1, 8), pytest.param((1, 2, 4), marks=pytest.mark.prove)], ids=["8", "2 and 4"])
+def test_three_steps_are_those_of_one_process_on_every_layout(rings: tuple[int, ...]) -> None:
+    """tiny has 8 heads, 2 of keys, so that on most rings keys are sent to several ranks."""
+    grid = [case for case in layout_cases() if case.ring_size in rings]
+    curves = draw([compose_config([*BASE, "train.max_steps=3", *case.overrides()]) for case in grid])
+    for case, curve in zip(grid, curves, strict=True):
+        assert excesses(curves[0], curve) == [], case.label
+        balances = [row["train/ring_balance"] for row in curve.rows]
+        assert min(balances) >= 1
+        assert (max(balances) < 1.05) is (case.layout != "contiguous"), (case.label, balances)
 
 
 def test_the_comparison_sees_what_a_real_defect_would_do() -> None:

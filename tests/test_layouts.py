@@ -1,75 +1,135 @@
-"""Layouts as pure functions of (rank, size)."""
+"""Layouts as pure functions of the pack, the rank and the ring."""
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlexp.config import layouts as chosen
+from rlexp.config.load import compose_config
 from rlexp.config.schema import LayoutName
 from rlexp.data.packing import pack_sequences
-from rlexp.ring.attention import local_index, real_lengths
+from rlexp.ring.cut import cut
 from rlexp.ring.groups import Ring
 from rlexp.ring.kernels import Plain
 from rlexp.ring.layouts import EARLY, LATE, get_layout
+from rlexp.ring.layouts.ulysses import Heads
+from rlexp.ring.layouts.zigzag import zigzag
 from rlexp.ring.shard import shard_pack
 from tests.test_attention import forest
 
-LAYOUTS = st.sampled_from([get_layout(name) for name in LayoutName])
+ROTATING = ("zigzag", "contiguous")
 RINGS = st.sampled_from([1, 2, 3, 4, 8])
-LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=6).map(tuple)
+LENGTHS = st.lists(st.integers(0, 200), min_size=1, max_size=6).map(tuple).filter(any)
+LAYOUTS = st.one_of(
+    st.tuples(st.sampled_from([*ROTATING, "allgather", "ulysses"]), st.just(1), RINGS),
+    st.sampled_from([("hybrid", 2, 4), ("hybrid", 2, 8), ("hybrid", 4, 8), ("hybrid", 3, 6)]),
+)
 
 
-@given(LAYOUTS, RINGS, LENGTHS)
-def test_each_token_is_held_once_and_shares_are_equal(layout, ring_size, lengths) -> None:
-    segments = forest(lengths, layout.multiple(ring_size))
-    held = [local_index(segments, rank, ring_size, layout) for rank in range(ring_size)]
-    assert torch.equal(torch.cat(held).sort().values, torch.arange(sum(s.padded for s in segments)))
-    assert len({len(index) for index in held}) == 1
-    for segment in segments:
-        real = [sum(real_lengths(segment, rank, ring_size, layout)) for rank in range(ring_size)]
-        assert sum(real) == segment.length
+def rings(size: int) -> list[Ring]:
+    return [Ring(rank, tuple(range(size))) for rank in range(size)]
 
 
-@given(LAYOUTS, RINGS, st.integers(1, 40))
-def test_blocks_are_exactly_the_causal_mask(layout, ring_size, units) -> None:
+@given(LAYOUTS, LENGTHS)
+def test_each_token_is_held_once_and_shares_are_equal(which, lengths) -> None:
+    name, inner, size = which
+    layout = get_layout(name, inner)
+    segments = forest(lengths, layout.multiple(size))
+    deal = layout.deal(segments, size)
+    assert torch.equal(torch.cat(deal.places).sort().values, torch.arange(sum(s.padded for s in segments)))
+    assert len({len(places) for places in deal.places}) == 1
+    real = {place for s in segments for place in range(s.start, s.start + s.length)}
+    for places, count in zip(deal.places, deal.real, strict=True):
+        assert real.issuperset(places[:count].tolist())
+        assert real.isdisjoint(places[count:].tolist())
+    assert sum(deal.work) == pytest.approx(sum(length * (length + 1) // 2 for length in lengths))
+
+
+@given(RINGS, LENGTHS)
+def test_ranks_hold_as_many_real_tokens_to_within_one(size, lengths) -> None:
+    """So a pack is padded by less than a token a rank, whatever its lengths are."""
+    found = zigzag(forest(lengths, size), size)
+    held = [found.real(rank) for rank in range(size)]
+    assert max(held) - min(held) <= 1
+
+
+@given(st.sampled_from(ROTATING), RINGS, LENGTHS)
+def test_blocks_are_exactly_the_causal_mask(name, size, lengths) -> None:
     """Drawing every block of every rank gives each pair of query and earlier key once, and no later key."""
-    length = units * layout.multiple(ring_size)
-    seen = torch.zeros(length, length, dtype=torch.int64)
-    for rank in range(ring_size):
-        for source in range(ring_size):
-            block = layout.block(rank, source, ring_size)
-            if block is None:
-                continue
-            queries = _positions(layout, block.queries, length, rank, ring_size)
-            keys = _positions(layout, block.keys, length, source, ring_size)
-            mask = torch.ones(len(queries), len(keys), dtype=torch.int64)
-            seen[queries.unsqueeze(1), keys] += mask.tril() if block.causal else mask
-    assert torch.equal(seen, torch.ones(length, length, dtype=torch.int64).tril())
+    layout = get_layout(name)
+    found = layout.cut(forest(lengths, size), size)
+    for number, length in enumerate(lengths):
+        seen = torch.zeros(length, length, dtype=torch.int64)
+        for rank, source in itertools.product(range(size), repeat=2):
+            block = layout.block(rank, source, size)
+            if block is not None:
+                queries = _positions(found.chunks[rank][number], block.queries)
+                keys = _positions(found.chunks[source][number], block.keys)
+                mask = torch.ones(len(queries), len(keys), dtype=torch.int64)
+                seen[queries.unsqueeze(1), keys] += mask.tril() if block.causal else mask
+        assert torch.equal(seen, torch.ones(length, length, dtype=torch.int64).tril())
 
 
-def _positions(layout, part, length: int, rank: int, ring_size: int) -> torch.Tensor:
-    chunks = [torch.arange(chunk.start, chunk.stop) for chunk in layout.chunks(length, rank, ring_size)]
-    return {EARLY: chunks[0], LATE: chunks[-1]}.get(part, torch.cat(chunks))
+def _positions(chunks, part) -> torch.Tensor:
+    ranges = [torch.arange(chunk.start, chunk.stop) for chunk in chunks]
+    return {EARLY: ranges[0], LATE: ranges[-1]}.get(part, torch.cat(ranges))
+
+
+@given(RINGS, LENGTHS)
+def test_what_is_gathered_is_exactly_what_comes_before(size, lengths) -> None:
+    """A rank's own block and the keys before its chunks, together: each earlier key once, and no later one."""
+    layout = get_layout("allgather")
+    segments = forest(lengths, size)
+    deal = layout.deal(segments, size)
+    arrived = torch.cat(deal.places)
+    for ring in rings(size):
+        plan = layout.plan(segments, ring)
+        queries = deal.places[ring.rank][: deal.real[ring.rank]].split(plan.chunks)
+        keys = arrived[plan.before.index].split(plan.before.lengths)
+        own = deal.places[ring.rank][: deal.real[ring.rank]].split(plan.own.lengths)
+        for number, (at, before) in enumerate(zip(queries, keys, strict=True)):
+            segment = segments[number * len(own) // len(queries)]
+            mine = own[number * len(own) // len(queries)]
+            for query in at.tolist():
+                seen = [*before.tolist(), *mine[mine <= query].tolist()]
+                assert sorted(seen) == [*range(segment.start, query + 1)]
 
 
 @given(RINGS.filter(lambda size: size > 1), st.integers(1, 30))
-def test_zigzag_is_balanced(ring_size, units) -> None:
-    """Every rank has the same work at every step of the ring, up to the causal diagonal."""
-    layout = get_layout(LayoutName.zigzag)
-    length = units * layout.multiple(ring_size)
-    half = length // (2 * ring_size)
-    for rank in range(ring_size):
-        for source in range(ring_size):
-            block = layout.block(rank, source, ring_size)
-            queries = len(_positions(layout, block.queries, length, rank, ring_size))
-            keys = len(_positions(layout, block.keys, length, source, ring_size))
-            assert queries * keys == (4 if block.causal else 2) * half * half
+def test_zigzag_has_the_same_work_at_every_step(size, units) -> None:
+    """Of a sequence that divides, up to the causal diagonal."""
+    layout = get_layout("zigzag")
+    length = units * 2 * size
+    found = layout.cut(forest((length,), size), size)
+    half = length // (2 * size)
+    for rank, source in itertools.product(range(size), repeat=2):
+        block = layout.block(rank, source, size)
+        queries = len(_positions(found.chunks[rank][0], block.queries))
+        keys = len(_positions(found.chunks[source][0], block.keys))
+        assert queries * keys == (4 if block.causal else 2) * half * half
 
 
-@given(LAYOUTS, RINGS, LENGTHS, st.booleans())
-def test_shards_hold_every_target_of_the_pack(layout, ring_size, lengths, packing) -> None:
+@given(st.sampled_from([2, 4, 8]), st.lists(st.integers(100, 900), min_size=2, max_size=8).map(tuple))
+def test_work_is_balanced_on_packs_of_uneven_lengths(size, lengths) -> None:
+    """What does not divide goes to who has less to do. The worst of all packs of two sequences of 100 to 260 tokens on
+    8 ranks, 6 tokens a chunk, is 5.8 % over the mean; the mean of 1,500 packs of 100 to 900 tokens is 0.3 %."""
+    for name, inner in (("zigzag", 1), ("allgather", 1), ("hybrid", 2), ("ulysses", 1)):
+        work = get_layout(name, inner).deal(forest(lengths, size), size).work
+        assert max(work) <= 1.06 * sum(work) / size, name
+    lopsided = get_layout("contiguous").deal(forest(lengths, size), size).work
+    assert max(lopsided) > 1.4 * sum(lopsided) / size
+
+
+@given(LAYOUTS, st.lists(st.integers(1, 60), min_size=1, max_size=6).map(tuple), st.booleans())
+def test_shards_hold_every_target_of_the_pack(which, lengths, packing) -> None:
     """Targets are shifted before sharding: none is lost at an edge."""
+    name, inner, size = which
+    layout = get_layout(name, inner)
     sequences = [
         (
             torch.arange(length, dtype=torch.int32).numpy() + 7,
@@ -77,8 +137,8 @@ def test_shards_hold_every_target_of_the_pack(layout, ring_size, lengths, packin
         )
         for length in lengths
     ]
-    pack = pack_sequences(sequences, layout.multiple(ring_size), packing=packing)
-    shards = [shard_pack(pack, Ring(rank, tuple(range(ring_size))), layout, Plain(), 1000) for rank in range(ring_size)]
+    pack = pack_sequences(sequences, layout.multiple(size), packing=packing)
+    shards = [shard_pack(pack, ring, layout, Plain(), 1000) for ring in rings(size)]
     targets = sorted(
         (int(owner), int(position), int(target))
         for shard in shards
@@ -92,3 +152,48 @@ def test_shards_hold_every_target_of_the_pack(layout, ring_size, lengths, packin
     )
     assert targets == expected
     assert sum(shard.real_tokens for shard in shards) == pack.real_tokens == sum(2 * n + 1 for n in lengths)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "ranks", "sent"),
+    [
+        (8, 8, 4, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (8, 4, 2, [0, 1, 2, 3]),
+        (8, 2, 4, [0, 0, 1, 1]),  # fewer than ranks: each to all whose queries need it
+        (8, 1, 2, [0, 0]),
+        (12, 3, 4, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]),  # the second rank's queries need two, unevenly
+    ],
+)
+def test_heads_of_keys_go_where_their_queries_are(queries: int, keys: int, ranks: int, sent: list[int]) -> None:
+    heads = Heads(queries, keys, ranks)
+    assert heads.sent == sent
+    each = len(sent) // ranks
+    for head in range(queries):
+        rank, place = divmod(head, queries // ranks)
+        assert sent[rank * each + place * each // (queries // ranks)] == head // (queries // keys)
+
+
+def test_the_estimate_counts_the_heads_of_keys_that_are_sent() -> None:
+    for queries, ranks in itertools.product(range(1, 33), (2, 3, 4, 6, 8)):
+        if queries % ranks == 0:
+            for keys in (keys for keys in range(1, queries + 1) if queries % keys == 0):
+                copied = chosen.copied(chosen.Heads(queries, keys, 16), ranks)
+                assert copied == len(Heads(queries, keys, ranks).sent), (queries, keys, ranks)
+
+
+@pytest.mark.parametrize("described", [{"n_head": 8, "width": 64}, {"num_attention_heads": -1}, {}])
+def test_a_model_that_does_not_say_how_large_its_heads_are_has_the_layout_that_takes_any(described) -> None:
+    cfg = compose_config(["launch.device=cpu", "logger=none", "parallel=ring4", "parallel.layout=auto"])
+    choice = chosen.choose(cfg, chosen.heads_in(described))
+    assert choice.layout is LayoutName.zigzag
+    assert "not known yet" in choice.reason
+
+
+def test_heads_that_cannot_be_shared_out_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 heads cannot be shared out among 4 ranks"):
+        Heads(6, 2, 4)
+
+
+def test_an_uneven_total_is_a_defect() -> None:
+    with pytest.raises(AssertionError):
+        cut(forest((5,), 1), [0, 1])

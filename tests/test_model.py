@@ -25,7 +25,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from rlexp.config.schema import HFModelConfig, LayoutName, TinyModelConfig
+from rlexp.config.schema import HFModelConfig, TinyModelConfig
 from rlexp.data.packing import pack_sequences
 from rlexp.errors import ModelError
 from rlexp.launch.place import Place
@@ -41,7 +41,7 @@ from rlexp.ring.layouts import get_layout
 from rlexp.ring.shard import shard_pack
 from tests.ranks import on_ranks, seeded
 
-ZIGZAG = get_layout(LayoutName.zigzag)
+ZIGZAG = get_layout("zigzag")
 CPU = torch.device("cpu")
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 8,
          "num_key_value_heads": 2, "vocab_size": 300, "head_dim": 8}  # fmt: skip

@@ -19,7 +19,8 @@ from rlexp.compare.difference import compared
 from rlexp.config.load import compose_config
 from rlexp.prove.curves import differences, draw
 from rlexp.sinks.jsonl import read_rows
-from tests.test_cli import descendants, gone, run_json, wait_for_steps
+from tests import warm
+from tests.runs import descendants, gone, run_json, wait_for_steps
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 # Three rollouts of 2 epochs × 2 train batches, the last of which the run leaves half used.
@@ -72,8 +73,7 @@ def test_a_step_behind_is_weighed_by_what_is_now_likely() -> None:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Undisturbed."""
     place = tmp_path_factory.mktemp("straight")
-    command = [sys.executable, "-m", "rlexp", *BASE, f"hydra.run.dir={place}/run"]
-    subprocess.run(command, cwd=place, timeout=200, check=True, capture_output=True)
+    warm.run("rlexp", [*BASE, "hydra.run.dir=run"], place, timeout=200).check_returncode()
     return place / "run"
 
 

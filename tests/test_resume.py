@@ -18,15 +18,11 @@ from rlexp.prove.curves import Curve, differences, excesses
 from rlexp.prove.resume import Where, curve_of, run
 from rlexp.sinks.base import Ending
 from rlexp.sinks.jsonl import JsonlSink, read_rows
-from tests.test_cli import descendants, gone, run_json, wait_for_steps
+from tests.runs import descendants, gone, run_json, steps_of, wait_for_steps
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "engine=torch", "checkpoint.export=false",
          "logger.progress=false")  # fmt: skip
-
-
-def steps_in(folder: Path) -> list[int]:
-    return [int(row["step"]) for row in read_rows(folder / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +42,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Curve:
 )
 def test_the_curve_goes_on_in_float64(straight: Curve, tmp_path: Path, one: Where, other: Where, stop: int) -> None:
     begun = run(one, tmp_path / "run", f"train.stop_after={stop}")
-    assert steps_in(begun) == list(range(1, stop + 1))
+    assert steps_of(begun) == list(range(1, stop + 1))
     assert run_json(begun)["reason"] == f"train.stop_after={stop}"
     curve = curve_of(run(other, begun))
     assert [row["step"] for row in curve.rows] == [1, 2, 3, 4, 5, 6, 7]
@@ -72,10 +68,11 @@ def test_a_finished_run_has_nothing_to_do_until_it_is_made_longer(rlexp: Shell, 
     again = rlexp(*QUICK, "train.max_steps=3", "train.precision=fp64")
     assert again.returncode == 0
     assert "the run is finished. To train on, raise train.max_steps" in again.stderr
-    longer = rlexp(*QUICK, "train.max_steps=5", "parallel=ring2", "train.precision=fp32")
+    longer = rlexp(*QUICK, "train.max_steps=5", "parallel=ring2", "parallel.layout=ulysses", "train.precision=fp32")
     assert longer.returncode == 0, longer.stderr
     assert "goes on from" in longer.stderr
     assert "world_size was 1, and is 2" in longer.stderr
+    assert "attention was zigzag, cpu_flash, and is ulysses, cpu_flash" in longer.stderr
     assert "precision was fp64, and is fp32" in longer.stderr
     assert "the run was to end at step 3, and ends at 5: the learning rate, 0.0002 at step 4" in longer.stderr
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
@@ -118,7 +115,7 @@ def test_what_would_draw_another_curve_is_refused_by_name(rlexp: Shell, tmp_path
     forced = rlexp(*edited, "resume.force=[data]")
     assert forced.returncode == 0, forced.stderr
     assert "data.path was moved.jsonl (" in forced.stderr
-    assert steps_in(tmp_path / "run") == [1, 2, 3, 4]
+    assert steps_of(tmp_path / "run") == [1, 2, 3, 4]
     assert "Did you mean" in rlexp(*edited, "resume.force=[optim.rl]").stderr
 
 
@@ -129,7 +126,7 @@ def test_a_path_begins_a_run_of_its_own(rlexp: Shell, tmp_path: Path) -> None:
     fork[2] = "hydra.run.dir=fork"
     first = rlexp(*fork)
     assert first.returncode == 0, first.stderr
-    assert steps_in(tmp_path / "fork") == [1, 2, 3]
+    assert steps_of(tmp_path / "fork") == [1, 2, 3]
     second = rlexp(*fork)  # as a job that was put back in the queue: from where it is, not from the PATH
     assert second.returncode == 0, second.stderr
     assert "fork/checkpoints/step-00000003" in second.stderr
@@ -186,7 +183,7 @@ def test_a_damaged_checkpoint_does_not_outlive_the_whole_ones(rlexp: Shell, tmp_
     other = rlexp(*QUICK, "train.max_steps=8")
     assert other.returncode == 0, other.stderr
     assert "goes on from" in other.stderr
-    assert steps_in(tmp_path / "run") == list(range(1, 9))
+    assert steps_of(tmp_path / "run") == list(range(1, 9))
 
 
 @pytest.mark.slow
@@ -199,8 +196,8 @@ def test_a_curve_that_is_removed_costs_no_checkpoint(tmp_path: Path) -> None:
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 143
     assert "could not be saved" not in stderr
-    last = steps_in(tmp_path / "run")[-1]
-    assert steps_in(tmp_path / "run") == list(range(1, last + 1))
+    last = steps_of(tmp_path / "run")[-1]
+    assert steps_of(tmp_path / "run") == list(range(1, last + 1))
 
 
 def test_a_finished_run_without_a_checkpoint_is_not_written_over(rlexp: Shell) -> None:
@@ -229,7 +226,9 @@ def start(folder: Path, *args: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"])
+@pytest.mark.parametrize(
+    "name", ["SIGINT", "SIGTERM", "SIGUSR1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("SIGUSR2", "SIGHUP"))]
+)
 def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, name: str) -> None:
     process = start(tmp_path)
     wait_for_steps(tmp_path, process)
@@ -243,7 +242,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, name: str) -> None
     last = checkpoint.latest_first(tmp_path / "run")[0]
     manifest = checkpoint.check_sizes(last)
     checkpoint.check_contents(last, manifest["files"], manifest)
-    assert checkpoint.step_of(last) == steps_in(tmp_path / "run")[-1]
+    assert checkpoint.step_of(last) == steps_of(tmp_path / "run")[-1]
     run = run_json(tmp_path / "run")
     assert (run["status"], run["reason"]) == ("stopped", f"stopped by {name}")
 
@@ -256,7 +255,7 @@ def test_one_rank_alone_may_be_asked(tmp_path: Path) -> None:
     os.kill(descendants(servers[0])[1], signal.SIGUSR1)
     process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGUSR1
-    assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == steps_in(tmp_path / "run")[-1]
+    assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == steps_of(tmp_path / "run")[-1]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +272,7 @@ def test_a_signal_to_the_whole_process_group_is_one_request(tmp_path: Path, name
     process.communicate(timeout=30)
     assert process.returncode == 128 + signal.Signals[name]
     assert run_json(tmp_path / "run")["reason"] == f"stopped by {name}"
-    assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == steps_in(tmp_path / "run")[-1]
+    assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == steps_of(tmp_path / "run")[-1]
 
 
 @pytest.mark.slow
@@ -290,7 +289,7 @@ def test_under_torchrun_a_stop_is_a_request_and_a_finished_run_is_left_alone(tmp
     assert gone(everyone, within=20)
     run = run_json(tmp_path / "run")
     assert (run["status"], run["reason"]) == ("stopped", "stopped by SIGTERM")
-    done = steps_in(tmp_path / "run")[-1]
+    done = steps_of(tmp_path / "run")[-1]
     assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == done
     for said in ("goes on from", "the run is finished. To train on"):
         answer = subprocess.run(
@@ -299,7 +298,7 @@ def test_under_torchrun_a_stop_is_a_request_and_a_finished_run_is_left_alone(tmp
         )  # fmt: skip
         assert answer.returncode == 0, answer.stderr
         assert said in answer.stderr
-        assert steps_in(tmp_path / "run") == list(range(1, done + 2))
+        assert steps_of(tmp_path / "run") == list(range(1, done + 2))
 
 
 @pytest.mark.slow
@@ -320,7 +319,7 @@ def test_a_step_that_takes_too_long_is_abandoned_whole(tmp_path: Path, how: str)
     assert process.returncode == 130
     assert "Traceback" not in stderr
     assert gone(everyone, within=5)
-    assert steps_in(tmp_path / "run") == [1]
+    assert steps_of(tmp_path / "run") == [1]
     assert run_json(tmp_path / "run")["status"] == "stopped"
 
 
@@ -332,7 +331,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(rlexp: Shell,
     answer = rlexp(*QUICK, "parallel=ring2", "train.max_steps=2", "resume.force=[seed]", "seed=3")
     assert answer.returncode == 0, answer.stderr
     assert "no checkpoint here yet: begins at step 1" in answer.stderr
-    assert steps_in(tmp_path / "run") == [1, 2]
+    assert steps_of(tmp_path / "run") == [1, 2]
 
 
 def test_rows_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:

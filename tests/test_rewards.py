@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -37,7 +38,6 @@ from rlexp.config.rewards import reward_terms
 from rlexp.config.schema import (
     Config,
     DPOConfig,
-    LayoutName,
     ModelRewardConfig,
     PPOConfig,
     Precision,
@@ -63,6 +63,7 @@ from rlexp.rollout.rewards.build import build_reward
 from rlexp.rollout.rewards.rule import rule_of, share_matched
 from rlexp.rollout.rewards.weighted import Rewards
 from rlexp.types import Prompt, Sample
+from tests.conftest import Shell
 from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -563,7 +564,7 @@ def reward_model(path: Path, tokenizer: object = TOKENIZER, **keys: object) -> R
 
 
 def scores_over(model: RewardModel, ring: Ring, drawn: Sequence[Sample]) -> list[float]:
-    layout = get_layout(LayoutName.zigzag)
+    layout = get_layout("zigzag")
     pack = pack_sequences([model.encode(each) for each in drawn], layout.multiple(ring.size))
     shard = shard_pack(pack, ring, layout, CpuFlash(), model.max_length)
     return ring_sum(model(shard, last_places(pack)), ring).tolist()
@@ -651,6 +652,28 @@ def test_a_reward_model_with_learned_positions(tmp_path: Path) -> None:
     with torch.no_grad(), precise(torch.float64):
         expected = float(plain(input_ids=text).logits)
     assert scores_over(model, ALONE, [sample(" and an answer", "a question")]) == pytest.approx([expected], abs=1e-10)
+
+
+@pytest.mark.slow
+def test_a_reward_model_whose_heads_the_policys_layout_cannot_share_out(rlexp: Shell, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48}, num_labels=1
+    )
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "judge")
+    TOKENIZER.save_pretrained(tmp_path / "judge")
+    said = []
+    for number, (ring, layout) in enumerate(((1, "zigzag"), (2, "ulysses"))):
+        answer = rlexp(
+            "launch.device=cpu", f"parallel=ring{ring}", f"launch.nproc={ring}", f"parallel.layout={layout}",
+            "loss=ppo", "data=arithmetic", "engine=torch", "train.precision=fp64", "train.max_steps=1", "logger=none",
+            "checkpoint.export=false", "reward=model", f"reward.path={tmp_path / 'judge'}", "reward.precision=fp64",
+            f"hydra.run.dir=run{number}",
+        )  # fmt: skip
+        assert answer.returncode == 0, answer.stderr
+        (row,) = (tmp_path / f"run{number}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        said.append(json.loads(row)["train/reward/model"])
+    assert said[1] == pytest.approx(said[0], rel=0, abs=1e-12)
 
 
 def test_a_real_tokenizer_with_a_template_frames_the_texts(llama: Path, shared: Path) -> None:

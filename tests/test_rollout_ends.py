@@ -26,7 +26,7 @@ from rlexp.rollout import saved
 from rlexp.train.rollouts import NEXT, Rollouts
 from rlexp.types import Prompt, Sample
 from tests.ranks import on_ranks
-from tests.test_cli import run_json, wait_for_steps
+from tests.runs import run_json, wait_for_steps
 from tests.test_pipelined import BASE
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]

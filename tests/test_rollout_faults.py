@@ -16,7 +16,7 @@ import pytest
 
 from rlexp.launch import whereabouts
 from rlexp.sinks.jsonl import read_rows
-from tests.test_cli import descendants, gone, rows_of, run_json
+from tests.runs import descendants, gone, rows_of, run_json
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 RUN = (

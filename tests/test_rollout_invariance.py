@@ -11,6 +11,10 @@ from rlexp.prove.curves import Curve, draw, excesses
 from rlexp.prove.layouts import ROLLOUT_BASELINE, ROLLOUT_PAIR, VARIANTS, RolloutCase, rollout_cases
 from rlexp.prove.rollouts import STEPS, config_of
 
+LATER = (
+    *("ppo, divergence in the reward, adaptive", "ppo, entropy, dual clip, narrow", "ppo, overlong penalised"),
+    *("ppo, temperature and top-k", "ppo, activations recomputed", "grpo, filtered", "ppo, generated sums"),
+)
 GRID = [
     ROLLOUT_BASELINE,
     RolloutCase(2, 2, 2, 3, 6),
@@ -41,7 +45,11 @@ def test_epochs_take_every_sample_once_in_another_order() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variants", [list(VARIANTS)[:8], list(VARIANTS)[8:]], ids=["ppo", "others"])
+@pytest.mark.parametrize(
+    "variants",
+    [[name for name in VARIANTS if name not in LATER], pytest.param(list(LATER), marks=pytest.mark.prove)],
+    ids=["every algorithm", "more switches"],
+)
 def test_no_algorithm_and_no_switch_moves_with_the_layout(variants: list[str]) -> None:
     curves = draw([config_of(case, *VARIANTS[name]) for name in variants for case in ROLLOUT_PAIR])
     for number, name in enumerate(variants):

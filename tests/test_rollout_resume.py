@@ -21,7 +21,8 @@ from rlexp.prove.curves import Curve, excesses
 from rlexp.prove.layouts import ROLLOUT
 from rlexp.prove.resume import FLOAT64, Where, curve_of, run
 from rlexp.sinks.jsonl import read_rows
-from tests.test_cli import descendants, gone
+from tests import warm
+from tests.runs import descendants, gone
 
 STEPS = 7
 EACH = 4  # steps of a rollout: 2 epochs × 2 train batches
@@ -117,10 +118,10 @@ def test_samples_are_no_pickle_and_stand_in_the_position(tmp_path: Path) -> None
 # ---- killed while it samples ----
 
 
-def command(*args: str) -> list[str]:
+def overrides(*args: str) -> list[str]:
     quick = ("hydra.run.dir=run", "launch.device=cpu", "logger=none", "engine=torch", "train.precision=fp64")
     saving = ("checkpoint.save_every=1", "checkpoint.export=false", "train.max_steps=5", "data.max_length=280")
-    return [sys.executable, "-m", "rlexp", *RUN, *quick, *saving, *LONG, *args]
+    return [*RUN, *quick, *saving, *LONG, *args]
 
 
 LONG = ("rollout.max_new_tokens=80", "rollout.stop=[]", "train.eval_every=null")  # a rollout takes a while
@@ -130,8 +131,8 @@ LONG = ("rollout.max_new_tokens=80", "rollout.stop=[]", "train.eval_every=null")
 @pytest.mark.parametrize("victim", ["rank", "launcher"])
 def test_a_kill_while_sampling_loses_nothing(tmp_path: Path, victim: str) -> None:
     """In the second rollout, after four steps; the same command on another layout goes on."""
-    process = subprocess.Popen(command("parallel=ring2", "launch.nproc=4"), cwd=tmp_path,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    command = [sys.executable, "-m", "rlexp", *overrides("parallel=ring2", "launch.nproc=4")]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
     while not any(line["phase"] == "rollout" and line["step"] == 5 for line in whereabouts.read(tmp_path / "run")):
         assert process.poll() is None
@@ -144,10 +145,7 @@ def test_a_kill_while_sampling_loses_nothing(tmp_path: Path, victim: str) -> Non
     assert gone(everyone, within=15)
     assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) == 4
     for folder, layout in (("run", ("parallel=ring1", "launch.nproc=2")), ("straight", ())):
-        answer = subprocess.run(
-            [*command(*layout), f"hydra.run.dir={folder}"],
-            cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
+        answer = warm.run("rlexp", overrides(*layout, f"hydra.run.dir={folder}"), tmp_path, timeout=300)
         assert answer.returncode == 0, answer.stderr
         assert ("goes on from" in answer.stderr) == (folder == "run")
     assert excesses(curve_of(tmp_path / "straight"), curve_of(tmp_path / "run")) == []

@@ -12,10 +12,10 @@ LIGHT = {"hydra", "omegaconf", "rlexp.config", "rlexp.errors", "rlexp"}
 TORCH = {"torch", "numpy"}
 # What a room may import at the top of its modules, beside the standard library and itself.
 ROOMS = {
-    "config": LIGHT,
+    "config": LIGHT | {"hydra_plugins"},
     "launch": LIGHT | {"submitit", "hydra_plugins", "rlexp.checkpoint.folder"},
     "data": TORCH | {"rlexp.types", "rlexp.errors", "rlexp.config.schema"},
-    "ring": TORCH | {"rlexp.types", "rlexp.config.schema"},
+    "ring": TORCH | {"rlexp.types"},
     "model": TORCH | {"transformers", "tokenizers", "safetensors", "rlexp.types", "rlexp.errors", "rlexp.config.schema",
                       "rlexp.ring",
                       "rlexp.data.packing", "rlexp.data.tokens"},
@@ -31,9 +31,10 @@ ROOMS = {
               "rlexp.types"},
     "compare": {"numpy", "orjson", "yaml", "omegaconf", "matplotlib", "rlexp.errors", "rlexp.config", "rlexp.launch",
                 "rlexp.sinks"},
+    "status": {"rich", "rlexp.errors", "rlexp.config", "rlexp.launch", "rlexp.compare", "rlexp.sinks"},
 }  # fmt: skip
 ONLY_HERE = {"deepspeed": "engine", "wandb": "sinks", "wandb_workspaces": "sinks", "trackio": "sinks",
-             "vllm": "rollout", "transformers": "model", "hydra": "config"}  # fmt: skip
+             "vllm": "rollout", "transformers": "model", "hydra": "config", "rich": "status"}  # fmt: skip
 # `verify` holds the product to transformers alone, so it goes round the model's room.
 BESIDE = {"hydra": {"launch", "prove", "__main__.py"}, "transformers": {"prove"}}
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rlexp.config.schema import KernelName, LayoutName, RolloutConfig
+from rlexp.config.schema import RolloutConfig
 from rlexp.data.packing import pack_sequences
 from rlexp.errors import DrawError
 from rlexp.model import hook
@@ -283,7 +283,7 @@ def test_log_probabilities_are_those_of_scoring(policy: Policy) -> None:
     requests = rows_of([12, 5, 8], 2)
     drawer = drawer_of(hot, temperature=0.7, top_k=4)
     samples = [sample for part in drawer.draw([requests], 0) for sample in part]
-    layout, kernel = get_layout(LayoutName.zigzag), get_kernel(KernelName.auto, "cpu")
+    layout, kernel = get_layout("zigzag"), get_kernel("auto", "cpu")
     pack = pack_sequences([(s.prompt.tokens, s.answer) for s in samples], layout.multiple(1))
     shard = shard_pack(pack, ALONE, layout, kernel, 64)
     with torch.no_grad():

@@ -161,6 +161,7 @@ def test_real_model_on_real_pairs(shared: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.prove
 def test_real_model_on_long_documents(shared: Path, tmp_path: Path) -> None:
     """SQuALITY: a story and a question, two summaries; four thousand tokens, eight times the model's own context."""
     folder = shared / "data" / "squality"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlexp.config.layouts import choose, heads_of
 from rlexp.config.load import compose_config
 from rlexp.errors import ModelError, NonFiniteError, UserError
 from rlexp.launch.local import run_ranks
@@ -24,7 +25,7 @@ from rlexp.prove.verify import run as verifying
 from rlexp.prove.verify import shrink, textbook
 from rlexp.prove.verify.records import TokenPair
 from rlexp.prove.verify.reference import Optimizer, answer_logps, load, own_blocks, softmax_attention
-from rlexp.prove.verify.run import Verdict, verify
+from rlexp.prove.verify.run import Verdict, exact, verify
 from rlexp.prove.verify.verdict import failure_in_words, report
 from tests.faults import FAULTS, Fault, faulty_rank, one
 
@@ -39,10 +40,10 @@ NAMED = {
 
 
 def tier(number: int, fault: Fault) -> list[pytest.MarkDecorator]:
-    """The named ones in `make test`, one of four of the others in `make check`, and all in `make prove`."""
+    """The named ones in `make test`, one of six of the others in `make check`, and all in `make prove`."""
     if fault.name in NAMED:
         return []
-    return [pytest.mark.slow] if number % 4 == 0 else [pytest.mark.slow, pytest.mark.prove]
+    return [pytest.mark.slow] if number % 6 == 0 else [pytest.mark.slow, pytest.mark.prove]
 
 
 def quiet(_line: str) -> None:
@@ -67,6 +68,12 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 # ---- it finds what is wrong ----
+
+
+def test_every_defect_can_be_planted() -> None:
+    """Its text stands once in the product, also where the defect is tried in a longer tier only."""
+    for fault in FAULTS:
+        assert fault.changed()
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, id=f.name, marks=tier(n, f)) for n, f in enumerate(FAULTS)])
@@ -117,6 +124,7 @@ def test_the_default_passes_in_under_two_minutes(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert found["passed"]
     assert found["not_verified"] == []
+    assert found["plan"]["choice"]["layout"] == "zigzag"
     assert {each["quantity"] for each in found["fp32"]} >= {"loss", "gradient"}
     assert found["float64"]["largest"]["loss"] < 1e-12
     assert list(tmp_path.iterdir()) == [tmp_path / "out.json"]  # no run folder, no checkpoint
@@ -277,6 +285,18 @@ def test_layers_are_left_out_until_it_fits(tmp_path: Path) -> None:
         ModelError, match=r"2 of its layers .* parameters\) need .* GB .* 0.7 of the .* GB that are free"
     ):
         shrink.plan(cfg, 2, tmp_path, free=1 << 20)
+
+
+def test_float64_is_run_over_the_layout_that_the_run_takes(tmp_path: Path) -> None:
+    """What `auto` takes depends on the precision."""
+    cfg = compose_config(
+        ["launch.device=cpu", "parallel=ring2", "parallel.layout=auto", "train.precision=bf16", "data.max_length=2048",
+         "model.heads=8", "model.kv_heads=8", "model.hidden_size=128"]
+    )  # fmt: skip
+    taken = choose(cfg, heads_of(cfg.model))
+    assert choose(exact(cfg), heads_of(cfg.model)).layout is not taken.layout
+    pinned = exact(shrink.shrunk(cfg, shrink.plan(cfg, 1, tmp_path, free=1 << 40)))
+    assert choose(pinned, heads_of(cfg.model)).name == taken.name
 
 
 def test_a_pretrained_model_keeps_its_first_layers(shared: Path, tmp_path: Path) -> None:

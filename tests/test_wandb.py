@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +24,9 @@ from rlexp.sinks.names import new_id
 from rlexp.sinks.wandb_account import wandb_mode
 from rlexp.sinks.wandb_read import WandbRun, read_offline, read_project
 from rlexp.sinks.wandb_run import Extremes, WandbFacts, WandbSink
-from tests.wandb_runs import ARGS, CLEAN, curve_of, kill_after, records, train, values_of, wandb
+from tests.runs import descendants, wait_for_steps
+from tests.slurm.lab import processes
+from tests.wandb_runs import ARGS, CLEAN, command, curve_of, kill_after, records, train, values_of, wandb
 from tests.wandb_server import WandbServer
 
 STEPS, SAVED, KILLED = 24, 10, 17
@@ -63,6 +68,7 @@ def online(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
         there = CLEAN | server.environment
         answer = train(place, "parallel=ring1", f"train.max_steps={STEPS}", *SAVING, *SWEEP, env=there)
         assert answer.returncode == 0, answer.stderr
+        assert "Tried to log" not in answer.stderr  # what W&B has is not sent again
         assert 0 < arrived < STEPS
         yield server, place / "run"
 
@@ -131,6 +137,26 @@ def test_its_fragments_are_one_run_and_hold_each_step_once(offline: Path) -> Non
     assert killed.state == "unfinished"
     assert killed.rows  # its client writes every second; every 15, and nothing would be there
     assert went_on.rows[-1]["step"] == STEPS
+
+
+@pytest.mark.slow
+def test_a_client_that_is_ended_does_not_end_the_run(tmp_path: Path) -> None:
+    """As Slurm does when it asks a job to stop: SIGTERM reaches every process that the job has started."""
+    process = subprocess.Popen(
+        command("train.max_steps=30", "train.batch_size=2", "model.layers=1"),
+        cwd=tmp_path, env=CLEAN, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for_steps(tmp_path, process)
+    clients = [pid for pid in descendants(process.pid) if processes()[pid].name == "wandb-core"]
+    assert len(clients) == 1
+    os.kill(clients[0], signal.SIGTERM)
+    said = process.communicate(timeout=100)[1]
+    assert process.returncode == 0, said
+    assert said.count("W&B's process has ended before the run") == 1
+    assert [row["step"] for row in curve_of(tmp_path / "run")] == list(range(1, 31))
+    assert train(tmp_path, "train.max_steps=32", "train.batch_size=2", "model.layers=1").returncode == 0
+    (run,) = read_offline(tmp_path / "run")
+    assert [row["step"] for row in run.rows] == list(range(1, 33))
 
 
 def test_every_row_that_has_one_lies_beside_its_baseline(offline: Path, base: Path) -> None:

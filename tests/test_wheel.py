@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -86,3 +87,19 @@ def test_it_sweeps_and_reports(installed: Path, tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     assert "The 2 runs draw one curve" in answer.stdout
     assert "uPlot" in (tmp_path / "sw" / "report.html").read_text(encoding="utf-8")
+
+
+def test_it_shows_what_slurm_would_be_sent_and_has_the_scripts(installed: Path, tmp_path: Path) -> None:
+    """By a profile beside it, copied from its own."""
+    launchers = installed / "rlexp" / "launchers"
+    profile = tmp_path / "profiles" / "hydra" / "launcher" / "mine.yaml"
+    profile.parent.mkdir(parents=True)
+    shutil.copy(launchers / "hydra" / "launcher" / "site.yaml", profile)
+    answer = run(
+        installed, tmp_path, "--config-dir", "profiles", "-m", "hydra/launcher=mine", "launch.device=cpu",
+        "hydra.launcher.dry_run=true", "+sweep=ring_sizes", "hydra.launcher.partition=gpu",
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    assert "#SBATCH --partition=gpu\n" in answer.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["profiles"]
+    assert sorted(path.name for path in launchers.glob("*.sh")) == ["srun.sh", "torchrun.sh"]

@@ -10,20 +10,20 @@ import sys
 import time
 from pathlib import Path
 
+from tests import warm
+
 ARGS = ("launch.device=cpu", "engine=torch", "checkpoint.export=false", "logger.progress=false")
 CLEAN = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and k != "NETRC"} | {"NETRC": "/dev/null"}
 Env = dict[str, str]
 
 
 def command(*overrides: str, run: str = "run") -> list[str]:
+    """For runs that are watched while they train."""
     return [sys.executable, "-m", "rlexp", *ARGS, f"hydra.run.dir={run}", *overrides]
 
 
 def train(folder: Path, *overrides: str, env: Env = CLEAN, run: str = "run") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*overrides, run=run),
-        cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return warm.run("rlexp", [*ARGS, f"hydra.run.dir={run}", *overrides], folder, env=env)
 
 
 def kill_after(rows: int, folder: Path, *overrides: str, env: Env = CLEAN) -> None:

@@ -1,0 +1,133 @@
+"""A whole model's DPO against DeepSpeed's own sequence parallelism (Ulysses) on the same ranks.
+
+Its sharding, its exchange of heads and their gradients are DeepSpeed's; the model is transformers' with its own
+attention; sequences come one at a time, and log-probabilities, the loss of the paper and the sum over ranks are a few
+lines here. rlexp's packs, layouts, losses and reductions have no part in it; its tokenized pairs and first weights do.
+
+Shape letters: t tokens of this rank, P pairs, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rlexp.config.load import compose_config
+from rlexp.config.schema import Config
+from rlexp.launch.place import Place
+from rlexp.model.loading import load_config, load_model
+from rlexp.types import Pair
+from tests.ranks import Steps, largest_gap, on_ranks, train_steps
+from tests.test_textbook import pairs_of
+
+# Plain gradient descent, so that the second step, where policy and reference have parted, is of these gradients alone.
+COMMON = ("launch.device=cpu", "logger=none", "train.precision=fp64", "train.batch_size=4", "data.size=8", "optim=sgd",
+          "optim.lr=0.5", "optim.decay=constant", "optim.max_grad_norm=0", "train.max_steps=2")  # fmt: skip
+# float64, sums in another order. Measured: loss 1.4e-14, any parameter's gradient 1.4e-14 of its largest element.
+LOSS, GRADIENT = 1e-13, 1e-13
+Sequence = tuple[list[int], int]  # tokens, and how many of them are the prompt's
+Weights = dict[str, Tensor]
+
+
+class Ulysses:
+    """DeepSpeed's model on the ranks of this world: what it says of a sequence, of which each rank is given a part."""
+
+    def __init__(self, cfg: Config, place: Place) -> None:
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, for a minute or two
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        self.rank, self.ranks = place.rank, place.world_size
+        config = load_config(cfg.model, cfg.data.max_length)
+        first = load_model(cfg.model, config, cfg.data.max_length).state_dict()
+        self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        self.model.load_state_dict(first)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.double()
+        for module in self.model.modules():
+            if type(module).__name__.endswith("RMSNorm"):  # transformers' drops to float32
+                module.forward = types.MethodType(norm, module)
+        UlyssesSPAttentionHF.register_with_transformers(self.model, "sdpa", self.ranks, 1)
+
+    def logp(self, sequence: Sequence) -> Tensor:
+        """Σ log p(answer token | what precedes it) over the tokens of this rank."""
+        tokens, prompt = sequence
+        share = -(-len(tokens) // self.ranks)
+        mine = torch.arange(self.rank * share, (self.rank + 1) * share)
+        padded = torch.tensor([*tokens, *[0] * (self.ranks * share + 1 - len(tokens))])  # later than all that is real
+        logits_tV = self.model(
+            input_ids=padded[mine].unsqueeze(0), position_ids=mine.unsqueeze(0), use_cache=False
+        ).logits.squeeze(0)
+        logps_t = logits_tV.log_softmax(-1).gather(-1, padded[mine + 1].unsqueeze(-1)).squeeze(-1)
+        return logps_t[(mine + 1 >= prompt) & (mine + 1 < len(tokens))].sum()
+
+    def logps(self, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
+        """This rank's part of each sequence, (2, P), and their sum over all ranks, which has no gradient."""
+        sides = [[getattr(pair, side).tolist() for pair in pairs] for side in ("chosen", "rejected")]
+        part_2P = torch.stack([
+            torch.stack([self.logp(([*pair.prompt.tolist(), *answer], len(pair.prompt)))
+                         for pair, answer in zip(pairs, answers, strict=True)])
+            for answers in sides
+        ])  # fmt: skip
+        whole_2P = part_2P.detach().clone()
+        dist.all_reduce(whole_2P)
+        return part_2P, whole_2P
+
+    def gradient(self, pairs: list[Pair], reference_2P: Tensor, beta: float) -> tuple[float, Weights]:
+        """Equation 7 of arXiv 2305.18290, and its gradient: of a rank's part by the sum's, added up over the ranks."""
+        part_2P, whole_2P = self.logps(pairs)
+        ratios_2P = whole_2P.requires_grad_() - reference_2P
+        loss = -F.logsigmoid(beta * (ratios_2P[0] - ratios_2P[1])).mean()
+        (by_sum_2P,) = torch.autograd.grad(loss, whole_2P)
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        grads = torch.autograd.grad((part_2P * by_sum_2P).sum(), parameters)
+        for grad in grads:
+            dist.all_reduce(grad)
+        return float(loss.detach()), dict(zip(names, grads, strict=True))
+
+
+def norm(self: Any, hidden: Tensor) -> Tensor:
+    """Of a Llama, in the dtype of its input."""
+    scaled: Tensor = self.weight * hidden * (hidden.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+    return scaled
+
+
+def both_rank(place: Place, cfgs: list[Config], steps: int) -> tuple[list[Steps], list[tuple[float, Weights]]]:
+    """rlexp's steps for each configuration, and DeepSpeed's loss and gradient for each step."""
+    ours = [train_steps(place, cfg, steps) for cfg in cfgs]
+    cfg = cfgs[0]
+    pairs, sampler = pairs_of(cfg)
+    batches = [[pairs[index] for index in batch.indices] for batch in sampler.batches(1, steps)]
+    ulysses = Ulysses(cfg, place)
+    with torch.no_grad():
+        references = [ulysses.logps(batch)[1] for batch in batches]  # by the first weights
+    found = []
+    for batch, reference_2P in zip(batches, references, strict=True):
+        found.append(ulysses.gradient(batch, reference_2P, cfg.loss.beta))
+        with torch.no_grad():
+            for name, parameter in ulysses.model.named_parameters():
+                parameter -= cfg.optim.lr * found[-1][1][name]
+    return ours, found
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+def test_deepspeed_s_ulysses_has_the_same_dpo_loss_and_gradient(ring: int) -> None:
+    """With 8 heads and 2 of keys: at ring 4 both give each head of keys to two ranks."""
+    layouts = [["parallel.layout=ulysses", "train.micro_batch_size=1"],
+               ["parallel.layout=zigzag", "train.micro_batch_size=4"]]  # fmt: skip
+    cfgs = [compose_config([*COMMON, f"parallel=ring{ring}", *layout]) for layout in layouts]
+    for ours, theirs in on_ranks(ring, both_rank, cfgs, 2):
+        assert abs(theirs[1][0] - theirs[0][0]) > 0.01  # policy and reference have parted
+        for steps in ours:
+            for number, (loss, gradient) in enumerate(theirs):
+                assert steps.rows[number]["train/loss"] == pytest.approx(loss, rel=LOSS)
+                assert largest_gap(gradient, steps.gradients[number]) < GRADIENT

@@ -1,0 +1,107 @@
+"""`parallel.layout=auto`: what it takes, and what it says of that; and how a model's heads are known beforehand."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlexp.config.layouts import Choice, Heads, choose, copied, heads_of
+from rlexp.config.load import compose_config
+from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, Precision, TinyModelConfig
+from rlexp.config.sizes import divisors
+from rlexp.ring.layouts import ulysses
+
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def on_gpus(ring: int, length: int, nodes: int, layout: str = "auto") -> Config:
+    """As it would be on a cluster; none is needed to choose."""
+    cfg = compose_config(["launch.device=cpu", f"parallel.ring_size={ring}", f"data.max_length={length}",
+                          f"parallel.layout={layout}"])  # fmt: skip
+    cfg.launch.device, cfg.train.precision, cfg.launch.nodes = Device.cuda, Precision.bf16, nodes
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("ring", "heads", "length", "nodes", "layout", "inner"),
+    [
+        (8, Heads(32, 8, 128), 131072, 1, LayoutName.ulysses, 8),  # nothing to merge, and links are fast
+        (8, Heads(32, 8, 128), 8192, 1, LayoutName.allgather, 1),  # short: what is sent while something is computed
+        (8, Heads(32, 1, 128), 8192, 1, LayoutName.zigzag, 1),  # one head of keys: nothing to overlap a gather with
+        (8, Heads(28, 4, 128), 32768, 1, LayoutName.zigzag, 1),  # 28 heads are not shared out among 8 ranks
+        (16, Heads(32, 8, 128), 16384, 2, LayoutName.hybrid, 8),  # heads inside a node, zigzag between them
+        (1, Heads(32, 8, 128), 8192, 1, LayoutName.zigzag, 1),
+        (8, None, 8192, 1, LayoutName.zigzag, 1),
+    ],
+)
+def test_auto_takes_what_it_estimates_to_be_the_fastest(ring, heads, length, nodes, layout, inner) -> None:
+    choice = choose(on_gpus(ring, length, nodes), heads)
+    assert (choice.layout, choice.ulysses_size) == (layout, inner)
+    assert choice.reason
+    if heads is None or ring == 1:
+        return
+    estimates = [float(each) for each in re.findall(r" (\d+\.\d\d)(?:,|$)", choice.reason)]
+    assert estimates == sorted(estimates)
+    assert estimates[0] == 1
+    assert f"estimated: {choice.name} 1.00" in choice.reason
+
+
+def test_a_layout_that_was_named_has_no_reason() -> None:
+    assert choose(on_gpus(8, 8192, 1, "ulysses"), Heads(32, 8, 128)) == Choice(LayoutName.ulysses, 8)
+    assert choose(on_gpus(8, 8192, 1, "contiguous"), None) == Choice(LayoutName.contiguous, 1)
+
+
+@pytest.mark.parametrize(
+    ("described", "heads"),
+    [
+        ({"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}, Heads(32, 8, 128)),
+        ({"num_attention_heads": 16, "hidden_size": 1024}, Heads(16, 16, 64)),
+        ({"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 2048, "head_dim": 256}, Heads(8, 4, 256)),
+        ({"n_head": 12, "n_embd": 768}, Heads(12, 12, 64)),
+        ({"num_heads": 16, "hidden_size": 2048}, Heads(16, 16, 128)),  # GPT-Neo
+        ({"n_heads": 16, "d_model": 2048}, Heads(16, 16, 128)),  # MPT
+        ({"num_attention_heads": 8, "head_dim": 256, "global_head_dim": 512}, Heads(8, 8, 512)),
+        ({"num_attention_heads": 8, "head_dim": 64, "per_layer_config": {"5": {"head_dim": 128}}}, Heads(8, 8, 128)),
+        ({"text_config": {"num_attention_heads": 4, "hidden_size": 64}, "hidden_size": 9}, Heads(4, 4, 16)),
+        ({"d_model": 5}, None),
+        ([], None),
+    ],
+)
+def test_heads_are_read_from_the_models_description(described, heads, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    assert heads_of(HFModelConfig(name="hf", path=str(tmp_path))) == heads
+    assert heads_of(HFModelConfig(name="hf", path="some/model-of-the-hub")) is None
+    assert heads_of(TinyModelConfig(name="tiny")) == Heads(8, 2, 8)
+
+
+def test_heads_of_a_folder_are_refused_before_a_process_starts(rlexp: Shell, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"num_attention_heads": 6, "hidden_size": 48}', encoding="utf-8")
+    answer = rlexp("launch.device=cpu", "parallel=ring4", "parallel.layout=ulysses", "model=hf", "model.path=model")
+    assert answer.returncode == 1
+    assert answer.stderr == (
+        "rlexp: parallel.layout=ulysses: the model has 6 heads, which 4 ranks cannot share out evenly. Use "
+        "parallel.layout=hybrid parallel.ulysses_size=2, or parallel.layout=auto.\n"
+    )
+
+
+def test_a_run_says_which_layout_was_taken_and_why(rlexp: Shell) -> None:
+    shown = rlexp("launch.device=cpu", "parallel=ring2", "parallel.layout=auto", "logger=none", "train.max_steps=1")
+    assert shown.returncode == 0, shown.stderr
+    why = r"layout \1: 8 heads, 2 of keys, 512 tokens, one node; estimated: \1 1\.00, "
+    said = rf"ring of 2 \((\w+), cpu_flash\).*\n  {why}"
+    assert re.search(said, shown.stderr), shown.stderr
+
+
+def test_the_estimate_counts_the_heads_of_keys_that_ulysses_sends() -> None:
+    """Those that serve several ranks several times; the configuration knows no torch, and so counts for itself."""
+    for heads in range(1, 49):
+        for keys in divisors(heads):
+            for ranks in divisors(heads):
+                sent = ulysses.Heads(heads, keys, ranks).sent
+                assert copied(Heads(heads, keys, 1), ranks) == len(sent), (heads, keys, ranks)
