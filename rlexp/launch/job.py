@@ -20,7 +20,7 @@ from rlexp.config.schema import Config
 from rlexp.errors import ConfigError, UserError
 from rlexp.launch import folder, reports
 from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
-from rlexp.launch.place import Place, prepare_environment
+from rlexp.launch.place import Place, part, prepare_environment
 from rlexp.launch.slurm import meeting
 from rlexp.launch.stops import Outcome, Terminated, deaf, end_with_parent, hear_stops, heard
 
@@ -155,7 +155,11 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
         run_dir, unfinished = (bridge.agreed if bridge else agreed)((run_dir, unfinished))
         assert run_dir is not None
         closing = partial(folder.close, run_dir) if place.rank == 0 else None
-        outcome = train(cfg, run_dir, bridge, closing) if unfinished else Outcome()
+        if unfinished:
+            outcome = train(cfg, run_dir, bridge, closing)
+        else:
+            outcome = Outcome()
+            part()
     except BaseException as error:
         _leave(place, ours, heard(error))
     if place.rank == 0 and not unfinished:

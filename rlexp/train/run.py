@@ -16,6 +16,7 @@ from rlexp.checkpoint.folder import METRICS, latest_first, sync
 from rlexp.config.schema import Config, LoggerName, Precision
 from rlexp.errors import NonFiniteError
 from rlexp.launch import folder
+from rlexp.launch.place import part
 from rlexp.launch.stops import Outcome, finishing_steps, stopped_by
 from rlexp.launch.whereabouts import Whereabouts
 from rlexp.metrics.memory import Phases
@@ -99,8 +100,7 @@ def leave(run: Run, outcome: Outcome, closing: Closing | None) -> Outcome:
         run.rollouts.finish()
     if closing is not None:
         closing(outcome.status, outcome.reason)
-    dist.barrier()
-    dist.destroy_process_group()
+    part()
     return outcome
 
 
