@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from tests.slurm.lab import below, processes, wait_until
+from tests.slurm.machine import below, processes, wait_until
 
 
 def rows_of(folder: Path) -> list[dict[str, float]]:

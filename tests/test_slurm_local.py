@@ -14,7 +14,7 @@ import pytest
 
 from tests.runs import jobs_of, steps_of
 from tests.slurm.jobs import QUICK, wait_for
-from tests.slurm.lab import environment, processes
+from tests.slurm.machine import environment, processes
 from tests.slurm.watched import Taken, paced, taken
 
 STEPS, AT_ONCE = 30, 2

@@ -25,7 +25,7 @@ from rlexp.sinks.wandb_account import wandb_mode
 from rlexp.sinks.wandb_read import WandbRun, read_offline, read_project
 from rlexp.sinks.wandb_run import Extremes, WandbFacts, WandbSink
 from tests.runs import descendants, wait_for_steps
-from tests.slurm.lab import processes
+from tests.slurm.machine import processes
 from tests.wandb_runs import ARGS, CLEAN, command, curve_of, kill_after, records, train, values_of, wandb
 from tests.wandb_server import WandbServer
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.runs import jobs_of
-from tests.slurm.lab import Lab, environment, processes, wait_until
+from tests.slurm.lab import Lab
+from tests.slurm.machine import environment, processes, wait_until
 
 T = TypeVar("T")
 FAULTY = Path(__file__).resolve().parent / "faulty"

@@ -1,8 +1,8 @@
 """A real Slurm on one Debian machine, as root, from nothing, and gone again.
 
-    python tests/slurm/lab.py up --nodes 2 --cpus 16 --gpus 8     # and says by what line a shell talks to it
-    python tests/slurm/lab.py status
-    python tests/slurm/lab.py down
+    python -m tests.slurm.lab up --nodes 2 --cpus 16 --gpus 8     # and says by what line a shell talks to it
+    python -m tests.slurm.lab status
+    python -m tests.slurm.lab down
 
 Packages are installed where they are missing, and stay. All else lies in one folder and goes with it: munge's key, the
 accounting database, what the controller and the nodes write. Every node is a slurmd of its own on this machine, its
@@ -15,60 +15,48 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import secrets
 import select
 import shutil
 import signal
-import socket
-import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+from tests.slurm.machine import (
+    HOSTS,
+    Unable,
+    above,
+    below,
+    environment,
+    free_ports,
+    has_open,
+    hosts_file,
+    install,
+    last_line,
+    make_device,
+    one_at_a_time,
+    processes,
+    refuse_unless_possible,
+    wait_until,
+)
+from tests.slurm.shape import Shape, slurm_conf, slurmdbd_conf
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 ACCOUNTING = ("slurmdbd", "mariadb-server")
-HOSTS = Path("/etc/hosts")
+ROOT = Path(__file__).resolve().parents[2]
 MARK = "RLEXP_SLURM_LAB"  # in the environment of every daemon, and behind every line in /etc/hosts
-FIRST_PORT, LAST_PORT = 18200, 30000
 STARTING, ENDING = 40.0, 20.0  # seconds that a daemon may take
 SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 
 
-class Unable(Exception):
-    """Why there can be no lab here, in one line."""
-
-
 class Broken(RuntimeError):
     """It could be, and does not come up."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a lab is like. Two of one shape behave alike."""
-
-    nodes: int = 2
-    cpus: int = 16  # of each node
-    gpus: int = 8
-    memory: int = 16000  # MB, declared, of each node
-    accounting: bool = True
-    grace: int = 30  # seconds between a pre-emption's signal and its end
-    kill_wait: int = 5  # between SIGTERM and SIGKILL
-    lost_after: int = 10  # until a node that does not answer is down, and as long as `patience` more
-    patience: int = 5  # for an answer of a daemon's: with Slurm's own, 10, a lost node is noticed after half a minute
-    remember: int = 600  # seconds for which the controller knows a job that has ended
-    enforce_memory: bool = False  # a job that takes more memory than it asked for is killed
-    name: str = "node"  # nodes are node1, node2, …
-
-    @property
-    def node_names(self) -> list[str]:
-        return [f"{self.name}{number}" for number in range(1, self.nodes + 1)]
 
 
 class Lab:
@@ -138,7 +126,7 @@ class Lab:
         for node in self.shape.node_names:
             (self.folder / "nodes" / node).mkdir()
         etc = self.folder / "etc"
-        self.conf.write_text(slurm_conf(self), encoding="utf-8")
+        self.conf.write_text(slurm_conf(self.shape, self.folder, self.port), encoding="utf-8")
         (etc / "cgroup.conf").write_text(
             "CgroupPlugin=cgroup/v1\n", encoding="utf-8"
         )  # none is used; v2 may be refused
@@ -162,7 +150,7 @@ class Lab:
         self._do(*sql, "create database slurm; create user slurm@localhost identified by 'slurm'; "
                        "grant all on slurm.* to slurm@localhost")  # fmt: skip
         conf = self.folder / "etc" / "slurmdbd.conf"
-        conf.write_text(slurmdbd_conf(self), encoding="utf-8")
+        conf.write_text(slurmdbd_conf(self.shape, self.folder, self.port), encoding="utf-8")
         conf.chmod(0o600)  # slurmdbd refuses it otherwise
         self.start("slurmdbd")
         self._until(lambda: self._try("sacctmgr", "--noheader", "list", "cluster"), "slurmdbd")
@@ -339,244 +327,6 @@ class Lab:
             raise RuntimeError(f"{what} these processes do not end: {find()}")
 
 
-def slurm_conf(lab: Lab) -> str:
-    """Where it has a choice, the quick one: a test waits for it."""
-    shape, folder, host = lab.shape, lab.folder, socket.gethostname().partition(".")[0]
-    accounting = f"""AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost=127.0.0.1
-AccountingStoragePort={lab.port + shape.nodes + 1}
-AccountingStoragePass={folder}/munge/socket
-AccountingStorageTRES=gres/gpu"""
-    memory = "JobAcctGatherType=jobacct_gather/linux\nJobAcctGatherFrequency=task=1\nJobAcctGatherParams=OverMemoryKill"
-    gpus = f"Gres=gpu:{shape.gpus}" if shape.gpus else ""
-    nodes = "\n".join(
-        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={lab.port + number} Sockets=1 "
-        f"CoresPerSocket={shape.cpus} ThreadsPerCore=1 RealMemory={shape.memory} {gpus} State=UNKNOWN"
-        for number, node in enumerate(shape.node_names, 1)
-    )
-    return f"""ClusterName=lab
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={lab.port}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-CredType=cred/munge
-AuthInfo=socket={folder}/munge/socket,cred_expire=5
-CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/nodes/%n
-SlurmctldPidFile={folder}/run/slurmctld.pid
-SlurmdPidFile={folder}/run/slurmd.%n.pid
-SlurmctldLogFile={folder}/log/slurmctld.log
-SlurmdLogFile={folder}/log/slurmd.%n.log
-# No systemd and no cgroups; more CPUs and memory than are there.
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SlurmdParameters=config_overrides
-PropagateResourceLimits=NONE
-MpiDefault=none
-MailProg=/bin/true
-{memory if shape.enforce_memory else "JobAcctGatherType=jobacct_gather/none"}
-{accounting if shape.accounting else "AccountingStorageType=accounting_storage/none"}
-ReturnToService=2
-SlurmdTimeout={shape.lost_after}
-MessageTimeout={shape.patience}
-KillWait={shape.kill_wait}
-MinJobAge={shape.remember}
-JobRequeue=1
-GresTypes=gpu
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core_Memory
-SchedulerType=sched/backfill
-SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0
-PriorityType=priority/basic
-# A job in `high` puts those in `main` back into the queue, who are told so and have their grace.
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-SlurmctldParameters=preempt_send_user_signal
-{nodes}
-PartitionName=DEFAULT Nodes=ALL MaxTime=INFINITE State=UP DefMemPerCPU=500
-PartitionName=main Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={shape.grace}
-PartitionName=high Default=NO PriorityTier=10 PreemptMode=OFF
-"""
-
-
-def slurmdbd_conf(lab: Lab) -> str:
-    folder = lab.folder
-    return f"""AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
-DbdHost={socket.gethostname().partition(".")[0]}
-DbdAddr=127.0.0.1
-DbdPort={lab.port + lab.shape.nodes + 1}
-SlurmUser=root
-PidFile={folder}/run/slurmdbd.pid
-LogFile={folder}/log/slurmdbd.log
-CommunicationParameters=NoInAddrAny
-StorageType=accounting_storage/mysql
-StorageHost=localhost
-StorageLoc=slurm
-StorageUser=slurm
-StoragePass=slurm
-"""
-
-
-# ---- the machine ----
-
-
-def refuse_unless_possible(folder: Path) -> None:
-    if os.geteuid() != 0:
-        raise Unable("a Slurm of one's own needs root: its daemons run jobs for every user.")
-    if shutil.which("apt-get") is None or shutil.which("dpkg-query") is None:
-        raise Unable("there is no apt-get: the packages of Slurm are Debian's and Ubuntu's.")
-    if len(str(folder)) > 80 or set(" %[],=#") & set(str(folder)):
-        raise Unable(f"{folder}: sockets lie in it, and Slurm reads its name. It must be short and plain; set TMPDIR.")
-
-
-def install(packages: Sequence[str], log: Path) -> None:
-    """Those that are missing. None of their daemons is started: this machine's services are not the lab's."""
-    known = subprocess.run(["dpkg-query", "--show", "--showformat=${Package} ${db:Status-Status}\n", *packages],
-                           capture_output=True, text=True, check=False).stdout  # fmt: skip
-    missing = [package for package in packages if f"{package} installed" not in known.splitlines()]
-    if not missing:
-        return
-    with log.open("w", encoding="utf-8") as out, no_services():
-        for command in (["update"], ["install", "--yes", "--no-install-recommends", *missing]):
-            quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-            code = subprocess.run(["apt-get", *command], stdout=out, stderr=out, env=quiet, check=False).returncode
-            if code and command[0] == "install":
-                said = last_line(log.read_text(encoding="utf-8"))
-                raise Unable(f"apt-get cannot install {', '.join(missing)}: {said}")
-
-
-@contextlib.contextmanager
-def no_services() -> Iterator[None]:
-    """Debian asks this file whether a package's daemon may be started."""
-    policy = Path("/usr/sbin/policy-rc.d")
-    if policy.exists():
-        yield
-        return
-    policy.write_text("#!/bin/sh\nexit 101\n", encoding="utf-8")
-    policy.chmod(0o755)
-    try:
-        yield
-    finally:
-        policy.unlink()
-
-
-def make_device(path: Path) -> None:
-    """What stands for a GPU: a device file that reads as /dev/null does."""
-    try:
-        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-    except OSError as error:
-        raise Unable(f"{path}: no device file can be made here, so there are no GPUs to declare ({error}).") from None
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` ports in a row on which nobody listens, below those that are handed out by chance."""
-    for first in range(FIRST_PORT, LAST_PORT, 20 + count):
-        with contextlib.ExitStack() as held:
-            try:
-                for port in range(first, first + count):
-                    held.enter_context(contextlib.closing(socket.socket())).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return first
-    raise Unable(f"no {count} ports in a row are free between {FIRST_PORT} and {LAST_PORT}.")
-
-
-@contextlib.contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Two labs that come up together would find the same ports free."""
-    with (Path(tempfile.gettempdir()) / "rlexp-slurm.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def hosts_file() -> Iterator[list[str]]:
-    """The lines of /etc/hosts, to be changed. In place: in a container the file cannot be replaced."""
-    with HOSTS.open("r+", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        before = file.read().splitlines()
-        lines = list(before)
-        yield lines
-        if lines != before:
-            file.seek(0)
-            file.write("".join(f"{line}\n" for line in lines))
-            file.truncate()
-
-
-@dataclass(frozen=True)
-class Process:
-    name: str
-    parent: int
-
-
-def processes() -> dict[int, Process]:
-    """All that live; what has ended and was not yet asked for does not."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            before, _, after = path.read_text(encoding="utf-8", errors="replace").rpartition(")")
-            state, parent = after.split()[:2]
-            if state not in "ZX":
-                found[int(path.parent.name)] = Process(before.partition("(")[2], int(parent))
-    return found
-
-
-def environment(pid: int) -> dict[str, str]:
-    """What a process was started with; nothing once it has ended."""
-    with contextlib.suppress(OSError):
-        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-        return dict(line.partition("=")[::2] for line in text.split("\0") if "=" in line)
-    return {}
-
-
-def has_open(pid: int, path: Path) -> bool:
-    """Whether a process holds this file, or a file in this folder, open."""
-    with contextlib.suppress(OSError):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                target = Path(os.readlink(link))
-                if path == target or path in target.parents:
-                    return True
-    return False
-
-
-def below(table: dict[int, Process], roots: Iterable[int]) -> list[int]:
-    """The processes that these have started, and those have, and so on."""
-    children: dict[int, list[int]] = {}
-    for pid, process in table.items():
-        children.setdefault(process.parent, []).append(pid)
-    found, open_ = [], list(roots)
-    while open_:
-        next_ = children.get(open_.pop(), [])
-        found += next_
-        open_ += next_
-    return found
-
-
-def above(table: dict[int, Process], pid: int) -> list[int]:
-    found = []
-    while pid in table and table[pid].parent:
-        pid = table[pid].parent
-        found.append(pid)
-    return found
-
-
-def wait_until(happens: Callable[[], bool], within: float, *, every: float = 0.05) -> bool:
-    until = time.monotonic() + within
-    while not happens():
-        if time.monotonic() > until:
-            return False
-        time.sleep(every)
-    return True
-
-
-def last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-
-
 # ---- from the shell ----
 
 
@@ -592,9 +342,11 @@ def take_down_after(lab: Lab, pid: int) -> None:
 
 def guard(lab: Lab) -> None:
     """Have the lab taken down when this process is killed, by one that is of the lab itself."""
-    command = ["setsid", "--fork", sys.executable, __file__, "guard", f"--folder={lab.folder}", f"--pid={os.getpid()}"]
-    subprocess.run(command, env=os.environ | {MARK: str(lab.folder)}, cwd="/", stdin=subprocess.DEVNULL,
-                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)  # fmt: skip
+    command = ["setsid", "--fork", sys.executable, "-m", "tests.slurm.lab", "guard", f"--folder={lab.folder}",
+               f"--pid={os.getpid()}"]  # fmt: skip
+    env = os.environ | {MARK: str(lab.folder), "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                   stderr=subprocess.DEVNULL, check=True)  # fmt: skip
 
 
 def default_folder() -> Path:

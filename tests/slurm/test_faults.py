@@ -16,7 +16,8 @@ import pytest
 from tests.runs import steps_of
 from tests.slurm.conftest import brought_up
 from tests.slurm.faults import STEPS, Fault, Part, Seen, run_parts
-from tests.slurm.lab import Lab, Shape
+from tests.slurm.lab import Lab
+from tests.slurm.shape import Shape
 from tests.slurm.table import write_row
 
 SOON = 30.0  # seconds from the fault to Slurm's end of the job, and to the launcher's line

@@ -19,7 +19,8 @@ from rlexp.prove.kills import Kill, look, moment, most_steps, phase_of, plan
 from tests.runs import run_json, steps_of
 from tests.slurm.conftest import brought_up
 from tests.slurm.jobs import QUICK, Sweep, rank_pids, wait_for
-from tests.slurm.lab import Lab, Shape
+from tests.slurm.lab import Lab
+from tests.slurm.shape import Shape
 from tests.slurm.watched import again, apart, paced, taken, wrong_about
 
 RANKS, SAVE_EVERY, SEED = 4, 2, 6

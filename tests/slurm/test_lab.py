@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.slurm import lab as lab_module
-from tests.slurm.lab import HOSTS, Lab, Shape, Unable, environment, processes, wait_until
+from tests.slurm.lab import ROOT, Lab
+from tests.slurm.machine import HOSTS, Unable, environment, processes, wait_until
+from tests.slurm.shape import Shape
 
-SCRIPT = str(Path(lab_module.__file__).resolve())
 # Says in `said` where it is, and how often it was put back; then works for as long as `hold` is there.
 RANK = 'echo "$SLURM_RESTART_COUNT $SLURMD_NODENAME $SLURM_PROCID" >> said; while [ -e hold ]; do sleep 0.1; done'
 
@@ -131,7 +132,8 @@ def traces(folder: Path) -> list[str]:
 
 
 def by_hand(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, SCRIPT, *args], capture_output=True, text=True, timeout=200, check=False)
+    command = [sys.executable, "-m", "tests.slurm.lab", *args]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest.fixture
@@ -188,12 +190,11 @@ def test_nothing_is_left(elsewhere: Path, tmp_path: Path) -> None:
 
 def test_a_lab_goes_with_the_tests_that_were_killed(elsewhere: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from tests.slurm.lab import *\n"
+        "import sys, time; from pathlib import Path; from tests.slurm.lab import *\n"
         f"lab = Lab(Path({str(elsewhere)!r}), Shape(nodes=1, accounting=False, name='hand')); lab.up(); guard(lab)\n"
         "print('up', flush=True); time.sleep(1000)"
     )
-    root = Path(SCRIPT).parents[2]
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     said = process.stdout.readline()
     began = time.monotonic()

@@ -20,7 +20,8 @@ from rlexp.sinks.wandb_read import read_offline
 from tests.runs import jobs_of, rows_of, run_json, steps_of
 from tests.slurm.conftest import brought_up
 from tests.slurm.jobs import QUICK, Sweep, wait_for
-from tests.slurm.lab import Lab, Shape
+from tests.slurm.lab import Lab
+from tests.slurm.shape import Shape
 from tests.slurm.table import write_row
 from tests.slurm.watched import Taken, again, apart, paced, starts, taken, waited, wrong_about
 from tests.wandb_server import WandbServer
