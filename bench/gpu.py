@@ -5,7 +5,8 @@
     python bench/gpu.py --quick                         short lengths: whether it runs at all
     python bench/gpu.py --device cpu --quick            the same without a GPU, on torch's CPU kernel
 
-Needs torch and this checkout, nothing else of what rlexp is installed with.
+Needs torch, numpy and this checkout, nothing else of what rlexp is installed with. Every table is printed and written
+as soon as it is there; one that fails says how, and the next is begun.
 
 Three tables. Kernels: each that is there, against torch's own `scaled_dot_product_attention` held to its flash backend.
 Layouts: for every rank the real kernels, merges and buffers at its real shapes, the other ranks' keys, values and
@@ -25,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,7 @@ from rlexp.ring.kernels.base import BlockKernel  # noqa: E402
 from rlexp.ring.layouts import get_layout  # noqa: E402
 
 T = TypeVar("T")
+THEIRS = "torch's flash attention"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Bytes a second out of a GPU, one direction: NVLink 4 of an H100, and one 400 Gbit/s adapter for each GPU.
 NEAR, FAR = 450.0, 50.0
@@ -78,11 +81,20 @@ def main() -> None:
     sections = {"kernels": kernel_table, "layouts": layout_table, "errors": error_table}
     chosen = [arguments.only] if arguments.only else list(sections)
     started = time.time()
-    text = "\n\n".join([_about(options), *(sections[name](options) for name in chosen)])
-    text += f"\n\nAll in {time.time() - started:.0f} seconds."
-    print(text)
-    if arguments.write:
-        _put(arguments.write, text)
+    texts, failed = [_about(options, arguments.commit or _commit())], False
+    for name in chosen:
+        try:
+            texts.append(sections[name](options))
+        except Exception as error:  # of a library, of the GPU: what was measured until then counts
+            traceback.print_exc()
+            said = next(iter(str(error).splitlines()), "")
+            texts.append(f"The table of {name} failed: {type(error).__name__}: {said}")
+            failed = True
+        print(texts[-1], end="\n\n", flush=True)
+        if arguments.write:
+            _put(arguments.write, "\n\n".join(texts))
+    print(f"{texts[0]}\nAll in {time.time() - started:.0f} seconds.")
+    sys.exit(failed)
 
 
 def _arguments() -> argparse.Namespace:
@@ -93,6 +105,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="short lengths and few repeats")
     parser.add_argument("--only", choices=("kernels", "layouts", "errors"))
     parser.add_argument("--write", type=Path, help="put the tables into this page, between its markers")
+    parser.add_argument("--commit", help="what to say was measured, where git cannot")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="bf16; on CPU fp32")
     parser.add_argument("--heads", type=int, help="of queries: 32")
     parser.add_argument("--kv-heads", type=int, help="of keys and values: 8")
@@ -143,18 +156,22 @@ def kernel_table(options: Options) -> str:
         "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for tokens in options.kernel_tokens:
-        reference: list[float] = []
+        reference: list[float] | None = None  # torch's own, which comes first
         for name, forward, both in _calls(sizes, tokens):
             seconds = _fitting(lambda works=(forward, both): [options.timed(work) for work in works])  # type: ignore[misc]
             if seconds is None:
                 lines.append(f"| {tokens:,} | {name} | does not fit | | | | |")
                 continue
-            reference = reference or seconds
+            if name == THEIRS:
+                reference = seconds
+            over = (
+                [f"{ours / other:.2f}" for ours, other in zip(seconds, reference, strict=True)] if reference else "  "
+            )
             operations = 7 * tokens**2 * sizes.heads * sizes.size  # 2 products forward, 5 backward, half of each masked
             first, all_ = seconds
             lines.append(
-                f"| {tokens:,} | {name} | {first * 1e3:.2f} | {first / reference[0]:.2f} | {all_ * 1e3:.2f} | "
-                f"{all_ / reference[1]:.2f} | {operations / all_ / 1e12:.1f} |"
+                f"| {tokens:,} | {name} | {first * 1e3:.2f} | {over[0]} | {all_ * 1e3:.2f} | {over[1]} | "
+                f"{operations / all_ / 1e12:.1f} |"
             )
             _say(lines[-1])
     return (
@@ -167,9 +184,10 @@ def _calls(sizes: Sizes, tokens: int) -> Iterator[tuple[str, Callable[[], object
     """Torch's attention first; of each the forward pass, and both."""
     inputs = _fitting(lambda: sizes.drawn(tokens))
     if inputs is None:
+        _say(f"{tokens:,} tokens: queries, keys and values alone do not fit")
         return
     q, k, v, dout = inputs
-    yield "torch's flash attention", lambda: one_call(q, k, v), lambda: one_call(q, k, v, dout)
+    yield THEIRS, lambda: one_call(q, k, v), lambda: one_call(q, k, v, dout)
     for kernel in _kernels(sizes):
         yield (
             kernel.name,
@@ -357,7 +375,7 @@ def _error_row(what: str, found: Sequence[Tensor], expected: Sequence[Tensor], t
 # ---- about ----
 
 
-def _about(options: Options) -> str:
+def _about(options: Options, commit: str) -> str:
     sizes = options.sizes
     if sizes.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(sizes.device)
@@ -366,7 +384,7 @@ def _about(options: Options) -> str:
     else:
         where = f"CPU ({platform.machine()}), one thread, seconds of its own"
     return (
-        f"Measured {time.strftime('%Y-%m-%d')} at commit {_commit()} on {where}, torch {torch.__version__}, by "
+        f"Measured {time.strftime('%Y-%m-%d')} at commit {commit} on {where}, torch {torch.__version__}, by "
         f"`python bench/gpu.py`.\n{sizes.heads} heads of queries, {sizes.kv_heads} of keys, size {sizes.size}, "
         f"{str(sizes.dtype).removeprefix('torch.')}; median of {options.repeats}, after one that is not counted."
     )

@@ -170,13 +170,16 @@ class Played:
     others: Others
     kind: str
     message: int
+    sent: Tensor
     received: Tensor
     step: int
 
     def wait(self) -> Tensor:
         # All ranks of a ring send in every step; who gathers waits only for what is not there yet.
         self.others.note(self.kind, self.message, None, self.kind == "rotate" and self.step == self.others.step)
-        return self.received
+        received = self.received
+        del self.sent, self.received
+        return received
 
 
 @dataclass
@@ -201,7 +204,7 @@ class Others:
     def end(self) -> None:
         self.note("", None, None, ends_step=True)
 
-    def _send(self, kind: str, received: Tensor, nbytes: int) -> Played:
+    def _send(self, kind: str, sent: Tensor, received: Tensor, nbytes: int) -> Played:
         message = self._messages = self._messages + 1
         self.note(kind, message, nbytes, ends_step=False)
         if self.clock.device.type == "cpu":
@@ -209,23 +212,25 @@ class Others:
         else:
             received.normal_(generator=self.generator)
         self.begin()  # that is not counted
-        return Played(self, kind, message, received, self.step)
+        return Played(self, kind, message, sent, received, self.step)
 
     def rotate(self, buffer: Tensor, ring: Ring) -> Played:
         assert ring.size > 1
         assert buffer.is_contiguous()
-        return self._send("rotate", torch.empty_like(buffer), buffer.nbytes)
+        return self._send("rotate", buffer, torch.empty_like(buffer), buffer.nbytes)
 
     def gather(self, buffer: Tensor, ring: Ring) -> Played:
-        return self._send("gather", buffer.new_empty(ring.size, *buffer.shape), (ring.size - 1) * buffer.nbytes)
+        gathered = buffer.new_empty(ring.size, *buffer.shape)
+        return self._send("gather", buffer, gathered, (ring.size - 1) * buffer.nbytes)
 
     def sum_and_scatter(self, buffer: Tensor, ring: Ring) -> Played:
-        return self._send("scatter", torch.empty_like(buffer[0]), (ring.size - 1) * buffer[0].nbytes)
+        return self._send("scatter", buffer, torch.empty_like(buffer[0]), (ring.size - 1) * buffer[0].nbytes)
 
     def exchange(self, buffer: Tensor, ring: Ring) -> Tensor:
         if ring.size == 1:
             return buffer
-        played = self._send("exchange", torch.empty_like(buffer), (ring.size - 1) * buffer[0].nbytes)
+        buffer = buffer.contiguous()
+        played = self._send("exchange", buffer, torch.empty_like(buffer), (ring.size - 1) * buffer[0].nbytes)
         self.note("exchange", played.message, None, ends_step=True)
         return played.received
 

@@ -70,6 +70,24 @@ def test_it_runs_on_cpu_where_only_torch_is_installed(tmp_path: Path) -> None:
         assert all(0.5 < ratio < 2 for ratio in ratios), errors
 
 
+def test_a_table_that_fails_says_so_and_the_others_are_there(tmp_path: Path) -> None:
+    """A pack that the ring does not divide is what it asserts; a kernel may do worse."""
+    page = tmp_path / "page.md"
+    page.write_text("<!-- gpu: begin -->\n<!-- gpu: end -->\n", encoding="utf-8")
+    short = ("--quick", "--rings", "4", "--kernel-tokens", "16", "--tokens", "64", "--error-tokens", "250")
+    answer = subprocess.run(
+        [sys.executable, BENCH / "gpu.py", "--device", "cpu", *short, "--commit", "abc", "--write", page],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert answer.returncode == 1
+    text = page.read_text(encoding="utf-8")
+    assert "at commit abc on" in text
+    assert "The table of errors failed: AssertionError: tokens must be a multiple of the ring" in text
+    assert "### Kernels" in text
+    assert "### Layouts" in text
+    assert "Traceback" in answer.stderr
+
+
 def test_it_says_that_there_is_no_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")

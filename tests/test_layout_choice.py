@@ -103,5 +103,5 @@ def test_the_estimate_counts_the_heads_of_keys_that_ulysses_sends() -> None:
     for heads in range(1, 49):
         for keys in divisors(heads):
             for ranks in divisors(heads):
-                sent = ulysses.Heads(heads, keys, ranks).sent
-                assert copied(Heads(heads, keys, 1), ranks) == len(sent), (heads, keys, ranks)
+                sent = keys * ulysses.Heads(heads, keys, ranks).copies
+                assert copied(Heads(heads, keys, 1), ranks) == sent, (heads, keys, ranks)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from rlexp.config.load import compose_config
+from rlexp.launch import job
 from rlexp.launch.place import Place
 from rlexp.launch.slurm import meeting
+from rlexp.launch.stops import Terminated
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -74,9 +80,9 @@ def step_of(
 def test_two_jobs_meet_in_one_folder_on_one_node(tmp_path: Path) -> None:
     """Each among themselves, at ports that nobody chose, and nothing is left of it."""
     ranks = {(job, rank): step_of(tmp_path, job, rank, 2) for job in (71, 72) for rank in range(2)}
-    for (job, _), process in ranks.items():
+    for (number, _), process in ranks.items():
         said, complaint = process.communicate(timeout=90)
-        assert said.split()[:1] == [str(2.0 * job)], complaint
+        assert said.split()[:1] == [str(2.0 * number)], complaint
         assert said.split()[1] == "lo"
     assert list(tmp_path.iterdir()) == []
 
@@ -96,3 +102,29 @@ def test_outside_of_a_launcher_there_is_no_place(monkeypatch: pytest.MonkeyPatch
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     assert Place.joined() is None
+
+
+@pytest.mark.parametrize("befalls", [RuntimeError("the network is down"), Terminated(signal.SIGTERM)])
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_a_finished_run_stays_finished_whatever_befalls_who_asks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, befalls: BaseException, unfinished: bool
+) -> None:
+    """A rank that a launcher started writes down its own end; here Slurm, torch and the exit are played."""
+
+    def befall(*_: object) -> NoReturn:
+        raise befalls
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    (tmp_path / "run.json").write_text('{"status": "finished"}', encoding="utf-8")
+    monkeypatch.setattr(Place, "joined", lambda: Place(0, 2, 0, "env://"))
+    for name, played in {"hear_stops": lambda **_: None, "deaf": lambda: None, "join_for": befall}.items():
+        monkeypatch.setattr(job, name, played)
+    monkeypatch.setattr(job.folder, "enter", lambda *_: unfinished)
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit) as ended:
+        job.run_joined(compose_config(["launch.device=cpu"]), tmp_path)
+    assert ended.value.code == (1 if isinstance(befalls, RuntimeError) else 128 + signal.SIGTERM)
+    status = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))["status"]
+    assert status == ("finished" if not unfinished else "failed" if isinstance(befalls, RuntimeError) else "stopped")

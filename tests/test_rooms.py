@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent / "rlexp"
-LIGHT = {"hydra", "omegaconf", "rlexp.config", "rlexp.errors", "rlexp"}
+LIGHT = {"hydra", "omegaconf", "rlexp.config", "rlexp.errors", "rlexp.kernels", "rlexp"}
 TORCH = {"torch", "numpy"}
 # What a room may import at the top of its modules, beside the standard library and itself.
 ROOMS = {
     "config": LIGHT | {"hydra_plugins"},
     "launch": LIGHT | {"submitit", "hydra_plugins", "rlexp.checkpoint.folder"},
     "data": TORCH | {"rlexp.types", "rlexp.errors", "rlexp.config.schema"},
-    "ring": TORCH | {"rlexp.types"},
+    "ring": TORCH | {"rlexp.types", "rlexp.kernels"},
     "model": TORCH | {"transformers", "tokenizers", "safetensors", "rlexp.types", "rlexp.errors", "rlexp.config.schema",
                       "rlexp.ring",
                       "rlexp.data.packing", "rlexp.data.tokens"},

@@ -122,6 +122,48 @@ def test_whether_a_node_was_lost_is_asked_where_it_may_have_been() -> None:
     assert not ambiguous(RUNNING)
 
 
+@pytest.mark.parametrize(
+    ("started", "began", "came_back"),
+    [
+        ("2026-11-22T05:24:11", "2026-11-22T05:23:02", True),
+        ("2026-11-22T05:23:02", "2026-11-22T05:23:02", False),
+        ("2026-11-22T05:24:11", "N/A", False),
+        ("Unknown", "2026-11-22T05:23:02", False),
+    ],
+)
+def test_a_node_that_is_back_was_lost_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: str, began: str, came_back: bool
+) -> None:
+    """Slurm's commands are played. By the job's own number: an array's last task has the array's."""
+    say(tmp_path / "squeue", f'[ "$*" = "--noheader --jobs=7_1 --format=%S" ] && echo {began}')
+    node = "echo NodeName=n BootTime=2026-11-23T00:00:00 SlurmdStartTime={} Weight=1"
+    shown = f"{node.format('2026-11-20T01:02:03')}\n{node.format(started)}"
+    say(tmp_path / "scontrol", f'[ "$*" = "--oneliner show node n[1-2]" ] || exit 1\n{shown}')
+    values = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1",
+              "SLURM_JOB_NODELIST": "n[1-2]", "PATH": str(tmp_path)}  # fmt: skip
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert ended.a_node_came_back() is came_back
+    (tmp_path / "scontrol").unlink()
+    assert not ended.a_node_came_back()  # nobody can say
+
+
+def say(command: Path, script: str) -> None:
+    command.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    command.chmod(0o755)
+
+
+def test_what_srun_says_of_a_node() -> None:
+    for line in (
+        "Node failure on n2",
+        "Task launch for StepId=7.0 failed on node n2: Communication connection failure",
+        "Aborting, io error and missing step on node 1",  # slurmstepd is gone: the node was, and may be back
+    ):
+        text = f"rlexp: start 0 of job 7 on n[1-2]\nsrun: error: {line}\nsrun: error: n1: task 0: Killed\n"
+        assert traces.node_failed(text), line
+        assert not traces.node_failed(f"{text}rlexp: start 1 of job 7 on n[1-2]\n"), line
+
+
 def test_a_finished_run_that_is_started_again_stays_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not enter its folder, so run.json is an earlier start's; and a run of another's is left alone."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")

@@ -24,10 +24,20 @@ def _driver_gpus() -> int:
     folder = Path("/proc/driver/nvidia/gpus")
     if folder.is_dir():
         return sum(1 for _ in folder.iterdir())
+    return sum(line.startswith("GPU ") for line in _driver_says("-L"))
+
+
+def gpu_generations() -> set[int]:
+    """The major compute capabilities of this machine's GPUs; empty where nobody can say."""
+    said = _driver_says("--query-gpu=compute_cap", "--format=csv,noheader")
+    return {int(major) for major in (line.partition(".")[0].strip() for line in said) if major.isdecimal()}
+
+
+def _driver_says(*asked: str) -> list[str]:
     if shutil.which("nvidia-smi") is None:
-        return 0
+        return []
     try:
-        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+        answer = subprocess.run(["nvidia-smi", *asked], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+        return []
+    return answer.stdout.splitlines()

@@ -145,12 +145,12 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
     hear_stops(under_launcher=False)
     if under_torchrun():
         end_with_parent()
-    ours: Path | None = None  # not before it is claimed: what holds another's run is not ours to close
+    ours: Path | None = None  # not before it is claimed: what holds another's run, or is finished, is not ours to close
     try:
         from rlexp.train.run import agreed, train
 
         unfinished = run_dir is None or folder.enter(cfg, run_dir)
-        ours = run_dir
+        ours = run_dir if unfinished else None
         bridge = join_for(place, cfg)
         run_dir, unfinished = (bridge.agreed if bridge else agreed)((run_dir, unfinished))
         assert run_dir is not None

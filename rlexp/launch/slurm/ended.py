@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,8 +20,11 @@ from rlexp.checkpoint.folder import latest_first, step_of
 from rlexp.launch import folder, reports
 from rlexp.launch.slurm import traces
 from rlexp.launch.slurm.meeting import job_id, run_dir, start_of_job
+from rlexp.launch.slurm.queue import Silent, ask
 from rlexp.launch.slurm.verdict import Facts, Verdict, ambiguous, judge
 
+TIME = re.compile(r"\d{4}-\d\d-\d\dT[\d:]{8}")  # as Slurm writes it: the later is the greater
+STARTED = re.compile(rf"\bSlurmdStartTime=({TIME.pattern})")
 ANSWER = 15.0  # seconds for a node to start a process
 # Of the job, and more than a process needs that only says that its node is there.
 REQUESTS = {"SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_NODE", "SLURM_GPUS",
@@ -72,10 +76,20 @@ def all_nodes_answer() -> bool:
         return False
 
 
+def a_node_came_back() -> bool:
+    """Whether one was started anew while this job had it: lost, and back before anybody missed it."""
+    try:
+        began = ask("squeue", "--noheader", f"--jobs={job_id()}", "--format=%S").strip()
+        shown = ask("scontrol", "--oneliner", "show", "node", os.environ.get("SLURM_JOB_NODELIST", ""))
+    except Silent:
+        return False
+    return TIME.fullmatch(began) is not None and any(since > began for since in STARTED.findall(shown))
+
+
 def conclude(facts: Facts, where: Path) -> Verdict:
     """Judge, and write it down; a run that had not begun has now failed, or will begin."""
     if ambiguous(facts):
-        facts = replace(facts, nodes_answer=all_nodes_answer())
+        facts = replace(facts, nodes_answer=all_nodes_answer() and not a_node_came_back())
     verdict = judge(facts)
     told: dict[str, Any] = {"status": verdict.status, "reason": verdict.reason}
     if verdict.requeue:

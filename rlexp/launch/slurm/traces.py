@@ -22,7 +22,10 @@ _BEGINS = re.compile(r"^rlexp: start (\d+) of job ", re.MULTILINE)
 _TORCHRUN = re.compile(r"^  time +: (\S+)\n.*\n  rank +: (\d+) \(.*\)\n  exitcode +: (-?\d+) ", re.MULTILINE)
 _ERROR = re.compile(r"^[\w.]+(Error|Exception)\b")  # as Python's own last line of a traceback
 _SLURMS = re.compile(r"^(srun|slurmstepd|rlexp): ")
-_NODE = re.compile(r"^srun: error: (Node failure on|Task launch for .* failed on node) ", re.MULTILINE)
+_NODE = re.compile(
+    r"^srun: error: (Node failure on|Task launch for .* failed on node|Aborting, io error and missing step on node) ",
+    re.MULTILINE,
+)
 _OOM = re.compile(r"oom[-_ ]kill", re.IGNORECASE)
 _LIMIT = re.compile(r"^slurmstepd\S*: error: StepId=\S+ exceeded memory limit", re.MULTILINE)
 
@@ -111,7 +114,7 @@ def over_limit(log: str) -> bool:
 
 
 def node_failed(text: str) -> bool:
-    """Whether srun says of the job's last start that a node was lost, or could start nothing."""
+    """Whether srun says of the job's last start that a node was lost, has lost its step, or could start nothing."""
     return bool(_NODE.search(text[_last_start(text) :]))
 
 

@@ -34,7 +34,7 @@ class Facts:
     retries: int = 0
     run_dir: Path | None = None
     log: str = ""  # a rank's, with %t in it
-    nodes_answer: bool | None = None  # all of them, where it was asked
+    nodes_answer: bool | None = None  # all of them, and as they always did, where it was asked
     node_failed: bool = False  # srun says so
     over_limit: Sequence[int] = ()  # ranks whose node ended the job for the memory it took
 

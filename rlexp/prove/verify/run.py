@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlexp.config import kernels, sizes
+from rlexp.config import sizes
 from rlexp.config.checks import ANY_DTYPE, check
 from rlexp.config.schema import (
     BackendName,
@@ -29,6 +29,7 @@ from rlexp.config.schema import (
     Precision,
 )
 from rlexp.errors import ConfigError, UserError
+from rlexp.kernels import NEEDS
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.place import prepare_environment
 
@@ -276,7 +277,7 @@ def exact(cfg: Config) -> Config:
     engine = cfg.engine
     if engine.name not in ANY_DTYPE:
         engine = dataclasses.replace(engine, name=EngineName.torch, offload=type(engine.offload).none, overrides={})
-    kernel = KernelName.plain if cfg.parallel.kernel in kernels.CUDA else cfg.parallel.kernel
+    kernel = KernelName.plain if cfg.parallel.kernel.value in NEEDS else cfg.parallel.kernel
     parallel = dataclasses.replace(cfg.parallel, backend=BackendName.native, kernel=kernel)
     train = dataclasses.replace(cfg.train, precision=Precision.fp64)
     return dataclasses.replace(cfg, engine=engine, parallel=parallel, train=train)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from rlexp.ring.kernels import flash_attn_2, flash_attn_3, flash_attn_4
-from rlexp.ring.kernels.base import HALF, BlockKernel
+from rlexp.kernels import NEEDS, fits, installed
+from rlexp.ring.kernels.base import BlockKernel
 from rlexp.ring.kernels.cpu_flash import CpuFlash
 from rlexp.ring.kernels.flash_attn_2 import FlashAttn2
 from rlexp.ring.kernels.flash_attn_3 import FlashAttn3
@@ -13,9 +15,9 @@ from rlexp.ring.kernels.flash_attn_4 import FlashAttn4
 from rlexp.ring.kernels.plain import Plain
 from rlexp.ring.kernels.torch_flash import TorchFlash
 
-__all__ = ["BlockKernel", "available", "computing_in", "fits", "get_kernel"]
+__all__ = ["BlockKernel", "available", "computing_in", "get_kernel"]
 
-AMPERE, HOPPER, BLACKWELL = 8, 9, 10  # major compute capability
+FASTEST: tuple[Callable[[], BlockKernel], ...] = (FlashAttn3, FlashAttn4, FlashAttn2, TorchFlash)  # first, on GPUs
 
 
 def get_kernel(
@@ -50,24 +52,13 @@ def available(device_type: str, dtype: torch.dtype, head_size: int | None = None
     """The kernels that run here, the fastest first."""
     if device_type == "cpu":
         return [CpuFlash(), Plain()]
-    major = torch.cuda.get_device_capability()[0]
-    if dtype not in HALF or major < AMPERE:
-        return [Plain()]
-    found: list[BlockKernel] = []
-    if major == HOPPER and flash_attn_3.installed():
-        found.append(FlashAttn3())
-    if major in (BLACKWELL, BLACKWELL + 1) and flash_attn_4.installed():
-        found.append(FlashAttn4())
-    if flash_attn_2.installed():
-        found.append(FlashAttn2())
-    found.append(TorchFlash())
-    return [*(kernel for kernel in found if head_size is None or fits(kernel.name, head_size)), Plain()]
+    generation = torch.cuda.get_device_capability()[0]
+    return [*(each for each in (make() for make in FASTEST) if _runs(each, generation, dtype, head_size)), Plain()]
 
 
-def fits(name: str, head_size: int) -> bool:
-    """Whether the kernel takes heads of this size."""
-    largest = {"torch_flash": 256, "flash_attn": 256, "flash_attn_3": 256, "flash_attn_4": 128}.get(name)
-    return largest is None or (head_size <= largest and head_size % 8 == 0)
+def _runs(kernel: BlockKernel, generation: int, dtype: torch.dtype, head_size: int | None) -> bool:
+    able = dtype in kernel.dtypes and generation in NEEDS[kernel.name].generations and installed(kernel.name)
+    return able and (head_size is None or fits(kernel.name, head_size))
 
 
 def computing_in(dtype: torch.dtype, kernel: BlockKernel, head_size: int | None = None) -> BlockKernel:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from typing import Any
 
 import torch
@@ -12,11 +11,6 @@ from torch import Tensor
 
 from rlexp.ring.kernels.base import Grads
 from rlexp.ring.kernels.varlen import Call, Given, Varlen, empty_grads
-
-
-def installed() -> bool:
-    """By the extension that it is built as: a folder flash_attn is also of flash-attn 4."""
-    return importlib.util.find_spec("flash_attn_2_cuda") is not None
 
 
 @functools.cache

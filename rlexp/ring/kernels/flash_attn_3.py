@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from typing import Any
 
 import torch
@@ -17,13 +16,15 @@ from rlexp.ring.kernels.base import Grads
 from rlexp.ring.kernels.varlen import Call, Given, Varlen, empty_grads
 
 
-def installed() -> bool:
-    return importlib.util.find_spec("flash_attn_interface") is not None
-
-
 @functools.cache
 def _interface() -> Any:
-    return importlib.import_module("flash_attn_interface")
+    """By itself, or since flash-attn has packages side by side, in one of its own."""
+    try:
+        return importlib.import_module("flash_attn_interface")
+    except ModuleNotFoundError as error:
+        if error.name != "flash_attn_interface":
+            raise
+    return importlib.import_module("flash_attn_3.flash_attn_interface")
 
 
 class FlashAttn3(Varlen):

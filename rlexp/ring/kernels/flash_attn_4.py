@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 from typing import Any
 
 import torch
@@ -12,15 +11,6 @@ from torch import Tensor
 
 from rlexp.ring.kernels.base import Grads
 from rlexp.ring.kernels.varlen import Call, Given, Varlen
-
-
-def installed() -> bool:
-    """By its name: looking for the module would import flash-attn 2, in whose folder it lies."""
-    try:
-        importlib.metadata.version("flash-attn-4")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 @functools.cache

@@ -28,7 +28,7 @@ class TorchFlash(Varlen):
 
     def call_backward(self, given: Given, call: Call, causal: bool, scale: float) -> Grads:
         # Of dropout, which there is none of: not read.
-        rng_state, unused = given[0].new_zeros(2, dtype=torch.uint64), given[0].new_empty(0)
+        rng_state, unused = given[0].new_empty(2, dtype=torch.uint64), given[0].new_empty(0)
         dq, dk, dv = _backward(
             *given, call.cu_q, call.cu_k, call.max_q, call.max_k, 0.0, causal, rng_state, unused, scale=scale
         )

@@ -88,18 +88,18 @@ class Heads:
         """Query heads of a rank."""
         return self.queries // self.ranks
 
-    def keys_of(self, rank: int) -> list[int]:
-        """Heads of keys that its queries need; each once, or where they do not serve as many queries each, one for
-        every query."""
-        serves = self.queries // self.keys
-        needed = [head // serves for head in range(rank * self.each, (rank + 1) * self.each)]
-        even = self.each % serves == 0 or serves % self.each == 0
-        return list(dict.fromkeys(needed)) if even else needed
-
     @property
-    def sent(self) -> list[int]:
-        """The heads of keys that go to the first rank, to the second, …; to each as many."""
-        return [head for rank in range(self.ranks) for head in self.keys_of(rank)]
+    def copies(self) -> int:
+        """How often a head of keys is sent: to one rank, to each of several whose queries need it, or where those do
+        not need as many heads each, for every query."""
+        serves = self.queries // self.keys
+        even = self.each % serves == 0 or serves % self.each == 0
+        return max(1, self.ranks // self.keys) if even else serves
+
+    def keys_of(self, rank: int) -> range:
+        """What goes to a rank, of all heads of keys with their copies beside them."""
+        each = self.keys * self.copies // self.ranks
+        return range(rank * each, (rank + 1) * each)
 
 
 @dataclass(frozen=True)
@@ -110,16 +110,14 @@ class SharedHeads:
     ring: Ring
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: RingBatch, scale: float) -> tuple[Tensor, Kept]:
-        sent = torch.tensor(self.heads.sent, device=k.device)
-        q, k, v = self._to_heads(q, k.index_select(1, sent), v.index_select(1, sent))
+        q, k, v = self._to_heads(q, self._copied(k), self._copied(v))
         # A copy of q, so that what is kept for the backward pass is not all that has arrived.
         out, kept = ROUND.forward(q.contiguous(), k, v, batch, scale)
         return self._to_tokens(out)[0], kept
 
     def backward(self, dout: Tensor, kept: Kept, batch: RingBatch, scale: float) -> Grads:
         grads = ROUND.backward(self._to_heads(dout)[0], kept, batch, scale)
-        sent = self.heads.sent
-        if len(sent) == self.heads.keys:  # nothing is added up any more: what is rounded now is rounded once
+        if self.heads.copies == 1:  # nothing is added up any more: what is rounded now is rounded once
             dq, dk, dv = self._to_tokens(*(grad.to(dout.dtype) for grad in grads))
             return dq, dk, dv
         (dq,), (dk, dv) = self._to_tokens(grads[0].to(dout.dtype)), self._to_tokens(*grads[1:])
@@ -138,7 +136,10 @@ class SharedHeads:
         arrived = exchange(torch.cat(by_rank, dim=2), self.ring).transpose(0, 1)
         return tuple(x.flatten(1, 2) for x in arrived.split([x.shape[2] for x in by_rank], dim=2))
 
+    def _copied(self, x: Tensor) -> Tensor:
+        """(t, G, D) to (t, G · copies, D)."""
+        return x.repeat_interleave(self.heads.copies, dim=1) if self.heads.copies > 1 else x
+
     def _sum(self, grad: Tensor) -> Tensor:
-        """Of a head of keys that went to several ranks."""
-        into = grad.new_zeros(len(grad), self.heads.keys, grad.shape[2])
-        return into.index_add_(1, torch.tensor(self.heads.sent, device=grad.device), grad)
+        """Of a head's copies."""
+        return grad.unflatten(1, (-1, self.heads.copies)).sum(2)
