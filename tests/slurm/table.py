@@ -97,9 +97,9 @@ def requeues(rows: Sequence[dict[str, Any]]) -> str:
     """Ways back into the queue."""
     commit = (git_commit() or "unknown")[:12]
     lines = [
-        "A run of 2 nodes in float64, a checkpoint every 4 steps; each is disturbed in its own way, all at once as one",
-        "array, and one whose time is up again and again. The seconds are set by two cores that all share; 6 of them",
-        "are Slurm's, which holds a job back until its credential has expired. W&B has each step once.",
+        "A run of 2 nodes in float64, a checkpoint every 4 steps; each is disturbed in its own way, several at once as",
+        "an array, and one whose time is up again and again. The seconds are set by two cores that all share; 6 of",
+        "them are Slurm's, which holds a job back until its credential has expired. W&B has each step once.",
         f"Measured {time.strftime('%Y-%m-%d')} at commit {commit}, by `make prove-slurm`.",
         "",
         "| what happens | steps taken again (at most allowed) | restarts, by whom | seconds to the next step | "

@@ -5,6 +5,9 @@ of its error), and the merge needs float32 outputs anyway. Alone that costs more
 less to do in bfloat16. Part of it is won back where the kernel does what is not needed: in a causal call the scores of
 whole blocks of 512 keys beyond the diagonal, so that such calls are cut into strips. docs/attention.md has the numbers.
 
+A strip's mask is added to its scores, so that a key that is NaN or infinite reaches the queries of its strip that come
+before it, which a causal call of the kernel's own would hide. Of finite numbers none does.
+
 Inside, tensors are as the kernel takes them, (1, H, t, D), views of what is given. What segments and strips give is
 put together once.
 """
