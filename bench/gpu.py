@@ -92,7 +92,7 @@ def main() -> None:
             failed = True
         print(texts[-1], end="\n\n", flush=True)
         if arguments.write:
-            _put(arguments.write, "\n\n".join(texts))
+            _put(arguments.write, "\n\n".join([*texts, f"In {time.time() - started:.0f} seconds."]))
     print(f"{texts[0]}\nAll in {time.time() - started:.0f} seconds.")
     sys.exit(failed)
 

@@ -242,6 +242,10 @@ def test_what_is_installed_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert flash_attn_3._interface().HERE == 3
     _forget()
     assert needs.installed("torch_flash")
+    monkeypatch.setitem(needs.NEEDS, "a module", needs.Needs(range(1), modules=("no_such_module", "nor_this")))
+    monkeypatch.setitem(needs.NEEDS, "a package", needs.Needs(range(1), distribution="no-such-package"))
+    assert not needs.installed("a module")
+    assert not needs.installed("a package")
 
 
 @pytest.mark.parametrize(
@@ -266,6 +270,7 @@ def test_a_kernel_that_cannot_is_refused(
         Precision[precision],
     )
     monkeypatch.setattr(checks, "installed", lambda _: False)
+    monkeypatch.setattr(checks, "gpu_generations", set)
     with pytest.raises(ConfigError) as error:
         checks.check_kernel(cfg, None)
     assert said in str(error.value)
@@ -300,6 +305,9 @@ def test_a_kernel_for_other_gpus_is_refused(
         checks.check_kernel(cfg, None)
     assert said in str(error.value)
     checks.check_kernel(cfg, None, here=False)  # the nodes may have others
+    checks.check_kernel(cfg, None, generation=min(needs.NEEDS[kernel].generations))  # a rank knows its own
+    with pytest.raises(ConfigError, match="this machine's have 7"):
+        checks.check_kernel(cfg, None, generation=7)
 
 
 def test_the_driver_says_what_its_gpus_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -311,6 +319,13 @@ def test_the_driver_says_what_its_gpus_are(monkeypatch: pytest.MonkeyPatch, tmp_
     assert hardware.gpu_generations() == {9, 12}
     monkeypatch.setenv("PATH", "")
     assert hardware.gpu_generations() == set()
+
+
+def test_sizes_of_heads_that_kernels_take() -> None:
+    taken = {name: [size for size in (4, 8, 12, 64, 128, 136, 256, 264) if needs.fits(name, size)] for name in FLASH}
+    assert taken.pop("flash_attn_4") == [8, 64, 128]
+    assert all(sizes == [8, 64, 128, 136, 256] for sizes in taken.values())
+    assert needs.fits("plain", 1)
 
 
 def test_heads_that_a_kernel_cannot_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,12 @@ def test_a_finished_run_stays_finished_whatever_befalls_who_asks(
 
     (tmp_path / "run.json").write_text('{"status": "finished"}', encoding="utf-8")
     monkeypatch.setattr(Place, "joined", lambda: Place(0, 2, 0, "env://"))
-    for name, played in {"hear_stops": lambda **_: None, "deaf": lambda: None, "join_for": befall}.items():
+    for name, played in {
+        "hear_stops": lambda **_: None,
+        "deaf": lambda: None,
+        "join_for": befall,
+        "prepare_environment": lambda *_: None,
+    }.items():
         monkeypatch.setattr(job, name, played)
     monkeypatch.setattr(job.folder, "enter", lambda *_: unfinished)
     monkeypatch.setattr(os, "_exit", leave)

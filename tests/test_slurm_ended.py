@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -120,32 +121,81 @@ def test_whether_a_node_was_lost_is_asked_where_it_may_have_been() -> None:
     assert not ambiguous(replace(RUNNING, gone=[*aborted, Gone(2, "n2", "Killed")]))
     assert not ambiguous(replace(RUNNING, reports=lost(0, 1, 2, 3)))
     assert not ambiguous(RUNNING)
+    killed = replace(RUNNING, gone=[Gone(0, "n1", "Killed")])
+    assert not ambiguous(killed)
+    assert ambiguous(replace(killed, node_silent=True))
+    said = "srun: error: step_launch_notify_io_failure: aborting, io error with slurmstepd on node 1\n"
+    assert traces.node_silent(said)
+    assert not traces.node_failed(said)
+    assert not traces.node_silent(f"{said}rlexp: start 1 of job 7 on n[1-2]\n")
+
+
+def at(clock: str) -> str:
+    return f"2026-11-22T{clock}"
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Slurm's commands, played: srun starts whatever it is asked to. By the job's own number, since an array's last
+    task has the array's."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    values = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_RESTART_COUNT": "0",
+              "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "PATH": str(folder)}  # fmt: skip
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    say(folder / "srun", "exit 0")
+    return folder
+
+
+def up_since(commands: Path, began: str, *started: str) -> None:
+    """A job, and its nodes' slurmds."""
+    utc = 'if [ "$TZ $SLURM_TIME_FORMAT" = "UTC standard" ]; then'
+    say(commands / "squeue", f'[ "$*" = "--noheader --jobs=7_1 --format=%S" ] || exit 1; {utc} echo {began}; fi')
+    shown = "; ".join(
+        f"echo NodeName=n BootTime=2026-11-23T00:00:00 SlurmdStartTime={each} Weight=1" for each in started
+    )
+    say(commands / "scontrol", f'[ "$*" = "--oneliner show node n[1-2]" ] || exit 1; {shown}')
 
 
 @pytest.mark.parametrize(
-    ("started", "began", "came_back"),
+    ("began", "started", "seen", "came_back"),
     [
-        ("2026-11-22T05:24:11", "2026-11-22T05:23:02", True),
-        ("2026-11-22T05:23:02", "2026-11-22T05:23:02", False),
-        ("2026-11-22T05:24:11", "N/A", False),
-        ("Unknown", "2026-11-22T05:23:02", False),
+        (at("05:23:02"), at("05:24:11"), at("05:24:08"), True),
+        (at("05:23:02"), at("05:24:11"), at("05:24:14"), True),  # clocks differ
+        (at("05:23:02"), at("05:24:11"), at("05:59:00"), False),  # it was replaced, and the ranks went on
+        (at("05:23:02"), at("05:24:11"), None, True),  # none had begun
+        (at("05:23:02"), at("05:23:02"), None, False),
+        ("N/A", at("05:24:11"), None, False),
+        (at("05:23:02"), "Unknown", None, False),
     ],
 )
 def test_a_node_that_is_back_was_lost_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: str, began: str, came_back: bool
+    commands: Path, tmp_path: Path, began: str, started: str, seen: str | None, came_back: bool
 ) -> None:
-    """Slurm's commands are played. By the job's own number: an array's last task has the array's."""
-    say(tmp_path / "squeue", f'[ "$*" = "--noheader --jobs=7_1 --format=%S" ] && echo {began}')
-    node = "echo NodeName=n BootTime=2026-11-23T00:00:00 SlurmdStartTime={} Weight=1"
-    shown = f"{node.format('2026-11-20T01:02:03')}\n{node.format(started)}"
-    say(tmp_path / "scontrol", f'[ "$*" = "--oneliner show node n[1-2]" ] || exit 1\n{shown}')
-    values = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1",
-              "SLURM_JOB_NODELIST": "n[1-2]", "PATH": str(tmp_path)}  # fmt: skip
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    assert ended.a_node_came_back() is came_back
-    (tmp_path / "scontrol").unlink()
-    assert not ended.a_node_came_back()  # nobody can say
+    """And the rank that it took along did not leave by itself."""
+    up_since(commands, began, at("01:02:03"), started)
+    where = tmp_path / "run"
+    where.mkdir()
+    if seen is not None:
+        line = {"rank": 1, "at": datetime.fromisoformat(f"{seen}+00:00").timestamp(), "step": 3, "phase": "forward",
+                "peaks": {}}  # fmt: skip
+        (where / "memory.jsonl").write_text(f"{'':511}\n{json.dumps(line):511}\n", encoding="utf-8")
+    reports.write(where, "8.0", Report(0, 5.0, RESET))
+    (where / "run.json").write_text(json.dumps({"status": "running", "start": "8.0", "job_id": "7_1"}))
+    verdict = ended.conclude(ended.gather(1, where, 0, ""), where)
+    assert verdict.requeue == ("lost" if came_back else "")
+    expected = "a node or its network was lost" if came_back else "rank 1 failed: the process exited with code 0"
+    assert verdict.reason.startswith(expected)
+    assert json.loads((where / "run.json").read_text())["reason"] == verdict.reason
+
+
+def test_nobody_can_say_whether_a_node_is_back(commands: Path) -> None:
+    assert not ended.a_node_came_back(0.0)
+    up_since(commands, at("05:23:02"), at("05:24:11"))
+    assert ended.a_node_came_back(0.0)
+    (commands / "scontrol").unlink()
+    assert not ended.a_node_came_back(0.0)
 
 
 def say(command: Path, script: str) -> None:
@@ -158,6 +208,9 @@ def test_what_srun_says_of_a_node() -> None:
         "Node failure on n2",
         "Task launch for StepId=7.0 failed on node n2: Communication connection failure",
         "Aborting, io error and missing step on node 1",  # slurmstepd is gone: the node was, and may be back
+        "Aborting, step missing and io error on node 1",
+        "Aborting, can not test connection to node 1.",
+        "Cannot communicate with node 1.  Aborting job.",
     ):
         text = f"rlexp: start 0 of job 7 on n[1-2]\nsrun: error: {line}\nsrun: error: n1: task 0: Killed\n"
         assert traces.node_failed(text), line
@@ -172,13 +225,16 @@ def test_a_finished_run_that_is_started_again_stays_finished(tmp_path: Path, mon
     (tmp_path / "run.json").write_text(json.dumps(finished))
     assert main(["0", f"--run-dir={tmp_path}"]) == 0
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "finished"
+    reports.write(tmp_path, "12.1", Report(0, 5.0, "RuntimeError: the network is down"))  # before it could find it so
+    assert main(["1", f"--run-dir={tmp_path}"]) == 1
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "finished"
+    assert "the network is down" in reports.read_verdict(tmp_path, "12")["reason"]
 
     monkeypatch.setenv("SLURM_JOB_ID", "13")
     reports.write(tmp_path, "13.1", Report(0, 5.0, "optim.lr: is not what it was", UserError("")))
     assert main(["1", f"--run-dir={tmp_path}"]) == 1
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "finished"
     assert reports.read_verdict(tmp_path, "13")["reason"].startswith("optim.lr: is not what it was")
-    assert reports.read_verdict(tmp_path, "12") == {}
 
 
 def test_the_run_of_a_process_that_lives_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,10 @@ from rlexp.errors import ConfigError
 from rlexp.kernels import NEEDS, fits, installed
 
 
-def check_kernel(cfg: Config, heads: Heads | None, *, here: bool = True) -> None:
+def check_kernel(cfg: Config, heads: Heads | None, *, here: bool = True, generation: int | None = None) -> None:
     """Of a model with these heads; None where they are not known yet. Elsewhere, as on the nodes of a cluster, packages
-    and GPUs may be others than here."""
+    and GPUs may be others than here. A rank knows its GPU's generation; before there are ranks, one GPU that can is
+    enough."""
     kernel, device, precision = cfg.parallel.kernel, cfg.launch.device, cfg.train.precision
     what = f"parallel.kernel={kernel.value}"
     if device is Device.cuda and kernel is KernelName.cpu_flash:
@@ -31,12 +32,15 @@ def check_kernel(cfg: Config, heads: Heads | None, *, here: bool = True) -> None
             f"{what}: takes heads whose size is a multiple of 8 and at most {needs.largest_head}, and the model's is "
             f"{heads.size}. Use parallel.kernel=auto, which takes one that fits."
         )
-    if here and not installed(kernel.value):
-        raise ConfigError(f"{what}: its package is not installed. {needs.install}, or use parallel.kernel=auto.")
-    if here and (there := gpu_generations()) and not there & {*needs.generations}:
+    if not here:
+        return
+    there = {generation} if generation is not None else gpu_generations()
+    if there and not there & {*needs.generations}:
         least, most = needs.generations[0], needs.generations[-1]
         wanted = f"{least}" if least == most else f"{least} and above" if most > 50 else f"{least} to {most}"
         raise ConfigError(
             f"{what}: runs on GPUs of compute capability {wanted}, and this machine's have "
             f"{' and '.join(map(str, sorted(there)))}. Use parallel.kernel=auto, which takes the fastest that runs."
         )
+    if not installed(kernel.value):
+        raise ConfigError(f"{what}: its package is not installed. {needs.install}, or use parallel.kernel=auto.")

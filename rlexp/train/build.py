@@ -132,12 +132,17 @@ class Run:
         return shard_pack(pack, self.world.ring, self.layout, self.kernel, length).to(self.device)
 
 
+def generation_of(device: Device) -> int | None:
+    """The major compute capability of this rank's GPU."""
+    return torch.cuda.get_device_capability()[0] if device is Device.cuda and torch.cuda.is_available() else None
+
+
 def build(cfg: Config, phases: Phases | None = None, bridge: Bridge | None = None) -> Run:
     """A collective call: every rank builds the same run, and what is refused is refused on all."""
     model_config = load_config(cfg.model, cfg.data.max_length)
     heads = heads_in(model_config.to_dict())
     check_backend(cfg, heads)
-    check_kernel(cfg, heads)
+    check_kernel(cfg, heads, generation=generation_of(cfg.launch.device))
     choice = choose(cfg, heads)
     world = build_world(cfg.parallel.ring_size, timedelta(seconds=cfg.launch.timeout_seconds), choice.ulysses_size)
     device = device_of(cfg)

@@ -342,7 +342,7 @@ def take_down_after(lab: Lab, pid: int) -> None:
 
 def guard(lab: Lab) -> None:
     """Have the lab taken down when this process is killed, by one that is of the lab itself."""
-    command = ["setsid", "--fork", sys.executable, "-m", "tests.slurm.lab", "guard", f"--folder={lab.folder}",
+    command = ["setsid", "--fork", sys.executable, "-P", "-m", "tests.slurm.lab", "guard", f"--folder={lab.folder}",
                f"--pid={os.getpid()}"]  # fmt: skip
     env = os.environ | {MARK: str(lab.folder), "PYTHONPATH": str(ROOT)}
     subprocess.run(command, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,

@@ -13,19 +13,20 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rlexp.checkpoint.folder import latest_first, step_of
-from rlexp.launch import folder, reports
+from rlexp.launch import folder, reports, whereabouts
 from rlexp.launch.slurm import traces
 from rlexp.launch.slurm.meeting import job_id, run_dir, start_of_job
 from rlexp.launch.slurm.queue import Silent, ask
-from rlexp.launch.slurm.verdict import Facts, Verdict, ambiguous, judge
+from rlexp.launch.slurm.verdict import Facts, Verdict, ambiguous, judge, silent_ranks
 
-TIME = re.compile(r"\d{4}-\d\d-\d\dT[\d:]{8}")  # as Slurm writes it: the later is the greater
-STARTED = re.compile(rf"\bSlurmdStartTime=({TIME.pattern})")
-ANSWER = 15.0  # seconds for a node to start a process
+ANSWER = 15.0  # seconds for a node to start a process, or for Slurm to say since when it is up
+SAME = 10.0  # seconds that clocks may differ, or a rank may say nothing, before a node's new start
+STARTED = re.compile(r"\bSlurmdStartTime=(\S+)")
 # Of the job, and more than a process needs that only says that its node is there.
 REQUESTS = {"SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_NODE", "SLURM_GPUS",
             "SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS",
@@ -57,6 +58,7 @@ def gather(code: int, where: Path, retries: int, log: str, srun: str | None = No
         where,
         log,
         node_failed=traces.node_failed(text),
+        node_silent=traces.node_silent(text),
         over_limit=[rank for rank in killed if traces.over_limit(log.replace("%t", str(rank)))],
     )
 
@@ -76,20 +78,32 @@ def all_nodes_answer() -> bool:
         return False
 
 
-def a_node_came_back() -> bool:
-    """Whether one was started anew while this job had it: lost, and back before anybody missed it."""
+def a_node_came_back(last_seen: float) -> bool:
+    """Whether one was started anew while this job had it, and a silent rank was not seen since: lost, and back before
+    anybody missed it. A slurmd that is only replaced leaves the ranks alone, and they go on."""
+    nodes = os.environ.get("SLURM_JOB_NODELIST", "")
     try:
-        began = ask("squeue", "--noheader", f"--jobs={job_id()}", "--format=%S").strip()
-        shown = ask("scontrol", "--oneliner", "show", "node", os.environ.get("SLURM_JOB_NODELIST", ""))
+        began = _moment(ask("squeue", "--noheader", f"--jobs={job_id()}", "--format=%S", patience=ANSWER))
+        since = STARTED.findall(ask("scontrol", "--oneliner", "show", "node", nodes, patience=ANSWER))
     except Silent:
         return False
-    return TIME.fullmatch(began) is not None and any(since > began for since in STARTED.findall(shown))
+    return began is not None and any((_moment(each) or 0.0) > max(began, last_seen - SAME) for each in since)
+
+
+def _moment(text: str) -> float | None:
+    """Of a time as Slurm writes it in UTC; None of N/A, Unknown or None."""
+    try:
+        return datetime.fromisoformat(f"{text.strip()}+00:00").timestamp()
+    except ValueError:
+        return None
 
 
 def conclude(facts: Facts, where: Path) -> Verdict:
     """Judge, and write it down; a run that had not begun has now failed, or will begin."""
     if ambiguous(facts):
-        facts = replace(facts, nodes_answer=all_nodes_answer() and not a_node_came_back())
+        silent = silent_ranks(facts)
+        last_seen = max((line["at"] for line in whereabouts.read(where) if line["rank"] in silent), default=0.0)
+        facts = replace(facts, nodes_answer=all_nodes_answer() and not a_node_came_back(last_seen))
     verdict = judge(facts)
     told: dict[str, Any] = {"status": verdict.status, "reason": verdict.reason}
     if verdict.requeue:
@@ -102,8 +116,11 @@ def conclude(facts: Facts, where: Path) -> Verdict:
 
 
 def is_ours(where: Path) -> bool:
-    """A job that was refused a folder, since another's run is in it or lives there, leaves that run as it is."""
+    """A job that was refused a folder, since another's run is in it or lives there, leaves that run as it is; and so
+    does a start of the run's own job that found it finished."""
     run = folder.read(where)
+    if run.get("status") == "finished" and run.get("start") != start_of_job():
+        return False
     return run.get("job_id") == job_id() or (run.get("status") != "finished" and not folder.in_use(where))
 
 

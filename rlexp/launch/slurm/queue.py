@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -119,14 +120,18 @@ def seconds_of(text: str) -> float | None:
     return int(days or 0) * 86400 + seconds
 
 
-def ask(command: str, *args: str) -> str:
-    """The answer of one of Slurm's commands. That it does not know a job any more is an answer: an empty one."""
+def ask(command: str, *args: str, patience: float = PATIENCE) -> str:
+    """The answer of one of Slurm's commands, its times in UTC. That it does not know a job any more is an answer: an
+    empty one."""
+    env = os.environ | {"TZ": "UTC", "SLURM_TIME_FORMAT": "standard"}
     try:
-        answer = subprocess.run([command, *args], capture_output=True, text=True, timeout=PATIENCE, check=False)
+        answer = subprocess.run(
+            [command, *args], capture_output=True, text=True, timeout=patience, check=False, env=env
+        )
     except FileNotFoundError:
         raise Silent(f"{command}: is not on the path of this machine.") from None
     except subprocess.TimeoutExpired:
-        raise Silent(f"{command}: gave no answer within {PATIENCE:g} s.") from None
+        raise Silent(f"{command}: gave no answer within {patience:g} s.") from None
     if answer.returncode and "Invalid job id" not in answer.stderr:
         raise Silent(f"{' '.join([command, *args])}: {last_line(answer.stderr) or f'ended with {answer.returncode}'}")
     return answer.stdout

@@ -23,9 +23,12 @@ _TORCHRUN = re.compile(r"^  time +: (\S+)\n.*\n  rank +: (\d+) \(.*\)\n  exitcod
 _ERROR = re.compile(r"^[\w.]+(Error|Exception)\b")  # as Python's own last line of a traceback
 _SLURMS = re.compile(r"^(srun|slurmstepd|rlexp): ")
 _NODE = re.compile(
-    r"^srun: error: (Node failure on|Task launch for .* failed on node|Aborting, io error and missing step on node) ",
+    r"^srun: error: (Node failure on|Task launch for .* failed on node|Cannot communicate with node|"
+    r"Aborting, (io error and missing step|step missing and io error) on node|"
+    r"Aborting, can not test connection to node) ",
     re.MULTILINE,
 )
+_SILENT = re.compile(r"^srun: error: (\w+: )?aborting, io error with slurmstepd on node ", re.MULTILINE)
 _OOM = re.compile(r"oom[-_ ]kill", re.IGNORECASE)
 _LIMIT = re.compile(r"^slurmstepd\S*: error: StepId=\S+ exceeded memory limit", re.MULTILINE)
 
@@ -116,6 +119,11 @@ def over_limit(log: str) -> bool:
 def node_failed(text: str) -> bool:
     """Whether srun says of the job's last start that a node was lost, has lost its step, or could start nothing."""
     return bool(_NODE.search(text[_last_start(text) :]))
+
+
+def node_silent(text: str) -> bool:
+    """Whether srun lost who started the ranks on a node: it may be alone, or with its node."""
+    return bool(_SILENT.search(text[_last_start(text) :]))
 
 
 def out_of_memory(text: str) -> bool:

@@ -36,6 +36,7 @@ class Facts:
     log: str = ""  # a rank's, with %t in it
     nodes_answer: bool | None = None  # all of them, and as they always did, where it was asked
     node_failed: bool = False  # srun says so
+    node_silent: bool = False  # or that it lost the one who started the ranks there
     over_limit: Sequence[int] = ()  # ranks whose node ended the job for the memory it took
 
 
@@ -114,8 +115,8 @@ def ambiguous(facts: Facts) -> bool:
     """A rank was lost by the others: with its node, or all by itself. NCCL's watchdog aborts those that wait for it."""
     aborted = [task for task in facts.gone if task.how.startswith("Aborted")]
     others = any(not task.by_stop and task not in aborted and not _followed(facts, task) for task in facts.gone)
-    left = facts.reports or aborted
-    return bool(silent_ranks(facts)) and bool(left) and not others and facts.status != "finished"
+    left = (facts.reports or aborted) and not others
+    return bool(silent_ranks(facts)) and bool(left or facts.node_silent) and facts.status != "finished"
 
 
 def _followed(facts: Facts, task: Gone) -> bool:
