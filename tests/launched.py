@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 
@@ -18,3 +21,12 @@ def fail(place: Place) -> None:
 
 def whereabouts(place: Place) -> tuple[int, int]:
     return place.rank, place.world_size
+
+
+def fail_when_broken_off(place: Place, folder: str) -> None:
+    """As a `finally` of OmegaConf's does, that restores what is not there yet."""
+    try:
+        (Path(folder) / f"rank{place.rank}").touch()
+        time.sleep(60)
+    finally:
+        raise AttributeError("of a finally")

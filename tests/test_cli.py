@@ -19,6 +19,7 @@ from rlexp.compare.difference import compared
 from rlexp.launch.local import run_ranks
 from tests.launched import whereabouts
 from tests.runs import descendants, gone, rows_of, run_json, wait_for_steps
+from tests.slurm.machine import wait_until
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 TRAIN = {
@@ -294,6 +295,23 @@ def test_the_first_failing_ranks_own_error_is_shown(tmp_path: Path) -> None:
     assert any("ZeroDivisionError: on purpose" in line for line in last)
     assert "Connection" not in last[-1]
     assert last[-1] == f"Its log: {tmp_path}/rank2.log"
+
+
+def test_a_rank_that_fails_of_being_broken_off_was_stopped(tmp_path: Path) -> None:
+    code = (
+        "from rlexp.launch.local import Interrupted, run_ranks\n"
+        "from tests.launched import fail_when_broken_off\n"
+        "try:\n"
+        f"    run_ranks(fail_when_broken_off, 2, ({str(tmp_path)!r},))\n"
+        "except Interrupted as stop:\n"
+        "    print(stop.exit_code)\n"
+    )
+    root = Path(__file__).resolve().parent.parent
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert wait_until(lambda: len(list(tmp_path.glob("rank*"))) == 2 or process.poll() is not None, 60)
+    process.terminate()
+    said, complaint = process.communicate(timeout=30)
+    assert said.decode() == f"{128 + signal.SIGTERM}\n", complaint.decode()
 
 
 def test_fresh_processes_for_gpus_are_ranks_too() -> None:

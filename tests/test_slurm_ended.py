@@ -7,6 +7,8 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -391,6 +393,34 @@ def test_a_file_system_without_locks_keeps_nobody_out(tmp_path: Path, monkeypatc
     folder.leave(tmp_path)
     folder.hold(tmp_path)
     assert not folder.in_use(tmp_path)
+
+
+def test_what_fails_of_being_stopped_is_no_error_of_the_users(tmp_path: Path) -> None:
+    """A rank that composes when another has failed: what it was about is broken off, and OmegaConf's `finally` fails of
+    that. It leaves as it was asked to, and reports nothing."""
+    code = """
+import os, signal, sys, time
+from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
+from rlexp.launch.slurm.launcher import SlurmLauncher
+
+def composes(*_):
+    try:
+        if len(sys.argv) > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+    finally:
+        raise AttributeError("of a finally")
+
+BaseSubmititLauncher.__call__ = composes
+SlurmLauncher.__new__(SlurmLauncher)()
+"""
+    env = os.environ | {"RLEXP_RUN_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    command = [sys.executable, "-c", code]
+    stopped = subprocess.run([*command, "stop"], env=env, capture_output=True, timeout=60, check=False)
+    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
+    assert reports.read(tmp_path, "7.0") == []
+    assert subprocess.run(command, env=env, capture_output=True, timeout=60, check=False).returncode == 1
+    assert "AttributeError: of a finally" in reports.read(tmp_path, "7.0")[0].text
 
 
 def test_states_and_reasons() -> None:

@@ -28,7 +28,18 @@ from rlexp.errors import UserError
 from rlexp.launch import reports as said
 from rlexp.launch.place import Place
 from rlexp.launch.reports import Report
-from rlexp.launch.stops import ASKING, END_NOW, PASSED_ON, PEER_FAILED, Terminated, deaf, hear_stops, held_back, name_of
+from rlexp.launch.stops import (
+    ASKING,
+    END_NOW,
+    PASSED_ON,
+    PEER_FAILED,
+    Terminated,
+    deaf,
+    hear_stops,
+    heard,
+    held_back,
+    name_of,
+)
 
 GRACE = 2.0  # seconds for the other ranks to say why they fail too, once one has
 KILL_AFTER = 4.0  # seconds between SIGTERM and SIGKILL
@@ -262,9 +273,9 @@ def _rank_main(
         os.dup2(handle, 2)
     try:
         say("value", target(place, *pickle.loads(args)))
-    except Terminated as stop:
-        os._exit(stop.exit_code)
     except BaseException as error:
+        if isinstance(stop := heard(error), Terminated):
+            os._exit(stop.exit_code)
         deaf()  # the launcher may be ending us already; say why first
         mistake = error if isinstance(error, UserError) else None
         text = str(error) if mistake else traceback.format_exc()

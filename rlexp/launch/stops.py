@@ -138,7 +138,8 @@ def time_is_up(grace: float) -> bool:
 
 
 def heard(error: BaseException) -> BaseException:
-    """What ended this rank: the signal it was ended by, rather than the peer that was ended first and left."""
+    """What ended this rank: the signal it was ended by, rather than the peer that was ended first and left, or what
+    failed of being broken off (a `finally` of OmegaConf's does)."""
     return _stops.ended or error
 
 

@@ -21,7 +21,7 @@ from rlexp.launch.planning import Planned, SweepLauncher, done, say_how
 from rlexp.launch.reports import read_verdict
 from rlexp.launch.slurm.queue import Known, Silent
 from rlexp.launch.slurm.verdict import AGAIN
-from rlexp.launch.stops import Terminated, hear_stops
+from rlexp.launch.stops import Terminated, hear_stops, heard
 from rlexp.launch.sweep import Job, Sweep
 
 SURE = 2  # answers in a row that a job is over: a queue may lose sight of one that is queued again
@@ -190,10 +190,11 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
             returned = super().__call__(*args)
             if returned.status is JobStatus.FAILED:
                 raise returned._return_value
-        except Terminated as stop:
-            os._exit(stop.exit_code)
-        except Exception as error:
-            report_here(error)
+        except BaseException as error:
+            if isinstance(stop := heard(error), Terminated):
+                os._exit(stop.exit_code)
+            if isinstance(error, Exception):
+                report_here(error)
             raise
 
 
