@@ -302,7 +302,7 @@ def test_a_rank_that_fails_of_being_broken_off_was_stopped(tmp_path: Path) -> No
         "from rlexp.launch.local import Interrupted, run_ranks\n"
         "from tests.launched import fail_when_broken_off\n"
         "try:\n"
-        f"    run_ranks(fail_when_broken_off, 2, ({str(tmp_path)!r},))\n"
+        f"    run_ranks(fail_when_broken_off, 2, ({str(tmp_path)!r},), grace=20)\n"
         "except Interrupted as stop:\n"
         "    print(stop.exit_code)\n"
     )
