@@ -143,7 +143,7 @@ def test_its_fragments_are_one_run_and_hold_each_step_once(offline: Path) -> Non
 def test_a_client_that_is_ended_does_not_end_the_run(tmp_path: Path) -> None:
     """As Slurm does when it asks a job to stop: SIGTERM reaches every process that the job has started."""
     process = subprocess.Popen(
-        command("train.max_steps=30", "train.batch_size=2", "model.layers=1"),
+        command("train.max_steps=120", "train.batch_size=2", "model.layers=1"),
         cwd=tmp_path, env=CLEAN, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for_steps(tmp_path, process)
@@ -153,10 +153,10 @@ def test_a_client_that_is_ended_does_not_end_the_run(tmp_path: Path) -> None:
     said = process.communicate(timeout=100)[1]
     assert process.returncode == 0, said
     assert said.count("W&B's process has ended before the run") == 1
-    assert [row["step"] for row in curve_of(tmp_path / "run")] == list(range(1, 31))
-    assert train(tmp_path, "train.max_steps=32", "train.batch_size=2", "model.layers=1").returncode == 0
+    assert [row["step"] for row in curve_of(tmp_path / "run")] == list(range(1, 121))
+    assert train(tmp_path, "train.max_steps=122", "train.batch_size=2", "model.layers=1").returncode == 0
     (run,) = read_offline(tmp_path / "run")
-    assert [row["step"] for row in run.rows] == list(range(1, 33))
+    assert [row["step"] for row in run.rows] == list(range(1, 123))
 
 
 def test_every_row_that_has_one_lies_beside_its_baseline(offline: Path, base: Path) -> None:
