@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent / "rlexp"
-LIGHT = {"hydra", "omegaconf", "rlexp.config", "rlexp.errors", "rlexp.kernels", "rlexp"}
+LIGHT = {"hydra", "omegaconf", "rlexp.config", "rlexp.errors", "rlexp.files", "rlexp.kernels", "rlexp"}
 TORCH = {"torch", "numpy"}
 # What a room may import at the top of its modules, beside the standard library and itself.
 ROOMS = {
@@ -23,13 +23,15 @@ ROOMS = {
     "engine": TORCH
     | {"deepspeed", "rlexp.types", "rlexp.errors", "rlexp.config.schema", "rlexp.model", "rlexp.ring.groups"},
     "checkpoint": TORCH
-    | {"safetensors", "rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.engine.base",
-       "rlexp.ring.groups"},
+    | {"rlexp.files", "safetensors", "rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.engine.base",
+       "rlexp.ring.groups", "rlexp.ring.objects"},
     "rollout": TORCH | {"rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.algos", "rlexp.ring"},
-    "metrics": TORCH | {"rlexp.errors", "rlexp.ring.groups"},
-    "sinks": {"wandb", "tqdm", "numpy", "rlexp.compare.difference", "rlexp.config.schema", "rlexp.errors",
+    "metrics": TORCH | {"rlexp.errors", "rlexp.ring.groups", "rlexp.ring.objects"},
+    "sinks": {"wandb", "tqdm", "numpy", "rlexp.files",
+              "rlexp.compare.difference", "rlexp.config.schema", "rlexp.errors",
               "rlexp.types"},
-    "compare": {"numpy", "orjson", "yaml", "omegaconf", "matplotlib", "rlexp.errors", "rlexp.config", "rlexp.launch",
+    "compare": {"numpy", "orjson", "yaml", "rlexp.files",
+                 "omegaconf", "matplotlib", "rlexp.errors", "rlexp.config", "rlexp.launch",
                 "rlexp.sinks"},
     "status": {"rich", "rlexp.errors", "rlexp.config", "rlexp.launch", "rlexp.compare", "rlexp.sinks"},
 }  # fmt: skip

@@ -261,7 +261,7 @@ def dying_rank(place: Place, run_dir: str) -> None:
     """Rank 1 runs out of memory in the third step."""
     from rlexp.config import load
     from rlexp.train import loop
-    from rlexp.train.run import train as train_run
+    from rlexp.train.rank import train as train_run
 
     real = loop.train_step
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from rlexp.config.cadence import save_cadence
 from rlexp.config.schema import Best, CheckpointConfig
 from rlexp.errors import CheckpointError, ConfigError
 from rlexp.ring.groups import World
+from rlexp.ring.objects import from_rank0
 from rlexp.types import MetricRow
 
 SCORE = "score"  # in a checkpoint's position: the value it is kept by
@@ -156,17 +156,14 @@ class Keeper:
 
     def _agreed_scores(self) -> dict[int, float]:
         """Of the checkpoints that are there, as rank 0 sees them."""
-        scores: list[Any] = [{}]
+        scores: dict[int, float] = {}
         if self._world.rank == 0 and self._cfg.keep_best:
             for path in folder.latest_first(self._run_dir):
                 with contextlib.suppress(CheckpointError):  # what is not whole is no matter of keeping
                     score = folder.read_position(path).get(SCORE) or {}
                     if self._cfg.best_metric in score:
-                        scores[0][folder.step_of(path)] = score[self._cfg.best_metric]
-        if self._world.size > 1:
-            dist.broadcast_object_list(scores, src=0)
-        found: dict[int, float] = scores[0]
-        return found
+                        scores[folder.step_of(path)] = score[self._cfg.best_metric]
+        return from_rank0(scores, self._world.size)
 
 
 def _discard(doomed: list[Path]) -> None:

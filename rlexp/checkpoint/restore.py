@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rlexp.checkpoint import folder, tensors
 from rlexp.engine.base import Engine
 from rlexp.errors import CheckpointError
 from rlexp.ring.groups import World
+from rlexp.ring.objects import from_rank0, gather_objects
 
 
 def restore(
@@ -25,11 +25,9 @@ def restore(
     say: Callable[[str], None],
 ) -> tuple[Path, dict[str, Any]] | None:
     """The newest whole checkpoint, loaded, and its position. A collective call."""
-    found: list[list[Path]] = [folder.candidates(mode, run_dir) if world.rank == 0 else []]
-    if world.size > 1:
-        dist.broadcast_object_list(found, src=0)
+    candidates = from_rank0(folder.candidates(mode, run_dir) if world.rank == 0 else [], world.size)
     wrong: list[Path] = []
-    for path in found[0]:
+    for path in candidates:
         reason = _agreed_fault(path, world)
         if reason is None:
             if world.rank == 0:
@@ -71,7 +69,4 @@ def _agreed_fault(path: Path, world: World) -> str | None:
         fault = str(error)
     except OSError as error:
         fault = f"{path}: {error}"
-    faults: list[str | None] = [fault] * world.size
-    if world.size > 1:
-        dist.all_gather_object(faults, fault)
-    return next((each for each in faults if each), None)
+    return next((each for each in gather_objects(fault, world.size) if each), None)

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from rlexp.checkpoint import folder
 from rlexp.checkpoint.tensors import HostCopy, share, write
 from rlexp.engine.base import Engine
 from rlexp.ring.groups import World
+from rlexp.ring.objects import from_rank0, gather_objects
 
 Describe = Callable[[Path], Sequence[Path]]  # writes what a rank has beside its state; rank 0 position and more
 
@@ -99,15 +98,11 @@ class Saver:
             return None
         self._thread.join()
         self._thread = None
-        told: list[Any] = [(self._error, self._files)] * self._world.size
-        if self._world.size > 1:
-            dist.all_gather_object(told, (self._error, self._files))
-        verdict: list[str | None] = [next((error for error, _ in told if error), None)]
+        told = gather_objects((self._error, self._files), self._world.size)
+        failed = next((error for error, _ in told if error), None)
         if self._world.rank == 0:
-            verdict[0] = self._commit(verdict[0], {name: entry for _, files in told for name, entry in files.items()})
-        if self._world.size > 1:
-            dist.broadcast_object_list(verdict, src=0)
-        return verdict[0]
+            failed = self._commit(failed, {name: entry for _, files in told for name, entry in files.items()})
+        return from_rank0(failed, self._world.size)
 
     def _commit(self, failed: str | None, files: dict[str, dict[str, Any]]) -> str | None:
         if failed is None:

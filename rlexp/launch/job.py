@@ -25,7 +25,7 @@ from rlexp.launch.slurm import meeting
 from rlexp.launch.stops import Outcome, Terminated, deaf, end_with_parent, hear_stops, heard
 
 if TYPE_CHECKING:
-    from rlexp.ring.bridge import Bridge
+    from rlexp.rollout.bridge import Bridge
 
 
 def run_job(composed: DictConfig) -> None:
@@ -91,7 +91,7 @@ FINISHED = "rlexp: {run_dir}: the run is finished. To train on, raise train.max_
 
 def train_rank(place: Place, run_dir: str) -> Outcome:
     """What one rank of this machine runs."""
-    from rlexp.train.run import train
+    from rlexp.train.rank import train
 
     cfg = load.from_file(Path(run_dir) / "config.yaml")
     return train(cfg, Path(run_dir), join_for(place, cfg))
@@ -147,7 +147,7 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
         end_with_parent()
     ours: Path | None = None  # not before it is claimed: what holds another's run, or is finished, is not ours to close
     try:
-        from rlexp.train.run import agreed, train
+        from rlexp.train.rank import agreed, train
 
         unfinished = run_dir is None or folder.enter(cfg, run_dir)
         ours = run_dir if unfinished else None

@@ -43,7 +43,7 @@ from rlexp.launch.stops import (
 
 GRACE = 2.0  # seconds for the other ranks to say why they fail too, once one has
 KILL_AFTER = 4.0  # seconds between SIGTERM and SIGKILL
-PRELOAD = ("torch", "torch.distributed", "transformers.models.llama.modeling_llama", "rlexp.train.run")
+PRELOAD = ("torch", "torch.distributed", "transformers.models.llama.modeling_llama", "rlexp.train.rank")
 
 
 class RankFailed(UserError):

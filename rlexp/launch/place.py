@@ -12,7 +12,7 @@ from rlexp.config import sizes
 from rlexp.launch.slurm.meeting import meet
 
 if TYPE_CHECKING:  # it would import torch, which the launcher does without
-    from rlexp.ring.bridge import Bridge
+    from rlexp.rollout.bridge import Bridge
 
 STEP = "slurm://"
 
@@ -61,7 +61,7 @@ def join(
     import torch
     import torch.distributed as dist
 
-    from rlexp.ring import bridge
+    from rlexp.rollout import bridge
 
     timeout = timedelta(seconds=timeout_seconds)
     if device == "cuda":

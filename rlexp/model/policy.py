@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from rlexp.config.schema import Precision
 from rlexp.errors import ModelError
 from rlexp.model.decoding import Decoding
 from rlexp.model.float64 import precise
 from rlexp.types import Shard, TokenLogps
 
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
 LOGITS = 1 << 24  # elements of logits held at once
 CRITIC = "critic."  # what the names of its parameters begin with
 

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlexp.config.schema import HFModelConfig, ModelRewardConfig, Precision
+from rlexp.config.schema import HFModelConfig, ModelRewardConfig
 from rlexp.data.tokens import TextTokenizer, cut_from_start
 from rlexp.errors import ModelError, RewardError
 from rlexp.model.float64 import precise
 from rlexp.model.loading import load_reward_model, load_reward_tokenizer
-from rlexp.model.policy import cast_parameters
+from rlexp.model.policy import DTYPES, cast_parameters
 from rlexp.types import Ids, Pack, Sample, Shard
-
-DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
 
 
 class RewardModel(nn.Module):

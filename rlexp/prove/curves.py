@@ -16,7 +16,7 @@ from rlexp.sinks.base import Sink, Sinks
 from rlexp.types import Floats, MetricRow
 
 if TYPE_CHECKING:
-    from rlexp.ring.bridge import Bridge
+    from rlexp.rollout.bridge import Bridge
     from rlexp.train.build import Run
 
 # A loss that draws its own samples logs this beside the whole. It is a sum of advantages of both signs, which vanishes

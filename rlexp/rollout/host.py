@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlexp.ring.bridge import PATIENCE
 from rlexp.ring.groups import World
+from rlexp.ring.objects import gather_objects
+from rlexp.rollout.bridge import PATIENCE
 
 T = TypeVar("T")
 
@@ -37,11 +38,7 @@ class Host:
 
     def gathered(self, mine: T) -> list[T]:
         """Every rank's, on every rank."""
-        if self.group is None:
-            return [mine]
-        parts: list[Any] = [None] * self.size
-        dist.all_gather_object(parts, mine, group=self.group)
-        return parts
+        return gather_objects(mine, self.size, self.group)
 
 
 def build_host(world: World) -> Host:

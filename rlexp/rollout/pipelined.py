@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from rlexp.config.schema import RolloutConfig
-from rlexp.ring.bridge import Bridge
 from rlexp.ring.groups import World
+from rlexp.rollout.bridge import Bridge
 from rlexp.rollout.colocated import Colocated
 from rlexp.rollout.deal import deal, micro_batches
 from rlexp.rollout.draws import Draws, Weights

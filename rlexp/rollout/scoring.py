@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlexp.ring.collectives import ring_sum
 from rlexp.ring.groups import World
+from rlexp.ring.objects import gather_objects
 from rlexp.rollout.experience import off_pack
 from rlexp.types import Floats, Ids, Pack, Sample, Shard, TokenLogps
 
@@ -89,10 +90,7 @@ class Scorer:
     def _whole(self, ours: Sequences) -> tuple[Sequences, int]:
         """The shares of all ranks of the ring, and where ours begins."""
         ring = self.world.ring
-        if ring.size == 1:
-            return ours, 0
-        parts: list[Any] = [None] * ring.size
-        dist.all_gather_object(parts, ours, group=ring.group)
+        parts = gather_objects(ours, ring.size, ring.group)
         return [each for part in parts for each in part], sum(len(part) for part in parts[: ring.rank])
 
     def _judged(self, chunk: Sequence[Sample], ours: slice) -> dict[str, list[float]]:

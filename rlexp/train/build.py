@@ -47,14 +47,14 @@ from rlexp.engine.base import Engine, shape_of
 from rlexp.engine.plain import PlainEngine
 from rlexp.metrics.memory import Phases
 from rlexp.model.loading import in_pieces, load_config, load_model, load_tokenizer
-from rlexp.model.policy import Critic, Entropy, Policy, cast_parameters
+from rlexp.model.policy import DTYPES, Critic, Entropy, Policy, cast_parameters
 from rlexp.model.probe import probe, probe_decoding
-from rlexp.ring.bridge import Bridge
 from rlexp.ring.groups import World, build_world
 from rlexp.ring.kernels import BlockKernel, get_kernel
 from rlexp.ring.layouts import Layout, get_layout
 from rlexp.ring.layouts.ring_flash_attn import library_layout
 from rlexp.ring.shard import shard_pack
+from rlexp.rollout.bridge import Bridge
 from rlexp.train.build_rollouts import build_rollouts
 from rlexp.train.examples import Examples, build_sampler, read_pairs, read_prompts, refuse_foreign_tokens
 from rlexp.train.rollouts import Rollouts
@@ -62,7 +62,6 @@ from rlexp.train.schedule import Schedule
 from rlexp.types import Ids, Pack, Pair, Shard, TokenLogps
 
 REPLICATING = (EngineName.torch, EngineName.zero0)  # engines that reduce all gradients at the end
-DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import torch
 from rlexp.config.schema import Config, EngineConfig, EngineName
 from rlexp.launch.stops import Outcome, finishing_steps
 from rlexp.model.loading import load_config, load_tokenizer
-from rlexp.model.policy import cast_parameters
-from rlexp.ring.bridge import Bridge
+from rlexp.model.policy import DTYPES, cast_parameters
 from rlexp.ring.groups import ALONE, World
+from rlexp.rollout.bridge import Bridge
 from rlexp.rollout.pipelined import serve
-from rlexp.train.build import DTYPES, build_policy, device_of
+from rlexp.train.build import build_policy, device_of
 from rlexp.train.build_rollouts import build_drawer
 from rlexp.train.examples import build_sampler, read_prompts
 from rlexp.types import Prompt

@@ -25,14 +25,14 @@ from rlexp.engine.base import trained
 from rlexp.errors import UserError
 from rlexp.launch.place import Place, join
 from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
-from rlexp.model.policy import cast_parameters
+from rlexp.model.policy import DTYPES, cast_parameters
 from rlexp.prove.verify.records import TensorFiles
 from rlexp.prove.verify.reference import softmax_attention
 from rlexp.prove.verify.stages import Clue, Finding
 from rlexp.ring.attention import ring_attention
 from rlexp.ring.collectives import ring_sum
 from rlexp.train import build as building
-from rlexp.train.build import DTYPES, Run, build, build_policy
+from rlexp.train.build import Run, build, build_policy
 from rlexp.train.step import by_pair, sum_by_sequence
 from rlexp.types import Pack, Pair, Shard
 

@@ -268,7 +268,7 @@ CHANGES = {
     "rlexp.model.policy": in_policy,
     "rlexp.engine.plain": in_engine,
     "rlexp.checkpoint.saver": in_saver,
-    "rlexp.train.run": in_run,
+    "rlexp.train.rank": in_run,
 }
 
 

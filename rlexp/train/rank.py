@@ -22,7 +22,7 @@ from rlexp.launch.whereabouts import Whereabouts
 from rlexp.metrics.memory import Phases
 from rlexp.model.export import dtype_of, export, on_host
 from rlexp.model.policy import CRITIC
-from rlexp.ring.bridge import Bridge
+from rlexp.rollout.bridge import Bridge
 from rlexp.sinks.base import Ending, Sinks
 from rlexp.sinks.console import say
 from rlexp.sinks.jsonl import JsonlSink
