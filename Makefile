@@ -1,7 +1,12 @@
-# Two commands do everything: `make run` and `make test`. The environment is made on the first use.
-PYTHON ?= python3
+# Two commands do everything: `make run` and `make test`. The first use makes the environment.
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Python for the environment: python3 if it fits, else the newest that does. A pyenv shim without a version behind it
+# exists but does not run, and Debian's python3 cannot make an environment without python3-venv: both are passed over.
+FITS := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
+PYTHON ?= $(shell for each in python3 python3.14 python3.13 python3.12 python3.11; do \
+	"$$each" -c '$(FITS)' 2>/dev/null && echo "$$each" && break; done)
+NO_PYTHON = no Python 3.11 to 3.14 runs here: install one with its venv module, or name it: make PYTHON=/path/to/python3.13
 ARGS ?= parallel=ring8 launch.device=cpu
 # The model of `+experiment=dog`, where it is there.
 STORIES ?= $(addprefix --stories ,$(wildcard ../shared/models/stories260K))
@@ -56,9 +61,10 @@ prove: $(VENV)/.ready
 	$(BIN)/python bench/report.py --write docs/benchmarks.md
 	$(BIN)/python bench/rollout.py --write docs/benchmarks.md
 
-# torch first and by its exact version: an unpinned one would bring gigabytes of CUDA.
+# torch first and by its exact version, so that pip takes a CPU build of it where it knows one: the build on PyPI brings
+# gigabytes of CUDA.
 $(VENV)/.ready: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(wildcard $(BIN)/python),,$(or $(PYTHON),$(error $(NO_PYTHON))) -m venv $(VENV))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
