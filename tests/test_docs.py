@@ -12,6 +12,7 @@ import pytest
 
 from rlexp.config import sizes
 from rlexp.config.schema import KINDS
+from rlexp.engines import ENGINES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -65,6 +66,18 @@ def test_usage_lists_every_group_and_option() -> None:
     folders.pop("experiment")
     assert {group: sorted(re.findall(r"`(\w+)`", options)) for group, options in rows.items()} == folders
     assert set(KINDS) <= set(rows)
+
+
+def test_the_engines_page_and_the_table_of_engines_agree() -> None:
+    text = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)`[^|]*\|.*\| ([^|]*) \|$", text, flags=re.MULTILINE))
+    assert {name: tuple(re.findall(r"(?:fp|bf)\d+", said)) for name, said in rows.items()} == {
+        name: traits.precisions for name, traits in ENGINES.items()
+    }
+    whole = {name for name in rows if re.search(rf"`{name}`[^|]*\| whole \| whole \| whole", text)}
+    assert whole == {name for name, traits in ENGINES.items() if traits.replicated}
+    pieces = {name for name in rows if re.search(rf"`{name}`[^|]*\| 1/N", text)}
+    assert pieces == {name for name, traits in ENGINES.items() if traits.sharded}
 
 
 def test_the_map_names_every_room() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent / "rlexp"
-LIGHT = {"hydra", "omegaconf", "rlexp.config", "rlexp.errors", "rlexp.files", "rlexp.kernels", "rlexp"}
+LIGHT = {"hydra", "omegaconf", "rlexp.config", "rlexp.errors", "rlexp.files", "rlexp.kernels", "rlexp.engines", "rlexp"}
 TORCH = {"torch", "numpy"}
 # What a room may import at the top of its modules, beside the standard library and itself.
 ROOMS = {
@@ -16,12 +16,14 @@ ROOMS = {
     "launch": LIGHT | {"submitit", "hydra_plugins", "rlexp.checkpoint.folder"},
     "data": TORCH | {"rlexp.types", "rlexp.errors", "rlexp.config.schema"},
     "ring": TORCH | {"rlexp.types", "rlexp.kernels"},
-    "model": TORCH | {"transformers", "tokenizers", "safetensors", "rlexp.types", "rlexp.errors", "rlexp.config.schema",
+    "model": TORCH | {"transformers", "tokenizers", "safetensors", "rlexp.types", "rlexp.engines",
+                      "rlexp.errors", "rlexp.config.schema",
                       "rlexp.ring",
                       "rlexp.data.packing", "rlexp.data.tokens"},
     "algos": TORCH | {"rlexp.types", "rlexp.config.schema"},
     "engine": TORCH
-    | {"deepspeed", "rlexp.types", "rlexp.errors", "rlexp.config.schema", "rlexp.model", "rlexp.ring.groups"},
+    | {"deepspeed", "rlexp.engines", "rlexp.types", "rlexp.errors", "rlexp.config.schema", "rlexp.model",
+       "rlexp.ring.groups"},
     "checkpoint": TORCH
     | {"rlexp.files", "safetensors", "rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.engine.base",
        "rlexp.ring.groups", "rlexp.ring.objects"},

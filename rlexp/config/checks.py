@@ -6,6 +6,7 @@ import importlib.util
 import math
 from pathlib import Path
 
+from rlexp import engines
 from rlexp.config import sizes
 from rlexp.config.backend import check_backend
 from rlexp.config.cadence import BEFORE_END, save_cadence, seconds
@@ -22,15 +23,13 @@ from rlexp.config.schema import (
     Config,
     Device,
     DPOConfig,
-    EngineName,
     HFModelConfig,
     JsonlDataConfig,
     LoggerName,
-    Offload,
-    Precision,
     SyntheticDataConfig,
     TinyModelConfig,
 )
+from rlexp.engines import ENGINES
 from rlexp.errors import ConfigError, DataError
 
 MOST_RANKS = 512  # on one machine
@@ -122,27 +121,24 @@ def _check_train(cfg: Config) -> None:
             sizes.positive(f"train.{key}", value)
 
 
-ANY_DTYPE = (EngineName.torch, EngineName.fsdp2)
-OFFLOADING = {
-    Offload.optimizer: (EngineName.zero1, EngineName.zero2, EngineName.zero3),
-    Offload.all: (EngineName.zero3,),
-}
-
-
 def _check_engine(cfg: Config) -> None:
-    name, offload = cfg.engine.name, cfg.engine.offload
-    if cfg.train.precision is Precision.fp64 and name not in ANY_DTYPE:
+    name, precision, offload = cfg.engine.name.value, cfg.train.precision.value, cfg.engine.offload.value
+    traits = ENGINES[name]
+    if precision not in traits.precisions:
+        able = engines.able(lambda other: precision in other.precisions)
         raise ConfigError(
-            f"engine={name.value}: with train.precision=fp64 DeepSpeed would keep float32 masters. "
-            f"Use engine=torch (what is taken when no engine is named), engine=fsdp2, or train.precision=fp32."
+            f"engine={name}: with train.precision={precision} DeepSpeed would keep float32 masters. Use {able}, or "
+            f"train.precision=fp32. Without engine=, the run takes engine={engines.default(precision)}."
         )
-    if offload is not Offload.none and name not in OFFLOADING[offload]:
-        able = " or ".join(f"engine={each.value}" for each in OFFLOADING[offload])
+    if offload not in traits.offload:
+        able = engines.able(lambda other: offload in other.offload)
+        raise ConfigError(f"engine.offload={offload}: engine={name} cannot. Use {able}, or engine.offload=none.")
+    if cfg.engine.overrides and traits.stage is None:
+        able = engines.able(lambda other: other.stage is not None)
         raise ConfigError(
-            f"engine.offload={offload.value}: engine={name.value} cannot. Use {able}, or engine.offload=none."
+            f"engine.overrides={cfg.engine.overrides}: holds keys of DeepSpeed, and engine={name} is not DeepSpeed. "
+            f"Use {able}, or leave engine.overrides out."
         )
-    if cfg.engine.overrides and name in ANY_DTYPE:
-        raise ConfigError(f"engine.overrides: are DeepSpeed's keys, and engine={name.value} is not DeepSpeed.")
     check_overrides(cfg.engine.overrides)
 
 

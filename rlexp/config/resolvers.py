@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from rlexp import engines
 from rlexp.config import sizes
 from rlexp.config.cadence import BEFORE_END, seconds
 from rlexp.config.hardware import visible_gpus
@@ -42,9 +43,8 @@ def default_precision(device: str) -> str:
     return "bf16" if getattr(device, "value", device) == "cuda" or resolve_device(device) == "cuda" else "fp32"
 
 
-def engine_for(precision: str) -> str:
-    """DeepSpeed keeps float32 masters, so float64 is the plain engine's."""
-    return "torch" if getattr(precision, "value", precision) == "fp64" else "zero1"
+def default_engine(precision: str) -> str:
+    return engines.default(getattr(precision, "value", precision))
 
 
 def slurm_gpus(device: str, nproc: int) -> int | None:
@@ -110,7 +110,7 @@ def register() -> None:
         "rlexp_groups": groups,
         "rlexp_nproc": default_nproc,
         "rlexp_precision": default_precision,
-        "rlexp_engine": engine_for,
+        "rlexp_engine": default_engine,
         "slurm_gpus": slurm_gpus,
         "slurm_memory": slurm_memory,
         "slurm_minutes": slurm_minutes,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rlexp.config.schema import OptimConfig, OptimName
+from rlexp.engines import ENGINES
 from rlexp.model.decoding import Decoding
 from rlexp.model.policy import CRITIC, Policy
 from rlexp.types import Shard, TokenLogps
@@ -47,9 +48,13 @@ class Engine(Protocol):
     name: str
     policy: Policy
     steps: int  # the optimizer has taken
-    replicated: bool  # every rank holds all of the state, rather than its part
 
-    sharded: bool  # a forward pass is a collective call: parameters are gathered as it goes
+    @property
+    def replicated(self) -> bool: ...
+
+    @property
+    def sharded(self) -> bool:
+        """A forward pass is then a collective call."""
 
     def forward(self, shard: Shard) -> TokenLogps: ...
 
@@ -77,6 +82,20 @@ class Engine(Protocol):
 
     def restored(self, steps: int) -> None:
         """The fragments have been written from a state after `steps`: let all else follow. A collective call."""
+
+
+class Named:
+    """An engine's name, with what `rlexp/engines.py` says of that engine."""
+
+    name: str
+
+    @property
+    def replicated(self) -> bool:
+        return ENGINES[self.name].replicated
+
+    @property
+    def sharded(self) -> bool:
+        return ENGINES[self.name].sharded
 
 
 def parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, object]]:

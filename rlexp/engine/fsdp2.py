@@ -19,17 +19,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlexp.config.schema import OptimConfig
-from rlexp.engine.base import Fragment, moments_of, optimizer_for, set_lr, set_steps, trained
+from rlexp.engine.base import Fragment, Named, moments_of, optimizer_for, set_lr, set_steps, trained
 from rlexp.model.decoding import Decoding
 from rlexp.model.policy import Policy, cast_parameters
 from rlexp.ring.groups import World
 from rlexp.types import Shard, TokenLogps
 
 
-class FSDP2Engine:
+class FSDP2Engine(Named):
     name = "fsdp2"
-    replicated = False
-    sharded = True
 
     def __init__(self, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.policy, self.world, self.steps = policy, world, 0

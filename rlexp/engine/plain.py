@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlexp.config.schema import OptimConfig
-from rlexp.engine.base import Fragment, moments_of, optimizer_for, set_lr, set_steps, trained
+from rlexp.engine.base import Fragment, Named, moments_of, optimizer_for, set_lr, set_steps, trained
 from rlexp.model.decoding import Decoding
 from rlexp.model.policy import Policy, cast_parameters
 from rlexp.ring.groups import World
@@ -22,10 +22,8 @@ from rlexp.types import Shard, TokenLogps
 BUCKET = 1 << 25  # elements reduced in one collective
 
 
-class PlainEngine:
+class PlainEngine(Named):
     name = "torch"
-    replicated = True
-    sharded = False
 
     def __init__(self, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.policy, self.world, self.steps = policy, world, 0

@@ -23,15 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlexp.config.schema import EngineConfig, Offload, OptimConfig
-from rlexp.engine.base import Engine, Fragment, moments_of, optimizer_for, set_lr, set_steps, shape_of, trained
+from rlexp.engine.base import Engine, Fragment, Named, moments_of, optimizer_for, set_lr, set_steps, shape_of, trained
 from rlexp.engine.plain import PlainEngine
+from rlexp.engines import ENGINES
 from rlexp.errors import ConfigError
 from rlexp.model.decoding import Decoding
 from rlexp.model.policy import Policy
 from rlexp.ring.groups import World
 from rlexp.types import Shard, TokenLogps
-
-STAGES = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def _import_deepspeed() -> Any:
@@ -74,8 +73,8 @@ def _initialize(**arguments: Any) -> Any:
 
 def build_zero(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> Engine:
     _refuse_wrong_values(cfg)
-    kind: Any = {0: Stage0, 3: Stage3}.get(STAGES[cfg.name.value], Stage12)
-    engine: Engine = kind(cfg, policy, optim, world, dtype)
+    classes: dict[int | None, Any] = {0: Stage0, 1: Stage12, 2: Stage12, 3: Stage3}
+    engine: Engine = classes[ENGINES[cfg.name.value].stage](cfg, policy, optim, world, dtype)
     return engine
 
 
@@ -129,11 +128,8 @@ class _Holder(nn.Module):
         return logps
 
 
-class _Sharded(abc.ABC):
+class _Partitioned(Named, abc.ABC):
     """What stages 1 to 3 have in common."""
-
-    replicated = False
-    sharded = False
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.name, self.policy, self.world, self.steps = cfg.name.value, policy, world, 0
@@ -190,7 +186,7 @@ class _Sharded(abc.ABC):
         """What this rank holds of the masters, without their moments."""
 
 
-class Stage12(_Sharded):
+class Stage12(_Partitioned):
     """Stages 1 and 2: whole weights, and a partition of the flattened masters and their moments.
 
     Two classes of DeepSpeed's stand behind it: its ZeRO optimizer, and what it takes for stage 1 in bfloat16 with
@@ -243,10 +239,8 @@ class Stage12(_Sharded):
         return norm if math.isfinite(norm) and norm >= 0 else math.inf
 
 
-class Stage3(_Sharded):
+class Stage3(_Partitioned):
     """Stage 3: each rank holds a piece of every parameter, gathered module by module for as long as it is used."""
-
-    sharded = True
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         partition(policy, cfg)
@@ -358,7 +352,7 @@ def _backward(engine: Any, loss: Tensor, last: bool) -> None:
 
 
 def ds_config(cfg: EngineConfig, max_grad_norm: float, dtype: torch.dtype) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": STAGES[cfg.name.value]}
+    zero: dict[str, Any] = {"stage": ENGINES[cfg.name.value].stage}
     if cfg.offload is not Offload.none:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if cfg.offload is Offload.all:

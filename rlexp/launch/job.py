@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NoReturn
 from omegaconf import DictConfig
 
 from rlexp.config import load, sizes
-from rlexp.config.checks import ANY_DTYPE
 from rlexp.config.explain import explain
 from rlexp.config.paths import conf_dir
 from rlexp.config.schema import Config
+from rlexp.engines import ENGINES
 from rlexp.errors import ConfigError, UserError
 from rlexp.launch import folder, reports
 from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
@@ -60,7 +60,7 @@ def run_here(cfg: Config, run_dir: Path) -> None:
         sys.stderr.write(FINISHED.format(run_dir=run_dir))
         return
     prepare_environment(cfg.launch.device.value, cfg.launch.torch_threads)
-    preload = PRELOAD + (("deepspeed",) if cfg.engine.name not in ANY_DTYPE else ())
+    preload = PRELOAD + (("deepspeed",) if ENGINES[cfg.engine.name.value].stage is not None else ())
     try:
         outcome: Outcome = run_ranks(
             train_rank,

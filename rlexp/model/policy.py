@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlexp.config.schema import Precision
+from rlexp.engines import able
 from rlexp.errors import ModelError
 from rlexp.model.decoding import Decoding
 from rlexp.model.float64 import precise
@@ -109,7 +110,7 @@ class Policy(nn.Module):
                 raise ModelError(
                     f"engine={engine}: {type(self.model).__name__} keeps its experts in a list ({name}). A rank none "
                     f"of whose tokens chooses an expert has no gradient of it, and the others would wait. Use "
-                    f"engine=torch or engine=zero0."
+                    f"{able(lambda traits: traits.replicated)}."
                 )
 
     def recompute_activations(self) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from rlexp.compare.difference import LOSS_TOLERANCE, METRIC_TOLERANCE, compared
-from rlexp.config.schema import Config, EngineName
+from rlexp.config.schema import Config
+from rlexp.engines import ENGINES
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, prepare_environment
 from rlexp.sinks.base import Sink, Sinks
@@ -48,7 +49,7 @@ class Curve:
 def draw(configs: Sequence[Config], *, timeout: float = 1800.0) -> list[Curve]:
     """The curves of configurations, those of equal world sizes in one start of ranks."""
     prepare_environment("cpu")
-    preload = PRELOAD + (("deepspeed",) if any(c.engine.name is not EngineName.torch for c in configs) else ())
+    preload = PRELOAD + (("deepspeed",) if any(ENGINES[c.engine.name.value].stage is not None for c in configs) else ())
     curves: dict[int, Curve] = {}
     for training, sampling in sorted({_ranks(config) for config in configs}):
         places = [place for place, config in enumerate(configs) if _ranks(config) == (training, sampling)]

@@ -45,6 +45,7 @@ from rlexp.data.packing import pack_pairs, pack_sequences
 from rlexp.data.sampler import Sampler, total_steps
 from rlexp.engine.base import Engine, shape_of
 from rlexp.engine.plain import PlainEngine
+from rlexp.engines import ENGINES
 from rlexp.metrics.memory import Phases
 from rlexp.model.loading import in_pieces, load_config, load_model, load_tokenizer
 from rlexp.model.policy import DTYPES, Critic, Entropy, Policy, cast_parameters
@@ -60,8 +61,6 @@ from rlexp.train.examples import Examples, build_sampler, read_pairs, read_promp
 from rlexp.train.rollouts import Rollouts
 from rlexp.train.schedule import Schedule
 from rlexp.types import Ids, Pack, Pair, Shard, TokenLogps
-
-REPLICATING = (EngineName.torch, EngineName.zero0)  # engines that reduce all gradients at the end
 
 
 @dataclass(frozen=True)
@@ -255,13 +254,13 @@ def build_policy(
     if isinstance(cfg.loss, PPOConfig) and cfg.loss.value_lr is not None:
         policy.critic_lr_scale = cfg.loss.value_lr / cfg.optim.lr  # 0 is refused
     policy.freeze(cfg.model.freeze)
-    if cfg.engine.name not in REPLICATING:
+    if not ENGINES[cfg.engine.name.value].replicated:
         policy.refuse_listed_experts(cfg.engine.name.value)
     return policy
 
 
 def pieces_for(cfg: EngineConfig) -> contextlib.AbstractContextManager[Any]:
-    if cfg.name is not EngineName.zero3:
+    if not ENGINES[cfg.name.value].loads_pieces:
         return contextlib.nullcontext()
     from rlexp.engine.zero import loading_config
 

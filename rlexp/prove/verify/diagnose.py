@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlexp.config.schema import Config, EngineName, Precision
 from rlexp.engine.base import trained
+from rlexp.engines import ENGINES
 from rlexp.errors import UserError
 from rlexp.launch.place import Place, join
 from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
@@ -37,7 +38,6 @@ from rlexp.train.step import by_pair, sum_by_sequence
 from rlexp.types import Pack, Pair, Shard
 
 LONGEST = 512  # tokens of a sequence in the attention that is tried alone
-PIECES_OF_REFERENCE = (EngineName.zero3, EngineName.fsdp2)  # engines that hold the reference model themselves
 # Written-out attention against the run's, relative to the largest value; rounding is 100 times less.
 ATTENTION = {Precision.fp64: 1e-10, Precision.fp32: 1e-4, Precision.bf16: 1e-1}
 GRADIENT = {Precision.fp64: 1e-9, Precision.fp32: 1e-3, Precision.bf16: 3e-1}
@@ -247,7 +247,7 @@ def without_engine(run: Run, step: int, weights: TensorFiles) -> dict[str, Tenso
     """The gradient of a step by the run's model, packs and sums and torch's autograd, in the run's precision; the parts
     of micro-batches and ranks are added up here, in float64. Weights are read from files, as they were before it."""
     cfg = run.cfg
-    if cfg.engine.name in PIECES_OF_REFERENCE:
+    if ENGINES[cfg.engine.name.value].sharded:  # a reference of its own
         cfg = dataclasses.replace(cfg, engine=dataclasses.replace(cfg.engine, name=EngineName.torch))
     policy = build_policy(cfg, run.engine.policy.model.config, run.device)
     if cfg.memory.checkpointing:
@@ -311,7 +311,7 @@ def room_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
         Clue.START: MODEL if cfg.train.precision is Precision.fp64 else ENGINE,
         Clue.DTYPE: ENGINE,
         Clue.STALE: ENGINE,
-        Clue.REFERENCE: ENGINE if cfg.engine.name in PIECES_OF_REFERENCE else TRAIN,
+        Clue.REFERENCE: ENGINE if ENGINES[cfg.engine.name.value].sharded else TRAIN,
         Clue.LOSSES: ALGOS,
         Clue.SLOPES: ALGOS,
         Clue.HANDED: TRAIN,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlexp.config import sizes
-from rlexp.config.checks import ANY_DTYPE, check
+from rlexp.config.checks import check
 from rlexp.config.schema import (
     BackendName,
     Config,
@@ -28,6 +28,7 @@ from rlexp.config.schema import (
     PolicyLossConfig,
     Precision,
 )
+from rlexp.engines import ENGINES
 from rlexp.errors import ConfigError, UserError
 from rlexp.kernels import NEEDS
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
@@ -126,7 +127,7 @@ class Verification:
 
     def __init__(self, cfg: Config, folder: Path, say: Progress) -> None:
         self.cfg, self.folder, self.say = cfg, folder, say
-        deepspeed = ("deepspeed",) if cfg.engine.name not in ANY_DTYPE else ()
+        deepspeed = ("deepspeed",) if ENGINES[cfg.engine.name.value].stage is not None else ()
         self.preload = (*PRELOAD, *OURS, *deepspeed)
 
     def start(self, what: str, target: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
@@ -275,7 +276,7 @@ def exact(cfg: Config) -> Config:
     """In float64, with an engine and a kernel that can: the run's own, or the plain one; and over rings that can, which
     are ours."""
     engine = cfg.engine
-    if engine.name not in ANY_DTYPE:
+    if Precision.fp64.value not in ENGINES[engine.name.value].precisions:
         engine = dataclasses.replace(engine, name=EngineName.torch, offload=type(engine.offload).none, overrides={})
     kernel = KernelName.plain if cfg.parallel.kernel.value in NEEDS else cfg.parallel.kernel
     parallel = dataclasses.replace(cfg.parallel, backend=BackendName.native, kernel=kernel)
