@@ -47,19 +47,19 @@ types: $(VENV)/.ready
 # The tables and pictures of docs/ that take longer than a test may.
 prove: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "prove and not slurm"
-	$(BIN)/python -m rlexp.prove.invariance --write docs/invariance.md
-	$(BIN)/python -m rlexp.prove.engines --write docs/invariance.md
-	$(BIN)/python -m rlexp.prove.resume --write docs/invariance.md
-	$(BIN)/python -m rlexp.prove.kills --write docs/checkpoints.md
-	$(BIN)/python -m rlexp.prove.bug_report --write docs/why.png
-	$(BIN)/python -m rlexp.prove.learning --write docs/learning.png --page docs/ppo.md $(STORIES)
-	$(BIN)/python -m rlexp.prove.pipeline --write docs/pipeline.png --page docs/rollouts.md
-	$(BIN)/python -m rlexp.prove.holding --write docs/layouts.png
-	$(BIN)/python bench/attention.py --write docs/attention.md
-	$(BIN)/python -m rlexp.prove.report --write docs/report.png
-	$(BIN)/python bench/checkpoint.py --write docs/benchmarks.md
-	$(BIN)/python bench/report.py --write docs/benchmarks.md
-	$(BIN)/python bench/rollout.py --write docs/benchmarks.md
+	$(BIN)/python -m bench.invariance --write docs/invariance.md
+	$(BIN)/python -m bench.engines --write docs/invariance.md
+	$(BIN)/python -m bench.resume --write docs/invariance.md
+	$(BIN)/python -m bench.kills --write docs/checkpoints.md
+	$(BIN)/python -m bench.bug_report --write docs/why.png
+	$(BIN)/python -m bench.learning --write docs/learning.png --page docs/ppo.md $(STORIES)
+	$(BIN)/python -m bench.pipeline --write docs/pipeline.png --page docs/rollouts.md
+	$(BIN)/python -m bench.holding --write docs/layouts.png
+	$(BIN)/python -m bench.attention --write docs/attention.md
+	$(BIN)/python -m bench.report_picture --write docs/report.png
+	$(BIN)/python -m bench.checkpoint --write docs/benchmarks.md
+	$(BIN)/python -m bench.report --write docs/benchmarks.md
+	$(BIN)/python -m bench.rollout --write docs/benchmarks.md
 
 # torch first and by its exact version, so that pip takes a CPU build of it where it knows one: the build on PyPI brings
 # gigabytes of CUDA.

@@ -1,10 +1,10 @@
 """The work of every layout over one flash call, how well N ranks share it, and its error in bfloat16, in one run.
 
-    python bench/attention.py                       print the tables; 30 minutes on a quiet core
-    python bench/attention.py --write docs/attention.md
-    python bench/attention.py --only work           or packed, or errors
+    python -m bench.attention                       print the tables; 30 minutes on a quiet core
+    python -m bench.attention --write docs/attention.md
+    python -m bench.attention --only work           or packed, or errors
 
-Without communication: each rank is played alone by bench/simulate.py, all after the other on one core. Times are
+Without communication: each rank is played alone by bench.simulate, all after the other on one core. Times are
 seconds of the thread, not of the clock, and of each piece of work the least of several rounds. A round has all layouts,
 all ranks, and one call of `scaled_dot_product_attention`, so that a machine that is slow for a while is slow for all of
 them. A maximum over ranks in every step gathers what noise is left: fewer rounds give lower efficiencies.
@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from checkpoint import about, with_load
-from simulate import Alone, Clock, Sizes, Trace, in_ring, packed
-from together import whole_ring
 from torch import Tensor
 
-from rlexp.prove.tables import put
+from bench.checkpoint import about, with_load
+from bench.simulate import Alone, Clock, Sizes, Trace, in_ring, packed
+from bench.tables import put
+from bench.together import whole_ring
 from rlexp.ring.kernels.cpu_flash import CpuFlash
 from rlexp.ring.layouts import get_layout
 
@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python bench/attention.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", type=Path, help="put the tables into this page, between its markers")
     parser.add_argument("--only", choices=TABLES, help="one table alone")
@@ -57,7 +57,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     chosen = [options.only] if options.only else list(TABLES)
-    text = "\n\n".join([about("bench/attention.py"), *(with_load(TABLES[name]) for name in chosen)])
+    text = "\n\n".join([about("bench.attention"), *(with_load(TABLES[name]) for name in chosen)])
     print(text)
     if options.write:
         put(options.write, text)

@@ -1,8 +1,8 @@
 """What checkpoints, engines and the start cost, each over its yardstick, in one run.
 
-    python bench/checkpoint.py                      print the tables; 7 minutes on 2 idle cores, 15 on busy ones
-    python bench/checkpoint.py --write docs/benchmarks.md
-    python bench/checkpoint.py --only saving        or steps, or start
+    python -m bench.checkpoint                      print the tables; 7 minutes on 2 idle cores, 15 on busy ones
+    python -m bench.checkpoint --write docs/benchmarks.md
+    python -m bench.checkpoint --only saving        or steps, or start
 
 Saving: seconds that training stands still, and seconds until the checkpoint is on disk and has its name, beside
 `torch.save` of the same state and torch's own asynchronous checkpoint. The floors: one memcpy of the same bytes, and
@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.tables import put
 from rlexp.checkpoint import folder
 from rlexp.checkpoint.saver import Saver
 from rlexp.checkpoint.tensors import Reader, share
@@ -48,7 +49,6 @@ from rlexp.launch.folder import git_commit
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, join, prepare_environment
 from rlexp.model.policy import Policy
-from rlexp.prove.tables import put
 from rlexp.ring.groups import World
 from rlexp.train.build import Run, build
 from rlexp.train.step import train_step
@@ -90,7 +90,7 @@ STARTED: dict[str, tuple[str, ...]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python bench/checkpoint.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", type=Path, help="put the tables into this page, between its markers")
     parser.add_argument("--only", choices=TABLES, help="one table alone")
@@ -104,11 +104,11 @@ def main() -> None:
         put(options.write, text)
 
 
-def about(program: str = "bench/checkpoint.py") -> str:
+def about(module: str = "bench.checkpoint") -> str:
     commit = git_commit() or "unknown"
     changed = ", with changes that are not committed," if commit.endswith("+dirty") else ""
     return (
-        f"Measured {time.strftime('%Y-%m-%d')} at commit {commit[:12]}{changed} by `python {program}`\n"
+        f"Measured {time.strftime('%Y-%m-%d')} at commit {commit[:12]}{changed} by `python -m {module}`\n"
         f"on {processor()}, {os.cpu_count()} cores, {visible_gpus()} GPUs; torch {torch.__version__}, "
         f"one thread per rank, float32."
     )

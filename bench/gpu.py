@@ -1,9 +1,9 @@
 """Kernels and layouts on one GPU, without a network: what a ring of N would take, one rank at a time.
 
-    python bench/gpu.py                                 all tables, on the first GPU
-    python bench/gpu.py --write docs/benchmarks.md      and into the page
-    python bench/gpu.py --quick                         short lengths: whether it runs at all
-    python bench/gpu.py --device cpu --quick            the same without a GPU, on torch's CPU kernel
+    python -m bench.gpu                                 all tables, on the first GPU
+    python -m bench.gpu --write docs/benchmarks.md      and into the page
+    python -m bench.gpu --quick                         short lengths: whether it runs at all
+    python -m bench.gpu --device cpu --quick            the same without a GPU, on torch's CPU kernel
 
 Needs torch, numpy and this checkout, nothing else of what rlexp is installed with. Every table is printed and written
 as soon as it is there; one that fails says how, and the next is begun.
@@ -37,16 +37,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.simulate import Alone, Clock, Sizes, Trace, in_ring, packed, timed
+from bench.tables import put
+from bench.together import whole_ring
+from rlexp.ring.kernels import available, get_kernel
+from rlexp.ring.kernels.base import BlockKernel
+from rlexp.ring.layouts import get_layout
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # rlexp need not be installed
-
-from simulate import Alone, Clock, Sizes, Trace, in_ring, packed, timed  # noqa: E402
-from together import whole_ring  # noqa: E402
-
-from rlexp.ring.kernels import available, get_kernel  # noqa: E402
-from rlexp.ring.kernels.base import BlockKernel  # noqa: E402
-from rlexp.ring.layouts import get_layout  # noqa: E402
-
 T = TypeVar("T")
 THEIRS = "torch's flash attention"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -92,14 +90,14 @@ def main() -> None:
             failed = True
         print(texts[-1], end="\n\n", flush=True)
         if arguments.write:
-            _put(arguments.write, "\n\n".join([*texts, f"In {time.time() - started:.0f} seconds."]))
+            put(arguments.write, "\n\n".join([*texts, f"In {time.time() - started:.0f} seconds."]), "gpu")
     print(f"{texts[0]}\nAll in {time.time() - started:.0f} seconds.")
     sys.exit(failed)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python bench/gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="short lengths and few repeats")
@@ -122,7 +120,7 @@ def _arguments() -> argparse.Namespace:
 
 def _options(given: argparse.Namespace) -> Options:
     if given.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("bench/gpu.py: no GPU is visible. Use --device cpu --quick to see whether it runs.")
+        raise SystemExit("bench.gpu: no GPU is visible. Use --device cpu --quick to see whether it runs.")
     quick = given.quick
     device = torch.device("cuda", 0) if given.device == "cuda" else torch.device("cpu")
     small = quick and given.device == "cpu"
@@ -385,7 +383,7 @@ def _about(options: Options, commit: str) -> str:
         where = f"CPU ({platform.machine()}), one thread, seconds of its own"
     return (
         f"Measured {time.strftime('%Y-%m-%d')} at commit {commit} on {where}, torch {torch.__version__}, by "
-        f"`python bench/gpu.py`.\n{sizes.heads} heads of queries, {sizes.kv_heads} of keys, size {sizes.size}, "
+        f"`python -m bench.gpu`.\n{sizes.heads} heads of queries, {sizes.kv_heads} of keys, size {sizes.size}, "
         f"{str(sizes.dtype).removeprefix('torch.')}; median of {options.repeats}, after one that is not counted."
     )
 
@@ -411,15 +409,6 @@ def _fitting(work: Callable[[], T]) -> T | None:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _put(page: Path, text: str) -> None:
-    begin, end = "<!-- gpu: begin -->", "<!-- gpu: end -->"
-    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-    _, marker, after = rest.partition(end)
-    if not marker:
-        raise SystemExit(f"{page}: has no {begin} … {end}")
-    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

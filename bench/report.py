@@ -1,7 +1,7 @@
 """What the report of many long runs costs: 50 runs of 10,000 steps, made from one short real run.
 
-    python bench/report.py                       print the table; two minutes
-    python bench/report.py --write docs/benchmarks.md
+    python -m bench.report                       print the table; two minutes
+    python -m bench.report --write docs/benchmarks.md
 
 Writing: `python -m rlexp.compare` from the start of its process to its end, over the floor, which is reading the bytes
 and parsing the JSON. The page: in headless Chromium, from the file to the drawn curves, and from a choice or a movement
@@ -11,6 +11,7 @@ to the next frame.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shutil
 import statistics
@@ -25,11 +26,11 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rlexp.prove.tables import put, signature
+from bench.browser import chromium
+from bench.tables import put, signature
 
 RUNS, STEPS, SHORT = 50, 10_000, 12
 COPIED = ("run.json", "config.yaml", "memory.jsonl")
-ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rlexp-report-") as place:
         folder = Path(place)
         make(folder)
-        measured = signature("bench.report").replace("-m bench.report", "bench/report.py")
+        measured = signature("bench.report")
         text = f"{measured}\n\n{table(folder)}"
     print(text)
     if options.write:
@@ -109,36 +110,31 @@ def best(act: Callable[[], Any], times: int) -> float:
 
 
 def browse(path: Path) -> dict[str, float]:
-    from playwright.sync_api import sync_playwright
-
-    found = next(each for name in ("chromium", "chromium-browser", "google-chrome") if (each := shutil.which(name)))
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=list(ARGUMENTS))
+    with chromium() as browser:
         page = browser.new_page(viewport={"width": 1440, "height": 900})
         started = time.monotonic()
         page.goto(path.resolve().as_uri())
         page.wait_for_function("window.rlexpReport && window.rlexpReport.ready")
         _next_frame(page)
         seconds = {"from the file to the drawn curves": time.monotonic() - started}
-        names = [
-            name for name in page.evaluate("Array.from(document.querySelectorAll('option'), o => o.value)") if name
-        ]
-        choosing = []
-        for name in names[1:7]:
-            started = time.monotonic()
-            page.evaluate("name => window.rlexpReport.select(name)", name)
-            _next_frame(page)
-            choosing.append(time.monotonic() - started)
-        seconds["choosing a metric"] = statistics.median(choosing)
-        hovering = []
-        for across in range(10):
-            started = time.monotonic()
-            page.mouse.move(300 + 40 * across, 450)
-            _next_frame(page)
-            hovering.append(time.monotonic() - started)
-        seconds["moving the pointer"] = statistics.median(hovering)
-        browser.close()
+        options = page.evaluate("Array.from(document.querySelectorAll('option'), o => o.value)")
+        names = [name for name in options if name]
+        seconds["choosing a metric"] = statistics.median(
+            _until_drawn(page, functools.partial(page.evaluate, "name => window.rlexpReport.select(name)", name))
+            for name in names[1:7]
+        )
+        seconds["moving the pointer"] = statistics.median(
+            _until_drawn(page, functools.partial(page.mouse.move, 300 + 40 * across, 450)) for across in range(10)
+        )
     return seconds
+
+
+def _until_drawn(page: Any, act: Callable[[], Any]) -> float:
+    """Seconds from an action to the next frame."""
+    started = time.monotonic()
+    act()
+    _next_frame(page)
+    return time.monotonic() - started
 
 
 def _next_frame(page: Any) -> None:

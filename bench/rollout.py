@@ -1,8 +1,8 @@
 """What drawing and scoring answers costs: memory, balance, throughput and the overhead of going token by token.
 
-    python bench/rollout.py                         print the tables; 3 minutes on 2 idle cores, 15 on busy ones
-    python bench/rollout.py --write docs/benchmarks.md
-    python bench/rollout.py --only memory           or ranks, or decoding
+    python -m bench.rollout                         print the tables; 3 minutes on 2 idle cores, 15 on busy ones
+    python -m bench.rollout --write docs/benchmarks.md
+    python -m bench.rollout --only memory           or ranks, or decoding
 
 The floors, written down before anything was made faster (E hidden size, I intermediate size, G·D the width of keys,
 layers L, vocabulary V, B rows of a micro-batch, K columns of the cache, P parameters, all in float32):
@@ -36,12 +36,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from checkpoint import about, configured, join_world, on_ranks, with_load
 
+from bench.checkpoint import about, configured, join_world, on_ranks, with_load
+from bench.tables import put
 from rlexp.config.schema import Config
 from rlexp.launch.place import Place, prepare_environment
 from rlexp.metrics.memory import peak_bytes, reset_peak
-from rlexp.prove.tables import put
 from rlexp.ring.groups import Ring, World
 from rlexp.rollout.colocated import Colocated
 from rlexp.rollout.deal import Request, deal, micro_batches
@@ -64,7 +64,7 @@ MB = 1 << 20
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python bench/rollout.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.rollout", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", type=Path, help="put the tables into this page, between its markers")
     parser.add_argument("--only", choices=TABLES, help="one table alone")
@@ -72,7 +72,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare_environment("cpu")
     chosen = [options.only] if options.only else list(TABLES)
-    text = "\n\n".join([about("bench/rollout.py"), *(with_load(TABLES[name]) for name in chosen)])
+    text = "\n\n".join([about("bench.rollout"), *(with_load(TABLES[name]) for name in chosen)])
     print(text)
     if options.write:
         put(options.write, text, "rollout")

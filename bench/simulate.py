@@ -1,7 +1,7 @@
 """One rank of a ring, alone: the layout's own code at that rank's own shapes, with the other ranks played.
 
 What others would have sent is drawn from a seed into the buffers that a transfer would fill, while the clock stands
-still. So time and memory are a rank's, and the numbers are not: bench/together.py has those.
+still. So time and memory are a rank's, and the numbers are not: bench.together has those.
 
 A rank's work is kept piece by piece, from one call of a collective to the next. Rings go step by step: a step ends
 where a rank waits for what was sent in that step, and all ranks wait for the slowest. What was sent in a step before

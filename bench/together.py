@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
-from simulate import Sizes, collectives_of
 from torch import Tensor
 
+from bench.simulate import Sizes, collectives_of
 from rlexp.ring.attention import ring_attention, ring_batch
 from rlexp.ring.groups import Ring
 from rlexp.ring.kernels.base import BlockKernel

@@ -30,7 +30,7 @@ def main() -> int:
 
     try:
         options = parser.parse_intermixed_args()
-        from rlexp.prove.verify.verdict import run
+        from rlexp.prove.report import run
 
         cfg = compose_config(options.overrides)
         refuse_unwritable(options.json)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.engines import SpyEngine
 from rlexp.config.schema import Config
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, join
-from rlexp.prove.engines import SpyEngine
 
 TIMEOUT = 240.0
 COLLECTIVE_TIMEOUT = 60.0

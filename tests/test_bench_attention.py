@@ -1,5 +1,4 @@
-"""bench/gpu.py and bench/attention.py: that they run on CPU, the first where only torch is installed, and that what
-they simulate is a ring."""
+"""bench.gpu and bench.attention run on CPU, the first where only torch is installed, and simulate a ring correctly."""
 
 from __future__ import annotations
 
@@ -9,27 +8,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from bench import attention, simulate, together
 from rlexp.ring.kernels import CpuFlash, Plain
 from rlexp.ring.layouts import get_layout
 from tests.ranks import seeded
 
-BENCH = Path(__file__).resolve().parent.parent / "bench"
+ROOT = Path(__file__).resolve().parent.parent
 LAYOUTS = ("zigzag", "contiguous", "allgather", "ulysses", "hybrid, 2 × zigzag")
 
 
 @pytest.fixture
-def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(BENCH)
-    import simulate
-
+def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield simulate
+    yield
     torch.set_num_threads(threads)
 
 
@@ -43,9 +39,9 @@ def test_it_runs_on_cpu_where_only_torch_is_installed(tmp_path: Path) -> None:
         "        if name.partition('.')[0] in {'hydra', 'omegaconf', 'deepspeed', 'wandb', 'transformers'}:\n"
         "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Missing())\n"
-        f"sys.path.insert(0, {str(BENCH)!r})\n"
-        f"sys.argv = ['gpu.py', '--device', 'cpu', '--quick', '--write', {str(page)!r}]\n"
-        f"runpy.run_path({str(BENCH / 'gpu.py')!r}, run_name='__main__')"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        f"sys.argv = ['gpu', '--device', 'cpu', '--quick', '--write', {str(page)!r}]\n"
+        "runpy.run_module('bench.gpu', run_name='__main__')"
     )
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path
@@ -76,8 +72,8 @@ def test_a_table_that_fails_says_so_and_the_others_are_there(tmp_path: Path) -> 
     page.write_text("<!-- gpu: begin -->\n<!-- gpu: end -->\n", encoding="utf-8")
     short = ("--quick", "--rings", "4", "--kernel-tokens", "16", "--tokens", "64", "--error-tokens", "250")
     answer = subprocess.run(
-        [sys.executable, BENCH / "gpu.py", "--device", "cpu", *short, "--commit", "abc", "--write", page],
-        capture_output=True, text=True, timeout=200, check=False,
+        [sys.executable, "-m", "bench.gpu", "--device", "cpu", *short, "--commit", "abc", "--write", page],
+        capture_output=True, text=True, timeout=200, check=False, cwd=ROOT,
     )  # fmt: skip
     assert answer.returncode == 1
     text = page.read_text(encoding="utf-8")
@@ -91,12 +87,13 @@ def test_a_table_that_fails_says_so_and_the_others_are_there(tmp_path: Path) -> 
 def test_it_says_that_there_is_no_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    answer = subprocess.run([sys.executable, BENCH / "gpu.py"], capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-m", "bench.gpu"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
     assert answer.returncode == 1
-    assert answer.stderr.startswith("bench/gpu.py: no GPU is visible. Use --device cpu --quick")
+    assert answer.stderr.startswith("bench.gpu: no GPU is visible. Use --device cpu --quick")
 
 
-def test_a_rank_alone_does_and_sends_what_it_would_in_its_ring(simulate: Any) -> None:
+def test_a_rank_alone_does_and_sends_what_it_would_in_its_ring(one_thread: None) -> None:
     """Steps and bytes, counted by hand: 64 tokens over 4 ranks, 4 heads of queries and 2 of keys, of 8 floats."""
     sizes = simulate.Sizes(4, 2, 8, torch.float32, torch.device("cpu"))
     tokens, ranks, head = 16, 4, 8 * 4
@@ -124,8 +121,8 @@ def test_a_rank_alone_does_and_sends_what_it_would_in_its_ring(simulate: Any) ->
             assert math.isclose(simulate.in_ring([trace.steps]), trace.seconds())
 
 
-def test_a_ring_is_as_fast_as_its_slowest_rank_step_by_step(simulate: Any) -> None:
-    def rank(*seconds: float) -> Any:
+def test_a_ring_is_as_fast_as_its_slowest_rank_step_by_step() -> None:
+    def rank(*seconds: float) -> list[list[simulate.Piece]]:
         """Sends 100 bytes as each step begins, and waits for them at its end."""
         return [
             [simulate.Piece(0.0, "rotate", number, 100, False), simulate.Piece(time, "rotate", number, None, True)]
@@ -139,10 +136,8 @@ def test_a_ring_is_as_fast_as_its_slowest_rank_step_by_step(simulate: Any) -> No
     assert simulate.in_ring(ranks, {"rotate": 10.0}) == 20.0
 
 
-def test_ranks_together_compute_attention(simulate: Any) -> None:
+def test_ranks_together_compute_attention(one_thread: None) -> None:
     """Whole packs by all layouts in one process, against the plain kernel alone, in float64; measured 1e-15."""
-    import together
-
     sizes = simulate.Sizes(8, 2, 8, torch.float64, torch.device("cpu"))
     lengths = [37, 3, 24]
     inputs = [seeded(64, heads, 8, seed=number) for number, heads in enumerate((8, 2, 2, 8))]
@@ -157,9 +152,7 @@ def test_ranks_together_compute_attention(simulate: Any) -> None:
             assert (got - wanted).abs().max() / wanted.abs().max() < 1e-13, name
 
 
-def test_every_layout_is_in_the_tables_of_cpu(simulate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import attention
-
+def test_every_layout_is_in_the_tables_of_cpu(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LONG": (600,), "MIX": (300, 40, 1), "SHORT": 200, "ROUNDS": 1, "RINGS": (2, 4)}.items():
         monkeypatch.setattr(attention, name, value)
     for text, rings, columns in ((attention.work(), 2, 2), (attention.mix(), 1, 1)):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench import engines
 from rlexp.config.load import compose_config
 from rlexp.errors import UserError
 from rlexp.launch.place import Place
-from rlexp.prove import engines
 from tests.ranks import largest_gap, on_ranks, train_steps
 
 BASE = ("launch.device=cpu", "logger=none", "train.batch_size=8", "data.size=16", "optim.lr=1e-3")

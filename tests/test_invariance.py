@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bench.curves import draw, excesses
+from bench.layouts import Case, layout_cases
 from rlexp.config.load import compose_config
-from rlexp.prove.curves import draw, excesses
-from rlexp.prove.layouts import Case, layout_cases
 
 BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64")
 GRID = [

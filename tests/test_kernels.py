@@ -22,7 +22,7 @@ from rlexp.config.layouts import heads_of
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Device, HFModelConfig, KernelName, Precision, TinyModelConfig
 from rlexp.errors import ConfigError
-from rlexp.prove.verify.run import exact
+from rlexp.prove.run import exact
 from rlexp.ring import kernels
 from rlexp.ring.kernels import (
     BlockKernel,

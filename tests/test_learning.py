@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from bench.curves import draw
+from bench.learning import ENTROPY, FLOOR, UNTRAINED, learned
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
-from rlexp.prove.curves import draw
-from rlexp.prove.learning import ENTROPY, FLOOR, UNTRAINED, learned
 
 STEPS, STILL = 56, 16  # of 96
 # Measured: 0.967 over the last 128 samples, and an entropy of 2.46.

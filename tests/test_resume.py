@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.curves import Curve, differences, excesses
+from bench.resume import Where, curve_of, run
 from rlexp.checkpoint import folder as checkpoint
-from rlexp.prove.curves import Curve, differences, excesses
-from rlexp.prove.resume import Where, curve_of, run
 from rlexp.sinks.base import Ending
 from rlexp.sinks.jsonl import JsonlSink, read_rows
 from tests.runs import descendants, gone, run_json, steps_of, wait_for_steps

@@ -26,7 +26,7 @@ from rlexp.config.schema import BackendName, Config, LayoutName, Precision
 from rlexp.data.packing import pack_sequences
 from rlexp.errors import ConfigError
 from rlexp.launch.place import Place
-from rlexp.prove.verify.run import exact
+from rlexp.prove.run import exact
 from rlexp.ring.attention import ring_attention, ring_batch
 from rlexp.ring.groups import ALONE, Ring, build_world
 from rlexp.ring.kernels import Plain

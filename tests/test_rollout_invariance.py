@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rlexp.prove.curves import Curve, draw, excesses
-from rlexp.prove.layouts import ROLLOUT_BASELINE, ROLLOUT_PAIR, VARIANTS, RolloutCase, rollout_cases
-from rlexp.prove.rollouts import STEPS, config_of
+from bench.curves import Curve, draw, excesses
+from bench.layouts import ROLLOUT_BASELINE, ROLLOUT_PAIR, VARIANTS, RolloutCase, rollout_cases
+from bench.rollout_tables import STEPS, config_of
 
 LATER = (
     *("ppo, divergence in the reward, adaptive", "ppo, entropy, dual clip, narrow", "ppo, overlong penalised"),

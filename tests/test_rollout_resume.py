@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.curves import Curve, excesses
+from bench.layouts import ROLLOUT
+from bench.resume import FLOAT64, Where, curve_of, run
 from rlexp.checkpoint import folder as checkpoint
 from rlexp.errors import CheckpointError
 from rlexp.launch import whereabouts
-from rlexp.prove.curves import Curve, excesses
-from rlexp.prove.layouts import ROLLOUT
-from rlexp.prove.resume import FLOAT64, Where, curve_of, run
 from rlexp.sinks.jsonl import read_rows
 from tests import warm
 from tests.runs import descendants, gone

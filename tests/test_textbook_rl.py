@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.layouts import RolloutCase
+from bench.rollout_tables import config_of
 from rlexp.config.schema import Config
 from rlexp.model.loading import load_config, load_model, load_tokenizer
-from rlexp.prove.layouts import RolloutCase
-from rlexp.prove.rollouts import config_of
 from tests import textbook, textbook_rl
 from tests.ranks import largest_gap, on_ranks
 from tests.textbook_rl import CRITIC, Answer, Credit, Knobs
@@ -37,7 +37,7 @@ class Taken:
 
 
 def policy_steps(place: Any, cfg: Config, steps: int) -> Taken:
-    from rlexp.prove.engines import SpyEngine
+    from bench.engines import SpyEngine
     from rlexp.rollout.experience import fetch
     from rlexp.train.build import build
     from rlexp.train.policy_step import policy_step

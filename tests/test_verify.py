@@ -21,12 +21,12 @@ from rlexp.config.load import compose_config
 from rlexp.errors import ModelError, NonFiniteError, UserError
 from rlexp.launch.local import run_ranks
 from rlexp.model.loading import byte_tokenizer
-from rlexp.prove.verify import run as verifying
-from rlexp.prove.verify import shrink, textbook
-from rlexp.prove.verify.records import TokenPair
-from rlexp.prove.verify.reference import Optimizer, answer_logps, load, own_blocks, softmax_attention
-from rlexp.prove.verify.run import Verdict, exact, verify
-from rlexp.prove.verify.verdict import failure_in_words, report
+from rlexp.prove import run as verifying
+from rlexp.prove import shrink, textbook
+from rlexp.prove.records import TokenPair
+from rlexp.prove.reference import Optimizer, answer_logps, load, own_blocks, softmax_attention
+from rlexp.prove.report import failure_in_words, report
+from rlexp.prove.run import Verification, exact, verify
 from tests.faults import FAULTS, Fault, faulty_rank, one
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,7 +50,7 @@ def quiet(_line: str) -> None:
     """Progress is of no interest here."""
 
 
-def verified(*overrides: str, steps: int = 2, base: tuple[str, ...] = SMALL) -> Verdict:
+def verified(*overrides: str, steps: int = 2, base: tuple[str, ...] = SMALL) -> Verification:
     return verify(compose_config([*base, *overrides]), steps, quiet)
 
 
@@ -207,10 +207,10 @@ def test_a_long_pair_passes_on_a_ring_of_four(shared: Path, tmp_path: Path) -> N
 
 def test_the_reference_shares_nothing_with_what_it_judges() -> None:
     """Of rlexp it imports the schema, the text of generated rows, the float64 mode, and its own records."""
-    allowed = {"rlexp.config.schema", "rlexp.data", "rlexp.errors", "rlexp.model.float64", "rlexp.prove.verify",
-               "rlexp.prove.verify.records"}  # fmt: skip
+    allowed = {"rlexp.config.schema", "rlexp.data", "rlexp.errors", "rlexp.model.float64", "rlexp.prove",
+               "rlexp.prove.records"}  # fmt: skip
     for name in ("reference", "textbook", "records"):
-        tree = ast.parse((ROOT / "rlexp" / "prove" / "verify" / f"{name}.py").read_text(encoding="utf-8"))
+        tree = ast.parse((ROOT / "rlexp" / "prove" / f"{name}.py").read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlexp"):
                 assert node.module in allowed, f"{name}: {node.module}"
@@ -250,7 +250,7 @@ def test_the_optimizer_written_out_is_torchs(overrides: tuple[str, ...]) -> None
 
 
 def test_attention_in_blocks_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlexp.prove.verify.reference.SCORES", 200)  # several blocks of queries
+    monkeypatch.setattr("rlexp.prove.reference.SCORES", 200)  # several blocks of queries
     q, k, v = (torch.randn(2, 37, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(s)).requires_grad_()
                for s in range(3))  # fmt: skip
     mine = softmax_attention(q, k, v, 0.3)
@@ -314,7 +314,7 @@ def test_a_pretrained_model_keeps_its_first_layers(shared: Path, tmp_path: Path)
 
 
 def test_a_shrunk_model_is_verified_and_said_to_be_shrunk(planted: Any) -> None:
-    planted(one("little memory", "prove/verify/shrink.py", '    free = int(facts["MemAvailable"].split()[0]) * 1024',
+    planted(one("little memory", "prove/shrink.py", '    free = int(facts["MemAvailable"].split()[0]) * 1024',
                 "    free = 120_000_000", "", ""))  # fmt: skip
     cfg = compose_config([*SMALL, "model.layers=6", "train.precision=fp64", "parallel=ring2", "data.max_length=300"])
     verdict = verify(cfg, 1, quiet)

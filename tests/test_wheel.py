@@ -70,6 +70,10 @@ def test_its_configuration_composes(installed: Path, tmp_path: Path, args: tuple
     assert "batch_size: 8" in answer.stdout
 
 
+def test_it_holds_what_a_user_runs_and_nothing_else(installed: Path) -> None:
+    assert {path.name for path in installed.iterdir() if path.suffix != ".dist-info"} == {"rlexp"}
+
+
 def test_it_trains(installed: Path, tmp_path: Path) -> None:
     answer = run(
         installed, tmp_path, "parallel=ring2", "launch.device=cpu", "train.max_steps=1", "engine=torch", "logger=none"

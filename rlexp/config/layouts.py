@@ -20,7 +20,7 @@ ELEMENT = {Precision.bf16: 2, Precision.fp32: 4, Precision.fp64: 8}
 # By device: operations a second in attention, bytes a second between ranks of a node, and between nodes.
 RATES = {Device.cuda: (4e14, 2e11, 2.5e10), Device.cpu: (5e10, 2e9, 1e9)}
 MERGED = 0.05  # of computing, that smaller calls and merges cost: 4 % in docs/attention.md
-GATHERED = 0.02  # on CPU up to a tenth, of many heads on a large ring; bench/gpu.py is to say what it is on GPUs
+GATHERED = 0.02  # on CPU up to a tenth, of many heads on a large ring; bench.gpu is to say what it is on GPUs
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Proof that the ring size is a free parameter: the same run on many layouts, side by side."""
+"""`rlexp.verify`: a configuration's first steps, compared with a plain reference that shares no code with them."""

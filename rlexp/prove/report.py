@@ -1,48 +1,195 @@
-"""The picture of the report: the sweep of the README, and its page in a real browser.
-
-    python -m rlexp.prove.report --write docs/report.png
-
-Needs playwright and a Chromium.
-"""
+"""What `verify` says: what was verified, a table, a verdict in plain words; and the same as JSON."""
 
 from __future__ import annotations
 
-import argparse
-import shutil
-import subprocess
+import dataclasses
+import json
+import math
 import sys
-import tempfile
+import textwrap
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
-WIDTH, HEIGHT = 1240, 1120
-ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
+from rlexp.config.load import to_plain
+from rlexp.config.schema import Config, HFModelConfig, Precision
+from rlexp.prove.run import Failure, Verification, exact, refuse, verify
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m rlexp.prove.report", description=__doc__)
-    parser.add_argument("--write", type=Path, required=True, help="the picture, a PNG")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="rlexp-report-") as place:
-        sweep = Path(place) / "ring_sizes"
-        command = [sys.executable, "-m", "rlexp", "-m", "+sweep=ring_sizes", "launch.device=cpu", "logger=none",
-                   "checkpoint.export=false", "train.eval_every=10", f"hydra.sweep.dir={sweep}"]  # fmt: skip
-        subprocess.run(command, check=True, timeout=1800)
-        photograph(sweep / "report.html", options.write)
-    print(f"{options.write}: the report of {' '.join(command[1:5])}")
-
-
-def photograph(page: Path, picture: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
-    found = next(each for name in ("chromium", "chromium-browser", "google-chrome") if (each := shutil.which(name)))
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=list(ARGUMENTS))
-        window = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
-        window.goto(page.resolve().as_uri())
-        window.wait_for_function("window.rlexpReport && window.rlexpReport.ready")
-        window.screenshot(path=picture)
-        browser.close()
+WIDTH = 110
+# Rows of the table, in the order of the way: what it is called, its names in the gauge and among the measured.
+ROWS = (
+    ("log-probability of a token", "log-probability of a token", "log-probability of a token"),
+    ("log-probabilities per pair", "sum of a sequence's log-probabilities", "log-probabilities per pair"),
+    ("loss", "loss", "loss"),
+    ("gradient, whole", "gradient, whole", "gradient"),
+    ("gradient of the worst parameter", "gradient of a parameter", "gradient of a parameter"),
+    ("gradient, given its parts", "", "gradient, given its parts"),
+    ("weights, given the gradient", "weights, given the gradient", None),
+    ("weights after the steps", "weights after the step", "weights after the step"),
+)
 
 
-if __name__ == "__main__":
-    main()
+def run(cfg: Config, steps: int, file: Path | None) -> int:
+    """Verify, print, and answer with an exit code."""
+    refuse(cfg, steps)
+    sys.stdout.write(f"rlexp.verify  {subject(cfg)}\n")
+    sys.stdout.flush()
+    verdict = verify(cfg, steps, tell)
+    sys.stdout.write(report(cfg, verdict))
+    if file is not None:
+        file.write_text(json.dumps(as_json(cfg, verdict), indent=2) + "\n", encoding="utf-8")
+    return 0 if verdict.passed else 1
+
+
+def tell(line: str) -> None:
+    sys.stderr.write(f"  … {line}\n")
+    sys.stderr.flush()
+
+
+def subject(cfg: Config) -> str:
+    ring, replicas = cfg.parallel.ring_size, cfg.parallel.dp_size
+    model = cfg.model.path if isinstance(cfg.model, HFModelConfig) else cfg.model.name
+    return (
+        f"{cfg.loss.name} on {model}, data {cfg.data.name}\n"
+        f"  ring of {ring} × {replicas} replica{'s' * (replicas > 1)}, batch {cfg.train.batch_size} = {replicas} × "
+        f"micro-batch {cfg.train.micro_batch_size} × {cfg.train.grad_acc}, "
+        f"{'packed' if cfg.data.packing else 'padded'}; {cfg.train.precision.value}, engine {cfg.engine.name.value}\n"
+    )
+
+
+def report(cfg: Config, verdict: Verification) -> str:
+    return f"{scope(verdict)}\n{table(cfg, verdict)}\n{conclusion(cfg, verdict)}\n"
+
+
+def scope(verdict: Verification) -> str:
+    plan, facts = verdict.plan, verdict.facts
+    if plan is None:
+        return ""
+    lines = [
+        f"  steps 1 to {plan.steps}{' of ' + str(facts['total_steps']) if facts else ''}, the longest sequence of "
+        f"{plan.longest} tokens; {plan.parameters:,} parameters"
+    ]
+    if plan.said:
+        lines.append(f"  shrunk: {plan.said}")
+    if plan.held_out:
+        lines.append(f"  held-out values: of the first {plan.held_out} pairs, after the last step")
+    if verdict.not_held:
+        lines.append(f"  not verified: {', '.join(verdict.not_held)}")
+    return "\n".join(lines) + "\n"
+
+
+def table(cfg: Config, verdict: Verification) -> str:
+    """Largest differences to the reference, relative; `-` where a failure came first, or nothing is held."""
+    own = cfg.train.precision
+    heads = ["largest difference", "float64", "allowed"]
+    if own is not Precision.fp64:
+        heads += [own.value, "noise floor", "allowed"]
+    rows = [heads]
+    gauge = verdict.float64.gauge.largest if verdict.float64 else {}
+    measured = {each.quantity: each for each in verdict.measured}
+    allowed = _allowed()
+    for words, name, own_name in ROWS:
+        row = [words, _number(gauge.get(name)), _number(allowed.get(words))]
+        found = measured.get(own_name or "")
+        row += [_number(found.own), _number(found.floor), _number(found.allowed)] if found else ["-"] * 3
+        rows.append(row[: len(heads)])
+    metrics = [value for name, value in gauge.items() if name.startswith(("train/", "eval/"))]
+    last = ["logged metrics", _number(max(metrics, default=None)), _number(allowed["logged metrics"]), *["-"] * 3]
+    rows.append(last[: len(heads)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    return "".join(f"  {_line(row, widths)}\n" for row in rows) + _notes(cfg, verdict)
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = zip(row, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
+
+
+def _notes(cfg: Config, verdict: Verification) -> str:
+    lines = []
+    if verdict.measured:
+        lines.append(
+            f"{cfg.train.precision.value}: at the first step, where all have the same weights; what is given, at every "
+            f"step; weights after the last"
+        )
+    gauge = verdict.float64.gauge.largest if verdict.float64 else {}
+    if verdict.passed and gauge.get("weights after the step", 0.0) > _allowed()["weights after the steps"]:
+        lines.append(
+            "each step is right given its gradient; where the weights are further apart than is allowed, the optimizer "
+            "has divided by a gradient that is rounding, and what follows may be apart by as much more (docs/verify.md)"
+        )
+    return "".join(f"{_wrapped(line)}\n" for line in lines)
+
+
+def _wrapped(text: str) -> str:
+    """As lines of a paragraph; a traceback stays as it is."""
+    return text if "\n" in text else textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
+
+
+def _allowed() -> dict[str, float]:
+    from rlexp.prove.stages import FLOAT64
+
+    return {
+        "log-probability of a token": FLOAT64.logp,
+        "log-probabilities per pair": FLOAT64.logp,
+        "loss": FLOAT64.loss,
+        "gradient, whole": FLOAT64.gradient,
+        "gradient of the worst parameter": FLOAT64.gradient,
+        "weights, given the gradient": FLOAT64.updated[1],
+        "weights after the steps": FLOAT64.weights,
+        "logged metrics": FLOAT64.metric[0],
+    }
+
+
+def _number(value: float | None) -> str:
+    if value is None or math.isinf(value):
+        return "-"
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def conclusion(cfg: Config, verdict: Verification) -> str:
+    if verdict.failure is not None:
+        return f"{failure_in_words(verdict.failure)}\n({verdict.seconds:.0f} s)"
+    assert verdict.plan is not None
+    own, steps = cfg.train.precision, verdict.plan.steps
+    words = (
+        f"PASS: {steps} optimizer step{'s' * (steps > 1)} on this layout are those of the "
+        f"plain one-process reference: the same samples and tokens, and in float64 the same log-probabilities, loss, "
+        f"gradient, weights and logged values up to rounding."
+    )
+    if own is not Precision.fp64:
+        words += f" In {own.value} with engine={cfg.engine.name.value} what is left is that precision's own rounding."
+    return "\n".join(textwrap.wrap(words, WIDTH)) + f"\n({verdict.seconds:.0f} s)"
+
+
+def failure_in_words(failure: Failure) -> str:
+    lines = [
+        f"FAIL at step {failure.step}, in {failure.precision}: the first difference is in the {failure.stage}.",
+        f"  {failure.quantity}",
+        f"    this run:  {failure.got}",
+        f"    reference: {failure.expected}",
+    ]
+    lines += [_wrapped(words) for words in (failure.note, failure.evidence) if words]
+    lines.append(f"  Look in {failure.room}")
+    return "\n".join(lines)
+
+
+def as_json(cfg: Config, verdict: Verification) -> dict[str, Any]:
+    gauge: Mapping[str, float] = verdict.float64.gauge.largest if verdict.float64 else {}
+    return {
+        "passed": verdict.passed,
+        "failure": dataclasses.asdict(verdict.failure) if verdict.failure else None,
+        "plan": dataclasses.asdict(verdict.plan, dict_factory=_by_value) if verdict.plan else None,
+        "shrunk": verdict.plan.said if verdict.plan else None,
+        **verdict.facts,
+        "float64": {"engine": exact(cfg).engine.name.value, "largest": dict(gauge)},
+        cfg.train.precision.value: [dataclasses.asdict(each) for each in verdict.measured],
+        "not_verified": list(verdict.not_held),
+        "seconds": verdict.seconds,
+        "config": to_plain(cfg),
+    }
+
+
+def _by_value(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value.value if isinstance(value, Enum) else value for name, value in items}

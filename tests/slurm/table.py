@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.tables import put
 from rlexp.launch.folder import git_commit
-from rlexp.prove.tables import put
 
 SHAPES = {"two-nodes": "2 × 1", "four-ranks": "2 × 2", "one-node": "1 × 2"}
 PLACES = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlexp.prove.resume import curve_of
+from bench.resume import curve_of
 from tests.runs import steps_of
 from tests.slurm.jobs import QUICK, Sweep, rank_pids, struck, wait_for
 from tests.slurm.lab import Lab

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rlexp.prove import kills
-from rlexp.prove.kills import Kill, look, moment, most_steps, phase_of, plan
+from bench import kills
+from bench.kills import Kill, look, moment, most_steps, phase_of, plan
 from tests.runs import run_json, steps_of
 from tests.slurm.conftest import brought_up
 from tests.slurm.jobs import QUICK, Sweep, rank_pids, wait_for

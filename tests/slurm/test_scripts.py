@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rlexp.prove.curves import excesses
-from rlexp.prove.resume import curve_of
+from bench.curves import excesses
+from bench.resume import curve_of
 from tests.runs import run_json, steps_of
 from tests.slurm.jobs import QUICK, planted, struck, wait_for
 from tests.slurm.lab import Lab

@@ -8,8 +8,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlexp.prove.curves import differences, excesses
-from rlexp.prove.resume import curve_of
+from bench.curves import differences, excesses
+from bench.resume import curve_of
 from tests.runs import run_json, steps_of
 from tests.slurm.jobs import FAULTY
 

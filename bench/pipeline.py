@@ -1,6 +1,6 @@
 """Pipelined against colocated runs: the reward by samples, of three seeds each, and who did what when.
 
-    python -m rlexp.prove.pipeline --write docs/pipeline.png --page docs/rollouts.md
+    python -m bench.pipeline --write docs/pipeline.png --page docs/rollouts.md
 
 Both have two ranks: colocated, both sample and then both train; pipelined, one trains while the other samples. Exits
 with 1 if a pipelined run does not learn what a colocated one does, or if nothing overlaps.
@@ -20,7 +20,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from rlexp.prove import tables
+from bench import tables
 from rlexp.sinks.jsonl import read_rows
 from rlexp.types import MetricRow
 
@@ -67,7 +67,7 @@ class Drawn:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m rlexp.prove.pipeline", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.pipeline", description=__doc__)
     parser.add_argument("--write", type=Path, required=True, help="the picture, a PNG")
     parser.add_argument("--page", type=Path, help="the page with the table")
     options = parser.parse_args()
@@ -104,7 +104,7 @@ def shortcomings(runs: dict[tuple[str, int], Drawn]) -> list[str]:
 def table(runs: dict[tuple[str, int], Drawn]) -> str:
     lines = [
         f"`+experiment=ppo_tiny` on two ranks; the reward is the mean of the last {LAST} rollouts. "
-        f"{tables.signature('rlexp.prove.pipeline')}",
+        f"{tables.signature('bench.pipeline')}",
         "",
         "| mode | seed | samples | reward | sampling beside other work | behaviour ratio, last step |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",

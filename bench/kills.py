@@ -1,6 +1,6 @@
 """One run, killed again and again: what is on disk after each kill, and what it comes to in the end.
 
-    python -m rlexp.prove.kills --write docs/checkpoints.md
+    python -m bench.kills --write docs/checkpoints.md
 
 A rank, or the launcher, is killed with SIGKILL: while the run starts, while it trains, and most often while it saves.
 The same command goes on, on another layout each time. After each kill every checkpoint must be whole and none lost,
@@ -24,12 +24,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.curves import Curve, differences, excesses
+from bench.tables import put
 from rlexp.checkpoint import folder
 from rlexp.compare.difference import compared
 from rlexp.errors import CheckpointError
 from rlexp.launch.folder import git_commit
-from rlexp.prove.curves import Curve, differences, excesses
-from rlexp.prove.tables import put
 from rlexp.sinks.jsonl import read_rows
 
 STEPS, SAVE_EVERY, KEEP_LAST = 120, 2, 2
@@ -140,7 +140,7 @@ def wait_for(condition: Callable[[], bool], within: float, *, every: float = 0.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m rlexp.prove.kills", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.kills", description=__doc__)
     parser.add_argument("--times", type=int, default=30, help="how often the run is killed (30)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims (0)")
     parser.add_argument("--folder", type=Path, help="leave both runs here, rather than in a temporary folder")
@@ -381,7 +381,7 @@ def report(tally: Tally, times: int, seed: int, apart: dict[str, float], seconds
     intro = (
         f"{times} kills (seed {seed}) of a run of {STEPS} steps in float64, on {len(LAYOUTS)} layouts in turn, "
         f"against one process\nundisturbed. Measured {time.strftime('%Y-%m-%d')} at commit {commit}, CPU, "
-        f"in {seconds:.0f} s, by `python -m rlexp.prove.kills`."
+        f"in {seconds:.0f} s, by `python -m bench.kills`."
     )
     return "\n".join([intro, "", *lines, "", *facts])
 

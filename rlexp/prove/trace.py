@@ -21,7 +21,7 @@ from torch import Tensor
 from rlexp.config.schema import Config
 from rlexp.errors import ModelError, NonFiniteError
 from rlexp.launch.place import Place, join
-from rlexp.prove.verify.records import SIDES, Array, Micro, PackSeen, StepSeen, TensorFiles, TokenPair, Trace, mark
+from rlexp.prove.records import SIDES, Array, Micro, PackSeen, StepSeen, TensorFiles, TokenPair, Trace, mark
 from rlexp.sinks.base import Sink, Sinks
 from rlexp.train import build as building
 from rlexp.train.build import Run, build

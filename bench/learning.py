@@ -1,7 +1,7 @@
 """That runs which draw their own samples learn: the curves of `+experiment=ppo_tiny`, of the same with optim.lr=0, and
 of `+experiment=dog` with three algorithms and three seeds each, as a picture and as a table.
 
-    python -m rlexp.prove.learning --write docs/learning.png --page docs/ppo.md --stories ../shared/models/stories260K
+    python -m bench.learning --write docs/learning.png --page docs/ppo.md --stories ../shared/models/stories260K
 
 Without `--stories`, ppo_tiny alone. With `--keep FILE`, what was drawn is kept there, and read instead of drawn again.
 Exits with 1 if ppo_tiny does not learn as its header says, or learns without a learning rate.
@@ -22,12 +22,12 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from bench import tables
+from bench.curves import draw_rank
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, prepare_environment
-from rlexp.prove import tables
-from rlexp.prove.curves import draw_rank
 from rlexp.types import MetricRow
 
 REWARD, ENTROPY, SAMPLES = "train/objective/scores", "train/policy/entropy_avg", "train/episode"
@@ -55,7 +55,7 @@ class Learned:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m rlexp.prove.learning", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.learning", description=__doc__)
     parser.add_argument("--write", type=Path, required=True, help="the picture, a PNG")
     parser.add_argument("--page", type=Path, help="the page with the table")
     parser.add_argument("--stories", type=Path, help="the folder of a model that tells stories")
@@ -122,7 +122,7 @@ def shortcomings(curves: dict[str, Learned]) -> list[str]:
 def table(curves: dict[str, Learned]) -> str:
     lines = [
         f"Reward: means over the first and the last {WINDOW} samples. Entropy: of the last train batch, nats a token.",
-        tables.signature("rlexp.prove.learning"),
+        tables.signature("bench.learning"),
         "",
         "| run | seed | samples | reward, first | reward, last | entropy, last | CPU seconds |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlexp.config.schema import Device, Precision
-from rlexp.prove.verify.records import Array, Key, TensorFiles
-from rlexp.prove.verify.stages import (
+from rlexp.prove.records import Array, Key, TensorFiles
+from rlexp.prove.stages import (
     GRADIENT,
     LOGPS,
     LOSS,

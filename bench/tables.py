@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from rlexp.launch.folder import git_commit
-
 
 def put(page: Path, text: str, name: str = "table") -> None:
-    """A page may have several tables, each with a name of its own."""
+    """Replace the table of this name. A page may have several."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, _, rest = page.read_text(encoding="utf-8").partition(begin)
     _, marker, after = rest.partition(end)
     if not marker:
-        raise ValueError(f"{page}: has no {begin} … {end}")
+        raise SystemExit(f"{page}: has no {begin} … {end} to write between. Add both lines to it.")
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def signature(module: str) -> str:
-    """When, on what and by which command a table was measured."""
+    """When, at which commit and by which command a table was measured."""
+    from rlexp.launch.folder import git_commit  # not at the top: bench.gpu runs where only torch is installed
+
     commit = (git_commit() or "unknown")[:12]
     return f"Measured {time.strftime('%Y-%m-%d')} at commit {commit}, CPU, by `python -m {module}`."

@@ -1,6 +1,6 @@
 """The worked case of the field's bug report, as a picture: what others log, and what is logged here.
 
-    python -m rlexp.prove.bug_report --write docs/why.png
+    python -m bench.bug_report --write docs/why.png
 
 Eight ranks, batch 8, three layouts of the very same training: ring 1 with micro-batch 1, ring 8 with micro-batch 1,
 ring 8 with micro-batch 8. "What others log" is the value that rank 0 has in hand after its last micro-batch.
@@ -31,7 +31,7 @@ STEPS = 30
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m rlexp.prove.bug_report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.bug_report", description=__doc__)
     parser.add_argument("--write", type=Path, required=True, help="the picture, a PNG")
     options = parser.parse_args()
     prepare_environment("cpu")

@@ -1,25 +1,23 @@
 """The invariance tables: the same run on every layout, in float64 and in float32; and runs that draw their samples.
 
-python -m rlexp.prove.invariance                       print it
-python -m rlexp.prove.invariance --write docs/invariance.md
-python -m rlexp.prove.invariance --only layouts        of every layout, in float64, float32 and bfloat16
-python -m rlexp.prove.invariance --only rollouts       of the runs that draw their own samples alone
+python -m bench.invariance                       print it
+python -m bench.invariance --write docs/invariance.md
+python -m bench.invariance --only layouts        of every layout, in float64, float32 and bfloat16
+python -m bench.invariance --only rollouts       of the runs that draw their own samples alone
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
+from bench.curves import Curve, differences, draw, excesses
+from bench.layouts import BASELINE, Case, cases, layout_cases
+from bench.rollout_tables import rollout_tables
+from bench.tables import put, signature
 from rlexp.config.load import compose_config
-from rlexp.launch.folder import git_commit
-from rlexp.prove.curves import Curve, differences, draw, excesses
-from rlexp.prove.layouts import BASELINE, Case, cases, layout_cases
-from rlexp.prove.rollouts import rollout_tables
-from rlexp.prove.tables import put, signature
 
 STEPS = 10
 BASE = ("launch.device=cpu", "logger=none", f"train.max_steps={STEPS}", "model=tiny", "train.eval_every=10")
@@ -27,7 +25,7 @@ SHOWN = ("train/loss", "weights", "train/grad_norm", "train/rewards/margins", "e
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m rlexp.prove.invariance", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m bench.invariance", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--write", type=Path, help="put the tables into this page, between their markers")
     parser.add_argument("--only", choices=[*TABLES], help="these tables alone")
@@ -44,11 +42,10 @@ def main() -> int:
 def pairs(page: Path | None) -> list[str]:
     float64, broken = table("fp64")
     float32, _ = table("fp32")
-    commit = (git_commit() or "unknown")[:12]
     text = (
         f"{STEPS} optimizer steps of `model=tiny`, batch 8. Each row is the largest relative difference, of any step "
-        f"and any of its micro-batches,\nto one process with micro-batch 1, packed. Measured "
-        f"{time.strftime('%Y-%m-%d')} at commit {commit}, CPU,\nby `python -m rlexp.prove.invariance`.\n\n"
+        f"and any of its micro-batches,\nto one process with micro-batch 1, packed. "
+        f"{signature('bench.invariance')}\n\n"
         f"### float64 (`engine=torch`)\n\n{float64}\n\n### float32 (`engine=zero1`)\n\n{float32}"
     )
     print(text)
@@ -79,7 +76,7 @@ def layouts(page: Path | None) -> list[str]:
         cells = [fp64["train/loss"], fp64["weights"], other]
         cells += [apart[name] for apart in (fp32, bf16) for name in ("train/loss", "train/grad_norm")]
         lines.append(f"| {named(case)} | {case.ring_size} | {' | '.join(f'{cell:.1e}' for cell in cells)} |")
-    text = f"{signature('rlexp.prove.invariance')}\n" + "\n".join(lines)
+    text = f"{signature('bench.invariance')}\n" + "\n".join(lines)
     print(text)
     if page:
         put(page, text, "layouts")
@@ -94,7 +91,7 @@ def named(case: Case) -> str:
 
 def rollouts(page: Path | None) -> list[str]:
     tables, broken = rollout_tables()
-    text = f"{signature('rlexp.prove.invariance')}\n{tables}"
+    text = f"{signature('bench.invariance')}\n{tables}"
     print(text)
     if page:
         put(page, text, "rollouts")

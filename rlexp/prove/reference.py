@@ -1,7 +1,7 @@
 """The reference: the same steps in one process, in float64, written out plainly.
 
 It shares no code with packing, ring, sampler, loss, step, engine or meter. Data and rules are those of
-`prove/verify/textbook.py`; the model is transformers' own with its own SDPA, one sequence at a time, without padding;
+`prove/textbook.py`; the model is transformers' own with its own SDPA, one sequence at a time, without padding;
 gradients are torch's; clipping, AdamW and SGD are written out here. What is shared is `precise`: without it
 transformers itself would round to float32 in the middle of a float64 pass, and the reference would be off by 1e-8.
 
@@ -26,8 +26,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rlexp.config.schema import Config, Device, DPOConfig, HFModelConfig, OptimConfig, OptimName, TinyModelConfig
 from rlexp.errors import ModelError, NonFiniteError
 from rlexp.model.float64 import precise
-from rlexp.prove.verify import textbook
-from rlexp.prove.verify.records import SIDES, Array, Expected, Key, StepExpected, TensorFiles, TokenPair, Update, joined
+from rlexp.prove import textbook
+from rlexp.prove.records import SIDES, Array, Expected, Key, StepExpected, TensorFiles, TokenPair, Update, joined
 
 LOGITS = 1 << 24  # elements of logits held at once
 SCORES = 1 << 26  # elements of a score matrix held at once

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from bench.curves import Curve, draw, excesses, shares, weight_difference
+from bench.layouts import ROLLOUT, ROLLOUT_PAIR, VARIANTS, RolloutCase, rollout_cases
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
-from rlexp.prove.curves import Curve, draw, excesses, shares, weight_difference
-from rlexp.prove.layouts import ROLLOUT, ROLLOUT_PAIR, VARIANTS, RolloutCase, rollout_cases
 
 STEPS = 6  # a rollout has 2 epochs × 2 train batches
 BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64", f"train.max_steps={STEPS}")

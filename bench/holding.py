@@ -1,6 +1,6 @@
 """Who holds and who computes what, for every layout of a ring of four, as a picture.
 
-    python -m rlexp.prove.holding --write docs/layouts.png
+    python -m bench.holding --write docs/layouts.png
 
 Drawn of what the layouts themselves answer. Exits with 1 if a pair of a query and a key that it sees is not computed
 exactly once, or one that it does not see is computed.
@@ -60,7 +60,7 @@ class Panel:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m rlexp.prove.holding", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.holding", description=__doc__)
     parser.add_argument("--write", type=Path, required=True, help="the picture, a PNG")
     options = parser.parse_args()
     panels = {name: panels_of(get_layout(name, INNER if name == "hybrid" else RING)) for name in TITLES}

@@ -27,7 +27,7 @@ from rlexp.config.schema import (
 )
 from rlexp.data import synthetic  # the text of its rows is nowhere else
 from rlexp.errors import DataError
-from rlexp.prove.verify.records import SIDES, Array, TokenPair
+from rlexp.prove.records import SIDES, Array, TokenPair
 
 TIE = 2.0**-23  # of the log-probabilities' magnitude: within it a comparison is a tie, and counts half
 Text = tuple[Any, str, str, str]  # prompt, chosen, rejected, origin

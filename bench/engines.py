@@ -1,7 +1,7 @@
 """The engines against the plain one in float64: gradients, and twenty steps.
 
-python -m rlexp.prove.engines                         print it
-python -m rlexp.prove.engines --write docs/invariance.md
+python -m bench.engines                         print it
+python -m bench.engines --write docs/invariance.md
 
 Gradients are taken with SGD and without clipping, since both Adam and clipping hide a wrong scale: of a train batch in
 1, 2 and 5 micro-batches, and of the epoch's short last one, whose micro-batches are uneven.
@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.curves import Curve, differences, draw
+from bench.tables import put, signature
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, prepare_environment
-from rlexp.prove.curves import Curve, differences, draw
-from rlexp.prove.tables import put, signature
 
 Gradients = list[dict[str, npt.NDArray[np.float64]]]  # of each step, by parameter
 
@@ -76,13 +76,13 @@ EXACT = Case("torch", "none", 1, 1, 1, "fp64")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m rlexp.prove.engines", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m bench.engines", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--write", type=Path, help="put the tables into this page")
     options = parser.parse_args()
     began = time.monotonic()
     gradients, broken = gradient_table()
-    text = f"{signature('rlexp.prove.engines')}\n\n{gradients}\n\n{curve_table()}\n\n{bf16_table()}"
+    text = f"{signature('bench.engines')}\n\n{gradients}\n\n{curve_table()}\n\n{bf16_table()}"
     print(text)
     print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
     if options.write:

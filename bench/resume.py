@@ -1,7 +1,7 @@
 """The resume matrix: a run is stopped on one layout and goes on upon another, for every pair of them.
 
-python -m rlexp.prove.resume                          print it
-python -m rlexp.prove.resume --write docs/invariance.md
+python -m bench.resume                          print it
+python -m bench.resume --write docs/invariance.md
 
 Each engine that computes in float64 is held to the tolerances of the curves; the others, in float32, to rounding,
 beside the noise floor: how far the undisturbed curves of the same layouts lie apart. The stop comes in the first step,
@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.curves import Curve, differences, excesses
+from bench.tables import put, signature
 from rlexp.checkpoint import folder as checkpoint
 from rlexp.checkpoint.tensors import Reader
 from rlexp.compare.difference import compared
@@ -31,8 +33,6 @@ from rlexp.launch import folder
 from rlexp.launch.job import train_rank
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, prepare_environment
-from rlexp.prove.curves import Curve, differences, excesses
-from rlexp.prove.tables import put, signature
 from rlexp.sinks.jsonl import read_rows
 
 STEPS, EPOCH = 7, 3  # 3 steps an epoch
@@ -72,7 +72,7 @@ FLOAT32 = [Where(engine, *layout, "fp32") for engine in ("torch", "zero1", "zero
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m rlexp.prove.resume", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m bench.resume", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--write", type=Path, help="put the table into this page")
     options = parser.parse_args()
@@ -82,7 +82,7 @@ def main() -> int:
     text = (
         f"{STEPS} steps of `model=tiny`, batch 8, 3 steps an epoch. A row is where the run was stopped, a column where "
         f"it went on; the value\nis the largest relative difference of the loss, at any step, to the undisturbed run "
-        f"of one process. {signature('rlexp.prove.resume')}\n\n### float64\n\n{exact}\n\n### float32\n\n{rounded}"
+        f"of one process. {signature('bench.resume')}\n\n### float64\n\n{exact}\n\n### float32\n\n{rounded}"
     )
     print(text)
     if options.write:

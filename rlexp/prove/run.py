@@ -35,17 +35,17 @@ from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.place import prepare_environment
 
 if TYPE_CHECKING:
-    from rlexp.prove.verify.diagnose import Alone
-    from rlexp.prove.verify.precision import Measured
-    from rlexp.prove.verify.records import Expected, Trace, Update
-    from rlexp.prove.verify.shrink import Plan
-    from rlexp.prove.verify.stages import Comparison, Finding
+    from rlexp.prove.diagnose import Alone
+    from rlexp.prove.precision import Measured
+    from rlexp.prove.records import Expected, Trace, Update
+    from rlexp.prove.shrink import Plan
+    from rlexp.prove.stages import Comparison, Finding
 
 OURS = (
-    "rlexp.prove.verify.trace",
-    "rlexp.prove.verify.reference",
-    "rlexp.prove.verify.shrink",
-    "rlexp.prove.verify.diagnose",
+    "rlexp.prove.trace",
+    "rlexp.prove.reference",
+    "rlexp.prove.shrink",
+    "rlexp.prove.diagnose",
 )
 TIMEOUT = 3600.0  # seconds for one start of ranks
 LONG = 1024  # tokens from which on several threads are worth their cost
@@ -69,7 +69,7 @@ class Failure:
 
 
 @dataclass
-class Verdict:
+class Verification:
     """What came of it."""
 
     plan: Plan | None = None
@@ -85,14 +85,14 @@ class Verdict:
         return self.failure is None
 
 
-def verify(cfg: Config, steps: int, say: Progress) -> Verdict:
+def verify(cfg: Config, steps: int, say: Progress) -> Verification:
     """Prove it or say where it fails. The user's own mistakes are raised."""
     began = time.monotonic()
     refuse(cfg, steps)
     cfg = _contained(cfg)
     prepare_environment(cfg.launch.device.value, cfg.launch.torch_threads)
     with tempfile.TemporaryDirectory(prefix="rlexp-verify-") as folder:
-        verdict = Verification(cfg, Path(folder), say).run(steps)
+        verdict = Verifier(cfg, Path(folder), say).run(steps)
     verdict.seconds = time.monotonic() - began
     return verdict
 
@@ -103,8 +103,8 @@ def refuse(cfg: Config, steps: int) -> None:
     if isinstance(cfg.loss, PolicyLossConfig):
         raise ConfigError(
             f"loss={cfg.loss.name}: rlexp.verify has no reference for losses that draw their own samples. Verify the "
-            f"model, the layout and the engine with loss=dpo on pairs (data=synthetic or data=jsonl); that rollouts do "
-            f"not move with the layout is shown by python -m rlexp.prove.invariance --only rollouts."
+            f"model, the layout and the engine with loss=dpo on pairs (data=synthetic or data=jsonl). See "
+            f"docs/invariance.md for how little rollouts depend on the layout."
         )
     if sizes.joined_world() is not None:
         raise ConfigError(
@@ -122,7 +122,7 @@ def _contained(cfg: Config) -> Config:
     )
 
 
-class Verification:
+class Verifier:
     """One verification, in a folder of its own."""
 
     def __init__(self, cfg: Config, folder: Path, say: Progress) -> None:
@@ -138,10 +138,10 @@ class Verification:
         self.say(f"{what}: {time.monotonic() - began:.1f} s")
         return answers
 
-    def run(self, steps: int) -> Verdict:
-        from rlexp.prove.verify.shrink import plan_rank, shrunk
+    def run(self, steps: int) -> Verification:
+        from rlexp.prove.shrink import plan_rank, shrunk
 
-        verdict = Verdict()
+        verdict = Verification()
         try:
             plan: Plan = self.start("reading the data, sizing the model", plan_rank, 1, self.cfg, steps, self.folder)[0]
             verdict.plan, self.cfg = plan, shrunk(self.cfg, plan)
@@ -157,8 +157,8 @@ class Verification:
 
     # ---- float64 ----
 
-    def _float64(self, verdict: Verdict, plan: Plan) -> None:
-        from rlexp.prove.verify.stages import FLOAT64, not_held
+    def _float64(self, verdict: Verification, plan: Plan) -> None:
+        from rlexp.prove.stages import FLOAT64, not_held
 
         cfg = exact(self.cfg)
         traces, ran = self.recorded("float64, as the run computes it", [cfg], plan)
@@ -181,7 +181,7 @@ class Verification:
 
     def recorded(self, what: str, configs: Sequence[Config], plan: Plan) -> tuple[list[list[Trace]], list[Path]]:
         """Every configuration on its ranks, in one start; by configuration the traces of all ranks, and a folder."""
-        from rlexp.prove.verify.trace import Job, trace_rank
+        from rlexp.prove.trace import Job, trace_rank
 
         folders = [Path(tempfile.mkdtemp(dir=self.folder)) for _ in configs]
         jobs = [
@@ -192,8 +192,8 @@ class Verification:
         return [[traces[number] for traces in by_rank] for number in range(len(configs))], folders
 
     def compared(self, cfg: Config, traces: list[Trace], folder: Path, allowed: Any) -> Comparison:
-        from rlexp.prove.verify.records import TensorFiles
-        from rlexp.prove.verify.stages import Comparison
+        from rlexp.prove.records import TensorFiles
+        from rlexp.prove.stages import Comparison
 
         lrs = [step.lr for step in self.expected.steps]
         given = self.start("the optimizer, given its gradients", _given_rank, 1, cfg, len(lrs), lrs, folder)[0]
@@ -213,7 +213,7 @@ class Verification:
 
     def located(self, comparison: Comparison, finding: Finding, precision: str) -> Failure:
         """The room, by trying parts of the run alone where the difference does not say it."""
-        from rlexp.prove.verify.diagnose import Case, alone_rank, evidence, needs_trial, room_of, room_of_traceback
+        from rlexp.prove.diagnose import Case, alone_rank, evidence, needs_trial, room_of, room_of_traceback
 
         alone: Alone | None = None
         said = ""
@@ -233,10 +233,10 @@ class Verification:
 
     # ---- the run's own precision ----
 
-    def _own_precision(self, verdict: Verdict, plan: Plan) -> None:
-        from rlexp.prove.verify.diagnose import Parts, parts_rank
-        from rlexp.prove.verify.precision import OWN, given_parts, measure
-        from rlexp.prove.verify.records import TensorFiles
+    def _own_precision(self, verdict: Verification, plan: Plan) -> None:
+        from rlexp.prove.diagnose import Parts, parts_rank
+        from rlexp.prove.precision import OWN, given_parts, measure
+        from rlexp.prove.records import TensorFiles
 
         cfg, name = self.cfg, self.cfg.train.precision.value
         other = another_micro_batch(cfg)
@@ -259,7 +259,7 @@ def _expected_rank(_place: Any, cfg: Config, steps: int, held_out: int, longest:
     """The reference has the machine to itself, as the ranks had."""
     import torch
 
-    from rlexp.prove.verify.reference import expected_steps
+    from rlexp.prove.reference import expected_steps
 
     if cfg.launch.device is Device.cpu and longest >= LONG:  # short sequences are slower by it
         torch.set_num_threads(min(os.cpu_count() or 1, cfg.parallel.world_size * cfg.launch.torch_threads))
@@ -267,7 +267,7 @@ def _expected_rank(_place: Any, cfg: Config, steps: int, held_out: int, longest:
 
 
 def _given_rank(_place: Any, cfg: Config, steps: int, lrs: Sequence[float], folder: Path) -> list[Mapping[str, Update]]:
-    from rlexp.prove.verify.reference import given_steps
+    from rlexp.prove.reference import given_steps
 
     return list(given_steps(cfg, steps, lrs, folder))
 
@@ -325,7 +325,7 @@ def _failure(finding: Finding, precision: str, room: str, said: str) -> Failure:
 
 def _crashed(failed: RankFailed, precision: str, exact_agrees: bool) -> Failure:
     """The run itself raised what is no mistake of the user's. If float64 went well, the engine is what is new."""
-    from rlexp.prove.verify.diagnose import ENGINE, room_of_traceback
+    from rlexp.prove.diagnose import ENGINE, room_of_traceback
 
     room = room_of_traceback(str(failed)) or (ENGINE if exact_agrees else "rlexp/")
     return Failure(precision, 1, "running", "the run", _last_line(failed), "a step", room, str(failed))

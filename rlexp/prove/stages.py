@@ -18,8 +18,8 @@ import numpy as np
 
 from rlexp.compare.difference import OWN
 from rlexp.config.schema import Config, DPOConfig, Precision
-from rlexp.prove.verify import textbook
-from rlexp.prove.verify.records import (
+from rlexp.prove import textbook
+from rlexp.prove.records import (
     SIDES,
     Array,
     Expected,

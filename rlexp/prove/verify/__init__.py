@@ -1,1 +1,0 @@
-"""`rlexp.verify`: a configuration's first steps, held to a plain reference that shares no code with them."""
