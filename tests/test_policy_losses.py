@@ -1,8 +1,7 @@
-"""The algorithms of reinforcement learning against their papers' formulas, written out in plain loops, and against
-TRL and torchtune where they are installed.
+"""The algorithms of reinforcement learning against their papers' formulas, written as plain loops, and against TRL.
 
-The loops know only Python's own numbers and are run on complex ones: f(x + ih).imag / h with h = 1e-30 is the
-derivative to the last bit, so a gradient is held to the formula alone.
+The loops use Python's own numbers only, so they also run on complex ones. f(x + ih).imag / h with h = 1e-30 is the
+derivative to the last bit, so each gradient is compared with the formula alone.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from rlexp.algos.ppo import PPO
 from rlexp.algos.reinforce_pp import ReinforcePP
 from rlexp.algos.rloo import RLOO
 from rlexp.algos.weights import sequence_weight, token_weight
-from rlexp.algos.whiten import Moments, centred, whiten
+from rlexp.algos.whiten import centred, mean_and_variance, whiten
 from rlexp.config.checks_policy import check_policy_loss
 from rlexp.config.schema import (
     KINDS,
@@ -49,7 +48,8 @@ from rlexp.errors import ConfigError
 LOSSES: dict[str, type[ClippedRatio]] = {
     "ppo": PPO, "grpo": GRPO, "dr_grpo": DrGRPO, "rloo": RLOO, "reinforce_pp": ReinforcePP, "gspo": GSPO,
 }  # fmt: skip
-EXACT = 1e-12  # relative; at most 2e-15 was measured, of sums of twenty terms in another order
+GROUPED = ("grpo", "dr_grpo", "rloo", "gspo")  # compare the answers to one prompt with each other
+EXACT = 1e-12  # relative; largest difference measured: 2e-15, for sums of twenty terms in another order
 FIXED = 8  # rollout.max_new_tokens
 Numbers = list[list[float]]  # by sample, by token
 
@@ -496,11 +496,13 @@ def test_two_answers_that_score_0_and_1(name: str, wanted: float) -> None:
     close(built(configured(name)).credit(outcomes, 0.05).tolist(), [wanted, -wanted])
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "gspo"])
-def test_all_alike_and_one_alone_have_earned_exactly_nothing(name: str) -> None:
-    outcomes = Outcomes(tensor([0.1] * 3 + [7.0]), torch.zeros(4).double(), torch.tensor([0, 0, 0, 1]))
-    assert built(configured(name)).credit(outcomes, 0.05).tolist() == [0.0] * 4
-    assert float(tensor([0.1] * 3).mean()) != 0.1  # which a plain mean misses
+@pytest.mark.parametrize("name", LOSSES)
+def test_equal_scores_and_a_group_of_one_earn_exactly_nothing(name: str) -> None:
+    scores = [0.1] * 3 + [7.0]
+    outcomes = Outcomes(tensor(scores), torch.zeros(4).double(), torch.tensor([0, 0, 0, 1]))
+    wanted = [0.0] * 4 if name in GROUPED else scores
+    assert built(configured(name)).credit(outcomes, 0.05).tolist() == wanted
+    assert float(tensor([0.1] * 3).mean()) != 0.1  # a plain mean would leave rounding
 
 
 def test_groups_need_not_lie_together() -> None:
@@ -515,7 +517,6 @@ def test_what_an_algorithm_needs() -> None:
             assert loss.needs_reference is (beta > 0)
             assert loss.needs_entropy is (entropy > 0)
             assert loss.needs_critic is (name == "ppo")
-            assert loss.groups is (name in ("grpo", "dr_grpo", "rloo", "gspo"))
 
 
 # ---- the parts ------------------------------------------------------------------------------------------------------
@@ -564,12 +565,11 @@ def test_whitening_leaves_nothing_of_what_is_all_alike(lengths: tuple[int, ...])
     assert centred(tensor([0.1] * 3)).tolist() == [0.0] * 3
 
 
-def test_moments_add_up_as_if_all_were_one() -> None:
+def test_mean_and_variance_of_parts_are_those_of_the_whole() -> None:
     torch.manual_seed(0)
-    parts = [torch.randn(length, dtype=torch.float64) * 3 + 1000 for length in (5, 0, 1, 200)]
-    total, whole = sum((Moments.of(each) for each in parts), start=Moments()), Moments.of(torch.cat(parts))
-    assert dataclasses.astuple(total) == pytest.approx(dataclasses.astuple(whole), rel=1e-13)
-    assert float(whole.squares / (whole.count - 1)) == pytest.approx(float(torch.cat(parts).var()), rel=1e-13)
+    parts = [torch.randn(length, dtype=torch.float64) * 3 + 1000 for length in (5, 2, 1, 200)]
+    whole = torch.cat(parts)
+    assert mean_and_variance(parts) == pytest.approx((float(whole.mean()), float(whole.var())), rel=1e-13)
 
 
 def test_weights_by_hand() -> None:
@@ -664,7 +664,7 @@ def test_one_answer_to_a_prompt_is_refused_where_it_learns_nothing(name: str) ->
     cfg = Config(loss=configured(name))
     check_policy_loss(cfg)
     cfg.rollout.n_samples = 1
-    if built(configured(name)).groups:
+    if name in GROUPED:
         with pytest.raises(ConfigError, match=r"rollout\.n_samples=1: .* Use rollout\.n_samples=2 or more"):
             check_policy_loss(cfg)
     else:
@@ -680,7 +680,7 @@ def test_a_loss_of_pairs_is_not_looked_at() -> None:
     check_policy_loss(cfg)
 
 
-# ---- other libraries, where they are installed ----------------------------------------------------------------------
+# ---- other implementations ------------------------------------------------------------------------------------------
 
 
 def padded(case: Case, rows: Sequence[Sequence[float]]) -> Tensor:
@@ -688,13 +688,9 @@ def padded(case: Case, rows: Sequence[Sequence[float]]) -> Tensor:
     return tensor([[*row, *[0.0] * (width - len(row))] for row in rows])
 
 
-def test_ppo_is_torchtunes() -> None:
-    """torchtune 0.6.1. Its `whiten` adds the mean back where it says that it takes it off: compared with the mean off.
-    Answers of one length, since its masked means add 1e-8 to a count."""
-    pytest.importorskip("torchtune")
-    from torchtune import rlhf
-    from torchtune.rlhf.loss import PPOLoss
-
+def test_ppo_is_a_batch_of_tensors_under_autograd() -> None:
+    """The formulas once more, as libraries write them: answers of one length as rows of a batch, differentiated by
+    torch. The policy's and the critic's terms are compared apart."""
     cfg = configured("ppo", beta=0.2, value_coef=0.3)
     case = Case(lengths=(5,) * 6, counts=(True,) * 6)
     loss = built(cfg)
@@ -703,27 +699,36 @@ def test_ppo_is_torchtunes() -> None:
     terms.loss.backward()
 
     old, values = padded(case, case.old), padded(case, case.old_values)
-    rewards, _, _ = rlhf.get_rewards_ppo(tensor(case.scores), old, padded(case, case.reference), 0.2)
-    _, returns = rlhf.estimate_advantages(values, rewards, cfg.gamma, cfg.lam)  # type: ignore[attr-defined]
-    advantages = rlhf.whiten(returns - values, shift_mean=False)
+    rewards = -0.2 * (old - padded(case, case.reference))
+    rewards[:, -1] += tensor(case.scores)
+    advantages, later = torch.zeros_like(values), torch.zeros(6, dtype=torch.float64)
+    for t in reversed(range(5)):
+        after = values[:, t + 1] if t < 4 else 0.0
+        later = rewards[:, t] + cfg.gamma * after - values[:, t] + cfg.gamma * cfg.lam * later
+        advantages[:, t] = later
+    returns = advantages + values
+    whitened = (advantages - advantages.mean()) * torch.rsqrt(advantages.var() + 1e-8)
     logps, now = (padded(case, each).requires_grad_() for each in (case.logps, case.values))
-    total, policy, value, ratio, clipped = PPOLoss(epsilon=0.2, value_clip_range=0.2, value_coeff=0.3)(
-        old, logps, advantages, values, now, returns
-    )
+    ratio = (logps - old).exp()
+    gains, clipped_gains = ratio * whitened, ratio.clamp(0.8, 1.2) * whitened
+    policy = -torch.minimum(gains, clipped_gains).mean()
+    near = values + (now - values).clamp(-0.2, 0.2)
+    value = 0.5 * torch.maximum((now - returns) ** 2, (near - returns) ** 2).mean()
+    total = policy + 0.3 * value
     total.backward()
     inside = tokens.trained_t > 0
-    close(float(terms.loss.detach()), float(total))
-    close(float(terms.weighted["loss/policy_avg"]), float(policy))
-    close(float(terms.weighted["loss/value_avg"]), float(value))
-    close(float(terms.means_t["val/ratio"][inside].mean()), float(ratio))
-    close(float(terms.means_t["policy/clipfrac_avg"][inside].mean()), float(clipped))
+    close(float(terms.loss.detach()), float(total.detach()))
+    close(float(terms.weighted["loss/policy_avg"]), float(policy.detach()))
+    close(float(terms.weighted["loss/value_avg"]), float(value.detach()))
+    close(float(terms.means_t["val/ratio"][inside].mean()), float(ratio.mean().detach()))
+    close(float(terms.means_t["policy/clipfrac_avg"][inside].mean()), float((clipped_gains < gains).double().mean()))
     assert tokens.values_t is not None
     close(answers_of(tokens, tokens.logps_t.grad), logps.grad.flatten().tolist())
     close(answers_of(tokens, tokens.values_t.grad), now.grad.flatten().tolist())
 
 
 def trl_loss(case: Case, name: str, cfg: PolicyLossConfig, advantages: Tensor) -> tuple[float, Tensor]:
-    """Of TRL 1.16's GRPOTrainer, called without a trainer, and its gradient."""
+    """Return the loss of TRL's GRPOTrainer and its gradient; its method is called without a trainer."""
     from trl import GRPOTrainer
 
     logps = padded(case, case.logps).requires_grad_()
@@ -747,13 +752,12 @@ def trl_loss(case: Case, name: str, cfg: PolicyLossConfig, advantages: Tensor) -
     loss = GRPOTrainer._compute_loss(stub, None, inputs)
     loss.backward()
     assert logps.grad is not None
-    return float(loss), logps.grad[mask > 0]
+    return float(loss.detach()), logps.grad[mask > 0]
 
 
 @pytest.mark.parametrize("changes", [{}, {"beta": 0.2, "clip_low": 0.1, "clip_high": 0.3}], ids=["defaults", "changed"])
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo"])
 def test_the_group_losses_are_trls(name: str, changes: dict[str, Any]) -> None:
-    pytest.importorskip("trl")
     from trl.trainer.utils import nanstd
 
     cfg, case = configured(name, **changes), Case(counts=(True,) * 6, seed=7)
@@ -771,9 +775,8 @@ def test_the_group_losses_are_trls(name: str, changes: dict[str, Any]) -> None:
 
 
 def test_rloo_is_trls_at_the_old_policy() -> None:
-    """TRL clips the ratio of the whole answer: at the old policy the gradients are the same, but for the fixed length
-    that ours is divided by."""
-    pytest.importorskip("trl")
+    """TRL clips the ratio of the whole answer. At the old policy the gradients agree, except that ours is divided by
+    the fixed length."""
     from trl import RLOOTrainer
 
     cfg, case = configured("rloo", beta=0.2), Case(counts=(True,) * 6)

@@ -1,1 +1,1 @@
-"""Losses: arithmetic on log-probabilities. They know nothing of rings, engines or tokenizers."""
+"""Losses: arithmetic on log-probabilities, independent of rings, engines and tokenizers."""

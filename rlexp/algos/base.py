@@ -1,4 +1,4 @@
-"""What a preference loss takes and gives. Shape letter: P pairs."""
+"""Input and output of a preference loss. Shape letter: P pairs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PairLogps:
-    """Summed log-probabilities of the answers of each pair."""
+    """Summed log-probabilities of each pair's two answers."""
 
     chosen_P: Tensor
     rejected_P: Tensor
@@ -18,8 +18,8 @@ class PairLogps:
 
 @dataclass(frozen=True)
 class PairLosses:
-    """A loss per pair, and what else is worth logging of each pair. The step divides their sums by the number of
-    pairs of the train batch: no mean is taken here."""
+    """A loss for each pair, and the metrics to log for it. No mean is taken here: the step divides the sums by the
+    number of pairs in the train batch."""
 
     losses_P: Tensor
     metrics_P: dict[str, Tensor]

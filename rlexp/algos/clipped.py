@@ -1,8 +1,8 @@
-"""What the algorithms have in common: the clipped ratio, the divergence and the entropy in the loss, what is logged.
+"""Base of the algorithms of reinforcement learning: clipped ratio, divergence and entropy in the loss, metrics.
 
     ratio = exp(log π − log π_old),  loss = max(−A·ratio, −A·clamp(ratio, 1 − clip_low, 1 + clip_high))
 
-With policy = old the ratio is 1, nothing is clipped and the loss of a token is −A, its gradient −A·∇log π: that of
+With policy = old the ratio is 1 and nothing is clipped. The loss of a token is −A and its gradient is −A·∇log π, as in
 REINFORCE. Shape letters: t tokens of this rank, S sequences of a micro-batch, N samples of a rollout, L tokens of an
 answer.
 """
@@ -24,7 +24,7 @@ from rlexp.config.schema import KLEstimator, KLPlace
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedRatio:
-    """An algorithm says what its answers earn (`credit`); the rest is as here, unless it says otherwise."""
+    """Base class. A subclass defines `credit`, what each answer has earned, and overrides whatever else differs."""
 
     beta: float
     kl_in: KLPlace
@@ -33,10 +33,9 @@ class ClippedRatio:
     clip_high: float
     dual_clip: float | None
     entropy: float
-    importance_cap: float | None  # of exp(old − behaviour), a factor of the policy's term; None leaves it out
+    importance_cap: float | None  # bound of exp(old − behaviour), a factor of the policy's term; None: no such factor
 
     needs_critic: ClassVar[bool] = False
-    groups: ClassVar[bool] = False
 
     @property
     def needs_reference(self) -> bool:
@@ -47,17 +46,17 @@ class ClippedRatio:
         return self.entropy > 0
 
     def earned(self, outcomes: Outcomes, kl_coef: float) -> Tensor:
-        """(N,): the scores, less what the whole answer pays for its divergence where that is in the reward."""
+        """Return the scores, (N,), less the price of each whole answer's divergence if that is part of the reward."""
         if self.kl_in is KLPlace.reward:
             return outcomes.scores_N - kl_coef * outcomes.kl_N
         return outcomes.scores_N
 
     def rewards(self, score: float, kl_L: Tensor, kl_coef: float) -> Tensor:
-        """(L,): the same, token by token."""
+        """Return the same token by token, (L,)."""
         return token_rewards(score, kl_L, kl_coef if self.kl_in is KLPlace.reward else 0.0)
 
     def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> Spread:  # noqa: ARG002
-        """Every token of an answer has earned what the answer has."""
+        """Give every token of an answer the credit of the whole answer."""
         return Spread(torch.full_like(kl_L, credit, dtype=torch.float64))
 
     def __call__(self, tokens: PolicyTokens, kl_coef: float) -> PolicyTerms:
@@ -74,8 +73,10 @@ class ClippedRatio:
         )
 
     def surrogate(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss, by token or by sequence, and 1 where a clipped branch is what counts. Within the range the clamped
-        ratio is the ratio itself to the last bit, so rounding about 1 clips nothing."""
+        """Return the loss of each token (or sequence), and 1.0 where a clipped branch decides it, else 0.0.
+
+        Within the range the clamped ratio equals the ratio to the last bit, so rounding near 1 clips nothing.
+        """
         plain = -advantages * ratio
         losses = torch.maximum(plain, -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high))
         if self.dual_clip is not None:
@@ -83,11 +84,11 @@ class ClippedRatio:
         return losses, (losses != plain).detach().to(ratio.dtype)
 
     def importance(self, log_ratio: Tensor) -> Tensor | float:
-        """What a token or a sequence counts for being likelier now than when it was drawn: a number, no gradient."""
+        """Return the importance weight of each token (or sequence): exp(log_ratio), capped; 1 without a cap."""
         return 1.0 if self.importance_cap is None else log_ratio.exp().clamp(max=self.importance_cap)
 
     def other_terms(self, tokens: PolicyTokens, kl_coef: float) -> dict[str, Tensor]:
-        """The divergence and the entropy, as they enter the loss."""
+        """Return the terms of divergence and entropy as they enter the loss."""
         terms = {}
         if self.needs_reference and self.kl_in is KLPlace.loss:
             assert tokens.reference_t is not None
@@ -100,7 +101,7 @@ class ClippedRatio:
 
 @torch.no_grad()
 def logged(tokens: PolicyTokens, ratio_t: Tensor, clipped_t: Tensor) -> dict[str, Tensor]:
-    """By token; TRL's names, where it has one."""
+    """Return the metrics of each token, under TRL's names where TRL has one."""
     values_t = {
         "policy/approxkl_avg": (tokens.logps_t - tokens.old_t).square() / 2,
         "policy/clipfrac_avg": clipped_t,
@@ -114,7 +115,7 @@ def logged(tokens: PolicyTokens, ratio_t: Tensor, clipped_t: Tensor) -> dict[str
 
 
 def by_group(values_N: Tensor, group_N: Tensor, credit: Callable[[Tensor], Tensor]) -> Tensor:
-    """(N,): `credit` of the values of each group, put back in their places."""
+    """Apply `credit` to the values of each group, and return the results in the order of `values_N`."""
     order_N = torch.argsort(group_N, stable=True)
     sizes = torch.unique_consecutive(group_N[order_N], return_counts=True)[1].tolist()
     result_N = torch.empty_like(values_N)

@@ -12,7 +12,7 @@ from rlexp.algos.rewards import implicit_rewards
 
 @dataclass(frozen=True)
 class DPO:
-    """−log σ(β·margin), where the margin is that of the log-ratios of policy and reference.
+    """−log σ(β·margin). The margin is the chosen answer's log-ratio of policy to reference, less the rejected one's.
 
     With policy = reference the margin is 0 and every loss is ln 2.
     """

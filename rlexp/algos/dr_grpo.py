@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -14,14 +13,13 @@ from rlexp.algos.whiten import centred
 
 @dataclass(frozen=True, kw_only=True)
 class DrGRPO(ClippedRatio):
-    """score − mean within the answers to a prompt: GRPO without the deviation, which favours prompts whose answers
-    score nearly alike; and with loss.normalize=fixed without an answer's own length, which favours long wrong ones.
+    """Advantage: score − mean, within the answers to one prompt.
 
-    With policy = old the gradient is that of REINFORCE with the group's mean as its baseline, over the number of
-    answers and rollout.max_new_tokens. Two answers that score 0 and 1 have ∓½.
+    It leaves out two divisors of GRPO. The deviation favours prompts whose answers score nearly alike. An answer's own
+    length favours long wrong answers; loss.normalize=fixed leaves it out. With policy = old the gradient is that of
+    REINFORCE with the group's mean as baseline, divided by answers × rollout.max_new_tokens. Two answers that score 0
+    and 1 have the advantages ∓½.
     """
-
-    groups: ClassVar[bool] = True
 
     def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:
         return by_group(self.earned(outcomes, kl_coef), outcomes.group_N, centred)

@@ -1,4 +1,4 @@
-"""Advantages by token of one answer, in float64. An answer ends: nothing is expected after its last token."""
+"""Advantages of the tokens of one answer, in float64. After the last token no reward is expected."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def token_rewards(score: float, kl_L: Tensor, kl_coef: float) -> Tensor:
-    """(L,): each token pays for its divergence, and the last one is paid the score."""
+    """Return the reward of each token, (L,): minus the price of its divergence, plus the score at the last token."""
     rewards_L = -kl_coef * kl_L.double()
-    rewards_L[-1:] += score  # an empty answer has no last one
+    rewards_L[-1:] += score  # an empty answer has no last token
     return rewards_L
 
 
@@ -28,5 +28,5 @@ def gae(rewards_L: Tensor, values_L: Tensor, gamma: float, lam: float) -> Tensor
 
 
 def returns_to_go(rewards_L: Tensor) -> Tensor:
-    """The sum of a token's reward and all later ones: no discount, no critic."""
+    """Return for each token the sum of its reward and all later ones: no discount, no critic."""
     return rewards_L.flip(0).cumsum(0).flip(0)

@@ -15,18 +15,18 @@ from rlexp.algos.policy import PolicyTerms, PolicyTokens
 
 @dataclass(frozen=True, kw_only=True)
 class GSPO(GRPO):
-    """GRPO's advantages with one ratio for the whole answer, exp(mean of log π − log π_old over its tokens), and the
-    mean over answers. The clipping range is therefore a thousandth of GRPO's.
+    """GRPO's advantages, with one ratio for the whole answer: exp(mean over its tokens of log π − log π_old).
 
-    With policy = old its value and its gradient are those of GRPO with the mean by answers. The divergence and the
-    entropy stay terms by token. The importance of an answer is of the same kind as its ratio.
+    The policy's term is a mean over answers, and the clipping range a thousandth of GRPO's. With policy = old its value
+    and gradient are those of GRPO with loss.normalize=sequence. Divergence and entropy stay terms of single tokens. The
+    importance weight of an answer is a mean over its tokens too.
     """
 
     def __call__(self, tokens: PolicyTokens, kl_coef: float) -> PolicyTerms:
         length_S = tokens.length_S.clamp(min=1)
 
         def mean(values_t: Tensor) -> Tensor:
-            """(S,): over the answer's tokens; 0 of an empty one."""
+            """Return the mean over each answer's tokens, (S,); 0 for an empty answer."""
             return tokens.by_sequence(values_t) / length_S
 
         ratio_S = torch.exp(mean(tokens.logps_t - tokens.old_t))
@@ -44,5 +44,5 @@ class GSPO(GRPO):
 
 
 def by_token(values_S: Tensor, tokens: PolicyTokens) -> Tensor:
-    """(t,): the value of the sequence that the token belongs to; 0 where to none."""
+    """Return for each token, (t,), the value of its sequence; 0 for a token of no sequence."""
     return F.pad(values_S, (0, 1))[tokens.sequence_t]

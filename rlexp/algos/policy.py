@@ -1,9 +1,9 @@
-"""What the algorithms of reinforcement learning take and give.
+"""Interface of the algorithms of reinforcement learning.
 
-An algorithm is asked three times. Once all answers of a rollout are scored: what each has earned, held against the
-others (`credit`). Then for each answer: how that is spread over its tokens (`spread`). And in training, micro-batch
-by micro-batch: its loss. All sums it gives are of *weighted* tokens whose weights already hold the train batch's
-global counts, so that nothing is divided here.
+An algorithm is called at three points. When all answers of a rollout are scored, `credit` says what each answer has
+earned relative to the others. For each answer, `spread` gives that credit to its tokens. In training, the call itself
+computes the loss of each micro-batch. Its sums are over *weighted* tokens: the weights already hold the global counts
+of the train batch, so nothing is divided here.
 
 Shape letters: N samples of a rollout, L tokens of an answer, t tokens of this rank, S sequences of a micro-batch.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Of all samples of a rollout, in the order of their places: the same on every rank, in float64."""
+    """Results of all samples of a rollout, in the order of their places, in float64; the same on every rank."""
 
     scores_N: Tensor
     kl_N: Tensor  # the answer's divergence from the reference, summed over its tokens; zeros without a reference
@@ -28,47 +28,50 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of one answer, by token, in float64."""
+    """Advantages and returns of one answer's tokens, in float64."""
 
     advantages_L: Tensor
-    returns_L: Tensor | None = None  # what the critic is to say
+    returns_L: Tensor | None = None  # the critic's targets
 
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What a rank holds of a micro-batch. Tokens that are not trained on have weight 0, and finite values."""
+    """A rank's tokens of a micro-batch. Tokens that are not trained on have weight 0 and finite values."""
 
-    logps_t: Tensor  # of the policy, with its gradient
-    old_t: Tensor  # of the policy before the first step on these samples
-    behaviour_t: Tensor  # of the weights that drew them
+    logps_t: Tensor  # log-probabilities of the policy, with their gradient
+    old_t: Tensor  # the same before the first step on these samples
+    behaviour_t: Tensor  # the same under the weights that drew the samples
     reference_t: Tensor | None
     advantages_t: Tensor
-    entropy_t: Tensor  # with a gradient where the algorithm has an entropy bonus
-    values_t: Tensor | None  # of the critic, with its gradient
+    entropy_t: Tensor  # with a gradient if the algorithm has an entropy bonus
+    values_t: Tensor | None  # the critic's, with their gradient
     old_values_t: Tensor | None
     returns_t: Tensor | None
-    weight_t: Tensor  # that the token's term has in the loss of the train batch
+    weight_t: Tensor  # weight of the token's term in the loss of the train batch
     trained_t: Tensor  # 1.0 where the token counts, else 0.0
-    sequence_t: Tensor  # which of the S sequences the token belongs to; S where to none
-    weight_S: Tensor  # that the sequence has in a loss by sequences: 1 / (sequences that count), or 0
-    length_S: Tensor  # of its answer
-    by_sequence: Callable[[Tensor], Tensor]  # (t,) to (S,): the sums over the ring, differentiable
+    sequence_t: Tensor  # index of the token's sequence; S for a token of no sequence
+    weight_S: Tensor  # weight in a loss of whole sequences: 1 / (sequences that count), or 0
+    length_S: Tensor  # length of the sequence's answer
+    by_sequence: Callable[[Tensor], Tensor]  # (t,) to (S,): sums over the ring, differentiable
 
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """`loss` is this rank's part, to be differentiated: token terms are its own tokens', a term by sequences is the
-    whole (the sum over the ring's backward is the identity). What is logged comes apart."""
+    """The loss of a micro-batch on one rank, and the values to log.
+
+    `loss` is the part that this rank differentiates. Of token terms it holds this rank's tokens; a sequence term it
+    holds whole, because the backward of the sum over the ring is the identity.
+    """
 
     loss: Tensor
-    weighted: dict[str, Tensor]  # parts of the loss, sums of weighted token terms: to be added up over all ranks
-    replicated: dict[str, Tensor]  # the same of terms by sequences: the same on every rank of a ring
-    means_t: dict[str, Tensor]  # by token, detached: to be averaged over the train batch's trained tokens
-    peaks_t: dict[str, Tensor]  # by token, detached: the largest of the train batch's trained tokens
+    weighted: dict[str, Tensor]  # parts of the loss from token terms; their total is the sum over all ranks
+    replicated: dict[str, Tensor]  # parts of the loss from sequence terms; equal on every rank of a ring
+    means_t: dict[str, Tensor]  # detached; logged as the mean over the trained tokens of the train batch
+    peaks_t: dict[str, Tensor]  # detached; logged as the maximum over the trained tokens of the train batch
 
 
 class PolicyLoss(Protocol):
-    """`kl_coef` is the divergence's coefficient, which a controller may move from rollout to rollout."""
+    """One algorithm. `kl_coef` is the coefficient of the divergence; a controller may move it after each rollout."""
 
     @property
     def needs_reference(self) -> bool: ...
@@ -78,16 +81,12 @@ class PolicyLoss(Protocol):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the entropy takes part in the gradient."""
-
-    @property
-    def groups(self) -> bool:
-        """Whether an answer is held against others to the same prompt, so that one alone learns nothing."""
+        """Whether the entropy has a part in the gradient."""
 
     def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:
-        """(N,): what each answer has earned."""
+        """Return what each answer has earned, (N,)."""
 
     def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> Spread:
-        """`kl_L`: the estimate of each token's divergence, zeros without a reference."""
+        """Give an answer's credit to its tokens. `kl_L` estimates their divergence; zeros without a reference."""
 
     def __call__(self, tokens: PolicyTokens, kl_coef: float) -> PolicyTerms: ...

@@ -15,11 +15,11 @@ from rlexp.algos.policy import Outcomes, PolicyTerms, PolicyTokens, Spread
 
 @dataclass(frozen=True, kw_only=True)
 class PPO(ClippedRatio):
-    """Advantages by token from a critic (GAE), the clipped ratio, and the critic's loss beside it.
+    """Advantages of single tokens from a critic (GAE), the clipped ratio, and the critic's own loss.
 
-    The critic learns advantage + value, before the advantages are whitened. With policy = old, whitened advantages
-    and the token mean, the policy's term is 0 (their mean), and its gradient is not; with the critic as it was, the
-    value's term is half the mean square of the advantages before whitening.
+    The critic's target is advantage + value, before the advantages are whitened. With policy = old, whitened advantages
+    and loss.normalize=token, the policy's term is 0, their mean; its gradient is not 0. While the critic is unchanged,
+    its term is half the mean square of the advantages before whitening.
     """
 
     gamma: float
@@ -38,7 +38,7 @@ class PPO(ClippedRatio):
         return Spread(advantages_L, advantages_L + values_L.double())
 
     def __call__(self, tokens: PolicyTokens, kl_coef: float) -> PolicyTerms:
-        """`loss/value_avg` is logged without its coefficient, as TRL does."""
+        """Add the critic's loss. `loss/value_avg` is logged without its coefficient, as TRL does."""
         terms = super().__call__(tokens, kl_coef)
         losses_t, clipped_t = self.value_losses(tokens)
         value = (tokens.weight_t * losses_t).sum()
@@ -50,8 +50,11 @@ class PPO(ClippedRatio):
         )
 
     def value_losses(self, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
-        """½ of the squared error, or of that of the value held within `value_clip` of what it was, if that is larger;
-        and 1 where it is."""
+        """Return each token's value loss, and 1.0 where clipping decides it, else 0.0.
+
+        The loss is half the larger of two squared errors: that of the value, and that of the value held within
+        `value_clip` of the old one.
+        """
         assert tokens.values_t is not None
         assert tokens.old_values_t is not None
         assert tokens.returns_t is not None

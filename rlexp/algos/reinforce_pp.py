@@ -13,10 +13,10 @@ from rlexp.algos.policy import Outcomes, Spread
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePP(ClippedRatio):
-    """Each token has earned the score, less what it and all later tokens pay for their divergence; no critic, no
-    group: the baseline is the mean of the train batch, by loss.whiten.
+    """Advantage of a token: the score, less the price of its own and all later tokens' divergence.
 
-    With policy = old, whitened and with the token mean, the policy's term is 0 and its gradient that of REINFORCE.
+    There is no critic and no group: loss.whiten makes the mean of the train batch the baseline. With policy = old,
+    loss.whiten and loss.normalize=token, the policy's term is 0 and its gradient is that of REINFORCE.
     """
 
     def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:  # noqa: ARG002

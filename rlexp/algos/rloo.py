@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -14,15 +13,12 @@ from rlexp.algos.whiten import centred
 
 @dataclass(frozen=True, kw_only=True)
 class RLOO(ClippedRatio):
-    """score − β·divergence, less the mean of the *other* answers to the prompt: n / (n − 1) of the distance from the
-    mean of all n.
+    """Advantage: score − β·divergence, less the mean of the same over the *other* answers to the prompt.
 
-    With policy = old the gradient is −A·∇log π(answer), that of the whole answer: the ratio by token and the ratio of
-    the answer (TRL's) have the same there; after the first step the ratio by token is what is clipped. Two answers
-    that score 0 and 1 have ∓1.
+    It equals n / (n − 1) times the distance from the mean of all n answers. With policy = old the gradient is
+    −A·∇log π(answer): there a ratio for each token and a ratio for the whole answer (as in TRL) agree. After the first
+    step the ratio of each token is clipped. Two answers that score 0 and 1 have the advantages ∓1.
     """
-
-    groups: ClassVar[bool] = True
 
     def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:
         return by_group(self.earned(outcomes, kl_coef), outcomes.group_N, less_the_others)

@@ -1,7 +1,7 @@
-"""By what the terms of a train batch are divided: counts of the whole batch, never of a part of it.
+"""Loss normalizers, computed over the whole train batch and never over a part of it.
 
-Shape letter: B samples of the train batch. `counts_B` is true where a sample is trained on. An empty answer that
-counts is one of the answers of a mean over answers, and adds nothing to it.
+Shape letter: B samples of the train batch. `counts_B` is true where a sample is trained on. An empty answer that counts
+is counted in a mean over answers, and adds nothing to its sum.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from rlexp.config.schema import Normalize
 
 
 def token_weight(normalize: Normalize, length_B: Tensor, counts_B: Tensor, fixed: int) -> Tensor:
-    """(B,): what each token of a sample weighs in the loss, in float64. `fixed` is rollout.max_new_tokens.
+    """Return the weight of each sample's tokens in the loss, (B,), in float64. `fixed` is rollout.max_new_tokens.
 
-    With lengths 1 and 3, and `fixed` 4: by token ¼ and ¼, by sequence ½ and ⅙, fixed ⅛ and ⅛.
+    Example: two answers of 1 and 3 tokens, `fixed` 4. token: ¼ and ¼; sequence: ½ and ⅙; fixed: ⅛ and ⅛.
     """
     counts_B = counts_B.bool()
     length_B = length_B.double()
@@ -31,11 +31,11 @@ def token_weight(normalize: Normalize, length_B: Tensor, counts_B: Tensor, fixed
 
 
 def sequence_weight(counts_B: Tensor) -> Tensor:
-    """(B,): what a sample weighs in a loss by sequences, in float64."""
+    """Return the weight of each sample in a loss of whole sequences, (B,), in float64."""
     counts_B = counts_B.bool()
     return _inverse(counts_B.sum().double().expand(counts_B.shape), counts_B)
 
 
 def _inverse(divisor_B: Tensor, where_B: Tensor) -> Tensor:
-    """1 / divisor, and 0 elsewhere."""
+    """Return 1 / divisor where `where_B` is true, else 0."""
     return where_B.double() / torch.where(where_B, divisor_B, 1.0)
