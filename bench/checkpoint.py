@@ -45,6 +45,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, OptimConfig
 from rlexp.engine.base import MOMENTS, set_lr, shape_of, trained
 from rlexp.engine.plain import PlainEngine
+from rlexp.files import sync
 from rlexp.launch.folder import git_commit
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, join, prepare_environment
@@ -333,7 +334,7 @@ class SaveBench:
             if self.first:
                 left.mkdir()
                 torch.save(self.state, left / "state.pt")
-                folder.sync(left / "state.pt")
+                sync(left / "state.pt")
             dist.barrier()
 
         return self.observed(begin, lambda: False, lambda: None, left)
@@ -352,7 +353,7 @@ class SaveBench:
                 missing = self.elements * self.buffer.itemsize
                 while missing:
                     missing -= file.write(bytes_[:missing]) or 0
-            folder.sync(path)
+            sync(path)
 
         return self.observed(begin, lambda: False, lambda: None, None)
 

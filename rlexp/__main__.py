@@ -1,4 +1,4 @@
-"""`python -m rlexp [overrides]`: Hydra composes, the launch room runs. No torch is imported here."""
+"""`python -m rlexp [overrides]`: Hydra composes the configuration, rlexp/launch runs it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def main(cfg: DictConfig) -> None:
 
 
 def cli() -> int:
-    from rlexp.launch.conclude import conclude
+    from rlexp.sweep_end import end_sweeps
 
-    return conclude(run())
+    return end_sweeps(run())
 
 
 def run() -> int:
-    """Run and answer with an exit code. A user's mistake is one message; a defect keeps its traceback."""
+    """Run the command and return its exit code. User errors print one line; bugs keep their traceback."""
     from rlexp.launch.job import run_as_joined_rank
     from rlexp.launch.local import Interrupted
 
     sys.argv[1:] = load.open_ended(sys.argv[1:])
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # so that errors arrive here, not in Hydra's own report
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors are raised here instead of in Hydra's own report
     try:
         if not run_as_joined_rank(sys.argv[1:]):
             main()

@@ -1,4 +1,4 @@
-"""Errors that are part of the product: key, value, rule, remedy. They are shown without a traceback."""
+"""Errors that a user can put right. Each message names key, value, rule and remedy; no traceback is shown."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 
 class UserError(Exception):
-    """Something the user can put right. The message says what and how."""
+    """An error that the user can put right. The message says what is wrong and what to do."""
 
 
 class ConfigError(UserError):
-    """A value, or a pair of values, that cannot be run."""
+    """A value, or a combination of values, with which no run is possible."""
 
 
 class FolderError(ConfigError):
-    """A folder that is another's, or that nothing can be written to."""
+    """A folder that belongs to another run, or that cannot be written to."""
 
 
 class DataError(UserError):
@@ -25,48 +25,49 @@ class DataError(UserError):
 
 
 class ModelError(UserError):
-    """A model that would compute something else over the ring than alone."""
+    """A model that would compute something else over the ring than in one process."""
 
 
 class NonFiniteError(UserError):
-    """A loss or a gradient that is not finite; raised on all ranks before the optimizer step."""
+    """A loss or gradient that is not finite. Raised on all ranks before the optimizer step."""
 
 
 class DrawError(UserError):
-    """An answer that could not be drawn; raised by the rank that draws it, while the others may go on."""
+    """An answer that could not be drawn. Raised by the rank that draws it, while the other ranks may go on."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is not whole, not there, or not this run's."""
+    """A checkpoint that is damaged, missing, or of another run."""
 
 
 class RewardError(UserError):
-    """An answer that could not be judged; the message names the reward and the sample."""
+    """An answer that could not be judged. The message names the reward and the sample."""
 
 
 class SinkError(UserError):
-    """A place for rows that cannot be reached, or has not what was asked of it."""
+    """A sink that cannot be reached, or that lacks what was asked of it."""
 
 
 class OutOfMemory(UserError):
-    """A rank could not allocate what it needed; the message says in which phase."""
+    """A rank could not allocate the memory it needed. The message says in which phase."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch's own class is known by its name, since nothing here imports torch; on CPU it has none."""
+    """Recognize failed allocations. torch's class is compared by name, since nothing here imports torch; on CPU torch
+    raises a plain RuntimeError."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Of a command, which tells a mistake of the user's in one message; a defect keeps its traceback."""
-    for stream in (sys.stdout, sys.stderr):  # a terminal that has no × must not end it
+    """Run a command and return its exit code. User errors print one line; bugs keep their traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal without a × must not end the command
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
         return command()
-    except BrokenPipeError:  # who reads has read enough
+    except BrokenPipeError:  # the reader has closed the pipe: it has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (UserError, OSError) as error:

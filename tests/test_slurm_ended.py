@@ -185,7 +185,7 @@ def test_a_node_that_is_back_was_lost_all_the_same(
         (where / "memory.jsonl").write_text(f"{'':511}\n{json.dumps(line):511}\n", encoding="utf-8")
     reports.write(where, "8.0", Report(0, 5.0, RESET))
     (where / "run.json").write_text(json.dumps({"status": "running", "start": "8.0", "job_id": "7_1"}))
-    verdict = ended.conclude(ended.gather(1, where, 0, ""), where)
+    verdict = ended.judge_and_record(ended.gather(1, where, 0, ""), where)
     assert verdict.requeue == ("lost" if came_back else "")
     expected = "a node or its network was lost" if came_back else "rank 1 failed: the process exited with code 0"
     assert verdict.reason.startswith(expected)
@@ -507,11 +507,11 @@ def test_a_task_that_slurm_forgot_was_cancelled_if_it_had_not_begun(tmp_path: Pa
     launcher.params = {"submitit_folder": str(tmp_path / "%j")}
     job = Job(1, "1", [], job_id="8_1")
     status, reason = launcher._without_a_word(job, None, begun=False)
-    assert (status, reason) == ("stopped", "job 8_1 was cancelled before it had begun, and Slurm knows no more of it")
+    assert (status, reason) == ("stopped", "job 8_1 was cancelled before it had begun, and Slurm has no record of it")
     log = Path(launcher.log_of(job))
     log.parent.mkdir()
     log.touch()  # its batch script has begun
     status, reason = launcher._without_a_word(job, None, begun=False)
     assert (status, reason) == (
-        "failed", f"job 8_1 ended without a word of the run's: nobody knows of it any more\nIts log: {log}"
+        "failed", f"job 8_1 ended, and its run recorded no reason: Slurm has no record of it\nIts log: {log}"
     )  # fmt: skip

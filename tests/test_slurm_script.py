@@ -17,6 +17,7 @@ from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 from rlexp.config.keys import launcher_keys
 from rlexp.config.launchers import SlurmJobs
 from rlexp.errors import ConfigError
+from rlexp.launch.slurm import preamble
 from rlexp.launch.slurm.keys import check_container
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,6 +61,24 @@ def test_a_dry_run_shows_what_would_be_sent(rlexp: Shell, tmp_path: Path, name: 
 def test_a_script_is_one_that_bash_takes(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
     assert os.access(script, os.X_OK)
+
+
+@pytest.mark.parametrize(("answer", "requeued"), [("requeue", "requeue 12_3\n"), ("", "")])
+def test_the_preamble_of_every_script_names_the_job_and_queues_it_again(
+    tmp_path: Path, answer: str, requeued: str
+) -> None:
+    for name, text in (("scontrol", 'echo "$@" >> asked'), ("squeue", "echo 2030-01-02T03:04:05")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "asked").touch()
+    lines = [*preamble.LINES, 'echo "$SLURM_JOB_END_TIME $SLURM_KILL_BAD_EXIT"', f'rlexp_leave 7 "{answer}"']
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TZ": "UTC", "SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12",
+           "SLURM_ARRAY_TASK_ID": "3"}  # fmt: skip
+    ended = subprocess.run(
+        ["bash", "-c", "\n".join(lines)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=20
+    )
+    assert (ended.returncode, ended.stdout) == (7, "1893553445 1\n"), ended.stderr
+    assert (tmp_path / "asked").read_text(encoding="utf-8") == requeued
 
 
 def test_without_slurm_it_says_so(rlexp: Shell, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.errors import CheckpointError
+from rlexp.files import sync
 
 FORMAT = 1
 AUTO, NEVER = "auto", "never"  # what resume.mode may be, beside a path
@@ -78,14 +79,6 @@ def commit(run_dir: Path, step: int, files: dict[str, dict[str, Any]], facts: di
 
 def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def discard(checkpoint: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from rlexp.checkpoint import folder
 from rlexp.checkpoint.tensors import HostCopy, share, write
 from rlexp.engine.base import Engine
+from rlexp.files import sync
 from rlexp.ring.groups import World
 from rlexp.ring.objects import from_rank0, gather_objects
 
@@ -89,7 +90,7 @@ class Saver:
         write(mine, tensors, starts)
         written = [mine, *describe(place)]
         for path in {*written, *(path.parent for path in written)}:
-            folder.sync(path)
+            sync(path)
         return {str(path.relative_to(place)): folder.described(path) for path in written}
 
     def settle(self) -> str | None:

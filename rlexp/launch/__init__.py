@@ -1,1 +1,1 @@
-"""From a configuration to processes. Imports no torch until a worker starts."""
+"""Start processes from a configuration. Imports no torch until a rank starts."""

@@ -1,4 +1,4 @@
-"""A run's folder: the resolved configuration, and run.json with what else must be known to trust the curve."""
+"""A run's folder: its lock, the resolved configuration, and run.json with the facts needed to trust the curve."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from rlexp.config import load
 from rlexp.config.identity import check_force, identity, refuse_changes
 from rlexp.config.schema import Config
 from rlexp.errors import CheckpointError, ConfigError, FolderError
+from rlexp.files import write_text
 from rlexp.launch import whereabouts
 from rlexp.launch.slurm.meeting import job_id, start_of_job
 
 PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "omegaconf", "wandb", "numpy")
 
-KEPT = ("wandb_id", "steps", "exported_step", "requeues")  # of what run.json says, when a run goes on
+KEPT = ("wandb_id", "steps", "exported_step", "requeues")  # keys of run.json that survive when a run goes on
 LOCK, RANKS = ".lock", ".ranks"
-PATIENCE = 15.0  # seconds, for ranks that are ending
-LOST = 180.0  # for locks of a node that was lost: a network's file system keeps them for a while
+PATIENCE = 15.0  # seconds that ranks of an earlier process get to end
+LOST = 180.0  # seconds for which a network file system may keep the locks of a lost node
 _claimed: dict[Path, int] = {}
 
 
 def enter(cfg: Config, run_dir: Path) -> bool:
-    """Claim the folder for this process, and see what it holds: nothing, or a run to go on with. False if that run is
-    this very one, and finished."""
+    """Claim the folder for this process and write its config.yaml and run.json. Return False if the folder holds this
+    very run and it is finished."""
     run_dir.mkdir(parents=True, exist_ok=True)
     _refuse_itself(cfg, run_dir)
     again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
@@ -81,7 +82,7 @@ def enter(cfg: Config, run_dir: Path) -> bool:
 
 
 def _requeues(run_dir: Path, before: dict[str, Any]) -> dict[str, Any]:
-    """With those that Slurm made without asking the job's batch script, which it had ended."""
+    """Return the run's requeues with the one that Slurm made by itself, after it had ended the job's batch script."""
     job, restarts = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     known = before.get("requeues", [])
     if restarts <= sum(each["job"] == job for each in known):
@@ -91,7 +92,7 @@ def _requeues(run_dir: Path, before: dict[str, Any]) -> dict[str, Any]:
 
 
 def requeue(job: str | None, why: str, step: int) -> dict[str, Any]:
-    """A line of what run.json says of starts that followed others."""
+    """Return an entry of run.json's `requeues`, the list of restarts."""
     return {"job": job, "why": why, "step": step, "at": now()}
 
 
@@ -101,13 +102,13 @@ def _refuse_itself(cfg: Config, run_dir: Path) -> None:
 
 
 def leave(run_dir: Path) -> None:
-    """Give a folder back, if this process claimed it and lives on."""
+    """Release a folder that this process has claimed."""
     if run_dir in _claimed:
         os.close(_claimed.pop(run_dir))
 
 
 def claim(run_dir: Path, key: str = "hydra.run.dir", patience: float = 0.0) -> None:
-    """Of two processes that want one folder, one gets it, and has it for as long as it lives."""
+    """Lock the folder for as long as this process lives, or refuse where another process holds the lock."""
     handle = os.open(run_dir / LOCK, os.O_CREAT | os.O_RDWR)
     if not _locked(handle, fcntl.LOCK_EX, patience):
         os.close(handle)
@@ -125,13 +126,13 @@ def _locked(handle: int, kind: int, patience: float) -> bool:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.1)
-        except OSError as error:  # a file system without locks: nobody has it, and nobody can
+        except OSError as error:  # a file system without locks: nobody can hold one
             sys.stderr.write(f"rlexp: this file system locks no files ({error.strerror}): start no run twice.\n")
             return True
 
 
 def hold(run_dir: Path) -> None:
-    """A rank is at work there, for as long as it lives: of a launcher that was killed, it may live a moment longer."""
+    """Hold the ranks' lock while this rank lives. A rank may outlive a killed launcher for a moment."""
     with contextlib.suppress(OSError):  # where there are no locks
         fcntl.flock(os.open(run_dir / RANKS, os.O_CREAT | os.O_RDWR), fcntl.LOCK_SH)
 
@@ -148,7 +149,7 @@ def _wait_for_ranks(run_dir: Path, patience: float) -> None:
 
 
 def _check_writable(run_dir: Path) -> None:
-    """Whether a file can be written there at all, before anything is computed."""
+    """Refuse a folder in which no file can be written, before anything is computed."""
     try:
         with tempfile.NamedTemporaryFile(dir=run_dir, prefix=".try-") as file:
             file.write(b"0" * 65536)
@@ -187,33 +188,33 @@ def _is_finished(cfg: Config, run_dir: Path, before: dict[str, Any], now: dict[s
 
 
 def read(run_dir: Path) -> dict[str, Any]:
-    """run.json, or nothing where there is no run yet."""
+    """Return run.json's facts; empty where there is no run yet."""
     try:
-        found = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        facts = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def close(run_dir: Path, status: str, reason: str) -> None:
-    """`finished`, `failed` or `stopped`, and why."""
+    """Write how the run ended: `finished`, `failed` or `stopped`, and why."""
     note(run_dir, status=status, reason=reason, ended=now())
 
 
 def note(run_dir: Path, **facts: Any) -> None:
-    """Add to what run.json says."""
+    """Add facts to run.json."""
     if known := read(run_dir):
         _write(run_dir, known | facts)
 
 
-def conclude(run_dir: Path, **facts: Any) -> None:
-    """The last word on a run whose ranks are gone, which may never have begun."""
+def record_end(run_dir: Path, **facts: Any) -> None:
+    """Write how a run ended, after its ranks are gone. The run may never have begun."""
     run_dir.mkdir(parents=True, exist_ok=True)
     _write(run_dir, read(run_dir) | facts | {"ended": now()})
 
 
 def in_use(run_dir: Path) -> bool:
-    """Whether another process has claimed it."""
+    """Whether another process has claimed the folder."""
     try:
         handle = os.open(run_dir / LOCK, os.O_RDWR)
     except OSError:
@@ -230,18 +231,18 @@ def in_use(run_dir: Path) -> bool:
 
 
 def drop_if_empty(run_dir: Path) -> None:
-    """Hydra makes the folder before a configuration can be refused; leave none behind for that."""
+    """Remove the folder that Hydra made before the configuration was refused."""
     with contextlib.suppress(OSError):
         if run_dir in _claimed and {path.name for path in run_dir.iterdir()} <= {LOCK, RANKS}:
             for name in (LOCK, RANKS):
                 (run_dir / name).unlink(missing_ok=True)
         run_dir.rmdir()
-        if run_dir.parent == Path.cwd() / "runs":  # the default, where this would have been the first
+        if run_dir.parent == Path.cwd() / "runs":  # the default parent, if this would have been its first run
             run_dir.parent.rmdir()
 
 
 def drop_multirun(sweep: Path) -> None:
-    """Hydra writes what a sweep was started with before a launcher is asked."""
+    """Remove a sweep's folder that holds nothing but Hydra's multirun.yaml."""
     with contextlib.suppress(OSError):
         if {path.name for path in sweep.iterdir()} == {"multirun.yaml"}:
             (sweep / "multirun.yaml").unlink()
@@ -251,7 +252,7 @@ def drop_multirun(sweep: Path) -> None:
 
 
 def derived_sizes(cfg: Config) -> dict[str, int]:
-    """The ledger of sizes: what was asked, and what follows from it."""
+    """Return the sizes that were asked for and those that follow from them."""
     return {
         "world_size": cfg.parallel.world_size,
         "ring_size": cfg.parallel.ring_size,
@@ -263,12 +264,9 @@ def derived_sizes(cfg: Config) -> dict[str, int]:
 
 
 def _write(run_dir: Path, run: dict[str, Any]) -> None:
-    """Through a temporary name: a reader never sees half of it."""
-    temporary = run_dir / ".run.json.tmp"
     try:
-        temporary.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, run_dir / "run.json")
-    except OSError as error:  # a full disk must not end a training run; the last word is still read
+        write_text(run_dir / "run.json", json.dumps(run, indent=2) + "\n")
+    except OSError as error:  # a full disk must not end a training run; the file keeps its earlier content
         sys.stderr.write(f"rlexp: {run_dir / 'run.json'} could not be written ({error.strerror}).\n")
 
 
@@ -284,7 +282,7 @@ def _version(package: str) -> str | None:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout this package runs from, with `+dirty` where it was changed since."""
+    """Return the commit of the checkout that this package runs from, with `+dirty` if files were changed since."""
     here = Path(__file__).resolve().parent.parent.parent
     if not (here / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""One job: from a composed configuration to ranks that train, here or in the world a launcher made."""
+"""One job: start the ranks that train from a composed configuration, here or in the world that a launcher made."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def run_job(composed: DictConfig) -> None:
-    """Hydra's job function. A user's mistake in a single run is one message, without Hydra's own line before it."""
+    """Run one job; this is Hydra's job function. A user error in a single run prints one line and exits."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -44,7 +44,7 @@ def run_job(composed: DictConfig) -> None:
         if sizes.joined_world() is None:
             run_here(cfg, run_dir)
         else:
-            run_joined(cfg, None if sizes.joined_rank() else run_dir)  # every rank of a submitit job comes through here
+            run_joined(cfg, None if sizes.joined_rank() else run_dir)  # every rank of a submitit job passes here
     except Exception as error:
         folder.drop_if_empty(run_dir)
         message = explain(error)
@@ -55,7 +55,7 @@ def run_job(composed: DictConfig) -> None:
 
 
 def run_here(cfg: Config, run_dir: Path) -> None:
-    """Start this machine's ranks and wait for them."""
+    """Start the ranks on this machine and wait for them."""
     if not folder.enter(cfg, run_dir):
         sys.stderr.write(FINISHED.format(run_dir=run_dir))
         return
@@ -90,7 +90,7 @@ FINISHED = "rlexp: {run_dir}: the run is finished. To train on, raise train.max_
 
 
 def train_rank(place: Place, run_dir: str) -> Outcome:
-    """What one rank of this machine runs."""
+    """Train as one rank that `run_here` started."""
     from rlexp.train.rank import train
 
     cfg = load.from_file(Path(run_dir) / "config.yaml")
@@ -109,7 +109,7 @@ NO_SWEEP = "a sweep starts its own ranks. Start it without torchrun; to train on
 
 
 NO_SINGLE_RUN = (
-    "hydra/launcher={name}: is for sweeps, and a single run trains on this machine. Say -m, also for one job: "
+    "hydra/launcher={name}: is for sweeps, and a single run trains on this machine. Use -m, also for one job: "
     "python -m rlexp -m hydra/launcher={name} ..."
 )
 
@@ -119,13 +119,13 @@ def under_torchrun() -> bool:
 
 
 def run_as_joined_rank(argv: list[str]) -> bool:
-    """Under torchrun or srun, ranks other than 0 compose without a folder of their own: rank 0 says where it is."""
+    """Under torchrun or srun, run every rank other than 0. It composes without a run folder: rank 0 tells it which."""
     rank = sizes.joined_rank()
     if rank is not None and under_torchrun() and any(argument in ("-m", "--multirun") for argument in argv):
         raise ConfigError(NO_SWEEP)
     if not rank:
         return False
-    if not any(argument.startswith("-") for argument in argv):  # --help and --cfg are rank 0's to answer
+    if not any(argument.startswith("-") for argument in argv):  # only rank 0 answers --help and --cfg
         from hydra import compose, initialize_config_dir
         from hydra.types import RunMode
 
@@ -138,19 +138,19 @@ def run_as_joined_rank(argv: list[str]) -> bool:
 
 
 def run_joined(cfg: Config, run_dir: Path | None) -> None:
-    """Be one rank of the world that a launcher made. Rank 0's folder is everybody's."""
+    """Train as one rank of the world that a launcher made. All ranks use rank 0's run folder."""
     place = Place.joined()
     assert place is not None
     prepare_environment(cfg.launch.device.value, cfg.launch.torch_threads)
     hear_stops(under_launcher=False)
     if under_torchrun():
         end_with_parent()
-    ours: Path | None = None  # not before it is claimed: what holds another's run, or is finished, is not ours to close
+    claimed: Path | None = None  # only a folder that this rank has claimed may be closed by it
     try:
         from rlexp.train.rank import agreed, train
 
         unfinished = run_dir is None or folder.enter(cfg, run_dir)
-        ours = run_dir if unfinished else None
+        claimed = run_dir if unfinished else None
         bridge = join_for(place, cfg)
         run_dir, unfinished = (bridge.agreed if bridge else agreed)((run_dir, unfinished))
         assert run_dir is not None
@@ -161,7 +161,7 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
             outcome = Outcome()
             part()
     except BaseException as error:
-        _leave(place, ours, heard(error))
+        _leave(place, claimed, heard(error))
     if place.rank == 0 and not unfinished:
         sys.stderr.write(FINISHED.format(run_dir=run_dir))
     if outcome.exit_code:
@@ -170,17 +170,17 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
 
 
 def _leave(place: Place, run_dir: Path | None, error: BaseException) -> NoReturn:
-    """End this rank at once: Hydra would catch an error and let the rank exit with 0, and the others would wait.
-    `run_dir` is rank 0's, where it has claimed it."""
+    """Report the error and end this rank at once. Hydra would catch it and exit with 0, and the other ranks would wait.
+    `run_dir` is the folder that rank 0 has claimed."""
     if isinstance(error, Terminated):
         if run_dir is not None:
             folder.close(run_dir, "stopped", str(error))
         os._exit(error.exit_code)
-    deaf()  # the launcher ends all ranks as soon as it sees one gone; this one will go by itself
+    deaf()  # the launcher ends all ranks when one is gone; this one reports first, then ends by itself
     report = _report(place.rank, error)
     sys.stderr.write(f"rlexp: rank {place.rank}: {report.text.rstrip()}\n")
     sys.stderr.flush()
-    if (known := meeting.run_dir()) is not None:  # and the batch script will judge what all ranks said
+    if (known := meeting.run_dir()) is not None:  # the batch script judges the reports of all ranks
         reports.write(known, meeting.start_of_job(), report)
     elif run_dir is not None:
         folder.close(run_dir, "failed", reports.told(report, None))
@@ -192,12 +192,12 @@ def _leave(place: Place, run_dir: Path | None, error: BaseException) -> NoReturn
 def _report(rank: int, error: BaseException) -> reports.Report:
     mistake = error if isinstance(error, UserError) else None
     text = str(error) if mistake else "".join(traceback.format_exception(error))
-    killed = isinstance(error, RankFailed) and error.killed  # a rank of a machine whose ranks we started
+    killed = isinstance(error, RankFailed) and error.killed  # a rank that this process started
     return reports.Report(rank, time.time(), text, mistake, task=meeting.task(), killed=killed)
 
 
 def report_here(error: BaseException) -> None:
-    """What ended a process of a cluster's job before it was a rank, for whoever looks when it is gone."""
+    """Report why a process of a Slurm job ended before it was a rank, for the batch script's verdict."""
     if (known := meeting.run_dir()) is not None:
         message = explain(error)
         shown = error if message is None or isinstance(error, RankFailed) else UserError(message)

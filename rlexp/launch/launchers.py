@@ -1,4 +1,4 @@
-"""Hydra's launchers, ours, by the names that stand in `launchers/`."""
+"""rlexp's launchers for Hydra, registered under the names that `launchers/` uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlexp.launch.sweep import Sweep
 
 
 class LocalLauncher(SweepLauncher):
-    """One job after the other on this machine, each with ranks of its own."""
+    """Run one job after the other on this machine, each with its own ranks."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         setup_globals()
@@ -48,19 +48,19 @@ class LocalLauncher(SweepLauncher):
             if isinstance(left.code, int) and left.code > 128:
                 raise Interrupted(left.code - 128) from None
             return
-        except Exception as error:  # Hydra's own: a folder that cannot be made is this job's alone
+        except Exception as error:  # raised by Hydra, as for a folder that cannot be made: only this job fails
             self.failed(sweep, planned.job, error)
             return
         finally:
             folder.leave(sweep.folder / planned.job.folder)
-        self.concluded(sweep, planned.job, returned)
+        self.record_end(sweep, planned.job, returned)
 
 
 def register() -> None:
-    """Where Hydra looks launchers up, by a name that stands in `launchers/`."""
+    """Register the launchers where Hydra looks them up by name."""
     plugins = Plugins.instance()
     for launcher in (LocalLauncher, SlurmLauncher, SlurmLocalLauncher):
         plugins.register(launcher)
-        # Shim: Hydra 1.3 takes launchers from the package hydra_plugins only, by their name. To be removed when it
-        # accepts any that was registered.
+        # Shim: Hydra 1.3 looks launchers up in the package hydra_plugins only. Remove it when Hydra accepts any
+        # registered launcher.
         plugins.class_name_to_class[f"hydra_plugins.rlexp.{launcher.__name__}"] = launcher

@@ -1,7 +1,7 @@
 """Ranks on this machine: started together, watched, and ended together.
 
 On CPU the ranks are forked from one server process that has imported torch once, so eight ranks on a laptop do not
-import it eight times. If one rank dies, all end within `GRACE + KILL_AFTER` seconds and its own error is raised.
+import it eight times. If one rank dies, all ranks end within `GRACE + KILL_AFTER` seconds, and its error is raised.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from rlexp.launch.stops import (
     name_of,
 )
 
-GRACE = 2.0  # seconds for the other ranks to say why they fail too, once one has
+GRACE = 2.0  # seconds for the other ranks to report their errors, once one has failed
 KILL_AFTER = 4.0  # seconds between SIGTERM and SIGKILL
 PRELOAD = ("torch", "torch.distributed", "transformers.models.llama.modeling_llama", "rlexp.train.rank")
 
 
 class RankFailed(UserError):
-    """A rank failed by a defect, or was killed; the message carries its own traceback."""
+    """A rank hit a bug or was killed. The message carries the rank's own traceback."""
 
     def __init__(self, text: str, rank: int, *, killed: bool = False) -> None:
         super().__init__(text)
@@ -55,7 +55,7 @@ class RankFailed(UserError):
 
 
 class Interrupted(Exception):
-    """A signal asked the launcher to stop; all ranks have been ended."""
+    """A signal asked the launcher to stop, and all ranks have ended."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {name_of(signum)}")
@@ -86,7 +86,8 @@ def run_ranks(
     """Run `target(place, *args)` on every rank and return what each returned.
 
     Rank 0 keeps this process's terminal; the others write to `log_dir/rank<r>.log` (or nowhere). A signal that asks
-    to stop is passed on, and the ranks have `grace` seconds to return; without them, or at a second Ctrl-C, they end.
+    for a stop is passed on, and the ranks have `grace` seconds to return. Without a grace, or at a second Ctrl-C, they
+    end at once.
     """
     context = _context(device, preload)
     with tempfile.TemporaryDirectory(prefix="rlexp-") as meeting, _signals_raise() as stop:
@@ -119,20 +120,20 @@ def run_ranks(
 
 
 def _context(device: str, preload: Sequence[str]) -> Any:
-    """On CPU a server that has imported `preload` and is forked; on GPU fresh processes, since a library may touch
-    the driver as it is imported, and CUDA does not survive a fork."""
+    """Return the way to start processes: on CPU a fork server that has imported `preload`; on GPU fresh processes,
+    since CUDA does not survive a fork, and a library may touch the driver when it is imported."""
     if device != "cpu":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    resource_tracker.ensure_running()  # first, since it unblocks signals when it has been started
+    resource_tracker.ensure_running()  # before signals are held back, since starting it unblocks them
     with held_back():
         forkserver.ensure_running()
     return context
 
 
 def _watch(ranks: list[_Rank], timeout: float | None, stop: _Stop, grace: float) -> list[Report]:
-    """Wait for all ranks to return, or for one to fail and the others to have had `GRACE` to say why."""
+    """Wait until all ranks have returned, or one has failed and the others have had `GRACE` seconds to report."""
     give_up = time.monotonic() + timeout if timeout else None
     stop.grace = grace
     deadline = None
@@ -157,7 +158,7 @@ def _watch(ranks: list[_Rank], timeout: float | None, stop: _Stop, grace: float)
 
 
 def _read(rank: _Rank, number: int) -> None:
-    """Take a rank's last word; if it died without one, say how."""
+    """Read a rank's result or report. If it died without one, report how it died."""
     try:
         if rank.inbox.poll():
             kind, payload = pickle.loads(rank.inbox.recv_bytes())
@@ -191,7 +192,7 @@ def _failure(reports: list[Report], world_size: int, log_dir: Path | None) -> Us
 
 
 def _send(rank: _Rank, signum: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it may be gone by now
+    with contextlib.suppress(ProcessLookupError):  # it may have ended
         os.kill(rank.process.pid, signum)
 
 
@@ -210,7 +211,7 @@ def _end(ranks: list[_Rank], reason: int) -> None:
 
 
 class _Stop:
-    """What asks this process to stop: it ends all ranks, or with a grace is passed on to them first."""
+    """The request to stop this process. It ends all ranks; with a grace, it is first passed on to them."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
@@ -237,7 +238,7 @@ class _Stop:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[_Stop]:
-    """While ranks run, whatever asks this process to stop ends them first."""
+    """While ranks run, turn every signal that asks for a stop into `Interrupted`, so that the ranks end first."""
     stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -261,7 +262,7 @@ def _rank_main(
     log: str | None,
     args: bytes,
 ) -> None:
-    # Plain pickle both ways: multiprocessing's own would pass tensors as handles to a process that ends.
+    # Plain pickle both ways: multiprocessing would pass tensors as handles to memory of a process that ends.
     def say(kind: str, payload: Any) -> None:
         outbox.send_bytes(pickle.dumps((kind, payload)))
 
@@ -276,19 +277,19 @@ def _rank_main(
     except BaseException as error:
         if isinstance(stop := heard(error), Terminated):
             os._exit(stop.exit_code)
-        deaf()  # the launcher may be ending us already; say why first
+        deaf()  # the launcher may already be ending this rank; report first
         mistake = error if isinstance(error, UserError) else None
         text = str(error) if mistake else traceback.format_exc()
         say("report", Report(place.rank, time.monotonic(), text, mistake))
         sys.stderr.write(text + "\n" if place.rank else "")
         sys.stderr.flush()
-        # At once: peers that wait for this rank must see its connections close, and a process group that is
-        # torn down by the interpreter's exit may wait for them instead.
+        # Exit at once: peers that wait for this rank must see its connections close. The interpreter's normal exit
+        # would tear the process group down, and may wait for the peers.
         os._exit(1)
 
 
 def _end_with_launcher(leash: Connection) -> None:
-    """Nobody writes to the leash. It ends when the launcher does, however it was killed, and the rank with it."""
+    """Nobody writes to the leash. It closes when the launcher ends, however it was killed, and then this rank ends."""
     with contextlib.suppress(EOFError, OSError):
         leash.recv_bytes()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A process's place in the world, and joining it."""
+"""A process's place in the world of ranks, and how it joins that world."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rlexp.config import sizes
 from rlexp.launch.slurm.meeting import meet
 
-if TYPE_CHECKING:  # it would import torch, which the launcher does without
+if TYPE_CHECKING:  # at run time it would import torch, which the launcher does not need
     from rlexp.rollout.bridge import Bridge
 
 STEP = "slurm://"
@@ -19,7 +19,7 @@ STEP = "slurm://"
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank this process is, and where the ranks meet: `env://`, a file on one machine, or a Slurm step's own."""
+    """Which rank this process is, and where the ranks meet: `env://`, a file on one machine, or a Slurm step."""
 
     rank: int
     world_size: int
@@ -28,7 +28,7 @@ class Place:
 
     @staticmethod
     def joined() -> Place | None:
-        """The place that a launcher (torchrun, srun) gave this process."""
+        """Return the place that a launcher (torchrun, srun) gave this process; None without one."""
         world_size, rank = sizes.joined_world(), sizes.joined_rank()
         if world_size is None or rank is None:
             return None
@@ -36,12 +36,12 @@ class Place:
         return Place(rank, world_size, local_rank, "env://" if "MASTER_ADDR" in os.environ else STEP)
 
     def export(self) -> None:
-        """Libraries (DeepSpeed, W&B) read their place from the environment."""
+        """Put the place into the environment, where libraries (DeepSpeed, W&B) read it."""
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(self.local_rank))
 
 
 def prepare_environment(device: str, threads: int = 1) -> None:
-    """What must stand in the environment before torch and DeepSpeed are imported."""
+    """Set the variables that torch and DeepSpeed read when they are imported."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if device == "cpu":
@@ -56,8 +56,8 @@ def join(
     sampling: int = 0,
     interface: str | None = None,
 ) -> Bridge | None:
-    """Make this process a rank: threads, device, process group. With `sampling` ranks that do nothing else, the last,
-    those that train have a world of their own, and a bridge leads from one to the other."""
+    """Make this process a rank: set threads and device, and open the process group. The last `sampling` ranks only
+    sample; the ranks that train then have a world of their own, and a bridge connects the two."""
     import torch
     import torch.distributed as dist
 
@@ -65,13 +65,13 @@ def join(
 
     timeout = timedelta(seconds=timeout_seconds)
     if device == "cuda":
-        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())  # a site may show each rank its own alone
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())  # a site may show a rank only its own GPU
         backend = "cpu:gloo,cuda:nccl"
     else:
         torch.set_num_threads(threads)
         backend = "gloo"
         if place.init_method.startswith("file://") and os.path.isdir("/sys/class/net/lo"):
-            # One machine: a host name that does not resolve must not keep the ranks apart.
+            # On one machine the ranks connect over loopback, even if the host name does not resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if place.init_method == STEP:
         store: dist.Store = meet(place.rank, place.world_size, timeout_seconds, interface)
@@ -87,10 +87,10 @@ def join(
 
 
 def part() -> None:
-    """Leave the world together. A process that ends with an open one aborts now and then: gloo's threads are still
-    letting go of tensors when the interpreter is gone."""
+    """Leave the world together. A process that exits with an open process group sometimes aborts, because gloo's
+    threads still free tensors after the interpreter is gone."""
     import torch.distributed as dist
 
-    if dist.is_initialized():  # not where a rank only samples
+    if dist.is_initialized():  # a rank that only samples has no process group
         dist.barrier()
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""Hydra's launchers, ours: every job of a sweep is run, or said why not, and the sweep is compared at its end.
+"""Plan the jobs of a sweep. rlexp's launchers run every job, or say why not, and keep the sweep's ledger.
 
-Stock launchers end a sweep at its first failure, write nothing at its end, and give every job the resources of the
-command line. These collect what became of each job, go on, and size each by its own configuration.
+Hydra's own launchers end a sweep at its first failure, record nothing, and give every job the resources of the command
+line. rlexp's go on after a failure, record how each job ended, and size each job by its own configuration.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ SUBDIR = "hydra.sweep.subdir"
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a job is not run: its sizes do not fit together, which a grid may have at its corners; or it is a mistake."""
+    """Why a job is not run: its sizes do not fit together (a grid may have such corners), or it has an error."""
 
     status: str  # skipped, or failed
     reason: str
 
 
 def refusal(error: BaseException) -> Refusal | None:
-    """None for what is no user's mistake, but a defect."""
+    """Return why the job is refused; None where the error is a bug."""
     reason = explain(error)
     if reason is None:
         return None
     links = list(chain(error))
     folders = any(isinstance(link, FolderError) for link in links)
     corner = not folders and any(isinstance(link, ConfigError) for link in links)
-    corner |= "ConfigError raised while resolving" in " ".join(map(str, links))  # OmegaConf keeps the text alone
+    corner |= "ConfigError raised while resolving" in " ".join(map(str, links))  # OmegaConf keeps only the text
     return Refusal("skipped" if corner else "failed", reason)
 
 
 @dataclass
 class Planned:
     job: Job
-    overrides: list[str]  # the job's own, and what it is told of its sweep
-    config: DictConfig  # composed of them
+    overrides: list[str]  # the job's own, then those that the sweep adds
+    config: DictConfig  # composed from the overrides
     refusal: Refusal | None = None
 
 
 class SweepLauncher(Launcher):
-    """What the launchers share: planning, and what is known of each job afterwards."""
+    """What all launchers share: planning the jobs, and recording how each ended."""
 
-    checked_here = True  # the job's machine is this one
+    checked_here = True  # jobs run on this machine, so its hardware is checked
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.hydra_context, self.task_function = config, hydra_context, task_function
@@ -75,7 +75,7 @@ class SweepLauncher(Launcher):
 
     @contextlib.contextmanager
     def nothing_begun(self) -> Iterator[None]:
-        """What is refused meanwhile leaves no folder, though Hydra has made one."""
+        """Remove the folder that Hydra made if the block raises a user error."""
         try:
             yield
         except UserError:
@@ -83,7 +83,7 @@ class SweepLauncher(Launcher):
             raise
 
     def open(self) -> Sweep:
-        """This process's sweep. A launcher is asked once for every batch of jobs, and there is but one sweep."""
+        """Return this process's sweep, opened once. Hydra calls the launcher once for every batch of jobs."""
         where = self.where
         if not _opened or _opened[-1].folder != where:
             where.mkdir(parents=True, exist_ok=True)
@@ -115,12 +115,12 @@ class SweepLauncher(Launcher):
         return composed
 
     def _check(self, planned: Planned) -> str | None:
-        """What its curve depends on, or None with the reason why it cannot be run."""
+        """Return the values that the job's curve depends on; or None, and set the reason why the job cannot run."""
         plain = planned.config.copy()
         with open_dict(plain):
             del plain["hydra"]
         around = HydraConfig.instance().cfg
-        HydraConfig.instance().set_config(planned.config)  # what ${hydra:…} asks
+        HydraConfig.instance().set_config(planned.config)  # for ${hydra:…} in its values
         try:
             cfg = load.from_hydra(plain, here=self.checked_here)
         except Exception as error:
@@ -134,7 +134,7 @@ class SweepLauncher(Launcher):
         return json.dumps([curve_keys(cfg), length], sort_keys=True)
 
     def _told(self, sweep: Sweep, planned: Planned) -> list[str]:
-        """Every job knows its sweep, what varies in it, and its baseline; what the user says of it comes first."""
+        """Return the overrides that the sweep adds: group, name, baseline and axes, unless the user gave them."""
         job, said = planned.job, {override.partition("=")[0].lstrip("+") for override in planned.overrides}
         told = {
             "logger.group": _quoted(sweep.folder.name),
@@ -145,30 +145,30 @@ class SweepLauncher(Launcher):
             told["logger.baseline"] = _quoted(str(sweep.folder / baseline.folder))
         axes = ",".join(f"{key.lstrip('+')}:{_quoted(value)}" for key, value in job.axes.items())
         free = [key for key in told if key not in said and OmegaConf.select(self.config, key) is None]
-        pinned = f"hydra.sweep.subdir={_quoted(job.folder)}"  # which may depend on the overrides, and now has more
+        pinned = f"hydra.sweep.subdir={_quoted(job.folder)}"  # it may depend on the overrides, which have grown
         return [*(f"{key}={told[key]}" for key in free), f"++logger.axes={{{axes}}}", pinned]
 
-    def concluded(self, sweep: Sweep, job: Job, returned: JobReturn) -> None:
-        """Write down how a job ended, and say so where it did not end well."""
+    def record_end(self, sweep: Sweep, job: Job, returned: JobReturn) -> None:
+        """Write how a job ended into the ledger, and print a failure."""
         if returned.status is not JobStatus.FAILED:
             note_own_word(sweep, job)
             return
         self.failed(sweep, job, returned._return_value)
 
     def failed(self, sweep: Sweep, job: Job, error: BaseException) -> None:
-        found = refusal(error) or Refusal("failed", f"{type(error).__name__}: {error}")
-        sweep.note(job, found.status, found.reason)
+        refused = refusal(error) or Refusal("failed", f"{type(error).__name__}: {error}")
+        sweep.note(job, refused.status, refused.reason)
         say_how(job)
 
 
 def note_own_word(sweep: Sweep, job: Job) -> None:
-    """What the run's folder says of how it ended."""
+    """Copy the end of a job from its run's folder into the ledger."""
     run = folder.read(sweep.folder / job.folder)
     sweep.note(job, run.get("status", "failed"), run.get("reason"))
 
 
 def done() -> JobReturn:
-    """What a sweeper is told of every job: nothing that would end the sweep."""
+    """Return what Hydra's sweeper is told of every job: completed, so that the sweep goes on."""
     return JobReturn(status=JobStatus.COMPLETED)
 
 
@@ -177,14 +177,14 @@ def say_how(job: Job) -> None:
 
 
 def swept(config: DictConfig) -> set[str]:
-    """The keys that this command varies, whichever jobs have been seen of it."""
+    """Return the keys that this command varies, also if not all of its jobs are known yet."""
     params = OmegaConf.to_container(config.hydra.sweeper.get("params") or OmegaConf.create(), resolve=True)
     given = [f"{key}={value}" for key, value in cast(dict[str, Any], params).items()]
     parsed = OverridesParser.create().parse_overrides([*given, *config.hydra.overrides.task])
     return {override.get_key_element() for override in parsed if override.is_sweep_override()}
 
 
-_opened: list[Sweep] = []  # by this process
+_opened: list[Sweep] = []  # the sweeps of this process
 
 
 def opened() -> Iterator[Sweep]:
@@ -192,5 +192,5 @@ def opened() -> Iterator[Sweep]:
 
 
 def _quoted(text: str) -> str:
-    """As Hydra's grammar takes any text."""
+    """Quote any text for Hydra's grammar."""
     return QuotedString(text, Quote.single).with_quotes()

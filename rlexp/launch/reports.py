@@ -1,10 +1,9 @@
-"""Why ranks failed, in their own words; which of them was first, and which only followed."""
+"""Why ranks failed, in their own words: which rank failed first, and which failures only followed from it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.errors import UserError
+from rlexp.files import write_text
 from rlexp.launch.whereabouts import last_seen
 
-PATIENCE = 10.0  # seconds for the others to say that they waited too, once one's patience has ended
-LINGER = 2.0  # and where they lost one: who ends first is taken for the cause
-FOLDER = "failed"  # of a run, where ranks report that nobody on their machine listens to
+PATIENCE = 10.0  # seconds for the other ranks to report their time-outs too, once one rank has
+LINGER = 2.0  # seconds that a rank waits which lost another: the first to end is taken for the cause
+FOLDER = "failed"  # of a run: reports of ranks whose launcher is not on their machine
 
-# What a rank reports when another one went away: a consequence, never the cause.
+# Errors that a rank reports when another rank went away: a consequence, never the cause.
 _COLLATERAL = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Connection refused|Socket closed|gloo|NCCL|DistBackendError"
     r"|DistNetworkError|DistStoreError|Timed out waiting",
@@ -29,16 +29,16 @@ _TIMED_OUT = re.compile(r"Timed out waiting|timeout|did not come", re.IGNORECASE
 
 @dataclass(frozen=True)
 class Report:
-    """Why a rank failed. `at` is a clock that the ranks of a run share."""
+    """Why a rank failed. `at` is a time on a clock that the ranks of a run share."""
 
     rank: int
     at: float
     text: str
-    mistake: UserError | None = None  # the user's, as it was raised
-    by_stop: bool = False  # it left since it was asked to, with nothing to save
+    mistake: UserError | None = None  # the user error, as it was raised
+    by_stop: bool = False  # the rank ended because it was asked to, with nothing to save
     log: str | None = None
-    killed: bool = False  # from outside, which another start may not meet
-    task: int | None = None  # Slurm's, whose log it is; under torchrun not the rank
+    killed: bool = False  # from outside, so another start may succeed
+    task: int | None = None  # Slurm's number of the task that wrote the log; under torchrun it is not the rank
 
     @property
     def is_collateral(self) -> bool:
@@ -54,12 +54,12 @@ class Report:
 
 
 def first_of(reports: Sequence[Report]) -> Report:
-    """The first cause: consequences of another rank's end come last."""
+    """Return the first cause. Consequences of another rank's end come last."""
     return min(reports, key=lambda report: (report.is_collateral, report.at))
 
 
 def told(report: Report, run_dir: Path | None) -> str:
-    """As a user should read it."""
+    """Return the report as text for the user."""
     seen = last_seen(run_dir, report.rank) if run_dir is not None else ""
     lines = [f"rank {report.rank} failed: {report.text.rstrip()}"]
     lines += [f"Its log: {report.log}"] if report.log else []
@@ -68,11 +68,11 @@ def told(report: Report, run_dir: Path | None) -> str:
 
 
 def waited_for(reports: Sequence[Report], world_size: int, run_dir: Path | None, log: str = "") -> str | None:
-    """Where the ranks waited for one that never came, and by their time-out say so: which, and what it was doing.
-    `log` is a rank's, with %t in it."""
+    """If ranks timed out waiting for others, say which ranks were missing and what they were doing; else None. `log` is
+    the path of a rank's log, with %t for the rank."""
     if not reports or not (first := first_of(reports)).timed_out:
         return None
-    # One that was stopped goes on once the others are gone, and then says that it lost them.
+    # A missing rank may wake up after the others are gone, and then reports that it lost them.
     ranks = {report.rank for report in reports if report.timed_out or report.at <= first.at + PATIENCE}
     silent = [rank for rank in range(world_size) if rank not in ranks]
     if not silent or run_dir is None:
@@ -91,39 +91,36 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def write(run_dir: Path, start: str, report: Report) -> None:
-    """For whoever looks when the ranks are gone; `start` is this start of the job. A disk that is full has no say."""
+    """Write a rank's report for the process that judges the job. `start` names this start of the job. A full disk is no
+    error."""
     place = run_dir / FOLDER / f"rank{report.rank}.json"
-    temporary = place.with_suffix(f".tmp{os.getpid()}")
     facts = {"start": start, "rank": report.rank, "at": report.at, "text": report.text, "log": report.log,
              "mistake": report.mistake is not None, "by_stop": report.by_stop, "task": report.task,
              "killed": report.killed}  # fmt: skip
     with contextlib.suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(facts), encoding="utf-8")
-        os.replace(temporary, place)
+        write_text(place, json.dumps(facts))
 
 
 def write_verdict(run_dir: Path, job: str | None, told: Mapping[str, Any]) -> None:
-    """What became of a job, where its run's own folder may be another's."""
+    """Write what became of a job, beside run.json, since run.json may belong to another job."""
     with contextlib.suppress(OSError):
         (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-        temporary = run_dir / FOLDER / ".verdict.tmp"
-        temporary.write_text(json.dumps({"job_id": job, **told}), encoding="utf-8")
-        os.replace(temporary, run_dir / FOLDER / "verdict.json")
+        write_text(run_dir / FOLDER / "verdict.json", json.dumps({"job_id": job, **told}))
 
 
 def read_verdict(run_dir: Path, job: str | None) -> dict[str, Any]:
-    """Nothing where it is another job's."""
+    """Return the verdict on this job; empty where the file is another job's."""
     try:
-        found = json.loads((run_dir / FOLDER / "verdict.json").read_text(encoding="utf-8"))
+        verdict = json.loads((run_dir / FOLDER / "verdict.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) and found.get("job_id") == job else {}
+    return verdict if isinstance(verdict, dict) and verdict.get("job_id") == job else {}
 
 
 def read(run_dir: Path, start: str) -> list[Report]:
-    """What the ranks of this start reported."""
-    found = []
+    """Return the reports of this start's ranks."""
+    reports = []
     for place in sorted((run_dir / FOLDER).glob("rank*.json")):
         try:
             facts = json.loads(place.read_text(encoding="utf-8"))
@@ -131,5 +128,5 @@ def read(run_dir: Path, start: str) -> list[Report]:
             continue
         if facts.pop("start", None) == start:
             mistake = UserError(facts["text"]) if facts.pop("mistake") else None
-            found.append(Report(**facts, mistake=mistake))
-    return found
+            reports.append(Report(**facts, mistake=mistake))
+    return reports

@@ -1,8 +1,8 @@
 """How a run is asked to stop, from the launcher's terminal to the rank that finishes its step.
 
-Outside of training a stop ends the process where it is: there is nothing to lose. While training, it is a request: the
-step is finished, the state saved. It is no longer a request when it has been open for longer than its grace, or when
-Ctrl-C comes a second time. Of a job whose time is limited, the clock asks too.
+Outside of training a stop ends the process at once, since nothing would be lost. During training a stop is a request:
+the step is finished and the state saved. The process ends at once when the request is older than its grace, or at a
+second Ctrl-C. In a job with a time limit the clock asks for a stop too.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from dataclasses import dataclass
 
 from rlexp.config.cadence import BEFORE_END
 
-# What asks a run to stop.
+# Signals that ask a run to stop.
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# How a launcher passes that on to its ranks: a terminal or Slurm may signal them too, and that is not a second request.
+# Signals by which a launcher passes a request on to its ranks. A terminal or Slurm may also signal the ranks
+# themselves, and that must not count as a second request.
 PASSED_ON = {asked: signal.SIGRTMIN + 1 + number for number, asked in enumerate(ASKING)}
 END_NOW, PEER_FAILED = signal.SIGRTMIN + 8, signal.SIGRTMIN + 9
 _ALL = {*ASKING, *PASSED_ON.values(), END_NOW, PEER_FAILED}
-LAST = 4.0  # seconds after the grace, for a rank that waits where Python does not hear
-END_TIME = "SLURM_JOB_END_TIME"  # seconds since 1970, of Slurm's or of the batch script
+LAST = 4.0  # seconds after the grace, for a rank in a call that Python cannot interrupt
+END_TIME = "SLURM_JOB_END_TIME"  # seconds since 1970, set by Slurm or by the batch script
 TIME_IS_UP = signal.SIGXCPU
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended in good order."""
+    """How a rank ended, when nothing failed."""
 
     status: str = "finished"  # or "stopped"
     reason: str = "all steps are done"
@@ -39,7 +40,7 @@ class Outcome:
 
 
 class Terminated(BaseException):
-    """A rank is asked to end at once. Not an Exception: nothing but the outermost `finally` may catch it.
+    """A rank must end at once. Not an Exception: only the outermost handler may catch it.
 
     `exit_code` is 128 + the signal that stopped the run, and 1 where another rank failed.
     """
@@ -54,7 +55,7 @@ def stopped_by(signum: int) -> str:
 
 
 def name_of(signum: int) -> str:
-    """Python has no names for real-time signals."""
+    """Return a signal's name, also for real-time signals, which Python does not name."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -62,12 +63,12 @@ def name_of(signum: int) -> str:
 
 
 class _Stops:
-    """The process's, as signals are."""
+    """This process's requests to stop. There is one instance, since signals are per process."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
         self.ended: Terminated | None = None
-        self.grace: float | None = None  # seconds, while a request may be finished in good order
+        self.grace: float | None = None  # seconds; set while a request lets the step finish
         self.watchdog: threading.Timer | None = None
 
     def end(self, signum: int) -> None:
@@ -75,13 +76,13 @@ class _Stops:
         raise self.ended
 
     def ask(self, signum: signal.Signals) -> None:
-        """The first request while training is remembered, every other one ends the process."""
+        """Remember the first request during training. A second SIGINT, or any request outside training, ends it."""
         first, self.asked = self.asked is None, self.asked or signum
         if self.grace is None:
             self.end(signum)
         elif first:
             signal.setitimer(signal.ITIMER_REAL, self.grace)
-            # In a collective that nobody else joins, no handler runs.
+            # No handler runs while the rank waits in a collective that nobody else joins.
             self.watchdog = threading.Timer(self.grace + LAST, os._exit, (128 + signum,))
             self.watchdog.daemon = True
             self.watchdog.start()
@@ -94,8 +95,8 @@ _stops = _Stops()
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Processes started meanwhile hear nothing until `hear_stops`: one that is signalled as it is born would die of
-    it, and a fork server, which a signal to the whole process group reaches too, take all ranks along."""
+    """Block the signals for processes that are started meanwhile, until they call `hear_stops`. Without it a signal
+    would kill a process that has just been forked, or the fork server and with it all ranks."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL)
     try:
         yield
@@ -104,7 +105,7 @@ def held_back() -> Iterator[None]:
 
 
 def hear_stops(*, under_launcher: bool) -> None:
-    """Install the handlers. A rank that a launcher of ours started leaves Ctrl-C to it."""
+    """Install the handlers. A rank that rlexp's own launcher started leaves Ctrl-C to the launcher."""
     for asked in ASKING:
         signal.signal(asked, lambda signum, _frame: _stops.ask(signal.Signals(signum)))
     if under_launcher:
@@ -119,33 +120,33 @@ def hear_stops(*, under_launcher: bool) -> None:
 
 
 def deaf() -> None:
-    """This rank is ending by itself, and will say why."""
+    """Ignore all stops: this rank is ending by itself and is about to report why."""
     for signum in (*ASKING, *PASSED_ON.values(), END_NOW, PEER_FAILED, signal.SIGALRM):
         signal.signal(signum, signal.SIG_IGN)
 
 
 def asked() -> signal.Signals | None:
-    """The request that is open."""
+    """Return the open request, if any."""
     if _stops.asked is None and _stops.grace is not None and time_is_up(_stops.grace):
         _stops.ask(TIME_IS_UP)
     return _stops.asked
 
 
 def time_is_up(grace: float) -> bool:
-    """Whether a step that is begun now might be cut off before its state is saved."""
+    """Whether the job's time limit might interrupt a step begun now before its state is saved."""
     end = os.environ.get(END_TIME, "")
     return end.isdecimal() and time.time() > int(end) - grace - BEFORE_END
 
 
 def heard(error: BaseException) -> BaseException:
-    """What ended this rank: the signal it was ended by, rather than the peer that was ended first and left, or what
-    failed of being broken off (a `finally` of OmegaConf's does)."""
+    """Return what really ended this rank. A signal comes before `error`, which may only follow from it: a peer that
+    left first, or a `finally` block that failed when it was interrupted (OmegaConf has one)."""
     return _stops.ended or error
 
 
 @contextlib.contextmanager
 def finishing_steps(grace: float) -> Iterator[None]:
-    """While this lasts, a stop is a request."""
+    """Inside this block a stop is a request, and the step may finish within `grace` seconds."""
     _stops.grace = grace
     try:
         yield
@@ -157,6 +158,6 @@ def finishing_steps(grace: float) -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Under torchrun, which dies of a signal that it does not handle and leaves its ranks behind."""
+    """End this rank with its parent: torchrun dies of signals that it does not handle, without ending its ranks."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))

@@ -1,5 +1,5 @@
-"""Launchers that hand jobs over and wait: what runs already is not started twice, and each job is judged by its own
-run's folder, not by whether submitit has seen a result."""
+"""Launchers that submit jobs and wait for them. They never start a running job again, and take a job's outcome from
+its run's folder, not from submitit."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from rlexp.launch.slurm.verdict import AGAIN
 from rlexp.launch.stops import Terminated, hear_stops, heard
 from rlexp.launch.sweep import Job, Sweep
 
-SURE = 2  # answers in a row that a job is over: a queue may lose sight of one that is queued again
-REFUSED = "REFUSED"  # the state of a job that ended before it was a run
+SURE = 2  # answers in a row that a job is over, since a queue may miss a job that is being requeued
+REFUSED = "REFUSED"  # state of a job that ended before its run began
 
 
 class Submitting(BaseSubmititLauncher, SweepLauncher):
-    """What waits for a place is in `self.waiting`, what has one in `self.running`, by the id it was given."""
+    """Jobs not yet submitted are in `self.waiting`; submitted jobs are in `self.running`, by their cluster id."""
 
     checked_here = False
 
@@ -52,41 +52,41 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
             raise
         return [done() for _ in jobs]
 
-    # What a kind of cluster knows:
+    # Implemented for each kind of cluster:
 
     def prepare(self, jobs: Sequence[Planned]) -> None:
-        """Refuse what could never run."""
+        """Refuse jobs that the cluster could never run."""
 
     def room(self) -> int:
-        """How many more jobs may be handed over now."""
+        """Return how many more jobs may be submitted now."""
         raise NotImplementedError
 
     def submit(self, sweep: Sweep, jobs: Sequence[Planned]) -> dict[str, Planned]:
         raise NotImplementedError
 
     def look(self, jobs: Sequence[str]) -> Mapping[str, Known]:
-        """What is known of jobs that were handed over. May raise Silent."""
+        """Return what the cluster knows of submitted jobs. May raise Silent."""
         raise NotImplementedError
 
     def recall(self, job: str) -> Known | None:
-        """What is known of a job that is over."""
+        """Return what the cluster knows of a job that is over."""
         raise NotImplementedError
 
     def recover(self, planned: Planned) -> str | None:
-        """The id of a job that an earlier launcher may have handed over without writing that down."""
+        """Return the id of a job that an earlier launcher submitted but could not record; None if there is none."""
         raise NotImplementedError
 
     def withdraw(self, job: str) -> None:
-        """End a job that waits, and would for ever."""
+        """Cancel a job that would wait for ever."""
         raise NotImplementedError
 
     def left_behind(self, jobs: Sequence[str]) -> str:
         raise NotImplementedError
 
-    # What they share:
+    # Shared:
 
     def _adopt(self, sweep: Sweep) -> None:
-        """A launcher was killed, and the sweep is taken up again: its jobs may live on."""
+        """Adopt jobs of an earlier launcher that are still alive."""
         ids = {job_id: planned for planned in self.waiting if (job_id := planned.job.job_id or self.recover(planned))}
         known: dict[str, Known] = {}
         for _ in range(SURE if ids else 0):
@@ -102,8 +102,8 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
                 sys.stderr.write(f"{sweep.name}: {planned.job.label} is running already, as job {job_id}\n")
 
     def _run(self, sweep: Sweep) -> None:
-        self.gone: dict[str, int] = {}  # how often in a row each was not there
-        self.barred: dict[str, int] = {}  # and was kept waiting for what it asks
+        self.gone: dict[str, int] = {}  # answers in a row without the job
+        self.barred: dict[str, int] = {}  # answers in a row by which it may never start
         self.warned: set[str] = set()
         while self.waiting or self.running:
             if self.waiting and (room := self.room()) > 0:
@@ -114,7 +114,7 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
                 self._see(sweep)
 
     def _see(self, sweep: Sweep) -> None:
-        """Nothing follows from no answer: the jobs are where they were."""
+        """Look at the submitted jobs once and record those that are over. No answer changes nothing."""
         try:
             known = self.look([*self.running])
         except Silent as error:
@@ -123,26 +123,26 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
         for job_id, planned in [*self.running.items()]:
             told = known.get(job_id)
             if told is not None and told.hopeless:
-                self._warn(f"{planned.job.label} waits as job {job_id}, and will for ever: {told.reason}")
+                self._warn(f"{planned.job.label} waits as job {job_id} and cannot start: {told.reason}")
             self.barred[job_id] = self.barred.get(job_id, 0) + 1 if told is not None and told.forbidden else 0
             if told is not None and self.barred[job_id] >= SURE:
                 del self.running[job_id]
                 self.withdraw(job_id)
-                refused = f"Slurm took it as job {job_id}, and would never have started it: {told.reason}"
-                self._concluded(sweep, planned, Known(job_id, REFUSED, refused))
+                refused = f"Slurm queued it as job {job_id}, but would never start it: {told.reason}"
+                self._record_end(sweep, planned, Known(job_id, REFUSED, refused))
                 continue
             self.gone[job_id] = 0 if told is not None and told.alive else self.gone.get(job_id, 0) + 1
             if self.gone[job_id] >= SURE:
                 del self.running[job_id]
-                self._concluded(sweep, planned, self.recall(job_id) or told)
+                self._record_end(sweep, planned, self.recall(job_id) or told)
 
     def _warn(self, text: str) -> None:
         if text not in self.warned:
             self.warned.add(text)
             sys.stderr.write(f"rlexp: {text}\n")
 
-    def _concluded(self, sweep: Sweep, planned: Planned, known: Known | None) -> None:
-        """What the run's own folder says comes first: a cluster knows an exit code, the run its reason."""
+    def _record_end(self, sweep: Sweep, planned: Planned, known: Known | None) -> None:
+        """Write how a job ended into the ledger. The run's own folder comes first: Slurm knows only an exit code."""
         job, where = planned.job, sweep.folder / planned.job.folder
         verdict = read_verdict(where, job.job_id)
         run = folder.read(where) if not verdict or queued_again(verdict) else verdict
@@ -156,20 +156,20 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
             status, reason = self._without_a_word(job, known, begun=bool(run))
             sweep.note(job, status, reason)
             if run:  # else it says for ever that it runs, or will again
-                folder.conclude(where, status=status, reason=reason)
+                folder.record_end(where, status=status, reason=reason)
         if job.status != "finished":
             say_how(job)
 
     def _without_a_word(self, job: Job, known: Known | None, *, begun: bool) -> tuple[str, str]:
-        """What is known of a job that could not say how it ended."""
+        """Return status and reason of a job whose run recorded no end."""
         if known is not None and known.state == "CANCELLED":
             return "stopped", f"job {job.job_id} was cancelled{'' if begun else ' before it had begun'}"
         if known is None and not begun and not Path(self.log_of(job)).exists():
-            # Of a task that was cancelled while its array waited Slurm keeps no record at all.
-            return "stopped", f"job {job.job_id} was cancelled before it had begun, and Slurm knows no more of it"
-        state = "nobody knows of it any more" if known is None else f"its state is {known.state}"
+            # Slurm keeps no record of a task that was cancelled while its array waited.
+            return "stopped", f"job {job.job_id} was cancelled before it had begun, and Slurm has no record of it"
+        state = "Slurm has no record of it" if known is None else f"its state is {known.state}"
         why = f" ({known.reason})" if known is not None and known.reason else ""
-        ended = f"job {job.job_id} ended without a word of the run's: {state}{why}"
+        ended = f"job {job.job_id} ended, and its run recorded no reason: {state}{why}"
         return "failed", f"{ended}\nIts log: {self.log_of(job)}"
 
     def log_of(self, job: Job) -> str:
@@ -178,13 +178,13 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
         return str(submitit.core.utils.JobPaths(self.params["submitit_folder"], job_id=job.job_id, task_id=0).stderr)
 
     def arguments(self, planned: Planned) -> tuple[Any, ...]:
-        """Of `__call__`, in the job."""
+        """Return the arguments with which the job calls `__call__`."""
         job, state = planned.job, Singleton.get_state()
         return planned.overrides, "hydra.sweep.dir", job.number, f"job {job.number}", state
 
     def __call__(self, *args: Any) -> None:
-        """In the job, on every rank. submitit's handlers would have the job queued again behind the ranks' backs, and
-        its process would end with 0 whatever Hydra caught."""
+        """Run the job on every rank. This replaces submitit's signal handlers, which would requeue the job while its
+        ranks run, and raises the error that Hydra caught, so that the process does not exit with 0."""
         hear_stops(under_launcher=False)
         try:
             returned = super().__call__(*args)
@@ -199,7 +199,7 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
 
 
 def queued_again(run: Mapping[str, Any]) -> bool:
-    """What the end of a start says that another follows."""
+    """Whether the end of this start says that Slurm starts the job again."""
     return run.get("status") == "stopped" and str(run.get("reason")).endswith(AGAIN)
 
 
@@ -210,14 +210,14 @@ def refuse(sweep: Sweep, planned: Planned) -> None:
 
 
 def resources(planned: Planned) -> dict[str, Any]:
-    """What a job asks of the cluster, by its own configuration."""
+    """Return the resources that a job asks of the cluster, from its own configuration."""
     params = OmegaConf.to_container(planned.config.hydra.launcher, resolve=True)
     assert isinstance(params, dict)
     return {str(key): value for key, value in params.items()}
 
 
 def finished(sweep: Sweep, job: Job) -> bool:
-    """Taken up again: what is done need not wait in a queue to find that out."""
+    """Whether the job's run is already finished. A finished job is recorded, and not submitted again."""
     run = folder.read(sweep.folder / job.folder)
     if run.get("status") != "finished":
         return False

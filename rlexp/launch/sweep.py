@@ -1,4 +1,4 @@
-"""A sweep's folder: `sweep.json`, which jobs there are, what varies among them, and how each ended."""
+"""A sweep's ledger, `sweep.json`: its jobs, what varies among them, and how each ended."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.errors import ConfigError
+from rlexp.files import write_text
 
 FILE = "sweep.json"
 
@@ -20,14 +21,14 @@ FILE = "sweep.json"
 @dataclass
 class Job:
     number: int
-    folder: str  # beneath the sweep's
+    folder: str  # inside the sweep's folder
     overrides: list[str]
-    axes: dict[str, str] = field(default_factory=dict)  # what varies in the sweep, and this job's values
-    baseline: int | None = None  # the job that this one is held against
-    status: str = "waiting"  # running, finished, failed, stopped, or skipped: it cannot be run
+    axes: dict[str, str] = field(default_factory=dict)  # the keys that vary in the sweep, with this job's values
+    baseline: int | None = None  # number of the job that this one is compared with
+    status: str = "waiting"  # or running, finished, failed, stopped, skipped (cannot be run)
     reason: str | None = None
-    job_id: str | None = None  # the cluster's, once it was handed over
-    token: str | None = None  # by which the cluster's queue knows it, should its id not have been written down
+    job_id: str | None = None  # the cluster's id, once the job was submitted
+    token: str | None = None  # finds the job in the cluster's queue if its id was not written down
 
     @property
     def label(self) -> str:
@@ -42,7 +43,7 @@ def short(key: str, value: str) -> str:
 
 
 def axes_of(overrides: Iterable[Sequence[str]]) -> list[str]:
-    """The keys whose values differ among the jobs, in the order in which they are given."""
+    """Return the keys whose values differ among the jobs, in the order in which they are given."""
     values: dict[str, set[str]] = {}
     jobs = [_split(each) for each in overrides]
     for job in jobs:
@@ -56,24 +57,24 @@ def _split(overrides: Sequence[str]) -> dict[str, str]:
 
 
 class Sweep:
-    """The jobs so far. Opened by the launcher that runs them; read by whoever looks at the folder."""
+    """The jobs so far. The launcher that runs them writes the ledger; `compare` and `status` read it."""
 
     def __init__(self, folder: Path, name: str, *, kept: bool = True) -> None:
         self.folder, self.name, self.kept = folder, name, kept
         self.jobs: list[Job] = []
-        self.swept: set[str] = set()  # keys that are known to vary
-        self.families: dict[str, int] = {}  # what a curve depends on, and the first job of each
-        self.begun = False  # its ledger is ours
+        self.swept: set[str] = set()  # keys that the command varies
+        self.families: dict[str, int] = {}  # the keys that a curve depends on → the first job with these values
+        self.begun = False  # this process has written the ledger
         self._before = {job.number: job for job in read(folder)}
 
     def add(self, number: int, folder: str, overrides: Sequence[str]) -> Job:
-        """A job, or what a sweep that was interrupted knows of it."""
+        """Add a job, with its id and token where an interrupted sweep already submitted it."""
         known = self._before.get(number)
         if known is not None and known.overrides != list(overrides):
             raise ConfigError(
                 f"hydra.sweep.dir={self.folder}: holds another sweep (its job {number} is "
-                f"{' '.join(known.overrides)}, and would be {' '.join(overrides)}). Give another folder, or take up "
-                f"that one by its own command."
+                f"{' '.join(known.overrides)}, and would be {' '.join(overrides)}). Give another folder, or resume "
+                f"that sweep by its own command."
             )
         same = next((each for each in self.jobs if each.folder == folder), None)
         if same is not None or (self.folder / folder).resolve() == self.folder.resolve():
@@ -99,7 +100,7 @@ class Sweep:
         return [key for key in dict.fromkeys(key for job in jobs for key in _split(job)) if key in differ]
 
     def _all(self) -> list[Job]:
-        """With those of an earlier process that this one has not come to yet."""
+        """Return all jobs, with those of an earlier process that this one has not reached yet."""
         numbers = {job.number for job in self.jobs}
         others = [job for number, job in self._before.items() if number not in numbers]
         return sorted([*self.jobs, *others], key=lambda job: job.number)
@@ -109,7 +110,7 @@ class Sweep:
         self.write()
 
     def write(self) -> None:
-        if not self.kept:  # a dry run's
+        if not self.kept:  # a dry run
             return
         self.begun = True
         text = {
@@ -120,16 +121,14 @@ class Sweep:
             "axes": self.axes(),
             "jobs": [dataclasses.asdict(job) | {"label": job.label} for job in self._all()],
         }
-        temporary = self.folder / f".{FILE}.tmp"
         try:
-            temporary.write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
-            os.replace(temporary, self.folder / FILE)
-        except OSError as error:  # a full disk must not end the other jobs; the last word is still read
+            write_text(self.folder / FILE, json.dumps(text, indent=2) + "\n")
+        except OSError as error:  # a full disk must not end the other jobs; the file keeps its earlier content
             sys.stderr.write(f"rlexp: {self.folder / FILE} could not be written ({error.strerror}).\n")
 
 
 def read(folder: Path) -> list[Job]:
-    """The jobs of the sweep that stands in a folder; none where there is none."""
+    """Return the jobs of the sweep in a folder; empty where there is no sweep."""
     jobs = plain(folder).get("jobs", [])
     try:
         return [Job(**{key: value for key, value in job.items() if key != "label"}) for job in jobs]
@@ -139,12 +138,12 @@ def read(folder: Path) -> list[Job]:
 
 def plain(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        ledger = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise _no_ledger(folder, error) from None
-    return found if isinstance(found, dict) else {}
+    return ledger if isinstance(ledger, dict) else {}
 
 
 def _no_ledger(folder: Path, error: Exception) -> ConfigError:

@@ -1,7 +1,7 @@
-"""What every rank of a run is doing, where no death can hide it: `memory.jsonl`, a line of fixed width per rank.
+"""What every rank of a run is doing, readable after it was killed: `memory.jsonl`, a line of fixed width per rank.
 
-A rank that is killed for its memory has no last word. So each writes its step, its phase and its peaks so far as it
-goes, into the place that is its own.
+A rank that is killed for its memory cannot report. So each rank writes its step, its phase and its memory peaks as it
+goes, always into its own line.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-WIDTH = 512  # bytes of a line, with its end
+WIDTH = 512  # bytes of a line, with its newline
 FILE = "memory.jsonl"
-BETWEEN = "between steps"  # the phase
+BETWEEN = "between steps"  # the phase after a step
 
 
 class Whereabouts:
-    """One rank's line. A disk that is full, or gone, ends no training."""
+    """One rank's line. A full or missing disk does not end training."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._file = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -34,13 +34,13 @@ class Whereabouts:
 
 
 def begin(run_dir: Path) -> None:
-    """Before the ranks start: what an earlier world wrote is not this one's."""
+    """Remove the lines of an earlier world, before the ranks start."""
     (run_dir / FILE).unlink(missing_ok=True)
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines that are there, by rank."""
-    found = []
+    """Return the lines that ranks have written, in the order of the ranks."""
+    lines = []
     try:
         text = (run_dir / FILE).read_bytes()
     except OSError:
@@ -51,17 +51,17 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
         except ValueError:  # a rank that has not written yet
             continue
         if isinstance(line, dict) and {"rank", "step", "phase", "peaks"} <= line.keys():
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
 
 
 def deaths(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of ranks that could not allocate, and lived to say so."""
+    """Return the lines of ranks that failed to allocate memory and could still report it."""
     return [line for line in read(run_dir) if "died" in line]
 
 
 def last_seen(run_dir: Path, rank: int) -> str:
-    """`in step 3, in its forward phase`, or nothing where the rank had not begun."""
+    """Return where a rank was, as `in step 3, in its forward phase`; empty if it had not begun."""
     return next((seen(line) for line in read(run_dir) if line["rank"] == rank), "")
 
 

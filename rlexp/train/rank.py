@@ -12,9 +12,10 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from rlexp import __version__
-from rlexp.checkpoint.folder import METRICS, latest_first, sync
+from rlexp.checkpoint.folder import METRICS, latest_first
 from rlexp.config.schema import Config, LoggerName, Precision
 from rlexp.errors import NonFiniteError
+from rlexp.files import sync
 from rlexp.launch import folder
 from rlexp.launch.place import part
 from rlexp.launch.stops import Outcome, finishing_steps, stopped_by

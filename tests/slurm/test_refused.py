@@ -30,7 +30,7 @@ REFUSED = {
     "time": (("hydra.launcher.partition=high", "launch.time_limit=2h"),
              r"launch\.time_limit: 7200 s are more than partition high allows \(3600 s\)"),
     "account": (("hydra.launcher.partition=high", "hydra.launcher.account=nobody", "launch.time_limit=30m"),
-                r"would never have started it: Job's account not permitted to use this partition"),
+                r"would never start it: Job's account not permitted to use this partition"),
     "sbatch": (("hydra.launcher.constraint=fast",), r"Slurm did not take it: .*Invalid feature specification"),
 }  # fmt: skip
 
@@ -99,7 +99,7 @@ def test_what_others_do_to_the_jobs_of_a_sweep(lab: Lab, tmp_path: Path) -> None
 
         lab.run("scontrol", "hold", held)
         lab.run("scancel", waiting)
-        wait_for(lambda: f"max_steps=4 waits as job {held}, and will for ever: JobHeld" in sweep.said, 60, sweep.told)
+        wait_for(lambda: f"max_steps=4 waits as job {held} and cannot start: JobHeld" in sweep.said, 60, sweep.told)
         cancelled = f"max_steps=3 is stopped: job {waiting} was cancelled before it had begun"
         wait_for(lambda: cancelled in sweep.said, 60, sweep.told)
 

@@ -45,18 +45,18 @@ def gather(code: int, where: Path, retries: int, log: str, srun: str | None = No
     killed = [task.rank for task in went if task.how == "Killed" and task.rank is not None]
     begun = run.get("start") == start_of_job()  # else it is an earlier start's word
     return Facts(
-        code,
-        run.get("status") if begun or (code == 0 and run.get("status") == "finished") else None,
-        run.get("reason") if begun else None,
-        reports.read(where, start_of_job()),
-        went,
-        traces.out_of_memory(text),
-        max(int(os.environ.get("SLURM_NTASKS", "1")), run.get("sizes", {}).get("world_size", 1)),
-        step_of(newest[0]) if newest else 0,
-        [each for each in run.get("requeues", []) if each["job"] == os.environ.get("SLURM_JOB_ID")],
-        retries,
-        where,
-        log,
+        code=code,
+        status=run.get("status") if begun or (code == 0 and run.get("status") == "finished") else None,
+        reason=run.get("reason") if begun else None,
+        reports=reports.read(where, start_of_job()),
+        gone=went,
+        out_of_memory=traces.out_of_memory(text),
+        world_size=max(int(os.environ.get("SLURM_NTASKS", "1")), run.get("sizes", {}).get("world_size", 1)),
+        step=step_of(newest[0]) if newest else 0,
+        requeues=[each for each in run.get("requeues", []) if each["job"] == os.environ.get("SLURM_JOB_ID")],
+        retries=retries,
+        run_dir=where,
+        log=log,
         node_failed=traces.node_failed(text),
         node_silent=traces.node_silent(text),
         over_limit=[rank for rank in killed if traces.over_limit(log.replace("%t", str(rank)))],
@@ -98,8 +98,8 @@ def _moment(text: str) -> float | None:
         return None
 
 
-def conclude(facts: Facts, where: Path) -> Verdict:
-    """Judge, and write it down; a run that had not begun has now failed, or will begin."""
+def judge_and_record(facts: Facts, where: Path) -> Verdict:
+    """Judge the job and write the verdict into its run's folder, also if the run had not begun."""
     if ambiguous(facts):
         silent = silent_ranks(facts)
         last_seen = max((line["at"] for line in whereabouts.read(where) if line["rank"] in silent), default=0.0)
@@ -111,7 +111,7 @@ def conclude(facts: Facts, where: Path) -> Verdict:
         told["requeues"] = [*folder.read(where).get("requeues", []), again]
     reports.write_verdict(where, job_id(), told)
     if is_ours(where):
-        folder.conclude(where, **told)
+        folder.record_end(where, **told)
     return verdict
 
 
@@ -135,9 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.run_dir is None:
         parser.error("--run-dir is not given, and RLEXP_RUN_DIR is not set")
-    verdict = conclude(
-        gather(given.code, given.run_dir, given.retries, given.log, given.srun, given.torchrun), given.run_dir
-    )
+    facts = gather(given.code, given.run_dir, given.retries, given.log, srun=given.srun, torchrun=given.torchrun)
+    verdict = judge_and_record(facts, given.run_dir)
     sys.stderr.write(f"rlexp: {verdict.status}: {verdict.reason}\n")
     if verdict.requeue:
         sys.stdout.write("requeue\n")

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from rlexp.config.launchers import SlurmJobs
 from rlexp.errors import ConfigError
+from rlexp.files import replacing
 from rlexp.launch import folder
 from rlexp.launch.planning import Planned, Refusal, done
 from rlexp.launch.slurm import keys, queue
@@ -136,9 +137,8 @@ class SlurmLauncher(Submitting):
         place = Path(JobPaths(self.params["submitit_folder"], job_id=job).submitted_pickle)
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
-            temporary = place.with_suffix(".tmp")
-            DelayedSubmission(self, *self.arguments(planned)).dump(temporary)
-            temporary.replace(place)
+            with replacing(place) as temporary:
+                DelayedSubmission(self, *self.arguments(planned)).dump(temporary)
 
     def withdraw(self, job: str) -> None:
         with contextlib.suppress(queue.Silent):  # the user is told in any case

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlexp.errors import ConfigError, UserError
+from rlexp.files import write_text
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -60,7 +61,8 @@ def meet(rank: int, world_size: int, timeout: float, interface: str | None) -> T
     if rank == 0:
         host = address_of(interface) if interface else os.environ.get("SLURMD_NODENAME", socket.gethostname())
         store = TCPStore(_resolved(host), 0, world_size, True, patience, wait_for_workers=False)
-        _say(place, f"{host} {store.port}")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_text(place, f"{host} {store.port}")
     else:
         host, port = _hear(place, timeout).split()
         store = TCPStore(_resolved(host), int(port), world_size, False, patience, wait_for_workers=False)
@@ -138,13 +140,6 @@ def _resolved(host: str) -> str:
             f"{host}: rank 0's node has a name that does not resolve here. Give the interface that the nodes share: "
             f"launch.interface=NAME (`ip address` lists them)."
         ) from None
-
-
-def _say(place: Path, text: str) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = place.with_name(f"{place.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, place)
 
 
 def _hear(place: Path, timeout: float) -> str:

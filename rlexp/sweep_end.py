@@ -1,4 +1,4 @@
-"""The end of a sweep: its comparison, printed and written, and an exit code that says whether every job did well."""
+"""The end of a sweep: compare its runs, and return an exit code that says whether every job went well."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from rlexp.launch.planning import opened
 from rlexp.launch.sweep import Job, Sweep
 
 
-def conclude(exit_code: int) -> int:
-    """After the sweep that this process ran, however it ended; `exit_code` is what it ended with."""
-    for sweep in filter(lambda sweep: sweep.begun, opened()):
-        exit_code = _conclude(sweep, exit_code)
+def end_sweeps(exit_code: int) -> int:
+    """End each sweep that this process began. `exit_code` is what the sweep's own command returned."""
+    for sweep in opened():
+        if sweep.begun:
+            exit_code = _end(sweep, exit_code)
     return exit_code
 
 
-def _conclude(sweep: Sweep, exit_code: int) -> int:
-    from rlexp.compare.__main__ import main as compare  # here, since a single run does without
+def _end(sweep: Sweep, exit_code: int) -> int:
+    from rlexp.compare.__main__ import main as compare  # here, since a single run does not need it
 
     unfinished = [job for job in sweep.jobs if job.status not in ("finished", "skipped")]
     finished = [job for job in sweep.jobs if job.status == "finished"]
@@ -31,5 +32,5 @@ def _conclude(sweep: Sweep, exit_code: int) -> int:
 
 
 def _as_asked(job: Job) -> bool:
-    """It was to end where it did."""
+    """Whether the job stopped where its configuration told it to."""
     return str(job.reason).startswith("train.stop_after=")
