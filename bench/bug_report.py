@@ -9,7 +9,6 @@ ring 8 with micro-batch 8. "What others log" is the value that rank 0 has in han
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 
 import matplotlib
@@ -66,17 +65,18 @@ def draw_rank(place: Place, configs: list[Config]) -> tuple[list[np.ndarray], li
     """The curve that is logged, and the one of rank 0's last micro-batch, for each configuration."""
     from rlexp.launch.place import join
     from rlexp.train.build import build
+    from rlexp.train.pair_task import PairTask
     from rlexp.train.step import train_step
 
     join(place, "cpu", configs[0].launch.timeout_seconds)
     logged, elsewhere = [], []
     for cfg in configs:
-        run = build(cfg)
-        loss = Listening(run.loss)
-        run = dataclasses.replace(run, loss=loss)
+        task = build(cfg)
+        assert isinstance(task, PairTask)
+        loss = task.loss = Listening(task.loss)
         curve = []
-        for batch in run.sampler.batches(1, run.total_steps):
-            curve.append((train_step(run, batch)["train/loss"], loss.last))
+        for step in range(1, task.run.total_steps + 1):
+            curve.append((train_step(task, step)["train/loss"], loss.last))
         logged.append(np.array([each[0] for each in curve]))
         elsewhere.append(np.array([each[1] for each in curve]))
     return logged, elsewhere

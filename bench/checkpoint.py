@@ -51,8 +51,10 @@ from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, join, prepare_environment
 from rlexp.model.policy import Policy
 from rlexp.ring.groups import World
-from rlexp.train.build import Run, build
+from rlexp.train.build import build
+from rlexp.train.run import Run
 from rlexp.train.step import train_step
+from rlexp.train.task import Task
 from rlexp.types import Shard, TokenLogps
 
 TIMEOUT = 400.0  # seconds that any one start of ranks, or any one process, may take
@@ -233,8 +235,9 @@ def best(values: Iterable[float]) -> float:
 def save_rank(place: Place, cfg: Config, work: str) -> Saved | None:
     """The ways of saving in turn, so that all meet the same disk."""
     join_world(place, cfg)
-    run = build(cfg)
-    train_step(run, run.sampler.batch(1))  # moments that are no pages of zeros
+    task = build(cfg)
+    run = task.run
+    train_step(task, 1)  # moments that are no pages of zeros
     bench = SaveBench(run, Path(work))
     bench.wait_until_prepared()
     memcpy = slowest([bench.memcpy()])[0]
@@ -456,14 +459,14 @@ def ratio(size: Steps, name: str) -> str:
 
 def step_rank(place: Place, configs: dict[str, Config], repeats: int) -> Steps | None:
     join_world(place, next(iter(configs.values())))
-    runs = {DDP: with_ddp(configs["torch"])} | {name: build(cfg) for name, cfg in configs.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    tasks = {DDP: with_ddp(configs["torch"])} | {name: build(cfg) for name, cfg in configs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
     for turn in range(1, WARM_UP + repeats + 1):
         losses = {}
-        for name in rotated(list(runs), turn):
+        for name in rotated(list(tasks), turn):
             dist.barrier()
             began = time.perf_counter()
-            losses[name] = train_step(runs[name], runs[name].sampler.batch(turn))["train/loss"]
+            losses[name] = train_step(tasks[name], turn)["train/loss"]
             taken = slowest([time.perf_counter() - began])[0]
             if turn > WARM_UP:
                 seconds[name].append(taken)
@@ -471,13 +474,14 @@ def step_rank(place: Place, configs: dict[str, Config], repeats: int) -> Steps |
         if not apart < AGREE:
             raise RuntimeError(f"step {turn}: the engines' losses differ by {apart:.1e}: {losses}")
     dist.barrier()
-    return Steps(runs[DDP].parameters, seconds) if place.rank == 0 else None
+    return Steps(tasks[DDP].run.parameters, seconds) if place.rank == 0 else None
 
 
-def with_ddp(cfg: Config) -> Run:
-    run = build(cfg)
-    engine = DDPEngine(run.engine.policy, cfg.optim, run.world, torch.float32, cfg.train.grad_acc)
-    return dataclasses.replace(run, engine=engine)
+def with_ddp(cfg: Config) -> Task:
+    task = build(cfg)
+    engine = DDPEngine(task.run.engine.policy, cfg.optim, task.run.world, torch.float32, cfg.train.grad_acc)
+    task.run = dataclasses.replace(task.run, engine=engine)
+    return task
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:

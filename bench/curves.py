@@ -18,7 +18,8 @@ from rlexp.types import Floats, MetricRow
 
 if TYPE_CHECKING:
     from rlexp.rollout.bridge import Bridge
-    from rlexp.train.build import Run
+    from rlexp.train.rollouts import Rollouts
+    from rlexp.train.task import Task
 
 # A loss that draws its own samples logs this beside the whole. It is a sum of advantages of both signs, which vanishes
 # in the mean: what is left of it may be rounding alone (1e-18 where advantages are whitened), and a difference relative
@@ -82,45 +83,40 @@ def _draw_one(config: Config, bridge: Bridge | None) -> Curve | None:
     if bridge is not None and bridge.samples:
         sample_for(config, bridge)
         return None
-    run = build(config, bridge=bridge)
-    kept = _Kept(run)
+    task = build(config, bridge=bridge)
+    kept = _Kept(task)
     try:
-        train_loop(run, Sinks([kept]))
-        if run.rollouts is not None:
-            run.rollouts.finish()
+        train_loop(task, Sinks([kept]))
+        task.finish()
     finally:
-        if run.rollouts is not None:
-            run.rollouts.close()
-    weights = {name: weight.double().cpu().numpy() for name, weight in run.engine.weights()}
+        task.close()
+    weights = {name: weight.double().cpu().numpy() for name, weight in task.run.engine.weights()}
     return Curve(kept.rows, weights, kept.samples, kept.drawn)
 
 
 class _Kept(Sink):
     """A sink that keeps the rows, and the samples that they are of. Every rank has one."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, task: Task) -> None:
+        self._task = task
         self.rows: list[MetricRow] = []
         self.samples: list[tuple[int, ...]] = []
         self.drawn: list[list[Drawn]] = []
 
     def log(self, row: MetricRow) -> None:
         self.rows.append(row)
-        step, rollouts = int(row["step"]), self._run.rollouts
-        if rollouts is None:
-            self.samples.append(self._run.sampler.batch(step).indices)
-            return
-        self.samples.append(rollouts.batch(step).indices)
-        if len(self.drawn) <= rollouts.number:
-            self.drawn.append(drawn_of(self._run))
+        from rlexp.train.rollout_task import RolloutTask
+
+        task = self._task
+        self.samples.append(task.batch(int(row["step"])).indices)
+        if isinstance(task, RolloutTask) and len(self.drawn) <= task.rollouts.number:
+            self.drawn.append(drawn_of(task.rollouts))
 
 
-def drawn_of(run: Run) -> list[Drawn]:
+def drawn_of(rollouts: Rollouts) -> list[Drawn]:
     """The samples of the rollout that is held, of all ranks. A collective call."""
     from rlexp.rollout.experience import fetch
 
-    rollouts = run.rollouts
-    assert rollouts is not None
     found = []
     for sample in fetch(rollouts.mine, range(rollouts.size), rollouts.host):
         assert sample.advantages is not None

@@ -141,11 +141,11 @@ def gradients_rank(place: Place, configs: Sequence[Config]) -> list[Gradients] |
     join(place, "cpu", 300.0)
     found = []
     for config in configs:
-        run = build(config)
-        spy = SpyEngine(run.engine)
-        run = dataclasses.replace(run, engine=spy)
-        for batch in run.sampler.batches(1, 2):
-            train_step(run, batch)
+        task = build(config)
+        spy = SpyEngine(task.run.engine)
+        task.run = dataclasses.replace(task.run, engine=spy)
+        for step in (1, 2):
+            train_step(task, step)
         found.append([{name: grad.numpy() for name, grad in kept.items()} for kept in spy.kept])
     return found if place.rank == 0 else None
 

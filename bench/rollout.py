@@ -46,7 +46,9 @@ from rlexp.ring.groups import Ring, World
 from rlexp.rollout.colocated import Colocated
 from rlexp.rollout.deal import Request, deal, micro_batches
 from rlexp.rollout.sampling import PREFILL, Drawer
-from rlexp.train.build import Run, build
+from rlexp.train.build import build
+from rlexp.train.rollout_task import RolloutTask
+from rlexp.train.run import Run
 from rlexp.types import Prompt, Sample
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
@@ -85,14 +87,18 @@ def sized(ranks: int, prompts: int, n_samples: int, length: int, *overrides: str
     )  # fmt: skip
 
 
-def prompts_of(run: Run) -> list[Prompt]:
-    assert run.rollouts is not None
-    return [run.rollouts.prompts[index] for index in run.sampler.batch(1).indices]
+def task_of(cfg: Config) -> RolloutTask:
+    task = build(cfg)
+    assert isinstance(task, RolloutTask)
+    return task
 
 
-def drawer_of(run: Run) -> Drawer:
-    assert run.rollouts is not None
-    source = run.rollouts.source
+def prompts_of(task: RolloutTask) -> list[Prompt]:
+    return [task.rollouts.prompts[index] for index in task.sampler.batch(1).indices]
+
+
+def drawer_of(task: RolloutTask) -> Drawer:
+    source = task.rollouts.source
     assert isinstance(source, Colocated)
     assert isinstance(source._drawer, Drawer)
     return source._drawer
@@ -135,11 +141,10 @@ def memory() -> str:
 def memory_rank(place: Place, cfg: Config) -> Peaks:
     give_back_at_once()
     join_world(place, cfg)
-    run = build(cfg)
-    assert run.rollouts is not None
-    rollouts, prompts = run.rollouts, prompts_of(run)
+    task = task_of(cfg)
+    run, rollouts, prompts = task.run, task.rollouts, prompts_of(task)
     short = [Prompt(prompt.index, prompt.tokens[:8], "", None, "") for prompt in prompts[:1]]
-    warm = [sample for part in drawer_of(run).draw([[Request(0, short[0], 0)]], 0) for sample in part]
+    warm = [sample for part in drawer_of(task).draw([[Request(0, short[0], 0)]], 0) for sample in part]
     rollouts.scorer.score(warm)
     mine: list[Sample] = []
 
@@ -221,8 +226,8 @@ def ranks() -> str:
 
 def ranks_rank(place: Place, cfgs: dict[str, Config]) -> dict[str, list[Turn]]:
     join_world(place, next(iter(cfgs.values())))
-    runs = {name: build(cfg) for name, cfg in cfgs.items()}
-    ways = {ALONE: alone_of(runs["torch"], place.rank)} | {name: ring_of(run) for name, run in runs.items()}
+    tasks = {name: task_of(cfg) for name, cfg in cfgs.items()}
+    ways = {ALONE: alone_of(tasks["torch"], place.rank)} | {name: ring_of(task) for name, task in tasks.items()}
     found: dict[str, list[Turn]] = {name: [] for name in ways}
     for turn in range(TURNS + 1):
         names = list(ways)
@@ -235,9 +240,8 @@ def ranks_rank(place: Place, cfgs: dict[str, Config]) -> dict[str, list[Turn]]:
             dist.all_gather_object(parts, taken)
             if turn:
                 found[name].append(Turn([part[0] for part in parts], [part[1] for part in parts]))
-    for run in runs.values():
-        assert run.rollouts is not None
-        run.rollouts.close()
+    for task in tasks.values():
+        task.close()
     return found
 
 
@@ -247,18 +251,18 @@ class Unjudged:
     def submit(self, samples: Sequence[Sample]) -> None: ...
 
 
-def ring_of(run: Run) -> Callable[[], object]:
-    prompts, drawer = prompts_of(run), drawer_of(run)
-    source = Colocated(drawer, run.engine.weights, run.cfg.rollout, run.world)
-    return lambda: source.draw(0, prompts, run.cfg.rollout.n_samples, Unjudged())  # type: ignore[arg-type]
+def ring_of(task: RolloutTask) -> Callable[[], object]:
+    prompts, drawer = prompts_of(task), drawer_of(task)
+    source = Colocated(drawer, task.run.engine.weights, task.run.cfg.rollout, task.run.world)
+    return lambda: source.draw(0, prompts, task.run.cfg.rollout.n_samples, Unjudged())  # type: ignore[arg-type]
 
 
-def alone_of(run: Run, rank: int) -> Callable[[], object]:
+def alone_of(task: RolloutTask, rank: int) -> Callable[[], object]:
     """A world of one rank, with a quarter of the prompts."""
-    longest_first = sorted(prompts_of(run), key=lambda prompt: -len(prompt.tokens))
-    source = Colocated(drawer_of(run), run.engine.weights, run.cfg.rollout, World(0, 1, Ring(0, (0,))))
+    longest_first = sorted(prompts_of(task), key=lambda prompt: -len(prompt.tokens))
+    source = Colocated(drawer_of(task), task.run.engine.weights, task.run.cfg.rollout, World(0, 1, Ring(0, (0,))))
     quarter = longest_first[rank::RANKS]
-    return lambda: source.draw(0, quarter, run.cfg.rollout.n_samples, Unjudged())  # type: ignore[arg-type]
+    return lambda: source.draw(0, quarter, task.run.cfg.rollout.n_samples, Unjudged())  # type: ignore[arg-type]
 
 
 # ---- decoding ----
@@ -300,8 +304,8 @@ def decoding() -> str:
 
 def decoding_rank(place: Place, cfg: Config) -> Decoded:
     join_world(place, cfg)
-    run = build(cfg)
-    drawer, prompts = drawer_of(run), prompts_of(run)
+    task = task_of(cfg)
+    run, drawer, prompts = task.run, drawer_of(task), prompts_of(task)
     hand = deal(prompts, cfg.rollout.n_samples, 1)[0]
     parts = micro_batches(hand, 16, None, cfg.rollout.max_new_tokens)
     assert len(parts) == 1

@@ -57,10 +57,10 @@ def train_steps(place: Place, cfg: Config, steps: int) -> Steps:
     from rlexp.train.build import build
     from rlexp.train.step import train_step
 
-    run = build(cfg)
-    engine, loss = SpyEngine(run.engine), SpyLoss(run.loss)
-    run = dataclasses.replace(run, engine=engine, loss=loss)
-    rows = [train_step(run, batch) for batch in run.sampler.batches(1, steps)]
+    task = build(cfg)
+    engine, loss = SpyEngine(task.run.engine), SpyLoss(task.loss)
+    task.run, task.loss = dataclasses.replace(task.run, engine=engine), loss
+    rows = [train_step(task, step) for step in range(1, steps + 1)]
     weights = {name: weight.detach().double().cpu().clone() for name, weight in engine.weights()}
     return Steps(rows, engine.kept, loss.chosen, loss.rejected, weights)
 

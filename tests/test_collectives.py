@@ -55,13 +55,14 @@ def counts_rank(place: Place, cfg) -> tuple[dict[str, float], int, int]:
     from rlexp.train.build import build
     from rlexp.train.step import train_step
 
-    run = build(cfg)
-    batch = run.sampler.batch(1)
+    task = build(cfg)
+    run = task.run
+    batch = task.batch(1)
     padded = [
-        len(pack_pairs([run.pairs[index]], run.layout.multiple(run.world.ring.size)).tokens_T)
+        len(pack_pairs([task.pairs[index]], run.layout.multiple(run.world.ring.size)).tokens_T)
         for index in batch.indices
     ]
-    return train_step(run, batch), sum(padded), len(batch.indices)
+    return train_step(task, 1), sum(padded), len(batch.indices)
 
 
 def sent(layout: str, ring: int, inner: int, heads: int, kv_heads: int) -> float:

@@ -103,7 +103,7 @@ def resumed_rank(place: Place, pairs: Sequence[tuple], folder: str) -> list[tupl
     from rlexp.checkpoint.tensors import Reader, load
     from rlexp.engine.base import shape_of, trained
     from rlexp.train.build import build
-    from rlexp.train.step import evaluate, train_step
+    from rlexp.train.step import train_step
 
     def nothing_else(at: Path) -> list[Path]:
         paths = [at / name for name in ("position.json", "metrics.jsonl")] if place.rank == 0 else []
@@ -113,20 +113,21 @@ def resumed_rank(place: Place, pairs: Sequence[tuple], folder: str) -> list[tupl
 
     found = []
     for number, (cfg, then) in enumerate(pairs):
-        run, path = build(cfg), Path(folder) / str(number)
-        for batch in run.sampler.batches(1, 2):
-            train_step(run, batch)
+        task, path = build(cfg), Path(folder) / str(number)
+        run = task.run
+        for step in (1, 2):
+            train_step(task, step)
         shapes = {name: shape_of(parameter) for name, parameter in trained(run.engine.policy).items()}
         saver = Saver(run.engine, run.world, path, {"parameters": {n: list(shape) for n, shape in shapes.items()}})
         saver.begin(2, nothing_else)
-        straight = train_step(run, run.sampler.batch(3))  # while the files are written: a copy, not a view
+        straight = train_step(task, 3)  # while the files are written: a copy, not a view
         assert saver.settle() is None
         expected = {name: weight.double().cpu().clone() for name, weight in run.engine.weights()}
         fresh = build(then)
-        evaluate(fresh, 0)  # what is gathered for it is not what is read next
-        load(fresh.engine, Reader(folder_of(path, 2), read_manifest(folder_of(path, 2))), shapes, 2)
-        row = train_step(fresh, fresh.sampler.batch(3))
-        got = {name: weight.double().cpu().clone() for name, weight in fresh.engine.weights()}
+        fresh.evaluate(0)  # what is gathered for it is not what is read next
+        load(fresh.run.engine, Reader(folder_of(path, 2), read_manifest(folder_of(path, 2))), shapes, 2)
+        row = train_step(fresh, 3)
+        got = {name: weight.double().cpu().clone() for name, weight in fresh.run.engine.weights()}
         found.append((straight, row, expected, got))
     return found
 
@@ -168,8 +169,8 @@ def poor_rank(place: Place, cfgs) -> list[list[float]]:
     from rlexp.train.build import build
     from rlexp.train.step import train_step
 
-    runs = [build(cfg) for cfg in cfgs]
-    return [[train_step(run, run.sampler.batch(step))["train/grad_norm"] for step in (1, 2)] for run in runs]
+    tasks = [build(cfg) for cfg in cfgs]
+    return [[train_step(task, step)["train/grad_norm"] for step in (1, 2)] for task in tasks]
 
 
 def test_a_rank_without_a_trained_token_does_not_hang_the_others(tmp_path: Path) -> None:
@@ -188,11 +189,12 @@ def pieces_rank(place: Place, cfg) -> tuple[int, int, int]:
     """Elements of the model, those that this rank holds of it, and those of the reference, before any pass."""
     from rlexp.ring.groups import build_world
     from rlexp.train import build
+    from rlexp.train.task import Needs
 
     world = build_world(1)
     config = build.load_config(cfg.model, cfg.data.max_length)
-    policies = [build.build_policy(cfg, config, torch.device("cpu")) for _ in range(2)]
-    build.build_reference(cfg, lambda: policies[1], torch.float32, world)
+    policies = [build.build_policy(cfg, config, torch.device("cpu"), Needs()) for _ in range(2)]
+    build.build_reference(cfg, policies[1], torch.float32, world)
     held = [sum(p.numel() + p.ds_tensor.numel() for p in policy.parameters()) for policy in policies]
     return sum(p.ds_numel for p in policies[0].parameters()), *held
 
@@ -209,19 +211,18 @@ def test_under_zero3_a_pretrained_model_is_loaded_in_pieces(shared: Path) -> Non
 def drawing_rank(place: Place, cfgs, steps: int) -> list[tuple]:
     """Of each engine: the answers of each rollout and of the held-out prompts, the rows, and the weights."""
     from rlexp.train.build import build
-    from rlexp.train.policy_step import policy_step
+    from rlexp.train.step import train_step
 
     found = []
     for cfg in cfgs:
-        run = build(cfg)
-        assert run.rollouts is not None
+        task = build(cfg)
         answers, rows = [], []
         for step in range(1, steps + 1):
-            rows.append(policy_step(run, step))
-            answers += [(step, s.place, s.answer.tolist()) for s in run.rollouts.mine]
-        rows.append(run.rollouts.evaluate())
-        run.rollouts.close()
-        weights = {name: weight.double().clone() for name, weight in run.engine.weights()}
+            rows.append(train_step(task, step))
+            answers += [(step, s.place, s.answer.tolist()) for s in task.rollouts.mine]
+        rows.append(task.rollouts.evaluate())
+        task.close()
+        weights = {name: weight.double().clone() for name, weight in task.run.engine.weights()}
         found.append((answers, rows, weights))
     return found
 
@@ -261,14 +262,15 @@ def test_every_engine_draws_and_learns_alike(overrides: tuple[str, ...]) -> None
 def evaluated_rank(place: Place, cfgs) -> list[bool]:
     """Whether an evaluation, after which some engines have their weights gathered, changes what `weights` says."""
     from rlexp.train.build import build
-    from rlexp.train.step import evaluate, train_step
+    from rlexp.train.step import train_step
 
     same = []
     for cfg in cfgs:
-        run = build(cfg)
-        train_step(run, run.sampler.batch(1))
+        task = build(cfg)
+        run = task.run
+        train_step(task, 1)
         before = {name: weight.clone() for name, weight in run.engine.weights()}
-        one, other = evaluate(run, 1), evaluate(run, 1)
+        one, other = task.evaluate(1), task.evaluate(1)
         after = dict(run.engine.weights())
         same.append(one == other and all(torch.equal(before[name], after[name]) for name in before))
     return same
@@ -321,26 +323,26 @@ class Poison:
 def poisoned_rank(place: Place, cfg, in_gradient: bool) -> tuple[str, bool]:
     from rlexp.metrics.meter import Meter
     from rlexp.train.build import build
-    from rlexp.train.step import pair_losses, train_step
+    from rlexp.train.step import train_step
 
-    run = build(cfg)
-    victim = run.sampler.batch(1).indices[5]
+    task = build(cfg)
+    run, loss = task.run, task.loss
+    victim = task.batch(1).indices[5]
     seen: list[float] = []
 
     def listening(policy, reference):
         seen.append(float(policy.chosen_P[0]))
-        return run.loss(policy, reference)
+        return loss(policy, reference)
 
-    listening.needs_reference = True
+    task.loss = listening
     with torch.no_grad():
-        pair_losses(dataclasses.replace(run, loss=listening), run.shard([run.pairs[victim]]), run.engine.forward,
-                    Meter(run.world, run.device))  # fmt: skip
+        task.losses(task.shard([task.pairs[victim]]), Meter(run.world, run.device))
     before = {name: weight.clone() for name, weight in run.engine.weights()}
-    run = dataclasses.replace(run, loss=Poison(run.loss, seen[0], in_gradient))
+    task.loss = Poison(loss, seen[0], in_gradient)
     with pytest.raises(UserError) as error:
-        train_step(run, run.sampler.batch(1))
+        train_step(task, 1)
     same = all(torch.equal(weight, before[name]) for name, weight in run.engine.weights())
-    return str(error.value), same and run.pairs[victim].origin in str(error.value)
+    return str(error.value), same and task.pairs[victim].origin in str(error.value)
 
 
 @pytest.mark.parametrize("engine", ["zero1", "torch"])

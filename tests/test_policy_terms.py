@@ -12,7 +12,7 @@ from rlexp.algos.policy import PolicyTerms
 from rlexp.metrics.meter import Meter
 from rlexp.model import policy
 from rlexp.model.policy import Entropy, HeadLogps
-from rlexp.train.policy_step import note
+from rlexp.train.rollout_task import note
 from tests.ranks import seeded
 
 TEMPERATURE = 0.7

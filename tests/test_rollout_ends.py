@@ -84,10 +84,9 @@ def test_a_rank_that_cannot_draw_is_not_taken_for_all() -> None:
 def has_reference(place: Place, cfg: Config) -> bool:
     from rlexp.train.build import build
 
-    run = build(cfg)
-    assert run.rollouts is not None
-    run.rollouts.close()
-    return run.reference is not None
+    task = build(cfg)
+    task.close()
+    return task.rollouts.scorer.reference is not None
 
 
 @pytest.mark.parametrize(("beta", "there"), [(0.0, False), (0.05, True)])
@@ -127,19 +126,18 @@ def test_a_rollout_that_has_begun_keeps_its_size(rlexp: Shell) -> None:
 def patient_rank(place: Place, cfg: Config, seconds: float) -> float:
     """One rank's share of a rollout takes longer than a collective may; what the first step's score comes to."""
     from rlexp.train.build import build
-    from rlexp.train.policy_step import policy_step
+    from rlexp.train.step import train_step
 
-    run = build(cfg)
-    assert run.rollouts is not None
-    drawn = run.rollouts.source.draw
+    task = build(cfg)
+    drawn = task.rollouts.source.draw
 
     def slowly(*args: Any) -> list[Sample]:
         time.sleep(seconds * place.rank)
         return drawn(*args)
 
-    run.rollouts.source.draw = slowly  # type: ignore[method-assign]
-    score = policy_step(run, 1)["train/objective/scores"]
-    run.rollouts.close()
+    task.rollouts.source.draw = slowly  # type: ignore[method-assign]
+    score = train_step(task, 1)["train/objective/scores"]
+    task.close()
     return score
 
 

@@ -136,16 +136,16 @@ def third_row_rank(place, cfg: Config) -> tuple:
     from rlexp.train.build import build
     from rlexp.train.loop import train_loop
 
-    run = build(cfg)
+    task = build(cfg)
     rows: list[dict] = []
     seen: list[dict] = []
 
     class Keeping(Sink):
         def log(self, row: dict) -> None:
             rows.append(row)
-            seen.append({name: w.detach().clone() for name, w in run.engine.weights()})
+            seen.append({name: w.detach().clone() for name, w in task.run.engine.weights()})
 
-    train_loop(run, Sinks([Keeping()]))
+    train_loop(task, Sinks([Keeping()]))
     return rows[2], seen[1], seen[2]
 
 

@@ -40,16 +40,16 @@ def policy_steps(place: Any, cfg: Config, steps: int) -> Taken:
     from bench.engines import SpyEngine
     from rlexp.rollout.experience import fetch
     from rlexp.train.build import build
-    from rlexp.train.policy_step import policy_step
+    from rlexp.train.step import train_step
 
-    run = build(cfg)
-    engine = SpyEngine(run.engine)
-    run = dataclasses.replace(run, engine=engine)
-    rollouts = run.rollouts
+    task = build(cfg)
+    engine = SpyEngine(task.run.engine)
+    task.run = dataclasses.replace(task.run, engine=engine)
+    rollouts = task.rollouts
     taken = Taken([], [], [], [], [])
     for step in range(1, steps + 1):
         taken.weights.append({name: weight.detach().clone() for name, weight in engine.weights()})
-        taken.rows.append(policy_step(run, step))
+        taken.rows.append(train_step(task, step))
         taken.places.append(rollouts.batch(step).indices)
         if len(taken.rollouts) == rollouts.number:
             taken.rollouts.append(fetch(rollouts.mine, range(rollouts.size), rollouts.host))

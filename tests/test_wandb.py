@@ -265,12 +265,13 @@ def dying_rank(place: Place, run_dir: str) -> None:
 
     real = loop.train_step
 
-    def step(run, batch):
-        if batch.step == 3 and run.world.rank == 1:
-            run.phases.begin(batch.step)
+    def step(task, number):
+        run = task.run
+        if number == 3 and run.world.rank == 1:
+            run.phases.begin(number)
             with run.phases("backward"):
                 raise MemoryError("as a test wants it")
-        return real(run, batch)
+        return real(task, number)
 
     loop.train_step = step
     cfg = load.from_file(Path(run_dir) / "config.yaml")

@@ -147,12 +147,14 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
         end_with_parent()
     claimed: Path | None = None  # only a folder that this rank has claimed may be closed by it
     try:
-        from rlexp.train.rank import agreed, train
+        from rlexp.ring.objects import from_rank0
+        from rlexp.train.rank import train
 
         unfinished = run_dir is None or folder.enter(cfg, run_dir)
         claimed = run_dir if unfinished else None
         bridge = join_for(place, cfg)
-        run_dir, unfinished = (bridge.agreed if bridge else agreed)((run_dir, unfinished))
+        mine = (run_dir, unfinished)
+        run_dir, unfinished = bridge.agreed(mine) if bridge else from_rank0(mine, place.world_size)
         assert run_dir is not None
         closing = partial(folder.close, run_dir) if place.rank == 0 else None
         if unfinished:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlexp.config.schema import Config, EngineName, Precision
+from rlexp.data.packing import pack_pairs
 from rlexp.engine.base import trained
 from rlexp.engines import ENGINES
 from rlexp.errors import UserError
@@ -32,9 +32,11 @@ from rlexp.prove.reference import softmax_attention
 from rlexp.prove.stages import Clue, Finding
 from rlexp.ring.attention import ring_attention
 from rlexp.ring.collectives import ring_sum
-from rlexp.train import build as building
-from rlexp.train.build import Run, build, build_policy
-from rlexp.train.step import by_pair, sum_by_sequence
+from rlexp.train.build import build, build_policy
+from rlexp.train.pair_task import PairTask, by_pair
+from rlexp.train.run import Run
+from rlexp.train.sequences import sum_by_sequence
+from rlexp.train.task import Needs
 from rlexp.types import Pack, Pair, Shard
 
 LONGEST = 512  # tokens of a sequence in the attention that is tried alone
@@ -71,13 +73,14 @@ class Case:
 def alone_rank(place: Place, case: Case) -> Alone:
     first = case.cfg.launch
     join(place, first.device.value, first.timeout_seconds, first.torch_threads)
-    with patch.object(building, "probe", _unprobed):
-        run = build(case.cfg)
+    task = build(case.cfg, probing=_unprobed)
+    assert isinstance(task, PairTask)
+    run = task.run
     # In the same order on every rank: each has collectives.
     forward, backward = _try(lambda: _ring_sum(run))
     meter, _ = _try(lambda: (_meter(run), 0.0))
-    attention, attention_backward = _try(lambda: _attention(run, case))
-    gradient, _ = _try(lambda: (_gradient(run, case), 0.0))
+    attention, attention_backward = _try(lambda: _attention(task, case))
+    gradient, _ = _try(lambda: (_gradient(task, case), 0.0))
     mine = torch.tensor([forward, backward, meter, attention, attention_backward, gradient], dtype=torch.float64)
     dist.all_reduce(mine.nan_to_num_(nan=torch.inf), op=dist.ReduceOp.MAX)
     return Alone(*mine.tolist())
@@ -135,20 +138,18 @@ def _meter(run: Run) -> float:
 # ---- attention alone ----
 
 
-def _attention(run: Run, case: Case) -> tuple[float, float]:
+def _attention(task: PairTask, case: Case) -> tuple[float, float]:
     """The layout and kernel of the run on the step's own micro-batches, with random queries, keys and values."""
     worst = [0.0, 0.0]
-    for number, pairs in enumerate(_micro_batches(run, case.step)):
-        pack, index_t, shard = _placed(run, [_short(pair) for pair in pairs])
-        found = _attention_of(run, pack, index_t, shard, seed=number)
+    for number, pairs in enumerate(_micro_batches(task, case.step)):
+        pack, index_t, shard = _placed(task, [_short(pair) for pair in pairs])
+        found = _attention_of(task.run, pack, index_t, shard, seed=number)
         worst = [_largest(a, b) for a, b in zip(worst, found, strict=True)]
     return worst[0], worst[1]
 
 
-def _micro_batches(run: Run, step: int) -> list[list[Pair]]:
-    batch = run.sampler.batch(step)
-    micros = batch.micro_batches(run.world.replica, run.world.dp_size, run.cfg.train.micro_batch_size)
-    return [[run.pairs[index] for index in indices] for indices in micros]
+def _micro_batches(task: PairTask, step: int) -> list[list[Pair]]:
+    return [[task.pairs[index] for index in indices] for indices in task.micro_batches(task.batch(step))]
 
 
 def _short(pair: Pair) -> Pair:
@@ -157,19 +158,12 @@ def _short(pair: Pair) -> Pair:
     return dataclasses.replace(pair, prompt=prompt, chosen=pair.chosen[:rest], rejected=pair.rejected[:rest])
 
 
-def _placed(run: Run, pairs: Sequence[Pair]) -> tuple[Pack, Tensor, Shard]:
+def _placed(task: PairTask, pairs: Sequence[Pair]) -> tuple[Pack, Tensor, Shard]:
     """A shard made by the run itself, with the place in the pack of each token that this rank holds."""
-    kept: list[Pack] = []
-    pack_pairs = building.pack_pairs
-
-    def tagged(*args: Any, **kwargs: Any) -> Pack:
-        pack = pack_pairs(*args, **kwargs)
-        kept.append(dataclasses.replace(pack, tokens_T=torch.arange(len(pack.tokens_T))))
-        return kept[0]
-
-    with patch.object(building, "pack_pairs", tagged):
-        shard = run.shard(pairs)
-    return kept[0], shard.tokens_t, shard
+    pack = pack_pairs(pairs, **task.run.padding)
+    pack = dataclasses.replace(pack, tokens_T=torch.arange(len(pack.tokens_T)))
+    shard = task.run.hold(pack)
+    return pack, shard.tokens_t, shard
 
 
 def _attention_of(run: Run, pack: Pack, index_t: Tensor, shard: Shard, seed: int) -> tuple[float, float]:
@@ -234,22 +228,22 @@ def _head_shape(config: Any) -> tuple[int, int, int]:
 # ---- the gradient without an engine ----
 
 
-def _gradient(run: Run, case: Case) -> float:
+def _gradient(task: PairTask, case: Case) -> float:
     files = TensorFiles(case.folder)
     worst = 0.0
-    for name, mine in without_engine(run, case.step, files).items():
+    for name, mine in without_engine(task, case.step, files).items():
         wanted = torch.from_numpy(files.read("gradient", case.step, name).copy()).to(mine.device)
         worst = _largest(worst, float((mine - wanted).norm() / (wanted.norm() or 1.0)))
     return worst
 
 
-def without_engine(run: Run, step: int, weights: TensorFiles) -> dict[str, Tensor]:
+def without_engine(task: PairTask, step: int, weights: TensorFiles) -> dict[str, Tensor]:
     """The gradient of a step by the run's model, packs and sums and torch's autograd, in the run's precision; the parts
     of micro-batches and ranks are added up here, in float64. Weights are read from files, as they were before it."""
-    cfg = run.cfg
+    run, cfg = task.run, task.run.cfg
     if ENGINES[cfg.engine.name.value].sharded:  # a reference of its own
         cfg = dataclasses.replace(cfg, engine=dataclasses.replace(cfg.engine, name=EngineName.torch))
-    policy = build_policy(cfg, run.engine.policy.model.config, run.device)
+    policy = build_policy(cfg, run.engine.policy.model.config, run.device, Needs())
     if cfg.memory.checkpointing:
         policy.recompute_activations()
     cast_parameters(policy, DTYPES[cfg.train.precision])
@@ -257,14 +251,14 @@ def without_engine(run: Run, step: int, weights: TensorFiles) -> dict[str, Tenso
         parameter.data.copy_(torch.from_numpy(weights.read("weights", step - 1, name).copy()))
     parameters = trained(policy)
     whole = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
-    count = len(run.sampler.batch(step).indices)
-    assert run.reference is not None
-    for pairs in _micro_batches(run, step):
-        shard = run.shard(pairs)
+    count = len(task.batch(step).indices)
+    assert task.reference is not None
+    for pairs in _micro_batches(task, step):
+        shard = task.shard(pairs)
         tokens = policy(shard)
         logps = by_pair(ring_sum(sum_by_sequence(tokens.logps_t, shard), run.world.ring))
-        start = by_pair(ring_sum(sum_by_sequence(run.reference(shard).logps_t, shard), run.world.ring))
-        loss = run.loss(logps, start).losses_P.sum() * (run.world.size / count) + 0.0 * tokens.logps_t.sum()
+        start = by_pair(ring_sum(sum_by_sequence(task.reference(shard).logps_t, shard), run.world.ring))
+        loss = task.loss(logps, start).losses_P.sum() * (run.world.size / count) + 0.0 * tokens.logps_t.sum()
         parts = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         for total, part in zip(whole.values(), parts, strict=True):
             if part is not None:
@@ -287,11 +281,11 @@ class Parts:
 def parts_rank(place: Place, parts: Parts) -> None:
     first = parts.cfg.launch
     join(place, first.device.value, first.timeout_seconds, first.torch_threads)
-    with patch.object(building, "probe", _unprobed):
-        run = build(parts.cfg)
+    task = build(parts.cfg, probing=_unprobed)
+    assert isinstance(task, PairTask)
     weights, files = TensorFiles(parts.weights), TensorFiles(parts.folder)
     for step in range(1, parts.steps + 1):
-        for name, gradient in without_engine(run, step, weights).items():
+        for name, gradient in without_engine(task, step, weights).items():
             if place.rank == 0:
                 files.write("gradient", step, name, gradient.cpu().numpy())
 

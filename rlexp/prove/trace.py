@@ -1,18 +1,17 @@
-"""The product at work, recorded from outside: its own `build` and `train_loop`, behind proxies that write down.
+"""Record the product at work from outside: its own `build` and `train_loop`, behind proxies that write down.
 
-The product knows nothing of this. A run's `shard`, engine, reference and loss are wrapped, and for as long as it is
-recorded, the names `pack_pairs` and `probe` in the build room lead here first.
+`build` has a seam for a task of one's own and for the probe; the product knows nothing else of this. The recorded task
+is the product's, with its engine, reference, loss and shards wrapped.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -21,12 +20,15 @@ from torch import Tensor
 from rlexp.config.schema import Config
 from rlexp.errors import ModelError, NonFiniteError
 from rlexp.launch.place import Place, join
+from rlexp.model.probe import probe
 from rlexp.prove.records import SIDES, Array, Micro, PackSeen, StepSeen, TensorFiles, TokenPair, Trace, mark
+from rlexp.ring.groups import World
 from rlexp.sinks.base import Sink, Sinks
-from rlexp.train import build as building
-from rlexp.train.build import Run, build
+from rlexp.train.build import build, build_loss
 from rlexp.train.loop import train_loop
-from rlexp.types import MetricRow, Pack, Pair, Shard
+from rlexp.train.pair_task import PairTask
+from rlexp.train.run import Reference, Run
+from rlexp.types import MetricRow, Pack, Pair, Shard, TokenLogps
 
 
 @dataclass(frozen=True)
@@ -47,21 +49,19 @@ def trace_rank(place: Place, jobs: Sequence[Job]) -> list[Trace]:
 
 def trace(rank: int, job: Job) -> Trace:
     recorder = Recorder(Trace(rank, job.cfg.parallel.ring_size), TensorFiles(job.folder))
-    with recorder.listening():
-        run = recorder.wrap(build(job.cfg), job.held_out)
-        try:
-            train_loop(run, Sinks([recorder]))
-        except ModelError:
-            if recorder.trace.refused is None:
-                raise
-            raise ModelError(recorder.trace.refused) from None  # the probe has said it better, with the reason
-        except NonFiniteError as error:  # on all ranks alike; what led to it has been recorded
-            recorder.trace.stopped = str(error)
-            recorder.log({"step": recorder.number})
+    task = build(job.cfg, probing=recorder.probing, task_of=partial(RecordedPairs, recorder, job.held_out))
+    assert isinstance(task, RecordedPairs)
+    try:
+        train_loop(task, Sinks([recorder]))
+    except ModelError:
+        if recorder.trace.refused is None:
+            raise
+        raise ModelError(recorder.trace.refused) from None  # the probe has said it better, with the reason
+    except NonFiniteError as error:  # on all ranks alike; what led to it has been recorded
+        recorder.trace.stopped = str(error)
+        recorder.log({"step": recorder.number})
     for step in recorder.trace.steps:
-        batch = run.sampler.batch(int(step.row["step"]))
-        planned = batch.micro_batches(run.world.replica, run.world.dp_size, job.cfg.train.micro_batch_size)
-        step.planned = tuple(planned)
+        step.planned = tuple(task.micro_batches(task.batch(int(step.row["step"]))))
     return recorder.trace
 
 
@@ -80,45 +80,20 @@ class Recorder(Sink):
         self.now: Micro | None = None
         self.step = StepSeen()
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        pack, probe = building.pack_pairs, building.probe
+    def probing(self, *args: Any, **kwargs: Any) -> float:
+        """Probe, but go on after a refusal: the run then shows where the difference comes from."""
+        try:
+            return probe(*args, **kwargs)
+        except ModelError as error:
+            self.trace.refused = str(error)
+            return 0.0
 
-        def packing(*args: Any, **kwargs: Any) -> Pack:
-            packed = pack(*args, **kwargs)
-            if self.now is not None and self.trace.ring_rank == 0:
-                self.now.pack = seen(packed)
-            return packed
-
-        def probing(*args: Any, **kwargs: Any) -> float:
-            """What the probe refuses is looked into all the same, to say where it comes from."""
-            try:
-                return probe(*args, **kwargs)
-            except ModelError as error:
-                self.trace.refused = str(error)
-                return 0.0
-
-        with patch.object(building, "pack_pairs", packing), patch.object(building, "probe", probing):
-            yield
-
-    def wrap(self, run: Run, held_out: int) -> Run:
-        self.trace.pairs, self.trace.parameters = len(run.pairs), run.parameters
+    def begin_run(self, run: Run, pairs: int) -> None:
+        self.trace.pairs, self.trace.parameters = pairs, run.parameters
         self.trace.total_steps, self.trace.engine = run.total_steps, run.engine.name
         self.trace.layout = run.attention
         self.trace.dtypes = tuple(sorted({str(p.dtype) for p in run.engine.policy.parameters()}))
         self.write("weights", 0, run.engine.weights())
-        values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
-        values |= {"engine": RecordedEngine(run.engine, self), "loss": RecordedLoss(run.loss, self)}
-        values |= {"eval_pairs": run.eval_pairs[:held_out]}
-        reference = run.reference
-        assert reference is not None
-
-        def recorded_reference(shard: Shard) -> Any:
-            tokens = reference(shard)
-            self.micro.reference_t = array(tokens.logps_t)
-            return tokens
-
-        return RecordedRun(**values | {"reference": recorded_reference}, recorder=self)
 
     @property
     def micro(self) -> Micro:
@@ -164,15 +139,43 @@ class Recorder(Sink):
         self.step = StepSeen()
 
 
-@dataclass(frozen=True)
-class RecordedRun(Run):
-    recorder: Recorder
+class RecordedPairs(PairTask):
+    """The product's task, with wrapped parts. Only the first `held_out` held-out pairs are evaluated."""
+
+    def __init__(self, recorder: Recorder, held_out: int, cfg: Config, tokenizer: Any, world: World, _: Any) -> None:
+        super().__init__(cfg, tokenizer, world, build_loss(cfg.loss))
+        self.recorder = recorder
+        self.loss = RecordedLoss(self.loss, recorder)
+        self.eval_pairs = self.eval_pairs[:held_out]
+
+    def start(self, run: Run, reference: Reference | None) -> None:
+        assert reference is not None
+        self.recorder.begin_run(run, len(self.pairs))
+        values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+        values |= {"engine": RecordedEngine(run.engine, self.recorder)}
+
+        def recorded_reference(shard: Shard) -> TokenLogps:
+            tokens = reference(shard)
+            self.recorder.micro.reference_t = array(tokens.logps_t)
+            return tokens
+
+        super().start(RecordedRun(**values, recorder=self.recorder), recorded_reference)
 
     def shard(self, pairs: Sequence[Pair]) -> Shard:
         self.recorder.begin(pairs)
         shard = super().shard(pairs)
         self.recorder.sharded(shard)
         return shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun(Run):
+    recorder: Recorder
+
+    def hold(self, pack: Pack) -> Shard:
+        if self.recorder.trace.ring_rank == 0:
+            self.recorder.micro.pack = seen(pack)
+        return super().hold(pack)
 
 
 class RecordedLoss:

@@ -1,10 +1,10 @@
-"""The parts of a run that draws its own samples."""
+"""Build the parts of a run that draws its own samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from rlexp.algos.policy import PolicyLoss
 from rlexp.config.layouts import heads_in
 from rlexp.config.schema import Config, PolicyLossConfig, Precision, RolloutEngine
+from rlexp.data.sampler import Sampler
 from rlexp.engine.base import Engine
 from rlexp.model.export import save_description
 from rlexp.model.policy import CRITIC
@@ -21,6 +22,7 @@ from rlexp.model.reward_model import RewardModel, last_places
 from rlexp.ring.kernels import computing_in
 from rlexp.ring.layouts import get_layout
 from rlexp.ring.shard import shard_pack
+from rlexp.rollout.bridge import Bridge
 from rlexp.rollout.colocated import Colocated
 from rlexp.rollout.draws import Draws
 from rlexp.rollout.host import build_host
@@ -29,66 +31,78 @@ from rlexp.rollout.rewards.build import build_reward
 from rlexp.rollout.rewards.weighted import ModelTerm
 from rlexp.rollout.sampling import Drawer, Forward
 from rlexp.rollout.scoring import Judge, Scorer
+from rlexp.train.examples import Examples
 from rlexp.train.rollouts import Rollouts, Source
-from rlexp.types import Pack, Prompt
-
-if TYPE_CHECKING:
-    from rlexp.train.build import Run
+from rlexp.train.run import Reference, Run
+from rlexp.types import Pack
 
 
-def build_rollouts(run: Run, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> Rollouts:
+def build_rollouts(
+    run: Run,
+    loss_cfg: PolicyLossConfig,
+    loss: PolicyLoss,
+    examples: Examples,
+    sampler: Sampler,
+    *,
+    reference: Reference | None,
+    bridge: Bridge | None,
+) -> Rollouts:
     cfg = run.cfg
-    assert isinstance(cfg.loss, PolicyLossConfig)
-    loss = cast(PolicyLoss, run.loss)
     rewards = build_reward(cfg.reward)
     scorer = Scorer(
-        run.world,
-        cfg.rollout.score_batch_size,
-        run.pack,
-        run.hold,
-        run.engine.forward,
-        run.reference,
-        [judge_of(run, term) for term in rewards.models],
-        kept_dtype(cfg),
+        world=run.world,
+        size=cfg.rollout.score_batch_size,
+        pack=run.pack,
+        hold=run.hold,
+        policy=run.engine.forward,
+        reference=reference,
+        judges=[judge_of(run, term) for term in rewards.models],
+        dtype=kept_dtype(cfg),
         together=run.engine.sharded,
     )
     return Rollouts(
-        cfg.rollout,
-        cfg.loss,
-        loss,
-        cfg.seed,
-        cfg.train.batch_size,
-        prompts,
-        eval_prompts,
-        run.sampler,
-        build_source(run),
-        rewards,
-        scorer,
-        run.world,
-        build_host(run.world),
-        run.phases,
+        cfg=cfg.rollout,
+        loss_cfg=loss_cfg,
+        loss=loss,
+        seed=cfg.seed,
+        train_batch=cfg.train.batch_size,
+        prompts=examples.train,
+        eval_prompts=examples.held_out,
+        sampler=sampler,
+        source=build_source(run, bridge),
+        rewards=rewards,
+        scorer=scorer,
+        world=run.world,
+        host=build_host(run.world),
+        phases=run.phases,
     )
 
 
-def build_source(run: Run) -> Source:
+def build_source(run: Run, bridge: Bridge | None) -> Source:
     in_step = run.engine.sharded and run.world.size > 1
     model = run.engine.policy.model
     drawer = build_drawer(run.cfg, run.engine.decode, model, run.tokenizer, run.device, in_step=in_step)
     alone = Colocated(drawer, lambda: policy_weights(run.engine), run.cfg.rollout, run.world)
-    if run.bridge is None:
+    if bridge is None:
         return alone
     steps_each = run.cfg.rollout.epochs * run.cfg.rollout.minibatches
-    rollouts = -(-run.total_steps // steps_each)
-    return Pipelined(run.bridge, run.world, lambda: policy_weights(run.engine), run.dtype, rollouts, alone)
+    return Pipelined(
+        bridge=bridge,
+        world=run.world,
+        weights=lambda: policy_weights(run.engine),
+        dtype=run.dtype,
+        rollouts=-(-run.total_steps // steps_each),
+        alone=alone,
+    )
 
 
 def policy_weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Without the critic's: those that sample have none."""
+    """Return the policy's weights without the critic's: ranks that only sample have no critic."""
     return ((name, weight) for name, weight in engine.weights() if not name.startswith(CRITIC))
 
 
 def kept_dtype(cfg: Config) -> np.dtype[Any]:
-    """Of what is kept of each token."""
+    """Return the dtype of the values kept for each token."""
     return np.dtype(np.float64 if cfg.train.precision is Precision.fp64 else np.float32)
 
 
@@ -110,8 +124,11 @@ def build_drawer(
 
 
 def judge_of(run: Run, term: ModelTerm) -> Judge:
-    """A reward model, whole on every rank, over the ring; over our own layout, since it has a precision of its own. It
-    has heads of its own too: where the run's layout cannot share them out, zigzag takes any."""
+    """Build a reward model, whole on every rank, that scores over the ring.
+
+    It has a precision of its own, so it runs over our own layout; and heads of its own: where the run's layout cannot
+    share them out, zigzag takes any.
+    """
     model = RewardModel(term.cfg, term.key, run.tokenizer, run.cfg.data.max_length).to(run.device)
     heads = heads_in(model.model.config.to_dict())
     fitting = heads is None or heads.queries % run.choice.ulysses_size == 0
@@ -128,7 +145,7 @@ def judge_of(run: Run, term: ModelTerm) -> Judge:
 
 
 def ends_of(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: the tokenizer's, and those that the model says it ends with."""
+    """Return the tokens that end an answer: the tokenizer's, and those that the model's configuration names."""
     said = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = said if isinstance(said, list) else [said]
     return sorted({int(end) for end in (*ends, tokenizer.eos_token_id) if end is not None})

@@ -1,4 +1,4 @@
-"""What a run is given to train on: read, tokenized by all ranks together, and cut into batches."""
+"""Read the examples of a run, tokenize them on all ranks together, and cut them into batches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from rlexp.config.schema import (
     ArithmeticDataConfig,
     Config,
     DataConfig,
     JsonlDataConfig,
-    PolicyLossConfig,
     SyntheticDataConfig,
 )
 from rlexp.data import arithmetic, rows, synthetic
@@ -23,12 +20,13 @@ from rlexp.data.sampler import Sampler
 from rlexp.data.tokens import PairTokenizer, PromptTokenizer, numbered, numbered_prompts
 from rlexp.errors import DataError, UserError
 from rlexp.ring.groups import World
+from rlexp.ring.objects import gather_objects
 from rlexp.types import Pair, Prompt, PromptRow, Row
 
 
 @dataclass(frozen=True)
 class Examples:
-    """What is trained on and what is held out, tokenized: pairs, or prompts."""
+    """Tokenized pairs or prompts: those to train on, and those held out."""
 
     train: Sequence[Any]
     held_out: Sequence[Any]
@@ -62,12 +60,14 @@ def read_prompts(cfg: Config, tokenizer: Any, world: World) -> Examples:
     return Examples(prompts, eval_prompts, dropped, eval_dropped)
 
 
-def build_sampler(cfg: Config, size: int) -> Sampler:
-    """Of train batches of pairs; of the prompts of a rollout where samples are drawn to them."""
-    data = cfg.data
-    if isinstance(cfg.loss, PolicyLossConfig):
-        return Sampler(size, cfg.rollout.batch_size, cfg.seed, data.shuffle, key="rollout.batch_size", kind="prompt")
-    return Sampler(size, cfg.train.batch_size, cfg.seed, data.shuffle, data.drop_last)
+def pair_sampler(cfg: Config, size: int) -> Sampler:
+    """Cut the pairs into train batches."""
+    return Sampler(size, cfg.train.batch_size, cfg.seed, cfg.data.shuffle, cfg.data.drop_last)
+
+
+def prompt_sampler(cfg: Config, size: int) -> Sampler:
+    """Cut the prompts into rollouts."""
+    return Sampler(size, cfg.rollout.batch_size, cfg.seed, cfg.data.shuffle, key="rollout.batch_size", kind="prompt")
 
 
 def _refuse_empty(examples: Sequence[Any], dropped: Counter[str], what: str, kind: str) -> None:
@@ -88,7 +88,7 @@ def refuse_foreign_tokens(examples: Sequence[Pair | Prompt], vocabulary: int) ->
 
 
 def read_rows(cfg: DataConfig) -> tuple[list[Row], list[Row]]:
-    """The rows to train on, and those held out."""
+    """Return the rows to train on, and those held out."""
     match cfg:
         case SyntheticDataConfig(size=size, eval_size=eval_size, seed=seed):
             words = cfg.max_length if cfg.fill else 0
@@ -101,7 +101,7 @@ def read_rows(cfg: DataConfig) -> tuple[list[Row], list[Row]]:
 
 
 def prompt_rows(cfg: DataConfig) -> tuple[list[PromptRow], list[PromptRow]]:
-    """The same, of prompts: a preference set has them too."""
+    """Return the prompts to train on, and those held out; a preference set has prompts too."""
     match cfg:
         case ArithmeticDataConfig(size=size, eval_size=eval_size, seed=seed, digits=digits):
             return arithmetic.generate(size, seed, "train", digits), arithmetic.generate(
@@ -121,15 +121,13 @@ def prompt_rows(cfg: DataConfig) -> tuple[list[PromptRow], list[PromptRow]]:
 def encode_shared(
     encoder: PairTokenizer | PromptTokenizer, rows: Sequence[Any], world: World
 ) -> tuple[list[Any], Counter[str]]:
-    """Every rank tokenizes its part of the rows, and all get the whole; the first bad row is everybody's error."""
+    """Tokenize this rank's part of the rows and share it with all ranks; the first bad row is every rank's error."""
     mine = rows[world.rank * len(rows) // world.size : (world.rank + 1) * len(rows) // world.size]
     try:
         part: Any = encoder.encode(mine)
     except UserError as error:
         part = str(error)
-    parts = [part] * world.size
-    if world.size > 1:
-        dist.all_gather_object(parts, part)
+    parts = gather_objects(part, world.size)
     for part in parts:
         if isinstance(part, str):
             raise DataError(part)

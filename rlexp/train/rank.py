@@ -1,4 +1,4 @@
-"""A rank's whole life once it has joined: build, train, export, close."""
+"""The life of a rank once it has joined: build, train, export, close."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -23,29 +22,31 @@ from rlexp.launch.whereabouts import Whereabouts
 from rlexp.metrics.memory import Phases
 from rlexp.model.export import dtype_of, export, on_host
 from rlexp.model.policy import CRITIC
+from rlexp.ring.objects import from_rank0
 from rlexp.rollout.bridge import Bridge
 from rlexp.sinks.base import Ending, Sinks
 from rlexp.sinks.console import say
 from rlexp.sinks.jsonl import JsonlSink
-from rlexp.train.build import Run, build, device_of
+from rlexp.train.build import build, device_of
 from rlexp.train.loop import Position, train_loop
 from rlexp.train.resume import build_keeper, resume
+from rlexp.train.run import Run
 from rlexp.train.sampling_rank import sample_for
 from rlexp.train.sinks import build_sinks, ending_of
-
-T = TypeVar("T")
-
+from rlexp.train.task import Task
 
 Closing = Callable[[str, str], None]  # writes down the status, and why
 
 
 def train(cfg: Config, run_dir: Path, bridge: Bridge | None = None, closing: Closing | None = None) -> Outcome:
-    """Whatever becomes of it, `memory.jsonl` says how far each rank came. `closing` is called on rank 0 while the
-    others still wait: the first to leave with a code takes all others along."""
+    """Train, or sample for the ranks that train; however it ends, `memory.jsonl` says how far each rank came.
+
+    Rank 0 calls `closing` while the others still wait: the first to leave with a code takes all others along.
+    """
     folder.hold(run_dir)
     if bridge is not None and bridge.samples:
         return sample_for(cfg, bridge)
-    rank = dist.get_rank()  # which cannot be asked once the ranks have parted
+    rank = dist.get_rank()  # asked here, since it cannot be asked once the ranks have parted
     phases = Phases(device_of(cfg), Whereabouts(run_dir, rank).tell)
     try:
         return train_watched(cfg, run_dir, phases, bridge, closing)
@@ -60,24 +61,26 @@ def train_watched(
     cfg: Config, run_dir: Path, phases: Phases, bridge: Bridge | None = None, closing: Closing | None = None
 ) -> Outcome:
     with phases("build"):
-        run = build(cfg, phases, bridge)
+        task = build(cfg, phases, bridge)
+    run = task.run
     first = run.world.rank == 0
-    position, came_from = resume(run, run_dir)
+    position, came_from = resume(task, run_dir)
     if position.step >= run.total_steps:
         tell(run, f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
-        if cfg.checkpoint.export and agreed(folder.read(run_dir).get("exported_step") != position.step):
+        exported = folder.read(run_dir).get("exported_step") == position.step
+        if cfg.checkpoint.export and not from_rank0(exported, run.world.size):
             export_run(run, run_dir, position)
-        return leave(run, Outcome(), closing)
+        return leave(task, Outcome(), closing)
     curve = JsonlSink(run_dir / METRICS) if first else None
     sinks = build_sinks(run, run_dir, position, curve) if curve else Sinks([])
     if first:
-        folder.note(run_dir, **ledger(run), began_after_step=position.step)
-        say(header(run, run_dir) + came_from)
+        folder.note(run_dir, **ledger(task), began_after_step=position.step)
+        say(header(task, run_dir) + came_from)
     ending = Ending(1)
     try:
-        keeper = build_keeper(run, run_dir, position, curve, sinks.saved)
+        keeper = build_keeper(task, run_dir, position, curve, sinks.saved)
         with finishing_steps(cfg.launch.grace_seconds):
-            row, stop = train_loop(run, sinks, position, keeper.after_step)
+            row, stop = train_loop(task, sinks, position, keeper.after_step)
             keeper.close(row)
         outcome = how_it_ended(run, position, stop, keeper.failed)
         if outcome.status == "finished" and cfg.checkpoint.export:
@@ -90,15 +93,13 @@ def train_watched(
         raise
     finally:
         sinks.close(ending)
-        if run.rollouts is not None:
-            run.rollouts.close()
+        task.close()
     tell(run, footer(run, run_dir, outcome))
-    return leave(run, outcome, closing)
+    return leave(task, outcome, closing)
 
 
-def leave(run: Run, outcome: Outcome, closing: Closing | None) -> Outcome:
-    if run.rollouts is not None:
-        run.rollouts.finish()
+def leave(task: Task, outcome: Outcome, closing: Closing | None) -> Outcome:
+    task.finish()
     if closing is not None:
         closing(outcome.status, outcome.reason)
     part()
@@ -121,7 +122,7 @@ def how_it_ended(run: Run, position: Position, stop: signal.Signals | None, fail
 
 
 def export_run(run: Run, run_dir: Path, position: Position) -> None:
-    """A collective call: parameters are gathered one by one; rank 0 writes, under another name until all is there."""
+    """Gather the parameters one by one; rank 0 writes them under another name first. A collective call."""
     place, unfinished = run_dir / "model", run_dir / ".model-unfinished"
     weights = ((name, weight) for name, weight in run.engine.weights() if not name.startswith(CRITIC))
     dtype = dtype_of(run.cfg.checkpoint.export_dtype, bf16=run.cfg.train.precision is Precision.bf16)
@@ -139,37 +140,26 @@ def export_run(run: Run, run_dir: Path, position: Position) -> None:
     dist.barrier()
 
 
-def ledger(run: Run) -> dict[str, object]:
-    """What run.json should say of the data and the length of the run."""
+def ledger(task: Task) -> dict[str, object]:
+    """Return what run.json says of the data and the length of the run."""
+    run = task.run
     return {
         "steps": run.total_steps,
         "parameters": run.parameters,
         "data": {
-            **counts(run),
-            "not_as_read": dict(run.dropped),
-            "eval_not_as_read": dict(run.eval_dropped),
+            **task.counts(),
+            "not_as_read": dict(task.examples.dropped),
+            "eval_not_as_read": dict(task.examples.held_out_dropped),
         },
     }
 
 
-def counts(run: Run) -> dict[str, int]:
-    if run.rollouts is None:
-        return {"pairs": len(run.pairs), "eval_pairs": len(run.eval_pairs)}
-    return {"prompts": len(run.rollouts.prompts), "eval_prompts": len(run.rollouts.eval_prompts)}
-
-
-def agreed(value: T) -> T:
-    """Rank 0's, on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def header(run: Run, run_dir: Path) -> str:
+def header(task: Task, run_dir: Path) -> str:
+    run = task.run
     cfg, world = run.cfg, run.world
     replicas = f"{world.dp_size} replica{'s' * (world.dp_size > 1)}"
-    kind = "pairs" if run.rollouts is None else "prompts"
-    dropped = "".join(f"\n  {count} {kind}: {reason}" for reason, count in sorted(run.dropped.items()))
+    reasons = sorted(task.examples.dropped.items())
+    dropped = "".join(f"\n  {count} {task.kind}s: {reason}" for reason, count in reasons)
     return (
         f"rlexp {__version__}  {cfg.loss.name} on {cfg.model.name} ({run.parameters:,} parameters, "
         f"{cfg.train.precision.value}), engine {run.engine.name}\n"
@@ -177,29 +167,19 @@ def header(run: Run, run_dir: Path) -> str:
         f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n{chosen(run)}"
         f"  batch {cfg.train.batch_size} = {replicas} × micro-batch {cfg.train.micro_batch_size} × "
         f"{cfg.train.grad_acc} accumulation step{'s' * (cfg.train.grad_acc > 1)}\n"
-        f"  {examples(run)}, {run.total_steps} steps, {run.steps_per_epoch} an epoch{dropped}\n"
+        f"  {task.describe()}, {run.total_steps} steps, {task.steps_per_epoch} an epoch{dropped}\n"
         f"  {run_dir}\n"
     )
 
 
 def chosen(run: Run) -> str:
-    """Why the layout is what it is, where nobody named it."""
+    """Say why `auto` chose this layout."""
     return f"  layout {run.choice.name}: {run.choice.reason}\n" if run.choice.reason else ""
 
 
 def sampling(run: Run) -> str:
     ranks = run.cfg.rollout.sampling_ranks
     return f", and {ranks} that sample{'s' * (ranks == 1)}" if ranks else ""
-
-
-def examples(run: Run) -> str:
-    if run.rollouts is None:
-        return f"{len(run.pairs):,} pairs"
-    cfg = run.cfg.rollout
-    return (
-        f"{len(run.rollouts.prompts):,} prompts, a rollout is {cfg.batch_size} × {cfg.n_samples} samples for "
-        f"{cfg.epochs} epoch{'s' * (cfg.epochs > 1)} × {cfg.minibatches} train batches"
-    )
 
 
 def footer(run: Run, run_dir: Path, outcome: Outcome) -> str:

@@ -1,4 +1,4 @@
-"""A run's position, on its way to disk and back."""
+"""Save a run's position, and take it up again."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from rlexp.engine.base import MOMENTS, shape_of, trained
 from rlexp.errors import CheckpointError
 from rlexp.launch import folder, stops
 from rlexp.model.export import save_description
-from rlexp.rollout.saved import write as write_samples
 from rlexp.sinks.console import say
 from rlexp.sinks.jsonl import JsonlSink, rewrite, write_lines
-from rlexp.train.build import Run
 from rlexp.train.loop import Position
+from rlexp.train.run import Run
+from rlexp.train.task import Task
+
+TASK = "rollouts"  # the task's part of a position, by the name that checkpoints have always used
 
 
-def resume(run: Run, run_dir: Path) -> tuple[Position, str]:
-    """Where the run goes on, with the engine and the curve set back to there; and a word on it. A collective call."""
+def resume(task: Task, run_dir: Path) -> tuple[Position, str]:
+    """Set engine, task and curve back to the newest checkpoint; return its position, and a note. A collective call."""
+    run = task.run
     shapes = {name: shape_of(parameter) for name, parameter in trained(run.engine.policy).items()}
     first = run.world.rank == 0
     found = restore(run.cfg.resume.mode, run_dir, run.engine, shapes, run.world, say)
@@ -39,8 +42,7 @@ def resume(run: Run, run_dir: Path) -> tuple[Position, str]:
         return Position(), "  no checkpoint here yet: begins at step 1\n" if again else ""
     path, saved = found
     position = Position(saved["step"], saved["total_tokens"])
-    if run.rollouts is not None:
-        run.rollouts.restore(path, saved["rollouts"], position.step)
+    task.restore(path, saved[TASK], position.step)
     if not first:
         return position, ""
     rewrite(run_dir / METRICS, path / METRICS, position.step)
@@ -49,7 +51,7 @@ def resume(run: Run, run_dir: Path) -> tuple[Position, str]:
 
 
 def _changes(run: Run, saved: dict[str, Any]) -> list[str]:
-    """What is otherwise than it was: the layout, which moves nothing, and the length of the run, which may."""
+    """Say what has changed: the layout, which moves no curve, and the length of the run, which may move it."""
     then, here = saved["layout"], layout(run)  # a checkpoint of an older version has fewer names
     lines = [f"{name} was {was}, and is {here[name]}" for name, was in then.items() if was != here[name]]
     if saved["step"] > run.total_steps:
@@ -67,7 +69,7 @@ def _changes(run: Run, saved: dict[str, Any]) -> list[str]:
 
 
 def layout(run: Run) -> dict[str, Any]:
-    """What may change when a run goes on."""
+    """Return what may change when a run goes on."""
     cfg = run.cfg
     return {
         "world_size": run.world.size,
@@ -81,9 +83,10 @@ def layout(run: Run) -> dict[str, Any]:
 
 
 def build_keeper(
-    run: Run, run_dir: Path, position: Position, curve: JsonlSink | None, saved: Callable[[int, Path], None]
+    task: Task, run_dir: Path, position: Position, curve: JsonlSink | None, saved: Callable[[int, Path], None]
 ) -> Keeper:
-    """`curve` is rank 0's; `saved` is told of every checkpoint that is there."""
+    """Build what saves checkpoints. Rank 0 gives its `curve`; `saved` is called for every complete checkpoint."""
+    run = task.run
     if run.world.rank == 0:
         check_space(run, run_dir)
     facts = {
@@ -95,15 +98,14 @@ def build_keeper(
         known["identity"] = identity(run.cfg)
 
     def describe(step: int, score: dict[str, float]) -> Describe:
-        """Called between two steps; what it returns, while training goes on."""
-        saved = position_of(run, position, known) | {"step": step, SCORE: score}
+        """Collect the state between two steps; the function returned writes it while training goes on."""
+        saved = position_of(task, position, known) | {"step": step, SCORE: score}
         lines = list(curve.lines) if curve else []
-        unfinished = run.rollouts.unfinished(step) if run.rollouts is not None else {}
+        write_task = task.writer(step)
 
         def write(place: Path) -> list[Path]:
-            rank, ranks = run.world.rank, run.world.size
-            written = [write_samples(place, name, rank, ranks, mine) for name, mine in unfinished.items()]
-            if rank == 0:
+            written = write_task(place)
+            if run.world.rank == 0:
                 (place / POSITION).write_text(json.dumps(saved, indent=1), encoding="utf-8")
                 write_lines(place / METRICS, lines)
                 save_description(run.engine.policy.model, run.tokenizer, place / MODEL)
@@ -126,16 +128,19 @@ def build_keeper(
     )
 
 
-def position_of(run: Run, position: Position, known: dict[str, Any]) -> dict[str, Any]:
-    """All that must be known to go on, beside weights and moments. Nothing random is kept: whatever draws numbers in
-    a step draws them from (seed, step)."""
+def position_of(task: Task, position: Position, known: dict[str, Any]) -> dict[str, Any]:
+    """Return all that is needed to go on, beside weights and moments.
+
+    No random state is kept: whatever draws numbers in a step draws them from (seed, step).
+    """
+    run = task.run
     return {
         "step": position.step,
-        "epoch": position.step / run.steps_per_epoch,
+        "epoch": position.step / task.steps_per_epoch,
         "seed": run.cfg.seed,
         "random": {"seeded_from": ["seed", "step"], "seed": run.cfg.seed, "step": position.step},
         "total_tokens": position.total_tokens,
-        "rollouts": None if run.rollouts is None else run.rollouts.position(),
+        TASK: task.position(),
         "optimizer_steps": run.engine.steps,
         "schedule": dataclasses.asdict(run.schedule) | {"decay": run.schedule.decay.value},
         "wandb_id": known.get("wandb_id"),
@@ -146,7 +151,7 @@ def position_of(run: Run, position: Position, known: dict[str, Any]) -> dict[str
 
 
 def check_space(run: Run, run_dir: Path) -> None:
-    """Before anything is computed that could not be saved."""
+    """Refuse to begin when a checkpoint would not fit on the disk."""
     keep = run.cfg.checkpoint
     if not keep.on_exit and keep.save_every is None:
         return

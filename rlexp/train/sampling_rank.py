@@ -1,4 +1,4 @@
-"""The whole life of a rank that only samples: no engine, no critic, no reference; the policy, and a cache."""
+"""The life of a rank that only samples: it holds the policy and a cache, no engine, no critic and no reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rlexp.rollout.bridge import Bridge
 from rlexp.rollout.pipelined import serve
 from rlexp.train.build import build_policy, device_of
 from rlexp.train.build_rollouts import build_drawer
-from rlexp.train.examples import build_sampler, read_prompts
+from rlexp.train.examples import prompt_sampler, read_prompts
+from rlexp.train.task import Needs
 from rlexp.types import Prompt
 
 
@@ -23,15 +24,17 @@ def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
     device = device_of(cfg)
     tokenizer = load_tokenizer(cfg.model)
     examples = read_prompts(cfg, tokenizer, World(0, 1, ALONE))
-    sampler = build_sampler(cfg, len(examples.train))
-    whole = dataclasses.replace(cfg, engine=EngineConfig(EngineName.torch))  # not in pieces: each samples alone
-    policy = build_policy(whole, load_config(cfg.model, cfg.data.max_length), device).eval().requires_grad_(False)
+    sampler = prompt_sampler(cfg, len(examples.train))
+    whole = dataclasses.replace(cfg, engine=EngineConfig(EngineName.torch))  # whole on every rank: each samples alone
+    needs = Needs(temperature=cfg.rollout.temperature)
+    policy = build_policy(whole, load_config(cfg.model, cfg.data.max_length), device, needs)
+    policy.eval().requires_grad_(False)
     cast_parameters(policy, DTYPES[cfg.train.precision])
     drawer = build_drawer(cfg, torch.no_grad()(policy), policy.model, tokenizer, device)
 
     def prompts_of(number: int) -> list[Prompt]:
         return [examples.train[index] for index in sampler.batch(number + 1).indices]
 
-    with finishing_steps(cfg.launch.grace_seconds):  # those that train save what is being drawn, and then say so
+    with finishing_steps(cfg.launch.grace_seconds):  # the training ranks save what is being drawn
         serve(bridge, drawer, dict(policy.model.named_parameters()), cfg.rollout, prompts_of)
     return Outcome()

@@ -1,4 +1,4 @@
-"""Where a run's rows go, and what is said of it at its end. Rank 0 only."""
+"""Build the sinks of a run, and describe its end. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rlexp.sinks.console import ConsoleSink
 from rlexp.sinks.jsonl import JsonlSink, read_rows
 from rlexp.sinks.names import new_id
 from rlexp.sinks.rollouts import ROLLOUTS, RolloutsSink
-from rlexp.train.build import Run
 from rlexp.train.loop import Position, last_step
+from rlexp.train.run import Run
 from rlexp.types import MetricRow
 
 
@@ -46,7 +46,7 @@ def build_sinks(run: Run, run_dir: Path, position: Position, curve: JsonlSink) -
 
 
 def run_id_of(run: Run, run_dir: Path) -> str:
-    """Made once, and noted before anything is sent under it."""
+    """Return the run's id; a new one is noted before anything is sent under it."""
     run_id = folder.read(run_dir).get("wandb_id") or new_id(run.cfg.logger, run_dir)
     folder.note(run_dir, wandb_id=run_id)
     return str(run_id)
@@ -64,14 +64,14 @@ def wandb_sink(run: Run, run_dir: Path, rows: Sequence[MetricRow]) -> Sink:
 
 
 def described(run: Run, run_dir: Path) -> dict[str, object]:
-    """The configuration for dashboards: what they group by is flat, and without dots, which they read as levels."""
+    """Return the configuration for dashboards: keys to group by are flat, without dots, which would read as levels."""
     axes = {f"axis/{key.replace('.', '_')}": value for key, value in run.cfg.logger.axes.items()}
     known = {"identity": folder.read(run_dir).get("identity")}
     return to_plain(run.cfg) | derived_sizes(run.cfg) | axes | known
 
 
 def ending_of(error: BaseException, run: Run, run_dir: Path) -> Ending:
-    """Of a process that an error ends. A rank that died of memory has said so in the run's folder."""
+    """Describe the end of a process by an error. A rank that died of memory has left a note in the run's folder."""
     cause = run.phases.explained(error, run.world.rank) or heard(error)
     reason = str(cause) or type(cause).__name__
     facts: dict[str, float | int | str] = {}

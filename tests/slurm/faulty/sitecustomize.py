@@ -167,31 +167,31 @@ def in_place(module: Any) -> None:
 
 
 def in_loop(module: Any) -> None:
-    def wrap(take: Callable[..., Any]) -> Callable[..., Any]:
-        def taken(run: Any, step: int) -> Any:
+    def wrap(train_step: Callable[..., Any]) -> Callable[..., Any]:
+        def taken(task: Any, step: int) -> Any:
             fault.now = step
             fault.reach("step", step)
-            return take(run, step)
+            return train_step(task, step)
 
         return taken
 
-    around(module, "take", wrap)
+    around(module, "train_step", wrap)
 
 
 def in_loop_paced(module: Any) -> None:
     """What a run has really computed, whatever its folder says of it."""
 
-    def wrap(take: Callable[..., Any]) -> Callable[..., Any]:
-        def taken(run: Any, step: int) -> Any:
+    def wrap(train_step: Callable[..., Any]) -> Callable[..., Any]:
+        def taken(task: Any, step: int) -> Any:
             time.sleep(float(os.environ["RLEXP_TEST_PACE"]))
-            values = take(run, step)
-            if run.world.rank == 0:
+            values = train_step(task, step)
+            if task.run.world.rank == 0:
                 note_taken(step)
             return values
 
         return taken
 
-    around(module, "take", wrap)
+    around(module, "train_step", wrap)
 
 
 def note_taken(step: int) -> None:
