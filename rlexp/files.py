@@ -31,7 +31,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """With `durable`, the content is on the disk before the file gets its name."""
+    """Write bytes. With `durable`, the content is on the disk before the file gets its name."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
         if durable:

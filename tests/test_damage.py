@@ -191,8 +191,8 @@ def test_a_disk_that_fills_up_costs_a_checkpoint_and_no_step(finished: Path, tmp
         assert full.returncode == 1, full.stderr
         for step in (4, 6):
             assert f"rlexp: the checkpoint of step {step} could not be saved (" in full.stderr
-        assert "Training goes on; the next save is tried when it is due." in full.stderr
-        assert "What there is to resume from: step-00000002." in full.stderr
+        assert "Training goes on, and saves again when the next save is due." in full.stderr
+        assert "The run can resume from step-00000002." in full.stderr
         assert "No space left on device" in full.stderr
         assert steps_of(run) == list(range(1, STEPS + 1))
         assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]

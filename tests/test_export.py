@@ -104,7 +104,7 @@ def test_a_checkpoint_is_exported_by_hand(rlexp: Shell, tmp_path: Path, tied: Pa
     assert torch.equal(written["model.embed_tokens.weight"], trained.bfloat16())
     assert not torch.equal(trained, began["model.embed_tokens.weight"])
     for args, said in (
-        (("run",), "run/model-step-00000001: is there already"),
+        (("run",), "run/model-step-00000001: exists already"),
         (("nowhere",), "nowhere: no such folder"),
         ((str(tied),), "is neither a checkpoint nor a run that has one"),
     ):

@@ -58,7 +58,7 @@ RUNNING = Facts(1, "running", None, world_size=4, log="/logs/7_%t.err")
          "failed", "", "rank 3 failed: the process was killed by SIGKILL on node n2\nIts log: /logs/7_3.err"),
         (replace(RUNNING, gone=[Gone(3, "n2", "Killed")], retries=1), "stopped", "retry", "was killed by SIGKILL"),
         (replace(RUNNING, gone=[Gone(3, "n2", "Killed")], retries=1, requeues=requeued(4, why="retry")),
-         "failed", "", "(1 retries are spent)"),
+         "failed", "", "(1 retries are used up)"),
         (replace(RUNNING, gone=[Gone(3, "n2", "Out Of Memory")], out_of_memory=True), "failed", "", "no memory left"),
         (replace(RUNNING, gone=[Gone(0, "n1", "Killed"), Gone(3, "n2", "Killed")], over_limit=[3]),
          "failed", "", "rank 3 failed: the process was killed by SIGKILL on node n2, since the job took more memory"),

@@ -122,7 +122,7 @@ def test_what_no_cluster_could_run_is_refused(rlexp: Shell, wrong: str, said: st
             "hydra.launcher.environment: must be a mapping, as {NAME: VALUE} or {}",
         ),
         ("slurm", "hydra.launcher.retry=1", "hydra.launcher.retry: no such key. Did you mean hydra.launcher.retries?"),
-        ("slurm", "hydra.launcher.nodes=3", "hydra.launcher.nodes=3: follows from each job's configuration. Say"),
+        ("slurm", "hydra.launcher.nodes=3", "hydra.launcher.nodes=3: follows from each job's configuration. Give"),
         ("slurm", "+hydra.launcher.retry=1", "hydra.launcher.retry: no such key. Did you mean hydra.launcher.retries?"),
         ("slurm_local", "hydra.launcher.jobs_at_once=0", "hydra.launcher.jobs_at_once=0: must be at least 1."),
         ("slurm_local", "hydra.launcher.poll_seconds=-1", "hydra.launcher.poll_seconds=-1: must be greater than 0."),

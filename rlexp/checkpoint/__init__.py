@@ -1,1 +1,1 @@
-"""What survives a run: written by all ranks, independent of their layout, whole or not there."""
+"""Checkpoints: written by all ranks, independent of their layout, and either whole or absent."""

@@ -1,4 +1,4 @@
-"""From a checkpoint to a model folder, in one process and without an engine."""
+"""Export a checkpoint as a model folder, in one process and without an engine."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rlexp.model.policy import CRITIC
 
 
 def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype) -> Path:
-    """Returns where the model stands."""
+    """Write the model and return its folder."""
     checkpoint = _newest_whole(source)
     above = checkpoint.parent
     place = out or (above.parent if above.name == folder.FOLDER else above) / f"model-{checkpoint.name}"
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise CheckpointError(f"{place}: is there already. Give a folder that is new or empty: --out FOLDER.")
+        raise CheckpointError(f"{place}: exists already. Give a new or empty folder: --out FOLDER.")
     cfg = from_plain(folder.read_position(checkpoint)["config"])
     reader = Reader(checkpoint, folder.read_manifest(checkpoint))
     model, tokenizer = described(checkpoint / folder.MODEL, cfg.model)
@@ -47,7 +47,7 @@ def _newest_whole(source: Path) -> Path:
 
 
 def _others(cfg: Config, model: Any, trained: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-    """What was not trained is not in the checkpoint, and is what it was in the model that was begun with."""
+    """Return the parameters that were not trained. The checkpoint lacks them; they come from the starting model."""
     missing = [name for name, _ in model.named_parameters() if name not in trained]
     kept = [name for name in model.state_dict() if name in dict(model.named_buffers())]
     if not missing and not kept:

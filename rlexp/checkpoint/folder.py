@@ -1,13 +1,13 @@
 """A checkpoint on disk. Imports no torch, so that the launcher can look before a process starts.
 
     <run>/checkpoints/step-00000050/
-        manifest.json                        the size and SHA-256 of every other file, and of itself
+        manifest.json                        the size and SHA-256 of every other file, and its own SHA-256
         position.json                        step, epoch, seed, tokens, configuration, identity, …
         metrics.jsonl                        the rows so far
         state-00000-of-00004.safetensors     one per rank that wrote: its share of weights and moments, by name
-        model/                               configuration and tokenizer, so that it can be exported from here alone
+        model/                               configuration and tokenizer, so that an export needs nothing else
 
-It is written under a temporary name, synced, and renamed: a reader sees a whole one or none.
+It is written under a temporary name, synced, and renamed: a reader sees a whole checkpoint or none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlexp.errors import CheckpointError
 from rlexp.files import sync
 
 FORMAT = 1
-AUTO, NEVER = "auto", "never"  # what resume.mode may be, beside a path
+AUTO, NEVER = "auto", "never"  # the values of resume.mode that are not a path
 FOLDER, MANIFEST, POSITION, METRICS, MODEL = "checkpoints", "manifest.json", "position.json", "metrics.jsonl", "model"
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED, _DISCARDED, _DAMAGED = ".unfinished-", ".discarded-", ".damaged-"
@@ -41,39 +41,39 @@ def unfinished(run_dir: Path, step: int) -> Path:
 
 
 def step_of(checkpoint: Path) -> int:
-    found = _NAME.fullmatch(checkpoint.name)
-    assert found, checkpoint
-    return int(found[1])
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match, checkpoint
+    return int(match[1])
 
 
 def latest_first(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run by their names; whether they are whole is another question."""
+    """Return the checkpoints of a run by their names, the latest first. They may be damaged."""
     try:
-        found = [path for path in (run_dir / FOLDER).iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        checkpoints = [path for path in (run_dir / FOLDER).iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(found, key=step_of, reverse=True)
+    return sorted(checkpoints, key=step_of, reverse=True)
 
 
 def described(path: Path) -> dict[str, Any]:
-    """A file's entry in the manifest."""
+    """Return a file's entry in the manifest."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
 def commit(run_dir: Path, step: int, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> Path:
-    """All files are written and synced: add the manifest, and give the folder its name."""
+    """Add the manifest and give the folder its final name. All files must be written and synced."""
     temporary, final = unfinished(run_dir, step), folder_of(run_dir, step)
     manifest = {"format": FORMAT, "step": step, "files": dict(sorted(files.items())), **facts}
     (temporary / MANIFEST).write_text(json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1), encoding="utf-8")
     sync(temporary / MANIFEST)
     sync(temporary)
-    if final.exists():  # one that was found corrupt, and passed again
+    if final.exists():  # a damaged one, whose step the run has now reached again
         discard(final)
     os.rename(temporary, final)
     sync(final.parent)
-    sync(run_dir)  # whose entry for the folder may be new too
+    sync(run_dir)  # its entry for the folder may be new too
     return final
 
 
@@ -82,14 +82,14 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def discard(checkpoint: Path) -> None:
-    """Under another name first: what is half deleted does not look like a checkpoint."""
+    """Delete a checkpoint. It is renamed first, so that a half-deleted one does not look like a checkpoint."""
     doomed = checkpoint.with_name(f"{_DISCARDED}{checkpoint.name}-{os.getpid()}")
     os.rename(checkpoint, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """One that is not whole no longer counts as a checkpoint; what is left of it stays to be looked at."""
+    """Rename a damaged checkpoint, so that it no longer counts as one but can still be inspected."""
     aside = checkpoint.with_name(f"{_DAMAGED}{checkpoint.name}")
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(checkpoint, aside)
@@ -97,7 +97,7 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def sweep(run_dir: Path) -> None:
-    """Remove what an earlier process left unfinished; nothing else writes to this folder now."""
+    """Remove what an earlier process left unfinished. No other process writes to this folder now."""
     with contextlib.suppress(FileNotFoundError):
         for path in (run_dir / FOLDER).iterdir():
             if path.name.startswith((_UNFINISHED, _DISCARDED)):
@@ -116,12 +116,12 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{checkpoint}: its {MANIFEST} was changed after it was written.")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{checkpoint}: is of format {manifest['format']}, and this version reads {FORMAT}.")
-    found: dict[str, Any] = manifest
-    return found
+    checked: dict[str, Any] = manifest
+    return checked
 
 
 def check_sizes(checkpoint: Path) -> dict[str, Any]:
-    """The manifest, if every file is there and as long as it should be."""
+    """Return the manifest, after checking that every file exists and has its size."""
     manifest = read_manifest(checkpoint)
     for name, expected in manifest["files"].items():
         path = checkpoint / name
@@ -133,7 +133,7 @@ def check_sizes(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_contents(checkpoint: Path, names: Iterable[str], manifest: dict[str, Any]) -> None:
-    """Read files whole and compare checksums."""
+    """Read these files whole and compare their checksums."""
     for name in names:
         if described(checkpoint / name) != manifest["files"][name]:
             raise CheckpointError(f"{checkpoint}: {name} is not what was written (its SHA-256 differs).")
@@ -148,7 +148,7 @@ def read_position(checkpoint: Path) -> dict[str, Any]:
 
 
 def named(path: Path) -> list[Path]:
-    """What a user means by a path: a checkpoint, or a run with checkpoints, the latest first."""
+    """Return the checkpoints that a path names: itself, or those of the run that it is, the latest first."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder. Give a run's folder, or a checkpoint's.")
     path = path.resolve()
@@ -156,15 +156,15 @@ def named(path: Path) -> list[Path]:
         path = path.parent
     if _NAME.fullmatch(path.name):
         return [path]
-    found = latest_first(path)
-    if not found:
+    checkpoints = latest_first(path)
+    if not checkpoints:
         raise CheckpointError(f"{path}: is neither a checkpoint nor a run that has one ({FOLDER}/step-…).")
-    return found
+    return checkpoints
 
 
 def candidates(mode: str, run_dir: Path) -> list[Path]:
-    """What `resume.mode` may go on from, the latest first. A run's own checkpoints come before another's: a job that
-    was begun from a PATH and put back in the queue goes on where it was."""
+    """Return the checkpoints that `resume.mode` may go on from, the latest first. A run's own come before those at a
+    PATH, so that a requeued job that began from a PATH goes on where it was."""
     if mode == NEVER:
         return []
     own = latest_first(run_dir)

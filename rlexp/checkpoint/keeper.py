@@ -1,4 +1,4 @@
-"""When to save, which checkpoints to keep, and when the ranks agree to stop."""
+"""Decide when to save, which checkpoints to keep, and when the ranks stop."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rlexp.ring.groups import World
 from rlexp.ring.objects import from_rank0
 from rlexp.types import MetricRow
 
-SCORE = "score"  # in a checkpoint's position: the value it is kept by
+SCORE = "score"  # key in a checkpoint's position: its value of `checkpoint.best_metric`
 
 
 class Keeper:
-    """Every rank calls the same methods after the same steps."""
+    """Every rank must call the same methods after the same steps."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Keeper:
         self._saved_step = saved_step
         self._scores = self._agreed_scores()
         self._pruning: threading.Thread | None = None
-        self.failed: str | None = None  # why the last save that was begun is not there
+        self.failed: str | None = None  # why the last save failed, if it did
 
     def after_step(self, row: MetricRow) -> signal.Signals | None:
-        """Save where it is due; the signal that all ranks now stop by, if any asked."""
+        """Save where a save is due. Return the signal by which all ranks now stop, if any rank was asked to."""
         step, score = int(row["step"]), self._score(row)
         stop, clock, writing = self._agree()
         if not self._prepared and self._cfg.save_every is not None:
@@ -67,9 +67,9 @@ class Keeper:
         return signal.Signals(stop) if stop else None
 
     def close(self, row: MetricRow | None) -> None:
-        """The run ends with this row, or before its first: save where that is wanted, and wait for it."""
+        """End the run with its last row, or None without one: save if configured, and wait for the save."""
         self.settle()
-        for _ in range(2):  # a second time, since it is the last chance
+        for _ in range(2):  # a second try, since it is the last chance
             if row is not None and self._cfg.on_exit and (self.failed or row["step"] != self._saved_step):
                 self._save(int(row["step"]), self._score(row))
                 self.settle()
@@ -81,7 +81,8 @@ class Keeper:
             self._settle()
 
     def _score(self, row: MetricRow) -> float | None:
-        """What a checkpoint of this step is kept by; a name that no row has is refused at the first that should."""
+        """Return the value by which this step's checkpoint is kept. An unknown metric is refused at the first step that
+        should have it."""
         if not self._cfg.keep_best:
             return None
         name = self._cfg.best_metric
@@ -94,7 +95,7 @@ class Keeper:
         return row.get(name)
 
     def _agree(self) -> tuple[int, bool, bool]:
-        """What any rank was asked, rank 0's clock, and whether anybody still writes: one small reduction a step."""
+        """Agree, in one reduction a step, on any rank's signal, rank 0's clock, and whether any rank still writes."""
         asked = self._asked()
         due = self._seconds is not None and time.monotonic() - self._since >= self._seconds
         mine = [float(asked or 0), float(due and self._world.rank == 0), float(self._saver.writing)]
@@ -121,7 +122,7 @@ class Keeper:
             if self._world.rank == 0:
                 self._say(
                     f"rlexp: the checkpoint of step {self._saved_step} could not be saved ({self.failed}). "
-                    f"Training goes on; the next save is tried when it is due. {self._room()}\n"
+                    f"Training goes on, and saves again when the next save is due. {self._room()}\n"
                 )
         elif self._world.rank == 0:
             self._saved(self._saved_step, folder.folder_of(self._run_dir, self._saved_step))
@@ -133,7 +134,7 @@ class Keeper:
 
     def _room(self) -> str:
         whole = folder.latest_first(self._run_dir)
-        return f"What there is to resume from: {whole[0].name}." if whole else "There is none to resume from yet."
+        return f"The run can resume from {whole[0].name}." if whole else "There is no checkpoint to resume from yet."
 
     def _doomed(self) -> list[Path]:
         there = folder.latest_first(self._run_dir)
@@ -141,7 +142,7 @@ class Keeper:
         return [path for path in there[self._cfg.keep_last :] if folder.step_of(path) not in best]
 
     def _best(self) -> list[int]:
-        """The steps of the best checkpoints; of equals, the earlier."""
+        """Return the steps of the best checkpoints. Among equals, the earlier wins."""
         sign = -1 if self._cfg.best is Best.max else 1
         return sorted(self._scores, key=lambda step: (sign * self._scores[step], step))[: self._cfg.keep_best]
 
@@ -155,11 +156,11 @@ class Keeper:
         return score > worst if self._cfg.best is Best.max else score < worst
 
     def _agreed_scores(self) -> dict[int, float]:
-        """Of the checkpoints that are there, as rank 0 sees them."""
+        """Return the scores of the existing checkpoints, as rank 0 reads them."""
         scores: dict[int, float] = {}
         if self._world.rank == 0 and self._cfg.keep_best:
             for path in folder.latest_first(self._run_dir):
-                with contextlib.suppress(CheckpointError):  # what is not whole is no matter of keeping
+                with contextlib.suppress(CheckpointError):  # a damaged checkpoint has no score
                     score = folder.read_position(path).get(SCORE) or {}
                     if self._cfg.best_metric in score:
                         scores[folder.step_of(path)] = score[self._cfg.best_metric]

@@ -1,4 +1,4 @@
-"""Which checkpoint to go on from, and going on from it."""
+"""Choose the checkpoint to resume from, and load it."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ def restore(
     world: World,
     say: Callable[[str], None],
 ) -> tuple[Path, dict[str, Any]] | None:
-    """The newest whole checkpoint, loaded, and its position. A collective call."""
+    """Load the newest whole checkpoint; return its path and position, or None without one. A collective call."""
     candidates = from_rank0(folder.candidates(mode, run_dir) if world.rank == 0 else [], world.size)
-    wrong: list[Path] = []
+    damaged: list[Path] = []
     for path in candidates:
         reason = _agreed_fault(path, world)
         if reason is None:
             if world.rank == 0:
-                _set_aside(wrong, run_dir)
+                _set_aside(damaged, run_dir)
             position = folder.read_position(path)
             reader = tensors.Reader(path, folder.read_manifest(path))
             tensors.load(engine, reader, shapes, position["optimizer_steps"])
             return path, position
-        wrong.append(path)
+        damaged.append(path)
         if world.rank == 0:
             say(f"rlexp: skipped a checkpoint: {reason}\n")
-    if wrong:
-        names = ", ".join(path.name for path in wrong)
+    if damaged:
+        names = ", ".join(path.name for path in damaged)
         remedy = (
             f"To begin at the first step, give another hydra.run.dir, or remove {run_dir / folder.FOLDER}."
-            if wrong[0].parent == run_dir / folder.FOLDER
+            if damaged[0].parent == run_dir / folder.FOLDER
             else f"Give another checkpoint than resume.mode={mode}."
         )
-        raise CheckpointError(f"{wrong[0].parent}: there is nothing to go on from: {names} is not whole. {remedy}")
+        raise CheckpointError(f"{damaged[0].parent}: there is nothing to go on from: {names} is not whole. {remedy}")
     return None
 
 
-def _set_aside(wrong: list[Path], run_dir: Path) -> None:
-    """Of this run's own, or it would count as the newest when old ones are removed."""
-    for path in wrong:
+def _set_aside(damaged: list[Path], run_dir: Path) -> None:
+    """Rename this run's own damaged checkpoints. They would otherwise count as the newest when old ones are removed."""
+    for path in damaged:
         if path.parent == run_dir / folder.FOLDER:
             with contextlib.suppress(OSError):
                 folder.set_aside(path)
 
 
 def _agreed_fault(path: Path, world: World) -> str | None:
-    """Every rank reads its part of the files; what any of them found wrong."""
+    """Let every rank check its part of the files. Return the first fault that any rank found."""
     fault = None
     try:
         manifest = folder.check_sizes(path)

@@ -1,8 +1,8 @@
-"""One checkpoint at a time, written behind the training loop's back.
+"""Write one checkpoint at a time, in the background of training.
 
-Training stands still for the copy to the host's memory. The files are written by a thread of each rank; no collective
-runs outside the main threads. Once every rank has written, at the end of a later step or of the run, all tell rank 0
-what they wrote, and rank 0 gives the folder its name. What failed anywhere is known to all, said, and swept away.
+Training pauses while the state is copied to the host's memory. A thread of each rank then writes its files; collectives
+run only in the main threads. When every rank has written, at the end of a later step or of the run, all ranks tell
+rank 0 what they wrote, and rank 0 gives the folder its name. If a rank failed, all learn it, and the files are removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlexp.files import sync
 from rlexp.ring.groups import World
 from rlexp.ring.objects import from_rank0, gather_objects
 
-Describe = Callable[[Path], Sequence[Path]]  # writes what a rank has beside its state; rank 0 position and more
+Describe = Callable[[Path], Sequence[Path]]  # writes a rank's other files; rank 0 writes the position
 
 
 class Saver:
@@ -34,11 +34,11 @@ class Saver:
         self._step = 0
         self._files: dict[str, dict[str, Any]] = {}
         self._error: str | None = None
-        self.stood_still = 0.0  # seconds, at the last save
+        self.stood_still = 0.0  # seconds that training paused at the last save
 
     @property
     def pending(self) -> bool:
-        """A checkpoint is begun and not yet committed; the same on every rank."""
+        """Whether a checkpoint is begun and not yet committed. The same on every rank."""
         return self._thread is not None
 
     @property
@@ -46,19 +46,19 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def prepare(self) -> None:
-        """After the first step, when all state is there: take the host's memory while training goes on."""
+        """Allocate the host's memory in the background. Call it after the first step, when all state exists."""
         fragments = share(self._engine, self._world.rank, self._world.size)
 
         def work() -> None:
-            with contextlib.suppress(Exception):  # the save itself will meet it, and say so
+            with contextlib.suppress(Exception):  # the save itself will fail in the same way, and report it
                 self._host.prepare(fragments)
 
         self._preparing = threading.Thread(target=work, daemon=True)
         self._preparing.start()
 
     def begin(self, step: int, describe: Describe) -> None:
-        """Copy the state, and start writing it. Returns as soon as training may change it again."""
-        assert not self.pending, "the checkpoint before is not settled yet"
+        """Copy the state and start writing it. Returns as soon as training may change the state again."""
+        assert not self.pending, "the previous checkpoint is not settled yet"
         began = time.monotonic()
         if self._preparing is not None:
             self._preparing.join()
@@ -77,7 +77,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _handing_over(self) -> Iterator[None]:
-        """Every failure of a save is said, by `settle`; none ends the training."""
+        """Remember an error for `settle` to report. A failed save does not end training."""
         try:
             yield
         except Exception as error:
@@ -94,7 +94,7 @@ class Saver:
         return {str(path.relative_to(place)): folder.described(path) for path in written}
 
     def settle(self) -> str | None:
-        """Wait until all ranks have written, and commit; what went wrong, the same on every rank. A collective call."""
+        """Wait until all ranks have written, and commit. Return the error, equal on every rank. A collective call."""
         if self._thread is None:
             return None
         self._thread.join()

@@ -1,7 +1,7 @@
-"""Weights and moments on disk: runs of elements by parameter name, whoever held them.
+"""Weights and moments on disk: runs of elements by parameter name, independent of the rank that held them.
 
-A rank writes what it alone holds, and of replicated state its share; so the files of any engine on any number of ranks
-are read by any other, each rank reading the runs it needs and no more.
+A rank writes the state that only it holds, and an equal share of replicated state. So the files of any engine on any
+number of ranks can be read by any other, and each rank reads only the runs it needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlexp.errors import CheckpointError
 
 
 def share(engine: Engine, rank: int, world_size: int) -> list[Fragment]:
-    """What this rank writes: its fragments, or, where all hold the same, an equal part of them."""
+    """Return what this rank writes: its fragments, or an equal part of them where all ranks hold the same."""
     fragments = engine.fragments()
     if not engine.replicated:
         return fragments
@@ -41,17 +41,17 @@ def share(engine: Engine, rank: int, world_size: int) -> list[Fragment]:
 
 
 class HostCopy:
-    """The state as it was at a moment, in the host's memory, while training goes on.
+    """A copy of the state in the host's memory, taken at one moment, while training goes on.
 
-    The memory is kept from one save to the next: to take 12 bytes a parameter from the system anew costs many times
-    as long as to copy them. So that the first save does not wait for it either, it can be taken before.
+    The memory is kept from save to save: allocating 12 bytes per parameter takes many times as long as copying them.
+    `prepare` allocates it before the first save.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def prepare(self, fragments: Iterable[Fragment]) -> None:
-        """Take the memory and touch it; in a thread, since it takes no part in training."""
+        """Allocate the memory and touch it. Runs in a thread, since training does not need it."""
         for fragment in fragments:
             for kind, tensor in fragment.tensors():
                 self._place(f"{kind}/{fragment.name}", tensor).zero_()
@@ -64,7 +64,7 @@ class HostCopy:
         return kept
 
     def take(self, fragments: Iterable[Fragment]) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """The copies by key (`weight/NAME`), and where in its parameter each begins."""
+        """Return the copies by key (`weight/NAME`), and the element of its parameter at which each begins."""
         copies, starts = {}, {}
         for fragment in fragments:
             for kind, tensor in fragment.tensors():
@@ -89,7 +89,7 @@ class _Run:
 
 
 class Reader:
-    """Runs of elements by parameter name, from as many files as hold them."""
+    """Read runs of elements by parameter name, from all files of a checkpoint."""
 
     def __init__(self, checkpoint: Path, manifest: Mapping[str, Any]) -> None:
         self.checkpoint = checkpoint
@@ -108,7 +108,7 @@ class Reader:
             self._runs.setdefault(key, []).append(_Run(path, starts[key], starts[key] + length))
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` of the flattened parameter (or moment), in the dtype they were written in."""
+        """Return elements `start` to `stop` of the flattened parameter or moment, in the dtype of the file."""
         pieces, reached = [], start
         for run in sorted(self._runs.get(f"{kind}/{name}", []), key=lambda run: run.start):
             if run.stop <= reached or run.start >= stop:
@@ -128,7 +128,7 @@ class Reader:
 
 
 def load(engine: Engine, reader: Reader, shapes: Mapping[str, torch.Size], steps: int) -> None:
-    """Write a checkpoint into an engine, of whatever kind and on however many ranks it was taken. Collective."""
+    """Load a checkpoint into an engine. It may come from another engine and number of ranks. A collective call."""
     check_shapes(reader, shapes)
     for fragment in engine.fragments():
         for kind, tensor in fragment.tensors():
@@ -137,7 +137,7 @@ def load(engine: Engine, reader: Reader, shapes: Mapping[str, torch.Size], steps
 
 
 def check_shapes(reader: Reader, shapes: Mapping[str, torch.Size]) -> None:
-    """The same parameters, of the same shapes: named, rather than a copy that fails."""
+    """Refuse a checkpoint whose parameters have other names or shapes, and name the first that differs."""
     for name in [*shapes, *reader.shapes]:
         saved, here = reader.shapes.get(name), shapes.get(name)
         if saved != here:

@@ -127,13 +127,13 @@ def _locked(handle: int, kind: int, patience: float) -> bool:
                 return False
             time.sleep(0.1)
         except OSError as error:  # a file system without locks: nobody can hold one
-            sys.stderr.write(f"rlexp: this file system locks no files ({error.strerror}): start no run twice.\n")
+            sys.stderr.write(f"rlexp: this file system locks no files ({error.strerror}): do not start a run twice.\n")
             return True
 
 
 def hold(run_dir: Path) -> None:
     """Hold the ranks' lock while this rank lives. A rank may outlive a killed launcher for a moment."""
-    with contextlib.suppress(OSError):  # where there are no locks
+    with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(os.open(run_dir / RANKS, os.O_CREAT | os.O_RDWR), fcntl.LOCK_SH)
 
 
@@ -161,17 +161,18 @@ def _check_writable(run_dir: Path) -> None:
 
 
 def _check_identity(cfg: Config, run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Against the newest checkpoint that is as long as it should be; its contents are read by the ranks."""
-    found = candidates(cfg.resume.mode, run_dir)
-    for path in found:
+    """Compare the configuration with the newest checkpoint whose files have their sizes. The ranks check the contents.
+    Return the keys that differ by `resume.force`."""
+    checkpoints = candidates(cfg.resume.mode, run_dir)
+    for path in checkpoints:
         try:
             check_sizes(path)
             was = read_position(path).get("identity") or {}
         except CheckpointError:
             continue
         return refuse_changes(path, was, now, cfg.resume.force)
-    if found:
-        return []  # the ranks will say what is wrong with each of them
+    if checkpoints:
+        return []  # the ranks report what is wrong with each of them
     if before.get("status") == "finished":
         raise FolderError(
             f"hydra.run.dir={run_dir}: holds a finished run without a checkpoint to go on from, and it would be "

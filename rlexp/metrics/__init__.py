@@ -1,1 +1,1 @@
-"""Named values with their reduction, memory peaks, and the one reduction of a step."""
+"""Metrics: named values, memory peaks, and the one reduction of a step."""

@@ -22,13 +22,13 @@ REMEDIES = {
 
 
 class Phases:
-    """The peak of each phase of a step, on this rank; and, told to `tell` as they begin, what it is doing."""
+    """The memory peak of each phase of a step, on this rank. `tell` is called when a phase begins."""
 
     def __init__(self, device: torch.device, tell: Callable[..., None] | None = None) -> None:
         self._device = device
         self._tell = tell or (lambda **_facts: None)
         self._peaks: dict[str, int] = {}
-        self._highest: dict[str, int] = {}  # of all steps
+        self._highest: dict[str, int] = {}  # over all steps
         self._step = 0
         self._phase = ""
 
@@ -38,7 +38,7 @@ class Phases:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """A phase within a phase is part of it. One that ends by an exception stays the last that was told."""
+        """Measure a phase. A phase inside another counts as part of it. After an exception it stays the current one."""
         if self._phase:
             yield
             return
@@ -59,14 +59,14 @@ class Phases:
         self._highest[phase] = max(peak, self._highest.get(phase, 0))
 
     def report(self, meter: Meter) -> None:
-        """The step's, for the one reduction: the largest over the ranks, and whose it is."""
+        """Add the step's peaks to the meter, whose reduction finds the largest over the ranks and its rank."""
         for phase, peak in self._peaks.items():
             meter.add_max(f"{phase}_peak", peak)
         meter.add_max("peak", max(self._peaks.values()))
         self._tell(step=self._step, phase="between steps", peaks=self._highest)
 
     def explained(self, error: BaseException, rank: int) -> OutOfMemory | None:
-        """What a user should read of an allocation that failed."""
+        """Return the error to show for a failed allocation; None for any other error."""
         if not is_out_of_memory(error):
             return None
         self._tell(step=self._step, phase=self._phase, peaks=self._highest, died="out of memory")
@@ -87,7 +87,7 @@ def reset_peak(device: torch.device) -> None:
     elif _CLEAR_REFS.exists():
         try:
             _CLEAR_REFS.write_text(_RESET_PEAK)
-        except OSError:  # a container may forbid it: the peak is then the process's so far
+        except OSError:  # a container may forbid it: peaks are then those of the process so far
             return
 
 

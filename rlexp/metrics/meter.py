@@ -1,8 +1,8 @@
 """Sums and counts over the micro-batches of a train batch, reduced over the ranks once per optimizer step.
 
-A sum is *sharded* over the ring (token sums: every rank of the ring holds its own tokens' part, and they are
-added up) or *replicated* in it (sequence sums after the ring's all-reduce: every rank holds the same, and it is
-counted once). Getting this wrong by a factor of the ring size is the classic defect, so every metric says it.
+A sum is *sharded* over the ring (token sums: every rank of the ring holds the part of its own tokens, and the parts are
+added up) or *replicated* in it (sequence sums after the ring's all-reduce: every rank holds the same sum, which is
+counted once). Getting this wrong by a factor of the ring size is the classic defect, so every metric says which it is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARDED, REPLICATED = Spread.SHARDED, Spread.REPLICATED
 
 
 class Meter:
-    """Every rank adds the same names; the values stay on the device until `reduce`."""
+    """Sums, counts and maxima by name. Every rank must add the same names; values stay on the device until `reduce`."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
@@ -37,7 +37,7 @@ class Meter:
         self._maxima: dict[str, float] = {}
 
     def add_mean(self, name: str, total: Tensor | float, count: Tensor | float, spread: Spread) -> None:
-        """A part of a mean: the mean logged is Σ total / Σ count over the whole train batch."""
+        """Add a part of a mean. The mean that is logged is Σ total / Σ count over the whole train batch."""
         self._add(self._sums, name, total, spread)
         self._add(self._counts, name, count, spread)
 
@@ -45,7 +45,7 @@ class Meter:
         self._add(self._sums, name, total, spread)
 
     def add_max(self, name: str, value: float) -> None:
-        """The largest value of any rank; `<name>@rank` comes with it and says which rank's it is."""
+        """Add a value whose maximum over the ranks is logged; `<name>@rank` tells which rank has it."""
         self._maxima[name] = max(value, self._maxima.get(name, -math.inf))
 
     def _add(self, where: dict[str, Tensor], name: str, value: Tensor | float, spread: Spread) -> None:
@@ -55,7 +55,7 @@ class Meter:
         where[name] = where[name] + value if name in where else value
 
     def reduce(self) -> dict[str, float]:
-        """One collective: every rank gathers all ranks' values and adds them up in the order of the ranks."""
+        """Gather all ranks' values in one collective, and add them up in the order of the ranks."""
         names = (*self._sums, *self._counts, *self._maxima)
         signature = float(zlib.crc32("\n".join(names).encode()))
         head = torch.tensor([signature], dtype=torch.float64, device=self.device)
@@ -81,7 +81,7 @@ class Meter:
         values: dict[str, float] = {}
         for number, name in enumerate(self._maxima):
             rank = int(columns[:, number].argmax())
-            if columns[rank, number] > -math.inf:  # of nothing there is no largest
+            if columns[rank, number] > -math.inf:  # -inf: no rank added a value
                 values[name], values[f"{name}@rank"] = float(columns[rank, number]), rank
         return values
 

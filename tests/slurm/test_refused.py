@@ -31,7 +31,7 @@ REFUSED = {
              r"launch\.time_limit: 7200 s are more than partition high allows \(3600 s\)"),
     "account": (("hydra.launcher.partition=high", "hydra.launcher.account=nobody", "launch.time_limit=30m"),
                 r"would never start it: Job's account not permitted to use this partition"),
-    "sbatch": (("hydra.launcher.constraint=fast",), r"Slurm did not take it: .*Invalid feature specification"),
+    "sbatch": (("hydra.launcher.constraint=fast",), r"Slurm did not accept it: .*Invalid feature specification"),
 }  # fmt: skip
 
 

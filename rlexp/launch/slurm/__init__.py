@@ -1,1 +1,1 @@
-"""Slurm: what it is sent, what it knows, where the ranks of a job meet, and what follows when one has ended."""
+"""Slurm: write batch scripts, ask the queue, let the ranks of a job meet, and judge a job when its ranks are gone."""

@@ -1,7 +1,7 @@
-"""`python -m rlexp.launch.slurm.ended CODE`, when the ranks of a job are gone: what became of the run, written into
-its run.json, and whether the job is to be queued again. Prints `requeue`, or nothing; exits as the job should.
+"""`python -m rlexp.launch.slurm.ended CODE` judges a job when its ranks are gone, and writes the verdict into the run's
+run.json. It prints `requeue` if the job must be queued again, and exits with the code that the job should exit with.
 
-It runs in the job's own batch script, so that a sweep needs no launcher that lives as long as its jobs.
+The job's own batch script runs it, so a sweep needs no launcher that lives as long as its jobs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rlexp.launch.slurm.meeting import job_id, run_dir, start_of_job
 from rlexp.launch.slurm.queue import Silent, ask
 from rlexp.launch.slurm.verdict import Facts, Verdict, ambiguous, judge, silent_ranks
 
-ANSWER = 15.0  # seconds for a node to start a process, or for Slurm to say since when it is up
-SAME = 10.0  # seconds that clocks may differ, or a rank may say nothing, before a node's new start
+ANSWER = 15.0  # seconds for a node to start a process, or for Slurm to answer
+SAME = 10.0  # seconds by which a rank's last sign of life may precede its node's restart, or clocks differ
 STARTED = re.compile(r"\bSlurmdStartTime=(\S+)")
-# Of the job, and more than a process needs that only says that its node is there.
+# Variables of the job's own requests, removed for a process that only shows that its node answers.
 REQUESTS = {"SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_NODE", "SLURM_GPUS",
             "SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS",
             "SLURM_NPROCS", "SLURM_KILL_BAD_EXIT", "SLURM_DISTRIBUTION"}  # fmt: skip
@@ -41,9 +41,9 @@ def gather(code: int, where: Path, retries: int, log: str, srun: str | None = No
     if torchrun:
         nodes = range(int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
         went = traces.gone_under_torchrun([traces.text_of(log.replace("%t", str(node))) for node in nodes], text)
-        code = min(code, 1)  # how the one that srun ended last was ended
+        code = min(code, 1)  # srun's code is that of whichever torchrun it ended last
     killed = [task.rank for task in went if task.how == "Killed" and task.rank is not None]
-    begun = run.get("start") == start_of_job()  # else it is an earlier start's word
+    begun = run.get("start") == start_of_job()  # else an earlier start wrote run.json
     return Facts(
         code=code,
         status=run.get("status") if begun or (code == 0 and run.get("status") == "finished") else None,
@@ -64,7 +64,7 @@ def gather(code: int, where: Path, retries: int, log: str, srun: str | None = No
 
 
 def all_nodes_answer() -> bool:
-    """Whether each can still start a process of this job."""
+    """Whether every node can still start a process of this job."""
     count = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     options = ("--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpus-per-task=1",
                "--mem=0", "--gres=none", "--kill-on-bad-exit", "--quiet")  # fmt: skip
@@ -79,8 +79,8 @@ def all_nodes_answer() -> bool:
 
 
 def a_node_came_back(last_seen: float) -> bool:
-    """Whether one was started anew while this job had it, and a silent rank was not seen since: lost, and back before
-    anybody missed it. A slurmd that is only replaced leaves the ranks alone, and they go on."""
+    """Whether a node restarted during this job, and the silent ranks were last seen before that: it was lost, and back
+    before Slurm noticed. When only slurmd restarts, the ranks go on."""
     nodes = os.environ.get("SLURM_JOB_NODELIST", "")
     try:
         began = _moment(ask("squeue", "--noheader", f"--jobs={job_id()}", "--format=%S", patience=ANSWER))
@@ -91,7 +91,7 @@ def a_node_came_back(last_seen: float) -> bool:
 
 
 def _moment(text: str) -> float | None:
-    """Of a time as Slurm writes it in UTC; None of N/A, Unknown or None."""
+    """Read a time as Slurm writes it, in UTC. None for N/A, Unknown and None."""
     try:
         return datetime.fromisoformat(f"{text.strip()}+00:00").timestamp()
     except ValueError:
@@ -116,8 +116,8 @@ def judge_and_record(facts: Facts, where: Path) -> Verdict:
 
 
 def is_ours(where: Path) -> bool:
-    """A job that was refused a folder, since another's run is in it or lives there, leaves that run as it is; and so
-    does a start of the run's own job that found it finished."""
+    """Whether the run in this folder is this job's. If the folder was refused to the job, it holds another job's run. A
+    start that found its run finished leaves run.json as it is."""
     run = folder.read(where)
     if run.get("status") == "finished" and run.get("start") != start_of_job():
         return False
@@ -128,13 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rlexp.launch.slurm.ended", description=__doc__)
     parser.add_argument("code", type=int, help="srun's exit code")
     parser.add_argument("--run-dir", type=Path, default=run_dir(), help="the run's folder; default: RLEXP_RUN_DIR")
-    parser.add_argument("--retries", type=int, default=0, help="starts after a rank was killed from outside")
-    parser.add_argument("--log", default="", help="where a rank's errors stand: %%j is the job, %%t the rank")
-    parser.add_argument("--srun", help="where srun's own words stand; default: in rank 0's log")
-    parser.add_argument("--torchrun", action="store_true", help="srun's tasks are torchruns, and %%t is theirs")
+    parser.add_argument("--retries", type=int, default=0, help="restarts allowed after a rank was killed from outside")
+    parser.add_argument("--log", default="", help="path of a rank's error log; %%j is the job, %%t the rank")
+    parser.add_argument("--srun", help="path of srun's own log; default: rank 0's log")
+    parser.add_argument("--torchrun", action="store_true", help="srun's tasks are torchruns, and %%t is their number")
     given = parser.parse_args(argv)
     if given.run_dir is None:
-        parser.error("--run-dir is not given, and RLEXP_RUN_DIR is not set")
+        parser.error("give --run-dir, or set RLEXP_RUN_DIR")
     facts = gather(given.code, given.run_dir, given.retries, given.log, srun=given.srun, torchrun=given.torchrun)
     verdict = judge_and_record(facts, given.run_dir)
     sys.stderr.write(f"rlexp: {verdict.status}: {verdict.reason}\n")

@@ -1,5 +1,5 @@
-"""The launcher's own keys, held to their rules before anything is handed over: Hydra knows their types only, and what a
-cluster says of a wrong one comes late."""
+"""Check the launcher's own keys before anything is submitted. Hydra checks only their types, and the cluster refuses a
+wrong one late."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rlexp.errors import ConfigError
 from rlexp.launch.slurm.queue import last_line
 
 PATIENCE = 60.0  # seconds for a container to start
-# Of these, a job and its configuration must say the same.
+# Launcher keys that follow from keys of each job's configuration.
 _DERIVED = {"nodes": "launch.nodes", "tasks_per_node": "launch.nproc"}
 
 
 def check(given: DictConfig, known: type[SlurmJobs] | type[LocalJobs]) -> None:
-    """`given` is the launcher's configuration as it was composed."""
+    """Check `given`, the launcher's composed configuration, against the keys of the class `known`."""
     _known(given, known)
     if known is SlurmJobs:
         _follow(given)
@@ -43,7 +43,7 @@ def check(given: DictConfig, known: type[SlurmJobs] | type[LocalJobs]) -> None:
 
 
 def check_folder(sweep: str) -> None:
-    """sbatch reads a % in the names of logs as a pattern of its own."""
+    """Refuse a % in the sweep's folder, since sbatch expands it in the paths of logs."""
     if "%" in sweep:
         raise ConfigError(f"hydra.sweep.dir={sweep}: Slurm expands a % in the paths of logs. Give a folder without.")
 
@@ -59,12 +59,12 @@ def _follow(given: DictConfig) -> None:
     for key, owner in _DERIVED.items():
         if not OmegaConf.is_interpolation(given, key):
             raise ConfigError(
-                f"hydra.launcher.{key}={given[key]}: follows from each job's configuration. Say {owner}={given[key]}."
+                f"hydra.launcher.{key}={given[key]}: follows from each job's configuration. Give {owner}={given[key]}."
             )
 
 
 def check_container(params: Mapping[str, Any]) -> None:
-    """Whether the container has a Python with rlexp in it; as far as this machine can start one at all."""
+    """Refuse a container whose Python does not have rlexp. Skipped where this machine cannot start the container."""
     container = params["container"]
     if not container or shutil.which(_first_word(container)) is None or _error(f"{container} true") is not None:
         return
@@ -85,7 +85,7 @@ def _first_word(command: str) -> str:
 
 
 def _error(command: str) -> str | None:
-    """What a command says when it fails; None where it does not."""
+    """Return why a command fails; None if it succeeds."""
     try:
         answer = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=PATIENCE, check=False)
     except subprocess.TimeoutExpired:

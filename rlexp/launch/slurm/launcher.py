@@ -1,4 +1,4 @@
-"""`hydra/launcher=slurm`: a sweep as arrays of Slurm jobs, one for each size."""
+"""`hydra/launcher=slurm`: submit a sweep as arrays of Slurm jobs, one array for each set of resources."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rlexp.launch.sweep import Sweep
 
 
 class SlurmLauncher(Submitting):
-    """The one that is told by `scontrol` and `squeue`; accounting says more, and is not needed."""
+    """Launcher for a Slurm cluster. It asks `squeue` and `sinfo`; accounting is used where there is one."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         with self.nothing_begun():
@@ -41,16 +41,16 @@ class SlurmLauncher(Submitting):
         return super().launch(self._on_what_is_there(job_overrides), initial_job_idx)
 
     def _on_what_is_there(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
-        """What `auto` is, and how many ranks a node has, by the cluster's nodes: not by the machine that asks."""
+        """Set device and ranks per node from the cluster's nodes, where the user left them to be found out."""
         launch, said = self.config.launch, {each.partition("=")[0] for job in job_overrides for each in job}
         device = str(getattr(launch.device, "value", launch.device))
         if "launch.device" in said or device == "cpu":
             return job_overrides
         gpus = max((each.gpus for each in kinds(partitions(), self.params.get("partition"))), default=0)
-        found = [f"launch.device={'cuda' if gpus else 'cpu'}"] if device == "auto" else []
+        added = [f"launch.device={'cuda' if gpus else 'cpu'}"] if device == "auto" else []
         if gpus and "launch.nproc" not in said and OmegaConf.is_interpolation(launch, "nproc"):
-            found.append(f"launch.nproc={gpus}")
-        return [[*job, *found] for job in job_overrides]
+            added.append(f"launch.nproc={gpus}")
+        return [[*job, *added] for job in job_overrides]
 
     def prepare(self, jobs: Sequence[Planned]) -> None:
         there = partitions()
@@ -67,13 +67,13 @@ class SlurmLauncher(Submitting):
             submitted |= self._array(sweep, size)
         if submitted:
             sys.stderr.write(
-                f"{sweep.name}: {len(submitted)} jobs are Slurm's ({', '.join(submitted)}); their folders are in "
-                f"{sweep.folder}. To look: python -m rlexp.status {sweep.folder}\n"
+                f"{sweep.name}: {len(submitted)} jobs are submitted ({', '.join(submitted)}); their folders are in "
+                f"{sweep.folder}. To watch them: python -m rlexp.status {sweep.folder}\n"
             )
         return submitted
 
     def _array(self, sweep: Sweep, jobs: Sequence[Planned]) -> dict[str, Planned]:
-        """Before it is sent, each job is given a token, by which Slurm's queue knows it should we die now."""
+        """Submit one array. Each job first gets a token, by which a later launcher finds it if this one dies now."""
         from submitit.core.utils import FailedJobError, FailedSubmissionError
 
         token = f"rlexp-{uuid.uuid4().hex[:16]}"
@@ -89,7 +89,7 @@ class SlurmLauncher(Submitting):
             if taken := self._taken(sweep, jobs):
                 return taken
             for planned in jobs:
-                planned.refusal = Refusal("failed", f"Slurm did not take it: {_sbatch_said(str(error))}")
+                planned.refusal = Refusal("failed", f"Slurm did not accept it: {_sbatch_said(str(error))}")
                 refuse(sweep, planned)
             return {}
         for planned, job in zip(jobs, handed, strict=True):
@@ -98,14 +98,14 @@ class SlurmLauncher(Submitting):
         return {job.job_id: planned for planned, job in zip(jobs, handed, strict=True)}
 
     def _taken(self, sweep: Sweep, jobs: Sequence[Planned]) -> dict[str, Planned]:
-        """A controller that was slow to answer may have queued what sbatch says that it has not."""
-        found: dict[str, Planned] = {}
+        """Return the jobs that a slow controller has queued although sbatch reported a failure."""
+        queued: dict[str, Planned] = {}
         with contextlib.suppress(queue.Silent):
             for planned in jobs:
                 if (job_id := self.recover(planned)) is not None:
-                    planned.job.job_id, found[job_id] = job_id, planned
+                    planned.job.job_id, queued[job_id] = job_id, planned
                     sweep.note(planned.job, "running", f"Slurm has it, as job {job_id}")
-        return found
+        return queued
 
     def _batch(self, where: Path, jobs: Sequence[Planned], comment: str) -> Any:
         from rlexp.launch.slurm.script import batch
@@ -125,13 +125,13 @@ class SlurmLauncher(Submitting):
         if planned.job.token is None:
             return None
         token, _, place = planned.job.token.partition(".")
-        found = next((each for each in queue.named(token) if each.partition("_")[2] in (place, "")), None)
-        if found is not None:
-            self._give(planned, found)
-        return found
+        job = next((each for each in queue.named(token) if each.partition("_")[2] in (place, "")), None)
+        if job is not None:
+            self._give(planned, job)
+        return job
 
     def _give(self, planned: Planned, job: str) -> None:
-        """What its ranks are to run, where the launcher died before submitit had laid that down: they wait a minute."""
+        """Write what the job's ranks run, if the launcher died before submitit did. Ranks wait a minute for it."""
         from submitit.core.utils import DelayedSubmission, JobPaths
 
         place = Path(JobPaths(self.params["submitit_folder"], job_id=job).submitted_pickle)
@@ -141,17 +141,17 @@ class SlurmLauncher(Submitting):
                 DelayedSubmission(self, *self.arguments(planned)).dump(temporary)
 
     def withdraw(self, job: str) -> None:
-        with contextlib.suppress(queue.Silent):  # the user is told in any case
+        with contextlib.suppress(queue.Silent):  # the refusal is printed in any case
             queue.ask("scancel", job)
 
     def left_behind(self, jobs: Sequence[str]) -> str:
         return (
-            f"Slurm runs on without this command: {' '.join(jobs)}. The same command takes the sweep up again; to end "
+            f"The jobs go on without this command: {' '.join(jobs)}. The same command resumes the sweep; to end "
             f"the jobs: scancel {' '.join(jobs)}"
         )
 
     def show(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """What would be sent, and nothing else."""
+        """Print the batch scripts that would be submitted, and write nothing."""
         where = self.where
         sweep = Sweep(where, where.name, kept=False)
         jobs = self.plan(sweep, job_overrides, initial_job_idx)
@@ -160,7 +160,7 @@ class SlurmLauncher(Submitting):
                 refuse(sweep, planned)
         runnable = [planned for planned in jobs if planned.refusal is None]
         if not runnable:
-            raise ConfigError("hydra.launcher.dry_run=true: nothing would be sent, since no job can be run.")
+            raise ConfigError("hydra.launcher.dry_run=true: nothing would be submitted, since no job can be run.")
         for size in by_resources(runnable):
             names = ", ".join(planned.job.label for planned in size)
             text = self._batch(where, size, "rlexp-TOKEN").text(len(size))
@@ -171,7 +171,7 @@ class SlurmLauncher(Submitting):
 
 @contextlib.contextmanager
 def own_environment() -> Iterator[None]:
-    """Without what a job of Slurm's or a torchrun around this command says of itself: sbatch would hand it on."""
+    """Hide the variables of a Slurm job or torchrun around this command, which sbatch would pass on to the new jobs."""
     others = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RUN_DIR)
     kept = ("SLURM_CONF", "SLURM_CLUSTERS")
     theirs = [name for name in os.environ if name in others or (name.startswith("SLURM_") and name not in kept)]
@@ -183,6 +183,7 @@ def own_environment() -> Iterator[None]:
 
 
 def by_resources(jobs: Sequence[Planned]) -> list[list[Planned]]:
+    """Group the jobs that ask for the same resources."""
     sizes: dict[str, list[Planned]] = {}
     for planned in jobs:
         sizes.setdefault(json.dumps(resources(planned), sort_keys=True, default=str), []).append(planned)

@@ -1,4 +1,4 @@
-"""What the cluster has, held against what a job asks: a job that can never start is refused before it waits."""
+"""Compare what a job asks with what the cluster has, and refuse a job that can never start."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlexp.launch.slurm.queue import ask, seconds_of
 
 @dataclass(frozen=True)
 class Partition:
-    """As large as its largest node."""
+    """A partition, or one of its kinds of node."""
 
     name: str
     default: bool
-    seconds: float | None  # its limit of time
+    seconds: float | None  # its time limit
     nodes: int
     cpus: int
     memory_mb: int
@@ -24,7 +24,7 @@ class Partition:
 
 
 def partitions() -> list[Partition]:
-    """One for each kind of node in each partition."""
+    """Return one entry for each kind of node in each partition."""
     text = ask("sinfo", "--noheader", "--exact", "--format=%P|%l|%D|%c|%m|%G")
     return [_read(line) for line in text.splitlines() if line.count("|") >= 5]
 
@@ -37,7 +37,7 @@ def _read(line: str) -> Partition:
 
 
 def kinds(there: Sequence[Partition], wanted: str | None) -> list[Partition]:
-    """Of the partitions that are asked for, or of the cluster's default."""
+    """Return the kinds of node in the wanted partitions, or in the cluster's default partition."""
     names = names_of(wanted)
     return [each for each in there if (each.name in names if names else each.default)]
 
@@ -47,7 +47,7 @@ def names_of(wanted: str | None) -> list[str]:
 
 
 def exceeded(params: Mapping[str, Any], there: Sequence[Partition]) -> str | None:
-    """Why a job of this size would wait for ever, by the key to change; None where it fits."""
+    """Return why a job of this size would wait for ever, with the key to change; None if it fits."""
     wanted = params.get("partition")
     for name in names_of(wanted):
         if not any(each.name == name for each in there):
@@ -71,8 +71,8 @@ def exceeded(params: Mapping[str, Any], there: Sequence[Partition]) -> str | Non
          "launch.nproc × launch.rank_memory_gb: {asked} MB are more than a node of {where} has ({has} MB)."),
         (int(params["nodes"]), nodes_of(ours), "launch.nodes={asked}: {where} has {has} nodes."),
         (float(params["timeout_min"]) * 60, max(each.seconds or float("inf") for each in ours),
-         "launch.time_limit: {asked:g} s are more than {where} allows ({has:g} s). What is not done by then goes on "
-         "in the same job, started again."),
+         "launch.time_limit: {asked:g} s are more than {where} allows ({has:g} s). Give less: a run that is not done "
+         "then goes on in the same job, started again."),
     ):  # fmt: skip
         if asked > has:
             return told.format(asked=asked, has=has, where=where)
@@ -80,5 +80,5 @@ def exceeded(params: Mapping[str, Any], there: Sequence[Partition]) -> str | Non
 
 
 def nodes_of(ours: Sequence[Partition]) -> int:
-    """Of the largest partition; a job does not reach over two."""
+    """Return the number of nodes in the largest partition, since a job runs in one partition."""
     return max(sum(each.nodes for each in ours if each.name == name) for name in {each.name for each in ours})

@@ -1,5 +1,7 @@
-"""`hydra/launcher=slurm_local`: what a cluster would run, without one: jobs of submitit's on this machine, some at a
-time. As on a cluster, they go on when this command is killed."""
+"""`hydra/launcher=slurm_local`: run a sweep's jobs as processes on this machine, some at a time, without a cluster.
+
+As on a cluster, the jobs go on when this command is killed.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class SlurmLocalLauncher(Submitting):
             job = executor.submit(self, *self.arguments(planned))
             self.handed[job.job_id] = job
             planned.job.job_id = job.job_id
-            sweep.note(planned.job, "running", f"process {job.job_id} has it")
+            sweep.note(planned.job, "running", f"runs as process {job.job_id}")
             sys.stderr.write(f"{sweep.name}: {planned.job.label} runs as process {job.job_id}\n")
             submitted[job.job_id] = planned
         return submitted
@@ -56,32 +58,32 @@ class SlurmLocalLauncher(Submitting):
         return {job: Known(job, "RUNNING") for job in jobs if self._alive(job)}
 
     def _alive(self, job: str) -> bool:
-        """submitit's process of that number, and no other that was given it since."""
+        """Whether submitit's process of this number lives, and no other process has its number by now."""
         folder = str(self.params["submitit_folder"]).replace("%j", "").rstrip("/")
         try:
             with open(f"/proc/{int(job)}/cmdline", "rb") as file:
-                there = folder.encode() in file.read()
+                is_ours = folder.encode() in file.read()
             with open(f"/proc/{int(job)}/stat") as file:
-                return there and file.read().rpartition(")")[2].split()[0] != "Z"
+                return is_ours and file.read().rpartition(")")[2].split()[0] != "Z"
         except (OSError, ValueError):
             return False
 
     def __call__(self, *args: Any) -> None:
-        """submitit hides the GPUs that it was not asked for; here a job has what this machine has."""
+        """Run the job with all GPUs of this machine. submitit would hide those that it was not asked for."""
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         if self.gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.gpus
         super().__call__(*args)
 
     def recall(self, job: str) -> Known | None:
-        """The error that it ended by before it was a run."""
+        """Return the error that ended the job before its run began."""
         handed = self.handed.get(job)
         if handed is None or not handed.paths.result_pickle.exists() or (error := handed.exception()) is None:
             return None
         return Known(job, REFUSED, str(error).partition("\n-----")[2].rpartition("\n-----")[0].rpartition("Error: ")[2])
 
     def recover(self, planned: Planned) -> str | None:
-        return planned.job.job_id  # a process's number is written down as it begins
+        return planned.job.job_id  # recorded when the process starts
 
     def left_behind(self, jobs: Sequence[str]) -> str:
-        return f"What runs goes on without this command: {' '.join(jobs)}. The same command takes the sweep up again."
+        return f"The jobs go on without this command: {' '.join(jobs)}. The same command resumes the sweep."

@@ -1,6 +1,6 @@
-"""Where the ranks of a Slurm step meet: on rank 0's node, at a port that was free, said in a file that all can read.
+"""Let the ranks of a Slurm step meet: on rank 0's node, at a free port, written to a file that all ranks can read.
 
-A port that follows from the job's number is now and then another job's already.
+A port computed from the job's number would sometimes be in use by another job.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 POLL = 0.1
-RUN_DIR = "RLEXP_RUN_DIR"  # of a batch script: the run's folder, which all ranks know
+RUN_DIR = "RLEXP_RUN_DIR"  # variable that a batch script sets: the run's folder
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
 
 
 def start_of_job() -> str:
-    """This start of this job: a job that was requeued keeps its number."""
+    """Name this start of this job. A requeued job keeps its number, so the restart count is part of the name."""
     return f"{os.environ.get('SLURM_JOB_ID', '0')}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
 def job_id() -> str | None:
-    """Slurm's name of the job that this process is part of, `12` or `12_3`."""
+    """Return Slurm's name of this process's job, `12` or `12_3`."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
 
 
 def task() -> int | None:
-    """Which of a Slurm step's this process is, or belongs to."""
+    """Return the number of this process's task in its Slurm step."""
     number = os.environ.get("SLURM_PROCID", "")
     return int(number) if number.isdecimal() else None
 
 
 def run_dir() -> Path | None:
-    """The folder that the batch script said."""
+    """Return the run's folder, as the batch script set it."""
     return Path(os.environ[RUN_DIR]) if os.environ.get(RUN_DIR) else None
 
 
 def meet(rank: int, world_size: int, timeout: float, interface: str | None) -> TCPStore:
-    """The store through which the ranks find each other."""
+    """Return the store through which the ranks find each other."""
     from torch.distributed import TCPStore
 
     interface = speak_through(interface)
@@ -74,21 +74,20 @@ def meet(rank: int, world_size: int, timeout: float, interface: str | None) -> T
 
 
 def speak_through(interface: str | None) -> str | None:
-    """Set the network interface that gloo and NCCL take, and return it where somebody chose it. Where nobody did, gloo
-    would ask a host name, that many machines share or that does not resolve: it is given the one that leads to the
-    other nodes of the step."""
+    """Set the network interface of gloo and NCCL, and return it if the user or the site chose one. Otherwise gloo gets
+    the interface towards the step's other nodes: by itself it would look up the host name, which may not resolve."""
     gloo, nccl = INTERFACES
     if interface is not None:
         os.environ[gloo] = os.environ[nccl] = interface
     elif os.environ.get(gloo):
         return os.environ[gloo].partition(",")[0]
-    elif (found := interface_towards(nodes())) is not None:
-        os.environ[gloo] = found
+    elif (towards := interface_towards(nodes())) is not None:
+        os.environ[gloo] = towards
     return interface
 
 
 def nodes() -> list[str]:
-    """Those of the step, which may have some of the job's only."""
+    """Return the step's nodes, which may be only some of the job's."""
     from submitit.slurm.slurm import SlurmJobEnvironment
 
     class Step(SlurmJobEnvironment):
@@ -98,7 +97,7 @@ def nodes() -> list[str]:
 
 
 def interface_towards(hosts: Sequence[str]) -> str | None:
-    """The one that a packet to another of these hosts would take."""
+    """Return the interface that a packet to another of these hosts would take."""
     others = [host for host in hosts if host != os.environ.get("SLURMD_NODENAME")]
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -113,14 +112,14 @@ def interface_towards(hosts: Sequence[str]) -> str | None:
 
 
 def address_of(interface: str) -> str:
-    found = _ipv4(interface)
-    if found is None:
+    address = _ipv4(interface)
+    if address is None:
         there = ", ".join(name for _, name in socket.if_nameindex())
         raise ConfigError(
             f"launch.interface={interface}: node {os.environ.get('SLURMD_NODENAME', socket.gethostname())} has no such "
             f"interface with an IPv4 address. It has {there}."
         )
-    return found
+    return address
 
 
 def _ipv4(interface: str) -> str | None:
@@ -137,7 +136,7 @@ def _resolved(host: str) -> str:
         return socket.gethostbyname(host)
     except OSError:
         raise UserError(
-            f"{host}: rank 0's node has a name that does not resolve here. Give the interface that the nodes share: "
+            f"{host}: this name of rank 0's node does not resolve here. Give the interface that the nodes share: "
             f"launch.interface=NAME (`ip address` lists them)."
         ) from None
 
@@ -146,7 +145,7 @@ def _hear(place: Path, timeout: float) -> str:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
-            os.listdir(place.parent)  # makes a network's file system look again
+            os.listdir(place.parent)  # makes a network file system look again
             return place.read_text(encoding="utf-8")
         except OSError:
             time.sleep(POLL)

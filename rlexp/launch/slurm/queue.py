@@ -1,4 +1,4 @@
-"""What Slurm knows of jobs: its queue, and its accounting where there is one. Never an answer it did not give."""
+"""Ask Slurm about jobs: its queue, and its accounting where there is one. A missing answer is never guessed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from rlexp.errors import ConfigError, UserError
 
-PATIENCE = 60.0  # seconds for a command of Slurm's: a busy controller is slow
-# States a job leaves again: all others are its end.
+PATIENCE = 60.0  # seconds that a Slurm command may take: a busy controller is slow
+# States that a job may leave again. In all others it is over.
 ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "RESIZING",
          "SIGNALING", "SPECIAL_EXIT", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"}  # fmt: skip
-# Reasons to wait that no waiting ends.
+# Reasons for which a job waits until somebody changes something.
 HOPELESS = {
     "PartitionTimeLimit", "PartitionNodeLimit", "PartitionDown", "PartitionInactive",
     "InvalidAccount", "InvalidQOS", "BadConstraints", "DependencyNeverSatisfied", "JobHeldAdmin", "JobHeldUser",
@@ -24,7 +24,8 @@ HOPELESS = {
     "AssocMaxCpuPerJobLimit", "QOSMaxCpuPerJobLimit", "launch_failed_requeued_held", "job_requeued_in_held_state",
     "launch failed requeued held", "job requeued in held state", "JobHoldMaxRequeue", "QOSMinGRES", "MaxMemPerLimit",
 }  # fmt: skip
-# Of those, what follows from what the job asks: nobody but who asks can change it. Slurm has words and sentences.
+# The reasons among them that follow from what the job asks, so that only the user can change it. Slurm writes them as
+# one word or as a sentence.
 FORBIDDEN = {reason for reason in HOPELESS if re.search("Account|QOS|Assoc|PerJob", reason)}
 _FORBIDDEN = re.compile(r"Job's (account|QOS) not (permitted|known)")
 
@@ -35,14 +36,14 @@ class Silent(UserError):
 
 @dataclass(frozen=True)
 class Known:
-    """What Slurm says of a job."""
+    """What Slurm reports about a job."""
 
     job: str  # 12, or 12_3 in an array
     state: str  # PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY, PREEMPTED, …
-    reason: str = ""  # why it waits, or why it was ended
+    reason: str = ""  # why the job waits or was ended
     seconds_left: float | None = None
     nodes: str = ""
-    exit_code: str = ""  # code:signal, of accounting
+    exit_code: str = ""  # code:signal, from accounting
 
     @property
     def alive(self) -> bool:
@@ -58,7 +59,7 @@ class Known:
 
 
 def look(jobs: Sequence[str]) -> dict[str, Known]:
-    """What the queue knows of these jobs, of whichever it still does, those that ended lately too."""
+    """Return what the queue knows of these jobs. Jobs that ended lately are included, older ones missing."""
     if not jobs:
         return {}
     arrays = sorted({job.partition("_")[0] for job in jobs})
@@ -69,7 +70,7 @@ def look(jobs: Sequence[str]) -> dict[str, Known]:
 
 
 def recall(jobs: Sequence[str]) -> dict[str, Known]:
-    """What accounting knows of them; nothing where there is none."""
+    """Return what accounting knows of these jobs; empty where there is no accounting."""
     if not jobs or shutil.which("sacct") is None:
         return {}
     try:
@@ -77,26 +78,28 @@ def recall(jobs: Sequence[str]) -> dict[str, Known]:
                    "--format=JobID,State,Reason,NodeList,ExitCode")  # fmt: skip
     except Silent:
         return {}
-    found = {}
+    accounted = {}
     for line in text.splitlines():
         job, state, reason, nodes, code = line.split("|")[:5]
-        found[job] = Known(job, state.split()[0].rstrip("+"), "" if reason == "None" else reason, None, nodes, code)
-    return {job: known for job, known in found.items() if job in jobs}
+        accounted[job] = Known(
+            job, state.split()[0].rstrip("+"), "" if reason == "None" else reason, nodes=nodes, exit_code=code
+        )
+    return {job: known for job, known in accounted.items() if job in jobs}
 
 
 def needed() -> None:
-    """Before anything else, where there may be no Slurm."""
+    """Refuse to go on where Slurm's commands are missing."""
     for command in ("sbatch", "squeue", "sinfo"):
         if shutil.which(command) is None:
             raise ConfigError(
                 f"hydra/launcher=slurm: there is no {command} on the path of this machine. Give the command on a login "
-                f"node of the cluster, look at what would be sent with hydra.launcher.dry_run=true, or take "
+                f"node of the cluster, see what would be submitted with hydra.launcher.dry_run=true, or take "
                 f"hydra/launcher=slurm_local, which needs no cluster."
             )
 
 
 def named(comment: str) -> list[str]:
-    """The jobs in the queue that were submitted with this comment."""
+    """Return the jobs in the queue that were submitted with this comment."""
     text = ask("squeue", "--noheader", "--array", "--me", "--format=%i|%k")
     return [job for job, _, said in (line.partition("|") for line in text.splitlines()) if said.strip() == comment]
 
@@ -109,7 +112,7 @@ def _queued(line: str) -> Known:
 
 
 def seconds_of(text: str) -> float | None:
-    """`1-02:03:04`, `02:03:04` or `03:04`; None for UNLIMITED and INVALID."""
+    """Read a duration as Slurm writes it: `1-02:03:04`, `02:03:04` or `03:04`. None for UNLIMITED and INVALID."""
     days, _, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdigit() for part in parts) or not (days or "0").isdigit():
@@ -121,8 +124,8 @@ def seconds_of(text: str) -> float | None:
 
 
 def ask(command: str, *args: str, patience: float = PATIENCE) -> str:
-    """The answer of one of Slurm's commands, its times in UTC. That it does not know a job any more is an answer: an
-    empty one."""
+    """Return the output of a Slurm command, with times in UTC. If Slurm no longer knows the job, the output is
+    empty."""
     env = os.environ | {"TZ": "UTC", "SLURM_TIME_FORMAT": "standard"}
     try:
         answer = subprocess.run(

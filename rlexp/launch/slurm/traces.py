@@ -1,4 +1,4 @@
-"""Traces of ranks that could say nothing themselves: what srun, torchrun and Slurm's daemons said of them."""
+"""Traces of ranks that could not report: what srun, torchrun and Slurm's daemons wrote about them in the logs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rlexp.launch.stops import TIME_IS_UP, name_of
 
 GOES_ON = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, TIME_IS_UP}  # signals after which a job is queued again
 EXITED_1 = "Exited with exit code 1"
-LOOK = 2**16  # bytes of a log's end
+LOOK = 2**16  # bytes read from the end of a log
 
 _SRUN = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$")
 _EARLY = re.compile(r"^srun: StepId=\S+ tasks? ([\d,-]+): exited")
 _BEGINS = re.compile(r"^rlexp: start (\d+) of job ", re.MULTILINE)
-# How torchrun tells of a rank that failed.
+# How torchrun reports a rank that failed.
 _TORCHRUN = re.compile(r"^  time +: (\S+)\n.*\n  rank +: (\d+) \(.*\)\n  exitcode +: (-?\d+) ", re.MULTILINE)
-_ERROR = re.compile(r"^[\w.]+(Error|Exception)\b")  # as Python's own last line of a traceback
+_ERROR = re.compile(r"^[\w.]+(Error|Exception)\b")  # the last line of a traceback
 _SLURMS = re.compile(r"^(srun|slurmstepd|rlexp): ")
 _NODE = re.compile(
     r"^srun: error: (Node failure on|Task launch for .* failed on node|Cannot communicate with node|"
@@ -35,37 +35,38 @@ _LIMIT = re.compile(r"^slurmstepd\S*: error: StepId=\S+ exceeded memory limit", 
 
 @dataclass(frozen=True)
 class Gone:
-    """A rank as srun, or its torchrun, saw it go."""
+    """How a rank ended, as srun or its torchrun saw it."""
 
-    rank: int | None  # None for a torchrun, of which srun knows and not of its ranks
+    rank: int | None  # None for a torchrun itself: srun does not know its ranks
     node: str
     how: str  # Killed, Terminated, Exited with exit code 3, …
-    early: bool = False  # with 0, before the others
-    task: int | None = None  # srun's, where that is a torchrun: their ranks share its log, in no order
+    early: bool = False  # it exited with 0 before the others
+    task: int | None = None  # srun's number of the torchrun, whose log its ranks share
 
     @property
     def by_stop(self) -> bool:
-        """As ranks go that were asked to."""
+        """Whether the rank ended as ranks do that were asked to stop."""
         codes = {f"Exited with exit code {128 + signum}" for signum in GOES_ON | {signal.SIGINT}}
         return self.how in codes | {"Terminated", "User defined signal 1", "User defined signal 2"}
 
 
 def gone(text: str) -> list[Gone]:
-    """Of a log, what srun said of tasks since the job's last start."""
+    """Read from srun's log how tasks ended since the job's last start."""
     lines = text.splitlines()
     begins = [number for number, line in enumerate(lines) if _BEGINS.match(line)]
-    found = []
+    tasks = []
     for line in lines[begins[-1] if begins else 0 :]:
         if match := _SRUN.match(line):
-            found += [Gone(rank, match[1], match[3].strip()) for rank in numbers(match[2])]
+            tasks += [Gone(rank, match[1], match[3].strip()) for rank in numbers(match[2])]
         elif match := _EARLY.match(line):
-            found += [Gone(rank, "", "exited", early=True) for rank in numbers(match[1])]
-    return found
+            tasks += [Gone(rank, "", "exited", early=True) for rank in numbers(match[1])]
+    return tasks
 
 
 def gone_under_torchrun(logs: Sequence[str], text: str) -> list[Gone]:
-    """What each torchrun said of its ranks in its log since the job's last start, in the order in which they went. srun
-    sees the torchruns only, and those exit with 1 whatever their ranks did; of one that said nothing it says enough."""
+    """Read from each torchrun's log how its ranks ended since the job's last start, in the order in which they ended.
+    srun sees only the torchruns, which exit with 1 whatever their ranks did. Its own log, `text`, counts only where no
+    torchrun wrote of a rank."""
     told = [(at, Gone(int(rank), "", _how(int(code)), task=task)) for task, log in enumerate(logs)
             for at, rank, code in _TORCHRUN.findall(log[_last_start(log) :])]  # fmt: skip
     ranks = [each for _, each in sorted(told, key=lambda each: each[0])]
@@ -78,19 +79,19 @@ def _last_start(log: str) -> int:
 
 
 def _how(code: int) -> str:
-    """As srun would have put it."""
+    """Describe an exit code in srun's words."""
     named = {-signal.SIGKILL: "Killed", -signal.SIGTERM: "Terminated"}
     return f"Exited with exit code {code}" if code >= 0 else named.get(code, name_of(-code))
 
 
 def numbers(text: str) -> list[int]:
-    """`0-2,5`, as Slurm writes it."""
+    """Read a list of numbers as Slurm writes it: `0-2,5`."""
     ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
     return [number for end in ends for number in range(end[0], end[-1] + 1)]
 
 
 def last_error(log: str) -> str:
-    """What a rank that could not report wrote last, where that is an error: it may have ended before it was one."""
+    """Return the last line that a rank wrote, if it is an error. A rank may fail before it can report."""
     own = [line for line in tail(log).splitlines() if line.strip() and not _SLURMS.match(line)]
     return own[-1] if own and _ERROR.match(own[-1]) else ""
 
@@ -112,20 +113,20 @@ def text_of(log: str) -> str:
 
 
 def over_limit(log: str) -> bool:
-    """Whether Slurm ended this rank's task for the memory that the job took on its node."""
+    """Whether Slurm killed this rank's task because the job used too much memory on its node."""
     return bool(_LIMIT.search(tail(log)))
 
 
 def node_failed(text: str) -> bool:
-    """Whether srun says of the job's last start that a node was lost, has lost its step, or could start nothing."""
+    """Whether srun reported in the job's last start that a node was lost, lost its step, or could start nothing."""
     return bool(_NODE.search(text[_last_start(text) :]))
 
 
 def node_silent(text: str) -> bool:
-    """Whether srun lost who started the ranks on a node: it may be alone, or with its node."""
+    """Whether srun lost the daemon that started the ranks on a node; its node may be lost with it, or not."""
     return bool(_SILENT.search(text[_last_start(text) :]))
 
 
 def out_of_memory(text: str) -> bool:
-    """Whether the kernel ended a rank of the job's last start, as srun's log says."""
+    """Whether srun's log says that the kernel killed a rank of the job's last start for memory."""
     return bool(_OOM.search(text[_last_start(text) :]))

@@ -1,4 +1,4 @@
-"""What follows when the ranks of a job are gone: a pure function of what is known of them."""
+"""Judge a job whose ranks are gone: did it fail, and does Slurm start it again? A pure function of `Facts`."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from rlexp.launch.slurm.traces import EXITED_1, GOES_ON, Gone, last_error
 from rlexp.launch.stops import name_of, stopped_by
 
 AGAIN = "; Slurm starts it again"
-# Starts in a row that saved no further step. A slow node may give a start the order to end that its predecessor had.
+# Starts in a row that may save no further step. On a slow node, Slurm's order to end one start may hit the next.
 IN_VAIN = 10
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the verdict depends on."""
+    """Everything that the verdict depends on."""
 
-    code: int  # srun's
-    status: str | None  # of run.json, and its reason
+    code: int  # srun's exit code
+    status: str | None  # from run.json, as is the reason
     reason: str | None
     reports: Sequence[Report] = ()
-    gone: Sequence[Gone] = ()  # in the order in which they went
+    gone: Sequence[Gone] = ()  # in the order in which they ended
     out_of_memory: bool = False
     world_size: int = 1
-    step: int = 0  # of the newest checkpoint
+    step: int = 0  # the newest checkpoint's
     requeues: Sequence[dict[str, Any]] = ()
     retries: int = 0
     run_dir: Path | None = None
-    log: str = ""  # a rank's, with %t in it
-    nodes_answer: bool | None = None  # all of them, and as they always did, where it was asked
-    node_failed: bool = False  # srun says so
-    node_silent: bool = False  # or that it lost the one who started the ranks there
-    over_limit: Sequence[int] = ()  # ranks whose node ended the job for the memory it took
+    log: str = ""  # path of a rank's log, with %t for the rank
+    nodes_answer: bool | None = None  # whether all nodes answer and none restarted; None if not asked
+    node_failed: bool = False  # srun reported it
+    node_silent: bool = False  # srun lost the daemon that started the ranks on a node
+    over_limit: Sequence[int] = ()  # ranks that Slurm killed because the job used too much memory
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,11 @@ class Verdict:
     status: str
     reason: str
     code: int
-    requeue: str = field(default="")  # why, where it is
+    requeue: str = field(default="")  # why Slurm starts the job again; empty if it does not
 
 
 def judge(facts: Facts) -> Verdict:
+    """Apply the rules in order; the first that fits decides."""
     causes = [report for report in facts.reports if not report.is_collateral and not report.killed]
     lost = [task for task in facts.gone if not task.by_stop and not _followed(facts, task)]
     killed = next((task for task in lost if task.rank in facts.over_limit), next(iter(lost), None))
@@ -59,7 +60,7 @@ def judge(facts: Facts) -> Verdict:
     if facts.code == 0 and facts.status in ("finished", "stopped"):
         return Verdict(facts.status, facts.reason or "", 0)
     if facts.status == "finished" and all(task.early or task.by_stop for task in facts.gone) and not facts.reports:
-        return Verdict("finished", facts.reason or "", 0)  # who was slow to leave was ended
+        return Verdict("finished", facts.reason or "", 0)  # ranks that were slow to exit were killed
     if killed_here := [report for report in facts.reports if report.killed]:
         return _again(facts, "retry", _told(facts, killed_here[0]))
     if facts.node_failed or facts.nodes_answer is False:
@@ -74,7 +75,7 @@ def judge(facts: Facts) -> Verdict:
         return _again(facts, "stop", stopped_by(stop))
     if facts.reports and (silent := silent_ranks(facts)):
         return _again(facts, "retry", _how_killed(facts, Gone(silent[0], "", "exited", early=True)))
-    if facts.reports:  # each lost the others, and all lived to say so
+    if facts.reports:  # every rank lost the others and could report it
         return _again(facts, "retry", _told(facts, reports.first_of(facts.reports)))
     return _again(facts, "retry", f"srun ended with code {facts.code}, and no rank said why. See {_log(facts, 0)}")
 
@@ -89,30 +90,30 @@ def _failed(facts: Facts, reason: str) -> Verdict:
 
 
 def _again(facts: Facts, why: str, reason: str) -> Verdict:
-    """Queued again where that is allowed, and not in vain."""
+    """Requeue the job, unless its retries are used up or its restarts make no progress."""
     retried = sum(each["why"] == "retry" for each in facts.requeues)
     if why == "retry" and retried >= facts.retries:
-        spent = f" ({retried} retries are spent)" if retried else ""
+        spent = f" ({retried} retries are used up)" if retried else ""
         return _failed(facts, reason + spent)
     last = list(facts.requeues)[-IN_VAIN:]
     if why != "retry" and len(last) == IN_VAIN and all(each["step"] == facts.step for each in last):
         return _failed(
             facts,
-            f"{reason}\nIt was started {IN_VAIN} times since step {facts.step} was saved, and no step after it was. "
-            f"Give launch.time_limit more time, or save oftener: checkpoint.save_every=5m.",
+            f"{reason}\nIt was started {IN_VAIN} times since step {facts.step} was saved, and saved no later step. "
+            f"Raise launch.time_limit, or save more often: checkpoint.save_every=5m.",
         )
     return Verdict("stopped", reason + AGAIN, facts.code or 1, requeue=why)
 
 
 def silent_ranks(facts: Facts) -> list[int]:
-    """Those that neither said why they went nor were seen to go. Of one that leaves with 0, srun says nothing where
-    the others do not outlive it for long."""
+    """Return the ranks that neither reported nor were seen to end. srun does not mention a rank that exits with 0 when
+    the others end soon after."""
     known = {report.rank for report in facts.reports} | {task.rank for task in facts.gone}
     return [rank for rank in range(facts.world_size) if rank not in known]
 
 
 def ambiguous(facts: Facts) -> bool:
-    """A rank was lost by the others: with its node, or all by itself. NCCL's watchdog aborts those that wait for it."""
+    """Whether a rank was lost and only its node can tell why. NCCL's watchdog aborts the ranks that wait for it."""
     aborted = [task for task in facts.gone if task.how.startswith("Aborted")]
     others = any(not task.by_stop and task not in aborted and not _followed(facts, task) for task in facts.gone)
     left = (facts.reports or aborted) and not others
@@ -120,12 +121,12 @@ def ambiguous(facts: Facts) -> bool:
 
 
 def _followed(facts: Facts, task: Gone) -> bool:
-    """A rank that reported a consequence, and left: it is no cause."""
+    """Whether a rank reported a consequence and exited with 1, so that it is not the cause."""
     return task.how == EXITED_1 and any(report.rank == task.rank for report in facts.reports)
 
 
 def _stop(facts: Facts) -> signal.Signals | None:
-    """The signal that ended all ranks in good order, or before they had begun."""
+    """Return the signal by which all ranks stopped, in good order or before they had begun; else None."""
     codes = {128 + signum: signum for signum in (*GOES_ON, signal.SIGINT)}
     if facts.status == "stopped":
         said = [signum for signum in codes.values() if facts.reason == stopped_by(signum)]
