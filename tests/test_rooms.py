@@ -1,94 +1,188 @@
-"""The table of rooms in docs/architecture.md, kept true."""
+"""The map in docs/architecture.md and the code hold each other true: rooms, what each imports, and no circle."""
 
 from __future__ import annotations
 
 import ast
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent / "rlexp"
-LIGHT = {"hydra", "omegaconf", "rlexp.config", "rlexp.errors", "rlexp.files", "rlexp.kernels", "rlexp.engines", "rlexp"}
-TORCH = {"torch", "numpy"}
-# What a room may import at the top of its modules, beside the standard library and itself.
-ROOMS = {
-    "config": LIGHT | {"hydra_plugins"},
-    "launch": LIGHT | {"submitit", "hydra_plugins", "rlexp.checkpoint.folder"},
-    "data": TORCH | {"rlexp.types", "rlexp.errors", "rlexp.config.schema"},
-    "ring": TORCH | {"rlexp.types", "rlexp.kernels"},
-    "model": TORCH | {"transformers", "tokenizers", "safetensors", "rlexp.types", "rlexp.engines",
-                      "rlexp.errors", "rlexp.config.schema",
-                      "rlexp.ring",
-                      "rlexp.data.packing", "rlexp.data.tokens"},
-    "algos": TORCH | {"rlexp.types", "rlexp.config.schema"},
-    "engine": TORCH
-    | {"deepspeed", "rlexp.engines", "rlexp.types", "rlexp.errors", "rlexp.config.schema", "rlexp.model",
-       "rlexp.ring.groups"},
-    "checkpoint": TORCH
-    | {"rlexp.files", "safetensors", "rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.engine.base",
-       "rlexp.ring.groups", "rlexp.ring.objects"},
-    "rollout": TORCH | {"rlexp.types", "rlexp.errors", "rlexp.config", "rlexp.model", "rlexp.algos", "rlexp.ring"},
-    "metrics": TORCH | {"rlexp.errors", "rlexp.ring.groups", "rlexp.ring.objects"},
-    "sinks": {"wandb", "tqdm", "numpy", "rlexp.files",
-              "rlexp.compare.difference", "rlexp.config.schema", "rlexp.errors",
-              "rlexp.types"},
-    "compare": {"numpy", "orjson", "yaml", "rlexp.files",
-                 "omegaconf", "matplotlib", "rlexp.errors", "rlexp.config", "rlexp.launch",
-                "rlexp.sinks"},
-    "status": {"rich", "rlexp.errors", "rlexp.config", "rlexp.launch", "rlexp.compare", "rlexp.sinks"},
-}  # fmt: skip
+TOP = Path(__file__).resolve().parent.parent
+PACKAGE, PAGE = TOP / "rlexp", TOP / "docs" / "architecture.md"
+LATER = "; later: "  # in a cell of the map: what a room imports inside functions only
 ONLY_HERE = {"deepspeed": "engine", "wandb": "sinks", "wandb_workspaces": "sinks", "trackio": "sinks",
              "vllm": "rollout", "transformers": "model", "hydra": "config", "rich": "status"}  # fmt: skip
 # `verify` holds the product to transformers alone, so it goes round the model's room.
-BESIDE = {"hydra": {"launch", "prove", "__main__.py"}, "transformers": {"prove"}}
+BESIDE = {"hydra": {"launch", "__main__"}, "transformers": {"prove"}}
 
 
-def imports(path: Path, *, everywhere: bool) -> set[str]:
-    """What a module imports at its top; with `everywhere`, inside functions too."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = ast.walk(tree) if everywhere else iter(tree.body)
-    found = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= (
-                {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "rlexp" else {node.module}
-            )
+@dataclass(frozen=True)
+class Import:
+    file: Path  # below the package's folder
+    line: int
+    target: str  # a file of the package, or another package's name
+    top: bool  # at the top of the module: loaded with it
+
+    @property
+    def room(self) -> str:
+        return room_of(self.file)
+
+    @property
+    def to(self) -> str:
+        """The room, or the other package, that is imported."""
+        return room_of(Path(self.target)) if self.target.endswith(".py") else self.target
+
+
+def room_of(file: Path) -> str:
+    return file.parts[0] if len(file.parts) > 1 else file.stem
+
+
+def imports_of(package: Path) -> list[Import]:
+    """Return every import of the package, also those inside functions and under TYPE_CHECKING."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tops = set(tree.body)
+        for node in ast.walk(tree):
+            for target in targets_of(node, package):
+                found.append(Import(path.relative_to(package), getattr(node, "lineno", 0), target, node in tops))
     return found
 
 
-def standard(name: str) -> bool:
-    import sys
+def targets_of(node: ast.AST, package: Path) -> Iterator[str]:
+    names: list[str] = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        assert not node.level, "imports are absolute"
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    for name in names:
+        first, *rest = name.split(".")
+        if first == "rlexp":
+            yield file_of(rest, package)
+        elif first not in sys.stdlib_module_names:
+            yield first
 
-    return name.partition(".")[0] in sys.stdlib_module_names
+
+def file_of(parts: list[str], package: Path) -> str:
+    """Return the file of a dotted name: a module, a package's face, or the module that holds a name."""
+    for length in range(len(parts), -1, -1):
+        path = package.joinpath(*parts[:length])
+        for file in (path.with_suffix(".py") if length else None, path / "__init__.py"):
+            if file is not None and file.is_file():
+                return str(file.relative_to(package))
+    raise AssertionError(f"no file of rlexp.{'.'.join(parts)}")
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_what_the_table_says(room: str) -> None:
-    allowed = ROOMS[room] | {f"rlexp.{room}"}
-    for path in (ROOT / room).rglob("*.py"):
-        for name in imports(path, everywhere=False):
-            fits = any(name == each or (each != "rlexp" and name.startswith(f"{each}.")) for each in allowed)
-            assert standard(name) or fits or name in ("rlexp.__version__",), f"{path}: {name}"
+# ---- what is wrong: one line for each ----
 
 
-def test_every_room_is_in_the_table() -> None:
-    rooms = {folder.name for folder in ROOT.iterdir() if folder.is_dir() and (folder / "__init__.py").exists()}
-    assert rooms == set(ROOMS) | {"train", "prove"}
+def wrong_rows(package: Path, page: Path) -> list[str]:
+    """Compare each row of the map with what its room imports, to the name."""
+    rows, imports = rows_of(page), imports_of(package)
+    rooms = {room_of(path.relative_to(package)) for path in package.rglob("*.py")} - {"__init__"}
+    wrong = [f"{room}: has no row in the map" for room in sorted(rooms - rows.keys())]
+    wrong += [f"{room}: is in the map, and not in the package" for room in sorted(rows.keys() - rooms)]
+    for room in sorted(rooms & rows.keys()):
+        cell = cell_of(room, imports)
+        if rows[room] != cell:
+            wrong.append(f"{room}: the map says `{rows[room]}`, the code `{cell}`")
+    return wrong
+
+
+def rows_of(page: Path) -> dict[str, str]:
+    rows = re.findall(r"^\| `rlexp/(\w+)(?:/|\.py)` \|.*\| (.*?) ?\|$", page.read_text(encoding="utf-8"), re.M)
+    assert rows, "the map has no table of rooms"
+    return dict(rows)
+
+
+def cell_of(room: str, imports: list[Import]) -> str:
+    """Return what the map must say of a room: its imports at the top of modules, then those inside functions only."""
+    theirs = [each for each in imports if each.room == room and each.to not in (room, "__init__")]
+    top = {each.to for each in theirs if each.top}
+    later = {each.to for each in theirs} - top
+    return ", ".join(sorted(top)) + (LATER + ", ".join(sorted(later)) if later else "")
+
+
+def circles(package: Path, page: Path) -> list[str]:
+    """Look for a circle of files, and for one of rooms, without the steps that the map allows by name."""
+    allowed = set(re.findall(r"^- `(\w+)` → `(\w+)`: ", page.read_text(encoding="utf-8"), re.M))
+    inside = [
+        each
+        for each in imports_of(package)
+        if each.target.endswith(".py")
+        and str(each.file) != each.target
+        and not ((each.room, each.to) in allowed and not each.top)
+    ]
+    files = {(str(each.file), each.target) for each in inside if not each.target.endswith("__init__.py")}
+    rooms = {(each.room, each.to) for each in inside if each.room != each.to and each.to != "__init__"}
+    return [circle for edges in (files, rooms) if (circle := circle_of(edges))]
+
+
+def circle_of(edges: set[tuple[str, str]]) -> str | None:
+    graph: dict[str, set[str]] = {}
+    for start, end in edges:
+        graph.setdefault(start, set()).add(end)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return " → ".join(reversed(error.args[1]))
+    return None
+
+
+# ---- the house as it is ----
+
+
+def test_the_map_says_what_each_room_imports() -> None:
+    assert wrong_rows(PACKAGE, PAGE) == []
 
 
 @pytest.mark.parametrize("package", ONLY_HERE)
 def test_a_package_has_one_door(package: str) -> None:
-    for path in ROOT.rglob("*.py"):
-        room = path.relative_to(ROOT).parts[0]
-        if any(name.partition(".")[0] == package for name in imports(path, everywhere=True)):
-            allowed = {ONLY_HERE[package]} | BESIDE.get(package, set())
-            assert room in allowed, f"{path} imports {package}"
+    rooms = {each.room for each in imports_of(PACKAGE) if each.to == package}
+    assert rooms <= {ONLY_HERE[package]} | BESIDE.get(package, set())
 
 
 def test_functions_fit_a_screen() -> None:
-    for path in ROOT.rglob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"
+
+
+# ---- what is planted is found ----
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the house to plant things in."""
+    shutil.copytree(PACKAGE, tmp_path / "rlexp", ignore=shutil.ignore_patterns("__pycache__", "assets"))
+    shutil.copy(PAGE, tmp_path / "page.md")
+    return tmp_path
+
+
+def test_an_import_that_the_map_does_not_list_is_found(copy: Path) -> None:
+    path = copy / "rlexp" / "algos" / "dpo.py"
+    path.write_text(path.read_text(encoding="utf-8") + "\nimport numpy\n", encoding="utf-8")
+    (wrong,) = wrong_rows(copy / "rlexp", copy / "page.md")
+    assert wrong.startswith("algos: the map says")
+    assert "numpy" in wrong
+
+
+@pytest.mark.parametrize(("listed", "said"), [("types", "types"), ("rlexp/attic/` | nothing | types", "attic")])
+def test_what_the_map_lists_and_no_room_imports_is_found(copy: Path, listed: str, said: str) -> None:
+    page = copy / "page.md"
+    text = page.read_text(encoding="utf-8")
+    if said == "attic":
+        text = text.replace("| `rlexp/types.py`", f"| `{listed} |\n| `rlexp/types.py`")
+    else:
+        text = re.sub(r"(\| `rlexp/errors.py` \|.*\|) ?\|$", rf"\1 {listed} |", text, flags=re.M)
+    page.write_text(text, encoding="utf-8")
+    (wrong,) = wrong_rows(copy / "rlexp", copy / "page.md")
+    assert said in wrong
