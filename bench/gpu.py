@@ -41,7 +41,7 @@ from bench.simulate import Alone, Clock, Sizes, Trace, in_ring, packed, timed
 from bench.tables import put
 from bench.together import whole_ring
 from rlexp.ring.kernels import available, get_kernel
-from rlexp.ring.kernels.base import BlockKernel
+from rlexp.ring.kernels.base import BlockKernel, Call
 from rlexp.ring.layouts import get_layout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -216,11 +216,12 @@ def _kernel_call(
 ) -> list[Tensor]:
     """One causal call over a whole pack, as a ring of one makes it."""
     q, k, v, dout = inputs
-    out, lse = kernel.forward(q, k, v, lengths, lengths, causal=True, scale=sizes.scale)
+    call = Call(tuple(lengths), tuple(lengths), causal=True, scale=sizes.scale)
+    out, lse = kernel.forward(q, k, v, call)
     rounded = out.to(q.dtype)
     if not backward:
         return [rounded]
-    grads = kernel.backward(dout, q, k, v, rounded, lse, lengths, lengths, causal=True, scale=sizes.scale)
+    grads = kernel.backward(dout, q, k, v, rounded, lse, call)
     return [rounded, *(grad.to(q.dtype) for grad in grads)]
 
 

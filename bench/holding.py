@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlexp.ring.groups import Ring
+from rlexp.ring.kernels import Plain
 from rlexp.ring.layouts import Layout, get_layout
 from rlexp.ring.layouts.allgather import AllGather
 from rlexp.ring.layouts.ulysses import ROUND, Heads, Ulysses
@@ -85,22 +86,22 @@ def panels_of(layout: Layout) -> list[Panel]:
 
 
 def computed(layout: Layout, rank: int, ring_size: int) -> Iterator[Computed]:
-    places = layout.deal(SEGMENTS, ring_size).places
+    places, ring = layout.deal(SEGMENTS, ring_size).places, Ring(rank, tuple(range(ring_size)))
     if isinstance(layout, AllGather):
-        plan = layout.plan(SEGMENTS, Ring(rank, tuple(range(ring_size))))
-        mine, everything = places[rank][plan.own.index], torch.cat(places)
+        gathering = layout.plan(SEGMENTS, ring, Plain())
+        mine, earlier = places[rank][gathering.own.index], torch.cat(places)[gathering.before]
         yield Computed(mine, mine, True, 0)
-        chunks, before = mine.split(list(plan.chunks)), everything[plan.before.index].split(list(plan.before.lengths))
+        chunks, before = mine.split(list(gathering.chunks)), earlier.split(list(gathering.before_lengths))
         for queries, keys in zip(chunks, before, strict=True):
             yield Computed(queries, keys, False, 1)
         return
     assert isinstance(layout, Rotating)
-    parts = layout.plan(SEGMENTS, Ring(rank, tuple(range(ring_size)))).parts
+    plan = layout.plan(SEGMENTS, ring, Plain())
     for step in range(ring_size):
         source = (rank - step) % ring_size
-        block = layout.block(rank, source, ring_size)
+        block = plan.blocks[source]
         if block is not None:
-            queries, keys = parts[rank][block.queries].index, parts[source][block.keys].index
+            queries, keys = plan.parts[rank][block.queries].index, plan.parts[source][block.keys].index
             yield Computed(places[rank][queries], places[source][keys], block.causal, step)
 
 

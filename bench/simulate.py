@@ -24,7 +24,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from rlexp.ring.attention import ring_attention, ring_batch
 from rlexp.ring.groups import Ring
 from rlexp.ring.kernels.base import BlockKernel
 from rlexp.ring.layouts import Layout
@@ -266,9 +265,8 @@ class Alone:
         sizes: Sizes,
     ) -> None:
         ring = Ring(rank, tuple(range(ring_size)))
-        longest = max(segment.length for segment in segments)
         self.sizes, self.clock = sizes, Clock(sizes.device)
-        self.batch = ring_batch(segments, ring, layout, kernel, longest).to(sizes.device)
+        self.plan = layout.plan(segments, ring, kernel).to(sizes.device)
         *inputs, self.dout = sizes.drawn(len(layout.deal(segments, ring_size).places[rank]), seed=rank)
         self.inputs = [tensor.requires_grad_() for tensor in inputs]
         self.runs: list[list[Noted]] = []
@@ -280,7 +278,7 @@ class Alone:
         # A backward pass on this thread: one of autograd's own would come between the marks.
         with collectives_of(others), torch.autograd.set_multithreading_enabled(False):
             others.begin()
-            out = ring_attention(q, k, v, self.batch, self.sizes.scale)
+            out = self.plan.attend(q, k, v, self.sizes.scale)
             others.end()
             self.passed = len(others.noted)
             torch.autograd.grad(out, (q, k, v), self.dout)

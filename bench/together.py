@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from bench.simulate import Sizes, collectives_of
-from rlexp.ring.attention import ring_attention, ring_batch
 from rlexp.ring.groups import Ring
 from rlexp.ring.kernels.base import BlockKernel
 from rlexp.ring.layouts import Layout
@@ -103,17 +102,16 @@ def whole_ring(
 ) -> list[Tensor]:
     """Of q, k, v and the output's gradient of a whole pack: the output, dq, dk and dv, put together from all ranks."""
     post, places = Post(), layout.deal(segments, ring_size).places
-    longest = max(segment.length for segment in segments)
 
     def of_rank(rank: int) -> list[Tensor]:
         try:
             ring = Ring(rank, tuple(range(ring_size)))
-            batch = ring_batch(segments, ring, layout, kernel, longest).to(sizes.device)
+            plan = layout.plan(segments, ring, kernel).to(sizes.device)
             q, k, v, dout = (x[places[rank].to(sizes.device)] for x in inputs)
             q, k, v = (x.requires_grad_() for x in (q, k, v))
             # On this thread: autograd has one for each device, in which the ranks would wait for each other.
             with torch.autograd.set_multithreading_enabled(False):
-                out = ring_attention(q, k, v, batch, sizes.scale)
+                out = plan.attend(q, k, v, sizes.scale)
                 return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
         except BaseException:
             post.fail()

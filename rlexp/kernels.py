@@ -1,4 +1,4 @@
-"""What the attention kernels for GPUs need: asked before a process starts, without torch, and again on the ranks."""
+"""Needs of the attention kernels for GPUs: checked before a process starts, without torch, and again on the ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Needs:
-    generations: range  # of the GPU: its major compute capability
+    generations: range  # major compute capabilities of the GPUs on which it runs
     largest_head: int = 256
-    modules: tuple[str, ...] = ()  # of which one is there where it is installed
-    distribution: str | None = None  # or the name that it is installed under
+    modules: tuple[str, ...] = ()  # one of them can be found if it is installed
+    distribution: str | None = None  # looked up instead of modules
     install: str = ""
 
 
@@ -21,7 +21,7 @@ NEEDS = {
     "torch_flash": Needs(SINCE_AMPERE),
     "flash_attn": Needs(
         SINCE_AMPERE,
-        modules=("flash_attn_2_cuda",),  # a folder flash_attn is also of flash-attn 4
+        modules=("flash_attn_2_cuda",),  # flash-attn 4 has a folder flash_attn too
         install="`pip install rlexp[flash]`, which builds flash-attn where there is no wheel for your torch",
     ),
     "flash_attn_3": Needs(
@@ -32,20 +32,20 @@ NEEDS = {
     "flash_attn_4": Needs(
         BLACKWELL,
         largest_head=128,
-        distribution="flash-attn-4",  # to look for its module would import flash-attn 2, in whose folder it lies
+        distribution="flash-attn-4",  # its module lies in the folder of flash-attn 2, which a look for it would import
         install="`pip install flash-attn-4`",
     ),
 }
 
 
 def fits(name: str, head_size: int) -> bool:
-    """Whether the kernel takes heads of this size. Those that are not for GPUs take any."""
+    """Say whether the kernel takes heads of this size. Kernels that are not for GPUs alone take any."""
     needs = NEEDS.get(name)
     return needs is None or (head_size <= needs.largest_head and head_size % 8 == 0)
 
 
 def installed(name: str) -> bool:
-    """Found without importing it. What needs no package comes with torch."""
+    """Say whether the kernel's package is installed, without importing it. One without a package comes with torch."""
     needs = NEEDS[name]
     if needs.distribution is not None:
         try:

@@ -133,7 +133,7 @@ class Shard:
     real_tokens: int  # of this rank
     most_work: float  # of attention, of the rank of the ring that has most: pairs of a query and a key that it sees
     mean_work: float  # of all ranks of the ring
-    attention: Any  # rlexp.ring.attention.RingBatch; opaque to every other room
+    attention: Any  # rlexp.ring.layout.RingBatch; opaque to every other room
 
     def to(self, device: torch.device) -> Shard:
         return Shard(

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlexp.launch.place import Place
-from rlexp.ring.attention import ring_attention, ring_batch
 from rlexp.ring.groups import Ring, build_world
 from rlexp.ring.kernels import get_kernel
+from rlexp.ring.kernels.base import Call
 from rlexp.ring.layouts import Layout, get_layout
 from rlexp.types import Segment
 from tests.ranks import on_ranks, seeded
@@ -89,8 +89,8 @@ def attend_part(ring: Ring, lengths: tuple[int, ...], case: Case, dtype: torch.d
     q, k, v, dout = packed
     for tensor in (q, k, v):
         tensor.requires_grad_()
-    batch = ring_batch(segments, ring, layout, get_kernel(kernel, "cpu"), max(lengths))
-    out = ring_attention(q, k, v, batch, SIZE**-0.5)
+    plan = layout.plan(segments, ring, get_kernel(kernel, "cpu"))
+    out = plan.attend(q, k, v, SIZE**-0.5)
     grads = torch.autograd.grad(out, (q, k, v), dout)
     return [index, out.detach(), *grads]
 
@@ -185,10 +185,11 @@ def test_any_memory_layout_of_the_queries_is_read_right(kernel: str) -> None:
     """A model may hand over queries whose last dimension is not contiguous, and so may autograd their gradient."""
     block = get_kernel(kernel, "cpu")
     q, k, v, dout = inputs((37,), 2, torch.float64)[0]
+    call = Call((37,), (37,), causal=True, scale=0.25)
 
     def both(arrange) -> list[Tensor]:
-        out, lse = block.forward(arrange(q), k, v, [37], [37], causal=True, scale=0.25)
-        return [out, *block.backward(arrange(dout), arrange(q), k, v, out, lse, [37], [37], causal=True, scale=0.25)]
+        out, lse = block.forward(arrange(q), k, v, call)
+        return [out, *block.backward(arrange(dout), arrange(q), k, v, out, lse, call)]
 
     permuted = both(lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0))
     for one, other in zip(both(lambda x: x), permuted, strict=True):
@@ -206,18 +207,18 @@ CUT = {
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
-@pytest.mark.parametrize("call", CUT)
-def test_calls_that_are_cut_are_the_whole_ones(call: str, kv_heads: int) -> None:
+@pytest.mark.parametrize("name", CUT)
+def test_calls_that_are_cut_are_the_whole_ones(name: str, kv_heads: int) -> None:
     """The CPU kernel cuts causal calls into strips, and backward passes over more than 504 keys; measured 3e-15 at
     most."""
-    q_lengths, k_lengths, causal = CUT[call]
+    q_lengths, k_lengths, causal = CUT[name]
     q, dout = (seeded(sum(q_lengths), HEADS, SIZE, seed=part, dtype=torch.float64) for part in (1, 2))
     k, v = (seeded(sum(k_lengths), kv_heads, SIZE, seed=part, dtype=torch.float64) for part in (3, 4))
-    kernels = [get_kernel(name, "cpu") for name in ("cpu_flash", "plain")]
-    how: Any = {"causal": causal, "scale": 0.25}
-    out, lse = kernels[1].forward(q, k, v, q_lengths, k_lengths, **how)
-    pairs = [(kernel.forward(q, k, v, q_lengths, k_lengths, **how)) for kernel in kernels]
-    grads = [kernel.backward(dout, q, k, v, out, lse, q_lengths, k_lengths, **how) for kernel in kernels]
+    kernels = [get_kernel(kernel, "cpu") for kernel in ("cpu_flash", "plain")]
+    call = Call(q_lengths, k_lengths, causal=causal, scale=0.25)
+    out, lse = kernels[1].forward(q, k, v, call)
+    pairs = [kernel.forward(q, k, v, call) for kernel in kernels]
+    grads = [kernel.backward(dout, q, k, v, out, lse, call) for kernel in kernels]
     for got, expected in [*zip(*pairs, strict=True), *zip(*grads, strict=True)]:
         seen = expected.isfinite()
         assert torch.equal(got.isfinite(), seen)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rlexp.launch.place import Place
-from rlexp.ring.attention import ring_attention, ring_batch
 from rlexp.ring.groups import Ring, build_world
 from rlexp.ring.kernels import get_kernel
 from rlexp.ring.layouts import get_layout
@@ -56,8 +55,8 @@ def attend(
         arrange(seeded(held, heads, SIZE, seed=10 * ring.rank + part)).requires_grad_()
         for part, heads in enumerate((HEADS, case.kv_heads, case.kv_heads))
     )
-    batch = ring_batch(segments, ring, layout, get_kernel("cpu_flash", "cpu"), 1000)
-    out = ring_attention(q, k, v, batch, SIZE**-0.5)
+    plan = layout.plan(segments, ring, get_kernel("cpu_flash", "cpu"))
+    out = plan.attend(q, k, v, SIZE**-0.5)
     if dout is None:
         dout = arrange(seeded(held, HEADS, SIZE, seed=10 * ring.rank + 7))
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.expand(out.shape))]
@@ -115,8 +114,8 @@ def test_a_gradient_of_the_gradient_is_refused(layout: str) -> None:
     """Its blocks are given what the whole ring found out, as constants: differentiating them again would be wrong."""
     ring, segments = Ring(0, (0,)), forest((5,), 1)
     q, k, v = (seeded(5, 2, SIZE, seed=part).requires_grad_() for part in range(3))
-    batch = ring_batch(segments, ring, get_layout(layout), get_kernel("plain", "cpu"), 5)
-    out = ring_attention(q, k, v, batch, 0.25)
+    plan = get_layout(layout).plan(segments, ring, get_kernel("plain", "cpu"))
+    out = plan.attend(q, k, v, 0.25)
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
@@ -127,7 +126,7 @@ def test_no_more_is_kept_for_the_backward_pass_than_it_needs(layout: str) -> Non
     """q, k, v, the output and the log-sum-exp, and no buffer of what has travelled that one of them is a view of."""
     ring, segments = Ring(0, (0,)), forest((50,), 1)
     q, k, v = (seeded(50, heads, SIZE, seed=heads).requires_grad_() for heads in (HEADS, 2, 2))
-    batch = ring_batch(segments, ring, get_layout(layout), get_kernel("cpu_flash", "cpu"), 50)
+    plan = get_layout(layout).plan(segments, ring, get_kernel("cpu_flash", "cpu"))
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -136,5 +135,5 @@ def test_no_more_is_kept_for_the_backward_pass_than_it_needs(layout: str) -> Non
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = ring_attention(q, k, v, batch, 0.25)
+        out = plan.attend(q, k, v, 0.25)
     assert sum(kept.values()) == sum(tensor.nbytes for tensor in (q, k, v, out)) + 50 * HEADS * out.element_size()

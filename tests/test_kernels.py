@@ -36,6 +36,7 @@ from rlexp.ring.kernels import (
     torch_flash,
     varlen,
 )
+from rlexp.ring.kernels.base import Call
 from rlexp.train import build
 from tests.mock_flash import MockFlash
 from tests.ranks import seeded
@@ -92,13 +93,12 @@ def blocks(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], kv_heads: int
     return [*found, math.log(1 + keys) + 1 + seeded(queries, HEADS, seed=9, dtype=torch.float32).abs()]
 
 
-def both_passes(kernel: BlockKernel, call: str, kv_heads: int, arrange: Any = lambda x: x) -> list[Tensor]:
-    q_lengths, k_lengths, causal = CALLS[call]
+def both_passes(kernel: BlockKernel, name: str, kv_heads: int, arrange: Any = lambda x: x) -> list[Tensor]:
+    q_lengths, k_lengths, causal = CALLS[name]
+    call = Call(q_lengths, k_lengths, causal=causal, scale=SCALE)
     q, k, v, out, dout, lse = blocks(q_lengths, k_lengths, kv_heads)
     q, k, v, out, dout, lse = (arrange(x) for x in (q, k, v, out, dout, lse))
-    found = kernel.forward(q, k, v, q_lengths, k_lengths, causal=causal, scale=SCALE)
-    grads = kernel.backward(dout, q, k, v, out, lse, q_lengths, k_lengths, causal=causal, scale=SCALE)
-    return [*found, *grads]
+    return [*kernel.forward(q, k, v, call), *kernel.backward(dout, q, k, v, out, lse, call)]
 
 
 @pytest.mark.parametrize("name", FLASH)
@@ -142,18 +142,18 @@ def test_any_memory_layout_is_handed_over_right(mock: MockFlash, name: str) -> N
 
 def test_what_a_segment_lacks_is_left_out_without_a_copy_where_that_is_possible() -> None:
     cpu = torch.device("cpu")
-    early = varlen.call_of((4, 6), (0, 9), cpu)  # the first rank's two chunks, as in allgather
+    early = varlen.spans_of((4, 6), (0, 9), cpu)  # the first rank's two chunks, as in allgather
     assert early is not None
     assert (early.queries, early.keys) == (slice(4, 10), slice(None))
     assert (early.cu_q.tolist(), early.cu_k.tolist(), early.max_q, early.max_k) == ([0, 6], [0, 9], 6, 9)
-    holes = varlen.call_of((4, 0, 2, 3), (3, 5, 0, 7), cpu)
+    holes = varlen.spans_of((4, 0, 2, 3), (3, 5, 0, 7), cpu)
     assert holes is not None
     assert [at.tolist() for at in (holes.queries, holes.keys) if isinstance(at, Tensor)] == [
         [0, 1, 2, 3, 6, 7, 8],
         [0, 1, 2, *range(8, 15)],
     ]
-    assert varlen.call_of((4, 6), (0, 9), cpu) is early, "all layers of a model share it"
-    assert varlen.call_of.cache_info().maxsize is not None
+    assert varlen.spans_of((4, 6), (0, 9), cpu) is early, "all layers of a model share it"
+    assert varlen.spans_of.cache_info().maxsize is not None
 
 
 def test_torchs_operators_are_as_they_are_called_here() -> None:
@@ -168,9 +168,10 @@ def test_torchs_operators_are_as_they_are_called_here() -> None:
     assert (lse.shape, lse.dtype) == ((HEADS, 10), torch.float32)
     assert (rng_state.shape, rng_state.dtype) == ((2,), torch.uint64)
     kernel = get_kernel("torch_flash", "cuda")
-    got_out, got_lse = kernel.forward(q, k, k, (4, 6), (5, 9), causal=False, scale=1.0)
+    call = Call((4, 6), (5, 9), causal=False, scale=1.0)
+    got_out, got_lse = kernel.forward(q, k, k, call)
     assert (got_out.shape, got_lse.shape) == (q.shape, (10, HEADS))
-    grads = kernel.backward(q, q, k, k, q, got_lse, (4, 6), (5, 9), causal=False, scale=1.0)
+    grads = kernel.backward(q, q, k, k, q, got_lse, call)
     assert [(grad.shape, grad.dtype) for grad in grads] == [(x.shape, torch.float32) for x in (q, k, k)]
 
 

@@ -16,7 +16,8 @@ from rlexp.data.packing import pack_sequences
 from rlexp.ring.cut import cut
 from rlexp.ring.groups import Ring
 from rlexp.ring.kernels import Plain
-from rlexp.ring.layouts import EARLY, LATE, get_layout
+from rlexp.ring.layout import EARLY, LATE
+from rlexp.ring.layouts import get_layout
 from rlexp.ring.layouts.ulysses import Heads
 from rlexp.ring.layouts.zigzag import zigzag
 from rlexp.ring.shard import shard_pack
@@ -88,9 +89,9 @@ def test_what_is_gathered_is_exactly_what_comes_before(size, lengths) -> None:
     deal = layout.deal(segments, size)
     arrived = torch.cat(deal.places)
     for ring in rings(size):
-        plan = layout.plan(segments, ring)
+        plan = layout.plan(segments, ring, Plain())
         queries = deal.places[ring.rank][: deal.real[ring.rank]].split(plan.chunks)
-        keys = arrived[plan.before.index].split(plan.before.lengths)
+        keys = arrived[plan.before].split(plan.before_lengths)
         own = deal.places[ring.rank][: deal.real[ring.rank]].split(plan.own.lengths)
         for number, (at, before) in enumerate(zip(queries, keys, strict=True)):
             segment = segments[number * len(own) // len(queries)]

@@ -27,7 +27,6 @@ from rlexp.data.packing import pack_sequences
 from rlexp.errors import ConfigError
 from rlexp.launch.place import Place
 from rlexp.prove.run import exact
-from rlexp.ring.attention import ring_attention, ring_batch
 from rlexp.ring.groups import ALONE, Ring, build_world
 from rlexp.ring.kernels import Plain
 from rlexp.ring.layouts import Layout
@@ -103,10 +102,10 @@ def attend_part(ring: Ring, name: str, kv_heads: int, lengths: tuple[int, ...], 
     q, k, v, dout = packed
     for tensor in (q, k, v):
         tensor.requires_grad_()
-    batch = ring_batch(segments, ring, layout, Plain(), max(lengths))
+    plan = layout.plan(segments, ring, Plain())
     sent, before, mock_flash_attn.computed = Sent(), ring.traffic.sent, 0
     with sent.listening():
-        out = ring_attention(q, k, v, batch, SIZE**-0.5)
+        out = plan.attend(q, k, v, SIZE**-0.5)
         grads = torch.autograd.grad(out, (q, k, v), dout)
     computed = mock_flash_attn.computed / HEADS
     counted = ring.traffic.sent - before

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from rlexp.errors import ModelError
 from rlexp.model.decoding import Decoding, attend
-from rlexp.ring.attention import RingBatch, ring_attention
+from rlexp.ring.layout import RingBatch
 
 NAME = "rlexp_ring"
 
@@ -62,7 +62,7 @@ def attention(
         return attend(module, query, key, value, decoding, scale), None
     assert ring_batch is not None
     q_tHD, k_tGD, v_tGD = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
-    return ring_attention(q_tHD, k_tGD, v_tGD, ring_batch, scale).unsqueeze(0), None
+    return ring_batch.plan.attend(q_tHD, k_tGD, v_tGD, scale).unsqueeze(0), None
 
 
 def register() -> None:

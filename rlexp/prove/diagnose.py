@@ -30,7 +30,6 @@ from rlexp.model.policy import DTYPES, cast_parameters
 from rlexp.prove.records import TensorFiles
 from rlexp.prove.reference import softmax_attention
 from rlexp.prove.stages import Clue, Finding
-from rlexp.ring.attention import ring_attention
 from rlexp.ring.collectives import ring_sum
 from rlexp.train.build import build, build_policy
 from rlexp.train.pair_task import PairTask, by_pair
@@ -175,7 +174,7 @@ def _attention_of(run: Run, pack: Pack, index_t: Tensor, shard: Shard, seed: int
         for count in (heads, kv_heads, kv_heads, heads)
     )
     mine = [each[index_t.cpu()].to(run.device).requires_grad_() for each in (q, k, v)]
-    out = ring_attention(mine[0], mine[1], mine[2], shard.attention, scale)
+    out = shard.attention.plan.attend(mine[0], mine[1], mine[2], scale)
     out.backward(dout[index_t.cpu()].to(run.device).to(out.dtype))
     got = [out.detach(), *(each.grad for each in mine)]
     wanted = _attended(pack, q.double(), k.double(), v.double(), dout.double(), scale)

@@ -1,46 +1,48 @@
-"""Attention over a ring: what it needs to know of the batch, and the door to the layout that computes it.
-
-Shape letters: t tokens of this rank, H query heads, G key/value heads, D head size.
-"""
+"""Attention as one function to autograd, whose forward and backward pass are both written out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from rlexp.ring.groups import Ring
-from rlexp.ring.kernels.base import BlockKernel
-from rlexp.ring.layouts import Layout
-from rlexp.types import Segment
+from rlexp.ring.kernels.base import Grads
 
-
-@dataclass(frozen=True)
-class RingBatch:
-    """What attention needs to know of the batch. Travels as a keyword argument of the model's forward call."""
-
-    ring: Ring
-    layout: Layout
-    kernel: BlockKernel
-    plan: Any  # the layout's own
-    max_length: int  # of any sequence of the run: windows shorter than this are refused
-
-    def to(self, device: torch.device) -> RingBatch:
-        return replace(self, plan=self.plan.to(device))
+Kept = tuple[Tensor, ...]  # the tensors that a backward pass needs from its forward pass
 
 
-def ring_batch(
-    segments: Sequence[Segment], ring: Ring, layout: Layout, kernel: BlockKernel, max_length: int
-) -> RingBatch:
-    if any(segment.parent is not None for segment in segments):
-        # The types carry the forest; a child's block over its parent is the one call that is not made yet.
-        raise NotImplementedError("segments with a parent are not attended to yet")
-    return RingBatch(ring, layout, kernel, layout.plan(segments, ring), max_length)
+class Attention(ABC):
+    """Attention over a ring. A subclass computes both passes.
+
+    Shape letters: t tokens of this rank, H query heads, G key/value heads, D head size.
+    """
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Kept]:
+        """Return the output in the dtype of the queries, and what the backward pass needs."""
+
+    @abstractmethod
+    def backward(self, dout: Tensor, kept: Kept, scale: float) -> Grads:
+        """Return dq, dk and dv in the accumulation dtype, or in the dtype of q, k and v."""
+
+    def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, scale: float) -> Tensor:
+        out: Tensor = _BothPasses.apply(q_tHD, k_tGD, v_tGD, self, scale)
+        return out
 
 
-def ring_attention(q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, batch: RingBatch, scale: float) -> Tensor:
-    """Causal attention of each segment to itself over the whole ring; (t, H, D) in the dtype of the queries."""
-    return batch.layout.attend(q_tHD, k_tGD, v_tGD, batch, scale)
+class _BothPasses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: Attention, scale: float) -> Tensor:
+        out, kept = attention.forward(q, k, v, scale)
+        ctx.save_for_backward(*kept)
+        ctx.attention, ctx.scale, ctx.dtypes = attention, scale, (q.dtype, k.dtype, v.dtype)
+        return out
+
+    @staticmethod
+    @once_differentiable  # it takes the global output and log-sum-exp for constants, which they are not
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dqkv = ctx.attention.backward(grads[0], ctx.saved_tensors, ctx.scale)
+        return *(grad.to(dtype) for grad, dtype in zip(dqkv, ctx.dtypes, strict=True)), None, None

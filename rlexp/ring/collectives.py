@@ -1,4 +1,4 @@
-"""Collectives of a ring: the differentiable sum, and the rotation of a buffer to the next rank."""
+"""Collectives of a ring: the differentiable sum, and what layouts send: rotation, gather, scatter and exchange."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class _RingSum(torch.autograd.Function):
 
 
 def _group(ring: Ring) -> dist.ProcessGroup:
-    """Without one, torch would take the group of the whole world, and what has been split by hand would go astray."""
-    assert ring.group is not None, f"the ring of the ranks {ring.ranks} is one to look at: it has no group"
+    """Return the ring's group. Without one torch would take the whole world's, and buffers would reach wrong ranks."""
+    assert ring.group is not None, f"the ring of the ranks {ring.ranks} has no group: nothing can be sent over it"
     return ring.group
 
 
@@ -45,8 +45,10 @@ def ring_sum(values: Tensor, ring: Ring) -> Tensor:
 
 @dataclass
 class Rotation:
-    """A buffer on its way to the next rank while another comes in. Both are kept alive until they are there, and no
-    longer: what is received is handed over once."""
+    """A buffer on its way to the next rank while another comes in.
+
+    Both are kept alive until they have arrived, and no longer: the received one is handed over once.
+    """
 
     sent: Tensor
     received: Tensor
@@ -75,14 +77,14 @@ def rotate(buffer: Tensor, ring: Ring) -> Rotation:
     return Rotation(buffer, received, works)
 
 
-# Under the names that torch has given them since 2.13, where it has them.
+# torch 2.13 renamed both.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
 class Pending:
-    """The result of a collective that is under way. As with a rotation, it is handed over once."""
+    """The result of a collective that is in flight. As in a rotation, it is handed over once."""
 
     sent: Tensor
     received: Tensor
@@ -97,7 +99,7 @@ class Pending:
 
 
 def gather(buffer: Tensor, ring: Ring) -> Pending:
-    """Start giving `buffer` to all ranks, and receiving theirs: (ring, …), in ring order."""
+    """Start sending `buffer` to all ranks and receiving theirs: (ring, …), in ring order."""
     assert buffer.is_contiguous()
     if ring.size == 1:
         return Pending(buffer, buffer.unsqueeze(0), None)
@@ -108,7 +110,7 @@ def gather(buffer: Tensor, ring: Ring) -> Pending:
 
 
 def sum_and_scatter(buffer: Tensor, ring: Ring) -> Pending:
-    """Start adding up what all ranks have for each: (ring, …), of which every rank receives its own sum."""
+    """Start summing the buffers of all ranks, (ring, …): each rank receives the sum of its own entry."""
     assert buffer.is_contiguous()
     assert len(buffer) == ring.size
     if ring.size == 1:
@@ -120,11 +122,11 @@ def sum_and_scatter(buffer: Tensor, ring: Ring) -> Pending:
 
 
 def exchange(buffer: Tensor, ring: Ring) -> Tensor:
-    """(ring, …) of parts for every rank, to (ring, …) of parts from every rank."""
+    """Send entry r of (ring, …) to rank r; entry r of the result came from rank r."""
     assert len(buffer) == ring.size
     if ring.size == 1:
         return buffer
-    buffer = buffer.contiguous()  # torch.cat keeps what four dimensions were permuted to
+    buffer = buffer.contiguous()  # torch.cat keeps the memory order of permuted inputs
     received = torch.empty_like(buffer)
     dist.all_to_all_single(received, buffer, group=_group(ring))
     ring.traffic.sent += (ring.size - 1) * buffer[0].nbytes

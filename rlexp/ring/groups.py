@@ -1,4 +1,4 @@
-"""The world as replicas × ring: rank = replica * ring_size + place in the ring."""
+"""The world as replicas × ring: rank = replica · ring_size + place in the ring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Traffic:
 class Ring:
     """One replica's ring. `ranks` are global, in ring order; `group` is None for a ring of one.
 
-    A ring may be split in two ways at once: rank = outer · inner size + inner. `inner` and `outer` are this rank's.
+    A ring may be split into inner and outer rings: place = place in the outer ring · inner size + place in the inner
+    ring. `inner` and `outer` are the two that this rank belongs to.
     """
 
     rank: int
@@ -43,11 +44,11 @@ class Ring:
         return self.ranks[(self.rank - 1) % self.size]
 
     def split(self, size: int) -> tuple[Ring, Ring]:
-        """Into neighbours, `size` of them, and those that stand where we stand among their neighbours."""
+        """Return this rank's inner ring, of `size` neighbours, and its outer ring, of one rank per inner ring."""
         if self.inner is not None and self.outer is not None and self.inner.size == size:
             return self.inner, self.outer
         inner, outer = (tuple(self.ranks[place] for place in places) for places in split(self.rank, self.size, size))
-        whole = {self.size: self.group}  # elsewhere there is no group: a ring of one, or one that is looked at only
+        whole = {self.size: self.group}  # any other has no group: it is a ring of one, or nothing is sent over it
         return (
             Ring(self.rank % size, inner, whole.get(len(inner)), self.traffic),
             Ring(self.rank // size, outer, whole.get(len(outer)), self.traffic),
@@ -55,7 +56,7 @@ class Ring:
 
 
 def split(rank: int, ring_size: int, size: int) -> tuple[range, range]:
-    """The places in the ring of the neighbours of `rank`, and of those that it meets around them."""
+    """Return the places in the ring of the inner and of the outer ring of `rank`."""
     assert ring_size % size == 0, (ring_size, size)
     first = rank // size * size
     return range(first, first + size), range(rank % size, ring_size, size)
@@ -82,8 +83,10 @@ class World:
 
 
 def build_world(ring_size: int, timeout: timedelta | None = None, inner_size: int = 1) -> World:
-    """Create the ring groups; every rank creates all of them, in the same order. A new group has not the patience of
-    the one it is made of, but torch's own half an hour."""
+    """Create the ring groups; every rank creates all of them, in the same order.
+
+    A new group does not inherit the timeout of the world's group: without `timeout` it waits half an hour.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     assert size % ring_size == 0, (size, ring_size)
 
@@ -103,14 +106,15 @@ def build_world(ring_size: int, timeout: timedelta | None = None, inner_size: in
 
 
 def _split(ring: Ring, size: int, group: Callable[[tuple[int, ...]], dist.ProcessGroup | None]) -> Ring:
-    """With the groups of all its inner and outer rings."""
-    found: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    """Create the groups of all inner and outer rings, and return the ring with those that this rank belongs to."""
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for place in range(ring.size):
         for places in split(place, ring.size, size):
             ranks = tuple(ring.ranks[each] for each in places)
-            if ranks not in found:
-                found[ranks] = group(ranks)
+            if ranks not in groups:
+                groups[ranks] = group(ranks)
     if ring.rank not in range(ring.size):
         return ring
     inner, outer = ring.split(size)
-    return replace(ring, inner=replace(inner, group=found[inner.ranks]), outer=replace(outer, group=found[outer.ranks]))
+    inner, outer = (replace(each, group=groups[each.ranks]) for each in (inner, outer))
+    return replace(ring, inner=inner, outer=outer)

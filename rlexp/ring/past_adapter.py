@@ -1,11 +1,11 @@
-"""The door to the library ring-flash-attn, past its adapter for transformers.
+"""The library ring-flash-attn, imported without its adapter for transformers.
 
-The library's package imports that adapter, which asks transformers for `is_flash_attn_greater_or_equal_2_10`, a name
-that transformers 5 no longer has: so `import ring_flash_attn` fails up to 0.1.8, the newest there is
-(github.com/zhuzilin/ring-flash-attention/pull/88). Its functions need nothing of the adapter. Here the package is made
-without being run, and the modules of the functions are imported from it as they are.
+The library's package imports that adapter, which asks transformers for `is_flash_attn_greater_or_equal_2_10`. This name
+is gone in transformers 5, so `import ring_flash_attn` fails up to 0.1.8, the newest version
+(github.com/zhuzilin/ring-flash-attention/pull/88). The library's functions do not need the adapter. So the package is
+made here without running its `__init__`, and its modules are imported from it unchanged.
 
-When a version with that repaired is out, ask for it in pyproject.toml, and let `functions` import from the package.
+When a version without this fault is out, require it in pyproject.toml, and let `functions` import from the package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGE = "ring_flash_attn"
 
 @dataclass(frozen=True)
 class Functions:
-    """Those of the library that are used here, and flash-attn's own for a ring of one, that sends nothing."""
+    """The library's functions that are used here, and flash-attn's own for a ring of one, which sends nothing."""
 
     zigzag: Callable[..., Any]
     llama3: Callable[..., Any]
@@ -33,7 +33,7 @@ class Functions:
 
 @functools.cache
 def functions() -> Functions:
-    """That both packages are there was checked before a process started (`rlexp/config/backend.py`)."""
+    """Import them. `rlexp/config/backend.py` checks before a process starts that both packages are installed."""
     if PACKAGE not in sys.modules:
         spec = importlib.util.find_spec(PACKAGE)
         if spec is None:
@@ -43,8 +43,8 @@ def functions() -> Functions:
     llama3 = importlib.import_module(f"{PACKAGE}.llama3_flash_attn_varlen")
     flash_attn = importlib.import_module("flash_attn.flash_attn_interface")
     return Functions(
-        zigzag.zigzag_ring_flash_attn_varlen_func,
-        llama3.llama3_flash_attn_varlen_func,
-        llama3.llama3_flash_attn_prepare_cu_seqlens,
-        flash_attn.flash_attn_varlen_func,
+        zigzag=zigzag.zigzag_ring_flash_attn_varlen_func,
+        llama3=llama3.llama3_flash_attn_varlen_func,
+        llama3_plan=llama3.llama3_flash_attn_prepare_cu_seqlens,
+        alone=flash_attn.flash_attn_varlen_func,
     )

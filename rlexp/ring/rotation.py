@@ -1,101 +1,82 @@
-"""Attention by rotation, over a block kernel: what the rotating layouts share.
+"""Attention by rotation over a block kernel, shared by the rotating layouts.
 
 Keys and values travel around the ring; the next block is in flight while the current one is computed. Outputs are
-merged in float32 by log-sum-exp; in the backward pass dk and dv travel with their block and are added up in
-float32, and every block is given the global output and log-sum-exp.
+merged in float32 by log-sum-exp. In the backward pass dk and dv travel with their block and are summed in float32,
+and every block is given the global output and log-sum-exp.
 
 Shape letters: t tokens of this rank, H query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from rlexp.ring.attention import Attention, Kept
 from rlexp.ring.collectives import rotate
 from rlexp.ring.cut import Cut
 from rlexp.ring.groups import Ring
-from rlexp.ring.kernels.base import accumulation_dtype, merge_rows
-from rlexp.ring.layout import Block, Deal, Grads, Kept, Part, differentiable
-from rlexp.ring.selection import Selection, parts_of
+from rlexp.ring.kernels.base import BlockKernel, Call, Grads, Rows, accumulation_dtype, merge_rows
+from rlexp.ring.layout import Deal, Layout, Part
+from rlexp.ring.selection import Selection, add, parts_of, select
 from rlexp.types import Segment
-
-if TYPE_CHECKING:
-    from rlexp.ring.attention import RingBatch
 
 
 @dataclass(frozen=True)
-class RotatingPlan:
-    """By source rank, where the tokens of each of its parts lie in its shard."""
+class Block:
+    """One call of a kernel: which of our queries meet which of the source's keys, and whether causally."""
 
+    queries: Part
+    keys: Part
+    causal: bool
+
+
+@dataclass(frozen=True)
+class RotatingPlan(Attention):
+    """By source rank, the block that we compute with its keys, and where the parts of its shard lie."""
+
+    ring: Ring
+    kernel: BlockKernel
+    blocks: tuple[Block | None, ...]  # None where all keys of the source are later than our queries
     parts: tuple[dict[Part, Selection], ...]
 
     def to(self, device: torch.device) -> RotatingPlan:
-        return RotatingPlan(tuple({part: at.to(device) for part, at in parts.items()} for parts in self.parts))
+        parts = tuple({part: selection.to(device) for part, selection in each.items()} for each in self.parts)
+        return replace(self, parts=parts)
 
-
-class Rotating:
-    """A layout that says how a pack is cut, and which block there is for each pair of ranks, attends so."""
-
-    name: str
-
-    def cut(self, segments: Sequence[Segment], ring_size: int) -> Cut:
-        raise NotImplementedError
-
-    def block(self, rank: int, source: int, ring_size: int) -> Block | None:
-        """How our queries attend to the keys of `source`; None if they are all later than ours."""
-        raise NotImplementedError
-
-    def multiple(self, ring_size: int) -> int:
-        return ring_size
-
-    def unit(self, ring_size: int) -> int:  # noqa: ARG002
-        return 1
-
-    def deal(self, segments: Sequence[Segment], ring_size: int) -> Deal:
-        return deal_of(self.cut(segments, ring_size))
-
-    def plan(self, segments: Sequence[Segment], ring: Ring) -> RotatingPlan:
-        found = self.cut(segments, ring.size)
-        return RotatingPlan(tuple(parts_of(found, rank) for rank in range(ring.size)))
-
-    def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, batch: RingBatch, scale: float) -> Tensor:
-        return differentiable(self, q_tHD, k_tGD, v_tGD, batch, scale)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: RingBatch, scale: float) -> tuple[Tensor, Kept]:
-        ring = batch.ring
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Kept]:
+        ring = self.ring
         out, lse = empty_output(q)
-        queries = batch.kernel.ready(q)
+        queries = self.kernel.ready(q)
         kv = own_kv = torch.stack((k, v))
         for step in range(ring.size):
             coming = rotate(kv, ring) if step + 1 < ring.size else None
-            forward_block(batch, ring.rank, (ring.rank - step) % ring.size, queries, kv, out, lse, scale)
+            self._forward_block((ring.rank - step) % ring.size, queries, kv, out, lse, scale)
             if coming is not None:
                 kv = coming.wait()
         result = out.to(q.dtype)
         return result, (q, own_kv, result, lse)
 
-    def backward(self, dout: Tensor, kept: Kept, batch: RingBatch, scale: float) -> Grads:
+    def backward(self, dout: Tensor, kept: Kept, scale: float) -> Grads:
         q, kv, out, lse = kept
-        ring, dtype = batch.ring, accumulation_dtype(q.dtype)
+        ring, dtype = self.ring, accumulation_dtype(q.dtype)
         dq, dkv = q.new_zeros(q.shape, dtype=dtype), kv.new_zeros(kv.shape, dtype=dtype)
-        dout, q, out = (batch.kernel.ready(x) for x in (dout, q, out))
+        dout, q, out = (self.kernel.ready(x) for x in (dout, q, out))
         coming_dkv = None
         for step in range(ring.size):
             coming_kv = rotate(kv, ring) if step + 1 < ring.size else None
-            source = (ring.rank - step) % ring.size
-            added = backward_block(batch, ring.rank, source, dout, q, kv, out, lse, dq, scale)
-            # What the ranks before us have added to this block's gradient arrives while we compute ours.
+            block = self._backward_block((ring.rank - step) % ring.size, kv, (dout, q, out, lse), dq, scale)
+            # The sum of this block's gradient over the ranks before us arrives while we compute our part of it.
             if coming_dkv is not None:
                 dkv = coming_dkv.wait()
-            if added is not None:
-                at, dk_block, dv_block = added
-                add(dkv[0], at, dk_block)
-                add(dkv[1], at, dv_block)
+            if block is not None:
+                keys, dk_block, dv_block = block
+                add(dkv[0], keys, dk_block)
+                add(dkv[1], keys, dv_block)
             if ring.size > 1:
                 coming_dkv = rotate(dkv, ring)
             if coming_kv is not None:
@@ -104,104 +85,80 @@ class Rotating:
             dkv = coming_dkv.wait()  # home again, after as many hops as the ring has ranks
         return dq, dkv[0], dkv[1]
 
+    def _forward_block(self, source: int, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
+        """Let our queries attend to the keys of `source`, and merge the result into `out` and `lse`."""
+        block = self._call(source, scale)
+        if block is None:
+            return
+        at, keys, call = block
+        computed = self.kernel.forward(select(q, at), select(kv[0], keys), select(kv[1], keys), call)
+        merge(out, lse, *computed, at, first=source == self.ring.rank)
 
-def deal_of(found: Cut) -> Deal:
-    """Of a layout on whose ranks the queries of the cut attend, with all their heads."""
-    ranks = range(found.ring_size)
-    return Deal(found.places(), tuple(map(found.real, ranks)), tuple(float(found.work(rank)) for rank in ranks))
+    def _backward_block(
+        self, source: int, kv: Tensor, ours: tuple[Tensor, Tensor, Tensor, Tensor], dq: Tensor, scale: float
+    ) -> tuple[Rows, Tensor, Tensor] | None:
+        """Add the block's part to `dq`. Return the rows of the source's keys, and the block's part of dk and dv there.
+
+        `ours` are dout, q, out and the log-sum-exp of our queries.
+        """
+        block = self._call(source, scale)
+        if block is None:
+            return None
+        at, keys, call = block
+        dout, q, out, lse = (select(x, at) for x in ours)
+        k, v = select(kv[0], keys), select(kv[1], keys)
+        dq_block, dk_block, dv_block = self.kernel.backward(dout, q, k, v, out, lse, call)
+        add(dq, at, dq_block)
+        return keys, dk_block, dv_block
+
+    def _call(self, source: int, scale: float) -> tuple[Rows, Rows, Call] | None:
+        """Return the rows of our queries, the rows of the source's keys, and the kernel's call over both."""
+        block = self.blocks[source]
+        if block is None:
+            return None
+        queries, keys = self.parts[self.ring.rank][block.queries], self.parts[source][block.keys]
+        call = Call(queries.lengths, keys.lengths, causal=block.causal, scale=scale)
+        return queries.index, keys.index, call
 
 
-def rotating(batch: RingBatch) -> tuple[Rotating, RotatingPlan]:
-    return cast("Rotating", batch.layout), cast("RotatingPlan", batch.plan)
+class Rotating(Layout):
+    """A layout that attends by rotation. A subclass says how a pack is cut, and the block of each pair of ranks."""
+
+    @abstractmethod
+    def cut(self, segments: Sequence[Segment], ring_size: int) -> Cut: ...
+
+    @abstractmethod
+    def block(self, rank: int, source: int, ring_size: int) -> Block | None:
+        """Say how the queries of `rank` attend to the keys of `source`; None if all keys are later than they are."""
+
+    def deal(self, segments: Sequence[Segment], ring_size: int) -> Deal:
+        return self.cut(segments, ring_size).deal()
+
+    def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel) -> RotatingPlan:
+        cut, sources = self.cut(segments, ring.size), range(ring.size)
+        blocks = tuple(self.block(ring.rank, source, ring.size) for source in sources)
+        return RotatingPlan(ring, kernel, blocks, tuple(parts_of(cut, source) for source in sources))
 
 
 def empty_output(q: Tensor) -> tuple[Tensor, Tensor]:
-    """The running output and log-sum-exp before any block."""
+    """Return the running output and log-sum-exp before any block."""
     dtype = accumulation_dtype(q.dtype)
     return q.new_zeros(q.shape, dtype=dtype), q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
 
 
-def forward_block(
-    batch: RingBatch, rank: int, source: int, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> None:
-    """Let the queries of `rank` attend to the keys of `source`, and merge what comes of it into `out` and `lse`."""
-    layout, plan = rotating(batch)
-    block = layout.block(rank, source, len(plan.parts))
-    if block is None:
-        return
-    queries, keys = plan.parts[rank][block.queries], plan.parts[source][block.keys]
-    block_out, block_lse = batch.kernel.forward(
-        select(q, queries.index),
-        select(kv[0], keys.index),
-        select(kv[1], keys.index),
-        queries.lengths,
-        keys.lengths,
-        causal=block.causal,
-        scale=scale,
-    )
-    merge(out, lse, block_out, block_lse, queries.index, first=rank == source)
-
-
-def backward_block(
-    batch: RingBatch,
-    rank: int,
-    source: int,
-    dout: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dq: Tensor,
-    scale: float,
-) -> tuple[slice | Tensor, Tensor, Tensor] | None:
-    """Add the block's part to `dq`; its parts of dk and dv, with the places of the source's tokens they are of."""
-    layout, plan = rotating(batch)
-    block = layout.block(rank, source, len(plan.parts))
-    if block is None:
-        return None
-    queries, keys = plan.parts[rank][block.queries], plan.parts[source][block.keys]
-    at = queries.index
-    dq_block, dk_block, dv_block = batch.kernel.backward(
-        select(dout, at),
-        select(q, at),
-        select(kv[0], keys.index),
-        select(kv[1], keys.index),
-        select(out, at),
-        select(lse, at),
-        queries.lengths,
-        keys.lengths,
-        causal=block.causal,
-        scale=scale,
-    )
-    add(dq, at, dq_block)
-    return keys.index, dk_block, dv_block
-
-
-def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, at: slice | Tensor, *, first: bool) -> None:
-    """Add a block to the rows `at` of the running output.
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, rows: Rows, *, first: bool) -> None:
+    """Merge a block into these rows of the running output and log-sum-exp.
 
     The first block is our own, in which every real token sees at least itself; so the running log-sum-exp is
     finite from then on.
     """
     if first:
-        out[at], lse[at] = block_out, block_lse
+        out[rows], lse[rows] = block_out, block_lse
         return
-    if isinstance(at, slice):
-        merge_rows(out[at], lse[at], block_out, block_lse)
+    if isinstance(rows, slice):
+        merge_rows(out[rows], lse[rows], block_out, block_lse)
         return
-    rows, known = out.index_select(0, at), lse.index_select(0, at)
-    merge_rows(rows, known, block_out, block_lse)
-    out.index_copy_(0, at, rows)
-    lse.index_copy_(0, at, known)
-
-
-def select(x: Tensor, at: slice | Tensor) -> Tensor:
-    return x[at] if isinstance(at, slice) else x.index_select(0, at)
-
-
-def add(into: Tensor, at: slice | Tensor, added: Tensor) -> None:
-    """To rows of which each is there once."""
-    if isinstance(at, slice):
-        into[at] += added
-    else:
-        into.index_add_(0, at, added)
+    known_out, known_lse = out.index_select(0, rows), lse.index_select(0, rows)
+    merge_rows(known_out, known_lse, block_out, block_lse)
+    out.index_copy_(0, rows, known_out)
+    lse.index_copy_(0, rows, known_lse)

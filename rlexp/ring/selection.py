@@ -1,4 +1,4 @@
-"""Where in a rank's shard the tokens lie that a block is computed of."""
+"""Where in a rank's shard the tokens of a block lie."""
 
 from __future__ import annotations
 
@@ -10,39 +10,52 @@ import torch
 from torch import Tensor
 
 from rlexp.ring.cut import Cut
+from rlexp.ring.kernels.base import Rows
 from rlexp.ring.layout import ALL, EARLY, LATE, Part
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Real tokens of a shard, and how many of them each segment has."""
+    """Real tokens of a shard, and how many of them belong to each segment."""
 
-    index: slice | Tensor
+    index: Rows
     lengths: tuple[int, ...]
 
     def to(self, device: torch.device) -> Selection:
         return replace(self, index=self.index.to(device)) if isinstance(self.index, Tensor) else self
 
 
-def parts_of(found: Cut, rank: int) -> dict[Part, Selection]:
-    """Padding is left out of every part: it costs attention nothing."""
+def parts_of(cut: Cut, rank: int) -> dict[Part, Selection]:
+    """Select each part of the rank's shard. Padding belongs to no part, so attention never computes it."""
     ranges: dict[Part, list[range]] = {ALL: [], EARLY: [], LATE: []}
     start = 0
-    for chunks in found.chunks[rank]:
+    for chunks in cut.chunks[rank]:
         stop = start + sum(len(chunk) for chunk in chunks)
         ranges[ALL].append(range(start, stop))
         ranges[EARLY].append(range(start, start + len(chunks[0])))
         ranges[LATE].append(range(stop - len(chunks[-1]), stop))
         start = stop
-    return {part: selection(found) for part, found in ranges.items()}
+    return {part: selection(of_segments) for part, of_segments in ranges.items()}
 
 
 def selection(ranges: Sequence[range]) -> Selection:
-    """A slice (a view, no copy) where the tokens are contiguous, otherwise an index."""
-    lengths = tuple(len(found) for found in ranges)
-    filled = [found for found in ranges if len(found)]
+    """Select by a slice (a view, no copy) where the tokens are contiguous, otherwise by an index."""
+    lengths = tuple(len(each) for each in ranges)
+    filled = [each for each in ranges if len(each)]
     if not filled:
         return Selection(slice(0, 0), lengths)
     if all(before.stop == after.start for before, after in itertools.pairwise(filled)):
         return Selection(slice(filled[0].start, filled[-1].stop), lengths)
-    return Selection(torch.cat([torch.arange(found.start, found.stop) for found in filled]), lengths)
+    return Selection(torch.cat([torch.arange(each.start, each.stop) for each in filled]), lengths)
+
+
+def select(x: Tensor, rows: Rows) -> Tensor:
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def add(into: Tensor, rows: Rows, added: Tensor) -> None:
+    """Add to rows that are all different."""
+    if isinstance(rows, slice):
+        into[rows] += added
+    else:
+        into.index_add_(0, rows, added)

@@ -1,4 +1,4 @@
-"""Block kernels behind one interface. One file each."""
+"""Block kernels behind one interface, one file each."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from rlexp.ring.kernels.torch_flash import TorchFlash
 
 __all__ = ["BlockKernel", "available", "computing_in", "get_kernel"]
 
-FASTEST: tuple[Callable[[], BlockKernel], ...] = (FlashAttn3, FlashAttn4, FlashAttn2, TorchFlash)  # first, on GPUs
+# Kernels for GPUs, the fastest first.
+FASTEST: tuple[Callable[[], BlockKernel], ...] = (FlashAttn3, FlashAttn4, FlashAttn2, TorchFlash)
 
 
 def get_kernel(
     name: str, device_type: str, dtype: torch.dtype = torch.float32, head_size: int | None = None
 ) -> BlockKernel:
-    """`auto` is the fastest that there is for the device, the dtype, and heads of this size, where that is known.
+    """Return the kernel of this name; `auto` is the fastest for the device, the dtype, and the head size if known.
 
-    On CUDA in bfloat16 or float16: flash-attn 3 on Hopper and 4 on Blackwell use what those have for matrices and for
-    copies, about 1.5 times as fast as flash-attn 2, which runs everywhere since Ampere; torch's own kernel is a copy of
-    that, as fast or a little behind, and needs no package. No flash kernel takes float32 or float64: there it is
-    `plain`. On CPU torch's flash kernel takes all four.
+    On CUDA in bfloat16 or float16, flash-attn 3 on Hopper and 4 on Blackwell use those GPUs' own units for matrices and
+    copies, and are about 1.5 times as fast as flash-attn 2, which runs everywhere since Ampere. torch's own kernel is a
+    copy of flash-attn 2, as fast or slightly slower, and needs no package. No flash kernel for CUDA takes float32 or
+    float64: `auto` is then `plain`. On CPU torch's flash kernel takes all four dtypes.
     """
     match name:
         case "auto":
@@ -49,11 +50,12 @@ def get_kernel(
 
 
 def available(device_type: str, dtype: torch.dtype, head_size: int | None = None) -> list[BlockKernel]:
-    """The kernels that run here, the fastest first."""
+    """Return the kernels that run on this machine, the fastest first."""
     if device_type == "cpu":
         return [CpuFlash(), Plain()]
     generation = torch.cuda.get_device_capability()[0]
-    return [*(each for each in (make() for make in FASTEST) if _runs(each, generation, dtype, head_size)), Plain()]
+    kernels = [make() for make in FASTEST]
+    return [*(kernel for kernel in kernels if _runs(kernel, generation, dtype, head_size)), Plain()]
 
 
 def _runs(kernel: BlockKernel, generation: int, dtype: torch.dtype, head_size: int | None) -> bool:
@@ -62,7 +64,10 @@ def _runs(kernel: BlockKernel, generation: int, dtype: torch.dtype, head_size: i
 
 
 def computing_in(dtype: torch.dtype, kernel: BlockKernel, head_size: int | None = None) -> BlockKernel:
-    """The run's kernel where it computes in this dtype, and with heads of this size, or else the reference: to probe a
-    model and a layout in float64 where the run itself is in bfloat16, and for a model that is not the run's."""
+    """Return the run's kernel if it computes in this dtype and with heads of this size, otherwise the reference.
+
+    So a model and a layout are probed in float64 while the run is in bfloat16, and a reward model may have other heads
+    than the policy.
+    """
     able = dtype in kernel.dtypes and (head_size is None or fits(kernel.name, head_size))
     return kernel if able else Plain()

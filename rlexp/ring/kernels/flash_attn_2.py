@@ -1,4 +1,4 @@
-"""The package flash-attn 2, where it is installed."""
+"""The kernel of the package flash-attn 2, where it is installed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlexp.ring.kernels.base import Grads
-from rlexp.ring.kernels.varlen import Call, Given, Varlen, empty_grads
+from rlexp.ring.kernels.base import Call, Grads
+from rlexp.ring.kernels.varlen import Given, Spans, Varlen, empty_grads
 
 
 @functools.cache
@@ -21,37 +21,35 @@ def _interface() -> Any:
 class FlashAttn2(Varlen):
     name = "flash_attn"
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _interface()._flash_attn_varlen_forward(
             q,
             k,
             v,
-            call.cu_q,
-            call.cu_k,
-            call.max_q,
-            call.max_k,
+            spans.cu_q,
+            spans.cu_k,
+            spans.max_q,
+            spans.max_k,
             dropout_p=0.0,
-            softmax_scale=scale,
-            causal=causal,
+            softmax_scale=call.scale,
+            causal=call.causal,
         )
         return out, lse
 
-    def call_backward(self, given: Given, call: Call, causal: bool, scale: float) -> Grads:
+    def call_backward(self, given: Given, spans: Spans, call: Call) -> Grads:
         dq, dk, dv = empty_grads(given)
         _interface()._flash_attn_varlen_backward(
             *given,
             dq,
             dk,
             dv,
-            call.cu_q,
-            call.cu_k,
-            call.max_q,
-            call.max_k,
+            spans.cu_q,
+            spans.cu_k,
+            spans.max_q,
+            spans.max_k,
             dropout_p=0.0,
-            softmax_scale=scale,
-            causal=causal,
+            softmax_scale=call.scale,
+            causal=call.causal,
             window_size_left=-1,
             window_size_right=-1,
             softcap=0.0,

@@ -1,6 +1,6 @@
-"""flash-attn 3, for Hopper, where it is installed: built from the folder `hopper` of flash-attn's repository.
+"""The kernel of flash-attn 3 for Hopper, where it was built from the folder `hopper` of flash-attn's repository.
 
-Its functions are called by position: their parameters have had two sets of names.
+Its functions are called by position, since versions name their parameters differently.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlexp.ring.kernels.base import Grads
-from rlexp.ring.kernels.varlen import Call, Given, Varlen, empty_grads
+from rlexp.ring.kernels.base import Call, Grads
+from rlexp.ring.kernels.varlen import Given, Spans, Varlen, empty_grads
 
 
 @functools.cache
 def _interface() -> Any:
-    """By itself, or since flash-attn has packages side by side, in one of its own."""
+    """Import it as a module of its own, or, as newer versions have it, from the package flash_attn_3."""
     try:
         return importlib.import_module("flash_attn_interface")
     except ModuleNotFoundError as error:
@@ -30,21 +30,19 @@ def _interface() -> Any:
 class FlashAttn3(Varlen):
     name = "flash_attn_3"
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call) -> tuple[Tensor, Tensor]:
         new_keys_and_out, used, paged, rotary, descaled = [None] * 4, [None] * 3, [None] * 3, [None] * 3, [None] * 3
         out, lse, *_ = _interface()._flash_attn_forward(
-            q, k, v, *new_keys_and_out, call.cu_q, call.cu_k, *used, call.max_q, call.max_k,
-            *paged, *rotary, *descaled, scale, causal=causal,
+            q, k, v, *new_keys_and_out, spans.cu_q, spans.cu_k, *used, spans.max_q, spans.max_k,
+            *paged, *rotary, *descaled, call.scale, causal=call.causal,
         )  # fmt: skip
         return out, lse
 
-    def call_backward(self, given: Given, call: Call, causal: bool, scale: float) -> Grads:
+    def call_backward(self, given: Given, spans: Spans, call: Call) -> Grads:
         dq, dk, dv = empty_grads(given)
         used = (None, None)
         _interface()._flash_attn_backward(
-            *given, call.cu_q, call.cu_k, *used, call.max_q, call.max_k, dq, dk, dv, scale, causal,
+            *given, spans.cu_q, spans.cu_k, *used, spans.max_q, spans.max_k, dq, dk, dv, call.scale, call.causal,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         return dq, dk, dv

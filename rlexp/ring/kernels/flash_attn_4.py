@@ -1,4 +1,4 @@
-"""flash-attn 4, for Blackwell, where the package flash-attn-4 is installed. It compiles a kernel at its first use."""
+"""The kernel of the package flash-attn-4 for Blackwell, where it is installed. It is compiled at its first use."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlexp.ring.kernels.base import Grads
-from rlexp.ring.kernels.varlen import Call, Given, Varlen
+from rlexp.ring.kernels.base import Call, Grads
+from rlexp.ring.kernels.varlen import Given, Spans, Varlen
 
 
 @functools.cache
@@ -21,24 +21,22 @@ def _interface() -> Any:
 class FlashAttn4(Varlen):
     name = "flash_attn_4"
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _interface()._flash_attn_fwd(
             q,
             k,
             v,
-            cu_seqlens_q=call.cu_q,
-            cu_seqlens_k=call.cu_k,
-            max_seqlen_q=call.max_q,
-            max_seqlen_k=call.max_k,
-            softmax_scale=scale,
-            causal=causal,
+            cu_seqlens_q=spans.cu_q,
+            cu_seqlens_k=spans.cu_k,
+            max_seqlen_q=spans.max_q,
+            max_seqlen_k=spans.max_k,
+            softmax_scale=call.scale,
+            causal=call.causal,
             return_lse=True,
         )
         return out, lse
 
-    def call_backward(self, given: Given, call: Call, causal: bool, scale: float) -> Grads:
+    def call_backward(self, given: Given, spans: Spans, call: Call) -> Grads:
         dout, q, k, v, out, lse = given
         dq, dk, dv, *_ = _interface()._flash_attn_bwd(
             q,
@@ -47,12 +45,12 @@ class FlashAttn4(Varlen):
             out,
             dout,
             lse,
-            softmax_scale=scale,
-            causal=causal,
-            cu_seqlens_q=call.cu_q,
-            cu_seqlens_k=call.cu_k,
-            max_seqlen_q=call.max_q,
-            max_seqlen_k=call.max_k,
+            softmax_scale=call.scale,
+            causal=call.causal,
+            cu_seqlens_q=spans.cu_q,
+            cu_seqlens_k=spans.cu_k,
+            max_seqlen_q=spans.max_q,
+            max_seqlen_k=spans.max_k,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv

@@ -1,4 +1,7 @@
-"""The reference kernel: masked softmax written out, in any dtype and on any device, queries in bounded pieces."""
+"""The reference kernel: masked softmax written out, in any dtype and on any device.
+
+It takes a piece of the queries at a time, so that its scores need bounded memory.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlexp.ring.kernels.base import ANY, Lengths, accumulation_dtype, segments
+from rlexp.ring.kernels.base import ANY, Call, Grads, accumulation_dtype, segments
 
 SCORES = 1 << 25  # elements of a score matrix held at once
 
@@ -19,56 +22,35 @@ class Plain:
     def ready(self, x: Tensor) -> Tensor:
         return x.to(accumulation_dtype(x.dtype))
 
-    def forward(
-        self,
-        q_qHD: Tensor,
-        k_kGD: Tensor,
-        v_kGD: Tensor,
-        q_lengths: Lengths,
-        k_lengths: Lengths,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(q_qHD.dtype)
         out = q_qHD.new_zeros(q_qHD.shape, dtype=dtype)
         lse = q_qHD.new_full(q_qHD.shape[:2], -torch.inf, dtype=dtype)
         groups = q_qHD.shape[1] // k_kGD.shape[1]
-        for q_slice, k_slice in segments(q_lengths, k_lengths):
+        for q_slice, k_slice in segments(call):
             k, v = (x[k_slice].to(dtype).repeat_interleave(groups, dim=1) for x in (k_kGD, v_kGD))
-            for piece, mask in _pieces(q_slice, k.shape[0], q_qHD.shape[1], causal, q_qHD.device):
-                scores = _scores(q_qHD[piece].to(dtype), k, mask, scale)
+            for piece, mask in _pieces(q_slice, k.shape[0], q_qHD.shape[1], call.causal, q_qHD.device):
+                scores = _scores(q_qHD[piece].to(dtype), k, mask, call.scale)
                 lse[piece] = scores.logsumexp(-1).transpose(0, 1)
                 out[piece] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
         return out, lse
 
     def backward(
-        self,
-        dout_qHD: Tensor,
-        q_qHD: Tensor,
-        k_kGD: Tensor,
-        v_kGD: Tensor,
-        out_qHD: Tensor,
-        lse_qH: Tensor,
-        q_lengths: Lengths,
-        k_lengths: Lengths,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor, call: Call
+    ) -> Grads:
         dtype = accumulation_dtype(q_qHD.dtype)
         dq = q_qHD.new_zeros(q_qHD.shape, dtype=dtype)
         dk = k_kGD.new_zeros(k_kGD.shape, dtype=dtype)
         dv = v_kGD.new_zeros(v_kGD.shape, dtype=dtype)
         heads, kv_heads = q_qHD.shape[1], k_kGD.shape[1]
-        for q_slice, k_slice in segments(q_lengths, k_lengths):
+        for q_slice, k_slice in segments(call):
             k, v = (x[k_slice].to(dtype).repeat_interleave(heads // kv_heads, dim=1) for x in (k_kGD, v_kGD))
-            for piece, mask in _pieces(q_slice, k.shape[0], heads, causal, q_qHD.device):
+            for piece, mask in _pieces(q_slice, k.shape[0], heads, call.causal, q_qHD.device):
                 q, dout, out = (x[piece].to(dtype) for x in (q_qHD, dout_qHD, out_qHD))
-                # Probabilities by the global log-sum-exp: their sum over all blocks is 1.
-                p = (_scores(q, k, mask, scale) - lse_qH[piece].transpose(0, 1).unsqueeze(-1)).exp()
+                # The global log-sum-exp makes these probabilities sum to 1 over all blocks.
+                p = (_scores(q, k, mask, call.scale) - lse_qH[piece].transpose(0, 1).unsqueeze(-1)).exp()
                 delta = (dout * out).sum(-1).transpose(0, 1).unsqueeze(-1)
-                ds = p * (torch.einsum("qhd,khd->hqk", dout, v) - delta) * scale
+                ds = p * (torch.einsum("qhd,khd->hqk", dout, v) - delta) * call.scale
                 dq[piece] = torch.einsum("hqk,khd->qhd", ds, k)
                 dk[k_slice] += _per_kv_head(torch.einsum("hqk,qhd->khd", ds, q), kv_heads)
                 dv[k_slice] += _per_kv_head(torch.einsum("hqk,qhd->khd", p, dout), kv_heads)
@@ -78,7 +60,7 @@ class Plain:
 def _pieces(
     q_slice: slice, keys: int, heads: int, causal: bool, device: torch.device
 ) -> Iterator[tuple[slice, Tensor | None]]:
-    """Queries in pieces whose scores stay below SCORES elements, with the causal mask of each."""
+    """Cut the queries into pieces with at most SCORES scores each, and yield them with their causal masks."""
     size = max(1, SCORES // (heads * keys))
     for start in range(q_slice.start, q_slice.stop, size):
         stop = min(start + size, q_slice.stop)

@@ -1,6 +1,6 @@
 """torch's own CUDA flash kernel, a copy of flash-attn 2 that comes with torch: nothing to install.
 
-The operators are private; that they answer as they are called here is looked up in tests/test_kernels.py.
+The operators are private; tests/test_kernels.py checks that they still take and return what this file expects.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlexp.ring.kernels.base import Grads
-from rlexp.ring.kernels.varlen import Call, Given, Varlen
+from rlexp.ring.kernels.base import Call, Grads
+from rlexp.ring.kernels.varlen import Given, Spans, Varlen
 
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
@@ -18,18 +18,14 @@ _backward = torch.ops.aten._flash_attention_backward
 class TorchFlash(Varlen):
     name = "torch_flash"
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _forward(
-            q, k, v, call.cu_q, call.cu_k, call.max_q, call.max_k, 0.0, causal, False, scale=scale
-        )  # fmt: skip
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call) -> tuple[Tensor, Tensor]:
+        bounds = (spans.cu_q, spans.cu_k, spans.max_q, spans.max_k)
+        out, lse, *_ = _forward(q, k, v, *bounds, 0.0, call.causal, False, scale=call.scale)
         return out, lse
 
-    def call_backward(self, given: Given, call: Call, causal: bool, scale: float) -> Grads:
-        # Of dropout, which there is none of: not read.
+    def call_backward(self, given: Given, spans: Spans, call: Call) -> Grads:
+        # The state of dropout, which is off: not read.
         rng_state, unused = given[0].new_empty(2, dtype=torch.uint64), given[0].new_empty(0)
-        dq, dk, dv = _backward(
-            *given, call.cu_q, call.cu_k, call.max_q, call.max_k, 0.0, causal, rng_state, unused, scale=scale
-        )
+        bounds = (spans.cu_q, spans.cu_k, spans.max_q, spans.max_k)
+        dq, dk, dv = _backward(*given, *bounds, 0.0, call.causal, rng_state, unused, scale=call.scale)
         return dq, dk, dv

@@ -1,11 +1,11 @@
-"""What the flash kernels for CUDA share: all segments in one call, which is told by `cu_seqlens` where each begins.
+"""The part that the flash kernels for CUDA share: all segments in one call, with their bounds in `cu_seqlens`.
 
-A segment without queries or without keys is kept from the kernel: what its rows then hold is not the same in all
-versions (a log-sum-exp of +∞, or what was in memory before). Its tokens are left out by a view where the others are
-contiguous, as those of one long sequence are, and by an index elsewhere.
+The kernel never sees a segment without queries or without keys: versions differ in what its rows then hold (a
+log-sum-exp of +∞, or memory that nobody wrote). Its tokens are left out by a view where the others are contiguous, as
+in one long sequence, and by an index elsewhere.
 
-The kernels compute in float32 and round what they return to the dtype of the queries; it is converted here for what is
-merged and added up.
+The kernels compute in float32 and round their results to the dtype of the queries; these are converted back here, since
+merging and summing need float32.
 
 Shape letters: q query tokens, k key tokens, H query heads, G key/value heads, D head size.
 """
@@ -18,31 +18,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlexp.ring.kernels.base import HALF, Grads, Lengths
+from rlexp.ring.kernels.base import HALF, Call, Grads, Lengths, Rows
 
 # dout, q, k, v, out, and a contiguous log-sum-exp (H, q) of float32.
 Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
-# For one query a sequence, as in decoding, they have another path, which swaps heads and queries. Not needed here.
+# For one query per sequence, as in decoding, they take another path, which swaps heads and queries. Not needed here.
 FEWEST_QUERIES = 2
 
 
 @dataclass(frozen=True)
-class Call:
-    """Where the tokens lie of the segments that have both queries and keys, and where each of them begins."""
+class Spans:
+    """Where the segments that have both queries and keys lie, and where each of them begins."""
 
-    queries: slice | Tensor
-    keys: slice | Tensor
+    queries: Rows
+    keys: Rows
     cu_q: Tensor
     cu_k: Tensor
     max_q: int
     max_k: int
 
 
-# A micro-batch has a few of them, which all layers and both passes use: each is moved to the device once.
+# A micro-batch has a few of them, which all layers and both passes share: each is moved to the device once.
 @functools.lru_cache(maxsize=128)
-def call_of(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], device: torch.device) -> Call | None:
-    """None where no segment has both."""
+def spans_of(q_lengths: Lengths, k_lengths: Lengths, device: torch.device) -> Spans | None:
+    """Return None where no segment has both queries and keys."""
     kept = [bool(q and k) for q, k in zip(q_lengths, k_lengths, strict=True)]
     if not any(kept):
         return None
@@ -50,7 +50,7 @@ def call_of(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], device: torc
         [length for length, has_both in zip(lengths, kept, strict=True) if has_both]
         for lengths in (q_lengths, k_lengths)
     )
-    return Call(
+    return Spans(
         _places(q_lengths, kept, device),
         _places(k_lengths, kept, device),
         _cumulative(q_kept, device),
@@ -60,18 +60,18 @@ def call_of(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], device: torc
     )
 
 
-def _places(lengths: tuple[int, ...], kept: list[bool], device: torch.device) -> slice | Tensor:
-    found, start = [], 0
+def _places(lengths: Lengths, kept: list[bool], device: torch.device) -> Rows:
+    ranges, start = [], 0
     for length, has_both in zip(lengths, kept, strict=True):
         if length and has_both:
-            found.append(range(start, start + length))
+            ranges.append(range(start, start + length))
         start += length
-    total = sum(len(each) for each in found)
+    total = sum(len(each) for each in ranges)
     if total == start:
         return slice(None)
-    if found[-1].stop - found[0].start == total:
-        return slice(found[0].start, found[-1].stop)
-    return torch.cat([torch.arange(each.start, each.stop) for each in found]).to(device)
+    if ranges[-1].stop - ranges[0].start == total:
+        return slice(ranges[0].start, ranges[-1].stop)
+    return torch.cat([torch.arange(each.start, each.stop) for each in ranges]).to(device)
 
 
 def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
@@ -82,18 +82,18 @@ def _last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _everything(at: slice | Tensor) -> bool:
-    return isinstance(at, slice) and at == slice(None)
+def _all_rows(rows: Rows) -> bool:
+    return isinstance(rows, slice) and rows == slice(None)
 
 
 def empty_grads(given: Given) -> Grads:
-    """Contiguous, whatever q, k and v are."""
+    """Make room for dq, dk and dv: contiguous, even where q, k and v are not."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given[1:4])
     return dq, dk, dv
 
 
 class Varlen:
-    """A kernel says what it is called; `call_forward` and `call_backward` are its own calls."""
+    """Flash attention over packed segments. A subclass calls its package in `call_forward` and `call_backward`."""
 
     name: str
     dtypes = HALF
@@ -101,75 +101,51 @@ class Varlen:
     def ready(self, x: Tensor) -> Tensor:
         return x
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Output (q, H, D) and log-sum-exp (H, q)."""
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call) -> tuple[Tensor, Tensor]:
+        """Return the output (q, H, D) and log-sum-exp (H, q)."""
         raise NotImplementedError
 
-    def call_backward(self, given: Given, call: Call, causal: bool, scale: float) -> Grads:
-        """dq, dk and dv."""
+    def call_backward(self, given: Given, spans: Spans, call: Call) -> Grads:
+        """Return dq, dk and dv."""
         raise NotImplementedError
 
-    def forward(
-        self,
-        q_qHD: Tensor,
-        k_kGD: Tensor,
-        v_kGD: Tensor,
-        q_lengths: Lengths,
-        k_lengths: Lengths,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        call = call_of(tuple(q_lengths), tuple(k_lengths), q_qHD.device)
-        if call is not None:
-            q, k, v = (
-                _last_contiguous(x[at]) for x, at in ((q_qHD, call.queries), (k_kGD, call.keys), (v_kGD, call.keys))
-            )
-            found_out, found_lse = self.call_forward(q, k, v, call, causal, scale)
-            if _everything(call.queries):
-                return found_out.float(), found_lse.transpose(0, 1)
+    def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        spans = spans_of(call.q_lengths, call.k_lengths, q_qHD.device)
+        if spans is not None:
+            q = _last_contiguous(q_qHD[spans.queries])
+            k, v = (_last_contiguous(x[spans.keys]) for x in (k_kGD, v_kGD))
+            kernel_out, kernel_lse = self.call_forward(q, k, v, spans, call)
+            if _all_rows(spans.queries):
+                return kernel_out.float(), kernel_lse.transpose(0, 1)
         out = q_qHD.new_zeros(q_qHD.shape, dtype=torch.float32)
         lse = q_qHD.new_full(q_qHD.shape[:2], -torch.inf, dtype=torch.float32)
-        if call is not None:
-            out[call.queries], lse[call.queries] = found_out.float(), found_lse.transpose(0, 1)
+        if spans is not None:
+            out[spans.queries], lse[spans.queries] = kernel_out.float(), kernel_lse.transpose(0, 1)
         return out, lse
 
     def backward(
-        self,
-        dout_qHD: Tensor,
-        q_qHD: Tensor,
-        k_kGD: Tensor,
-        v_kGD: Tensor,
-        out_qHD: Tensor,
-        lse_qH: Tensor,
-        q_lengths: Lengths,
-        k_lengths: Lengths,
-        *,
-        causal: bool,
-        scale: float,
+        self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor, call: Call
     ) -> Grads:
-        call = call_of(tuple(q_lengths), tuple(k_lengths), q_qHD.device)
+        spans = spans_of(call.q_lengths, call.k_lengths, q_qHD.device)
         wholes = (q_qHD, k_kGD, v_kGD)
-        if call is None:
+        if spans is None:
             dq, dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in wholes)
             return dq, dk, dv
-        dout, q, out = (_last_contiguous(x[call.queries].to(q_qHD.dtype)) for x in (dout_qHD, q_qHD, out_qHD))
-        k, v = (_last_contiguous(x[call.keys]) for x in (k_kGD, v_kGD))
-        lse = lse_qH[call.queries].transpose(0, 1).contiguous()
-        found = self.call_backward((dout, q, k, v, out, lse), call, causal, scale)
+        dout, q, out = (_last_contiguous(x[spans.queries].to(q_qHD.dtype)) for x in (dout_qHD, q_qHD, out_qHD))
+        k, v = (_last_contiguous(x[spans.keys]) for x in (k_kGD, v_kGD))
+        lse = lse_qH[spans.queries].transpose(0, 1).contiguous()
+        grads = self.call_backward((dout, q, k, v, out, lse), spans, call)
         dq, dk, dv = (
-            _spread(grad.float(), at, x)
-            for grad, at, x in zip(found, (call.queries, call.keys, call.keys), wholes, strict=True)
+            _spread(grad.float(), rows, x)
+            for grad, rows, x in zip(grads, (spans.queries, spans.keys, spans.keys), wholes, strict=True)
         )
         return dq, dk, dv
 
 
-def _spread(grad: Tensor, at: slice | Tensor, like: Tensor) -> Tensor:
-    """Zero for tokens that were kept from the kernel."""
-    if _everything(at):
+def _spread(grad: Tensor, rows: Rows, like: Tensor) -> Tensor:
+    """Put the gradient into these rows, and zero into those that the kernel did not see."""
+    if _all_rows(rows):
         return grad
     whole = like.new_zeros(like.shape, dtype=torch.float32)
-    whole[at] = grad
+    whole[rows] = grad
     return whole

@@ -1,15 +1,15 @@
-"""Layouts: which tokens of a segment a rank holds, and what of another rank's they attend to. One file each."""
+"""Layouts: which tokens of a segment a rank holds, and which tokens of other ranks they attend to. One file each."""
 
 from __future__ import annotations
 
-from rlexp.ring.layout import ALL, EARLY, LATE, Block, Deal, Layout, Part
+from rlexp.ring.layout import Layout
 from rlexp.ring.layouts.allgather import AllGather
 from rlexp.ring.layouts.contiguous import Contiguous
 from rlexp.ring.layouts.hybrid import Hybrid
 from rlexp.ring.layouts.ulysses import Ulysses
 from rlexp.ring.layouts.zigzag import Zigzag
 
-__all__ = ["ALL", "EARLY", "LATE", "Block", "Deal", "Layout", "Part", "get_layout"]
+__all__ = ["Layout", "get_layout"]
 
 
 def get_layout(name: str, ulysses_size: int = 1) -> Layout:

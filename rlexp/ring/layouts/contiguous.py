@@ -1,7 +1,7 @@
 """Contiguous: a segment is cut into as many chunks as the ring has ranks, and rank r holds chunk r.
 
-The last rank attends to everything and the first to itself alone, so half of the ring's time is spent waiting. It is
-here to be compared with:
+The last rank attends to everything and the first to itself alone, so half of the ring's time is spent waiting. It
+serves as a comparison:
 
     ring 4   chunk  0 1 2 3
              rank   0 1 2 3
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlexp.ring.cut import Cut, cut
-from rlexp.ring.layout import ALL, Block
-from rlexp.ring.rotation import Rotating
+from rlexp.ring.layout import ALL
+from rlexp.ring.rotation import Block, Rotating
 from rlexp.types import Segment
 
 

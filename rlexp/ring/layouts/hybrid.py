@@ -4,7 +4,7 @@
                              ranks  0 2 4 6 6 4 2 0     by rank            0         1
                                     1 3 5 7 7 5 3 1                        2         3 …
 
-Heads are exchanged inside a group, where links are fast, and keys and values of some of the heads travel from group to
+Heads are exchanged inside a group, where links are fast. Keys and values of some of the heads travel from group to
 group while the current ones are attended to. So a ring may be larger than the number of heads.
 """
 
@@ -21,5 +21,5 @@ class Hybrid(Ulysses):
     name = "hybrid"
 
     def shared(self, ring_size: int) -> int:
-        """A ring of one, on which things are tried out, has no groups."""
+        """A ring of one, as tests and the probe use it, has no groups."""
         return self.ulysses_size if ring_size % self.ulysses_size == 0 else 1

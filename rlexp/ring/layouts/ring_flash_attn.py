@@ -1,35 +1,33 @@
 """The library ring-flash-attn in place of our own rings: its zigzag, and its llama3 functions as `allgather`.
 
-Both let flash-attn attend, in bfloat16 alone. What they hold and compute differs from the layouts of ours that have the
-same names:
+In both flash-attn attends, in bfloat16 alone. They hold and compute something else than our layouts of the same names:
 
-    zigzag     every segment is cut into 2 × ring equal chunks, so each of them is padded to a multiple of that; flash-
-               attn is not told of the padding and computes it, to no effect: it stands where no real token looks
-    allgather  the pack, with its padding at the end, is cut into as many equal pieces as the ring has ranks; so the
-               rank that has the end of a long sequence computes the most. The gradients of keys and values are summed
-               up over the ring in bfloat16; ours are in float32
+    zigzag     every segment is cut into 2 × ring equal chunks, so each is padded to a multiple of that. flash-attn
+               does not know of the padding and computes it, without effect: no real token sees it
+    allgather  the pack, with its padding at the end, is cut into as many equal pieces as the ring has ranks. So the
+               rank with the end of a long sequence computes the most. The gradients of keys and values are summed over
+               the ring in bfloat16; ours are summed in float32
 
 Shape letters: t tokens of this rank, H query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlexp.ring.cut import seen
 from rlexp.ring.groups import Ring
+from rlexp.ring.kernels.base import BlockKernel
 from rlexp.ring.layout import Deal, Layout
 from rlexp.ring.past_adapter import functions
 from rlexp.types import Segment
-
-if TYPE_CHECKING:
-    from rlexp.ring.attention import RingBatch
 
 SUMMED = 4  # bytes of an element of dk and dv on their way around the library's zigzag
 
@@ -44,20 +42,99 @@ def library_layout(name: str) -> Layout:
 
 
 @dataclass(frozen=True)
-class LibraryPlan:
-    """Where sequences begin and end, as flash-attn wants it: of our queries, and of the keys that they meet."""
+class Bounds:
+    """Where sequences begin and end, in flash-attn's form, for our queries and for the keys that they meet."""
 
     queries: Tensor  # int32, one more than there are sequences
     keys: Tensor
-    longest: tuple[int, int]  # of both
-    gathered: slice  # where in the whole pack those keys lie
+    longest: tuple[int, int]  # of the queries, and of the keys
 
-    def to(self, device: torch.device) -> LibraryPlan:
+    def to(self, device: torch.device) -> Bounds:
         return replace(self, queries=self.queries.to(device), keys=self.keys.to(device))
 
 
-class LibraryZigzag:
-    """On a ring of one there is nothing to cut, and it is as the other."""
+@dataclass(frozen=True)
+class LibraryPlan(ABC):
+    """Attention by flash-attn, and the bytes that the library sends for it by itself."""
+
+    ring: Ring
+    bounds: Bounds
+
+    def to(self, device: torch.device) -> LibraryPlan:
+        return replace(self, bounds=self.bounds.to(device))
+
+    def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, scale: float) -> Tensor:
+        q, k, v = _readable(q_tHD, k_tGD, v_tGD)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        out: Tensor = self.call(q, k, v, {"softmax_scale": scale, "causal": True, "deterministic": deterministic})
+        forth, back = self.sent(k, v)
+        self.ring.traffic.sent += forth
+        if out.requires_grad:
+            out.register_hook(lambda _: self._count(back))
+        return out
+
+    @abstractmethod
+    def call(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor: ...
+
+    @abstractmethod
+    def sent(self, k: Tensor, v: Tensor) -> tuple[int, int]:
+        """Return the bytes that this rank sends in the forward and in the backward pass."""
+
+    def _count(self, sent: int) -> None:
+        self.ring.traffic.sent += sent
+
+
+class AlonePlan(LibraryPlan):
+    """Attention on a ring of one, by flash-attn itself.
+
+    The library would send to itself, or take the whole world for the missing group.
+    """
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        out: Tensor = functions().alone(q, k, v, self.bounds.queries, self.bounds.keys, *self.bounds.longest, **options)
+        return out
+
+    def sent(self, k: Tensor, v: Tensor) -> tuple[int, int]:  # noqa: ARG002
+        return 0, 0
+
+
+class ZigzagPlan(LibraryPlan):
+    def call(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        bounds, group = self.bounds, self.ring.group
+        out: Tensor = functions().zigzag(q, k, v, bounds.queries, bounds.longest[0], group=group, **options)
+        return out
+
+    def sent(self, k: Tensor, v: Tensor) -> tuple[int, int]:
+        forth = (self.ring.size - 1) * (k.nbytes + v.nbytes)
+        return forth, forth + self.ring.size * SUMMED * (k.numel() + v.numel())
+
+
+@dataclass(frozen=True)
+class AllGatherPlan(LibraryPlan):
+    gathered: slice  # where our keys lie in the whole pack
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        out: Tensor = functions().llama3(
+            q,
+            k,
+            v,
+            self.bounds.queries,
+            self.bounds.keys,
+            *self.bounds.longest,
+            heads_k_stride=1,  # one key/value head at a time, like ours
+            local_k_slice=self.gathered,
+            group=self.ring.group,
+            **options,
+        )
+        return out
+
+    def sent(self, k: Tensor, v: Tensor) -> tuple[int, int]:
+        forth = (self.ring.size - 1) * (k.nbytes + v.nbytes)
+        return forth, 2 * forth  # gathered again, and their gradients in the same dtype
+
+
+class LibraryZigzag(Layout):
+    """The library's zigzag. On a ring of one there is nothing to cut, and it is `LibraryAllGather`."""
 
     name = "zigzag"
 
@@ -78,40 +155,15 @@ class LibraryZigzag:
         work = sum(seen(range(segment.padded)) for segment in segments) / ring_size
         return Deal(tuple(places), tuple(real), (work,) * ring_size)
 
-    def plan(self, segments: Sequence[Segment], ring: Ring) -> LibraryPlan:
+    def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel) -> LibraryPlan:
         if ring.size == 1:
-            return LibraryAllGather().plan(segments, ring)
+            return LibraryAllGather().plan(segments, ring, kernel)
         assert all(segment.padded % self.unit(ring.size) == 0 for segment in segments)
-        return _plan_of([segment.padded // ring.size for segment in segments])
-
-    def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, batch: RingBatch, scale: float) -> Tensor:
-        plan, ring = cast("LibraryPlan", batch.plan), batch.ring
-        q, k, v = _readable(q_tHD, k_tGD, v_tGD)
-        if ring.size == 1:
-            return _attend_alone(q, k, v, plan, scale)
-        out: Tensor = functions().zigzag(
-            q,
-            k,
-            v,
-            plan.queries,
-            plan.longest[0],
-            softmax_scale=scale,
-            causal=True,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            group=ring.group,
-        )
-        forth = (ring.size - 1) * (k.nbytes + v.nbytes)
-        return _counted(out, ring, forth, forth + ring.size * SUMMED * (k.numel() + v.numel()))
+        return ZigzagPlan(ring, _bounds_of([segment.padded // ring.size for segment in segments]))
 
 
-class LibraryAllGather:
+class LibraryAllGather(Layout):
     name = "allgather"
-
-    def multiple(self, ring_size: int) -> int:
-        return ring_size
-
-    def unit(self, ring_size: int) -> int:  # noqa: ARG002
-        return 1
 
     def deal(self, segments: Sequence[Segment], ring_size: int) -> Deal:
         order = torch.cat([torch.arange(run.start, run.stop) for run in _runs(segments)])
@@ -119,76 +171,26 @@ class LibraryAllGather:
         held = [min(max(real - rank * share, 0), share) for rank in range(ring_size)]
         return Deal(order.split(share), tuple(held), tuple(_work(segments, share)))
 
-    def plan(self, segments: Sequence[Segment], ring: Ring) -> LibraryPlan:
-        whole = _plan_of([len(run) for run in _runs(segments)])
+    def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel) -> LibraryPlan:  # noqa: ARG002
+        whole = _bounds_of([len(run) for run in _runs(segments)])
         if ring.size == 1:
-            return whole
+            return AlonePlan(ring, whole)
         queries, keys, *longest, gathered = functions().llama3_plan(whole.keys, True, ring.rank, ring.size)
-        return LibraryPlan(queries, keys, (longest[0], longest[1]), gathered)
-
-    def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, batch: RingBatch, scale: float) -> Tensor:
-        plan, ring = cast("LibraryPlan", batch.plan), batch.ring
-        q, k, v = _readable(q_tHD, k_tGD, v_tGD)
-        if ring.size == 1:
-            return _attend_alone(q, k, v, plan, scale)
-        out: Tensor = functions().llama3(
-            q,
-            k,
-            v,
-            plan.queries,
-            plan.keys,
-            *plan.longest,
-            heads_k_stride=1,  # one head of keys at a time, as ours
-            local_k_slice=plan.gathered,
-            softmax_scale=scale,
-            causal=True,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            group=ring.group,
-        )
-        forth = (ring.size - 1) * (k.nbytes + v.nbytes)
-        return _counted(out, ring, forth, 2 * forth)  # gathered again, and their gradients in the same dtype
-
-
-def _attend_alone(q: Tensor, k: Tensor, v: Tensor, plan: LibraryPlan, scale: float) -> Tensor:
-    """By flash-attn itself. The library would send to itself, or take the whole world for a group that is not there."""
-    out: Tensor = functions().alone(
-        q,
-        k,
-        v,
-        plan.queries,
-        plan.keys,
-        *plan.longest,
-        softmax_scale=scale,
-        causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    return out
+        return AllGatherPlan(ring, Bounds(queries, keys, (longest[0], longest[1])), gathered)
 
 
 def _readable(*tensors: Tensor) -> Iterator[Tensor]:
-    """flash-attn reads a head's elements as contiguous, and writes gradients in the strides of what they are of."""
+    """Make each head's elements contiguous, as flash-attn reads them; it writes gradients in its inputs' strides."""
     return (each if each.stride(-1) == 1 else each.contiguous() for each in tensors)
 
 
-def _counted(out: Tensor, ring: Ring, forth: int, back: int) -> Tensor:
-    """The library sends by itself; what, is known."""
-    ring.traffic.sent += forth
-
-    def count(_: Tensor) -> None:
-        ring.traffic.sent += back
-
-    if out.requires_grad:
-        out.register_hook(count)
-    return out
-
-
-def _plan_of(lengths: Sequence[int]) -> LibraryPlan:
+def _bounds_of(lengths: Sequence[int]) -> Bounds:
     bounds = torch.tensor([*accumulate(filter(None, lengths), initial=0)], dtype=torch.int32)
-    return LibraryPlan(bounds, bounds, (max(lengths), max(lengths)), slice(sum(lengths)))
+    return Bounds(bounds, bounds, (max(lengths), max(lengths)))
 
 
 def _chunks(segment: Segment, rank: int, ring_size: int) -> Iterator[tuple[Segment, range]]:
-    """The two that a rank holds of a segment, as places in the pack."""
+    """Yield the segment with each of the two chunks that the rank holds of it, as places in the pack."""
     size = segment.padded // (2 * ring_size)
     for chunk in (rank, 2 * ring_size - 1 - rank):
         start = segment.start + chunk * size
@@ -196,19 +198,19 @@ def _chunks(segment: Segment, rank: int, ring_size: int) -> Iterator[tuple[Segme
 
 
 def _within(chunk: range, segment: Segment) -> range:
-    """Of a chunk what is no padding."""
+    """Return the part of a chunk that is not padding."""
     return range(chunk.start, min(chunk.stop, max(chunk.start, segment.start + segment.length)))
 
 
 def _runs(segments: Sequence[Segment]) -> list[range]:
-    """The pack in the order in which it is cut: all real tokens, then what padding there is, each segment's own as a
-    sequence of its own."""
+    """Return the pack in the order in which it is cut: all real tokens, then each segment's padding as a sequence."""
     real = [range(s.start, s.start + s.length) for s in segments]
     padding = [range(s.start + s.length, s.start + s.padded) for s in segments]
     return [run for run in (*real, *padding) if run]
 
 
 def _work(segments: Sequence[Segment], share: int) -> Iterator[float]:
+    """Yield each rank's query-key pairs."""
     runs = [len(run) for run in _runs(segments)]
     starts = [*accumulate(runs, initial=0)]
     for first in range(0, starts[-1], share):

@@ -1,6 +1,6 @@
 """Zigzag: a segment is cut into 2 × ring chunks, and rank r holds the chunks r and 2·ring − 1 − r.
 
-Every rank has an early and a late piece, so that every rank has the same work at every step of the ring:
+Every rank has an early and a late piece, so every rank has the same work at every step of the ring:
 
     ring 4   chunk  0 1 2 3 4 5 6 7
              rank   0 1 2 3 3 2 1 0
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlexp.ring.cut import Cut, cut
-from rlexp.ring.layout import ALL, EARLY, LATE, Block
-from rlexp.ring.rotation import Rotating
+from rlexp.ring.layout import ALL, EARLY, LATE
+from rlexp.ring.rotation import Block, Rotating
 from rlexp.types import Segment
 
 
