@@ -210,11 +210,11 @@ def test_sums_in_prompts_are_worked_out_or_left_alone(prompt: str, value: Fracti
 @pytest.mark.parametrize(
     ("rule", "answer", "said"),
     [
-        ("exact", None, r"rows.jsonl:1: has no field `answer`, which reward.rule=exact holds"),
+        ("exact", None, r"rows.jsonl:1: has no field `answer`, which reward.rule=exact compares"),
         (
             "arithmetic",
             None,
-            r"rows.jsonl:1: has no field `answer`, and no sum in its prompt .* reward.rule=arithmetic",
+            r"rows.jsonl:1: has no field `answer`, and its prompt has no sum .* reward.rule=arithmetic",
         ),
         ("arithmetic", "many", r"rows.jsonl:1: has no number in its field `answer` \('many'\)"),
     ],
@@ -320,7 +320,7 @@ def test_the_processes_of_functions_import_no_torch() -> None:
         ("not_a_number", r"returned nan for rows.jsonl:2 \(sample 1\)"),
         ("infinite", r"returned inf for rows.jsonl:1 \(sample 0\)"),
         ("too_few", r"returned 2 scores for 3 samples, rows.jsonl:1 \(sample 0\), rows.jsonl:2"),
-        ("words", r"returned a list with '1.0', not of numbers alone, for rows.jsonl:1"),
+        ("words", r"returned a list with '1.0', which is not a number, for rows.jsonl:1"),
         ("one_for_all", r"returned float, not a list of numbers, for rows.jsonl:1"),
         ("nothing", r"returned NoneType, not a list"),
     ],

@@ -97,7 +97,7 @@ def refused(answer: subprocess.CompletedProcess[str], folder: Path, *said: str) 
         pytest.param("fails_for_one", ["synthetic", "ZeroDivisionError", "(sample "], marks=pytest.mark.slow),
         ("hangs", ["reward.timeout_seconds=1: ", "has not returned in that time for", "(sample ", "Raise the limit"]),
         ("nan", ["returned nan for", "(sample ", "A finite number is needed"]),
-        ("too_few", ["scores for", "samples", "One for each is needed"]),
+        ("too_few", ["scores for", "samples", "It must return one for each"]),
         pytest.param("words", ["(sample "], marks=pytest.mark.slow),
         pytest.param("quits", ["exit", "3", "(sample "], marks=pytest.mark.slow),
     ],

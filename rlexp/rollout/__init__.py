@@ -1,1 +1,1 @@
-"""From prompts to experience: sampling, rewards, scoring, and who holds what of it."""
+"""From prompts to experience: sampling, rewards, scoring, and which rank holds which sample."""

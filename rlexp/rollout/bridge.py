@@ -1,7 +1,8 @@
-"""Between the ranks that train and those that only sample: two worlds, each with its own process group, and a bridge.
+"""Bridge between two worlds of ranks: those that train and those that only sample, each with its own process group.
 
-The groups here are gloo's, on the host, whatever the ranks compute on. A rank's collectives elsewhere (of its engine,
-of its ring) never meet the other world.
+The bridge's groups are gloo groups on the host, whatever device the ranks compute on. All other collectives of a rank
+(those of its engine and its ring) stay within its own world. torch does not know these groups by name, so objects cross
+the bridge as bytes, without torch's own functions for objects.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 PIECE = 1 << 22  # elements of a weight handed over at once
-PATIENCE = timedelta(days=7)  # a rollout may take long; who dies closes its connections, and is noticed at once
+PATIENCE = timedelta(days=7)  # a rollout may take long; a rank that dies closes its connections and is noticed at once
 
 
 @dataclass(frozen=True)
 class Bridge:
-    """`rank` counts all ranks, those that train first. `weights` joins rank 0 with those that sample."""
+    """One rank's end. `rank` counts all ranks, training ranks first. `weights` joins rank 0 and the sampling ranks."""
 
     rank: int
     training: int
@@ -37,43 +38,43 @@ class Bridge:
 
     @property
     def sampler(self) -> int:
-        """Which of the ranks that sample this is."""
+        """This rank's number among the sampling ranks."""
         return self.rank - self.training
 
     def tell(self, message: Any = None) -> Any:
-        """From rank 0 to those that sample."""
+        """Send rank 0's message to the sampling ranks, and return it."""
         return _broadcast(self.weights, message, 0, mine=self.rank == 0)
 
     def hand_over(self, weight: Tensor) -> None:
-        """A weight to those that sample, a piece at a time. On rank 0."""
+        """On rank 0: send a weight to the sampling ranks, a piece at a time."""
         for piece in weight.detach().reshape(-1).split(PIECE):
             _run(self.weights, piece.to("cpu").contiguous(), 0)
 
     def take_over(self, into: Tensor) -> None:
-        """The other end of it."""
-        assert into.is_contiguous(), "what is written into a copy would be lost"
+        """On a sampling rank: receive a weight that rank 0 hands over."""
+        assert into.is_contiguous(), "values written into a copy would be lost"
         for part in into.detach().view(-1).split(PIECE):
             piece = part.to("cpu")
             _run(self.weights, piece, 0)
             part.copy_(piece)
 
     def show(self, sampler: int, message: Any = None) -> Any:
-        """From one that samples to everybody."""
+        """Send a sampling rank's message to every rank of both worlds, and return it."""
         root = self.training + sampler
         return _broadcast(self.everybody, message, root, mine=self.rank == root)
 
     def shown(self, sampler: int) -> Iterator[Any]:
-        """Everything that it shows, until None."""
+        """Yield every message that a sampling rank shows, until it shows None."""
         while (message := self.show(sampler)) is not None:
             yield message
 
     def agreed(self, value: Any) -> Any:
-        """Rank 0's, on every rank of both worlds."""
+        """Return rank 0's value on every rank of both worlds."""
         return _broadcast(self.everybody, value, 0, mine=self.rank == 0)
 
 
 def build(store: Any, rank: int, training: int, sampling: int) -> Bridge:
-    """A collective call of all ranks."""
+    """Build this rank's end of the bridge. A collective call of all ranks of both worlds."""
     everybody = dist.ProcessGroupGloo(dist.PrefixStore("everybody", store), rank, training + sampling, PATIENCE)
     weights = None
     if rank == 0 or rank >= training:

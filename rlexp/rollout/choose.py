@@ -1,7 +1,8 @@
-"""From logits to a token: by the inverse of the distribution's sums, at a number that is given.
+"""Choose tokens by inverse transform sampling: each token by one given number.
 
-One number a token, compared with sums in float64: what rounding does to the logits moves the borders between tokens
-as little, and a token flips only where the number falls between a border's two roundings.
+The number is compared with the distribution's cumulative sums in float64. Rounding of the logits moves the borders
+between tokens as little as it moves the logits. So a token flips only if its number lies between two roundings of a
+border.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -15,19 +16,24 @@ from rlexp.config.schema import RolloutConfig
 
 
 def choose(logits_BV: Tensor, uniform_B: Tensor, cfg: RolloutConfig) -> tuple[Tensor, Tensor]:
-    """The token of each row, and its log-probability in the whole distribution, in float64. The logits have been
-    divided by the temperature."""
+    """Return each row's token and its log-probability in the whole distribution, in float64.
+
+    The logits are already divided by the temperature.
+    """
     logps_BV = logits_BV.double().log_softmax(-1)
     sums_BV = kept(logps_BV, cfg).cumsum(-1)
-    # Never beyond the last token that has a probability, whatever its sum was rounded to.
+    # No token beyond the last one with a probability above 0, however the sums were rounded.
     whole_B1 = sums_BV[:, -1:].contiguous()
-    last_B1 = torch.searchsorted(sums_BV, whole_B1).clamp(max=sums_BV.shape[-1] - 1)  # of NaN it is beyond
+    last_B1 = torch.searchsorted(sums_BV, whole_B1).clamp(max=sums_BV.shape[-1] - 1)  # beyond the end if NaN
     token_B1 = torch.searchsorted(sums_BV, uniform_B.unsqueeze(-1) * whole_B1, right=True).minimum(last_B1)
     return token_B1.squeeze(-1), logps_BV.gather(-1, token_B1).squeeze(-1)
 
 
 def kept(logps_BV: Tensor, cfg: RolloutConfig) -> Tensor:
-    """Probabilities, zero where top-k, top-p or min-p (in that order) leave a token out; not summing up to 1."""
+    """Return the probabilities, with 0 for tokens that top-k, top-p or min-p (in this order) leave out.
+
+    They are not normalized again.
+    """
     probs_BV = logps_BV.exp()
     if 0 < cfg.top_k < probs_BV.shape[-1]:
         smallest_B1 = probs_BV.topk(cfg.top_k, dim=-1).values[:, -1:]

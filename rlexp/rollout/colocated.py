@@ -1,4 +1,4 @@
-"""All ranks draw, each its own samples; then all train."""
+"""The colocated mode: every rank draws its own samples, and then all ranks train."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlexp.types import Prompt, Sample
 class Colocated:
     def __init__(self, drawer: Draws, weights: Weights, cfg: RolloutConfig, world: World) -> None:
         self._drawer, self._weights, self._cfg, self._world = drawer, weights, cfg, world
-        self.seconds = 0.0  # that this rank's last share took
-        self.spans: list[tuple[float, float]] = []  # the same, by the clock
+        self.seconds = 0.0  # time that this rank's last share took
+        self.spans: list[tuple[float, float]] = []  # its begin and end, in wall-clock time
         self.staleness = 0
         self.waited = 0.0
 
@@ -28,7 +28,7 @@ class Colocated:
         self._drawer.renew(self._weights)
         mine: list[Sample] = []
         for samples in self._drawer.draw(parts, number):
-            rewards.submit(samples)  # judged while the next are drawn
+            rewards.submit(samples)  # they are judged while the next ones are drawn
             mine += samples
         self.seconds = time.monotonic() - began
         self.spans = [(clock, clock + self.seconds)]
@@ -38,7 +38,7 @@ class Colocated:
         return None
 
     def restore(self, number: int, waiting: list[Sample]) -> None:
-        """Of a run that was pipelined, what had been drawn ahead: `rollout.mode` is part of its identity."""
+        """Never called: a checkpoint of a pipelined run cannot be resumed here, since `rollout.mode` must match."""
         raise AssertionError((number, waiting))
 
     def finish(self) -> None:

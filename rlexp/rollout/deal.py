@@ -1,5 +1,7 @@
-"""Who draws which samples: all ranks alike many, of prompts alike long, those of one prompt together where that is
-possible. What is drawn does not depend on it."""
+"""Deal the samples to draw: give each rank equally many samples of similar prompt length.
+
+The samples of one prompt stay on one rank where that is possible. The deal does not change the samples themselves.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from rlexp.types import Prompt
 
 @dataclass(frozen=True)
 class Request:
-    """A sample that is to be drawn. `place` is that of its prompt in the rollout × n_samples + its number."""
+    """A sample to draw. `place` is (the prompt's place in the rollout) × n_samples + `number`."""
 
     place: int
     prompt: Prompt
@@ -19,7 +21,7 @@ class Request:
 
 
 def deal(prompts: Sequence[Prompt], n_samples: int, ranks: int) -> list[list[Request]]:
-    """The requests of each rank, the longest prompts first."""
+    """Return the requests of each rank, longest prompts first."""
     unit = _together(len(prompts), n_samples, ranks)
     longest_first = sorted(range(len(prompts)), key=lambda place: (-len(prompts[place].tokens), place))
     hands: list[list[Request]] = [[] for _ in range(ranks)]
@@ -27,7 +29,7 @@ def deal(prompts: Sequence[Prompt], n_samples: int, ranks: int) -> list[list[Req
     for place in longest_first:
         for first in range(0, n_samples, unit):
             lap, seat = divmod(turn, ranks)
-            hand = hands[seat if lap % 2 == 0 else ranks - 1 - seat]  # there and back, so that lengths even out
+            hand = hands[seat if lap % 2 == 0 else ranks - 1 - seat]  # forth and back, to even out the lengths
             numbers = range(first, min(first + unit, n_samples))
             hand += [Request(place * n_samples + number, prompts[place], number) for number in numbers]
             turn += 1
@@ -35,7 +37,7 @@ def deal(prompts: Sequence[Prompt], n_samples: int, ranks: int) -> list[list[Req
 
 
 def _together(prompts: int, n_samples: int, ranks: int) -> int:
-    """How many samples of a prompt stay together: as many as leave every rank the same number."""
+    """Return how many samples of a prompt stay together: the most that still gives every rank the same number."""
     for unit in range(n_samples, 0, -1):
         if n_samples % unit == 0 and prompts * (n_samples // unit) % ranks == 0:
             return unit
@@ -43,7 +45,10 @@ def _together(prompts: int, n_samples: int, ranks: int) -> int:
 
 
 def micro_batches(requests: Sequence[Request], size: int, tokens: int | None, longest: int) -> list[list[Request]]:
-    """Cut a hand so that no part has more than `size` rows, or more than `tokens` with answers of `longest`."""
+    """Cut one rank's requests into parts of at most `size` rows, and at most `tokens` tokens with padding.
+
+    For the second limit every answer counts as `longest` tokens. A part has at least one row.
+    """
     parts: list[list[Request]] = []
     for request in requests:
         rows = len(parts[-1]) + 1 if parts else size + 1

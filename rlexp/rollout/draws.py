@@ -1,4 +1,4 @@
-"""What draws answers, by whatever means."""
+"""Interface of an engine that draws answers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import Tensor
 from rlexp.rollout.deal import Request
 from rlexp.types import Sample
 
-Weights = Callable[[], Iterator[tuple[str, Tensor]]]  # the policy's, whole, one after the other; perhaps collective
+# Yields the policy's whole parameters one after the other, with their names; may be a collective call.
+Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 class Draws(Protocol):
     def renew(self, weights: Weights) -> None:
-        """Before each rollout: what has weights of its own takes these. All ranks, or none, call `weights`."""
+        """Take the policy's weights before a rollout, if the engine keeps a copy. All ranks call `weights`, or none."""
 
     def draw(self, micro_batches: Sequence[Sequence[Request]], rollout: int) -> Iterator[list[Sample]]:
-        """The samples of each micro-batch, in the order of its requests. To be exhausted by every rank."""
+        """Yield the samples of each micro-batch, in the order of its requests. Every rank must exhaust it."""

@@ -1,4 +1,4 @@
-"""A rollout's samples: each in the host's memory of one rank, and what all ranks know of all.
+"""A rollout's samples: each is in the host memory of one rank, and a table of numbers about all is on every rank.
 
 Shape letters: N samples of a rollout, T tokens of a pack, t of one rank.
 """
@@ -16,33 +16,36 @@ from rlexp.ring.groups import Ring
 from rlexp.rollout.host import Host
 from rlexp.types import Floats, Pack, Sample, Shard
 
-Table = dict[str, Tensor]  # a column each, (N,) in float64, by the samples' places
+Table = dict[str, Tensor]  # columns by name, each (N,) in float64, in the order of the samples' places
 
 
 def table_of(
     mine: Sequence[Sample], total: int, host: Host, row_of: Callable[[Sample], Mapping[str, float]],
     names: Sequence[str],
 ) -> Table:  # fmt: skip
-    """What `row_of` says of each sample, known to all ranks. Every place is some rank's, so sums are exact."""
+    """Return the table of `row_of` for all samples, on every rank.
+
+    Each place belongs to exactly one rank, so the sum over the ranks is exact.
+    """
     numbers = torch.zeros(len(names) + 1, total, dtype=torch.float64)
     for sample in mine:
         row = row_of(sample)
         numbers[:, sample.place] = torch.tensor([*(row[name] for name in names), 1.0], dtype=torch.float64)
     host.sum(numbers)
-    assert bool((numbers[-1] == 1).all()), "a sample is nobody's, or several ranks'"
+    assert bool((numbers[-1] == 1).all()), "a sample has no rank, or several"
     return dict(zip(names, numbers[:-1], strict=True))
 
 
 def fetch(mine: Sequence[Sample], places: Sequence[int], host: Host) -> list[Sample]:
-    """These samples, in this order, on every rank, whoever holds them."""
+    """Return the samples at these places, in this order, on every rank. A collective call."""
     wanted = set(places)
     parts = host.gathered([sample for sample in mine if sample.place in wanted])
-    found = {sample.place: sample for part in parts for sample in part}
-    return [found[place] for place in places]
+    by_place = {sample.place: sample for part in parts for sample in part}
+    return [by_place[place] for place in places]
 
 
 def on_pack(pack: Pack, arrays: Sequence[Floats], dtype: torch.dtype) -> Tensor:
-    """The values of each sequence's answer where its tokens are predicted, (T,); zero elsewhere."""
+    """Lay the values of each sequence's answer where its tokens are predicted, (T,); zero elsewhere."""
     values_T = torch.zeros(len(pack.tokens_T), dtype=dtype)
     if arrays:
         values_T[pack.sequence_T >= 0] = torch.from_numpy(np.concatenate(arrays)).to(dtype)
@@ -50,12 +53,15 @@ def on_pack(pack: Pack, arrays: Sequence[Floats], dtype: torch.dtype) -> Tensor:
 
 
 def off_pack(pack: Pack, shard: Shard, values_t: Tensor, ring: Ring) -> list[Floats]:
-    """The inverse: every rank's tokens together, cut into the sequences' answers. A collective call of the ring."""
+    """Return the values of each sequence's answer from all ranks' tokens: the inverse of `on_pack`.
+
+    A collective call of the ring.
+    """
     values_T = torch.zeros(len(pack.tokens_T), dtype=values_t.dtype, device=values_t.device)
     values_T[shard.index_t] = values_t
     if ring.size > 1:
         dist.all_reduce(values_T, group=ring.group)
     trained = pack.sequence_T >= 0
     lengths = torch.bincount(pack.sequence_T[trained], minlength=pack.sequences).tolist()
-    found = values_T.cpu()[trained]
-    return [part.numpy() for part in found.split(lengths)] if pack.sequences else []
+    answers = values_T.cpu()[trained].split(lengths) if pack.sequences else []
+    return [part.numpy() for part in answers]

@@ -1,7 +1,7 @@
-"""Where ranks meet over what lies in the host's memory: a group of its own, with patience.
+"""Process group for data in the host's memory, with a long timeout.
 
-One rank's answers may be long, or its reward slow, while the others are done: that is no collective that hangs, so
-`launch.timeout_seconds` is not its measure. A rank that dies closes its connections, and is noticed at once.
+One rank may still draw long answers, or wait for a slow reward, when the others are done. That is no hanging
+collective, so `launch.timeout_seconds` does not apply. A rank that dies closes its connections and is noticed at once.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Host:
-    """`group` is gloo's, whatever the ranks compute on; None for a rank alone."""
+    """`group` is a gloo group, whatever device the ranks compute on; None if there is one rank."""
 
     size: int
     group: Any | None
 
     def meet(self) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
         self.sum(torch.zeros(1))
 
     def sum(self, numbers: Tensor) -> None:
-        """Over all ranks, in place."""
+        """Sum over all ranks, in place."""
         if self.group is not None:
             dist.all_reduce(numbers, group=self.group)
 
     def gathered(self, mine: T) -> list[T]:
-        """Every rank's, on every rank."""
+        """Return every rank's object, on every rank."""
         return gather_objects(mine, self.size, self.group)
 
 
 def build_host(world: World) -> Host:
-    """A collective call of all ranks."""
+    """Build the group. A collective call of all ranks."""
     several = world.size > 1
     return Host(world.size, dist.new_group(backend="gloo", timeout=PATIENCE) if several else None)

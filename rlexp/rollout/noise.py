@@ -1,7 +1,7 @@
-"""The randomness of sampling: a number in [0, 1) for each token that is drawn, from nothing but who it is.
+"""The randomness of sampling: one number in [0, 1) for each token to draw.
 
-A token is known by (seed, rollout, prompt, sample, position). So what is drawn does not depend on the rank that draws
-it, on what else is drawn beside it, or on how often a run was stopped.
+The number follows from (seed, rollout, prompt, sample, position) alone. So a token does not depend on the rank that
+draws it, on the samples drawn beside it, or on stops of the run.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 _GOLDEN, _FIRST, _SECOND = (np.uint64(each) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_BITS = 53  # of a float64's fraction
+_BITS = 53  # precision of float64
 
 
 def stream(seed: int, rollout: int, prompts: Sequence[int], numbers: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """A key for each sample, to be used at every position of its answer."""
+    """Return a key for each sample, for all positions of its answer."""
     key = np.zeros(len(prompts), dtype=np.uint64)
     for part in (np.full(len(prompts), seed), np.full(len(prompts), rollout), np.asarray(prompts), np.asarray(numbers)):
         key = _mixed(key ^ _mixed(part.astype(np.uint64)))
@@ -24,13 +24,13 @@ def stream(seed: int, rollout: int, prompts: Sequence[int], numbers: Sequence[in
 
 
 def uniform(stream_B: npt.NDArray[np.uint64], position: int) -> npt.NDArray[np.float64]:
-    """The number of each sample's token at `position` of its answer."""
+    """Return the number for each sample's token at `position` of its answer."""
     bits = _mixed(stream_B ^ _mixed(np.full(len(stream_B), position + 1, dtype=np.uint64)))
     return (bits >> np.uint64(64 - _BITS)) * np.float64(2.0**-_BITS)
 
 
 def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finisher of SplitMix64 (Steele, Lea and Flood 2014): every bit of the result depends on every bit."""
+    """Mix the bits, as the last step of SplitMix64 does (Steele, Lea and Flood 2014): each depends on all others."""
     with np.errstate(over="ignore"):
         x = x + _GOLDEN
         x = (x ^ (x >> np.uint64(30))) * _FIRST

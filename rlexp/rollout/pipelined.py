@@ -1,7 +1,7 @@
-"""Some ranks draw the next rollout while the others train on this one.
+"""The pipelined mode: some ranks draw the next rollout while the others train on this one.
 
-A rollout is drawn, whole, by the weights after the training on the last but one: a step behind, and always the same
-step. So the curve is fixed by the configuration, here too.
+A whole rollout is drawn with one set of weights: those after the training on the rollout before the previous one. The
+delay is always the same, so the configuration alone fixes the curve, as in the colocated mode.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ STOP = -1
 
 @dataclass
 class Ahead:
-    """A rollout that has been asked for, or was found in a checkpoint."""
+    """A rollout that was requested, or restored from a checkpoint."""
 
     number: int
-    samples: list[Sample] | None = None  # this rank's, once they are here
+    samples: list[Sample] | None = None  # this rank's samples, once they have arrived
 
 
 @dataclass
 class Pipelined:
-    """On a rank that trains: asks for a rollout, and takes it in."""
+    """On a training rank: requests rollouts and receives them."""
 
     bridge: Bridge
     world: World
-    weights: Weights  # the policy's, whole, one after the other; a collective call
-    dtype: torch.dtype  # that those that sample compute in
-    rollouts: int  # of the whole run
-    alone: Colocated  # what held-out prompts are answered by
-    seconds: float = 0.0
-    waited: float = 0.0  # for the last rollout
-    spans: list[tuple[float, float]] = field(default_factory=list)  # of those that drew it, by the clock
-    staleness: int = 0  # of the last one: rollouts trained on between its weights and now
+    weights: Weights
+    dtype: torch.dtype  # the dtype that the sampling ranks compute in
+    rollouts: int  # number of rollouts in the whole run
+    alone: Colocated  # draws the answers to held-out prompts, on the training ranks
+    seconds: float = 0.0  # time that the slowest sampling rank took for the last rollout
+    waited: float = 0.0  # time that this rank waited for it
+    spans: list[tuple[float, float]] = field(default_factory=list)  # each sampling rank's begin and end of drawing it
+    staleness: int = 0  # rollouts trained on since its weights were current
     _ahead: Ahead | None = None
 
     def draw(self, number: int, prompts: Sequence[Prompt], n_samples: int, rewards: Rewards) -> list[Sample]:
-        if number >= self.rollouts:  # held-out prompts: those that sample are busy
+        if number >= self.rollouts:  # held-out prompts: the sampling ranks are busy
             return self.alone.draw(number, prompts, n_samples, rewards)
         self.staleness = 1
         if self._ahead is None:
@@ -67,7 +67,7 @@ class Pipelined:
         return mine
 
     def _ask(self, number: int) -> None:
-        """Hand over the weights as they are now, and the task."""
+        """Request a rollout and hand over the current weights."""
         if self.bridge.rank == 0:
             self.bridge.tell(number)
         for _, weight in self.weights():
@@ -76,7 +76,7 @@ class Pipelined:
         self._ahead = Ahead(number)
 
     def _received(self) -> list[Sample]:
-        """This rank's part of what is drawn ahead: waits until it is."""
+        """Wait for the rollout that is drawn ahead, and return this rank's samples of it."""
         assert self._ahead is not None
         if self._ahead.samples is None:
             began = time.monotonic()
@@ -99,7 +99,7 @@ class Pipelined:
         self._ahead = Ahead(number, waiting)
 
     def finish(self) -> None:
-        """Let those that sample end."""
+        """Let the sampling ranks end."""
         if self._ahead is not None:
             self._received()
         if self.bridge.rank == 0:
@@ -110,7 +110,7 @@ def serve(
     bridge: Bridge, drawer: Draws, parameters: dict[str, Any], cfg: RolloutConfig,
     prompts_of: Callable[[int], Sequence[Prompt]],
 ) -> None:  # fmt: skip
-    """On a rank that samples: until it is told to stop."""
+    """On a sampling rank: draw the rollouts that rank 0 requests, until it says stop."""
     while (number := bridge.tell()) != STOP:
         for parameter in parameters.values():
             bridge.take_over(parameter.data)

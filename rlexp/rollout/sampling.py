@@ -1,7 +1,7 @@
-"""Drawing answers: a rank's own, a micro-batch at a time, row by row leaving as they end.
+"""Draw the answers of one rank, a micro-batch at a time. A row leaves the batch when its answer ends.
 
-Where a forward pass is a collective call (parameters in pieces), ranks go in step: who is done takes part with a row
-of nothing until all are.
+If parameters are sharded, a forward pass is a collective call and the ranks go in step: a rank that is done computes
+an empty row until all ranks are done.
 
 Shape letters: B rows, U prompts, V vocabulary.
 """
@@ -25,9 +25,9 @@ from rlexp.rollout.choose import choose
 from rlexp.rollout.deal import Request
 from rlexp.rollout.draws import Weights
 from rlexp.rollout.noise import stream, uniform
-from rlexp.types import Ids, Sample
+from rlexp.types import Floats, Ids, Sample
 
-PREFILL = 2048  # tokens of a micro-batch's prompts read at once
+PREFILL = 2048  # tokens of a micro-batch's prompts in one forward pass
 
 Forward = Callable[[Decoding], Tensor]
 
@@ -53,29 +53,29 @@ class Drawer:
         device: torch.device,
         dtype: np.dtype[Any],
         *,
-        in_step: bool,
+        in_step: bool,  # a forward pass is a collective call of all ranks
     ) -> None:
         self._forward, self._tokenizer, self._ends = forward, tokenizer, frozenset(ends)
         self._cfg, self._seed, self._device, self._dtype, self._in_step = cfg, seed, device, dtype, in_step
-        self._tail = max((len(stop.encode()) for stop in cfg.stop), default=0) + 1  # tokens that a stop may stand in
-        self.bytes_held = 0  # by keys and values, at most
+        self._tail = max((len(stop.encode()) for stop in cfg.stop), default=0) + 1  # last tokens that may hold a stop
+        self.bytes_held = 0  # largest size of the cache of keys and values so far
 
     def renew(self, weights: Weights) -> None:
-        """Nothing to take: the forward pass is by the weights that are trained."""
+        """Do nothing: the forward pass uses the weights that are trained."""
 
     def draw(self, micro_batches: Sequence[Sequence[Request]], rollout: int) -> Iterator[list[Sample]]:
-        """The samples of each micro-batch, in the order of its requests. To be exhausted by every rank."""
+        """Yield the samples of each micro-batch, in the order of its requests. Every rank must exhaust it."""
         for requests in micro_batches:
             yield self._samples(self._drawn(requests, rollout))
         while self._in_step and self._any_goes_on(mine=False):
-            self._forward(self._nothing())
+            self._forward(self._empty_row())
 
     def _any_goes_on(self, *, mine: bool) -> bool:
         flag = torch.tensor(float(mine), device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
-    def _nothing(self) -> Decoding:
+    def _empty_row(self) -> Decoding:
         row = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         return Decoding(row, row, KeyValues(row[0], 1))
 
@@ -88,7 +88,7 @@ class Drawer:
         cfg, drawn = self._cfg, Drawn(requests, [[] for _ in requests], [[] for _ in requests], [False] * len(requests))
         streams_B = stream(self._seed, rollout, [r.prompt.index for r in requests], [r.number for r in requests])
         cache, logits_BV, lengths_B = self._read(requests)
-        rows = list(range(len(requests)))  # of the batch, by their place among the requests
+        rows = list(range(len(requests)))  # the request that each row of the batch answers
         for position in range(cfg.max_new_tokens):
             uniform_B = torch.from_numpy(uniform(streams_B[rows], position)).to(self._device)
             token_B, logp_B = choose(logits_BV, uniform_B, cfg)
@@ -96,16 +96,16 @@ class Drawer:
             if not staying or position + 1 == cfg.max_new_tokens:
                 break
             if len(staying) < len(rows):
-                kept = torch.tensor(staying, device=self._device)
-                cache.take(kept)
-                token_B, lengths_B = token_B[kept], lengths_B[kept]
+                staying_B = torch.tensor(staying, device=self._device)
+                cache.take(staying_B)
+                token_B, lengths_B = token_B[staying_B], lengths_B[staying_B]
                 rows = [rows[place] for place in staying]
             logits_BV = self._next(Decoding(token_B.unsqueeze(-1), (lengths_B + position).unsqueeze(-1), cache))
         self.bytes_held = max(self.bytes_held, cache.bytes_held())
         return drawn
 
     def _note(self, drawn: Drawn, rows: Sequence[int], tokens: list[int], logps: list[float]) -> list[int]:
-        """Add a token to each row; the places of those that go on."""
+        """Add a token to each row, and return the places of the rows that go on."""
         staying = []
         for place, (row, token, logp) in enumerate(zip(rows, tokens, logps, strict=True)):
             if not math.isfinite(logp):
@@ -121,15 +121,17 @@ class Drawer:
         return staying
 
     def _stops(self, answer: list[int]) -> bool:
-        """Whether one of `rollout.stop` has just been written: it stands in the last tokens' text."""
+        """Whether the text of the answer's last tokens holds one of `rollout.stop`."""
         if not self._cfg.stop:
             return False
         text = self._tokenizer.decode(answer[-self._tail :], skip_special_tokens=True)
         return any(stop in text for stop in self._cfg.stop)
 
     def _read(self, requests: Sequence[Request]) -> tuple[KeyValues, Tensor, Tensor]:
-        """Each prompt once, in pieces; then a row for each of its samples. The cache, the logits of the first token
-        of each row, and its length so far."""
+        """Read each prompt once, in pieces, then make a row for each of its samples.
+
+        Return the cache, and for each row the logits of its first token and its length so far.
+        """
         prompts, of_row = _distinct(requests)
         longest = max(len(prompt) for prompt in prompts)
         pads_U = torch.tensor([longest - len(prompt) for prompt in prompts], device=self._device)
@@ -150,23 +152,38 @@ class Drawer:
         return cache, logits_UV[rows_B], (longest - pads_U)[rows_B]
 
     def _samples(self, drawn: Drawn) -> list[Sample]:
-        found = []
-        for row, request in enumerate(drawn.requests):
-            answer = np.asarray(drawn.answers[row], dtype=np.int32)
-            behaviour = np.asarray(drawn.logps[row], dtype=self._dtype)
-            text, stopped = text_of(self._tokenizer, answer, self._cfg.stop), drawn.stopped[row]
-            found.append(Sample(request.place, request.prompt, request.number, answer, stopped, text, behaviour))
-        return found
+        return [
+            sample_of(
+                request,
+                np.asarray(drawn.answers[row], dtype=np.int32),
+                np.asarray(drawn.logps[row], dtype=self._dtype),
+                stopped=drawn.stopped[row],
+                text=text_of(self._tokenizer, drawn.answers[row], self._cfg.stop),
+            )
+            for row, request in enumerate(drawn.requests)
+        ]
 
 
-def text_of(tokenizer: Any, answer: Ids, stop: Sequence[str]) -> str:
-    """Without special tokens, and without what ended it."""
-    text = str(tokenizer.decode(answer.tolist(), skip_special_tokens=True))
+def sample_of(request: Request, answer: Ids, behaviour: Floats, *, stopped: bool, text: str) -> Sample:
+    return Sample(
+        place=request.place,
+        prompt=request.prompt,
+        number=request.number,
+        answer=answer,
+        stopped=stopped,
+        text=text,
+        behaviour=behaviour,
+    )
+
+
+def text_of(tokenizer: Any, answer: Sequence[int], stop: Sequence[str]) -> str:
+    """Return an answer's text without special tokens, cut before the first of `stop`."""
+    text = str(tokenizer.decode(list(answer), skip_special_tokens=True))
     return text[: min((text.find(each) for each in stop if each in text), default=len(text))]
 
 
 def _distinct(requests: Sequence[Request]) -> tuple[list[Ids], list[int]]:
-    """The prompts without repetition, and which of them each request is of."""
+    """Return the prompts without repetition, and the place of each request's prompt among them."""
     places: dict[int, int] = {}
     prompts: list[Ids] = []
     of_row = []

@@ -1,4 +1,4 @@
-"""A rollout that a checkpoint falls into: its samples, a file for each rank, to be taken up by any number of ranks."""
+"""Samples in a checkpoint that is written within a rollout: one file for each rank, readable by any number of ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from rlexp.types import Floats, Prompt, Sample
 
 PATTERN = "rollout-*.npz"
-ALWAYS, PERHAPS = ("behaviour",), ("old", "reference", "values", "advantages", "returns")
+ALWAYS, OPTIONAL = ("behaviour",), ("old", "reference", "values", "advantages", "returns")
 
 
 def write(folder: Path, name: str, rank: int, ranks: int, samples: Sequence[Sample]) -> Path:
-    """`name` tells a rollout that is trained on (`now`) from one that waits (`next`)."""
+    """Write a rank's samples and return the path. `name`: `now` (being trained on) or `next` (drawn ahead)."""
     path = folder / f"rollout-{name}-{rank:05d}-of-{ranks:05d}.npz"
-    ragged = {field: [getattr(s, field) for s in samples] for field in (*ALWAYS, *PERHAPS)}
+    ragged = {field: [getattr(s, field) for s in samples] for field in (*ALWAYS, *OPTIONAL)}
     arrays: dict[str, Any] = {
         field: np.concatenate(parts) for field, parts in ragged.items() if parts and parts[0] is not None
     }
@@ -41,35 +41,35 @@ def write(folder: Path, name: str, rank: int, ranks: int, samples: Sequence[Samp
 
 
 def read(folder: Path, name: str, prompts: Sequence[Prompt], rank: int, ranks: int) -> list[Sample]:
-    """This rank's part of what is there: every `ranks`-th sample by its place."""
-    found: list[Sample] = []
+    """Read this rank's part of the samples: every `ranks`-th one by its place."""
+    mine: list[Sample] = []
     for path in sorted(folder.glob(f"rollout-{name}-*.npz")):
         with np.load(path, allow_pickle=False) as file:
-            found += _samples({key: file[key] for key in file.files}, prompts, rank, ranks)
-    return sorted(found, key=lambda sample: sample.place)
+            mine += _samples({key: file[key] for key in file.files}, prompts, rank, ranks)
+    return sorted(mine, key=lambda sample: sample.place)
 
 
 def _samples(file: dict[str, Floats], prompts: Sequence[Prompt], rank: int, ranks: int) -> list[Sample]:
     starts, text_starts = (np.concatenate(([0], np.cumsum(file[name]))) for name in ("length", "text_length"))
-    found = []
+    mine = []
     for row, place in enumerate(file["place"].tolist()):
         if place % ranks != rank:
             continue
         part = slice(int(starts[row]), int(starts[row + 1]))
         text = file["text"][int(text_starts[row]) : int(text_starts[row + 1])].tobytes()
         sample = Sample(
-            place,
-            prompts[int(file["prompt"][row])],
-            int(file["number"][row]),
-            file["answer"][part].astype(np.int32),
-            bool(file["stopped"][row]),
-            text.decode("utf-8", "surrogatepass"),
-            file["behaviour"][part].copy(),
+            place=place,
+            prompt=prompts[int(file["prompt"][row])],
+            number=int(file["number"][row]),
+            answer=file["answer"][part].astype(np.int32),
+            stopped=bool(file["stopped"][row]),
+            text=text.decode("utf-8", "surrogatepass"),
+            behaviour=file["behaviour"][part].copy(),
             score=float(file["score"][row]),
             counts=bool(file["counts"][row]),
         )
-        for field in PERHAPS:
+        for field in OPTIONAL:
             if field in file:
                 setattr(sample, field, file[field][part].copy())
-        found.append(sample)
-    return found
+        mine.append(sample)
+    return mine

@@ -1,9 +1,9 @@
-"""vLLM draws, on GPU machines where it is installed: the same requests and samples as `sampling.Drawer`'s.
+"""Draw answers with vLLM, on GPU machines where it is installed. Requests and samples are those of `sampling.Drawer`.
 
-Each rank has a whole engine of its own on its GPU, which is given the policy's weights before each rollout: a second
-copy of them, in bfloat16. A request has a seed of its own, so that what is drawn does not depend on what is drawn
-beside it, as far as vLLM's kernels go; `train/val/behaviour_ratio` says how far its log-probabilities are from those
-of the scoring pass, and `rollout.importance_cap` weighs the difference.
+Each rank has a whole vLLM engine on its GPU. It receives the policy's weights before each rollout: a second copy of
+them, in bfloat16. Each request has its own seed, so a sample does not depend on the samples drawn beside it, as far as
+vLLM's kernels allow. `train/val/behaviour_ratio` shows how far vLLM's log-probabilities are from those of the scoring
+pass, and `rollout.importance_cap` corrects for the difference.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from rlexp.errors import ModelError
 from rlexp.rollout.deal import Request
 from rlexp.rollout.draws import Weights
 from rlexp.rollout.noise import stream
-from rlexp.rollout.sampling import text_of
+from rlexp.rollout.sampling import sample_of, text_of
 from rlexp.types import Sample
 
-SEEDS = 1 << 31  # what vLLM takes as a request's seed is below
+SEEDS = 1 << 31  # vLLM takes seeds below this
 
 
 class VLLMDrawer:
-    """`write_model` writes a folder that vLLM reads architecture and tokenizer from; weights come later."""
+    """`write_model` writes a folder from which vLLM reads architecture and tokenizer; weights come later."""
 
     def __init__(
         self,
@@ -62,8 +62,9 @@ class VLLMDrawer:
         executor = getattr(self._llm.llm_engine, "model_executor", None)
         if executor is None:
             raise ModelError(
-                "rollout.engine=vllm: this version keeps its model in another process, where its weights cannot be "
-                "renewed. Set VLLM_ENABLE_V1_MULTIPROCESSING=0 in the environment, or use rollout.engine=native."
+                "rollout.engine=vllm: this version of vLLM keeps its model in another process, where the weights "
+                "cannot be replaced. Set VLLM_ENABLE_V1_MULTIPROCESSING=0 in the environment, or use "
+                "rollout.engine=native."
             )
         model = executor.driver_worker.model_runner.model
         for name, weight in weights():
@@ -71,7 +72,7 @@ class VLLMDrawer:
         self._llm.reset_prefix_cache()
 
     def draw(self, micro_batches: Sequence[Sequence[Request]], rollout: int) -> Iterator[list[Sample]]:
-        """vLLM batches as it likes; micro-batches are what is handed to the rewards at once."""
+        """Yield the samples of each micro-batch. vLLM batches as it likes; the rewards receive micro-batches."""
         for requests in micro_batches:
             streams = stream(self._seed, rollout, [r.prompt.index for r in requests], [r.number for r in requests])
             answers = self._llm.generate(
@@ -99,8 +100,11 @@ class VLLMDrawer:
         )
 
     def _sample(self, request: Request, output: Any) -> Sample:
-        answer = np.asarray(output.token_ids, dtype=np.int32)
         logps = [each[token].logprob for each, token in zip(output.logprobs, output.token_ids, strict=True)]
-        behaviour = np.asarray(logps, dtype=self._dtype)
-        text, stopped = text_of(self._tokenizer, answer, self._cfg.stop), output.finish_reason == "stop"
-        return Sample(request.place, request.prompt, request.number, answer, stopped, text, behaviour)
+        return sample_of(
+            request,
+            np.asarray(output.token_ids, dtype=np.int32),
+            np.asarray(logps, dtype=self._dtype),
+            stopped=output.finish_reason == "stop",
+            text=text_of(self._tokenizer, output.token_ids, self._cfg.stop),
+        )

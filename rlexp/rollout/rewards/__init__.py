@@ -1,4 +1,4 @@
-"""Where rewards come from: rules, functions of the user's, reward models; alone or as a weighted sum.
+"""Rewards: rules, the user's functions and reward models, alone or as a weighted sum.
 
-Empty, since the processes that run a user's function come through here and import no torch.
+This file stays empty: the processes that run a user's function import it, and must not import torch.
 """

@@ -1,4 +1,4 @@
-"""Numbers and sums read out of texts, as exact fractions."""
+"""Read numbers and sums from texts, as exact fractions."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ import ast
 import re
 from fractions import Fraction
 
-MOST_DIGITS = 1000  # of a number that is read: Python itself refuses to read much longer ones
+MOST_DIGITS = 1000  # longest number that is read; Python itself refuses much longer ones
 
 NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+"
-# A minus belongs to the number unless something stands before it that is subtracted from.
+# A minus belongs to the number unless it subtracts the number from something before it.
 LAST = re.compile(rf"(?P<sign>(?<![\w.)])[-−])?(?P<number>{NUMBER})(?:/(?P<below>[0-9]+))?")
 OPERAND = rf"(?:[-−]?\(\s*)*[-−]?(?:{NUMBER})(?:\s*\))*"
 SUM = re.compile(rf"{OPERAND}(?:\s*[-−+*/×÷]\s*{OPERAND})+")
-# What makes a sum part of a larger one that is not understood. A hyphen at the start of a line is a bullet.
+# Text around a sum that makes it part of a larger expression. A hyphen at the start of a line is a bullet.
 BEFORE = re.compile(r"(?:[*/^%+×÷(]\s*|\w|[\w)]\s*[-−]\s*)$")
 AFTER = re.compile(r"\s*[*/^%+×÷!]|\w|\(|\s*[-−](?!>)")
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of a text: an integer, decimal or fraction, with or without commas between thousands."""
-    found = _last(LAST, text)
-    if found is None or len(found[0]) > MOST_DIGITS:
+    """Return the last number of a text: an integer, decimal or fraction, with or without commas between thousands."""
+    match = _last(LAST, text)
+    if match is None or len(match[0]) > MOST_DIGITS:
         return None
-    value = Fraction(found["number"].replace(",", ""))
-    if found["below"]:
-        below = int(found["below"])
+    value = Fraction(match["number"].replace(",", ""))
+    if match["below"]:
+        below = int(match["below"])
         if below == 0:
             return None
         value /= below
-    return -value if found["sign"] else value
+    return -value if match["sign"] else value
 
 
 def value_of_prompt(text: str) -> Fraction | None:
-    """What the last sum (or product, …) of a text comes to; None without one, and for one that cannot be worked out."""
-    found = _last(SUM, text)
-    if found is None or BEFORE.search(text[: found.start()]) or AFTER.match(text[found.end() :]):
+    """Return the value of a text's last sum (or product, …); None if there is none or it cannot be computed."""
+    match = _last(SUM, text)
+    if match is None or BEFORE.search(text[: match.start()]) or AFTER.match(text[match.end() :]):
         return None
-    source = _balanced(found[0]).replace(",", "")
+    source = _balanced(match[0]).replace(",", "")
     for sign, meant in (("×", "*"), ("÷", "/"), ("−", "-")):
         source = source.replace(sign, meant)
     source = " ".join(re.sub(r"(?<![0-9.])0+(?=[0-9])", "", source).split())
@@ -48,7 +48,7 @@ def value_of_prompt(text: str) -> Fraction | None:
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    return max(pattern.finditer(text), key=lambda found: found.start(), default=None)
+    return max(pattern.finditer(text), key=lambda match: match.start(), default=None)
 
 
 def _value(node: ast.expr, source: str) -> Fraction:
@@ -72,7 +72,7 @@ def _value(node: ast.expr, source: str) -> Fraction:
 
 
 def _balanced(text: str) -> str:
-    """Without the parentheses at its ends that belong to the sentence around it."""
+    """Remove parentheses at both ends that belong to the sentence around the sum."""
     while text.count("(") > text.count(")") and text.startswith("("):
         text = text[1:].lstrip()
     while text.count(")") > text.count("(") and text.endswith(")"):

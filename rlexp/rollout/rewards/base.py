@@ -1,4 +1,4 @@
-"""What judges answers on the rank that drew them."""
+"""Interface of a reward that runs on the rank that drew the answers."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from typing import Protocol
 
 from rlexp.types import Sample
 
-NAMED = 4  # samples named in an error
+NAMED = 4  # samples that an error names
 
 
 class Reward(Protocol):
-    """One term of a sample's score. Each sample is judged on its own, so that it does not matter who drew it with
-    which others. What cannot be judged is a RewardError, of `submit` or of `collect`."""
+    """One term of a sample's score. Each sample is judged on its own, so the rank that drew it does not matter.
+
+    `submit` or `collect` raises RewardError for a sample that cannot be judged.
+    """
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        """Begin to judge samples that have just been drawn. Returns while the judging goes on, if it takes long."""
+        """Begin to judge new samples. If that takes long, return while it goes on."""
 
     def collect(self) -> None:
-        """Wait for all that was submitted; each sample then has its term in `terms`."""
+        """Wait until all submitted samples have their term in `terms`."""
 
     def close(self) -> None: ...
 
 
 def named(samples: Sequence[Sample]) -> str:
-    """The samples of an error: `rows.jsonl:3 (sample 0), …`."""
+    """Return the names of samples for an error: `rows.jsonl:3 (sample 0), …`."""
     names = [f"{sample.prompt.origin} (sample {sample.number})" for sample in samples]
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more

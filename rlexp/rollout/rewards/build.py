@@ -1,4 +1,4 @@
-"""From the configuration of a reward to what judges."""
+"""Build the rewards from their configuration."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from rlexp.rollout.rewards.weighted import ModelTerm, Rewards
 
 
 def build_reward(cfg: RewardConfig) -> Rewards:
-    """Each rank builds its own. A function of the user's is imported here, in its processes: one that cannot be is an
-    error at the start."""
+    """Build this rank's rewards. A user's function is imported now, in its processes, so that errors show early."""
     own: list[Reward] = []
     models: list[ModelTerm] = []
     terms = reward_terms(cfg)

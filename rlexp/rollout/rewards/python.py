@@ -1,4 +1,4 @@
-"""A reward function of the user's own, in processes of its own: it may hang, crash and print, and harms no rank."""
+"""The user's reward function, in separate processes: it may hang, crash or print without harm to a rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rlexp.rollout.rewards.base import named
 from rlexp.rollout.rewards.worker import Gone, receive, send
 from rlexp.types import Sample
 
-START_SECONDS = 300.0  # to import the function's module, with whatever that loads
-CLOSE_SECONDS = 2.0  # for a process to end by itself
+START_SECONDS = 300.0  # limit for the import of the function's module
+CLOSE_SECONDS = 2.0  # time for a process to end by itself
 
 
 class PythonReward:
-    """`cfg.workers` processes, each with a thread of this one that hands it calls and keeps its time."""
+    """`cfg.workers` processes. For each, a thread of this process passes on the calls and keeps the time limit."""
 
     def __init__(self, name: str, cfg: PythonRewardConfig, key: str) -> None:
         self.name = name
@@ -49,14 +49,14 @@ class PythonReward:
             thread.start()
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        """One call for each worker, of equal shares."""
+        """Queue one call for each worker, with equal shares."""
         share = max(1, -(-len(samples) // len(self._workers)))
         for first in range(0, len(samples), share):
             self._open += 1
             self._calls.put(list(samples[first : first + share]))
 
     def collect(self) -> None:
-        """All calls end before the first error is raised, so that none is left for later."""
+        """Wait for all calls, then raise the first error, so that no call is left for later."""
         errors = []
         while self._open:
             error = self._outcomes.get()
@@ -66,7 +66,7 @@ class PythonReward:
             raise errors[0]
 
     def close(self) -> None:
-        """Calls that nobody has collected are given up, and end with their process."""
+        """Give up calls that were not collected, and end their processes."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._calls.get_nowait()
@@ -79,23 +79,23 @@ class PythonReward:
             worker.close()
 
     def _serve(self, worker: Worker) -> None:
-        """What the worker's thread does; the worker is this thread's alone until it ends."""
+        """Run in the worker's thread: pass calls to the worker. No other thread uses the worker until this one ends."""
         while (samples := self._calls.get()) is not None:
             try:
                 for sample, score in zip(samples, worker.scores(samples), strict=True):
                     sample.terms[self.name] = score
-            except Exception as error:  # raised again where it is waited for
+            except Exception as error:  # `collect` raises it again
                 self._outcomes.put(error)
             else:
                 self._outcomes.put(None)
 
 
 class CallFailed(Exception):
-    """The function raised, or its process ended; not yet known at which sample."""
+    """The function raised, or its process ended; the sample is not yet known."""
 
 
 class Worker:
-    """One process, begun anew if the last one ended."""
+    """One process, started again if the last one ended."""
 
     def __init__(self, cfg: PythonRewardConfig, key: str) -> None:
         self.cfg = cfg
@@ -109,7 +109,7 @@ class Worker:
         return f"{self.key}.function={self.cfg.function}"
 
     def begin(self) -> None:
-        """Start the process, which finds modules where this one does, and first where the user stands."""
+        """Start the process. It looks for modules in the current folder first, then where this process does."""
         request_end, self._requests = os.pipe()
         self._replies, reply_end = os.pipe()
         leash_end, self._leash = os.pipe()
@@ -121,7 +121,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 pass_fds=theirs,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-                start_new_session=True,  # a Ctrl-C at the terminal is the rank's to answer
+                start_new_session=True,  # the rank answers a Ctrl-C at the terminal
             )
         finally:
             for fd in theirs:
@@ -139,12 +139,12 @@ class Worker:
         if "error" in reply:
             self.kill()
             raise RewardError(
-                f"{self._what}: cannot be imported. Modules are looked for in {os.getcwd()} and where python finds "
-                f"others.\n{reply['error']}"
+                f"{self._what}: cannot be imported. Modules are looked for in {os.getcwd()}, then on python's own "
+                f"path.\n{reply['error']}"
             )
 
     def scores(self, samples: Sequence[Sample]) -> list[float]:
-        """Of one call. If it fails, of one call for each sample, to name the one that it fails for."""
+        """Return the scores from one call. If it fails, call once for each sample, to name the failing one."""
         try:
             return self._call(samples)
         except CallFailed as error:
@@ -154,13 +154,13 @@ class Worker:
         for sample in samples:
             self.scores([sample])
         raise RewardError(
-            f"{self._what}: for {named(samples)} in one call, though for none of them alone: {together}\n"
-            f"Which samples are called together is not fixed, so each must be judged on its own."
+            f"{self._what}: fails for {named(samples)} in one call, but for none of them alone: {together}\n"
+            f"Which samples share a call is not fixed, so each must be judged on its own."
         )
 
     def _call(self, samples: Sequence[Sample]) -> list[float]:
         if self._interrupted:
-            raise RewardError(f"{self._what}: was asked to end before it judged {named(samples)}.")
+            raise RewardError(f"{self._what}: was ended before it judged {named(samples)}.")
         if self.process is None:
             self.begin()
             self.await_import()
@@ -172,7 +172,7 @@ class Worker:
             self.kill()
             raise RewardError(
                 f"{self.key}.timeout_seconds={self.cfg.timeout_seconds:g}: {self._what} has not returned in that time "
-                f"for {named(samples)}. Its process was killed. Raise the limit if it needs longer."
+                f"for {named(samples)}. Its process was killed. Raise the limit if the function needs longer."
             ) from None
         except Gone:
             raise CallFailed(self._ended()) from None
@@ -180,13 +180,13 @@ class Worker:
             raise CallFailed(f"it raised\n{reply['error']}")
         if "wrong" in reply:
             raise RewardError(f"{self._what}: {reply['wrong']}, for {named(samples)}.")
-        return self._looked_at(samples, reply["scores"])
+        return self._checked(samples, reply["scores"])
 
-    def _looked_at(self, samples: Sequence[Sample], scores: list[float]) -> list[float]:
+    def _checked(self, samples: Sequence[Sample], scores: list[float]) -> list[float]:
         if len(scores) != len(samples):
             raise RewardError(
-                f"{self._what}: returned {len(scores)} scores for {len(samples)} samples, {named(samples)}. One for "
-                f"each is needed, in their order."
+                f"{self._what}: returned {len(scores)} scores for {len(samples)} samples, {named(samples)}. It must "
+                f"return one for each, in their order."
             )
         for sample, score in zip(samples, scores, strict=True):
             if not math.isfinite(score):
@@ -194,7 +194,7 @@ class Worker:
         return scores
 
     def _ended(self) -> str:
-        """How the process ended, which has closed its pipe."""
+        """Say how the process ended, after it closed its pipe."""
         assert self.process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(CLOSE_SECONDS)
@@ -205,7 +205,7 @@ class Worker:
         return f"its process ended by signal {-code}" if code < 0 else f"its process ended with exit code {code}"
 
     def interrupt(self) -> None:
-        """End the process in the middle of its call, from another thread than the one that waits for it."""
+        """End the process in the middle of its call. Called from another thread than the one that waits for it."""
         self._interrupted = True
         process = self.process
         if process is not None:
@@ -217,7 +217,7 @@ class Worker:
         self.close()
 
     def close(self) -> None:
-        """End the process: by itself if it waits for a call, otherwise by force."""
+        """End the process: let it end if it waits for a call, otherwise kill it."""
         process, self.process = self.process, None
         if process is None:
             return
@@ -232,7 +232,7 @@ class Worker:
 
 
 def request_of(samples: Sequence[Sample]) -> dict[str, Any]:
-    """What the function is called with."""
+    """Return the arguments of the function."""
     return {
         "prompts": [sample.prompt.text for sample in samples],
         "answers": [sample.text for sample in samples],

@@ -1,4 +1,4 @@
-"""Built-in rules, each from 0 to 1. An answer without a character scores 0 (`exact`: unless that is what is asked)."""
+"""Built-in rules, each from 0 to 1. An empty answer scores 0, except with `exact` where the row's answer is empty."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rule = Callable[[str, Prompt], float]
 
 
 class RuleReward:
-    """Judges at once: a rule costs less than to hand it to another process."""
+    """Judges in `submit`: a rule takes less time than a message to another process."""
 
     def __init__(self, name: str, rule: Rule) -> None:
         self.name = name
@@ -26,10 +26,10 @@ class RuleReward:
             sample.terms[self.name] = self.rule(sample.text, sample.prompt)
 
     def collect(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no judging is under way."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: a rule holds no resource."""
 
 
 def rule_of(cfg: RuleRewardConfig, key: str) -> Rule:
@@ -47,44 +47,46 @@ def rule_of(cfg: RuleRewardConfig, key: str) -> Rule:
             return partial(arithmetic, key=key)
 
 
-def count(text: str, wanted: str, most: int, *, ignore_case: bool = False) -> float:
-    """How often `wanted` occurs, without overlaps; `most` times or more is 1."""
-    found = text.casefold().count(wanted.casefold()) if ignore_case else text.count(wanted)
-    return min(found, most) / most
+def count(text: str, wanted: str, most: int, *, ignore_case: bool) -> float:
+    """Return how often `wanted` occurs, without overlaps, divided by `most`; at most 1."""
+    times = text.casefold().count(wanted.casefold()) if ignore_case else text.count(wanted)
+    return min(times, most) / most
 
 
 def length(text: str, target: int) -> float:
-    """1 at `target` characters, and less by their distance from it; 0 from twice as many on."""
+    """Return 1 at `target` characters, falling linearly to 0 at none and at twice as many."""
     return max(0.0, 1 - abs(len(text) - target) / target)
 
 
 def share_matched(text: str, pattern: re.Pattern[str]) -> float:
-    return sum(len(found[0]) for found in pattern.finditer(text)) / len(text) if text else 0.0
+    return sum(len(match[0]) for match in pattern.finditer(text)) / len(text) if text else 0.0
 
 
-def exact(text: str, prompt: Prompt, *, ignore_case: bool = False, key: str = "reward") -> float:
-    """Whether the answer is the row's, white space around either left aside."""
+def exact(text: str, prompt: Prompt, *, ignore_case: bool, key: str) -> float:
+    """Return 1 if the answer equals the row's answer, without white space around either, else 0."""
     if prompt.answer is None:
         raise RewardError(
-            f"{prompt.origin}: has no field `answer`, which {key}.rule=exact holds answers against. Give rows that "
-            f"have one, or another {key}.rule."
+            f"{prompt.origin}: has no field `answer`, which {key}.rule=exact compares answers with. Give rows that "
+            f"have one, or choose another {key}.rule."
         )
     given, right = text.strip(), prompt.answer.strip()
     return float(given.casefold() == right.casefold() if ignore_case else given == right)
 
 
-def arithmetic(text: str, prompt: Prompt, *, key: str = "reward") -> float:
-    """Whether the last number of the answer is the row's, or else what the prompt's sum comes to. Exactly: 1/3 is not
-    0.333."""
+def arithmetic(text: str, prompt: Prompt, *, key: str) -> float:
+    """Return 1 if the answer's last number equals that of the row's answer, else 0. Exactly: 1/3 is not 0.333.
+
+    A row without an answer stands for the value of its prompt's last sum.
+    """
     if prompt.answer is None:
         right = value_of_prompt(prompt.text)
-        missing = "has no field `answer`, and no sum in its prompt that can be worked out"
+        missing = "has no field `answer`, and its prompt has no sum that can be computed"
     else:
         right = last_number(prompt.answer)
         missing = f"has no number in its field `answer` ({prompt.answer!r})"
     if right is None:
         raise RewardError(
-            f"{prompt.origin}: {missing}; {key}.rule=arithmetic needs one or the other. Give rows with "
-            f"the number as `answer`, or another {key}.rule."
+            f"{prompt.origin}: {missing}; {key}.rule=arithmetic needs one of the two. Give rows with the number as "
+            f"`answer`, or choose another {key}.rule."
         )
     return float(last_number(text) == right)

@@ -1,4 +1,4 @@
-"""The terms of a reward, and the score that their weighted sum is."""
+"""The terms of a reward, and their weighted sum, the score."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rlexp.types import Sample
 
 @dataclass(frozen=True)
 class ModelTerm:
-    """A term that a reward model gives. It is scored over the ring, by whoever scores, and handed in by `add`."""
+    """A term from a reward model. The scoring pass computes it over the ring and passes it to `Rewards.add`."""
 
     name: str
-    key: str  # where its configuration stands: `reward`, or `reward.terms.NAME`
+    key: str  # key of its configuration: `reward` or `reward.terms.NAME`
     cfg: ModelRewardConfig
 
 
 class Rewards:
-    """All terms of the score. In this order, with the samples of one rank:
+    """All terms of the score. Call the methods in this order, with the samples of one rank:
 
-    rewards.submit(samples)            once they are drawn; returns at once
-    rewards.collect()                  the rank's own terms are there
+    rewards.submit(samples)            when they are drawn; returns at once
+    rewards.collect()                  waits for the rank's own terms
     rewards.add(name, samples, scores) for each of `rewards.models`
-    rewards.finish(samples)            every `score` is there
+    rewards.finish(samples)            sets every `score`
     """
 
     def __init__(self, own: Sequence[Reward], models: Sequence[ModelTerm], weights: dict[str, float]) -> None:
@@ -48,8 +48,10 @@ class Rewards:
             sample.terms[name] = score
 
     def finish(self, samples: Sequence[Sample]) -> None:
-        """Refuses what is not finite. Terms are kept and added up in the order of the configuration, so that the sum
-        rounds the same wherever each was judged."""
+        """Set the score of each sample, and raise RewardError if a term is not finite.
+
+        Terms are added in the order of the configuration, so the sum rounds the same on every layout.
+        """
         for sample in samples:
             sample.terms = {name: sample.terms[name] for name in self.weights}
             for name, value in sample.terms.items():

@@ -1,10 +1,10 @@
-"""A process that runs a reward function of the user's, and what it and its rank say to each other.
+"""The process that runs a user's reward function, and the messages between it and its rank.
 
     python -m rlexp.rollout.rewards.worker FUNCTION REQUESTS REPLIES LEASH
 
-The last three are file descriptors of pipes, so that the function may print what it likes. Messages are JSON, after
-their length. Requests: `{}` to import the function, or `{"prompts", "answers", "rows"}`. Replies: `{"scores": […]}`,
-or `{"error": text}` with the last lines of a traceback, or `{"wrong": text}` of what is no list of numbers.
+The last three are file descriptors of pipes, so the function may print freely. A message is its length and then JSON.
+Requests: `{}` to import the function, or `{"prompts", "answers", "rows"}` to call it. Replies: `{"scores": […]}`;
+`{"error": text}` with the last lines of a traceback; or `{"wrong": text}` if the result is no list of numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 HEADER = struct.Struct(">Q")
-LINES = 8  # of a traceback
+LINES = 8  # last lines of a traceback in an error
 
 
 class Gone(Exception):
@@ -43,7 +43,7 @@ def send(fd: int, message: dict[str, Any]) -> None:
 
 
 def receive(fd: int, deadline: float | None = None) -> dict[str, Any]:
-    """The next message; TimeoutError at `deadline` (monotonic)."""
+    """Return the next message; raise TimeoutError at `deadline` (in monotonic time)."""
     (size,) = HEADER.unpack(_read(fd, HEADER.size, deadline))
     message: dict[str, Any] = json.loads(_read(fd, size, deadline))
     return message
@@ -66,10 +66,10 @@ def _read(fd: int, size: int, deadline: float | None) -> bytes:
 def main() -> None:
     name, requests, replies, leash = sys.argv[1], *map(int, sys.argv[2:5])
     for fd in (requests, replies, leash):
-        os.set_inheritable(fd, False)  # processes that the function starts do not keep the rank waiting
+        os.set_inheritable(fd, False)  # else a process that the function starts could keep the rank waiting
     _end_with(leash)
     for asking in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(asking, lambda *_: None)  # for the rank to follow, which finishes its step first
+        signal.signal(asking, lambda *_: None)  # the rank answers these signals, and finishes its step first
     sys.argv = [name]
     function = None
     with contextlib.suppress(Gone):
@@ -79,29 +79,30 @@ def main() -> None:
                 if function is None:
                     function = _imported(name)
                 reply = _judged(function, request) if request else {"scores": []}
-            except BaseException as error:  # whatever it raises, SystemExit too, is told with its sample
+            except BaseException as error:  # SystemExit too: the rank names the sample in its error
                 reply = {"error": _last_lines(error)}
             send(replies, reply)
 
 
 def _end_with(leash: int) -> None:
-    """Have the kernel end this process when the rank, which holds the pipe's other end, is gone: in the middle of a
-    call too, and in code that lets no other thread run."""
+    """Let the kernel end this process when the rank, which holds the pipe's other end, is gone.
+
+    This works in the middle of a call too, also in code that lets no other Python thread run.
+    """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(leash, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(leash, fcntl.F_SETFL, fcntl.fcntl(leash, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([leash], [], [], 0)[0]:  # it was gone before
+    if select.select([leash], [], [], 0)[0]:  # the rank is already gone
         os._exit(1)
 
 
 def _imported(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
-    found: Any = importlib.import_module(module)
+    function = importlib.import_module(module)
     for part in attribute.split("."):
-        found = getattr(found, part)
-    if not callable(found):
-        raise TypeError(f"{name} is not a function, but {type(found).__name__}")
-    function: Callable[..., Any] = found
+        function = getattr(function, part)
+    if not callable(function):
+        raise TypeError(f"{name} is not a function, but {type(function).__name__}")
     return function
 
 
@@ -116,12 +117,12 @@ def _judged(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, 
                 raise TypeError
             scores.append(float(value))
         except (TypeError, ValueError, OverflowError):
-            return {"wrong": f"returned a list with {value!r:.80}, not of numbers alone"}
+            return {"wrong": f"returned a list with {value!r:.80}, which is not a number"}
     return {"scores": scores}
 
 
 def _last_lines(error: BaseException) -> str:
-    """From where the function's own lines begin."""
+    """Return the traceback's last lines, without the lines of this file."""
     own: TracebackType | None = error.__traceback__
     while own is not None and own.tb_frame.f_code.co_filename == __file__:
         own = own.tb_next
