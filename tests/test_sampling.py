@@ -1,5 +1,4 @@
-"""Drawing answers: the numbers they hang on, the tokens they make, who draws them, and what they are by when all is
-read at once."""
+"""Drawing answers: the random numbers, the choice of tokens, the deal to ranks, and decoding against one full pass."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from rlexp.types import Prompt
 from tests.ranks import seeded
 
 VOCABULARY = 23
-# float64, sums in another order: measured 2.7e-15 for logits of up to 8.
+# float64, sums in another order; largest difference measured: 2.7e-15, for logits of up to 8.
 EXACT = 1e-13
 
 
@@ -49,7 +48,7 @@ def rows_of(lengths, n_samples: int = 1) -> list[Request]:
 
 
 def model_of(attention: str) -> LlamaForCausalLM:
-    """Grouped heads, and weights large enough that its distributions are far from uniform."""
+    """Build a Llama with grouped heads, and with weights so large that its distributions are far from uniform."""
     hook.register()
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -82,7 +81,8 @@ class Letters:
 def drawer_of(policy: Policy, ends=(), **options) -> Drawer:
     cfg = RolloutConfig(**{"max_new_tokens": 12, **options})
     forward = torch.no_grad()(policy)
-    return Drawer(forward, Letters(), ends, cfg, 7, torch.device("cpu"), np.dtype(np.float64), in_step=False)
+    return Drawer(forward=forward, tokenizer=Letters(), ends=ends, cfg=cfg, seed=7, device=torch.device("cpu"),
+                  dtype=np.dtype(np.float64), in_step=False)  # fmt: skip
 
 
 def drawn(drawer: Drawer, parts) -> dict[int, tuple]:
@@ -94,7 +94,7 @@ def drawn(drawer: Drawer, parts) -> dict[int, tuple]:
 
 
 def test_numbers_are_uniform_and_independent_of_each_other() -> None:
-    """By chi-square in 64 bins: single numbers, and neighbours by each part of the key as pairs on an 8 × 8 board."""
+    """Chi-square over 64 bins: of single numbers, and of pairs that differ in one part of the key, on an 8 × 8 grid."""
     base = np.arange(4096)
     zeros = np.zeros_like(base)
     here = uniform(stream(0, 0, base, zeros), 0)
@@ -111,7 +111,7 @@ def test_numbers_are_uniform_and_independent_of_each_other() -> None:
         board = np.bincount((np.floor(8 * here) * 8 + np.floor(8 * other)).astype(int), minlength=64)
         for counts in (board, np.bincount((64 * other).astype(int), minlength=64)):
             statistic = float(((counts - 64.0) ** 2 / 64).sum())
-            assert 27 < statistic < 118, name  # chi-square of 63 degrees, beyond either end once in 30,000
+            assert 27 < statistic < 118, name  # 63 degrees of freedom: beyond either end once in 30,000
 
 
 def test_a_number_is_known_by_its_key_alone() -> None:
@@ -121,7 +121,7 @@ def test_a_number_is_known_by_its_key_alone() -> None:
     values = [uniform(stream(seed, rollout, [prompt], [number]), position)[0]
               for seed, rollout, prompt, number, position in itertools.product(range(4), repeat=5)]  # fmt: skip
     assert len(set(values)) == 4**5
-    # A number that is written down: a run that is continued tomorrow draws what it would have drawn today.
+    # A fixed value: a run that continues with a later version draws the same tokens.
     assert uniform(stream(0, 0, [0], [0]), 0)[0] == 0.29378526761814994
 
 
@@ -133,7 +133,7 @@ def test_a_token_is_where_the_sums_pass_the_number() -> None:
     numbers = {0.0: 0, 0.2499: 0, 0.25: 2, 0.7499: 2, 0.75: 3, 1 - 2**-53: 3}
     for number, expected in numbers.items():
         token, logp = choose(probs.log(), torch.tensor([number], dtype=torch.float64), RolloutConfig())
-        assert token.item() == expected, number  # never one without a probability, at either end
+        assert token.item() == expected, number  # never a token of probability 0, at either end
         assert logp.item() == pytest.approx(math.log(probs[0, expected]), abs=1e-15)
 
 
@@ -165,9 +165,9 @@ def test_tokens_are_left_out_as_transformers_leaves_them_out(top_k: int, top_p: 
     warpers += [MinPLogitsWarper(min_p)] if min_p else []
     for warper in warpers:
         expected = warper(None, expected)
-    found = kept(logits.log_softmax(-1), RolloutConfig(top_k=top_k, top_p=top_p, min_p=min_p))
-    assert torch.equal(found > 0, expected > -torch.inf)
-    assert torch.equal(found[found > 0], logits.log_softmax(-1).exp()[found > 0])
+    probs = kept(logits.log_softmax(-1), RolloutConfig(top_k=top_k, top_p=top_p, min_p=min_p))
+    assert torch.equal(probs > 0, expected > -torch.inf)
+    assert torch.equal(probs[probs > 0], logits.log_softmax(-1).exp()[probs > 0])
 
 
 # ---- dealing ----
@@ -185,7 +185,7 @@ def test_every_sample_is_dealt_once_and_all_hands_are_alike_large(lengths, n_sam
     for request in requests:
         assert request.place == request.prompt.index * n_samples + request.number
     sizes = [len(hand) for hand in hands]
-    assert max(sizes) - min(sizes) <= 1  # and so equal wherever that is possible
+    assert max(sizes) - min(sizes) <= 1  # so they are equal where that is possible
     for hand in hands:
         assert [len(r.prompt.tokens) for r in hand] == sorted((len(r.prompt.tokens) for r in hand), reverse=True)
 
@@ -199,8 +199,8 @@ def test_a_part_is_within_both_limits(lengths, n_samples: int, size: int, tokens
     for part in parts:
         assert 1 <= len(part) <= size
         width = max(len(request.prompt.tokens) for request in part) + longest
-        assert tokens is None or len(part) == 1 or len(part) * width <= tokens  # one row alone cannot be cut
-    for part, after in itertools.pairwise(parts):  # nor is one smaller than it must be
+        assert tokens is None or len(part) == 1 or len(part) * width <= tokens  # a single row cannot be cut
+    for part, after in itertools.pairwise(parts):  # no part is smaller than it must be
         width = max(len(request.prompt.tokens) for request in [*part, after[0]]) + longest
         assert len(part) == size or (tokens is not None and (len(part) + 1) * width > tokens)
 
@@ -210,7 +210,7 @@ def test_a_part_is_within_both_limits(lengths, n_samples: int, size: int, tokens
 
 @torch.no_grad()
 def at_once(plain: LlamaForCausalLM, tokens) -> torch.Tensor:
-    """The logits of what follows a text, read in one pass without a cache."""
+    """Return the logits after a text, from one pass without a cache."""
     with precise(torch.float64):
         return plain(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
 
@@ -221,7 +221,7 @@ def at_once(plain: LlamaForCausalLM, tokens) -> torch.Tensor:
 def test_a_row_reads_the_same_with_others_beside_it_in_pieces_and_after_they_left(
     policy: Policy, plain: LlamaForCausalLM, lengths, most: int | None
 ) -> None:
-    """Left padding, prompts in pieces, each prompt taken twice, then rows that leave in turn while the cache grows."""
+    """Left padding; prompts in pieces; two rows for each prompt; then rows leave in turn while the cache grows."""
     rows, longest = [prompt_of(at, n).tokens.tolist() for at, n in enumerate(lengths)], max(lengths)
     pads = torch.tensor([longest - n for n in lengths])
     tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
@@ -234,8 +234,8 @@ def test_a_row_reads_the_same_with_others_beside_it_in_pieces_and_after_they_lef
     texts, logits = [list(rows[at]) for at in twice], logits[twice]
     generator = torch.Generator().manual_seed(0)
     for step in range(20):
-        for text, found in zip(texts, logits, strict=True):
-            assert float((found - at_once(plain, text)).abs().max()) < EXACT
+        for text, logits_V in zip(texts, logits, strict=True):
+            assert float((logits_V - at_once(plain, text)).abs().max()) < EXACT
         if step % 5 == 4:
             staying = [at for at in range(len(texts)) if at != step % len(texts)][::-1]
             cache.take(torch.tensor(staying))
@@ -255,7 +255,7 @@ def test_a_cache_has_no_more_room_than_it_was_said_to_need(policy: Policy) -> No
 
 
 def test_what_is_drawn_depends_on_nothing_beside_it(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the samples are cut into micro-batches and the prompts into pieces."""
+    """Samples stay the same for any cut into micro-batches and any pieces of the prompts."""
     requests = rows_of([17, 3, 9, 30], 3)
     whole = drawn(drawer_of(policy), [requests])
     assert len({tuple(answer) for answer, *_ in whole.values()}) > 6
@@ -273,12 +273,12 @@ def test_prompts_are_read_a_bounded_number_of_tokens_at_a_time(policy: Policy, m
     inner = drawer._forward
     drawer._forward = lambda batch: (read.append(batch.tokens_Bq.numel()), inner(batch))[1]  # type: ignore[func-returns-value]
     drawn(drawer, [rows_of([33, 20, 7], 2)])
-    assert sum(read) == 3 * 33 + 11 * 6  # each prompt once, whatever its samples; the last token is not read
+    assert sum(read) == 3 * 33 + 11 * 6  # each prompt once for all its samples; the last token is not read
     assert max(read) <= 16
 
 
 def test_log_probabilities_are_those_of_scoring(policy: Policy) -> None:
-    """Also under a temperature, and where tokens are left out: they are of the whole distribution."""
+    """Also at a temperature and with tokens left out: log-probabilities are those of the whole distribution."""
     hot = Policy(policy.model, temperature=0.7)
     requests = rows_of([12, 5, 8], 2)
     drawer = drawer_of(hot, temperature=0.7, top_k=4)
@@ -297,7 +297,7 @@ def test_log_probabilities_are_those_of_scoring(policy: Policy) -> None:
 
 
 def test_answers_end_with_an_end_a_stop_or_their_longest(policy: Policy) -> None:
-    """Held to what is drawn without any end, whose beginning they must be."""
+    """Each answer must be the beginning of the same answer drawn without any end."""
     requests = rows_of([9, 4, 14], 8)
     free = drawn(drawer_of(policy, max_new_tokens=20), [requests])
     assert all(len(answer) == 20 and not stopped for answer, stopped, *_ in free.values())
@@ -309,13 +309,13 @@ def test_answers_end_with_an_end_a_stop_or_their_longest(policy: Policy) -> None
     for place, (answer, *_) in free.items():
         text = [chr(ord("a") + token) for token in answer]
         first = next((n for n in range(1, 21) if answer[n - 1] in ends or any(s in "".join(text[:n]) for s in stop)), 0)
-        found, stopped, said, behaviour = cut[place]
-        assert found == answer[: first or 20]
+        shortened, stopped, said, behaviour = cut[place]
+        assert shortened == answer[: first or 20]
         assert stopped == bool(first)
-        assert len(behaviour) == len(found)
+        assert len(behaviour) == len(shortened)
         assert not any(s in said for s in stop)
         assert "".join(text).startswith(said)
-        lengths.add(len(found))
+        lengths.add(len(shortened))
     assert len(lengths) > 3  # rows left at different times
 
 
@@ -327,7 +327,7 @@ def test_logits_that_are_not_finite_name_the_prompt(policy: Policy) -> None:
 
 
 def test_answers_are_as_often_drawn_as_they_are_probable(policy: Policy, plain: LlamaForCausalLM) -> None:
-    """All answers of two tokens to one prompt, 4,000 samples, against the products of their probabilities."""
+    """4,000 answers of two tokens to one prompt, against the products of the tokens' probabilities."""
     draws = 4000
     prompt = prompt_of(3, 6)
     requests = [Request(number, prompt, number) for number in range(draws)]

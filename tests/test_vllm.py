@@ -1,5 +1,5 @@
-"""The door to vLLM, held to a stand-in for the package: it cannot run without a GPU, so what is tested here is what it
-is asked and what is made of its answers, not vLLM."""
+"""Sampling by vLLM, with a stand-in for the package, which needs a GPU. Tested are the requests that vLLM receives and
+the samples made from its answers, not vLLM itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REQUESTS = [Request(place, PROMPTS[place // 2], place % 2) for place in range(6)
 
 
 class StandIn:
-    """Of vllm.LLM. Answers every request with tokens that follow from its seed."""
+    """Stand-in for vllm.LLM. It answers each request with tokens that follow from the request's seed."""
 
     def __init__(self, **options: Any) -> None:
         assert Path(options["model"], "config.json").exists()
@@ -38,13 +38,13 @@ class StandIn:
     def generate(self, prompts: list[dict[str, Any]], parameters: list[Any], use_tqdm: bool) -> list[Any]:
         assert not use_tqdm
         self.asked += zip(prompts, parameters, strict=True)
-        found = []
+        outputs = []
         for each in parameters:
             tokens = [3 + each.seed % 200, 70, 1]
             logps = [{token: SimpleNamespace(logprob=-0.5 * (n + 1))} for n, token in enumerate(tokens)]
             answer = SimpleNamespace(token_ids=tokens, logprobs=logps, finish_reason="stop")
-            found.append(SimpleNamespace(outputs=[answer]))
-        return found
+            outputs.append(SimpleNamespace(outputs=[answer]))
+        return outputs
 
 
 @pytest.fixture
@@ -56,7 +56,8 @@ def drawer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     cfg = RolloutConfig(minibatches=1, sampling_ranks=0, temperature=0.7, top_p=0.9, max_new_tokens=5, stop=["!"])
     write = lambda place: (place / "config.json").write_text("{}")  # noqa: E731
-    return VLLMDrawer(write, byte_tokenizer(), [1], cfg, 3, 64, np.dtype(np.float32))
+    return VLLMDrawer(write_model=write, tokenizer=byte_tokenizer(), ends=[1], cfg=cfg, seed=3, max_length=64,
+                      dtype=np.dtype(np.float32))  # fmt: skip
 
 
 def test_what_it_is_asked_and_what_comes_of_it(drawer: Any) -> None:

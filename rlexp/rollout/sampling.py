@@ -45,14 +45,14 @@ class Drawn:
 class Drawer:
     def __init__(
         self,
+        *,
         forward: Forward,
         tokenizer: Any,
         ends: Sequence[int],
         cfg: RolloutConfig,
         seed: int,
         device: torch.device,
-        dtype: np.dtype[Any],
-        *,
+        dtype: np.dtype[Any],  # of the log-probabilities that samples keep
         in_step: bool,  # a forward pass is a collective call of all ranks
     ) -> None:
         self._forward, self._tokenizer, self._ends = forward, tokenizer, frozenset(ends)

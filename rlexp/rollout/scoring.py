@@ -1,7 +1,7 @@
-"""What the models say of samples, over the ring: log-probabilities, values, and the scores of reward models.
+"""The scoring pass over the ring: log-probabilities, the critic's values, and the scores of reward models.
 
-Each ring scores what its own ranks drew, in packed micro-batches of `rollout.score_batch_size`; what comes out goes
-home to the rank that holds the sample. Which samples make a micro-batch is said in one place, `_chunks`.
+Each ring scores the samples that its own ranks drew, in packed micro-batches of `rollout.score_batch_size`. Results
+return to the rank that holds the sample. One place says which samples share a micro-batch: `_chunks`.
 """
 
 from __future__ import annotations
@@ -22,64 +22,55 @@ from rlexp.rollout.experience import off_pack
 from rlexp.types import Floats, Ids, Pack, Sample, Shard, TokenLogps
 
 Sequences = list[tuple[Ids, Ids]]  # prompt and answer
+Scores = dict[str, list[float]]  # of this rank's samples, by the name of the reward model
 
 
 @dataclass(frozen=True)
-class Judge:
-    """A model that gives whole answers a score: how it reads a sample, and this rank's part of a pack's
-    scores."""
+class RingRewardModel:
+    """A reward model that runs over the ring."""
 
     name: str
-    encode: Callable[[Sample], tuple[Ids, Ids]]
-    score: Callable[[Pack], Tensor]  # (S,): to be summed over the ring
+    encode: Callable[[Sample], tuple[Ids, Ids]]  # the prompt and the answer in the model's own tokens
+    score: Callable[[Pack], Tensor]  # (S,): this rank's part; the sum over the ring is the score
 
 
 @dataclass(frozen=True)
 class Scorer:
     world: World
-    size: int  # samples scored at once
+    size: int  # samples in a micro-batch
     pack: Callable[[Sequences], Pack]
-    hold: Callable[[Pack], Shard]  # this rank's part, on its device
+    hold: Callable[[Pack], Shard]  # cuts this rank's shard, and puts it on its device
     policy: Callable[[Shard], TokenLogps]
     reference: Callable[[Shard], TokenLogps] | None
-    judges: Sequence[Judge]
-    dtype: np.dtype[Any]  # of what is kept
-    together: bool  # a forward pass is a collective call of all ranks, not of a ring
+    reward_models: Sequence[RingRewardModel]
+    dtype: np.dtype[Any]  # of the values kept for each token
+    together: bool  # a forward pass is a collective call of all ranks, not of one ring
 
     @torch.no_grad()
-    def score(self, mine: Sequence[Sample]) -> dict[str, list[float]]:
-        """Fill in `old`, `values` and `reference` of this rank's samples; what the judges say of them, by name."""
-        judged: dict[str, list[float]] = {judge.name: [] for judge in self.judges}
+    def score(self, mine: Sequence[Sample]) -> Scores:
+        """Fill in `old`, `values` and `reference` of this rank's samples, and return the reward models' scores."""
+        rewards = self._no_rewards()
         for chunk in self._chunks(mine):
-            sequences, first = self._whole([(sample.prompt.tokens, sample.answer) for sample in chunk])
-            ours = slice(first, first + len(chunk))
-            pack = self.pack(sequences)
-            shard = self.hold(pack)
-            said = self.policy(shard)
-            self._keep(chunk, "old", off_pack(pack, shard, said.logps_t, self.world.ring)[ours])
-            if said.values_t is not None:
-                trained_t = shard.sequence_t >= 0
-                values_t = said.values_t.where(trained_t, torch.zeros_like(said.values_t))
-                self._keep(chunk, "values", off_pack(pack, shard, values_t, self.world.ring)[ours])
-            if self.reference is not None:
-                reference_t = self.reference(shard).logps_t
-                self._keep(chunk, "reference", off_pack(pack, shard, reference_t, self.world.ring)[ours])
-            for name, scores in self._judged(chunk, ours).items():
-                judged[name] += scores
-        return judged
+            self._fill_in(chunk)
+            self._add_rewards(chunk, rewards)
+        return rewards
 
     @torch.no_grad()
-    def judge(self, mine: Sequence[Sample]) -> dict[str, list[float]]:
-        """The judges alone."""
-        judged: dict[str, list[float]] = {judge.name: [] for judge in self.judges}
-        for chunk in self._chunks(mine) if self.judges else ():
-            _, first = self._whole([(sample.prompt.tokens, sample.answer) for sample in chunk])
-            for name, scores in self._judged(chunk, slice(first, first + len(chunk))).items():
-                judged[name] += scores
-        return judged
+    def score_rewards(self, mine: Sequence[Sample]) -> Scores:
+        """Return the reward models' scores, and compute nothing else."""
+        rewards = self._no_rewards()
+        for chunk in self._chunks(mine) if self.reward_models else ():
+            self._add_rewards(chunk, rewards)
+        return rewards
+
+    def _no_rewards(self) -> Scores:
+        return {model.name: [] for model in self.reward_models}
 
     def _chunks(self, mine: Sequence[Sample]) -> list[Sequence[Sample]]:
-        """This rank's share of each micro-batch of its ring; as many as any ring has where all must go together."""
+        """Cut this rank's samples into its shares of the ring's micro-batches.
+
+        All ranks of a ring get the same number of shares, and all ranks of all rings if they must go together.
+        """
         share = max(1, self.size // self.world.ring.size)
         most = torch.tensor(-(-len(mine) // share))
         group = None if self.together else self.world.ring.group
@@ -87,19 +78,31 @@ class Scorer:
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         return [mine[number * share : (number + 1) * share] for number in range(int(most))]
 
-    def _whole(self, ours: Sequences) -> tuple[Sequences, int]:
-        """The shares of all ranks of the ring, and where ours begins."""
+    def _whole(self, mine: Sequences) -> tuple[Sequences, slice]:
+        """Return the shares of all ranks of the ring as one list, and the place of this rank's share in it."""
         ring = self.world.ring
-        parts = gather_objects(ours, ring.size, ring.group)
-        return [each for part in parts for each in part], sum(len(part) for part in parts[: ring.rank])
+        parts = gather_objects(mine, ring.size, ring.group)
+        first = sum(len(part) for part in parts[: ring.rank])
+        return [each for part in parts for each in part], slice(first, first + len(mine))
 
-    def _judged(self, chunk: Sequence[Sample], ours: slice) -> dict[str, list[float]]:
-        found = {}
-        for judge in self.judges:
-            sequences, _ = self._whole([judge.encode(sample) for sample in chunk])
-            scores_S = ring_sum(judge.score(self.pack(sequences)), self.world.ring)
-            found[judge.name] = scores_S[ours].tolist()
-        return found
+    def _fill_in(self, chunk: Sequence[Sample]) -> None:
+        sequences, own = self._whole([(sample.prompt.tokens, sample.answer) for sample in chunk])
+        pack = self.pack(sequences)
+        shard = self.hold(pack)
+        said = self.policy(shard)
+        columns = {"old": said.logps_t}
+        if said.values_t is not None:
+            columns["values"] = said.values_t.where(shard.sequence_t >= 0, torch.zeros_like(said.values_t))
+        if self.reference is not None:
+            columns["reference"] = self.reference(shard).logps_t
+        for field, values_t in columns.items():
+            self._keep(chunk, field, off_pack(pack, shard, values_t, self.world.ring)[own])
+
+    def _add_rewards(self, chunk: Sequence[Sample], rewards: Scores) -> None:
+        for model in self.reward_models:
+            sequences, own = self._whole([model.encode(sample) for sample in chunk])
+            scores_S = ring_sum(model.score(self.pack(sequences)), self.world.ring)
+            rewards[model.name] += scores_S[own].tolist()
 
     def _keep(self, chunk: Sequence[Sample], field: str, arrays: Sequence[Floats]) -> None:
         for sample, values in zip(chunk, arrays, strict=True):

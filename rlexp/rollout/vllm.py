@@ -32,6 +32,7 @@ class VLLMDrawer:
 
     def __init__(
         self,
+        *,
         write_model: Callable[[Path], None],
         tokenizer: Any,
         ends: Sequence[int],

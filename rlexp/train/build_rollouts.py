@@ -30,7 +30,7 @@ from rlexp.rollout.pipelined import Pipelined
 from rlexp.rollout.rewards.build import build_reward
 from rlexp.rollout.rewards.weighted import ModelTerm
 from rlexp.rollout.sampling import Drawer, Forward
-from rlexp.rollout.scoring import Judge, Scorer
+from rlexp.rollout.scoring import RingRewardModel, Scorer
 from rlexp.train.examples import Examples
 from rlexp.train.rollouts import Rollouts, Source
 from rlexp.train.run import Reference, Run
@@ -56,7 +56,7 @@ def build_rollouts(
         hold=run.hold,
         policy=run.engine.forward,
         reference=reference,
-        judges=[judge_of(run, term) for term in rewards.models],
+        reward_models=[ring_reward_model(run, term) for term in rewards.models],
         dtype=kept_dtype(cfg),
         together=run.engine.sharded,
     )
@@ -112,18 +112,34 @@ def build_drawer(
     ends = ends_of(model, tokenizer)
     match cfg.rollout.engine:
         case RolloutEngine.native:
-            return Drawer(forward, tokenizer, ends, cfg.rollout, cfg.seed, device, kept_dtype(cfg), in_step=in_step)
+            return Drawer(
+                forward=forward,
+                tokenizer=tokenizer,
+                ends=ends,
+                cfg=cfg.rollout,
+                seed=cfg.seed,
+                device=device,
+                dtype=kept_dtype(cfg),
+                in_step=in_step,
+            )
         case RolloutEngine.vllm:
             from rlexp.rollout.vllm import VLLMDrawer
 
             def write_model(place: Path) -> None:
                 save_description(model, tokenizer, place)
 
-            length = cfg.data.max_length
-            return VLLMDrawer(write_model, tokenizer, ends, cfg.rollout, cfg.seed, length, kept_dtype(cfg))
+            return VLLMDrawer(
+                write_model=write_model,
+                tokenizer=tokenizer,
+                ends=ends,
+                cfg=cfg.rollout,
+                seed=cfg.seed,
+                max_length=cfg.data.max_length,
+                dtype=kept_dtype(cfg),
+            )
 
 
-def judge_of(run: Run, term: ModelTerm) -> Judge:
+def ring_reward_model(run: Run, term: ModelTerm) -> RingRewardModel:
     """Build a reward model, whole on every rank, that scores over the ring.
 
     It has a precision of its own, so it runs over our own layout; and heads of its own: where the run's layout cannot
@@ -141,7 +157,7 @@ def judge_of(run: Run, term: ModelTerm) -> Judge:
         scores_S: Tensor = model(shard, last_places(pack))
         return scores_S
 
-    return Judge(term.name, model.encode, score)
+    return RingRewardModel(term.name, model.encode, score)
 
 
 def ends_of(model: Any, tokenizer: Any) -> list[int]:

@@ -133,8 +133,8 @@ class Rollouts:
             self.host.meet()
         drawn = time.monotonic()
         with self.phases("score"):
-            judged = self.scorer.score(self.mine)
-            self._collect(self.mine, judged)
+            model_scores = self.scorer.score(self.mine)
+            self._collect(self.mine, model_scores)
             self.kl_coef, self.number = self.controller.beta, number
             table = self._table(self.mine, self.size, scored=True)
             self._give_credit(table)
@@ -149,9 +149,9 @@ class Rollouts:
         self.made = Made(number, self.mine, values, seconds, spans)
         return self.made
 
-    def _collect(self, mine: Sequence[Sample], judged: dict[str, list[float]]) -> None:
+    def _collect(self, mine: Sequence[Sample], model_scores: dict[str, list[float]]) -> None:
         self.rewards.collect()
-        for name, scores in judged.items():
+        for name, scores in model_scores.items():
             self.rewards.add(name, mine, scores)
         self.rewards.finish(mine)
         for sample in mine:
@@ -262,7 +262,7 @@ class Rollouts:
         with self.phases("eval"):
             mine = self.source.draw(HELD_OUT, self.eval_prompts, 1, self.rewards)
             self.host.meet()
-            self._collect(mine, self.scorer.judge(mine))
+            self._collect(mine, self.scorer.score_rewards(mine))
             table = self._table(mine, len(self.eval_prompts), scored=False)
         mean = {name: float(column.mean()) for name, column in table.items()}
         renamed = {"score": "objective/scores", "length": "response/length", "stopped": "response/stopped"}
