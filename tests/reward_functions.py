@@ -1,4 +1,4 @@
-"""Reward functions as users write them, good and bad."""
+"""Reward functions as users write them, correct and faulty."""
 
 from __future__ import annotations
 

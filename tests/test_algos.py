@@ -1,4 +1,4 @@
-"""Losses against arithmetic done by hand."""
+"""DPO losses against arithmetic by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That the product's own example learns, and that it is the learning rate that does it."""
+"""The example `ppo_tiny` learns, and does not learn with a learning rate of 0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bench.learning import ENTROPY, FLOOR, UNTRAINED, learned
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 
-STEPS, STILL = 56, 16  # of 96
+STEPS, STILL = 56, 16  # the example has 96
 # Measured: 0.967 over the last 128 samples, and an entropy of 2.46.
 LEARNED = 0.7
 
@@ -26,5 +26,5 @@ def test_ppo_tiny_learns_digits_and_without_a_learning_rate_nothing() -> None:
     assert ended > LEARNED
     assert trained.rows[-1][ENTROPY] > FLOOR
     assert max(learned(still.rows).reward) < UNTRAINED
-    # Other samples of the same policy: 3e-5 apart.
+    # Other samples of the same policy; measured: 3e-5 apart.
     assert still.rows[-1][ENTROPY] == pytest.approx(still.rows[0][ENTROPY], rel=1e-3)

@@ -1,4 +1,4 @@
-"""Some ranks sample while the others train: one curve, whoever samples, also after a stop."""
+"""The pipelined mode: the curve does not depend on which ranks sample, also after a stop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests import warm
 from tests.runs import descendants, gone, run_json, wait_for_steps
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
-# Three rollouts of 2 epochs × 2 train batches, the last of which the run leaves half used.
+# Three rollouts of 2 epochs × 2 train batches; the run uses half of the last one.
 BASE = ("launch.device=cpu", "logger=none", "logger.progress=false", "engine=torch", "train.precision=fp64", "loss=ppo",
         "rollout=pipelined", "reward.rule=regex", "reward.pattern='[a-z]'", "train.batch_size=4",
         "rollout.batch_size=4", "rollout.n_samples=2", "rollout.epochs=2", "rollout.max_new_tokens=6", "data.size=16",
@@ -38,8 +38,10 @@ LAYOUTS = (
 
 
 def moved(row: dict[str, float], other: dict[str, float]) -> list[str]:
-    """Metrics that differ by more than rounding. Terms of a loss of both signs add up to nothing, hence the absolute
-    part; a flipped token moves the score by 1e-2."""
+    """Return the metrics that differ by more than rounding.
+
+    Loss terms of both signs cancel, so the tolerance has an absolute part. A flipped token moves the score by 1e-2.
+    """
     assert row.keys() == other.keys()
     return [
         f"step {row['step']}: {name} {row[name]!r} {other[name]!r}"
@@ -55,13 +57,13 @@ def test_one_curve_whoever_samples() -> None:
     assert sum("eval/objective/scores" in row for row in straight.rows) == 2
     for layout, curve in zip(LAYOUTS[1:], others, strict=True):
         assert [fault for a, b in zip(straight.rows, curve.rows, strict=True) for fault in moved(a, b)] == [], layout
-        # 1.1e-12 at most measured, of the critic's head: Adam divides its gradients, of which there is little yet.
+        # Largest difference measured: 1.1e-12, in the critic's head; Adam divides by its gradients, which are small.
         assert differences(straight, curve)["weights"] < 1e-11, layout
 
 
 def test_a_step_behind_is_weighed_by_what_is_now_likely() -> None:
-    """The samples were drawn by older weights than those that are trained, and the ratio says so; drawn by all ranks in
-    turn they were not."""
+    """Pipelined samples come from older weights than those being trained, and the ratio shows it; colocated ones do
+    not."""
     ahead, along = draw([compose_config([*BASE, *how]) for how in (("parallel=ring1",), ("rollout=default",))])
     ratios = [[abs(row["train/val/behaviour_ratio"] - 1) for row in curve.rows] for curve in (ahead, along)]
     assert max(ratios[0][:4]) < 1e-12
@@ -71,7 +73,7 @@ def test_a_step_behind_is_weighed_by_what_is_now_likely() -> None:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Undisturbed."""
+    """Run to the end without a stop."""
     place = tmp_path_factory.mktemp("straight")
     warm.run("rlexp", [*BASE, "hydra.run.dir=run"], place, timeout=200).check_returncode()
     return place / "run"

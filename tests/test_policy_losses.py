@@ -71,14 +71,16 @@ def tensor(values: Sequence[Any]) -> Tensor:
 
 @dataclass
 class Case:
-    """A rollout of two prompts with three answers each, which is also the train batch; one answer is empty, one is not
-    trained on. Prompts take up tokens too, which belong to no answer."""
+    """A rollout of two prompts with three answers each, which is also the train batch.
+
+    One answer is empty, and one is not trained on. The prompts' tokens belong to no answer.
+    """
 
     lengths: tuple[int, ...] = (3, 1, 5, 2, 0, 4)
     counts: tuple[bool, ...] = (True, True, True, False, True, True)
     groups: tuple[int, ...] = (0, 0, 0, 1, 1, 1)
     seed: int = 0
-    apart: float = 0.3  # how far log-probabilities are from each other
+    apart: float = 0.3  # deviation between two sets of log-probabilities
 
     def __post_init__(self) -> None:
         draw = random.Random(self.seed)
@@ -103,7 +105,7 @@ def k_of(kind: KLEstimator, d: Any) -> Any:
 
 
 def divergences(case: Case, cfg: PolicyLossConfig) -> Numbers:
-    """Of the policy as it was, token by token."""
+    """Return the divergence estimates of each token, for the old policy."""
     return [
         [k_of(cfg.kl, o - r).real if cfg.beta > 0 else 0.0 for o, r in zip(old, reference, strict=True)]
         for old, reference in zip(case.old, case.reference, strict=True)
@@ -111,7 +113,7 @@ def divergences(case: Case, cfg: PolicyLossConfig) -> Numbers:
 
 
 def plain_advantages(case: Case, cfg: Any, kl_coef: float) -> tuple[Numbers, Numbers]:
-    """By token, before they are whitened, and what the critic is to say."""
+    """Return the advantages of each token, and the critic's targets."""
     charged = kl_coef if cfg.kl_in is KLPlace.reward else 0.0
     divergence = divergences(case, cfg)
     advantages: Numbers = []
@@ -201,7 +203,7 @@ def plain_loss(case: Case, cfg: Any, kl_coef: float, cap: float | None) -> Any:
 
 
 def plain_gradient(case: Case, what: str, loss: Callable[[], Any]) -> list[float]:
-    """By the complex step, in the order of samples and tokens."""
+    """Differentiate by the complex step, in the order of samples and tokens."""
     step, gradient = 1e-30, []
     for row in getattr(case, what):
         for t, value in enumerate(row):
@@ -232,7 +234,7 @@ def advantages_of(case: Case, cfg: PolicyLossConfig, loss: PolicyLoss, kl_coef: 
 
 
 def laid_out(case: Case, rows: Sequence[Sequence[float]]) -> Tensor:
-    """In a pack: two tokens of a prompt, whose values are 0, before each answer."""
+    """Lay the rows in a pack: before each answer, two tokens of a prompt with value 0."""
     return tensor([value for row in rows for value in (0.0, 0.0, *row)])
 
 
@@ -277,7 +279,7 @@ def close(got: Any, wanted: Any) -> None:
 def answers_of(tokens: PolicyTokens, values_t: Tensor | None) -> list[float]:
     assert values_t is not None
     inside = tokens.sequence_t < len(tokens.weight_S)
-    assert not bool(values_t[~inside].any())  # nothing reaches a prompt
+    assert not bool(values_t[~inside].any())  # no gradient reaches a prompt
     return [float(each) for each in values_t[inside]]
 
 
@@ -372,8 +374,10 @@ def test_what_is_logged_by_token(name: str) -> None:
 
 
 def over_two_ranks(loss: PolicyLoss, tokens: PolicyTokens, kl_coef: float) -> tuple[list[PolicyTerms], Tensor]:
-    """Every other token to one rank, the rest to the other. The sum over the ring is known from a first pass, and its
-    backward is the identity."""
+    """Give every other token to one rank and the rest to the other.
+
+    A first pass records the other rank's sums. The backward of the sum over the ring is the identity.
+    """
     sent: list[list[Tensor]] = [[], []]
 
     def part(rank: int, by_sequence: Callable[[Tensor], Tensor]) -> PolicyTokens:
@@ -480,7 +484,7 @@ def test_at_the_old_policy_it_is_reinforce(name: str) -> None:
     terms = loss(tokens, 0.0)
     terms.loss.backward()
     policy = (terms.weighted | terms.replicated)["loss/policy_avg"]
-    if name not in ("rloo", "dr_grpo"):  # their answers' lengths weigh in the value, though not in an answer's gradient
+    if name not in ("rloo", "dr_grpo"):  # lengths weigh in their value
         close(float(policy), 0.0)
     assert tokens.logps_t.grad is not None
     close(tokens.logps_t.grad.tolist(), (-tokens.advantages_t * tokens.weight_t).tolist())
@@ -589,7 +593,7 @@ def test_weights_by_hand() -> None:
 
 
 def test_estimators_have_the_divergence_as_their_mean() -> None:
-    """Over all tokens, by the policy's probabilities: exactly of k1 and k3; k2 is off by the third order."""
+    """The mean over all tokens, by the policy's probabilities: exact for k1 and k3; k2 is off in the third order."""
     policy, reference = tensor([0.5, 0.3, 0.2]), tensor([0.45, 0.31, 0.24])
     d = (policy / reference).log()
     exact = float((policy * d).sum())
@@ -607,7 +611,7 @@ def test_estimators_and_their_slopes() -> None:
             assert d.grad is not None
             slope = complex(k_of(kind, complex(value, 1e-30))).imag / 1e-30
             assert float(d.grad) == pytest.approx(slope, rel=1e-14, abs=1e-15)
-    tiny = torch.tensor([1e-4])  # float32, where exp(−d) − 1 + d has no digit right
+    tiny = torch.tensor([1e-4])  # float32, where exp(−d) − 1 + d has no correct digit
     assert float(estimate(KLEstimator.k3, tiny)) == pytest.approx(5e-9, rel=2e-3)
 
 
@@ -689,8 +693,10 @@ def padded(case: Case, rows: Sequence[Sequence[float]]) -> Tensor:
 
 
 def test_ppo_is_a_batch_of_tensors_under_autograd() -> None:
-    """The formulas once more, as libraries write them: answers of one length as rows of a batch, differentiated by
-    torch. The policy's and the critic's terms are compared apart."""
+    """The formulas again, as libraries write them: answers of one length as rows of a batch, differentiated by torch.
+
+    The terms of the policy and of the critic are compared separately.
+    """
     cfg = configured("ppo", beta=0.2, value_coef=0.3)
     case = Case(lengths=(5,) * 6, counts=(True,) * 6)
     loss = built(cfg)

@@ -1,4 +1,4 @@
-"""What training asks of the policy's head and of the meter, that no comparison of layouts would notice."""
+"""Entropy gradients and metered values, whose faults a comparison of layouts would not show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEMPERATURE = 0.7
 
 @pytest.mark.parametrize("rows", [100, 2], ids=["at once", "some rows at a time"])
 def test_the_entropy_that_is_trained_has_its_gradient(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """−Σ p·log p of the distribution that tokens are drawn from, of trained tokens alone."""
+    """The entropy is −Σ p·log p of the distribution that tokens are drawn from, for trained tokens only."""
     monkeypatch.setattr(policy, "LOGITS", 11 * rows)
     weight, hidden = seeded(11, 4).requires_grad_(), seeded(6, 4, seed=1).requires_grad_()
     shard: Any = SimpleNamespace(sequence_t=torch.tensor([-1, 0, 0, -1, 1, 1]), targets_t=torch.arange(6))
@@ -40,8 +40,10 @@ def test_the_entropy_that_is_trained_has_its_gradient(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("rank", "loss"), [(0, 3.0), (1, 1.0)])
 def test_what_is_metered(rank: int, loss: float) -> None:
-    """Of a term by sequences, which every rank of a ring has whole, the first rank's alone. Means and peaks are of
-    trained tokens: elsewhere the ratio is 1, which may be more than that of any token that counts."""
+    """A sequence term is whole on every rank of a ring, so only the first rank's is metered.
+
+    Means and peaks are over trained tokens. Elsewhere the ratio is 1, which may exceed that of all tokens that count.
+    """
     world: Any = SimpleNamespace(size=1, ring=SimpleNamespace(rank=rank))
     meter = Meter(world, torch.device("cpu"))
     ratio = torch.tensor([1.0, 0.5, 0.7, 1.0])
@@ -49,9 +51,9 @@ def test_what_is_metered(rank: int, loss: float) -> None:
                         {"ratio": ratio}, {"peak": ratio})  # fmt: skip
     tokens: Any = SimpleNamespace(trained_t=torch.tensor([0.0, 1.0, 1.0, 0.0]))
     note(terms, tokens, meter)
-    found = meter.reduce()
-    assert found["loss"] == loss
-    assert found["part"] == 1.0
-    assert found["whole"] == loss - 1.0
-    assert found["ratio"] == pytest.approx(0.6)
-    assert found["peak"] == pytest.approx(0.7)
+    metered = meter.reduce()
+    assert metered["loss"] == loss
+    assert metered["part"] == 1.0
+    assert metered["whole"] == loss - 1.0
+    assert metered["ratio"] == pytest.approx(0.6)
+    assert metered["peak"] == pytest.approx(0.7)

@@ -1,4 +1,4 @@
-"""Rewards: each rule, functions of the user's and their faults, sums, and reward models over the ring."""
+"""Rewards: each rule, the user's functions and their faults, sums, and reward models over the ring."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def built(cfg: RewardConfig) -> Iterator[Rewards]:
 
 
 def children() -> list[str]:
-    """Processes of this one that run reward functions."""
+    """Return the child processes that run reward functions."""
     tasks = Path("/proc/self/task").glob("*/children")
     pids = [pid for task in tasks for pid in task.read_text(encoding="utf-8").split()]
     return [pid for pid in pids if b"rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -226,7 +226,7 @@ def test_a_row_without_what_the_rule_needs_is_named(rule: str, answer: str | Non
 
 @st.composite
 def sums(draw: st.DrawFn, depth: int = 3) -> tuple[str, Fraction]:
-    """A sum as it may be written, and what fractions make of it."""
+    """Draw a sum in one of its spellings, and its value as a fraction."""
     if depth == 0 or draw(st.booleans()):
         number = draw(st.decimals(0, 9999, places=draw(st.integers(0, 3))))
         text = f"{number:f}"
@@ -268,7 +268,7 @@ def test_the_share_matched_counts_characters(text: str) -> None:
     assert share_matched(text, re.compile("[ab]+")) == pytest.approx(expected)
 
 
-# Functions of the user's
+# The user's functions
 
 
 def test_a_function_judges_every_sample_in_its_place() -> None:
@@ -278,7 +278,7 @@ def test_a_function_judges_every_sample_in_its_place() -> None:
         assert [each.terms for each in drawn] == [{"python": each.score} for each in drawn]
         assert scored(rewards, []) == []
         two, three = samples("ab", "c"), samples("", "é" * 100_000)
-        rewards.submit(two)  # the judging of one micro-rollout goes on while the next is drawn
+        rewards.submit(two)  # one micro-batch is judged while the next is drawn
         rewards.submit(three)
         rewards.collect()
         rewards.finish(two + three)
@@ -425,7 +425,7 @@ def eventually(true: Callable[[], object], seconds: float = 20.0) -> bool:
 
 
 def gone(pid: int) -> bool:
-    """Also where nobody waits for its exit code."""
+    """Whether a process has ended, also if nobody has read its exit code."""
     try:
         return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -533,7 +533,7 @@ def test_a_wrong_reward_is_refused_before_a_process_starts(reward: RewardConfig,
     with pytest.raises(ConfigError) as error:
         check_reward(Config(loss=PPOConfig(), reward=reward))
     assert said in str(error.value)
-    check_reward(Config(loss=DPOConfig(), reward=reward))  # who draws no samples needs no reward
+    check_reward(Config(loss=DPOConfig(), reward=reward))  # a loss that draws no samples needs no reward
 
 
 def test_looking_for_a_function_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,7 +571,7 @@ def scores_over(model: RewardModel, ring: Ring, drawn: Sequence[Sample]) -> list
 
 
 def ring_scores(place: Place, path: Path) -> list[list[float]]:
-    """The samples in one pack, each in its own, and a rank's turn without a sample."""
+    """Score the samples in one pack, then each in its own pack, then no sample."""
     ring = build_world(place.world_size).ring
     model = reward_model(path, precision=Precision.fp64)
     drawn = [sample(answer, prompt) for prompt, answer in TEXTS]
@@ -608,7 +608,7 @@ def test_a_reward_model_keeps_its_own_dtype(llama: Path) -> None:
 
 
 def test_a_foreign_tokenizer_reads_the_texts(llama: Path) -> None:
-    """A policy with a tokenizer that has one more token: its ids mean something else, so the texts are read anew."""
+    """The policy's tokenizer has one more token, so its ids mean something else and the texts are tokenized again."""
     foreign = byte_tokenizer()
     foreign.add_tokens(["<more>"])
     model = reward_model(llama, foreign, max_length=20)

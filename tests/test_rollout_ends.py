@@ -1,4 +1,4 @@
-"""Runs that draw their own samples: how they stop, what they save meanwhile, and what they do without."""
+"""Runs that draw their own samples: how they stop, what they save, and what they do not hold."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_a_pipelined_run_that_is_asked_to_stop_saves_what_is_being_drawn(tmp_path: Path) -> None:
-    """The ranks that sample hear the signal too, and the checkpoint waits for them."""
+    """The sampling ranks receive the signal too, and the checkpoint waits for them."""
     command = [sys.executable, "-m", "rlexp", *BASE, "hydra.run.dir=run", "train.max_steps=100000",
                "checkpoint.save_every=null", "train.eval_every=null"]  # fmt: skip
     process = subprocess.Popen(
@@ -55,19 +55,19 @@ def sample(place: int) -> Sample:
 
 
 def test_what_waits_is_saved_as_it_was_while_it_is_scored(tmp_path: Path) -> None:
-    """The files are written behind the training's back, which goes on to score the samples, one after the other."""
+    """A thread writes the files while training goes on to score the samples, one after the other."""
     waiting = [sample(place) for place in range(3)]
     run: Any = SimpleNamespace(source=SimpleNamespace(waiting=lambda: waiting), mine=[], steps_each=4)
-    found = Rollouts.unfinished(run, 4)
+    unfinished = Rollouts.unfinished(run, 4)
     waiting[0].old = np.zeros(3)
-    saved.write(tmp_path, NEXT, 0, 1, found[NEXT])
+    saved.write(tmp_path, NEXT, 0, 1, unfinished[NEXT])
     again = saved.read(tmp_path, NEXT, [each.prompt for each in waiting], 0, 1)
     assert [each.place for each in again] == [0, 1, 2]
     assert all(each.old is None for each in again)
 
 
 def test_texts_take_what_they_take(tmp_path: Path) -> None:
-    """One long answer does not make all as long; whatever a tokenizer decodes comes back."""
+    """One long answer does not pad all others to its length, and every text that a tokenizer decodes is restored."""
     texts = ["x" * 10_000, "", "\0 a\0", "é\ud800", *["short"] * 996]
     samples = [dataclasses.replace(sample(place), text=text) for place, text in enumerate(texts)]
     path = saved.write(tmp_path, NEXT, 0, 1, samples)
@@ -77,7 +77,7 @@ def test_texts_take_what_they_take(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_cannot_draw_is_not_taken_for_all() -> None:
-    """On a NonFiniteError a run settles its checkpoint, which is a collective call; this rank may be the only one."""
+    """A NonFiniteError leads to a collective call that completes the checkpoint; a DrawError may hit one rank only."""
     assert not issubclass(DrawError, NonFiniteError)
 
 
@@ -113,7 +113,7 @@ def test_what_cannot_come_of_it_is_refused(rlexp: Shell, overrides: tuple[str, .
 
 
 def test_a_rollout_that_has_begun_keeps_its_size(rlexp: Shell) -> None:
-    """Whatever is forced: its samples, and which steps they serve, are in the checkpoint."""
+    """resume.force cannot change the size: the checkpoint holds the samples and the steps they serve."""
     run = (*BASE, "rollout=default", "hydra.run.dir=run")
     begun = rlexp(*run, "train.stop_after=1")
     assert begun.returncode == 0, begun.stderr
@@ -124,7 +124,7 @@ def test_a_rollout_that_has_begun_keeps_its_size(rlexp: Shell) -> None:
 
 
 def patient_rank(place: Place, cfg: Config, seconds: float) -> float:
-    """One rank's share of a rollout takes longer than a collective may; what the first step's score comes to."""
+    """Return the first step's score, where one rank draws its share longer than a collective may take."""
     from rlexp.train.build import build
     from rlexp.train.step import train_step
 

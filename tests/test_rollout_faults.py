@@ -1,4 +1,4 @@
-"""Runs that draw their own samples, through the real command: what goes wrong, and what is said of it."""
+"""Runs that draw their own samples, through the real command: faults, and the errors that they print."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ def rewards(tmp_path: Path) -> Path:
 
 
 def left_in(folder: Path) -> list[int]:
-    """Processes that stand in a folder: the ranks of its run, and the workers of their rewards."""
-    found = []
+    """Return the processes whose working folder this is: the ranks of its run and the workers of their rewards."""
+    pids = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             if Path(os.readlink(place / "cwd")) == folder and "\nState:\tZ" not in (place / "status").read_text():
-                found.append(int(place.name))
+                pids.append(int(place.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def refused(answer: subprocess.CompletedProcess[str], folder: Path, *said: str) -> None:
@@ -107,7 +107,7 @@ def test_a_reward_that_fails_says_for_which_sample(rlexp: Shell, rewards: Path, 
     own = [part for part in RUN if not part.startswith(("reward.rule", "reward.pattern"))]
     answer = rlexp(*own, "parallel=ring2", *python)
     refused(answer, rewards, f"reward.function=grades:{function}", *said)
-    assert "rlexp/rollout" not in answer.stderr  # no traceback of ours
+    assert "rlexp/rollout" not in answer.stderr  # no traceback of rlexp
     assert run_json(rewards / "run")["status"] == "failed"
 
 
@@ -122,7 +122,7 @@ def weights_of(folder: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def mute(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that ends every answer at once: each of its tokens is the same vector, which only the end is like."""
+    """A model that ends every answer at once: all its tokens have one embedding, and only the end's head matches it."""
     import torch
 
     from rlexp.config.load import compose_config
@@ -156,7 +156,7 @@ def mute(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_empty_answers_that_are_all_alike_move_no_policy(
     rlexp: Shell, tmp_path: Path, mute: Path, loss: tuple[str, ...]
 ) -> None:
-    """All score 0; the critic says 0 and is right; the reference is where the policy is."""
+    """All answers score 0, the critic predicts 0, and the reference equals the policy."""
     more = ("model=hf", f"model.path={mute}", "parallel=ring2", "checkpoint.export=true", "train.precision=fp64")
     answer = rlexp(*RUN, *loss, *more, "optim.lr=1e-3", "checkpoint.export_dtype=fp32")
     assert answer.returncode == 0, answer.stderr
@@ -172,7 +172,7 @@ def test_empty_answers_that_are_all_alike_move_no_policy(
 
 
 def test_without_a_group_of_use_nothing_is_trained_on(rlexp: Shell, rewards: Path) -> None:
-    """Every group scores alike and is left out: no sample counts, and every count is 0."""
+    """The answers of each group score the same and are left out, so no sample counts and every count is 0."""
     python = ("loss=grpo", "loss.filter=true", "reward=python", "reward.function=grades:alike")
     own = [part for part in RUN if not part.startswith(("reward.", "loss=", "checkpoint.export"))]
     answer = rlexp(*own, *python, "parallel=ring2", "optim.lr=1e-2", "optim.weight_decay=0")
@@ -190,7 +190,7 @@ def test_without_a_group_of_use_nothing_is_trained_on(rlexp: Shell, rewards: Pat
 
 
 def test_alike_scores_move_only_the_critic(rlexp: Shell, rewards: Path) -> None:
-    """The loss is finite; whitened advantages differ by the critic's own values, so PPO is not held still."""
+    """The loss is finite. Whitened advantages still differ by the critic's values, so PPO moves."""
     own = [part for part in RUN if not part.startswith("reward.")]
     answer = rlexp(*own, "reward=python", "reward.function=grades:alike", "train.max_steps=4")
     assert answer.returncode == 0, answer.stderr
@@ -204,7 +204,7 @@ def test_alike_scores_move_only_the_critic(rlexp: Shell, rewards: Path) -> None:
 
 
 def test_a_prompt_longer_than_the_limit(rlexp: Shell, tmp_path: Path) -> None:
-    """32 tokens for a prompt: 40 less the answer's 8."""
+    """A prompt may have 32 tokens: 40 less the 8 of the answer."""
     rows = [{"prompt": "p" * (50 if number == 3 else 20)} for number in range(17)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     data = ("data=jsonl", "data.path=rows.jsonl", "data.max_length=40", "rollout.max_new_tokens=8", "train.max_steps=1")

@@ -1,4 +1,4 @@
-"""The promise for runs that draw their own samples, on a part of the tables of docs/invariance.md."""
+"""Runs that draw their own samples give the same curves on every layout: a part of the tables in docs/invariance.md."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_rollouts_do_not_move_with_the_layout() -> None:
     assert len(baseline.rows) == STEPS
     assert [len(rollout) for rollout in baseline.drawn] == [16, 16]  # the second begins after step 4
     lengths = {len(sample.tokens) for rollout in baseline.drawn for sample in rollout}
-    assert max(lengths) == 12  # some reached the limit, and some stopped
+    assert max(lengths) == 12  # some answers reached the limit, others stopped
     assert len(lengths) > 2
     assert baseline.drawn[0][0].tokens != baseline.drawn[0][1].tokens  # two samples of a prompt
     assert len({sample.score for sample in baseline.drawn[0]}) > 2

@@ -1,4 +1,4 @@
-"""What is kept and shown of samples, and runs held against each other up to the first that differs."""
+"""Records and displays of samples, and the comparison of runs up to the first sample that differs."""
 
 from __future__ import annotations
 
@@ -51,16 +51,17 @@ def test_a_digest_is_the_length_and_a_checksum_of_each_beginning() -> None:
 @settings(deadline=None, max_examples=300)
 @given(ids, ids, ids)
 def test_the_bracket_holds_the_first_token_that_differs(start: list[int], one: list[int], other: list[int]) -> None:
-    """And no more than as many tokens as agree before it."""
+    """The bracket is no longer than the tokens that agree before it."""
     ours, theirs = (np.array(start + each, dtype=np.int32) for each in (one, other))
-    found = bracket(digests(ours), digests(theirs))
+    between = bracket(digests(ours), digests(theirs))
     agree = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     if len(ours) == len(theirs) == agree:
-        assert found is None
+        assert between is None
     else:
-        assert found is not None
-        assert found[0] <= agree + 1 <= found[1]
-        assert found[1] <= 2 * (found[0] - 1) or found[0] == found[1] == 1 or found[1] - found[0] <= 1
+        assert between is not None
+        first, last = between
+        assert first <= agree + 1 <= last
+        assert last <= 2 * (first - 1) or first == last == 1 or last - first <= 1
 
 
 # ---- the record ----
@@ -141,17 +142,17 @@ def test_every_sink_is_told_and_may_leave_it() -> None:
 def test_a_sample_is_a_line_that_fits() -> None:
     shown = [SHOWN, Shown("p" * 90, "日本語" * 40, -1.25, {}, 120, True), Shown("", "", 0.0, {}, 0, True)]
     facts = replace(drawn()[2], shown=shown)
-    title, *found = legible.lines(facts, 80)
+    title, *shown_lines = legible.lines(facts, 80)
     assert title == "samples of rollout 3, step 9:"
-    assert all(legible.width(line) <= 80 for line in found)
-    assert found[0].startswith("  score 0.5 (count 1, length 0)  7 tokens, cut off  ")
-    assert "upon → a " in found[0]
-    assert found[1].startswith("  score -1.25  120 tokens")
-    assert "…ppp" in found[1]
-    assert found[1].endswith("…")
+    assert all(legible.width(line) <= 80 for line in shown_lines)
+    assert shown_lines[0].startswith("  score 0.5 (count 1, length 0)  7 tokens, cut off  ")
+    assert "upon → a " in shown_lines[0]
+    assert shown_lines[1].startswith("  score -1.25  120 tokens")
+    assert "…ppp" in shown_lines[1]
+    assert shown_lines[1].endswith("…")
     whole = legible.lines(facts, None)
     assert whole[1].endswith("Once\\nupon → a \\x1b[31mtime\\t")
-    assert len(legible.lines(facts, 20)) == 4  # of a narrow terminal, nothing fails
+    assert len(legible.lines(facts, 20)) == 4  # a narrow terminal causes no failure
 
 
 class Terminal:
@@ -206,8 +207,7 @@ def test_tensorboard_has_the_table(tmp_path: Path) -> None:
 
 
 def test_wandb_has_the_table_with_the_row_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real client. A table that comes early, as it does where the next rollout is drawn while a step is taken,
-    costs no row."""
+    """With the real client. A table may come early, when the next rollout is drawn during a step; no row is lost."""
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", "/dev/null")
@@ -228,7 +228,7 @@ def test_wandb_has_the_table_with_the_row_of_its_step(tmp_path: Path, monkeypatc
         *("rollout", "prompt", "answer", "score", "score/count", "score/length", "length", "stopped"),
     ]  # fmt: skip
     assert table["data"][0] == [1, SHOWN.prompt, SHOWN.answer, 0.5, 1.0, 0.0, 7, False]
-    (run,) = read_offline(tmp_path)  # in which a table is no metric
+    (run,) = read_offline(tmp_path)  # which does not take a table for a metric
     assert run.rows == [{"step": n, "train/global_step": n, "train/loss": 1.0 / n} for n in range(1, 5)]
     assert not any(name.startswith("samples") for name in run.summary)
 
@@ -303,7 +303,7 @@ def test_the_first_rollout_differs_and_nothing_is_left(tmp_path: Path, capsys: p
     told = " ".join(capsys.readouterr().out.split())
     assert "Nothing is left to compare of b and a: in step 1 sample 1 of prompt 10 differs at token 1 (1 of 8" in told
     assert "FAILED: step 1: nothing is left to compare of a (a): in step 1 sample 1 of prompt 10" in told
-    a_run(runs / "c", "parallel=ring4", drawn=drawn())  # that two agree excuses not the third
+    a_run(runs / "c", "parallel=ring4", drawn=drawn())  # the third is a failure although two agree
     assert compare(runs, "--fail-above", "1e-6") == 1
     assert "nothing is left to compare of b (b)" in capsys.readouterr().out
 
@@ -356,7 +356,7 @@ def test_what_rounding_does_not_choose_is_no_excuse(
 
 
 def test_each_pair_is_held_as_far_as_its_own_samples_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two that flipped alike are compared beyond where the third's samples differ from theirs."""
+    """Two runs with the same flip are compared beyond the step where the third run's samples differ."""
     runs = tmp_path / "runs"
     a_run(runs / "a", drawn=drawn())
     a_run(runs / "b", "parallel=ring2", edit=later(9), drawn=drawn(flips=[FLIP]))
@@ -372,7 +372,7 @@ def test_each_pair_is_held_as_far_as_its_own_samples_agree(tmp_path: Path, capsy
 
 
 def test_noise_after_a_sample_that_differs_is_no_floor(tmp_path: Path) -> None:
-    """Another micro-batch may flip a token too: what it measures ends there, and the estimate takes over."""
+    """Another micro-batch may flip a token too. Its measured floor ends there, and the estimate takes over."""
     runs = tmp_path / "runs"
     a_run(runs / "a", drawn=drawn())
     a_run(runs / "b", "train.micro_batch_size=2", noise=1e-7, edit=later(9), drawn=drawn(flips=[FLIP]))
@@ -385,7 +385,7 @@ def test_noise_after_a_sample_that_differs_is_no_floor(tmp_path: Path) -> None:
 
 
 def test_records_that_are_not_whole(tmp_path: Path) -> None:
-    """A torn last line, rollouts that one of them lacks, no record at all: compared as far as is known."""
+    """A torn last line, missing rollouts or no record at all: runs are compared as far as the records reach."""
     runs = tmp_path / "runs"
     a_run(runs / "a", drawn=drawn())
     path = a_run(runs / "b", "parallel=ring2", drawn=drawn(flips=[FLIP])) / "rollouts.jsonl"
@@ -407,16 +407,16 @@ def test_a_live_report_sees_new_rollouts(tmp_path: Path) -> None:
     sink = RolloutsSink(path, 20)
     sink.rollout(facts[2])
     sink.close(Ending())
-    found = runs[0].record.apart(reader.group(tmp_path / "b").runs[0].record)
-    assert found is not None
-    assert found.step == 9
+    difference = runs[0].record.apart(reader.group(tmp_path / "b").runs[0].record)
+    assert difference is not None
+    assert difference.step == 9
 
 
 # ---- what differences of such runs are relative to ----
 
 
 def test_a_loss_of_advantages_that_cancel_is_no_difference(tmp_path: Path) -> None:
-    """In the first step on a rollout it is nothing but rounding."""
+    """In the first step on a rollout the loss is only rounding."""
 
     def cancelled(size: float):
         def edit(row: dict) -> None:

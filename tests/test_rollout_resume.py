@@ -1,4 +1,4 @@
-"""A run that draws its own samples stops, within a rollout or at its end, and goes on elsewhere: the same curve."""
+"""A run that draws its own samples stops, within a rollout or after it, and continues its curve on another layout."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ RUN = (*ROLLOUT, "loss.kl_target=0.05", "loss.kl_horizon=40")  # the controller'
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Curve:
-    """Undisturbed, in one process."""
+    """Run to the end in one process, without a stop."""
     curve = curve_of(run(FLOAT64[0], tmp_path_factory.mktemp("straight"), *RUN))
     coefficients = [row["train/objective/kl_coef"] for row in curve.rows if "train/objective/kl_coef" in row]
-    assert len(set(coefficients)) == 2  # it moves
+    assert len(set(coefficients)) == 2  # the coefficient moves
     return curve
 
 
@@ -69,7 +69,7 @@ def test_a_stop_after_the_other_steps(straight: Curve, tmp_path: Path, stop: int
 
 @pytest.mark.slow
 def test_a_stop_after_every_step(straight: Curve, tmp_path: Path) -> None:
-    """Each step on the next layout: samples are handed on from ranks to other ranks again and again."""
+    """Each step runs on another layout, so samples move between ranks again and again."""
     for where in itertools.islice(itertools.cycle(FLOAT64), STEPS):
         run(where, tmp_path / "run", *RUN, "train.stop_after=1")
     assert excesses(straight, curve_of(tmp_path / "run")) == []
@@ -78,7 +78,7 @@ def test_a_stop_after_every_step(straight: Curve, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "reinforce_pp"])
 def test_other_algorithms_go_on_too(tmp_path: Path, loss: str) -> None:
-    """Without a critic; samples that do not count stay so."""
+    """Algorithms without a critic; samples that do not count still do not count afterwards."""
     args = (*RUN, f"loss={loss}", "loss.filter=true", "rollout.overlong=mask", "train.max_steps=4")
     straight = curve_of(run(FLOAT64[0], tmp_path / "straight", *args))
     begun = run(Where("torch", 2, 1, "fp64"), tmp_path / "run", *args, "train.stop_after=1")
@@ -98,7 +98,7 @@ def test_damage_to_the_samples_is_refused(tmp_path: Path) -> None:
     samples.unlink()
     with pytest.raises(CheckpointError, match=samples.name):
         checkpoint.check_sizes(last)
-    run(where, begun, *RUN, "train.max_steps=3")  # from the one before, whose samples are whole
+    run(where, begun, *RUN, "train.max_steps=3")  # from the previous checkpoint, whose samples are intact
     assert [row["step"] for row in read_rows(begun / "metrics.jsonl")] == [1, 2, 3]
     assert checkpoint.step_of(before) == 1
 
@@ -108,7 +108,7 @@ def test_samples_are_no_pickle_and_stand_in_the_position(tmp_path: Path) -> None
     last = checkpoint.latest_first(begun)[0]
     position = json.loads((last / "position.json").read_text())["rollouts"]
     assert position["number"] == 0
-    assert position["kl_coef"] != position["beta"]  # what the rollout was made with, and what the next one will be
+    assert position["kl_coef"] != position["beta"]  # the coefficient of this rollout, and of the next one
     with np.load(last / "rollout-now-00000-of-00001.npz", allow_pickle=False) as file:
         assert sorted(file["place"].tolist()) == list(range(16))
         assert {"advantages", "returns", "old", "values", "reference", "behaviour"} <= set(file.files)
@@ -130,7 +130,7 @@ LONG = ("rollout.max_new_tokens=80", "rollout.stop=[]", "train.eval_every=null")
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rank", "launcher"])
 def test_a_kill_while_sampling_loses_nothing(tmp_path: Path, victim: str) -> None:
-    """In the second rollout, after four steps; the same command on another layout goes on."""
+    """The kill comes in the second rollout, after four steps; the same command continues on another layout."""
     command = [sys.executable, "-m", "rlexp", *overrides("parallel=ring2", "launch.nproc=4")]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 200

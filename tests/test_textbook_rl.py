@@ -1,4 +1,4 @@
-"""Steps of PPO and GRPO on a ring of 2 with 2 replicas, against hand arithmetic from the tokens that were drawn."""
+"""Steps of PPO and GRPO on a ring of 2 with 2 replicas, against hand arithmetic from the drawn tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.ranks import largest_gap, on_ranks
 from tests.textbook_rl import CRITIC, Answer, Credit, Knobs
 
 LAYOUT = RolloutCase(2, 2, 2, 3, 6)
-# float64, sums in another order; measured 1.7e-14 for gradients (of the largest element of each tensor), 3e-16 for
-# log-probabilities, 1.2e-15 for advantages, both of the largest of an answer.
+# float64, sums in another order. Largest differences measured: 1.7e-14 of a tensor's largest element for gradients;
+# 3e-16 and 1.2e-15 of an answer's largest value for log-probabilities and advantages.
 GRADIENT, LOGPS, ADVANTAGES = 1e-11, 1e-12, 1e-11
 TEMPERATURE, PATTERN = 0.8, "[0-9A-Za-z]"
 STOPS = "abcdefghijkl"
@@ -27,7 +27,7 @@ STOPS = "abcdefghijkl"
 
 @dataclasses.dataclass
 class Taken:
-    """What rank 0 knows of each step: the weights before it, its gradient, its row, its samples; and each rollout."""
+    """Rank 0's record of each step (weights before it, gradient, row, samples) and of each rollout."""
 
     weights: list[dict[str, Tensor]]
     gradients: list[dict[str, Tensor]]
@@ -63,9 +63,9 @@ def steps_of(cfg: Config, steps: int) -> Taken:
 
 
 def answers_of(cfg: Config, samples: list[Any]) -> list[Answer]:
-    """Tokens as they were drawn; their text is read anew."""
+    """Return the drawn tokens as answers, and decode their texts again."""
     tokenizer = load_tokenizer(cfg.model)
-    found = []
+    answers = []
     for sample in samples:
         tokens = sample.answer.tolist()
         text = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -73,8 +73,8 @@ def answers_of(cfg: Config, samples: list[Any]) -> list[Answer]:
             if char in STOPS:
                 text = text[:place]
                 break
-        found.append(Answer(sample.prompt.tokens.tolist(), tokens, text))
-    return found
+        answers.append(Answer(sample.prompt.tokens.tolist(), tokens, text))
+    return answers
 
 
 def as_leaves(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ def model_of(cfg: Config) -> tuple[Any, dict[str, Tensor]]:
 
 
 def test_what_ppo_knows_of_its_samples(ppo: tuple[Config, Taken]) -> None:
-    """Of both rollouts, the second with a policy that has left its reference and a critic that says something."""
+    """Both rollouts: in the second one the policy has left its reference and the critic's values are not 0."""
     cfg, taken = ppo
     config, reference = model_of(cfg)
     for number, samples in enumerate(taken.rollouts):
@@ -122,12 +122,12 @@ def test_what_ppo_knows_of_its_samples(ppo: tuple[Config, Taken]) -> None:
             "response/length": mean([len(credit.old) for credit in known]),
         }.items():
             assert row[f"train/{name}"] == pytest.approx(expected, rel=1e-11, abs=1e-13), name
-    assert taken.rows[4]["train/objective/kl"] > 0.01  # the second rollout is not the first again
+    assert taken.rows[4]["train/objective/kl"] > 0.01  # the second rollout differs from the first
     assert max(abs(sample.values).max() for sample in taken.rollouts[1]) > 0.01
 
 
 def gradient_of(loss: Tensor, weights: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """torch's embeddings learn nothing of the padding token, which an untrained model draws like any other."""
+    """Set the padding token's embedding gradient to 0, as torch does; an untrained model draws that token too."""
     gradient = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
     for name in gradient:
         if name.endswith("embed_tokens.weight"):
@@ -151,7 +151,7 @@ def credits_of(cfg: Config, config: Any, weights: dict[str, Tensor], reference: 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 7])
 def test_a_step_of_ppo(ppo: tuple[Config, Taken], step: int) -> None:
-    """The first of a rollout, where the ratio is 1, and later ones, where it is not and answers are clipped."""
+    """The first step of a rollout, where the ratio is 1, and later steps, where some tokens are clipped."""
     cfg, taken = ppo
     config, reference = model_of(cfg)
     number = (step - 1) // 4
@@ -165,7 +165,7 @@ def test_a_step_of_ppo(ppo: tuple[Config, Taken], step: int) -> None:
     for name, expected in logged.items():
         assert row[name] == pytest.approx(expected, rel=1e-10, abs=1e-13), name
     moved = {name: grad for name, grad in gradient.items() if float(grad.abs().max()) > 1e-15}
-    still = set(gradient) - set(moved)  # a critic whose row is zero passes nothing down to its trunk
+    still = set(gradient) - set(moved)  # a critic with a head of zeros passes no gradient to its trunk
     assert all(name.startswith(f"{CRITIC}trunk") for name in still) if step == 1 else not still
     assert largest_gap(moved, {name: taken.gradients[step - 1][name] for name in moved}) < GRADIENT
     assert all(float(taken.gradients[step - 1][name].abs().max()) < 1e-15 for name in still)
@@ -175,7 +175,7 @@ def test_a_step_of_ppo(ppo: tuple[Config, Taken], step: int) -> None:
 
 
 def test_a_step_of_grpo() -> None:
-    """Groups of four; a later step, in which ratio and divergence have a gradient."""
+    """Groups of four, in a later step, where ratio and divergence have a gradient."""
     cfg = config_of(LAYOUT, "loss=grpo", "loss.beta=0.2", "rollout.n_samples=4", "rollout.batch_size=4",
                     f"rollout.temperature={TEMPERATURE}", "optim.max_grad_norm=0", "optim.lr=5e-3")  # fmt: skip
     taken = steps_of(cfg, 3)

@@ -1,6 +1,6 @@
-"""PPO and GRPO in one process, written out in loops: from the tokens that were drawn to the gradient of a train batch.
+"""PPO and GRPO in one process, as plain loops: from the drawn tokens to the loss of a train batch.
 
-It shares no code with the product. Llama is that of `tests.textbook`, in float64; one sequence at a time.
+It shares no code with the product. It uses the Llama of `tests.textbook`, in float64, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CRITIC = "critic."
 
 @dataclasses.dataclass
 class Answer:
-    """As it was drawn: the prompt's tokens, its own, and its text."""
+    """An answer as it was drawn: the prompt's tokens, the answer's tokens, and its text."""
 
     prompt: list[int]
     tokens: list[int]
@@ -29,7 +29,7 @@ class Answer:
 
 @dataclasses.dataclass
 class Credit:
-    """What was known of an answer before the first step on it, by token."""
+    """Values of an answer's tokens before the first step on it."""
 
     score: float
     old: Tensor
@@ -55,7 +55,7 @@ def share_of(pattern: str, text: str) -> float:
 
 
 def said(weights: Weights, config, answer: Answer, temperature: float) -> tuple[Tensor, Tensor]:
-    """Of the answer's tokens: log-probability, and entropy of what they were drawn from."""
+    """Return the log-probability of each of the answer's tokens, and the entropy of its distribution."""
     sequence = torch.tensor([answer.prompt + answer.tokens])
     first = len(answer.prompt) - 1
     rows = textbook.logits(weights, config, sequence)[0, first:-1] / temperature
@@ -64,7 +64,7 @@ def said(weights: Weights, config, answer: Answer, temperature: float) -> tuple[
 
 
 def valued(weights: Weights, config, answer: Answer) -> Tensor:
-    """What the critic says before each of the answer's tokens."""
+    """Return the critic's value before each of the answer's tokens."""
     begin = f"{CRITIC}trunk."
     trunk = {f"model.{name.removeprefix(begin)}": w for name, w in weights.items() if name.startswith(begin)}
     sequence = torch.tensor([answer.prompt + answer.tokens])
@@ -75,7 +75,7 @@ def valued(weights: Weights, config, answer: Answer) -> Tensor:
 @torch.no_grad()
 def credited(policy: Weights, critic: Weights, reference: Weights, config, answer: Answer, score: float,
              knobs: Knobs) -> Credit:  # fmt: skip
-    """Equations 11 and 12 of arXiv 1707.06347, backwards; each token pays for its divergence."""
+    """Equations 11 and 12 of arXiv 1707.06347, from the last token; each token pays for its divergence."""
     old, _ = said(policy, config, answer, knobs.temperature)
     ref, _ = said(reference, config, answer, knobs.temperature)
     values = valued(critic, config, answer)
@@ -100,7 +100,7 @@ def whitened(known: Sequence[Credit]) -> list[list[float]]:
 
 def ppo(policy: Weights, critic: Weights, config, answers: Sequence[Answer], known: Sequence[Credit],
         knobs: Knobs) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
-    """The loss of a train batch, token by token, and what is logged of it."""
+    """Return the loss of a train batch, summed token by token, and its metrics."""
     tokens = sum(len(answer.tokens) for answer in answers)
     policy_sum, value_sum = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     sums = dict.fromkeys(("approxkl", "clipfrac", "entropy", "ratio", "value_clipfrac"), 0.0)
@@ -135,19 +135,19 @@ def ppo(policy: Weights, critic: Weights, config, answers: Sequence[Answer], kno
 
 
 def grpo_advantages(scores: Sequence[float], n_samples: int) -> list[float]:
-    """Of each answer: its score less its group's mean, over the group's deviation (arXiv 2402.03300)."""
-    found = []
+    """Return (score − mean) / deviation of each answer, within its group (arXiv 2402.03300)."""
+    advantages = []
     for first in range(0, len(scores), n_samples):
         group = scores[first : first + n_samples]
         mean = sum(group) / n_samples
         deviation = (sum((s - mean) ** 2 for s in group) / (n_samples - 1)) ** 0.5
-        found += [(s - mean) / (deviation + 1e-4) for s in group]
-    return found
+        advantages += [(s - mean) / (deviation + 1e-4) for s in group]
+    return advantages
 
 
 def grpo(policy: Weights, reference: Weights, config, answers: Sequence[Answer], olds: Sequence[Tensor],
          advantages: Sequence[float], knobs: Knobs) -> Tensor:  # fmt: skip
-    """Each answer's own mean over its tokens, then the mean over answers; the divergence (k3) beside the ratio."""
+    """Return the mean over answers of each answer's mean over its tokens, with the divergence (k3) in the loss."""
     total = torch.zeros((), dtype=torch.float64)
     for answer, old, advantage in zip(answers, olds, advantages, strict=True):
         logps, _ = said(policy, config, answer, knobs.temperature)
