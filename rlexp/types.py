@@ -1,4 +1,4 @@
-"""The frozen dataclasses that cross doors between rooms.
+"""The frozen dataclasses that rooms hand each other.
 
 Shape letters: T tokens of a pack, t tokens of one rank's shard, S sequences, P pairs, H heads, D head size.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.floating[Any]]
-MetricRow = dict[str, float | int]  # of one optimizer step; `step` comes first
+MetricRow = dict[str, float | int]  # one optimizer step's values; `step` comes first
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A prompt as text, with what a verifier may hold its answers against."""
+    """A prompt as text, with the right answer for rules that check one."""
 
     prompt: str | Sequence[dict[str, str]]
     answer: str | None
@@ -66,21 +66,23 @@ class Prompt:
 
 @dataclass
 class Sample:
-    """An answer that was drawn to a prompt, and what is known of it so far. It lives in the host's memory, on the rank
-    that drew it. The arrays have one value for each token of the answer."""
+    """An answer drawn to a prompt, and what is known of it so far.
 
-    place: int  # in its rollout: the place of its prompt × n_samples + its number
+    It lives in the host's memory, on the rank that drew it. The arrays have one value for each token of the answer.
+    """
+
+    place: int  # in its rollout: the prompt's place × n_samples + its number
     prompt: Prompt
     number: int  # among the samples of its prompt
     answer: Ids
-    stopped: bool  # it came to an end by itself
-    text: str  # of the answer, without what ended it
+    stopped: bool  # by a token that ends an answer, not by the limit
+    text: str  # the answer, without the token that ended it
     behaviour: Floats  # log-probabilities under the weights that drew it
     score: float = math.nan
-    terms: dict[str, float] = field(default_factory=dict)  # of the score, by the reward's names
+    terms: dict[str, float] = field(default_factory=dict)  # the parts of the score, by reward
     old: Floats | None = None  # log-probabilities before the first optimizer step on it
     reference: Floats | None = None
-    values: Floats | None = None  # of the critic
+    values: Floats | None = None  # the critic's
     advantages: Floats | None = None
     returns: Floats | None = None
     counts: bool = True  # it is trained on
@@ -94,9 +96,9 @@ class Segment:
     end. While every sequence has its own copy of the prompt, all segments are roots (`parent` is None).
     """
 
-    start: int  # of its first token in the pack
+    start: int  # the place of its first token in the pack
     length: int  # real tokens
-    padded: int  # tokens it takes up; padding stands at its end
+    padded: int  # tokens it takes up, with the padding at its end
     parent: int | None = None  # the parent's place in the pack's list of segments
 
 
@@ -122,7 +124,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank of a ring holds of a pack, and what its attention needs to know of the rest."""
+    """One ring rank's part of a pack, and what its attention needs to know of the rest."""
 
     tokens_t: Tensor
     targets_t: Tensor
@@ -130,9 +132,9 @@ class Shard:
     sequence_t: Tensor
     index_t: Tensor  # the place of each token in the pack
     sequences: int
-    real_tokens: int  # of this rank
-    most_work: float  # of attention, of the rank of the ring that has most: pairs of a query and a key that it sees
-    mean_work: float  # of all ranks of the ring
+    real_tokens: int  # on this rank
+    most_work: float  # attention work of the ring's busiest rank: pairs of a query and a key that it sees
+    mean_work: float  # mean attention work of the ring's ranks
     attention: Any  # rlexp.ring.layout.RingBatch; opaque to every other room
 
     def to(self, device: torch.device) -> Shard:
@@ -151,7 +153,7 @@ class Shard:
 
 
 class TokenLogps(NamedTuple):
-    """What a model says of a shard's targets, token by token; zero where nothing is trained on.
+    """A model's output for a shard's targets, token by token; zero where nothing is trained on.
 
     A tuple, not a dataclass: DeepSpeed hangs its hooks for the backward pass on the tensors that a model returns, and
     finds them in tuples only.
@@ -159,5 +161,5 @@ class TokenLogps(NamedTuple):
 
     logps_t: Tensor  # log-probability of the target
     mean_logits_t: Tensor  # mean of the logits over the vocabulary, detached
-    entropy_t: Tensor | None = None  # of the distribution that the target was drawn from, where it is asked for
-    values_t: Tensor | None = None  # of the critic, where there is one
+    entropy_t: Tensor | None = None  # entropy of the distribution of the target, where it is asked for
+    values_t: Tensor | None = None  # the critic's values, where there is a critic

@@ -1,8 +1,7 @@
-"""Where a run that draws its own samples gets them: drawn, judged, scored and given their advantages, rollout by
-rollout, and shared out into train batches.
+"""Get a run's samples, rollout by rollout: draw, judge and score them, give them advantages, and cut train batches.
 
-A rollout serves `rollout.epochs × rollout.minibatches` optimizer steps. Which samples a step takes follows from
-(seed, rollout, epoch), and what is drawn from (seed, rollout, prompt, sample, position): nothing here knows the layout.
+A rollout serves `rollout.epochs × rollout.minibatches` optimizer steps. A step's samples follow from (seed, rollout,
+epoch), and the tokens drawn from (seed, rollout, prompt, sample, position): nothing here knows the layout.
 """
 
 from __future__ import annotations
@@ -34,41 +33,43 @@ from rlexp.sinks.base import RolloutFacts, Shown
 from rlexp.sinks.rollouts import digests
 from rlexp.types import Prompt, Sample
 
-HELD_OUT = 1 << 40  # the number of the rollout that held-out prompts are answered in
-NOW, NEXT = "now", "next"
-ALIKE = 1e-9  # scores of a group within this of each other, relative, are one: of a model's, rounding may differ
+HELD_OUT = 1 << 40  # the rollout number under which held-out prompts are answered
+NOW, NEXT = "now", "next"  # a rollout that is trained on, and one drawn ahead
+ALIKE = 1e-9  # scores of a group this close, relatively, count as equal: a model's scores may differ by rounding
 
 
 class Source(Protocol):
-    """Who draws. Its methods are collective calls of the ranks that train."""
+    """Draws samples. Its methods are collective calls of the training ranks."""
 
-    seconds: float  # that the last rollout took this rank, or the slowest of those that sample
-    waited: float  # for those that sample
-    spans: list[tuple[float, float]]  # when it was drawn, by the clock
-    staleness: int  # rollouts that were trained on between the weights it was drawn by and now
+    seconds: float  # the time the last rollout took: this rank's, or the slowest sampling rank's
+    waited: float  # the time this rank waited for the sampling ranks
+    spans: list[tuple[float, float]]  # when the rollout was drawn, by the clock
+    staleness: int  # rollouts trained on between the weights that drew it and now
 
     def draw(self, number: int, prompts: Sequence[Prompt], n_samples: int, rewards: Rewards) -> list[Sample]:
-        """This rank's samples of rollout `number`, handed to the rewards as they come; the same samples of all ranks
-        together, whoever draws them."""
+        """Return this rank's samples of rollout `number`, handing them to the rewards as they come.
+
+        All ranks together get the same samples, whichever rank draws them.
+        """
 
     def waiting(self) -> list[Sample] | None:
-        """This rank's part of what has been drawn ahead, for a checkpoint to keep."""
+        """Return this rank's part of the samples drawn ahead, for a checkpoint."""
 
     def restore(self, number: int, waiting: list[Sample]) -> None: ...
 
     def finish(self) -> None:
-        """The run is over."""
+        """End the run."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """What the row of a rollout's first step says of it, and what is shown of it."""
+    """A new rollout's values for the row of its first step, and its samples for the sinks."""
 
     number: int
     samples: list[Sample]  # this rank's
     values: dict[str, float]
-    seconds: dict[str, float]  # of this rank, by phase
-    spans: dict[str, list[tuple[float, float]]]  # by the clock: who drew it and when, and when it was taken in
+    seconds: dict[str, float]  # this rank's, by phase
+    spans: dict[str, list[tuple[float, float]]]  # by the clock: when it was drawn, taken in and scored
 
 
 @dataclass
@@ -90,10 +91,10 @@ class Rollouts:
     host: Host
     phases: Phases
     controller: KLController = field(init=False)
-    number: int = -1  # of the rollout that is held
+    number: int = -1  # the rollout at hand
     mine: list[Sample] = field(default_factory=list)
-    kl_coef: float = 0.0  # that the rollout was made with
-    made: Made | None = None  # the last one, until somebody has shown it
+    kl_coef: float = 0.0  # the coefficient the rollout was made with
+    made: Made | None = None  # the last rollout, until `told` has shown it
 
     def __post_init__(self) -> None:
         self.controller = KLController(self.loss_cfg.beta, self.loss_cfg.kl_target, self.loss_cfg.kl_horizon)
@@ -110,7 +111,7 @@ class Rollouts:
         return (step - 1) // self.steps_each
 
     def batch(self, step: int) -> Batch:
-        """The samples of an optimizer step, by their places in its rollout."""
+        """Return the samples of an optimizer step, by their places in its rollout."""
         number, inner = divmod(step - 1, self.steps_each)
         epoch, minibatch = divmod(inner, self.cfg.minibatches)
         order = np.random.default_rng([self.seed, number, epoch]).permutation(self.size)
@@ -118,11 +119,11 @@ class Rollouts:
         return Batch(step, epoch, tuple(int(place) for place in places))
 
     def samples(self, batch: Batch) -> list[Sample]:
-        """Of a train batch, whole, on every rank. A collective call."""
+        """Return a whole train batch on every rank. A collective call."""
         return fetch(self.mine, batch.indices, self.host)
 
     def ensure(self, step: int) -> Made | None:
-        """Have the rollout that a step belongs to; what is said of it, if it is new. A collective call."""
+        """Get the rollout that a step belongs to; return what is said of it if it is new. A collective call."""
         number = self.of_step(step)
         if number == self.number:
             return None
@@ -161,21 +162,21 @@ class Rollouts:
 
     def _table(self, mine: Sequence[Sample], total: int, *, scored: bool) -> Table:
         def row(sample: Sample) -> dict[str, float]:
-            found = {"score": sample.score, "length": float(len(sample.answer)), "stopped": float(sample.stopped)}
-            found |= {f"reward/{name}": sample.terms[name] for name in self.rewards.weights}
+            numbers = {"score": sample.score, "length": float(len(sample.answer)), "stopped": float(sample.stopped)}
+            numbers |= {f"reward/{name}": sample.terms[name] for name in self.rewards.weights}
             if scored:
                 assert sample.old is not None
-                found |= {"surprise": -float(sample.old.sum(dtype=np.float64))}
+                numbers |= {"surprise": -float(sample.old.sum(dtype=np.float64))}
                 d_L = self._log_ratio(sample)
-                found |= {"kl": float(d_L.sum()), "kl_estimate": float(self._kl(d_L).sum())}
-            return found
+                numbers |= {"kl": float(d_L.sum()), "kl_estimate": float(self._kl(d_L).sum())}
+            return numbers
 
         names = ["score", "length", "stopped", *(f"reward/{name}" for name in self.rewards.weights)]
         names += ["surprise", "kl", "kl_estimate"] if scored else []
         return table_of(mine, total, self.host, row, names)
 
     def _log_ratio(self, sample: Sample) -> Tensor:
-        """Of policy and reference, by token, in float64; zeros without a reference."""
+        """Return log(policy / reference) of each token, in float64; zeros without a reference."""
         assert sample.old is not None
         old_L = torch.from_numpy(sample.old).double()
         if sample.reference is None:
@@ -186,7 +187,7 @@ class Rollouts:
         return estimate(self.loss_cfg.kl, d_L)
 
     def _give_credit(self, table: Table) -> None:
-        """From what all samples came to, to each of this rank's advantages by token."""
+        """Give this rank's samples their advantages by token, from the outcomes of all samples."""
         group_N = torch.arange(self.size) // self.cfg.n_samples
         credit_N = self.loss.credit(Outcomes(table["score"], table["kl_estimate"], group_N), self.kl_coef)
         without_signal = without_signal_of(table["score"], self.cfg.n_samples)
@@ -201,7 +202,7 @@ class Rollouts:
                 sample.counts = False
 
     def _values(self, table: Table) -> dict[str, float]:
-        """TRL's names, where it has one: means over the samples of sums over their tokens."""
+        """Return the rollout's values under TRL's names, where it has one: means over samples of sums over tokens."""
         mean = {name: float(column.mean()) for name, column in table.items()}
         non_score = -self.kl_coef * mean["kl_estimate"]
         values = {
@@ -224,7 +225,7 @@ class Rollouts:
         return values
 
     def _explained_variance(self) -> float:
-        """1 − Var(returns − values) / Var(returns), over the tokens of the rollout; 0 where returns are all alike."""
+        """Return 1 − Var(returns − values) / Var(returns) over the rollout's tokens; 0 where all returns are equal."""
 
         def sums(sample: Sample) -> dict[str, float]:
             assert sample.returns is not None
@@ -240,7 +241,7 @@ class Rollouts:
         return 1 - (ee - e * e / n) / spread if spread > 1e-9 * rr else 0.0
 
     def told(self, step: int) -> RolloutFacts | None:
-        """What is to be written and shown of a rollout, once, on rank 0. A collective call."""
+        """Return on rank 0, once, what the sinks are told of a rollout. A collective call."""
         made, self.made = self.made, None
         if made is None:
             return None
@@ -258,7 +259,7 @@ class Rollouts:
         return RolloutFacts(made.number + 1, step, self.cfg.n_samples, indices, digested, table, made.spans)
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out prompts, an answer each, with the same numbers every time. A collective call."""
+        """Answer each held-out prompt once, with the same random numbers every time. A collective call."""
         with self.phases("eval"):
             mine = self.source.draw(HELD_OUT, self.eval_prompts, 1, self.rewards)
             self.host.meet()
@@ -269,16 +270,18 @@ class Rollouts:
         return {renamed.get(name, name): value for name, value in mean.items()}
 
     def position(self) -> dict[str, Any]:
-        """For a checkpoint: small, and the same on every rank."""
+        """Return what a checkpoint needs to know: small, and the same on every rank."""
         sizes = {"size": self.size, "steps_each": self.steps_each}
         return {"number": self.number, "kl_coef": self.kl_coef, "beta": self.controller.beta, **sizes}
 
     def unfinished(self, step: int) -> dict[str, list[Sample]]:
-        """After `step`, for a checkpoint: this rank's samples that later steps will take, by the name of their file.
-        What waits is copied: it may be scored while the checkpoint is being written."""
+        """Return this rank's samples that steps after `step` will take, by the name of their file in a checkpoint.
+
+        Samples drawn ahead are copied: they may be scored while the checkpoint is being written.
+        """
         waiting = self.source.waiting()
-        found = {} if waiting is None else {NEXT: [dataclasses.replace(sample) for sample in waiting]}
-        return found | ({NOW: list(self.mine)} if step % self.steps_each else {})
+        ahead = {} if waiting is None else {NEXT: [dataclasses.replace(sample) for sample in waiting]}
+        return ahead | ({NOW: list(self.mine)} if step % self.steps_each else {})
 
     def restore(self, folder: Path, position: dict[str, Any], step: int) -> None:
         rank, ranks = self.world.rank, self.world.size
@@ -298,11 +301,11 @@ class Rollouts:
             self.source.restore(position["number"] + 1, waiting)
 
     def finish(self) -> None:
-        """After the last step. A collective call."""
+        """End the drawing after the last step. A collective call."""
         self.source.finish()
 
     def close(self) -> None:
-        """However the run ends."""
+        """Release the rewards' processes, however the run ends."""
         self.rewards.close()
 
 
@@ -312,7 +315,7 @@ def shown(sample: Sample) -> Shown:
 
 
 def without_signal_of(scores_N: Tensor, n_samples: int) -> Tensor:
-    """(N,): whether all answers to the sample's prompt scored the same. A single answer has nothing beside it."""
+    """Return (N,): whether all answers to the sample's prompt scored the same. A single answer is never counted."""
     if n_samples == 1:
         return torch.zeros_like(scores_N, dtype=torch.bool)
     groups = scores_N.view(-1, n_samples)

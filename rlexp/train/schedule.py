@@ -18,7 +18,7 @@ class Schedule:
     decay: Decay
 
     def at(self, step: int) -> float:
-        """Of optimizer step `step`, from 1; the first step of a warm-up trains already."""
+        """Return the rate of optimizer step `step`, counted from 1; the first step of a warm-up already trains."""
         if step <= self.warmup_steps:
             return self.lr * step / (self.warmup_steps + 1)
         span = max(1, self.total_steps - self.warmup_steps)

@@ -26,7 +26,7 @@ from rlexp.types import Shard
 
 @dataclass(frozen=True)
 class Needs:
-    """What a task needs of the trained model, and whether it needs the starting weights beside it."""
+    """The needs of a task: of the trained model, and whether the starting weights must stand beside it."""
 
     reference: bool = False
     decoding: bool = False  # the model must draw tokens one by one
@@ -73,7 +73,7 @@ class Step(ABC):
 
 
 class Task(ABC):
-    """What is trained: pairs, or samples that the policy draws itself."""
+    """One kind of training: on pairs, or on samples that the policy draws itself."""
 
     kind: ClassVar[str]  # the name of one example
     examples: Examples
