@@ -1,11 +1,11 @@
-"""Prove on your own configuration that the layout moves nothing, before days are spent on it.
+"""Verify that your own configuration trains the same on its layout as in one process, before you spend days on it.
 
 python -m rlexp.verify parallel=ring4 model=hf model.path=FOLDER data=jsonl data.path=FILE
-python -m rlexp.verify --steps 5 --json verdict.json train.precision=bf16 engine=zero3
+python -m rlexp.verify --steps 5 --json result.json train.precision=bf16 engine=zero3
 
-The first optimizer steps run on the chosen layout and on a plain one-process reference, in float64 and then in the
-run's own precision. Exit code 0 if they agree, 1 if not, with the first difference and where to look. The overrides
-are those of `python -m rlexp`.
+The first optimizer steps run on the chosen layout and in a plain one-process reference, in float64 and then in the
+run's own precision. The exit code is 0 if they agree; otherwise it is 1, and the report shows the first difference and
+the room whose code to look at. The overrides are those of `python -m rlexp`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default: 3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     from rlexp.launch.local import Interrupted
 
     try:
@@ -46,17 +46,19 @@ def main() -> int:
 
 
 def refuse_unwritable(file: Path | None) -> None:
-    """Before the minutes are spent that its content takes."""
+    """Refuse a file that cannot be written, before spending minutes on its content."""
     if file is None:
         return
     try:
         file.touch()
     except OSError as error:
-        raise ConfigError(f"--json={file}: cannot be written ({error.strerror}). Give a file that can.") from None
+        raise ConfigError(
+            f"--json={file}: cannot be written ({error.strerror}). Give a file in a folder where you may write."
+        ) from None
 
 
 class Parser(argparse.ArgumentParser):
-    """A wrong option is a user's mistake like any other."""
+    """Reports a wrong option like any other mistake of the user's."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(f"{message}. See python -m rlexp.verify --help.")

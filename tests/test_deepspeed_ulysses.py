@@ -2,7 +2,7 @@
 
 Its sharding, its exchange of heads and their gradients are DeepSpeed's; the model is transformers' with its own
 attention; sequences come one at a time, and log-probabilities, the loss of the paper and the sum over ranks are a few
-lines here. rlexp's packs, layouts, losses and reductions have no part in it; its tokenized pairs and first weights do.
+lines here. Of rlexp it uses the first weights, and neither packs, layouts, losses nor reductions.
 
 Shape letters: t tokens of this rank, P pairs, V vocabulary.
 """
@@ -23,9 +23,9 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.place import Place
 from rlexp.model.loading import load_config, load_model
-from rlexp.types import Pair
+from rlexp.prove.records import SIDES, TokenPair
 from tests.ranks import Steps, largest_gap, on_ranks, train_steps
-from tests.test_textbook import pairs_of
+from tests.test_textbook import batches_of
 
 # Plain gradient descent, so that the second step, where policy and reference have parted, is of these gradients alone.
 COMMON = ("launch.device=cpu", "logger=none", "train.precision=fp64", "train.batch_size=4", "data.size=8", "optim=sgd",
@@ -70,19 +70,17 @@ class Ulysses:
         logps_t = logits_tV.log_softmax(-1).gather(-1, padded[mine + 1].unsqueeze(-1)).squeeze(-1)
         return logps_t[(mine + 1 >= prompt) & (mine + 1 < len(tokens))].sum()
 
-    def logps(self, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
+    def logps(self, pairs: list[TokenPair]) -> tuple[Tensor, Tensor]:
         """This rank's part of each sequence, (2, P), and their sum over all ranks, which has no gradient."""
-        sides = [[getattr(pair, side).tolist() for pair in pairs] for side in ("chosen", "rejected")]
         part_2P = torch.stack([
-            torch.stack([self.logp(([*pair.prompt.tolist(), *answer], len(pair.prompt)))
-                         for pair, answer in zip(pairs, answers, strict=True)])
-            for answers in sides
+            torch.stack([self.logp((pair.sequence(side).tolist(), len(pair.prompt))) for pair in pairs])
+            for side in SIDES
         ])  # fmt: skip
         whole_2P = part_2P.detach().clone()
         dist.all_reduce(whole_2P)
         return part_2P, whole_2P
 
-    def gradient(self, pairs: list[Pair], reference_2P: Tensor, beta: float) -> tuple[float, Weights]:
+    def gradient(self, pairs: list[TokenPair], reference_2P: Tensor, beta: float) -> tuple[float, Weights]:
         """Equation 7 of arXiv 2305.18290, and its gradient: of a rank's part by the sum's, added up over the ranks."""
         part_2P, whole_2P = self.logps(pairs)
         ratios_2P = whole_2P.requires_grad_() - reference_2P
@@ -105,8 +103,7 @@ def both_rank(place: Place, cfgs: list[Config], steps: int) -> tuple[list[Steps]
     """rlexp's steps for each configuration, and DeepSpeed's loss and gradient for each step."""
     ours = [train_steps(place, cfg, steps) for cfg in cfgs]
     cfg = cfgs[0]
-    pairs, sampler = pairs_of(cfg)
-    batches = [[pairs[index] for index in batch.indices] for batch in sampler.batches(1, steps)]
+    batches = batches_of(cfg, steps)
     ulysses = Ulysses(cfg, place)
     with torch.no_grad():
         references = [ulysses.logps(batch)[1] for batch in batches]  # by the first weights

@@ -1,4 +1,4 @@
-"""The product against a plain one-process DPO that shares no code with it but the tokenized pairs."""
+"""The product against a plain one-process DPO that shares no code with it but the loading of weights."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
-from rlexp.data.sampler import Sampler
-from rlexp.data.tokens import PairTokenizer, numbered
-from rlexp.model.loading import load_config, load_model, load_tokenizer
-from rlexp.train.examples import read_rows
+from rlexp.model.loading import load_config, load_model
+from rlexp.prove import textbook as rules
+from rlexp.prove.records import SIDES, TokenPair, joined
+from rlexp.prove.reference import load_tokenizer
 from tests import textbook
 from tests.ranks import Steps, largest_gap, on_ranks, train_steps
 
@@ -26,28 +26,26 @@ def run_on(cfg: Config, steps: int) -> list[Steps]:
     return on_ranks(cfg.parallel.world_size, train_steps, cfg, steps)
 
 
-def pairs_of(cfg: Config) -> tuple:
-    encoder = PairTokenizer(load_tokenizer(cfg.model), cfg.data.max_length, cfg.data.too_long)
-    pairs = numbered(encoder.encode(read_rows(cfg.data)[0]).pairs)
-    return pairs, Sampler(len(pairs), cfg.train.batch_size, cfg.seed, cfg.data.shuffle, cfg.data.drop_last)
+def batches_of(cfg: Config, steps: int) -> list[list[TokenPair]]:
+    pairs = rules.pairs_of(cfg.data, load_tokenizer(cfg))
+    return [[pairs[place] for place in rules.samples_of(cfg, len(pairs), step)] for step in range(1, steps + 1)]
 
 
 def hold(cfg: Config, results: list[Steps]) -> None:
-    """The first step of every rank against the textbook: loss, per-pair log-probabilities, gradient."""
-    pairs, sampler = pairs_of(cfg)
-    batch = [pairs[index] for index in sampler.batch(1).indices]
+    """Compare the first step of every rank with the textbook: loss, per-pair log-probabilities, gradient."""
+    (batch,) = batches_of(cfg, 1)
     config = load_config(cfg.model, cfg.data.max_length)
     weights = textbook.float64_weights(load_model(cfg.model, config, cfg.data.max_length))
     policy = textbook.pair_logps(weights, config, batch)
-    reference = tuple(part.detach() for part in policy)  # the same weights
+    reference = {side: sums_P.detach() for side, sums_P in policy.items()}  # the same weights
     loss = textbook.dpo_loss(policy, reference, cfg.loss.beta)
     gradient = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
 
     share, ring = len(batch) // cfg.parallel.dp_size, cfg.parallel.ring_size
     for rank, result in enumerate(results):
         mine = slice(rank // ring * share, (rank // ring + 1) * share)
-        for got, expected in zip((result.chosen, result.rejected), policy, strict=True):
-            assert got[:share] == pytest.approx(expected[mine].tolist(), rel=LOGPS)
+        for got, side in zip((result.chosen, result.rejected), SIDES, strict=True):
+            assert got[:share] == pytest.approx(policy[side][mine].tolist(), rel=LOGPS)
         assert result.rows[0]["train/loss"] == pytest.approx(math.log(2), abs=LOSS)
         assert result.rows[0]["train/loss"] == pytest.approx(float(loss.detach()), rel=LOSS)
         assert largest_gap(gradient, result.gradients[0]) < GRADIENT
@@ -82,7 +80,6 @@ def test_training_equals_the_textbook() -> None:
     )  # fmt: skip
     result = run_on(cfg, 6)[0]
 
-    pairs, sampler = pairs_of(cfg)
     config = load_config(cfg.model, cfg.data.max_length)
     weights = textbook.float64_weights(load_model(cfg.model, config, cfg.data.max_length))
     frozen = {name: weight.detach().clone() for name, weight in weights.items()}
@@ -91,8 +88,7 @@ def test_training_equals_the_textbook() -> None:
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.999), eps=1e-8)
     rates = [1e-3 / 3, 2e-3 / 3, 1e-3, 0.75e-3, 0.5e-3, 0.25e-3]  # two steps up, then down to 0 after step 6
-    for step, rate in enumerate(rates, 1):
-        batch = [pairs[index] for index in sampler.batch(step).indices]
+    for row, rate, batch in zip(result.rows, rates, batches_of(cfg, 6), strict=True):
         with torch.no_grad():
             reference = textbook.pair_logps(frozen, config, batch)
         policy = textbook.pair_logps(weights, config, batch)
@@ -102,33 +98,45 @@ def test_training_equals_the_textbook() -> None:
         norm = torch.nn.utils.clip_grad_norm_(weights.values(), 0.5)
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = rate
         optimizer.step()
-        row = result.rows[step - 1]
         assert row["train/learning_rate"] == pytest.approx(rate, rel=1e-12)
         assert row["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-11)
         assert row["train/grad_norm"] == pytest.approx(float(norm), rel=1e-10)
-        margins = cfg.loss.beta * ((policy[0] - reference[0]) - (policy[1] - reference[1]))
-        assert row["train/rewards/margins"] == pytest.approx(float(margins.detach().mean()), rel=1e-9, abs=1e-11)
+        chosen, rejected = (policy[side].detach() - reference[side] for side in SIDES)
+        margin = float(cfg.loss.beta * (chosen - rejected).mean())
+        assert row["train/rewards/margins"] == pytest.approx(margin, rel=1e-9, abs=1e-11)
     # Adam divides by √v + 1e-8: where a gradient is itself near 1e-8, rounding weighs more. Measured 3.8e-13.
     assert largest_gap({name: w.detach() for name, w in weights.items()}, result.weights) < 1e-11
 
 
 def test_every_logged_value_equals_the_textbook() -> None:
-    """Training values of the third step, and held-out values after it, whose last batch is a short one."""
+    """Compare training values of the third step, and the held-out values after it, whose last batch is a short one."""
     cfg = compose_config([*SMALL, "parallel=ring2", "launch.nproc=4", "train.micro_batch_size=2", "data.eval_size=7",
                           "train.eval_every=3", "train.max_steps=3", "optim.lr=2e-3"])  # fmt: skip
     row, weights_before, weights_after = on_ranks(4, third_row_rank, cfg)[0]
-    pairs, sampler = pairs_of(cfg)
-    encoder = PairTokenizer(load_tokenizer(cfg.model), cfg.data.max_length, cfg.data.too_long)
-    held_out = encoder.encode(read_rows(cfg.data)[1]).pairs
+    held_out = rules.pairs_of(cfg.data, load_tokenizer(cfg), held_out=True)
     config = load_config(cfg.model, cfg.data.max_length)
     start = textbook.float64_weights(load_model(cfg.model, config, cfg.data.max_length))
-    batch = [pairs[index] for index in sampler.batch(3).indices]
+    batch = batches_of(cfg, 3)[-1]
     for family, some, weights in (("train", batch, weights_before), ("eval", held_out, weights_after)):
-        expected = textbook.logged(weights, start, config, some, cfg.loss.beta)
+        expected = logged(cfg, weights, start, config, some)
         assert abs(expected["loss"] - math.log(2)) > 0.01  # policy and reference have parted
         for name, value in expected.items():
             assert row[f"{family}/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-11), f"{family}/{name}"
     assert row["train/epoch"] == 1.0  # 12 pairs, three batches of 4
+
+
+@torch.no_grad()
+def logged(cfg: Config, weights: textbook.Weights, start: textbook.Weights, config, pairs: list[TokenPair]) -> dict:
+    """Every value that TRL's users know, as a mean over the pairs (over the answers' tokens for logits)."""
+    policy, reference = (textbook.pair_logps(each, config, pairs) for each in (weights, start))
+    sums = {f"policy/{side}": policy[side].numpy() for side in SIDES}
+    sums |= {f"reference/{side}": reference[side].numpy() for side in SIDES}
+    means = {
+        side: joined([textbook.answer_logits(weights, config, pair, side).mean(-1).numpy() for pair in pairs])
+        for side in SIDES
+    }
+    losses, values = rules.preference_losses(cfg.loss, sums), rules.rewards(cfg.loss, sums)
+    return rules.logged(losses, sums, values, means, sum(pair.tokens for pair in pairs))
 
 
 def third_row_rank(place, cfg: Config) -> tuple:

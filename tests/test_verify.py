@@ -249,6 +249,23 @@ def test_the_optimizer_written_out_is_torchs(overrides: tuple[str, ...]) -> None
         torch.testing.assert_close(ours[name], theirs[name].detach(), rtol=1e-13, atol=1e-15)
 
 
+def test_the_slopes_written_out_are_the_derivative_of_the_losses() -> None:
+    """By torch's autograd of the paper's formula, with label smoothing, where policy and reference differ."""
+    cfg = compose_config([*SMALL, "loss.beta=0.3", "loss.label_smoothing=0.2"]).loss
+    sums = {
+        name: torch.randn(5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 9
+        for seed, name in enumerate(("policy/chosen", "policy/rejected", "reference/chosen", "reference/rejected"))
+    }
+    policy = [sums[f"policy/{side}"].requires_grad_() for side in ("chosen", "rejected")]
+    z = 0.3 * ((policy[0] - sums["reference/chosen"]) - (policy[1] - sums["reference/rejected"]))
+    losses = -0.8 * torch.nn.functional.logsigmoid(z) - 0.2 * torch.nn.functional.logsigmoid(-z)
+    numbers = {name: each.detach().numpy() for name, each in sums.items()}
+    slopes = textbook.preference_slopes(cfg, numbers)
+    assert textbook.preference_losses(cfg, numbers) == pytest.approx(losses.detach().numpy(), rel=1e-14)
+    for side, slope in zip(("chosen", "rejected"), torch.autograd.grad(losses.sum(), policy), strict=True):
+        assert slopes[side] == pytest.approx(slope.numpy(), rel=1e-14)
+
+
 def test_attention_in_blocks_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlexp.prove.reference.SCORES", 200)  # several blocks of queries
     q, k, v = (torch.randn(2, 37, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(s)).requires_grad_()

@@ -56,9 +56,8 @@ def share_of(pattern: str, text: str) -> float:
 
 def said(weights: Weights, config, answer: Answer, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each of the answer's tokens, and the entropy of its distribution."""
-    sequence = torch.tensor([answer.prompt + answer.tokens])
-    first = len(answer.prompt) - 1
-    rows = textbook.logits(weights, config, sequence)[0, first:-1] / temperature
+    sequence = torch.tensor(answer.prompt + answer.tokens)
+    rows = textbook.logits(weights, config, sequence)[len(answer.prompt) - 1 : -1] / temperature
     logps = rows.log_softmax(-1)
     return logps[torch.arange(len(answer.tokens)), torch.tensor(answer.tokens)], -(logps.exp() * logps).sum(-1)
 
@@ -67,8 +66,8 @@ def valued(weights: Weights, config, answer: Answer) -> Tensor:
     """Return the critic's value before each of the answer's tokens."""
     begin = f"{CRITIC}trunk."
     trunk = {f"model.{name.removeprefix(begin)}": w for name, w in weights.items() if name.startswith(begin)}
-    sequence = torch.tensor([answer.prompt + answer.tokens])
-    hidden = textbook.hidden_states(trunk, config, sequence)[0, len(answer.prompt) - 1 : -1]
+    sequence = torch.tensor(answer.prompt + answer.tokens)
+    hidden = textbook.hidden_states(trunk, config, sequence)[len(answer.prompt) - 1 : -1]
     return hidden @ weights[f"{CRITIC}head.weight"][0] + weights[f"{CRITIC}head.bias"][0]
 
 

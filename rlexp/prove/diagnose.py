@@ -27,9 +27,9 @@ from rlexp.errors import UserError
 from rlexp.launch.place import Place, join
 from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.model.policy import DTYPES, cast_parameters
+from rlexp.prove.findings import Clue, Finding
 from rlexp.prove.records import TensorFiles
 from rlexp.prove.reference import softmax_attention
-from rlexp.prove.stages import Clue, Finding
 from rlexp.ring.collectives import ring_sum
 from rlexp.train.build import build, build_policy
 from rlexp.train.pair_task import PairTask, by_pair

@@ -1,8 +1,8 @@
-"""What rounding explains in float32 and bfloat16, and how far a run lies from the float64 reference beside its noise.
+"""Compare a run in float32 or bfloat16 with the float64 reference, beside the run's noise floor.
 
-What follows by arithmetic from what a run had before (losses, sums, metrics, the optimizer's step) is exact in every
-precision, and held so. Log-probabilities and gradients are not: they are held to a multiple of the unit roundoff that
-was measured over layouts and models, or to a multiple of the noise floor, whichever is more. See docs/verify.md.
+Values that follow by arithmetic from the run's earlier values (losses, sums, metrics, the optimizer's step) are exact
+in every precision, and are checked exactly. Log-probabilities and gradients may differ by a measured multiple of the
+unit roundoff, or of the noise floor if that is more. See docs/verify.md.
 """
 
 from __future__ import annotations
@@ -14,30 +14,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlexp.config.schema import Device, Precision
+from rlexp.prove.compared import Comparison
+from rlexp.prove.findings import GRADIENT, LOGPS, LOSS, OPTIMIZER, Allowed, Clue, Finding
+from rlexp.prove.norms import Size, common_factor, relative, shares, size_of
 from rlexp.prove.records import Array, Key, TensorFiles
-from rlexp.prove.stages import (
-    GRADIENT,
-    LOGPS,
-    LOSS,
-    OPTIMIZER,
-    Allowed,
-    Clue,
-    Comparison,
-    Finding,
-    Size,
-    common_factor,
-    relative,
-    shares,
-    size_of,
-)
 
 UNIT = {Precision.fp32: 2.0**-24, Precision.bf16: 2.0**-9}
 GIVEN_PARTS = "gradient, given its parts"
-OF_PARTS = 1e-5  # on a GPU, where sums run in any order, four units of roundoff
-OF_FLOOR = 8.0  # a run may lie this many times further from float64 than from itself with another micro-batch,
-MOST_FLOOR = 2.0  # but no further than this many times what rounding explains: a defect makes a floor of its own
+OF_PARTS = 1e-5  # on a GPU, where the order of additions varies, four units of roundoff
+OF_FLOOR = 8.0  # a run may differ from float64 by this many times its difference to another micro-batch size,
+MOST_FLOOR = 2.0  # but by no more than this many times the rounding bound: a defect may raise the floor too
 
-# A token's, a parameter's: only what no rounding comes near is caught by these; the sums below are held tighter.
+# For the stages; log-probabilities and gradients are bounded by `QUANTITIES` instead.
 OWN = {
     precision: Allowed(
         logp=math.inf,
@@ -47,7 +35,7 @@ OWN = {
         weights=math.inf,
         given=1e-12,
         norm=1e-5,
-        updated=(1e-3, 2.0**-23),  # the optimizer's are float32 in both
+        updated=(1e-3, 2.0**-23),  # the optimizer works in float32 in both
         metric=(math.inf, math.inf),
     )
     for precision in UNIT
@@ -56,7 +44,7 @@ OWN = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """A difference to the float64 reference, and how many units of roundoff it may be."""
+    """A kind of difference to the float64 reference, and its bound in units of roundoff."""
 
     name: str
     stage: str
@@ -67,15 +55,17 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Measured:
+    """A quantity's difference to the float64 reference, and to the same layout with another micro-batch size."""
+
     quantity: str
-    own: float  # to the float64 reference
-    floor: float | None  # to the same layout with another micro-batch
+    own: float
+    floor: float | None
     allowed: float
 
 
 @dataclass(frozen=True)
 class Values:
-    """What one step came to, in a run or in the reference."""
+    """The results of one step, of a run or of the reference."""
 
     number: int
     policy: Mapping[Key, Array]
@@ -85,10 +75,10 @@ class Values:
 
 
 def measure(run: Comparison, other: Comparison) -> tuple[list[Measured], Finding | None]:
-    """The table of a run, and the first quantity in the order of the way that rounding does not explain.
+    """Return the table of a run, and the first quantity that rounding does not explain.
 
-    At the first step all have the same weights, and rounding is all there is. After it two precisions go their own
-    ways, by as much as the optimizer makes of it; how far apart the weights come is shown, and held against nobody.
+    At the first step all weights are the same, so only rounding differs. Later two precisions move apart, as far as the
+    optimizer takes them: the difference of the weights is shown, and not judged.
     """
     unit = UNIT[run.cfg.train.precision]
     steps = list(zip(_steps(run), _steps(other), _meant(run), strict=True))
@@ -106,8 +96,9 @@ def measure(run: Comparison, other: Comparison) -> tuple[list[Measured], Finding
 
 
 def given_parts(run: Comparison, parts: TensorFiles) -> tuple[Measured, Finding | None]:
-    """The engine's gradients, given what autograd makes of each micro-batch on each rank with the run's own weights.
-    Whatever rounding is in the parts is in both: what is left is how they are added up, in every engine in float32."""
+    """Compare the engine's gradients with the sum of autograd's for each micro-batch and rank, with the run's weights.
+
+    The rounding of the parts is in both. What remains is the sum, which every engine takes in float32."""
     on_gpu = run.cfg.launch.device is Device.cuda
     allowed = max(OF_PARTS, 4 * UNIT[run.cfg.train.precision]) if on_gpu else OF_PARTS
     largest = 0.0
@@ -124,13 +115,13 @@ def given_parts(run: Comparison, parts: TensorFiles) -> tuple[Measured, Finding 
             what = f"{worst.name} (‖difference‖ / ‖gradient‖ = {most:.2g}), given the parts of the ranks, norm"
             got, wanted = f"{worst.got:.9g}", f"{worst.wanted:.9g}"
             note = common_factor(sizes).lstrip("; ")
-            found = Finding(step, GRADIENT, Clue.PARTS, what, got, wanted, note)
-            return Measured(GIVEN_PARTS, most, None, allowed), found
+            finding = Finding(step, GRADIENT, Clue.PARTS, what, got, wanted, note)
+            return Measured(GIVEN_PARTS, most, None, allowed), finding
     return Measured(GIVEN_PARTS, largest, None, allowed), None
 
 
 def _named(held: Measured, quantity: Quantity, got: Values, meant: Values) -> Finding:
-    """With the parameter that is worst, where it is the gradient that differs; and with whose log-probabilities."""
+    """The finding, with the model whose log-probabilities differ, or the parameter whose gradient differs most."""
     finding = Finding(
         meant.number,
         quantity.stage,
@@ -176,7 +167,7 @@ def of_tokens(a: Values, b: Values) -> float:
 
 
 def of_pairs(a: Values, b: Values) -> float:
-    """The largest difference of a sequence's sum, relative to it."""
+    """The largest relative difference of a sequence's sum."""
     return max(
         abs(float(ours[key].sum() - theirs[key].sum())) / max(1.0, abs(float(theirs[key].sum())))
         for ours, theirs in ((a.policy, b.policy), (a.reference, b.reference))
@@ -189,7 +180,7 @@ def of_loss(a: Values, b: Values) -> float:
 
 
 def of_gradient(a: Values, b: Values) -> float:
-    """‖a − b‖ / ‖b‖ of all parameters together."""
+    """‖a − b‖ / ‖b‖ over all parameters together."""
     sizes = list(_sizes(a, b))
     return math.sqrt(sum(s.apart**2 for s in sizes)) / (math.sqrt(sum(s.wanted**2 for s in sizes)) or 1.0)
 
@@ -201,17 +192,18 @@ def of_parameter(a: Values, b: Values) -> float:
 
 def of_weights(a: Values, b: Values) -> float:
     """The largest difference relative to the largest weight of the parameter."""
-    found = 0.0
-    for name in b.files.names("weights", b.number):
-        found = max(found, relative(a.files.read("weights", a.number, name), b.files.read("weights", b.number, name)))
-    return found
+    pairs = (
+        (each.files.read("weights", each.number, name) for each in (a, b))
+        for name in b.files.names("weights", b.number)
+    )
+    return max(relative(*pair) for pair in pairs)
 
 
 def _units(fp32: float, bf16: float) -> dict[Precision, float]:
     return {Precision.fp32: fp32, Precision.bf16: bf16}
 
 
-# In units of roundoff: what was measured over layouts and models, and a margin (docs/verify.md).
+# Bounds in units of roundoff: the largest measured over layouts and models, with a margin (docs/verify.md).
 QUANTITIES = (
     Quantity("log-probability of a token", LOGPS, Clue.POLICY, _units(1024, 512), of_tokens),
     Quantity("log-probabilities per pair", LOGPS, Clue.POLICY, _units(32, 16), of_pairs),

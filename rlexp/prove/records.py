@@ -1,4 +1,4 @@
-"""What `verify` keeps of a run and of the reference, as plain arrays: the launcher reads it without torch.
+"""Records of a run and of the reference, as plain arrays, which the launcher reads without torch.
 
 Shape letters: T packed tokens, t tokens of one rank, S sequences, P pairs.
 """
@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 SIDES = ("chosen", "rejected")
-Key = tuple[int, str]  # a sample and a side of it: one sequence
+Key = tuple[int, str]  # a sequence: the sample and its side
 
 
 @dataclass(frozen=True)
 class TokenPair:
-    """A pair as token ids, with where it came from."""
+    """A pair as token ids, with the file and line it came from."""
 
     prompt: Array
     chosen: Array
@@ -42,6 +42,8 @@ class TokenPair:
 
 @dataclass(frozen=True)
 class PackSeen:
+    """A pack as rank 0 of a ring built it."""
+
     tokens_T: Array
     targets_T: Array
     positions_T: Array
@@ -51,7 +53,7 @@ class PackSeen:
 
 @dataclass
 class Micro:
-    """One micro-batch as one rank saw it. What has not been reached is None."""
+    """One micro-batch as one rank saw it. Values that the run did not reach are None."""
 
     samples: tuple[int, ...]
     pack: PackSeen | None = None
@@ -63,24 +65,26 @@ class Micro:
     policy_t: Array | None = None  # log-probability of each target
     logits_t: Array | None = None  # mean over the vocabulary
     reference_t: Array | None = None
-    sums: dict[str, Array] = field(default_factory=dict)  # policy/chosen, …: what the loss was given, (P,)
+    sums: dict[str, Array] = field(default_factory=dict)  # the loss's arguments by name (policy/chosen, …), (P,)
     losses_P: Array | None = None
-    slopes: dict[str, Array] = field(default_factory=dict)  # of the losses, by the policy's sums: chosen, rejected
-    values_P: dict[str, Array] = field(default_factory=dict)  # what else the loss answered
-    handed: float | None = None  # the scalar that the engine was given
-    last: bool = False  # and whether it was told that it was the last
+    slopes: dict[str, Array] = field(
+        default_factory=dict
+    )  # derivatives of the losses by the policy's sums: chosen, rejected
+    values_P: dict[str, Array] = field(default_factory=dict)  # the loss's other results
+    handed: float | None = None  # the scalar given to the engine
+    last: bool = False  # the engine's mark of the last micro-batch
 
 
 @dataclass
 class StepSeen:
     """One optimizer step as one rank saw it."""
 
-    planned: tuple[tuple[int, ...], ...] = ()  # the micro-batches that the sampler has for this replica
+    planned: tuple[tuple[int, ...], ...] = ()  # the sampler's micro-batches for this replica
     micros: list[Micro] = field(default_factory=list)
     lr: float = 0.0
     gradient_marks: dict[str, int] = field(default_factory=dict)
     weight_marks: dict[str, int] = field(default_factory=dict)
-    stale: tuple[str, ...] = ()  # parameters that compute with something else than what was stepped
+    stale: tuple[str, ...] = ()  # parameters whose computing copy differs from the stepped one
     row: dict[str, float | int] = field(default_factory=dict)
 
 
@@ -96,12 +100,12 @@ class Trace:
     engine: str = ""
     layout: str = ""
     dtypes: tuple[str, ...] = ()  # of the model's parameters
-    refused: str | None = None  # what the probe says of the model
-    tokens: dict[int, TokenPair] = field(default_factory=dict)  # of the samples this rank has seen
+    refused: str | None = None  # the probe's message, if it refused the model
+    tokens: dict[int, TokenPair] = field(default_factory=dict)  # samples that this rank has seen
     held_tokens: dict[int, TokenPair] = field(default_factory=dict)
     steps: list[StepSeen] = field(default_factory=list)
     held_out: list[Micro] = field(default_factory=list)
-    stopped: str | None = None  # why the product refused to take a step: something was not finite
+    stopped: str | None = None  # why the run refused a step: a value was not finite
 
     @property
     def replica(self) -> int:
@@ -141,7 +145,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Update:
-    """Norms, of one parameter and step: from what the weights are to what they should be; the step; the weights."""
+    """Norms for one parameter and step: difference of the weights to what they should be, the step, the weights."""
 
     apart: float
     step: float
@@ -149,7 +153,7 @@ class Update:
 
 
 class TensorFiles:
-    """Gradients and weights by step and parameter: too many for a pipe, and for memory twice."""
+    """Gradients and weights by step and parameter, in files: they are too large for a pipe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -167,7 +171,7 @@ class TensorFiles:
         return sorted(path.stem for path in folder.iterdir()) if folder.is_dir() else []
 
     def read(self, kind: str, step: int, name: str) -> Array:
-        """Mapped, so that it costs memory as long as it is looked at."""
+        """Map the file, so that it takes memory only while it is used."""
         values: Array = np.load(self._path(kind, step, name), mmap_mode="r")
         return values
 
@@ -177,5 +181,5 @@ def joined(parts: Sequence[Array]) -> Array:
 
 
 def mark(values: Array) -> int:
-    """Two ranks that hold the same bits have the same mark."""
+    """A checksum: ranks that hold the same bits have the same mark."""
     return zlib.crc32(np.ascontiguousarray(values).view(np.uint8).reshape(-1).data)

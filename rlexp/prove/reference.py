@@ -1,9 +1,9 @@
 """The reference: the same steps in one process, in float64, written out plainly.
 
-It shares no code with packing, ring, sampler, loss, step, engine or meter. Data and rules are those of
-`prove/textbook.py`; the model is transformers' own with its own SDPA, one sequence at a time, without padding;
-gradients are torch's; clipping, AdamW and SGD are written out here. What is shared is `precise`: without it
-transformers itself would round to float32 in the middle of a float64 pass, and the reference would be off by 1e-8.
+It shares no code with packing, ring, sampler, loss, step, engine or meter. Data, losses and their derivatives come from
+`prove/textbook.py`. The model is transformers' own with its own SDPA, one sequence at a time, without padding; torch
+differentiates it. Clipping, AdamW and SGD are written out here. Only `precise` is shared: without it transformers would
+round to float32 in the middle of a float64 pass, and the reference would be wrong by 1e-8.
 
 Shape letters: T tokens of one sequence, n of its answer, V vocabulary, E width, H heads.
 """
@@ -32,11 +32,11 @@ from rlexp.prove.records import SIDES, Array, Expected, Key, StepExpected, Tenso
 LOGITS = 1 << 24  # elements of logits held at once
 SCORES = 1 << 26  # elements of a score matrix held at once
 BLOCKS = "verify_blocks"
-FLOOR = 1e-6  # what clipping adds to the norm, as torch's clip_grad_norm_ does
+FLOOR = 1e-6  # added to the norm when clipping, as by torch's clip_grad_norm_
 
 
 class Reference:
-    """The model that is trained, and the one it began as."""
+    """The trained model and the one it started as, stepped in one process."""
 
     def __init__(self, cfg: Config, tokenizer: Any) -> None:
         assert isinstance(cfg.loss, DPOConfig)
@@ -52,7 +52,7 @@ class Reference:
         self.total = textbook.total_steps(cfg, len(self.pairs))
 
     def step(self, number: int, files: TensorFiles) -> StepExpected:
-        """One optimizer step; its gradient and the weights after it go to files."""
+        """Take one optimizer step; write its gradient and the weights after it to files."""
         samples = textbook.samples_of(self.cfg, len(self.pairs), number)
         batch = {sample: self.pairs[sample] for sample in samples}
         expected = self._values(number, batch, len(samples))
@@ -87,7 +87,7 @@ class Reference:
             files.write("weights", step, name, parameter.detach().cpu().numpy())
 
     def _values(self, number: int, batch: Mapping[int, TokenPair], count: int) -> StepExpected:
-        """Log-probabilities, losses and what is logged of a batch; where gradients are on, they are added up."""
+        """Log-probabilities, losses and logged values of a batch; with gradients enabled, also add up its gradient."""
         policy: dict[Key, Array] = {}
         reference: dict[Key, Array] = {}
         logits: dict[Key, Array] = {}
@@ -103,12 +103,27 @@ class Reference:
                 policy[key], reference[key], logits[key] = (
                     each.detach().cpu().numpy() for each in (logps_n, start_n, means_n)
                 )
-            loss = dpo(self.loss, sums)
+            known = {name: total.detach().reshape(1).cpu().numpy() for name, total in sums.items()}
+            losses[sample] = float(textbook.preference_losses(self.loss, known)[0])
             if torch.is_grad_enabled():
-                (loss / count).backward()
-            losses[sample] = float(loss.detach())
+                slopes = textbook.preference_slopes(self.loss, known)
+                torch.autograd.backward(
+                    [sums[f"policy/{side}"] for side in SIDES],
+                    [torch.as_tensor(slopes[side][0] / count, device=self.device) for side in SIDES],
+                )
         row = self._row(batch, policy, reference, logits, losses)
-        return StepExpected(number, tuple(batch), policy, reference, logits, losses, row["loss"], 0.0, 0.0, row)
+        return StepExpected(
+            number=number,
+            samples=tuple(batch),
+            policy=policy,
+            reference=reference,
+            logits=logits,
+            losses=losses,
+            loss=row["loss"],
+            grad_norm=0.0,
+            lr=0.0,
+            row=row,
+        )
 
     def _row(
         self,
@@ -137,24 +152,24 @@ class Reference:
 
 
 def expected_steps(cfg: Config, steps: int, held_out: int, folder: Path) -> Expected:
-    """The first `steps` optimizer steps, and the first `held_out` held-out pairs after them."""
+    """Take the first `steps` optimizer steps, then evaluate the first `held_out` held-out pairs."""
     tokenizer = load_tokenizer(cfg)
     reference, files = Reference(cfg, tokenizer), TensorFiles(folder)
     reference.write_weights(files, 0)
-    found = Expected(len(reference.pairs), reference.total, {}, [])
+    expected = Expected(pairs=len(reference.pairs), total_steps=reference.total, tokens={}, steps=[])
     total = 0
     for number in range(1, steps + 1):
         step = reference.step(number, files)
         total += int(step.row["tokens"])
         step.row["total_tokens"] = total
         step.row = {f"train/{name}": value for name, value in step.row.items()} | {"step": number}
-        found.tokens |= {sample: reference.pairs[sample] for sample in step.samples}
-        found.steps.append(step)
+        expected.tokens |= {sample: reference.pairs[sample] for sample in step.samples}
+        expected.steps.append(step)
     if held_out:
         pairs = textbook.pairs_of(cfg.data, tokenizer, held_out=True)[:held_out]
-        found.held_tokens = dict(enumerate(pairs))
-        found.steps[-1].row |= {f"eval/{name}": value for name, value in reference.held_out(pairs).items()}
-    return found
+        expected.held_tokens = dict(enumerate(pairs))
+        expected.steps[-1].row |= {f"eval/{name}": value for name, value in reference.held_out(pairs).items()}
+    return expected
 
 
 # ---- the model ----
@@ -165,18 +180,18 @@ def load_tokenizer(cfg: Config) -> Any:
         return textbook.Bytes()
     path = str(Path(cfg.model.path).expanduser()) if cfg.model.path.startswith("~") else cfg.model.path
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
-    tokenizer.model_max_length = 1 << 60  # no word about what data.max_length decides
+    tokenizer.model_max_length = 1 << 60  # silence its warning: data.max_length decides
     return tokenizer
 
 
 def load(cfg: Config, device: torch.device, attention: str | None = None) -> Any:
-    """The model as it starts, with float64 parameters; rotary tables and other buffers stay in float32."""
+    """Load the starting model with float64 parameters; rotary tables and other buffers stay in float32."""
     names = [attention] if attention else [own_blocks() if device.type == "cuda" else "sdpa", "eager"]
     for name in names:
         try:
             model = _made(cfg, name)
             break
-        except ValueError:  # the model has no such attention
+        except ValueError:  # the model does not offer this attention
             if name == names[-1]:
                 raise
     for parameter in model.parameters():
@@ -223,7 +238,7 @@ def _made(cfg: Config, attention: str) -> Any:
 
 
 def _pin_angles(model: nn.Module, max_length: int) -> None:
-    """Rotary angles that depend on the longest position seen are those of a sequence of data.max_length."""
+    """Fix rotary angles that depend on the longest position seen, to those of a sequence of data.max_length."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if kind in ("dynamic", "longrope"):
@@ -234,17 +249,17 @@ def _pin_angles(model: nn.Module, max_length: int) -> None:
 
 @torch.no_grad()
 def _refuse_other_head(model: Any, device: torch.device) -> None:
-    """`answer_logps` applies the head itself, in blocks; a model that does more than that would be misread."""
+    """Refuse a model that does more to its logits than its head, since `answer_logps` applies the head itself."""
     tokens = torch.arange(8, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
     with precise(torch.float64):
         whole = model(input_ids=tokens, use_cache=False).logits
         parts = model.get_output_embeddings()(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
     if not torch.allclose(whole, parts, rtol=1e-12, atol=1e-12):
-        raise ModelError(f"{type(model).__name__}: does more to its logits than its head. It cannot be verified.")
+        raise ModelError(f"{type(model).__name__}: does more to its logits than its head, so it cannot be verified.")
 
 
 def answer_logps(model: Any, pair: TokenPair, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token of the answer, (n,), and the mean logit there, by one sequence alone."""
+    """Log-probability of each token of the answer and the mean logit there, both (n,), from one sequence alone."""
     sequence = pair.sequence(side)
     tokens_T = torch.from_numpy(sequence).to(device)
     first = len(pair.prompt)
@@ -259,7 +274,7 @@ def answer_logps(model: Any, pair: TokenPair, side: str, device: torch.device) -
         parts = []
         for start in range(first, len(sequence), rows):
             stop = min(start + rows, len(sequence))
-            # The token at a place is predicted by the hidden state before it.
+            # A token is predicted from the hidden state before it.
             parts.append(checkpoint(_logps, head, hidden_TE[start - 1 : stop - 1], tokens_T[start:stop],
                                     use_reentrant=False))  # fmt: skip
     logps, means = zip(*parts, strict=True)
@@ -270,16 +285,6 @@ def _logps(head: nn.Module, hidden_nE: Tensor, tokens_n: Tensor) -> tuple[Tensor
     logits_nV = head(hidden_nE)
     assert logits_nV.dtype is torch.float64
     return logits_nV.log_softmax(-1).gather(-1, tokens_n.unsqueeze(-1)).squeeze(-1), logits_nV.detach().mean(-1)
-
-
-def dpo(cfg: DPOConfig, sums: Mapping[str, Tensor]) -> Tensor:
-    """Equation 7 of arXiv 2305.18290, with label smoothing."""
-    chosen = sums["policy/chosen"] - sums["reference/chosen"]
-    rejected = sums["policy/rejected"] - sums["reference/rejected"]
-    z = cfg.beta * (chosen - rejected)
-    one = torch.zeros_like(z)
-    right, wrong = -torch.logaddexp(one, -z), -torch.logaddexp(one, z)
-    return -(1 - cfg.label_smoothing) * right - cfg.label_smoothing * wrong
 
 
 # ---- attention written out ----
@@ -304,14 +309,14 @@ def _softmax_rows(q_HqD: Tensor, k_HTD: Tensor, v_HTD: Tensor, start: int, scale
 
 
 def own_blocks() -> str:
-    """On a GPU, SDPA has no float64 kernel that leaves out the score matrix; so transformers is given this one."""
+    """Register an attention in blocks for GPUs, where SDPA's float64 kernel would store the whole score matrix."""
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
         window = options.get("sliding_window")
         if mask is not None or options.get("softcap") or (window and window < query.shape[2]):
-            raise ModelError(f"{type(module).__name__} is not plainly causal. It cannot be verified on a GPU.")
+            raise ModelError(f"{type(module).__name__} is not plainly causal, so it cannot be verified on a GPU.")
         groups = query.shape[1] // key.shape[1]
         scale = options.get("scaling") or query.shape[-1] ** -0.5
         k, v = (each[0].repeat_interleave(groups, dim=0) for each in (key, value))
@@ -330,7 +335,7 @@ def norm(gradients: Any) -> float:
 
 
 class Optimizer:
-    """Clipping by the whole norm, then AdamW (arXiv 1711.05101) or plain descent, written out. Matrices decay."""
+    """Clipping by the whole norm, then AdamW (arXiv 1711.05101) or SGD, written out. Only matrices decay."""
 
     def __init__(self, optim: OptimConfig) -> None:
         self.optim, self.taken = optim, 0
@@ -338,7 +343,7 @@ class Optimizer:
         self.squares: dict[str, Tensor] = {}
 
     def step(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float) -> None:
-        """The weights are changed in place, the gradients left as they are."""
+        """Change the weights in place; the gradients stay as they are."""
         self.taken += 1
         most = self.optim.max_grad_norm
         shrink = min(1.0, most / (norm(gradients.values()) + FLOOR)) if most else 1.0
@@ -362,7 +367,7 @@ class Optimizer:
 
 
 def given_steps(cfg: Config, steps: int, lrs: Sequence[float], folder: Path) -> Iterator[dict[str, Update]]:
-    """What a run's own gradients should have made of its own weights, step by step; in float64, from its files."""
+    """Apply a run's own gradients to its own weights, step by step in float64, and compare with the run's results."""
     files = TensorFiles(folder)
     optimizer = Optimizer(cfg.optim)
 
@@ -376,9 +381,9 @@ def given_steps(cfg: Config, steps: int, lrs: Sequence[float], folder: Path) -> 
         optimizer.step({name: weights[name] for name in gradients if name in weights}, gradients, lrs[number - 1])
         yield {
             name: Update(
-                float((read("weights", number, name) - weight).norm()),
-                float((weight - before[name]).norm()),
-                float(weight.norm()),
+                apart=float((read("weights", number, name) - weight).norm()),
+                step=float((weight - before[name]).norm()),
+                weight=float(weight.norm()),
             )
             for name, weight in weights.items()
         }

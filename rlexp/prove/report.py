@@ -1,4 +1,4 @@
-"""What `verify` says: what was verified, a table, a verdict in plain words; and the same as JSON."""
+"""The report of a verification: its scope, a table, the conclusion in words; and the same as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlexp.config.schema import Config, HFModelConfig, Precision
 from rlexp.prove.run import Failure, Verification, exact, refuse, verify
 
 WIDTH = 110
-# Rows of the table, in the order of the way: what it is called, its names in the gauge and among the measured.
+# Rows of the table: their title, and their names in the gauge and among the measured quantities.
 ROWS = (
     ("log-probability of a token", "log-probability of a token", "log-probability of a token"),
     ("log-probabilities per pair", "sum of a sequence's log-probabilities", "log-probabilities per pair"),
@@ -31,15 +31,15 @@ ROWS = (
 
 
 def run(cfg: Config, steps: int, file: Path | None) -> int:
-    """Verify, print, and answer with an exit code."""
+    """Verify, print the report and return the exit code."""
     refuse(cfg, steps)
     sys.stdout.write(f"rlexp.verify  {subject(cfg)}\n")
     sys.stdout.flush()
-    verdict = verify(cfg, steps, tell)
-    sys.stdout.write(report(cfg, verdict))
+    result = verify(cfg, steps, tell)
+    sys.stdout.write(report(cfg, result))
     if file is not None:
-        file.write_text(json.dumps(as_json(cfg, verdict), indent=2) + "\n", encoding="utf-8")
-    return 0 if verdict.passed else 1
+        file.write_text(json.dumps(as_json(cfg, result), indent=2) + "\n", encoding="utf-8")
+    return 0 if result.passed else 1
 
 
 def tell(line: str) -> None:
@@ -58,12 +58,12 @@ def subject(cfg: Config) -> str:
     )
 
 
-def report(cfg: Config, verdict: Verification) -> str:
-    return f"{scope(verdict)}\n{table(cfg, verdict)}\n{conclusion(cfg, verdict)}\n"
+def report(cfg: Config, result: Verification) -> str:
+    return f"{scope(result)}\n{table(cfg, result)}\n{conclusion(cfg, result)}\n"
 
 
-def scope(verdict: Verification) -> str:
-    plan, facts = verdict.plan, verdict.facts
+def scope(result: Verification) -> str:
+    plan, facts = result.plan, result.facts
     if plan is None:
         return ""
     lines = [
@@ -74,31 +74,31 @@ def scope(verdict: Verification) -> str:
         lines.append(f"  shrunk: {plan.said}")
     if plan.held_out:
         lines.append(f"  held-out values: of the first {plan.held_out} pairs, after the last step")
-    if verdict.not_held:
-        lines.append(f"  not verified: {', '.join(verdict.not_held)}")
+    if result.not_held:
+        lines.append(f"  not verified: {', '.join(result.not_held)}")
     return "\n".join(lines) + "\n"
 
 
-def table(cfg: Config, verdict: Verification) -> str:
-    """Largest differences to the reference, relative; `-` where a failure came first, or nothing is held."""
+def table(cfg: Config, result: Verification) -> str:
+    """Largest relative differences to the reference; `-` if a failure came first or nothing is checked."""
     own = cfg.train.precision
     heads = ["largest difference", "float64", "allowed"]
     if own is not Precision.fp64:
         heads += [own.value, "noise floor", "allowed"]
     rows = [heads]
-    gauge = verdict.float64.gauge.largest if verdict.float64 else {}
-    measured = {each.quantity: each for each in verdict.measured}
+    gauge = result.float64.gauge.largest if result.float64 else {}
+    measured = {each.quantity: each for each in result.measured}
     allowed = _allowed()
     for words, name, own_name in ROWS:
         row = [words, _number(gauge.get(name)), _number(allowed.get(words))]
-        found = measured.get(own_name or "")
-        row += [_number(found.own), _number(found.floor), _number(found.allowed)] if found else ["-"] * 3
+        here = measured.get(own_name or "")
+        row += [_number(here.own), _number(here.floor), _number(here.allowed)] if here else ["-"] * 3
         rows.append(row[: len(heads)])
     metrics = [value for name, value in gauge.items() if name.startswith(("train/", "eval/"))]
     last = ["logged metrics", _number(max(metrics, default=None)), _number(allowed["logged metrics"]), *["-"] * 3]
     rows.append(last[: len(heads)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    return "".join(f"  {_line(row, widths)}\n" for row in rows) + _notes(cfg, verdict)
+    return "".join(f"  {_line(row, widths)}\n" for row in rows) + _notes(cfg, result)
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
@@ -106,29 +106,29 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
 
 
-def _notes(cfg: Config, verdict: Verification) -> str:
+def _notes(cfg: Config, result: Verification) -> str:
     lines = []
-    if verdict.measured:
+    if result.measured:
         lines.append(
-            f"{cfg.train.precision.value}: at the first step, where all have the same weights; what is given, at every "
-            f"step; weights after the last"
+            f"{cfg.train.precision.value}: measured at the first step, where all weights are the same; rows with "
+            f"'given' at every step; weights after the last"
         )
-    gauge = verdict.float64.gauge.largest if verdict.float64 else {}
-    if verdict.passed and gauge.get("weights after the step", 0.0) > _allowed()["weights after the steps"]:
+    gauge = result.float64.gauge.largest if result.float64 else {}
+    if result.passed and gauge.get("weights after the step", 0.0) > _allowed()["weights after the steps"]:
         lines.append(
-            "each step is right given its gradient; where the weights are further apart than is allowed, the optimizer "
-            "has divided by a gradient that is rounding, and what follows may be apart by as much more (docs/verify.md)"
+            "each step is right given its gradient; where the weights differ by more than is allowed, Adam has divided "
+            "by a gradient that is only rounding, and later values may differ by the same factor (docs/verify.md)"
         )
     return "".join(f"{_wrapped(line)}\n" for line in lines)
 
 
 def _wrapped(text: str) -> str:
-    """As lines of a paragraph; a traceback stays as it is."""
+    """Wrap a paragraph; a traceback stays as it is."""
     return text if "\n" in text else textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
 def _allowed() -> dict[str, float]:
-    from rlexp.prove.stages import FLOAT64
+    from rlexp.prove.findings import FLOAT64
 
     return {
         "log-probability of a token": FLOAT64.logp,
@@ -148,19 +148,19 @@ def _number(value: float | None) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
-def conclusion(cfg: Config, verdict: Verification) -> str:
-    if verdict.failure is not None:
-        return f"{failure_in_words(verdict.failure)}\n({verdict.seconds:.0f} s)"
-    assert verdict.plan is not None
-    own, steps = cfg.train.precision, verdict.plan.steps
+def conclusion(cfg: Config, result: Verification) -> str:
+    if result.failure is not None:
+        return f"{failure_in_words(result.failure)}\n({result.seconds:.0f} s)"
+    assert result.plan is not None
+    own, steps = cfg.train.precision, result.plan.steps
     words = (
-        f"PASS: {steps} optimizer step{'s' * (steps > 1)} on this layout are those of the "
+        f"PASS: {steps} optimizer step{'s' * (steps > 1)} on this layout agree{'s' * (steps == 1)} with the "
         f"plain one-process reference: the same samples and tokens, and in float64 the same log-probabilities, loss, "
         f"gradient, weights and logged values up to rounding."
     )
     if own is not Precision.fp64:
-        words += f" In {own.value} with engine={cfg.engine.name.value} what is left is that precision's own rounding."
-    return "\n".join(textwrap.wrap(words, WIDTH)) + f"\n({verdict.seconds:.0f} s)"
+        words += f" In {own.value} with engine={cfg.engine.name.value} only the rounding of {own.value} remains."
+    return "\n".join(textwrap.wrap(words, WIDTH)) + f"\n({result.seconds:.0f} s)"
 
 
 def failure_in_words(failure: Failure) -> str:
@@ -175,18 +175,18 @@ def failure_in_words(failure: Failure) -> str:
     return "\n".join(lines)
 
 
-def as_json(cfg: Config, verdict: Verification) -> dict[str, Any]:
-    gauge: Mapping[str, float] = verdict.float64.gauge.largest if verdict.float64 else {}
+def as_json(cfg: Config, result: Verification) -> dict[str, Any]:
+    gauge: Mapping[str, float] = result.float64.gauge.largest if result.float64 else {}
     return {
-        "passed": verdict.passed,
-        "failure": dataclasses.asdict(verdict.failure) if verdict.failure else None,
-        "plan": dataclasses.asdict(verdict.plan, dict_factory=_by_value) if verdict.plan else None,
-        "shrunk": verdict.plan.said if verdict.plan else None,
-        **verdict.facts,
+        "passed": result.passed,
+        "failure": dataclasses.asdict(result.failure) if result.failure else None,
+        "plan": dataclasses.asdict(result.plan, dict_factory=_by_value) if result.plan else None,
+        "shrunk": result.plan.said if result.plan else None,
+        **result.facts,
         "float64": {"engine": exact(cfg).engine.name.value, "largest": dict(gauge)},
-        cfg.train.precision.value: [dataclasses.asdict(each) for each in verdict.measured],
-        "not_verified": list(verdict.not_held),
-        "seconds": verdict.seconds,
+        cfg.train.precision.value: [dataclasses.asdict(each) for each in result.measured],
+        "not_verified": list(result.not_held),
+        "seconds": result.seconds,
         "config": to_plain(cfg),
     }
 

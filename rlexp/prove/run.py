@@ -1,7 +1,7 @@
-"""The promise, proved on one's own configuration: the first steps on its layout, held to a plain reference.
+"""Run a configuration's first steps on its layout and compare them with a plain reference.
 
-First in float64, where two right programs differ by rounding alone; then in the run's own precision and engine,
-beside the noise floor (the same layout with another micro-batch). See docs/verify.md.
+First in float64, where two correct programs differ by rounding alone. Then in the run's own precision and engine,
+beside the noise floor: the same layout with another micro-batch size. See docs/verify.md.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.place import prepare_environment
 
 if TYPE_CHECKING:
+    from rlexp.prove.compared import Comparison
     from rlexp.prove.diagnose import Alone
+    from rlexp.prove.findings import Finding
     from rlexp.prove.precision import Measured
     from rlexp.prove.records import Expected, Trace, Update
     from rlexp.prove.shrink import Plan
-    from rlexp.prove.stages import Comparison, Finding
 
 OURS = (
     "rlexp.prove.trace",
@@ -48,14 +49,14 @@ OURS = (
     "rlexp.prove.diagnose",
 )
 TIMEOUT = 3600.0  # seconds for one start of ranks
-LONG = 1024  # tokens from which on several threads are worth their cost
-WAIT = 180.0  # seconds for a collective that a rank never joins, at most
+LONG = 1024  # tokens; from here on several threads are faster than one
+WAIT = 180.0  # seconds at most for a collective that a rank never joins
 Progress = Callable[[str], None]
 
 
 @dataclass
 class Failure:
-    """Where the run first departs, and the room of the house that it points to."""
+    """The first difference, and the room whose code it points to."""
 
     precision: str
     step: int
@@ -70,7 +71,7 @@ class Failure:
 
 @dataclass
 class Verification:
-    """What came of it."""
+    """The result of verifying one configuration."""
 
     plan: Plan | None = None
     facts: dict[str, Any] = field(default_factory=dict)
@@ -86,19 +87,19 @@ class Verification:
 
 
 def verify(cfg: Config, steps: int, say: Progress) -> Verification:
-    """Prove it or say where it fails. The user's own mistakes are raised."""
+    """Verify a configuration. The user's own mistakes are raised."""
     began = time.monotonic()
     refuse(cfg, steps)
     cfg = _contained(cfg)
     prepare_environment(cfg.launch.device.value, cfg.launch.torch_threads)
     with tempfile.TemporaryDirectory(prefix="rlexp-verify-") as folder:
-        verdict = Verifier(cfg, Path(folder), say).run(steps)
-    verdict.seconds = time.monotonic() - began
-    return verdict
+        result = Verifier(cfg, Path(folder), say).run(steps)
+    result.seconds = time.monotonic() - began
+    return result
 
 
 def refuse(cfg: Config, steps: int) -> None:
-    """What cannot be verified, before anything is said or started."""
+    """Refuse a configuration that cannot be verified, before anything is printed or started."""
     sizes.positive("--steps", steps)
     if isinstance(cfg.loss, PolicyLossConfig):
         raise ConfigError(
@@ -108,13 +109,13 @@ def refuse(cfg: Config, steps: int) -> None:
         )
     if sizes.joined_world() is not None:
         raise ConfigError(
-            "rlexp.verify: starts its own ranks on this machine. Start it once, without torchrun or srun, with the "
-            "run's parallel.ring_size and as many ranks as fit here (launch.nproc)."
+            "rlexp.verify: starts its own ranks on this machine, and torchrun or srun has already started some. Run it "
+            "once, without them, with the run's parallel.ring_size and as many ranks as fit here (launch.nproc)."
         )
 
 
 def _contained(cfg: Config) -> Config:
-    """The same run without what is no part of a step: no logger, no checkpoint, no long wait."""
+    """The same run without logger and checkpoints, and with short waits."""
     launch = dataclasses.replace(cfg.launch, timeout_seconds=min(WAIT, cfg.launch.timeout_seconds))
     checkpoint = dataclasses.replace(cfg.checkpoint, export=False, on_exit=True)
     return dataclasses.replace(
@@ -123,7 +124,7 @@ def _contained(cfg: Config) -> Config:
 
 
 class Verifier:
-    """One verification, in a folder of its own."""
+    """Starts the ranks of one verification and compares their results, in a folder of its own."""
 
     def __init__(self, cfg: Config, folder: Path, say: Progress) -> None:
         self.cfg, self.folder, self.say = cfg, folder, say
@@ -141,24 +142,25 @@ class Verifier:
     def run(self, steps: int) -> Verification:
         from rlexp.prove.shrink import plan_rank, shrunk
 
-        verdict = Verification()
+        result = Verification()
         try:
             plan: Plan = self.start("reading the data, sizing the model", plan_rank, 1, self.cfg, steps, self.folder)[0]
-            verdict.plan, self.cfg = plan, shrunk(self.cfg, plan)
-            self._float64(verdict, plan)
-            if verdict.passed and self.cfg.train.precision is not Precision.fp64:
-                self._own_precision(verdict, plan)
+            result.plan, self.cfg = plan, shrunk(self.cfg, plan)
+            self._float64(result, plan)
+            if result.passed and self.cfg.train.precision is not Precision.fp64:
+                self._own_precision(result, plan)
         except RankFailed as failed:
-            exact_agrees = verdict.float64 is not None
-            verdict.failure = _crashed(
+            exact_agrees = result.float64 is not None
+            result.failure = _crashed(
                 failed, self.cfg.train.precision.value if exact_agrees else "float64", exact_agrees
             )
-        return verdict
+        return result
 
     # ---- float64 ----
 
-    def _float64(self, verdict: Verification, plan: Plan) -> None:
-        from rlexp.prove.stages import FLOAT64, not_held
+    def _float64(self, result: Verification, plan: Plan) -> None:
+        from rlexp.prove.findings import FLOAT64
+        from rlexp.prove.stage_metrics import not_held
 
         cfg = exact(self.cfg)
         traces, ran = self.recorded("float64, as the run computes it", [cfg], plan)
@@ -167,20 +169,18 @@ class Verifier:
             _expected_rank,
             1,
             cfg,
-            plan.steps,
-            plan.held_out,
-            plan.longest,
+            plan,
             self.folder / "reference",
         )[0]
         self.expected = expected
         comparison = self.compared(cfg, traces[0], ran[0], FLOAT64)
-        verdict.float64, verdict.facts = comparison, _facts(self.cfg, traces[0][0])
-        verdict.not_held = not_held(traces[0][0].steps[-1].row, expected.steps[-1].row)
-        verdict.failure = self.first_failure(comparison, "float64")
+        result.float64, result.facts = comparison, _facts(self.cfg, traces[0][0])
+        result.not_held = not_held(traces[0][0].steps[-1].row, expected.steps[-1].row)
+        result.failure = self.first_failure(comparison, "float64")
         _forget(ran[0])
 
     def recorded(self, what: str, configs: Sequence[Config], plan: Plan) -> tuple[list[list[Trace]], list[Path]]:
-        """Every configuration on its ranks, in one start; by configuration the traces of all ranks, and a folder."""
+        """Run the configurations in one start of ranks. Return, for each, the traces of all ranks and a folder."""
         from rlexp.prove.trace import Job, trace_rank
 
         folders = [Path(tempfile.mkdtemp(dir=self.folder)) for _ in configs]
@@ -192,27 +192,42 @@ class Verifier:
         return [[traces[number] for traces in by_rank] for number in range(len(configs))], folders
 
     def compared(self, cfg: Config, traces: list[Trace], folder: Path, allowed: Any) -> Comparison:
+        from rlexp.prove.compared import Comparison
         from rlexp.prove.records import TensorFiles
-        from rlexp.prove.stages import Comparison
 
         lrs = [step.lr for step in self.expected.steps]
         given = self.start("the optimizer, given its gradients", _given_rank, 1, cfg, len(lrs), lrs, folder)[0]
         return Comparison(
-            cfg, traces, self.expected, TensorFiles(folder), TensorFiles(self.folder / "reference"), given, allowed
+            cfg=cfg,
+            traces=traces,
+            expected=self.expected,
+            ran=TensorFiles(folder),
+            meant=TensorFiles(self.folder / "reference"),
+            given_weights=given,
+            allowed=allowed,
         )
 
     def first_failure(self, comparison: Comparison, precision: str) -> Failure | None:
-        finding = next(comparison.differences(), None)
+        from rlexp.prove.stages import differences
+
+        finding = next(differences(comparison), None)
         refused = comparison.traces[0].refused
         if finding is None and refused is None:
             return None
         if finding is None:
-            return Failure(precision, 1, "log-probabilities", "the probe of the model", refused or "",
-                           "no difference", "rlexp/model/")  # fmt: skip
+            return Failure(
+                precision=precision,
+                step=1,
+                stage="log-probabilities",
+                quantity="the probe of the model",
+                got=refused or "",
+                expected="no difference",
+                room="rlexp/model/",
+            )
         return self.located(comparison, finding, precision)
 
     def located(self, comparison: Comparison, finding: Finding, precision: str) -> Failure:
-        """The room, by trying parts of the run alone where the difference does not say it."""
+        """Find the room that a difference points to. If the difference alone does not say it, try parts of the run."""
         from rlexp.prove.diagnose import Case, alone_rank, evidence, needs_trial, room_of, room_of_traceback
 
         alone: Alone | None = None
@@ -233,7 +248,7 @@ class Verifier:
 
     # ---- the run's own precision ----
 
-    def _own_precision(self, verdict: Verification, plan: Plan) -> None:
+    def _own_precision(self, result: Verification, plan: Plan) -> None:
         from rlexp.prove.diagnose import Parts, parts_rank
         from rlexp.prove.precision import OWN, given_parts, measure
         from rlexp.prove.records import TensorFiles
@@ -242,28 +257,28 @@ class Verifier:
         other = another_micro_batch(cfg)
         traces, ran = self.recorded(f"{name} with {cfg.engine.name.value}, and its noise floor", [cfg, other], plan)
         comparison = self.compared(cfg, traces[0], ran[0], OWN[cfg.train.precision])
-        verdict.failure = self.first_failure(comparison, name)
-        if not verdict.passed:
+        result.failure = self.first_failure(comparison, name)
+        if not result.passed:
             return
         floor = self.compared(other, traces[1], ran[1], OWN[cfg.train.precision])
-        verdict.measured, finding = measure(comparison, floor)
+        result.measured, finding = measure(comparison, floor)
         if finding is None:
             parts = Parts(cfg, plan.steps, ran[0], self.folder / "parts")
             self.start("its gradient without the engine", parts_rank, cfg.parallel.world_size, parts)
             measured, finding = given_parts(comparison, TensorFiles(parts.folder))
-            verdict.measured.append(measured)
-        verdict.failure = self.located(comparison, finding, name) if finding else None
+            result.measured.append(measured)
+        result.failure = self.located(comparison, finding, name) if finding else None
 
 
-def _expected_rank(_place: Any, cfg: Config, steps: int, held_out: int, longest: int, folder: Path) -> Expected:
-    """The reference has the machine to itself, as the ranks had."""
+def _expected_rank(_place: Any, cfg: Config, plan: Plan, folder: Path) -> Expected:
+    """Run the reference with as many threads as the ranks had together."""
     import torch
 
     from rlexp.prove.reference import expected_steps
 
-    if cfg.launch.device is Device.cpu and longest >= LONG:  # short sequences are slower by it
+    if cfg.launch.device is Device.cpu and plan.longest >= LONG:  # threads slow down short sequences
         torch.set_num_threads(min(os.cpu_count() or 1, cfg.parallel.world_size * cfg.launch.torch_threads))
-    return expected_steps(cfg, steps, held_out, folder)
+    return expected_steps(cfg, plan.steps, plan.held_out, folder)
 
 
 def _given_rank(_place: Any, cfg: Config, steps: int, lrs: Sequence[float], folder: Path) -> list[Mapping[str, Update]]:
@@ -273,8 +288,7 @@ def _given_rank(_place: Any, cfg: Config, steps: int, lrs: Sequence[float], fold
 
 
 def exact(cfg: Config) -> Config:
-    """In float64, with an engine and a kernel that can: the run's own, or the plain one; and over rings that can, which
-    are ours."""
+    """The configuration in float64, on our own rings. An engine or kernel that has no float64 becomes the plain one."""
     engine = cfg.engine
     if Precision.fp64.value not in ENGINES[engine.name.value].precisions:
         engine = dataclasses.replace(engine, name=EngineName.torch, offload=type(engine.offload).none, overrides={})
@@ -285,13 +299,13 @@ def exact(cfg: Config) -> Config:
 
 
 def bounded(cfg: Config, plan: Plan) -> Config:
-    """Only so many steps of it: the schedule stays that of the whole run. Held-out pairs come after the last."""
+    """Stop the run after the planned steps and evaluate after the last. The schedule stays that of the whole run."""
     every = plan.steps if plan.held_out else None
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, stop_after=plan.steps, eval_every=every))
 
 
 def another_micro_batch(cfg: Config) -> Config:
-    """The same layout with another micro-batch: the largest smaller one, else the next larger, else unpacked."""
+    """The same layout with the next smaller micro-batch size, else the next larger one, else unpacked."""
     share, micro = cfg.train.batch_size // cfg.parallel.dp_size, cfg.train.micro_batch_size
     others = [size for size in sizes.divisors(share) if size != micro]
     if others:
@@ -318,17 +332,33 @@ def _facts(cfg: Config, trace: Trace) -> dict[str, Any]:
 
 def _failure(finding: Finding, precision: str, room: str, said: str) -> Failure:
     return Failure(
-        precision, finding.step, finding.stage, finding.quantity, finding.got, finding.expected, room,
-        finding.note, said,
-    )  # fmt: skip
+        precision=precision,
+        step=finding.step,
+        stage=finding.stage,
+        quantity=finding.quantity,
+        got=finding.got,
+        expected=finding.expected,
+        room=room,
+        note=finding.note,
+        evidence=said,
+    )
 
 
 def _crashed(failed: RankFailed, precision: str, exact_agrees: bool) -> Failure:
-    """The run itself raised what is no mistake of the user's. If float64 went well, the engine is what is new."""
+    """The failure of a run that raised an error of its own. If float64 agreed, the engine is the first suspect."""
     from rlexp.prove.diagnose import ENGINE, room_of_traceback
 
     room = room_of_traceback(str(failed)) or (ENGINE if exact_agrees else "rlexp/")
-    return Failure(precision, 1, "running", "the run", _last_line(failed), "a step", room, str(failed))
+    return Failure(
+        precision=precision,
+        step=1,
+        stage="running",
+        quantity="the run",
+        got=_last_line(failed),
+        expected="a step",
+        room=room,
+        note=str(failed),
+    )
 
 
 def _last_line(error: UserError) -> str:

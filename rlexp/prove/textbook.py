@@ -1,6 +1,6 @@
-"""The rules of a run, written out a second time from what the documentation says, on plain numbers.
+"""The rules of a run, written out a second time from the documentation, on plain numbers.
 
-What `verify` holds the product to. Nothing here is taken from the data, ring, algos, train, engine or metrics rooms.
+`verify` compares the product with them. No code comes from the data, ring, algos, train, engine or metrics rooms.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rlexp.config.schema import (
     SyntheticDataConfig,
     TooLong,
 )
-from rlexp.data import synthetic  # the text of its rows is nowhere else
+from rlexp.data import synthetic  # only it has the text of generated rows
 from rlexp.errors import DataError
 from rlexp.prove.records import SIDES, Array, TokenPair
 
-TIE = 2.0**-23  # of the log-probabilities' magnitude: within it a comparison is a tie, and counts half
+TIE = 2.0**-23  # relative to the log-probabilities: a smaller margin is a tie, and counts half
 Text = tuple[Any, str, str, str]  # prompt, chosen, rejected, origin
 
 
@@ -58,7 +58,7 @@ def _lines(path: Path) -> list[Text]:
 
 
 class Bytes:
-    """The tokenizer of `model=tiny`: three special tokens, then each byte by the place of its visible stand-in."""
+    """The tokenizer of `model=tiny`: three special tokens, then the bytes in the order of their visible stand-ins."""
 
     chat_template = None
     bos_token_id, eos_token_id = 0, 1
@@ -77,7 +77,7 @@ class Bytes:
 
 
 def pairs_of(cfg: DataConfig, tokenizer: Any, *, held_out: bool = False) -> list[TokenPair]:
-    """The data set in its order, without the pairs that are left out."""
+    """The data set in its order, without dropped pairs and pairs of two equal answers."""
     pairs = []
     for row in rows_of(cfg, held_out=held_out):
         pair = _assembled(row, tokenizer)
@@ -120,7 +120,7 @@ def _assembled(row: Text, tokenizer: Any) -> TokenPair:
 
 
 def _cut(pair: TokenPair, most: int, begin: int | None) -> TokenPair:
-    """The end of the prompt is kept, with the token of the beginning; of the answers their beginning."""
+    """Cut a pair that is too long: keep the beginning of its answers, and the end of its prompt after its BOS token."""
     room = max(1, most - max(len(pair.chosen), len(pair.rejected)))
     prompt = pair.prompt.tolist()
     if begin is not None and prompt[0] == begin:
@@ -142,7 +142,7 @@ def steps_per_epoch(cfg: Config, pairs: int) -> int:
 
 
 def total_steps(cfg: Config, pairs: int) -> int:
-    """What `train.max_steps` and `train.epochs` both allow; one epoch where neither says anything."""
+    """The steps that both `train.max_steps` and `train.epochs` allow; one epoch if neither is given."""
     by_epochs = steps_per_epoch(cfg, pairs) * (cfg.train.epochs or 1)
     if cfg.train.max_steps is None:
         return by_epochs
@@ -150,7 +150,7 @@ def total_steps(cfg: Config, pairs: int) -> int:
 
 
 def samples_of(cfg: Config, pairs: int, step: int) -> tuple[int, ...]:
-    """Of optimizer step `step`, from 1."""
+    """The samples of an optimizer step; steps count from 1."""
     an_epoch = steps_per_epoch(cfg, pairs)
     epoch, place = (step - 1) // an_epoch, (step - 1) % an_epoch
     order = list(range(pairs))
@@ -160,7 +160,7 @@ def samples_of(cfg: Config, pairs: int, step: int) -> tuple[int, ...]:
 
 
 def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
-    """Up in equal steps, the first of which trains already; then down to 0 at the step after the last."""
+    """Rise in equal steps, of which the first is above 0; then fall to 0 at the step after the last."""
     warm = optim.warmup_steps
     if step <= warm:
         return optim.lr * step / (warm + 1)
@@ -170,7 +170,7 @@ def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
     return optim.lr * shapes[optim.decay]
 
 
-# ---- losses and what is logged of them; the sums are of the answers' log-probabilities ----
+# ---- losses and logged values; `sums` are sums of the answers' log-probabilities ----
 
 
 def log_sigmoid(x: Array) -> Array:
@@ -179,7 +179,7 @@ def log_sigmoid(x: Array) -> Array:
 
 
 def preference_losses(cfg: DPOConfig, sums: Mapping[str, Array]) -> Array:
-    """Equation 7 of arXiv 2305.18290, with labels that are wrong by a probability of `label_smoothing`."""
+    """Equation 7 of arXiv 2305.18290, for labels that are wrong with probability `label_smoothing`."""
     ratios = {side: sums[f"policy/{side}"] - sums[f"reference/{side}"] for side in SIDES}
     z = cfg.beta * (ratios["chosen"] - ratios["rejected"])
     wrong = cfg.label_smoothing
@@ -187,8 +187,8 @@ def preference_losses(cfg: DPOConfig, sums: Mapping[str, Array]) -> Array:
 
 
 def preference_slopes(cfg: DPOConfig, sums: Mapping[str, Array]) -> dict[str, Array]:
-    """How the losses change with the policy's sums: where policy and reference still agree, a loss is ln 2 whatever
-    is wrong with it, and only this tells."""
+    """Derivatives of the losses by the policy's sums. While policy and reference agree every loss is ln 2, even of a
+    wrong formula; only the derivative shows the mistake."""
     ratios = {side: sums[f"policy/{side}"] - sums[f"reference/{side}"] for side in SIDES}
     z = cfg.beta * (ratios["chosen"] - ratios["rejected"])
     slope = cfg.beta * (
@@ -198,7 +198,7 @@ def preference_slopes(cfg: DPOConfig, sums: Mapping[str, Array]) -> dict[str, Ar
 
 
 def rewards(cfg: DPOConfig, sums: Mapping[str, Array]) -> dict[str, Array]:
-    """Per pair. A comparison within rounding of a tie counts half."""
+    """Rewards of each pair. A margin within rounding of zero counts half."""
     chosen, rejected = (cfg.beta * (sums[f"policy/{side}"] - sums[f"reference/{side}"]) for side in SIDES)
     band = TIE * cfg.beta * sum(np.abs(part) for part in sums.values())
     margin = chosen - rejected
@@ -214,7 +214,7 @@ def rewards(cfg: DPOConfig, sums: Mapping[str, Array]) -> dict[str, Array]:
 def logged(
     losses: Array, sums: Mapping[str, Array], values: Mapping[str, Array], logits: Mapping[str, Array], tokens: int
 ) -> dict[str, float]:
-    """The values of a whole batch: means over its pairs, for logits over its answers' tokens."""
+    """The logged values of a batch: means over its pairs, for logits over its answers' tokens."""
     row = {name: float(np.mean(each)) for name, each in values.items()}
     row["loss"] = float(np.mean(losses))
     for side in SIDES:
