@@ -1,7 +1,7 @@
-"""From the first difference to the room it points to: parts of the run are tried alone, where it went wrong.
+"""Find the room that the first difference points to, by trying parts of the run alone.
 
-Only after a failure. The ranks are started once more and each part is given something whose answer is known: the
-ring's sum, the meter, the attention of that very micro-batch, and the gradient without an engine.
+This happens only after a failure. The ranks start once more, and each part gets inputs with a known answer: the ring's
+sum, the meter, the attention of the same micro-batches, and the gradient without an engine.
 
 Shape letters: T packed tokens, t tokens of this rank, H query heads, G key/value heads, D head size.
 """
@@ -39,7 +39,7 @@ from rlexp.train.task import Needs
 from rlexp.types import Pack, Pair, Shard
 
 LONGEST = 512  # tokens of a sequence in the attention that is tried alone
-# Written-out attention against the run's, relative to the largest value; rounding is 100 times less.
+# Allowed differences to the written-out ones, relative to the largest value; rounding is 100 times smaller.
 ATTENTION = {Precision.fp64: 1e-10, Precision.fp32: 1e-4, Precision.bf16: 1e-1}
 GRADIENT = {Precision.fp64: 1e-9, Precision.fp32: 1e-3, Precision.bf16: 3e-1}
 
@@ -49,8 +49,7 @@ TRAIN, ENGINE, METRICS = "rlexp/train/", "rlexp/engine/", "rlexp/metrics/"
 
 @dataclass(frozen=True)
 class Alone:
-    """How far parts of the run are from what they should answer; the largest over the ranks. A part that could not be
-    tried is infinitely far off."""
+    """Errors of parts of the run, tried alone; the largest over the ranks. If a part raised, its error is infinite."""
 
     ring_sum: float
     ring_sum_backward: float
@@ -62,7 +61,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class Case:
-    """What to try again: the step that went wrong, with the weights before it."""
+    """The step that went wrong, to be tried again with the weights before it."""
 
     cfg: Config
     step: int
@@ -90,7 +89,7 @@ def _unprobed(*_args: Any, **_kwargs: Any) -> float:
 
 
 def _try(part: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-    """A part with a defect may raise what it likes: that is an answer too."""
+    """Try a part. A part with a defect may raise anything, which counts as an infinite error."""
     try:
         return part()
     except (ArithmeticError, AssertionError, IndexError, LookupError, RuntimeError, TypeError, ValueError, UserError):
@@ -98,7 +97,7 @@ def _try(part: Callable[[], tuple[float, float]]) -> tuple[float, float]:
 
 
 def _largest(*values: float) -> float:
-    """What is not a number is as wrong as can be; `max` would pass it over."""
+    """The largest value, where NaN counts as infinite; `max` would skip it."""
     return max(value if value == value else torch.inf for value in values)
 
 
@@ -114,7 +113,7 @@ def _ring_sum(run: Run) -> tuple[float, float]:
 
 
 def _meter(run: Run) -> float:
-    """Two micro-batches of known values: tokens by rank, pairs by replica."""
+    """Meter two micro-batches of known values: tokens by rank, pairs by replica."""
     world, ring = run.world, run.world.ring
     meter = Meter(world, run.device)
     for micro in (1.0, 2.0):
@@ -138,12 +137,12 @@ def _meter(run: Run) -> float:
 
 
 def _attention(task: PairTask, case: Case) -> tuple[float, float]:
-    """The layout and kernel of the run on the step's own micro-batches, with random queries, keys and values."""
+    """Try the run's layout and kernel on the step's micro-batches, with random queries, keys and values."""
     worst = [0.0, 0.0]
     for number, pairs in enumerate(_micro_batches(task, case.step)):
         pack, index_t, shard = _placed(task, [_short(pair) for pair in pairs])
-        found = _attention_of(task.run, pack, index_t, shard, seed=number)
-        worst = [_largest(a, b) for a, b in zip(worst, found, strict=True)]
+        apart = _attention_of(task.run, pack, index_t, shard, seed=number)
+        worst = [_largest(a, b) for a, b in zip(worst, apart, strict=True)]
     return worst[0], worst[1]
 
 
@@ -158,7 +157,7 @@ def _short(pair: Pair) -> Pair:
 
 
 def _placed(task: PairTask, pairs: Sequence[Pair]) -> tuple[Pack, Tensor, Shard]:
-    """A shard made by the run itself, with the place in the pack of each token that this rank holds."""
+    """The run's own shard of a pack, and the place in the pack of each token that this rank holds."""
     pack = pack_pairs(pairs, **task.run.padding)
     pack = dataclasses.replace(pack, tokens_T=torch.arange(len(pack.tokens_T)))
     shard = task.run.hold(pack)
@@ -197,7 +196,7 @@ def _real(pack: Pack) -> Tensor:
 
 
 def _attended(pack: Pack, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float) -> list[Tensor]:
-    """Output and gradients by a written-out softmax, sequence by sequence, in float64."""
+    """Attention's output and gradients by a written-out softmax, sequence by sequence, in float64."""
     groups = q.shape[1] // k.shape[1]
     out, grads = torch.zeros_like(q), [torch.zeros_like(each) for each in (q, k, v)]
     for segment in pack.segments:
@@ -269,7 +268,7 @@ def without_engine(task: PairTask, step: int, weights: TensorFiles) -> dict[str,
 
 @dataclass(frozen=True)
 class Parts:
-    """Which steps' gradients to take without an engine, from which weights, and where rank 0 writes them."""
+    """The steps whose gradients to compute without an engine, the weights to read, and the folder to write to."""
 
     cfg: Config
     steps: int
@@ -293,7 +292,7 @@ def parts_rank(place: Place, parts: Parts) -> None:
 
 
 def room_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
-    """Without `alone` only what the clue says by itself; see `needs_trial`."""
+    """The room of a finding. `alone` is needed only where `needs_trial` says so."""
     fixed = {
         Clue.PAIRS: DATA,
         Clue.SAMPLES: DATA,
@@ -343,7 +342,7 @@ def needs_trial(finding: Finding) -> bool:
 
 
 def room_of_traceback(text: str) -> str | None:
-    """The innermost room that a rank's traceback came through."""
+    """The innermost room in a rank's traceback."""
     rooms = re.findall(r'File "[^"]*/(rlexp/(?!prove/|launch/|model/float64)\w+/)', text)
     return rooms[-1] if rooms else None
 
@@ -357,10 +356,10 @@ EVIDENCE: Mapping[Clue, str] = {
 
 
 def evidence(finding: Finding, cfg: Config, alone: Alone) -> str:
-    """What was tried alone, in words."""
+    """Say which parts were tried alone, and their results."""
 
     def said(value: float, bound: float) -> str:
-        wrong = f"wrong by {value:.1g}" if value < 1e300 else "no number, or raises an error"
+        wrong = f"wrong by {value:.1g}" if value < 1e300 else "not a number, or raises an error"
         return "right" if value <= bound else wrong
 
     precision = cfg.train.precision
@@ -369,7 +368,7 @@ def evidence(finding: Finding, cfg: Config, alone: Alone) -> str:
         Clue.SUMS: [("the ring's sum alone", alone.ring_sum, 0.0)],
         Clue.GRADIENT: [
             ("the backward of the ring's sum", alone.ring_sum_backward, 0.0),
-            ("that of attention", alone.attention_backward, ATTENTION[precision]),
+            ("the backward of attention", alone.attention_backward, ATTENTION[precision]),
             ("the gradient without the engine", alone.gradient, GRADIENT[precision]),
         ],
         Clue.REDUCED: [("the meter alone", alone.meter, 1e-9)],

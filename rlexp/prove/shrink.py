@@ -1,10 +1,9 @@
-"""Does the verification fit into memory, and if not, how many of the model's layers do?
+"""Fit the verification into memory, by leaving out the model's last layers if need be.
 
-The rule: in float64 every rank, and the reference beside them, holds seven numbers per parameter (weight, reference
-model, gradient, two moments, and two copies in passing), and the activations of what it computes at once. That must
-stay within 0.7 of the memory that is free. If it does not, the last layers are left out, as few as need be and never
-below two: a pretrained model keeps the real weights of its first layers. Width and vocabulary stay as they are; a
-model of which not even two layers fit is refused, since a narrower one would be another model.
+In float64 every rank, and the reference, holds seven numbers per parameter (weight, reference model, gradient, two
+moments and two temporary copies) and the activations of one micro-batch. All must fit into 0.7 of the free memory. If
+they do not, as few of the last layers as possible are left out; at least two stay, and a pretrained model keeps the
+real weights of its first layers. Width and vocabulary never change. A model of which two layers do not fit is refused.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from rlexp.train.examples import read_rows
 from rlexp.types import Pair
 
 NUMBERS = 7  # float64 numbers of a rank per parameter
-FILES = 2  # recorded runs whose gradients and weights lie on disk at once
+FILES = 2  # recorded runs whose gradients and weights are on disk at once
 SHARE = 0.7  # of the free memory
 LEAST = 2  # layers
-# float64 numbers that a token leaves in a layer: measured 4,300 with a width of 64 and an inner one of 172.
+# float64 numbers per token and layer: 4,300 were measured with a width of 64 and an inner width of 172.
 PER_WIDTH, PER_INNER = 40, 10
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run. `model_path` is a folder with the model's first layers, if layers had to be left out."""
+    """The size of a verification. `model_path` is a folder with the model's first layers, if layers are left out."""
 
     steps: int
     held_out: int
@@ -52,17 +51,17 @@ class Plan:
     longest: int  # tokens of a sequence
     need: int  # bytes
     free: int
-    choice: Choice  # of the layout: what is estimated depends on the precision, and all is run over that of the run
+    choice: Choice  # the run's own layout; the estimate depends on the precision, and float64 must not change it
     model_path: str | None = None
 
     @property
     def said(self) -> str | None:
-        """In words, if anything was left out."""
+        """Say which layers were left out, if any."""
         if self.layers == self.of_layers:
             return None
         return (
             f"the model's first {self.layers} of {self.of_layers} layers: that many fit into {SHARE:g} of the "
-            f"{gigabytes(self.free)} of memory that are free (see docs/verify.md)"
+            f"{gigabytes(self.free)} of free memory (see docs/verify.md)"
         )
 
 
@@ -72,7 +71,7 @@ def plan_rank(place: Place, cfg: Config, steps: int, folder: Path) -> Plan:  # n
 
 
 def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> Plan:
-    """Read the data as the run itself will, so that its errors come first; then count."""
+    """Read the data as the run will, so that its errors come first; then choose the number of layers."""
     pairs, held_out = _pairs(cfg)
     sampler = Sampler(len(pairs), cfg.train.batch_size, cfg.seed, cfg.data.shuffle, cfg.data.drop_last)
     steps = min(steps, total_steps(sampler.steps_per_epoch, cfg.train.max_steps, cfg.train.epochs))
@@ -95,22 +94,22 @@ def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> Plan:
     return Plan(steps, len(held_out), layers, full, parameters, longest, need, free, choice, path)
 
 
-def shrunk(cfg: Config, found: Plan) -> Config:
-    """The configuration with the model that fits, and with the layout that the run takes by its name."""
-    inner = found.choice.ulysses_size if found.choice.layout is LayoutName.hybrid else None
-    parallel = dataclasses.replace(cfg.parallel, layout=found.choice.layout, ulysses_size=inner)
+def shrunk(cfg: Config, plan: Plan) -> Config:
+    """The configuration with the model that fits, and with the name of the run's layout instead of `auto`."""
+    inner = plan.choice.ulysses_size if plan.choice.layout is LayoutName.hybrid else None
+    parallel = dataclasses.replace(cfg.parallel, layout=plan.choice.layout, ulysses_size=inner)
     cfg = dataclasses.replace(cfg, parallel=parallel)
-    if found.layers == found.of_layers:
+    if plan.layers == plan.of_layers:
         return cfg
     if isinstance(cfg.model, TinyModelConfig):
-        return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, layers=found.layers))
+        return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, layers=plan.layers))
     assert isinstance(cfg.model, HFModelConfig)
-    assert found.model_path is not None
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=found.model_path))
+    assert plan.model_path is not None
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=plan.model_path))
 
 
 def held_out_of(cfg: Config, there: int) -> int:
-    """One whole batch and a short one: enough to see how held-out values are added up."""
+    """The number of held-out pairs: one whole batch and a short one show how values are added up."""
     if cfg.train.eval_every is None:
         return 0
     return min(there, cfg.train.batch_size + -(-cfg.train.batch_size // 2))
@@ -132,14 +131,14 @@ def _layers(config: Any) -> int:
 def _with_layers(config: Any, layers: int) -> Any:
     config = copy.deepcopy(config)
     kinds = getattr(config, "layer_types", None)
-    if kinds and "layer_types" in vars(config):  # elsewhere it follows from the number of layers
+    if kinds and "layer_types" in vars(config):  # elsewhere the number of layers implies it
         config.layer_types = list(kinds[:layers])
     config.num_hidden_layers = layers
     return config
 
 
 def _tokens_at_once(cfg: Config, batches: list[Batch], pairs: list[Pair]) -> int:
-    """Tokens in flight: the largest micro-batch of every replica, beside the reference's pair."""
+    """Tokens at once: the largest micro-batch of every replica, and the reference's pair."""
     micro = 0
     for batch in batches:
         for replica in range(cfg.parallel.dp_size):
@@ -149,7 +148,7 @@ def _tokens_at_once(cfg: Config, batches: list[Batch], pairs: list[Pair]) -> int
 
 
 def _counter(config: Any, tokens: int, cfg: Config) -> Callable[[int], tuple[int, int]]:
-    """Parameters and bytes of so many layers. On GPUs each rank has a device of its own."""
+    """Return a function from layers to parameters and bytes. On GPUs each rank has a device of its own."""
     text = config.get_text_config()
     inner = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     per_token = PER_WIDTH * int(text.hidden_size) + PER_INNER * inner
@@ -172,8 +171,8 @@ def _refusal(cfg: Config, layers: int, parameters: int, need: int, free: int) ->
     other = ", or verify the layout with model=tiny" if isinstance(cfg.model, HFModelConfig) else ", or a smaller model"
     return (
         f"model={cfg.model.name}: {layers} of its layers with its vocabulary ({parameters:,} parameters) need "
-        f"{gigabytes(need)} to be verified in float64 on {ranks} rank{'s' * (ranks > 1)} and the reference, and "
-        f"{SHARE:g} of the {gigabytes(free)} that are free may be taken. Use fewer ranks (launch.nproc), a smaller "
+        f"{gigabytes(need)} to be verified in float64 on {ranks} rank{'s' * (ranks > 1)} and the reference, but "
+        f"only {SHARE:g} of the {gigabytes(free)} that are free may be used. Use fewer ranks (launch.nproc), a smaller "
         f"data.max_length or train.micro_batch_size, a machine with more memory{other}."
     )
 
@@ -182,8 +181,9 @@ def _refuse_small_disk(parameters: int, steps: int, folder: Path) -> None:
     need, free = 8 * parameters * (2 * steps + 1) * FILES, shutil.disk_usage(folder).free
     if need > SHARE * free:
         raise ModelError(
-            f"TMPDIR={tempfile.gettempdir()}: gradients and weights of {steps} steps take {gigabytes(need)} there, and "
-            f"{gigabytes(free)} are free. Set TMPDIR to a larger disk, or use --steps 1."
+            f"TMPDIR={tempfile.gettempdir()}: gradients and weights of {steps} steps take {gigabytes(need)} there, but "
+            f"only {SHARE:g} of the {gigabytes(free)} that are free may be used. Set TMPDIR to a "
+            "larger disk, or use --steps 1."
         )
 
 
@@ -193,7 +193,7 @@ def _cut(cfg: Config, layers: int, folder: Path) -> str:
     place, path = folder / "model", str(Path(cfg.model.path).expanduser())
     trusted = {"trust_remote_code": cfg.model.trust_remote_code}
     before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # that the other layers' weights are not used is meant
+    transformers.logging.set_verbosity_error()  # no warning about the unused weights of the other layers
     try:
         whole = AutoConfig.from_pretrained(path, **trusted)
         model = AutoModelForCausalLM.from_pretrained(
@@ -207,7 +207,7 @@ def _cut(cfg: Config, layers: int, folder: Path) -> str:
 
 
 def free_on_host() -> int:
-    """What Linux says is available, or less where a container may not have it."""
+    """The memory that Linux says is available, or less if the container's limit is lower."""
     facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(facts["MemAvailable"].split()[0]) * 1024
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")

@@ -1,7 +1,7 @@
-"""Record the product at work from outside: its own `build` and `train_loop`, behind proxies that write down.
+"""Run the product's own `build` and `train_loop` and record what every rank computes.
 
-`build` has a seam for a task of one's own and for the probe; the product knows nothing else of this. The recorded task
-is the product's, with its engine, reference, loss and shards wrapped.
+`build` has two seams, for a task of one's own and for the probe; the product knows nothing else of the recording. The
+recorded task is the product's, with its engine, reference, loss and shards wrapped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlexp.types import MetricRow, Pack, Pair, Shard, TokenLogps
 
 @dataclass(frozen=True)
 class Job:
-    """A configuration to run and record. `folder` takes gradients and weights; only rank 0 writes there."""
+    """A configuration to run and record. Rank 0 writes gradients and weights to `folder`."""
 
     cfg: Config
     steps: int
@@ -56,8 +56,8 @@ def trace(rank: int, job: Job) -> Trace:
     except ModelError:
         if recorder.trace.refused is None:
             raise
-        raise ModelError(recorder.trace.refused) from None  # the probe has said it better, with the reason
-    except NonFiniteError as error:  # on all ranks alike; what led to it has been recorded
+        raise ModelError(recorder.trace.refused) from None  # the probe's message gives the reason
+    except NonFiniteError as error:  # on all ranks; the values before it are recorded
         recorder.trace.stopped = str(error)
         recorder.log({"step": recorder.number})
     for step in recorder.trace.steps:
@@ -66,14 +66,14 @@ def trace(rank: int, job: Job) -> Trace:
 
 
 def array(tensor: Tensor) -> Array:
-    """float32 keeps its bits; what is narrower becomes float32."""
+    """Copy a tensor to the host; bfloat16 and float16 become float32."""
     tensor = tensor.detach().cpu()
     values: Array = (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy().copy()
     return values
 
 
 class Recorder(Sink):
-    """Writes into a trace; `now` is the micro-batch at work."""
+    """Fills a trace; `now` is the current micro-batch."""
 
     def __init__(self, trace: Trace, files: TensorFiles) -> None:
         self.trace, self.files = trace, files
@@ -133,7 +133,7 @@ class Recorder(Sink):
         """There is nothing to close."""
 
     def log(self, row: MetricRow) -> None:
-        """A row ends its step, also one with held-out values."""
+        """A row ends its step, also if it has held-out values."""
         self.step.row = dict(row)
         self.trace.steps.append(self.step)
         self.step = StepSeen()
@@ -219,7 +219,7 @@ class RecordedEngine:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self._recorder.micro.handed, self._recorder.micro.last = float(loss.detach()), last
         self._engine.backward(loss, last=last)
-        if last:  # here, since a gradient that is not finite is never stepped
+        if last:  # here and not in `step`, which a gradient that is not finite never reaches
             self._recorder.write_gradient(self._engine)
 
     def step(self, lr: float) -> None:
@@ -230,7 +230,7 @@ class RecordedEngine:
         step.stale = tuple(self._stale())
 
     def _stale(self) -> Iterator[str]:
-        """Parameters that compute with something else than what was stepped; pieces cannot be looked at so."""
+        """Parameters that compute with other values than the stepped ones. Sharded parameters cannot be checked."""
         computing = dict(self._engine.policy.model.named_parameters())
         for name, stepped in self._engine.weights():
             parameter = computing.get(name)
