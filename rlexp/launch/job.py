@@ -101,8 +101,14 @@ def join_for(place: Place, cfg: Config) -> Bridge | None:
     from rlexp.launch.place import join
 
     launch = cfg.launch
-    sampling = cfg.rollout.sampling_ranks
-    return join(place, launch.device.value, launch.timeout_seconds, launch.torch_threads, sampling, launch.interface)
+    return join(
+        place,
+        launch.device.value,
+        launch.timeout_seconds,
+        launch.torch_threads,
+        sampling=cfg.rollout.sampling_ranks,
+        interface=launch.interface,
+    )
 
 
 NO_SWEEP = "a sweep starts its own ranks. Start it without torchrun; to train one of its jobs, name that job's values."

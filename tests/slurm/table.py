@@ -1,4 +1,4 @@
-"""The tables of docs/slurm.md, of what the tests measured: faults, and ways back into the queue.
+"""Write the tables of docs/slurm.md from what the tests measured: faults, and ways back into the queue.
 
 RLEXP_TEST_ROWS=rows.json python -m pytest -m "slurm and table"
 python -m tests.slurm.table rows.json --write docs/slurm.md
@@ -21,23 +21,26 @@ from rlexp.launch.folder import git_commit
 
 SHAPES = {"two-nodes": "2 × 1", "four-ranks": "2 × 2", "one-node": "1 × 2"}
 PLACES = {
-    "import": "as Python starts", "load": "as rlexp is imported", "meet": "before the process group",
+    "import": "as Python starts", "load": "as rlexp is imported", "meet": "before the process group exists",
     "step": "before a step", "forward": "in the forward pass", "backward": "before the backward pass",
     "save": "while saving", "end": "after the last collective",
 }  # fmt: skip
 WAYS = {
     "raise": "an exception", "exit0": "exit 0", "exit3": "exit 3", "quit0": "`sys.exit(0)`", "quit3": "`sys.exit(3)`",
-    "kill": "SIGKILL", "memory": "torch finds no memory", "eat": "more memory than Slurm gave it",
-    "stop": "SIGSTOP, for ever", "hang": "sleeps for ever", "loop": "an endless loop",
+    "kill": "SIGKILL", "memory": "torch cannot allocate memory",
+    "eat": "the rank takes more memory than Slurm allows",
+    "stop": "SIGSTOP, never continued", "hang": "sleeps for ever", "loop": "an endless loop",
 }  # fmt: skip
 LONGEST = 110
 ROWS = "RLEXP_TEST_ROWS"  # names the file that the rows are written to
-HEAD = ("fault", "how", "nodes × ranks", "seconds to Slurm's end", "to the sweep's line", "exit code, state in Slurm",
-        "what the sweep says", "state")  # fmt: skip
+HEAD = (
+    "where", "fault", "nodes × ranks per node", "seconds until Slurm ended the job",
+    "seconds until the sweep reported it", "exit code and state in Slurm", "reason in the sweep", "status",
+)  # fmt: skip
 
 
 def write_row(what: str, **facts: Any) -> None:
-    """What an earlier test wrote of the same goes."""
+    """Add a row to the file of rows, in place of an earlier row of the same name."""
     if path := os.environ.get(ROWS):
         place = Path(path)
         rows = json.loads(place.read_text(encoding="utf-8")) if place.exists() else {}
@@ -68,7 +71,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def short(reason: str) -> str:
-    """Of a traceback, its last line; of the rest, the first line that a table has room for."""
+    """Return the last line of a traceback, or the first line of another reason, cut to the table's width."""
     first, *more = [line for line in reason.splitlines() if not line.startswith(("Its log: ", "It was last seen "))]
     if first.endswith("Traceback (most recent call last):"):
         found = next((line for line in reversed(more) if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)), more[-1])
@@ -84,26 +87,27 @@ def intro(rows: dict[str, dict[str, Any]]) -> str:
     assert set(others) <= {"finished"}, others
     commit = (git_commit() or "unknown")[:12]
     return (
-        f"{len(rows)} faults, in jobs of sweeps that also had healthy jobs, all of which finished. The slowest end "
-        f"took {worst:.0f} s.\nMeasured {time.strftime('%Y-%m-%d')} at commit {commit}, Slurm on one machine, CPU and "
+        f"{len(rows)} faults were planted in jobs of sweeps that also had healthy jobs. All healthy jobs finished. The "
+        f"slowest failure took\n{worst:.0f} s to be reported.\nMeasured {time.strftime('%Y-%m-%d')} at commit "
+        f"{commit}, Slurm on one machine, CPU and "
         f"gloo, by `make prove-slurm`."
     )
 
 
-WHO = {"stop": "ours: the ranks stopped in good order", "slurm": "Slurm's", "lost": "ours: a node was lost"}
+WHO = {"stop": "by rlexp: the ranks stopped in good order", "slurm": "by Slurm", "lost": "by rlexp: a node was lost"}
 
 
 def requeues(rows: Sequence[dict[str, Any]]) -> str:
-    """Ways back into the queue."""
+    """Return the table of ways back into the queue."""
     commit = (git_commit() or "unknown")[:12]
     lines = [
-        "A run of 2 nodes in float64, a checkpoint every 4 steps; each is disturbed in its own way, several at once as",
-        "an array, and one whose time is up again and again. The seconds are set by two cores that all share; 6 of",
-        "them are Slurm's, which holds a job back until its credential has expired. W&B has each step once.",
+        "Each row is a run on 2 nodes in float64 with a checkpoint every 4 steps, disturbed in one way. Several runs",
+        "shared two cores, which sets the seconds; 6 of them pass while Slurm waits for the job's credential to",
+        "expire. W&B has each step once.",
         f"Measured {time.strftime('%Y-%m-%d')} at commit {commit}, by `make prove-slurm`.",
         "",
-        "| what happens | steps taken again (at most allowed) | restarts, by whom | seconds to the next step | "
-        "loss and final weights differ by |",
+        "| what happens | steps repeated (limit) | restarts, and by whom | seconds to the next step | "
+        "largest difference of loss and final weights |",
         "| --- | --- | --- | ---: | --- |",
     ]
     for row in rows:
@@ -116,11 +120,11 @@ def requeues(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.slurm.table", description=__doc__)
-    parser.add_argument("rows", type=Path, help="what the tests wrote to RLEXP_TEST_ROWS")
+    parser.add_argument("rows", type=Path, help="the file that the tests wrote, named by RLEXP_TEST_ROWS")
     parser.add_argument("--write", type=Path, help="put the table into this page, between its markers")
     given = parser.parse_args()
     if not given.rows.exists():
-        print(f"{given.rows}: no test has measured anything. Without a Slurm the page stays as it is.", file=sys.stderr)
+        print(f"{given.rows}: no test has written rows. Without a Slurm the page stays as it is.", file=sys.stderr)
         return 0
     rows = json.loads(given.rows.read_text(encoding="utf-8"))
     faults = {key: row for key, row in rows.items() if not key.startswith("requeue: ")}

@@ -41,7 +41,7 @@ class SlurmLauncher(Submitting):
         return super().launch(self._on_what_is_there(job_overrides), initial_job_idx)
 
     def _on_what_is_there(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
-        """Set device and ranks per node from the cluster's nodes, where the user left them to be found out."""
+        """Set device and ranks per node from the cluster's nodes, where the user did not set them."""
         launch, said = self.config.launch, {each.partition("=")[0] for job in job_overrides for each in job}
         device = str(getattr(launch.device, "value", launch.device))
         if "launch.device" in said or device == "cpu":

@@ -32,8 +32,16 @@ def partitions() -> list[Partition]:
 def _read(line: str) -> Partition:
     name, limit, nodes, cpus, memory, gres = line.split("|")[:6]
     gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)*:(\d+)", gres))
-    whole = [int(re.sub(r"\D.*", "", number) or 0) for number in (nodes, cpus, memory)]
-    return Partition(name.rstrip("*"), name.endswith("*"), seconds_of(limit), whole[0], whole[1], whole[2], gpus)
+    count, cores, mb = (int(re.sub(r"\D.*", "", number) or 0) for number in (nodes, cpus, memory))
+    return Partition(
+        name.rstrip("*"),
+        default=name.endswith("*"),
+        seconds=seconds_of(limit),
+        nodes=count,
+        cpus=cores,
+        memory_mb=mb,
+        gpus=gpus,
+    )
 
 
 def kinds(there: Sequence[Partition], wanted: str | None) -> list[Partition]:

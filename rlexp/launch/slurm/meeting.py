@@ -60,12 +60,12 @@ def meet(rank: int, world_size: int, timeout: float, interface: str | None) -> T
     patience = timedelta(seconds=timeout)
     if rank == 0:
         host = address_of(interface) if interface else os.environ.get("SLURMD_NODENAME", socket.gethostname())
-        store = TCPStore(_resolved(host), 0, world_size, True, patience, wait_for_workers=False)
+        store = TCPStore(_resolved(host), 0, world_size, is_master=True, timeout=patience, wait_for_workers=False)
         place.parent.mkdir(parents=True, exist_ok=True)
         write_text(place, f"{host} {store.port}")
     else:
         host, port = _hear(place, timeout).split()
-        store = TCPStore(_resolved(host), int(port), world_size, False, patience, wait_for_workers=False)
+        store = TCPStore(_resolved(host), int(port), world_size, timeout=patience, wait_for_workers=False)
     store.set(f"here/{rank}", "")
     if rank == 0:
         _wait_for_all(store, world_size, began + timeout, timeout)

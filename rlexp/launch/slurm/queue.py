@@ -106,9 +106,8 @@ def named(comment: str) -> list[str]:
 
 def _queued(line: str) -> Known:
     job, state, reason, left, nodes = line.split("|")[:5]
-    return Known(
-        job, state, "" if reason == "None" else reason, seconds_of(left) if state == "RUNNING" else None, nodes
-    )
+    seconds_left = seconds_of(left) if state == "RUNNING" else None
+    return Known(job, state, "" if reason == "None" else reason, seconds_left=seconds_left, nodes=nodes)
 
 
 def seconds_of(text: str) -> float | None:
