@@ -58,7 +58,6 @@ class Drawer:
         self._forward, self._tokenizer, self._ends = forward, tokenizer, frozenset(ends)
         self._cfg, self._seed, self._device, self._dtype, self._in_step = cfg, seed, device, dtype, in_step
         self._tail = max((len(stop.encode()) for stop in cfg.stop), default=0) + 1  # last tokens that may hold a stop
-        self.bytes_held = 0  # largest size of the cache of keys and values so far
 
     def renew(self, weights: Weights) -> None:
         """Do nothing: the forward pass uses the weights that are trained."""
@@ -101,7 +100,6 @@ class Drawer:
                 token_B, lengths_B = token_B[staying_B], lengths_B[staying_B]
                 rows = [rows[place] for place in staying]
             logits_BV = self._next(Decoding(token_B.unsqueeze(-1), (lengths_B + position).unsqueeze(-1), cache))
-        self.bytes_held = max(self.bytes_held, cache.bytes_held())
         return drawn
 
     def _note(self, drawn: Drawn, rows: Sequence[int], tokens: list[int], logps: list[float]) -> list[int]:
