@@ -76,7 +76,7 @@ def exact(text: str, prompt: Prompt, *, ignore_case: bool, key: str) -> float:
 def arithmetic(text: str, prompt: Prompt, *, key: str) -> float:
     """Return 1 if the answer's last number equals that of the row's answer, else 0. Exactly: 1/3 is not 0.333.
 
-    A row without an answer stands for the value of its prompt's last sum.
+    If the row has no answer, the value of its prompt's last sum takes its place.
     """
     if prompt.answer is None:
         right = value_of_prompt(prompt.text)
