@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from rlexp.compare.difference import LOSS_TOLERANCE, METRIC_TOLERANCE, compared
 from rlexp.config.schema import Config
+from rlexp.curves.difference import LOSS_TOLERANCE, METRIC_TOLERANCE, compared
 from rlexp.engines import ENGINES
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, prepare_environment

@@ -27,10 +27,10 @@ from pathlib import Path
 from bench.curves import Curve, differences, excesses
 from bench.tables import put
 from rlexp.checkpoint import folder
-from rlexp.compare.difference import compared
+from rlexp.curves.difference import compared
+from rlexp.curves.rows import read_rows
 from rlexp.errors import CheckpointError
 from rlexp.launch.folder import git_commit
-from rlexp.sinks.jsonl import read_rows
 
 STEPS, SAVE_EVERY, KEEP_LAST = 120, 2, 2
 # The learning rate is low, so that the loss stays away from 0: of a loss of 6e-4 (240 steps at 5e-4), two layouts that

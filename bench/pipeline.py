@@ -21,7 +21,7 @@ import matplotlib
 import numpy as np
 
 from bench import tables
-from rlexp.sinks.jsonl import read_rows
+from rlexp.curves.rows import read_rows
 from rlexp.types import MetricRow
 
 MODES = {

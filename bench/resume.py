@@ -27,13 +27,13 @@ from bench.curves import Curve, differences, excesses
 from bench.tables import put, signature
 from rlexp.checkpoint import folder as checkpoint
 from rlexp.checkpoint.tensors import Reader
-from rlexp.compare.difference import compared
 from rlexp.config.load import compose_config
+from rlexp.curves.difference import compared
+from rlexp.curves.rows import read_rows
 from rlexp.launch import folder
 from rlexp.launch.job import train_rank
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, prepare_environment
-from rlexp.sinks.jsonl import read_rows
 
 STEPS, EPOCH = 7, 3  # 3 steps an epoch
 BASE = (

@@ -1,10 +1,10 @@
-"""The comparison of ring sizes as a workspace in your W&B project.
+"""Make a workspace that compares ring sizes in your W&B project.
 
-python -m rlexp.dashboard                            in the project rlexp, of all its runs
-python -m rlexp.dashboard PROJECT --group SWEEP      of one sweep's
-python -m rlexp.dashboard --dry-run                  says what it would make
+python -m rlexp.dashboard                            for all runs of the project rlexp
+python -m rlexp.dashboard PROJECT --group SWEEP      for the runs of one sweep
+python -m rlexp.dashboard --dry-run                  only describe the workspace
 
-Without an account it says that too, and where to look on this machine.
+Without an account, describe the workspace, and show what to look at on this machine.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def main() -> int:
         prog="python -m rlexp.dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("project", nargs="?", default="rlexp", metavar="PROJECT", help="default: rlexp")
-    parser.add_argument("--entity", help="whose project it is; default: the account's")
-    parser.add_argument("--group", help="only runs of this group, as a sweep's are")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be made, and make nothing")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are on this machine; default: runs")
+    parser.add_argument("--entity", help="the project's owner; default: the account's own entity")
+    parser.add_argument("--group", help="only runs of this group; a sweep's runs form one")
+    parser.add_argument("--dry-run", action="store_true", help="describe the workspace, and make nothing")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs on this machine; default: runs")
     options = parser.parse_args()
     return exit_code(lambda: show(options))
 
@@ -46,7 +46,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def look_here(runs: Path) -> None:
-    """What there is to look at without W&B's server."""
+    """Show what there is to look at without W&B's server."""
     report = dashboard.newest_report(runs)
     if report is None:
         say(f"No report.html in {runs} yet: a sweep writes one, and so does `python -m rlexp.compare`.\n")
@@ -61,7 +61,7 @@ def look_here(runs: Path) -> None:
 
 
 def has_display() -> bool:
-    """A browser of the terminal's own would take the terminal."""
+    """Whether there is a display. Without one, a text browser would take over the terminal."""
     return sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 

@@ -1,4 +1,4 @@
-"""A page from disk in a real browser: what it says on its console, and every request that it makes."""
+"""Open a page from disk in a real browser, and record its console, errors and requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-# The browser itself asks for nothing either: no updates, no safe-browsing lists, no QUIC.
+# The browser itself makes no requests either: no updates, no safe-browsing lists, no QUIC.
 ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -41,17 +41,17 @@ class Opened:
         return self.page.get_by_test_id(testid).inner_text()
 
     def check(self) -> None:
-        """Nothing was said, nothing failed, and nothing was asked of anyone."""
+        """Assert that there are no console messages, errors or requests."""
         told = {"console": self.console, "errors": self.errors, "requests": self.strangers}
         assert not any(told.values()), told
 
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Headless Chromium; a test that needs it is skipped where there is none."""
+    """Start headless Chromium, or skip the test where there is none."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    found = [shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")]
-    path = next((each for each in found if each is not None), None)
+    paths = [shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")]
+    path = next((each for each in paths if each is not None), None)
     if path is None:
         pytest.skip("needs chromium, chromium-browser or google-chrome on the PATH")
     with sync_api.sync_playwright() as playwright:
@@ -73,7 +73,7 @@ def opened(
     fragment: str = "",
     javascript: bool = True,
 ) -> Iterator[Opened]:
-    """The file in a window of its own. Leaving the block checks the console and the requests."""
+    """Open a file in its own window. Leaving the block checks the console and the requests."""
     touch = width < 600
     context = browser.new_context(
         viewport={"width": width, "height": height},
@@ -96,5 +96,5 @@ def opened(
 
 
 def colour_at(page: Page, selector: str, name: str) -> Any:
-    """A computed style of the first element that fits."""
+    """Return a computed style of the first element that matches."""
     return page.locator(selector).first.evaluate("(node, name) => getComputedStyle(node)[name]", name)

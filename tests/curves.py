@@ -1,4 +1,4 @@
-"""Run folders with curves of the tests' own making, as a run would leave them."""
+"""Make run folders with invented curves, as a run would leave them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from rlexp.compare import report as reports
+from rlexp.compare.__main__ import main
+from rlexp.compare.families import sort_out
+from rlexp.compare.runs import Reader
 from rlexp.config.identity import identity
 from rlexp.config.load import compose_config, to_file
+from rlexp.curves.rollouts import digests
 from rlexp.launch.folder import derived_sizes
 from rlexp.sinks.base import RolloutFacts
-from rlexp.sinks.rollouts import digests, line_of
+from rlexp.sinks.rollouts import line_of
 
 Edit = Callable[[dict[str, Any]], None]
 Flip = tuple[int, int, int, int]
@@ -32,8 +37,11 @@ def a_run(
     drawn: Sequence[RolloutFacts] = (),
     **facts: Any,
 ) -> Path:
-    """The same curve for every layout, up to relative `noise`; `edit` changes rows, `facts` what run.json says. A run
-    that has `drawn` samples has the metrics of such a run, those of a rollout in the row of its first step."""
+    """Write a run with the same curve for every layout, up to relative `noise`.
+
+    `edit` changes rows, `facts` changes run.json. A run with `drawn` samples has the metrics of such a run, with those
+    of a rollout in the row of its first step.
+    """
     cfg = compose_config(["launch.device=cpu", "logger=none", *overrides])
     folder.mkdir(parents=True)
     to_file(cfg, folder / "config.yaml")
@@ -70,13 +78,13 @@ def a_run(
 def drawn(
     steps: int = 20, *, each: int = 4, prompts: int = 4, n_samples: int = 2, flips: Sequence[Flip] = ()
 ) -> list[RolloutFacts]:
-    """Rollouts of `each` steps. A flip (step, prompt's place, sample, token) is another token there, and after it."""
+    """Make rollouts of `each` steps. A flip (step, prompt's place, sample, token) changes it and all after it."""
     rollouts = []
     for number, step in enumerate(range(1, steps + 1, each), 1):
         random = np.random.default_rng(number)
         answers = [random.integers(0, 50, 11, dtype=np.int32) for _ in range(prompts * n_samples)]
         for at, prompt, sample, token in flips:
-            if at <= step:  # other weights drew what came later
+            if at <= step:  # later samples come from other weights
                 answers[prompt * n_samples + sample][token - 1 :] += 50
         indices = [10 * number + place for place in range(prompts)]
         rollouts.append(RolloutFacts(number, step, n_samples, indices, [digests(answer) for answer in answers]))
@@ -98,3 +106,13 @@ def rows(steps: int) -> list[dict[str, Any]]:
             row["eval/loss"] = 0.2 + 0.1 / step
         curve.append(row)
     return curve
+
+
+def compare(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def report_of(folder: Path) -> reports.Report:
+    group = Reader().group(folder)
+    assert group is not None
+    return reports.make(group, sort_out(group, baseline=None, force=False))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlexp.compare.difference import compared
+from rlexp.curves.difference import compared
 from rlexp.launch.local import run_ranks
 from tests.launched import whereabouts
 from tests.runs import descendants, gone, rows_of, run_json, wait_for_steps

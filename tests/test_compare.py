@@ -1,4 +1,4 @@
-"""Comparing runs: what is one curve, what is not, and what is said of it."""
+"""Comparing runs: which curves agree, which do not, and what the comparison says."""
 
 from __future__ import annotations
 
@@ -16,22 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlexp.compare import report as reports
-from rlexp.compare.__main__ import main
-from rlexp.compare.difference import difference
 from rlexp.compare.families import sort_out
 from rlexp.compare.report import telling
-from rlexp.compare.runs import Reader, merge, read_columns
-from tests.curves import a_run, rows
-
-
-def compare(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
-
-
-def judged(folder: Path) -> reports.Report:
-    group = Reader().group(folder)
-    assert group is not None
-    return reports.make(group, sort_out(group, baseline=None, force=False))
+from rlexp.compare.runs import Reader, merge
+from rlexp.curves.difference import difference
+from rlexp.curves.rows import read_columns
+from tests.curves import a_run, compare, report_of, rows
 
 
 def nudged(step: int, by: float, name: str = "train/loss"):
@@ -44,7 +34,7 @@ def nudged(step: int, by: float, name: str = "train/loss"):
 
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
-    """A ring of one and a ring of four, as far apart as float32 rounds."""
+    """Runs with rings of one and four ranks, as far apart as float32 rounds."""
     a_run(tmp_path / "runs" / "one")
     a_run(tmp_path / "runs" / "four", "parallel=ring4", noise=2e-7)
     return tmp_path / "runs"
@@ -72,7 +62,7 @@ def test_a_defect_that_no_eye_sees_is_found(two: Path, capsys: pytest.CaptureFix
     a_run(two / "wrong", "parallel=ring2", edit=nudged(7, 1e-5))
     assert compare(two, "--baseline", "one", "--fail-above", "1e-6") == 1
     said = capsys.readouterr().out
-    assert "The curves part. wrong parts from one at step 7: train/loss is " in said
+    assert "The curves diverge. wrong diverges from one at step 7: train/loss is " in said
     failed = next(line for line in said.splitlines() if line.startswith("FAILED: "))
     assert failed.startswith("FAILED: step 7: train/loss is ")
     assert " in wrong (wrong) and " in failed
@@ -92,23 +82,23 @@ def test_in_float64_every_metric_is_held(tmp_path: Path) -> None:
     fp64 = ("train.precision=fp64",)
     a_run(tmp_path / "runs" / "a", *fp64)
     a_run(tmp_path / "runs" / "b", *fp64, "parallel=ring2", noise=1e-14)
-    assert judged(tmp_path / "runs").verdict.status == "agree"
+    assert report_of(tmp_path / "runs").outcome.status == "agree"
     a_run(tmp_path / "runs" / "c", *fp64, "parallel=ring4", edit=nudged(5, 1e-8, "train/rewards/margins"))
-    verdict = judged(tmp_path / "runs").verdict
+    verdict = report_of(tmp_path / "runs").outcome
     assert verdict.status == "apart"
-    assert "c parts from a at step 5: train/rewards/margins" in verdict.headline
+    assert "c diverges from a at step 5: train/rewards/margins" in verdict.headline
 
 
 def test_the_noise_floor_is_measured_where_it_can_be(tmp_path: Path) -> None:
-    """A run of the same layout with another micro-batch; without one it is an estimate, and called so."""
+    """A run of the same layout with another micro-batch measures it. Without one it is called an estimate."""
     a_run(tmp_path / "runs" / "a")
     a_run(tmp_path / "runs" / "b", "parallel=ring2", noise=1.2e-5)
-    assert judged(tmp_path / "runs").verdict.status == "apart"
-    floor = next(m for m in reports.payload_of(judged(tmp_path / "runs")).metrics if m.name == "train/loss")
+    assert report_of(tmp_path / "runs").outcome.status == "apart"
+    floor = next(m for m in reports.payload_of(report_of(tmp_path / "runs")).metrics if m.name == "train/loss")
     assert floor.floor_kind.startswith("estimated")
     a_run(tmp_path / "runs" / "noise", "train.micro_batch_size=2", noise=2e-6)
-    report = judged(tmp_path / "runs")
-    assert report.verdict.status == "agree"  # no further apart than the same layout from itself
+    report = report_of(tmp_path / "runs")
+    assert report.outcome.status == "agree"  # no further apart than two runs of one layout
     floor = next(m for m in reports.payload_of(report).metrics if m.name == "train/loss")
     assert floor.floor_kind == "measured: noise"
     assert (np.diff(floor.floor) >= 0).all()
@@ -116,12 +106,12 @@ def test_the_noise_floor_is_measured_where_it_can_be(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
 def test_a_defect_of_the_micro_batch_is_no_noise(tmp_path: Path, precision: str) -> None:
-    """It is not held against itself, and excuses no other."""
+    """The noise floor is not compared with itself, and excuses no other run."""
     said = f"train.precision={precision}"
     a_run(tmp_path / "runs" / "a", said)
     a_run(tmp_path / "runs" / "b", said, "train.micro_batch_size=2", edit=nudged(7, 0.05))
     a_run(tmp_path / "runs" / "c", said, "parallel=ring4", edit=nudged(9, 0.3))
-    status = {each.run.label: each.status for each in judged(tmp_path / "runs").verdict.judgements}
+    status = {each.run.label: each.status for each in report_of(tmp_path / "runs").outcome.agreements}
     assert status == {"b": "apart", "c": "apart"}
 
 
@@ -131,14 +121,14 @@ def test_a_defect_of_the_micro_batch_is_no_noise(tmp_path: Path, precision: str)
 def test_noise_is_of_the_same_layout_engine_and_precision(tmp_path: Path, other: str) -> None:
     a_run(tmp_path / "runs" / "a")
     a_run(tmp_path / "runs" / "b", other, "train.micro_batch_size=2", noise=2e-7)
-    floor = next(m for m in reports.payload_of(judged(tmp_path / "runs")).metrics if m.name == "train/loss")
+    floor = next(m for m in reports.payload_of(report_of(tmp_path / "runs")).metrics if m.name == "train/loss")
     assert floor.floor_kind.startswith("estimated")
 
 
 def test_other_packing_is_noise(tmp_path: Path) -> None:
     a_run(tmp_path / "runs" / "a")
     a_run(tmp_path / "runs" / "b", "data.packing=false", noise=2e-7)
-    floor = next(m for m in reports.payload_of(judged(tmp_path / "runs")).metrics if m.name == "train/loss")
+    floor = next(m for m in reports.payload_of(report_of(tmp_path / "runs")).metrics if m.name == "train/loss")
     assert floor.floor_kind == "measured: b"
 
 
@@ -153,26 +143,26 @@ def test_other_packing_is_noise(tmp_path: Path) -> None:
 def test_what_rounding_may_do_depends_on_the_precision(tmp_path: Path, precision: str, by: float, status: str) -> None:
     a_run(tmp_path / "runs" / "a", f"train.precision={precision}")
     a_run(tmp_path / "runs" / "b", f"train.precision={precision}", "parallel=ring2", edit=nudged(4, by))
-    assert judged(tmp_path / "runs").verdict.status == status
+    assert report_of(tmp_path / "runs").outcome.status == status
 
 
 def test_of_two_precisions_the_coarser_counts(tmp_path: Path) -> None:
     a_run(tmp_path / "runs" / "a", "train.precision=fp64")
     a_run(tmp_path / "runs" / "b", "train.precision=fp32", noise=3e-7)
-    assert judged(tmp_path / "runs").verdict.status == "agree"
+    assert report_of(tmp_path / "runs").outcome.status == "agree"
 
 
 @pytest.mark.parametrize(("step", "status"), [(90, "apart"), (110, "unproven")])
 def test_a_defect_is_surely_one_within_a_hundred_steps(tmp_path: Path, step: int, status: str) -> None:
     a_run(tmp_path / "runs" / "a", steps=130)
     a_run(tmp_path / "runs" / "b", "parallel=ring2", steps=130, edit=nudged(step, 1e-3))
-    assert judged(tmp_path / "runs").verdict.status == status
+    assert report_of(tmp_path / "runs").outcome.status == status
 
 
 def test_what_only_grows_late_is_not_called_a_defect(tmp_path: Path) -> None:
     a_run(tmp_path / "runs" / "a", steps=300)
     a_run(tmp_path / "runs" / "b", "parallel=ring2", steps=300, edit=nudged(250, 1e-3))
-    verdict = judged(tmp_path / "runs").verdict
+    verdict = report_of(tmp_path / "runs").outcome
     assert verdict.status == "unproven"
     assert "train.micro_batch_size" in verdict.details[0]
 
@@ -181,12 +171,12 @@ def test_another_experiment_is_compared_by_force_only(two: Path, capsys: pytest.
     a_run(two / "other", "seed=1", "optim.lr=1e-3")
     assert compare(two, "--baseline", "one") == 1
     said = capsys.readouterr().err
-    assert said.startswith("rlexp: other: is another experiment than one: optim.lr is 0.001, and there 0.0005.")
+    assert said.startswith("rlexp: other: is not the same experiment as one: optim.lr is 0.001 here and 0.0005 there.")
     assert "--force" in said
     assert compare(two, "--baseline", "one", "--force") == 0
     said = capsys.readouterr().out
-    assert "! compared by force: other: seed is 1, and there 0" in said
-    assert "other: seed is 1, and there 0" in (two / "report.html").read_text(encoding="utf-8")
+    assert "! compared by force: other: seed is 1 here and 0 there" in said
+    assert "other: seed is 1 here and 0 there" in (two / "report.html").read_text(encoding="utf-8")
 
 
 def a_job(number: int, folder: str, axes: dict[str, str], *, baseline: int = 0, **facts: str) -> dict:
@@ -204,10 +194,10 @@ def test_a_sweep_over_seeds_has_a_baseline_for_each(tmp_path: Path) -> None:
     (tmp_path / "sw" / "sweep.json").write_text(
         json.dumps({"name": "sw", "axes": ["seed", "parallel"], "jobs": jobs}), encoding="utf-8"
     )
-    report = judged(tmp_path / "sw")
+    report = report_of(tmp_path / "sw")
     assert [family.baseline.name for family in report.families.families] == ["sw/0", "sw/2"]
-    assert report.verdict.status == "agree"
-    assert "draw 2 curves" in report.verdict.headline
+    assert report.outcome.status == "agree"
+    assert "draw 2 curves" in report.outcome.headline
 
 
 def test_the_learning_rates_last_step_is_part_of_an_experiment(
@@ -216,7 +206,7 @@ def test_the_learning_rates_last_step_is_part_of_an_experiment(
     a_run(tmp_path / "runs" / "a", "train.max_steps=20", steps=20, total_steps=20)
     a_run(tmp_path / "runs" / "b", "train.max_steps=10", steps=10, total_steps=10)
     assert compare(tmp_path / "runs") == 1
-    assert "steps until which the learning rate falls is 10, and there 20" in capsys.readouterr().err
+    assert "steps until which the learning rate falls is 10 here and 20 there" in capsys.readouterr().err
 
 
 def test_a_run_without_run_json_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +214,7 @@ def test_a_run_without_run_json_hides_no_other(tmp_path: Path, capsys: pytest.Ca
     a_run(tmp_path / "runs" / "b", "seed=1")
     a_run(tmp_path / "runs" / "c", "seed=2")
     assert compare(tmp_path / "runs") == 1
-    assert "c: is another experiment than b: seed is 2, and there 1" in capsys.readouterr().err
+    assert "c: is not the same experiment as b: seed is 2 here and 1 there" in capsys.readouterr().err
 
 
 # ---- what --fail-above does not pass ----
@@ -245,9 +235,9 @@ def test_steps_that_are_missing_are_no_pass(two: Path, capsys: pytest.CaptureFix
     lines = curve.read_text(encoding="utf-8").splitlines(keepends=True)
     curve.write_text("".join([*lines[:5], *lines[8:]]), encoding="utf-8")
     said = failed(capsys, two, "--baseline", "one")
-    assert said.startswith("FAILED: step 6: four (four) has no train/loss, and others have: 3 of 20 steps")
+    assert said.startswith("FAILED: step 6: four (four) has no train/loss, while others do: 3 of 20 steps")
     assert (
-        "Not of one length with its baseline: four."
+        "Shorter or longer than its baseline: four."
         in json.loads((two / "summary.json").read_text(encoding="utf-8"))["verdict"]["headline"]
     )
 
@@ -284,7 +274,7 @@ def test_any_two_runs_are_held_not_each_and_the_baseline_alone(
 def test_a_metric_that_is_not_there_is_a_mistake(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(two, "--fail-above", "1e-6", "--metrics", "train/loss", "eval/los") == 1
     assert capsys.readouterr().err.startswith("rlexp: --metrics eval/los: fits no metric")
-    assert compare(two, "--fail-above", "1e-6", "--metrics", "memory/*") == 1  # the layout's own
+    assert compare(two, "--fail-above", "1e-6", "--metrics", "memory/*") == 1  # a metric of the layout itself
 
 
 # ---- wrong input: one message, and what is there is shown ----
@@ -300,7 +290,7 @@ def test_a_folder_without_runs(
     assert capsys.readouterr().err.startswith(f"rlexp: {tmp_path}/absent: no such folder.")
     monkeypatch.setenv("NETRC", "/dev/null")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    assert compare("runs/absent") == 1  # which might be a project of W&B's
+    assert compare("runs/absent") == 1  # which might be a W&B project
     said = capsys.readouterr().err
     assert said.startswith("rlexp: runs/absent: no such folder in ")
     assert "As a W&B project: " in said
@@ -327,13 +317,13 @@ def test_runs_without_a_common_step(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert compare(tmp_path / "runs") == 0
     assert "b has no step in common with a" in (tmp_path / "runs" / "report.html").read_text(encoding="utf-8")
     assert compare(tmp_path / "runs", "--fail-above", "1e-6") == 1
-    assert "FAILED: step 1: b (b) has no train/loss, and others have: 3 of 6 steps" in capsys.readouterr().out
+    assert "FAILED: step 1: b (b) has no train/loss, while others do: 3 of 6 steps" in capsys.readouterr().out
 
 
 def test_a_baseline_that_is_not_there(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(two, "--baseline", "three") == 1
     said = capsys.readouterr().err
-    assert said.startswith("rlexp: --baseline three: is none of them. The runs are ")
+    assert said.startswith("rlexp: --baseline three: names no run. The runs are ")
     for name in ("one", "four"):
         assert f"{name} ({name})" in said
 
@@ -346,7 +336,7 @@ def test_a_sweep_whose_baseline_failed(two: Path, capsys: pytest.CaptureFixture[
     (two / "sweep.json").write_text(json.dumps({"name": "sw", "axes": ["parallel"], "jobs": jobs}), encoding="utf-8")
     assert compare(two) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "the baseline ring8 has no curve (failed: rank 3 failed); one stands in for it" in said
+    assert "the baseline ring8 has no curve (failed: rank 3 failed); one is the baseline instead" in said
     assert "ring8 is failed: rank 3 failed" in said
     assert "The 2 runs draw one curve" in said
 
@@ -410,12 +400,12 @@ def test_a_run_whose_process_is_gone_is_not_called_running(tmp_path: Path) -> No
     dead.wait(timeout=30)
     a_run(tmp_path / "runs" / "a", status="running", pid=dead.pid)
     a_run(tmp_path / "runs" / "b", status="running", pid=os.getpid())
-    runs = {run.name: run for run in judged(tmp_path / "runs").group.runs}
+    runs = {run.name: run for run in report_of(tmp_path / "runs").group.runs}
     assert (runs["a"].status, runs["b"].status) == ("stopped", "running")
 
 
 def test_a_sweep_that_was_stopped_has_nothing_waiting(tmp_path: Path) -> None:
-    """Or `--watch` would wait for it for ever."""
+    """Otherwise `--watch` would wait for ever."""
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait(timeout=30)
     a_run(tmp_path / "sw" / "0")
@@ -428,7 +418,7 @@ def test_a_sweep_that_was_stopped_has_nothing_waiting(tmp_path: Path) -> None:
 
 
 def test_a_reader_sees_that_a_run_was_killed(tmp_path: Path) -> None:
-    """Its files stay as they were."""
+    """A killed run's files stay as they were."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     a_run(tmp_path / "a", status="running", pid=process.pid)
     reader = Reader()
@@ -446,8 +436,8 @@ def test_speed_and_time_leave_out_the_first_step(tmp_path: Path) -> None:
         row["train/step_seconds"] = {1: 60.0, 2: 0.1, 3: 0.1, 4: 0.4}[row["step"]]
 
     a_run(tmp_path / "runs" / "a", steps=4, edit=slow_start)
-    card = reports.payload_of(judged(tmp_path / "runs")).runs[0]
-    assert card.step_seconds == pytest.approx(0.1)  # the middle one
+    card = reports.payload_of(report_of(tmp_path / "runs")).runs[0]
+    assert card.step_seconds == pytest.approx(0.1)  # the median
     assert card.tokens_per_second == pytest.approx((1002 + 1003 + 1004) / 0.6)
     assert card.last_loss == pytest.approx(rows(4)[-1]["train/loss"])
     assert card.clock.seconds.tolist() == pytest.approx([60.0, 60.1, 60.2, 60.6])
@@ -455,7 +445,7 @@ def test_speed_and_time_leave_out_the_first_step(tmp_path: Path) -> None:
 
 
 def test_the_peak_is_of_one_row(tmp_path: Path) -> None:
-    """Phase and rank are those of the step that had it, also of a process before the last."""
+    """Phase and rank are those of the step with the peak, even if an earlier process took that step."""
 
     def peaks(row: dict) -> None:
         forward, backward = (9e9, 8e9) if row["step"] == 2 else (1e9, 2e9)
@@ -463,7 +453,7 @@ def test_the_peak_is_of_one_row(tmp_path: Path) -> None:
         row |= {"memory/peak_bytes": max(forward, backward), "memory/peak_rank": 1 if row["step"] == 2 else 0}
 
     a_run(tmp_path / "runs" / "a", steps=4, edit=peaks)
-    card = reports.payload_of(judged(tmp_path / "runs")).runs[0]
+    card = reports.payload_of(report_of(tmp_path / "runs")).runs[0]
     assert (card.peak_bytes, card.peak_phase, card.peak_rank) == (9_000_000_000, "forward", 1)
 
 
@@ -479,7 +469,7 @@ def test_a_job_that_was_repaired_by_itself_is_finished(tmp_path: Path) -> None:
 
 
 def test_what_must_not_differ_is_marked_and_summed_up(two: Path) -> None:
-    report = judged(two)
+    report = report_of(two)
     rows_ = {row.key: row for row in reports.payload_of(report).config}
     assert rows_["optim.lr"].must_not
     assert rows_["train.batch_size"].must_not
@@ -502,12 +492,12 @@ def test_watching_redraws_until_the_runs_have_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rlexp.compare", str(runs), "--watch", "0.2"]
     watcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        steps = wait_for(runs / "summary.json", lambda found: found["runs"][1]["steps"] == 10)
+        steps = wait_for(runs / "summary.json", lambda summary: summary["runs"][1]["steps"] == 10)
         page = (runs / "report.html").read_text(encoding="utf-8")
         assert '"watch":0.2' in page
         more = a_run(tmp_path / "more", "parallel=ring2", steps=14)
         (growing / "metrics.jsonl").write_bytes((more / "metrics.jsonl").read_bytes())
-        steps = wait_for(runs / "summary.json", lambda found: found["runs"][1]["steps"] == 14)
+        steps = wait_for(runs / "summary.json", lambda summary: summary["runs"][1]["steps"] == 14)
         assert steps
         known = json.loads((growing / "run.json").read_text(encoding="utf-8"))
         (growing / "run.json").write_text(json.dumps(known | {"status": "finished"}), encoding="utf-8")
@@ -563,7 +553,7 @@ def test_what_is_drawn_holds_every_extreme(count: int, seed: int) -> None:
 
 
 def test_a_step_that_is_there_twice_counts_once(tmp_path: Path) -> None:
-    """As an older process may leave it: the last row is the one."""
+    """An older process may leave such a row; the last row counts."""
     lines = [{"step": 1, "train/loss": 1.0}, {"step": 2, "train/loss": 2.0}, {"step": 2, "train/loss": 3.0}]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`python -m rlexp.dashboard`: the workspace that reaches W&B's server, and what is said without an account."""
+"""`python -m rlexp.dashboard`: the workspace that reaches W&B's server, and the output without an account."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_workspace_that_is_sent(tmp_path: Path, sampled: bool) -> None:
-    """Panels of samples are there where a run draws them."""
+    """The workspace has panels of samples if a run draws them."""
     with WandbServer() as server:
         server.stored["a"] = StoredRun("a", summary={"train/loss": 0.5})
         if sampled:
@@ -70,7 +70,7 @@ def test_the_workspace_that_is_sent(tmp_path: Path, sampled: bool) -> None:
 @pytest.mark.parametrize(
     ("args", "refused", "said"),
     [
-        (["nothing"], None, "rlexp: someone/nothing: no such project, or not for this account."),
+        (["nothing"], None, "rlexp: someone/nothing: no such project, or this account may not see it."),
         (["--entity", "else"], "permission denied", "permission denied"),
     ],
 )
@@ -98,11 +98,11 @@ def test_without_an_account_it_says_what_and_where(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         path.touch()
         os.utime(path, (when, when))
-    for _ in range(2):  # as often as one likes
+    for _ in range(2):  # a second call changes nothing
         answer = run(tmp_path, "mine", DISPLAY="", WAYLAND_DISPLAY="")
         assert answer.returncode == 0, answer.stderr
     assert "There is no W&B account here" in answer.stdout
-    assert "in the W&B project mine, of all runs" in answer.stdout
+    assert "in the W&B project mine, for all runs" in answer.stdout
     for name, metrics in METRICS.items():
         assert name in answer.stdout
         assert all(metric in answer.stdout for metric in metrics)

@@ -1,4 +1,4 @@
-"""The report page, driven in a real browser: what it shows, that it holds, and that it asks for nothing."""
+"""The report page in a real browser: what it shows, and that it runs without errors and requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from rlexp.compare.page import Clock, ConfigRow, MetricCurves, Payload, RankMemory, RunCard, Verdict, Worst, render
+from rlexp.compare.page import Banner, Clock, ConfigRow, MetricCurves, Payload, RankMemory, RunCard, Worst, render
 from tests.browser import Opened, chromium, colour_at, opened
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def card(number: int, ring: int, steps: int = STEPS) -> RunCard:
 
 
 def curves(name: str, count: int, steps: np.ndarray, *, seed: int = 0, noise: float = 1e-7) -> MetricCurves:
-    """A falling curve, and others that lie on it but for rounding; now and then they are equal to the bit."""
+    """Make a falling curve, and others that differ from it by rounding; some values are equal to the bit."""
     rng = np.random.default_rng(seed)
     base = 0.7 * np.exp(-steps / (0.4 * steps[-1])) + 0.06 * rng.standard_normal(len(steps)) + 0.15
     values: list[np.ndarray | None] = [base]
@@ -64,14 +64,14 @@ def curves(name: str, count: int, steps: np.ndarray, *, seed: int = 0, noise: fl
 
 
 def own(name: str, count: int, steps: np.ndarray, value: float) -> MetricCurves:
-    """A metric of the layout's own."""
+    """Make a metric of the layout itself."""
     rng = np.random.default_rng(1)
     values: list[np.ndarray | None] = [value * (1 + 0.1 * i + 0.05 * rng.random(len(steps))) for i in range(count)]
     return MetricCurves(name, False, int(steps[-1]), steps, values, [None] * count)
 
 
 def ring_sizes() -> Payload:
-    """Four ring sizes that agree, thirty steps each."""
+    """Make a payload of four ring sizes that agree, thirty steps each."""
     runs = [card(number, ring) for number, ring in enumerate((1, 2, 4, 8))]
     steps = np.arange(1, STEPS + 1)
     config = [
@@ -94,7 +94,7 @@ def ring_sizes() -> Payload:
     ]
     return Payload(
         title="Ring sizes", made="21 November 2026, 10:14", version="0.1.0",
-        verdict=Verdict("agree", "4 runs agree on all 3 metrics, to 3.6e-7 at most: rounding in float32.",
+        verdict=Banner("agree", "4 runs agree on all 3 metrics, to 3.6e-7 at most: rounding in float32.",
                         ["Largest difference of train/loss: 3.6e-7 at step 12 (ring 8), 1.9 times the noise floor."]),
         runs=runs, metrics=metrics, config=config,
     )  # fmt: skip
@@ -104,7 +104,7 @@ HOSTILE = "</script><img src=x onerror=\"document.title='taken'\"><b>$title & 'Ã
 
 
 def troubled() -> Payload:
-    """Failures, skips, what is missing, and names that would like to be markup."""
+    """Make a payload with failures, skips, missing values, and names that look like markup."""
     good = ring_sizes()
     empty = RunCard(name="none", label="ring 3", status="skipped", reason="parallel.ring_size=3: 8 ranks do not divide")
     failed = replace(
@@ -135,7 +135,7 @@ def troubled() -> Payload:
     return replace(
         good,
         title=HOSTILE,
-        verdict=Verdict("apart", f"train/loss lies apart at step 3: ring 8 and {HOSTILE}", [HOSTILE] * 8),
+        verdict=Banner("apart", f"train/loss lies apart at step 3: ring 8 and {HOSTILE}", [HOSTILE] * 8),
         notes=["metrics.jsonl of ring 8 ends in a torn line: 9 rows were read", HOSTILE],
         forced=["seed: 0 and 1", HOSTILE],
         runs=[good.runs[0], running, good.runs[2], failed, empty],
@@ -149,7 +149,7 @@ def troubled() -> Payload:
 
 
 def crowd(count: int = 50, drawn: int = 1000, metrics: int = 30) -> Payload:
-    """As large as a report gets: every run its own clock."""
+    """Make a payload as large as a report gets, with a clock for every run."""
     runs = []
     for number in range(count):
         ring, length = 2 ** (number % 4), 1024 << number // 10
@@ -186,13 +186,13 @@ def choose(it: Opened, name: str) -> None:
 
 
 def hover(it: Opened, step: float, chart: str = "overlay") -> None:
-    """The mouse, where a value of the x axis stands."""
+    """Move the mouse to a value of the x axis."""
     node = it.page.get_by_test_id(chart)
     node.scroll_into_view_if_needed()
     left = it.page.evaluate("([chart, x]) => rlexpReport.charts[chart].valToPos(x, 'x')", [chart, step])
     box = node.locator(".u-over").bounding_box()
     assert box is not None
-    left = min(max(left, 1), box["width"] - 1)  # the last step stands on the very edge
+    left = min(max(left, 1), box["width"] - 1)  # the last step is on the very edge
     it.page.mouse.move(box["x"] + left, box["y"] + box["height"] / 2)
 
 
@@ -208,7 +208,7 @@ def limits(it: Opened, chart: str) -> tuple[float, float]:
 
 
 def pixels(it: Opened, chart: str) -> list[int]:
-    """How many pixels of a chart have each run's colour, within a little (edges are blended)."""
+    """Count the pixels of a chart that have about each run's colour (edges are blended)."""
     return it.page.evaluate(
         """(name) => {
           const u = rlexpReport.charts[name];
@@ -305,7 +305,7 @@ def test_the_other_axes_are_the_runs_own_clocks(browser: Browser, tmp_path: Path
 
 
 def test_an_axis_that_no_run_knows_cannot_be_chosen(browser: Browser, tmp_path: Path) -> None:
-    """Seconds that stand still say nothing; a knot without its tokens is passed over."""
+    """Seconds that do not grow are no axis; a knot without tokens is left out."""
     payload = ring_sizes()
     runs = []
     for run in payload.runs:
@@ -343,7 +343,7 @@ def test_runs_are_hidden_and_shown(browser: Browser, tmp_path: Path) -> None:
         it.page.locator("#readout-body tr").nth(3).wait_for(state="detached")
         assert before > 100
         assert pixels(it, "difference")[1] < before / 10
-        it.page.reload()  # what was chosen is kept in the address
+        it.page.reload()  # the address keeps the choices
         assert it.page.get_by_test_id("chip").nth(1).get_attribute("aria-pressed") == "false"
         it.page.get_by_test_id("chip").nth(1).click()
         it.page.locator("#readout-body tr").nth(3).wait_for()
@@ -352,7 +352,7 @@ def test_runs_are_hidden_and_shown(browser: Browser, tmp_path: Path) -> None:
             it.page.get_by_test_id("chip").nth(number).click()
         it.page.locator("#readout-body tr").first.wait_for(state="detached")
         assert max(pixels(it, "overlay")) == 0
-        it.page.get_by_test_id("chip").nth(2).click(modifiers=["Shift"])  # that one alone
+        it.page.get_by_test_id("chip").nth(2).click(modifiers=["Shift"])  # show that run alone
         assert [count > 100 for count in pixels(it, "difference")] == [False, False, True, False]
 
 
@@ -364,7 +364,7 @@ def test_both_charts_are_zoomed_together_and_reset(browser: Browser, tmp_path: P
             hover(it, 20, chart)
             it.page.mouse.up()
             assert limits(it, "overlay") == limits(it, "difference") == pytest.approx((8, 20), abs=0.1)
-            choose(it, "train/grad_norm")  # another metric keeps the stretch
+            choose(it, "train/grad_norm")  # another metric keeps the zoom
             assert limits(it, "overlay") == limits(it, "difference") == pytest.approx((8, 20), abs=0.1)
             choose(it, "train/loss")
             if back == "button":
@@ -394,7 +394,7 @@ def test_a_difference_of_zero_is_seen(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_what_is_invisible_in_the_overlay_is_plain_in_the_difference(browser: Browser, tmp_path: Path) -> None:
-    """A defect of 1e-5 from step 15 on: less than a pixel above, two decades below."""
+    """A defect of 1e-5 from step 15 on takes less than a pixel in the upper chart, and two decades in the lower."""
     payload = ring_sizes()
     loss = payload.metrics[0]
     base, apart = loss.values[0], loss.differences[3]
@@ -453,7 +453,7 @@ def test_names_are_text_and_trouble_is_told(browser: Browser, tmp_path: Path) ->
 
 def test_a_page_with_nothing_on_it(browser: Browser, tmp_path: Path) -> None:
     payload = replace(
-        ring_sizes(), verdict=Verdict("none", "There is nothing to compare."), runs=[], metrics=[], config=[]
+        ring_sizes(), verdict=Banner("none", "There is nothing to compare."), runs=[], metrics=[], config=[]
     )
     with opened(browser, write(tmp_path, payload)) as it:
         assert it.page.get_by_text("No run has logged a metric yet.").is_visible()
@@ -464,7 +464,7 @@ def test_a_page_with_nothing_on_it(browser: Browser, tmp_path: Path) -> None:
     with opened(browser, write(tmp_path, one)) as it:
         assert it.page.get_by_test_id("overlay").is_visible()
         assert sum(pixels(it, "overlay")) >= 0
-        assert "no run here to compare" in it.text("no-difference")
+        assert "No run has a baseline here" in it.text("no-difference")
         assert readout_value(it) == "0.6931472"
         assert "1.41 GB" in it.text("memory-table")
     bare = [
@@ -518,7 +518,7 @@ def test_dark_is_dark_and_charts_follow(browser: Browser, tmp_path: Path) -> Non
         it.page.wait_for_timeout(100)
         assert (light, colour_at(it.page, "html", "backgroundColor")) == ("rgb(255, 255, 255)", "rgb(16, 20, 24)")
         assert it.page.locator("#legend line").first.get_attribute("stroke") != line
-        assert min(pixels(it, "difference")[1:]) > 100  # of the new colours
+        assert min(pixels(it, "difference")[1:]) > 100  # in the new colours
         it.page.emulate_media(media="print")
         assert colour_at(it.page, "html", "backgroundColor") == light  # ink on paper
         assert it.page.locator("#legend line").first.get_attribute("stroke") == line
@@ -544,8 +544,8 @@ def test_without_javascript_the_verdict_is_read(browser: Browser, tmp_path: Path
 
 
 def test_fifty_runs_are_quick(browser: Browser, tmp_path: Path) -> None:
-    """Measured on 2 cores without a GPU: open 1.0 s, another metric 0.3 s, along time 0.4 s; both busy with other work,
-    2 s. Drawing takes most of it, so the limits leave room for such a machine."""
+    """Measured on 2 cores without a GPU: opening 1.0 s, another metric 0.3 s, the time axis 0.4 s; with both cores busy
+    2 s. Drawing takes most of the time, so the limits leave room for a busy machine."""
     started = time.monotonic()
     path = write(tmp_path, crowd())
     assert time.monotonic() - started < 15  # measured: 2.5 s, most of it the test's own numbers
@@ -572,7 +572,7 @@ def test_fifty_runs_are_quick(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_numbers_survive_the_way_into_the_page() -> None:
-    """What float32 would round to zero is not shown as equal to the bit; what is not finite is no JSON."""
+    """A value that float32 rounds to zero is not shown as equal to the bit. One that is not finite breaks no JSON."""
     payload = ring_sizes()
     steps = np.array([1, 2, 3])
     tiny = MetricCurves("m", True, 3, steps, [np.array([1e-300, math.nan, math.inf])] * 4, [None] * 4)

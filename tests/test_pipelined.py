@@ -16,9 +16,9 @@ import pytest
 from bench.curves import differences, draw
 from rlexp.checkpoint import folder as checkpoint
 from rlexp.checkpoint.tensors import Reader
-from rlexp.compare.difference import compared
 from rlexp.config.load import compose_config
-from rlexp.sinks.jsonl import read_rows
+from rlexp.curves.difference import compared
+from rlexp.curves.rows import read_rows
 from tests import warm
 from tests.runs import descendants, gone, run_json, wait_for_steps
 

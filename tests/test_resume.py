@@ -16,8 +16,9 @@ import pytest
 from bench.curves import Curve, differences, excesses
 from bench.resume import Where, curve_of, run
 from rlexp.checkpoint import folder as checkpoint
+from rlexp.curves.rows import read_rows
 from rlexp.sinks.base import Ending
-from rlexp.sinks.jsonl import JsonlSink, read_rows
+from rlexp.sinks.jsonl import JsonlSink
 from tests.runs import descendants, gone, run_json, steps_of, wait_for_steps
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from rlexp.curves.rows import read_rows
 from rlexp.launch import whereabouts
-from rlexp.sinks.jsonl import read_rows
 from tests.runs import descendants, gone, rows_of, run_json
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]

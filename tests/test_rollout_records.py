@@ -15,20 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlexp.compare import report as reports
-from rlexp.compare.__main__ import main
-from rlexp.compare.difference import compared
-from rlexp.compare.families import sort_out
 from rlexp.compare.runs import Reader
 from rlexp.config.schema import Best, LoggerConfig, Precision
+from rlexp.curves.difference import compared
+from rlexp.curves.rollouts import bracket, digests
 from rlexp.sinks import legible
 from rlexp.sinks.base import Ending, RolloutFacts, Shown, Sink, Sinks
 from rlexp.sinks.baseline import excess
 from rlexp.sinks.console import ConsoleSink
-from rlexp.sinks.rollouts import RolloutsSink, bracket, digests
+from rlexp.sinks.rollouts import RolloutsSink
 from rlexp.sinks.tensorboard import TensorBoardSink
 from rlexp.sinks.wandb_read import read_offline
 from rlexp.sinks.wandb_run import WandbFacts, WandbSink
-from tests.curves import a_run, drawn
+from tests.curves import a_run, compare, drawn, report_of
 from tests.wandb_runs import records
 
 ids = st.lists(st.integers(0, 3), max_size=40)
@@ -94,7 +93,7 @@ def test_a_run_that_goes_on_keeps_the_rollouts_begun_by_then(tmp_path: Path) -> 
     path.write_bytes(whole + b'{"rollout":4,"st')  # killed
     sink = RolloutsSink(path, 5)  # in the middle of the second
     assert [line["rollout"] for line in lines(path)] == [1, 2]
-    sink.rollout(facts[1])  # told again
+    sink.rollout(facts[1])  # reported again
     sink.rollout(facts[2])
     sink.close(Ending())
     assert path.read_bytes() == whole
@@ -214,7 +213,7 @@ def test_wandb_has_the_table_with_the_row_of_its_step(tmp_path: Path, monkeypatc
     facts = WandbFacts({}, [], "train/loss", Best.min, Precision.fp32)
     sink = WandbSink(LoggerConfig(), tmp_path, facts, run_id="run-000000")
     sink.rollout(replace(drawn()[0], shown=[SHOWN, SHOWN]))
-    sink.rollout(replace(drawn(each=2)[1], shown=[SHOWN]))  # of step 3
+    sink.rollout(replace(drawn(each=2)[1], shown=[SHOWN]))  # for step 3
     for step in range(1, 5):
         sink.log({"step": step, "train/global_step": step, "train/loss": 1.0 / step})
     sink.close(Ending())
@@ -234,16 +233,6 @@ def test_wandb_has_the_table_with_the_row_of_its_step(tmp_path: Path, monkeypatc
 
 
 # ---- comparing ----
-
-
-def compare(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
-
-
-def judged(folder: Path) -> reports.Report:
-    group = Reader().group(folder)
-    assert group is not None
-    return reports.make(group, sort_out(group, baseline=None, force=False))
 
 
 def later(step: int, by: float = 0.3):
@@ -278,7 +267,7 @@ def test_curves_are_compared_up_to_the_first_sample_that_differs(
     }  # fmt: skip
     assert summary["runs"][1]["compared_upto"] == 8
     assert summary["runs"][1]["last_score"] == pytest.approx(17 / 20)
-    payload = reports.payload_of(judged(runs))
+    payload = reports.payload_of(report_of(runs))
     assert any(SAID in each for each in payload.verdict.details)
     loss, scores = payload.metrics[:2]
     assert np.isnan(loss.differences[1]).tolist() == [step > 8 for step in range(1, 21)]
@@ -290,7 +279,7 @@ def test_a_defect_before_the_sample_is_found(tmp_path: Path, capsys: pytest.Capt
     a_run(tmp_path / "runs" / "b", "parallel=ring2", edit=later(8, 1e-4), drawn=drawn(flips=[FLIP]))
     assert compare(tmp_path / "runs", "--fail-above", "1e-6") == 1
     told = capsys.readouterr().out
-    assert "The curves part. b parts from a at step 8: train/loss is " in told
+    assert "The curves diverge. b diverges from a at step 8: train/loss is " in told
     assert "FAILED: step 8: train/loss is " in told
     assert SAID in " ".join(told.split())
 
@@ -301,11 +290,11 @@ def test_the_first_rollout_differs_and_nothing_is_left(tmp_path: Path, capsys: p
     a_run(runs / "b", "parallel=ring2", drawn=drawn(flips=[(1, 0, 1, 1)]))
     assert compare(runs, "--fail-above", "1e-6") == 1
     told = " ".join(capsys.readouterr().out.split())
-    assert "Nothing is left to compare of b and a: in step 1 sample 1 of prompt 10 differs at token 1 (1 of 8" in told
-    assert "FAILED: step 1: nothing is left to compare of a (a): in step 1 sample 1 of prompt 10" in told
+    assert "b and a have nothing left to compare: in step 1 sample 1 of prompt 10 differs at token 1 (1 of 8" in told
+    assert "FAILED: step 1: a (a) has nothing left to compare: in step 1 sample 1 of prompt 10" in told
     a_run(runs / "c", "parallel=ring4", drawn=drawn())  # the third is a failure although two agree
     assert compare(runs, "--fail-above", "1e-6") == 1
-    assert "nothing is left to compare of b (b)" in capsys.readouterr().out
+    assert "b (b) has nothing left to compare" in capsys.readouterr().out
 
 
 def test_a_metric_with_no_value_before_the_sample_is_no_pass(
@@ -314,7 +303,7 @@ def test_a_metric_with_no_value_before_the_sample_is_no_pass(
     a_run(tmp_path / "runs" / "a", drawn=drawn())
     a_run(tmp_path / "runs" / "b", "parallel=ring2", drawn=drawn(flips=[FLIP]))
     assert compare(tmp_path / "runs", "--fail-above", "1e-6", "--metrics", "eval/loss") == 1  # in steps 10 and 20
-    assert "nothing is left to compare of a (a)" in capsys.readouterr().out
+    assert "a (a) has nothing left to compare" in capsys.readouterr().out
 
 
 def test_in_float64_a_sample_that_differs_is_a_defect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,15 +312,16 @@ def test_in_float64_a_sample_that_differs_is_a_defect(tmp_path: Path, capsys: py
     a_run(runs / "b", fp64, "parallel=ring2", drawn=drawn(flips=[FLIP]))
     assert compare(runs, "--fail-above", "1e-6") == 1
     told = " ".join(capsys.readouterr().out.split())
-    assert f"The curves part. b parts from a at step 9: {SAID}, and float64 rounds away hardly any token" in told
+    flipped = f"{SAID}, and in float64 rounding hardly ever flips a token"
+    assert f"The curves diverge. b diverges from a at step 9: {flipped}" in told
     assert f"FAILED: step 9: a (a) and b (b) have drawn different samples: {SAID}" in told
     a_run(runs / "c", fp64, "parallel=ring4", edit=later(11), drawn=drawn(flips=[FLIP]))  # all steps are compared
-    payload = reports.payload_of(judged(runs))
+    payload = reports.payload_of(report_of(runs))
     assert payload.metrics[0].worst.run == 2
     assert payload.metrics[0].worst.step >= 11
     a_run(runs / "d", fp64, "parallel=ring8", edit=later(3), drawn=drawn(flips=[FLIP]))
-    words = judged(runs).verdict.judgements[2].words
-    assert "d parts from a at step 3: train/loss is " in words
+    words = report_of(runs).outcome.agreements[2].words
+    assert "d diverges from a at step 3: train/loss is " in words
     assert SAID in words
 
 
@@ -351,7 +341,7 @@ def test_what_rounding_does_not_choose_is_no_excuse(
     a_run(tmp_path / "runs" / "b", "parallel=ring2", drawn=[*facts[:2], replace(facts[2], **change), *facts[3:]])
     assert compare(tmp_path / "runs", "--fail-above", "1e-6") == 1
     told = " ".join(capsys.readouterr().out.split())
-    assert f"b parts from a at step 9: in step 9 rollout 3 has {said} in one of them, which rounding does not" in told
+    assert f"b diverges from a at step 9: in step 9 rollout 3 has {said} in one of them, which rounding" in told
     assert "FAILED: step 9: a (a) and b (b) have drawn different samples" in told
 
 
@@ -362,7 +352,7 @@ def test_each_pair_is_held_as_far_as_its_own_samples_agree(tmp_path: Path, capsy
     a_run(runs / "b", "parallel=ring2", edit=later(9), drawn=drawn(flips=[FLIP]))
     a_run(runs / "c", "parallel=ring4", edit=later(9), drawn=drawn(flips=[FLIP]))
     assert compare(runs, "--fail-above", "1e-6") == 0
-    assert "1 more have others" in " ".join(capsys.readouterr().out.split())
+    assert "1 more differ" in " ".join(capsys.readouterr().out.split())
     a_run(runs / "d", "parallel=ring8", edit=later(9, 0.31), drawn=drawn(flips=[FLIP]))
     assert compare(runs, "--fail-above", "1e-6") == 1
     failed = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED"))
@@ -377,8 +367,8 @@ def test_noise_after_a_sample_that_differs_is_no_floor(tmp_path: Path) -> None:
     a_run(runs / "a", drawn=drawn())
     a_run(runs / "b", "train.micro_batch_size=2", noise=1e-7, edit=later(9), drawn=drawn(flips=[FLIP]))
     a_run(runs / "c", "parallel=ring2", edit=later(12, 1e-3), drawn=drawn())
-    report = judged(runs)
-    assert {each.run.label: each.status for each in report.verdict.judgements} == {"b": "agree", "c": "apart"}
+    report = report_of(runs)
+    assert {each.run.label: each.status for each in report.outcome.agreements} == {"b": "agree", "c": "apart"}
     floor = reports.payload_of(report).metrics[0].floor
     assert floor[:8].max() < 3e-7
     assert floor[8:] == pytest.approx(4e-7 * np.maximum(1.0, np.arange(9, 21) / 10))
@@ -392,10 +382,10 @@ def test_records_that_are_not_whole(tmp_path: Path) -> None:
     whole = path.read_bytes().splitlines(keepends=True)
     for kept, upto in ((whole[:2], None), ([*whole[:3], whole[3][:40]], 8), ([*whole[:2], *whole[3:]], 12), ([], None)):
         path.write_bytes(b"".join(kept))
-        assert judged(runs).verdict.status == "agree"
-        assert reports.payload_of(judged(runs)).runs[1].compared_upto == upto
+        assert report_of(runs).outcome.status == "agree"
+        assert reports.payload_of(report_of(runs)).runs[1].compared_upto == upto
     path.unlink()
-    assert judged(runs).verdict.status == "agree"
+    assert report_of(runs).outcome.status == "agree"
 
 
 def test_a_live_report_sees_new_rollouts(tmp_path: Path) -> None:
@@ -429,10 +419,10 @@ def test_a_loss_of_advantages_that_cancel_is_no_difference(tmp_path: Path) -> No
         runs, said = tmp_path / precision, f"train.precision={precision}"
         a_run(runs / "a", said, edit=cancelled(size), drawn=drawn())
         a_run(runs / "b", said, "parallel=ring2", edit=cancelled(-size), drawn=drawn())
-        assert judged(runs).verdict.status == "agree"
+        assert report_of(runs).outcome.status == "agree"
         assert compare(runs, "--fail-above", "1e-6") == 0
         a_run(runs / "c", said, "parallel=ring4", edit=cancelled(1e3 * size + 1e-9), drawn=drawn())
-        assert judged(runs).verdict.status == "apart"
+        assert report_of(runs).outcome.status == "apart"
 
 
 def test_an_alert_of_a_policys_loss_is_not_of_rounding() -> None:

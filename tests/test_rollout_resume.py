@@ -18,9 +18,9 @@ from bench.curves import Curve, excesses
 from bench.layouts import ROLLOUT
 from bench.resume import FLOAT64, Where, curve_of, run
 from rlexp.checkpoint import folder as checkpoint
+from rlexp.curves.rows import read_rows
 from rlexp.errors import CheckpointError
 from rlexp.launch import whereabouts
-from rlexp.sinks.jsonl import read_rows
 from tests import warm
 from tests.runs import descendants, gone
 

@@ -1,4 +1,4 @@
-"""Sinks beside W&B: another run's loss beside this one's, TensorBoard, trackio; and what is refused before a start."""
+"""Sinks other than W&B: the loss compared with a baseline's, TensorBoard, trackio; and what is refused at the start."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_a_baseline_is_read_as_it_grows(tmp_path: Path) -> None:
     path, baseline = tmp_path / "base" / "metrics.jsonl", Baseline(tmp_path / "base")
     assert beside(baseline, 1, 0.5) is None  # no such folder yet
     path.parent.mkdir()
-    path.write_text(line(1, 0.25) + line(2, 1.0)[:7], encoding="utf-8")  # it is writing
+    path.write_text(line(1, 0.25) + line(2, 1.0)[:7], encoding="utf-8")  # it is writing a line
     assert beside(baseline, 1, 0.5) == 0.25
     assert beside(baseline, 2, 0.5) is None
     with path.open("a", encoding="utf-8") as file:
         file.write(line(2, 1.0)[7:] + "{\n" + '["no row"]\n' + line(3, 2.0))
     assert beside(baseline, 2, 0.5) == 0.5
     assert beside(baseline, 3, 0.5) == 1.5
-    path.with_name("new").write_text(line(1, 0.25) + line(4, 3.0), encoding="utf-8")  # as a run does that goes on
+    path.with_name("new").write_text(line(1, 0.25) + line(4, 3.0), encoding="utf-8")  # as a resumed run does
     path.with_name("new").replace(path)
     assert beside(baseline, 4, 0.5) == 2.5
     assert beside(baseline, 2, 0.5) == 0.5
@@ -95,7 +95,7 @@ def test_a_baseline_that_never_came_is_said(tmp_path: Path, capfd: pytest.Captur
         (Precision.fp32, 300, 0.0, 1e-4, 3e-5),
         (Precision.bf16, 300, 1.0, 0.2, None),
         (Precision.bf16, 300, 1.0, 0.4, 0.3),
-        # At first as a comparison would: a defect of 1e-5 in the loss is no rounding.
+        # In the first steps the limit is that of a comparison: a defect of 1e-5 in the loss is not rounding.
         (Precision.fp32, 1, 0.69, 1e-5, 2.76e-6),
         (Precision.fp32, 1, 0.69, 1e-6, None),
         (Precision.fp64, 1, 0.69, 1e-11, 6.9e-13),
@@ -147,7 +147,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overri
 
 def test_a_run_is_not_its_own_baseline_and_one_to_come_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    cfg = compose_config([*CPU, "logger.baseline=run"])  # there is none yet
+    cfg = compose_config([*CPU, "logger.baseline=run"])  # there are no events yet
     with pytest.raises(ConfigError, match="is this run itself"):
         folder.enter(cfg, tmp_path / "run")
 
@@ -160,7 +160,7 @@ def test_a_package_that_is_not_there_is_named_before_a_start(monkeypatch: pytest
 
 
 def tensorboard_rows(run_dir: Path) -> list[dict[str, float]]:
-    """By TensorBoard's own reader."""
+    """Read rows with TensorBoard's own reader."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
@@ -219,17 +219,17 @@ def test_trackio_has_the_curve_after_a_kill(tmp_path: Path) -> None:
     read = subprocess.run(
         [sys.executable, "-c", TRACKIO_ROWS], env=env, capture_output=True, text=True, timeout=60, check=True
     )
-    found = json.loads(read.stdout.splitlines()[-1])
-    assert found["name"] == json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))["wandb_id"]
+    reread = json.loads(read.stdout.splitlines()[-1])
+    assert reread["name"] == json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))["wandb_id"]
     rows = curve_of(tmp_path / "run")
-    assert [row["train/global_step"] for row in found["rows"]] == list(range(1, 17))
-    for one, other in zip(found["rows"], rows, strict=True):
+    assert [row["train/global_step"] for row in reread["rows"]] == list(range(1, 17))
+    for one, other in zip(reread["rows"], rows, strict=True):
         assert one["train/loss"] == pytest.approx(other["train/loss"], rel=1e-6)
         assert set(values_of(other)) <= set(one)
 
 
 def test_who_reads_does_without_torch() -> None:
-    """A comparison, a dashboard or a report starts in a moment."""
+    """Without torch, a comparison, a dashboard or a report starts quickly."""
     read = "import rlexp.sinks.wandb_read, rlexp.sinks.jsonl, rlexp.sinks.baseline, rlexp.dashboard, sys"
     subprocess.run(
         [sys.executable, "-c", f"{read}; assert not {{'torch', 'wandb'}} & set(sys.modules)"], timeout=30, check=True

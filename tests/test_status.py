@@ -1,4 +1,4 @@
-"""A look from outside: real runs while they train, fail and are killed; and what cannot be made quickly, by hand."""
+"""`rlexp.status` on real runs while they train, fail and are killed, and on folders made by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rlexp.launch.sweep import Job
 from rlexp.status import draw, tail
 from rlexp.status.__main__ import main
 from rlexp.status.alive import Locks
-from rlexp.status.state import Evidence, judge, legible
+from rlexp.status.state import Evidence, legible, state_of
 from rlexp.status.view import View
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
@@ -52,7 +52,7 @@ def status(tmp_path: Path) -> Shell:
 
 @contextlib.contextmanager
 def started(folder: Path, *args: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`python -m rlexp …`, which is killed at the end if it is still there."""
+    """Start `python -m rlexp …`, and kill it at the end if it still runs."""
     process = subprocess.Popen(
         [sys.executable, "-m", "rlexp", *args], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -82,7 +82,7 @@ def jobs(answer: subprocess.CompletedProcess[str]) -> dict[str, dict]:
     return {job["label"]: job for job in json.loads(answer.stdout)["jobs"]}
 
 
-def state_of(folder: Path) -> dict[str, tuple[int, int]]:
+def fingerprint(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in [folder, *folder.rglob("*")]}
 
 
@@ -90,12 +90,12 @@ def state_of(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_a_sweep_that_has_ended(rlexp: Shell, status: Shell, tmp_path: Path) -> None:
-    """One job finished, one failed, two were skipped; its facts are the folders', which stay as they are."""
+    """One job finished, one failed, two were skipped. The command shows the folders' facts, and changes no file."""
     rlexp("-m", *QUICK, "hydra.sweep.dir=sw", "launch.nproc=2", "train.max_steps=3", "train.batch_size=3,4",
           "optim.lr=1e-3,1e30")  # fmt: skip
-    before = state_of(tmp_path / "sw")
+    before = fingerprint(tmp_path / "sw")
     answer, facts = status("sw"), jobs(status("sw", "--json"))
-    assert state_of(tmp_path / "sw") == before
+    assert fingerprint(tmp_path / "sw") == before
     assert answer.returncode == 1
     assert {label: (job["status"], job["step"], job["steps"]) for label, job in facts.items()} == {
         "batch_size=3, lr=0.001": ("skipped", 0, None),
@@ -120,7 +120,7 @@ def test_a_sweep_that_has_ended(rlexp: Shell, status: Shell, tmp_path: Path) -> 
 
 
 def test_while_training_and_when_killed(status: Shell, tmp_path: Path) -> None:
-    """The launcher is killed, and its ranks with it: what was running is lost, what waited will not be run."""
+    """The launcher and its ranks are killed: the running job is lost, and the waiting job will not run."""
     sweep = ("-m", *QUICK, "hydra.sweep.dir=sw", "launch.nproc=2", "train.max_steps=100000", "parallel=ring1,ring2")
     with started(tmp_path, *sweep) as process:
         until(lambda: len(rows_of(tmp_path / "sw" / "0")) > 3)
@@ -140,8 +140,8 @@ def test_while_training_and_when_killed(status: Shell, tmp_path: Path) -> None:
     answer = status("sw")
     assert answer.returncode == 1
     assert "ring1 is lost: its process (" in answer.stdout
-    assert f" on {HERE}) is gone; the same command goes on with it.\n  last seen: rank" in answer.stdout
-    assert "ring2 is stopped: its sweep was stopped before it; the same command goes on with it" in answer.stdout
+    assert f" on {HERE}) is gone; the same command resumes it.\n  last seen: rank" in answer.stdout
+    assert "ring2 is stopped: its sweep was stopped before this job; the same command resumes it" in answer.stdout
     assert "running" not in answer.stdout
     assert status("sw/0").stdout.startswith("run  status")
     assert jobs(status(".", "--json"))["sw ring1"]["status"] == "lost"
@@ -150,7 +150,7 @@ def test_while_training_and_when_killed(status: Shell, tmp_path: Path) -> None:
 
 
 def test_the_live_view_on_a_terminal_and_on_a_pipe(tmp_path: Path) -> None:
-    """Three look at one run: on a terminal, on a pipe, and on a terminal until Ctrl-C."""
+    """Three commands watch one run: on a terminal, on a pipe, and on a terminal until Ctrl-C."""
     with started(tmp_path, *QUICK, "hydra.run.dir=r", "train.max_steps=40"):
         until((tmp_path / "r" / "run.json").exists)
         watching = [*COMMAND, "r", "--watch", "--every", "0.2"]
@@ -162,8 +162,8 @@ def test_the_live_view_on_a_terminal_and_on_a_pipe(tmp_path: Path) -> None:
     assert stopped == 130
     assert "Traceback" not in seen + said + told
     for text in (seen, said):
-        assert text.index("━") < text.rindex("\x1b[1A")  # bars, that are drawn over
-        assert text.rindex("\x1b[?25l") < text.rindex("\x1b[?25h")  # the cursor is back
+        assert text.index("━") < text.rindex("\x1b[1A")  # bars that are drawn over
+        assert text.rindex("\x1b[?25l") < text.rindex("\x1b[?25h")  # the cursor is shown again
     last = re.sub(r"\x1b\[[0-9;?]*\w", "", seen.rpartition("\x1b[1A")[2])
     assert re.search(r"r +finished +40/40 \(100%\)", last)
     assert "\x1b" not in told
@@ -179,7 +179,7 @@ def on_terminal(command: list[str], folder: Path, after: str | None = None) -> C
     ended with and said."""
     process, terminal = pty.fork()
     if process == 0:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # who was started in the background by a script ignores it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a process that a script started in the background ignores it
         os.chdir(folder)
         os.execve(command[0], command, os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"})
     said: list[bytes] = []
@@ -192,7 +192,7 @@ def on_terminal(command: list[str], folder: Path, after: str | None = None) -> C
                 continue
             try:
                 said.append(os.read(terminal, 65536))
-            except OSError:  # its other end is closed
+            except OSError:  # the other end is closed
                 return
             if after and not pressed and after.encode() in b"".join(said) and b"\x1b[1A" in b"".join(said):
                 os.write(terminal, b"\x03")
@@ -211,7 +211,7 @@ def on_terminal(command: list[str], folder: Path, after: str | None = None) -> C
 
 
 def test_looking_takes_no_lock(tmp_path: Path) -> None:
-    """A run claims its folder again and again, while others look as fast as they can."""
+    """A run claims its folder again and again while others look as fast as they can."""
     by_hand(tmp_path, status="running")
     done = threading.Event()
 
@@ -234,13 +234,13 @@ def test_looking_takes_no_lock(tmp_path: Path) -> None:
 
 
 def test_whose_lock_is_held(tmp_path: Path) -> None:
-    """A rank that outlives its launcher is still at work; a process that has the number by chance is not."""
+    """A rank that outlives its launcher counts as alive; another process with the same id does not."""
     by_hand(tmp_path, status="running", pid=os.getpid())
     assert View(tmp_path).look().rows[0].state == "lost"
     with (tmp_path / ".ranks").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         assert View(tmp_path).look().rows[0].state == "running"
-    with (tmp_path / ".lock").open("w"):  # open, though its lock is not listed, as on some file systems
+    with (tmp_path / ".lock").open("w"):  # open, although its lock is not listed, as on some file systems
         assert View(tmp_path).look().rows[0].state == "running"
     assert View(tmp_path).look().rows[0].state == "lost"
     by_hand(tmp_path, status="running", host="elsewhere")
@@ -273,7 +273,7 @@ def ledger(folder: Path, *entries: dict, **more: Any) -> Path:
 
 
 def stand_in(folder: Path, **answers: str) -> dict[str, str]:
-    """Scripts that stand in for squeue and sacct, first on the path, and note that they were asked."""
+    """Write scripts that replace squeue and sacct on the path and note each call."""
     folder.mkdir()
     for name, answer in answers.items():
         script = folder / name
@@ -283,7 +283,7 @@ def stand_in(folder: Path, **answers: str) -> dict[str, str]:
 
 
 def test_what_slurm_says(status: Shell, tmp_path: Path) -> None:
-    """By stand-ins for Slurm's commands: all states of a job at once, by one question to each."""
+    """With scripts in place of Slurm's commands: all states of a job, with one call of each command."""
     sweep = tmp_path / "sw"
     by_hand(sweep / "0", 40, status="running", host="n1")
     by_hand(
@@ -302,7 +302,7 @@ def test_what_slurm_says(status: Shell, tmp_path: Path) -> None:
     )
     answer, facts = status("sw", **env), jobs(status("sw", "--json", **env))
     assert answer.returncode == 1
-    assert (tmp_path / "bin" / "asked").read_text(encoding="utf-8").count("squeue") == 2  # once a view
+    assert (tmp_path / "bin" / "asked").read_text(encoding="utf-8").count("squeue") == 2  # once per view
     states = {label: job["status"] for label, job in facts.items()}
     assert states == {"seed=0": "running", "seed=1": "waiting", "seed=2": "waiting", "seed=3": "lost", "seed=4": "lost",
                       "seed=5": "lost", "seed=6": "failed", "seed=7": "running"}  # fmt: skip
@@ -311,9 +311,9 @@ def test_what_slurm_says(status: Shell, tmp_path: Path) -> None:
     assert re.search(r"^seed=1 +waiting \(BeginTime\) .* 1 × ", lines[3])
     below = answer.stdout.partition("\n\n")[2]
     assert "seed=2 is waiting: Slurm will not start it (PartitionTimeLimit)" in below
-    assert "`scancel 12_2` takes it out of the queue." in below
+    assert "`scancel 12_2` removes it from the queue." in below
     assert "seed=3 is lost: Slurm says TIMEOUT: its time limit was reached." in below
-    assert "seed=4 is lost: Slurm knows job 12_4 no more, and the run did not say how it ended." in below
+    assert "seed=4 is lost: Slurm no longer knows job 12_4, and the run did not say how it ended." in below
     assert "seed=5 is lost: Slurm says CANCELLED: it was cancelled." in below
     assert (
         "seed=6 is failed: rank 3 failed: the process was killed by SIGKILL. Slurm says OUT_OF_MEMORY: it took more "
@@ -323,7 +323,7 @@ def test_what_slurm_says(status: Shell, tmp_path: Path) -> None:
 
 
 def test_slurm_that_gives_no_answer(status: Shell, tmp_path: Path) -> None:
-    """By a stand-in for squeue that fails: one line says so, and the folders have the word."""
+    """With a squeue that fails: one line says so, and the table shows what the folders say."""
     by_hand(tmp_path / "sw" / "0", 3, status="running", host="n1")
     ledger(tmp_path / "sw", *({"job_id": f"12_{n}", "token": f"x.{n}"} for n in range(2)))
     env = stand_in(
@@ -339,7 +339,7 @@ def test_slurm_that_gives_no_answer(status: Shell, tmp_path: Path) -> None:
 
 
 def test_jobs_without_a_cluster_are_not_asked_of_one(status: Shell, tmp_path: Path) -> None:
-    """Their ids are processes'."""
+    """The ids of such jobs are process ids."""
     by_hand(tmp_path / "sw" / "0", 3)
     ledger(tmp_path / "sw", {"job_id": "4711"})
     env = stand_in(tmp_path / "bin", squeue="echo '4711|FAILED|None|0:00|n1'")
@@ -364,7 +364,7 @@ RUNNING = {"status": "running", "host": HERE, "pid": 1}
         ({"known": {"status": "failed"}, "slurm": Known("7", "COMPLETING"), "job": HERE_JOB}, "failed"),
         ({"known": {"status": "stopped"}, "slurm": QUEUED, "job": HERE_JOB}, "waiting"),
         ({"known": RUNNING, "slurm": DEAD, "job": HERE_JOB}, "lost"),
-        ({"known": RUNNING}, "running"),  # on another machine, of which nothing is known
+        ({"known": RUNNING}, "running"),  # on another machine, where nothing can be seen
         ({"known": RUNNING, "answered": True}, "lost"),
         ({"known": RUNNING, "lives": False, "job": Job(0, "0", [], status="waiting"), "sweeps": True}, "waiting"),
         ({"known": {"status": "failed"}, "job": Job(0, "0", [], status="waiting"), "sweeps": False}, "failed"),
@@ -376,7 +376,7 @@ RUNNING = {"status": "running", "host": HERE, "pid": 1}
     ],
 )
 def test_the_state_of_a_job(evidence: dict[str, Any], state: str) -> None:
-    assert judge(Evidence(Path("0"), **({"job_id": "7"} | evidence)))[0] == state
+    assert state_of(Evidence(Path("0"), **({"job_id": "7"} | evidence)))[0] == state
 
 
 def test_a_reason_is_read_without_its_traceback() -> None:
@@ -388,7 +388,7 @@ def test_a_reason_is_read_without_its_traceback() -> None:
 
 
 def test_the_end_of_a_curve(tmp_path: Path) -> None:
-    """While it is written: half a line, what is no row, and a score that stands far back."""
+    """Read a curve while it is written: half a line, lines that are not rows, and a score many rows before the end."""
     path = tmp_path / "metrics.jsonl"
     assert tail.read(path) == tail.Curve()
     row = {
@@ -407,7 +407,7 @@ def test_the_end_of_a_curve(tmp_path: Path) -> None:
 
 
 def test_a_hundred_long_runs_are_read_at_once(tmp_path: Path) -> None:
-    """Each as long as 100,000 steps; 0.2 s were measured."""
+    """Each has 100,000 steps; 0.2 s were measured."""
     rows = "".join(json.dumps({"step": n, "train/loss": 0.5, "x": "x" * 700}) + "\n" for n in range(1, 100_001))
     (tmp_path / "long").write_text(rows, encoding="utf-8")
     sweep = ledger(tmp_path / "sw", *({} for _ in range(100)))
@@ -424,7 +424,7 @@ def test_a_hundred_long_runs_are_read_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
 @pytest.mark.parametrize("bars", [False, True])
 def test_a_narrow_terminal_stays_readable(tmp_path: Path, width: int, bars: bool) -> None:
-    """No line is longer, and labels whose beginnings are the same are told apart."""
+    """No line is longer than the terminal, and labels with the same beginning stay different."""
     axes = [{"data.path": "a/very/long/folder/of/data", "seed": str(n)} for n in range(30)]
     sweep = ledger(tmp_path, *({"axes": each, "status": "waiting"} for each in axes))
     for n in range(30):
@@ -435,7 +435,7 @@ def test_a_narrow_terminal_stays_readable(tmp_path: Path, width: int, bars: bool
     assert max(map(len, lines)) <= width
     shown = [line for line in lines if "finished" in line and "more" not in line]
     assert len({line.split("  ")[0] for line in shown}) == len(shown) == (11 if bars else 29)
-    assert any(line.split()[-4:] and "failed" in line for line in lines)  # what failed is not left out
+    assert any(line.split()[-4:] and "failed" in line for line in lines)  # a failed job is not left out
     assert ("steps" in lines[0]) == (width > 20)
     assert any("━" in line for line in lines[2:]) == (bars and width >= 80)
     if not bars:
@@ -455,7 +455,7 @@ def test_who_has_not_written_for_long_is_named(tmp_path: Path) -> None:
 
 
 def test_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """One message each."""
+    """Each mistake gives one message."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
@@ -467,7 +467,7 @@ def test_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     by_hand(tmp_path / "r")
     for args, said in {
         ("nowhere",): "nowhere: no such folder.",
-        ("empty",): "empty: holds no run: neither a sweep.json, nor a run.json",
+        ("empty",): "empty: holds no run: no sweep.json, no run.json",
         ("broken",): "broken/sweep.json: is not a sweep's ledger (",
         ("odd",): "odd/sweep.json: is not a sweep's ledger (",
         ("number",): "number/sweep.json: is not a sweep's ledger (of job 0).",
@@ -475,8 +475,8 @@ def test_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         ("r/run.json",): "r/run.json: no such folder.",
         ("r", "--watch", "--every", "0"): "--every 0: must be greater than 0.",
         ("r", "--watch", "--every", "nan"): "--every nan: must be greater than 0.",
-        ("r", "--every", "3"): "--every 3: says how often --watch looks.",
-        ("r", "--json", "--watch"): "--json: is one answer,",
+        ("r", "--every", "3"): "--every 3: sets how often --watch looks.",
+        ("r", "--json", "--watch"): "--json: prints one answer,",
     }.items():
         assert main(args) == 1, args
         told = capsys.readouterr()
@@ -485,7 +485,7 @@ def test_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         assert told.err.count("\n") == 1
     (tmp_path / "r" / "run.json").write_text("{", encoding="utf-8")
     assert main(["r"]) == 0
-    assert "r is stopped: r/run.json: is not there or cannot be read" in capsys.readouterr().out
+    assert "r is stopped: r/run.json: is missing or cannot be read" in capsys.readouterr().out
 
 
 def test_looking_imports_no_torch() -> None:

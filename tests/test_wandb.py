@@ -1,4 +1,4 @@
-"""The real W&B client, offline, and against a server of the test's own for what would arrive online."""
+"""The real W&B client: offline, and online with a server of the tests' own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rlexp.compare.difference import compared
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Best, LoggerConfig, Precision, WandbMode
+from rlexp.curves.difference import compared
 from rlexp.errors import SinkError
 from rlexp.launch import folder
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
@@ -31,7 +31,7 @@ from tests.wandb_server import WandbServer
 
 STEPS, SAVED, KILLED = 24, 10, 17
 SAVING = (f"checkpoint.save_every={SAVED}", "optim.decay=constant")
-OFTEN = {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1"}  # seconds; of 15 nothing would have arrived before the kill
+OFTEN = {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1"}  # seconds; after 15 nothing would have arrived before the kill
 SWEEP = (
     "logger.group=sweep", "logger.tags=[mine]", "logger.axes={parallel:ring2,data.max_length:'512'}",
     "logger.baseline=base", "logger.artifacts=true", "train.eval_every=4",
@@ -40,7 +40,7 @@ SWEEP = (
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run for others to be held against."""
+    """A folder with a run that others are compared with."""
     place = tmp_path_factory.mktemp("wandb")
     answer = train(place, "logger=none", f"train.max_steps={STEPS}", "optim.decay=constant", run="base")
     assert answer.returncode == 0, answer.stderr
@@ -49,7 +49,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def offline(base: Path) -> Path:
-    """A run that was killed and went on."""
+    """A run that was killed and resumed."""
     kill_after(KILLED, base, "parallel=ring2", *SAVING, *SWEEP)
     answer = train(base, "parallel=ring1", f"train.max_steps={STEPS}", *SAVING, *SWEEP)
     assert answer.returncode == 0, answer.stderr
@@ -59,7 +59,7 @@ def offline(base: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def online(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WandbServer, Path]]:
-    """The same, with an account."""
+    """A run that was killed and resumed, with an account."""
     place = tmp_path_factory.mktemp("online")
     (place / "base").symlink_to(base / "base")
     with WandbServer() as server:
@@ -68,24 +68,27 @@ def online(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
         there = CLEAN | server.environment
         answer = train(place, "parallel=ring1", f"train.max_steps={STEPS}", *SAVING, *SWEEP, env=there)
         assert answer.returncode == 0, answer.stderr
-        assert "Tried to log" not in answer.stderr  # what W&B has is not sent again
+        assert "Tried to log" not in answer.stderr  # rows that W&B has are not sent again
         assert 0 < arrived < STEPS
         yield server, place / "run"
 
 
 @pytest.fixture
 def account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """None; a test sets what it needs."""
+    """Remove the account; a test sets what it needs."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", "/dev/null")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))  # where its public API makes folders
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))  # where W&B's public API makes folders
     return monkeypatch
 
 
 def expect_rows(sent: list[dict], rows: list[dict]) -> None:
-    """Each step once, in order, and every value of it. A step that was sent, lost by the kill and computed again has
-    the values of the first time: its curve is the same to rounding, its speed and memory are its own."""
+    """Expect each step once, in order, with every value.
+
+    A step that was sent, lost by the kill and computed again has the values of the first time: its curve is the same
+    up to rounding, and its speed and memory are those of the first time.
+    """
     assert [row["train/global_step"] for row in sent] == [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for one, other in zip(map(values_of, sent), map(values_of, rows), strict=True):
         again = SAVED < other["train/global_step"] < STEPS
@@ -96,7 +99,7 @@ def expect_rows(sent: list[dict], rows: list[dict]) -> None:
 
 
 def expect_summary(summary: dict, rows: list[dict]) -> None:
-    """Best, last and highest of the run's whole life, not of its last process's."""
+    """Expect best, last and highest values of the run's whole life, not of its last process."""
     last = {name: value for row in rows for name, value in values_of(row).items()}
     assert {name: summary[name] for name in last} == last
     assert summary["best/train/loss"] == min(row["train/loss"] for row in rows)
@@ -135,13 +138,13 @@ def test_its_fragments_are_one_run_and_hold_each_step_once(offline: Path) -> Non
     assert steps == list(range(1, STEPS + 1))
     killed, went_on = (read_offline(fragment)[0] for fragment in fragments)
     assert killed.state == "unfinished"
-    assert killed.rows  # its client writes every second; every 15, and nothing would be there
+    assert killed.rows  # the client writes every second; at 15 s nothing would be there
     assert went_on.rows[-1]["step"] == STEPS
 
 
 @pytest.mark.slow
 def test_a_client_that_is_ended_does_not_end_the_run(tmp_path: Path) -> None:
-    """As Slurm does when it asks a job to stop: SIGTERM reaches every process that the job has started."""
+    """When Slurm asks a job to stop, SIGTERM reaches every process of the job."""
     process = subprocess.Popen(
         command("train.max_steps=120", "train.batch_size=2", "model.layers=1"),
         cwd=tmp_path, env=CLEAN, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -179,7 +182,7 @@ def test_checkpoints_are_told_of_by_reference(offline: Path) -> None:
 def test_offline_becomes_online_by_sync(
     offline: Path, tmp_path: Path, account: pytest.MonkeyPatch, together: bool
 ) -> None:
-    shutil.copytree(offline / "wandb", tmp_path / "wandb", symlinks=True)  # what is sent is marked so
+    shutil.copytree(offline / "wandb", tmp_path / "wandb", symlinks=True)  # fragments that were sent are marked
     fragments = [str(path) for path in sorted((tmp_path / "wandb").glob("offline-run-*"))]
     with WandbServer() as server:
         for each in [fragments] if together else [[path] for path in fragments]:
@@ -199,7 +202,7 @@ def test_offline_becomes_online_by_sync(
 
 @pytest.mark.slow
 def test_what_arrives_online(online: tuple[WandbServer, Path]) -> None:
-    """Killed and gone on: one run, each step once, every value of it, group, name, tags, configuration, summary."""
+    """A killed and resumed run is one run: each step once, every value, group, name, tags, configuration, summary."""
     server, run_dir = online
     run, rows = server.only, curve_of(run_dir)
     expect_rows(run.rows, rows)
@@ -302,7 +305,7 @@ def test_the_loss_that_leaves_its_baseline_is_said_once(tmp_path: Path, account:
     facts = WandbFacts({}, [], "eval/loss", Best.min, Precision.fp64)
     row = {"train/loss": 0.5, "train/global_step": 1, "memory/peak_bytes": 7}
     sink = WandbSink(LoggerConfig(), tmp_path, facts, run_id="a-000000")
-    for step, apart in enumerate((4e-13, 6e-13, 7e-13), 1):  # 1e-12 of the loss is 5e-13
+    for step, apart in enumerate((4e-13, 6e-13, 7e-13), 1):  # the limit, 1e-12 of the loss, is 5e-13
         sink.log({"step": step, **row, "train/global_step": step, "parity/loss_abs_diff": apart})
     sink.close(Ending())
     (fragment,) = (tmp_path / "wandb").glob("offline-run-*-a-000000")
@@ -343,9 +346,9 @@ def test_ids_are_legible(given: str | None, where: str, expected: str) -> None:
     ("make", "said"),
     [
         (lambda _path: None, "no such folder"),
-        (lambda path: path.mkdir(), "is no folder of W&B's"),
+        (lambda path: path.mkdir(), "is not a W&B folder"),
         (lambda path: _fragment(path, b""), "hold no record"),
-        (lambda path: _fragment(path, b"x" * 4000), "cannot be read by `wandb leet inspect`"),
+        (lambda path: _fragment(path, b"x" * 4000), "`wandb leet inspect` cannot read it"),
     ],
     ids=["absent", "another's", "empty", "garbage"],
 )
@@ -362,7 +365,7 @@ def _fragment(path: Path, contents: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"), [("someone/rlexp", "there is no W&B account here"), ("a/b/c", "is no W&B project")]
+    ("path", "said"), [("someone/rlexp", "there is no W&B account here"), ("a/b/c", "is not the name of a W&B project")]
 )
 def test_online_needs_an_account_and_a_project(account: pytest.MonkeyPatch, path: str, said: str) -> None:
     with pytest.raises(SinkError, match=said):

@@ -1,4 +1,4 @@
-"""Runs as a user starts them, with W&B's client and without an account of the machine's."""
+"""Start runs as a user does, with W&B's client and without the machine's account."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Env = dict[str, str]
 
 
 def command(*overrides: str, run: str = "run") -> list[str]:
-    """For runs that are watched while they train."""
+    """Build a command for a run that is watched while it trains."""
     return [sys.executable, "-m", "rlexp", *ARGS, f"hydra.run.dir={run}", *overrides]
 
 
@@ -27,7 +27,7 @@ def train(folder: Path, *overrides: str, env: Env = CLEAN, run: str = "run") -> 
 
 
 def kill_after(rows: int, folder: Path, *overrides: str, env: Env = CLEAN) -> None:
-    """Start a run, and kill its launcher, and with it all of it, some rows after its last checkpoint."""
+    """Start a run, and kill its launcher and with it all its processes, some rows after its last checkpoint."""
     process = subprocess.Popen(
         command("train.max_steps=100000", *overrides),
         cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -41,19 +41,19 @@ def kill_after(rows: int, folder: Path, *overrides: str, env: Env = CLEAN) -> No
 
 
 def curve_of(run_dir: Path) -> list[dict[str, float]]:
-    """The whole lines of metrics.jsonl."""
+    """Read the whole lines of metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def values_of(row: dict[str, object]) -> dict[str, object]:
-    """A row without the step, and without what W&B adds."""
+    """Return a row without the step and without W&B's own keys."""
     return {name: value for name, value in row.items() if name != "step" and not name.startswith("_")}
 
 
 def wandb(*args: str, env: Env = CLEAN) -> str:
-    """The client's own command line; it writes logs beside the folder that is named last."""
+    """Run the client's own command line. It writes logs beside the folder that is named last."""
     done = subprocess.run(
         [sys.executable, "-m", "wandb", *args],
         cwd=Path(args[-1]).parent, env=env, capture_output=True, text=True, timeout=90, check=False,
@@ -63,6 +63,6 @@ def wandb(*args: str, env: Env = CLEAN) -> str:
 
 
 def records(fragment: Path, kind: str) -> list[dict]:
-    """Of one type, by W&B's own reader."""
+    """Read the records of one type with W&B's own reader."""
     lines = wandb("leet", "inspect", "--json", str(fragment)).splitlines()
     return [record[kind] for record in map(json.loads, lines) if record["type"] == kind]

@@ -1,6 +1,6 @@
-"""A W&B server of the tests' own, on 127.0.0.1: what the real client sends online arrives here, and can be asked for.
+"""A small W&B server on 127.0.0.1, which stores what the real client sends online and can be queried.
 
-It answers the few requests without which the client gives up, as the real one would, and keeps what it is sent.
+It answers the few requests that the client cannot do without, as the real server does, and keeps what it gets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WHERE = {"id": "p", "name": PROJECT, "entity": {"id": "e", "name": ENTITY}}
 
 @dataclass
 class StoredRun:
-    """What the server knows of one run."""
+    """What the server knows about one run."""
 
     name: str  # W&B's word for the id
     shown: str | None = None
@@ -40,7 +40,7 @@ class StoredRun:
         self.config |= json.loads(variables.get("config") or "{}")
 
     def stream(self, body: dict[str, Any]) -> None:
-        """A file's lines from an offset on; what stood there is written over."""
+        """Store a file's lines from an offset on, over the lines that were there."""
         files = body.get("files", {})
         if "wandb-history.jsonl" in files:
             start, lines = files["wandb-history.jsonl"]["offset"], files["wandb-history.jsonl"]["content"]
@@ -56,7 +56,7 @@ class StoredRun:
         return [line for line, row in zip(self.history, self.rows, strict=True) if first <= row["_step"] < last]
 
     def node(self) -> dict[str, Any]:
-        """As the public API asks for it."""
+        """Return the run as the public API expects it."""
         steps = [row["_step"] for row in self.rows]
         return {
             "id": f"id-{self.name}", "projectId": "1", "name": self.name, "displayName": self.shown, "tags": self.tags,
@@ -69,7 +69,7 @@ class StoredRun:
         }  # fmt: skip
 
     def bucket(self) -> dict[str, Any]:
-        """As the client asks for it when it may go on with the run."""
+        """Return the run as the client expects it when it may resume."""
         return {
             "id": f"id-{self.name}", "name": self.name, "displayName": self.shown, "description": None,
             "tags": self.tags, "config": json.dumps(self.config), "summaryMetrics": json.dumps(self.summary),
@@ -88,7 +88,7 @@ class WandbServer:
         self.artifacts: list[dict[str, Any]] = []
         self.views: list[dict[str, Any]] = []  # variables of each UpsertView2
         self.projects = {PROJECT}
-        self.refused: str | None = None  # what every request is answered with, if anything
+        self.refused: str | None = None  # the error that answers every request, if any
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -124,7 +124,7 @@ class WandbServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """With which a client finds this server, and has an account there."""
+        """Return the variables with which a client finds this server and has an account there."""
         return {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": "0" * 40, "WANDB_ERROR_REPORTING": "false"}
 
     @property

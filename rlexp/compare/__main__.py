@@ -1,10 +1,10 @@
-"""Runs side by side: report.html, curves.png, summary.json, and a table here.
+"""Compare runs: print a table, and write report.html, curves.png and summary.json.
 
-python -m rlexp.compare runs/SWEEP                     a sweep
-python -m rlexp.compare runs/A runs/B                  runs; or folders that hold runs, or W&B offline folders
-python -m rlexp.compare entity/project                 a W&B project, online
-python -m rlexp.compare runs/SWEEP --fail-above 1e-6   exit code 1 where the losses lie further apart
-python -m rlexp.compare runs/SWEEP --watch             drawn again while runs go on
+python -m rlexp.compare runs/SWEEP                     compare the runs of a sweep
+python -m rlexp.compare runs/A runs/B                  compare runs, folders of runs, or W&B offline folders
+python -m rlexp.compare entity/project                 compare the runs of a W&B project, online
+python -m rlexp.compare runs/SWEEP --fail-above 1e-6   exit with code 1 if losses are further apart
+python -m rlexp.compare runs/SWEEP --watch             repeat while runs go on
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlexp.compare import report as reports
-from rlexp.compare.difference import LOSSES
 from rlexp.compare.families import sort_out
 from rlexp.compare.page import Payload
 from rlexp.compare.report import Report
@@ -24,6 +23,7 @@ from rlexp.compare.runs import LIVE, CompareError, Group
 from rlexp.compare.sources import Sources
 from rlexp.compare.table import table
 from rlexp.compare.threshold import first_above, remarks
+from rlexp.curves.difference import LOSSES
 from rlexp.errors import exit_code
 
 
@@ -36,16 +36,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m rlexp.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("sources", nargs="+", metavar="FOLDER")
     parser.add_argument(
-        "--out", type=Path, help="where the report goes: by default into the folder, or of several into ./comparison"
+        "sources", nargs="+", metavar="FOLDER", help="a sweep, a run, a folder of runs, or ENTITY/PROJECT"
     )
-    parser.add_argument("--baseline", metavar="RUN", help="the run that the others are held against")
-    parser.add_argument("--force", action="store_true", help="compare other experiments too; the report says so")
-    parser.add_argument("--fail-above", type=float, metavar="X", help="exit with 1 where two runs are further apart")
+    parser.add_argument(
+        "--out", type=Path, help="the report's folder; default: the given folder, or ./comparison for several"
+    )
+    parser.add_argument("--baseline", metavar="RUN", help="compare the others with this run")
+    parser.add_argument("--force", action="store_true", help="compare different experiments too; the report says so")
+    parser.add_argument("--fail-above", type=float, metavar="X", help="exit with code 1 if two runs are further apart")
     parser.add_argument("--metrics", nargs="+", metavar="NAME",
-                        help="what --fail-above looks at, as in 'train/*'; by default the losses")  # fmt: skip
-    parser.add_argument("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="while runs go on")
+                        help="metrics for --fail-above, such as 'train/*'; default: the losses")  # fmt: skip
+    parser.add_argument("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS",
+                        help="repeat every SECONDS (default: 5) while runs go on")  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -88,7 +91,7 @@ def show(payload: Payload, paths: Sequence[Path]) -> None:
 
 
 def default_place(sources: Sequence[str]) -> Path:
-    """The one folder that was given; of several, or of W&B, one for the purpose."""
+    """Return the given folder; for several folders, or a W&B project, `comparison`."""
     first = Path(sources[0]).expanduser()
     return first if len(sources) == 1 and first.is_dir() else Path("comparison")
 

@@ -1,4 +1,4 @@
-"""Which runs may be compared: those whose curves depend on the same. Each family has its baseline."""
+"""Group runs into families: runs whose curves depend on the same settings. Each family has one baseline."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlexp.config.identity import changes
 
 @dataclass
 class Family:
-    """Runs that should draw one curve."""
+    """Runs that should have one curve."""
 
     baseline: Run | None  # None: it has no curve
-    runs: list[Run]  # all of them, the baseline too
+    runs: list[Run]  # including the baseline
 
     def others(self) -> list[Run]:
         return [run for run in self.runs if run is not self.baseline]
@@ -25,7 +25,7 @@ class Family:
 @dataclass
 class Families:
     families: list[Family]
-    forced: list[str]  # what differs, and was compared all the same
+    forced: list[str]  # settings that differ although the runs are compared
     notes: list[str]
 
     def of(self, run: Run) -> Family | None:
@@ -33,8 +33,11 @@ class Families:
 
 
 def sort_out(group: Group, *, baseline: str | None, force: bool) -> Families:
-    """Runs that differ in what their curves depend on are compared by force only, or where their sweep varies just
-    that on purpose: then each value has a family of its own."""
+    """Group the runs into families.
+
+    Runs that differ in a setting which their curves depend on are refused, unless `force` is given. If their sweep
+    varies just that setting on purpose, each of its values gets a family of its own.
+    """
     drawn = [run for run in group.runs if len(run.steps)]
     if not drawn:
         raise CompareError(f"{group.title}: {why_nothing(group)}")
@@ -51,8 +54,8 @@ def sort_out(group: Group, *, baseline: str | None, force: bool) -> Families:
     else:
         run = unexplained[0]
         raise CompareError(
-            f"{run.name}: is another experiment than {first.name}: {different(first, run)[0]}. Their curves need not "
-            f"agree. Compare runs of one experiment, or say --force."
+            f"{run.name}: is not the same experiment as {first.name}: {different(first, run)[0]}. Their curves need "
+            f"not agree. Compare runs of one experiment, or add --force."
         )
     notes: list[str] = []
     return Families([_family(family, group.runs, chosen, notes) for family in families], forced, notes)
@@ -64,20 +67,20 @@ def why_nothing(group: Group) -> str:
 
 
 def different(one: Run, other: Run) -> list[str]:
-    """What their curves depend on and is not the same."""
+    """List the settings that differ and that curves depend on."""
     if not one.identity or not other.identity:
         return []
-    return [f"{key} is {new}, and there {old}" for key, old, new in changes(depends(one), depends(other))]
+    return [f"{key} is {new} here and {old} there" for key, old, new in changes(depends(one), depends(other))]
 
 
 def depends(run: Run) -> dict[str, Any]:
-    """Where the learning rate falls until the last step, a curve depends on the number of steps too."""
-    falls = run.identity.get("optim.decay", "constant") != "constant" and run.total_steps is not None
-    return run.identity | ({"steps until which the learning rate falls": run.total_steps} if falls else {})
+    """Return what a run's curve depends on: its identity and, if the learning rate decays, its number of steps."""
+    decays = run.identity.get("optim.decay", "constant") != "constant" and run.total_steps is not None
+    return run.identity | ({"steps until which the learning rate falls": run.total_steps} if decays else {})
 
 
 def on_purpose(one: Run, other: Run, axes: Sequence[str]) -> bool:
-    """Their sweep holds them against different baselines; or, as far as is known, varies just what differs."""
+    """Whether a sweep made two runs differ: it gives them different baselines, or it varies just what differs."""
     if one.baseline is not None and other.baseline is not None:
         return one.baseline != other.baseline
     keys = [key for key, _, _ in changes(depends(one), depends(other))]
@@ -93,21 +96,21 @@ def _by_experiment(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def is_file(value: Any) -> bool:
-    """A file, which is known by its contents, wherever it lies."""
+    """Whether a setting describes a file. Files are compared by their contents, not by their paths."""
     return isinstance(value, dict) and "contents" in value
 
 
 def _named(drawn: Sequence[Run], runs: Sequence[Run], baseline: str) -> Run:
-    found = [run for run in runs if baseline in (run.name, run.label, run.name.rpartition("/")[2])]
-    if len(found) == 1 and len(found[0].steps):
-        return found[0]
+    matches = [run for run in runs if baseline in (run.name, run.label, run.name.rpartition("/")[2])]
+    if len(matches) == 1 and len(matches[0].steps):
+        return matches[0]
     names = ", ".join(f"{run.name} ({run.label})" for run in drawn)
-    what = "has no step yet" if len(found) == 1 else ("is several of them" if found else "is none of them")
+    what = "has no step yet" if len(matches) == 1 else ("names several runs" if matches else "names no run")
     raise CompareError(f"--baseline {baseline}: {what}. The runs are {names}.")
 
 
 def _family(runs: list[Run], everything: Sequence[Run], chosen: Run | None, notes: list[str]) -> Family:
-    """The baseline is the one that was named, or that the sweep meant, or else the first that has a curve."""
+    """Choose the baseline: the run named by the user, or the sweep's baseline, or the first run with a curve."""
     if chosen in runs:
         return Family(chosen, runs)
     meant = next((run.baseline for run in runs if run.baseline), None)
@@ -116,6 +119,7 @@ def _family(runs: list[Run], everything: Sequence[Run], chosen: Run | None, note
         absent = next((run for run in everything if run.path == meant), None)
         why = f" ({absent.status}: {absent.reason})" if absent is not None and absent.reason else ""
         notes.append(
-            f"the baseline {absent.label if absent else meant} has no curve{why}; {runs[0].label} stands in for it"
+            f"the baseline {absent.label if absent else meant} has no curve{why}; "
+            f"{runs[0].label} is the baseline instead"
         )
     return Family(baseline or runs[0], runs)

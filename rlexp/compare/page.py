@@ -1,9 +1,9 @@
-"""The report page: one html file that opens from disk, without a network, and shows a comparison.
+"""The report page: one html file that shows a comparison and opens from disk, without a network.
 
-Numbers travel in it as base64 of little-endian arrays, one block per metric, decoded when the metric is chosen: so a
-page of 50 runs opens as quickly as one of four. Names of runs and metrics, errors and values of configurations are
-text of unknown origin. They reach the page as escaped JSON, its script makes text nodes of them, never markup, and a
-content security policy lets nothing run or load but the page's own script and style.
+The page holds its numbers as base64 of little-endian arrays, one block per metric, and decodes a block when its metric
+is chosen. So a page of 50 runs opens as quickly as one of four. Names of runs and metrics, errors and values of
+configurations are text of unknown origin: they reach the page as escaped JSON, and its script makes text nodes of them,
+never markup. A content security policy lets nothing run or load but the page's own script and style.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 UPLOT_VERSION = "1.6.32"
+# The page's own scripts, in the order in which they are joined.
+SCRIPTS = (
+    *("elements", "numbers", "arrays", "chosen", "colours", "curves", "charts", "zoom", "readout", "section"),
+    *("head", "cost", "runs", "configurations", "start"),
+)
 
 Status = Literal["finished", "running", "stopped", "failed", "skipped"]
 Floats = NDArray[np.floating[Any]]
@@ -30,7 +35,9 @@ Integers = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Banner:
+    """The verdict at the top of the page."""
+
     status: Literal["agree", "apart", "unproven", "none"]
     headline: str
     details: list[str] = field(default_factory=list)
@@ -38,7 +45,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Clock:
-    """Tokens and seconds at some steps (the knots); between them the page interpolates. NaN or empty: not known."""
+    """Tokens and seconds at some steps (the knots). The page interpolates between them. NaN or empty: not known."""
 
     steps: Integers
     tokens: Floats
@@ -47,7 +54,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """A rank's peaks by phase, in bytes."""
+    """One rank's peaks by phase, in bytes."""
 
     rank: int
     peaks: dict[str, int]
@@ -55,12 +62,12 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class RunCard:
-    """All that the page says of one run; None where it is not known."""
+    """All that the page says about one run; None where it is not known."""
 
     name: str
     label: str
     status: Status
-    reason: str = ""  # why it is not finished, or was not run
+    reason: str = ""  # why it has not finished, or was not run
     baseline: bool = False
     family: int = 0  # runs of one family share a baseline
     baseline_label: str | None = None
@@ -68,7 +75,7 @@ class RunCard:
     sizes: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     last_loss: float | None = None
-    last_score: float | None = None  # of a run that draws its own samples
+    last_score: float | None = None  # for a run that draws its own samples
     worst_difference: float | None = None  # of the loss, relative
     compared_upto: int | None = None  # the last step before its samples differ from the baseline's; None: all are
     tokens_per_second: float | None = None
@@ -95,13 +102,13 @@ class MetricCurves:
     """One metric of all runs at the steps that are drawn. NaN: that run has no value at that step."""
 
     name: str
-    compared: bool  # False: the layout's own, like speed and memory
+    compared: bool  # False: a metric of the layout itself, like speed and memory
     total_steps: int
     steps: Integers
     values: list[Floats | None]  # per run
     differences: list[Floats | None]  # per run, relative; 0 is equal to the bit; None for a baseline
     floor: Floats | None = None  # the noise floor
-    floor_kind: str = ""  # how it came to be known
+    floor_kind: str = ""  # measured or estimated, and from what
     worst: Worst | None = None
 
 
@@ -110,7 +117,7 @@ class ConfigRow:
     key: str
     values: list[str]  # per run
     differs: bool
-    must_not: bool  # a difference here makes two runs incomparable
+    must_not: bool  # runs that differ here cannot be compared
 
 
 @dataclass(frozen=True)
@@ -118,27 +125,27 @@ class Payload:
     title: str
     made: str
     version: str
-    verdict: Verdict
+    verdict: Banner
     runs: list[RunCard]
     metrics: list[MetricCurves]
     config: list[ConfigRow]
     notes: list[str] = field(default_factory=list)
-    forced: list[str] = field(default_factory=list)  # invariants that differ although the runs are compared
+    forced: list[str] = field(default_factory=list)  # settings that must not differ, and do
     watch_seconds: float | None = None  # the page reloads itself this often
 
 
 def render(payload: Payload) -> str:
-    """The whole page, as text."""
+    """Return the whole page as text."""
     uplot = f"/*! uPlot {UPLOT_VERSION}\n\n{_asset('uPlot.LICENSE.txt')}*/\n{_asset('uPlot.iife.min.js')}"
-    scripts = (uplot, _asset("report.js"))
+    script = _script()
     style = f"{_asset('uPlot.min.css')}\n{_asset('report.css')}"
     return Template(_asset("report.html")).substitute(
         title=html.escape(_utf8(payload.title)),
         headline=html.escape(_utf8(payload.verdict.headline)),
-        policy=_policy(scripts, style),
+        policy=_policy((uplot, script), style),
         style=style,
         uplot=uplot,
-        script=scripts[1],
+        script=script,
         head=_json(_head(payload)),
         blocks="\n".join(_blocks(payload)),
     )
@@ -148,8 +155,14 @@ def _asset(name: str) -> str:
     return (files("rlexp.compare") / "assets" / name).read_text(encoding="utf-8")
 
 
+def _script() -> str:
+    """Join the page's scripts, in order, in a scope of their own."""
+    parts = "\n".join(_asset(f"report/{name}.js") for name in SCRIPTS)
+    return f'(() => {{\n"use strict";\n\n{parts}}})();\n'
+
+
 def _policy(scripts: Sequence[str], style: str) -> str:
-    """Nothing may be loaded, and nothing may run but what these hashes name."""
+    """Return a content security policy that loads nothing and runs only the scripts with these hashes."""
     hashes = " ".join(_hash(script) for script in scripts)
     return (
         f"default-src 'none'; script-src {hashes}; style-src {_hash(style)}; img-src data:; "
@@ -162,7 +175,7 @@ def _hash(text: str) -> str:
 
 
 def _head(payload: Payload) -> dict[str, Any]:
-    """Everything but the arrays; of those, only which there are."""
+    """Return everything but the arrays, and which arrays there are."""
     count = len(payload.runs)
     assert all(len(row.values) == count for row in payload.config), "a configuration row has one value per run"
     return {
@@ -200,13 +213,13 @@ def _metric_head(metric: MetricCurves, runs: int) -> dict[str, Any]:
 
 
 def _json(head: dict[str, Any]) -> str:
-    """JSON that can neither end its script element nor hold a number that JSON does not know."""
+    """Return JSON that cannot end its script element and holds only numbers that JSON allows."""
     text = json.dumps(_plain(head), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _plain(value: Any) -> Any:
-    """numpy's scalars as Python's, and None for what is not finite."""
+    """Turn numpy scalars into Python's, and numbers that are not finite into None."""
     match value:
         case dict():
             return {str(key): _plain(each) for key, each in value.items()}
@@ -222,7 +235,7 @@ def _plain(value: Any) -> Any:
 
 
 def _utf8(text: str) -> str:
-    """A path may hold bytes that are not UTF-8: Python reads them as lone surrogates, which no file can hold."""
+    """Replace lone surrogates, which no file can hold. Python reads bytes of a path that are not UTF-8 as such."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -239,14 +252,14 @@ def _block(name: str, data: bytes) -> str:
 
 
 def _metric_bytes(metric: MetricCurves) -> bytes:
-    """Steps as int32; then floor, values and differences as float32, those there are, in the order of the runs."""
+    """Return steps as int32; then the floor, values and differences that exist as float32, in the order of the runs."""
     curves = [metric.floor, *metric.values, *metric.differences]
     assert all(curve is None or len(curve) == len(metric.steps) for curve in curves), f"{metric.name}: a value per step"
     return np.asarray(metric.steps).astype("<i4").tobytes() + b"".join(_narrow(c) for c in curves if c is not None)
 
 
 def _clock_bytes(clock: Clock) -> bytes:
-    """Steps, tokens and seconds as float64, equally long."""
+    """Return steps, tokens and seconds as float64 columns of one length."""
     columns = []
     for column in (clock.steps, clock.tokens, clock.seconds):
         assert len(column) in (0, len(clock.steps)), "a clock has as many tokens and seconds as steps, or none"
@@ -255,7 +268,7 @@ def _clock_bytes(clock: Clock) -> bytes:
 
 
 def _narrow(curve: Floats) -> bytes:
-    """float32, whose seven digits are those shown. What is not zero stays so: zero says equal to the bit."""
+    """Return float32, which has the seven digits shown. Only exact zeros become zero, which means equal to the bit."""
     wide = np.asarray(curve, dtype=np.float64)
     with np.errstate(over="ignore", under="ignore"):
         narrow = wide.astype("<f4")

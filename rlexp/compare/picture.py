@@ -1,35 +1,35 @@
-"""`curves.png`: the loss of all runs, and under it how far each lies from its baseline."""
+"""Draw `curves.png`: the loss of all runs, and below it each run's difference to its baseline."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
 
-from rlexp.compare.difference import SCORE, Column, Steps
+from rlexp import files
+from rlexp.compare.agreement import between, floor_of
+from rlexp.compare.families import Families
 from rlexp.compare.runs import Run
-from rlexp.compare.verdict import between, floor_of
-
-if TYPE_CHECKING:
-    from rlexp.compare.report import Report
+from rlexp.curves.difference import SCORE, Column, Steps
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8a6d00")
 STYLES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)))
 METRIC = "train/loss"
 LEGEND = 12  # runs that a legend has room for
-POINTS = 2000  # of a curve: more than the picture has pixels
-EQUAL = 0.04  # how high above the axis a difference of nothing is marked, of its height
+POINTS = 2000  # per curve: more than the picture has pixels
+EQUAL = 0.04  # the height, as a share of the axis, at which a difference of zero is marked
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(runs: Sequence[Run], families: Families, headline: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     plt.rcParams["text.parse_math"] = False  # a $ in a folder's name is a $
-    runs = [run for run in report.group.runs if METRIC in run.columns]
+    runs = [run for run in runs if METRIC in run.columns]
     shown = [METRIC, *([SCORE] if any(SCORE in run.columns for run in runs) else [])]
     figure, (*overlays, below) = plt.subplots(
         len(shown) + 1, 1, figsize=(9, 2.6 + 3.8 * len(shown)), sharex=True, layout="constrained",
@@ -41,7 +41,7 @@ def draw(report: Report, path: Path) -> None:
             width = max(0.8, 4.5 - 1.1 * place) if len(runs) <= LEGEND else 0.9
             axes.plot(*curve(run.steps, run.column(metric)), **look(place, width), label=run.label)
     smallest = [1.0]
-    for family in report.families.families:
+    for family in families.families:
         for run in (run for run in family.others() if run in runs):
             assert family.baseline is not None
             gap = between(run, family.baseline, METRIC)
@@ -51,11 +51,11 @@ def draw(report: Report, path: Path) -> None:
             smallest.append(gap.relative[gap.relative > 0].min(initial=1.0))
             equal = curve(gap.steps, np.where(gap.relative > 0, np.nan, EQUAL))
             below.plot(*equal, "o", color=style["color"], markersize=2.5, transform=below.get_xaxis_transform())
-    draw_floor(report, below, runs)
+    draw_floor(families, below, runs)
     below.set_ylabel("difference to the baseline")
     below.set_yscale("log")
-    below.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")  # its own is a formula
-    below.set_ylim(bottom=min(smallest) / 30)  # room for what is equal to the bit
+    below.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")  # matplotlib's own labels are formulas
+    below.set_ylim(bottom=min(smallest) / 30)  # room for differences of zero
     below.annotate("0: equal to the bit", (0.01, 0.075), xycoords="axes fraction", fontsize=7, color="#666666")
     below.set_xlabel("optimizer step")
     for axes in (*overlays, below):
@@ -63,16 +63,15 @@ def draw(report: Report, path: Path) -> None:
         axes.grid(alpha=0.25)
     if runs and len(runs) <= LEGEND:
         overlays[0].legend(frameon=False, fontsize=9)
-    figure.suptitle(report.verdict.headline, fontsize=10, wrap=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, dpi=130, format="png")
+    figure.suptitle(headline, fontsize=10, wrap=True)
+    with files.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=130, format="png")
     plt.close(figure)
-    temporary.replace(path)
 
 
-def draw_floor(report: Report, axes: Any, runs: list[Run]) -> None:
-    """Of the first family that is compared; the others' is alike."""
-    for family in report.families.families:
+def draw_floor(families: Families, axes: Any, runs: Sequence[Run]) -> None:
+    """Draw the noise floor of the first family that is compared. Other families have a similar floor."""
+    for family in families.families:
         if family.baseline is not None and family.others() and METRIC in family.baseline.columns:
             steps = family.baseline.steps
             floor = floor_of(family, METRIC, steps)
@@ -93,7 +92,7 @@ def look(place: int, width: float) -> dict[str, Any]:
 
 
 def curve(steps: Steps, values: Column) -> tuple[Steps, Column]:
-    """Where there is a value; of long curves the lowest and highest of each stretch."""
+    """Return the points to draw: where there is a value; for a long curve, the lowest and highest of each stretch."""
     there = ~np.isnan(values)
     steps, values = steps[there], values[there]
     if len(steps) <= POINTS:

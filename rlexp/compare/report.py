@@ -1,11 +1,10 @@
-"""From runs to the report: the page, the picture, the summary, and the table of the terminal."""
+"""Make the report from runs: what the page, the picture and the summary show."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -15,17 +14,17 @@ from typing import Any, cast
 
 import numpy as np
 
-from rlexp import __version__
+from rlexp import __version__, files
 from rlexp.compare import page, samples
-from rlexp.compare.difference import SCORE, Column, Steps, compared, on_steps
+from rlexp.compare.agreement import Outcome, between, floor_of, outcome_of
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import Group, Run, settings
-from rlexp.compare.verdict import Verdict, between, floor_of, judge
 from rlexp.config.identity import GROUPS
+from rlexp.curves.difference import SCORE, Column, Steps, compared, on_steps
 
-DRAWN = 1000  # steps of a metric on the page; of longer curves, those that say most
+DRAWN = 1000  # the most steps of a metric on the page; a longer curve is thinned out
 KNOTS = 400  # of a run's clock
-TOLD = ("logger.run_name", "logger.group", "logger.axes", "logger.baseline")
+FROM_SWEEP = ("logger.run_name", "logger.group", "logger.axes", "logger.baseline")
 FIRST = (*("train/loss", SCORE, "eval/loss", "train/rewards/margins", "train/rewards/accuracies", "train/grad_norm"),)
 
 
@@ -33,7 +32,7 @@ FIRST = (*("train/loss", SCORE, "eval/loss", "train/rewards/margins", "train/rew
 class Report:
     group: Group
     families: Families
-    verdict: Verdict
+    outcome: Outcome
 
     @property
     def notes(self) -> list[str]:
@@ -47,29 +46,23 @@ class Report:
 
 
 def make(group: Group, families: Families) -> Report:
-    return Report(group, families, judge(families))
+    return Report(group, families, outcome_of(families))
 
 
 def write(report: Report, where: Path, *, watch_seconds: float | None = None) -> tuple[page.Payload, list[Path]]:
-    """`report.html`, `curves.png` and `summary.json`, each at once or not at all."""
-    from rlexp.compare.picture import draw  # here, since it takes a second to import
+    """Write `report.html`, `curves.png` and `summary.json`, each in one step."""
+    from rlexp.compare.picture import draw  # here, since matplotlib takes a second to import
 
     where.mkdir(parents=True, exist_ok=True)
     paths = [where / name for name in ("report.html", "curves.png", "summary.json")]
     payload = payload_of(report, watch_seconds)
-    _put(paths[0], page.render(payload).encode())
-    draw(report, paths[1])
-    _put(paths[2], (json.dumps(summary(report, payload), indent=2, allow_nan=False) + "\n").encode())
+    files.write_text(paths[0], page.render(payload))
+    draw(report.group.runs, report.families, report.outcome.headline, paths[1])
+    files.write_text(paths[2], json.dumps(summary(report, payload), indent=2, allow_nan=False) + "\n")
     return payload, paths
 
 
-def _put(path: Path, text: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(text)
-    os.replace(temporary, path)
-
-
-# ---- what the page is told ----
+# ---- the page ----
 
 
 def payload_of(report: Report, watch_seconds: float | None = None) -> page.Payload:
@@ -78,7 +71,7 @@ def payload_of(report: Report, watch_seconds: float | None = None) -> page.Paylo
         title=report.group.title,
         made=time.strftime("%Y-%m-%d %H:%M"),
         version=__version__,
-        verdict=page.Verdict(cast(Any, report.verdict.status), report.verdict.headline, report.verdict.details),
+        verdict=page.Banner(cast(Any, report.outcome.status), report.outcome.headline, report.outcome.details),
         runs=[card(run, report) for run in runs],
         metrics=[metric(name, report) for name in metric_names(runs)],
         config=config_rows(runs),
@@ -89,7 +82,7 @@ def payload_of(report: Report, watch_seconds: float | None = None) -> page.Paylo
 
 
 def metric_names(runs: Sequence[Run]) -> list[str]:
-    """Losses first; then training, evaluation and the rest, each in the order in which it is logged."""
+    """Sort the metrics: losses first; then training, evaluation and the rest, each in the order of logging."""
     names = list(dict.fromkeys(name for run in runs for name in run.columns))
     families = list(dict.fromkeys(["train", "eval", *(name.partition("/")[0] for name in names)]))
     return sorted(names, key=lambda n: (FIRST.index(n) if n in FIRST else len(FIRST), families.index(n.split("/")[0])))
@@ -97,8 +90,8 @@ def metric_names(runs: Sequence[Run]) -> list[str]:
 
 def card(run: Run, report: Report) -> page.RunCard:
     family = report.families.of(run)
-    judged = next((each for each in report.verdict.judgements if each.run is run), None)
-    baseline = family.baseline if family and family.others() else None  # who is alone is held against nobody
+    agreement = next((each for each in report.outcome.agreements if each.run is run), None)
+    baseline = family.baseline if family and family.others() else None  # a single run has no baseline
     peak, phase, rank = highest_peak(run)
     return page.RunCard(
         name=run.name,
@@ -113,8 +106,8 @@ def card(run: Run, report: Report) -> page.RunCard:
         steps=int(run.steps[-1]) if len(run.steps) else 0,
         last_loss=last(run, "train/loss"),
         last_score=last(run, SCORE),
-        worst_difference=judged.worst if judged and judged.metric else None,
-        compared_upto=judged.excused.step - 1 if judged and judged.excused else None,
+        worst_difference=agreement.worst if agreement and agreement.metric else None,
+        compared_upto=agreement.excused.step - 1 if agreement and agreement.excused else None,
         tokens_per_second=speed(run),
         step_seconds=step_seconds(run),
         efficiency=efficiency(run, baseline),
@@ -133,20 +126,20 @@ def last(run: Run, name: str) -> float | None:
 
 
 def highest_peak(run: Run) -> tuple[int | None, str | None, int | None]:
-    """Of all steps: bytes, phase and rank, as the row of that step has them."""
+    """Return the highest peak of all steps: its bytes, and the phase and rank of its step."""
     peaks = run.column("memory/peak_bytes")
     if np.isnan(peaks).all():
         return None, None, None
     place = int(np.nanargmax(peaks))
-    ours = re.compile(r"memory/(\w+)_peak_bytes")
-    phases = [found.group(1) for name in run.columns if (found := ours.fullmatch(name))]
+    peak_name = re.compile(r"memory/(\w+)_peak_bytes")
+    phases = [match.group(1) for name in run.columns if (match := peak_name.fullmatch(name))]
     phase = next((p for p in phases if run.column(f"memory/{p}_peak_bytes")[place] == peaks[place]), None)
     rank = run.column("memory/peak_rank")[place]
     return int(peaks[place]), phase, None if np.isnan(rank) else int(rank)
 
 
 def _steady(run: Run, name: str) -> Column:
-    """Without the first step, in which buffers are made and kernels are chosen."""
+    """Return a metric without the first step, which allocates buffers and chooses kernels."""
     values = run.column(name)
     values = values[1:] if len(values) > 1 else values
     return values[~np.isnan(values)]
@@ -163,7 +156,7 @@ def speed(run: Run) -> float | None:
 
 
 def efficiency(run: Run, baseline: Run | None) -> float | None:
-    """Tokens per second and rank, over the baseline's."""
+    """Return tokens per second and rank, divided by the baseline's."""
     if baseline is None or "world_size" not in run.sizes or "world_size" not in baseline.sizes:
         return None
     ours, theirs = speed(run), speed(baseline)
@@ -173,7 +166,7 @@ def efficiency(run: Run, baseline: Run | None) -> float | None:
 
 
 def clock(run: Run) -> page.Clock | None:
-    """Tokens and seconds of training, by step."""
+    """Return the tokens and seconds of training up to some steps."""
     if not len(run.steps):
         return None
     knots = np.unique(np.linspace(0, len(run.steps) - 1, min(KNOTS, len(run.steps))).astype(int))
@@ -199,9 +192,9 @@ def metric(name: str, report: Report) -> page.MetricCurves:
                 continue
             gap = between(run, family.baseline, name)
             gaps[place] = on_steps(gap.steps, gap.relative, steps)
-            found = gap.worst()
-            if found is not None and (worst is None or found[1] > worst.value):
-                worst = page.Worst(place, *found)
+            largest = gap.worst()
+            if largest is not None and (worst is None or largest[1] > worst.value):
+                worst = page.Worst(place, *largest)
         if floor is None and family.others():
             known = floor_of(family, name, steps)
             floor, kind = known.values, known.kind
@@ -220,8 +213,11 @@ def metric(name: str, report: Report) -> page.MetricCurves:
 
 
 def telling(steps: Steps, values: Sequence[Column], gaps: Sequence[Column]) -> Steps:
-    """Places to draw: all, or of each stretch the step at which the runs lie furthest apart, the one at which a curve
-    is most extreme, and its first. Every point that is drawn is one that was logged."""
+    """Return the places to draw: all, or three of each stretch of a long curve.
+
+    The three are the first step, the step at which the runs lie furthest apart, and the step at which a curve is most
+    extreme. Every drawn point is one that was logged.
+    """
     count = len(steps)
     if count <= DRAWN:
         return np.arange(count)
@@ -243,16 +239,16 @@ def _largest(columns: Sequence[Column], count: int) -> Column:
 
 
 def _smooth(value: Column, bounds: Steps) -> Column:
-    """The mean of each stretch, in units in which all curves are alike."""
+    """Replace each value by the mean of its stretch."""
     there = np.nan_to_num(value)
     sums = np.add.reduceat(there, bounds[:-1])
     return np.asarray(np.repeat(sums / np.diff(bounds), np.diff(bounds)), dtype=np.float64)
 
 
 def config_rows(runs: Sequence[Run]) -> list[page.ConfigRow]:
-    """What a curve depends on must not differ; the rest may. What a job is told of its sweep is no setting."""
+    """Return a row per configuration key. Keys that a sweep fills in for its jobs are left out."""
     flat = [settings(run) or {f"sizes.{key}": str(value) for key, value in run.sizes.items()} for run in runs]
-    keys = [key for key in dict.fromkeys(key for each in flat for key in each) if not key.startswith(TOLD)]
+    keys = [key for key in dict.fromkeys(key for each in flat for key in each) if not key.startswith(FROM_SWEEP)]
     rows = []
     for key in keys:
         values = [each.get(key, "–") for each in flat]
@@ -266,16 +262,16 @@ def invariant(key: str, runs: Sequence[Run]) -> bool:
     return key in known or (not known and key.partition(".")[0] in ("seed", *GROUPS))
 
 
-# ---- what scripts are told ----
+# ---- summary.json ----
 
 
 def summary(report: Report, payload: page.Payload) -> dict[str, Any]:
-    verdict = report.verdict
+    outcome = report.outcome
     return {
         "title": payload.title,
         "made": payload.made,
         "version": payload.version,
-        "verdict": {"status": verdict.status, "headline": verdict.headline, "details": verdict.details},
+        "verdict": {"status": outcome.status, "headline": outcome.headline, "details": outcome.details},
         "forced": payload.forced,
         "notes": payload.notes,
         "families": [family_summary(family) for family in report.families.families],
@@ -284,7 +280,7 @@ def summary(report: Report, payload: page.Payload) -> dict[str, Any]:
 
 
 def family_summary(family: Family) -> dict[str, Any]:
-    """Of each metric, how far each run lies from the baseline at most; and where its samples are others."""
+    """Return each run's largest difference to the baseline, by metric, and its first differing sample."""
     apart: dict[str, dict[str, Any]] = {}
     drawn: dict[str, dict[str, Any] | None] = {}
     for run in family.others():
@@ -305,7 +301,7 @@ def family_summary(family: Family) -> dict[str, Any]:
 
 
 def run_summary(run: Run, known: page.RunCard) -> dict[str, Any]:
-    found = {
+    shown = {
         key: getattr(known, key)
         for key in (
             *("name", "label", "status", "reason", "baseline", "family", "path", "sizes", "steps", "last_loss"),
@@ -314,7 +310,7 @@ def run_summary(run: Run, known: page.RunCard) -> dict[str, Any]:
         )
     }
     finite = {name: value for name in run.columns if (value := last(run, name)) is not None and math.isfinite(value)}
-    return found | {
+    return shown | {
         "memory": [{"rank": each.rank, "peaks": each.peaks} for each in known.memory],
         "last": finite,
         "precision": run.precision if run.config else None,

@@ -1,41 +1,39 @@
-"""A run, read back from its folder, or from W&B: its curve in columns, and what must be known to trust it."""
+"""A run read back from its folder: its curve as columns, its configuration, and how it ended."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlexp.compare.difference import Column, Steps
-from rlexp.compare.samples import Record
+from rlexp.curves.difference import Column, Steps
+from rlexp.curves.rollouts import ROLLOUTS, Record
+from rlexp.curves.rows import METRICS, read_columns
 from rlexp.errors import UserError
 from rlexp.launch import folder, sweep, whereabouts
-from rlexp.sinks.rollouts import ROLLOUTS
 
-METRICS, CONFIG = "metrics.jsonl", "config.yaml"
+CONFIG = "config.yaml"
 LIVE = ("running", "waiting")
 SIZES = ("world_size", "ring_size", "dp_size", "batch_size", "micro_batch_size", "grad_acc")
 
 
 class CompareError(UserError):
-    """Runs that are not there, or that cannot be compared."""
+    """Runs that are missing or cannot be compared."""
 
 
 @dataclass(eq=False)
 class Run:
-    """Itself and no other. `columns` have a value for each of `steps`, NaN where the run has none there."""
+    """One run, equal only to itself. Each column has a value for each of `steps`, NaN where it is missing."""
 
     name: str
     label: str
@@ -47,23 +45,18 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
-    memory: list[dict[str, Any]] = field(default_factory=list)  # of each rank, its peaks by phase
-    total_steps: int | None = None  # that it was to take
-    baseline: Path | None = None  # the folder of the run that its sweep holds it against
+    memory: list[dict[str, Any]] = field(default_factory=list)  # for each rank, its peaks by phase
+    total_steps: int | None = None  # the number of steps planned
+    baseline: Path | None = None  # the folder of the run that its sweep compares it with
     notes: list[str] = field(default_factory=list)
 
     @property
     def precision(self) -> str:
         return str(self.config.get("train", {}).get("precision", "bf16"))
 
-    @property
-    def layout(self) -> str:
-        """`4 × 2`: ring and replicas."""
-        return f"{self.sizes['ring_size']} × {self.sizes['dp_size']}" if "dp_size" in self.sizes else "–"
-
     @cached_property
     def record(self) -> Record | None:
-        """Of the samples that it drew, read when it is asked for; None where there is none."""
+        """The record of the samples that the run drew, read on first use; None where there is none."""
         path = self.path / ROLLOUTS if self.path is not None else None
         return Record(path) if path is not None and path.is_file() else None
 
@@ -73,7 +66,7 @@ class Run:
 
 @dataclass
 class Group:
-    """What a comparison is made of. `axes` are what a sweep varies on purpose."""
+    """The runs to compare. `axes` are the keys that a sweep varies on purpose."""
 
     title: str
     runs: list[Run]
@@ -82,13 +75,13 @@ class Group:
 
 
 class Reader:
-    """Reads files again only when they have changed, so that a live report costs what is new."""
+    """Read runs, and read a file again only when it has changed, so that a live report costs only what is new."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[tuple[int, int], Run]] = {}
 
     def group(self, path: Path) -> Group | None:
-        """A sweep's folder, a run's, or one that holds runs; None where there is nothing of ours."""
+        """Read a sweep's folder, a run's, or a folder of runs; None where there is no run."""
         if (path / sweep.FILE).exists():
             return self._sweep(path)
         if is_run(path):
@@ -116,7 +109,7 @@ class Reader:
             if job.status in ("skipped", "failed") and run.status != "finished":
                 run.status, run.reason = job.status, job.reason
             elif not is_run(where) and job.status in LIVE and not live:
-                run.status, run.reason = "stopped", "its sweep was stopped before it; the same command goes on with it"
+                run.status, run.reason = "stopped", "its sweep was stopped before this job; the same command resumes it"
             run.baseline = None if job.baseline is None else folders.get(job.baseline)
             runs.append(run)
         return Group(path.name, runs, list(plain.get("axes", [])))
@@ -127,7 +120,7 @@ class Reader:
         known = self._known.get(path)
         if known is not None and known[0] == key:
             run = known[1]
-            run.status, run.reason = ended(folder.read(path))  # a process that is killed changes no file
+            run.status, run.reason = ended(folder.read(path))  # a killed process changes no file
             return run
         run = read_run(path)
         self._known[path] = (key, run)
@@ -136,10 +129,10 @@ class Reader:
 
 def _stamp(path: Path) -> tuple[int, int]:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return 0, 0
-    return found.st_size, found.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns
 
 
 def is_run(path: Path) -> bool:
@@ -147,7 +140,7 @@ def is_run(path: Path) -> bool:
 
 
 def merge(groups: Iterable[Group]) -> Group:
-    """Several into one; a run that was given twice is one, and each has a name and a label of its own."""
+    """Merge groups into one. A run given twice appears once, and every run gets a name and a label of its own."""
     groups = list(groups)
     if len(groups) == 1:
         return groups[0]
@@ -173,7 +166,7 @@ def merge(groups: Iterable[Group]) -> Group:
 
 
 def read_run(path: Path) -> Run:
-    """What a run's folder says, as far as it is there and whole."""
+    """Read a run's folder, as far as its files are there and whole."""
     known = folder.read(path)
     notes: list[str] = []
     where = str(path)
@@ -200,87 +193,40 @@ def read_run(path: Path) -> Run:
 
 
 def shown(name: str) -> str:
-    """A file's name as text, whatever bytes it has."""
+    """Return a file name as text, whatever bytes it has."""
     return os.fsencode(name).decode("utf-8", "replace")
 
 
 def read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        found = OmegaConf.to_container(OmegaConf.load(path), enum_to_str=True)
+        config = OmegaConf.to_container(OmegaConf.load(path), enum_to_str=True)
     except FileNotFoundError:
         notes.append(f"{path.parent}: has no {path.name}, so its settings are not known")
         return {}
     except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
         notes.append(f"{path}: cannot be read, so the run's settings are not known ({str(error).splitlines()[0]})")
         return {}
-    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+    return {str(key): value for key, value in config.items()} if isinstance(config, dict) else {}
 
 
 def ended(known: Mapping[str, Any]) -> tuple[str, str | None]:
-    """As run.json says, unless it says `running` and its process is gone: killed, it could not say so."""
+    """Return status and reason as run.json has them, or `stopped` where it says `running` and the process is gone."""
     if known.get("status") != "running":
         return str(known.get("status", "stopped")), known.get("reason")
     if not alive(known):
-        return "stopped", "its process is gone; the same command goes on with it"
+        return "stopped", "its process is gone; the same command resumes it"
     return "running", None
 
 
 def alive(known: Mapping[str, Any]) -> bool:
-    """Whether the process lives that wrote this; of another machine's, that is not known."""
+    """Whether the process that wrote this still lives. A process of another machine is taken to live."""
     if known.get("host") != socket.gethostname() or not Path("/proc/self").exists():
         return True
     return Path(f"/proc/{known.get('pid')}").exists()
 
 
-def read_columns(path: Path, notes: list[str]) -> tuple[Steps, dict[str, Column]]:
-    """The rows of metrics.jsonl as columns. What is not whole is left out, and said."""
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return columns_of([])
-    if lines and not lines[-1].endswith(b"\n"):
-        notes.append(f"{path}: its last line is torn, and left out")
-        lines.pop()
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(orjson.loads(line))
-        except orjson.JSONDecodeError:
-            notes.append(f"{path}:{number}: is not JSON, and left out")
-    whole = [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
-    if len(whole) < len(rows):
-        notes.append(f"{path}: {len(rows) - len(whole)} rows have no step, and are left out")
-    return columns_of(whole)
-
-
-def columns_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Steps, dict[str, Column]]:
-    """By step, in their order; of a step that is there twice, the last."""
-    latest = {row["step"]: row for row in rows}
-    steps = np.array(sorted(latest), dtype=np.int64)
-    alike: dict[tuple[str, ...], list[int]] = {}  # the places of rows with the same names: nearly all have
-    for place, step in enumerate(steps.tolist()):
-        alike.setdefault(tuple(latest[step]), []).append(place)
-    columns: dict[str, Column] = {}
-    for names, places in alike.items():
-        block = _block([latest[step] for step in steps[places].tolist()], len(names))
-        for name, values in zip(names, block.T, strict=True):
-            if name != "step" and not np.isnan(values).all():
-                columns.setdefault(name, np.full(len(steps), np.nan))[places] = values
-    return steps, columns
-
-
-def _block(rows: Sequence[Mapping[str, Any]], width: int) -> Column:
-    """Rows × names; what is no number is none."""
-    flat = itertools.chain.from_iterable(row.values() for row in rows)
-    try:
-        return np.fromiter(flat, np.float64, len(rows) * width).reshape(len(rows), width)
-    except (TypeError, ValueError):
-        numbers = [[v if isinstance(v, int | float) else np.nan for v in row.values()] for row in rows]
-        return np.array(numbers, dtype=np.float64).reshape(len(rows), width)
-
-
 def settings(run: Run) -> dict[str, str]:
-    """The configuration, flat, each value as text."""
+    """Return the configuration as flat keys with their values as text."""
     flat: dict[str, str] = {}
 
     def walk(prefix: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a comparison may be asked of: folders of ours, W&B's offline folders, a W&B project."""
+"""Read the runs to compare: from rlexp's folders, W&B's offline folders, or a W&B project."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlexp.compare.runs import SIZES, CompareError, Group, Reader, Run, columns_of, merge
+from rlexp.compare.runs import SIZES, CompareError, Group, Reader, Run, merge
+from rlexp.curves.rows import columns_of
 from rlexp.errors import SinkError
 from rlexp.sinks.wandb_read import WandbRun, read_offline, read_project
 
@@ -25,14 +26,14 @@ class Sources:
     def _one(self, name: str) -> Group:
         path = Path(name).expanduser()
         if path.is_dir():
-            found = self._reader.group(path)
-            if found is not None:
-                return found
+            group = self._reader.group(path)
+            if group is not None:
+                return group
             if has_wandb(path):
                 return from_wandb(path.resolve().name, read_offline(path))
             raise CompareError(
-                f"{name}: holds no run: neither a metrics.jsonl or run.json, nor folders that have one, nor an offline "
-                f"run of W&B. Give a sweep's folder, or runs' folders."
+                f"{name}: holds no run: no metrics.jsonl, no run.json, no folder with one of them, and no offline W&B "
+                f"run. Give a sweep's folder, or runs' folders."
             )
         if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
             try:
@@ -47,9 +48,9 @@ def has_wandb(path: Path) -> bool:
     return inside or any(True for pattern in FOLDERS for _ in (*path.glob(pattern), *path.glob(f"wandb/{pattern}")))
 
 
-def from_wandb(title: str, found: Sequence[WandbRun]) -> Group:
+def from_wandb(title: str, wandb_runs: Sequence[WandbRun]) -> Group:
     runs, axes = [], []
-    for each in found:
+    for each in wandb_runs:
         config: dict[str, Any] = {key: value for key, value in each.config.items() if isinstance(value, dict)}
         config["seed"] = each.config.get("seed")
         identity = config.pop("identity", {})

@@ -1,4 +1,4 @@
-"""The comparison in the terminal: a line per run, and the verdict."""
+"""The comparison for the terminal: one line per run, and the verdict."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def table(payload: Payload) -> str:
     widths = [max(len(row[place]) for row in rows) for place in range(len(columns))]
     lines = ["  ".join(aligned(row, widths)).rstrip() for row in rows]
     lines.insert(1, "  ".join("─" * width for width in widths))
-    said = [f"! compared by force: {line}" for line in payload.forced] + [brief(note) for note in payload.notes]
-    wrapped = [line for text in said for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ")]
+    notes = [f"! compared by force: {line}" for line in payload.forced] + [brief(note) for note in payload.notes]
+    wrapped = [line for text in notes for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ")]
     verdict = textwrap.wrap(payload.verdict.headline, WIDTH)
     return "\n".join([*lines, "", *wrapped, *([""] if wrapped else []), *verdict]) + "\n"
 
 
 def aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """Text to the left, numbers to the right."""
+    """Align text to the left and numbers to the right."""
     return [
         cell.ljust(width) if place < 3 else cell.rjust(width)
         for place, (cell, width) in enumerate(zip(row, widths, strict=True))
@@ -47,7 +47,7 @@ def aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def brief(text: str) -> str:
-    """Of a reason that carries a traceback, who failed and of what; the page has the rest."""
+    """Shorten a reason with a traceback to its first line and its error. The page has the rest."""
     head, traced, rest = text.partition("Traceback (most recent call last):")
     lines = [line for line in rest.splitlines() if line.strip() and not line.startswith(("Its log:", "It was last"))]
     return head + lines[-1] if traced and lines else text

@@ -1,4 +1,4 @@
-"""`--fail-above`: whether any two runs of one experiment are further apart, and all was there to be compared."""
+"""`--fail-above`: whether any two runs of one experiment are further apart, and whether all could be compared."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlexp.compare.difference import LOSSES, Column, Steps, compared, least_size, on_steps, relative
+from rlexp.compare.agreement import between
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import CompareError, Run
 from rlexp.compare.samples import excused, inexcusable, named, remark
-from rlexp.compare.verdict import between
+from rlexp.curves.difference import LOSSES, Column, Steps, compared, least_size, on_steps, relative
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Excess:
 
 
 def first_above(families: Families, runs: Sequence[Run], limit: float, patterns: Sequence[str] | None) -> str | None:
-    """The first step, metric and pair of runs; or what could not be compared, which is no pass either."""
+    """Name the first step, metric and pair of runs above the limit, or what could not be compared; None: it passes."""
     for run in runs:
         if not len(run.steps) and run.status != "skipped":
             return f"{run.name} ({run.label}) has no step: it is {run.status}{f', {run.reason}' if run.reason else ''}"
@@ -32,56 +32,55 @@ def first_above(families: Families, runs: Sequence[Run], limit: float, patterns:
     if not names:
         what = " or ".join(patterns or LOSSES)
         raise CompareError(f"--fail-above {limit:g}: nothing was compared: no two runs of one experiment have {what}.")
-    found = [excess for family in several for excess in _samples(family, names)]
-    found += [excess for family in several for name in names for excess in _excesses(family, name, limit)]
-    return min(found, key=lambda excess: excess.step).words if found else None
+    excesses = [excess for family in several for excess in _samples(family, names)]
+    excesses += [excess for family in several for name in names for excess in _excesses(family, name, limit)]
+    return min(excesses, key=lambda excess: excess.step).words if excesses else None
 
 
 def remarks(families: Families) -> list[str]:
-    """Which runs were held against each other up to a sample only, and which: of each run, its earliest."""
-    said = []
+    """Name, for each run, the earliest differing sample up to which it was compared with a run before it."""
+    lines = []
     for family in families.families:
         for place, run in enumerate(family.runs):
-            flipped = [(found, other) for other in family.runs[:place] if (found := excused(run, other)) is not None]
+            flipped = [(first, other) for other in family.runs[:place] if (first := excused(run, other)) is not None]
             if flipped:
                 first, other = min(flipped, key=lambda each: each[0].step)
-                said.append(f"{run.name} ({run.label}) and {other.name} ({other.label}): {remark(first)}")
-    return said
+                lines.append(f"{run.name} ({run.label}) and {other.name} ({other.label}): {remark(first)}")
+    return lines
 
 
 def chosen(families: Sequence[Family], patterns: Sequence[str] | None) -> list[str]:
-    """The metrics that are looked at. A pattern that was typed and fits none is a mistake."""
+    """Return the metrics to compare. A pattern that fits no metric is an error."""
     known = {name for family in families for run in family.runs for name in run.columns if compared(name)}
     for pattern in patterns or ():
         if families and not fnmatch.filter(known, pattern):
             raise CompareError(
-                f"--metrics {pattern}: fits no metric that a layout must not move. There are "
-                f"{', '.join(sorted(known))}."
+                f"--metrics {pattern}: fits no metric that can be compared. There are {', '.join(sorted(known))}."
             )
     return sorted(name for name in known if any(fnmatch.fnmatch(name, pattern) for pattern in patterns or LOSSES))
 
 
 def _samples(family: Family, names: Sequence[str]) -> Iterator[Excess]:
-    """Samples that nothing excuses; and runs of which, since their samples differ, nothing is left to compare."""
+    """Report samples that differ beyond rounding, and runs whose samples differ too early to compare anything."""
     for one, other in itertools.combinations(family.runs, 2):
-        found = inexcusable(one, other)
-        if found is not None:
+        first = inexcusable(one, other)
+        if first is not None:
             pair = f"{one.name} ({one.label}) and {other.name} ({other.label})"
-            yield Excess(found.step, f"step {found.step}: {pair} have drawn different samples: {named(found)}")
+            yield Excess(first.step, f"step {first.step}: {pair} have drawn different samples: {named(first)}")
     for run in family.runs:
         others = [other for other in family.runs if other is not run]
-        flipped = [found for other in others if (found := excused(run, other)) is not None]
+        flipped = [first for other in others if (first := excused(run, other)) is not None]
         if flipped and not any(len(between(run, other, name).steps) for other in others for name in names):
-            latest = max(flipped, key=lambda found: found.step)
+            latest = max(flipped, key=lambda first: first.step)
             yield Excess(
                 latest.step,
-                f"step {latest.step}: nothing is left to compare of {run.name} ({run.label}): {latest.words}, and "
+                f"step {latest.step}: {run.name} ({run.label}) has nothing left to compare: {latest.words}, and "
                 f"curves are compared up to the first sample that differs",
             )
 
 
 def _excesses(family: Family, name: str, limit: float) -> Iterator[Excess]:
-    """Of any two of its runs, not of each and the baseline alone."""
+    """Report where any two runs of a family exceed the limit, or where a run lacks a value."""
     steps = np.unique(np.concatenate([run.steps[~np.isnan(run.column(name))] for run in family.runs]))
     values = np.stack([on_steps(run.steps, run.column(name), steps) for run in family.runs])
     missing = np.isnan(values)
@@ -91,7 +90,7 @@ def _excesses(family: Family, name: str, limit: float) -> Iterator[Excess]:
         run, count = family.runs[number], int(missing[number].sum())
         yield Excess(
             int(steps[place]),
-            f"step {steps[place]}: {run.name} ({run.label}) has no {name}, and others have: {count} of {len(steps)} "
+            f"step {steps[place]}: {run.name} ({run.label}) has no {name}, while others do: {count} of {len(steps)} "
             f"steps cannot be compared",
         )
     pairs = list(itertools.combinations(family.runs, 2))
@@ -105,7 +104,7 @@ def _excesses(family: Family, name: str, limit: float) -> Iterator[Excess]:
 
 
 def _excess_of_all(runs: Sequence[Run], name: str, limit: float, steps: Steps, values: Column) -> Iterator[Excess]:
-    """`values`: runs × steps."""
+    """Compare all runs at once; `values` has the shape runs × steps."""
     if not len(steps):
         return
     high, low = values.max(axis=0), values.min(axis=0)
@@ -119,7 +118,7 @@ def _excess_of_all(runs: Sequence[Run], name: str, limit: float, steps: Steps, v
 
 
 def _excess_of_two(one: Run, other: Run, name: str, limit: float) -> Iterator[Excess]:
-    """Up to the first sample that differs."""
+    """Compare two runs up to the first sample that differs."""
     gap = between(one, other, name)
     place = gap.first_above(limit)
     if place is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlexp.compare.difference import OWN
+from rlexp.curves.difference import OWN
 from rlexp.prove import textbook
 from rlexp.prove.compared import Step
 from rlexp.prove.findings import (

@@ -1,1 +1,1 @@
-"""Where rows go: a file, the terminal, W&B. Rank 0 only."""
+"""Sinks: rank 0 sends its rows to a file, the terminal and W&B."""

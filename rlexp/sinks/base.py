@@ -1,4 +1,4 @@
-"""What a sink answers."""
+"""The interface of a sink."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # it would import torch, which who only reads does without
+if TYPE_CHECKING:  # importing it would import torch, which readers do without
     from rlexp.types import MetricRow
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A sample for people to read."""
+    """A sample shown to people."""
 
     prompt: str
     answer: str
     score: float
-    terms: Mapping[str, float]  # of the score, by the reward's names
+    terms: Mapping[str, float]  # the terms of the score, by reward
     length: int  # of the answer, in tokens
-    stopped: bool  # it came to an end by itself
+    stopped: bool  # the answer ended by itself
 
 
 @dataclass(frozen=True)
 class RolloutFacts:
-    """What was drawn. A sample's place is its prompt's place × n_samples + its number."""
+    """One rollout. A sample's place is its prompt's place × n_samples + its number."""
 
     rollout: int
     step: int  # the first optimizer step on it
-    n_samples: int  # of each prompt
-    prompts: Sequence[int]  # their indices in the data set, by place
-    digests: Sequence[Sequence[int]]  # of all samples' answers, by place (sinks/rollouts.py)
-    shown: Sequence[Shown] = ()  # empty where no table is due
-    spans: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # of its making, by the clock
+    n_samples: int  # per prompt
+    prompts: Sequence[int]  # indices in the data set, by place
+    digests: Sequence[Sequence[int]]  # digests of all answers, by place (curves/rollouts.py)
+    shown: Sequence[Shown] = ()  # empty where no table of samples is due
+    spans: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # start and end of each stage
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended. The facts are what a run that died of memory leaves: where, and its peaks."""
+    """How a process ended. `facts` holds where a run ran out of memory, and its peaks."""
 
-    exit_code: int = 0  # 0 for a run that ended well; 128 + signal for one that was stopped
+    exit_code: int = 0  # 0: it ended well; 128 + signal: it was stopped
     reason: str = ""
     facts: Mapping[str, float | int | str] = field(default_factory=dict)
 
@@ -51,26 +51,26 @@ class Ending:
 
 
 class Sink(Protocol):
-    """All but `log` may be left as it is."""
+    """A sink must define `log`; the other methods are optional."""
 
     def log(self, row: MetricRow) -> None:
-        """One optimizer step; `step` comes first."""
+        """Take the row of one optimizer step. Its first key is `step`."""
 
     def rollout(self, facts: RolloutFacts) -> None:  # noqa: ARG002
-        """Samples are drawn and scored. It may come some steps before the row of `facts.step`."""
+        """Take a rollout when its samples are scored, some steps before the row of `facts.step` or with it."""
         return
 
     def saved(self, step: int, checkpoint: Path) -> None:  # noqa: ARG002
-        """A checkpoint has its final name."""
+        """Learn that a checkpoint is complete, under its final name."""
         return
 
     def close(self, ending: Ending) -> None:  # noqa: ARG002
-        """The last call, however the process ends."""
+        """Close. This is the last call, however the process ends."""
         return
 
 
 class Companion(Protocol):
-    """What adds to a row before any sink sees it."""
+    """Something that adds values to a row before any sink gets it."""
 
     def beside(self, row: MetricRow) -> MetricRow: ...
 
@@ -96,7 +96,7 @@ class Sinks:
             sink.saved(step, checkpoint)
 
     def close(self, ending: Ending) -> None:
-        """Every sink is closed, also when closing one before it fails."""
+        """Close every sink, even when closing another one fails."""
         with contextlib.ExitStack() as stack:
             for sink in reversed(self.sinks):
                 stack.callback(sink.close, ending)

@@ -1,4 +1,4 @@
-"""The loss beside another run's, step by step: `parity/loss_abs_diff`, of every row whose step the other run has."""
+"""Compare the loss with another run's at each step: `parity/loss_abs_diff`, where the other run has the step."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from rlexp.compare.difference import EARLY, least_size, within_rounding
 from rlexp.config.schema import Precision
+from rlexp.curves.difference import EARLY, least_size, within_rounding
+from rlexp.curves.rows import METRICS
 from rlexp.sinks.console import say
 
-if TYPE_CHECKING:  # it would import torch, which who only reads does without
+if TYPE_CHECKING:  # importing it would import torch, which readers do without
     from rlexp.types import MetricRow
 
 PARITY = "parity/loss_abs_diff"
-METRICS = "metrics.jsonl"
 LOSS = "train/loss"
 
-# How far apart two layouts' losses may lie later on, relative to a loss of at least FLOOR. Rounding grows as training
-# goes on: over 240 steps of the tiny model, rings 1 and 2 were 2e-13, 2e-5 and 4e-2 apart.
+# How far apart two layouts' losses may lie after the first steps, relative to a loss of at least FLOOR. Rounding grows
+# as training goes on: over 240 steps of the tiny model, rings 1 and 2 were 2e-13, 2e-5 and 4e-2 apart.
 ALLOWED = {Precision.fp64: 1e-9, Precision.fp32: 3e-4, Precision.bf16: 3e-1}
 FLOOR = 0.1
 
 
 def excess(row: MetricRow, precision: Precision) -> float | None:
-    """What the row's difference is allowed to be, if it is more: at first what a comparison would allow too."""
+    """Return the largest difference allowed, if the row's difference is above it.
+
+    In the first steps a comparison allows the same.
+    """
     step, size = int(row["step"]), max(abs(row[LOSS]), least_size(LOSS, row))
     if step <= EARLY:
         allowed = size * float(within_rounding(LOSS, precision.value, np.array([step]))[0])
@@ -37,16 +40,16 @@ def excess(row: MetricRow, precision: Precision) -> float | None:
 
 
 class Baseline:
-    """Another run's losses, which may still be coming: its file is read on from where it was read to.
+    """Another run's losses. That run may still go on: its file is read on from the last position.
 
-    A step that the other run has not reached yet has no difference, then or later.
+    A step that the other run has not reached when it is asked for never gets a difference.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / METRICS
         self._losses: dict[int, float] = {}
         self._file: IO[bytes] | None = None
-        self._rest = b""  # of a line that is not whole yet
+        self._rest = b""  # the beginning of a line that is not whole yet
         self._asked = self._answered = 0
 
     def beside(self, row: MetricRow) -> MetricRow:
@@ -60,7 +63,7 @@ class Baseline:
         return row | {PARITY: abs(row[LOSS] - self._losses[step])}
 
     def close(self) -> None:
-        """What was asked for and came to nothing is said."""
+        """Close the file, and tell the user if it had none of the steps."""
         if self._file is not None:
             self._file.close()
         if self._asked and not self._answered:
@@ -72,17 +75,17 @@ class Baseline:
                 self._file, self._rest = self._path.open("rb"), b""
             assert self._file is not None
             *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        except OSError:  # not there yet, or not now
+        except OSError:  # the file is not there yet, or cannot be read now
             return
         for line in lines:
             try:
                 row = json.loads(line)
                 self._losses[int(row["step"])] = float(row[LOSS])
-            except (ValueError, KeyError, TypeError):  # what a killed process left of a line is not a row
+            except (ValueError, KeyError, TypeError):  # half a line, left by a killed process
                 continue
 
     def _was_replaced(self) -> bool:
-        """A run that goes on writes its file anew, under the same name."""
+        """Whether the file is another one now. A resumed run writes its file anew under the same name."""
         if self._file is None:
             return True
         there, open_ = os.stat(self._path), os.fstat(self._file.fileno())

@@ -1,4 +1,4 @@
-"""The terminal: one progress bar; where the output is no terminal, a line now and then."""
+"""The terminal: one progress bar, or a line now and then if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from rlexp.compare.difference import SCORE
+from rlexp.curves.difference import SCORE
 from rlexp.sinks import legible
 from rlexp.sinks.base import Ending, RolloutFacts, Sink
 
-if TYPE_CHECKING:  # it would import torch, which who only reads does without
+if TYPE_CHECKING:  # importing it would import torch, which readers do without
     from rlexp.types import MetricRow
 
-LINES = 10  # of a whole run, where there is no terminal
+LINES = 10  # per run, where there is no terminal
 
 
 def say(text: str) -> None:
-    """To the terminal, if there still is one: a closed pipe must not end a training run."""
+    """Write to standard error. A closed pipe must not end a training run."""
     with contextlib.suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -32,7 +32,7 @@ class ConsoleSink(Sink):
         self.total_steps = total_steps
         self.started = time.monotonic()
         self.first_step = first_step
-        self.score: float | None = None  # of the last rollout: it stands in one row of several
+        self.score: float | None = None  # of the last rollout: only the row of its first step has it
         self.bar = (
             tqdm(total=total_steps, initial=first_step - 1, unit="step", dynamic_ncols=True, smoothing=0.1)
             if sys.stderr.isatty()

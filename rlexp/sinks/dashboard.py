@@ -1,4 +1,4 @@
-"""The workspace that compares runs in a W&B project; and where to look where there is no account."""
+"""A workspace that compares runs in a W&B project, and what to look at without an account."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlexp.compare.difference import SAMPLED, SCORE
+from rlexp.curves.difference import SAMPLED, SCORE
 from rlexp.errors import SinkError
 from rlexp.sinks.baseline import PARITY
 from rlexp.sinks.wandb_account import NO_ACCOUNT, has_account, refusals
 from rlexp.sinks.wandb_read import STEP, fragments_beneath
 
 PHASES = ("data", "reference", "forward", "backward", "optimizer")
-BY_RING = "ring_size"  # flat in every run's configuration: W&B groups by such alone
-NEWEST = 50  # runs that are drawn
-TOGETHER = "wandb"  # beneath the runs' folder: links to what W&B wrote of each
+BY_RING = "ring_size"  # a flat key in every run's configuration: W&B can group by flat keys only
+NEWEST = 50  # the most runs drawn
+TOGETHER = "wandb"  # a folder in the runs' folder, with links to what W&B wrote for each run
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Panel:
         "mean"  # how the runs of one ring size become one line; None: a line per run
     )
     log_y: bool = False
-    bars: bool = False  # of the summary, not a line over the steps
+    bars: bool = False  # bars of the summary's values, not a line over the steps
 
 
 @dataclass(frozen=True)
 class Section:
     name: str
     panels: tuple[Panel, ...]
-    sampled: bool = False  # only where runs draw their own samples
+    sampled: bool = False  # only for runs that draw their own samples
 
 
 SECTIONS = (
@@ -86,12 +86,12 @@ def title_of(group: str | None) -> str:
 
 
 def planned(project: str, entity: str | None, group: str | None) -> str:
-    """What would be made, in words."""
+    """Describe the workspace in words."""
     where = f"{entity}/{project}" if entity else project
     whose = f"the runs of group {group}" if group else "all runs"
-    lines = [f"workspace “{title_of(group)}” in the W&B project {where}, of {whose}:"]
+    lines = [f"workspace “{title_of(group)}” in the W&B project {where}, for {whose}:"]
     for section in SECTIONS:
-        lines.append(f"  {section.name}{' (of runs that draw their own samples)' * section.sampled}")
+        lines.append(f"  {section.name}{' (for runs that draw their own samples)' * section.sampled}")
         for panel in section.panels:
             how = f"{panel.by_ring} by {BY_RING}" if panel.by_ring else "each run"
             over = "summary, bars" if panel.bars else f"over {STEP}"
@@ -141,7 +141,7 @@ def workspace(project: str, entity: str, group: str | None, *, sampled: bool) ->
 
 
 def send(project: str, entity: str | None, group: str | None) -> str:
-    """Save the workspace in the user's project; its address."""
+    """Save the workspace in the user's project, and return its address."""
     if not has_account():
         raise SinkError(f"{project}: {NO_ACCOUNT}")
     import wandb
@@ -158,8 +158,8 @@ def send(project: str, entity: str | None, group: str | None) -> str:
         if not isinstance(error.__cause__, ValueError):
             raise
         raise SinkError(
-            f"{entity}/{project}: no such project, or not for this account. A run online makes it, or `wandb sync` of "
-            f"one offline; --entity says whose it is."
+            f"{entity}/{project}: no such project, or this account may not see it. An online run creates it, and so "
+            f"does `wandb sync` of an offline run. --entity names its owner."
         ) from None
     with refusals(f"{entity}/{project}"):
         runs = api.runs(f"{entity}/{project}", {"group": group} if group else {}, order="-created_at", lazy=False)
@@ -172,22 +172,22 @@ def draws_samples(names: Iterable[str]) -> bool:
 
 
 def newest_report(runs: Path) -> Path | None:
-    """Of a sweep or a comparison."""
-    found = [*runs.glob("report.html"), *runs.glob("*/report.html"), *runs.glob("*/*/report.html")]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    """Return the newest report of a sweep or a comparison."""
+    paths = [*runs.glob("report.html"), *runs.glob("*/report.html"), *runs.glob("*/*/report.html")]
+    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def gather(runs: Path) -> Path | None:
-    """Links to all that W&B wrote offline beneath a folder, side by side: its terminal view looks into one folder."""
-    found = list(fragments_beneath(runs))
-    if not found:
+    """Link all that W&B wrote offline beneath a folder into one folder, since W&B's terminal view shows one folder."""
+    fragments = list(fragments_beneath(runs))
+    if not fragments:
         return None
     together = runs / TOGETHER
     together.mkdir(exist_ok=True)
     for link in together.iterdir():
         if link.is_symlink() and not link.exists():
             link.unlink()
-    for path in found:
+    for path in fragments:
         with contextlib.suppress(FileExistsError):
             (together / path.name).symlink_to(os.path.relpath(path, together))
     return together

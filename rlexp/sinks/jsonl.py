@@ -1,32 +1,32 @@
-"""metrics.jsonl: a line per optimizer step, floats in full precision, on its way to the disk before the next step."""
+"""Sinks that append lines to a file: metrics.jsonl, one row per optimizer step, floats in full precision."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlexp.curves.rows import line_of, read_rows, write_lines
 from rlexp.sinks.base import Ending, Sink
 
-if TYPE_CHECKING:  # it would import torch, which who only reads does without
+if TYPE_CHECKING:  # importing it would import torch, which readers do without
     from rlexp.types import MetricRow
 
 
 class LineFile:
-    """Lines on their way to the disk, whole or not at all.
+    """Append lines to a file, each whole or not at all. A line is handed to the disk before the next step.
 
-    A disk that is full keeps lines waiting, and costs none: they are written as soon as there is room. A file that was
-    removed under a run is written anew, with the lines that are still here: with `keep` all of them.
+    A full disk makes lines wait, and loses none: they are written as soon as there is room. A file that is removed
+    while the run goes on is written anew, with the lines that are still in memory: with `keep`, all of them.
     """
 
     def __init__(self, path: Path, lines: list[bytes], *, keep: bool) -> None:
         self._path, self._keep = path, keep
         self.lines = lines
         self._said = False
-        write_lines(path, lines)  # without what a killed process may have left of a line
+        write_lines(path, lines)  # removes half a line that a killed process may have left
         self._file = self._open()
         self._are_written()
 
@@ -43,7 +43,7 @@ class LineFile:
             self._said = True
 
     def _flush(self) -> None:
-        """All that waits or nothing: no half line for the next one to be appended to."""
+        """Write all waiting lines or none, so that no line is appended to half a line."""
         if os.fstat(self._file).st_nlink == 0:
             os.close(self._file)
             self._file, self._written = self._open(), 0
@@ -70,48 +70,17 @@ class LineFile:
 
 
 class JsonlSink(Sink):
-    """The curve so far, in memory and in its file."""
+    """Keep the curve so far in memory and in its file."""
 
     def __init__(self, path: Path) -> None:
-        self._file = LineFile(path, [_line(row) for row in read_rows(path)], keep=True)
+        self._file = LineFile(path, [line_of(row) for row in read_rows(path)], keep=True)
 
     @property
     def lines(self) -> list[bytes]:
         return self._file.lines
 
     def log(self, row: MetricRow) -> None:
-        self._file.append(_line(row))
+        self._file.append(line_of(row))
 
     def close(self, ending: Ending) -> None:  # noqa: ARG002
         self._file.close()
-
-
-def _line(row: MetricRow) -> bytes:
-    return (json.dumps(row, allow_nan=False) + "\n").encode()
-
-
-def read_rows(path: Path) -> list[MetricRow]:
-    """The rows that are whole; a process that was killed may have left half a line at the end."""
-    return [json.loads(line) for line in whole_lines(path)]
-
-
-def whole_lines(path: Path) -> list[bytes]:
-    if not path.exists():
-        return []
-    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-
-
-def rewrite(path: Path, source: Path | None, upto: int) -> None:
-    """Give `path` the rows of `source` up to a step."""
-    rows = read_rows(source) if source else []
-    write_lines(path, [_line(row) for row in rows if row["step"] <= upto])
-
-
-def write_lines(path: Path, lines: list[bytes]) -> None:
-    """At once or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

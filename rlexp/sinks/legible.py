@@ -1,4 +1,4 @@
-"""Samples as lines for people: one each, in which no character moves the cursor."""
+"""Samples as lines for people: one line each, without a character that moves the cursor."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import unicodedata
 
 from rlexp.sinks.base import RolloutFacts, Shown
 
-PROMPT = 0.35  # of the room for texts
+PROMPT = 0.35  # the prompt's share of the room for texts
 
 
 def lines(facts: RolloutFacts, columns: int | None) -> list[str]:
-    """A head, and a line per sample; `columns` wide at most, or whole."""
+    """Return a head and a line per sample, at most `columns` wide; None: lines are whole."""
     heads = [head(sample) for sample in facts.shown]
     wide = max(map(len, heads), default=0)
     title = f"samples of rollout {facts.rollout}, step {facts.step}:"
@@ -28,7 +28,7 @@ def head(sample: Shown) -> str:
 
 
 def texts(sample: Shown, columns: int | None) -> str:
-    """The prompt's end and the answer's beginning, where both do not fit."""
+    """Return prompt and answer. If both do not fit: the prompt's end and the answer's beginning."""
     prompt, answer = plain(sample.prompt), plain(sample.answer)
     if columns is None:
         return f"{prompt} → {answer}"
@@ -38,17 +38,17 @@ def texts(sample: Shown, columns: int | None) -> str:
 
 
 def plain(text: str) -> str:
-    """Newlines and whatever else does not print, as Python writes it."""
+    """Escape newlines and other characters that do not print, as Python does."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def width(text: str) -> int:
-    """Columns of a terminal: of some scripts' characters two each, of accents none."""
+    """Return the columns that a text takes in a terminal: characters of some scripts take two, accents none."""
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
 def cut(text: str, columns: int, *, end: bool = False) -> str:
-    """What fits of its beginning, or of its end, with a … where something is left out."""
+    """Cut a text to its beginning, or its end, with a … where something is left out."""
     if width(text) <= columns:
         return text
     kept, used = [], 1

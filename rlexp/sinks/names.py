@@ -1,4 +1,4 @@
-"""What a run is called where it is one of many."""
+"""The names of a run among many."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 from rlexp.config.schema import LoggerConfig
 
-LONGEST = 48  # of an id's readable part
+LONGEST = 48  # characters in an id's readable part
 
 
 def name_of(logger: LoggerConfig, run_dir: Path) -> str:
-    """What was given, or the folder's; that of a sweep's job, which is but a number, with the sweep's before it."""
+    """Return the given name, or the folder's. A sweep's job has a number as folder: the sweep's name goes before."""
     numbered = f"{run_dir.parent.name}-{run_dir.name}" if run_dir.name.isdigit() else run_dir.name
     return logger.run_name or numbered
 
 
 def new_id(logger: LoggerConfig, run_dir: Path) -> str:
-    """What people see in lists and folders: the run's name, and six digits so that there is no other."""
+    """Return an id that people see in lists and folders: the run's name, and six random digits."""
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", name_of(logger, run_dir)).strip("-")[-LONGEST:].strip("-")
     return f"{readable or 'run'}-{secrets.token_hex(3)}"

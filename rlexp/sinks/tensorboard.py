@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run's folder. It keeps values in float32."""
+"""TensorBoard: event files in the run's folder. They hold values in float32."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SAMPLES = "samples"
 
 
 class TensorBoardSink(Sink):
-    """A run that goes on tells TensorBoard from which step on to forget what it has.
+    """Write rows as TensorBoard events. A resumed run makes TensorBoard drop the steps that it repeats.
 
-    `history` are the rows before; a folder that has none of them, since they came from another run's, is given them.
+    `history` are the rows before. A folder without events gets them: they came from another run's folder.
     """
 
     def __init__(self, run_dir: Path, history: Sequence[MetricRow] = ()) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # here, since the package may not be there
+        from torch.utils.tensorboard import SummaryWriter  # here, since the package may be missing
 
         folder = run_dir / FOLDER
         before = any(folder.glob("events.out.tfevents.*"))
@@ -32,10 +32,10 @@ class TensorBoardSink(Sink):
 
     def log(self, row: MetricRow) -> None:
         self._write(row)
-        self._writer.flush()  # a process that is killed loses nothing
+        self._writer.flush()  # so that a killed process loses nothing
 
     def rollout(self, facts: RolloutFacts) -> None:
-        if facts.shown:  # indented: Markdown leaves it as it is
+        if facts.shown:  # indented, so that Markdown leaves the text as it is
             text = "\n".join(f"    {line}" for line in legible.lines(facts, None))
             self._writer.add_text(SAMPLES, text, facts.step)
             self._writer.flush()

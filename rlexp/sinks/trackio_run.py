@@ -1,4 +1,4 @@
-"""trackio: a database on this machine, or the server that its own environment variables name."""
+"""trackio: a database on this machine, or the server that trackio's environment variables name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlexp.types import MetricRow
 
 
 class TrackioSink(Sink):
-    """It knows runs by their names, so a run's name is its id. Rows that it has are not given to it again."""
+    """Log to trackio. It knows a run by its name, so the name is the run's id. Rows that it has are not sent again."""
 
     def __init__(
         self, logger: LoggerConfig, config: Mapping[str, Any], *, run_id: str, history: Sequence[MetricRow] = ()
     ) -> None:
-        import trackio  # here, since the package may not be there
+        import trackio  # here, since the package may be missing
 
         with _quietly():
             self._run = trackio.init(
@@ -31,7 +31,7 @@ class TrackioSink(Sink):
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
-        self._next = self._run._next_step  # trackio 0.43 has no other word on where a run stands
+        self._next = self._run._next_step  # trackio 0.43 has no public name for the next step
         for row in history:
             self.log(row)
 
@@ -47,6 +47,6 @@ class TrackioSink(Sink):
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """It prints its greetings to standard output, which is not its own."""
+    """Hide what trackio prints to standard output."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         yield

@@ -1,4 +1,4 @@
-"""Whether there is an account, and what W&B's server says when it refuses."""
+"""Whether there is a W&B account, and errors of W&B's server."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Mode = Literal["online", "offline", "disabled", "shared"]
 # W&B's own server by both its names: `wandb login` has written one or the other into netrc.
 HOSTS = ("api.forge.coreweave.com", "api.wandb.ai")
 NO_ACCOUNT = (
-    "there is no W&B account here: neither WANDB_API_KEY nor an entry in netrc. Log in by `wandb login` "
+    "there is no W&B account here: neither WANDB_API_KEY nor an entry in netrc. Log in with `wandb login` "
     "(and set WANDB_BASE_URL for a server of your own)."
 )
 
 
 def wandb_mode(asked: WandbMode) -> Mode:
-    """What was asked, or what WANDB_MODE says, or online where there is a key for the server."""
+    """Return the mode: the one asked for, or WANDB_MODE, or online if there is a key for the server, else offline."""
     if asked is not WandbMode.auto:
         return cast(Mode, asked.value)
     if os.environ.get("WANDB_MODE"):
@@ -46,12 +46,12 @@ def _netrc_has_key() -> bool:
 
 @contextlib.contextmanager
 def refusals(about: str) -> Iterator[None]:
-    """What the client raises while it asks the server, as one message."""
+    """Turn what W&B's client raises while it asks the server into one message."""
     import wandb
-    from wandb.sdk.lib.service.service_connection import WandbApiFailedError  # is no wandb.Error
+    from wandb.sdk.lib.service.service_connection import WandbApiFailedError  # is not a wandb.Error
 
     try:
         yield
     except (wandb.Error, WandbApiFailedError, ValueError) as error:
         said = str(error).strip().partition("\n")[0]
-        raise SinkError(f"{about}: W&B's server could not be reached, or refuses ({said}).") from error
+        raise SinkError(f"{about}: W&B's server could not be reached, or refused ({said}).") from error

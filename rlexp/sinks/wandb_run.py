@@ -1,4 +1,4 @@
-"""W&B by its own client: offline without an account, online with one."""
+"""Log to W&B through its client: offline without an account, online with one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rlexp.sinks.wandb_account import Mode, wandb_mode
 from rlexp.sinks.wandb_read import SAMPLES, STEP, last_step
 from rlexp.types import MetricRow
 
-TEXT_LINES, TEXT_LENGTH = 12, 1000  # of an alert
-# What the client raises once its process is gone, beside ConnectionError; it has no public names for these.
+TEXT_LINES, TEXT_LENGTH = 12, 1000  # the most of an alert's text
+# Errors that the client raises once its process is gone, besides ConnectionError. They have no public names.
 GONE = ("MailboxClosedError", "HandleAbandonedError")
 P = ParamSpec("P")
 
@@ -28,8 +28,11 @@ P = ParamSpec("P")
 def while_it_lives(
     method: Callable[Concatenate[WandbSink, P], None],
 ) -> Callable[Concatenate[WandbSink, P], None]:
-    """W&B's client sends from a process of its own. A cluster that asks a job to stop signals that one too, which ends
-    at once, before the run has saved: no reason for the run to fail."""
+    """Ignore calls after W&B's process has ended.
+
+    W&B's client sends from a process of its own. A cluster that asks a job to stop signals that process too. It ends at
+    once, before the run has saved, and the run must not fail for that.
+    """
 
     @functools.wraps(method)
     def guarded(self: WandbSink, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -42,8 +45,8 @@ def while_it_lives(
                 raise
             self.gone = True
             say(
-                "rlexp: W&B's process has ended before the run. The run goes on without it; what W&B does not have by "
-                "then is sent when the run is started again.\n"
+                "rlexp: W&B's process has ended before the run. The run goes on without it; what W&B lacks is sent "
+                "when the run is resumed.\n"
             )
 
     return guarded
@@ -51,7 +54,7 @@ def while_it_lives(
 
 @dataclass(frozen=True)
 class WandbFacts:
-    """What W&B is told of a run beside its rows."""
+    """What W&B gets for a run besides its rows."""
 
     config: Mapping[str, Any]
     tags: Sequence[str]
@@ -61,10 +64,10 @@ class WandbFacts:
 
 
 class WandbSink(Sink):
-    """A run that goes on is one run: rows that W&B has are not sent again, and what it lost of the curve is.
+    """Log to W&B. A resumed run stays one W&B run: only rows that W&B does not have are sent.
 
-    `history` are the rows up to where the run goes on. A process that was killed may have sent some beyond that, which
-    are about to be computed again, or have lost its last ones.
+    `history` are the rows up to the step where the run resumes. A killed process may have sent rows beyond that step,
+    which are computed again, or may have lost its last rows.
     """
 
     def __init__(
@@ -73,14 +76,14 @@ class WandbSink(Sink):
         mode = wandb_mode(logger.mode)
         stored = _last_step_offline(run_dir, run_id) if mode == "offline" else 0
         self._run = _begin(logger, run_dir, facts, run_id, mode)
-        # Steps as a value, not as W&B's own counter: a step below the counter would be dropped in silence.
+        # The step is a value, not W&B's own counter: W&B silently drops a step below its counter.
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
         self._artifacts, self._precision = logger.artifacts, facts.precision
         self._extremes = Extremes({LOSS: Best.min, facts.best_metric: facts.best})
-        self.gone = False  # the client's process
-        self._told = False  # that the loss left its baseline
-        self._tables: dict[int, Any] = {}  # of samples, by the step whose row they wait for
+        self.gone = False  # the client's process has ended
+        self._told = False  # an alert said that the loss left its baseline
+        self._tables: dict[int, Any] = {}  # tables of samples, by the step whose row they wait for
 
         self._stored = stored or (self._run.starting_step - 1 if self._run.resumed else 0)
         latest: dict[str, Any] = {}
@@ -88,7 +91,7 @@ class WandbSink(Sink):
             latest |= {name: value for name, value in row.items() if name != "step"} | self._extremes.better(row)
             self._told = self._told or excess(row, self._precision) is not None
             self._send(row)
-        if latest:  # what is kept of a run offline is put together from pieces, each with a summary of its own
+        if latest:  # offline, each piece of a run has a summary of its own
             self._run.summary.update(latest)
 
     @while_it_lives
@@ -100,13 +103,13 @@ class WandbSink(Sink):
         if allowed is not None and not self._told:
             self._told = True
             text = (
-                f"At step {row['step']} the loss, {row[LOSS]:.9g}, lies {row[PARITY]:.3g} from its baseline's; "
+                f"At step {row['step']} the loss, {row[LOSS]:.9g}, is {row[PARITY]:.3g} away from its baseline's; "
                 f"{self._precision.value} allows {allowed:.1g}."
             )
             self._run.alert(title="The loss has left its baseline", text=text, level="WARN")
 
     def rollout(self, facts: RolloutFacts) -> None:
-        """Its table goes with the row of its first step: W&B drops a row whose step is below one that it has."""
+        """Keep the rollout's table for the row of its first step, since W&B drops steps below its last one."""
         if facts.shown and facts.step > self._stored:
             self._tables[facts.step] = table_of(facts)
 
@@ -120,7 +123,7 @@ class WandbSink(Sink):
 
     @while_it_lives
     def saved(self, step: int, checkpoint: Path) -> None:
-        """By reference: the files stay where they are, and may be pruned."""
+        """Log a checkpoint as an artifact by reference: the files stay where they are, and may be pruned."""
         if not self._artifacts:
             return
         import wandb
@@ -163,10 +166,10 @@ def table_of(facts: RolloutFacts) -> Any:
 
 
 class Extremes:
-    """Best values and peaks of a run's whole life, as `best/<metric>` and `max/<metric>`.
+    """Best values and peaks over a run's whole life, as `best/<metric>` and `max/<metric>`.
 
-    W&B's own (`define_metric(summary="max")`) begin anew with every process of a run that goes on, and put the last
-    value elsewhere than under the metric's name.
+    W&B's own extremes (`define_metric(summary="max")`) begin anew with every process of a resumed run, and W&B then
+    keeps the last value under another name than the metric's.
     """
 
     def __init__(self, best: Mapping[str, Best]) -> None:
@@ -174,29 +177,29 @@ class Extremes:
         self._so_far: dict[str, float] = {}
 
     def better(self, row: Mapping[str, float | int]) -> dict[str, float]:
-        """What this row has that is better than before."""
-        found = {}
+        """Return the values of this row that are better than all before."""
+        better = {}
         for name, value in row.items():
             largest = name.startswith("memory/") and name.endswith("_bytes")
             if not largest and name not in self._best:
                 continue
             key, sign = (f"max/{name}", 1) if largest else (f"best/{name}", 1 if self._best[name] is Best.max else -1)
             if key not in self._so_far or sign * value > sign * self._so_far[key]:
-                self._so_far[key] = found[key] = value
-        return found
+                self._so_far[key] = better[key] = value
+        return better
 
 
 def _last_step_offline(run_dir: Path, run_id: str) -> int:
-    """A log of W&B's that cannot be read must not keep a run from going on."""
+    """Return the last step in W&B's offline log. A log that cannot be read must not stop a run from resuming."""
     try:
         return last_step(run_dir / "wandb", run_id)
     except SinkError as error:
-        say(f"rlexp: {error} All rows are given to W&B again.\n")
+        say(f"rlexp: {error} All rows are sent to W&B again.\n")
         return 0
 
 
 def _begin(logger: LoggerConfig, run_dir: Path, facts: WandbFacts, run_id: str, mode: Mode) -> Any:
-    import wandb  # here, since it takes a second and only rank 0 needs it
+    import wandb  # here, since the import takes a second and only rank 0 needs it
 
     try:
         return wandb.init(
@@ -214,7 +217,7 @@ def _begin(logger: LoggerConfig, run_dir: Path, facts: WandbFacts, run_id: str, 
             settings=wandb.Settings(
                 console="off",
                 silent=True,
-                # The client writes its log to disk every 15 s; a run that is killed would lose what came since.
+                # By default the client writes its log every 15 s, and a killed run would lose what came since.
                 x_transaction_log_flush_interval=1,
             ),
         )
@@ -222,5 +225,5 @@ def _begin(logger: LoggerConfig, run_dir: Path, facts: WandbFacts, run_id: str, 
         said = str(error).strip().partition("\n")[0]
         raise SinkError(
             f"logger.mode={logger.mode.value}: W&B could not be reached, or refused ({said}). Try `wandb login`, or "
-            f"train with logger.mode=offline and send it later by `wandb sync`."
+            f"train with logger.mode=offline and send the run later with `wandb sync`."
         ) from error

@@ -1,1 +1,1 @@
-"""How the jobs of a folder are doing, seen from outside: it reads, and leaves no trace. No torch."""
+"""The state of a folder's jobs, read from outside without leaving a trace. No torch."""

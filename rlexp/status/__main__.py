@@ -1,10 +1,10 @@
-"""How jobs are doing, seen from outside: a line per job, and below why those ended that did not end well.
+"""Show the state of jobs: one line per job, and below it why a job failed, stopped or is lost.
 
-python -m rlexp.status runs/SWEEP                a sweep, a run, or a folder of runs
-python -m rlexp.status runs/SWEEP --watch        drawn again every 2 s, until all jobs have ended
-python -m rlexp.status runs/SWEEP --json         the same for scripts
+python -m rlexp.status runs/SWEEP                show a sweep, a run, or a folder of runs
+python -m rlexp.status runs/SWEEP --watch        repeat every 2 s, until all jobs have ended
+python -m rlexp.status runs/SWEEP --json         print the same for scripts
 
-Exit code 0 where nothing failed, 1 where a job has failed or is lost.
+The exit code is 1 if a job has failed or is lost, else 0.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m rlexp.status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", metavar="FOLDER")
-    parser.add_argument("--watch", action="store_true", help="while jobs go on, with progress bars")
-    parser.add_argument("--every", type=float, metavar="SECONDS", help=f"how often; default: {EVERY:g}")
-    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("folder", metavar="FOLDER", help="a sweep, a run, or a folder of runs")
+    parser.add_argument("--watch", action="store_true", help="repeat while jobs go on, with progress bars")
+    parser.add_argument("--every", type=float, metavar="SECONDS", help=f"how often --watch looks; default: {EVERY:g}")
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     return parser.parse_args(argv)
 
 
@@ -50,9 +50,9 @@ def status(options: argparse.Namespace) -> int:
     if not (every > 0 and math.isfinite(every)):
         raise StatusError(f"--every {every:g}: must be greater than 0.")
     if options.every is not None and not options.watch:
-        raise StatusError(f"--every {every:g}: says how often --watch looks. Add --watch, or leave it out.")
+        raise StatusError(f"--every {every:g}: sets how often --watch looks. Add --watch, or leave --every out.")
     if options.json and options.watch:
-        raise StatusError("--json: is one answer, and --watch gives many. Leave one of them out.")
+        raise StatusError("--json: prints one answer, and --watch many. Leave one of them out.")
     view = View(Path(options.folder).expanduser())
     terminal = sys.stdout.isatty() and os.environ.get("TERM") not in (None, "dumb", "unknown")
     if options.watch:
@@ -71,7 +71,7 @@ def status(options: argparse.Namespace) -> int:
 
 
 def watch(view: View, every: float) -> Look:
-    """In place. What ends this process gives the terminal its cursor back first."""
+    """Draw in place. A signal that ends this process first gives the terminal its cursor back."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(highlight=False)
     look = view.look()
@@ -85,7 +85,7 @@ def watch(view: View, every: float) -> Look:
 
 
 def follow(view: View, every: float) -> Look:
-    """Where there is no terminal: a table whenever something has changed."""
+    """Print a table whenever something has changed, for output that is not a terminal."""
     before = ""
     while True:
         look = view.look()

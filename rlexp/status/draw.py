@@ -1,4 +1,4 @@
-"""A look at a folder, for people: a table, below it what went wrong; and for scripts."""
+"""Show a folder's jobs: to people as a table with what went wrong below it, and to scripts as JSON."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from rlexp.status.view import Look, Row
 
 STYLES = {"running": "cyan", "finished": "green", "failed": "bold red", LOST: "bold red", "stopped": "yellow",
           "waiting": "dim", "skipped": "dim"}  # fmt: skip
-# Of more jobs than a terminal has lines, those that are shown first.
+# The order of importance, if a terminal has fewer lines than there are jobs.
 FIRST = (*ILL, "running", "stopped", "waiting", "skipped", "finished")
-BAR, LABEL, NAMES = 14, 14, 3  # columns of a bar, columns that a label keeps at least, labels of one reason
-UNLIMITED = 100_000  # columns of a pipe
+BAR, LABEL, NAMES = 14, 14, 3  # columns of a bar, the fewest columns of a label, the most labels of one reason
+UNLIMITED = 100_000  # columns where the output is a pipe
 
 
 @dataclass(frozen=True)
 class Column:
     name: str
     cell: Callable[[Row], str]
-    least: int  # of the columns that do not fit, those with the highest are left out first
+    least: int  # if columns do not fit, those with the highest number are left out first
     right: bool = True
 
 
@@ -40,8 +40,8 @@ BARS = Column("", lambda row: " " * BAR, 5, right=False)  # noqa: ARG005
 
 
 def columns(look: Look, *, bars: bool) -> list[Column]:
-    """Those that have something to say here."""
-    found = [
+    """Return the columns that have a value for some row."""
+    chosen_columns = [
         Column("run", lambda row: row.label, 0, right=False),
         Column("status", status, 0, right=False),
         Column("steps", steps, 1),
@@ -58,10 +58,10 @@ def columns(look: Look, *, bars: bool) -> list[Column]:
         Column("nodes", lambda row: (row.slurm.nodes if row.slurm else "") or "–", 11, right=False),
     ]
     if all(row.curve.score is None for row in look.rows):
-        found = [column for column in found if column.name != "last score"]
+        chosen_columns = [column for column in chosen_columns if column.name != "last score"]
     if any(row.requeues for row in look.rows):
-        found.append(Column("requeued", lambda row: f"{len(row.requeues)} ×" if row.requeues else "–", 10))
-    return found + (slurm if any(row.job_id for row in look.rows) else [])
+        chosen_columns.append(Column("requeued", lambda row: f"{len(row.requeues)} ×" if row.requeues else "–", 10))
+    return chosen_columns + (slurm if any(row.job_id for row in look.rows) else [])
 
 
 def status(row: Row) -> str:
@@ -98,29 +98,29 @@ def duration(seconds: float | None) -> str:
 
 
 def page(look: Look, width: int, *, lines: int | None = None, bars: bool = False) -> RenderableType:
-    """`lines` and `width` columns at most, where there is a terminal."""
+    """Draw a page of at most `lines` lines and `width` columns."""
     rows = chosen(look.rows, None if lines is None else max(1, lines - 4))
     left = [row for row in look.rows if row not in rows]
     states = ", ".join(f"{count} {state}" for state, count in counted(left).items())
     parts: list[RenderableType] = [table(look, rows, width, bars=bars)]
     if left:
         parts.append(Text(cut(f"… and {len(left)} more: {states}", width), "dim"))
-    said = remarks(look)
-    if lines is not None:  # what does not fit is told at the end
-        said = said[: max(0, lines - len(rows) - 4)]
-    return Group(*parts, *([Text()] if said else []), *map(Text, said))
+    below = remarks(look)
+    if lines is not None:  # the last page shows what does not fit here
+        below = below[: max(0, lines - len(rows) - 4)]
+    return Group(*parts, *([Text()] if below else []), *map(Text, below))
 
 
 def table(look: Look, rows: Sequence[Row], width: int, *, bars: bool) -> Table:
-    found = fitting(columns(look, bars=bars), look.rows, width)
-    widths = _widths(found, look.rows)
+    shown = fitting(columns(look, bars=bars), look.rows, width)
+    widths = _widths(shown, look.rows)
     room = max(1, width - sum(widths[1:]) - 2 * len(widths[1:]))  # for labels
     drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    for column in found:
+    for column in shown:
         justify: Any = "right" if column.right else "left"
         drawn.add_column(column.name, justify=justify, no_wrap=True, header_style="")
     for row, label in zip(rows, shortened(rows, room), strict=True):
-        drawn.add_row(Text(label), *(_cell(column, row) for column in found[1:]))
+        drawn.add_row(Text(label), *(_cell(column, row) for column in shown[1:]))
     return drawn
 
 
@@ -133,7 +133,7 @@ def _cell(column: Column, row: Row) -> RenderableType:
 
 
 def shortened(rows: Sequence[Row], room: int) -> list[str]:
-    """Labels that fit, and still tell one job from another: their beginnings, or ends, or else the folders' names."""
+    """Shorten labels so that they fit and still differ: to their beginnings, or ends, or else to the folders' names."""
     labels = [row.label for row in rows]
     for end in (False, True):
         short = [cut(label, room, end=end) for label in labels]
@@ -142,9 +142,9 @@ def shortened(rows: Sequence[Row], room: int) -> list[str]:
     return [cut(row.folder.name, room) for row in rows]
 
 
-def fitting(found: Sequence[Column], rows: Sequence[Row], width: int) -> list[Column]:
-    """Without the least important of them, until the others fit. A label is cut before a column is left out."""
-    kept = list(found)
+def fitting(wanted: Sequence[Column], rows: Sequence[Row], width: int) -> list[Column]:
+    """Leave out the least important columns until the others fit. A label is cut before a column is left out."""
+    kept = list(wanted)
     while any(column.least for column in kept):
         widths = _widths(kept, rows)
         if min(widths[0], LABEL) + sum(widths[1:]) + 2 * (len(kept) - 1) <= width:
@@ -153,12 +153,12 @@ def fitting(found: Sequence[Column], rows: Sequence[Row], width: int) -> list[Co
     return kept
 
 
-def _widths(found: Sequence[Column], rows: Sequence[Row]) -> list[int]:
-    return [max(map(cell_len, (column.name, *map(column.cell, rows)))) for column in found]
+def _widths(shown: Sequence[Column], rows: Sequence[Row]) -> list[int]:
+    return [max(map(cell_len, (column.name, *map(column.cell, rows)))) for column in shown]
 
 
 def chosen(rows: Sequence[Row], room: int | None) -> list[Row]:
-    """In their order, those that matter most."""
+    """Return the most important rows that fit, in their order."""
     if room is None or len(rows) <= room:
         return list(rows)
     first = sorted(rows, key=lambda row: FIRST.index(row.state) if row.state in FIRST else len(FIRST))[:room]
@@ -171,16 +171,16 @@ def counted(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def remarks(look: Look) -> list[str]:
-    """What did not end well, or waits in vain, and why: those with one reason together."""
-    said: dict[tuple[str, str, str], list[str]] = {}
+    """Say which jobs did not end well or wait in vain, and why. Jobs with the same reason share a line."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
     for row in look.rows:
         if row.why or row.state not in WELL:
             seen = last_seen(row.ranks) if row.state in ILL else ""
-            said.setdefault((row.state, row.why, seen), []).append(row.label)
+            reasons.setdefault((row.state, row.why, seen), []).append(row.label)
         elif row.quiet is not None:
-            said.setdefault((row.state, f"no sign of life for {duration(row.quiet)}", ""), []).append(row.label)
+            reasons.setdefault((row.state, f"no sign of life for {duration(row.quiet)}", ""), []).append(row.label)
     lines = []
-    for (state, why, seen), labels in said.items():
+    for (state, why, seen), labels in reasons.items():
         lines.append(f"{names(labels)} {'is' if len(labels) == 1 else 'are'} {state}{f': {why}' if why else ''}")
         lines += [f"  {seen}"] if seen else []
     if look.silent:
@@ -195,7 +195,7 @@ def names(labels: Sequence[str]) -> str:
 
 
 def last_seen(ranks: Sequence[dict[str, Any]]) -> str:
-    """What each rank did last; those that did the same, together."""
+    """Say what each rank did last. Ranks that did the same share an entry."""
     doing: dict[str, list[int]] = {}
     for rank in ranks:
         died = f", where it died: {rank['died']}" if "died" in rank else ""

@@ -1,4 +1,4 @@
-"""What state a job is in, and why: from its run's folder, its sweep's ledger, its processes, and Slurm."""
+"""Find a job's state and the reason, from its run's folder, its sweep's ledger, its processes, and Slurm."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from rlexp.launch.slurm.queue import Known
 from rlexp.launch.submitting import queued_again
 from rlexp.launch.sweep import Job
 
-LOST = "lost"  # its run says `running`, or was to begin, and nothing runs it
+LOST = "lost"  # its run says `running`, or was about to start, and nothing runs it
 ILL = ("failed", LOST)
 WELL = ("finished", *LIVE)
-# What Slurm calls a job that has its nodes.
+# Slurm's states of a job that has its nodes.
 AT_WORK = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
 ENDS = {
     "TIMEOUT": "its time limit was reached",
     "DEADLINE": "its deadline was reached",
-    "NODE_FAIL": "a node of its was lost",
-    "BOOT_FAIL": "a node of its did not start",
+    "NODE_FAIL": "one of its nodes was lost",
+    "BOOT_FAIL": "one of its nodes did not start",
     "OUT_OF_MEMORY": "it took more memory than it was given",
     "PREEMPTED": "a job of higher priority took its nodes",
     "CANCELLED": "it was cancelled",
-    "REVOKED": "it was taken back",
+    "REVOKED": "it was revoked",
 }
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a job."""
+    """What is known about a job."""
 
     folder: Path
     known: dict[str, Any] = field(default_factory=dict)  # run.json
-    lives: bool | None = None  # the run's processes; None where that cannot be seen
-    job: Job | None = None  # in the ledger of its sweep
-    sweeps: bool | None = None  # the launcher of its sweep lives
+    lives: bool | None = None  # whether the run's processes live; None: cannot be seen
+    job: Job | None = None  # its entry in the sweep's ledger
+    sweeps: bool | None = None  # whether the sweep's launcher lives
     job_id: str | None = None  # Slurm's
     slurm: Known | None = None
-    answered: bool = False  # Slurm did, whatever it knew of the job
+    answered: bool = False  # whether Slurm answered, even if it does not know the job
 
     @property
     def told(self) -> str | None:
         return self.known.get("status")
 
 
-def judge(seen: Evidence) -> tuple[str, str]:
-    """The state, in the comparison's words, and why it is that; nothing to say of what goes well."""
-    state, why = _judge(seen)
+def state_of(seen: Evidence) -> tuple[str, str]:
+    """Return the state, in the comparison's words, and the reason, which is empty for a job that does well."""
+    state, why = _without_slurms_reason(seen)
     if seen.slurm is not None and seen.slurm.state in ENDS and state in ("failed", "stopped"):
         why = f"{why.rstrip('.')}. {by_slurm(seen.slurm)}" if why else by_slurm(seen.slurm)
     return state, why
 
 
-def _judge(seen: Evidence) -> tuple[str, str]:
+def _without_slurms_reason(seen: Evidence) -> tuple[str, str]:
     told, job, slurm = seen.told, seen.job, seen.slurm
     if told == "finished" or (told == "running" and seen.lives):
         return told, ""
@@ -69,55 +69,56 @@ def _judge(seen: Evidence) -> tuple[str, str]:
         gone = _gone(seen)
         return (LOST, gone) if gone else ("running", "")
     if queued_again(seen.known) and seen.answered and (slurm is None or not slurm.alive):
-        return LOST, f"it was to be started again, and Slurm does not. {by_slurm(slurm) if slurm else ''}".strip()
+        return LOST, f"Slurm was to start it again, and does not. {by_slurm(slurm) if slurm else ''}".strip()
     if told is not None:
         return str(told), legible(seen.known.get("reason"))
     return _not_begun(seen)
 
 
 def _has_left(seen: Evidence, slurm: Known) -> bool:
-    """Whether the run has ended, though the Slurm job goes on: at its end, or after it with something else."""
+    """Whether the run has ended although its Slurm job goes on: the job is ending, or does something else now."""
     if slurm.state == "COMPLETING":
         return seen.told in ("failed", "stopped")
-    own = seen.job is not None and seen.job.job_id == seen.job_id  # it is there for this run alone
+    own = seen.job is not None and seen.job.job_id == seen.job_id  # the Slurm job serves this run alone
     return slurm.state in AT_WORK and not own and (seen.lives is False or seen.told != "running")
 
 
 def _alive_in_slurm(slurm: Known) -> tuple[str, str]:
     if slurm.hopeless:
-        release = f", and `scontrol release {slurm.job}` lets it go" if "held" in slurm.reason.lower() else ""
+        release = f", and `scontrol release {slurm.job}` releases it" if "held" in slurm.reason.lower() else ""
         return "waiting", (
-            f"Slurm will not start it ({slurm.reason}), however long it waits. `scancel {slurm.job}` takes it out of "
+            f"Slurm will not start it ({slurm.reason}), however long it waits. `scancel {slurm.job}` removes it from "
             f"the queue{release}."
         )
     return "running" if slurm.state in AT_WORK else "waiting", ""
 
 
 def _gone(seen: Evidence) -> str:
-    """Why a run that says `running` does not; nothing where it may."""
+    """Say why a run that says `running` does not run; empty if it may run."""
     if seen.slurm is not None and not seen.slurm.alive:
         return by_slurm(seen.slurm)
     if seen.lives is False:
         process = f"its process ({seen.known.get('pid')} on {seen.known.get('host')}) is gone"
-        return f"{process}; the same command goes on with it."
+        return f"{process}; the same command resumes it."
     if seen.job_id is not None and seen.answered and seen.slurm is None:
-        return f"Slurm knows job {seen.job_id} no more, and the run did not say how it ended."
+        return f"Slurm no longer knows job {seen.job_id}, and the run did not say how it ended."
     return ""
 
 
 def _not_begun(seen: Evidence) -> tuple[str, str]:
-    """There is no run.json, or one that cannot be read."""
+    """Return the state of a job whose run.json is missing or cannot be read."""
     job, slurm = seen.job, seen.slurm
     if slurm is not None and not slurm.alive:
         return LOST, by_slurm(slurm)
     if seen.job_id is not None and seen.answered and slurm is None:
-        return LOST, f"Slurm knows job {seen.job_id} no more, and it left no run."
+        return LOST, f"Slurm no longer knows job {seen.job_id}, and it left no run."
     if job is None:
-        return "stopped", f"{seen.folder / 'run.json'}: is not there or cannot be read, so how it ended is not known."
+        path = seen.folder / "run.json"
+        return "stopped", f"{path}: is missing or cannot be read, so how the run ended is not known."
     if job.status not in LIVE:
         return job.status, legible(job.reason)
     if seen.job_id is None and seen.sweeps is False:
-        return "stopped", "its sweep was stopped before it; the same command goes on with it"
+        return "stopped", "its sweep was stopped before this job; the same command resumes it"
     return job.status, ""
 
 
@@ -129,7 +130,7 @@ def by_slurm(slurm: Known) -> str:
 
 
 def legible(reason: str | None) -> str:
-    """The error without its traceback, and where the log is."""
+    """Return the error without its traceback, and the path of its log."""
     text = (reason or "").strip()
     said = " ".join(brief(text).split())
     logs = [line.strip() for line in text.splitlines() if line.startswith("Its log:")]

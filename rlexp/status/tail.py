@@ -1,4 +1,4 @@
-"""The end of a curve that is being written: the last rows of metrics.jsonl, whatever stands before them."""
+"""The end of a curve while it is written: the last rows of metrics.jsonl, without reading those before."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlexp.compare.difference import SAMPLED, SCORE
+from rlexp.curves.difference import SAMPLED, SCORE
 
-ROWS = 50  # from which pace and speed are taken
-BYTES, MOST = 1 << 16, 1 << 22  # that are read of a file: at first, and where they do not hold what is looked for
+ROWS = 50  # the rows from which pace and speed are computed
+BYTES, MOST = 1 << 16, 1 << 22  # bytes read at first, and at most, if the first do not have all values
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Where it has come to. All but the step may be missing from a row."""
+    """The state of a curve. All but the step may be missing from a row."""
 
     step: int = 0
     loss: float | None = None
@@ -38,7 +38,7 @@ def read(path: Path) -> Curve:
 
 
 def last_rows(path: Path, size: int) -> tuple[list[dict[str, Any]], bool]:
-    """The rows in a file's last bytes, and whether that is all of them. Half a line at either end is none."""
+    """Return the whole rows in a file's last bytes, and whether these are all of its rows."""
     try:
         with path.open("rb") as file:
             start = max(0, os.fstat(file.fileno()).st_size - size)
@@ -61,7 +61,7 @@ def _curve(rows: Sequence[dict[str, Any]]) -> Curve:
     if not rows:
         return Curve()
     steady = rows[-ROWS:]
-    steady = steady[1:] if len(steady) == len(rows) > 1 else steady  # in the first, buffers are made
+    steady = steady[1:] if len(steady) == len(rows) > 1 else steady  # the first step allocates buffers
     timed = [row for row in steady if _number(row.get("train/step_seconds"))]
     seconds = sum(row["train/step_seconds"] for row in timed)
     tokens = sum(row["train/tokens"] for row in timed if _number(row.get("train/tokens")))

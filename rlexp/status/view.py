@@ -1,4 +1,4 @@
-"""A folder's jobs at one moment. Slurm is asked once for all of them."""
+"""A folder's jobs at one moment. One call asks Slurm about all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlexp.compare.runs import LIVE, METRICS, is_run, shown
+from rlexp.compare.runs import LIVE, is_run, shown
+from rlexp.curves.rows import METRICS
 from rlexp.errors import ConfigError
 from rlexp.launch import folder, sweep, whereabouts
 from rlexp.launch.slurm import queue
@@ -18,19 +19,19 @@ from rlexp.launch.sweep import Job
 from rlexp.sinks.legible import plain as legible
 from rlexp.status import tail
 from rlexp.status.alive import Locks
-from rlexp.status.state import ILL, Evidence, judge
+from rlexp.status.state import ILL, Evidence, state_of
 from rlexp.status.tail import Curve
 
-QUIET, STEPS = 300.0, 10  # seconds, and steps' times, after which a run's silence is worth a word
+QUIET, STEPS = 300.0, 10  # a run is reported as silent after so many seconds and so many steps' time
 
 
 class StatusError(ConfigError):
-    """A folder that holds no run, or an option that makes no sense."""
+    """A folder without a run, or an option that makes no sense."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A job, as the folder has it."""
+    """A job as the folder shows it."""
 
     label: str
     folder: Path
@@ -40,25 +41,25 @@ class Entry:
 
 @dataclass(frozen=True)
 class Row:
-    """How a job is doing."""
+    """The state of one job."""
 
     label: str
     folder: Path
     state: str
     why: str
     curve: Curve
-    steps: int | None  # that it is to take
-    seconds_left: float | None  # by the steps' own pace
+    steps: int | None  # planned
+    seconds_left: float | None  # at the pace of the last steps
     ranks: list[dict[str, Any]]
     requeues: list[Any]
     job_id: str | None
     slurm: Known | None
-    quiet: float | None  # seconds without a sign of life, where that is long
-    live: bool  # it may go on by itself
+    quiet: float | None  # seconds without a sign of life, if they are many
+    live: bool  # it may still change by itself
 
     @property
     def peak(self) -> tuple[int, str, int] | None:
-        """The largest of any rank so far: bytes, in which phase, of which rank."""
+        """Return the largest peak of any rank so far: its bytes, phase and rank."""
         peaks = [
             (peak, phase, rank["rank"])
             for rank in self.ranks
@@ -86,7 +87,7 @@ class Look:
 @dataclass
 class View:
     path: Path
-    _recalled: dict[str, Known] = field(default_factory=dict)  # of jobs that have ended: accounting is slow
+    _recalled: dict[str, Known] = field(default_factory=dict)  # jobs that have ended, since Slurm's accounting is slow
 
     def look(self) -> Look:
         locks = Locks()
@@ -107,16 +108,16 @@ class View:
 
     def _ask(self, jobs: Sequence[str]) -> tuple[dict[str, Known], str]:
         try:
-            found = queue.look(jobs)
+            queued = queue.look(jobs)
         except Silent as error:
             return self._recalled, str(error)
-        forgotten = [job for job in jobs if job not in found and job not in self._recalled]
+        forgotten = [job for job in jobs if job not in queued and job not in self._recalled]
         self._recalled |= {job: known for job, known in queue.recall(forgotten).items() if not known.alive}
-        return self._recalled | found, ""
+        return self._recalled | queued, ""
 
 
 def _entries(path: Path, locks: Locks) -> Iterator[Entry]:
-    """The jobs of a sweep, a run, or those in a folder."""
+    """Yield the jobs of a sweep, a run, or a folder of them."""
     if (path / sweep.FILE).exists():
         yield from _swept(path, locks)
     elif is_run(path):
@@ -136,7 +137,7 @@ def _swept(path: Path, locks: Locks) -> Iterator[Entry]:
     sweeps = locks.alive(path, plain)
     for job in sweep.read(path):
         if not isinstance(job.folder, str) or not isinstance(job.axes, dict):
-            raise StatusError(f"{path / sweep.FILE}: is not a sweep's ledger (of job {job.number}). Restore it.")
+            raise StatusError(f"{path / sweep.FILE}: is not a sweep's ledger (job {job.number}). Restore it.")
         yield Entry(job.label, path / job.folder, job, sweeps)
 
 
@@ -146,20 +147,20 @@ def _nothing(path: Path) -> StatusError:
     if (path / sweep.FILE).exists():
         return StatusError(f"{path / sweep.FILE}: names no job. Give a sweep's folder, or a run's.")
     return StatusError(
-        f"{path}: holds no run: neither a {sweep.FILE}, nor a run.json, nor folders that have one. Give a sweep's "
+        f"{path}: holds no run: no {sweep.FILE}, no run.json, and no folder with one of them. Give a sweep's "
         f"folder, or a run's."
     )
 
 
 def _job_id(entry: Entry, known: dict[str, Any]) -> str | None:
-    """Slurm's. Without a cluster, a ledger's ids are processes', and have no token."""
+    """Return Slurm's job id. Without a cluster, a ledger's ids are process ids, and have no token."""
     listed = entry.job.job_id if entry.job is not None and entry.job.token is not None else None
-    found = listed or known.get("job_id")
-    return found if isinstance(found, str) and re.fullmatch(r"\d+(_\d+)?", found) else None
+    job_id = listed or known.get("job_id")
+    return job_id if isinstance(job_id, str) and re.fullmatch(r"\d+(_\d+)?", job_id) else None
 
 
 def _row(entry: Entry, seen: Evidence) -> Row:
-    state, why = judge(seen)
+    state, why = state_of(seen)
     curve, steps = tail.read(entry.folder / METRICS), seen.known.get("steps")
     steps = steps if type(steps) is int else None
     left = None
@@ -184,12 +185,12 @@ def _row(entry: Entry, seen: Evidence) -> Row:
 
 
 def _to_be_run(seen: Evidence) -> bool:
-    """Its launcher is about to begin it, or has not noticed its end yet."""
+    """Whether its launcher is about to start it, or has not noticed its end yet."""
     return seen.job is not None and seen.job.status in LIVE and bool(seen.sweeps)
 
 
 def _quiet(run: Path, curve: Curve) -> float | None:
-    """Since when it has written nothing, where steps are not that slow."""
+    """Return for how long a run has written nothing, if that is long and its steps are not that slow."""
     last = 0.0
     for name in (METRICS, whereabouts.FILE, "run.json"):
         try:

@@ -16,12 +16,13 @@ from rlexp.checkpoint.saver import Describe, Saver
 from rlexp.config.identity import identity
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Decay, Precision
+from rlexp.curves.rows import rewrite, write_lines
 from rlexp.engine.base import MOMENTS, shape_of, trained
 from rlexp.errors import CheckpointError
 from rlexp.launch import folder, stops
 from rlexp.model.export import save_description
 from rlexp.sinks.console import say
-from rlexp.sinks.jsonl import JsonlSink, rewrite, write_lines
+from rlexp.sinks.jsonl import JsonlSink
 from rlexp.train.loop import Position
 from rlexp.train.run import Run
 from rlexp.train.task import Task

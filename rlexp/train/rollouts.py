@@ -20,6 +20,7 @@ from torch import Tensor
 from rlexp.algos.kl import KLController, estimate
 from rlexp.algos.policy import Outcomes, PolicyLoss
 from rlexp.config.schema import Overlong, PolicyLossConfig, RolloutConfig
+from rlexp.curves.rollouts import digests
 from rlexp.data.sampler import Batch, Sampler
 from rlexp.errors import CheckpointError
 from rlexp.metrics.memory import Phases
@@ -30,7 +31,6 @@ from rlexp.rollout.host import Host
 from rlexp.rollout.rewards.weighted import Rewards
 from rlexp.rollout.scoring import Scorer
 from rlexp.sinks.base import RolloutFacts, Shown
-from rlexp.sinks.rollouts import digests
 from rlexp.types import Prompt, Sample
 
 HELD_OUT = 1 << 40  # the rollout number under which held-out prompts are answered

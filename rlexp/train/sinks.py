@@ -8,6 +8,8 @@ from pathlib import Path
 from rlexp.checkpoint.folder import METRICS
 from rlexp.config.load import to_plain
 from rlexp.config.schema import LoggerName
+from rlexp.curves.rollouts import ROLLOUTS
+from rlexp.curves.rows import read_rows
 from rlexp.launch import folder
 from rlexp.launch.folder import derived_sizes
 from rlexp.launch.stops import heard
@@ -15,9 +17,9 @@ from rlexp.launch.whereabouts import deaths
 from rlexp.sinks.base import Ending, Sink, Sinks
 from rlexp.sinks.baseline import Baseline
 from rlexp.sinks.console import ConsoleSink
-from rlexp.sinks.jsonl import JsonlSink, read_rows
+from rlexp.sinks.jsonl import JsonlSink
 from rlexp.sinks.names import new_id
-from rlexp.sinks.rollouts import ROLLOUTS, RolloutsSink
+from rlexp.sinks.rollouts import RolloutsSink
 from rlexp.train.loop import Position, last_step
 from rlexp.train.run import Run
 from rlexp.types import MetricRow

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench.curves import within
-from rlexp.compare.difference import compared
+from rlexp.curves.difference import compared
 from rlexp.sinks.wandb_read import read_offline
 from tests.runs import jobs_of, rows_of, run_json, steps_of
 from tests.slurm.conftest import brought_up

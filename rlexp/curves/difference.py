@@ -1,4 +1,4 @@
-"""How far two curves lie apart, and how far rounding may carry them."""
+"""How far two curves lie apart, and how far rounding may move them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 Column = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
 
-# What a layout may change: its own speed, memory and traffic. Everything else must not move.
+# Metrics of the layout itself (speed, memory, traffic), which may differ between layouts. No other metric may.
 OWN = (
     *("train/ring_tokens", "train/ring_bytes", "train/step_seconds", "train/tokens_per_second"),
     *("train/grad_acc", "train/micro_batches", "memory/", "parity/"),
@@ -21,12 +21,12 @@ LOSS_TOLERANCE = 1e-12  # relative, for loss and weights in float64; measured: s
 METRIC_TOLERANCE = (1e-9, 1e-11)  # relative and absolute, for the other metrics in float64
 LOSSES = ("train/loss", "eval/loss")
 SCORE = "train/objective/scores"  # of runs that draw their own samples, in the row of each rollout's first step
-# Relative, over 10 steps of model=tiny and every layout: docs/invariance.md. Other metrics are differences of large
-# numbers, and up to fifty times further apart.
+# Relative rounding, measured over 10 steps of model=tiny and every layout: docs/invariance.md. Other metrics are
+# differences of large numbers, and lie up to fifty times further apart.
 ROUNDING = {"fp64": 2.6e-14, "fp32": 4.0e-7, "bf16": 3.3e-3}
 OTHERS = 50.0
 MARGIN = 10.0  # times the noise floor: two roundings of one curve are no further apart
-LEAST = 1e-3  # of a metric's size: what a difference is taken relative to at least
+LEAST = 1e-3  # times a metric's root mean square: the smallest size that a difference is divided by
 SAMPLED = "train/policy/"  # metrics of runs that draw their own samples, and of no others
 EARLY = 100  # steps within which rounding cannot have grown beyond what was measured
 
@@ -36,10 +36,11 @@ def compared(name: str) -> bool:
 
 
 def least_size(metric: str, names: Iterable[str]) -> float:
-    """What a difference is taken relative to at least, in a run that has metrics of these names.
+    """Return the smallest size that a metric's difference is divided by, in a run that has metrics of these names.
 
-    A policy's loss is a mean of advantages, of size one, that cancel: wholly in the first step on a rollout, where it
-    is nothing but rounding. Its other metrics begin at zero too: for them the absolute tolerance of float64 is kept.
+    A policy's loss is a mean of advantages of size one, which cancel. In the first step on a rollout they cancel
+    wholly, and the loss is nothing but rounding. The other metrics of such a run begin at zero too: for them the least
+    size keeps the absolute tolerance of float64.
     """
     if not any(name.startswith(SAMPLED) for name in names):
         return 0.0
@@ -48,7 +49,7 @@ def least_size(metric: str, names: Iterable[str]) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one metric of two runs, at the steps that both have."""
+    """The difference between two runs in one metric, at the steps that both have."""
 
     steps: Steps
     relative: Column
@@ -56,14 +57,14 @@ class Difference:
     baseline: Column
 
     def worst(self) -> tuple[int, float] | None:
-        """Step and size of the largest."""
+        """Return the step and size of the largest difference."""
         if not len(self.steps):
             return None
         place = int(self.relative.argmax())
         return int(self.steps[place]), float(self.relative[place])
 
     def first_above(self, limit: float | Column) -> int | None:
-        """The place of the first difference beyond a limit, which may grow with the steps."""
+        """Return the place of the first difference above a limit. The limit may be one number or one for each step."""
         beyond = np.flatnonzero(~(self.relative <= limit))
         return int(beyond[0]) if len(beyond) else None
 
@@ -71,7 +72,7 @@ class Difference:
 def difference(
     steps: Steps, ours: Column, other_steps: Steps, other: Column, *, upto: int | None = None, least: float = 0.0
 ) -> Difference:
-    """At the steps that have a value in both, up to the last that is to be compared."""
+    """Compare two curves at the steps where both have a value, up to step `upto`."""
     common, mine, theirs = np.intersect1d(steps, other_steps, assume_unique=True, return_indices=True)
     a, b = ours[mine], other[theirs]
     there = ~(np.isnan(a) | np.isnan(b)) & (True if upto is None else common <= upto)
@@ -80,8 +81,10 @@ def difference(
 
 
 def relative(gap: Column, reference: Column, *others: Column, least: float = 0.0) -> Column:
-    """To the larger of the values, but never to less than a thousandth of the metric's root mean square. A metric that
-    changes its sign is near zero again and again: it is held against the whole of that."""
+    """Divide gaps by the larger of the values, but by no less than a thousandth of the metric's root mean square.
+
+    A metric that changes its sign passes near zero again and again: its gaps are divided by the whole root mean square.
+    """
     scale = np.max(np.abs(np.stack([reference, *others])), axis=0)
     if len(reference):
         size = np.sqrt(np.mean(reference * reference))
@@ -91,7 +94,7 @@ def relative(gap: Column, reference: Column, *others: Column, least: float = 0.0
 
 
 def on_steps(own: Steps, values: Column, steps: Steps) -> Column:
-    """A run's values at other steps, NaN where it has none."""
+    """Return a run's values at other steps, NaN where it has none."""
     placed = np.full(len(steps), np.nan)
     _, here, there = np.intersect1d(own, steps, assume_unique=True, return_indices=True)
     placed[there] = values[here]
@@ -99,13 +102,13 @@ def on_steps(own: Steps, values: Column, steps: Steps) -> Column:
 
 
 def estimated_floor(metric: str, precision: str, steps: Steps) -> Column:
-    """What rounding alone was measured to do elsewhere; it grows as the steps add up."""
+    """Estimate, for each step, how far rounding moves a metric: ROUNDING, growing with the steps."""
     size = ROUNDING.get(precision, ROUNDING["bf16"]) * (1.0 if metric in LOSSES else OTHERS)
     return np.asarray(size * np.maximum(1.0, steps / 10), dtype=np.float64)
 
 
 def within_rounding(metric: str, precision: str, steps: Steps) -> Column:
-    """How far apart two curves may be, by estimate, and be one. In float64 that is never less than what is promised."""
+    """Estimate how far apart two roundings of one curve may be. In float64 it is at least the promised tolerance."""
     limit = MARGIN * estimated_floor(metric, precision, steps)
     if precision == "fp64":
         limit = np.maximum(limit, LOSS_TOLERANCE if metric in LOSSES else METRIC_TOLERANCE[0])
@@ -113,8 +116,11 @@ def within_rounding(metric: str, precision: str, steps: Steps) -> Column:
 
 
 def measured_floor(noise: list[Difference], steps: Steps) -> Column | None:
-    """The largest difference up to each step of runs that differ in their micro-batch alone; the first ten steps have
-    one floor, since a single step may agree by chance. Beyond their last nothing is measured: NaN."""
+    """Return, for each step, the largest difference so far between runs that differ in their micro-batch alone.
+
+    The first ten steps have one floor, since a single step may agree by chance. After the last measured step the floor
+    is NaN.
+    """
     noise = [each for each in noise if len(each.steps)]
     if not noise:
         return None

@@ -1,0 +1,241 @@
+"""Whether the curves agree, in words, and the first place where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rlexp.compare.families import Families, Family
+from rlexp.compare.runs import Run
+from rlexp.compare.samples import coarsest, excused, inexcusable, named, remark
+from rlexp.curves.difference import (
+    EARLY,
+    LOSSES,
+    MARGIN,
+    Column,
+    Difference,
+    Steps,
+    compared,
+    difference,
+    estimated_floor,
+    least_size,
+    measured_floor,
+    within_rounding,
+)
+from rlexp.curves.rollouts import Apart
+
+AGREE, APART, UNPROVEN, NONE = "agree", "apart", "unproven", "none"
+
+
+@dataclass(frozen=True)
+class Floor:
+    """How far rounding moves a metric, by step."""
+
+    values: Column
+    kind: str
+    measured: npt.NDArray[np.bool_]  # by step; elsewhere it is estimated
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first step at which two curves are further apart than rounding moves them."""
+
+    step: int
+    metric: str
+    ours: float
+    theirs: float
+    measured: bool  # whether the noise floor at that step is measured, not estimated
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A run compared with its baseline."""
+
+    run: Run
+    baseline: Run
+    status: str
+    worst: float  # relative, over the losses
+    metric: str
+    step: int | None  # the step of the worst difference, or the first step that is apart
+    words: str
+    excused: Apart | None = None  # where rounding may have changed a sample: the runs are compared up to there
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of the whole comparison."""
+
+    status: str
+    headline: str
+    agreements: list[Agreement]
+
+    @property
+    def details(self) -> list[str]:
+        return [each.words for each in self.agreements]
+
+
+def between(run: Run, baseline: Run, metric: str) -> Difference:
+    """Compare one metric of two runs, up to the first sample that rounding may have changed."""
+    flipped = excused(run, baseline)
+    return difference(
+        run.steps,
+        run.column(metric),
+        baseline.steps,
+        baseline.column(metric),
+        upto=None if flipped is None else flipped.step - 1,
+        least=least_size(metric, run.columns),
+    )
+
+
+def floor_of(family: Family, metric: str, steps: Steps) -> Floor:
+    """Return the noise floor, measured where possible, else estimated.
+
+    Runs that differ from the baseline in their micro-batch or packing alone measure it. Noise larger than any rounding
+    does not count.
+    """
+    baseline = family.baseline
+    assert baseline is not None
+    precision = coarsest(family.runs)
+    estimate = estimated_floor(metric, precision, steps)
+    noise = [run for run in family.others() if is_noise(run, baseline)]
+    names = LOSSES if metric in LOSSES else (metric,)  # both losses together: the held-out loss has few values
+    measured = measured_floor([between(run, baseline, name) for run in noise for name in names], steps)
+    if measured is None:
+        nowhere = np.zeros(len(steps), dtype=np.bool_)
+        return Floor(estimate, f"estimated: {precision} rounding of a small model, growing with the steps", nowhere)
+    known = ~np.isnan(measured)
+    values = np.where(known, np.minimum(measured, within_rounding(metric, precision, steps)), estimate)
+    return Floor(values, f"measured: {', '.join(run.label for run in noise)}", known)
+
+
+def is_noise(run: Run, baseline: Run) -> bool:
+    """Whether a run has its baseline's layout, with another micro-batch or packing."""
+    same = all(run.sizes.get(key) == baseline.sizes.get(key) for key in ("world_size", "ring_size"))
+    precision = run.precision == baseline.precision
+    engine = run.config.get("engine") == baseline.config.get("engine")
+    layout = run.config.get("parallel") == baseline.config.get("parallel")
+    micro = run.sizes.get("micro_batch_size") != baseline.sizes.get("micro_batch_size")
+    packing = run.config.get("data", {}).get("packing") != baseline.config.get("data", {}).get("packing")
+    return bool(run.sizes) and same and precision and engine and layout and (micro or packing)
+
+
+def outcome_of(families: Families) -> Outcome:
+    """Compare every run with the baseline of its family."""
+    agreements = [
+        agreement_of(run, family)
+        for family in families.families
+        for run in family.others()
+        if family.baseline is not None and len(run.steps)
+    ]
+    if not agreements:
+        return Outcome(NONE, "There is nothing to compare: each run is an experiment of its own.", [])
+    status = next((s for s in (APART, UNPROVEN, NONE) if any(each.status == s for each in agreements)), AGREE)
+    return Outcome(status, _headline(status, agreements, families), agreements)
+
+
+def _headline(status: str, agreements: Sequence[Agreement], families: Families) -> str:
+    worst = max(agreements, key=lambda each: each.worst)
+    baselines = {id(each.baseline) for each in agreements}
+    curves = "one curve" if len(baselines) == 1 else f"{len(baselines)} curves, one per experiment"
+    lonely = [family.runs[0].label for family in families.families if len(family.runs) == 1]
+    besides = f" The only run of its experiment: {', '.join(lonely)}." if lonely else ""
+    partly = [each.run.label for each in agreements if len(each.run.steps) != len(each.baseline.steps)]
+    besides += f" Shorter or longer than its baseline: {', '.join(partly)}." if partly else ""
+    besides += _samples(agreements)
+    apart = "equal to the bit" if worst.worst == 0 else f"at most {worst.worst:.1e} apart, which is rounding"
+    match status:
+        case "agree":
+            upto = " up to the first sample that differs" if any(each.excused for each in agreements) else ""
+            count = len(agreements) + len(baselines)
+            return f"The {count} runs draw {curves}{upto}: their losses are {apart}.{besides}"
+        case "apart":
+            first = min((e for e in agreements if e.status == APART), key=lambda each: each.step or 0)
+            return f"The curves diverge. {first.words}"
+        case "unproven":
+            return f"The losses differ by up to {worst.worst:.1e}, more than the estimate for rounding.{besides}"
+    nothing = next((each.words for each in agreements if each.status == NONE and each.excused), None)
+    return nothing or "The runs have no step in common."
+
+
+def _samples(agreements: Sequence[Agreement]) -> str:
+    """Name the earliest run whose samples differ from its baseline's, and count the others."""
+    flipped = [(each.run, each.excused) for each in agreements if each.excused is not None]
+    if not flipped:
+        return ""
+    run, first = min(flipped, key=lambda each: each[1].step)
+    more = f" {len(flipped) - 1} more differ from there on or later." if len(flipped) > 1 else ""
+    return f" {run.label} has {remark(first)}.{more}"
+
+
+def agreement_of(run: Run, family: Family) -> Agreement:
+    """Compare a run's losses with its baseline's; in float64, every metric that a layout must not move."""
+    baseline = family.baseline
+    assert baseline is not None
+    precision = coarsest([run, baseline])
+    precise = precision == "fp64"
+    names = [name for name in run.columns if name in baseline.columns and compared(name)]
+    gaps = {name: between(run, baseline, name) for name in names if precise or name in LOSSES}
+    shared = max((len(gap.steps) for gap in gaps.values()), default=0)
+    flipped, other = excused(run, baseline), inexcusable(run, baseline)
+    samples = f" They have {remark(flipped)}." if flipped else f" And {named(other)}." if other else ""
+    if not shared:
+        words = f"{run.label} has no step in common with {baseline.label}."
+        if flipped is not None and len(np.intersect1d(run.steps, baseline.steps)):
+            words = f"{run.label} and {baseline.label} have nothing left to compare: {flipped.words}."
+        return Agreement(run, baseline, NONE, 0.0, "", None, words, flipped)
+    worst_name = max((name for name in gaps if name in LOSSES), key=lambda name: _size(gaps[name]), default=names[0])
+    worst = gaps[worst_name].worst() or (0, 0.0)
+    candidates = [_divergence(run, name, gap, family, precision) for name, gap in gaps.items()]
+    first = min((each for each in candidates if each is not None), key=lambda each: each.step, default=None)
+    if other is not None and (first is None or other.step <= first.step):
+        words = f"{run.label} diverges from {baseline.label} at step {other.step}: {named(other)}."
+        return Agreement(run, baseline, APART, worst[1], worst_name, other.step, words)
+    if first is None:
+        where = _where(run, baseline, shared) if flipped is None else f"at the {shared} steps compared"
+        words = f"{run.label} has the curve of {baseline.label} {where}: {_within(worst[1])}.{samples}"
+        return Agreement(run, baseline, AGREE, worst[1], worst_name, worst[0], words, flipped)
+    step, name = first.step, first.metric
+    surely = first.measured or precise or step <= EARLY
+    words = (
+        f"{run.label} diverges from {baseline.label} at step {step}: {name} is {first.ours:.9g}, the "
+        f"baseline's {first.theirs:.9g}."
+        if surely
+        else f"{run.label} differs from {baseline.label} by {_size(gaps[name]):.1e} in {name}, from step {step} on "
+        f"more than the estimate. To learn whether that is rounding, add a run with another train.micro_batch_size."
+    )
+    return Agreement(run, baseline, APART if surely else UNPROVEN, worst[1], name, step, words + samples, flipped)
+
+
+def _where(run: Run, baseline: Run, shared: int) -> str:
+    """Say which part of the curve both runs have."""
+    most = max(len(run.steps), len(baseline.steps))
+    return f"at all {shared} steps" if shared == most else f"at the {shared} steps they share, of {most}"
+
+
+def _within(size: float) -> str:
+    return "equal to the bit" if size == 0 else f"within {size:.1e}"
+
+
+def _size(gap: Difference) -> float:
+    return float(gap.relative.max(initial=0.0))
+
+
+def _divergence(run: Run, name: str, gap: Difference, family: Family, precision: str) -> Divergence | None:
+    """Return where a metric first differs by more than rounding.
+
+    A run that measures the noise is not compared with its own noise. Float64 has no noise but the promised tolerance.
+    """
+    assert family.baseline is not None
+    floor = floor_of(family, name, gap.steps)
+    limit = within_rounding(name, precision, gap.steps)
+    held = floor.measured & (precision != "fp64" and not is_noise(run, family.baseline))
+    # A floor measured over a few steps may be exactly zero.
+    limit = np.where(held, np.maximum(MARGIN * floor.values, limit / MARGIN), limit)
+    place = gap.first_above(limit)
+    if place is None:
+        return None
+    values = float(gap.ours[place]), float(gap.baseline[place])
+    return Divergence(int(gap.steps[place]), name, *values, bool(held[place]))
