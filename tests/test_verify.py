@@ -1,4 +1,4 @@
-"""`python -m rlexp.verify`: it passes what is right, and finds what is not; the defects stand in tests/faults.py."""
+"""`python -m rlexp.verify` passes what is right and finds what is not. The defects stand in tests/faults.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,67 +19,60 @@ import torch
 from rlexp.config.layouts import choose, heads_of
 from rlexp.config.load import compose_config
 from rlexp.errors import ModelError, NonFiniteError, UserError
-from rlexp.launch.local import run_ranks
 from rlexp.model.loading import byte_tokenizer
-from rlexp.prove import run as verifying
 from rlexp.prove import shrink, textbook
 from rlexp.prove.records import TokenPair
 from rlexp.prove.reference import Optimizer, answer_logps, load, own_blocks, softmax_attention
 from rlexp.prove.report import failure_in_words, report
 from rlexp.prove.run import Verification, exact, verify
-from tests.faults import FAULTS, Fault, faulty_rank, one
+from rlexp.prove.stages import STAGES
+from tests.faults import ALL_FAULTS, CHECK, FAST, FAULTS, FP64, LITTLE_MEMORY, Fault
+from tests.planted import quiet, verify_planted
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("launch.device=cpu", "logger=none", "data.size=24", "data.eval_size=0")
-# One of each kind that a defect in a ring can be; the others are left to `make check`.
-NAMED = {
-    "targets shifted after sharding", "not causal", "merged by the maximum", "divided by the accumulation again",
-    "replicas overlap", "reduced over the ring only", "positions do not restart", "beta is forgotten",
-    "replicated sums counted on every rank", "ZeRO-1 doubles the gradient",
-}  # fmt: skip
-
-
-def tier(number: int, fault: Fault) -> list[pytest.MarkDecorator]:
-    """The named ones in `make test`, one of six of the others in `make check`, and all in `make prove`."""
-    if fault.name in NAMED:
-        return []
-    return [pytest.mark.slow] if number % 6 == 0 else [pytest.mark.slow, pytest.mark.prove]
-
-
-def quiet(_line: str) -> None:
-    """Progress is of no interest here."""
 
 
 def verified(*overrides: str, steps: int = 2, base: tuple[str, ...] = SMALL) -> Verification:
     return verify(compose_config([*base, *overrides]), steps, quiet)
 
 
-@pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """From here on every rank that is started has the defect."""
-
-    def plant(fault: Fault) -> None:
-        def start(target: Any, world_size: int, args: Sequence[Any] = (), **options: Any) -> list[Any]:
-            return run_ranks(faulty_rank, world_size, (fault, target, args), **options)
-
-        monkeypatch.setattr(verifying, "run_ranks", start)
-
-    return plant
-
-
 # ---- it finds what is wrong ----
 
 
+def tier(fault: Fault) -> list[pytest.MarkDecorator]:
+    if fault.name in FAST:
+        return []
+    return [pytest.mark.slow] if fault.name in CHECK else [pytest.mark.slow, pytest.mark.prove]
+
+
+def test_every_stage_and_room_has_a_defect_in_the_fast_tiers() -> None:
+    def kinds(faults: Iterable[Fault]) -> set[tuple[str, str]]:
+        return {(fault.stage, fault.room) for fault in faults}
+
+    fast = kinds(ALL_FAULTS[name] for name in FAST)
+    assert {stage for stage, _ in fast} == set(STAGES)
+    assert {room for _, room in fast} == {fault.room for fault in FAULTS}
+    assert fast | kinds(ALL_FAULTS[name] for name in CHECK) == kinds(FAULTS)
+
+
 def test_every_defect_can_be_planted() -> None:
-    """Its text stands once in the product, also where the defect is tried in a longer tier only."""
-    for fault in FAULTS:
-        assert fault.changed()
+    """Its target is there, and uses what is changed in it, also where the defect is tried in a longer tier only."""
+    assert len(ALL_FAULTS) == len(FAULTS) + 1, "two defects have the same name"
+    for fault in ALL_FAULTS.values():
+        undo = fault.plant(lambda: None)
+        undo()
 
 
-@pytest.mark.parametrize("fault", [pytest.param(f, id=f.name, marks=tier(n, f)) for n, f in enumerate(FAULTS)])
-def test_a_defect_is_found_and_its_room_named(fault: Fault, planted: Any) -> None:
-    planted(fault)
-    verdict = verify(compose_config(fault.overrides), 2, quiet)
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("references")
+
+
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name, marks=tier(fault)) for fault in FAULTS])
+def test_a_defect_is_found_and_its_room_named(fault: Fault, references: Path) -> None:
+    verdict, reached = verify_planted(fault, references)
+    assert reached, "not reached: nothing calls what the defect replaces"
     failure = verdict.failure
     assert failure is not None, "not found"
     assert (failure.stage, failure.room) == (fault.stage, fault.room), failure_in_words(failure)
@@ -89,18 +82,30 @@ def test_a_defect_is_found_and_its_room_named(fault: Fault, planted: Any) -> Non
 
 
 def test_the_command_fails_on_a_broken_copy_of_the_package(tmp_path: Path) -> None:
-    """The whole program as it is installed, with one line changed on disk."""
-    fault = next(f for f in FAULTS if f.name == "summed, not averaged")
+    """The whole program as it is installed, with one function changed on disk."""
     for folder in ("rlexp", "conf", "launchers", "sweeps"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "rlexp" / fault.file).write_text(fault.changed(), encoding="utf-8")
-    done = command(tmp_path, *fault.overrides, "--steps", "1", "--json", "out.json", package=tmp_path)
+    with (tmp_path / "rlexp" / "engine" / "plain.py").open("a", encoding="utf-8") as engine:
+        engine.write(SUMMED)
+    done = command(tmp_path, *FP64, "--steps", "1", "--json", "out.json", package=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "FAIL at step 1, in float64: the first difference is in the gradient." in done.stdout
     assert "all are 4.000 times too large" in done.stdout
     assert "Look in rlexp/engine/" in done.stdout
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert (found["passed"], found["failure"]["room"]) == (False, "rlexp/engine/")
+
+
+SUMMED = """
+
+def _summed(self, right=PlainEngine._reduce):
+    right(self)
+    for master in self.masters.values():
+        master.grad *= self.world.size
+
+
+PlainEngine._reduce = _summed
+"""
 
 
 # ---- it passes what is right ----
@@ -205,17 +210,25 @@ def test_a_long_pair_passes_on_a_ring_of_four(shared: Path, tmp_path: Path) -> N
 # ---- the reference stands on its own ----
 
 
+# What the reference imports of rlexp: the schema, the text of generated rows, the float64 mode, and its own records.
+OF_REFERENCE = {"rlexp.config.schema", "rlexp.data", "rlexp.errors", "rlexp.model.float64", "rlexp.prove",
+                "rlexp.prove.records"}  # fmt: skip
+
+
 def test_the_reference_shares_nothing_with_what_it_judges() -> None:
-    """Of rlexp it imports the schema, the text of generated rows, the float64 mode, and its own records."""
-    allowed = {"rlexp.config.schema", "rlexp.data", "rlexp.errors", "rlexp.model.float64", "rlexp.prove",
-               "rlexp.prove.records"}  # fmt: skip
     for name in ("reference", "textbook", "records"):
         tree = ast.parse((ROOT / "rlexp" / "prove" / f"{name}.py").read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlexp"):
-                assert node.module in allowed, f"{name}: {node.module}"
+                assert node.module in OF_REFERENCE, f"{name}: {node.module}"
                 if node.module == "rlexp.data":
                     assert [alias.name for alias in node.names] == ["synthetic"]
+
+
+def test_no_defect_reaches_the_reference() -> None:
+    """One without a defect then stands for all defects of a configuration."""
+    planted = {f"rlexp.{fault.target.partition(':')[0]}" for fault in FAULTS}
+    assert not planted & {*OF_REFERENCE, "rlexp.data.synthetic", "rlexp.prove.reference", "rlexp.prove.textbook"}
 
 
 @pytest.mark.parametrize(
@@ -330,11 +343,11 @@ def test_a_pretrained_model_keeps_its_first_layers(shared: Path, tmp_path: Path)
     assert all(torch.equal(weight, large[name]) for name, weight in small.items())
 
 
-def test_a_shrunk_model_is_verified_and_said_to_be_shrunk(planted: Any) -> None:
-    planted(one("little memory", "prove/shrink.py", '    free = int(facts["MemAvailable"].split()[0]) * 1024',
-                "    free = 120_000_000", "", ""))  # fmt: skip
-    cfg = compose_config([*SMALL, "model.layers=6", "train.precision=fp64", "parallel=ring2", "data.max_length=300"])
-    verdict = verify(cfg, 1, quiet)
+def test_a_shrunk_model_is_verified_and_said_to_be_shrunk(references: Path) -> None:
+    overrides = [*SMALL, "model.layers=6", "train.precision=fp64", "parallel=ring2", "data.max_length=300"]
+    cfg = compose_config(overrides)
+    verdict, reached = verify_planted(LITTLE_MEMORY, references, overrides=overrides, steps=1)
+    assert reached
     assert verdict.passed, failure_in_words(verdict.failure)
     assert 2 <= verdict.plan.layers < 6
     assert f"shrunk: the model's first {verdict.plan.layers} of 6 layers" in report(cfg, verdict)

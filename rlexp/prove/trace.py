@@ -60,8 +60,10 @@ def trace(rank: int, job: Job) -> Trace:
     except NonFiniteError as error:  # on all ranks; the values before it are recorded
         recorder.trace.stopped = str(error)
         recorder.log({"step": recorder.number})
-    for step in recorder.trace.steps:
-        step.planned = tuple(task.micro_batches(task.batch(int(step.row["step"]))))
+    world = task.run.world
+    for step in recorder.trace.steps:  # by the sampler alone: the task is what is judged
+        batch = task.sampler.batch(int(step.row["step"]))
+        step.planned = tuple(batch.micro_batches(world.replica, world.dp_size, job.cfg.train.micro_batch_size))
     return recorder.trace
 
 
