@@ -1,10 +1,10 @@
-"""The engines against the plain one in float64: gradients, and twenty steps.
+"""Compare the engines with the plain one in float64: gradients, and twenty steps.
 
 python -m bench.engines                         print it
 python -m bench.engines --write docs/invariance.md
 
-Gradients are taken with SGD and without clipping, since both Adam and clipping hide a wrong scale: of a train batch in
-1, 2 and 5 micro-batches, and of the epoch's short last one, whose micro-batches are uneven.
+Gradients are taken with SGD and without clipping, since Adam and clipping both hide a wrong scale. They are those of a
+train batch in 1, 2 and 5 micro-batches, and of the epoch's short last batch, whose micro-batches are uneven.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def gradient_table() -> tuple[str, list[str]]:
     cases = [Case(*kind, *layout, acc) for kind in KINDS for layout in LAYOUTS for acc in ACCUMULATIONS]
     apart = gradient_differences(cases)
     lines = [
-        "### Gradients in float32, SGD, no clipping\n\nThe largest ‖a − b‖ / ‖a‖ of any parameter's gradient, over 1, "
+        "### Gradients in float32, SGD, no clipping\n\nThe largest ‖a − b‖ / ‖a‖ of any parameter's gradient, for 1, "
         f"2 and 5 micro-batches of a batch of {BATCH} and of the short batch of {TAIL} after it.\n",
         f"| engine | {' | '.join(f'ring {ring} × {replicas}' for ring, replicas in LAYOUTS)} |",
         f"| --- |{' ---: |' * len(LAYOUTS)}",
@@ -114,8 +114,8 @@ def gradient_table() -> tuple[str, list[str]]:
 
 def gradient_differences(cases: Sequence[Case]) -> dict[Case, float]:
     exact = _gradients([EXACT])[EXACT]
-    found = _gradients(cases)
-    return {case: max(_gap(a, b) for a, b in zip(exact, found[case], strict=True)) for case in cases}
+    gradients = _gradients(cases)
+    return {case: max(_gap(a, b) for a, b in zip(exact, gradients[case], strict=True)) for case in cases}
 
 
 def _gap(one: dict[str, npt.NDArray[np.float64]], other: dict[str, npt.NDArray[np.float64]]) -> float:
@@ -124,13 +124,13 @@ def _gap(one: dict[str, npt.NDArray[np.float64]], other: dict[str, npt.NDArray[n
 
 def _gradients(cases: Sequence[Case]) -> dict[Case, Gradients]:
     prepare_environment("cpu")
-    found: dict[Case, Gradients] = {}
+    gradients: dict[Case, Gradients] = {}
     for world_size in sorted({case.ring_size * case.replicas for case in cases}):
         some = [case for case in cases if case.ring_size * case.replicas == world_size]
         configs = [compose_config([*COMMON, *PLAIN, *case.overrides()]) for case in some]
         drawn = run_ranks(gradients_rank, world_size, (configs,), preload=(*PRELOAD, "deepspeed"), timeout=1800.0)[0]
-        found |= dict(zip(some, drawn, strict=True))
-    return found
+        gradients |= dict(zip(some, drawn, strict=True))
+    return gradients
 
 
 def gradients_rank(place: Place, configs: Sequence[Config]) -> list[Gradients] | None:
@@ -139,19 +139,19 @@ def gradients_rank(place: Place, configs: Sequence[Config]) -> list[Gradients] |
     from rlexp.train.step import train_step
 
     join(place, "cpu", 300.0)
-    found = []
+    gradients: list[Gradients] = []
     for config in configs:
         task = build(config)
         spy = SpyEngine(task.run.engine)
         task.run = dataclasses.replace(task.run, engine=spy)
         for step in (1, 2):
             train_step(task, step)
-        found.append([{name: grad.numpy() for name, grad in kept.items()} for kept in spy.kept])
-    return found if place.rank == 0 else None
+        gradients.append([{name: grad.numpy() for name, grad in kept.items()} for kept in spy.kept])
+    return gradients if place.rank == 0 else None
 
 
 class SpyEngine:
-    """An engine that keeps the whole gradient of each step before it is used up."""
+    """An engine that keeps the whole gradient of each step before it takes the step."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -166,11 +166,11 @@ class SpyEngine:
 
 
 def curve_table() -> str:
-    """Twenty AdamW steps, clipping active and not."""
+    """Twenty AdamW steps, with and without clipping."""
     layouts = ((1, 2), (2, 2), (4, 1))
     lines = [
-        f"### {STEPS} AdamW steps in float32\n\nThe largest relative difference of the loss at any step to `torch` in "
-        "float64, one process; clipped at 0.5 (every step is) and not at all.\n",
+        f"### {STEPS} AdamW steps in float32\n\nThe largest relative difference of the loss, over all steps, to "
+        "`torch` in float64 in one process; clipped at 0.5 (every step is clipped) and not clipped.\n",
         f"| engine | {' | '.join(f'ring {r} × {n}, {c}' for r, n in layouts for c in ('clipped', 'not'))} |",
         f"| --- |{' ---: |' * (2 * len(layouts))}",
     ]
@@ -185,7 +185,7 @@ def curve_table() -> str:
 
 
 def bf16_table() -> str:
-    """Each engine in bfloat16 on a ring of 2 × 2, and how far bfloat16 is from float64 anyway."""
+    """Each engine in bfloat16 on a ring of 2 × 2, beside the difference of bfloat16 to float64."""
     kinds = [kind for kind in KINDS if kind[1] != "optimizer"]
     configs = [_adam(dataclasses.replace(EXACT, precision="bf16", accumulation=acc), "1") for acc in (1, 2, 5)]
     configs += [_adam(Case(*kind, 2, 2, 2, "bf16"), "1") for kind in kinds]
@@ -193,8 +193,9 @@ def bf16_table() -> str:
     one, two, five, *others = draw(configs)
     floor = max(_loss_gap(one, two), _loss_gap(one, five))
     lines = [
-        f"### {STEPS} AdamW steps in bfloat16\n\nRing 2 × 2 against one process in bfloat16. The noise floor, the same "
-        f"process with another micro-batch: {floor:.1e}; bfloat16 against float64: {_loss_gap(exact, one):.1e}.\n",
+        f"### {STEPS} AdamW steps in bfloat16\n\nRing 2 × 2 against one process in bfloat16. The noise floor (one "
+        f"process with another micro-batch size) is {floor:.1e}; bfloat16 differs from float64 by "
+        f"{_loss_gap(exact, one):.1e}.\n",
         "| engine | loss |",
         "| --- | ---: |",
     ]

@@ -1,9 +1,9 @@
-"""The invariance tables: the same run on every layout, in float64 and in float32; and runs that draw their samples.
+"""Measure the invariance tables: the same run on every layout, in float64 and float32, and runs that draw samples.
 
 python -m bench.invariance                       print it
 python -m bench.invariance --write docs/invariance.md
-python -m bench.invariance --only layouts        of every layout, in float64, float32 and bfloat16
-python -m bench.invariance --only rollouts       of the runs that draw their own samples alone
+python -m bench.invariance --only layouts        every layout, in float64, float32 and bfloat16
+python -m bench.invariance --only rollouts       the runs that draw their own samples
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.invariance", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--write", type=Path, help="put the tables into this page, between their markers")
-    parser.add_argument("--only", choices=[*TABLES], help="these tables alone")
+    parser.add_argument("--only", choices=[*TABLES], help="only these tables")
     options = parser.parse_args()
     broken = []
     for name, made in TABLES.items():
@@ -43,8 +43,8 @@ def pairs(page: Path | None) -> list[str]:
     float64, broken = table("fp64")
     float32, _ = table("fp32")
     text = (
-        f"{STEPS} optimizer steps of `model=tiny`, batch 8. Each row is the largest relative difference, of any step "
-        f"and any of its micro-batches,\nto one process with micro-batch 1, packed. "
+        f"{STEPS} optimizer steps of `model=tiny`, batch 8. Each row has the largest relative difference, over all "
+        f"steps and its micro-batch sizes,\nto one process with micro-batch 1, packed. "
         f"{signature('bench.invariance')}\n\n"
         f"### float64 (`engine=torch`)\n\n{float64}\n\n### float32 (`engine=zero1`)\n\n{float32}"
     )
@@ -55,14 +55,14 @@ def pairs(page: Path | None) -> list[str]:
 
 
 def layouts(page: Path | None) -> list[str]:
-    """Every layout of a ring. In float32 and bfloat16 beside the noise floor: one process, other micro-batches."""
+    """Every layout of a ring; in float32 and bfloat16 beside the noise floor, one process with other micro-batches."""
     floor = replace(BASELINE, micro_batch_size=4)
     grid = [floor, *layout_cases()[1:]]
-    found, broken = [], []
+    by_precision, broken = [], []
     for precision in ("fp64", "fp32", "bf16"):
         configs = [compose_config([*BASE, f"train.precision={precision}", *c.overrides()]) for c in (BASELINE, *grid)]
         baseline, *curves = draw(configs)
-        found.append([differences(baseline, curve) for curve in curves])
+        by_precision.append([differences(baseline, curve) for curve in curves])
         if precision == "fp64":
             broken = [f"{case.label}: {each}" for case, curve in zip(grid, curves, strict=True)
                       for each in excesses(baseline, curve)]  # fmt: skip
@@ -71,7 +71,7 @@ def layouts(page: Path | None) -> list[str]:
         "| bf16: train/loss | grad_norm |",
         f"| --- | --- |{' ---: |' * 7}",
     ]
-    for case, fp64, fp32, bf16 in zip(grid, *found, strict=True):
+    for case, fp64, fp32, bf16 in zip(grid, *by_precision, strict=True):
         other = max(apart for name, apart in fp64.items() if name not in ("train/loss", "weights"))
         cells = [fp64["train/loss"], fp64["weights"], other]
         cells += [apart[name] for apart in (fp32, bf16) for name in ("train/loss", "train/grad_norm")]
@@ -124,10 +124,10 @@ def _markdown(grid: list[Case], curves: list[Curve]) -> str:
         f"| ring × replicas | micro-batches | {' | '.join(SHOWN)} | any other metric |",
         f"| --- | --- |{' ---: |' * (len(SHOWN) + 1)}",
     ]
-    for (ring_size, dp_size, packing), found in rows.items():
-        worst = {name: max(apart[name] for _, apart in found) for name in found[0][1]}
+    for (ring_size, dp_size, packing), here in rows.items():
+        worst = {name: max(apart[name] for _, apart in here) for name in here[0][1]}
         name, other = max(((n, d) for n, d in worst.items() if n not in SHOWN), key=lambda pair: pair[1])
-        micros = ", ".join(str(case.micro_batch_size) for case, _ in found)
+        micros = ", ".join(str(case.micro_batch_size) for case, _ in here)
         cells = " | ".join(f"{worst[shown]:.1e}" for shown in SHOWN)
         packed = "packed" if packing else "padded"
         lines.append(f"| {ring_size} × {dp_size}, {packed} | {micros} | {cells} | {other:.1e} ({name}) |")

@@ -1,11 +1,11 @@
-"""The resume matrix: a run is stopped on one layout and goes on upon another, for every pair of them.
+"""Measure the resume matrix: a run stops on one layout and resumes on another, for every pair of layouts.
 
 python -m bench.resume                          print it
 python -m bench.resume --write docs/invariance.md
 
-Each engine that computes in float64 is held to the tolerances of the curves; the others, in float32, to rounding,
-beside the noise floor: how far the undisturbed curves of the same layouts lie apart. The stop comes in the first step,
-at the edge of an epoch, somewhere, and before the last step, in turn; one chain is stopped after every single step.
+Engines that compute in float64 must meet the tolerances of the curves. The others, in float32, may differ by ten times
+the noise floor: the difference of undisturbed runs on the same layouts. Runs stop in turn in the first step, at the end
+of an epoch, within an epoch and before the last step. One chain stops after every single step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BASE = (
     ),
     *("checkpoint.export=false", "checkpoint.save_every=null", "train.eval_every=3", "checkpoint.keep_last=99"),
 )
-STOPS = (1, EPOCH, 4, STEPS - 1)  # in the first step, at the edge of an epoch, in the midst, before the last
+STOPS = (1, EPOCH, 4, STEPS - 1)  # after the first step, at the end of an epoch, within one, before the last step
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ def main() -> int:
         exact, broken = matrix(FLOAT64, Path(place) / "fp64")
         rounded, wide = matrix(FLOAT32, Path(place) / "fp32")
     text = (
-        f"{STEPS} steps of `model=tiny`, batch 8, 3 steps an epoch. A row is where the run was stopped, a column where "
-        f"it went on; the value\nis the largest relative difference of the loss, at any step, to the undisturbed run "
-        f"of one process. {signature('bench.resume')}\n\n### float64\n\n{exact}\n\n### float32\n\n{rounded}"
+        f"{STEPS} steps of `model=tiny`, batch 8, 3 steps per epoch. Rows: the layout on which the run stopped; "
+        f"columns: the layout on which it resumed. The value\nis the largest relative difference of the loss, over all "
+        f"steps, to the undisturbed run of one process. {signature('bench.resume')}\n\n### float64\n\n{exact}\n\n### float32\n\n{rounded}"
     )
     print(text)
     if options.write:
@@ -110,7 +110,7 @@ def matrix(places: Sequence[Where], work: Path) -> tuple[str, list[str]]:
     chained = chain(places, work / "chain")
     broken += [f"a stop after every step: {fault}" for fault in faults(baseline, chained, places[0], floor)]
     lines = [
-        f"| stopped \\ went on | {' | '.join(where.label for where in places)} |",
+        f"| stopped \\ resumed | {' | '.join(where.label for where in places)} |",
         f"| --- |{' ---: |' * len(places)}",
     ]
     for one in places:
@@ -121,7 +121,7 @@ def matrix(places: Sequence[Where], work: Path) -> tuple[str, list[str]]:
 
 
 def faults(baseline: Curve, curve: Curve, where: Where, floor: float) -> Iterator[str]:
-    """float64 to the tolerances of the curves; float32 to ten times what undisturbed layouts differ by."""
+    """Yield differences beyond the curves' tolerances in float64, or beyond ten times the noise floor in float32."""
     if [row["step"] for row in curve.rows] != list(range(1, STEPS + 1)):
         yield f"its steps are {[row['step'] for row in curve.rows]}"
     elif where.precision == "fp64":
@@ -135,14 +135,14 @@ def faults(baseline: Curve, curve: Curve, where: Where, floor: float) -> Iterato
 
 
 def chain(places: Sequence[Where], run_dir: Path) -> Curve:
-    """One run, stopped after every step, each step on the next layout."""
+    """One run that stops after every step; each step runs on the next layout."""
     for where in itertools.islice(itertools.cycle(places), STEPS):
         run(where, run_dir, "train.stop_after=1")
     return curve_of(run_dir)
 
 
 def run(where: Where, run_dir: Path, *more: str) -> Path:
-    """Begin, or go on with, the run in a folder: what the command line does, without a process of its own."""
+    """Start or resume the run in a folder, as the command line does, but in this process."""
     cfg = compose_config([*BASE, *where.overrides(), *more])
     prepare_environment("cpu")
     folder.enter(cfg, run_dir)

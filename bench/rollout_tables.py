@@ -1,4 +1,4 @@
-"""The tables of runs that draw their own samples: on every layout, and with every algorithm on two of them."""
+"""Tables of runs that draw their own samples: every layout, and every algorithm on two layouts."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ def rollout_tables() -> tuple[str, list[str]]:
     by_layout, broken = layout_table()
     by_variant, more = variant_table()
     text = (
-        f"{STEPS} optimizer steps of PPO on `model=tiny` in float64, rollouts of 8 prompts × 2 samples that serve 2 "
-        f"epochs × 2 train batches of 8.\nThe same tokens are drawn for every sample on every layout, or the layout is "
-        f"listed as broken; differences are to one process,\nmicro-batch 1, 16 drawn and 8 scored at once.\n\n"
+        f"{STEPS} optimizer steps of PPO on `model=tiny` in float64; a rollout of 8 prompts × 2 samples serves 2 "
+        f"epochs × 2 train batches of 8.\nEvery layout draws the same tokens for every sample, or is listed as broken. "
+        f"Differences are to one process, micro-batch 1,\n16 drawn and 8 scored at once.\n\n"
         f"#### Every layout\n\n{by_layout}\n\n#### Every algorithm, on ring 2 × 2\n\n{by_variant}"
     )
     return text, [*broken, *more]
 
 
 def layout_table() -> tuple[str, list[str]]:
-    """A row per metric: the largest difference on any layout, where it was, and what share of the tolerance it is."""
+    """A row per metric: the largest difference on any layout, its share of the tolerance, and the layout."""
     cases = rollout_cases()
     baseline, *curves = draw([config_of(case) for case in cases])
-    found = dict(zip(cases[1:], curves, strict=True))
-    broken = [f"{case.label}: {excess}" for case, curve in found.items() for excess in excesses(baseline, curve)]
-    if broken:  # what is compared may not even have the same samples
+    by_case = dict(zip(cases[1:], curves, strict=True))
+    broken = [f"{case.label}: {excess}" for case, curve in by_case.items() for excess in excesses(baseline, curve)]
+    if broken:  # the runs may not even have the same samples
         return "(broken)", broken
-    apart = {case: shares(baseline, curve) for case, curve in found.items()}
+    apart = {case: shares(baseline, curve) for case, curve in by_case.items()}
     names = next(iter(apart.values()))
     lines = ["| metric | largest difference | share of the tolerance | on |", "| --- | ---: | ---: | --- |"]
     for name in names:
         worst = max(apart, key=lambda case: apart[case][name][1])
         most = max(each[name][0] for each in apart.values())
         lines.append(_row(name, most, apart[worst][name][1], worst.label if most else ""))
-    worst = max(found, key=lambda case: weight_difference(baseline, found[case]))
-    lines.append(f"| final weights, relative | {weight_difference(baseline, found[worst]):.1e} | | {worst.label} |")
+    worst = max(by_case, key=lambda case: weight_difference(baseline, by_case[case]))
+    lines.append(f"| final weights, relative | {weight_difference(baseline, by_case[worst]):.1e} | | {worst.label} |")
     return "\n".join(lines), broken
 
 
@@ -53,7 +53,7 @@ def _row(name: str, most: float, share: float, where: str) -> str:
 
 
 def variant_table() -> tuple[str, list[str]]:
-    """A row per variant: samples' advantages, the loss, the weights, and the metric that comes closest to its limit."""
+    """A row per variant: differences of loss, advantages and weights, and the metric closest to its limit."""
     curves = draw([config_of(case, *more) for more in VARIANTS.values() for case in ROLLOUT_PAIR])
     broken, lines = [], [
         "| run | overrides | loss | advantages | weights, relative | nearest to its limit |",
@@ -61,9 +61,9 @@ def variant_table() -> tuple[str, list[str]]:
     ]  # fmt: skip
     for number, (label, more) in enumerate(VARIANTS.items()):
         one, other = curves[2 * number : 2 * number + 2]
-        found = [f"{label}: {excess}" for excess in excesses(one, other)]
-        broken += found
-        lines.append(f"| {label} | `{' '.join(more)}` | {'(broken) | | | ' if found else _cells(one, other)} |")
+        wrong = [f"{label}: {excess}" for excess in excesses(one, other)]
+        broken += wrong
+        lines.append(f"| {label} | `{' '.join(more)}` | {'(broken) | | | ' if wrong else _cells(one, other)} |")
     return "\n".join(lines), broken
 
 
