@@ -1,13 +1,13 @@
-"""The work of every layout over one flash call, how well N ranks share it, and its error in bfloat16, in one run.
+"""Measure each layout's work relative to one flash call, how evenly N ranks share it, and its error in bfloat16.
 
     python -m bench.attention                       print the tables; 30 minutes on a quiet core
     python -m bench.attention --write docs/attention.md
     python -m bench.attention --only work           or packed, or errors
 
-Without communication: each rank is played alone by bench.simulate, all after the other on one core. Times are
-seconds of the thread, not of the clock, and of each piece of work the least of several rounds. A round has all layouts,
-all ranks, and one call of `scaled_dot_product_attention`, so that a machine that is slow for a while is slow for all of
-them. A maximum over ranks in every step gathers what noise is left: fewer rounds give lower efficiencies.
+There is no communication: bench.simulate runs each rank alone, one after the other on one core. Times are CPU seconds of
+the thread, the shortest of several rounds for each piece of work. A round contains all layouts, all ranks and one call of
+`scaled_dot_product_attention`, so that a slow phase of the machine slows all of them. The maximum over ranks in every step
+collects the remaining noise: fewer rounds give lower efficiencies.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
         prog="python -m bench.attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", type=Path, help="put the tables into this page, between its markers")
-    parser.add_argument("--only", choices=TABLES, help="one table alone")
+    parser.add_argument("--only", choices=TABLES, help="only this table")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -78,7 +78,7 @@ class Case:
 
 
 def cases(rings: Sequence[int]) -> list[Case]:
-    """A hybrid of as many ranks as share out the heads is Ulysses."""
+    """All layouts on all rings. A hybrid whose inner ring is the whole ring is Ulysses."""
     names = ("zigzag", "contiguous", "allgather", "ulysses", "hybrid")
     return [Case(name, ring) for name in names for ring in rings if name != "hybrid" or ring > INNER]
 
@@ -95,28 +95,27 @@ class Measured:
         return sum(rank.seconds() for rank in self.ranks) / alone
 
     def efficiency(self, alone: float) -> float:
-        """The time that each of so many ranks would have, were there nothing but one call's work, over what the ring
-        takes."""
+        """The time of each rank if one call's work were shared evenly, divided by the ring's time."""
         return alone / self.case.ring_size / in_ring([rank.steps for rank in self.ranks])
 
 
 def measure(lengths: Sequence[int], dtype: torch.dtype, rings: Sequence[int]) -> tuple[OneCall, list[Measured]]:
-    sizes, once, found = Sizes(HEADS, HEADS, SIZE, dtype, CPU), OneCall(lengths, dtype), []
+    sizes, once, played = Sizes(HEADS, HEADS, SIZE, dtype, CPU), OneCall(lengths, dtype), []
     for case in cases(rings):
         layout = get_layout(case.layout, case.inner)
         segments = packed(lengths, layout.multiple(case.ring_size))
         ranks = range(case.ring_size)
-        found.append((case, [Alone(layout, segments, case.ring_size, rank, CpuFlash(), sizes) for rank in ranks]))
+        played.append((case, [Alone(layout, segments, case.ring_size, rank, CpuFlash(), sizes) for rank in ranks]))
     for _ in range(ROUNDS + 1):
         once.play()
-        for _, alone in found:
+        for _, alone in played:
             for rank in alone:
                 rank.play()
-    return once, [Measured(case, [rank.trace() for rank in alone]) for case, alone in found]
+    return once, [Measured(case, [rank.trace() for rank in alone]) for case, alone in played]
 
 
 class OneCall:
-    """The flash attention that torch has, forward and backward, of one sequence after the other.
+    """torch's flash attention, forward and backward, one sequence after the other.
 
     A long one is also played head by head, as the kernel goes through them on one thread, and pass by pass: so that the
     least of several rounds is that of pieces, as it is of a rank's work. That sum is what all is held to; the best of
@@ -139,7 +138,7 @@ class OneCall:
         self.rounds.append([seconds for piece in self.pieces for seconds in flash_timed(piece, clock)])
 
     def seconds(self) -> float:
-        """As for a rank, the first round is not counted."""
+        """The shortest seconds, without the first round."""
         return sum(map(min, zip(*self.rounds[1:], strict=True)))
 
     def whole(self) -> float:
@@ -147,7 +146,7 @@ class OneCall:
 
 
 def flash_timed(inputs: Sequence[Tensor], clock: Clock) -> tuple[float, float]:
-    """Seconds of both passes."""
+    """Seconds of the forward and the backward pass."""
     began = clock.mark()
     out, leaves = flash_forward(*inputs[:3])
     passed = clock.mark()
@@ -182,7 +181,7 @@ def work() -> str:
     columns = [measure(LONG, dtype, RINGS) for dtype in dtypes]
     lines = ["| layout | ring | work, float32 | efficiency | work, bfloat16 | efficiency |",
              "| --- | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
-    for pair in zip(*(found for _, found in columns), strict=True):
+    for pair in zip(*(measured for _, measured in columns), strict=True):
         cells = [shared(each, once) for each, (once, _) in zip(pair, columns, strict=True)]
         lines.append(f"| {pair[0].case.name} | {pair[0].case.ring_size} | " + " | ".join(cells) + " |")
     seconds = ", ".join(
@@ -205,9 +204,9 @@ def shared(each: Measured, once: OneCall) -> str:
 
 
 def mix() -> str:
-    once, found = measure(MIX, torch.float32, RINGS[-1:])
+    once, measured = measure(MIX, torch.float32, RINGS[-1:])
     lines = ["| layout | ring | work | efficiency |", "| --- | ---: | ---: | ---: |"]
-    lines += [f"| {each.case.name} | {each.case.ring_size} | {shared(each, once)} |" for each in found]
+    lines += [f"| {each.case.name} | {each.case.ring_size} | {shared(each, once)} |" for each in measured]
     return (
         f"### A packed mix\n\n"
         f"One pair of SQuALITY and {len(HH) // 2} of HH-RLHF in one pack: {len(MIX)} sequences of {min(MIX)} to "
@@ -247,14 +246,14 @@ def rows_of_errors(lengths: Sequence[int], kv_heads: int) -> list[str]:
         layout = get_layout(case.layout, case.inner)
         assert layout.multiple(multiple) == multiple
         got = whole_ring(layout, segments, multiple, CpuFlash(), sizes, inputs)
-        found = error([x[: sum(lengths)] for x in got], true)
-        cells = (f"{value:.1e} ({value / known:.2f})" for value, known in zip(found, once, strict=True))
+        errors_of_layout = error([x[: sum(lengths)] for x in got], true)
+        cells = (f"{value:.1e} ({value / known:.2f})" for value, known in zip(errors_of_layout, once, strict=True))
         lines.append(f"| {case.name} | | | " + " | ".join(cells) + " |")
     return lines
 
 
 def full(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """In float64, with the whole score matrix, by nothing that the kernels use."""
+    """Attention and its gradients in float64 with the whole score matrix, without any code of the kernels."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
     keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, keys) * SIZE**-0.5

@@ -1,9 +1,9 @@
-"""The worked case of the field's bug report, as a picture: what others log, and what is logged here.
+"""Draw the picture of the bug report: the loss that others log beside the loss that rlexp logs.
 
     python -m bench.bug_report --write docs/why.png
 
-Eight ranks, batch 8, three layouts of the very same training: ring 1 with micro-batch 1, ring 8 with micro-batch 1,
-ring 8 with micro-batch 8. "What others log" is the value that rank 0 has in hand after its last micro-batch.
+Eight ranks, batch 8, and three layouts of the same training: ring 1 with micro-batch 1, ring 8 with micro-batch 1, ring
+8 with micro-batch 8. Others log the loss of rank 0's last micro-batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 class Listening:
-    """A loss that remembers the mean of the last micro-batch it was asked for."""
+    """A loss that remembers the mean of its last micro-batch."""
 
     def __init__(self, loss: PreferenceLoss) -> None:
         self.loss, self.needs_reference = loss, loss.needs_reference
@@ -62,7 +62,7 @@ class Listening:
 
 
 def draw_rank(place: Place, configs: list[Config]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The curve that is logged, and the one of rank 0's last micro-batch, for each configuration."""
+    """For each configuration, the logged curve and the curve of rank 0's last micro-batches."""
     from rlexp.launch.place import join
     from rlexp.train.build import build
     from rlexp.train.pair_task import PairTask

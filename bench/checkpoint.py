@@ -1,4 +1,4 @@
-"""What checkpoints, engines and the start cost, each over its yardstick, in one run.
+"""Measure the cost of checkpoints, engines and the start, each relative to a yardstick of the same run.
 
     python -m bench.checkpoint                      print the tables; 7 minutes on 2 idle cores, 15 on busy ones
     python -m bench.checkpoint --write docs/benchmarks.md
@@ -96,7 +96,7 @@ def main() -> None:
         prog="python -m bench.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", type=Path, help="put the tables into this page, between its markers")
-    parser.add_argument("--only", choices=TABLES, help="one table alone")
+    parser.add_argument("--only", choices=TABLES, help="only this table")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare_environment("cpu")
@@ -118,7 +118,7 @@ def about(module: str = "bench.checkpoint") -> str:
 
 
 def with_load(table: Callable[[], str]) -> str:
-    """What else ran on the machine can be seen beforehand only: afterwards it is mostly the benchmark itself."""
+    """Add the load average. Only the value before shows other work; afterwards it is mostly the benchmark itself."""
     before, began = os.getloadavg()[0], time.monotonic()
     text, after = table(), os.getloadavg()[0]
     return f"{text}\n\nLoad average {before:.1f} before and {after:.1f} after {time.monotonic() - began:.0f} seconds."
@@ -138,7 +138,7 @@ def configured(ranks: int, *overrides: str) -> Config:
 
 
 def on_ranks(target: Callable[..., Any], ranks: int, *args: Any) -> Any:
-    """What rank 0 returned."""
+    """Run a function on all ranks and return rank 0's result."""
     device = "cuda" if visible_gpus() >= ranks else "cpu"
     return run_ranks(target, ranks, args, device=device, preload=(*PRELOAD, "deepspeed"), timeout=TIMEOUT)[0]
 
@@ -148,11 +148,11 @@ def join_world(place: Place, cfg: Config) -> None:
 
 
 def slowest(values: Iterable[float]) -> list[float]:
-    """Of each value, the largest of any rank. A collective call."""
+    """The largest of each value over the ranks. A collective call."""
     largest = torch.tensor(list(values), dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    found: list[float] = largest.tolist()
-    return found
+    by_value: list[float] = largest.tolist()
+    return by_value
 
 
 # ---- saving ----
@@ -160,7 +160,7 @@ def slowest(values: Iterable[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Save:
-    """Seconds, of the slowest rank."""
+    """Seconds of one save, on the slowest rank."""
 
     still: float  # training stands still
     done: float  # until all is on disk
@@ -170,7 +170,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Saved:
-    """All saves of one engine on so many ranks."""
+    """All saves of one engine on one number of ranks."""
 
     parameters: int
     memcpy: float
@@ -228,12 +228,12 @@ def rows_of(case: str, saved: Saved) -> list[str]:
 
 
 def best(values: Iterable[float]) -> float:
-    """Others use the machine too, and can only add to what a thing takes by itself."""
+    """The shortest time: other work on the machine can only add to it."""
     return min(values)
 
 
 def save_rank(place: Place, cfg: Config, work: str) -> Saved | None:
-    """The ways of saving in turn, so that all meet the same disk."""
+    """Save in each way in turn, so that all use the same disk under the same load."""
     join_world(place, cfg)
     task = build(cfg)
     run = task.run
@@ -242,19 +242,19 @@ def save_rank(place: Place, cfg: Config, work: str) -> Saved | None:
     bench.wait_until_prepared()
     memcpy = slowest([bench.memcpy()])[0]
     ways = {OURS: bench.ours, WHOLE: bench.whole, ASYNC: bench.asynchronous}
-    found: dict[str, list[Save]] = {name: [] for name in ways}
+    saves: dict[str, list[Save]] = {name: [] for name in ways}
     plain = []
     for _ in range(SAVES):
         for name, way in ways.items():
-            found[name].append(way())
+            saves[name].append(way())
         plain.append(bench.plain())
     bench.stager.close()
     dist.barrier()
-    return Saved(run.parameters, memcpy, plain[1:], found) if place.rank == 0 else None
+    return Saved(run.parameters, memcpy, plain[1:], saves) if place.rank == 0 else None
 
 
 class SaveBench:
-    """One engine's state, saved by several means. All methods are collective calls."""
+    """One engine's state, saved in several ways. All methods are collective calls."""
 
     def __init__(self, run: Run, work: Path) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -274,12 +274,12 @@ class SaveBench:
         self.group: Any = dist.new_group(backend="gloo")  # its thread has collectives of its own
 
     def wait_until_prepared(self) -> None:
-        """In a run, steps are taken meanwhile."""
+        """Wait; a real run would take steps meanwhile."""
         assert self.saver._preparing is not None
         self.saver._preparing.join(TIMEOUT)
 
     def memcpy(self) -> float:
-        """The floor of standing still: this rank's bytes, copied to memory that is there already."""
+        """The floor of the pause: copy this rank's bytes to memory that is already allocated."""
         target = np.ones_like(self.buffer)
         times = []
         for _ in range(5):
@@ -292,7 +292,7 @@ class SaveBench:
     def observed(
         self, begin: Callable[[], None], writing: Callable[[], bool], finish: Callable[[], None], left: Path | None
     ) -> Save:
-        """`left` is what it leaves on disk, removed afterwards."""
+        """Time a save and remove `left`, its files."""
         if self.first:
             os.sync()  # what was written before is no matter of this save
         dist.barrier()
@@ -330,7 +330,7 @@ class SaveBench:
         )
 
     def whole(self) -> Save:
-        """As it is commonly done: rank 0 writes, and all wait."""
+        """The usual way: rank 0 writes, and all ranks wait."""
         left = self.work / "whole"
 
         def begin() -> None:
@@ -343,8 +343,8 @@ class SaveBench:
         return self.observed(begin, lambda: False, lambda: None, left)
 
     def plain(self) -> Save:
-        """The floor of being on disk: each rank's bytes from a buffer, over a file that stays. A new file needs new
-        pages, and those alone may take longer than the writing, where the host has taken them back."""
+        """The floor of writing: each rank's bytes from a buffer, over a file that stays. A new file needs new pages,
+        which alone may take longer than the writing if the host has reclaimed them."""
         place = self.work / "plain"
 
         def begin() -> None:
@@ -361,7 +361,7 @@ class SaveBench:
         return self.observed(begin, lambda: False, lambda: None, None)
 
     def asynchronous(self) -> Save:
-        """torch.distributed.checkpoint, each rank its own part: no tensor is deduplicated, planned or cut."""
+        """torch.distributed.checkpoint, where each rank writes its own part: nothing is deduplicated or resharded."""
         from torch.distributed.checkpoint import async_save
 
         left, futures = self.work / "async", list[Future[Any]]()
@@ -375,7 +375,7 @@ class SaveBench:
 
 
 def describe(place: Path) -> list[Path]:
-    """What a run writes beside the state is a few kilobytes."""
+    """Write empty stand-ins for the files beside the state, which take only a few kilobytes."""
     (place / folder.MODEL).mkdir()
     (place / folder.POSITION).write_text("{}", encoding="utf-8")
     (place / folder.METRICS).write_text("", encoding="utf-8")
@@ -393,7 +393,7 @@ def whole_state(checkpoint: Path) -> dict[str, Tensor]:
 
 
 class DDPEngine(PlainEngine):
-    """What one would write without rlexp's engines: DDP, torch's own clipping, the same optimizer."""
+    """The yardstick without rlexp's engines: DDP, torch's own clipping, the same optimizer."""
 
     name = DDP
 
@@ -405,7 +405,7 @@ class DDPEngine(PlainEngine):
         self.micro_batches, self.passed = micro_batches, 0
 
     def forward(self, shard: Shard) -> TokenLogps:
-        """Gradients are reduced with the last micro-batch; DDP wants to know in the forward pass."""
+        """Reduce gradients with the last micro-batch only, which DDP must be told in the forward pass."""
         self.passed += 1
         with self.module.no_sync() if self.passed % self.micro_batches else contextlib.nullcontext():
             logps: TokenLogps = self.module(shard)
@@ -432,15 +432,15 @@ class Steps:
 
 
 def steps() -> str:
-    found: list[Steps] = []
+    models: list[Steps] = []
     for model, batch, repeats in SIZES:
         sizes = (f"train.batch_size={batch}", f"train.micro_batch_size={MICRO}")
         configs = {name: configured(RANKS, *model, *sizes, *overrides) for name, overrides in ENGINES.items()}
-        found.append(on_ranks(step_rank, RANKS, configs, repeats))
-    heads = " | ".join(f"{size.parameters / 1e6:.2g} million" for size in found)
-    base = " | ".join(f"1 ({best(size.seconds[DDP]) * 1e3:.0f} ms)" for size in found)
-    lines = [f"| engine | {heads} |", "| --- |" + " ---: |" * len(found), f"| {DDP} | {base} |"]
-    lines += [f"| {name} | {' | '.join(ratio(size, name) for size in found)} |" for name in ENGINES]
+        models.append(on_ranks(step_rank, RANKS, configs, repeats))
+    heads = " | ".join(f"{size.parameters / 1e6:.2g} million" for size in models)
+    base = " | ".join(f"1 ({best(size.seconds[DDP]) * 1e3:.0f} ms)" for size in models)
+    lines = [f"| engine | {heads} |", "| --- |" + " ---: |" * len(models), f"| {DDP} | {base} |"]
+    lines += [f"| {name} | {' | '.join(ratio(size, name) for size in models)} |" for name in ENGINES]
     counts = " and ".join(str(repeats) for _, _, repeats in SIZES)
     batches = " and ".join(str(batch) for _, batch, _ in SIZES)
     return (
@@ -485,7 +485,7 @@ def with_ddp(cfg: Config) -> Task:
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """Nobody is always after the same one."""
+    """Rotate the order of the engines, so that none always follows the same one."""
     at = turn % len(names)
     return [*names[at:], *names[:at]]
 

@@ -1,4 +1,4 @@
-"""Draw the curves of configurations in-process, and measure how far two of them lie apart."""
+"""Draw the curves of configurations in-process, and measure the differences between two of them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from rlexp.train.rollouts import Rollouts
     from rlexp.train.task import Task
 
-# A loss that draws its own samples logs this beside the whole. It is a sum of advantages of both signs, which vanishes
-# in the mean: what is left of it may be rounding alone (1e-18 where advantages are whitened), and a difference relative
-# to that says nothing. Such a loss is held to the tolerance of the other metrics.
+# Runs that draw their own samples log this beside the whole loss. It is a sum of advantages of both signs whose mean
+# vanishes: what remains may be only rounding (1e-18 with whitened advantages), and a relative difference says nothing.
+# Such a loss has the tolerance of the other metrics.
 POLICY_LOSS = "train/loss/policy_avg"
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A sample that a run drew, and what it came to."""
+    """A sample that a run drew, with its score and advantages."""
 
     prompt: int
     tokens: tuple[int, ...]
@@ -39,7 +39,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run came to: its rows, and its final weights."""
+    """The rows and final weights of a run."""
 
     rows: list[MetricRow]
     weights: dict[str, np.ndarray]
@@ -48,7 +48,7 @@ class Curve:
 
 
 def draw(configs: Sequence[Config], *, timeout: float = 1800.0) -> list[Curve]:
-    """The curves of configurations, those of equal world sizes in one start of ranks."""
+    """Draw the curves of configurations, with one start of ranks for each world size."""
     prepare_environment("cpu")
     preload = PRELOAD + (("deepspeed",) if any(ENGINES[c.engine.name.value].stage is not None for c in configs) else ())
     curves: dict[int, Curve] = {}
@@ -62,7 +62,7 @@ def draw(configs: Sequence[Config], *, timeout: float = 1800.0) -> list[Curve]:
 
 
 def _ranks(config: Config) -> tuple[int, int]:
-    """How many train, and how many only sample."""
+    """The number of training ranks, and of ranks that only sample."""
     return config.parallel.world_size, config.rollout.sampling_ranks
 
 
@@ -117,15 +117,15 @@ def drawn_of(rollouts: Rollouts) -> list[Drawn]:
     """The samples of the rollout that is held, of all ranks. A collective call."""
     from rlexp.rollout.experience import fetch
 
-    found = []
+    samples = []
     for sample in fetch(rollouts.mine, range(rollouts.size), rollouts.host):
         assert sample.advantages is not None
-        found.append(Drawn(sample.prompt.index, tuple(sample.answer.tolist()), sample.score, sample.advantages))
-    return found
+        samples.append(Drawn(sample.prompt.index, tuple(sample.answer.tolist()), sample.score, sample.advantages))
+    return samples
 
 
 def differences(one: Curve, other: Curve) -> dict[str, float]:
-    """The largest relative difference of every compared metric over all steps, and of the final weights."""
+    """The largest relative difference of every compared metric, over all steps, and of the final weights."""
     assert len(one.rows) == len(other.rows), (len(one.rows), len(other.rows))
     worst: dict[str, float] = {}
     for a, b in zip(one.rows, other.rows, strict=True):
@@ -137,13 +137,13 @@ def differences(one: Curve, other: Curve) -> dict[str, float]:
 
 
 def weight_difference(one: Curve, other: Curve) -> float:
-    """Relative to the largest weight of each tensor; NaN if any is."""
+    """The largest difference, relative to the largest weight of each tensor; NaN if any is."""
     return float(np.max([_gap(weight, other.weights[name]) for name, weight in one.weights.items()]))
 
 
 def _gap(one: Floats, other: Floats) -> float:
     gap = float(np.abs(one - other).max())
-    return gap / float(np.abs(one).max()) if gap else 0.0  # of zeros, as a critic's row begins, nothing is a share
+    return gap / float(np.abs(one).max()) if gap else 0.0  # two tensors of zeros, like a new critic's head, are equal
 
 
 def relative(a: float, b: float) -> float:
@@ -151,26 +151,26 @@ def relative(a: float, b: float) -> float:
 
 
 def excesses(one: Curve, other: Curve) -> list[str]:
-    """Where two float64 curves differ by more than rounding: step, metric, both values."""
-    found = list(_other_samples(one, other))
+    """List where two float64 curves differ by more than rounding: step, metric, both values."""
+    lines = list(_other_samples(one, other))
     for a, b in zip(one.rows, other.rows, strict=True):
         for name in filter(compared, a):
             if not within(name, a[name], b[name], samples=POLICY_LOSS in a):
-                found.append(f"step {a['step']}: {name} is {a[name]!r} and {b[name]!r}")
+                lines.append(f"step {a['step']}: {name} is {a[name]!r} and {b[name]!r}")
     if not (difference := weight_difference(one, other)) <= LOSS_TOLERANCE:
-        found.append(f"final weights differ by {difference:.1e}")
-    return found
+        lines.append(f"final weights differ by {difference:.1e}")
+    return lines
 
 
 def within(name: str, a: float, b: float, *, samples: bool) -> bool:
-    """Whether two values of a metric are one, in float64. `samples`: of a run that draws its own."""
+    """Whether two float64 values of a metric agree. `samples`: whether the run draws its own samples."""
     rel, absolute = (LOSS_TOLERANCE, 0.0) if name.endswith("/loss") and not samples else METRIC_TOLERANCE
     return abs(a - b) <= rel * max(abs(a), abs(b)) + absolute
 
 
 def shares(one: Curve, other: Curve) -> dict[str, tuple[float, float]]:
-    """Of every compared metric over all steps, and of the scores and advantages of what was drawn: the largest
-    absolute difference, and the largest share of what the tolerance allows."""
+    """The largest absolute difference, and the largest share of the tolerance, of every compared metric over all steps
+    and of the drawn samples' scores and advantages."""
     worst: dict[str, tuple[float, float]] = {}
 
     def note(name: str, a: float, b: float) -> None:
@@ -193,7 +193,7 @@ def shares(one: Curve, other: Curve) -> dict[str, tuple[float, float]]:
 
 
 def _other_samples(one: Curve, other: Curve) -> Iterator[str]:
-    """Where other samples were drawn, or the same ones came to something else."""
+    """Yield differences between the drawn samples, or between the scores and advantages of the same samples."""
     if len(one.drawn) != len(other.drawn):
         yield f"{len(one.drawn)} rollouts and {len(other.drawn)}"
     for number, (ours, theirs) in enumerate(zip(one.drawn, other.drawn, strict=False)):

@@ -1,19 +1,22 @@
-"""Kernels and layouts on one GPU, without a network: what a ring of N would take, one rank at a time.
+"""Measure kernels and layouts on one GPU, without a network: the time of a ring of N, one rank at a time.
 
     python -m bench.gpu                                 all tables, on the first GPU
     python -m bench.gpu --write docs/benchmarks.md      and into the page
-    python -m bench.gpu --quick                         short lengths: whether it runs at all
+    python -m bench.gpu --quick                         short lengths, to see whether it runs
     python -m bench.gpu --device cpu --quick            the same without a GPU, on torch's CPU kernel
 
-Needs torch, numpy and this checkout, nothing else of what rlexp is installed with. Every table is printed and written
-as soon as it is there; one that fails says how, and the next is begun.
+It needs torch, numpy and this checkout; rlexp's other requirements need not be installed. Every table is printed and
+written as soon as it is complete. If one fails, the page says how, and the next one begins.
 
-Three tables. Kernels: each that is there, against torch's own `scaled_dot_product_attention` held to its flash backend.
-Layouts: for every rank the real kernels, merges and buffers at its real shapes, the other ranks' keys, values and
-gradients drawn from a seed while the clock stands still; the ring's time is, step by step, the slowest rank's. The
-efficiency is the time of one call of the same kernel over the whole pack, divided by the ranks, over that. No byte is
-sent: the columns with a link are a model, from the bytes that each rank would send and a bandwidth that is stated.
-Error: of the numbers that all ranks together compute, against float64.
+There are three tables:
+
+- Kernels: each available one against torch's own `scaled_dot_product_attention`, restricted to its flash backend.
+- Layouts: every rank runs the real kernels, merges and buffers at its real shapes. The other ranks' keys, values and
+  gradients are drawn from a seed while the clock is stopped. The ring's time is the sum over the steps of the slowest
+  rank's time. The efficiency is the time of one call of the same kernel over the whole pack, divided by the number of
+  ranks, relative to the ring's time. No byte is sent: the columns with a link are a model, from the bytes that each rank
+  would send and a stated bandwidth.
+- Errors: of the results that all ranks together compute, against float64.
 """
 
 from __future__ import annotations
@@ -195,13 +198,13 @@ def _calls(sizes: Sizes, tokens: int) -> Iterator[tuple[str, Callable[[], object
 
 
 def _kernels(sizes: Sizes) -> list[BlockKernel]:
-    """Without the plain one, which is there to be held against."""
-    found = available(sizes.device.type, sizes.dtype, sizes.size)
-    return [kernel for kernel in found if kernel.name != "plain"] or found
+    """The available kernels without the plain one, which is a reference."""
+    kernels = available(sizes.device.type, sizes.dtype, sizes.size)
+    return [kernel for kernel in kernels if kernel.name != "plain"] or kernels
 
 
 def one_call(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None) -> list[Tensor]:
-    """Torch's own attention over a whole sequence; on CUDA by its flash backend and no other."""
+    """Torch's own attention over a whole sequence; on CUDA only by its flash backend."""
     q, k, v = (x.detach().requires_grad_(dout is not None) for x in (q, k, v))
     qs, ks, vs = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -214,7 +217,7 @@ def one_call(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None) -> lis
 def _kernel_call(
     kernel: BlockKernel, inputs: Sequence[Tensor], lengths: Sequence[int], sizes: Sizes, *, backward: bool = True
 ) -> list[Tensor]:
-    """One causal call over a whole pack, as a ring of one makes it."""
+    """One causal call over a whole pack, as in a ring of one."""
     q, k, v, dout = inputs
     call = Call(tuple(lengths), tuple(lengths), causal=True, scale=sizes.scale)
     out, lse = kernel.forward(q, k, v, call)
@@ -268,7 +271,7 @@ def _layouts(ring: int, heads: int) -> Iterator[tuple[str, int]]:
 
 
 def mixed(tokens: int) -> list[int]:
-    """Lengths as of prompts with answers: most are short, a few long. The same on every machine."""
+    """Lengths like those of prompts with answers: most short, a few long; the same on every machine."""
     lengths: list[int] = []
     drawn = random.Random(0)
     while sum(lengths) < tokens:
@@ -311,7 +314,7 @@ def _layout_row(
 
 
 class _Peak:
-    """The most memory that was allocated on the GPU beside what is there already; None on CPU."""
+    """The peak of newly allocated GPU memory; None on CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -334,7 +337,7 @@ class _Peak:
 
 
 def error_table(options: Options) -> str:
-    """Root mean square against float64, relative to that of one call of torch's attention."""
+    """Root mean square error against float64, relative to the error of one call of torch's attention."""
     sizes, tokens, ring = options.sizes, options.error_tokens, max(options.rings)
     inputs = sizes.drawn(tokens)
     doubled = [x.double() for x in inputs]
@@ -342,15 +345,15 @@ def error_table(options: Options) -> str:
     theirs = _errors(one_call(*inputs), expected)
     lines = ["| what | out | dq | dk | dv |", "| --- | ---: | ---: | ---: | ---: |"]
     for each in _kernels(sizes):
-        found = _kernel_call(each, inputs, [tokens], sizes)
-        lines.append(_error_row(f"`{each.name}`, one call", found, expected, theirs))
+        got = _kernel_call(each, inputs, [tokens], sizes)
+        lines.append(_error_row(f"`{each.name}`, one call", got, expected, theirs))
     kernel = get_kernel("auto", sizes.device.type, sizes.dtype, sizes.size)
     for name, inner in _layouts(ring, sizes.heads):
         layout = get_layout(name, inner)
         segments = packed([tokens], layout.multiple(ring))
         assert segments[0].padded == tokens, "tokens must be a multiple of the ring"
-        found = whole_ring(layout, segments, ring, kernel, sizes, inputs)
-        lines.append(_error_row(f"{shown(name, inner)}, ring of {ring}", found, expected, theirs))
+        got = whole_ring(layout, segments, ring, kernel, sizes, inputs)
+        lines.append(_error_row(f"{shown(name, inner)}, ring of {ring}", got, expected, theirs))
         _say(lines[-1])
     absolute = ", ".join(f"{name} {error:.1e}" for name, error in zip(("out", "dq", "dk", "dv"), theirs, strict=True))
     return (
@@ -359,15 +362,15 @@ def error_table(options: Options) -> str:
     )
 
 
-def _errors(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+def _errors(got: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
     return [
         float((a.double() - b).square().mean().sqrt() / b.square().mean().sqrt())
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(got, expected, strict=True)
     ]
 
 
-def _error_row(what: str, found: Sequence[Tensor], expected: Sequence[Tensor], theirs: Sequence[float]) -> str:
-    ratios = (error / other for error, other in zip(_errors(found, expected), theirs, strict=True))
+def _error_row(what: str, got: Sequence[Tensor], expected: Sequence[Tensor], theirs: Sequence[float]) -> str:
+    ratios = (error / other for error, other in zip(_errors(got, expected), theirs, strict=True))
     return f"| {what} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |"
 
 
@@ -399,7 +402,7 @@ def _commit() -> str:
 
 
 def _fitting(work: Callable[[], T]) -> T | None:
-    """None where the GPU has not the memory for it."""
+    """Run `work`; None if the GPU's memory is too small."""
     try:
         return work()
     except torch.OutOfMemoryError:

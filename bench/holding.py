@@ -1,9 +1,9 @@
-"""Who holds and who computes what, for every layout of a ring of four, as a picture.
+"""Draw which rank holds and computes what, for every layout of a ring of four.
 
     python -m bench.holding --write docs/layouts.png
 
-Drawn of what the layouts themselves answer. Exits with 1 if a pair of a query and a key that it sees is not computed
-exactly once, or one that it does not see is computed.
+The picture is drawn from the layouts' own code. The exit code is 1 if a visible pair of query and key is not computed
+exactly once, or a masked pair is computed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SEGMENTS = (Segment(0, TOKENS, TOKENS),)
 
 @dataclass(frozen=True)
 class Computed:
-    """Queries and keys by their positions, and when: the step of the ring, or 1 where it is no rotation's."""
+    """Positions of queries and keys, and the ring's step that computes them; 1 if the layout does not rotate."""
 
     queries: Tensor
     keys: Tensor
@@ -52,12 +52,12 @@ class Computed:
 
 @dataclass(frozen=True)
 class Panel:
-    """Of some heads: for each query and key the rank that computes, and the step; −1 for none."""
+    """For some heads: the rank and the step that compute each pair of query and key; −1 for none."""
 
     heads: str
     ranks: np.ndarray
     steps: np.ndarray
-    times: np.ndarray  # that each is computed
+    times: np.ndarray  # how often each pair is computed
 
 
 def main() -> None:
@@ -67,22 +67,22 @@ def main() -> None:
     panels = {name: panels_of(get_layout(name, INNER if name == "hybrid" else RING)) for name in TITLES}
     draw(panels, options.write)
     seen = np.tril(np.ones((TOKENS, TOKENS), dtype=int))
-    wrong = [f"{name}, heads {p.heads}" for name, found in panels.items() for p in found if (p.times != seen).any()]
+    wrong = [f"{name}, heads {p.heads}" for name, parts in panels.items() for p in parts if (p.times != seen).any()]
     sys.exit("\n".join(f"{each}: not every pair is computed once" for each in wrong) or None)
 
 
 def panels_of(layout: Layout) -> list[Panel]:
-    """Ranks that compute the same heads share a panel."""
+    """One panel for each group of ranks that compute the same heads."""
     if not isinstance(layout, Ulysses):
         return [panel(f"0 – {HEADS - 1}", {rank: [*computed(layout, rank, RING)] for rank in range(RING)})]
     inner = layout.shared(RING)
-    heads, found = Heads(HEADS, HEADS, inner), []
+    heads, panels = Heads(HEADS, HEADS, inner), []
     for place in range(inner):
         mine = heads.keys_of(place)
         ranks = range(place, RING, inner)
         blocks = {rank: [*computed(ROUND, at, RING // inner)] for at, rank in enumerate(ranks)}
-        found.append(panel(f"{mine[0]} – {mine[-1]}", blocks))
-    return found
+        panels.append(panel(f"{mine[0]} – {mine[-1]}", blocks))
+    return panels
 
 
 def computed(layout: Layout, rank: int, ring_size: int) -> Iterator[Computed]:
@@ -108,8 +108,8 @@ def computed(layout: Layout, rank: int, ring_size: int) -> Iterator[Computed]:
 def panel(heads: str, blocks: dict[int, list[Computed]]) -> Panel:
     ranks, steps = (np.full((TOKENS, TOKENS), -1) for _ in range(2))
     times = np.zeros((TOKENS, TOKENS), dtype=int)
-    for rank, found in blocks.items():
-        for each in found:
+    for rank, computed_here in blocks.items():
+        for each in computed_here:
             mask = torch.ones(len(each.queries), len(each.keys), dtype=torch.bool)
             rows, columns = (mask.tril() if each.causal else mask).nonzero().unbind(1)
             at = (each.queries[rows].numpy(), each.keys[columns].numpy())
@@ -127,38 +127,38 @@ def draw(panels: dict[str, list[Panel]], path: Path) -> None:
 
     figure = plt.figure(figsize=(12, 8.2), layout="constrained")
     parts = figure.subfigures(2, 3).ravel()
-    for part, (name, found) in zip(parts, panels.items(), strict=False):
+    for part, (name, shown) in zip(parts, panels.items(), strict=False):
         part.suptitle(TITLES[name], fontsize=11)
-        grid = {1: (1, 1), 2: (1, 2), 4: (2, 2)}[len(found)]
+        grid = {1: (1, 1), 2: (1, 2), 4: (2, 2)}[len(shown)]
         axes = part.subplots(*grid, squeeze=False).ravel()
         held = get_layout(name, INNER if name == "hybrid" else RING).deal(SEGMENTS, RING).places
-        for each, one in zip(axes, found, strict=True):
-            draw_panel(each, one, held, alone=len(found) == 1)
+        for each, one in zip(axes, shown, strict=True):
+            draw_panel(each, one, held, alone=len(shown) == 1)
     explain(parts[-1].subplots())
     figure.savefig(path, dpi=130)
 
 
-def draw_panel(axes: Any, found: Panel, held: tuple[Tensor, ...], *, alone: bool) -> None:
+def draw_panel(axes: Any, shown: Panel, held: tuple[Tensor, ...], *, alone: bool) -> None:
     image = np.ones((TOKENS, TOKENS, 3))
     for rank, colour in enumerate(COLOURS):
         base = np.array(matplotlib.colors.to_rgb(colour))
         for step in range(RING):
             paler = 0.17 * step
-            image[(found.ranks == rank) & (found.steps == step)] = base * (1 - paler) + paler
+            image[(shown.ranks == rank) & (shown.steps == step)] = base * (1 - paler) + paler
     axes.imshow(image, extent=(0, TOKENS, TOKENS, 0), interpolation="nearest")
     for rank, places in enumerate(held):
         for place in places.tolist():
             axes.add_patch(rectangle((-3.2, place), 2.4, 1, COLOURS[rank]))
             axes.add_patch(rectangle((place, -3.2), 1, 2.4, COLOURS[rank]))
     if alone:
-        for step, row, column in steps_to_name(found):
+        for step, row, column in steps_to_name(shown):
             axes.text(column, row, str(step), ha="center", va="center", fontsize=8, color="black")
     axes.set(xlim=(-3.4, TOKENS), ylim=(TOKENS, -3.4), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     if alone:
         axes.set(xlabel="keys", ylabel="queries")
     else:
-        axes.set_title(f"heads {found.heads}", fontsize=9)
+        axes.set_title(f"heads {shown.heads}", fontsize=9)
 
 
 def rectangle(corner: tuple[float, float], width: float, height: float, colour: str) -> Any:
@@ -167,13 +167,13 @@ def rectangle(corner: tuple[float, float], width: float, height: float, colour: 
     return Rectangle(corner, width, height, color=colour, linewidth=0)
 
 
-def steps_to_name(found: Panel) -> Iterator[tuple[int, float, float]]:
-    """The middle of each square of one chunk's queries and keys, where it is one rank's and one step's."""
+def steps_to_name(shown: Panel) -> Iterator[tuple[int, float, float]]:
+    """The step and the middle of each square of one chunk's queries and keys."""
     size = TOKENS // (2 * RING)
     for row in range(0, TOKENS, size):
         for column in range(0, row + 1, size):
             off = size / 6 if row == column else 0  # into the half that is seen
-            yield int(found.steps[row + size - 1, column]), row + size / 2 + off, column + size / 2 - off
+            yield int(shown.steps[row + size - 1, column]), row + size / 2 + off, column + size / 2 - off
 
 
 def explain(axes: Any) -> None:

@@ -1,10 +1,10 @@
-"""One run, killed again and again: what is on disk after each kill, and what it comes to in the end.
+"""Kill one run again and again, and check the disk after each kill and the curve at the end.
 
     python -m bench.kills --write docs/checkpoints.md
 
-A rank, or the launcher, is killed with SIGKILL: while the run starts, while it trains, and most often while it saves.
-The same command goes on, on another layout each time. After each kill every checkpoint must be whole and none lost,
-and at the end the curve must be that of a run of one process that nobody disturbed.
+SIGKILL ends a rank or the launcher: while the run starts, while it trains, and most often while it saves. The same
+command then resumes, on another layout each time. After each kill every checkpoint must be whole and none lost. At the
+end the curve must be that of an undisturbed run of one process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.curves import Curve, differences, excesses
+from bench.curves import differences, excesses
+from bench.resume import curve_of
 from bench.tables import put
 from rlexp.checkpoint import folder
 from rlexp.curves.difference import compared
@@ -33,8 +34,8 @@ from rlexp.errors import CheckpointError
 from rlexp.launch.folder import git_commit
 
 STEPS, SAVE_EVERY, KEEP_LAST = 120, 2, 2
-# The learning rate is low, so that the loss stays away from 0: of a loss of 6e-4 (240 steps at 5e-4), two layouts that
-# nobody disturbs differ by 2e-12, which is rounding, and more than the tolerance of shorter runs.
+# The learning rate is low, so that the loss stays away from 0. At a loss of 6e-4 (240 steps at 5e-4), two undisturbed
+# layouts differ by 2e-12, which is only rounding, but more than the tolerance of shorter runs.
 BASE = (
     *("launch.device=cpu", "logger=none", "train.precision=fp64", f"train.max_steps={STEPS}", "train.batch_size=4"),
     "optim.lr=1e-4",
@@ -48,8 +49,8 @@ LAYOUTS = tuple(
     for ring, ranks in RINGS
 )
 RANKS = tuple(ranks for _ in ("torch", "fsdp2") for _, ranks in RINGS)
-# What a kill waits for, and how often it is chosen. All but the first two lie in a save, from its begin to the
-# removal of the checkpoint that it replaces.
+# The moments to kill at, and their weights. All but the first two are within a save, from its begin to the removal of
+# the checkpoint that it replaces.
 AIMS = {"start": 6, "train": 5, "begun": 6, "state": 4, "position": 3, "manifest": 3, "renamed": 3}
 SEEN = {"begun": "", "state": "/state-*", "position": "/position.json", "manifest": "/manifest.json", "renamed": None}
 PHASES = ("start-up", "training", "saving", "pruning")
@@ -58,7 +59,7 @@ STARTING, STOPPING, FINISHING = 120.0, 30.0, 400.0  # seconds that each may take
 
 @dataclass(frozen=True)
 class Kill:
-    """What is to be done; `rank` is None for the launcher."""
+    """One kill to carry out; `rank` is None for the launcher."""
 
     layout: int
     rank: int | None
@@ -73,13 +74,13 @@ class Tally:
     lost: list[int] = field(default_factory=list)  # steps, of each kill after start-up
     resumed: int = 0
     blamed: list[bool] = field(default_factory=list)  # for each killed rank, whether the launcher named the kill
-    victim: str = ""  # the last one that was killed; not always the one that was planned
+    victim: str = ""  # the last one killed, not always the planned one
     gone_after: float = 0.0  # seconds, the longest until the last process was gone
     broken: list[str] = field(default_factory=list)
 
 
 class Process:
-    """One start of the run, in a session of its own: whatever it starts is found by that."""
+    """One start of the run, in a session of its own, by which all of its processes are found."""
 
     def __init__(self, run_dir: Path, log: Path, layout: Sequence[str]) -> None:
         self.run_dir, self._log = run_dir, log
@@ -98,23 +99,23 @@ class Process:
         return " on cpu\n" in self.said()  # the header, after everything that a resume puts back
 
     def members(self) -> dict[int, int]:
-        """The launcher and all that it started, as far as they live, and the parent of each."""
-        found = {}
+        """The living processes of the launcher's session, each with its parent."""
+        parents = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 state, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
                 if int(session) == self.popen.pid and state not in "ZX":
-                    found[int(stat.parent.name)] = int(parent)
-        return found
+                    parents[int(stat.parent.name)] = int(parent)
+        return parents
 
     def ranks(self) -> list[int]:
-        """What the launcher's fork server has forked, in that order."""
+        """The processes that the launcher's fork server has forked, in that order."""
         members = self.members()
         servers = {pid for pid, parent in members.items() if parent == self.popen.pid and is_fork_server(pid)}
         return sorted(pid for pid, parent in members.items() if parent in servers)
 
     def ended(self, within: float) -> bool:
-        """Whether the launcher and all that it started are gone."""
+        """Whether the launcher and all of its processes are gone."""
         return wait_for(lambda: self.popen.poll() is not None and not self.members(), within, every=0.05)
 
     def end(self) -> None:
@@ -171,7 +172,7 @@ def main() -> int:
 
 
 def finish(process: Process) -> list[str]:
-    """Let it run to its end; what is wrong about that."""
+    """Let the run end, and return what went wrong."""
     try:
         if not process.ended(FINISHING):
             return [f"{process.run_dir.name}: did not end within {FINISHING:g} s: {process.said()[-500:]}"]
@@ -212,12 +213,12 @@ def kill_often(run_dir: Path, draw: random.Random, times: int, tally: Tally) -> 
 
 
 def most_steps(left: int, kills: int) -> int:
-    """To let pass before the next of so many kills, so that the steps last for all of them."""
+    """The most steps to wait before the next kill, so that enough steps are left for all kills."""
     return min(12, 2 * left // (kills + 1))
 
 
 def plan(draw: random.Random, layout: int, ranks: int, most_steps: int, launcher: float = 0.25) -> Kill:
-    """`launcher` is the share of kills that it is the victim of."""
+    """Draw a kill. `launcher` is the launcher's share of the victims."""
     (aim,) = draw.choices(list(AIMS), list(AIMS.values()))
     rank = None if draw.random() < launcher else draw.randrange(ranks)
     delay = {"start": draw.uniform(0, 7), "train": draw.uniform(0, 0.5)}.get(
@@ -227,7 +228,7 @@ def plan(draw: random.Random, layout: int, ranks: int, most_steps: int, launcher
 
 
 def strike(process: Process, kill: Kill, tally: Tally) -> list[str]:
-    """Wait for the moment, kill, and wait until all are gone; what is wrong about it."""
+    """Wait for the moment, kill, wait until all processes are gone, and return what went wrong."""
     if kill.aim == "start":
         time.sleep(kill.delay)
     elif not wait_for(lambda: process.trains or process.popen.poll() is not None, STARTING, every=0.02):
@@ -258,16 +259,16 @@ def strike(process: Process, kill: Kill, tally: Tally) -> list[str]:
 
 
 def moment(run_dir: Path, kill: Kill, over: Callable[[], bool]) -> Callable[[], bool]:
-    """Whether it has come: so many steps are taken, and after that, a save is as far as this; or the run is over."""
+    """Return a check for the moment: enough steps, then a save that has come as far as aimed; or the run is over."""
     room, curve = run_dir / folder.FOLDER, run_dir / folder.METRICS
     first = curve.stat().st_size if curve.exists() else 0
-    row = 900  # bytes at most: a guess is enough, since the steps are random anyway
+    row = 900  # bytes at most; a guess is enough, since the number of steps is random
     begun: list[Path] = []
 
     def saving() -> bool:
         now = list(room.glob(".unfinished-*"))
         if begun and begun[0] not in now:
-            return True  # renamed, or faster than we look
+            return True  # renamed, or finished between two looks
         begun[:] = now[:1]
         wanted = SEEN[kill.aim]
         return bool(now) and wanted is not None and (not wanted or any(now[0].glob(wanted[1:])))
@@ -283,7 +284,7 @@ def moment(run_dir: Path, kill: Kill, over: Callable[[], bool]) -> Callable[[], 
 
 
 def phase_of(run_dir: Path, trains: bool) -> str:
-    """Where it was killed, by what it left."""
+    """The phase in which the run was killed, from the files that it left."""
     if not trains:
         return PHASES[0]
     left = [path.name for path in (run_dir / folder.FOLDER).glob(".*")]
@@ -293,19 +294,19 @@ def phase_of(run_dir: Path, trains: bool) -> str:
 
 
 def resumed(process: Process, newest: int, number: int, tally: Tally) -> list[str]:
-    """It must go on from the newest whole checkpoint, and skip none."""
+    """Check that the run resumed from the newest whole checkpoint and skipped none."""
     said = process.said()
     wrong = [line for line in said.splitlines() if "skipped a checkpoint" in line or "could not be saved" in line]
-    found = re.search(r"goes on from .*, after step (\d+)", said)
-    step = int(found[1]) if found else 0
-    tally.resumed += bool(found)
+    resumes = re.search(r"goes on from .*, after step (\d+)", said)
+    step = int(resumes[1]) if resumes else 0
+    tally.resumed += bool(resumes)
     if step != newest:
         wrong.append(f"went on from step {step}, and step {newest} was whole")
     return [f"kill {number}: {each}" for each in wrong]
 
 
 def look(run_dir: Path, before: set[int]) -> tuple[set[int], list[str]]:
-    """The steps of all whole checkpoints, and what is wrong: one that is not, or one that was and is gone."""
+    """The steps of all whole checkpoints; and what is wrong: damaged checkpoints, and whole ones that are gone."""
     whole, wrong = set(), []
     for path in folder.latest_first(run_dir):
         step = folder.step_of(path)
@@ -327,34 +328,25 @@ def counts_to(curve: Path, step: int) -> bool:
 
 
 def left_over(run_dir: Path) -> list[str]:
-    """What a run that is finished must not have left."""
+    """Check that a finished run left nothing but its last checkpoints."""
     there = {path.name for path in (run_dir / folder.FOLDER).iterdir()}
     expected = {folder.folder_of(run_dir, STEPS - back * SAVE_EVERY).name for back in range(KEEP_LAST)}
     return [] if there == expected else [f"left behind: {sorted(there)}, and not {sorted(expected)}"]
 
 
 def compare(undisturbed: Path, killed: Path) -> tuple[dict[str, float], list[str]]:
-    """The largest differences of the two curves and their last weights, and those beyond rounding."""
+    """The largest differences between the two curves and last weights, and the differences beyond rounding."""
     if not counts_to(killed / folder.METRICS, STEPS):
         return {}, [
-            f"metrics.jsonl has not one row of each step: {[r['step'] for r in read_rows(killed / folder.METRICS)]}"
+            f"metrics.jsonl does not have one row per step: {[r['step'] for r in read_rows(killed / folder.METRICS)]}"
         ]
+    for run_dir in (undisturbed, killed):
+        assert folder.step_of(folder.latest_first(run_dir)[0]) == STEPS, run_dir
     one, other = curve_of(undisturbed), curve_of(killed)
     wrong = excesses(one, other)
     if one.rows[-1]["train/total_tokens"] != other.rows[-1]["train/total_tokens"]:
         wrong.append("total tokens differ")
     return differences(one, other), wrong
-
-
-def curve_of(run_dir: Path) -> Curve:
-    """Of a run that is finished: its rows, and the weights of its last checkpoint."""
-    from rlexp.checkpoint.tensors import Reader
-
-    path = folder.latest_first(run_dir)[0]
-    assert folder.step_of(path) == STEPS, path
-    reader = Reader(path, folder.check_sizes(path))
-    weights = {name: reader.whole("weight", name).double().numpy() for name in reader.shapes}
-    return Curve(read_rows(run_dir / folder.METRICS), weights, [])
 
 
 def report(tally: Tally, times: int, seed: int, apart: dict[str, float], seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""On what the same run is drawn: rings, replicas, micro-batches, packing, and every layout of a ring."""
+"""The layouts on which the same run is repeated: rings, replicas, micro-batch sizes, packing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GRIDS = ((1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (1, 4))  # ring size, replicas
 
 
 def cases() -> list[Case]:
-    """Every grid with every micro-batch that divides it, packed and padded; the baseline first."""
+    """Every grid with every micro-batch size that divides its batch, packed and padded; the baseline first."""
     return [
         Case(ring_size, dp_size, micro, packing)
         for packing in (True, False)
@@ -61,7 +61,7 @@ BASELINE = Case(1, 1, 1, True)
 
 @dataclass(frozen=True)
 class RolloutCase:
-    """A layout of a run that draws its own samples, and in what portions it draws, scores and trains."""
+    """A layout of a run that draws its own samples, and its micro-batch sizes of drawing, scoring and training."""
 
     ring_size: int
     dp_size: int
@@ -69,7 +69,7 @@ class RolloutCase:
     drawn_at_once: int
     scored_at_once: int
     packing: bool = True
-    tokens: int | None = None  # drawn at once, at most
+    tokens: int | None = None  # at most, drawn at once
 
     @property
     def label(self) -> str:
@@ -88,9 +88,9 @@ class RolloutCase:
         ]
 
 
-# Two rollouts of 8 prompts × 2 samples, answers of 1 to 12 tokens, some of which stop by themselves. Adam's eps is that
-# of PPO's first implementations: of a gradient that is zero but for rounding (the divergence of a policy that has not
-# moved, where an answer has no advantage) it makes lr / eps times as much, and with 1e-8 that is 2e5 times 1e-16.
+# Two rollouts of 8 prompts × 2 samples; answers of 1 to 12 tokens, some of which stop by themselves. Adam's eps is that
+# of the first implementations of PPO. Adam multiplies a gradient that is zero except for rounding (the divergence of a
+# policy that has not moved, in an answer without advantage) by up to lr / eps, which with 1e-8 would be 2e5.
 ROLLOUT = (
     *("loss=ppo", "data.size=32", "data.eval_size=6", "data.max_length=160", "rollout.batch_size=8"),
     *("rollout.n_samples=2", "rollout.epochs=2", "rollout.max_new_tokens=12", "rollout.stop=[a,b,c,d,e,f,g,h,i,j,k,l]"),
@@ -98,7 +98,7 @@ ROLLOUT = (
 )
 FOUR = ("rollout.n_samples=4", "rollout.batch_size=4")
 ADAPTIVE = ("loss.kl_target=0.05", "loss.kl_horizon=40")
-# Every algorithm and every switch that sampling and losses have, on the plain run.
+# Every algorithm and every option of sampling and losses.
 VARIANTS = {
     "ppo, shared critic": ("loss.critic=shared", "loss.value_clip=0.01"),
     "ppo, divergence in the loss, adaptive": ("loss.kl_in=loss", "loss.kl=k3", *ADAPTIVE),
@@ -124,12 +124,12 @@ ROLLOUT_PAIR = (ROLLOUT_BASELINE, RolloutCase(2, 2, 2, 3, 6))
 
 
 def rollout_cases() -> list[RolloutCase]:
-    """Rings and replicas of 1, 2 and 4, in portions of every kind; the baseline first."""
+    """Rings and replicas of 1, 2 and 4, each with all portions; the baseline first."""
     grids = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4))
     portions = ((1, 1, 1, True, None), (2, 3, 6, True, None), (2, 16, 16, False, 200))
-    found = [
+    all_cases = [
         RolloutCase(ring, replicas, micro, drawn, scored, packing, tokens)
         for ring, replicas in grids
         for micro, drawn, scored, packing, tokens in portions
     ]
-    return [ROLLOUT_BASELINE, *found]
+    return [ROLLOUT_BASELINE, *all_cases]

@@ -1,10 +1,12 @@
-"""That runs which draw their own samples learn: the curves of `+experiment=ppo_tiny`, of the same with optim.lr=0, and
-of `+experiment=dog` with three algorithms and three seeds each, as a picture and as a table.
+"""Draw learning curves of runs that draw their own samples, as a picture and a table.
+
+The runs are `+experiment=ppo_tiny`, the same with optim.lr=0, and `+experiment=dog` with three algorithms and three
+seeds.
 
     python -m bench.learning --write docs/learning.png --page docs/ppo.md --stories ../shared/models/stories260K
 
-Without `--stories`, ppo_tiny alone. With `--keep FILE`, what was drawn is kept there, and read instead of drawn again.
-Exits with 1 if ppo_tiny does not learn as its header says, or learns without a learning rate.
+Without `--stories` only ppo_tiny runs. With `--keep FILE` the curves are stored there and read again the next time. The
+exit code is 1 if ppo_tiny does not learn as its header says, or learns without a learning rate.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ from rlexp.launch.place import Place, prepare_environment
 from rlexp.types import MetricRow
 
 REWARD, ENTROPY, SAMPLES = "train/objective/scores", "train/policy/entropy_avg", "train/episode"
-UNTRAINED, LEARNED, FLOOR = 0.1, 0.7, 2.0  # reward below, reward above, nats a token above: as ppo_tiny.yaml says
+UNTRAINED, LEARNED, FLOOR = (
+    0.1,
+    0.7,
+    2.0,
+)  # bounds of ppo_tiny.yaml: reward before, reward after, entropy in nats per token
 WINDOW = 128  # samples at the start and at the end that the table takes means over
 ALGORITHMS, SEEDS = ("ppo", "grpo", "rloo"), (0, 1, 2)
 COLOURS = {"ppo": "#0072b2", "grpo": "#d55e00", "rloo": "#009e73", "still": "#777777"}
@@ -40,9 +46,9 @@ NAMES = {"ppo": "PPO", "grpo": "GRPO", "rloo": "RLOO"}
 
 @dataclass(frozen=True)
 class Learned:
-    """A curve, a value for each rollout."""
+    """A learning curve, with one value per rollout."""
 
-    samples: list[float]  # drawn so far, this rollout too
+    samples: list[float]  # drawn so far, this rollout included
     reward: list[float]
     entropy: list[float]  # of the rollout's first train batch
     last_entropy: float
@@ -59,7 +65,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, required=True, help="the picture, a PNG")
     parser.add_argument("--page", type=Path, help="the page with the table")
     parser.add_argument("--stories", type=Path, help="the folder of a model that tells stories")
-    parser.add_argument("--keep", type=Path, help="what was drawn, a JSON file")
+    parser.add_argument("--keep", type=Path, help="a JSON file to keep the curves in")
     options = parser.parse_args()
     prepare_environment("cpu")
     kept: dict[str, Any] = json.loads(options.keep.read_text()) if options.keep and options.keep.exists() else {}
@@ -82,11 +88,11 @@ def main() -> None:
 def overrides(stories: Path | None) -> dict[str, list[str]]:
     """The command line of each curve, by its name."""
     tiny = ["+experiment=ppo_tiny", "parallel=ring2"]
-    found = {"tiny": tiny, "tiny still": [*tiny, "optim.lr=0"]}
+    lines = {"tiny": tiny, "tiny still": [*tiny, "optim.lr=0"]}
     if stories is not None:
         dog = ["+experiment=dog", f"model.path={stories.resolve()}"]
-        found |= {f"{name} {seed}": [*dog, f"loss={name}", f"seed={seed}"] for name in ALGORITHMS for seed in SEEDS}
-    return found
+        lines |= {f"{name} {seed}": [*dog, f"loss={name}", f"seed={seed}"] for name in ALGORITHMS for seed in SEEDS}
+    return lines
 
 
 def learn(cfg: Config) -> Learned:
@@ -109,14 +115,14 @@ def learned(rows: Sequence[MetricRow], cpu_seconds: float = math.nan) -> Learned
 def shortcomings(curves: dict[str, Learned]) -> list[str]:
     begun, ended = curves["tiny"].ends()
     still = max(curves["tiny still"].reward)
-    found = []
+    wrong = []
     if not (begun < UNTRAINED and ended > LEARNED):
-        found.append(f"ppo_tiny: the reward went from {begun:.3f} to {ended:.3f}, not from {UNTRAINED} to {LEARNED}")
+        wrong.append(f"ppo_tiny: the reward went from {begun:.3f} to {ended:.3f}, not from {UNTRAINED} to {LEARNED}")
     if not curves["tiny"].last_entropy > FLOOR:
-        found.append(f"ppo_tiny: the entropy ended at {curves['tiny'].last_entropy:.2f}, not above {FLOOR}")
+        wrong.append(f"ppo_tiny: the entropy ended at {curves['tiny'].last_entropy:.2f}, not above {FLOOR}")
     if not still < UNTRAINED:
-        found.append(f"ppo_tiny with optim.lr=0: the reward came to {still:.3f}")
-    return found
+        wrong.append(f"ppo_tiny with optim.lr=0: the reward came to {still:.3f}")
+    return wrong
 
 
 def table(curves: dict[str, Learned]) -> str:

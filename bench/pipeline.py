@@ -1,9 +1,9 @@
-"""Pipelined against colocated runs: the reward by samples, of three seeds each, and who did what when.
+"""Compare pipelined with colocated runs: the reward over samples for three seeds each, and a timeline of the ranks.
 
     python -m bench.pipeline --write docs/pipeline.png --page docs/rollouts.md
 
-Both have two ranks: colocated, both sample and then both train; pipelined, one trains while the other samples. Exits
-with 1 if a pipelined run does not learn what a colocated one does, or if nothing overlaps.
+Both have two ranks. Colocated, both sample and then both train; pipelined, one trains while the other samples. The exit
+code is 1 if a run does not learn, or if sampling and training of a pipelined run hardly overlap.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Drawn:
     rollouts: list[dict[str, Any]]  # lines of rollouts.jsonl
 
     def reward(self) -> tuple[list[float], list[float]]:
-        """By samples drawn."""
+        """Drawn samples, and the reward at each of these points."""
         made = [row for row in self.rows if "train/objective/scores" in row]
         return [row["train/episode"] for row in made], [row["train/objective/scores"] for row in made]
 
@@ -51,15 +51,15 @@ class Drawn:
         return float(np.mean(self.reward()[1][-LAST:]))
 
     def work(self) -> dict[str, list[Span]]:
-        """When it was sampled, scored and trained, by the clock; training is what lies between two rollouts."""
+        """The times of sampling, scoring and training; training is the time between two rollouts."""
         spans = [rollout["spans"] for rollout in self.rollouts]
-        found = {kind: [tuple(span) for each in spans for span in each[kind]] for kind in ("sampling", "scoring")}
+        times = {kind: [tuple(span) for each in spans for span in each[kind]] for kind in ("sampling", "scoring")}
         ends = [max(end for _, end in each["scoring"]) for each in spans]
         begins = [each["taking"][0][0] for each in spans]
-        return found | {"training": list(zip(ends[:-1], begins[1:], strict=True))}
+        return times | {"training": list(zip(ends[:-1], begins[1:], strict=True))}
 
     def overlap(self) -> float:
-        """The share of the time of sampling in which the others scored or trained."""
+        """The share of the sampling time during which the other rank scored or trained."""
         work = self.work()
         busy = [*work["scoring"], *work["training"]]
         shared = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in work["sampling"] for b in busy)
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def run(mode: str, seed: int) -> Drawn:
-    """As the command line does it."""
+    """Run the command line."""
     with tempfile.TemporaryDirectory(prefix="rlexp-pipeline-") as place:
         command = [sys.executable, "-m", "rlexp", "+experiment=ppo_tiny", *MODES[mode], f"seed={seed}", "logger=none",
                    "launch.device=cpu", "engine=torch", "checkpoint.export=false", "logger.progress=false",
@@ -92,13 +92,13 @@ def run(mode: str, seed: int) -> Drawn:
 
 
 def shortcomings(runs: dict[tuple[str, int], Drawn]) -> list[str]:
-    found = [
+    wrong = [
         f"{mode}, seed {seed}: the reward came to {drawn.learned():.3f}, not above {LEARNED}"
         for (mode, seed), drawn in runs.items()
         if not drawn.learned() > LEARNED
     ]
     shared = min(drawn.overlap() for (mode, _), drawn in runs.items() if mode == "pipelined")
-    return found + [f"pipelined: only {shared:.0%} of the sampling overlaps"] * (shared < 0.2)
+    return wrong + [f"pipelined: only {shared:.0%} of the sampling overlaps"] * (shared < 0.2)
 
 
 def table(runs: dict[tuple[str, int], Drawn]) -> str:

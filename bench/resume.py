@@ -82,7 +82,8 @@ def main() -> int:
     text = (
         f"{STEPS} steps of `model=tiny`, batch 8, 3 steps per epoch. Rows: the layout on which the run stopped; "
         f"columns: the layout on which it resumed. The value\nis the largest relative difference of the loss, over all "
-        f"steps, to the undisturbed run of one process. {signature('bench.resume')}\n\n### float64\n\n{exact}\n\n### float32\n\n{rounded}"
+        f"steps, to the undisturbed run of one process. {signature('bench.resume')}\n\n"
+        f"### float64\n\n{exact}\n\n### float32\n\n{rounded}"
     )
     print(text)
     if options.write:

@@ -1,23 +1,23 @@
-"""What drawing and scoring answers costs: memory, balance, throughput and the overhead of going token by token.
+"""Measure the cost of drawing and scoring answers: memory, balance, throughput, and overhead per token.
 
     python -m bench.rollout                         print the tables; 3 minutes on 2 idle cores, 15 on busy ones
     python -m bench.rollout --write docs/benchmarks.md
     python -m bench.rollout --only memory           or ranks, or decoding
 
-The floors, written down before anything was made faster (E hidden size, I intermediate size, G·D the width of keys,
-layers L, vocabulary V, B rows of a micro-batch, K columns of the cache, P parameters, all in float32):
+The floors, written down before any optimization (E hidden size, I intermediate size, G·D width of the keys, L layers, V
+vocabulary, B rows of a micro-batch, K columns of the cache, P parameters, all in float32):
 
-- Of a sample the host keeps 4 bytes a token for its ids and 4 for its log-probabilities (8 in float64), and its text:
-  nothing else may grow with n_samples. While a micro-batch is drawn a device holds its cache, 2·L·B·K·G·D·4 bytes; the
-  prompts are read `PREFILL` tokens at a time, so that activations are at most PREFILL·(4·E + 3·I)·4 bytes and the mask
-  PREFILL·K·5, whatever their length.
-- Scoring holds one layer of score_batch_size·K/ring tokens at a time, (4·E + 3·I)·4 bytes each, with keys and values of
-  one more part of the ring: it falls with the ring, down to what does not.
-- A step of decoding reads the weights once, 4·P bytes, and the cache once, 2·L·B·K·G·D·4; it multiplies and adds 2·P·B
-  times. Reading the same tokens at once does as many operations, and reads the weights once for all of them. Where the
-  model is small both are nothing beside the calls that make up a forward pass, about 60 a layer.
-- Ranks that draw share nothing but the cores: the throughput of a ring of 4 is that of four samplers that know nothing
-  of each other, and all ranks take the same time.
+- For each sample the host stores its text, and 4 bytes per token for its ids and 4 for its log-probabilities (8 in
+  float64). Nothing else may grow with n_samples. While a micro-batch is drawn, the device holds its cache of
+  2·L·B·K·G·D·4 bytes. Prompts are read `PREFILL` tokens at a time, so for any length activations take at most
+  PREFILL·(4·E + 3·I)·4 bytes and the mask PREFILL·K·5.
+- Scoring holds one layer of score_batch_size·K/ring tokens at a time, (4·E + 3·I)·4 bytes each, and the keys and values
+  of one more rank. It shrinks with the ring, except for the parts that do not depend on the ring.
+- A decoding step reads the weights once, 4·P bytes, and the cache once, 2·L·B·K·G·D·4. It takes 2·P·B multiplications and
+  additions. Reading the same tokens at once takes as many, and reads the weights once for all tokens. With a small model
+  both are negligible beside the calls of a forward pass, about 60 per layer.
+- Ranks that draw share only the cores: the throughput of a ring of 4 is that of four independent samplers, and all ranks
+  take the same time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
         prog="python -m bench.rollout", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", type=Path, help="put the tables into this page, between its markers")
-    parser.add_argument("--only", choices=TABLES, help="one table alone")
+    parser.add_argument("--only", choices=TABLES, help="only this table")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare_environment("cpu")
@@ -109,7 +109,7 @@ def drawer_of(task: RolloutTask) -> Drawer:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes, of the rank with most: what the process held before, and what a phase took beside."""
+    """Bytes on the rank with the most: held by the process before, and added by each phase."""
 
     before: int
     rollout: int
@@ -126,10 +126,10 @@ def memory() -> str:
         prompts = 2 if n_samples > 1 else 4
         cfg = sized(ring, prompts, n_samples, length, *MODEL, f"rollout.max_new_tokens={NEW}",
                     f"rollout.micro_batch_size={rows}", f"rollout.score_batch_size={scored}")  # fmt: skip
-        found: Peaks = on_ranks(memory_rank, ring, cfg)
-        shown = [found.before, found.before + found.rollout, found.rollout, found.before + found.score, found.score]
+        peaks: Peaks = on_ranks(memory_rank, ring, cfg)
+        shown = [peaks.before, peaks.before + peaks.rollout, peaks.rollout, peaks.before + peaks.score, peaks.score]
         cells = " | ".join(f"{value / MB:.0f}" for value in shown)
-        lines.append(f"| {length:,} | {n_samples} | {ring} | {cells} | {found.kept / MB:.3f} |")
+        lines.append(f"| {length:,} | {n_samples} | {ring} | {cells} | {peaks.kept / MB:.3f} |")
     return (
         f"### Memory of a rollout\n\nMB of the rank with most, a fresh start for each line: the process before, its "
         f"peak, and the difference. Prompts fill all but\n{NEW} tokens. The first three lines draw 2 prompts × 4 to "
@@ -165,7 +165,7 @@ def memory_rank(place: Place, cfg: Config) -> Peaks:
 
 
 def give_back_at_once() -> None:
-    """What is freed leaves the process, so that its peak is of what is used, and not of what was."""
+    """Return freed memory to the system at once, so that the peak counts only memory in use."""
     with contextlib.suppress(AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, 1 << 16)
@@ -173,7 +173,7 @@ def give_back_at_once() -> None:
 
 
 def peak_of(run: Run, work: Callable[[], object]) -> tuple[int, int]:
-    """Held before, and at most meanwhile."""
+    """Bytes held before, and at the peak."""
     reset_peak(run.device)
     before = peak_bytes(run.device)
     dist.barrier()
@@ -186,7 +186,7 @@ def peak_of(run: Run, work: Callable[[], object]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Turn:
-    """By rank, of one way of drawing the same samples."""
+    """Times of one way of drawing the samples, by rank."""
 
     seconds: list[float]
     core: list[float]  # seconds of a core
@@ -203,13 +203,13 @@ def ranks() -> str:
     lines = ["| who draws | throughput over four alone | slowest over fastest rank | in core-seconds |",
              "| --- |" + " ---: |" * 3]  # fmt: skip
     alone = [sum(1 / seconds for seconds in turn.seconds) / RANKS for turn in turns[ALONE]]
-    for name, found in turns.items():
-        rates = [1 / max(turn.seconds) for turn in found]
+    for name, mine in turns.items():
+        rates = [1 / max(turn.seconds) for turn in mine]
         ratios = alone if name == ALONE else rates
         over = statistics.median(mine / base for mine, base in zip(ratios, alone, strict=True))
         apart, cores = (
             statistics.median(max(values) / min(values) for values in each)
-            for each in ([turn.seconds for turn in found], [turn.core for turn in found])
+            for each in ([turn.seconds for turn in mine], [turn.core for turn in mine])
         )
         who = ALONE if name == ALONE else f"ring of {RANKS}, {name}"
         lines.append(f"| {who} | {over:.2f} | {apart:.2f} | {cores:.2f} |")
@@ -228,7 +228,7 @@ def ranks_rank(place: Place, cfgs: dict[str, Config]) -> dict[str, list[Turn]]:
     join_world(place, next(iter(cfgs.values())))
     tasks = {name: task_of(cfg) for name, cfg in cfgs.items()}
     ways = {ALONE: alone_of(tasks["torch"], place.rank)} | {name: ring_of(task) for name, task in tasks.items()}
-    found: dict[str, list[Turn]] = {name: [] for name in ways}
+    turns: dict[str, list[Turn]] = {name: [] for name in ways}
     for turn in range(TURNS + 1):
         names = list(ways)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -239,14 +239,14 @@ def ranks_rank(place: Place, cfgs: dict[str, Config]) -> dict[str, list[Turn]]:
             parts: list[Any] = [None] * place.world_size
             dist.all_gather_object(parts, taken)
             if turn:
-                found[name].append(Turn([part[0] for part in parts], [part[1] for part in parts]))
+                turns[name].append(Turn([part[0] for part in parts], [part[1] for part in parts]))
     for task in tasks.values():
         task.close()
-    return found
+    return turns
 
 
 class Unjudged:
-    """Rewards have processes of their own, and are no matter of drawing."""
+    """Draw without rewards, which have processes of their own."""
 
     def submit(self, samples: Sequence[Sample]) -> None: ...
 
@@ -258,7 +258,7 @@ def ring_of(task: RolloutTask) -> Callable[[], object]:
 
 
 def alone_of(task: RolloutTask, rank: int) -> Callable[[], object]:
-    """A world of one rank, with a quarter of the prompts."""
+    """Draw a quarter of the prompts in a world of one rank."""
     longest_first = sorted(prompts_of(task), key=lambda prompt: -len(prompt.tokens))
     source = Colocated(drawer_of(task), task.run.engine.weights, task.run.cfg.rollout, World(0, 1, Ring(0, (0,))))
     quarter = longest_first[rank::RANKS]
@@ -270,7 +270,7 @@ def alone_of(task: RolloutTask, rank: int) -> Callable[[], object]:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Seconds, the best of several: of drawing a micro-batch, of the model's part in it, and of reading it at once."""
+    """The shortest seconds of drawing a micro-batch, of the model's part in it, and of reading it at once."""
 
     whole: float
     model: float
@@ -287,12 +287,13 @@ def decoding() -> str:
     for name, model in (("tiny, 0.12 million", ()), ("3.2 million", MODEL)):
         for length in (96, 1024):
             cfg = sized(1, 4, 4, length, *model, "rollout.max_new_tokens=64", "rollout.micro_batch_size=16")
-            found: Decoded = on_ranks(decoding_rank, 1, cfg)
-            step, floor = found.whole / found.steps, (found.weights + found.cache) / found.bandwidth
+            decoded: Decoded = on_ranks(decoding_rank, 1, cfg)
+            step, floor = decoded.whole / decoded.steps, (decoded.weights + decoded.cache) / decoded.bandwidth
             lines.append(
-                f"| {name} | {length - 64} | {step * 1e3:.2f} ms | {found.model / found.whole:.0%} "
-                f"| {found.at_once / found.steps * 1e3:.2f} ms | {found.whole / found.at_once:.1f} "
-                f"| {found.weights / MB:.1f}; {found.cache / MB:.1f} MB | {floor * 1e3:.2f} ms | {step / floor:.1f} |"
+                f"| {name} | {length - 64} | {step * 1e3:.2f} ms | {decoded.model / decoded.whole:.0%} "
+                f"| {decoded.at_once / decoded.steps * 1e3:.2f} ms | {decoded.whole / decoded.at_once:.1f} "
+                f"| {decoded.weights / MB:.1f}; {decoded.cache / MB:.1f} MB "
+                f"| {floor * 1e3:.2f} ms | {step / floor:.1f} |"
             )
     return (
         f"### Token by token\n\nA micro-batch of 16 rows, 4 prompts × 4 samples of 64 tokens, on one rank: a step "
@@ -338,7 +339,7 @@ def decoding_rank(place: Place, cfg: Config) -> Decoded:
 
 
 def copied() -> float:
-    """Bytes that are read in a second of copying, beyond every cache."""
+    """Bytes per second that a copy reads, of a buffer larger than every cache."""
     source = np.ones(1 << 26, dtype=np.float32)
     target = np.ones_like(source)
     times = []

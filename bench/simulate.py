@@ -1,11 +1,11 @@
-"""One rank of a ring, alone: the layout's own code at that rank's own shapes, with the other ranks played.
+"""Run one rank of a ring alone: the layout's own code at that rank's own shapes, with simulated other ranks.
 
-What others would have sent is drawn from a seed into the buffers that a transfer would fill, while the clock stands
-still. So time and memory are a rank's, and the numbers are not: bench.together has those.
+Messages of the other ranks are drawn from a seed into the buffers that a transfer would fill, while the clock is stopped.
+So time and memory are those of a real rank, but the numbers are not; bench.together computes those.
 
-A rank's work is kept piece by piece, from one call of a collective to the next. Rings go step by step: a step ends
-where a rank waits for what was sent in that step, and all ranks wait for the slowest. What was sent in a step before
-has arrived while this one was computed, as far as the link allows it.
+A rank's work is recorded piece by piece, from one collective call to the next. A ring works step by step: a step ends
+where a rank waits for a message sent in that step, and all ranks wait for the slowest. A message sent in an earlier step
+has arrived during the computation, as far as the link's bandwidth allows.
 
 Shape letters: T tokens of the pack, t tokens of one rank, H query heads, G key/value heads, D head size.
 """
@@ -55,7 +55,7 @@ class Sizes:
 
 
 def packed(lengths: Sequence[int], multiple: int) -> list[Segment]:
-    """Laid end to end, and the last one padded, as a pack is."""
+    """Sequences laid end to end like a pack, the last one padded."""
     segments, start = [], 0
     for number, length in enumerate(lengths):
         padded = length + (-sum(lengths) % multiple if number == len(lengths) - 1 else 0)
@@ -69,12 +69,12 @@ def packed(lengths: Sequence[int], multiple: int) -> list[Segment]:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank computes up to a call of a collective, or to the end of a pass."""
+    """A rank's computation up to a collective call, or to the end of a pass."""
 
     seconds: float
     kind: str  # of the collective: rotate, gather, scatter, exchange; "" at the end of a pass
-    message: int | None  # that is sent here, if bytes are, or waited for
-    nbytes: int | None  # that this rank sends in it; None where it is waited for
+    message: int | None  # sent here if there are bytes, otherwise waited for
+    nbytes: int | None  # sent by this rank; None when it waits
     ends_step: bool
 
 
@@ -145,7 +145,7 @@ class Clock:
 
 
 def timed(work: Callable[[], object], clock: Clock, repeats: int, combine: Callable[[list[float]], float]) -> float:
-    """After one run that is not counted."""
+    """Time `work` several times, after one run that does not count."""
     marks = []
     for _ in range(repeats + 1):
         begin = clock.mark()
@@ -164,7 +164,7 @@ Noted = tuple[Any, Any, str, int | None, int | None, bool]
 
 @dataclass
 class Played:
-    """Stands in for what has been sent and is waited for; the layouts' own types answer the same."""
+    """Stands in for a message under way, with the interface of the layouts' own types."""
 
     others: Others
     kind: str
@@ -183,7 +183,7 @@ class Played:
 
 @dataclass
 class Others:
-    """The collectives of a ring of which one rank is there."""
+    """The collectives of a ring in which only one rank exists."""
 
     clock: Clock
     generator: torch.Generator
@@ -236,13 +236,13 @@ class Others:
 
 @functools.cache
 def _numbers(count: int, dtype: torch.dtype) -> Tensor:
-    """Drawn once: on a core that would take a third of the time."""
+    """Draw random numbers once: drawing them each time would take a third of the time on a core."""
     return torch.empty(count, dtype=dtype).normal_(generator=torch.Generator().manual_seed(0))
 
 
 @contextlib.contextmanager
 def collectives_of(others: Any) -> Iterator[None]:
-    """Put in the place of the real ones, in every layout."""
+    """Replace the real collectives in every layout."""
     with (
         mock.patch("rlexp.ring.rotation.rotate", others.rotate),
         mock.patch("rlexp.ring.layouts.allgather.gather", others.gather),
@@ -253,7 +253,7 @@ def collectives_of(others: Any) -> Iterator[None]:
 
 
 class Alone:
-    """A rank that is played alone, as often as is asked for; the first time is not counted."""
+    """A rank that runs alone, as often as asked; the first time does not count."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class Alone:
         self.runs.append(others.noted)
 
     def trace(self, combine: Callable[[list[float]], float] = min) -> Trace:
-        """Each piece is the best of the runs, or what `combine` says."""
+        """The trace whose pieces are the shortest of the runs, or combined by `combine`."""
         self.clock.wait()
         pieces = [
             Piece(combine([self.clock.seconds(*each[:2]) for each in same[1:]]), *same[0][2:])

@@ -1,6 +1,6 @@
-"""All ranks of a ring in one process, as threads that hand each other what they send: for numbers, not for time.
+"""Run all ranks of a ring as threads of one process, to get their results and not their times.
 
-The layouts' own code runs on every thread; what is sent is copied, and waited for, as a transfer would be.
+The layouts' own code runs on every thread. Messages are copied and waited for, like transfers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PATIENCE = 600.0  # seconds that a rank waits for another
 
 @dataclass
 class Letter:
-    """What has been sent and is waited for; the layouts' own types answer the same."""
+    """A message under way, with the interface of the layouts' own types."""
 
     post: Post
     ring: Ring
@@ -51,7 +51,7 @@ class Summed(Letter):
 
 @dataclass
 class Post:
-    """By the ranks of a ring, the number of the call, and the sender. All ranks call in the same order."""
+    """Messages by the ring's ranks, the number of the call, and the sender. All ranks call in the same order."""
 
     sent: dict[tuple[tuple[int, ...], int, int], Tensor] = field(default_factory=dict)
     calls: dict[tuple[tuple[int, ...], int], int] = field(default_factory=dict)
@@ -100,7 +100,7 @@ def whole_ring(
     sizes: Sizes,
     inputs: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Of q, k, v and the output's gradient of a whole pack: the output, dq, dk and dv, put together from all ranks."""
+    """Take q, k, v and the output's gradient of a whole pack; return the output, dq, dk and dv of the whole ring."""
     post, places = Post(), layout.deal(segments, ring_size).places
 
     def of_rank(rank: int) -> list[Tensor]:
