@@ -4,10 +4,10 @@
     python -m bench.attention --write docs/attention.md
     python -m bench.attention --only work           or packed, or errors
 
-There is no communication: bench.simulate runs each rank alone, one after the other on one core. Times are CPU seconds of
-the thread, the shortest of several rounds for each piece of work. A round contains all layouts, all ranks and one call of
-`scaled_dot_product_attention`, so that a slow phase of the machine slows all of them. The maximum over ranks in every step
-collects the remaining noise: fewer rounds give lower efficiencies.
+There is no communication: bench.simulate runs each rank alone, one after the other on one core. Times are CPU seconds
+of the thread, the shortest of several rounds for each piece of work. A round contains all layouts, all ranks and one
+call of `scaled_dot_product_attention`, so that a slow phase of the machine slows all of them. The maximum over ranks in
+every step collects the remaining noise: fewer rounds give lower efficiencies.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ There are three tables:
 - Layouts: every rank runs the real kernels, merges and buffers at its real shapes. The other ranks' keys, values and
   gradients are drawn from a seed while the clock is stopped. The ring's time is the sum over the steps of the slowest
   rank's time. The efficiency is the time of one call of the same kernel over the whole pack, divided by the number of
-  ranks, relative to the ring's time. No byte is sent: the columns with a link are a model, from the bytes that each rank
-  would send and a stated bandwidth.
+  ranks, relative to the ring's time. No byte is sent: the columns with a link are a model, from the bytes that each
+  rank would send and a stated bandwidth.
 - Errors: of the results that all ranks together compute, against float64.
 """
 

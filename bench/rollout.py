@@ -13,11 +13,11 @@ vocabulary, B rows of a micro-batch, K columns of the cache, P parameters, all i
   PREFILL·(4·E + 3·I)·4 bytes and the mask PREFILL·K·5.
 - Scoring holds one layer of score_batch_size·K/ring tokens at a time, (4·E + 3·I)·4 bytes each, and the keys and values
   of one more rank. It shrinks with the ring, except for the parts that do not depend on the ring.
-- A decoding step reads the weights once, 4·P bytes, and the cache once, 2·L·B·K·G·D·4. It takes 2·P·B multiplications and
-  additions. Reading the same tokens at once takes as many, and reads the weights once for all tokens. With a small model
-  both are negligible beside the calls of a forward pass, about 60 per layer.
-- Ranks that draw share only the cores: the throughput of a ring of 4 is that of four independent samplers, and all ranks
-  take the same time.
+- A decoding step reads the weights once, 4·P bytes, and the cache once, 2·L·B·K·G·D·4. It takes 2·P·B multiplications
+  and additions. Reading the same tokens at once takes as many, and reads the weights once for all tokens. With a small
+  model both are negligible beside the calls of a forward pass, about 60 per layer.
+- Ranks that draw share only the cores: the throughput of a ring of 4 is that of four independent samplers, and all
+  ranks take the same time.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Run one rank of a ring alone: the layout's own code at that rank's own shapes, with simulated other ranks.
 
-Messages of the other ranks are drawn from a seed into the buffers that a transfer would fill, while the clock is stopped.
-So time and memory are those of a real rank, but the numbers are not; bench.together computes those.
+Messages of the other ranks are drawn from a seed into the buffers that a transfer would fill, while the clock is
+stopped. So time and memory are those of a real rank, but the numbers are not; bench.together computes those.
 
 A rank's work is recorded piece by piece, from one collective call to the next. A ring works step by step: a step ends
-where a rank waits for a message sent in that step, and all ranks wait for the slowest. A message sent in an earlier step
-has arrived during the computation, as far as the link's bandwidth allows.
+where a rank waits for a message sent in that step, and all ranks wait for the slowest. A message sent in an earlier
+step has arrived during the computation, as far as the link's bandwidth allows.
 
 Shape letters: T tokens of the pack, t tokens of one rank, H query heads, G key/value heads, D head size.
 """
