@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -45,29 +45,34 @@ def room_of(file: Path) -> str:
 
 def imports_of(package: Path) -> list[Import]:
     """Return every import of the package, also those inside functions and under TYPE_CHECKING."""
-    found = []
-    for path in sorted(package.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        tops = set(tree.body)
-        for node in ast.walk(tree):
-            for target in targets_of(node, package):
-                found.append(Import(path.relative_to(package), getattr(node, "lineno", 0), target, node in tops))
-    return found
+    return [
+        Import(path.relative_to(package), line, target, top)
+        for path in sorted(package.rglob("*.py"))
+        for line, name, top in names_in(path.read_text(encoding="utf-8"))
+        if (target := target_of(name, package)) is not None
+    ]
 
 
-def targets_of(node: ast.AST, package: Path) -> Iterator[str]:
-    names: list[str] = []
-    if isinstance(node, ast.Import):
-        names = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom):
-        assert not node.level, "imports are absolute"
-        names = [f"{node.module}.{alias.name}" for alias in node.names]
-    for name in names:
-        first, *rest = name.split(".")
-        if first == "rlexp":
-            yield file_of(rest, package)
-        elif first not in sys.stdlib_module_names:
-            yield first
+@functools.cache  # copies of the house share nearly all of their files
+def names_in(text: str) -> list[tuple[int, str, bool]]:
+    """Return the line of each import, the dotted name, and whether it stands at the top of the module."""
+    tree, names = ast.parse(text), []
+    tops = set(tree.body)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [(node.lineno, alias.name, node in tops) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            names += [(node.lineno, f"{node.module}.{alias.name}", node in tops) for alias in node.names]
+    return names
+
+
+def target_of(name: str, package: Path) -> str | None:
+    """Return the package's file, or the other package, that a dotted name means; None in the standard library."""
+    first, *rest = name.split(".")
+    if first == "rlexp":
+        return file_of(rest, package)
+    return None if first in sys.stdlib_module_names else first
 
 
 def file_of(parts: list[str], package: Path) -> str:
@@ -143,6 +148,10 @@ def test_the_map_says_what_each_room_imports() -> None:
     assert wrong_rows(PACKAGE, PAGE) == []
 
 
+def test_no_file_and_no_room_imports_another_that_imports_it_back() -> None:
+    assert circles(PACKAGE, PAGE) == []
+
+
 @pytest.mark.parametrize("package", ONLY_HERE)
 def test_a_package_has_one_door(package: str) -> None:
     rooms = {each.room for each in imports_of(PACKAGE) if each.to == package}
@@ -165,6 +174,35 @@ def copy(tmp_path: Path) -> Path:
     shutil.copytree(PACKAGE, tmp_path / "rlexp", ignore=shutil.ignore_patterns("__pycache__", "assets"))
     shutil.copy(PAGE, tmp_path / "page.md")
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "circle"),
+    [
+        ("data/rows.py", "from rlexp.data.rows import read_jsonl", None),  # itself: no circle
+        ("data/packing.py", "from rlexp.train.pair_task import PairTask", "data/packing.py"),
+        ("types.py", "def later():\n    import rlexp.ring.shard", "ring/shard.py"),
+        ("data/sampler.py", "if TYPE_CHECKING:\n    from rlexp.train import examples", "train/examples.py"),
+        ("algos/kl.py", "from rlexp import train", "train"),
+    ],
+)
+def test_a_planted_circle_is_found(copy: Path, file: str, line: str, circle: str | None) -> None:
+    if circle == "train":  # of rooms alone: no file of them imports another back
+        (copy / "rlexp" / "train" / "__init__.py").write_text("", encoding="utf-8")
+        (copy / "rlexp" / "train" / "leaf.py").write_text("", encoding="utf-8")
+        line = "from rlexp.train import leaf"
+    path = copy / "rlexp" / file
+    path.write_text(path.read_text(encoding="utf-8") + f"\n{line}\n", encoding="utf-8")
+    found = circles(copy / "rlexp", copy / "page.md")
+    assert bool(found) == (circle is not None)
+    assert circle is None or any(circle in each for each in found)
+
+
+def test_a_step_that_the_map_allows_is_no_circle_at_the_top(copy: Path) -> None:
+    """The map lets launch start train inside a function; at the top of a module it would load torch at once."""
+    path = copy / "rlexp" / "launch" / "job.py"
+    path.write_text(path.read_text(encoding="utf-8") + "\nfrom rlexp.train import rank\n", encoding="utf-8")
+    assert any("train" in each for each in circles(copy / "rlexp", copy / "page.md"))
 
 
 def test_an_import_that_the_map_does_not_list_is_found(copy: Path) -> None:
