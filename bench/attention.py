@@ -12,19 +12,15 @@ every step collects the remaining noise: fewer rounds give lower efficiencies.
 
 from __future__ import annotations
 
-import argparse
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.checkpoint import about, with_load
+from bench.measured import print_tables
 from bench.simulate import Alone, Clock, Sizes, Trace, in_ring, packed
-from bench.tables import put
 from bench.together import whole_ring
 from rlexp.ring.kernels.cpu_flash import CpuFlash
 from rlexp.ring.layouts import get_layout
@@ -48,19 +44,8 @@ CPU = torch.device("cpu")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", type=Path, help="put the tables into this page, between its markers")
-    parser.add_argument("--only", choices=TABLES, help="only this table")
-    options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    chosen = [options.only] if options.only else list(TABLES)
-    text = "\n\n".join([about("bench.attention"), *(with_load(TABLES[name]) for name in chosen)])
-    print(text)
-    if options.write:
-        put(options.write, text)
+    print_tables("bench.attention", __doc__, TABLES)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,9 @@ run there.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -36,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.tables import put
+from bench.measured import print_tables
 from rlexp.checkpoint import folder
 from rlexp.checkpoint.saver import Saver
 from rlexp.checkpoint.tensors import Reader, share
@@ -46,7 +44,6 @@ from rlexp.config.schema import Config, OptimConfig
 from rlexp.engine.base import MOMENTS, set_lr, shape_of, trained
 from rlexp.engine.plain import PlainEngine
 from rlexp.files import sync
-from rlexp.launch.folder import git_commit
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, join, prepare_environment
 from rlexp.model.policy import Policy
@@ -92,44 +89,8 @@ STARTED: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", type=Path, help="put the tables into this page, between its markers")
-    parser.add_argument("--only", choices=TABLES, help="only this table")
-    options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
     prepare_environment("cpu")
-    chosen = [options.only] if options.only else list(TABLES)
-    text = "\n\n".join([about(), *(with_load(TABLES[name]) for name in chosen)])
-    print(text)
-    if options.write:
-        put(options.write, text)
-
-
-def about(module: str = "bench.checkpoint") -> str:
-    commit = git_commit() or "unknown"
-    changed = ", with changes that are not committed," if commit.endswith("+dirty") else ""
-    return (
-        f"Measured {time.strftime('%Y-%m-%d')} at commit {commit[:12]}{changed} by `python -m {module}`\n"
-        f"on {processor()}, {os.cpu_count()} cores, {visible_gpus()} GPUs; torch {torch.__version__}, "
-        f"one thread per rank, float32."
-    )
-
-
-def with_load(table: Callable[[], str]) -> str:
-    """Add the load average. Only the value before shows other work; afterwards it is mostly the benchmark itself."""
-    before, began = os.getloadavg()[0], time.monotonic()
-    text, after = table(), os.getloadavg()[0]
-    return f"{text}\n\nLoad average {before:.1f} before and {after:.1f} after {time.monotonic() - began:.0f} seconds."
-
-
-def processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    print_tables("bench.checkpoint", __doc__, TABLES)
 
 
 def configured(ranks: int, *overrides: str) -> Config:
@@ -198,9 +159,9 @@ def saving() -> str:
         f"### Saving\n\nWeights and two moments of {parameters / 1e6:.0f} million parameters: {held / 1e9:.2f} GB, "
         f"shared out evenly among the ranks.\nSeconds of the slowest rank: one first save, and the best of "
         f"{SAVES - 1} later ones; in brackets, over `torch.save` in the same run.\n`torch.save` writes the whole state "
-        f'from rank 0, and training stands still until it is on disk. "Held up" is the longest that\nthe main '
-        f'thread did not run while files were written in the background; "core-seconds" is what that took of a '
-        f"core, of\nthe busiest rank.\n\n" + "\n".join(lines)
+        f'from rank 0, and training pauses until it is on disk. "Held up" is the longest time that\nthe main '
+        f'thread did not run while files were written in the background; "core-seconds" is the CPU time of that '
+        f"writing, on\nthe busiest rank.\n\n" + "\n".join(lines)
     )
 
 
@@ -444,10 +405,10 @@ def steps() -> str:
     counts = " and ".join(str(repeats) for _, _, repeats in SIZES)
     batches = " and ".join(str(batch) for _, batch, _ in SIZES)
     return (
-        f"### Step time\n\n{RANKS} replicas, ring 1; {batches} pairs a step in micro-batches of {MICRO}; the engines "
-        f"take their steps in turn,\non the same samples. Each cell is the best of {counts} steps over the best of "
-        f"{DDP},\nand in brackets the median of the ratios turn by turn; where the two are far apart, others disturbed "
-        f"it.\nA step holds the reference model's forward pass too, as in training.\n\n" + "\n".join(lines)
+        f"### Step time\n\n{RANKS} replicas, ring 1; {batches} pairs per step in micro-batches of {MICRO}; the engines "
+        f"take their steps in turn,\non the same samples. Each cell is the best of {counts} steps relative to the best "
+        f"of {DDP},\nand in brackets the median of the ratios turn by turn; if the two differ much, other work "
+        f"disturbed them.\nA step includes the reference model's forward pass, as in training.\n\n" + "\n".join(lines)
     )
 
 
@@ -509,7 +470,7 @@ def start() -> str:
     command = " ".join(("python -m rlexp", *COMMAND))
     return (
         f"### Start\n\nFrom `{command}` to the\nfirst row in `metrics.jsonl`: 8 ranks, {STARTS} runs. "
-        f'"Imports alone" is the best of\nas many processes that import what launcher and ranks import, and no more. '
+        f'"Imports alone" is the best of\nas many processes that only import the modules of launcher and ranks. '
         f"The aim is 15 s on 2 cores.\n\n" + "\n".join(lines)
     )
 

@@ -22,7 +22,6 @@ vocabulary, B rows of a micro-batch, K columns of the cache, P parameters, all i
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import os
@@ -30,15 +29,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench.checkpoint import about, configured, join_world, on_ranks, with_load
-from bench.tables import put
+from bench.checkpoint import configured, join_world, on_ranks
+from bench.measured import print_tables
 from rlexp.config.schema import Config
 from rlexp.launch.place import Place, prepare_environment
 from rlexp.metrics.memory import peak_bytes, reset_peak
@@ -65,19 +63,8 @@ MB = 1 << 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.rollout", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", type=Path, help="put the tables into this page, between its markers")
-    parser.add_argument("--only", choices=TABLES, help="only this table")
-    options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
     prepare_environment("cpu")
-    chosen = [options.only] if options.only else list(TABLES)
-    text = "\n\n".join([about("bench.rollout"), *(with_load(TABLES[name]) for name in chosen)])
-    print(text)
-    if options.write:
-        put(options.write, text, "rollout")
+    print_tables("bench.rollout", __doc__, TABLES, "rollout")
 
 
 def sized(ranks: int, prompts: int, n_samples: int, length: int, *overrides: str) -> Config:
@@ -131,7 +118,7 @@ def memory() -> str:
         cells = " | ".join(f"{value / MB:.0f}" for value in shown)
         lines.append(f"| {length:,} | {n_samples} | {ring} | {cells} | {peaks.kept / MB:.3f} |")
     return (
-        f"### Memory of a rollout\n\nMB of the rank with most, a fresh start for each line: the process before, its "
+        f"### Memory of a rollout\n\nMB on the rank with the most, with a fresh start for each line: the process before, its "
         f"peak, and the difference. Prompts fill all but\n{NEW} tokens. The first three lines draw 2 prompts × 4 to "
         f"64 samples, 16 rows at once, and score 8; the others 4 prompts × 1,\na row at once, and score 4 over the "
         f'ring. "Samples" are the arrays that all samples keep in the host\'s memory.\n\n' + "\n".join(lines)
@@ -216,11 +203,10 @@ def ranks() -> str:
     seconds = statistics.median(max(turn.seconds) for turn in turns[ALONE])
     return (
         f"### Ranks side by side\n\n{PROMPTS} prompts × 4 samples of 32 tokens with `model=tiny`, drawn by {RANKS} "
-        f"processes on {os.cpu_count()} cores: as a ring of {RANKS},\nand by {RANKS} samplers of a quarter each that "
-        f"know nothing of each other, in turn; medians of {TURNS} turns. A ring is as fast as\nits slowest rank; of "
-        f"the samplers alone the rates of each are added up ({seconds:.1f} s until the last is done). Under zero3 "
-        f"and\nfsdp2 every token's forward pass gathers the weights from all ranks, who go in step.\n\n"
-        + "\n".join(lines)
+        f"processes on {os.cpu_count()} cores: as a ring of {RANKS},\nand by {RANKS} independent samplers of a quarter "
+        f"each, in turn; medians of {TURNS} turns. A ring is as fast as\nits slowest rank; the rates of independent "
+        f"samplers are added up ({seconds:.1f} s until the last is done). Under zero3 and\nfsdp2 every token's forward "
+        f"pass gathers the weights from all ranks, which therefore run in step.\n\n" + "\n".join(lines)
     )
 
 
@@ -297,7 +283,7 @@ def decoding() -> str:
             )
     return (
         f"### Token by token\n\nA micro-batch of 16 rows, 4 prompts × 4 samples of 64 tokens, on one rank: a step "
-        f"yields 16 tokens. The prompts are read\n{PREFILL:,} tokens at a time, and that is in the time of the steps. "
+        f"yields 16 tokens. The time of the steps\nincludes reading the prompts, {PREFILL:,} tokens at a time. "
         f'"Read at once" is one forward pass of the same prompts and\nanswers, without shared prompts: its time over '
         f"the number of steps. Best of {REPEATS}.\n\n" + "\n".join(lines)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -17,8 +16,9 @@ from rlexp.prove.records import SIDES, TokenPair, joined
 from rlexp.prove.reference import load_tokenizer
 from tests import textbook
 from tests.ranks import Steps, largest_gap, on_ranks, train_steps
+from tests.squality import write_long_pairs
 
-# float64, sums in another order. Gradients measured 4.2e-15 with the tiny model; the real one sums many more terms.
+# float64 with another order of additions. Gradients differed by 4.2e-15 with the tiny model; real ones have more terms.
 GRADIENT, LOGPS, LOSS = 1e-12, 1e-13, 1e-13
 
 
@@ -171,14 +171,8 @@ def test_real_model_on_real_pairs(shared: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.prove
 def test_real_model_on_long_documents(shared: Path, tmp_path: Path) -> None:
-    """SQuALITY: a story and a question, two summaries; four thousand tokens, eight times the model's own context."""
-    folder = shared / "data" / "squality"
-    lines = (folder / "documents.jsonl").read_text(encoding="utf-8").splitlines()
-    stories = {document["doc_id"]: document["text"] for document in map(json.loads, lines)}
-    with (tmp_path / "long.jsonl").open("w", encoding="utf-8") as rows:
-        for pair in map(json.loads, (folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines()[:2]):
-            prompt = f"{stories[pair['doc_id']]}\n\n{pair['question']}\n"
-            rows.write(json.dumps({"prompt": prompt} | {k: pair[k] for k in ("chosen", "rejected")}) + "\n")
+    """Four thousand tokens of SQuALITY, eight times the model's own context."""
+    write_long_pairs(shared, tmp_path / "long.jsonl")
     cfg = compose_config(
         ["launch.device=cpu", "logger=none", "train.precision=fp64", "parallel=ring4",
          "model=hf", f"model.path={shared}/models/stories260K", "data=jsonl", f"data.path={tmp_path}/long.jsonl",

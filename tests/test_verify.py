@@ -28,6 +28,7 @@ from rlexp.prove.run import Verification, exact, verify
 from rlexp.prove.stages import STAGES
 from tests.faults import ALL_FAULTS, CHECK, FAST, FAULTS, FP64, LITTLE_MEMORY, Fault
 from tests.planted import quiet, verify_planted
+from tests.squality import write_long_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("launch.device=cpu", "logger=none", "data.size=24", "data.eval_size=0")
@@ -37,7 +38,7 @@ def verified(*overrides: str, steps: int = 2, base: tuple[str, ...] = SMALL) -> 
     return verify(compose_config([*base, *overrides]), steps, quiet)
 
 
-# ---- it finds what is wrong ----
+# ---- it finds defects ----
 
 
 def tier(fault: Fault) -> list[pytest.MarkDecorator]:
@@ -108,7 +109,7 @@ PlainEngine._reduce = _summed
 """
 
 
-# ---- it passes what is right ----
+# ---- it passes correct runs ----
 
 
 def command(cwd: Path, *args: str, package: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
@@ -192,14 +193,8 @@ def test_a_real_model_on_real_pairs_passes(shared: Path) -> None:
 
 @pytest.mark.slow
 def test_a_long_pair_passes_on_a_ring_of_four(shared: Path, tmp_path: Path) -> None:
-    """SQuALITY: a story and a question, two summaries. The whole story is in docs/verify.md."""
-    folder = shared / "data" / "squality"
-    lines = (folder / "documents.jsonl").read_text(encoding="utf-8").splitlines()
-    stories = {document["doc_id"]: document["text"] for document in map(json.loads, lines)}
-    with (tmp_path / "long.jsonl").open("w", encoding="utf-8") as rows:
-        for pair in map(json.loads, (folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines()[:2]):
-            prompt = f"{stories[pair['doc_id']]}\n\n{pair['question']}\n"
-            rows.write(json.dumps({"prompt": prompt} | {k: pair[k] for k in ("chosen", "rejected")}) + "\n")
+    """Four thousand tokens of SQuALITY; docs/verify.md has the time for a whole story."""
+    write_long_pairs(shared, tmp_path / "long.jsonl")
     overrides = real(shared, f"{tmp_path}/long.jsonl", "parallel=ring4", "data.max_length=4003",
                      "data.too_long=truncate", "train.batch_size=1", "train.precision=fp64")  # fmt: skip
     verdict = verify(compose_config(overrides), 1, quiet)
@@ -291,7 +286,7 @@ def test_attention_in_blocks_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_models_attention_for_gpus_is_sdpa() -> None:
-    """On a GPU transformers is given our blocks; on the CPU both run."""
+    """On a GPU transformers uses our attention in blocks; on the CPU both run and are compared."""
     cfg, cpu = compose_config([*SMALL, "train.precision=fp64"]), torch.device("cpu")
     pair = TokenPair(*(torch.arange(3, 3 + n).numpy() for n in (20, 15, 9)), "a pair")
     one_way, other = (answer_logps(load(cfg, cpu, name), pair, "chosen", cpu) for name in ("sdpa", own_blocks()))
@@ -299,14 +294,14 @@ def test_the_models_attention_for_gpus_is_sdpa() -> None:
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
 
 
-# ---- what does not fit is made smaller, by the rule ----
+# ---- a model that does not fit loses layers ----
 
 
 def test_layers_are_left_out_until_it_fits(tmp_path: Path) -> None:
     cfg = compose_config([*SMALL, "model.layers=8", "parallel=ring2"])
     whole = shrink.plan(cfg, 2, tmp_path, free=1 << 40)
     assert (whole.layers, whole.said) == (8, None)
-    less = shrink.plan(cfg, 2, tmp_path, free=whole.need)  # of which 0.7 may be taken
+    less = shrink.plan(cfg, 2, tmp_path, free=whole.need)  # 0.7 of it may be used
     assert 2 <= less.layers < 8
     assert less.need <= 0.7 * whole.need
     assert f"first {less.layers} of 8 layers" in (less.said or "")
@@ -318,7 +313,7 @@ def test_layers_are_left_out_until_it_fits(tmp_path: Path) -> None:
 
 
 def test_float64_is_run_over_the_layout_that_the_run_takes(tmp_path: Path) -> None:
-    """What `auto` takes depends on the precision."""
+    """The choice of `auto` depends on the precision."""
     cfg = compose_config(
         ["launch.device=cpu", "parallel=ring2", "parallel.layout=auto", "train.precision=bf16", "data.max_length=2048",
          "model.heads=8", "model.kv_heads=8", "model.hidden_size=128"]
@@ -353,7 +348,7 @@ def test_a_shrunk_model_is_verified_and_said_to_be_shrunk(references: Path) -> N
     assert f"shrunk: the model's first {verdict.plan.layers} of 6 layers" in report(cfg, verdict)
 
 
-# ---- what a user may get wrong ----
+# ---- mistakes of the user ----
 
 
 @pytest.mark.parametrize(
