@@ -359,11 +359,11 @@ def report(tally: Tally, times: int, seed: int, apart: dict[str, float], seconds
     others = {name: difference for name, difference in apart.items() if compared(name) and name != "train/loss"}
     worst = max(others, key=lambda name: others[name], default="")
     facts = [
-        f"- steps taken again after a kill: {sum(tally.lost)} in all, {max(tally.lost, default=0)} at most "
+        f"- steps repeated after a kill: {sum(tally.lost)} in total, {max(tally.lost, default=0)} at most "
         f"(a save every {SAVE_EVERY} steps)",
-        f"- went on from a checkpoint {tally.resumed} times before the last start",
-        f"- {sum(tally.blamed)} of {len(tally.blamed)} killed ranks were named by the launcher as the cause",
-        f"- all processes gone at most {tally.gone_after:.1f} s after the kill",
+        f"- resumed from a checkpoint {tally.resumed} times before the last start",
+        f"- the launcher named {sum(tally.blamed)} of {len(tally.blamed)} killed ranks as the cause",
+        f"- all processes were gone at most {tally.gone_after:.1f} s after the kill",
         f"- largest relative difference to the undisturbed run: loss {apart.get('train/loss', float('nan')):.1e}, "
         f"final weights {apart.get('weights', float('nan')):.1e}, any other metric {others.get(worst, 0.0):.1e} "
         f"({worst})",

@@ -1,11 +1,11 @@
-"""What the report of many long runs costs: 50 runs of 10,000 steps, made from one short real run.
+"""Measure the cost of the report of many long runs: 50 runs of 10,000 steps, extended from one short real run.
 
     python -m bench.report                       print the table; two minutes
     python -m bench.report --write docs/benchmarks.md
 
-Writing: `python -m rlexp.compare` from the start of its process to its end, over the floor, which is reading the bytes
-and parsing the JSON. The page: in headless Chromium, from the file to the drawn curves, and from a choice or a movement
-to the next frame.
+Writing: the whole process of `python -m rlexp.compare`, relative to the floor, which is reading the bytes and parsing
+the JSON. The page: in headless Chromium, from the file to the drawn curves, and from a choice or a movement to the next
+frame.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def make(folder: Path) -> None:
-    """A short run of the real program, and copies of it drawn out to many steps, a rounding apart."""
+    """Run the real program for a few steps; extend its curves to many steps, and write copies that differ by rounding."""
     command = [sys.executable, "-m", "rlexp", "launch.device=cpu", "logger=none", "parallel=ring2", "engine=torch",
                f"train.max_steps={SHORT}", "train.eval_every=1", "checkpoint.export=false",
                f"hydra.run.dir={folder / 'short'}"]  # fmt: skip
