@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def make(folder: Path) -> None:
-    """Run the real program for a few steps; extend its curves to many steps, and write copies that differ by rounding."""
+    """Run the real program for a few steps, extend its curves, and write copies that differ by rounding."""
     command = [sys.executable, "-m", "rlexp", "launch.device=cpu", "logger=none", "parallel=ring2", "engine=torch",
                f"train.max_steps={SHORT}", "train.eval_every=1", "checkpoint.export=false",
                f"hydra.run.dir={folder / 'short'}"]  # fmt: skip

@@ -119,9 +119,9 @@ def memory() -> str:
         lines.append(f"| {length:,} | {n_samples} | {ring} | {cells} | {peaks.kept / MB:.3f} |")
     return (
         f"### Memory of a rollout\n\nMB on the rank with the most, with a fresh start for each line: the process "
-        f"before, its peak, and the difference. Prompts fill all but\n{NEW} tokens. The first three lines draw 2 prompts "
-        f"× 4 to 64 samples, 16 rows at once, and score 8; the others 4 prompts × 1,\na row at once, and score 4 over the "
-        f'ring. "Samples" are the arrays that all samples keep in the host\'s memory.\n\n' + "\n".join(lines)
+        f"before, its peak, and the difference. Prompts fill all but\n{NEW} tokens. The first three lines draw 2 "
+        f"prompts × 4 to 64 samples, 16 rows at once, and score 8; the others 4 prompts × 1,\na row at once, and score "
+        f'4 over the ring. "Samples" are the arrays that all samples keep in the host\'s memory.\n\n' + "\n".join(lines)
     )
 
 
