@@ -68,7 +68,7 @@ def test_it_runs_on_cpu_where_only_torch_is_installed(tmp_path: Path) -> None:
 
 
 def test_a_table_that_fails_says_so_and_the_others_are_there(tmp_path: Path) -> None:
-    """A pack that the ring does not divide is what it asserts; a kernel may do worse."""
+    """The table of errors fails because the ring does not divide its pack."""
     page = tmp_path / "page.md"
     page.write_text("<!-- gpu: begin -->\n<!-- gpu: end -->\n", encoding="utf-8")
     short = ("--quick", "--rings", "4", "--kernel-tokens", "16", "--tokens", "64", "--error-tokens", "250")
@@ -95,7 +95,7 @@ def test_it_says_that_there_is_no_gpu() -> None:
 
 
 def test_a_rank_alone_does_and_sends_what_it_would_in_its_ring(one_thread: None) -> None:
-    """Steps and bytes, counted by hand: 64 tokens over 4 ranks, 4 heads of queries and 2 of keys, of 8 floats."""
+    """Compare steps and bytes with counts by hand: 64 tokens, 4 ranks, 4 query and 2 key/value heads of 8 floats."""
     sizes = simulate.Sizes(4, 2, 8, torch.float32, torch.device("cpu"))
     tokens, ranks, head = 16, 4, 8 * 4
     keys = 2 * tokens * 2 * head  # keys and values of a rank
@@ -124,7 +124,7 @@ def test_a_rank_alone_does_and_sends_what_it_would_in_its_ring(one_thread: None)
 
 def test_a_ring_is_as_fast_as_its_slowest_rank_step_by_step() -> None:
     def rank(*seconds: float) -> list[list[simulate.Piece]]:
-        """Sends 100 bytes as each step begins, and waits for them at its end."""
+        """A rank that sends 100 bytes at the begin of each step and waits for them at its end."""
         return [
             [simulate.Piece(0.0, "rotate", number, 100, False), simulate.Piece(time, "rotate", number, None, True)]
             for number, time in enumerate(seconds)
@@ -138,7 +138,7 @@ def test_a_ring_is_as_fast_as_its_slowest_rank_step_by_step() -> None:
 
 
 def test_ranks_together_compute_attention(one_thread: None) -> None:
-    """Whole packs by all layouts in one process, against the plain kernel alone, in float64; measured 1e-15."""
+    """Compare whole packs by all layouts in one process with the plain kernel, in float64; measured 1e-15."""
     sizes = simulate.Sizes(8, 2, 8, torch.float64, torch.device("cpu"))
     lengths = [37, 3, 24]
     inputs = [seeded(64, heads, 8, seed=number) for number, heads in enumerate((8, 2, 2, 8))]

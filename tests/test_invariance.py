@@ -1,4 +1,4 @@
-"""The promise, on a part of the grid of docs/invariance.md; `make prove` draws the whole."""
+"""The same run on a part of the grid of docs/invariance.md; `make prove` measures the whole grid."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GRID = [
 
 
 def test_six_steps_do_not_move_with_the_layout() -> None:
-    """With 9 held-out pairs, which no layout of several replicas or micro-batches can deal out evenly."""
+    """Use 9 held-out pairs, which do not divide evenly among several replicas or micro-batches."""
     length = ("train.max_steps=6", "train.eval_every=3", "data.eval_size=9")
     curves = draw([compose_config([*BASE, *length, *case.overrides()]) for case in GRID])
     baseline = curves[0]
@@ -36,7 +36,7 @@ def test_six_steps_do_not_move_with_the_layout() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rings", [(1, 8), pytest.param((1, 2, 4), marks=pytest.mark.prove)], ids=["8", "2 and 4"])
 def test_three_steps_are_those_of_one_process_on_every_layout(rings: tuple[int, ...]) -> None:
-    """tiny has 8 heads, 2 of keys, so that on most rings keys are sent to several ranks."""
+    """tiny has 8 query heads and 2 key/value heads, so on most rings several ranks need the same keys."""
     grid = [case for case in layout_cases() if case.ring_size in rings]
     curves = draw([compose_config([*BASE, "train.max_steps=3", *case.overrides()]) for case in grid])
     for case, curve in zip(grid, curves, strict=True):
