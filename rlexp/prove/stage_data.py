@@ -116,8 +116,8 @@ def _shards(step: Step, head: Trace, place: int, micro: Micro, where: str) -> It
             "token {}, target {}, position {}, of sequence {}".format(*rows[wrong]) for rows in (held, meant)
         )
         yield step.finding(DATA, Clue.SHARD, f"a token that the ring holds of {where}", got, wanted)
-    elif (found := sum(m.real_tokens for m in ring)) != real:
-        yield step.finding(DATA, Clue.SHARD, f"real tokens that the ring counts of {where}", found, real)
+    elif (counted := sum(m.real_tokens for m in ring)) != real:
+        yield step.finding(DATA, Clue.SHARD, f"real tokens that the ring counts of {where}", counted, real)
 
 
 def _rows(*columns: Array | None) -> Array:
