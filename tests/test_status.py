@@ -470,7 +470,7 @@ def test_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         ("empty",): "empty: holds no run: no sweep.json, no run.json",
         ("broken",): "broken/sweep.json: is not a sweep's ledger (",
         ("odd",): "odd/sweep.json: is not a sweep's ledger (",
-        ("number",): "number/sweep.json: is not a sweep's ledger (of job 0).",
+        ("number",): "number/sweep.json: is not a sweep's ledger (job 0).",
         ("none",): "none/sweep.json: names no job.",
         ("r/run.json",): "r/run.json: no such folder.",
         ("r", "--watch", "--every", "0"): "--every 0: must be greater than 0.",
