@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from tests import warm
 ROOT = Path(__file__).resolve().parent.parent
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 prepare_environment("cpu")
+warm.meet()  # before pytest-xdist starts its workers, which find the same server
+util.spawnv_passfds = warm.fork_server  # type: ignore[assignment]
 settings.register_profile("busy", deadline=None)  # a time would be the machine's, not the example's
 settings.load_profile("busy")
 
@@ -41,13 +44,10 @@ def shared() -> Path:
 
 
 @pytest.fixture
-def rlexp(tmp_path: Path, shell: Shell) -> Shell:
-    """Run `python -m rlexp ...` in an empty folder, by a process that has imported torch already; a sweep, which starts
-    processes of its own, by one that has not."""
+def rlexp(tmp_path: Path) -> Shell:
+    """Run `python -m rlexp ...` in an empty folder, by a process that has imported torch already."""
 
     def run(*args: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
-        if "-m" in args:
-            return shell(*args, timeout=timeout, **env)
         return warm.run("rlexp", args, tmp_path, timeout=timeout, env=os.environ | env)
 
     return run
@@ -55,7 +55,7 @@ def rlexp(tmp_path: Path, shell: Shell) -> Shell:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
-    """Run `python -m rlexp ...` in an empty folder, from nothing."""
+    """Run `python -m rlexp ...` in an empty folder, by a new Python."""
 
     def run(*args: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

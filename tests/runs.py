@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from tests import warm
 from tests.slurm.machine import below, processes, wait_until
 
 
@@ -38,7 +39,7 @@ def gone(pids: Collection[int], within: float) -> bool:
     return wait_until(lambda: not set(pids) & processes().keys(), within, every=0.1)
 
 
-def wait_for_steps(folder: Path, process: subprocess.Popen[str], steps: int = 2) -> None:
+def wait_for_steps(folder: Path, process: subprocess.Popen[str] | warm.Process, steps: int = 2) -> None:
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         path = folder / "run" / "metrics.jsonl"

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlexp.curves.difference import compared
 from rlexp.launch.local import run_ranks
+from tests import warm
 from tests.launched import whereabouts
 from tests.runs import descendants, gone, rows_of, run_json, wait_for_steps
 from tests.slurm.machine import wait_until
@@ -189,11 +190,8 @@ def test_under_torchrun_a_sweep_is_refused_and_sigterm_stops_in_good_order(tmp_p
 
 @pytest.mark.slow
 def test_of_two_runs_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rlexp", *QUICK, "engine=torch", "train.max_steps=60", "checkpoint.export=false"]
-    both = [
-        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    args = [*QUICK, "engine=torch", "train.max_steps=60", "checkpoint.export=false"]
+    both = [warm.start("rlexp", args, tmp_path) for _ in range(2)]
     said = [process.communicate(timeout=120)[1] for process in both]
     assert sorted(process.returncode for process in both) == [0, 1]
     assert sum("another process is training there" in text for text in said) == 1
@@ -210,8 +208,8 @@ def test_a_held_out_loss_that_is_not_finite_is_said(rlexp: Shell) -> None:
 def test_a_closed_terminal_does_not_end_a_run(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "rlexp", *QUICK, "engine=torch", "train.max_steps=2", "checkpoint.export=false"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=write)
+    args = [*QUICK, "engine=torch", "train.max_steps=2", "checkpoint.export=false"]
+    process = warm.start("rlexp", args, tmp_path, stderr=write)
     os.close(write)
     assert process.wait(timeout=120) == 0
     assert len(rows_of(tmp_path / "run")) == 2
@@ -229,18 +227,7 @@ def test_the_ring_sweep_runs(rlexp: Shell, tmp_path: Path) -> None:
 # ---- how it dies ----
 
 
-def start(folder: Path, *args: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "rlexp",
-        *QUICK,
-        "parallel=ring4",
-        "train.max_steps=100000",
-        "engine=torch",
-        *args,
-    ]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+ENDLESS = (*QUICK, "parallel=ring4", "train.max_steps=100000", "engine=torch")
 
 
 def rank_pids(process: subprocess.Popen[str]) -> list[int]:
@@ -252,7 +239,8 @@ def rank_pids(process: subprocess.Popen[str]) -> list[int]:
 
 
 def test_a_killed_rank_ends_the_run_within_ten_seconds(tmp_path: Path) -> None:
-    process = start(tmp_path)
+    command = [sys.executable, "-m", "rlexp", *ENDLESS]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     wait_for_steps(tmp_path, process)
     everyone = descendants(process.pid)
     victim = rank_pids(process)[2]
@@ -269,7 +257,7 @@ def test_a_killed_rank_ends_the_run_within_ten_seconds(tmp_path: Path) -> None:
 
 
 def test_a_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:
-    process = start(tmp_path)
+    process = warm.start("rlexp", ENDLESS, tmp_path)
     wait_for_steps(tmp_path, process)
     everyone = descendants(process.pid)
     process.kill()
@@ -306,12 +294,11 @@ def test_a_rank_that_fails_of_being_broken_off_was_stopped(tmp_path: Path) -> No
         "except Interrupted as stop:\n"
         "    print(stop.exit_code)\n"
     )
-    root = Path(__file__).resolve().parent.parent
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = warm.start("-c", [code], tmp_path)
     assert wait_until(lambda: len(list(tmp_path.glob("rank*"))) == 2 or process.poll() is not None, 60)
     process.terminate()
     said, complaint = process.communicate(timeout=30)
-    assert said.decode() == f"{128 + signal.SIGTERM}\n", complaint.decode()
+    assert said == f"{128 + signal.SIGTERM}\n", complaint
 
 
 def test_fresh_processes_for_gpus_are_ranks_too() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.runs import descendants, gone, run_json, steps_of
 from tests.slurm.jobs import planted, struck, wait_for
 
@@ -35,9 +36,9 @@ RUN = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "engine=torch", 
     ],
 )
 def test_a_fault_happens_where_it_is_planted(
-    shell: Shell, tmp_path: Path, where: str, how: str, step: int | None, said: str
+    rlexp: Shell, tmp_path: Path, where: str, how: str, step: int | None, said: str
 ) -> None:
-    answer = shell(*RUN, **planted(f"rank=1,where={where},how={how}", tmp_path))
+    answer = rlexp(*RUN, **planted(f"rank=1,where={where},how={how}", tmp_path))
     assert answer.returncode == 1, answer.stderr
     (fault,) = struck(tmp_path)
     assert (fault["rank"], fault["where"], fault["step"], fault["how"]) == (1, where.rstrip("0123456789"), step, how)
@@ -51,8 +52,7 @@ def test_a_fault_happens_where_it_is_planted(
 @pytest.mark.parametrize(("how", "state"), [("hang", "S"), ("stop", "T")])
 def test_a_rank_that_hangs_is_there_and_does_nothing(tmp_path: Path, how: str, state: str) -> None:
     env = os.environ | planted(f"rank=1,where=step3,how={how}", tmp_path)
-    command = [sys.executable, "-m", "rlexp", *RUN, "launch.timeout_seconds=100"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = warm.start("rlexp", [*RUN, "launch.timeout_seconds=100"], tmp_path, env=env)
     try:
         (fault,) = wait_for(lambda: struck(tmp_path), 60)
         time.sleep(1)
@@ -67,9 +67,9 @@ def test_a_rank_that_hangs_is_there_and_does_nothing(tmp_path: Path, how: str, s
 
 
 @pytest.mark.parametrize("how", ["hang", "stop"])
-def test_a_rank_that_the_others_wait_for_is_named(shell: Shell, tmp_path: Path, how: str) -> None:
+def test_a_rank_that_the_others_wait_for_is_named(rlexp: Shell, tmp_path: Path, how: str) -> None:
     """In the ring, whose group has its own patience: within launch.timeout_seconds, and with rank and step."""
-    answer = shell(*RUN, "launch.timeout_seconds=6", **planted(f"rank=1,where=step3,how={how}", tmp_path))
+    answer = rlexp(*RUN, "launch.timeout_seconds=6", **planted(f"rank=1,where=step3,how={how}", tmp_path))
     assert answer.returncode == 1
     reason = run_json(tmp_path / "run")["reason"]
     assert reason.startswith("rank 1 did not come to a collective that the others had begun")
@@ -79,13 +79,13 @@ def test_a_rank_that_the_others_wait_for_is_named(shell: Shell, tmp_path: Path, 
     assert "rank 1 did not come" in answer.stderr
 
 
-def test_who_cannot_save_trains_on(shell: Shell, tmp_path: Path) -> None:
+def test_who_cannot_save_trains_on(rlexp: Shell, shell: Shell, tmp_path: Path) -> None:
     """A save that fails is said and ends nothing; no other rank has a fault, and a job that was put back has none."""
     answer = shell(*RUN, **planted("rank=1,where=save2,how=raise", tmp_path))
     assert answer.returncode == 0, answer.stderr
     assert "rank 1: ZeroDivisionError: on purpose" in answer.stderr
     assert len(struck(tmp_path)) == 1
-    again = shell(*RUN, "hydra.run.dir=again", **planted("rank=1,where=step1,how=raise,once", tmp_path),
+    again = rlexp(*RUN, "hydra.run.dir=again", **planted("rank=1,where=step1,how=raise,once", tmp_path),
                   SLURM_RESTART_COUNT="1")  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert len(struck(tmp_path)) == 1

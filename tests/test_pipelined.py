@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,10 +117,7 @@ def test_a_run_that_stops_goes_on_with_what_was_drawn_ahead(
 @pytest.mark.slow
 def test_a_rank_that_samples_is_killed_and_nothing_is_lost(straight: Path, rlexp: Shell, tmp_path: Path) -> None:
     command = [*BASE, "hydra.run.dir=run", "checkpoint.save_every=1"]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rlexp", *command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
-    )
+    process = warm.start("rlexp", command, tmp_path)
     wait_for_steps(tmp_path, process, 2)
     ranks = descendants(process.pid)
     os.kill(max(ranks), signal.SIGKILL)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,8 +15,7 @@ from rlexp.launch import job
 from rlexp.launch.place import Place
 from rlexp.launch.slurm import meeting
 from rlexp.launch.stops import Terminated
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests import warm
 
 STEP = {
     "SLURM_STEP_NUM_TASKS": "8",
@@ -63,18 +60,13 @@ print(total.item(), os.environ.get("GLOO_SOCKET_IFNAME"))
 """
 
 
-def step_of(
-    folder: Path, job: int, rank: int, world: int, timeout: float = 60, interface: str = ""
-) -> subprocess.Popen:
+def step_of(folder: Path, job: int, rank: int, world: int, timeout: float = 60, interface: str = "") -> warm.Process:
     env = os.environ | {
         "SLURM_STEP_NUM_TASKS": str(world), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
         "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost",
         "SLURMD_NODENAME": "localhost", "RLEXP_RUN_DIR": str(folder),
     }  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, "-c", JOIN, str(timeout), interface], cwd=ROOT, env=env, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    return warm.start("-c", [JOIN, str(timeout), interface], folder, env=env)
 
 
 def test_two_jobs_meet_in_one_folder_on_one_node(tmp_path: Path) -> None:
@@ -88,11 +80,11 @@ def test_two_jobs_meet_in_one_folder_on_one_node(tmp_path: Path) -> None:
 
 
 def test_who_does_not_come_to_the_meeting_is_named(tmp_path: Path) -> None:
-    alone, late = step_of(tmp_path, 73, 0, 3, timeout=8), step_of(tmp_path, 73, 1, 3, timeout=8)
+    alone, late = step_of(tmp_path, 73, 0, 3, timeout=4), step_of(tmp_path, 73, 1, 3, timeout=4)
     wrong = step_of(tmp_path, 74, 0, 2, interface="no0")
     orphan = step_of(tmp_path, 75, 1, 2, timeout=2)
     said = [process.communicate(timeout=90)[1].strip() for process in (alone, late, wrong, orphan)]
-    assert said[0].endswith("UserError: rank 2 did not come to the meeting within launch.timeout_seconds=8.")
+    assert said[0].endswith("UserError: rank 2 did not come to the meeting within launch.timeout_seconds=4.")
     assert "launch.interface=no0: node localhost has no such interface" in said[2]
     assert "has lo" in said[2].replace("It has", "has")
     assert "rank 0 did not come to the meeting within launch.timeout_seconds=2" in said[3]

@@ -19,6 +19,7 @@ from rlexp.checkpoint import folder as checkpoint
 from rlexp.curves.rows import read_rows
 from rlexp.sinks.base import Ending
 from rlexp.sinks.jsonl import JsonlSink
+from tests import warm
 from tests.runs import descendants, gone, run_json, steps_of, wait_for_steps
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
@@ -222,16 +223,23 @@ def test_time_is_a_cadence_too(rlexp: Shell, tmp_path: Path) -> None:
 # ---- how it is asked to stop ----
 
 
-def start(folder: Path, *args: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "rlexp", *QUICK, "parallel=ring2", "train.max_steps=100000", *args]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+ENDLESS = (*QUICK, "parallel=ring2", "train.max_steps=100000")
+
+
+def start(folder: Path, *args: str) -> warm.Process:
+    return warm.start("rlexp", [*ENDLESS, *args], folder)
 
 
 @pytest.mark.parametrize(
     "name", ["SIGINT", "SIGTERM", "SIGUSR1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("SIGUSR2", "SIGHUP"))]
 )
 def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, name: str) -> None:
-    process = start(tmp_path)
+    command = [sys.executable, "-m", "rlexp", *ENDLESS]
+    process = (
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if name == "SIGTERM"  # once as a shell starts it
+        else start(tmp_path)
+    )
     wait_for_steps(tmp_path, process)
     everyone = descendants(process.pid)
     process.send_signal(signal.Signals[name])
@@ -264,10 +272,7 @@ def test_one_rank_alone_may_be_asked(tmp_path: Path) -> None:
 )
 def test_a_signal_to_the_whole_process_group_is_one_request(tmp_path: Path, name: str) -> None:
     """As Slurm, systemd and a closed terminal do: launcher, fork server and ranks at once."""
-    command = [sys.executable, "-m", "rlexp", *QUICK, "parallel=ring2", "train.max_steps=100000"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = start(tmp_path)
     wait_for_steps(tmp_path, process)
     os.killpg(process.pid, signal.Signals[name])
     process.communicate(timeout=30)

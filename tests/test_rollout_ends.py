@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +23,7 @@ from rlexp.launch.place import Place
 from rlexp.rollout import saved
 from rlexp.train.rollouts import NEXT, Rollouts
 from rlexp.types import Prompt, Sample
+from tests import warm
 from tests.ranks import on_ranks
 from tests.runs import run_json, wait_for_steps
 from tests.test_pipelined import BASE
@@ -34,11 +33,8 @@ Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 def test_a_pipelined_run_that_is_asked_to_stop_saves_what_is_being_drawn(tmp_path: Path) -> None:
     """The sampling ranks receive the signal too, and the checkpoint waits for them."""
-    command = [sys.executable, "-m", "rlexp", *BASE, "hydra.run.dir=run", "train.max_steps=100000",
-               "checkpoint.save_every=null", "train.eval_every=null"]  # fmt: skip
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONUNBUFFERED": "1"}, stderr=subprocess.PIPE, text=True
-    )
+    args = [*BASE, "hydra.run.dir=run", "train.max_steps=100000", "checkpoint.save_every=null", "train.eval_every=null"]
+    process = warm.start("rlexp", args, tmp_path)
     wait_for_steps(tmp_path, process, 3)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from rlexp.curves.rows import read_rows
 from rlexp.launch import whereabouts
+from tests import warm
 from tests.runs import descendants, gone, rows_of, run_json
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
@@ -222,12 +222,7 @@ def test_a_prompt_longer_than_the_limit(rlexp: Shell, tmp_path: Path) -> None:
 # ---- deaths ----
 
 
-def start(folder: Path, *args: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "rlexp", *RUN, *args]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for(what: Callable[[], bool], process: subprocess.Popen[str], within: float = 90) -> None:
+def wait_for(what: Callable[[], bool], process: warm.Process, within: float = 90) -> None:
     deadline = time.monotonic() + within
     while not what():
         assert process.poll() is None, process.stderr.read()
@@ -237,8 +232,9 @@ def wait_for(what: Callable[[], bool], process: subprocess.Popen[str], within: f
 
 @pytest.mark.parametrize("victim", ["rank", "launcher"])
 def test_a_death_while_sampling_leaves_no_process(tmp_path: Path, victim: str) -> None:
-    process = start(tmp_path, "parallel=ring2", "launch.nproc=4", "rollout.max_new_tokens=140", "train.max_steps=1000",
-                    "data.max_length=300")  # fmt: skip
+    args = [*RUN, "parallel=ring2", "launch.nproc=4", "rollout.max_new_tokens=140", "train.max_steps=1000",
+            "data.max_length=300"]  # fmt: skip
+    process = warm.start("rlexp", args, tmp_path)
     wait_for(lambda: sampling(tmp_path), process)
     everyone = [process.pid, *descendants(process.pid)]
     servers = [pid for pid in descendants(process.pid) if descendants(pid)]
@@ -260,10 +256,7 @@ def sampling(folder: Path) -> bool:
 
 def test_a_rank_that_dies_while_rewards_are_judged_takes_their_workers_along(rewards: Path) -> None:
     own = [part for part in RUN if not part.startswith("reward.")]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rlexp", *own, "parallel=ring2", "reward=python", "reward.function=grades:slow"],
-        cwd=rewards, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    process = warm.start("rlexp", [*own, "parallel=ring2", "reward=python", "reward.function=grades:slow"], rewards)
     wait_for((rewards / "judging").exists, process)
     assert len(left_in(rewards)) > 3
     servers = [pid for pid in descendants(process.pid) if descendants(pid)]

@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -131,8 +129,7 @@ LONG = ("rollout.max_new_tokens=80", "rollout.stop=[]", "train.eval_every=null")
 @pytest.mark.parametrize("victim", ["rank", "launcher"])
 def test_a_kill_while_sampling_loses_nothing(tmp_path: Path, victim: str) -> None:
     """The kill comes in the second rollout, after four steps; the same command continues on another layout."""
-    command = [sys.executable, "-m", "rlexp", *overrides("parallel=ring2", "launch.nproc=4")]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = warm.start("rlexp", overrides("parallel=ring2", "launch.nproc=4"), tmp_path)
     deadline = time.monotonic() + 200
     while not any(line["phase"] == "rollout" and line["step"] == 5 for line in whereabouts.read(tmp_path / "run")):
         assert process.poll() is None

@@ -31,6 +31,7 @@ from rlexp.status.__main__ import main
 from rlexp.status.alive import Locks
 from rlexp.status.state import Evidence, legible, state_of
 from rlexp.status.view import View
+from tests import warm
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = ("launch.device=cpu", "logger=none", "engine=torch", "checkpoint.export=false", "data.size=40",
@@ -51,11 +52,9 @@ def status(tmp_path: Path) -> Shell:
 
 
 @contextlib.contextmanager
-def started(folder: Path, *args: str) -> Iterator[subprocess.Popen[bytes]]:
+def started(folder: Path, *args: str) -> Iterator[warm.Process]:
     """Start `python -m rlexp …`, and kill it at the end if it still runs."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rlexp", *args], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = warm.start("rlexp", args, folder)
     try:
         yield process
     finally:

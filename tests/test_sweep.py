@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from rlexp.launch.planning import _quoted
 from rlexp.launch.sweep import axes_of, short
+from tests import warm
 from tests.runs import jobs_of, steps_of
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
@@ -76,9 +77,7 @@ def test_a_killed_sweep_is_taken_up_by_the_same_command(rlexp: Shell, tmp_path: 
     """The launcher is killed in the second of three jobs. The first is kept, the second goes on, the third is run."""
     sweep = ("-m", *QUICK, "train.max_steps=40", "parallel=ring1,ring2,ring4", "checkpoint.save_every=4",
              "train.precision=fp64")  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rlexp", *sweep], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = warm.start("rlexp", sweep, tmp_path)
     saved = tmp_path / "sw" / "1" / "checkpoints" / "step-00000008"
     deadline = time.monotonic() + 200
     while not saved.exists() and time.monotonic() < deadline:
@@ -204,16 +203,12 @@ def test_what_is_no_corner_of_a_grid_is_a_failure(rlexp: Shell, tmp_path: Path) 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_sweep_and_says_how_to_go_on(tmp_path: Path) -> None:
     sweep = ("-m", *QUICK, "train.max_steps=100000", "parallel=ring1,ring2", "logger.progress=false")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rlexp", *sweep], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = warm.start("rlexp", sweep, tmp_path)
     curve = tmp_path / "sw" / "0" / "metrics.jsonl"
     deadline = time.monotonic() + 100
     while not (curve.exists() and len(steps_of(curve.parent)) >= 2) and time.monotonic() < deadline:
         time.sleep(0.05)
-    second = subprocess.run(
-        [sys.executable, "-m", "rlexp", *sweep], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    second = warm.run("rlexp", sweep, tmp_path, timeout=60)
     assert second.returncode == 1
     assert second.stderr.startswith("rlexp: hydra.sweep.dir=")
     assert "another process" in second.stderr

@@ -26,6 +26,7 @@ from rlexp.prove.reference import Optimizer, answer_logps, load, own_blocks, sof
 from rlexp.prove.report import failure_in_words, report
 from rlexp.prove.run import Verification, exact, verify
 from rlexp.prove.stages import STAGES
+from tests import warm
 from tests.faults import ALL_FAULTS, CHECK, FAST, FAULTS, FP64, LITTLE_MEMORY, Fault
 from tests.planted import quiet, verify_planted
 from tests.squality import write_long_pairs
@@ -88,7 +89,11 @@ def test_the_command_fails_on_a_broken_copy_of_the_package(tmp_path: Path) -> No
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     with (tmp_path / "rlexp" / "engine" / "plain.py").open("a", encoding="utf-8") as engine:
         engine.write(SUMMED)
-    done = command(tmp_path, *FP64, "--steps", "1", "--json", "out.json", package=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlexp.verify", *FP64, "--steps", "1", "--json", "out.json"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=240,
+        check=False,
+    )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "FAIL at step 1, in float64: the first difference is in the gradient." in done.stdout
     assert "all are 4.000 times too large" in done.stdout
@@ -112,12 +117,8 @@ PlainEngine._reduce = _summed
 # ---- it passes correct runs ----
 
 
-def command(cwd: Path, *args: str, package: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rlexp.verify", *args], cwd=cwd, capture_output=True, text=True, timeout=240,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(package)} | env,
-    )  # fmt: skip
+def command(cwd: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return warm.run("rlexp.verify", args, cwd, timeout=240, env=os.environ | env)
 
 
 def test_the_default_passes_in_under_two_minutes(tmp_path: Path) -> None:

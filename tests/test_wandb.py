@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from rlexp.sinks.wandb_read import WandbRun, read_offline, read_project
 from rlexp.sinks.wandb_run import Extremes, WandbFacts, WandbSink
 from tests.runs import descendants, wait_for_steps
 from tests.slurm.machine import processes
-from tests.wandb_runs import ARGS, CLEAN, command, curve_of, kill_after, records, train, values_of, wandb
+from tests.wandb_runs import ARGS, CLEAN, begin, curve_of, kill_after, records, train, values_of, wandb
 from tests.wandb_server import WandbServer
 
 STEPS, SAVED, KILLED = 24, 10, 17
@@ -145,10 +144,7 @@ def test_its_fragments_are_one_run_and_hold_each_step_once(offline: Path) -> Non
 @pytest.mark.slow
 def test_a_client_that_is_ended_does_not_end_the_run(tmp_path: Path) -> None:
     """When Slurm asks a job to stop, SIGTERM reaches every process of the job."""
-    process = subprocess.Popen(
-        command("train.max_steps=120", "train.batch_size=2", "model.layers=1"),
-        cwd=tmp_path, env=CLEAN, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    process = begin(tmp_path, "train.max_steps=120", "train.batch_size=2", "model.layers=1")
     wait_for_steps(tmp_path, process)
     clients = [pid for pid in descendants(process.pid) if processes()[pid].name == "wandb-core"]
     assert len(clients) == 1

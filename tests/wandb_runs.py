@@ -17,9 +17,9 @@ CLEAN = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and k 
 Env = dict[str, str]
 
 
-def command(*overrides: str, run: str = "run") -> list[str]:
+def begin(folder: Path, *overrides: str, env: Env = CLEAN, run: str = "run") -> warm.Process:
     """Build a command for a run that is watched while it trains."""
-    return [sys.executable, "-m", "rlexp", *ARGS, f"hydra.run.dir={run}", *overrides]
+    return warm.start("rlexp", [*ARGS, f"hydra.run.dir={run}", *overrides], folder, env=env)
 
 
 def train(folder: Path, *overrides: str, env: Env = CLEAN, run: str = "run") -> subprocess.CompletedProcess[str]:
@@ -28,10 +28,7 @@ def train(folder: Path, *overrides: str, env: Env = CLEAN, run: str = "run") -> 
 
 def kill_after(rows: int, folder: Path, *overrides: str, env: Env = CLEAN) -> None:
     """Start a run, and kill its launcher and with it all its processes, some rows after its last checkpoint."""
-    process = subprocess.Popen(
-        command("train.max_steps=100000", *overrides),
-        cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    process = begin(folder, "train.max_steps=100000", *overrides, env=env)
     deadline = time.monotonic() + 90
     while len(curve_of(folder / "run")) < rows and time.monotonic() < deadline:
         time.sleep(0.02)
