@@ -22,6 +22,7 @@ from tests.launched import whereabouts
 from tests.runs import descendants, gone, rows_of, run_json, wait_for_steps
 from tests.slurm.machine import wait_until
 
+ROOT = Path(__file__).resolve().parent.parent
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 TRAIN = {
     *("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
@@ -38,7 +39,9 @@ QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run")
 
 
 def test_a_ring_of_four_trains_and_says_so(shell: Shell, tmp_path: Path) -> None:
-    answer = shell(*QUICK, "parallel=ring4", "train.max_steps=4", "train.eval_every=2", "data.size=40")
+    answer = shell(
+        *QUICK, "parallel=ring4", "train.max_steps=4", "train.eval_every=2", "data.size=40", "data.eval_size=4"
+    )
     assert answer.returncode == 0, answer.stderr
     assert "ring of 4 (zigzag, cpu_flash) × 1 replica = 4 ranks on cpu" in answer.stderr
     assert "batch 8 = 1 replica × micro-batch 1 × 8 accumulation steps" in answer.stderr
@@ -58,7 +61,7 @@ def test_a_ring_of_four_trains_and_says_so(shell: Shell, tmp_path: Path) -> None
     assert rows[3]["train/total_tokens"] == sum(row["train/tokens"] for row in rows)
     run = run_json(tmp_path / "run")
     assert (run["status"], run["reason"]) == ("finished", "all steps are done")
-    assert run["data"] == {"pairs": 40, "eval_pairs": 32, "not_as_read": {}, "eval_not_as_read": {}}
+    assert run["data"] == {"pairs": 40, "eval_pairs": 4, "not_as_read": {}, "eval_not_as_read": {}}
     assert run["steps"] == 4
     assert "Writing" not in answer.stderr
     assert type(rows[0]["train/tokens"]) is int
@@ -153,8 +156,8 @@ def test_bad_data_is_one_message(rlexp: Shell, tmp_path: Path, args: tuple, rows
 
 
 def test_under_torchrun_it_joins_what_is_there(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "rlexp",
-               "launch.device=cpu", "logger=none", "parallel=ring2", "train.max_steps=2", "engine=torch"]  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlexp",
+               "launch.device=cpu", "logger=none", "train.max_steps=2", "engine=torch"]  # fmt: skip
     answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     assert answer.returncode == 0, answer.stderr
     (folder,) = (tmp_path / "runs").iterdir()  # one folder for all ranks: rank 0's
@@ -227,7 +230,7 @@ def test_the_ring_sweep_runs(rlexp: Shell, tmp_path: Path) -> None:
 # ---- how it dies ----
 
 
-ENDLESS = (*QUICK, "parallel=ring4", "train.max_steps=100000", "engine=torch")
+ENDLESS = (*QUICK, "parallel=ring4", "train.max_steps=100000", "engine=torch", "train.micro_batch_size=8")
 
 
 def rank_pids(process: subprocess.Popen[str]) -> list[int]:
@@ -273,10 +276,7 @@ def test_the_first_failing_ranks_own_error_is_shown(tmp_path: Path) -> None:
         "from tests.launched import fail\n"
         f"run_ranks(fail, 4, log_dir=Path({str(tmp_path)!r}))\n"
     )
-    root = Path(__file__).resolve().parent.parent
-    answer = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120, check=False
-    )
+    answer = warm.run("-c", [code], ROOT)
     last = answer.stderr.strip().splitlines()
     assert answer.returncode == 1
     assert any("rank 2 failed: Traceback" in line for line in last)
@@ -294,7 +294,7 @@ def test_a_rank_that_fails_of_being_broken_off_was_stopped(tmp_path: Path) -> No
         "except Interrupted as stop:\n"
         "    print(stop.exit_code)\n"
     )
-    process = warm.start("-c", [code], tmp_path)
+    process = warm.start("-c", [code], ROOT)
     assert wait_until(lambda: len(list(tmp_path.glob("rank*"))) == 2 or process.poll() is not None, 60)
     process.terminate()
     said, complaint = process.communicate(timeout=30)

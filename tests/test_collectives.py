@@ -50,19 +50,19 @@ def test_a_ring_without_a_group_sends_nothing(collective) -> None:
         collective(torch.zeros(2, 3), Ring(0, (0, 1)))
 
 
-def counts_rank(place: Place, cfg) -> tuple[dict[str, float], int, int]:
+def counts_rank(place: Place, cfgs) -> list[tuple[dict[str, float], int]]:
+    """Take one step of each configuration; its row, and the tokens of its batch with their padding."""
     from rlexp.data.packing import pack_pairs
     from rlexp.train.build import build
     from rlexp.train.step import train_step
 
-    task = build(cfg)
-    run = task.run
-    batch = task.batch(1)
-    padded = [
-        len(pack_pairs([task.pairs[index]], run.layout.multiple(run.world.ring.size)).tokens_T)
-        for index in batch.indices
-    ]
-    return train_step(task, 1), sum(padded), len(batch.indices)
+    counts = []
+    for cfg in cfgs:
+        task = build(cfg)
+        multiple = task.run.layout.multiple(task.run.world.ring.size)
+        padded = [len(pack_pairs([task.pairs[index]], multiple).tokens_T) for index in task.batch(1).indices]
+        counts.append((train_step(task, 1), sum(padded)))
+    return counts
 
 
 def sent(layout: str, ring: int, inner: int, heads: int, kv_heads: int) -> float:
@@ -81,17 +81,29 @@ def sent(layout: str, ring: int, inner: int, heads: int, kv_heads: int) -> float
 
 
 @pytest.mark.parametrize(
-    ("layout", "ring_size", "inner"),
-    [("zigzag", 1, 1), ("zigzag", 2, 1), ("zigzag", 8, 1), ("contiguous", 4, 1), ("allgather", 4, 1),
-     ("ulysses", 2, 2), ("ulysses", 8, 8), ("hybrid", 8, 2), ("hybrid", 8, 4)],
-)  # fmt: skip
-def test_tokens_held_and_bytes_sent_are_the_layouts(layout: str, ring_size: int, inner: int) -> None:
+    ("ring_size", "layouts"),
+    [
+        (1, [("zigzag", 1)]),
+        (2, [("zigzag", 1), ("ulysses", 2)]),
+        (4, [("contiguous", 1), ("allgather", 1)]),
+        (8, [("zigzag", 1), ("ulysses", 8), ("hybrid", 2), ("hybrid", 4)]),
+    ],
+    ids=["1", "2", "4", "8"],
+)
+def test_tokens_held_and_bytes_sent_are_the_layouts(ring_size: int, layouts: list[tuple[str, int]]) -> None:
     """A ring that secretly computed everything everywhere would hold all tokens, or send other bytes."""
-    how = [f"parallel.layout={layout}", *([f"parallel.ulysses_size={inner}"] if layout == "hybrid" else [])]
-    cfg = compose_config(["launch.device=cpu", "logger=none", f"parallel=ring{ring_size}", "engine=torch", *how])
-    row, tokens, _ = on_ranks(ring_size, counts_rank, cfg)[0]
-    held = tokens // ring_size
-    assert row["train/ring_tokens"] == held
-    layers, size, element = cfg.model.layers, cfg.model.hidden_size // cfg.model.heads, 4
-    heads = sent(layout, ring_size, inner, cfg.model.heads, cfg.model.kv_heads)
-    assert row["train/ring_bytes"] == layers * held * size * element * heads
+    cfgs = [
+        compose_config([
+            "launch.device=cpu", "logger=none", f"parallel=ring{ring_size}", "engine=torch", "train.batch_size=2",
+            "data.size=8", f"parallel.layout={layout}",
+            *([f"parallel.ulysses_size={inner}"] if layout == "hybrid" else []),
+        ])
+        for layout, inner in layouts
+    ]  # fmt: skip
+    counts = on_ranks(ring_size, counts_rank, cfgs)[0]
+    for (layout, inner), cfg, (row, tokens) in zip(layouts, cfgs, counts, strict=True):
+        held = tokens // ring_size
+        assert row["train/ring_tokens"] == held, layout
+        layers, size, element = cfg.model.layers, cfg.model.hidden_size // cfg.model.heads, 4
+        heads = sent(layout, ring_size, inner, cfg.model.heads, cfg.model.kv_heads)
+        assert row["train/ring_bytes"] == layers * held * size * element * heads, (layout, inner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ _OPEN = re.compile(
 )
 
 
+@functools.cache
 def register() -> None:
     """Schema and resolvers; must run before Hydra composes."""
     schema.register()
