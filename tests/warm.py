@@ -37,6 +37,7 @@ MEETING = "RLEXP_TEST_WARM"  # names the server's folder, and the process that t
 LONGEST = 1 << 20  # bytes of a request: arguments and environment
 MOST_FILES = 8  # that go with a request
 HIGH = 512  # above all descriptors that a process here has open
+ENDED = "the server of tests/warm.py has ended"
 spawn = util.spawnv_passfds
 
 
@@ -82,7 +83,9 @@ class Process:
         if self.returncode is None:
             if not select.select([self._server], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            self.returncode = int(self._server.recv(100))
+            answer = self._server.recv(100)
+            assert answer, ENDED
+            self.returncode = int(answer)
             self._server.close()
         return self.returncode
 
@@ -113,9 +116,8 @@ def fork_server(path: str, args: Sequence[str], files: Sequence[int]) -> int:
     the fork server; a process that waits for the end of the same pipe stands for it among this process's children."""
     if "multiprocessing.forkserver" not in args[-1]:
         return int(spawn(path, args, files))
-    _, alive = files
     request = {"code": args[-1], "args": [], "files": list(files), "cwd": os.getcwd(), "env": dict(os.environ)}
-    waiting = subprocess.Popen(["cat"], stdin=alive, stdout=subprocess.DEVNULL)
+    waiting = subprocess.Popen(["cat"], stdin=files[1], stdout=subprocess.DEVNULL)
     _kept.append((_asked(request, [1, 2, *files])[0], waiting))
     return waiting.pid
 
@@ -130,7 +132,7 @@ def _asked(request: dict[str, Any], files: Sequence[int]) -> tuple[socket.socket
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
     socket.send_fds(connection, [json.dumps(request).encode()], files)
     answer = connection.recv(100)
-    assert answer, "the server of tests/warm.py has ended"
+    assert answer, ENDED
     return connection, int(answer)
 
 
@@ -300,6 +302,9 @@ def fork_server_of_child(path: str, args: Sequence[str], files: Sequence[int]) -
         return int(spawn(path, args, files))
     pid = os.fork()
     if pid == 0:
+        for signum in signal.valid_signals() - {signal.SIGINT}:
+            if callable(signal.getsignal(signum)):
+                signal.signal(signum, signal.SIG_DFL)  # a new program inherits no handler
         place([1, 2, *files], [1, 2, *files])
         leave(_code_of(lambda: exec(args[-1], {"__name__": "__main__"})))
     return pid
