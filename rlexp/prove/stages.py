@@ -13,18 +13,20 @@ import numpy as np
 
 from rlexp.config.schema import Precision
 from rlexp.prove.compared import Comparison
-from rlexp.prove.findings import DATA, LOGPS, METRICS, Clue, Finding, worst_element
+from rlexp.prove.findings import DATA, GRADIENT, LOGPS, LOSS, METRICS, OPTIMIZER, Clue, Finding, worst_element
 from rlexp.prove.stage_data import data
 from rlexp.prove.stage_loss import logps, losses
 from rlexp.prove.stage_metrics import metrics
 from rlexp.prove.stage_update import gradient, optimizer
+
+STAGES = {DATA: data, LOGPS: logps, LOSS: losses, GRADIENT: gradient, OPTIMIZER: optimizer, METRICS: metrics}
 
 
 def differences(whole: Comparison) -> Iterator[Finding]:
     """Yield all differences in order; usually none. The first is the one to report."""
     yield from _start(whole)
     for step in whole.steps():
-        for stage in (data, logps, losses, gradient, optimizer, metrics):
+        for stage in STAGES.values():
             yield from stage(step)
     if (stopped := whole.traces[0].stopped) is not None:
         last = len(whole.traces[0].steps)
