@@ -24,7 +24,7 @@ def whereabouts(place: Place) -> tuple[int, int]:
 
 
 def fail_when_broken_off(place: Place, folder: str) -> None:
-    """As a `finally` of OmegaConf's does, that restores what is not there yet."""
+    """Fail in a `finally` when interrupted, as OmegaConf does when it restores what is not there yet."""
     try:
         (Path(folder) / f"rank{place.rank}").touch()
         time.sleep(60)

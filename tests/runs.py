@@ -1,4 +1,4 @@
-"""Runs, sweeps and their processes, as tests look at them from outside."""
+"""Read runs, sweeps and their processes from outside."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
 
 
 def steps_of(folder: Path) -> list[int]:
-    """The steps of a curve, as far as it is written."""
+    """Return the steps of a curve, as far as it is written."""
     return [int(row["step"]) for row in rows_of(folder)] if (folder / "metrics.jsonl").exists() else []
 
 
@@ -26,12 +26,12 @@ def run_json(folder: Path) -> dict:
 
 
 def jobs_of(folder: Path) -> list[dict]:
-    """Of a sweep."""
+    """Return the jobs in a sweep's ledger."""
     return json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["jobs"]
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below `pid`, itself not among them."""
+    """Return all processes below `pid`, without itself."""
     return below(processes(), [pid])
 
 

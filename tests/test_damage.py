@@ -1,4 +1,4 @@
-"""Checkpoints that a disk cut short, turned a bit of, or had no room for."""
+"""Checkpoints that were cut short, have a flipped bit, or did not fit on the disk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def steps_of(run_dir: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 6 steps with its three checkpoints. Not to be changed: `run` is a copy."""
+    """A run of 6 steps with its three checkpoints. Do not change it: `run` is a copy."""
     run_dir = tmp_path_factory.mktemp("damage") / "run"
     answer = train(run_dir, STEPS)
     assert answer.returncode == 0, answer.stderr
@@ -73,7 +73,7 @@ def shorten(path: Path, size: int) -> None:
 
 
 def refused(checkpoint: Path, file: Path, how: str) -> None:
-    """By an error that names the checkpoint and the file; if by none, say which damage was not seen."""
+    """Assert that an error names the checkpoint and the file, or fail with the damage that was not seen."""
     said = ""
     try:
         check(checkpoint)
@@ -92,7 +92,7 @@ def test_the_manifest_names_every_file(checkpoint: Path) -> None:
 
 
 def test_a_file_cut_short_anywhere_is_refused(checkpoint: Path) -> None:
-    """Every file at least once, the manifest among them."""
+    """Every file is cut at least once, also the manifest."""
     draw, files = random.Random(0), files_of(checkpoint)
     for number in range(PLACES):
         file = files[number % len(files)]
@@ -124,7 +124,7 @@ def test_a_file_that_is_gone_is_refused(checkpoint: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run: Path, checkpoint: Path) -> None:
-    """And the step that it was of is saved again, under the same name."""
+    """Its step is saved again under the same name."""
     state = next(checkpoint.glob("state-00001-*"))
     turn(state, state.stat().st_size * 4)
     answer = train(run, LONGER)
@@ -162,7 +162,7 @@ def test_where_all_are_damaged_it_says_so_and_trains_nothing(run: Path) -> None:
 
 @contextlib.contextmanager
 def small_disk(place: Path, size: int) -> Iterator[None]:
-    """A file system of so many bytes; skips the test where none can be mounted."""
+    """Mount a file system of `size` bytes, or skip the test where that is not allowed."""
     place.mkdir()
     if shutil.which("mount") is None or os.geteuid() != 0:
         pytest.skip("a full disk needs root, to mount a small one")
@@ -181,7 +181,7 @@ def mount(*args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_costs_a_checkpoint_and_no_step(finished: Path, tmp_path: Path) -> None:
-    """There is room for one checkpoint and half of the next."""
+    """The disk has room for one checkpoint and half of the next."""
     size = sum(path.stat().st_size for path in files_of(folder.folder_of(finished, 2)))
     disk = tmp_path / "disk"
     run = disk / "run"

@@ -1,4 +1,4 @@
-"""The faults that tests of Slurm plant happen where they are told to, here without Slurm."""
+"""The faults that the Slurm tests plant happen where they should; tested without Slurm."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_rank_that_hangs_is_there_and_does_nothing(tmp_path: Path, how: str, s
 
 @pytest.mark.parametrize("how", ["hang", "stop"])
 def test_a_rank_that_the_others_wait_for_is_named(rlexp: Shell, tmp_path: Path, how: str) -> None:
-    """In the ring, whose group has its own patience: within launch.timeout_seconds, and with rank and step."""
+    """The ring's process group has its own time-out: the message comes in time, with rank and step."""
     answer = rlexp(*RUN, "launch.timeout_seconds=6", **planted(f"rank=1,where=step3,how={how}", tmp_path))
     assert answer.returncode == 1
     reason = run_json(tmp_path / "run")["reason"]
@@ -80,7 +80,7 @@ def test_a_rank_that_the_others_wait_for_is_named(rlexp: Shell, tmp_path: Path, 
 
 
 def test_who_cannot_save_trains_on(rlexp: Shell, shell: Shell, tmp_path: Path) -> None:
-    """A save that fails is said and ends nothing; no other rank has a fault, and a job that was put back has none."""
+    """A failed save is reported and ends nothing. No other rank has the fault, nor has a requeued job."""
     answer = shell(*RUN, **planted("rank=1,where=save2,how=raise", tmp_path))
     assert answer.returncode == 0, answer.stderr
     assert "rank 1: ZeroDivisionError: on purpose" in answer.stderr
@@ -92,7 +92,7 @@ def test_who_cannot_save_trains_on(rlexp: Shell, shell: Shell, tmp_path: Path) -
 
 
 def alone(tmp_path: Path, fault: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Of a process that Slurm or torchrun may have started."""
+    """Run a process with a fault, as Slurm or torchrun may have started it."""
     return subprocess.run(
         [sys.executable, "-c", "print('alive')"], env=os.environ | planted(fault, tmp_path) | env,
         capture_output=True, text=True, timeout=60, check=False,
@@ -100,7 +100,7 @@ def alone(tmp_path: Path, fault: str, **env: str) -> subprocess.CompletedProcess
 
 
 def test_before_anything_is_imported(tmp_path: Path) -> None:
-    """By the rank of a step, and not by the batch script, which Slurm calls task 0 too."""
+    """The fault hits the step's rank, not the batch script, which is task 0 for Slurm too."""
     fault = "rank=0,where=import,how=kill"
     assert alone(tmp_path, fault, SLURM_PROCID="0", SLURM_STEP_ID="0").returncode == -signal.SIGKILL
     (happened,) = struck(tmp_path)
@@ -113,4 +113,4 @@ def test_before_anything_is_imported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["rank=0,where=nowhere,how=kill", "rank=0,where=step1,how=sing"])
 def test_what_is_no_fault_is_refused(tmp_path: Path, fault: str) -> None:
-    assert f"RLEXP_TEST_FAULT={fault}: is no fault" in alone(tmp_path, fault, RANK="0").stderr
+    assert f"RLEXP_TEST_FAULT={fault}: is not a known fault" in alone(tmp_path, fault, RANK="0").stderr

@@ -25,7 +25,7 @@ def meter_rank(place: Place) -> dict[str, float]:
         # A sequence sum: both ranks of a ring hold the same. Replica 0 has 3 sequences, replica 1 has 1.
         total, count = ((6.0, 3), (10.0, 1))[world.replica]
         meter.add_mean("sequence", torch.tensor(total), count, REPLICATED)
-        # A token sum: each rank holds its own.
+        # A token sum: each rank holds the sum of its own tokens.
         meter.add_mean("token", torch.tensor(float(place.rank)), torch.tensor(1 + place.rank), SHARDED)
         meter.add_total("tokens", 5, SHARDED)
         meter.add_total("sequences", count, REPLICATED)
@@ -55,7 +55,7 @@ def test_each_phase_has_its_own_peak(tmp_path) -> None:
     phases.begin(7)
     with phases("data"):
         pass
-    with phases("forward"), phases("data"):  # what is within a phase is its own
+    with phases("forward"), phases("data"):  # a phase inside another counts as part of it
         np.ones(256 << 20, dtype=np.uint8)
     with phases("backward"):
         pass
@@ -69,7 +69,7 @@ def test_each_phase_has_its_own_peak(tmp_path) -> None:
         pass
     again = Meter(World(0, 1, ALONE), torch.device("cpu"))
     phases.report(again)
-    assert set(again.reduce()) == {"data_peak", "data_peak@rank", "peak", "peak@rank"}  # of this step alone
+    assert set(again.reduce()) == {"data_peak", "data_peak@rank", "peak", "peak@rank"}  # of this step only
     Whereabouts(tmp_path, 2).tell(step=9, phase="data", peaks={})
     assert last_seen(tmp_path, 2) == "in step 9, in its data phase"
     line, _ = read(tmp_path)  # rank 0 has written nothing

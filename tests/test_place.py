@@ -1,4 +1,4 @@
-"""Where ranks meet that a launcher started."""
+"""Ranks that a launcher started find their place and meet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEP = {
 @pytest.fixture
 def slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "")  # so that what is set below is undone
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores what is set below
         monkeypatch.delenv(name)
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
@@ -40,8 +40,8 @@ def slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("slurm_step")
 def test_a_slurm_step_has_a_meeting_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Place.joined() == Place(rank=5, world_size=8, local_rank=1, init_method="slurm://")
-    assert meeting.nodes() == ["gpu03", "gpu04"]  # not the job's
-    monkeypatch.setenv("MASTER_ADDR", "gpu03")  # whoever says where to meet is heard
+    assert meeting.nodes() == ["gpu03", "gpu04"]  # the step's number of tasks, not the job's
+    monkeypatch.setenv("MASTER_ADDR", "gpu03")  # an address that the user gives is used
     place = Place.joined()
     assert place is not None
     assert place.init_method == "env://"
@@ -70,7 +70,7 @@ def step_of(folder: Path, job: int, rank: int, world: int, timeout: float = 60, 
 
 
 def test_two_jobs_meet_in_one_folder_on_one_node(tmp_path: Path) -> None:
-    """Each among themselves, at ports that nobody chose, and nothing is left of it."""
+    """The ranks of each job meet only each other, at free ports, and leave no file."""
     ranks = {(job, rank): step_of(tmp_path, job, rank, 2) for job in (71, 72) for rank in range(2)}
     for (number, _), process in ranks.items():
         said, complaint = process.communicate(timeout=90)
@@ -101,7 +101,7 @@ def test_outside_of_a_launcher_there_is_no_place(monkeypatch: pytest.MonkeyPatch
 def test_a_finished_run_stays_finished_whatever_befalls_who_asks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, befalls: BaseException, unfinished: bool
 ) -> None:
-    """A rank that a launcher started writes down its own end; here Slurm, torch and the exit are played."""
+    """A rank that a launcher started writes its own end into run.json. Slurm, torch and the exit are stubs here."""
 
     def befall(*_: object) -> NoReturn:
         raise befalls

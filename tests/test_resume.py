@@ -1,4 +1,4 @@
-"""A run that stops and goes on: the same curve, wherever it goes on, and a word where it would not be."""
+"""A run that stops and goes on draws the same curve anywhere; a change that would move the curve is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FEWER = "data.eval_size=8"  # held-out pairs
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Curve:
-    """Undisturbed, in one process, in float64."""
+    """The curve of an undisturbed run in one process, in float64."""
     return curve_of(run(Where("torch", 1, 1, "fp64"), tmp_path_factory.mktemp("straight"), FEWER))
 
 
@@ -110,7 +110,7 @@ def test_what_would_draw_another_curve_is_refused_by_name(rlexp: Shell, tmp_path
         assert refused.stderr.startswith(said), refused.stderr
         assert "resume.force=[" in refused.stderr
         assert len(refused.stderr.splitlines()) == 1
-    os.rename(path, tmp_path / "moved.jsonl")  # the same pairs elsewhere are the same pairs
+    os.rename(path, tmp_path / "moved.jsonl")  # the same pairs in another file
     moved = (*longer[:-2], "data.path=moved.jsonl", "train.max_steps=3")
     assert rlexp(*moved).returncode == 0
     (tmp_path / "moved.jsonl").write_text("".join(line % n for n in range(1, 17)), encoding="utf-8")
@@ -132,7 +132,7 @@ def test_a_path_begins_a_run_of_its_own(rlexp: Shell, tmp_path: Path) -> None:
     first = rlexp(*fork)
     assert first.returncode == 0, first.stderr
     assert steps_of(tmp_path / "fork") == [1, 2, 3]
-    second = rlexp(*fork)  # as a job that was put back in the queue: from where it is, not from the PATH
+    second = rlexp(*fork)  # as a requeued job: it goes on from its own checkpoint, not from the PATH
     assert second.returncode == 0, second.stderr
     assert "fork/checkpoints/step-00000003" in second.stderr
     assert read_rows(tmp_path / "fork" / "metrics.jsonl")[3]["train/loss"] == pytest.approx(
@@ -164,7 +164,7 @@ def test_the_last_and_the_best_are_kept(rlexp: Shell, tmp_path: Path) -> None:
     two = sorted(range(12), key=lambda n: rows[n]["train/loss"])[:2]
     there = {checkpoint.step_of(path) for path in checkpoint.latest_first(tmp_path / "run")}
     assert there >= {12} | {n + 1 for n in two}
-    assert len(there) <= 4  # the last two, and the best two; 3, 6 and what was among the best for a while are gone
+    assert len(there) <= 4  # the last two and the best two; 3, 6 and former best ones are gone
     assert any(n + 1 < 10 for n in two)
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
@@ -177,7 +177,7 @@ def test_a_metric_that_is_not_there_is_refused(rlexp: Shell) -> None:
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_does_not_outlive_the_whole_ones(rlexp: Shell, tmp_path: Path) -> None:
-    """Were it counted as the newest, the whole ones would be removed as the old."""
+    """If it counted as the newest, the whole ones would be removed as old."""
     assert rlexp(*QUICK, "train.max_steps=8", "train.stop_after=6", "checkpoint.save_every=2").returncode == 0
     state = next((tmp_path / "run" / "checkpoints" / "step-00000006").glob("state-*"))
     state.write_bytes(state.read_bytes()[:-1] + b"\x55")
@@ -260,7 +260,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, name: str) -> None
 
 
 def test_one_rank_alone_may_be_asked(tmp_path: Path) -> None:
-    """As Slurm does, which signals the processes of a step and not their launcher."""
+    """Slurm signals the processes of a step and not their launcher."""
     process = start(tmp_path)
     wait_for_steps(tmp_path, process)
     servers = [pid for pid in descendants(process.pid) if descendants(pid)]
@@ -274,7 +274,7 @@ def test_one_rank_alone_may_be_asked(tmp_path: Path) -> None:
     "name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow), pytest.param("SIGHUP", marks=pytest.mark.slow)]
 )
 def test_a_signal_to_the_whole_process_group_is_one_request(tmp_path: Path, name: str) -> None:
-    """As Slurm, systemd and a closed terminal do: launcher, fork server and ranks at once."""
+    """Slurm, systemd and a closed terminal signal launcher, fork server and ranks at once."""
     process = start(tmp_path)
     wait_for_steps(tmp_path, process)
     os.killpg(process.pid, signal.Signals[name])
@@ -293,7 +293,7 @@ def test_under_torchrun_a_stop_is_a_request_and_a_finished_run_is_left_alone(tmp
     )  # fmt: skip
     wait_for_steps(tmp_path, process)
     everyone = descendants(process.pid)
-    process.send_signal(signal.SIGUSR1)  # torchrun does not handle it, and dies
+    process.send_signal(signal.SIGUSR1)  # torchrun does not handle the signal, and dies
     process.communicate(timeout=30)
     assert gone(everyone, within=20)
     run = run_json(tmp_path / "run")
@@ -312,7 +312,7 @@ def test_under_torchrun_a_stop_is_a_request_and_a_finished_run_is_left_alone(tmp
 
 
 def leaves_its_world(place: Path, *overrides: str) -> None:
-    """Where a run is finished already. A rank that ends in an open world is aborted about once in forty times."""
+    """Run a finished run's command. A rank that exits with an open process group aborts about once in forty times."""
     code = "import rlexp.__main__ as it, torch.distributed as dist; print(it.run(), dist.is_initialized())"
     joined = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     answer = subprocess.run(
@@ -326,7 +326,7 @@ def leaves_its_world(place: Path, *overrides: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["a second Ctrl-C", "the end of the grace"])
 def test_a_step_that_takes_too_long_is_abandoned_whole(tmp_path: Path, how: str) -> None:
-    """A step of some ten seconds: the request alone would wait for its end."""
+    """A step takes some ten seconds; a mere request would wait for its end."""
     slow = ("train.batch_size=240", "model.layers=6", "checkpoint.save_every=1", "train.micro_batch_size=2")
     process = start(tmp_path, *slow, f"launch.grace_seconds={600 if how.startswith('a') else 1}")
     wait_for_steps(tmp_path, process, steps=1)
@@ -349,7 +349,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(rlexp: Shell,
     process = start(tmp_path, "checkpoint.save_every=null")
     wait_for_steps(tmp_path, process)
     process.kill()
-    process.wait(timeout=10)  # its ranks may live a moment longer: the next process waits for them
+    process.wait(timeout=10)  # its ranks may outlive it for a moment: the next process waits for them
     answer = rlexp(*QUICK, "parallel=ring2", "train.max_steps=2", "resume.force=[seed]", "seed=3")
     assert answer.returncode == 0, answer.stderr
     assert "no checkpoint here yet: begins at step 1" in answer.stderr
@@ -357,7 +357,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(rlexp: Shell,
 
 
 def test_rows_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
-    """The write itself is made to fail, half-way: what cannot be had here is a full disk without its mount."""
+    """The write is made to fail half-way, since a full disk would need a mount."""
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink.log({"step": 1})
     real = os.write

@@ -1,4 +1,4 @@
-"""What follows when the ranks of a Slurm job are gone: the verdict, from what they and srun said."""
+"""The verdict on a Slurm job whose ranks are gone, from what they and srun reported."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ RUNNING = Facts(1, "running", None, world_size=4, log="/logs/7_%t.err")
     [
         (replace(RUNNING, code=0, status="finished", reason="all steps done"), "finished", "", "all steps done"),
         (replace(RUNNING, code=0, status="stopped", reason="train.stop_after=5"), "stopped", "", "train.stop_after=5"),
-        # An error is the first rank's that has one of its own, and is not tried again.
+        # The first rank with an error of its own decides, and the job is not started again.
         (replace(RUNNING, reports=[*lost(0, 1), Report(2, 20.0, BROKE)], retries=5), "failed", "", "rank 2 failed: "),
         (replace(RUNNING, reports=[Report(1, 9.0, "no", UserError("no"))], retries=5), "failed", "", "no"),
         (replace(RUNNING, code=0, status="finished", reports=[Report(3, 1.0, BROKE)]), "failed", "", "rank 3 failed"),
         (replace(RUNNING, status="failed", reason="the disk is full"), "failed", "", "the disk is full"),
-        # Killed from outside: tried again as often as was asked for.
+        # Killed from outside: started again as often as `retries` allows.
         (replace(RUNNING, code=137, gone=[Gone(3, "n2", "Killed"), Gone(0, "n1", "Terminated")], reports=lost(0)),
          "failed", "", "rank 3 failed: the process was killed by SIGKILL on node n2\nIts log: /logs/7_3.err"),
         (replace(RUNNING, gone=[Gone(3, "n2", "Killed")], retries=1), "stopped", "retry", "was killed by SIGKILL"),
@@ -75,23 +75,23 @@ RUNNING = Facts(1, "running", None, world_size=4, log="/logs/7_%t.err")
          "stopped", "stop", "stopped by SIGUSR2"),
         (replace(RUNNING, code=140, status="stopped", reason="stopped by SIGUSR2", gone=[Gone(0, "n1", "Killed")]),
          "failed", "", "SIGKILL"),
-        # A node that is gone says nothing, and those that waited for it say that they lost it.
+        # A lost node reports nothing, and the ranks that waited for it report that they lost it.
         (replace(RUNNING, nodes_answer=False, reports=lost(0, 1), gone=[Gone(0, "n1", "Exited with exit code 1")]),
          "stopped", "lost", "a node or its network was lost"),
         (replace(RUNNING, nodes_answer=False, reports=lost(0, 1, text=LATE)), "stopped", "lost", "Timed out waiting"),
         (replace(RUNNING, nodes_answer=False, gone=[Gone(0, "n1", "Aborted")]), "stopped", "lost", "node"),
         (replace(RUNNING, node_failed=True), "stopped", "lost", "a node or its network was lost. See /logs/7_0.err"),
-        # But where all nodes are there, the rank that says nothing left with 0: srun says nothing of it either.
+        # If all nodes answer, the silent rank exited with 0, which srun does not report.
         (replace(RUNNING, nodes_answer=True, reports=lost(0, 1, 3), gone=[Gone(3, "n2", "Exited with exit code 1")]),
          "failed", "", "rank 2 failed: the process exited with code 0 before the others had ended\nIts log: /logs/7_2"),
-        # Nor is a network lost where every rank lives to say that another is gone: a wrong interface says the same.
+        # If every rank could report losing another, no node is lost: a wrong interface looks the same.
         (replace(RUNNING, reports=lost(0, 1, 2, 3)), "failed", "", "rank 0 failed: Traceback"),
         (replace(RUNNING, reports=lost(0, 1, 2, 3), retries=1), "stopped", "retry", "Connection reset by peer"),
-        # A rank of a machine whose ranks one process started.
+        # A rank that a launcher on its own machine started.
         (replace(RUNNING, reports=[Report(0, 1.0, "rank 0 failed: killed", killed=True)], retries=1),
          "stopped", "retry", "rank 0 failed: killed"),
         (replace(RUNNING, reports=[Report(0, 1.0, "rank 0 failed: killed", killed=True)]), "failed", "", "killed"),
-        # In vain, and not.
+        # Starts without progress, and with progress.
         (replace(RUNNING, code=140, status="stopped", reason="stopped by SIGUSR2", step=8,
                  requeues=requeued(*[8] * 10)), "failed", "", "was started 10 times since step 8 was saved"),
         (replace(RUNNING, code=140, status="stopped", reason="stopped by SIGUSR2", step=8,
@@ -138,8 +138,8 @@ def at(clock: str) -> str:
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Slurm's commands, played: srun starts whatever it is asked to. By the job's own number, since an array's last
-    task has the array's."""
+    """Stubs of Slurm's commands; srun starts whatever it is asked to. They answer for the job's own number, since an
+    array's last task has the array's."""
     folder = tmp_path / "bin"
     folder.mkdir()
     values = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_RESTART_COUNT": "0",
@@ -151,7 +151,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def up_since(commands: Path, began: str, *started: str) -> None:
-    """A job, and its nodes' slurmds."""
+    """Set when the job and its nodes' slurmds started."""
     utc = 'if [ "$TZ $SLURM_TIME_FORMAT" = "UTC standard" ]; then'
     say(commands / "squeue", f'[ "$*" = "--noheader --jobs=7_1 --format=%S" ] || exit 1; {utc} echo {began}; fi')
     shown = "; ".join(
@@ -165,7 +165,7 @@ def up_since(commands: Path, began: str, *started: str) -> None:
     [
         (at("05:23:02"), at("05:24:11"), at("05:24:08"), True),
         (at("05:23:02"), at("05:24:11"), at("05:24:14"), True),  # clocks differ
-        (at("05:23:02"), at("05:24:11"), at("05:59:00"), False),  # it was replaced, and the ranks went on
+        (at("05:23:02"), at("05:24:11"), at("05:59:00"), False),  # only slurmd was restarted, and the ranks went on
         (at("05:23:02"), at("05:24:11"), None, True),  # none had begun
         (at("05:23:02"), at("05:23:02"), None, False),
         ("N/A", at("05:24:11"), None, False),
@@ -175,7 +175,7 @@ def up_since(commands: Path, began: str, *started: str) -> None:
 def test_a_node_that_is_back_was_lost_all_the_same(
     commands: Path, tmp_path: Path, began: str, started: str, seen: str | None, came_back: bool
 ) -> None:
-    """And the rank that it took along did not leave by itself."""
+    """The rank that was lost with the node counts as lost, not as having exited."""
     up_since(commands, began, at("01:02:03"), started)
     where = tmp_path / "run"
     where.mkdir()
@@ -209,7 +209,7 @@ def test_what_srun_says_of_a_node() -> None:
     for line in (
         "Node failure on n2",
         "Task launch for StepId=7.0 failed on node n2: Communication connection failure",
-        "Aborting, io error and missing step on node 1",  # slurmstepd is gone: the node was, and may be back
+        "Aborting, io error and missing step on node 1",  # slurmstepd is gone: the node was lost, and may be back
         "Aborting, step missing and io error on node 1",
         "Aborting, can not test connection to node 1.",
         "Cannot communicate with node 1.  Aborting job.",
@@ -220,14 +220,14 @@ def test_what_srun_says_of_a_node() -> None:
 
 
 def test_a_finished_run_that_is_started_again_stays_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not enter its folder, so run.json is an earlier start's; and a run of another's is left alone."""
+    """The job does not enter its folder, so run.json is an earlier start's. Another job's run is left alone too."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     finished = {"status": "finished", "reason": "all steps are done", "start": "12.0", "job_id": "12"}
     (tmp_path / "run.json").write_text(json.dumps(finished))
     assert main(["0", f"--run-dir={tmp_path}"]) == 0
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "finished"
-    reports.write(tmp_path, "12.1", Report(0, 5.0, "RuntimeError: the network is down"))  # before it could find it so
+    reports.write(tmp_path, "12.1", Report(0, 5.0, "RuntimeError: the network is down"))  # before Slurm noticed
     assert main(["1", f"--run-dir={tmp_path}"]) == 1
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "finished"
     assert "the network is down" in reports.read_verdict(tmp_path, "12")["reason"]
@@ -251,7 +251,7 @@ def test_the_run_of_a_process_that_lives_is_left_alone(tmp_path: Path, monkeypat
 
 
 def test_a_rank_that_never_came_is_named(tmp_path: Path) -> None:
-    """The others' time-outs say where they waited, and for whom."""
+    """The time-outs of the other ranks tell where they waited, and for which rank."""
     lines = [{"rank": rank, "step": 5, "phase": "forward", "peaks": {}} for rank in range(4)]
     (tmp_path / "memory.jsonl").write_text("".join(json.dumps(each).ljust(511) + "\n" for each in lines))
     verdict = judge(replace(RUNNING, reports=lost(0, 1, 3, text=LATE), run_dir=tmp_path))
@@ -260,14 +260,14 @@ def test_a_rank_that_never_came_is_named(tmp_path: Path) -> None:
     assert "Rank 2 was last seen in step 5, in its forward phase." in verdict.reason
     assert "Timed out waiting 5000ms" in verdict.reason
     assert verdict.reason.endswith("Its log: /logs/7_2.err")
-    # One that was stopped goes on when the others are gone, and says so: it is still the one that did not come.
+    # A stopped rank goes on when the others are gone, and reports that; it is still the rank that did not come.
     woken = Report(2, 10.0 + reports.PATIENCE + 0.5, RESET)
     late = judge(replace(RUNNING, reports=[*lost(0, 1, 3, text=LATE), woken], run_dir=tmp_path))
     assert (late.status, late.reason) == ("failed", verdict.reason)
 
 
 def test_a_rank_that_could_not_report_is_quoted(tmp_path: Path) -> None:
-    """It ended before it was a rank: its log has what it said last, and Slurm's words behind it are not its own."""
+    """It ended before it was a rank. Its last line counts; the lines that Slurm wrote after it do not."""
     facts = replace(RUNNING, gone=[Gone(2, "n1", "Exited with exit code 1")], log=str(tmp_path / "%t.err"))
     log = tmp_path / "2.err"
     log.write_text("Traceback\nImportError: libcudnn.so\nslurmstepd: error: *** STEP 7.0 ON n1 CANCELLED ***\n\n")
@@ -297,7 +297,7 @@ def test_what_srun_says_of_tasks() -> None:
 def test_it_writes_down_what_became_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From files and the environment, as in a batch script; a report of an earlier start is not this one's."""
+    """From files and the environment, as in a batch script. A report of an earlier start does not count."""
     values = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1",
               "SLURM_RESTART_COUNT": "1", "SLURM_NTASKS": "2", "RLEXP_RUN_DIR": str(tmp_path)}  # fmt: skip
     for name, value in values.items():
@@ -396,8 +396,8 @@ def test_a_file_system_without_locks_keeps_nobody_out(tmp_path: Path, monkeypatc
 
 
 def test_what_fails_of_being_stopped_is_no_error_of_the_users(tmp_path: Path) -> None:
-    """A rank that composes when another has failed: what it was about is broken off, and OmegaConf's `finally` fails of
-    that. It leaves as it was asked to, and reports nothing."""
+    """A rank is stopped while it composes its configuration, and a `finally` of OmegaConf fails because of that. The
+    rank exits as it was asked to, and reports nothing."""
     code = """
 import os, signal, sys, time
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
@@ -464,7 +464,7 @@ Root Cause (first observed failure):
 
 
 def test_of_torchruns_the_ranks_that_they_tell_of_are_judged() -> None:
-    """In the order in which they went, those of this start alone."""
+    """In the order in which they ended, and only those of this start."""
     old = TORCHRUN.format(start=0, late=1, first=3, code=-9, second=2)
     logs = [TORCHRUN.format(start=1, late=5, first=1, code=-15, second=0),
             old + TORCHRUN.format(start=1, late=3, first=2, code=-9, second=3)]  # fmt: skip
@@ -485,7 +485,7 @@ def test_of_a_torchrun_that_says_nothing_srun_does() -> None:
 
 
 def test_torchruns_that_were_asked_to_stop_are_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """srun sees that each has exited with 1, as they do of anything."""
+    """srun sees each torchrun exit with 1, as it does after anything."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     told = TORCHRUN.format(start=0, late=5, first=1, code=140, second=0).replace(": 1 (pid", ": 140 (pid")
@@ -502,7 +502,7 @@ def test_torchruns_that_were_asked_to_stop_are_queued_again(tmp_path: Path, monk
 
 
 def test_a_task_that_slurm_forgot_was_cancelled_if_it_had_not_begun(tmp_path: Path) -> None:
-    """Of a task that is cancelled while its array waits, Slurm's queue keeps nothing, and accounting may not either."""
+    """Slurm's queue keeps no record of a task that is cancelled while its array waits; accounting may keep none."""
     launcher = SlurmLauncher.__new__(SlurmLauncher)
     launcher.params = {"submitit_folder": str(tmp_path / "%j")}
     job = Job(1, "1", [], job_id="8_1")

@@ -1,4 +1,4 @@
-"""Jobs of submitit on this machine: not more at once than allowed, and none twice when the command is killed."""
+"""Jobs on this machine through submitit: no more at once than allowed, and none twice when the command is killed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def most_at_once(steps: list[Taken]) -> int:
 
 @pytest.mark.slow
 def test_a_killed_launcher_of_local_jobs_is_followed_by_another(tmp_path: Path) -> None:
-    """Its two jobs go on without it; the next takes them as they are, and sends the others when there is room."""
+    """Its two jobs go on without it. The next launcher adopts them, and starts the others when there is room."""
     said = lambda: (tmp_path / "log").read_text(encoding="utf-8")[-3000:]  # noqa: E731
     first = begin(tmp_path)
     try:
@@ -71,7 +71,7 @@ def test_a_killed_launcher_of_local_jobs_is_followed_by_another(tmp_path: Path) 
 
 
 def end_all(folder: Path) -> None:
-    """Whatever was started here and lives, should the test have failed."""
+    """End every process that was started here, also if the test failed."""
     ours = [pid for pid in processes() if environment(pid).get("RLEXP_TEST_TAKEN", "").startswith(str(folder))]
     for pid in ours:
         with contextlib.suppress(ProcessLookupError):

@@ -1,5 +1,5 @@
-"""What is sent to Slurm, held by golden files. `RLEXP_GOLDEN=write pytest tests/test_slurm_script.py` writes them anew:
-read the difference before you commit it."""
+"""Compare what is submitted to Slurm with golden files. `RLEXP_GOLDEN=write pytest tests/test_slurm_script.py` writes
+them again; read the difference before you commit it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SITE = (
     ],
 )  # fmt: skip
 def test_a_dry_run_shows_what_would_be_sent(rlexp: Shell, tmp_path: Path, name: str, args: tuple[str, ...]) -> None:
-    """And leaves nothing, and needs no Slurm on the path."""
+    """A dry run leaves no file, and needs no Slurm on the path."""
     answer = rlexp(*DRY, *args, PATH="/usr/bin:/bin")
     assert answer.returncode == 0, answer.stderr
     assert list(tmp_path.iterdir()) == []
@@ -53,7 +53,7 @@ def test_a_dry_run_shows_what_would_be_sent(rlexp: Shell, tmp_path: Path, name: 
     if os.environ.get("RLEXP_GOLDEN") == "write":
         golden.write_text(shown, encoding="utf-8")
     assert shown == golden.read_text(encoding="utf-8")
-    if name == "two_sizes":  # of which one does not divide
+    if name == "two_sizes":  # one of the three does not divide
         assert "launch.nproc=3 is skipped" in answer.stderr.replace("nproc=3", "launch.nproc=3", 1)
 
 
@@ -208,7 +208,7 @@ def test_the_page_names_the_keys_there_are() -> None:
 
 
 def with_profile(rlexp: Shell, folder: Path, text: str) -> subprocess.CompletedProcess[str]:
-    """A dry run by a profile beside the package."""
+    """Make a dry run with a profile outside the package."""
     profile = folder / "profiles" / "hydra" / "launcher" / "mine.yaml"
     profile.parent.mkdir(parents=True)
     profile.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Sweeps from the shell: they go on, they say what was not run, and they are taken up again."""
+"""Sweeps from the shell: they go on after failures, say which jobs were not run, and can be resumed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUICK = ("launch.device=cpu", "logger=none", "engine=torch", "checkpoint.export=
 
 
 def test_a_sweep_goes_on_and_says_what_was_not_run(rlexp: Shell, tmp_path: Path) -> None:
-    """One corner of the grid does not divide, one job blows up; the others are run, and compared."""
+    """One corner of the grid does not divide, one job diverges; the others are run and compared."""
     sweep = ("-m", *QUICK, "launch.nproc=2", "train.max_steps=3", "parallel=ring1,ring2", "train.batch_size=3,4",
              "optim.lr=1e-3,1e30")  # fmt: skip
     answer = rlexp(*sweep)
@@ -54,14 +54,14 @@ def test_a_sweep_goes_on_and_says_what_was_not_run(rlexp: Shell, tmp_path: Path)
     assert "ring1, batch_size=4, lr=1e+30 is failed: " in answer.stdout
     assert {"report.html", "curves.png", "summary.json"} <= {path.name for path in (tmp_path / "sw").iterdir()}
 
-    # What every job knows of its sweep: those of one experiment have one baseline.
+    # Every job knows its sweep; jobs of one experiment share a baseline.
     config = (tmp_path / "sw" / "6" / "config.yaml").read_text(encoding="utf-8")
     assert f"baseline: {tmp_path}/sw/2" in config
     assert "group: sw" in config
     assert "run_name: sw-ring2, batch_size=4, lr=0.001" in config
     assert "  axes:\n    parallel: ring2\n    train.batch_size: '4'\n    optim.lr: '0.001'\n" in config
 
-    # Taken up again: what is finished is not run a second time.
+    # Resumed: finished jobs are not run a second time.
     before = (tmp_path / "sw" / "2" / "run.json").read_bytes()
     again = rlexp(*sweep)
     assert again.returncode == 1
@@ -125,7 +125,7 @@ def test_a_killed_job_does_not_end_the_sweep(rlexp: Shell, tmp_path: Path) -> No
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """The processes that hold no others: the ranks, after the fork server and its like."""
+    """Return the processes without children below the launcher: the ranks."""
     table = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -138,7 +138,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 def test_jobs_through_submitit_are_sized_one_by_one(rlexp: Shell, tmp_path: Path) -> None:
-    """submitit without a cluster: worlds of 1 and 2 in one sweep, and a corner that does not divide."""
+    """submitit without a cluster: worlds of 1 and 2 ranks in one sweep, and a corner that does not divide."""
     sweep = ("-m", *QUICK, "train.max_steps=2", "parallel=ring1", "launch.nproc=1,2,3", "hydra/launcher=slurm_local")
     answer = rlexp(*sweep, timeout=250)
     assert answer.returncode == 0, answer.stderr
@@ -152,8 +152,8 @@ def test_jobs_through_submitit_are_sized_one_by_one(rlexp: Shell, tmp_path: Path
 
 
 def test_every_job_is_told_what_is_its_own(rlexp: Shell, tmp_path: Path) -> None:
-    """In batches as at once; folders of the user's own; a name that the user varies is the user's; and one job whose
-    folder cannot be made does not stop the others."""
+    """This holds for jobs in batches and for the user's own folders. A name that the user varies is kept, and a job
+    whose folder cannot be made does not stop the others."""
     (tmp_path / "sw").mkdir()
     (tmp_path / "sw" / "parallel=ring2").write_text("a file", encoding="utf-8")
     answer = rlexp(
@@ -178,7 +178,7 @@ def test_every_job_is_told_what_is_its_own(rlexp: Shell, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_what_is_no_corner_of_a_grid_is_a_failure(rlexp: Shell, tmp_path: Path) -> None:
-    """A folder that is busy, a file that is not there, and one folder for two jobs."""
+    """A busy folder, a missing file, and one folder for two jobs."""
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{n}: ", "chosen": "yes", "rejected": "no"}) + "\n" for n in range(8)),
         encoding="utf-8",

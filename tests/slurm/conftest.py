@@ -1,5 +1,5 @@
-"""A Slurm of the tests' own: brought up for the first test that asks for it, taken down after the last, or when the
-tests are killed. Where there can be none, the tests are skipped, and say why."""
+"""A Slurm for the tests. It comes up for the first test that needs it, and goes down after the last test or when the
+tests are killed. Where Slurm cannot be installed, the tests are skipped and say why."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Nothing in this folder runs unless it is asked for."""
+    """Mark all tests of this folder, so that they run only on request."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.slurm)
@@ -48,7 +48,7 @@ def session_lab() -> Iterator[Lab]:
 
 @pytest.fixture
 def lab(session_lab: Lab) -> Iterator[Lab]:
-    """Two nodes with accounting. A test finds all nodes idle and no job, whatever the one before it left."""
+    """Two nodes with accounting. Every test starts with idle nodes and an empty queue."""
     yield session_lab
     for node in session_lab.shape.node_names:
         if not session_lab.is_running(node):

@@ -1,4 +1,4 @@
-"""Faults planted in the jobs of one sweep, and what Slurm and the sweep made of each."""
+"""Plant faults in the jobs of a sweep, and collect what Slurm and the sweep report about each."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Fault:
     rank: int
     where: str
     how: str
-    told: str  # how the ledger puts it, as a regular expression
-    finishes: bool = False  # no fault of the job's
+    told: str  # regular expression of the reason in the ledger
+    finishes: bool = False  # the job finishes in spite of it
 
     @property
     def name(self) -> str:
@@ -36,7 +36,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Part:
-    """A sweep: a job for each fault, and a healthy one for each None."""
+    """A sweep with one job for each fault, and a healthy job for each None."""
 
     name: str
     shape: tuple[str, ...]
@@ -45,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Accounted:
-    """What accounting knows of a job; times are in seconds since 1970, and whole."""
+    """What accounting knows of a job. Times are whole seconds since 1970."""
 
     state: str
     code: str
@@ -56,21 +56,21 @@ class Accounted:
 
 @dataclass(frozen=True)
 class Seen:
-    """What became of a job."""
+    """How a job ended."""
 
     fault: Fault | None
     status: str
     reason: str
-    at: float | None  # when it was struck; None where it never came to that
+    at: float | None  # when the fault happened; None if it never did
     slurm: Accounted
-    ended: float  # seconds from the fault until Slurm's end of the job
-    told: float  # until the launcher's line
+    ended: float  # seconds from the fault until the job ended in Slurm
+    told: float  # seconds until the launcher printed it
     line: str
     run_dir: Path
 
 
 def run_parts(lab: Lab, folder: Path, parts: Sequence[Part], within: float) -> dict[str, list[Seen]]:
-    """All at once; by the part's name, its jobs in order."""
+    """Run all sweeps at once. Return the jobs of each by the part's name."""
     sweeps = [begin(lab, folder / part.name, part) for part in parts]
     try:
         said = watch(sweeps, parts, within)
@@ -90,7 +90,7 @@ def begin(lab: Lab, folder: Path, part: Part) -> Sweep:
 
 
 def watch(sweeps: Sequence[Sweep], parts: Sequence[Part], within: float) -> dict[tuple[str, int], float]:
-    """Until all of them have ended. When each job's end was said, to the tenth of a second."""
+    """Wait until all sweeps have ended. Return when the launcher printed each job's end, to a tenth of a second."""
     first: dict[tuple[str, int], float] = {}
     deadline, alive = time.monotonic() + within, True
     while alive:
@@ -106,7 +106,7 @@ def watch(sweeps: Sequence[Sweep], parts: Sequence[Part], within: float) -> dict
 
 
 def line_of(said: str, number: int) -> str:
-    """What the launcher says of a job, which has no name but its folder's where it is the only one."""
+    """Return the launcher's line about the end of a job. The only job of a sweep is named by its folder."""
     return next((line for line in said.splitlines() if re.match(rf"rlexp: (seed=)?{number} is ", line)), "")
 
 
@@ -116,14 +116,14 @@ def seen_of(sweep: Sweep, part: Part, number: int, said: dict[tuple[str, int], f
     known = accounted(sweep.lab, job["job_id"])
     return Seen(
         part.faults[number], job["status"], job["reason"] or "", at, known,
-        # Slurm cuts fractions off: it may have been up to one second later.
+        # Slurm cuts fractions off: the job may have ended up to one second later.
         known.ended + 1 - (at or 0), said.get((part.name, number), 0) - (at or 0),
         line_of(sweep.said, number), sweep.folder / job["folder"],
     )  # fmt: skip
 
 
 def accounted(lab: Lab, job: str) -> Accounted:
-    """It learns of an end a moment later."""
+    """Return what accounting knows of a job, which it learns a moment after the job's end."""
     for _ in range(50):
         text = lab.run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}",
                        "--format=State,ExitCode,NodeList,Start,End")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Sweeps through a Slurm of the tests' own, the processes of their ranks, and faults planted in them."""
+"""Start sweeps on the tests' own Slurm, find the processes of their ranks, and plant faults in them."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from tests.slurm.machine import environment, processes, wait_until
 T = TypeVar("T")
 FAULTY = Path(__file__).resolve().parent / "faulty"
 NOTE = "faults.jsonl"
-# Small and quick, and in float64, where the curves of all layouts are one.
+# Small and quick, and in float64, in which all layouts draw one curve.
 QUICK = ("launch.device=cpu", "logger=none", "engine=torch", "checkpoint.export=false", "data.size=40",
          "data.eval_size=0", "model.layers=1", "train.precision=fp64", "logger.progress=false")  # fmt: skip
 
 
 def planted(fault: str, folder: Path) -> dict[str, str]:
-    """The environment of a command whose ranks have a fault, as `faulty/sitecustomize.py` knows it. Processes that it
-    starts have it too, through Slurm as well. What happened is noted in the folder."""
+    """Return the environment that plants a fault (see `faulty/sitecustomize.py`) in a command and in all processes that
+    it starts, through Slurm too. The fault is noted in the folder when it happens."""
     path = os.pathsep.join([str(FAULTY), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"PYTHONPATH": path, "RLEXP_TEST_FAULT": fault, "RLEXP_TEST_FAULT_NOTE": str(folder / NOTE)}
 
 
 def struck(folder: Path) -> list[dict[str, Any]]:
-    """The faults that have happened: rank, where, step, how, at (seconds since 1970) and the pid."""
+    """Return the faults that have happened: rank, where, step, how, at (seconds since 1970) and pid."""
     path = folder / NOTE
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def wait_for(found: Callable[[], T], within: float, told: Callable[[], object] = lambda: "") -> T:
-    """Until it is something; what that is. When it is late, the error says what `told` answers then."""
+def wait_for(ask: Callable[[], T], within: float, told: Callable[[], object] = lambda: "") -> T:
+    """Wait until `ask` returns something true, and return it. When it is late, the error shows what `told` returns."""
     values: list[T] = []
 
     def happens() -> bool:
-        values[:] = [found()]
+        values[:] = [ask()]
         return bool(values[0])
 
     assert wait_until(happens, within, every=0.1), f"not within {within:g} s: {told()}"
@@ -49,7 +49,7 @@ def wait_for(found: Callable[[], T], within: float, told: Callable[[], object] =
 
 
 class Sweep:
-    """`python -m rlexp -m … hydra/launcher=slurm`, started in `folder`, its jobs in `folder/sw`."""
+    """`python -m rlexp -m … hydra/launcher=slurm`, started in `folder`; its jobs are in `folder/sw`."""
 
     def __init__(self, lab: Lab, folder: Path, *overrides: str, fault: str | None = None, **env: str) -> None:
         self.lab, self.folder = lab, folder / "sw"
@@ -70,18 +70,18 @@ class Sweep:
 
     @property
     def said(self) -> str:
-        """Of the launcher, and of the one before it in this folder."""
+        """The output of this launcher, and of earlier launchers in this folder."""
         return self._said.read_text(encoding="utf-8", errors="replace")
 
     def wait(self, within: float) -> int:
-        """The exit code."""
+        """Wait for the end and return the exit code."""
         try:
             return self.process.wait(timeout=within)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the sweep did not end within {within:g} s: {self.told()}") from None
 
     def kill(self) -> None:
-        """The launcher; its jobs go on."""
+        """Kill the launcher. Its jobs go on."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait()
@@ -93,14 +93,14 @@ class Sweep:
         return self.folder / str(self.jobs()[number]["folder"])
 
     def told(self) -> str:
-        """For whoever must find out why a test has failed."""
+        """Return what is needed to find out why a test failed."""
         return f"{self.lab.run('squeue', '--states=all')}\n{self.lab.states()}\n{self.jobs()}\n{self.said[-3000:]}"
 
 
 def rank_pids(job: str = "", lab: Lab | None = None) -> dict[int, int]:
-    """Of each rank of a Slurm job (`12`, or `12_3` of an array), or of the one that runs, its process here. Where
-    other labs may be up on this machine, of this one alone."""
-    found: dict[int, int] = {}
+    """Return the process of each rank of a Slurm job (`12`, or `12_3` of an array), or of the only job that runs. With
+    `lab`, processes of other labs on this machine are left out."""
+    pids: dict[int, int] = {}
     table = processes()
     for pid in sorted(table):
         known = environment(pid)
@@ -112,9 +112,9 @@ def rank_pids(job: str = "", lab: Lab | None = None) -> dict[int, int]:
         # A rank may be started by a shell and start processes of its own: it is the outermost Python.
         if table[pid].name.startswith("python") and not _is_python(table[pid].parent):
             rank = int(known["SLURM_PROCID"])
-            assert rank not in found, f"two processes are rank {rank}: {found[rank]} and {pid}"
-            found[rank] = pid
-    return dict(sorted(found.items()))
+            assert rank not in pids, f"two processes are rank {rank}: {pids[rank]} and {pid}"
+            pids[rank] = pid
+    return dict(sorted(pids.items()))
 
 
 def _is_python(pid: int) -> bool:

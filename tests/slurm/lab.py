@@ -1,13 +1,13 @@
-"""A real Slurm on one Debian machine, as root, from nothing, and gone again.
+"""Bring up a real Slurm on one Debian machine, as root, and take it down again without a trace.
 
-    python -m tests.slurm.lab up --nodes 2 --cpus 16 --gpus 8     # and says by what line a shell talks to it
+    python -m tests.slurm.lab up --nodes 2 --cpus 16 --gpus 8     # prints the line that lets a shell talk to it
     python -m tests.slurm.lab status
     python -m tests.slurm.lab down
 
-Packages are installed where they are missing, and stay. All else lies in one folder and goes with it: munge's key, the
-accounting database, what the controller and the nodes write. Every node is a slurmd of its own on this machine, its
-CPUs are declared rather than there, and its GPUs are device files that read as nothing. A lab has its own ports and
-sockets and lives beside others, an installed Slurm too.
+Missing packages are installed, and stay. Everything else is in one folder and is removed with it: munge's key, the
+accounting database, and the files of the controller and the nodes. Every node is its own slurmd on this machine. Its
+CPUs are only declared, and its GPUs are empty device files. A lab has its own ports and sockets, so it can run beside
+other labs and an installed Slurm.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from tests.slurm.shape import Shape, slurm_conf, slurmdbd_conf
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 ACCOUNTING = ("slurmdbd", "mariadb-server")
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "RLEXP_SLURM_LAB"  # in the environment of every daemon, and behind every line in /etc/hosts
-STARTING, ENDING = 40.0, 20.0  # seconds that a daemon may take
+MARK = "RLEXP_SLURM_LAB"  # in the environment of every daemon, and at the end of every line in /etc/hosts
+STARTING, ENDING = 40.0, 20.0  # seconds in which a daemon must start, or end
 SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 
 
 class Broken(RuntimeError):
-    """It could be, and does not come up."""
+    """A lab that should come up and does not."""
 
 
 class Lab:
     def __init__(self, folder: Path, shape: Shape | None = None) -> None:
         self.folder = folder.absolute()
         self.shape = shape or Shape()
-        self.port = 0  # of the controller; the nodes' follow, accounting's comes after theirs
+        self.port = 0  # of the controller; the ports of the nodes and then of accounting follow
         self.conf = self.folder / "etc" / "slurm.conf"
         with contextlib.suppress(OSError, ValueError, TypeError):
             known = json.loads((self.folder / "lab.json").read_text(encoding="utf-8"))
@@ -72,7 +72,7 @@ class Lab:
     # ---- up ----
 
     def up(self) -> None:
-        """From whatever is there: a lab that is up in this shape is left alone, a broken one is made anew."""
+        """Bring the lab up. One that is up in this shape is kept, a broken one is made anew."""
         if self._answers():
             built = Shape(**json.loads((self.folder / "lab.json").read_text(encoding="utf-8"))["shape"])
             if built != self.shape:
@@ -106,7 +106,7 @@ class Lab:
         return [*PACKAGES, *(ACCOUNTING if self.shape.accounting else ())]
 
     def _name_nodes(self) -> None:
-        """Ranks meet at the name of their first node, so the names lead somewhere."""
+        """Make the nodes' names resolve, since ranks meet at the name of their first node."""
         with hosts_file() as lines:
             lines += [f"127.0.0.1 {node} # {MARK} {self.folder}" for node in self.shape.node_names]
 
@@ -137,7 +137,7 @@ class Lab:
         (self.folder / "lab.json").write_text(json.dumps(facts), encoding="utf-8")
 
     def _account(self) -> None:
-        """The accounting database, and the daemon before it."""
+        """Start the accounting database and its daemon."""
         data, port = self.folder / "database", self.folder / "run" / "sql"
         plain = ["--no-defaults", "--user=root", f"--datadir={data}", f"--tmpdir={self.folder}/tmp"]
         self._do("mariadb-install-db", *plain, "--auth-root-authentication-method=socket", "--skip-test-db")
@@ -159,11 +159,11 @@ class Lab:
     # ---- its daemons ----
 
     def start(self, daemon: str) -> None:
-        """`slurmctld` or `slurmdbd`."""
+        """Start `slurmctld` or `slurmdbd`."""
         self._start(daemon)
 
     def stop(self, daemon: str) -> None:
-        """In good order, so that what it knows is on disk: killed, it has been seen to forget that a job had begun."""
+        """Stop a daemon with SIGTERM, so that its state is on disk. A killed one may forget that a job had begun."""
         if pid := self._pid(daemon):
             os.kill(pid, signal.SIGTERM)
             if not wait_until(lambda: self._pid(daemon) is None, ENDING):
@@ -173,15 +173,15 @@ class Lab:
         return self._pid(f"slurmd.{node}") is not None
 
     def start_node(self, node: str) -> None:
-        """A new node, or one that was lost and comes back."""
+        """Start a new node, or one that was lost."""
         self._start("slurmd", "-N", node)
 
     def stop_slurmd(self, node: str) -> None:
-        """slurmd alone: what runs on the node runs on."""
+        """Stop slurmd only. The node's jobs run on."""
         self._end([pid for pid in [self._pid(f"slurmd.{node}")] if pid])
 
     def lose_node(self, node: str) -> None:
-        """As if its power had failed: slurmd, then what speaks to Slurm for its jobs, then the jobs' processes."""
+        """Kill everything on a node, as a power failure does: slurmd, its step daemons, then the jobs' processes."""
         log = self.folder / "log" / f"slurmd.{node}.log"
         self.stop_slurmd(node)
 
@@ -194,13 +194,13 @@ class Lab:
         self._end_all(alive, f"{node} is lost, but")
 
     def _start(self, *command: str) -> None:
-        """A daemon that goes into the background by itself."""
+        """Start a daemon that goes into the background by itself."""
         answer = self._run(command)
         if answer.returncode:
             raise Broken(f"{' '.join(command[:3])}: {last_line(answer.stderr or answer.stdout)} {self._last_words()}")
 
     def _pid(self, name: str) -> int | None:
-        """The process of a daemon, as far as it lives; a number that another process has by now is not it."""
+        """Return a daemon's process id if it lives. Another process may have the number by now; that is not it."""
         with contextlib.suppress(OSError, ValueError):
             pid = int((self.folder / "run" / f"{name}.pid").read_text())
             if environment(pid).get(MARK) == str(self.folder):
@@ -212,7 +212,7 @@ class Lab:
             raise Broken(f"{what} gives no answer within {STARTING:g} s. {self._last_words()}")
 
     def _last_words(self) -> str:
-        """The last line of each log that has one, for whoever must find out why."""
+        """Return the last line of each log, to find out why something failed."""
         logs = sorted((self.folder / "log").glob("*.log"))
         lines = ((log.name, last_line(log.read_text(encoding="utf-8", errors="replace"))) for log in logs)
         return "; ".join(f"{name}: {line}" for name, line in lines if line)
@@ -220,33 +220,33 @@ class Lab:
     # ---- asking it ----
 
     def env(self) -> dict[str, str]:
-        """What a process needs to talk to this Slurm, and to no other."""
+        """Return the environment in which a process talks to this Slurm."""
         return {"SLURM_CONF": str(self.conf)}
 
     def run(self, *command: str, timeout: float = 60.0) -> str:
-        """The answer of one of Slurm's commands."""
+        """Return the output of a Slurm command."""
         answer = self._run(command, timeout)
         if answer.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {answer.returncode}: {answer.stderr.strip()}")
         return answer.stdout.strip()
 
     def states(self) -> dict[str, str]:
-        """Of each node: idle, mixed, down, …; with a `*` where it does not answer."""
+        """Return each node's state: idle, mixed, down, …; with a `*` if it does not answer."""
         answer = self._run(("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %T"), 10.0)
         return dict(line.split() for line in answer.stdout.splitlines())
 
     def wait_idle(self, within: float = 60.0) -> bool:
-        """Until every node is up and has nothing to do."""
+        """Wait until every node is up and idle."""
         return wait_until(lambda: [*self.states().values()] == ["idle"] * self.shape.nodes, within, every=0.1)
 
     def cancel_all(self) -> None:
-        """For the next test: no job in the queue, every node idle."""
+        """Clear the queue and wait until every node is idle, for the next test."""
         self.run("scancel", "--full", "--user=root")
         if not wait_until(lambda: not self.run("squeue", "--noheader"), 60.0, every=0.2) or not self.wait_idle():
             raise RuntimeError(f"jobs do not end: {self.run('squeue')} {self.states()}")
 
     def _answers(self) -> bool:
-        """Busy or idle, but with all its nodes."""
+        """Whether the controller answers and all nodes are up, busy or idle."""
         states = self.states() if self._pid("slurmctld") else {}
         return bool(states) and all(not state.startswith(("down", "unk")) for state in states.values())
 
@@ -254,7 +254,7 @@ class Lab:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "MUNGE"))}
         clean |= {"PATH": f"{os.environ.get('PATH', '')}:{SBIN}", MARK: str(self.folder), **self.env()}
         clean["MYSQL_UNIX_PORT"] = str(self.folder / "run" / "sql")
-        # Output goes through files: a daemon would hold a pipe open, and this would wait for its end.
+        # Output goes to files: a daemon would hold a pipe open, and this call would wait for the daemon's end.
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             try:
                 code = subprocess.run(command, env=clean, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd="/",
@@ -276,9 +276,9 @@ class Lab:
     # ---- down ----
 
     def down(self) -> None:
-        """No process, no line in /etc/hosts, no file. What cannot be removed is an error."""
+        """Remove all processes, lines in /etc/hosts and files. Anything that cannot be removed is an error."""
         controller = self._pid("slurmctld")
-        self._end([controller] if controller else [])  # first, so that it starts nothing anew
+        self._end([controller] if controller else [])  # first, so that it starts nothing again
         self._end_all(self.processes, f"{self.folder}: is down, but")
         with hosts_file() as lines:
             lines[:] = [line for line in lines if not self._names(line)]
@@ -287,14 +287,14 @@ class Lab:
             raise RuntimeError(f"a lab is down and has left {', '.join(left)}")
 
     def left(self) -> list[str]:
-        """Whatever of this lab is on the machine."""
+        """Return everything of this lab that is on the machine."""
         table = processes()
-        found = [f"process {pid} ({table[pid].name})" for pid in self.processes() if pid in table]
-        found += [f"{HOSTS}: {line}" for line in HOSTS.read_text(encoding="utf-8").splitlines() if self._names(line)]
-        return found + ([str(self.folder)] if self.folder.exists() else [])
+        left = [f"process {pid} ({table[pid].name})" for pid in self.processes() if pid in table]
+        left += [f"{HOSTS}: {line}" for line in HOSTS.read_text(encoding="utf-8").splitlines() if self._names(line)]
+        return left + ([str(self.folder)] if self.folder.exists() else [])
 
     def processes(self) -> list[int]:
-        """Its daemons, and all that jobs have started. Not this process, and not who asked for it."""
+        """Return the lab's daemons and all processes of its jobs, without this process and those above it."""
         table = processes()
         ours = [pid for pid in table if environment(pid).get(MARK) == str(self.folder) or self._of_job(pid)]
         log = self.folder / "log"
@@ -316,12 +316,12 @@ class Lab:
         wait_until(lambda: not set(pids) & set(processes()), ENDING)
 
     def _end_all(self, find: Callable[[], list[int]], what: str) -> None:
-        """Again and again, since what is about to be ended may have started something."""
+        """End processes until none is left, since they may start others before they end."""
 
         def none_left() -> bool:
-            found = find()
-            self._end(found)
-            return not found
+            left = find()
+            self._end(left)
+            return not left
 
         if not wait_until(none_left, ENDING):
             raise RuntimeError(f"{what} these processes do not end: {find()}")
@@ -331,7 +331,7 @@ class Lab:
 
 
 def take_down_after(lab: Lab, pid: int) -> None:
-    """Once that process has ended, however it did, the lab goes too."""
+    """Wait until a process has ended in any way, then take the lab down."""
     with contextlib.suppress(ProcessLookupError):
         ended = os.pidfd_open(pid)
         while lab.folder.exists() and not select.select([ended], [], [], 0.5)[0]:
@@ -341,7 +341,7 @@ def take_down_after(lab: Lab, pid: int) -> None:
 
 
 def guard(lab: Lab) -> None:
-    """Have the lab taken down when this process is killed, by one that is of the lab itself."""
+    """Start a process of the lab that takes the lab down when this process is killed."""
     command = ["setsid", "--fork", sys.executable, "-P", "-m", "tests.slurm.lab", "guard", f"--folder={lab.folder}",
                f"--pid={os.getpid()}"]  # fmt: skip
     env = os.environ | {MARK: str(lab.folder), "PYTHONPATH": str(ROOT)}
@@ -356,7 +356,7 @@ def default_folder() -> Path:
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["up", "down", "status", "guard"])
-    parser.add_argument("--folder", type=Path, default=default_folder(), help="where all of it lies (%(default)s)")
+    parser.add_argument("--folder", type=Path, default=default_folder(), help="the lab's folder (%(default)s)")
     parser.add_argument("--pid", type=int, help="guard: take the lab down once this process has ended")
     for field in dataclasses.fields(Shape):
         name = f"--{field.name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""The machine under a lab: packages, devices, ports, /etc/hosts, and processes, which tests elsewhere ask for too."""
+"""The machine under a lab: packages, devices, ports, /etc/hosts, and processes. Other tests use the processes too."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ FIRST_PORT, LAST_PORT = 18200, 30000
 
 
 class Unable(Exception):
-    """Why there can be no lab here, in one line."""
+    """No lab is possible here; the message is one line."""
 
 
 def refuse_unless_possible(folder: Path) -> None:
     if os.geteuid() != 0:
-        raise Unable("a Slurm of one's own needs root: its daemons run jobs for every user.")
+        raise Unable("a Slurm lab needs root: its daemons run jobs for every user.")
     if shutil.which("apt-get") is None or shutil.which("dpkg-query") is None:
-        raise Unable("there is no apt-get: the packages of Slurm are Debian's and Ubuntu's.")
+        raise Unable("there is no apt-get: a Slurm lab needs the packages of Debian or Ubuntu.")
     if len(str(folder)) > 80 or set(" %[],=#") & set(str(folder)):
-        raise Unable(f"{folder}: sockets lie in it, and Slurm reads its name. It must be short and plain; set TMPDIR.")
+        raise Unable(f"{folder}: holds sockets, and its name is read by Slurm. It must be short and plain; set TMPDIR.")
 
 
 def install(packages: Sequence[str], log: Path) -> None:
-    """Those that are missing. None of their daemons is started: this machine's services are not the lab's."""
+    """Install missing packages without starting their daemons: the lab starts its own."""
     known = subprocess.run(["dpkg-query", "--show", "--showformat=${Package} ${db:Status-Status}\n", *packages],
                            capture_output=True, text=True, check=False).stdout  # fmt: skip
     missing = [package for package in packages if f"{package} installed" not in known.splitlines()]
@@ -50,7 +50,7 @@ def install(packages: Sequence[str], log: Path) -> None:
 
 @contextlib.contextmanager
 def no_services() -> Iterator[None]:
-    """Debian asks this file whether a package's daemon may be started."""
+    """Forbid Debian to start the daemons of installed packages, by the policy file that it asks."""
     policy = Path("/usr/sbin/policy-rc.d")
     if policy.exists():
         yield
@@ -64,15 +64,15 @@ def no_services() -> Iterator[None]:
 
 
 def make_device(path: Path) -> None:
-    """What stands for a GPU: a device file that reads as /dev/null does."""
+    """Make a device file that stands for a GPU and reads as /dev/null does."""
     try:
         os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
     except OSError as error:
-        raise Unable(f"{path}: no device file can be made here, so there are no GPUs to declare ({error}).") from None
+        raise Unable(f"{path}: no device file can be made here, so the lab can declare no GPUs ({error}).") from None
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` ports in a row on which nobody listens, below those that are handed out by chance."""
+    """Return the first of `count` free ports in a row, below those that the system hands out by itself."""
     for first in range(FIRST_PORT, LAST_PORT, 20 + count):
         with contextlib.ExitStack() as held:
             try:
@@ -86,7 +86,7 @@ def free_ports(count: int) -> int:
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Two labs that come up together would find the same ports free."""
+    """Hold a lock, since two labs that come up together would find the same ports free."""
     with (Path(tempfile.gettempdir()) / "rlexp-slurm.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -94,7 +94,7 @@ def one_at_a_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hosts_file() -> Iterator[list[str]]:
-    """The lines of /etc/hosts, to be changed. In place: in a container the file cannot be replaced."""
+    """Yield the lines of /etc/hosts to change them. Written in place, since a container's file cannot be replaced."""
     with HOSTS.open("r+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         before = file.read().splitlines()
@@ -113,19 +113,19 @@ class Process:
 
 
 def processes() -> dict[int, Process]:
-    """All that live; what has ended and was not yet asked for does not."""
-    found = {}
+    """Return all living processes, without zombies."""
+    alive = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             before, _, after = path.read_text(encoding="utf-8", errors="replace").rpartition(")")
             state, parent = after.split()[:2]
             if state not in "ZX":
-                found[int(path.parent.name)] = Process(before.partition("(")[2], int(parent))
-    return found
+                alive[int(path.parent.name)] = Process(before.partition("(")[2], int(parent))
+    return alive
 
 
 def environment(pid: int) -> dict[str, str]:
-    """What a process was started with; nothing once it has ended."""
+    """Return the environment that a process was started with; empty once it has ended."""
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
         return dict(line.partition("=")[::2] for line in text.split("\0") if "=" in line)
@@ -133,7 +133,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def has_open(pid: int, path: Path) -> bool:
-    """Whether a process holds this file, or a file in this folder, open."""
+    """Whether a process has this file, or a file in this folder, open."""
     with contextlib.suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -144,24 +144,25 @@ def has_open(pid: int, path: Path) -> bool:
 
 
 def below(table: dict[int, Process], roots: Iterable[int]) -> list[int]:
-    """The processes that these have started, and those have, and so on."""
+    """Return all descendants of these processes."""
     children: dict[int, list[int]] = {}
     for pid, process in table.items():
         children.setdefault(process.parent, []).append(pid)
-    found, open_ = [], list(roots)
+    descendants, open_ = [], list(roots)
     while open_:
         next_ = children.get(open_.pop(), [])
-        found += next_
+        descendants += next_
         open_ += next_
-    return found
+    return descendants
 
 
 def above(table: dict[int, Process], pid: int) -> list[int]:
-    found = []
+    """Return the ancestors of a process."""
+    ancestors = []
     while pid in table and table[pid].parent:
         pid = table[pid].parent
-        found.append(pid)
-    return found
+        ancestors.append(pid)
+    return ancestors
 
 
 def wait_until(happens: Callable[[], bool], within: float, *, every: float = 0.05) -> bool:

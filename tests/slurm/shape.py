@@ -1,4 +1,4 @@
-"""What a lab is like, and what its daemons are told of it."""
+"""The shape of a lab, and the configuration of its daemons."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Shape:
-    """What a lab is like. Two of one shape behave alike."""
+    """The settings of a lab. Two labs of one shape behave alike."""
 
     nodes: int = 2
     cpus: int = 16  # of each node
     gpus: int = 8
-    memory: int = 16000  # MB, declared, of each node
+    memory: int = 16000  # MB that each node declares
     accounting: bool = True
-    grace: int = 30  # seconds between a pre-emption's signal and its end
+    grace: int = 30  # seconds that a pre-empted job keeps running after its signal
     kill_wait: int = 5  # between SIGTERM and SIGKILL
-    lost_after: int = 10  # until a node that does not answer is down, and as long as `patience` more
-    patience: int = 5  # for an answer of a daemon's: with Slurm's own, 10, a lost node is noticed after half a minute
+    lost_after: int = 10  # seconds, plus `patience`, until a node that does not answer is down
+    patience: int = 5  # seconds for a daemon's answer; with Slurm's default, 10, losing a node takes half a minute
     remember: int = 600  # seconds for which the controller knows a job that has ended
     enforce_memory: bool = False  # a job that takes more memory than it asked for is killed
     name: str = "node"  # nodes are node1, node2, …
@@ -30,7 +30,7 @@ class Shape:
 
 
 def slurm_conf(shape: Shape, folder: Path, port: int) -> str:
-    """Where it has a choice, the quick one: a test waits for it."""
+    """Return slurm.conf. Where Slurm has a choice, the quicker setting is taken, since tests wait for it."""
     host = socket.gethostname().partition(".")[0]
     accounting = f"""AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
@@ -80,7 +80,7 @@ SelectTypeParameters=CR_Core_Memory
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0
 PriorityType=priority/basic
-# A job in `high` puts those in `main` back into the queue, who are told so and have their grace.
+# A job in `high` pre-empts jobs in `main`: they get a signal, their grace, and are queued again.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal

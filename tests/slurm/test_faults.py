@@ -1,6 +1,7 @@
-"""A rank that fails ends its job, and only its job: soon, with a code, with its own error and its log in the ledger.
+"""A rank that fails ends its job, and only its job, soon and with a nonzero code; the ledger names its error and its
+log.
 
-Many faults are planted in the jobs of one sweep, which also has healthy ones; each test looks at one of them.
+Many faults are planted in the jobs of one sweep, which also has healthy jobs. Each test checks one job.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.slurm.lab import Lab
 from tests.slurm.shape import Shape
 from tests.slurm.table import write_row
 
-SOON = 30.0  # seconds from the fault to Slurm's end of the job, and to the launcher's line
+SOON = 30.0  # seconds from the fault until the job has ended in Slurm, and until the launcher has printed it
 PURPOSE = r"ZeroDivisionError: on purpose"
 KILLED = r"rank {rank} failed: the process was killed by SIGKILL on node faulty\d"
 CODE = r"rank {rank} failed: the process exited with exit code {code} on node faulty\d"
@@ -36,7 +37,7 @@ MEETING = r"rank {rank} did not come to the meeting within launch.timeout_second
 
 
 def fault(rank: int, where: str, how: str) -> Fault:
-    """With what is told of it: a rank that can speak is quoted, of another it is said how it went."""
+    """Return a fault with its expected reason: the rank's own error, or how it ended if it could not report."""
     code = re.sub(r"\D", "", how)
     early = where in ("import", "load")
     told = {"raise": r"rank {rank} failed: [\s\S]*" + PURPOSE, "kill": KILLED, "memory": MEMORY, "eat": EATEN,
@@ -45,7 +46,7 @@ def fault(rank: int, where: str, how: str) -> Fault:
         told = QUIT if how.startswith("quit") and not early else ZERO if code == "0" else CODE
     if how == "stop" and where == "meet":
         told = MEETING
-    # A rank whose state cannot be written trains on, and one that has done all that it had to may leave with 0.
+    # A rank whose state cannot be written trains on. A rank that has done all its work may exit with 0.
     finishes = (re.sub(r"\d", "", where), how) in {("save", "raise"), ("end", "exit0")}
     return Fault(rank, where, how, told.format(rank=rank, code=code), finishes)
 
@@ -84,7 +85,7 @@ PROVED = (
 
 @pytest.fixture(scope="module")
 def faulty_lab() -> Iterator[Lab]:
-    """Memory is watched over, and no node is taken for lost because the machine is busy."""
+    """A lab that enforces memory limits, and does not take a node for lost because the machine is busy."""
     with brought_up(Shape(name="faulty", enforce_memory=True, lost_after=120, patience=30)) as lab:
         yield lab
 
@@ -100,7 +101,7 @@ def proved(faulty_lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def jobs_of(parts: tuple[Part, ...]) -> list[Any]:
-    """Each by what is planted in it."""
+    """Return a test parameter for each job, named by its fault."""
     return [
         pytest.param(part.name, number, id=f"{part.name}: {each.name if each else f'healthy {number}'}")
         for part in parts
@@ -155,7 +156,7 @@ def has_failed(seen: Seen, planted: Fault) -> None:
 
 
 def test_jobs_of_several_ranks_shared_a_node(quick: dict[str, list[Seen]]) -> None:
-    """At the same time, and each met its own ranks only: the healthy ones ran to their ends, as seen above."""
+    """Two jobs shared a node at the same time. The tests above show that each met only its own ranks."""
     jobs = [each.slurm for each in quick["one-node"]]
     together = [
         (one, other)

@@ -1,4 +1,4 @@
-"""A sweep on two nodes, as the tests of this folder start it, look into it and disturb it."""
+"""The tests' tools: start a sweep on two nodes, find its ranks, stop one and let it go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run under Slurm whose ranks are killed again and again, at any moment: it ends as if nobody had touched it."""
+"""A run under Slurm whose ranks are killed again and again, at any moment, ends like an undisturbed run."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ RUN = (*QUICK, "parallel=ring2", "launch.nodes=2", "launch.nproc=2", "launch.ran
 
 @dataclass
 class Series:
-    """A run that is killed, and what each kill was."""
+    """A run that is killed repeatedly, and what each kill hit."""
 
     lab: Lab
     sweep: Sweep
     steps: int
-    whole: set[int] = field(default_factory=set)  # steps of the checkpoints that are there
+    whole: set[int] = field(default_factory=set)  # steps of the whole checkpoints
     phases: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)  # from each kill to the next start
     wrong: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Series:
         return self.sweep.run_dir(0)
 
     def said(self, start: int) -> str:
-        """Of rank 0 and of the batch script, since that start of the job; nothing before it."""
+        """Return the log of rank 0 and the batch script since that start of the job."""
         logs = list((self.sweep.folder / ".submitit").glob("*_0_log.err"))
         text = logs[0].read_text(encoding="utf-8", errors="replace") if logs else ""
         return text.partition(f"rlexp: start {start} of job")[2]
@@ -55,7 +55,7 @@ class Series:
         return " on cpu\n" in self.said(start)
 
     def strike(self, number: int, kill: Kill) -> None:
-        """Wait for the moment, kill, and wait until Slurm has started the job again."""
+        """Wait for the moment, kill the rank, and wait until Slurm has started the job again."""
         ranks = wait_for(lambda: found if len(found := rank_pids(lab=self.lab)) == RANKS else {}, 180, self.sweep.told)
         if kill.aim == "start":
             time.sleep(kill.delay)
@@ -108,8 +108,8 @@ def kill_often(lab: Lab, folder: Path, *, times: int, steps: int, seed: int) -> 
 
 @pytest.fixture(scope="module")
 def steady() -> Iterator[Lab]:
-    """With as much patience as a node needs to end a step. With less, the controller sends the order to end it once
-    more, half a minute later, and by then the step of that number is the next start's."""
+    """A lab with enough patience for a node to end a step. With less, the controller repeats the order half a minute
+    later, and then hits the next start's step, which has the same number."""
     with brought_up(Shape(patience=10, name="steady")) as lab:
         yield lab
 

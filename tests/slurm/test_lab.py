@@ -1,4 +1,4 @@
-"""The Slurm that the tests bring up is a real one, its nodes can be lost, and nothing of it stays."""
+"""The tests' Slurm is a real one, its nodes can be lost, and nothing of it is left behind."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.slurm.lab import ROOT, Lab
 from tests.slurm.machine import HOSTS, Unable, environment, processes, wait_until
 from tests.slurm.shape import Shape
 
-# Says in `said` where it is, and how often it was put back; then works for as long as `hold` is there.
+# Writes its place and its restarts to `said`, then works for as long as `hold` exists.
 RANK = 'echo "$SLURM_RESTART_COUNT $SLURMD_NODENAME $SLURM_PROCID" >> said; while [ -e hold ]; do sleep 0.1; done'
 
 
 def submit(lab: Lab, folder: Path, *options: str, rank: str = RANK) -> str:
-    """A job of two nodes with two ranks each, which is held."""
+    """Submit a job of two nodes with two ranks each, which runs until `hold` is removed."""
     (folder / "hold").touch()
     script = folder / "job.sh"
     script.write_text(f"#!/bin/bash\nsrun --kill-on-bad-exit bash -c {shlex.quote(rank)}\n", encoding="utf-8")
@@ -37,7 +37,7 @@ def said(folder: Path) -> list[str]:
 
 
 def ranks(count: int, restarts: str = "") -> list[str]:
-    """What the ranks of a job of two nodes say."""
+    """Return what the ranks of a job of two nodes write."""
     return [f"{restarts} node{1 + rank // (count // 2)} {rank}" for rank in range(count)]
 
 
@@ -116,8 +116,8 @@ def test_without_accounting_there_is_no_answer_of_it(lab_without_accounting: Lab
 
 
 def traces(folder: Path) -> list[str]:
-    """Whatever names this folder: a process by its command line, environment, working folder or open files; a line."""
-    found = [line for line in HOSTS.read_text(encoding="utf-8").splitlines() if str(folder) in line]
+    """Return all that names this folder: processes (command line, environment, files) and lines of /etc/hosts."""
+    traces = [line for line in HOSTS.read_text(encoding="utf-8").splitlines() if str(folder) in line]
     for pid, process in processes().items():
         try:
             texts = [
@@ -127,8 +127,8 @@ def traces(folder: Path) -> list[str]:
         except OSError:
             continue
         if pid != os.getpid() and str(folder) in "\n".join(texts):
-            found.append(f"{pid} {process.name}")
-    return found
+            traces.append(f"{pid} {process.name}")
+    return traces
 
 
 def by_hand(*args: str) -> subprocess.CompletedProcess[str]:
@@ -138,14 +138,14 @@ def by_hand(*args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def elsewhere() -> Path:
-    """A folder for a lab of the test's own, beside the one of the session."""
+    """A folder for the test's own lab, beside the session's lab."""
     folder = Path(f"/tmp/rlexp-slurm-by-hand-{os.getpid()}")
     yield folder
     Lab(folder).down()
 
 
 def test_nothing_is_left(elsewhere: Path, tmp_path: Path) -> None:
-    """By hand, with a process at work that says nothing of the job it belongs to."""
+    """A lab from the shell, with a process whose environment does not tell which job it belongs to."""
     before = HOSTS.read_bytes()
     up = by_hand("up", f"--folder={elsewhere}", "--nodes=1", "--name=hand")
     if up.returncode:
@@ -207,7 +207,7 @@ def test_a_lab_goes_with_the_tests_that_were_killed(elsewhere: Path) -> None:
 
 
 def test_where_it_cannot_be_it_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line, and nothing has been begun."""
+    """The reason is one line, and nothing is begun."""
     before, services = HOSTS.read_bytes(), Path("/usr/sbin/policy-rc.d").exists()
     lab = Lab(tmp_path / "lab", Shape(accounting=False))
     with monkeypatch.context() as patched:

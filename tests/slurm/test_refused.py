@@ -1,5 +1,5 @@
-"""What a cluster cannot do is said at once, in one message; what waits in vain is named; what a user or an
-administrator does to a job, or to Slurm, is understood."""
+"""Jobs that a cluster cannot run are refused at once in one message, jobs that cannot start are named, and the launcher
+understands what users and administrators do to jobs and to Slurm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.slurm.lab import Lab
 
 POLL = "hydra.launcher.poll_seconds=1"
 RANKS = ("parallel=ring2", "launch.nproc=2", "train.max_steps=3")
-# What is asked for, where it is not the same for all, and what is said of it.
+# What each job asks for, and the message that refuses it.
 REFUSED = {
     "partition": (("hydra.launcher.partition=nowhere",),
                   r"hydra\.launcher\.partition=nowhere: this cluster has no partition nowhere\. It has high, main\."),
@@ -37,7 +37,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def refused(session_lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Sweep]]:
-    """All at once: none of them waits for anything."""
+    """Start all sweeps at once, since none of them waits for anything."""
     session_lab.run("scontrol", "update", "PartitionName=high", "MaxTime=60", "AllowAccounts=physics", "AllowQos=ALL")
     started = {}
     try:
@@ -84,8 +84,8 @@ def test_a_cluster_without_accounting(lab_without_accounting: Lab, tmp_path: Pat
 
 @pytest.mark.timeout(600)
 def test_what_others_do_to_the_jobs_of_a_sweep(lab: Lab, tmp_path: Path) -> None:
-    """One trains on and on, one waits, one is held. The controller is away for a while; then the waiting one and the
-    running one are cancelled, and what was held is released."""
+    """One job trains on, one waits, one is held. The controller goes away for a while. Then the waiting and the running
+    job are cancelled, and the held one is released."""
     alone = "hydra.launcher.array_parallelism=1"
     with Sweep(lab, tmp_path, *QUICK, *RANKS[:2], POLL, alone, "train.max_steps=100000,3,4") as sweep:
         wait_for(lambda: sweep.jobs() and steps_of(sweep.run_dir(0)), 200, sweep.told)
@@ -107,7 +107,7 @@ def test_what_others_do_to_the_jobs_of_a_sweep(lab: Lab, tmp_path: Path) -> None
         wait_for(lambda: f"max_steps=100000 is stopped: job {running} was cancelled" in sweep.said, 60, sweep.told)
         assert not rank_pids(running)
         lab.run("scontrol", "release", held)
-        assert sweep.wait(200) == 1, sweep.told()  # what was cancelled is not done
+        assert sweep.wait(200) == 1, sweep.told()  # cancelled jobs have not finished
         assert [job["status"] for job in sweep.jobs()] == ["stopped", "stopped", "finished"], sweep.told()
         assert "Traceback" not in sweep.said
         left = run_json(sweep.run_dir(0))

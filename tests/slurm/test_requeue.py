@@ -1,4 +1,4 @@
-"""Jobs that are stopped, put back or lost go on where they were: the curve is that of a run that nobody disturbed."""
+"""Jobs that are stopped, requeued or lost go on where they were, and draw the curve of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ RUN = (*QUICK, "parallel=ring2", "launch.nodes=2", "launch.nproc=1", "launch.ran
        f"checkpoint.save_every={SAVE_EVERY}", "data.eval_size=8", "hydra.launcher.poll_seconds=1")  # fmt: skip
 
 
-# Two of Slurm's limits, of 3 minutes, so that a slow machine can begin; the ranks stop after a minute, or are told so
-# by Slurm half a minute later. The run needs more than two such times. The third is the batch script's own.
+# Three time limits. Two are Slurm's, of 3 minutes, so that a slow machine can begin: the ranks stop after a minute by
+# the clock, or at Slurm's signal half a minute later. The third is set in the batch script. The run needs over two
+# starts.
 LIMIT = ("launch.time_limit=3m", "launch.grace_seconds=90")
 BY_THE_CLOCK = (*LIMIT, "+hydra.launcher.additional_parameters.signal=CONT@1")
 BY_THE_SIGNAL = (*LIMIT, "hydra.launcher.signal_delay_s=60", "+hydra.launcher.environment.SLURM_JOB_END_TIME=''")
-SOON = ("hydra.launcher.setup=['export SLURM_JOB_END_TIME=$(($(date +%s)+85))']",)  # 40 s before it the ranks stop
-OFTEN = {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1"}  # seconds; of 15 a killed run would have sent nothing
+SOON = ("hydra.launcher.setup=['export SLURM_JOB_END_TIME=$(($(date +%s)+85))']",)  # the ranks stop 40 s before it
+OFTEN = {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1"}  # seconds; with the default, 15, a killed run sends nothing
 RINGS = ("train.max_steps=4", "train.batch_size=8")
 Row = dict[str, object]
 
 
 @dataclass
 class Disturbed:
-    """A job of a sweep, and what was done to it."""
+    """A job of a sweep that is disturbed."""
 
     lab: Lab
     sweep: Sweep
@@ -64,17 +65,17 @@ class Disturbed:
         return taken(self.sweep.folder.parent, self.job)
 
     def nodes(self) -> list[str]:
-        """The first is the one on which the batch script runs."""
+        """Return the job's nodes. The batch script runs on the first."""
         hosts = self.lab.run("squeue", "--noheader", f"--jobs={self.job}", "--format=%N")
         return self.lab.run("scontrol", "show", "hostnames", hosts).splitlines()
 
     def wait_for_step(self, step: int, start: int = 0) -> None:
-        """Until it has taken it, in this start or a later one."""
+        """Wait until the run has computed this step, in this start or a later one."""
         there = lambda: [each for each in self.taken() if each.step >= step and each.start >= start]  # noqa: E731
         wait_for(there, 180, self.sweep.told)
 
     def wait_for_more(self, steps: int, start: int) -> None:
-        """Until it has taken so many more, in this start."""
+        """Wait until the run has computed so many more steps in this start."""
         before = len(self.taken())
         wait_for(lambda: [each for each in self.taken()[before:] if each.start == start][steps:], 180, self.sweep.told)
 
@@ -115,11 +116,11 @@ def second_node_lost(run: Disturbed) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """In which a job is disturbed, and what is to follow."""
+    """A way to disturb a job, and what must follow."""
 
     does: Callable[[Disturbed], None]
-    why: tuple[str, ...]  # of run.json's requeues
-    lost: int  # steps that may be taken a second time
+    why: tuple[str, ...]  # allowed reasons in run.json's requeues
+    lost: int  # steps that may be computed again
 
 
 WAYS = {
@@ -129,15 +130,15 @@ WAYS = {
     "pre-emption": Way(preempted, ("stop",), 0),
     "first node lost": Way(first_node_lost, ("slurm", "lost"), SAVE_EVERY),
     "scontrol requeue": Way(put_back, ("slurm", "stop"), SAVE_EVERY),
-    # The last, since an array's last task has the array's number: what puts it back must not put back all.
+    # Must be last: an array's last task has the array's number, and requeueing it must not requeue the whole array.
     "warning signal": Way(warned, ("stop",), 0),
 }
-LATER = [*WAYS][:5]  # of the longer tier: much of their way is that of the others
+LATER = [*WAYS][:5]  # in the longer tier, since the others cover much of the same code
 
 
 @pytest.fixture(scope="module")
 def pairs() -> Iterator[Lab]:
-    """A pair of nodes for every job, and some to go on upon."""
+    """A pair of nodes for every job, and spare nodes to restart on."""
     with brought_up(Shape(nodes=2 * len(WAYS) + 6, cpus=4, gpus=0, grace=25, name="pair")) as lab:
         yield lab
 
@@ -148,9 +149,9 @@ def pairs() -> Iterator[Lab]:
     "ways", [[*WAYS][len(LATER) :], pytest.param(LATER, marks=pytest.mark.prove)], ids=["some", "rest"]
 )
 def test_every_way_back_into_the_queue(pairs: Lab, tmp_path: Path, ways: list[str]) -> None:
-    """One sweep, whose jobs are one run; the first is left alone, each other one is disturbed in its own way. In the
-    longer tier there is beside it a job whose time is up again and again."""
-    keeps = ",".join(str(2 + number) for number in range(len(ways) + 1))  # tells them apart, and moves no curve
+    """One sweep whose jobs are equal runs. The first is left alone, each other one is disturbed in its own way. The
+    longer tier adds a job whose time is up again and again."""
+    keeps = ",".join(str(2 + number) for number in range(len(ways) + 1))  # tells the jobs apart
     limited = tmp_path / "limited"
     limited.mkdir()
     with WandbServer() as server, ExitStack() as sweeps:
@@ -181,7 +182,7 @@ def test_every_way_back_into_the_queue(pairs: Lab, tmp_path: Path, ways: list[st
 @pytest.mark.prove
 @pytest.mark.timeout(900)
 def test_time_limits_of_slurm(pairs: Lab, tmp_path: Path) -> None:
-    """Once the ranks see their job's end come and nobody tells them; once they are told, and do not know it."""
+    """One job knows its end time and gets no signal; the other gets a signal and does not know its end time."""
     for name in ("alone", "clock", "signal"):
         (tmp_path / name).mkdir()
     with (
@@ -226,8 +227,8 @@ def test_one_after_the_other_in_one_run(pairs: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(500)
 def test_the_ring_sweep_draws_one_curve_with_the_local_one(pairs: Lab, tmp_path: Path) -> None:
-    """Rings of 1, 2, 4 and 8 on two nodes with four ranks each, two jobs at a time; the first and the last by the local
-    launcher too."""
+    """Rings of 1, 2, 4 and 8 on two nodes with four ranks each, two jobs at a time. The local launcher runs the first
+    and the last too."""
     here = subprocess.Popen(
         [sys.executable, "-m", "rlexp", "-m", "parallel=ring1,ring8", "hydra.sweep.dir=local", *QUICK, *RINGS],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -252,7 +253,7 @@ def ids(sweep: Sweep) -> list[str]:
 
 
 def disturb(run: Disturbed, way: Way) -> float:
-    """Seconds since 1970 when it was done."""
+    """Disturb the run after its first steps. Return when, in seconds since 1970."""
     run.wait_for_step(FIRST)
     at = time.time()
     way.does(run)
@@ -266,7 +267,7 @@ def expect_undisturbed(run: Disturbed) -> None:
 
 
 def expect(name: str, run: Disturbed, at: float, undisturbed: Path, server: WandbServer) -> Row:
-    """That it is what the way promises; a line of the table."""
+    """Check that what followed is what the way promises. Return the row of the table."""
     way, steps, told = WAYS[name], run.taken(), run_json(run.run_dir).get("requeues", [])
     assert wrong_about(undisturbed, run.run_dir) == [], name
     assert starts(steps) == ([0, 1] if way.why else [0]), name
@@ -280,7 +281,7 @@ def expect(name: str, run: Disturbed, at: float, undisturbed: Path, server: Wand
 
 
 def expect_limits(name: str, run: Disturbed, undisturbed: Path, said: str = "stopped as its time") -> Row:
-    """Its time was up twice and more often, each time in good order."""
+    """Check that the time was up at least twice, and that the run stopped in good order each time."""
     logs = [path.read_text() for path in (run.sweep.folder / ".submitit").glob("*_0_log.err")]
     assert sum(text.count(f"rlexp: stopped: {said}") for text in logs) == len(run_json(run.run_dir)["requeues"])
     steps, told = run.taken(), run_json(run.run_dir)["requeues"]
@@ -296,7 +297,7 @@ def expect_limits(name: str, run: Disturbed, undisturbed: Path, said: str = "sto
 
 
 def expect_history(server: WandbServer, run_dir: Path) -> None:
-    """What arrived at W&B: every step once, in order, with the values of the curve."""
+    """Check that W&B received every step once, in order, with the values of the curve."""
     sent, rows = server.stored[run_json(run_dir)["wandb_id"]].rows, rows_of(run_dir)
     assert [row["train/global_step"] for row in sent] == [row["step"] for row in rows] == [*range(1, STEPS + 1)]
     for one, other in zip(sent, rows, strict=True):

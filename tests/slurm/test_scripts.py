@@ -1,5 +1,5 @@
-"""The ways to a Slurm job without submitit: the two batch scripts of `launchers/`, and a plain srun. All at once, since
-most of the time is that of ranks that start."""
+"""Slurm jobs without submitit: the two batch scripts of `launchers/`, and a plain srun. They run at the same time,
+since most of the time goes into starting ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(2 * PATIENCE)
 
 
 class Script:
-    """One of the scripts, given to sbatch in a folder of its own, with a fault planted in one rank."""
+    """One of the scripts, submitted from its own folder, with a fault planted in one rank."""
 
     def __init__(self, lab: Lab, folder: Path, name: str, fault: str) -> None:
         self.lab, self.name, self.folder = lab, name, folder / name
@@ -44,14 +44,14 @@ class Script:
         self.run_dir = self.folder / "runs" / f"slurm-{self.job}"
 
     def facts(self) -> dict[str, str]:
-        """What the controller knows of the job."""
+        """Return what the controller knows of the job."""
         return dict(re.findall(r"(\w+)=(\S*)", self.lab.run("scontrol", "show", "job", self.job)))
 
     def ended(self) -> bool:
         return self.facts()["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
 
     def told(self) -> str:
-        """For whoever must find out why a test has failed."""
+        """Return what is needed to find out why a test failed."""
         logs = [*self.folder.glob("slurm-*.out"), *self.run_dir.glob("logs/*")]
         texts = [f"== {log.name}\n{log.read_text(encoding='utf-8', errors='replace')[-2000:]}" for log in logs]
         return "\n".join([self.name, str(self.facts()), *texts])
@@ -63,7 +63,7 @@ def surroundings(lab: Lab) -> dict[str, str]:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The same run in one process, without a Slurm, in `alone`."""
+    """The same run in one process and without Slurm, in the folder `alone`."""
     command = [sys.executable, "-m", "rlexp", "hydra.run.dir=alone", "parallel=ring1", *RUN]
     with (tmp_path / "alone.log").open("wb") as log:
         process = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -75,7 +75,7 @@ def alone(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_a_run_on_two_nodes_is_put_back_and_draws_the_curve_of_one_process(
     lab: Lab, tmp_path: Path, alone: subprocess.Popen[bytes]
 ) -> None:
-    """Put back by the warning signal, in its third step: none is lost, none is taken twice."""
+    """The warning signal requeues the job in its third step. No step is lost, and none is computed twice."""
     scripts = [Script(lab, tmp_path, name, "rank=1,where=step3,how=stop,once") for name in SIZES]
     for script in scripts:
         (fault,) = wait_for(lambda script=script: struck(script.folder), PATIENCE, script.told)
@@ -121,7 +121,7 @@ def test_a_killed_rank_of_either_script_ends_its_job(lab: Lab, tmp_path: Path) -
 
 
 def test_a_plain_srun_trains_and_fails_aloud(lab: Lab, tmp_path: Path) -> None:
-    """No batch script, so nobody has said where the run's folder is."""
+    """Without a batch script, RLEXP_RUN_DIR is not set."""
     command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", sys.executable, "-m", "rlexp"]
 
     def start(name: str, **env: str) -> subprocess.Popen[str]:

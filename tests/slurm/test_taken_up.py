@@ -1,4 +1,4 @@
-"""The command that started a sweep is killed, and given again: nothing runs twice, and all of it is done."""
+"""The command that started a sweep is killed and given again: no job runs twice, and every job finishes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOBS = (*QUICK, "parallel=ring1", "launch.nproc=1", "launch.rank_cpus=1",
 
 
 def deadly_sbatch(folder: Path) -> dict[str, str]:
-    """The path of a machine on which who calls sbatch is killed once Slurm has the jobs, and before it knows that."""
+    """Return a PATH with an sbatch that kills its caller after Slurm has the jobs, and before the caller knows it."""
     script = folder / "bin" / "sbatch"
     script.parent.mkdir()
     script.write_text(
@@ -32,7 +32,7 @@ def deadly_sbatch(folder: Path) -> dict[str, str]:
 
 @pytest.mark.timeout(900)
 def test_a_launcher_that_is_killed_twice_starts_nothing_twice(lab: Lab, tmp_path: Path) -> None:
-    """First between what it sends and the ledger, then while one job runs and the others wait."""
+    """First between submitting and writing the ledger, then while one job runs and the others wait."""
     own = paced(0.2, tmp_path)
     with Sweep(lab, tmp_path, *JOBS, **own, **deadly_sbatch(tmp_path)) as sweep:
         assert sweep.wait(120) == -9, sweep.told()
@@ -50,7 +50,7 @@ def test_a_launcher_that_is_killed_twice_starts_nothing_twice(lab: Lab, tmp_path
     assert {(each.job, each.start) for each in taken(tmp_path)} == {(job, 0) for job in ids}
     assert len({each.pid for each in taken(tmp_path)}) == 3
     assert sorted(each.step for each in taken(tmp_path)) == sorted([*range(1, 26)] * 3)
-    # All that was ever sent from this folder; sweeps of other tests have the same name.
+    # All jobs ever submitted from this folder; sweeps of other tests have the same name.
     everything = lab.run("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%Z").splitlines()
     assert sorted(line for line in everything if line.endswith(f"|{tmp_path}")) == sorted(
         f"{job}|COMPLETED|{tmp_path}" for job in ids
@@ -64,7 +64,7 @@ def test_a_launcher_that_is_killed_twice_starts_nothing_twice(lab: Lab, tmp_path
 @pytest.mark.prove
 @pytest.mark.timeout(900)
 def test_jobs_that_ended_while_nobody_looked(lab: Lab, tmp_path: Path) -> None:
-    """One is done, one was cancelled by hand: the first is left as it is, the other sent anew."""
+    """One job has finished, the other was cancelled by hand: the first is kept, the other submitted again."""
     jobs = (*JOBS[:-2], "data.max_length=224,256")
     own = paced(0.2, tmp_path)
     with Sweep(lab, tmp_path, *jobs, **own) as sweep:

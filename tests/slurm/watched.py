@@ -1,4 +1,4 @@
-"""Runs under Slurm that are disturbed, and what they came to: which steps were really taken, and how often."""
+"""Runs under Slurm that are disturbed: which steps they really computed, how often, and how their curves differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TAKEN = "taken.jsonl"
 
 
 def paced(seconds: float, folder: Path) -> dict[str, str]:
-    """The environment of a command whose ranks are slow, and note each step that they have taken in the folder."""
+    """Return the environment that slows a command's ranks down, and notes each computed step in the folder."""
     path = os.pathsep.join([str(FAULTY), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"PYTHONPATH": path, "RLEXP_TEST_PACE": str(seconds), "RLEXP_TEST_TAKEN": str(folder / TAKEN)}
 
@@ -40,7 +40,7 @@ def taken(folder: Path, job: str | None = None) -> list[Taken]:
 
 
 def again(steps: list[Taken]) -> int:
-    """How many steps were taken a second time, or a third."""
+    """Return how many steps were computed again."""
     return sum(times - 1 for times in Counter(each.step for each in steps).values())
 
 
@@ -49,25 +49,25 @@ def starts(steps: list[Taken]) -> list[int]:
 
 
 def waited(steps: list[Taken], since: float, start: int) -> float:
-    """Seconds from the disturbance to the first step of a later start."""
+    """Return the seconds from the disturbance to the first step of a later start."""
     return min(each.at for each in steps if each.start >= start and each.at > since) - since
 
 
 def wrong_about(undisturbed: Path, run_dir: Path) -> list[str]:
-    """Of a run that was disturbed: each step once, the same curve and weights, and nothing said that is not so."""
+    """Return how a disturbed run differs from an undisturbed one: steps, curve, weights, tokens, status."""
     one, other = curve_of(undisturbed), curve_of(run_dir)
     expected = [row["step"] for row in one.rows]
     if steps_of(run_dir) != expected:
         return [f"its steps are {steps_of(run_dir)}"]
-    found = [*excesses(one, other)]
+    wrong = [*excesses(one, other)]
     if one.rows[-1]["train/total_tokens"] != other.rows[-1]["train/total_tokens"]:
-        found.append("its tokens are not those of the undisturbed run")
+        wrong.append("its tokens are not those of the undisturbed run")
     if (status := run_json(run_dir)["status"]) != "finished":
-        found.append(f"it is {status}: {run_json(run_dir)['reason']}")
-    return found
+        wrong.append(f"it is {status}: {run_json(run_dir)['reason']}")
+    return wrong
 
 
 def apart(undisturbed: Path, run_dir: Path) -> float:
-    """The largest relative difference of loss or weights."""
-    found = differences(curve_of(undisturbed), curve_of(run_dir))
-    return max(found["train/loss"], found["weights"])
+    """Return the largest relative difference of loss or weights."""
+    apart = differences(curve_of(undisturbed), curve_of(run_dir))
+    return max(apart["train/loss"], apart["weights"])

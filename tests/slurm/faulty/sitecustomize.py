@@ -1,23 +1,23 @@
-"""A rank that fails where it is told to. Python imports this module by itself where its folder is on PYTHONPATH.
+"""Make a rank fail on purpose. Python imports this module by itself if its folder is on PYTHONPATH.
 
-    RLEXP_TEST_FAULT=rank=2,where=step3,how=kill     one thing, at one moment, by one rank
-    RLEXP_TEST_FAULT=1:rank=0,…;4:rank=2,…           of a sweep on Slurm: in its jobs 1 and 4
+    RLEXP_TEST_FAULT=rank=2,where=step3,how=kill     one fault of one rank at one moment
+    RLEXP_TEST_FAULT=1:rank=0,…;4:rank=2,…           faults in jobs 1 and 4 of a sweep on Slurm
 
 `where` is `import` (before anything else), `load` (as the product is imported), `meet` (before the process group),
-`step` (before a step), `forward` and `backward` (within one), `save` (state is written, and not all of the checkpoint)
-or `end` (after the last collective). With a number behind it, step3 or save4, it is at that optimizer step; without
-one, at the first time.
+`step` (before a step), `forward` and `backward` (within a step), `save` (the rank's state is written, the rest of the
+checkpoint is not) or `end` (after the last collective). With a number, as step3 or save4, the fault happens at that
+optimizer step; without one, at the first time.
 
 `how` is `raise`, `exit0` or `exit3` (at once), `quit0` or `quit3` (by sys.exit), `kill` (SIGKILL), `stop` (SIGSTOP),
-`hang` (it sleeps, and hears signals), `loop` (it computes for ever), `memory` (it takes memory until there is none) or
-`eat` (it takes 2 GB, and waits for whoever minds).
+`hang` (it sleeps, and handles signals), `loop` (it computes for ever), `memory` (it allocates until that fails) or
+`eat` (it takes 2 GB, and waits to be killed for it).
 
-`once`: only in a job that was not put back yet. RLEXP_TEST_FAULT_NOTE names a file that gets a line when it happens.
+`once`: only in a job's first start. RLEXP_TEST_FAULT_NOTE names a file that gets a line when the fault happens.
 
     RLEXP_TEST_PACE=0.2              every step takes so many seconds longer, so that there is time to disturb a run
 
-With it RLEXP_TEST_TAKEN names a file that gets a line of every step that rank 0 has taken, the same step again too.
-The product has no hook for this: its modules are changed as they are imported.
+With it, RLEXP_TEST_TAKEN names a file that gets a line for every step that rank 0 computes, repeated steps included.
+rlexp has no hook for this: its modules are changed when they are imported.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ class Fault:
     step: int | None
     how: str
     once: bool
-    now: int = 0  # the step that is being taken
-    mine: bool | None = None  # whether this process is that rank, once that is known
+    now: int = 0  # the current step
+    mine: bool | None = None  # whether this process is the faulty rank, once that is known
 
     @staticmethod
     def read(text: str) -> Fault:
         said = dict(part.partition("=")[::2] for part in text.split(","))
-        found = re.fullmatch(r"([a-z]+)(\d+)?", said.get("where", ""))
-        if found is None or found[1] not in PLACES or not WAYS.fullmatch(said.get("how", "")):
-            raise SystemExit(f"RLEXP_TEST_FAULT={text}: is no fault that is known.")
-        step = int(found[2]) if found[2] else None
-        return Fault(int(said["rank"]), found[1], step, said["how"], "once" in said)
+        place = re.fullmatch(r"([a-z]+)(\d+)?", said.get("where", ""))
+        if place is None or place[1] not in PLACES or not WAYS.fullmatch(said.get("how", "")):
+            raise SystemExit(f"RLEXP_TEST_FAULT={text}: is not a known fault.")
+        step = int(place[2]) if place[2] else None
+        return Fault(int(said["rank"]), place[1], step, said["how"], "once" in said)
 
     def reach(self, place: str, step: int | None = None) -> None:
-        """This process is there. What is in between, the fault of another rank, place or step, costs nothing."""
+        """Strike if this process is the faulty rank, at the fault's place and step."""
         if place != self.place or not self.mine or (self.step is not None and step != self.step):
             return
         if self.once and os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
             return
-        self.place = ""  # what has happened does not happen again
+        self.place = ""  # a fault happens once
         note(self.rank, place, step, self.how)
         strike(self.how)
 
@@ -93,7 +93,7 @@ def strike(how: str) -> None:
 
 
 def take_all_memory() -> NoReturn:
-    """What there is to take is a little; the error is torch's own."""
+    """Allocate until torch raises its own error. A limit leaves little memory to take."""
     import resource
 
     import torch
@@ -106,16 +106,16 @@ def take_all_memory() -> NoReturn:
         while True:
             taken.append(torch.ones(2**22))
     finally:
-        taken.clear()  # or the error's own message would find no room
+        taken.clear()  # else there is no memory for the error's message
 
 
 def job() -> str:
-    """The number of this job in its sweep, which is its folder's name."""
+    """Return the number of this job in its sweep, which is its folder's name."""
     return os.path.basename(os.environ.get("RLEXP_RUN_DIR", ""))
 
 
 def of_this_job(text: str) -> str | None:
-    """What is planted in this job, among what is planted in others."""
+    """Return the fault that is planted in this job, if any."""
     if ":" not in text:
         return text
     jobs = dict(each.split(":", 1) for each in text.split(";"))
@@ -133,27 +133,27 @@ def note(rank: int, place: str, step: int | None, how: str) -> None:
 
 
 def rank_by_environment() -> int | None:
-    """Of a rank that srun or torchrun has started; None for the batch script, which Slurm calls task 0 too."""
+    """Return the rank if srun or torchrun started this process. None for the batch script, also Slurm's task 0."""
     if "RANK" in os.environ:
         return int(os.environ["RANK"])
     return int(os.environ["SLURM_PROCID"]) if "SLURM_STEP_ID" in os.environ else None
 
 
-# ---- where the product is met ----
+# ---- where rlexp is changed ----
 
 
 def in_job(_: Any) -> None:
-    """Among the first modules that a rank imports, whoever started it."""
+    """This is among the first modules that a rank imports, whoever started it."""
     fault.reach("load")
 
 
 def around(holder: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """What is renamed in the product must be renamed here: a fault that never happens would prove nothing."""
+    """Wrap a function of rlexp. A name that no longer exists is an error, since its fault would never happen."""
     setattr(holder, name, wrap(getattr(holder, name)))
 
 
 def in_place(module: Any) -> None:
-    """A rank that our own launcher has forked is told its place only here."""
+    """A rank that rlexp's own launcher forked learns its place only here."""
 
     def wrap(join: Callable[..., Any]) -> Callable[..., Any]:
         def joined(place: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ def in_loop(module: Any) -> None:
 
 
 def in_loop_paced(module: Any) -> None:
-    """What a run has really computed, whatever its folder says of it."""
+    """Slow every step down, and note the steps that the run really computes."""
 
     def wrap(train_step: Callable[..., Any]) -> Callable[..., Any]:
         def taken(task: Any, step: int) -> Any:
@@ -203,7 +203,7 @@ def note_taken(step: int) -> None:
 
 
 def in_policy(module: Any) -> None:
-    """Before a forward pass that is part of a step."""
+    """Strike before a forward pass that is part of a step."""
 
     def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
         def passed(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -228,7 +228,7 @@ def in_engine(module: Any) -> None:
 
 
 def in_saver(module: Any) -> None:
-    """In the thread that writes, when this rank's state is written and the rest is not."""
+    """Strike in the writing thread, when this rank's state is written and the rest is not."""
     saving = threading.local()
 
     def remember(write: Callable[..., Any]) -> Callable[..., Any]:
@@ -273,7 +273,7 @@ CHANGES = {
 
 
 class Changed(importlib.abc.MetaPathFinder):
-    """Finds a module as it would be found, and changes it once it has run."""
+    """Import a module as usual, then change it."""
 
     def __init__(self, changes: dict[str, Callable[[Any], None]]) -> None:
         self._changes = changes
