@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.slurm import lab as lab_module
-from tests.slurm.lab import ROOT, Lab
-from tests.slurm.machine import HOSTS, Unable, environment, processes, wait_until
+from tests.slurm.lab import MARK, ROOT, Lab
+from tests.slurm.machine import HOSTS, Unable, environment, one_at_a_time, processes, wait_until
 from tests.slurm.shape import Shape
 
 # Writes its place and its restarts to `said`, then works for as long as `hold` exists.
@@ -131,6 +131,11 @@ def traces(folder: Path) -> list[str]:
     return traces
 
 
+def hosts_without_labs() -> list[str]:
+    """Return the lines of /etc/hosts that no lab has written, since other labs may come up and go meanwhile."""
+    return [line for line in HOSTS.read_text(encoding="utf-8").splitlines() if MARK not in line]
+
+
 def by_hand(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.slurm.lab", *args]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
@@ -146,7 +151,7 @@ def elsewhere() -> Path:
 
 def test_nothing_is_left(elsewhere: Path, tmp_path: Path) -> None:
     """A lab from the shell, with a process whose environment does not tell which job it belongs to."""
-    before = HOSTS.read_bytes()
+    before = hosts_without_labs()
     up = by_hand("up", f"--folder={elsewhere}", "--nodes=1", "--name=hand")
     if up.returncode:
         pytest.skip(f"no Slurm here: {up.stderr}")
@@ -173,18 +178,19 @@ def test_nothing_is_left(elsewhere: Path, tmp_path: Path) -> None:
     assert busy.returncode == 0, busy.stderr
     assert hidden_pid in processes()
 
-    down = by_hand("down", f"--folder={elsewhere}")
-    assert down.returncode == 0, down.stderr
-    print(down.stdout)
-    assert "nothing is left but the packages" in down.stdout
-    assert traces(elsewhere) == []
-    assert hidden_pid not in processes()
-    assert not elsewhere.exists()
-    assert HOSTS.read_bytes() == before
-    for offset in range(3):
-        with socket.socket() as free:
-            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended linger
-            free.bind(("127.0.0.1", port + offset))
+    with one_at_a_time():  # no other lab takes the ports that become free
+        down = by_hand("down", f"--folder={elsewhere}")
+        assert down.returncode == 0, down.stderr
+        print(down.stdout)
+        assert "nothing is left but the packages" in down.stdout
+        assert traces(elsewhere) == []
+        assert hidden_pid not in processes()
+        assert not elsewhere.exists()
+        assert hosts_without_labs() == before
+        for offset in range(3):
+            with socket.socket() as free:
+                free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended linger
+                free.bind(("127.0.0.1", port + offset))
     assert by_hand("down", f"--folder={elsewhere}").returncode == 0
 
 
@@ -208,7 +214,7 @@ def test_a_lab_goes_with_the_tests_that_were_killed(elsewhere: Path) -> None:
 
 def test_where_it_cannot_be_it_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason is one line, and nothing is begun."""
-    before, services = HOSTS.read_bytes(), Path("/usr/sbin/policy-rc.d").exists()
+    before, services = hosts_without_labs(), Path("/usr/sbin/policy-rc.d").exists()
     lab = Lab(tmp_path / "lab", Shape(accounting=False))
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: 1000)
@@ -224,6 +230,7 @@ def test_where_it_cannot_be_it_says_why(tmp_path: Path, monkeypatch: pytest.Monk
             lab.up()
     with pytest.raises(Unable, match="must be short and plain"):
         Lab(tmp_path / ("deep" * 20)).up()
+    assert traces(lab.folder) == []
     assert not lab.folder.exists()
-    assert HOSTS.read_bytes() == before
+    assert hosts_without_labs() == before
     assert Path("/usr/sbin/policy-rc.d").exists() is services

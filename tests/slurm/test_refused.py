@@ -105,7 +105,7 @@ def test_what_others_do_to_the_jobs_of_a_sweep(lab: Lab, tmp_path: Path) -> None
 
         lab.run("scancel", running)
         wait_for(lambda: f"max_steps=100000 is stopped: job {running} was cancelled" in sweep.said, 60, sweep.told)
-        assert not rank_pids(running)
+        assert not rank_pids(running, lab)
         lab.run("scontrol", "release", held)
         assert sweep.wait(200) == 1, sweep.told()  # cancelled jobs have not finished
         assert [job["status"] for job in sweep.jobs()] == ["stopped", "stopped", "finished"], sweep.told()
