@@ -355,8 +355,8 @@ SMALL = {"partition": None, "nodes": 1, "tasks_per_node": 8, "cpus_per_task": 2,
     ],
 )
 def test_a_job_that_could_never_start_is_refused(changed: dict, said: str | None) -> None:
-    found = exceeded(SMALL | changed, PARTITIONS)
-    assert (found is None) if said is None else (found or "").startswith(said)
+    refusal = exceeded(SMALL | changed, PARTITIONS)
+    assert (refusal is None) if said is None else (refusal or "").startswith(said)
 
 
 def test_sinfos_lines() -> None:

@@ -102,13 +102,9 @@ def join_for(place: Place, cfg: Config) -> Bridge | None:
 
     launch = cfg.launch
     return join(
-        place,
-        launch.device.value,
-        launch.timeout_seconds,
-        launch.torch_threads,
-        sampling=cfg.rollout.sampling_ranks,
-        interface=launch.interface,
-    )
+        place, launch.device.value, launch.timeout_seconds, launch.torch_threads,
+        sampling=cfg.rollout.sampling_ranks, interface=launch.interface,
+    )  # fmt: skip
 
 
 NO_SWEEP = "a sweep starts its own ranks. Start it without torchrun; to train one of its jobs, name that job's values."

@@ -74,8 +74,8 @@ def short(reason: str) -> str:
     """Return the last line of a traceback, or the first line of another reason, cut to the table's width."""
     first, *more = [line for line in reason.splitlines() if not line.startswith(("Its log: ", "It was last seen "))]
     if first.endswith("Traceback (most recent call last):"):
-        found = next((line for line in reversed(more) if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)), more[-1])
-        first = f"{first.partition(':')[0]}: … {found}"
+        error = next((line for line in reversed(more) if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)), more[-1])
+        first = f"{first.partition(':')[0]}: … {error}"
     first = first.replace("|", "/").replace("`", "'")
     return first if len(first) <= LONGEST else f"{first[:LONGEST]} …"
 

@@ -56,7 +56,7 @@ class Series:
 
     def strike(self, number: int, kill: Kill) -> None:
         """Wait for the moment, kill the rank, and wait until Slurm has started the job again."""
-        ranks = wait_for(lambda: found if len(found := rank_pids(lab=self.lab)) == RANKS else {}, 180, self.sweep.told)
+        ranks = wait_for(lambda: pids if len(pids := rank_pids(lab=self.lab)) == RANKS else {}, 180, self.sweep.told)
         if kill.aim == "start":
             time.sleep(kill.delay)
         else:

@@ -34,13 +34,7 @@ def _read(line: str) -> Partition:
     gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)*:(\d+)", gres))
     count, cores, mb = (int(re.sub(r"\D.*", "", number) or 0) for number in (nodes, cpus, memory))
     return Partition(
-        name.rstrip("*"),
-        default=name.endswith("*"),
-        seconds=seconds_of(limit),
-        nodes=count,
-        cpus=cores,
-        memory_mb=mb,
-        gpus=gpus,
+        name.rstrip("*"), name.endswith("*"), seconds_of(limit), nodes=count, cpus=cores, memory_mb=mb, gpus=gpus
     )
 
 
