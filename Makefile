@@ -31,7 +31,7 @@ check: lint types
 
 # A real Slurm, brought up as root on this machine (Debian or Ubuntu) and taken down again; elsewhere it says why not.
 test-slurm: $(VENV)/.ready
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slurm and not prove" --durations=10
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slurm and not prove" --durations=10
 
 prove-slurm: $(VENV)/.ready
 	rm -f $(ROWS)
