@@ -1,4 +1,4 @@
-"""Defects to plant into the product from outside, and where `verify` must say they are.
+"""The defects that tests plant into the product, with the stage and room that `verify` must name.
 
 A defect names a function of the product (`target`) and what takes its place (`change`): a function that is called with
 the original and with the arguments of each call, or `Seeing`, under which the original finds other things behind names
@@ -51,12 +51,12 @@ class Fault:
     step: int | None = None  # at which it must first be seen
 
     def plant(self, mark: Callable[[], None]) -> Callable[[], None]:
-        """Plant it into this process; `mark` is called when it is at work. Returns what undoes it."""
+        """Plant it into this process and return what undoes it; `mark` is called when it is at work."""
         return plant(f"rlexp.{self.target}", self.change, mark)
 
 
 def faulty_rank(place: Place, name: str, reached: Path, target: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """A rank of a product with a defect. It leaves the file `reached` when the defect is at work."""
+    """Run a rank of the product with a defect. The file `reached` appears when the defect is at work."""
     ALL_FAULTS[name].plant(reached.touch)
     return target(place, *args)
 
@@ -84,7 +84,7 @@ CUT_ANSWERS = ("data.max_length=40", "data.too_long=truncate")
 
 
 def answers_from(cut: Callable[[Any, int], Any]) -> Change:
-    """Cut the answers of a truncated pair otherwise, given each whole answer and how much of it was kept."""
+    """Cut the answers of a truncated pair by `cut(answer, tokens that are kept)`."""
 
     def change(original: Any, pair: Pair, *args: Any) -> Pair:
         kept: Pair = original(pair, *args)
@@ -105,7 +105,7 @@ def longer(original: Any, self: Any, rows: Any) -> Any:
 
 
 def share_of(self: Any, dp_size: int) -> int:
-    """Pairs of a replica; the last replica may have fewer."""
+    """Return how many pairs a replica takes; the last replica may take fewer."""
     return -(-len(self.indices) // dp_size)
 
 
@@ -233,7 +233,7 @@ def real_padding(original: Any, segments: Any, owners: Any) -> Any:
 
 
 def other_block(change: Callable[[Any], Any]) -> Change:
-    """Change what a layout says of a pair of ranks, where it says something."""
+    """Change the block that a layout gives a pair of ranks, if it gives one."""
 
     def block(original: Any, *args: Any) -> Any:
         right = original(*args)
@@ -264,7 +264,7 @@ def stuck(moving: Any) -> Callable[..., Waiting]:
 
 
 def keys_stuck(moving: Any, _self: Any, _dout: Any, kept: Any, *_args: Any) -> Callable[..., Any]:
-    """Keys and values stay, and their gradients move on."""
+    """Keep the keys and values where they are, while their gradients move on."""
     return lambda buffer, ring: stuck(moving)(buffer, ring) if buffer is kept[1] else moving(buffer, ring)
 
 
@@ -295,7 +295,7 @@ def one_key_later(original: Any, *args: Any) -> Iterator[Any]:
 
 
 def no_delta(original: Any, self: Any, dout: Any, q: Any, k: Any, v: Any, out: Any, *args: Any) -> Any:
-    """The row sums of dout × out are 0 where out is."""
+    """Leave out the row sums of dout × out: they are 0 where out is."""
     return original(self, dout, q, k, v, torch.zeros_like(out), *args)
 
 
@@ -308,7 +308,7 @@ def turned(original: Any, buffer: Any, ring: Any) -> Any:
 
 
 def none_between(original: Any, cut: Any, rank: int) -> Any:
-    """A rank's later chunk is given the keys before its earlier one, and none of those between the two."""
+    """Give a rank's later chunk the keys before its earlier chunk, and none of those between the two."""
     index, lengths = original(cut, rank)
     first = [chunks[0] for chunks in cut.chunks[rank] for _ in chunks]  # by chunk
     kept = [keys[: chunk.start] for keys, chunk in zip(index.split(list(lengths)), first, strict=True)]
@@ -463,7 +463,7 @@ MODEL_FAULTS = (
 
 
 def other_losses(losses: Callable[..., Any]) -> Change:
-    """Losses of `losses(original, self, policy, reference)`, and the values per pair as they should be."""
+    """Take the losses from `losses(original, self, policy, reference)`, and leave the values per pair right."""
 
     def change(original: Any, self: Any, policy: PairLogps, reference: PairLogps) -> PairLosses:
         return replace(original(self, policy, reference), losses_P=losses(original, self, policy, reference))
@@ -472,7 +472,7 @@ def other_losses(losses: Callable[..., Any]) -> Change:
 
 
 def wrong_sign(original: Any, self: Any, *logps: PairLogps) -> Any:
-    """(1 − s) × the loss of the labels − s × the loss of the labels swapped."""
+    """Return (1 − s) × the losses of the labels − s × those of the swapped labels."""
     right, other = (original(replace(self, label_smoothing=label), *logps).losses_P for label in (0.0, 1.0))
     return (1 - self.label_smoothing) * right - self.label_smoothing * other
 
@@ -536,7 +536,7 @@ def every_one_last(original: Any, task: Any, number: int) -> Any:
 
 
 def with_run(task: Any, **changes: Any) -> Any:
-    """The same task with another run."""
+    """Copy the task, with another run."""
     other = copy.copy(task)
     other.run = replace(task.run, **changes)
     return other
@@ -573,7 +573,7 @@ def own_reference(original: Any, self: Any, shard: Any, meter: Any) -> Any:
 
 
 def learning(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """The reference is the policy that is trained, which is built first."""
+    """Take the trained policy, which is built first, for the reference too."""
     policies: list[Any] = []
 
     def kept(build_policy: Any) -> Callable[..., Any]:
@@ -610,7 +610,7 @@ def per_pair(original: Any, meter: Any, tokens: Any, shard: Any) -> None:
 
 
 def of_one_rank(original: Any, task: Any, step: Any, meter: Any, *args: Any) -> Any:
-    """The loss logged is that of this rank's own sums."""
+    """Log the loss of this rank's own sums."""
     own = copy.copy(meter)
     own.world = World(0, 1, ALONE)
     reducing = {"reduce": lambda reduce: lambda: reduce() | {"loss": own.reduce().get("loss", 0.0)}}
@@ -793,7 +793,7 @@ def second_step_off(original: Any, engine: Any, loss: Any, last: bool) -> None:
 
 
 def added_in_bfloat16(original: Any, self: Any) -> Any:
-    """Behind the hook that adds a gradient to its master, one that rounds the sum."""
+    """Round the sum, in a hook behind the one that adds a gradient to its master."""
     masters = original(self)
     for name, parameter in self.parameters.items():
         parameter.register_post_accumulate_grad_hook(
@@ -836,8 +836,8 @@ FAULTS = (*DATA_FAULTS, *RING_FAULTS, *MODEL_FAULTS, *ALGOS_FAULTS, *TRAIN_FAULT
 # Not a defect: `verify` is to believe that a model of six layers is too large for this machine.
 LITTLE_MEMORY = one("little memory", "prove.shrink:free_on_host", lambda _original: 120_000_000, "", "")
 
-# One of each stage, room and mechanism in `make test`: all but the last with one configuration, whose float64 reference
-# they share. One more of each room that a stage can point to in `make check`; the others in `make prove`.
+# `make test` plants one of each stage, room and mechanism; they share one float64 reference. `make check` adds one of
+# each other pair of stage and room, and of the other layouts and engines. `make prove` plants all.
 FAST = (
     "replicas overlap", "targets shifted after sharding", "not causal", "log-probability of the token itself",
     "divided by the accumulation again", "beta is forgotten", "reduced over the ring only", "not clipped",

@@ -1,7 +1,8 @@
 """Run `verify` with a defect in every rank that it starts.
 
 `python -m tests.planted` does it with every defect of tests/faults.py and prints a table of what was found;
-`python -m tests.planted NAME ...` does it with those named. It returns 1 unless each was found where it is.
+`python -m tests.planted NAME ...` does it with those named. The exit code is 1 unless each is found, with its stage and
+room.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def verify_planted(
 ) -> tuple[Verification, bool]:
     """Verify with the defect in every rank; return what came of it, and whether the defect was at work.
 
-    `references` is a folder in which float64 references are kept. Those of the same configuration are computed once.
+    `references` is a folder that keeps float64 references: the reference of a configuration is computed once.
     """
     with tempfile.TemporaryDirectory(prefix="rlexp-planted-") as folder:
         reached = Path(folder) / "reached"

@@ -1,4 +1,4 @@
-"""The way in which defects are planted: by name, through every reference, with a word when nothing has come of it."""
+"""A planted defect is found by name, reaches every reference, is undone, and says so when it cannot be planted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT = (3, 4)
 
 
 def doubled(value: int, *, by: int = 2) -> int:
-    """Under another name below, as an import would have it."""
+    """It has a second name below, as if another module had imported it."""
     return value * by
 
 
