@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from rlexp.config import sizes
+from rlexp.config.bounds import check_bounds
+from rlexp.config.checks_files import check_model_path
 from rlexp.config.checks_rollout import is_policy_loss
 from rlexp.config.rewards import reward_terms
 from rlexp.config.schema import (
@@ -33,13 +33,14 @@ def check_reward(cfg: Config) -> None:
             f"reward=model or reward=sum."
         )
     for term in reward_terms(cfg.reward):
+        check_bounds(term.cfg, f"{term.key}.")
         match term.cfg:
             case RuleRewardConfig() as rule:
                 _check_rule(term.key, rule)
             case PythonRewardConfig() as python:
                 _check_function(term.key, python)
             case ModelRewardConfig() as model:
-                _check_model(term.key, model)
+                check_model_path(f"{term.key}.path", model.path)
 
 
 def _check_rule(key: str, cfg: RuleRewardConfig) -> None:
@@ -50,9 +51,6 @@ def _check_rule(key: str, cfg: RuleRewardConfig) -> None:
                     f"{key}.text: has no value, and {key}.rule=count counts how often it occurs. Give {key}.text=TEXT, "
                     f"or another {key}.rule."
                 )
-            sizes.positive(f"{key}.most", cfg.most)
-        case RuleName.length:
-            sizes.positive(f"{key}.target", cfg.target)
         case RuleName.regex:
             if not cfg.pattern:
                 raise ConfigError(f"{key}.pattern: has no value, and {key}.rule=regex looks for it.")
@@ -66,9 +64,6 @@ def _check_rule(key: str, cfg: RuleRewardConfig) -> None:
 
 
 def _check_function(key: str, cfg: PythonRewardConfig) -> None:
-    sizes.positive(f"{key}.workers", cfg.workers)
-    if not math.isfinite(cfg.timeout_seconds) or cfg.timeout_seconds <= 0:
-        raise ConfigError(f"{key}.timeout_seconds={cfg.timeout_seconds}: must be greater than 0.")
     module, colon, function = cfg.function.partition(":")
     if not colon or not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
         raise ConfigError(
@@ -103,11 +98,3 @@ def _top_level(name: str) -> ModuleSpec | None:
         return importlib.util.find_spec(name)
     except ValueError:  # __main__ has none
         return None
-
-
-def _check_model(key: str, cfg: ModelRewardConfig) -> None:
-    if cfg.max_length is not None and cfg.max_length < 2:
-        raise ConfigError(f"{key}.max_length={cfg.max_length}: must be at least 2 (a prompt and an answer).")
-    looks_local = cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1
-    if looks_local and not Path(cfg.path).expanduser().is_dir():
-        raise ConfigError(f"{key}.path={cfg.path}: no such folder. Give a model's folder, or a hub name.")

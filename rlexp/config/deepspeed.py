@@ -111,7 +111,7 @@ def check_overrides(overrides: Mapping[str, Any]) -> None:
             raise ConfigError(f"{named}: may not be set here: {REFUSED[key]}.")
         if key not in allowed:
             near = suggestion(key, [*allowed, *REFUSED])
-            raise ConfigError(f"{named}: is no key of DeepSpeed's that can be passed on.{near}")
+            raise ConfigError(f"{named}: is no key of DeepSpeed's that can be passed on.{near} Leave it out.")
 
 
 def _leaves(overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

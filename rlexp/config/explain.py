@@ -10,11 +10,15 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from rlexp.config.keys import about_unknown, suggestion
+from rlexp.config.kinds import rule
 from rlexp.errors import UserError
 
-# How OmegaConf says that a value is of another kind, and of which.
-_KINDS = {"is not a ListConfig": "a list, as [ONE, TWO] or []", "to Dict[": "a mapping, as {NAME: VALUE} or {}",
-          "is not Optional": "given: it cannot be null"}  # fmt: skip
+# What OmegaConf says of a value of the wrong kind, for keys that our schema does not have.
+_KINDS = {
+    "is not a ListConfig": "a list, as [ONE, TWO] or []",
+    "to Dict[": "a mapping, as {NAME: VALUE} or {}",
+    "is not Optional": "given: it cannot be null",
+}
 
 
 def explain(error: BaseException) -> str | None:
@@ -25,9 +29,9 @@ def explain(error: BaseException) -> str | None:
             return str(link)
     for link in links:
         # OmegaConf keeps a resolver's error as text only.
-        found = re.search(r"(?:Config|Data)Error raised while resolving interpolation: (.*)", str(link))
-        if found is not None:
-            return found.group(1)
+        refusal = re.search(r"(?:Config|Data)Error raised while resolving interpolation: (.*)", str(link))
+        if refusal is not None:
+            return refusal.group(1)
     for link in links:
         # Hydra makes the folder before our job runs; an error of the job itself is another matter.
         through = _origin(link)
@@ -45,9 +49,11 @@ def explain(error: BaseException) -> str | None:
         return None
     if isinstance(error, OverrideParseException):
         reason = str(error).splitlines()[0]
-        return f"{error.override}: cannot be read as key=value ({reason}). Quote values with special characters."
+        override = (error.override or "").lstrip("+")
+        return f"{override}: cannot be read as key=value ({reason}). Quote values with special characters."
     text = "\n".join(dict.fromkeys(str(link).strip() for link in links if str(link).strip()))
-    return _unknown_key(text) or _unknown_option(text) or _bad_value(text, links) or text
+    told = _sweep(text) or _unknown_key(text) or _unknown_option(text) or _bad_value(text, links)
+    return told or f"{' '.join(text.split())} `python -m rlexp --help` says how values are set."
 
 
 def _origin(error: BaseException) -> str:
@@ -62,6 +68,18 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
+def _sweep(text: str) -> str | None:
+    """Several values (`seed=1,2`) without -m."""
+    several = re.search(r"(?:Ambiguous value for argument|Sweep parameters) '([^=]*)=(.*)'", text)
+    if several is None:
+        return None
+    key, value = several.groups()
+    return (
+        f"{key}={value}: gives several values, as a sweep has them. Add -m to run them all, or give a list "
+        f"({key}=[ONE,TWO]) or a quoted text (\"{key}='ONE,TWO'\")."
+    )
+
+
 def _unknown_key(text: str) -> str | None:
     """`Could not override 'train.batchsize'`, with where the key belongs or the nearest that exists."""
     exists = re.search(r"An item is already at '([^']+)'", text)
@@ -70,38 +88,60 @@ def _unknown_key(text: str) -> str | None:
     undeletable = re.search(r"full_key: (\S+)", text) if "does not support deletion" in text else None
     if undeletable is not None:
         return f"{undeletable.group(1)}: keys cannot be deleted. Give it another value, or leave it out."
-    found = re.search(r"Could not (override|append|delete)[^']*'([^']+)'", text)
-    if found is None:
+    refused = re.search(r"Could not (override|append|delete)[^']*'([^']+)'", text)
+    if refused is None:
         return None
-    key = found.group(2).split("@")[0].lstrip("+~")
-    if found.group(1) == "delete" or "does not support deletion" in text:
+    key = refused.group(2).split("@")[0].lstrip("+~")
+    if refused.group(1) == "delete" or "does not support deletion" in text:
         return f"{key}: keys cannot be deleted. Give it another value, or leave it out."
     # A whole group at once (`train={…}`): Hydra names the group and says which key it did not know.
     inner = re.search(r"Key '([^']+)' (?:is )?not in", text)
-    if inner is not None and not key.endswith(inner.group(1)):
+    if inner is not None and inner.group(1) not in key.split("."):
         key = f"{key}.{inner.group(1)}"
     return about_unknown(key)
 
 
 def _unknown_option(text: str) -> str | None:
     """`Could not find 'loss/dop'`, with the options of that group."""
-    found = re.search(r"(?:Could not find|In [^:]*: Could not load|Could not load) '([^']+)'", text)
-    if found is None or "/" not in found.group(1):
+    missing = re.search(r"(?:Could not find|In [^:]*: Could not load|Could not load) '([^']+)'", text)
+    if missing is None or "/" not in missing.group(1):
         return None
-    group, _, option = found.group(1).rpartition("/")
+    group, _, option = missing.group(1).rpartition("/")
     options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
-    listed = f" Options: {', '.join(options)}." if options else ""
+    listed = f" Options: {', '.join(options)}." if options else f" Choose one that exists: {group}=OPTION."
     return f"{group}={option}: no such option.{suggestion(option, options)}{listed}"
 
 
 def _bad_value(text: str, links: list[BaseException]) -> str | None:
+    """A value of the wrong kind, or an interpolation that cannot be resolved."""
+    override = re.search(r"Error merging override [+~]*([^\s=]+)=(.*)", text)
     for link in links:
         key = getattr(link, "full_key", None)
-        if isinstance(link, OmegaConfBaseException) and key:
-            reason = str(getattr(link, "msg", None) or link).splitlines()[0]
-            if re.match(r"Key '.*' not in", reason):
-                return about_unknown(key)
-            kind = next((kind for said, kind in _KINDS.items() if said in reason), None)
-            return f"{key}: {f'must be {kind}.' if kind else reason}"
-    found = re.search(r"Error merging override (\S+)\n(.*)", text)
-    return f"{found.group(1)}: {found.group(2)}" if found else None
+        if not isinstance(link, OmegaConfBaseException) or not key:
+            continue
+        if override and override.group(1).endswith(f".{key}"):
+            key = override.group(1)  # OmegaConf names a list by its last part alone
+        reason = str(getattr(link, "msg", None) or link).splitlines()[0]
+        if re.match(r"Key '.*' not in", reason):
+            return about_unknown(key)
+        value = override.group(2) if override and override.group(1) == key else _value_in(link, reason)
+        said = key if value is None else f"{key}={value}"
+        if "resolving interpolation" in reason or "Interpolation" in type(link).__name__:
+            cause = reason.rpartition("resolving interpolation: ")[2]
+            return f"{said}: cannot be resolved ({cause.rstrip('.')}). {_remedy(key)}"
+        kind = next((kind for told, kind in _KINDS.items() if told in reason), None)
+        return f"{said}: {rule(key) or (f'must be {kind}.' if kind else f'{reason}. {_remedy(key)}')}"
+    return f"{override.group(1)}={override.group(2)}: cannot be set ({' '.join(text.split())})." if override else None
+
+
+def _value_in(link: OmegaConfBaseException, reason: str) -> str | None:
+    """The value that an error is about: what was written, or what the message shows."""
+    node = link.child_node
+    if node is not None and isinstance(node._value(), str):
+        return str(node._value())
+    shown = re.search(r"[Vv]alue '?(.*?)'?(?: of type| \(\w+\) is not| is not a valid|, expected)", reason)
+    return shown.group(1) if shown else None
+
+
+def _remedy(key: str) -> str:
+    return f"It {rule(key)}" if rule(key) else "Give it another value, or leave it out."

@@ -8,15 +8,18 @@ from hydra.core.config_store import ConfigStore
 from hydra_plugins.hydra_submitit_launcher.config import LocalQueueConf, SlurmQueueConf
 from omegaconf import MISSING
 
+from rlexp.config.bounds import number
+
 
 @dataclass
 class SlurmJobs(SlurmQueueConf):
     _target_: str = "hydra_plugins.rlexp.SlurmLauncher"
     cpus_per_task: int = MISSING
     mem_gb: float | None = None
-    retries: int = 0  # starts after a rank was killed from outside; requeues and lost nodes do not count
+    array_parallelism: int = number(256, least=1)
+    retries: int = number(0, least=0)  # starts after a rank was killed from outside; not requeues, nor lost nodes
     dry_run: bool = False  # show what would be sent to Slurm, and send nothing
-    poll_seconds: float = 10.0  # between two questions to Slurm's queue, for all jobs together
+    poll_seconds: float = number(10.0, above=0)  # between two questions to Slurm's queue, for all jobs together
     # The site's:
     modules: list[str] = field(default_factory=list)  # `module load` of each
     environment: dict[str, str] = field(default_factory=dict)
@@ -29,8 +32,8 @@ class SlurmJobs(SlurmQueueConf):
 @dataclass
 class LocalJobs(LocalQueueConf):
     _target_: str = "hydra_plugins.rlexp.SlurmLocalLauncher"
-    jobs_at_once: int = 1
-    poll_seconds: float = 0.5
+    jobs_at_once: int = number(1, least=1)
+    poll_seconds: float = number(0.5, above=0)
 
 
 def register() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +15,13 @@ from omegaconf import DictConfig, OmegaConf
 from rlexp.config import launchers, resolvers, schema
 from rlexp.config.checks import check
 from rlexp.config.keys import about_unknown, all_keys
+from rlexp.config.kinds import check_kinds
+from rlexp.config.options import refuse_wrong_option
 from rlexp.config.paths import conf_dir
-from rlexp.config.schema import KINDS, Config
+from rlexp.config.resolvers import resolve_device
+from rlexp.config.schema import KINDS, Config, Device
 from rlexp.errors import ConfigError
+from rlexp.files import write_text
 
 _OPEN = re.compile(
     r"(engine\.overrides|logger\.axes|reward\.terms|hydra\.launcher\.(environment|additional_parameters))[.=]"
@@ -40,7 +44,12 @@ def compose_config(overrides: Sequence[str]) -> Config:
 
 
 def open_ended(overrides: Sequence[str]) -> list[str]:
-    """`engine.overrides.KEY=VALUE` as it is typed: Hydra wants a sign before a key that is not there yet."""
+    """`engine.overrides.KEY=VALUE` as it is typed: Hydra wants a sign before a key that is not there yet.
+
+    Options that Hydra would answer with a traceback are refused here.
+    """
+    for each in overrides:
+        refuse_wrong_option(each)
     return [f"++{each}" if _OPEN.match(each) else each for each in overrides]
 
 
@@ -51,8 +60,17 @@ def from_hydra(cfg: DictConfig, *, here: bool = True) -> Config:
     if missing:
         raise ConfigError(f"{missing[0]}: has no value. Give it on the command line: {missing[0]}=VALUE.")
     typed = cast(Config, OmegaConf.to_object(cfg))
+    check_kinds(typed)
+    if here:
+        typed = with_device_resolved(typed)
     check(typed, here=here)
     return typed
+
+
+def with_device_resolved(cfg: Config) -> Config:
+    """Replace `launch.device=auto` by the device that this machine has."""
+    device = Device[resolve_device(cfg.launch.device.value)]
+    return dataclasses.replace(cfg, launch=dataclasses.replace(cfg.launch, device=device))
 
 
 def _refuse_unknown(cfg: DictConfig) -> None:
@@ -88,9 +106,7 @@ def from_plain(plain: Any) -> Config:
 
 
 def to_file(cfg: Config, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")  # at once or not at all: others may be reading
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)), encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(cfg)))
 
 
 def to_plain(cfg: Config) -> dict[str, Any]:

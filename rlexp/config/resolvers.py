@@ -29,7 +29,7 @@ def resolve_device(device: str) -> str:
 
 def default_nproc(device: str, ring_size: int, sampling_ranks: int) -> int:
     """Ranks on this machine: its GPUs, or on CPU one replica and who samples for it."""
-    sizes.positive("parallel.ring_size", ring_size)
+    sizes.require("parallel.ring_size", ring_size)
     if getattr(device, "value", device) == "cuda" and visible_gpus() == 0:
         raise ConfigError(
             "launch.device=cuda: no GPU is visible on this machine. Use launch.device=cpu, or auto; for a cluster, say "
@@ -69,8 +69,8 @@ def all_ranks(nproc: int, nodes: int) -> int:
     joined = sizes.joined_world()
     if joined is not None:
         return joined
-    sizes.positive("launch.nproc", nproc)
-    sizes.positive("launch.nodes", nodes)
+    sizes.require("launch.nproc", nproc)
+    sizes.require("launch.nodes", nodes)
     return nproc * nodes
 
 

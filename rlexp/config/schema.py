@@ -13,6 +13,12 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from rlexp.config.bounds import MANY, number
+
+WEEK = 7 * 24 * 3600  # seconds
+PROMPT_AND_ANSWER = " (a prompt and an answer)"
+LIKELIEST = " (a policy that always gives its likeliest answer has nothing to learn from)"
+
 
 class Device(Enum):
     auto = "auto"
@@ -162,35 +168,35 @@ class WandbMode(Enum):
 @dataclass
 class LaunchConfig:
     device: Device = Device.auto
-    nproc: int = MISSING  # ranks on this machine
-    nodes: int = 1
-    timeout_seconds: float = 600.0  # of a collective that some rank never joins
-    torch_threads: int = 1  # per rank, on CPU
-    grace_seconds: float = 120.0  # for a run that is asked to stop, to finish its step and save
+    nproc: int = number(MISSING, least=1, most=MANY)  # ranks on this machine
+    nodes: int = number(1, least=1, most=MANY)
+    timeout_seconds: float = number(600.0, above=0, most=WEEK)  # of a collective that some rank never joins
+    torch_threads: int = number(1, least=1, most=4096)  # per rank, on CPU
+    grace_seconds: float = number(120.0, above=0, most=WEEK)  # for a run asked to stop: to finish its step and save
     # Of a job on a cluster; nodes and ranks follow from the above.
     time_limit: str = "4h"  # what is not done by then goes on in the same job, started again
-    rank_cpus: int = 2
-    rank_memory_gb: float | None = None  # what the cluster gives without being asked
+    rank_cpus: int = number(2, least=1, most=4096)
+    rank_memory_gb: float | None = number(None, above=0, most=1e6)  # what the cluster gives without being asked
     interface: str | None = None  # the network's, for gloo and NCCL: the one that leads to the other nodes
 
 
 @dataclass
 class TrainConfig:
-    batch_size: int = 8  # samples (preference pairs) per optimizer step, all devices together
-    micro_batch_size: int = 1  # samples per forward pass of one replica
+    batch_size: int = number(8, least=1, most=MANY)  # samples (pairs) per optimizer step, all devices together
+    micro_batch_size: int = number(1, least=1, most=MANY)  # samples per forward pass of one replica
     grad_acc: int = MISSING  # derived
-    max_steps: int | None = None
-    epochs: int | None = None
+    max_steps: int | None = number(None, least=1)
+    epochs: int | None = number(None, least=1)
     precision: Precision = MISSING
-    eval_every: int | None = None
-    stop_after: int | None = None  # end this process after so many steps, as a pre-emption would
+    eval_every: int | None = number(None, least=1)
+    stop_after: int | None = number(None, least=1)  # end this process after so many steps, as a pre-emption would
 
 
 @dataclass
 class ParallelConfig:
-    ring_size: int = 1
+    ring_size: int = number(1, least=1, most=MANY)
     layout: LayoutName = LayoutName.zigzag
-    ulysses_size: int | None = None  # of the groups of layout=hybrid
+    ulysses_size: int | None = number(None, least=1)  # of the groups of layout=hybrid
     kernel: KernelName = KernelName.auto
     backend: BackendName = BackendName.native
     world_size: int = MISSING  # derived
@@ -201,18 +207,18 @@ class ParallelConfig:
 class ModelConfig:
     name: str = MISSING
     seed: int = 0  # of random weights, where there are any
-    suggested_lr: float = MISSING  # what optim.lr takes unless it is given
+    suggested_lr: float = number(MISSING, least=0)  # what optim.lr takes unless it is given
     freeze: list[str] = field(default_factory=list)  # patterns of the names of parameters that stay as they are
 
 
 @dataclass
 class TinyModelConfig(ModelConfig):
     name: str = "tiny"
-    hidden_size: int = 64
-    intermediate_size: int = 172
-    layers: int = 2
-    heads: int = 8
-    kv_heads: int = 2
+    hidden_size: int = number(64, least=1)
+    intermediate_size: int = number(172, least=1)
+    layers: int = number(2, least=1)
+    heads: int = number(8, least=1)
+    kv_heads: int = number(2, least=1)
 
 
 @dataclass
@@ -225,7 +231,7 @@ class HFModelConfig(ModelConfig):
 @dataclass
 class DataConfig:
     name: str = MISSING
-    max_length: int = 2048  # tokens of prompt and answer together
+    max_length: int = number(2048, least=2, why=PROMPT_AND_ANSWER)  # tokens of prompt and answer together
     too_long: TooLong = TooLong.error
     shuffle: bool = True
     drop_last: bool = True
@@ -236,8 +242,8 @@ class DataConfig:
 class SyntheticDataConfig(DataConfig):
     name: str = "synthetic"
     seed: int = 0  # of the generated pairs, not of their order
-    size: int = 240
-    eval_size: int = 32
+    size: int = number(240, least=1)
+    eval_size: int = number(32, least=0)
     fill: bool = False  # texts of max_length words before each request: with too_long=truncate, all are of that length
 
 
@@ -252,9 +258,9 @@ class JsonlDataConfig(DataConfig):
 class ArithmeticDataConfig(DataConfig):
     name: str = "arithmetic"
     seed: int = 0
-    size: int = 1024
-    eval_size: int = 64
-    digits: int = 1  # of each number
+    size: int = number(1024, least=1)
+    eval_size: int = number(64, least=0)
+    digits: int = number(1, least=1, most=100)  # of each number
 
 
 @dataclass
@@ -265,23 +271,25 @@ class LossConfig:
 @dataclass
 class DPOConfig(LossConfig):
     name: str = "dpo"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
+    beta: float = number(0.1, above=0)
+    label_smoothing: float = number(0.0, least=0, below=0.5)
 
 
 @dataclass
 class PolicyLossConfig(LossConfig):
     """What the algorithms of reinforcement learning have in common; their yaml files choose."""
 
-    beta: float = 0.05  # of the divergence from the reference; 0 does without a reference
+    beta: float = number(0.05, least=0)  # of the divergence from the reference; 0 does without a reference
     kl_in: KLPlace = KLPlace.reward
     kl: KLEstimator = KLEstimator.k1
-    kl_target: float | None = None  # beta then follows the divergence measured, per answer
-    kl_horizon: int = 10000  # samples over which it does
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None  # bounds the loss of a negative advantage (arXiv 1912.09729)
-    entropy: float = 0.0  # of the bonus
+    kl_target: float | None = number(None, above=0)  # beta then follows the divergence measured, per answer
+    kl_horizon: int = number(10000, least=1)  # samples over which it does
+    clip_low: float = number(0.2, above=0)
+    clip_high: float = number(0.2, above=0)
+    dual_clip: float | None = number(
+        None, above=1, why=" (3 is usual)"
+    )  # bounds a negative advantage (arXiv 1912.09729)
+    entropy: float = number(0.0, least=0)  # of the bonus
     whiten: bool = False  # advantages, over the train batch
     normalize: Normalize = Normalize.token
     filter: bool = False  # leave out answers to prompts all of whose answers scored the same
@@ -291,12 +299,12 @@ class PolicyLossConfig(LossConfig):
 class PPOConfig(PolicyLossConfig):
     name: str = "ppo"
     whiten: bool = True
-    gamma: float = 1.0
-    lam: float = 0.95
+    gamma: float = number(1.0, least=0, most=1)
+    lam: float = number(0.95, least=0, most=1)
     critic: CriticName = CriticName.own
-    value_lr: float | None = None  # of the critic; optim.lr where it is not given
-    value_coef: float = 0.5
-    value_clip: float | None = 0.2
+    value_lr: float | None = number(None, least=0)  # of the critic; optim.lr where it is not given
+    value_coef: float = number(0.5, least=0)
+    value_clip: float | None = number(0.2, above=0)
 
 
 @dataclass
@@ -310,7 +318,7 @@ class GRPOConfig(PolicyLossConfig):
 @dataclass
 class DrGRPOConfig(PolicyLossConfig):
     name: str = "dr_grpo"
-    beta: float = 0.0
+    beta: float = number(0.0, least=0)
     kl_in: KLPlace = KLPlace.loss
     kl: KLEstimator = KLEstimator.k3
     normalize: Normalize = Normalize.fixed
@@ -333,8 +341,8 @@ class GSPOConfig(PolicyLossConfig):
     name: str = "gspo"
     kl_in: KLPlace = KLPlace.loss
     kl: KLEstimator = KLEstimator.k3
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
+    clip_low: float = number(3e-4, above=0)
+    clip_high: float = number(4e-4, above=0)
     normalize: Normalize = Normalize.sequence
 
 
@@ -342,26 +350,26 @@ class GSPOConfig(PolicyLossConfig):
 class RolloutConfig:
     mode: RolloutMode = RolloutMode.colocated
     engine: RolloutEngine = RolloutEngine.native
-    batch_size: int = 8  # prompts
-    n_samples: int = 4  # of each prompt
-    epochs: int = 1  # over the samples of a rollout
+    batch_size: int = number(8, least=1, most=MANY)  # prompts
+    n_samples: int = number(4, least=1, most=MANY)  # of each prompt
+    epochs: int = number(1, least=1)  # over the samples of a rollout
     minibatches: int = MISSING  # derived: batch_size × n_samples / train.batch_size
-    micro_batch_size: int = 16  # samples that a rank draws at once
-    micro_batch_tokens: int | None = None  # or fewer, so that prompts and answers have at most so many tokens
-    score_batch_size: int = 8  # samples that a ring scores at once
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    top_k: int = 0  # 0: all tokens
-    top_p: float = 1.0
-    min_p: float = 0.0
+    micro_batch_size: int = number(16, least=1)  # samples that a rank draws at once
+    micro_batch_tokens: int | None = number(None, least=1)  # or fewer: prompts and answers together
+    score_batch_size: int = number(8, least=1)  # samples that a ring scores at once
+    max_new_tokens: int = number(64, least=1)
+    temperature: float = number(1.0, above=0, why=LIKELIEST)
+    top_k: int = number(0, least=0)  # 0: all tokens
+    top_p: float = number(1.0, above=0, most=1)
+    min_p: float = number(0.0, least=0, most=1)
     stop: list[str] = field(default_factory=list)  # an answer ends with the first of these texts
     overlong: Overlong = Overlong.keep
-    overlong_penalty: float = 1.0
-    importance_cap: float | None = None  # the most that a token counts for being likelier now than when it was drawn
-    vllm_memory: float = 0.4  # share of a GPU's memory that vLLM may take
+    overlong_penalty: float = number(1.0, least=0)
+    importance_cap: float | None = number(None, above=0)  # largest importance weight of a token
+    vllm_memory: float = number(0.4, above=0, below=1)  # share of a GPU's memory that vLLM may take
     sampling_ranks: int = MISSING  # that do nothing else; 0 unless pipelined
-    show_every: int = 10  # rollouts between two tables of samples; 0: none
-    show: int = 3  # samples in the table
+    show_every: int = number(10, least=0)  # rollouts between two tables of samples; 0: none
+    show: int = number(3, least=0)  # samples in the table
 
 
 @dataclass
@@ -374,8 +382,8 @@ class RuleRewardConfig(RewardConfig):
     name: str = "rule"
     rule: RuleName = RuleName.count
     text: str = ""
-    most: int = 1
-    target: int = 100
+    most: int = number(1, least=1)
+    target: int = number(100, least=1)
     pattern: str = ""
     ignore_case: bool = False
 
@@ -386,8 +394,8 @@ class PythonRewardConfig(RewardConfig):
 
     name: str = "python"
     function: str = MISSING  # package.module:function
-    timeout_seconds: float = 60.0  # of a call
-    workers: int = 1  # processes of each rank
+    timeout_seconds: float = number(60.0, above=0, most=WEEK)  # of a call
+    workers: int = number(1, least=1, most=4096)  # processes of each rank
 
 
 @dataclass
@@ -395,7 +403,7 @@ class ModelRewardConfig(RewardConfig):
     name: str = "model"
     path: str = MISSING
     precision: Precision = Precision.fp32
-    max_length: int | None = None  # data.max_length where it is not given
+    max_length: int | None = number(None, least=2, why=PROMPT_AND_ANSWER)  # data.max_length where it is not given
     trust_remote_code: bool = False
 
 
@@ -417,13 +425,13 @@ class EngineConfig:
 @dataclass
 class OptimConfig:
     name: OptimName = OptimName.adamw
-    lr: float = MISSING
+    lr: float = number(MISSING, least=0)
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
+    eps: float = number(1e-8, least=0)
+    weight_decay: float = number(0.0, least=0)
+    warmup_steps: int = number(0, least=0)
     decay: Decay = Decay.linear
-    max_grad_norm: float = 1.0  # 0 turns clipping off
+    max_grad_norm: float = number(1.0, least=0)  # 0 turns clipping off
 
 
 @dataclass
@@ -451,8 +459,8 @@ class ExportDtype(Enum):
 @dataclass
 class CheckpointConfig:
     save_every: str | None = "30m"  # steps (50) or time (10m); null: at the end only
-    keep_last: int = 2
-    keep_best: int = 0  # beside them, the best by `best_metric`
+    keep_last: int = number(2, least=1)
+    keep_best: int = number(0, least=0)  # beside them, the best by `best_metric`
     best_metric: str = "eval/loss"
     best: Best = Best.min
     on_exit: bool = True  # save when the run ends, or is asked to
@@ -483,7 +491,7 @@ class LoggerConfig:
 
 @dataclass
 class Config:
-    seed: int = 0
+    seed: int = number(0, least=0)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -1,10 +1,17 @@
-"""The arithmetic of sizes: pure, exact, and in one place. What does not divide is refused with what would."""
+"""The arithmetic of sizes: pure, exact, and in one place. Sizes that do not divide are refused with sizes that do."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 import os
+import typing
 from collections.abc import Mapping
+from typing import Any
 
+from rlexp.config.bounds import check_number
+from rlexp.config.schema import Config
 from rlexp.errors import ConfigError
 
 
@@ -45,7 +52,8 @@ def joined_rank(env: Mapping[str, str] | None = None) -> int | None:
 
 
 def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    smaller = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*smaller, *(number // d for d in smaller)})
 
 
 def nearest(wanted: int, candidates: list[int]) -> list[int]:
@@ -59,18 +67,28 @@ def listed(numbers: list[int]) -> str:
     return " or ".join(str(n) for n in numbers)
 
 
-def positive(key: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{key}={value}: must be at least 1.")
+def require(key: str, value: int) -> None:
+    """Refuse a number out of its bounds in the schema: sizes are derived before the configuration is checked."""
+    check_number(key, value, _field(key))
+
+
+@functools.cache
+def _field(key: str) -> dataclasses.Field[Any]:
+    group, _, leaf = key.partition(".")
+    fields: dict[str, dataclasses.Field[Any]] = typing.get_type_hints(Config)[group].__dataclass_fields__
+    return fields[leaf]
 
 
 def dp_size(world_size: int, ring_size: int) -> int:
     """How many replicas of the model train side by side: world / ring, exactly."""
-    positive("parallel.ring_size", ring_size)
-    positive("world size", world_size)
+    require("parallel.ring_size", ring_size)
+    if world_size < 1:
+        raise ConfigError(
+            f"parallel.world_size={world_size}: must be at least 1. It is derived: set launch.nproc instead."
+        )
     if world_size % ring_size:
         fitting = nearest(ring_size, divisors(world_size))
-        multiples = nearest(world_size, [ring_size * n for n in range(1, world_size // ring_size + 2)])
+        multiples = [ring_size * n for n in (world_size // ring_size, world_size // ring_size + 1) if n]
         raise ConfigError(
             f"parallel.ring_size={ring_size}: the world has {world_size} rank{'s' * (world_size > 1)}, which is "
             f"no multiple of it. Use parallel.ring_size={listed(fitting)}, or a world of {listed(multiples)} "
@@ -81,8 +99,8 @@ def dp_size(world_size: int, ring_size: int) -> int:
 
 def grad_acc(batch_size: int, micro_batch_size: int, dp_size: int) -> int:
     """Forward passes of a replica per optimizer step: batch / (micro × dp), exactly."""
-    positive("train.batch_size", batch_size)
-    positive("train.micro_batch_size", micro_batch_size)
+    require("train.batch_size", batch_size)
+    require("train.micro_batch_size", micro_batch_size)
     unit = micro_batch_size * dp_size
     if batch_size % unit:
         lower = batch_size // unit * unit
@@ -115,9 +133,9 @@ def training_ranks(ranks: int, sampling_ranks: int) -> int:
 
 def minibatches(batch_size: int, n_samples: int, train_batch: int) -> int:
     """Train batches of a rollout: prompts × samples / train batch, exactly."""
-    positive("rollout.batch_size", batch_size)
-    positive("rollout.n_samples", n_samples)
-    positive("train.batch_size", train_batch)
+    require("rollout.batch_size", batch_size)
+    require("rollout.n_samples", n_samples)
+    require("train.batch_size", train_batch)
     samples = batch_size * n_samples
     if samples % train_batch:
         fitting = nearest(train_batch, divisors(samples))
