@@ -1,6 +1,6 @@
 """Random command lines, most of them wrong: each composes, or ends in one message of key, value, rule and remedy.
 
-python -m tests.random_configs 10000 [SEED]
+python -m tests.random_configs 10000 [SEED [FIRST]]
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def run(first: int, count: int, seed: int) -> Tally:
 
 def main(argv: Sequence[str]) -> int:
     count, seed = int(argv[0]), int(argv[1]) if len(argv) > 1 else 0
-    tally = run(0, count, seed)
+    tally = run(first=int(argv[2]) if len(argv) > 2 else 0, count=count, seed=seed)
     for overrides, why in tally.defects:
         print(" ".join(each if len(each) < 200 else f"{each[:100]}…" for each in overrides), "\n   ", why[:1500])
     print(f"{count} command lines: {tally.valid} valid, {tally.refused} refused, {len(tally.defects)} defects")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -11,13 +12,17 @@ from hydra.errors import HydraException
 from rlexp.config.paths import conf_dir
 from rlexp.errors import ConfigError
 
+MOST_DIGITS = 4300  # Python converts no longer ones
 APPENDED = ("experiment",)  # the one folder of conf/ that stands in no defaults list
 
 
 def refuse_wrong_option(argument: str) -> None:
     """Refuse `model=null`, `++model=hf` and the like, which Hydra answers with a traceback or without the key."""
-    if argument.lstrip("+~").startswith("="):
-        raise ConfigError(f"{argument}: has no key before the =. Say KEY=VALUE.")
+    if argument and argument.lstrip("+~")[:1] in ("", "="):
+        raise ConfigError(f"{argument}: has no key. Say KEY=VALUE.")
+    if digits := re.search(rf"\d{{{MOST_DIGITS + 1},}}", argument):
+        shown = argument.replace(digits.group(), f"{digits.group()[:9]}…")
+        raise ConfigError(f"{shown}: has a number of {len(digits.group())} digits. Give it a smaller one.")
     group = argument.lstrip("+~").partition("=")[0].partition("@")[0]
     if argument.startswith("-") or not group.isidentifier() or not (conf_dir() / group).is_dir():
         return
@@ -26,7 +31,7 @@ def refuse_wrong_option(argument: str) -> None:
         value = override.value()
     except HydraException:
         return  # Hydra says itself what cannot be read
-    if isinstance(value, dict):
+    if isinstance(value, dict) and override.package is None:
         return  # `engine={name: zero2}` sets keys
     given, choose = argument.lstrip("+~"), f"Choose one of its options: {_choices(group)}."
     if override.is_delete():
