@@ -75,8 +75,8 @@ def test_every_remedy_works() -> None:
 
 
 def _numbers(text: str, pattern: str) -> list[int]:
-    found = re.search(pattern, text)
-    return [int(number) for number in re.findall(r"\d+", found.group(1))] if found else []
+    said = re.search(pattern, text)
+    return [int(number) for number in re.findall(r"\d+", said.group(1))] if said else []
 
 
 def test_data_parallel_size_is_exact() -> None:
@@ -311,7 +311,8 @@ BAD = {
     ),
     "groups of another layout": (
         ["parallel=ring4", "parallel.ulysses_size=2"],
-        "parallel.ulysses_size=2: is of parallel.layout=hybrid, and the layout is zigzag. Use parallel.layout=hybrid, "
+        "parallel.ulysses_size=2: belongs to parallel.layout=hybrid, and the layout is zigzag. Use "
+        "parallel.layout=hybrid, "
         "or leave parallel.ulysses_size out.",
     ),
     "indivisible batch": (["train.batch_size=12", "launch.nproc=8"], "need a multiple of 8"),
@@ -373,7 +374,7 @@ REFUSALS = [
     ("engine=zero3 train.precision=fp64", "engine=zero3: with train.precision=fp64 DeepSpeed would keep float32"),
     ("engine=fsdp2 engine.overrides.aio=1", "engine=fsdp2 is not DeepSpeed"),
     ("engine.overrides.zero_optimization.stage=2", "engine.overrides.zero_optimization.stage=2: may not be set here: "),
-    ("engine.overrides.gradient_clipping=0", "the groups optim.* say it; left unset, DeepSpeed would clip at 1.0"),
+    ("engine.overrides.gradient_clipping=0", "the keys optim.* set it; left unset, DeepSpeed would clip at 1.0"),
     ("engine.overrides={sequence_parallel_size:2}", "each rank would see other data"),
     ("engine.overrides.mesh_param=[2,2]", "each rank would see other data"),
     ("engine.overrides.gradient_accumulation_steps=2", "the boundary of a step is set by the training loop"),

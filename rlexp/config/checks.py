@@ -1,4 +1,4 @@
-"""Rules across fields, checked once, before a process is started."""
+"""Rules across fields, checked once, before any process starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOST_RANKS = 512  # on one machine
 
 
 def check(cfg: Config, *, here: bool = True) -> None:
-    """Refuse what cannot be run. `here` says whether this machine is to run it; then its device is not `auto`."""
+    """Refuse what cannot be run. With `here`, this machine runs it, and launch.device is resolved."""
     check_bounds(cfg)
     if here:
         _check_launch(cfg)
@@ -74,19 +74,19 @@ def _check_cluster(cfg: Config) -> None:
     limit = seconds("launch.time_limit", cfg.launch.time_limit)
     if cfg.resume.mode == "never":
         raise ConfigError(
-            "resume.mode=never: a job that Slurm starts again goes on where it was. Leave resume.mode=auto, and give a "
-            "folder of its own: hydra.sweep.dir=FOLDER."
+            "resume.mode=never: a job that Slurm starts again must continue its run. Leave resume.mode=auto; for a "
+            "new run, give another hydra.sweep.dir=FOLDER."
         )
     if limit < cfg.launch.grace_seconds + 2 * BEFORE_END:
         raise ConfigError(
-            f"launch.time_limit={cfg.launch.time_limit}: is over before a step is taken: a run begins to save "
-            f"launch.grace_seconds={cfg.launch.grace_seconds:g} and {BEFORE_END} s before its end. Give it more, "
-            f"or a smaller launch.grace_seconds."
+            f"launch.time_limit={cfg.launch.time_limit}: ends before the first step, since a run starts to save "
+            f"launch.grace_seconds={cfg.launch.grace_seconds:g} plus {BEFORE_END} s before its limit. Raise it, "
+            f"or lower launch.grace_seconds."
         )
 
 
 def _check_derived(cfg: Config) -> None:
-    """Derived values may be looked at, not set: a run would report sizes it does not have."""
+    """Refuse derived values that were set by hand: the run would report sizes that it does not have."""
     ranks = sizes.joined_world() or cfg.launch.nproc * cfg.launch.nodes
     world_size = sizes.training_ranks(ranks, cfg.rollout.sampling_ranks)
     dp_size = sizes.dp_size(world_size, cfg.parallel.ring_size)
@@ -137,7 +137,7 @@ def _check_checkpoints(cfg: Config) -> None:
         )
 
 
-OPTIONAL_LOGGERS = (LoggerName.tensorboard, LoggerName.trackio)  # named as their packages and our extras are
+OPTIONAL_LOGGERS = (LoggerName.tensorboard, LoggerName.trackio)  # also the names of packages and extras
 
 
 def installed(package: str) -> bool:

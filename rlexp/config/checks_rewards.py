@@ -1,4 +1,4 @@
-"""Rules for rewards, across their fields."""
+"""Rules across the fields of rewards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlexp.errors import ConfigError
 
 
 def check_reward(cfg: Config) -> None:
-    """Each term by the rules of its kind; what is wrong with the data's answers is seen when the first is judged."""
+    """Check each term by the rules of its kind. The data's answers are checked when the first one is scored."""
     if not is_policy_loss(cfg):
         return
     if type(cfg.reward) is RewardConfig:
@@ -53,13 +53,15 @@ def _check_rule(key: str, cfg: RuleRewardConfig) -> None:
                 )
         case RuleName.regex:
             if not cfg.pattern:
-                raise ConfigError(f"{key}.pattern: has no value, and {key}.rule=regex looks for it.")
+                raise ConfigError(
+                    f"{key}.pattern: has no value, and {key}.rule=regex looks for it. Give {key}.pattern=REGEX."
+                )
             try:
                 re.compile(cfg.pattern)
             except re.error as error:
                 raise ConfigError(
                     f"{key}.pattern={cfg.pattern}: is no regular expression ({error.msg} at character "
-                    f"{(error.pos or 0) + 1})."
+                    f"{(error.pos or 0) + 1}). Give another, and quote it on the command line."
                 ) from None
 
 
@@ -67,18 +69,19 @@ def _check_function(key: str, cfg: PythonRewardConfig) -> None:
     module, colon, function = cfg.function.partition(":")
     if not colon or not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
         raise ConfigError(
-            f"{key}.function={cfg.function}: must be a module and a function in it, as in package.module:function."
+            f"{key}.function={cfg.function}: must be a module and a function in it. For example: "
+            f"{key}.function=package.module:function."
         )
     missing = _first_missing(module)
     if missing:
         raise ConfigError(
-            f"{key}.function={cfg.function}: there is no module {missing}. Modules are looked for in {Path.cwd()} and "
-            f"where python finds others."
+            f"{key}.function={cfg.function}: there is no module {missing}. Give one that is in {Path.cwd()}, "
+            f"or where Python finds its modules."
         )
 
 
 def _first_missing(module: str) -> str | None:
-    """The first part of a dotted name that is not found. Nothing is imported, which would run the user's code here."""
+    """Return the first part of a dotted name that is not found. Nothing is imported: that would run the user's code."""
     parts = module.split(".")
     path: list[str] | None = [str(Path.cwd()), *sys.path]
     for number in range(1, len(parts) + 1):
@@ -93,7 +96,7 @@ def _first_missing(module: str) -> str | None:
 
 
 def _top_level(name: str) -> ModuleSpec | None:
-    """Also what comes by other ways than folders: built in, or installed to be edited."""
+    """Find modules that are not in folders: built in, or installed in editable mode."""
     try:
         return importlib.util.find_spec(name)
     except ValueError:  # __main__ has none

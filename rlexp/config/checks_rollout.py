@@ -1,4 +1,4 @@
-"""Rules for rollouts, across fields."""
+"""Rules across the fields of rollouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlexp.errors import ConfigError
 
 
 def is_policy_loss(cfg: Config) -> bool:
-    """Whether the run draws its own samples."""
+    """Return whether the run draws its own samples."""
     return isinstance(cfg.loss, PolicyLossConfig)
 
 
@@ -41,13 +41,15 @@ def check_rollout(cfg: Config) -> None:
             )
         return
     if "" in rollout.stop:
-        raise ConfigError('rollout.stop: has an empty text, which would end every answer. Leave it out: stop=["\\n"].')
+        raise ConfigError(
+            f"rollout.stop={rollout.stop}: has an empty text, which would end every answer. Leave it out."
+        )
     _check_lengths(cfg)
     _check_mode(cfg)
     if cfg.checkpoint.keep_best and cfg.checkpoint.best_metric == "eval/loss":
         raise ConfigError(
-            f"checkpoint.best_metric=eval/loss: loss={cfg.loss.name} has no loss on held-out prompts, so nothing is "
-            f"kept by it. Use checkpoint.best_metric=eval/objective/scores with checkpoint.best=max."
+            f"checkpoint.best_metric=eval/loss: loss={cfg.loss.name} has no loss on held-out prompts, so there is "
+            f"no best. Use checkpoint.best_metric=eval/objective/scores with checkpoint.best=max."
         )
     if not cfg.data.drop_last:
         raise ConfigError(
@@ -66,7 +68,7 @@ def _check_lengths(cfg: Config) -> None:
     if tokens is not None and tokens < cfg.data.max_length:
         raise ConfigError(
             f"rollout.micro_batch_tokens={tokens}: must hold one sample at least, and data.max_length="
-            f"{cfg.data.max_length}. Raise the one, or lower the other."
+            f"{cfg.data.max_length}. Raise the first, or lower the second."
         )
 
 
@@ -87,6 +89,6 @@ def _check_mode(cfg: Config) -> None:
         )
     if rollout.engine is RolloutEngine.vllm and (rollout.top_k, rollout.top_p, rollout.min_p) != (0, 1.0, 0.0):
         raise ConfigError(
-            "rollout.engine=vllm: says log-probabilities of what top_k, top_p and min_p leave, and training needs "
-            "those of the whole distribution. Leave rollout.top_k=0, top_p=1, min_p=0, or use rollout.engine=native."
+            "rollout.engine=vllm: renormalizes log-probabilities after top_k, top_p and min_p; training needs those of "
+            "the whole distribution. Leave rollout.top_k=0, top_p=1, min_p=0, or use rollout.engine=native."
         )

@@ -1,4 +1,4 @@
-"""From the exceptions of Hydra and OmegaConf to one clear message: key, value, rule, remedy."""
+"""Turn exceptions of Hydra and OmegaConf into one message of key, value, rule and remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlexp.config.keys import about_unknown, suggestion
 from rlexp.config.kinds import rule
 from rlexp.errors import UserError
 
-# What OmegaConf says of a value of the wrong kind, for keys that our schema does not have.
+# OmegaConf's words for a value of the wrong kind, used for keys outside our schema.
 _KINDS = {
     "is not a ListConfig": "a list, as [ONE, TWO] or []",
     "to Dict[": "a mapping, as {NAME: VALUE} or {}",
@@ -22,29 +22,29 @@ _KINDS = {
 
 
 def explain(error: BaseException) -> str | None:
-    """The message a user should see, or None for an exception that is a defect and deserves its traceback."""
+    """Return the message for the user, or None for an exception that is a bug and keeps its traceback."""
     links = list(chain(error))
     for link in links:
         if isinstance(link, UserError):
             return str(link)
     for link in links:
-        # OmegaConf keeps a resolver's error as text only.
+        # OmegaConf keeps only the text of a resolver's error.
         refusal = re.search(r"(?:Config|Data)Error raised while resolving interpolation: (.*)", str(link))
         if refusal is not None:
             return refusal.group(1)
     for link in links:
-        # Hydra makes the folder before our job runs; an error of the job itself is another matter.
+        # Hydra makes the run's folder before our job starts. Errors of the job itself are not meant here.
         through = _origin(link)
         if isinstance(link, OSError) and link.filename and "/hydra/" in through and "launch/job.py" not in through:
             return (
                 f"hydra.run.dir: {link.filename} cannot be made ({link.strerror}). "
-                f"Give a folder that can be written: hydra.run.dir=FOLDER (hydra.sweep.dir=FOLDER for a sweep)."
+                f"Give a writable folder: hydra.run.dir=FOLDER (hydra.sweep.dir=FOLDER for a sweep)."
             )
     for link in links:
-        if (mark := getattr(link, "problem_mark", None)) is not None:  # yaml's own errors have one
-            return f"{mark.name}, line {mark.line + 1}: is no yaml ({getattr(link, 'problem', '')})."
+        if (mark := getattr(link, "problem_mark", None)) is not None:  # errors of the yaml parser have one
+            return f"{mark.name}, line {mark.line + 1}: is not valid yaml ({getattr(link, 'problem', '')})."
     if any('Could not detect "srun"' in str(link) for link in links):
-        return "hydra/launcher=slurm: there is no srun here. Start it where Slurm is, or use hydra/launcher=local."
+        return "hydra/launcher=slurm: there is no srun here. Run it where Slurm is, or use hydra/launcher=local."
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     if isinstance(error, OverrideParseException):
@@ -57,19 +57,19 @@ def explain(error: BaseException) -> str | None:
 
 
 def _origin(error: BaseException) -> str:
-    """The files that an exception came through."""
+    """Return the files that an exception passed through."""
     return "\n".join(frame.filename for frame in traceback.extract_tb(error.__traceback__))
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, and what it came from."""
+    """Yield an exception and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _sweep(text: str) -> str | None:
-    """Several values (`seed=1,2`) without -m."""
+    """Explain several values (`seed=1,2`) without -m."""
     several = re.search(r"(?:Ambiguous value for argument|Sweep parameters) '([^=]*)=(.*)'", text)
     if several is None:
         return None
@@ -81,7 +81,7 @@ def _sweep(text: str) -> str | None:
 
 
 def _unknown_key(text: str) -> str | None:
-    """`Could not override 'train.batchsize'`, with where the key belongs or the nearest that exists."""
+    """Explain `Could not override 'train.batchsize'` by where the key belongs, or the nearest key."""
     exists = re.search(r"An item is already at '([^']+)'", text)
     if exists is not None:
         return f"{exists.group(1)}: is there already. Leave out the +: {exists.group(1)}=VALUE."
@@ -94,7 +94,7 @@ def _unknown_key(text: str) -> str | None:
     key = refused.group(2).split("@")[0].lstrip("+~")
     if refused.group(1) == "delete" or "does not support deletion" in text:
         return f"{key}: keys cannot be deleted. Give it another value, or leave it out."
-    # A whole group at once (`train={…}`): Hydra names the group and says which key it did not know.
+    # For a whole group at once (`train={…}`) Hydra names the group, then the key inside it that it does not know.
     inner = re.search(r"Key '([^']+)' (?:is )?not in", text)
     if inner is not None and inner.group(1) not in key.split("."):
         key = f"{key}.{inner.group(1)}"
@@ -102,7 +102,7 @@ def _unknown_key(text: str) -> str | None:
 
 
 def _unknown_option(text: str) -> str | None:
-    """`Could not find 'loss/dop'`, with the options of that group."""
+    """Explain `Could not find 'loss/dop'` by the options of that group."""
     missing = re.search(r"(?:Could not find|In [^:]*: Could not load|Could not load) '([^']+)'", text)
     if missing is None or "/" not in missing.group(1):
         return None
@@ -113,7 +113,7 @@ def _unknown_option(text: str) -> str | None:
 
 
 def _bad_value(text: str, links: list[BaseException]) -> str | None:
-    """A value of the wrong kind, or an interpolation that cannot be resolved."""
+    """Explain a value of the wrong kind, or an interpolation that cannot be resolved."""
     override = re.search(r"Error merging override [+~]*([^\s=]+)=(.*)", text)
     for link in links:
         key = getattr(link, "full_key", None)
@@ -135,7 +135,7 @@ def _bad_value(text: str, links: list[BaseException]) -> str | None:
 
 
 def _value_in(link: OmegaConfBaseException, reason: str) -> str | None:
-    """The value that an error is about: what was written, or what the message shows."""
+    """Return the value that an error is about: as it was written, or else as the message shows it."""
     node = link.child_node
     if node is not None and isinstance(node._value(), str):
         return str(node._value())

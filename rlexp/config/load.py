@@ -1,4 +1,4 @@
-"""The door: from Hydra's DictConfig, or a run's config.yaml, to one typed object. Nothing deeper sees yaml."""
+"""The door: from Hydra's DictConfig, or a run's config.yaml, to one typed object. No other room sees yaml."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _OPEN = re.compile(
 
 @functools.cache
 def register() -> None:
-    """Schema and resolvers; must run before Hydra composes."""
+    """Register schema and resolvers, once, before Hydra composes."""
     schema.register()
     launchers.register()
     resolvers.register()
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
-    """What `python -m rlexp OVERRIDES` would run, for programs and tests."""
+    """Return the configuration that `python -m rlexp OVERRIDES` runs, for programs and tests."""
     register()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return from_hydra(compose("config", overrides=open_ended(overrides)))
 
 
 def open_ended(overrides: Sequence[str]) -> list[str]:
-    """`engine.overrides.KEY=VALUE` as it is typed: Hydra wants a sign before a key that is not there yet.
+    """Put ++ before keys of open mappings (`engine.overrides.KEY=VALUE`), as Hydra wants it.
 
-    Options that Hydra would answer with a traceback are refused here.
+    Options for which Hydra would raise a traceback are refused here.
     """
     for each in overrides:
         refuse_wrong_option(each)
@@ -54,7 +54,7 @@ def open_ended(overrides: Sequence[str]) -> list[str]:
 
 
 def from_hydra(cfg: DictConfig, *, here: bool = True) -> Config:
-    """Resolve, convert and check a composed configuration; `here` is whether this machine is to run it."""
+    """Resolve, convert and check a composed configuration. With `here`, this machine runs it."""
     _refuse_unknown(cfg)
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
@@ -68,13 +68,13 @@ def from_hydra(cfg: DictConfig, *, here: bool = True) -> Config:
 
 
 def with_device_resolved(cfg: Config) -> Config:
-    """Replace `launch.device=auto` by the device that this machine has."""
+    """Return a copy in which `launch.device=auto` is replaced by the device of this machine."""
     device = Device[resolve_device(cfg.launch.device.value)]
     return dataclasses.replace(cfg, launch=dataclasses.replace(cfg.launch, device=device))
 
 
 def _refuse_unknown(cfg: DictConfig) -> None:
-    """`+key=value` adds what the schema does not have, and Hydra lets it. It would do nothing, in silence."""
+    """Refuse keys that the schema does not have. Hydra lets `+key=value` add them, and they would do nothing."""
     keys = all_keys()
     for top in map(str, cfg):
         if top not in keys:
@@ -92,12 +92,12 @@ def _refuse_unknown(cfg: DictConfig) -> None:
 
 
 def from_file(path: Path) -> Config:
-    """Read what `to_file` wrote, by the same schema."""
+    """Read a file of `to_file`, by the same schema."""
     return from_plain(OmegaConf.load(path))
 
 
 def from_plain(plain: Any) -> Config:
-    """The typed object again, from what `to_plain` made of it."""
+    """Return the typed object again, from the result of `to_plain`."""
     plain = OmegaConf.create(plain)
     base = OmegaConf.structured(Config)
     for group, kinds in KINDS.items():
@@ -110,6 +110,6 @@ def to_file(cfg: Config, path: Path) -> None:
 
 
 def to_plain(cfg: Config) -> dict[str, Any]:
-    """Nested dicts of plain values (enums by name), for sinks and files."""
+    """Return nested dicts of plain values (enums by name), for sinks and files."""
     container = OmegaConf.to_container(OmegaConf.structured(cfg), enum_to_str=True)
     return cast(dict[str, Any], container)

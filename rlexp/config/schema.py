@@ -1,7 +1,7 @@
 """The typed schema behind every configuration. The yaml files in `conf/` only choose values.
 
-Groups that come in kinds (`model`, `data`, `loss`) have one class per kind, registered in `KINDS`; the `name`
-field says which. A new loss is one class here, one yaml, one file in `algos/` and one `case` in `build.py`.
+A group with several kinds (`model`, `data`, `loss`, `reward`) has one class for each kind, listed in `KINDS`; the field
+`name` says which. A new loss needs one class here, one yaml file, one file in `algos/` and one `case` in `build.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class KernelName(Enum):
 
 
 class BackendName(Enum):
-    """Whose the whole attention over the ring is."""
+    """Whose code runs attention over the ring: ours, or the library ring-flash-attn."""
 
     native = "native"
     ring_flash_attn = "ring_flash_attn"
@@ -68,7 +68,7 @@ class EngineName(Enum):
 
 
 class Offload(Enum):
-    """What of the training state lives in the host's memory."""
+    """The part of the training state that is kept in the host's memory."""
 
     none = "none"
     optimizer = "optimizer"
@@ -92,7 +92,7 @@ class LoggerName(Enum):
 
 
 class TooLong(Enum):
-    """What becomes of a sequence longer than `data.max_length`."""
+    """How a sequence longer than `data.max_length` is handled."""
 
     error = "error"
     drop = "drop"
@@ -100,14 +100,14 @@ class TooLong(Enum):
 
 
 class KLPlace(Enum):
-    """Where the divergence from the reference enters."""
+    """The place where the divergence from the reference enters."""
 
     reward = "reward"
     loss = "loss"
 
 
 class KLEstimator(Enum):
-    """Of a token's divergence, from its log-ratio d = policy − reference (Schulman, joschu.net/blog/kl-approx.html)."""
+    """Estimators of a token's divergence from d = log policy − log reference (joschu.net/blog/kl-approx.html)."""
 
     k1 = "k1"  # d
     k2 = "k2"  # d²/2
@@ -115,21 +115,21 @@ class KLEstimator(Enum):
 
 
 class Normalize(Enum):
-    """By what the loss of a train batch is divided; each count is the train batch's."""
+    """Loss normalizers. Every count is taken over the whole train batch."""
 
-    token = "token"  # all trained tokens
-    sequence = "sequence"  # each answer's own tokens, and the number of answers
-    fixed = "fixed"  # rollout.max_new_tokens, and the number of answers
+    token = "token"  # the number of trained tokens
+    sequence = "sequence"  # each answer by its own tokens, and all by the number of answers
+    fixed = "fixed"  # rollout.max_new_tokens times the number of answers
 
 
 class CriticName(Enum):
-    own = "own"  # a second model, begun as the policy
+    own = "own"  # a second model, with the policy's weights at the start
     shared = "shared"  # the policy's own layers
 
 
 class RolloutMode(Enum):
     colocated = "colocated"  # all ranks sample, then all train
-    pipelined = "pipelined"  # some sample the next batch while the others train
+    pipelined = "pipelined"  # some ranks sample the next rollout while the others train
 
 
 class RolloutEngine(Enum):
@@ -138,19 +138,19 @@ class RolloutEngine(Enum):
 
 
 class Overlong(Enum):
-    """What becomes of an answer that reached rollout.max_new_tokens without an end."""
+    """How an answer that reaches rollout.max_new_tokens without an end is handled."""
 
     keep = "keep"
-    mask = "mask"  # it is not trained on
-    penalty = "penalty"  # rollout.overlong_penalty is taken from its score
+    mask = "mask"  # the answer is not trained on
+    penalty = "penalty"  # rollout.overlong_penalty is subtracted from its score
 
 
 class RuleName(Enum):
-    count = "count"  # how often reward.text occurs, over reward.most
+    count = "count"  # occurrences of reward.text / reward.most, at most 1
     length = "length"  # 1 − |characters − reward.target| / reward.target, at least 0
-    regex = "regex"  # what share of the answer's characters reward.pattern matches
-    exact = "exact"  # 1 if the answer is the row's
-    arithmetic = "arithmetic"  # 1 if the answer's last number is what the row's answer, or the prompt's sum, comes to
+    regex = "regex"  # share of the answer's characters that reward.pattern matches
+    exact = "exact"  # 1 if the answer equals the row's answer
+    arithmetic = "arithmetic"  # 1 if the answer's last number is right: the row's answer, or else the prompt's sum
 
 
 class Decay(Enum):
@@ -170,14 +170,14 @@ class LaunchConfig:
     device: Device = Device.auto
     nproc: int = number(MISSING, least=1, most=MANY)  # ranks on this machine
     nodes: int = number(1, least=1, most=MANY)
-    timeout_seconds: float = number(600.0, above=0, most=WEEK)  # of a collective that some rank never joins
+    timeout_seconds: float = number(600.0, above=0, most=WEEK)  # how long ranks wait for a rank that does not come
     torch_threads: int = number(1, least=1, most=4096)  # per rank, on CPU
     grace_seconds: float = number(120.0, above=0, most=WEEK)  # for a run asked to stop: to finish its step and save
-    # Of a job on a cluster; nodes and ranks follow from the above.
-    time_limit: str = "4h"  # what is not done by then goes on in the same job, started again
+    # For a job on a cluster. Its nodes and ranks follow from the keys above.
+    time_limit: str = "4h"  # the job is then started again, and the run goes on
     rank_cpus: int = number(2, least=1, most=4096)
-    rank_memory_gb: float | None = number(None, above=0, most=1e6)  # what the cluster gives without being asked
-    interface: str | None = None  # the network's, for gloo and NCCL: the one that leads to the other nodes
+    rank_memory_gb: float | None = number(None, above=0, most=1e6)  # null: the cluster's default
+    interface: str | None = None  # network interface to the other nodes, for gloo and NCCL
 
 
 @dataclass
@@ -189,14 +189,14 @@ class TrainConfig:
     epochs: int | None = number(None, least=1)
     precision: Precision = MISSING
     eval_every: int | None = number(None, least=1)
-    stop_after: int | None = number(None, least=1)  # end this process after so many steps, as a pre-emption would
+    stop_after: int | None = number(None, least=1)  # end this process after so many steps, as a pre-emption does
 
 
 @dataclass
 class ParallelConfig:
     ring_size: int = number(1, least=1, most=MANY)
     layout: LayoutName = LayoutName.zigzag
-    ulysses_size: int | None = number(None, least=1)  # of the groups of layout=hybrid
+    ulysses_size: int | None = number(None, least=1)  # ranks that share out the heads, with layout=hybrid
     kernel: KernelName = KernelName.auto
     backend: BackendName = BackendName.native
     world_size: int = MISSING  # derived
@@ -206,9 +206,9 @@ class ParallelConfig:
 @dataclass
 class ModelConfig:
     name: str = MISSING
-    seed: int = 0  # of random weights, where there are any
-    suggested_lr: float = number(MISSING, least=0)  # what optim.lr takes unless it is given
-    freeze: list[str] = field(default_factory=list)  # patterns of the names of parameters that stay as they are
+    seed: int = 0  # for random weights
+    suggested_lr: float = number(MISSING, least=0)  # the default of optim.lr
+    freeze: list[str] = field(default_factory=list)  # name patterns of parameters that are not trained
 
 
 @dataclass
@@ -217,8 +217,8 @@ class TinyModelConfig(ModelConfig):
     hidden_size: int = number(64, least=1)
     intermediate_size: int = number(172, least=1)
     layers: int = number(2, least=1)
-    heads: int = number(8, least=1)
-    kv_heads: int = number(2, least=1)
+    heads: int = number(8, least=1, most=MANY)
+    kv_heads: int = number(2, least=1, most=MANY)
 
 
 @dataclass
@@ -241,10 +241,10 @@ class DataConfig:
 @dataclass
 class SyntheticDataConfig(DataConfig):
     name: str = "synthetic"
-    seed: int = 0  # of the generated pairs, not of their order
+    seed: int = 0  # for the pairs, not for their order
     size: int = number(240, least=1)
     eval_size: int = number(32, least=0)
-    fill: bool = False  # texts of max_length words before each request: with too_long=truncate, all are of that length
+    fill: bool = False  # put max_length words before each request, to make long sequences
 
 
 @dataclass
@@ -260,7 +260,7 @@ class ArithmeticDataConfig(DataConfig):
     seed: int = 0
     size: int = number(1024, least=1)
     eval_size: int = number(64, least=0)
-    digits: int = number(1, least=1, most=100)  # of each number
+    digits: int = number(1, least=1, most=100)  # of each number in a sum
 
 
 @dataclass
@@ -277,22 +277,20 @@ class DPOConfig(LossConfig):
 
 @dataclass
 class PolicyLossConfig(LossConfig):
-    """What the algorithms of reinforcement learning have in common; their yaml files choose."""
+    """Keys that all algorithms of reinforcement learning share."""
 
-    beta: float = number(0.05, least=0)  # of the divergence from the reference; 0 does without a reference
+    beta: float = number(0.05, least=0)  # weight of the divergence from the reference; with 0 there is no reference
     kl_in: KLPlace = KLPlace.reward
     kl: KLEstimator = KLEstimator.k1
-    kl_target: float | None = number(None, above=0)  # beta then follows the divergence measured, per answer
-    kl_horizon: int = number(10000, least=1)  # samples over which it does
+    kl_target: float | None = number(None, above=0)  # divergence of an answer that beta is adapted to reach
+    kl_horizon: int = number(10000, least=1)  # samples over which beta adapts
     clip_low: float = number(0.2, above=0)
     clip_high: float = number(0.2, above=0)
-    dual_clip: float | None = number(
-        None, above=1, why=" (3 is usual)"
-    )  # bounds a negative advantage (arXiv 1912.09729)
-    entropy: float = number(0.0, least=0)  # of the bonus
-    whiten: bool = False  # advantages, over the train batch
+    dual_clip: float | None = number(None, above=1, why=" (3 is usual)")  # dual-clip PPO (arXiv 1912.09729)
+    entropy: float = number(0.0, least=0)  # weight of the entropy bonus
+    whiten: bool = False  # normalize advantages over the train batch
     normalize: Normalize = Normalize.token
-    filter: bool = False  # leave out answers to prompts all of whose answers scored the same
+    filter: bool = False  # leave out a prompt if all its answers have the same score
 
 
 @dataclass
@@ -302,7 +300,7 @@ class PPOConfig(PolicyLossConfig):
     gamma: float = number(1.0, least=0, most=1)
     lam: float = number(0.95, least=0, most=1)
     critic: CriticName = CriticName.own
-    value_lr: float | None = number(None, least=0)  # of the critic; optim.lr where it is not given
+    value_lr: float | None = number(None, least=0)  # the critic's learning rate; null: optim.lr
     value_coef: float = number(0.5, least=0)
     value_clip: float | None = number(0.2, above=0)
 
@@ -351,11 +349,11 @@ class RolloutConfig:
     mode: RolloutMode = RolloutMode.colocated
     engine: RolloutEngine = RolloutEngine.native
     batch_size: int = number(8, least=1, most=MANY)  # prompts
-    n_samples: int = number(4, least=1, most=MANY)  # of each prompt
-    epochs: int = number(1, least=1)  # over the samples of a rollout
+    n_samples: int = number(4, least=1, most=MANY)  # answers to each prompt
+    epochs: int = number(1, least=1)  # passes over the samples of a rollout
     minibatches: int = MISSING  # derived: batch_size × n_samples / train.batch_size
     micro_batch_size: int = number(16, least=1)  # samples that a rank draws at once
-    micro_batch_tokens: int | None = number(None, least=1)  # or fewer: prompts and answers together
+    micro_batch_tokens: int | None = number(None, least=1)  # draw fewer at once, so that prompts and answers fit
     score_batch_size: int = number(8, least=1)  # samples that a ring scores at once
     max_new_tokens: int = number(64, least=1)
     temperature: float = number(1.0, above=0, why=LIKELIEST)
@@ -367,7 +365,7 @@ class RolloutConfig:
     overlong_penalty: float = number(1.0, least=0)
     importance_cap: float | None = number(None, above=0)  # largest importance weight of a token
     vllm_memory: float = number(0.4, above=0, below=1)  # share of a GPU's memory that vLLM may take
-    sampling_ranks: int = MISSING  # that do nothing else; 0 unless pipelined
+    sampling_ranks: int = MISSING  # ranks that only sample; 0 unless pipelined
     show_every: int = number(10, least=0)  # rollouts between two tables of samples; 0: none
     show: int = number(3, least=0)  # samples in the table
 
@@ -390,12 +388,12 @@ class RuleRewardConfig(RewardConfig):
 
 @dataclass
 class PythonRewardConfig(RewardConfig):
-    """Runs code of the user's: a function by its import path, in processes of its own."""
+    """A function of the user, named by its import path and run in processes of its own."""
 
     name: str = "python"
     function: str = MISSING  # package.module:function
-    timeout_seconds: float = number(60.0, above=0, most=WEEK)  # of a call
-    workers: int = number(1, least=1, most=4096)  # processes of each rank
+    timeout_seconds: float = number(60.0, above=0, most=WEEK)  # for one call
+    workers: int = number(1, least=1, most=4096)  # processes for each rank
 
 
 @dataclass
@@ -403,13 +401,13 @@ class ModelRewardConfig(RewardConfig):
     name: str = "model"
     path: str = MISSING
     precision: Precision = Precision.fp32
-    max_length: int | None = number(None, least=2, why=PROMPT_AND_ANSWER)  # data.max_length where it is not given
+    max_length: int | None = number(None, least=2, why=PROMPT_AND_ANSWER)  # null: data.max_length
     trust_remote_code: bool = False
 
 
 @dataclass
 class SumRewardConfig(RewardConfig):
-    """Rewards by any names, each `{kind: rule, weight: 1.0, …}` with the keys of its kind."""
+    """A weighted sum. Each term has a name of its own and the keys of its kind: `{kind: rule, weight: 1.0, …}`."""
 
     name: str = "sum"
     terms: dict[str, Any] = field(default_factory=dict)
@@ -419,7 +417,7 @@ class SumRewardConfig(RewardConfig):
 class EngineConfig:
     name: EngineName = MISSING
     offload: Offload = Offload.none
-    overrides: dict[str, Any] = field(default_factory=dict)  # DeepSpeed's own keys
+    overrides: dict[str, Any] = field(default_factory=dict)  # keys of DeepSpeed's configuration
 
 
 @dataclass
@@ -450,7 +448,7 @@ class Best(Enum):
 
 
 class ExportDtype(Enum):
-    auto = "auto"  # bf16 of a run in bf16, else fp32
+    auto = "auto"  # bf16 after a run in bf16, else fp32
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
@@ -460,7 +458,7 @@ class ExportDtype(Enum):
 class CheckpointConfig:
     save_every: str | None = "30m"  # steps (50) or time (10m); null: at the end only
     keep_last: int = number(2, least=1)
-    keep_best: int = number(0, least=0)  # beside them, the best by `best_metric`
+    keep_best: int = number(0, least=0)  # in addition, the best by `best_metric`
     best_metric: str = "eval/loss"
     best: Best = Best.min
     on_exit: bool = True  # save when the run ends, or is asked to
@@ -470,8 +468,8 @@ class CheckpointConfig:
 
 @dataclass
 class ResumeConfig:
-    mode: str = "auto"  # auto: what the run folder holds; never; or the path of a checkpoint or of a run
-    force: list[str] = field(default_factory=list)  # keys that may differ from those the run was begun with
+    mode: str = "auto"  # auto (from the run folder), never, or the path of a checkpoint or a run
+    force: list[str] = field(default_factory=list)  # keys that may differ from the run's start
 
 
 @dataclass
@@ -480,13 +478,13 @@ class LoggerConfig:
     mode: WandbMode = WandbMode.auto
     project: str = "rlexp"
     entity: str | None = None
-    group: str | None = None  # of a sweep's jobs, its folder's name
+    group: str | None = None  # a sweep sets its folder's name
     run_name: str | None = None
-    axes: dict[str, str] = field(default_factory=dict)  # what varies in the sweep, and this job's values
-    baseline: str | None = None  # the folder of the run that this one is held against
+    axes: dict[str, str] = field(default_factory=dict)  # keys that the sweep varies, with this job's values
+    baseline: str | None = None  # folder of the run that this run is compared with
     tags: list[str] = field(default_factory=list)
     progress: bool = True
-    artifacts: bool = False  # tell W&B of every checkpoint, by reference
+    artifacts: bool = False  # register every checkpoint with W&B, by reference
 
 
 @dataclass
@@ -531,7 +529,7 @@ KINDS: dict[str, dict[str, type]] = {
 
 
 def register() -> None:
-    """Put the schema where `conf/config.yaml` and the group files find it (`/schema/<group>/<kind>@_here_`)."""
+    """Store the schema where `conf/config.yaml` and the group files find it (`/schema/<group>/<kind>@_here_`)."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     for group, kinds in KINDS.items():

@@ -16,21 +16,19 @@ from rlexp.errors import ConfigError
 
 
 def joined_world(env: Mapping[str, str] | None = None) -> int | None:
-    """The world of the launcher this process runs under (torchrun, srun), or None outside of one.
+    """Return the world size of the launcher that started this process (torchrun, srun), or None without one.
 
-    A batch script or an interactive shell on Slurm is one task that may start its own ranks, so only a step of
-    several tasks counts.
+    A batch script or an interactive shell on Slurm is one task, which may start its own ranks. So only a Slurm step
+    with several tasks counts.
     """
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
         world_size, rank = _whole("WORLD_SIZE", env), _whole("RANK", env)
         if rank >= world_size:
-            raise ConfigError(
-                f"RANK={rank}: the environment says WORLD_SIZE={world_size}. Unset both, or use torchrun."
-            )
+            raise ConfigError(f"RANK={rank}: the environment has WORLD_SIZE={world_size}. Unset both, or use torchrun.")
         if "MASTER_ADDR" not in env:
             raise ConfigError(
-                f"WORLD_SIZE={world_size}, RANK={rank}: stand in the environment without MASTER_ADDR and MASTER_PORT. "
+                f"WORLD_SIZE={world_size}, RANK={rank}: are in the environment without MASTER_ADDR and MASTER_PORT. "
                 f"Unset them, or start with torchrun."
             )
         return world_size
@@ -40,7 +38,7 @@ def joined_world(env: Mapping[str, str] | None = None) -> int | None:
 
 def _whole(name: str, env: Mapping[str, str]) -> int:
     if not env[name].isdecimal():
-        raise ConfigError(f"{name}={env[name]}: stands in the environment and is no whole number. Unset it.")
+        raise ConfigError(f"{name}={env[name]}: is in the environment and is not a whole number. Unset it.")
     return int(env[name])
 
 
@@ -57,7 +55,7 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest(wanted: int, candidates: list[int]) -> list[int]:
-    """The largest candidate below and the smallest above, as far as there are any."""
+    """Return the largest candidate up to `wanted` and the smallest above it, if they exist."""
     below = [c for c in candidates if c <= wanted]
     above = [c for c in candidates if c > wanted]
     return ([max(below)] if below else []) + ([min(above)] if above else [])
@@ -80,7 +78,7 @@ def _field(key: str) -> dataclasses.Field[Any]:
 
 
 def dp_size(world_size: int, ring_size: int) -> int:
-    """How many replicas of the model train side by side: world / ring, exactly."""
+    """Return the number of replicas that train in parallel: world / ring, exactly."""
     require("parallel.ring_size", ring_size)
     if world_size < 1:
         raise ConfigError(
@@ -98,7 +96,7 @@ def dp_size(world_size: int, ring_size: int) -> int:
 
 
 def grad_acc(batch_size: int, micro_batch_size: int, dp_size: int) -> int:
-    """Forward passes of a replica per optimizer step: batch / (micro × dp), exactly."""
+    """Return a replica's forward passes per optimizer step: batch / (micro × dp), exactly."""
     require("train.batch_size", batch_size)
     require("train.micro_batch_size", micro_batch_size)
     unit = micro_batch_size * dp_size
@@ -121,7 +119,7 @@ def grad_acc(batch_size: int, micro_batch_size: int, dp_size: int) -> int:
 
 
 def training_ranks(ranks: int, sampling_ranks: int) -> int:
-    """All ranks but those that do nothing but sample."""
+    """Return the number of ranks that train: all except those that only sample."""
     if sampling_ranks < 0 or sampling_ranks >= ranks:
         raise ConfigError(
             f"rollout.sampling_ranks={sampling_ranks}: there {'are' if ranks > 1 else 'is'} {ranks} "
@@ -132,7 +130,7 @@ def training_ranks(ranks: int, sampling_ranks: int) -> int:
 
 
 def minibatches(batch_size: int, n_samples: int, train_batch: int) -> int:
-    """Train batches of a rollout: prompts × samples / train batch, exactly."""
+    """Return the train batches per rollout: prompts × samples / train batch, exactly."""
     require("rollout.batch_size", batch_size)
     require("rollout.n_samples", n_samples)
     require("train.batch_size", train_batch)
