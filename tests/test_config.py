@@ -281,10 +281,13 @@ BAD = {
     "leftover place": (["ENV WORLD_SIZE=4 RANK=0"], "MASTER_ADDR"),
     "unknown group": (["paralel=ring8"], "Did you mean parallel?"),
     "unknown option": (["loss=dop"], "loss=dop: no such option. Did you mean dpo?"),
-    "wrong type": (["train.batch_size=many"], "train.batch_size: Value 'many'"),
+    "wrong type": (
+        ["train.batch_size=many"],
+        "train.batch_size=many: must be a whole number. For example: train.batch_size=8.",
+    ),
     "wrong choice": (
         ["parallel.layout=zigzga"],
-        "expected one of [auto, zigzag, contiguous, allgather, ulysses, hybrid]",
+        "parallel.layout=zigzga: must be one of auto, zigzag, contiguous, allgather, ulysses, hybrid. For example:",
     ),
     "heads that do not fit": (
         ["parallel=ring8", "parallel.layout=ulysses", "model.heads=4"],
@@ -385,10 +388,10 @@ REFUSALS = [
     ("checkpoint.keep_last=0", "checkpoint.keep_last=0: must be at least 1."),
     ("checkpoint.keep_best=1", "which is never measured. Give train.eval_every=N"),
     ("train.stop_after=2 checkpoint.on_exit=false", "Leave checkpoint.on_exit=true."),
-    ("launch.grace_seconds=1e20", "launch.grace_seconds=1e+20: must be at most"),
-    ("engine.overrides.communication_data_type=fp16", "must be fp32 (exact), or bf16 (half the bytes)"),
+    ("launch.grace_seconds=1e20", "launch.grace_seconds=1e+20: must be greater than 0 and at most 604800."),
+    ("engine.overrides.communication_data_type=fp16", "Use fp32 (exact), or bf16 (half the bytes)"),
     ("engine.overrides.data_types.grad_accum_dtype=bf16", "gradients are added up in float32"),
-    ("launch.grace_seconds=0", "launch.grace_seconds=0.0: must be greater than 0."),
+    ("launch.grace_seconds=0", "launch.grace_seconds=0.0: must be greater than 0 and"),
 ]
 
 

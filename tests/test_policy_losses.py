@@ -652,7 +652,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "ppo",
         {"value_lr": 1e-3, "critic": CriticName.shared},
-        "loss.value_lr=0.001: loss.critic=shared has the policy's",
+        "loss.value_lr=0.001: loss.critic=shared uses the policy's",
     ),
 ]
 
