@@ -210,7 +210,7 @@ def flaws(message: str, overrides: Sequence[str]) -> list[str]:
     key = about.group() if about else ""
     known = {*KEYS, *GROUPS, *given, *(each.partition("=")[0] for each in overrides)}
     lacking = []
-    about_key = any(key == each or key.startswith(f"{each}.") for each in known)
+    about_key = any(key == each or key.startswith(f"{each}.") or each.startswith(f"{key}.") for each in known if key)
     if not about_key and not any(message.startswith(each.lstrip("+~")) for each in overrides if each.lstrip("+~")):
         lacking.append("key")
     if given.get(key) and not message.startswith(f"{key}=") and not VALUELESS.search(message):

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlexp.config.keys import about_unknown, suggestion
 from rlexp.config.kinds import rule
-from rlexp.errors import UserError
+from rlexp.errors import ConfigError, UserError
 
 # OmegaConf's words for a value of the wrong kind, used for keys outside our schema.
 _KINDS = {
@@ -25,6 +25,8 @@ def explain(error: BaseException) -> str | None:
     """Return the message for the user, or None for an exception that is a bug and keeps its traceback."""
     links = list(chain(error))
     for link in links:
+        if isinstance(link, ConfigError):
+            return " ".join(map(str.strip, str(link).splitlines()))  # a value may have several lines
         if isinstance(link, UserError):
             return str(link)
     for link in links:

@@ -8,6 +8,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from rlexp.config.paths import conf_dir
 from rlexp.errors import ConfigError
@@ -51,8 +53,14 @@ def _alternatives(value: Any) -> list[Any]:
 
 
 def _is_name(option: Any) -> bool:
-    text = option.text if isinstance(option, QuotedString) else option
-    return isinstance(text, str) and bool(text) and ("${" not in text or "${oc.env:" in text)
+    """Return whether this may be the name of an option: plain, or out of an environment variable that is set."""
+    name = option.text if isinstance(option, QuotedString) else option
+    if isinstance(name, str) and "${oc.env:" in name:
+        try:
+            name = OmegaConf.create({"name": name}).name
+        except OmegaConfBaseException:
+            return False
+    return isinstance(name, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)*", name) is not None
 
 
 def _choices(group: str) -> str:
