@@ -3,19 +3,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+HALF = (torch.bfloat16, torch.float16)
+UNLIMITED = (-1, -1)
+
+
+@functools.cache
+def install() -> MockFlash:
+    """Install a mock as the package `flash_attn` of this process.
+
+    It takes float64 too, in which the code that calls it can be held to float32's rounding.
+    """
+    flash = MockFlash((*HALF, torch.float64), strided=True)
+    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
+    for module in (package, interface):
+        module.__spec__ = ModuleSpec(module.__name__, None)
+    for name in ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward", "flash_attn_varlen_func"):
+        setattr(interface, name, as_function(getattr(flash, name)))
+    sys.modules |= {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
+    return flash
+
+
+def as_function(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a plain function with the method's parameters, whose names ring-flash-attn reads from functions only."""
+
+    @functools.wraps(method)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    function.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    return function
+
 
 class MockFlash:
-    """Stands in for what runs on a GPU only: one flash call over packed segments, in plain torch, with the demands that
-    the sources of torch and flash-attn make on their arguments. Under the names and parameters of each package."""
+    """One flash call over packed segments, in plain torch, under the names and parameters of each package.
 
-    def __init__(self) -> None:
+    It asserts what the sources of torch and flash-attn demand of their arguments, and rounds what they round: outputs
+    and gradients to the dtype of the queries, the log-sum-exp to float32.
+    """
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...] = HALF, *, strided: bool = False) -> None:
+        self.dtypes = dtypes
+        self.strided = strided  # gradients may be written with gaps between heads, as ring-flash-attn asks for
         self.calls = 0
+        self.computed = 0  # pairs of a query and a key that it sees, of every head, in all forward passes
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool,
@@ -23,10 +64,12 @@ class MockFlash:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         self._demand(q, k, v, cu_q, cu_k, max_q, max_k)
         out = torch.full_like(q, torch.nan)
-        lse = torch.full((q.shape[1], len(q)), torch.nan)
+        # Under the float64 mode of rlexp.model.float64 this stays float64.
+        lse = q.new_full((q.shape[1], len(q)), torch.nan, dtype=torch.float32)
         for at, keys in self._segments(cu_q, cu_k):
             scores = self._scores(q[at], k[keys], causal, scale)
-            lse[:, at] = scores.logsumexp(-1)
+            self.computed += int(scores.isfinite().sum())
+            lse[:, at] = scores.logsumexp(-1).float()
             out[at] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), self._expanded(v[keys], q)).to(q.dtype)
         return out, lse
 
@@ -39,24 +82,25 @@ class MockFlash:
         assert dout.stride(-1) == out.stride(-1) == 1
         assert dout.shape == out.shape == q.shape
         assert lse.shape == (q.shape[1], len(q))
-        assert lse.dtype == torch.float32
+        assert lse.dtype == torch.float32 or q.dtype == torch.float64
         assert lse.is_contiguous()  # its strides are not read
         dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
         for at, keys in self._segments(cu_q, cu_k):
-            wide_k, wide_v = self._expanded(k[keys], q), self._expanded(v[keys], q)
-            p = (self._scores(q[at], k[keys], causal, scale) - lse[:, at].unsqueeze(-1)).exp()
-            delta = (dout[at].float() * out[at].float()).sum(-1).transpose(0, 1).unsqueeze(-1)
-            ds = p * (torch.einsum("qhd,khd->hqk", dout[at].float(), wide_v) - delta) * scale
+            wide_k, wide_v, wide_dout = self._expanded(k[keys], q), self._expanded(v[keys], q), wide(dout[at])
+            scores = self._scores(q[at], k[keys], causal, scale)
+            p = (scores - lse[:, at].to(scores.dtype).unsqueeze(-1)).exp()
+            delta = (wide_dout * wide(out[at])).sum(-1).transpose(0, 1).unsqueeze(-1)
+            ds = p * (torch.einsum("qhd,khd->hqk", wide_dout, wide_v) - delta) * scale
             dq[at] = torch.einsum("hqk,khd->qhd", ds, wide_k).to(q.dtype)
             for grad, weights, x in ((dk, ds, q), (dv, p, dout)):
-                wide = torch.einsum("hqk,qhd->khd", weights, x[at].float())
-                grad[keys] = wide.unflatten(1, (k.shape[1], -1)).sum(2).to(q.dtype)
+                by_head = torch.einsum("hqk,qhd->khd", weights, wide(x[at]))
+                grad[keys] = by_head.unflatten(1, (k.shape[1], -1)).sum(2).to(q.dtype)
         return dq, dk, dv
 
     def _demand(self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> None:
         self.calls += 1
         assert q.dtype == k.dtype == v.dtype
-        assert q.dtype in (torch.bfloat16, torch.float16)
+        assert q.dtype in self.dtypes
         assert q.shape[1] % k.shape[1] == 0
         for x in (q, k, v):
             assert x.dim() == 3
@@ -65,7 +109,7 @@ class MockFlash:
             assert cu.dtype == torch.int32
             assert cu.is_contiguous()
             assert (cu[0], cu[-1]) == (0, len(x))
-            assert (cu.diff() > 0).all(), "an empty segment: what comes of it depends on the version"
+            assert (cu.diff() > 0).all(), "an empty segment: its result depends on the version"
             assert isinstance(longest, int)
             assert longest >= int(cu.diff().max())
         assert max_q > 1, "the path for decoding"
@@ -76,22 +120,25 @@ class MockFlash:
             yield slice(int(cu_q[number]), int(cu_q[number + 1])), slice(int(cu_k[number]), int(cu_k[number + 1]))
 
     def _expanded(self, x_kGD: Tensor, q: Tensor) -> Tensor:
-        return x_kGD.float().repeat_interleave(q.shape[1] // x_kGD.shape[1], 1)
+        return wide(x_kGD).repeat_interleave(q.shape[1] // x_kGD.shape[1], 1)
 
     def _scores(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-        scores = torch.einsum("qhd,khd->hqk", q.float(), self._expanded(k, q)) * scale
+        scores = torch.einsum("qhd,khd->hqk", wide(q), self._expanded(k, q)) * scale
+        if not causal:
+            return scores
+        assert len(k) >= len(q), "rows without keys"
         later = torch.ones(len(q), len(k), dtype=torch.bool).triu(1 + len(k) - len(q))  # aligned at the bottom right
-        return scores.masked_fill(later, -torch.inf) if causal else scores
+        return scores.masked_fill(later, -torch.inf)
 
-    # torch.ops.aten, as its schema has it
+    # torch.ops.aten, with the parameters of its schema
 
     def aten_forward(
         self, query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int,
         dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         assert (dropout_p, return_debug_mask) == (0.0, False)
-        found = self.forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale)
-        return *found, torch.empty(2, dtype=torch.uint64), torch.empty(()), torch.empty(0)
+        out, lse = self.forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale)
+        return out, lse, torch.empty(2, dtype=torch.uint64), torch.empty(()), torch.empty(0)
 
     def aten_backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
@@ -112,7 +159,7 @@ class MockFlash:
         window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
         return_softmax: bool = False,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+        assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0, *UNLIMITED, 0, None)
         args = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale)
         return *self.forward(q, k, v, *args), torch.empty(0), torch.empty(2)
 
@@ -122,9 +169,20 @@ class MockFlash:
         softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
         alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0.0, -1, -1, 0.0, None)
+        assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0, *UNLIMITED, 0, None)
         args = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale)
         return self._into((dq, dk, dv), self.backward(dout, q, k, v, out, softmax_lse, *args))
+
+    def flash_attn_varlen_func(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+        deterministic: bool = False,
+    ) -> Tensor:  # fmt: skip
+        assert dropout_p == 0
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        args = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale)
+        out: Tensor = _Func.apply(q, k, v, self, args)
+        return out
 
     # flash_attn_interface, of flash-attn 3
 
@@ -170,8 +228,25 @@ class MockFlash:
         args: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale)
         return self.backward(dout, q, k, v, out, lse, *args)
 
-    def _into(self, grads: tuple[Tensor, ...], found: tuple[Tensor, ...]) -> Tensor:
-        for grad, values in zip(grads, found, strict=True):
-            assert grad.is_contiguous()
+    def _into(self, grads: tuple[Tensor, ...], computed: tuple[Tensor, ...]) -> Tensor:
+        for grad, values in zip(grads, computed, strict=True):
+            assert grad.is_contiguous() or (self.strided and grad.stride(-1) == 1)
             grad.copy_(values)
         return torch.empty(0)
+
+
+class _Func(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, flash: MockFlash, args: tuple[Any, ...]) -> Tensor:
+        out, lse = flash.forward(q, k, v, *args)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.flash, ctx.args = flash, args
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.flash.backward(grads[0], *ctx.saved_tensors, *ctx.args), None, None
+
+
+def wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

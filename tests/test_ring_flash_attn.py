@@ -1,4 +1,4 @@
-"""The library ring-flash-attn as a backend: its real code on real ranks, over a mock of flash-attn, that needs CUDA."""
+"""The library ring-flash-attn as a backend: its real code on real ranks, over a mock of flash-attn."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rlexp.ring.kernels import Plain
 from rlexp.ring.layouts import Layout
 from rlexp.ring.layouts.ring_flash_attn import library_layout
 from rlexp.types import Segment
-from tests import mock_flash_attn
+from tests import mock_flash
 from tests.ranks import largest_gap, on_ranks, seeded, train_steps
 from tests.test_attention import HEADS, SIZE, error, expected_of, flash, inputs
 
@@ -46,7 +46,7 @@ library = pytest.mark.skipif(
 
 
 def forest(lengths: Sequence[int], layout: Layout, ring_size: int) -> tuple[Segment, ...]:
-    """As a pack has it."""
+    """Return the segments of a pack of these lengths."""
     tokens = [torch.zeros(length, dtype=torch.int32).numpy() for length in lengths]
     pack = pack_sequences(
         [(each[:0], each) for each in tokens], layout.multiple(ring_size), unit=layout.unit(ring_size)
@@ -62,19 +62,19 @@ Parts = list[list[Tensor]]  # out, dq, dk, dv of each segment
 
 @dataclasses.dataclass
 class Attended:
-    """Of a rank, in one case."""
+    """One rank's results in one case."""
 
     index: Tensor  # the places in the pack that it holds
     parts: list[Tensor]  # out, dq, dk, dv
-    counted: int  # bytes that are said to be sent
-    sent: int
-    work: float  # what the layout says of it
-    computed: float  # what flash-attn is asked for
+    counted: int  # bytes that `ring.traffic` counts
+    sent: int  # bytes really sent
+    work: float  # query-key pairs by the layout
+    computed: float  # query-key pairs that flash-attn computes
 
 
 def attend_rank(place: Place, sizes: Sequence[int]) -> dict[tuple[int, torch.dtype], list[Attended]]:
-    """On rings of these sizes: of as many ranks as there are, or of one."""
-    mock_flash_attn.install()
+    """Attend on rings of these sizes: all ranks, or one."""
+    mock_flash.install()
     rings = {size: ALONE if size == 1 else build_world(size).ring for size in sizes}
     return {
         (size, dtype): [attend_part(ring, name, kv_heads, lengths, dtype) for name, kv_heads in CASES]
@@ -94,26 +94,27 @@ def attend_part(ring: Ring, name: str, kv_heads: int, lengths: tuple[int, ...], 
     total = sum(segment.padded for segment in segments)
     packed = []
     for part, heads in enumerate((HEADS, kv_heads, kv_heads, HEADS)):
-        # Padding looks like any token. No loss asks for what is made of it, so its output has no gradient.
+        # Padding looks like any token. No loss uses its output, which so has no gradient.
         whole = seeded(total, heads, SIZE, seed=9 + part, dtype=dtype) * (part < 3)
         for segment, tensors in zip(segments, inputs(lengths, kv_heads, dtype), strict=True):
             whole[segment.start : segment.start + segment.length] = tensors[part]
-        packed.append(whole[index].transpose(0, 1).contiguous().transpose(0, 1))  # in the strides of a model's
+        packed.append(whole[index].transpose(0, 1).contiguous().transpose(0, 1))  # with a model's strides
     q, k, v, dout = packed
     for tensor in (q, k, v):
         tensor.requires_grad_()
     plan = layout.plan(segments, ring, Plain())
-    sent, before, mock_flash_attn.computed = Sent(), ring.traffic.sent, 0
+    flash_attn = mock_flash.install()
+    sent, before, flash_attn.computed = Sent(), ring.traffic.sent, 0
     with sent.listening():
         out = plan.attend(q, k, v, SIZE**-0.5)
         grads = torch.autograd.grad(out, (q, k, v), dout)
-    computed = mock_flash_attn.computed / HEADS
+    computed = flash_attn.computed / HEADS
     counted = ring.traffic.sent - before
     return Attended(index, [out.detach(), *grads], counted, sent.bytes, deal.work[ring.rank], computed)
 
 
 class Sent:
-    """Bytes that a rank really sends, by whatever it calls."""
+    """Count the bytes that a rank really sends, by any collective."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -140,7 +141,7 @@ class Sent:
 
 @pytest.fixture(scope="module")
 def attended() -> dict[tuple[int, torch.dtype], list[list[Attended]]]:
-    """By size of the ring and dtype, for each case, of each rank."""
+    """By ring size and dtype, each rank's results in each case."""
     found = {}
     for world, sizes in ((2, (1, 2)), (4, (4,))):
         by_rank = on_ranks(world, attend_rank, sizes)
@@ -160,8 +161,10 @@ def put_together(lengths: tuple[int, ...], name: str, results: Sequence[Attended
 @library
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_equals_full_attention(size: int, attended: Any) -> None:
-    """In float64, though the library's zigzag merges outputs and adds up gradients in float32: the largest difference
-    measured is 3.3e-7 of the pack's largest element."""
+    """In float64, but the library's zigzag merges outputs and sums gradients in float32.
+
+    The largest difference measured is 3.3e-7 of the pack's largest element.
+    """
     for (name, kv_heads), results in zip(CASES, attended[size, torch.float64], strict=True):
         got, expected = put_together(LENGTHS, name, results), expected_of(LENGTHS, kv_heads, torch.float64)
         for part in range(4):
@@ -173,8 +176,10 @@ def test_equals_full_attention(size: int, attended: Any) -> None:
 @library
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_bf16_is_about_as_exact_as_one_flash_call(size: int, attended: Any) -> None:
-    """Error against float64, of the whole pack; measured 0.24 to 0.98 of torch's own flash kernel's. What flash-attn
-    rounds inside a block, the mock does not."""
+    """The error against float64 over the pack measured 0.24 to 0.98 times that of torch's own flash kernel.
+
+    The mock does not round inside a block, as flash-attn does.
+    """
     for (name, kv_heads), results in zip(CASES, attended[size, torch.bfloat16], strict=True):
         got, expected = put_together(LONG, name, results), expected_of(LONG, kv_heads, torch.bfloat16)
         theirs = error([flash(*arguments) for arguments in inputs(LONG, kv_heads, torch.bfloat16)], expected)
@@ -238,16 +243,18 @@ def test_a_sequence_is_padded_to_what_the_layout_cuts_it_in() -> None:
 
 
 def run_rank(place: Place, configs: Sequence[Config]) -> list[Any]:
-    """Two steps of each; that this machine cannot run the backend is not looked at, since flash-attn is a mock."""
-    mock_flash_attn.install()
+    """Train two steps of each, without the check that the machine can run the backend: flash-attn is a mock."""
+    mock_flash.install()
     with patch("rlexp.train.build.check_backend", lambda *_: None):
         return [train_steps(place, cfg, 2) for cfg in configs]
 
 
 @library
 def test_a_run_is_that_of_our_own_layouts() -> None:
-    """Layouts padded and cut otherwise, a reference model, recomputed activations. In float64, where only the library's
-    zigzag merges in float32: the largest differences measured are 3.6e-8, and 1.9e-14 of allgather."""
+    """Layouts that pad and cut differently, a reference model, and recomputed activations, in float64.
+
+    Only the library's zigzag merges in float32. The largest differences measured are 3.6e-8, and 1.9e-14 for allgather.
+    """
     args = ["launch.device=cpu", "logger=none", "parallel=ring2", "engine=torch", "train.precision=fp64"]
     args += ["train.batch_size=4", "train.micro_batch_size=2", "memory.checkpointing=true", "optim=sgd", "optim.lr=0.1"]
     native = compose_config([*args, "train.max_steps=2", "parallel.layout=zigzag"])
@@ -263,7 +270,7 @@ def test_a_run_is_that_of_our_own_layouts() -> None:
             for metric in ("loss", "logps/chosen", "logps/rejected", "grad_norm"):
                 assert row[f"train/{metric}"] == pytest.approx(mine[f"train/{metric}"], rel=tolerance)
             assert row["train/tokens"] == mine["train/tokens"]
-            assert row["train/ring_bytes"] != mine["train/ring_bytes"], "it is the other who attends"
+            assert row["train/ring_bytes"] != mine["train/ring_bytes"], "the library attends"
         for mine, gradients in zip(own.gradients, other.gradients, strict=True):
             assert largest_gap(mine, gradients) < tolerance
         assert largest_gap(own.weights, other.weights) < tolerance
@@ -279,14 +286,14 @@ def test_verify_takes_our_own_layout_in_float64() -> None:
     assert cfg.parallel.backend is BackendName.ring_flash_attn
 
 
-# ---- the door ----
+# ---- the import ----
 
 ENTERED = """
 import sys
-from tests import mock_flash_attn
-mock_flash_attn.install()
+from tests import mock_flash
+mock_flash.install()
 interface = sys.modules["flash_attn.flash_attn_interface"]
-interface._flash_attn_forward = interface._flash_attn_backward = None  # asked for by modules that we do not use
+interface._flash_attn_forward = interface._flash_attn_backward = None  # imported by modules that we do not use
 try:
     import ring_flash_attn
 except ImportError as error:
@@ -300,7 +307,7 @@ for name in ("zigzag", "llama3", "llama3_plan", "alone"):
 
 @library
 def test_the_functions_are_reached_past_the_adapter() -> None:
-    """When the package itself can be imported again, `rlexp/ring/past_adapter.py` may go."""
+    """When the package itself can be imported again, `rlexp/ring/past_adapter.py` can be removed."""
     answer = subprocess.run([sys.executable, "-c", ENTERED], capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 0, answer.stderr
     refused, *reached = answer.stdout.splitlines()
@@ -309,18 +316,18 @@ def test_the_functions_are_reached_past_the_adapter() -> None:
         "ring_flash_attn.zigzag_ring_flash_attn_varlen zigzag_ring_flash_attn_varlen_func",
         "ring_flash_attn.llama3_flash_attn_varlen llama3_flash_attn_varlen_func",
         "ring_flash_attn.llama3_flash_attn_varlen llama3_flash_attn_prepare_cu_seqlens",
-        "tests.mock_flash_attn flash_attn_varlen_func",
+        "tests.mock_flash flash_attn_varlen_func",
     ]
 
 
-# ---- what is refused ----
+# ---- refusals ----
 
 REFUSED = [
-    ("parallel.layout=auto", "parallel.layout=auto estimates rlexp's own layouts only. Use parallel.layout="),
+    ("parallel.layout=auto", "parallel.layout=auto knows the times of rlexp's own layouts only. Use parallel.layout="),
     ("parallel.layout=ulysses", "parallel.layout=ulysses is not one of its layouts. Use parallel.layout=zigzag or "),
     ("parallel.layout=hybrid parallel.ulysses_size=2", "parallel.layout=hybrid is not one of its layouts"),
     ("parallel.layout=contiguous", "or parallel.layout=allgather, or parallel.backend=native."),
-    ("parallel.kernel=plain", "always uses flash-attn's kernel, and parallel.kernel=plain names another. Leave"),
+    ("parallel.kernel=plain", "brings its own kernel, flash-attn's, and parallel.kernel=plain names another. Leave"),
     ("launch.device=cpu", "runs on GPUs only, and launch.device=cpu. Use launch.device=cuda, or parallel.backend=nat"),
     ("train.precision=fp32", "cannot compute in train.precision=fp32. Use bf16, or parallel.backend=native."),
     ("train.precision=fp64", "cannot compute in train.precision=fp64. Use bf16"),
@@ -331,7 +338,7 @@ REFUSED = [
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with two GPUs, played by an nvidia-smi of the test's own: there is none here."""
+    """A machine with two GPUs, as the test's own nvidia-smi reports it."""
     fake = tmp_path / "nvidia-smi"
     fake.write_text("#!/bin/sh\necho 'GPU 0: a (UUID: x)'\necho 'GPU 1: b (UUID: y)'\n", encoding="utf-8")
     fake.chmod(0o755)
