@@ -175,12 +175,12 @@ def work() -> str:
     )
     return (
         f"### One long sequence\n\n"
-        f"{LONG[0]:,} tokens, {HEADS} heads of {SIZE}, one thread, forward and backward, causal, the best of "
+        f"{LONG[0]:,} tokens, {HEADS} heads of {SIZE}, causal, forward and backward, on one thread; the best of "
         f"{ROUNDS} rounds.\n"
-        f"Work: of all ranks together, over one call of `scaled_dot_product_attention`, timed head by head\n"
-        f"({seconds}).\n"
-        f"Efficiency: a ring-th part of that call's time, over the time of the ring when sending takes none: in every "
-        f"step as\nlong as its slowest rank.\n\n" + "\n".join(lines)
+        f"Work: the time of all ranks together, relative to one call of `scaled_dot_product_attention`, timed head by "
+        f"head\n({seconds}).\n"
+        f"Efficiency: that call's time divided by the number of ranks, relative to the ring's time. Each step of the "
+        f"ring takes\nas long as its slowest rank; sending takes no time.\n\n" + "\n".join(lines)
     )
 
 
@@ -194,9 +194,9 @@ def mix() -> str:
     lines += [f"| {each.case.name} | {each.case.ring_size} | {shared(each, once)} |" for each in measured]
     return (
         f"### A packed mix\n\n"
-        f"One pair of SQuALITY and {len(HH) // 2} of HH-RLHF in one pack: {len(MIX)} sequences of {min(MIX)} to "
-        f"{max(MIX):,} tokens, {sum(MIX):,} in all,\nfloat32, the best of {ROUNDS} rounds. One call is here one "
-        f"for each sequence, the long ones timed head by head\n({once.seconds():.2f} s together; all heads at once "
+        f"One pair of SQuALITY and {len(HH) // 2} pairs of HH-RLHF in one pack: {len(MIX)} sequences of {min(MIX)} to "
+        f"{max(MIX):,} tokens, {sum(MIX):,} in all;\nfloat32, the best of {ROUNDS} rounds. Work is relative to one "
+        f"call per sequence, the long ones timed head by head\n({once.seconds():.2f} s together; all heads at once "
         f"{once.whole():.2f} s).\n\n" + "\n".join(lines)
     )
 
@@ -211,9 +211,9 @@ def errors() -> str:
             lines += rows_of_errors(lengths, kv_heads)
     return (
         f"### Errors in bfloat16\n\n"
-        f"Against float64, root mean square over the pack, relative to that of the true value; in brackets over that\n"
-        f"of one flash call for each sequence. Ring 8, {HEADS} heads of {SIZE}; heads: of queries / of keys.\n\n"
-        + "\n".join(lines)
+        f"Root mean square error against float64 over the pack, relative to the root mean square of the true value. In "
+        f"brackets:\nrelative to the error of one flash call per sequence. Ring of 8, heads of size {SIZE}; heads: "
+        f"query / key/value.\n\n" + "\n".join(lines)
     )
 
 

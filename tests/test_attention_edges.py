@@ -1,4 +1,4 @@
-"""Attention where there is hardly any: packs smaller than the ring; and tensors as models and autograd arrange them."""
+"""Attention on packs smaller than the ring, and on tensors that models and autograd arrange differently in memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_packs_smaller_than_the_ring() -> None:
 def attend(
     ring: Ring, segments: Sequence[Segment], case: Case, arrange: Callable[[Tensor], Tensor], dout: Tensor | None = None
 ) -> list[Tensor]:
-    """Out, dq, dk, dv of one rank, of tensors that lie in memory as `arrange` says."""
+    """Return out, dq, dk, dv of one rank, for tensors that `arrange` puts into memory."""
     layout = case.get()
     held = len(layout.deal(segments, ring.size).places[ring.rank])
     q, k, v = (
@@ -69,7 +69,7 @@ def padding_rank(place: Place, several: Sequence[Case]) -> list[list[Tensor]]:
 
 
 def test_a_pack_of_padding_alone_has_no_attention() -> None:
-    """A replica without a sample is given one, and its ranks take part in what the ring sends."""
+    """A replica without a sample gets such a pack, and its ranks take part in what the ring sends."""
     for results in on_ranks(4, padding_rank, cases(4, (HEADS, 2))):
         for tensors in results:
             assert all(len(tensor) == 1 and not tensor.any() for tensor in tensors)
@@ -99,7 +99,7 @@ def arranged_rank(place: Place, several: Sequence[Case]) -> list[dict[str, list[
 
 
 def test_any_arrangement_in_memory_is_the_same_attention() -> None:
-    """Models permute, split and join heads; autograd hands over gradients that are spread out without a copy."""
+    """Models permute, split and join heads; autograd passes gradients that are expanded without a copy."""
     several = cases(4, (HEADS, 2))
     for results in on_ranks(4, arranged_rank, several):
         for case, by_name in zip(several, results, strict=True):
@@ -111,7 +111,7 @@ def test_any_arrangement_in_memory_is_the_same_attention() -> None:
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "allgather", "ulysses"])
 def test_a_gradient_of_the_gradient_is_refused(layout: str) -> None:
-    """Its blocks are given what the whole ring found out, as constants: differentiating them again would be wrong."""
+    """Blocks take the global output and log-sum-exp for constants, so a second derivative would be wrong."""
     ring, segments = Ring(0, (0,)), forest((5,), 1)
     q, k, v = (seeded(5, 2, SIZE, seed=part).requires_grad_() for part in range(3))
     plan = get_layout(layout).plan(segments, ring, get_kernel("plain", "cpu"))
@@ -123,7 +123,7 @@ def test_a_gradient_of_the_gradient_is_refused(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "allgather", "ulysses"])
 def test_no_more_is_kept_for_the_backward_pass_than_it_needs(layout: str) -> None:
-    """q, k, v, the output and the log-sum-exp, and no buffer of what has travelled that one of them is a view of."""
+    """Only q, k, v, the output and the log-sum-exp: none of them is a view of a larger buffer that has travelled."""
     ring, segments = Ring(0, (0,)), forest((50,), 1)
     q, k, v = (seeded(50, heads, SIZE, seed=heads).requires_grad_() for heads in (HEADS, 2, 2))
     plan = get_layout(layout).plan(segments, ring, get_kernel("cpu_flash", "cpu"))

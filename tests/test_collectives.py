@@ -1,4 +1,4 @@
-"""The ring's own collectives, and the counting of what it holds and sends."""
+"""The ring's own collectives, and the counts of the tokens it holds and the bytes it sends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_is_sent_is_kept_while_it_is_under_way_and_no_longer() -> None:
 
 @pytest.mark.parametrize("collective", [ring_sum, rotate, gather, sum_and_scatter, exchange])
 def test_a_ring_without_a_group_sends_nothing(collective) -> None:
-    """torch would take the group of the whole world for it."""
+    """Without a group, torch would use the group of the whole world."""
     with pytest.raises(AssertionError, match="has no group"):
         collective(torch.zeros(2, 3), Ring(0, (0, 1)))
 
@@ -66,8 +66,10 @@ def counts_rank(place: Place, cfgs) -> list[tuple[dict[str, float], int]]:
 
 
 def sent(layout: str, ring: int, inner: int, heads: int, kv_heads: int) -> float:
-    """Elements that a rank sends for a token that it holds and a layer, in units of a head: two forward passes, of
-    policy and reference, and one backward pass. docs/layouts.md has these as formulas."""
+    """Return how many heads' worth of elements a rank sends per token that it holds and per layer.
+
+    There are two forward passes, of policy and reference, and one backward pass. docs/layouts.md has the formulas.
+    """
     around = 2 * kv_heads
     if layout in ("zigzag", "contiguous"):  # K and V, ring − 1 hops; dK and dV come home again
         return around * (3 * (ring - 1) + (ring if ring > 1 else 0))
@@ -75,7 +77,7 @@ def sent(layout: str, ring: int, inner: int, heads: int, kv_heads: int) -> float
         return around * (3 + 1) * (ring - 1)
     copies, outer = max(kv_heads, inner), ring // inner
     exchanged = (2 * heads + 2 * copies) * (inner - 1) / inner
-    # A rank of an outer ring has all tokens of its neighbours, and of their heads one part.
+    # A rank of an outer ring has all tokens of its neighbours, for a part of the heads.
     travelling = 2 * copies * (3 * (outer - 1) + (outer if outer > 1 else 0))
     return 3 * exchanged + travelling
 
@@ -91,7 +93,7 @@ def sent(layout: str, ring: int, inner: int, heads: int, kv_heads: int) -> float
     ids=["1", "2", "4", "8"],
 )
 def test_tokens_held_and_bytes_sent_are_the_layouts(ring_size: int, layouts: list[tuple[str, int]]) -> None:
-    """A ring that secretly computed everything everywhere would hold all tokens, or send other bytes."""
+    """A ring whose ranks all computed everything would hold all tokens, or send other bytes."""
     cfgs = [
         compose_config([
             "launch.device=cpu", "logger=none", f"parallel=ring{ring_size}", "engine=torch", "train.batch_size=2",

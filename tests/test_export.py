@@ -1,4 +1,4 @@
-"""What a run leaves is a model like any other: plain transformers loads it, without this package."""
+"""A run exports a model like any other: transformers alone loads it, without this package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests import warm
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "train.max_steps=1", "parallel=ring2", "data.size=16")
 
-# A process that cannot import this package: what it loads, it loads with transformers alone.
+# A process that cannot import this package, so that transformers alone loads the model.
 PLAIN = """
 import sys, json
 sys.modules["rlexp"] = None
@@ -47,7 +47,7 @@ def loaded_plainly(place: Path) -> tuple[list, list, str, str, bool]:
 
 @pytest.fixture
 def tied(tmp_path: Path) -> Path:
-    """A model whose head is its embedding, with a template and a generation configuration of its own."""
+    """A model whose head is its embedding, with its own template and generation configuration."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     config = LlamaConfig(
@@ -83,7 +83,7 @@ def test_a_tied_head_stays_tied(rlexp: Shell, tmp_path: Path, tied: Path, engine
 
 @pytest.mark.slow
 def test_a_checkpoint_is_exported_by_hand(rlexp: Shell, tmp_path: Path, tied: Path) -> None:
-    """In another dtype, with frozen parameters, which are taken from the model that the run began with."""
+    """It has another dtype, and frozen parameters, which come from the model that the run began with."""
     freeze = "model.freeze=['model.norm.*', 'model.layers.0.*']"
     answer = rlexp(*QUICK, "engine=zero3", "model=hf", f"model.path={tied}", "checkpoint.export=false", freeze)
     assert answer.returncode == 0, answer.stderr
@@ -128,8 +128,8 @@ def test_an_untied_head_is_exported_too(rlexp: Shell, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_of_a_policy_with_a_critic_the_policy_is_exported(rlexp: Shell, tmp_path: Path) -> None:
-    """The run's own export and that of its checkpoint are the policy, and the same."""
+def test_a_policy_with_a_critic_is_exported_without_it(rlexp: Shell, tmp_path: Path) -> None:
+    """The run's own export and the export of its checkpoint hold the same policy."""
     sizes = ("loss=ppo", "reward.rule=length", "rollout.batch_size=4", "rollout.n_samples=2", "data.max_length=160")
     answer = rlexp(*QUICK, *sizes, "rollout.max_new_tokens=4", "data.eval_size=0", "engine=torch")
     assert answer.returncode == 0, answer.stderr

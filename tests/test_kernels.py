@@ -1,5 +1,7 @@
-"""The kernels for CUDA, as far as they can be held without one: which is taken, how it is called, and what is made of
-its answer. Whoever runs this where there is a GPU runs the real ones too."""
+"""The kernels for CUDA, over a mock: which is chosen, how it is called, and what becomes of its result.
+
+On a machine with a GPU the real kernels run too.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,9 @@ from tests.ranks import seeded
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS, SIZE, SCALE = 8, 16, 0.25
-LSE = 1  # of the five that both passes answer
+LSE = 1  # the place of the log-sum-exp among the five results of both passes
 FLASH = ("torch_flash", "flash_attn", "flash_attn_3", "flash_attn_4")
-# Queries and keys of each segment, and whether causally.
+# Queries and keys of each segment, and whether the call is causal.
 CALLS = {
     "one sequence": ((37,), (37,), True),
     "packed": ((5, 1, 31), (5, 1, 31), True),
@@ -62,7 +64,7 @@ CALLS = {
 
 @pytest.fixture
 def mock(monkeypatch: pytest.MonkeyPatch) -> Iterator[MockFlash]:
-    """In the place of all four kernels."""
+    """A mock in the place of all four kernels."""
     flash = MockFlash()
     monkeypatch.setattr(torch_flash, "_forward", flash.aten_forward)
     monkeypatch.setattr(torch_flash, "_backward", flash.aten_backward)
@@ -78,11 +80,11 @@ def _forget() -> None:
         module._interface.cache_clear()
 
 
-# ---- what is made of it ----
+# ---- results ----
 
 
 def blocks(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], kv_heads: int) -> list[Tensor]:
-    """q, k, v, and of the whole ring the output, its gradient, and a log-sum-exp that is larger than the block's."""
+    """Return q, k, v, and the ring's output, its gradient, and a log-sum-exp that is larger than the block's."""
     queries, keys = sum(q_lengths), sum(k_lengths)
     found = [
         seeded(tokens, heads, SIZE, seed=number, dtype=torch.bfloat16)
@@ -103,8 +105,10 @@ def both_passes(kernel: BlockKernel, name: str, kv_heads: int, arrange: Any = la
 
 @pytest.mark.parametrize("name", FLASH)
 def test_equals_the_plain_kernel(mock: MockFlash, name: str) -> None:
-    """To the rounding of what a kernel returns in bfloat16, 2⁻⁹ of each number; the log-sum-exp, by whose exponential
-    blocks are merged, is never rounded to it."""
+    """They agree to the rounding of bfloat16 results, 2⁻⁹ of each number.
+
+    The log-sum-exp, by whose exponential blocks are merged, is never rounded to bfloat16.
+    """
     for call, (q_lengths, k_lengths, _) in CALLS.items():
         for kv_heads in (HEADS, 2, 1):
             before = mock.calls
@@ -118,7 +122,7 @@ def test_equals_the_plain_kernel(mock: MockFlash, name: str) -> None:
 
 
 def test_the_cpu_kernel_equals_the_plain_one() -> None:
-    """In the same calls, in float32; 5.8e-7 apart at most."""
+    """They take the same calls in float32, and are 5.8e-7 apart at most."""
     for call in CALLS:
         for kv_heads in (HEADS, 2, 1):
             got, expected = (both_passes(get_kernel(name, "cpu"), call, kv_heads) for name in ("cpu_flash", "plain"))
@@ -128,7 +132,7 @@ def test_the_cpu_kernel_equals_the_plain_one() -> None:
 
 
 @pytest.mark.parametrize("name", FLASH)
-def test_any_memory_layout_is_handed_over_right(mock: MockFlash, name: str) -> None:
+def test_any_memory_layout_is_passed_on_right(mock: MockFlash, name: str) -> None:
     def permuted(x: Tensor) -> Tensor:
         order = (2, 0, 1) if x.dim() == 3 else (1, 0)
         back = (1, 2, 0) if x.dim() == 3 else (1, 0)
@@ -140,7 +144,7 @@ def test_any_memory_layout_is_handed_over_right(mock: MockFlash, name: str) -> N
             assert torch.equal(a, b)
 
 
-def test_what_a_segment_lacks_is_left_out_without_a_copy_where_that_is_possible() -> None:
+def test_one_sided_segments_are_left_out_without_a_copy_where_possible() -> None:
     cpu = torch.device("cpu")
     early = varlen.spans_of((4, 6), (0, 9), cpu)  # the first rank's two chunks, as in allgather
     assert early is not None
@@ -156,8 +160,8 @@ def test_what_a_segment_lacks_is_left_out_without_a_copy_where_that_is_possible(
     assert varlen.spans_of.cache_info().maxsize is not None
 
 
-def test_torchs_operators_are_as_they_are_called_here() -> None:
-    """Their own functions for shapes, which know the parameters: (H, T) of a log-sum-exp that runs over the pack."""
+def test_torchs_operators_take_the_arguments_of_our_calls() -> None:
+    """Call their functions for shapes, which check the parameters; the log-sum-exp over the pack is (H, T)."""
     meta = {"dtype": torch.bfloat16, "device": "meta"}
     q, k = torch.empty(10, HEADS, SIZE, **meta), torch.empty(14, 2, SIZE, **meta)
     cu = torch.tensor([0, 4, 10], dtype=torch.int32, device="meta")
@@ -175,12 +179,12 @@ def test_torchs_operators_are_as_they_are_called_here() -> None:
     assert [(grad.shape, grad.dtype) for grad in grads] == [(x.shape, torch.float32) for x in (q, k, k)]
 
 
-# ---- which is taken ----
+# ---- the choice ----
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A mock of a machine: its GPU's generation, and what is installed."""
+    """A mock of a machine: its GPU's generation, and the installed kernels."""
 
     def mocked(major: int, *installed: int) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
@@ -190,7 +194,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return mocked
 
 
-def test_auto_takes_the_fastest_that_there_is(machine: Any) -> None:
+def test_auto_takes_the_fastest_kernel_available(machine: Any) -> None:
     def names(dtype: torch.dtype, head_size: int | None = None) -> list[str]:
         found = available("cuda", dtype, head_size)
         assert get_kernel("auto", "cuda", dtype, head_size).name == found[0].name
@@ -211,7 +215,7 @@ def test_auto_takes_the_fastest_that_there_is(machine: Any) -> None:
     assert get_kernel("auto", "cpu", torch.bfloat16).name == "cpu_flash"
 
 
-def test_every_name_has_a_kernel_that_says_what_it_computes_in() -> None:
+def test_every_name_has_a_kernel_with_its_dtypes() -> None:
     for name in KernelName:
         kernel = get_kernel(name.value, "cpu")
         assert kernel.name == ("cpu_flash" if name is KernelName.auto else name.value)
@@ -227,7 +231,7 @@ def test_every_name_has_a_kernel_that_says_what_it_computes_in() -> None:
 
 @pytest.mark.skipif(needs.installed("flash_attn_3"), reason="flash-attn 3 is there")
 @pytest.mark.parametrize("third", ["flash_attn_interface.py", "flash_attn_3/flash_attn_interface.py"])
-def test_what_is_installed_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, third: str) -> None:
+def test_an_installed_package_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, third: str) -> None:
     for name, file in (
         ("flash_attn", "flash_attn_2_cuda.py"),
         ("flash_attn_3", third),
@@ -294,7 +298,7 @@ def test_a_kernel_that_cannot_is_refused(
 def test_a_kernel_for_other_gpus_is_refused(
     monkeypatch: pytest.MonkeyPatch, kernel: str, there: set[int], said: str | None
 ) -> None:
-    """Else flash-attn 4 would run forward on a Hopper, and end in the first backward pass."""
+    """Otherwise flash-attn 4 would run forward on a Hopper, and fail in the first backward pass."""
     cfg = compose_config(["launch.device=cpu"])
     cfg.launch.device, cfg.train.precision, cfg.parallel.kernel = Device.cuda, Precision.bf16, KernelName[kernel]
     monkeypatch.setattr(checks, "installed", lambda _: True)
@@ -312,7 +316,7 @@ def test_a_kernel_for_other_gpus_is_refused(
 
 
 def test_the_driver_says_what_its_gpus_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An nvidia-smi of the test's own."""
+    """With the test's own nvidia-smi."""
     fake = tmp_path / "nvidia-smi"
     fake.write_text("#!/bin/sh\n[ \"$1\" = --query-gpu=compute_cap ] && printf '9.0\\n9.0\\n12.1\\n[N/A]\\n'\n")
     fake.chmod(0o755)
@@ -353,10 +357,10 @@ def test_heads_that_a_kernel_cannot_take_are_refused(monkeypatch: pytest.MonkeyP
         ("flash_attn_4", True, 192, "at most 128, and the model's is 192"),
     ],
 )
-def test_ranks_refuse_what_could_not_be_known_before(
+def test_ranks_refuse_what_was_unknown_before_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel: str, there: bool, size: int, said: str
 ) -> None:
-    """On a cluster's node other packages are installed, and the heads of a hub's model are not known before."""
+    """A cluster's node may lack packages, and the heads of a model on the hub are unknown before it starts."""
     cfg = compose_config(["launch.device=cpu"])
     cfg.launch.device, cfg.train.precision, cfg.parallel.kernel = Device.cuda, Precision.bf16, KernelName[kernel]
     cfg.model = HFModelConfig(name="hf", path="some/model-of-the-hub")
@@ -384,7 +388,7 @@ def test_refused_from_the_command_line() -> None:
 
 
 def test_the_ring_needs_torch_alone() -> None:
-    """So that a benchmark runs where nothing else is installed."""
+    """So a benchmark runs where only torch is installed."""
     code = (
         "import importlib, pkgutil, sys\n"
         "class Missing:\n"
@@ -409,9 +413,8 @@ def test_the_ring_needs_torch_alone() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_kernels_of_this_gpu_equal_the_plain_one() -> None:
-    """Not run yet where this was written. A flash call rounds its probabilities to bfloat16 before it multiplies, so
-    single numbers may be off by more than their own rounding: held to 2⁻⁶ of the largest; the log-sum-exp, which is
-    never rounded, to 1e-3."""
+    """A flash call rounds its probabilities to bfloat16 before it multiplies, so numbers may be off by more than their
+    own rounding. The tolerance is 2⁻⁶ of the largest number, and 1e-3 for the log-sum-exp, which is never rounded."""
     for kernel in available("cuda", torch.bfloat16, SIZE):
         for call in CALLS:
             if call == "no segment":

@@ -1,4 +1,4 @@
-"""`parallel.layout=auto`: what it takes, and what it says of that; and how a model's heads are known beforehand."""
+"""`parallel.layout=auto`: its choice and the reason it prints, and how a model's heads are known before it loads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def on_gpus(ring: int, length: int, nodes: int, layout: str = "auto") -> Config:
-    """As it would be on a cluster; none is needed to choose."""
+    """Return the configuration of a run on a cluster; choosing needs none."""
     cfg = compose_config(["launch.device=cpu", f"parallel.ring_size={ring}", f"data.max_length={length}",
                           f"parallel.layout={layout}"])  # fmt: skip
     cfg.launch.device, cfg.train.precision, cfg.launch.nodes = Device.cuda, Precision.bf16, nodes
@@ -31,7 +31,7 @@ def on_gpus(ring: int, length: int, nodes: int, layout: str = "auto") -> Config:
     ("ring", "heads", "length", "nodes", "layout", "inner"),
     [
         (8, Heads(32, 8, 128), 131072, 1, LayoutName.ulysses, 8),  # nothing to merge, and links are fast
-        (8, Heads(32, 8, 128), 8192, 1, LayoutName.allgather, 1),  # short: what is sent while something is computed
+        (8, Heads(32, 8, 128), 8192, 1, LayoutName.allgather, 1),  # short: only sends that computing can hide
         (8, Heads(32, 1, 128), 8192, 1, LayoutName.zigzag, 1),  # one head of keys: nothing to overlap a gather with
         (8, Heads(28, 4, 128), 32768, 1, LayoutName.zigzag, 1),  # 28 heads are not shared out among 8 ranks
         (16, Heads(32, 8, 128), 16384, 2, LayoutName.hybrid, 8),  # heads inside a node, zigzag between them
@@ -39,7 +39,7 @@ def on_gpus(ring: int, length: int, nodes: int, layout: str = "auto") -> Config:
         (8, None, 8192, 1, LayoutName.zigzag, 1),
     ],
 )
-def test_auto_takes_what_it_estimates_to_be_the_fastest(ring, heads, length, nodes, layout, inner) -> None:
+def test_auto_takes_the_layout_with_the_shortest_estimate(ring, heads, length, nodes, layout, inner) -> None:
     choice = choose(on_gpus(ring, length, nodes), heads)
     assert (choice.layout, choice.ulysses_size) == (layout, inner)
     assert choice.reason
@@ -90,7 +90,7 @@ def test_heads_of_a_folder_are_refused_before_a_process_starts(rlexp: Shell, tmp
     )
 
 
-def test_a_run_says_which_layout_was_taken_and_why(rlexp: Shell) -> None:
+def test_a_run_says_which_layout_it_takes_and_why(rlexp: Shell) -> None:
     shown = rlexp("launch.device=cpu", "parallel=ring2", "parallel.layout=auto", "logger=none", "train.max_steps=1")
     assert shown.returncode == 0, shown.stderr
     why = r"layout \1: 8 heads, 2 of keys, 512 tokens, one node; estimated: \1 1\.00, "
@@ -99,7 +99,7 @@ def test_a_run_says_which_layout_was_taken_and_why(rlexp: Shell) -> None:
 
 
 def test_the_estimate_counts_the_heads_of_keys_that_ulysses_sends() -> None:
-    """Those that serve several ranks several times; the configuration knows no torch, and so counts for itself."""
+    """A key/value head that several ranks need is sent to each. The configuration has no torch, so it counts itself."""
     for heads in range(1, 49):
         for keys in divisors(heads):
             for ranks in divisors(heads):

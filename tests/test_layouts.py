@@ -53,24 +53,24 @@ def test_each_token_is_held_once_and_shares_are_equal(which, lengths) -> None:
 
 @given(RINGS, LENGTHS)
 def test_ranks_hold_as_many_real_tokens_to_within_one(size, lengths) -> None:
-    """So a pack is padded by less than a token a rank, whatever its lengths are."""
-    found = zigzag(forest(lengths, size), size)
-    held = [found.real(rank) for rank in range(size)]
+    """So a pack is padded by less than a token per rank, whatever its lengths."""
+    pieces = zigzag(forest(lengths, size), size)
+    held = [pieces.real(rank) for rank in range(size)]
     assert max(held) - min(held) <= 1
 
 
 @given(st.sampled_from(ROTATING), RINGS, LENGTHS)
 def test_blocks_are_exactly_the_causal_mask(name, size, lengths) -> None:
-    """Drawing every block of every rank gives each pair of query and earlier key once, and no later key."""
+    """All blocks of all ranks hold each pair of a query and an earlier key once, and no later key."""
     layout = get_layout(name)
-    found = layout.cut(forest(lengths, size), size)
+    pieces = layout.cut(forest(lengths, size), size)
     for number, length in enumerate(lengths):
         seen = torch.zeros(length, length, dtype=torch.int64)
         for rank, source in itertools.product(range(size), repeat=2):
             block = layout.block(rank, source, size)
             if block is not None:
-                queries = _positions(found.chunks[rank][number], block.queries)
-                keys = _positions(found.chunks[source][number], block.keys)
+                queries = _positions(pieces.chunks[rank][number], block.queries)
+                keys = _positions(pieces.chunks[source][number], block.keys)
                 mask = torch.ones(len(queries), len(keys), dtype=torch.int64)
                 seen[queries.unsqueeze(1), keys] += mask.tril() if block.causal else mask
         assert torch.equal(seen, torch.ones(length, length, dtype=torch.int64).tril())
@@ -83,7 +83,7 @@ def _positions(chunks, part) -> torch.Tensor:
 
 @given(RINGS, LENGTHS)
 def test_what_is_gathered_is_exactly_what_comes_before(size, lengths) -> None:
-    """A rank's own block and the keys before its chunks, together: each earlier key once, and no later one."""
+    """A rank's own block and the gathered keys before its chunks hold each earlier key once, and no later one."""
     layout = get_layout("allgather")
     segments = forest(lengths, size)
     deal = layout.deal(segments, size)
@@ -103,22 +103,25 @@ def test_what_is_gathered_is_exactly_what_comes_before(size, lengths) -> None:
 
 @given(RINGS.filter(lambda size: size > 1), st.integers(1, 30))
 def test_zigzag_has_the_same_work_at_every_step(size, units) -> None:
-    """Of a sequence that divides, up to the causal diagonal."""
+    """On a sequence that the ring divides, apart from the causal diagonal."""
     layout = get_layout("zigzag")
     length = units * 2 * size
-    found = layout.cut(forest((length,), size), size)
+    pieces = layout.cut(forest((length,), size), size)
     half = length // (2 * size)
     for rank, source in itertools.product(range(size), repeat=2):
         block = layout.block(rank, source, size)
-        queries = len(_positions(found.chunks[rank][0], block.queries))
-        keys = len(_positions(found.chunks[source][0], block.keys))
+        queries = len(_positions(pieces.chunks[rank][0], block.queries))
+        keys = len(_positions(pieces.chunks[source][0], block.keys))
         assert queries * keys == (4 if block.causal else 2) * half * half
 
 
 @given(st.sampled_from([2, 4, 8]), st.lists(st.integers(100, 900), min_size=2, max_size=8).map(tuple))
 def test_work_is_balanced_on_packs_of_uneven_lengths(size, lengths) -> None:
-    """What does not divide goes to who has less to do. The worst of all packs of two sequences of 100 to 260 tokens on
-    8 ranks, 6 tokens a chunk, is 5.8 % over the mean; the mean of 1,500 packs of 100 to 900 tokens is 0.3 %."""
+    """The remainder of a cut goes to the ranks with less work.
+
+    The worst of all packs of two sequences of 100 to 260 tokens on 8 ranks, 6 tokens a chunk, is 5.8 % over the mean.
+    Over 1,500 packs of 100 to 900 tokens the excess is 0.3 % on average.
+    """
     for name, inner in (("zigzag", 1), ("allgather", 1), ("hybrid", 2), ("ulysses", 1)):
         work = get_layout(name, inner).deal(forest(lengths, size), size).work
         assert max(work) <= 1.06 * sum(work) / size, name
@@ -160,9 +163,9 @@ def test_shards_hold_every_target_of_the_pack(which, lengths, packing) -> None:
     [
         (8, 8, 4, [0, 1, 2, 3, 4, 5, 6, 7]),
         (8, 4, 2, [0, 1, 2, 3]),
-        (8, 2, 4, [0, 0, 1, 1]),  # fewer than ranks: each to all whose queries need it
+        (8, 2, 4, [0, 0, 1, 1]),  # fewer than ranks: each goes to all ranks whose queries need it
         (8, 1, 2, [0, 0]),
-        (12, 3, 4, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]),  # the second rank's queries need two, unevenly
+        (12, 3, 4, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]),  # the second rank's queries need two heads, one of them once
     ],
 )
 def test_heads_of_keys_go_where_their_queries_are(queries: int, keys: int, ranks: int, sent: list[int]) -> None:
@@ -175,7 +178,7 @@ def test_heads_of_keys_go_where_their_queries_are(queries: int, keys: int, ranks
 
 
 @pytest.mark.parametrize("described", [{"n_head": 8, "width": 64}, {"num_attention_heads": -1}, {}])
-def test_a_model_that_does_not_say_how_large_its_heads_are_has_the_layout_that_takes_any(described) -> None:
+def test_a_model_whose_head_size_is_unknown_gets_the_layout_that_takes_any(described) -> None:
     cfg = compose_config(["launch.device=cpu", "logger=none", "parallel=ring4", "parallel.layout=auto"])
     choice = chosen.choose(cfg, chosen.heads_in(described))
     assert choice.layout is LayoutName.zigzag

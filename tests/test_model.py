@@ -1,4 +1,4 @@
-"""Models of transformers over the ring: log-probabilities, the probe, rotary pins, float64 throughout."""
+"""transformers models over the ring: log-probabilities, the probe, pinned rotary angles, float64 throughout."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from rlexp.ring.shard import shard_pack
 from tests.ranks import on_ranks, seeded
 
 ZIGZAG = get_layout("zigzag")
-CPU = torch.device("cpu")
+HOW = {"layout": ZIGZAG, "kernel": CpuFlash(), "max_length": 512, "device": torch.device("cpu")}
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 8,
          "num_key_value_heads": 2, "vocab_size": 300, "head_dim": 8}  # fmt: skip
 
@@ -75,7 +75,8 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
 
 
 def probe_rank(place: Place, config: PreTrainedConfig) -> float:
-    return probe(TinyModelConfig(), config, build_world(place.world_size).ring, ZIGZAG, CpuFlash(), 512, CPU)
+    ring = build_world(place.world_size).ring
+    return probe(TinyModelConfig(), config, ring=ring, **HOW)
 
 
 @pytest.mark.parametrize("name", WORK)
@@ -87,7 +88,7 @@ def test_causal_decoders_work_without_being_named(name: str) -> None:
 def test_what_it_cannot_compute_is_refused_by_name(name: str) -> None:
     config, said = REFUSED[name]
     with pytest.raises(ModelError) as error:
-        probe(TinyModelConfig(), config, ALONE, ZIGZAG, CpuFlash(), 512, CPU)
+        probe(TinyModelConfig(), config, ring=ALONE, **HOW)
     assert said in str(error.value)
     assert config.model_type in str(error.value)
 
@@ -148,7 +149,7 @@ def test_a_shard_without_a_trained_token_touches_every_parameter() -> None:
 
 
 def test_float64_stays_float64_through_a_norm() -> None:
-    """Without the mode a Llama norms in float32, and two layouts may round apart by 6e-8."""
+    """Without the mode a Llama norm computes in float32, and two layouts may round apart by 6e-8."""
     cfg = TinyModelConfig()
     norm = load_model(cfg, load_config(cfg, 512), 512).double().model.norm
     x = seeded(4, 64)
@@ -160,7 +161,7 @@ def test_float64_stays_float64_through_a_norm() -> None:
 
 
 def test_moving_rotary_angles_are_pinned_to_the_longest_sequence() -> None:
-    """Pinned, a short input is turned as it would be within a sequence of max_length; unpinned it is not."""
+    """A short input is rotated as within a sequence of max_length if pinned, and otherwise not."""
     config = WORK["llama with dynamic rope"]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -201,14 +202,14 @@ def test_a_folder_without_all_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
         load_model(hf, load_config(hf, 512), 512)
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:1000])
-    with pytest.raises(ModelError, match="there is no causal model to be loaded"):
+    with pytest.raises(ModelError, match="no causal model can be loaded"):
         load_model(hf, load_config(hf, 512), 512)
-    with pytest.raises(ModelError, match="there is no tokenizer to be loaded"):
+    with pytest.raises(ModelError, match="no tokenizer can be loaded"):
         load_tokenizer(hf)
 
 
 def test_experts_in_a_list_are_refused_where_gradients_are_reduced_as_they_come() -> None:
-    """Such a model's gradients depend on the tokens of a rank; transformers' own keep experts in one tensor."""
+    """Such a model's gradients depend on the rank's tokens; transformers' own models keep experts in one tensor."""
     listed = nn.Module()
     listed.mlp = nn.Module()
     listed.mlp.experts = nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])
@@ -222,7 +223,7 @@ def test_what_freezes_fits_something_and_leaves_something() -> None:
     policy = Policy(small)
     policy.freeze(["0.*"])
     assert [name for name, p in policy.model.named_parameters() if p.requires_grad] == ["1.weight", "1.bias"]
-    with pytest.raises(ModelError, match=r"model.freeze: 'embedding' fits no parameter. Their names are like 0.weight"):
+    with pytest.raises(ModelError, match=r"model.freeze: 'embedding' matches no parameter. Their names are like"):
         policy.freeze(["embedding"])
     with pytest.raises(ModelError, match="nothing is left to train"):
         policy.freeze(["1.*"])

@@ -523,7 +523,7 @@ def test_one_reward_is_a_term_of_its_own_name() -> None:
         (PythonRewardConfig(function="a:b", workers=0), "reward.workers=0: must be"),
         (PythonRewardConfig(function="tests.reward_functions"), "must be a module and a function in it"),
         (PythonRewardConfig(function="tests/x.py:f"), "must be a module and a function in it"),
-        (PythonRewardConfig(function="no_such_module:f"), "there is no module no_such_module. Give"),
+        (PythonRewardConfig(function="no_such_module:f"), "there is no module no_such_module. Modules"),
         (PythonRewardConfig(function="tests.ranks.deeper:f"), "there is no module tests.ranks.deeper."),
         (ModelRewardConfig(path="./no/such/folder"), "reward.path=./no/such/folder: no such folder."),
         (ModelRewardConfig(path="hub/name", max_length=1), "reward.max_length=1: must be at least 2"),
@@ -627,12 +627,12 @@ def test_a_foreign_tokenizer_reads_the_texts(llama: Path) -> None:
 
 
 def test_what_is_no_reward_model_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"reward.path=.*: tells 2 labels apart \(LABEL_0, LABEL_1\)"):
+    with pytest.raises(ModelError, match=r"reward.path=.*: has 2 labels \(LABEL_0, LABEL_1\)"):
         reward_model(saved(tmp_path / "labels", 2))
     LlamaForCausalLM(LlamaConfig(**LLAMA, num_labels=1)).save_pretrained(tmp_path / "causal")
     with pytest.raises(ModelError, match=r"reward.path=.*causal: has no weights for score.weight"):
         reward_model(tmp_path / "causal")
-    with pytest.raises(ModelError, match=r"reward.path=.*nowhere: there is no reward model to be loaded"):
+    with pytest.raises(ModelError, match=r"reward.path=.*nowhere: no reward model can be loaded"):
         reward_model(tmp_path / "nowhere")
     config = BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
                         vocab_size=300, num_labels=1)  # fmt: skip

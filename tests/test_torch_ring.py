@@ -1,7 +1,7 @@
-"""Our attention against the one that torch has for its own context parallelism, on the same ranks.
+"""Our attention against torch's own context parallelism, on the same ranks.
 
-It shares nothing with ours but torch's CPU flash kernel: its blocks, its merging, its rotation and what its backward
-pass sends are its own. torch's dispatcher has no way to it on CPU, so its two functions are called directly.
+Both share only torch's CPU flash kernel: torch has its own blocks, merging and rotation, and its own backward pass.
+torch's dispatcher does not reach it on CPU, so its two functions are called directly.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from rlexp.launch.place import Place
 from tests.ranks import on_ranks
 from tests.test_attention import HEADS, SIZE, Case, attend_rank, cases, expected_of, inputs, put_together
 
-LENGTH = 592  # its ranks hold equal chunks alone: a multiple of 2 × 8
-# Of the largest element. Measured: ours to theirs 2.8e-15 and 5.7e-7, theirs to full attention 2.9e-15 and 4.4e-7.
+LENGTH = 592  # a multiple of 2 × 8, since torch's ranks hold equal chunks only
+# Relative to the largest element. Measured: ours to torch's 2.8e-15 and 5.7e-7, torch's to full attention 2.9e-15 and
+# 4.4e-7.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6}
 aten = torch.ops.aten
 
 
 def home() -> Any:
-    """The module that has both of its functions; which one differs by version, and both are private."""
+    """Return the module with torch's two functions: it differs by version, and both are private."""
     for name in ("_context_parallel._attention", "_attention"):
         try:
             found = importlib.import_module(f"torch.distributed.tensor.experimental.{name}")
@@ -37,7 +38,7 @@ def home() -> Any:
 
 
 def theirs(place: Place, kv_heads: int, dtype: torch.dtype, balanced: bool) -> list[Tensor]:
-    """This rank's part of out, dq, dk, dv, with the places in the sequence that it holds."""
+    """Return the places in the sequence that this rank holds, and torch's result for its part of out, dq, dk, dv."""
     ring = home()
     ring._cp_options.enable_load_balance = balanced
     ring._cp_options.convert_to_f32 = dtype is not torch.float64
@@ -58,7 +59,7 @@ def theirs(place: Place, kv_heads: int, dtype: torch.dtype, balanced: bool) -> l
 
 
 def both_rank(place: Place, several: list[Case], dtypes: list[torch.dtype]) -> list[tuple[dict, list]]:
-    """For each dtype, by heads of keys and token order what torch makes of it, and ours case by case."""
+    """Return for each dtype torch's results by key/value heads and token order, and ours case by case."""
     kinds = [(kv_heads, balanced) for kv_heads in {case.kv_heads for case in several} for balanced in (True, False)]
     return [
         (
@@ -72,28 +73,28 @@ def both_rank(place: Place, several: list[Case], dtypes: list[torch.dtype]) -> l
 @pytest.mark.skipif(home() is None, reason="this torch has no templated ring attention")
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_torch_s_own_ring_attention_agrees(world: int) -> None:
-    """Every layout of ours, with as many heads of keys as of queries and with fewer, against both of its token orders,
-    and those against full attention, so that they are not wrong together."""
+    """Compare every layout of ours, with as many key/value heads as query heads and with fewer, with both token orders
+    of torch. Those are compared with full attention too, so that both cannot be wrong together."""
     several, dtypes = cases(world, (HEADS, 2)), [torch.float64, torch.float32]
     for dtype, by_rank in zip(dtypes, zip(*on_ranks(world, both_rank, several, dtypes), strict=True), strict=True):
         references = {kind: whole(world, [rank[0][kind] for rank in by_rank], dtype) for kind in by_rank[0][0]}
         for (kv_heads, balanced), reference in references.items():
-            found = gap(reference, expected_of((LENGTH,), kv_heads, dtype)[0])
-            assert found < TOLERANCE[dtype], ("torch", kv_heads, balanced, found)
+            apart = gap(reference, expected_of((LENGTH,), kv_heads, dtype)[0])
+            assert apart < TOLERANCE[dtype], ("torch", kv_heads, balanced, apart)
         for number, case in enumerate(several):
             ours = whole(world, [rank[1][number] for rank in by_rank], dtype)
             for balanced in (True, False):
-                found = gap(ours, references[case.kv_heads, balanced])
-                assert found < TOLERANCE[dtype], (case, balanced, found)
+                apart = gap(ours, references[case.kv_heads, balanced])
+                assert apart < TOLERANCE[dtype], (case, balanced, apart)
 
 
 def whole(world: int, results: list[list[Tensor]], dtype: torch.dtype) -> list[Tensor]:
-    """Out, dq, dk and dv of the one sequence, from the parts of all ranks."""
+    """Put out, dq, dk and dv of the sequence together from the parts of all ranks."""
     return put_together(world, (LENGTH,), results, dtype)[0]
 
 
 def gap(got: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest difference of out, dq, dk and dv, each relative to its own largest element."""
+    """Return the largest difference of out, dq, dk and dv, each relative to its own largest element."""
     pairs = zip(got, expected, strict=True)
-    found = torch.stack([(a.double() - b.double()).abs().max() / b.double().abs().max() for a, b in pairs])
-    return float(found.max())  # a NaN stays one, and is below no tolerance
+    gaps = torch.stack([(a.double() - b.double()).abs().max() / b.double().abs().max() for a, b in pairs])
+    return float(gaps.max())  # NaN stays NaN, which is below no tolerance

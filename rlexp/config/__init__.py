@@ -1,1 +1,1 @@
-"""The schema, its resolvers and checks. Nothing here imports torch, so that `--help` answers at once."""
+"""Schema, resolvers and the checks across fields. Imports no torch: `--help` must answer at once."""

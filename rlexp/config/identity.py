@@ -1,8 +1,7 @@
-"""The keys that a curve depends on. All other keys may change when a run is resumed.
+"""What a curve depends on, key by key; everything else is free to change when a run goes on.
 
-Free to change: ring, replicas, micro-batch, packing, engine, precision, memory, and where and how often things are
-written. Not free: samples and their order, the loss, the optimizer, the model. A file is identified by its contents, so
-it may move.
+Free: ring, replicas, micro-batch, packing, engine, precision, memory, where and how often things are written. Not
+free: samples and their order, the loss, the optimizer, the model. Files are known by their contents, wherever they lie.
 """
 
 from __future__ import annotations
@@ -22,45 +21,45 @@ from rlexp.config.schema import Config, PolicyLossConfig, RewardConfig
 from rlexp.errors import CheckpointError, ConfigError
 
 GROUPS = ("data", "loss", "optim", "model", "reference")
-OF_SAMPLES = ("rollout", "reward")  # these too, if the run draws its own samples
+OF_SAMPLES = ("rollout", "reward")  # they too, where samples are drawn
 FREE = (
     *("data.packing", "model.suggested_lr", "model.trust_remote_code"),
     *("rollout.micro_batch_size", "rollout.micro_batch_tokens", "rollout.score_batch_size", "rollout.sampling_ranks"),
     *("rollout.show", "rollout.show_every", "rollout.vllm_memory", "reward.timeout_seconds", "reward.workers"),
 )
-SAMPLE, SAMPLES = 4096, 256  # a file of weights is read at so many places, so many bytes at each
+SAMPLE, SAMPLES = 4096, 256  # bytes, and places, read of a file of weights
 
 
 def identity(cfg: Config) -> dict[str, Any]:
-    """Return the keys with their values, flat (`data.max_length: 2048`). Reads all data and samples the weights."""
-    keys = curve_keys(cfg)
-    for key, value in keys.items():
+    """Flat: `data.max_length: 2048`. Reads the data whole and samples the weights."""
+    found = curve_keys(cfg)
+    for key, value in found.items():
         if key in ("data.path", "data.eval_path") and value is not None:
-            keys[key] = {"path": str(value), "contents": _contents(Path(value).expanduser())}
+            found[key] = {"path": str(value), "contents": _contents(Path(value).expanduser())}
         elif key in ("model.path", "reward.path") or re.fullmatch(r"reward\.terms\..*\.path", key):
-            keys[key] = {"path": str(value), "contents": _weights(Path(value).expanduser())}
-    return keys
+            found[key] = {"path": str(value), "contents": _weights(Path(value).expanduser())}
+    return found
 
 
 def curve_keys(cfg: Config) -> dict[str, Any]:
-    """Return the same, but with files by their names: nothing is read."""
+    """The same, with files by their names: nothing is read."""
     plain = to_plain(cfg)
-    keys: dict[str, Any] = {"seed": cfg.seed, "train.batch_size": cfg.train.batch_size}
+    found: dict[str, Any] = {"seed": cfg.seed, "train.batch_size": cfg.train.batch_size}
     for group in (*GROUPS, *(OF_SAMPLES if isinstance(cfg.loss, PolicyLossConfig) else ())):
-        keys |= {f"{group}.{key}": value for key, value in plain[group].items() if f"{group}.{key}" not in FREE}
-    if keys.pop("reward.terms", None):
-        keys |= _keys_of_terms(cfg.reward)
-    return keys
+        found |= {f"{group}.{key}": value for key, value in plain[group].items() if f"{group}.{key}" not in FREE}
+    if found.pop("reward.terms", None):
+        found |= _of_terms(cfg.reward)
+    return found
 
 
-def _keys_of_terms(reward: RewardConfig) -> dict[str, Any]:
-    """Return each key of each term of a sum, given or not, as if the term were a reward of its own."""
-    keys: dict[str, Any] = {}
+def _of_terms(reward: RewardConfig) -> dict[str, Any]:
+    """Of a sum of rewards: each key of each term, given or not, as if it were a reward of its own."""
+    found: dict[str, Any] = {}
     for term in reward_terms(reward):
         own = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(term.cfg), enum_to_str=True))
-        keys |= {f"{term.key}.kind": own.pop("name"), f"{term.key}.weight": term.weight}
-        keys |= {f"{term.key}.{leaf}": value for leaf, value in own.items() if f"reward.{leaf}" not in FREE}
-    return keys
+        found |= {f"{term.key}.kind": own.pop("name"), f"{term.key}.weight": term.weight}
+        found |= {f"{term.key}.{leaf}": value for leaf, value in own.items() if f"reward.{leaf}" not in FREE}
+    return found
 
 
 def _contents(path: Path) -> str:
@@ -69,7 +68,7 @@ def _contents(path: Path) -> str:
 
 
 def _weights(path: Path) -> str:
-    """Hash a model's folder: small files whole, and of weights their size and samples. A hub name stands for itself."""
+    """Of a model's folder: its small files whole, of its weights the size and samples. Of a hub name, the name."""
     if not path.is_dir():
         return str(path)
     digest = hashlib.sha256()
@@ -86,7 +85,7 @@ def _weights(path: Path) -> str:
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield each key that differs, with both values as text."""
+    """Each key that differs, with both values as they are to be shown."""
     for key in sorted({*was, *now}):
         one, other = was.get(key), now.get(key)
         if isinstance(one, dict) and isinstance(other, dict):
@@ -97,15 +96,15 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def refuse_changes(where: Path, was: Mapping[str, Any], now: Mapping[str, Any], force: Sequence[str]) -> list[str]:
-    """Raise for a change that is not forced. Return what the forced changes are."""
+    """Raise for what has changed and was not forced; say what was."""
     forced = []
     for key, old, new in changes(was, now):
         if key in force or key.partition(".")[0] in force:
             forced.append(f"{key} was {old}, and is {new}")
             continue
         raise CheckpointError(
-            f"{key}={new}: the run in {where} was started with {old}, and its curve would change. Give {key} its "
-            f"old value, or start a new run in another hydra.run.dir, or say resume.force=[{key}]."
+            f"{key}={new}: the run in {where} was begun with {old}, and would not draw the curve that it began. "
+            f"Give {key} its old value, or begin anew in another hydra.run.dir, or say resume.force=[{key}]."
         )
     return forced
 
@@ -114,6 +113,6 @@ def check_force(force: Sequence[str], now: Mapping[str, Any]) -> None:
     for key in force:
         if key not in now and key not in (*GROUPS, *OF_SAMPLES):
             raise ConfigError(
-                f"resume.force=[{key}]: no curve depends on this key, so it may change without force. Leave it out."
+                f"resume.force=[{key}]: is nothing that a curve depends on, so nothing keeps it from changing."
                 f"{suggestion(key, [*now, *GROUPS, *OF_SAMPLES])}"
             )

@@ -1,7 +1,7 @@
-"""Answering token by token: keys and values of what has been read stay in a cache of ours.
+"""Decoding token by token, with our own cache of keys and values.
 
-The cache reaches the attention as a keyword argument of the model's forward call, as a ring's batch does, so one set
-of weights serves both, under every engine. Rows are padded on the left, so that all write the same column.
+The cache reaches the attention as a keyword argument of the model's forward call, as a ring's batch does. So the same
+weights train and decode, under every engine. Rows are padded on the left, so that all write the same column.
 
 Shape letters: B rows, q new tokens of each, K columns so far, H heads, G key/value heads, D head size.
 """
@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-GROWTH = 64  # columns at least by which the cache grows
+GROWTH = 64  # fewest columns by which the cache grows
 
 
 class KeyValues:
-    """Of a batch of rows; `pads_B` columns at each row's start hold nothing. There is room for `capacity` columns at
-    first, and never for more than `most`, where that is known."""
+    """Keys and values of a batch of rows. The first `pads_B` columns of each row are padding.
+
+    There is room for `capacity` columns at first, and never for more than `most`, if that is given.
+    """
 
     def __init__(self, pads_B: Tensor, capacity: int, most: int | None = None) -> None:
         self.pads_B, self.capacity, self.most, self.length = pads_B, capacity, most, 0
@@ -26,7 +28,7 @@ class KeyValues:
         self._held: dict[nn.Module, Tensor] = {}  # (2, B, G, columns there is room for, D)
 
     def add(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep a layer's new keys and values, (B, G, q, D); all of its so far."""
+        """Append a layer's new keys and values, (B, G, q, D). Return all of the layer's keys and values so far."""
         end = self.length + key.shape[2]
         held = self._held.get(module)
         if held is None:
@@ -38,7 +40,7 @@ class KeyValues:
         return held[0][:, :, :end], held[1][:, :, :end]
 
     def _copied(self, held: Tensor, end: int, rows: Tensor | slice) -> Tensor:
-        """What is held of these rows, with room up to `end`: where that is lacking, for half as many columns more."""
+        """Copy these rows, with room for at least `end` columns; where they lack room, it grows by half."""
         before = width = held.shape[3]
         if before < end:
             width = max(end, before + max(GROWTH, before // 2))
@@ -49,8 +51,11 @@ class KeyValues:
         return copied
 
     def mask(self, new: int) -> Tensor | None:
-        """(B or 1, 1, q, K): which columns each new token may see; its own row's, up to itself. A place of padding
-        sees all before it: what comes of it is looked at by nobody, and must be finite. None where all are seen."""
+        """Return (B or 1, 1, q, K), the columns that each new token sees; None if all tokens see all columns.
+
+        A token sees its own row up to itself. Padding sees all columns before it: nobody reads its result, but that
+        must be finite.
+        """
         if new == 1 and not self.padded:
             return None
         columns_K = torch.arange(self.length + new, device=self.pads_B.device)
@@ -62,8 +67,10 @@ class KeyValues:
         return causal_qK & ((columns_K >= pads) | (queries_q < pads))
 
     def take(self, rows: Tensor) -> None:
-        """Go on with these rows, in this order; a row may be taken several times. Layer by layer: of one alone there
-        are two for a moment."""
+        """Continue with these rows, in this order; a row may be taken several times.
+
+        It copies layer by layer, so that only one layer exists twice at a time.
+        """
         self.pads_B = self.pads_B[rows]
         for module, held in self._held.items():
             self._held[module] = self._copied(held, self.length + 1, rows)
@@ -74,7 +81,7 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class Decoding:
-    """New tokens of a batch of rows, (B, q), behind what `cache` holds."""
+    """New tokens of a batch of rows, (B, q), which follow those in `cache`."""
 
     tokens_Bq: Tensor
     positions_Bq: Tensor
@@ -85,15 +92,15 @@ class Decoding:
         object.__setattr__(self, "mask", self.cache.mask(self.tokens_Bq.shape[1]))
 
     def finished(self) -> None:
-        """The forward pass is over: the new tokens are read."""
+        """Count the new tokens as read, once the forward pass is over."""
         self.cache.length += self.tokens_Bq.shape[1]
 
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, batch: Decoding, scale: float) -> Tensor:
-    """(B, H, q, D) queries over all that the cache holds, to (B, q, H, D)."""
+    """Attend with (B, H, q, D) queries to all keys in the cache; return (B, q, H, D)."""
     keys, values = batch.cache.add(module, key, value)
     rows, heads, new, size = query.shape
-    if new == 1:  # the heads of a group see the same columns: they are queries of one head, whose keys are read once
+    if new == 1:  # a group's heads see the same columns, so they become queries of one head, whose keys are read once
         query = query.reshape(rows, keys.shape[1], -1, size)
     out_BHqD = nn.functional.scaled_dot_product_attention(
         query, keys, values, attn_mask=batch.mask, scale=scale, enable_gqa=query.shape[1] != keys.shape[1]

@@ -1,4 +1,4 @@
-"""A trained model as transformers loads it: weights in shards, configuration, tokenizer, template."""
+"""Export of a trained model in transformers' format: weights in shards, configuration, tokenizer, template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARD = "5GB"
 
 
 def dtype_of(chosen: ExportDtype, *, bf16: bool) -> torch.dtype:
-    """`auto` is what was computed with, and float32 of float64."""
+    """Return the dtype to write; `auto` is the dtype of the run, or float32 for a float64 run."""
     match chosen:
         case ExportDtype.auto:
             return torch.bfloat16 if bf16 else torch.float32
@@ -32,12 +32,12 @@ def dtype_of(chosen: ExportDtype, *, bf16: bool) -> torch.dtype:
 
 
 def on_host(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Taken one by one, so that a device never holds more than one whole parameter."""
+    """Copy the weights to the host one by one, so that a device never holds more than one whole parameter."""
     return {name: weight.detach().to("cpu", dtype, copy=True) for name, weight in weights}
 
 
 def export(like: PreTrainedModel, weights: Mapping[str, Tensor], tokenizer: Any, place: Path) -> None:
-    """Write `weights` as a model of the kind of `like`, whose own parameters may be anywhere, in pieces even."""
+    """Write `weights` as a model of the type of `like`, whose own parameters may be on any device, or in pieces."""
     with torch.device("meta"):
         model = type(like)(plain_config(like))
     buffers = {name: tensor for name, tensor in like.state_dict().items() if name in dict(like.named_buffers())}
@@ -53,14 +53,14 @@ def export(like: PreTrainedModel, weights: Mapping[str, Tensor], tokenizer: Any,
 
 
 def plain_config(like: PreTrainedModel) -> Any:
-    """Its configuration, with transformers' own attention."""
+    """Return its configuration with transformers' own attention."""
     config = copy.deepcopy(like.config)
     config._attn_implementation = "sdpa" if type(like)._supports_sdpa else "eager"
     return config
 
 
 def save_description(like: PreTrainedModel, tokenizer: Any, place: Path) -> None:
-    """All of an exported model but its weights."""
+    """Write all of an exported model but its weights."""
     like.config.save_pretrained(place)
     if like.can_generate():
         like.generation_config.save_pretrained(place)
@@ -68,7 +68,7 @@ def save_description(like: PreTrainedModel, tokenizer: Any, place: Path) -> None
 
 
 def described(place: Path, cfg: ModelConfig) -> tuple[PreTrainedModel, Any]:
-    """What `save_description` wrote: the model without weights, and its tokenizer."""
+    """Read what `save_description` wrote: the model without weights, and its tokenizer."""
     trusted = isinstance(cfg, HFModelConfig) and cfg.trust_remote_code
     config = AutoConfig.from_pretrained(place, trust_remote_code=trusted)
     with torch.device("meta"):

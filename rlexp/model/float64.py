@@ -1,7 +1,7 @@
-"""float64 throughout: transformers' norms and softmaxes drop to float32 even in a float64 model.
+"""A mode that keeps float64 throughout, where transformers' norms and softmaxes would cast to float32.
 
-Rounding to float32 in the middle of a float64 pass lets two layouts that agree to 1e-16 land on different sides of
-a rounding boundary and differ by 6e-8 in that element. Under this mode such casts do nothing.
+After a cast to float32 in the middle of a float64 pass, two layouts that agree to 1e-16 may round to different sides,
+and then differ by 6e-8 in that element. Under this mode such casts do nothing.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ class StayFloat64(TorchFunctionMode):
 
 
 def precise(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """The mode for a float64 pass; nothing for any other."""
+    """Return the mode for a float64 pass, and a context that does nothing for any other."""
     return StayFloat64() if dtype is torch.float64 else contextlib.nullcontext()

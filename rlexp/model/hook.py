@@ -1,7 +1,7 @@
-"""The attention of ours that any transformers model runs, entered through transformers' own interfaces.
+"""Our attention inside any transformers model, registered through transformers' own interfaces.
 
-What it needs to know of the batch arrives as the keyword argument `ring_batch` of the model's forward call (`decoding`
-while answers are drawn), so that recomputation under activation checkpointing sees the right batch.
+It learns of the batch from the keyword argument `ring_batch` of the model's forward call (`decoding` while answers are
+drawn). So recomputation under activation checkpointing sees the right batch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from rlexp.ring.layout import RingBatch
 
 NAME = "rlexp_ring"
 
-
-# What models hand to their attention that changes nothing here. Anything else that is not None is a request.
+# Arguments of a model's attention that change nothing here. Any other that is not None is a request.
 INERT = {
     *("position_ids", "position_embeddings", "cache_position", "use_cache", "past_key_values", "layer_idx"),
     *("output_attentions", "output_hidden_states", "return_dict", "num_items_in_batch"),
@@ -40,21 +39,23 @@ def attention(
     decoding: Decoding | None = None,
     **requests: Any,
 ) -> tuple[Tensor, None]:
-    """(1, H, t, D) queries and (1, G, t, D) keys and values to (1, t, H, D); while decoding, (B, H, q, D) and so on
-    to (B, q, H, D)."""
+    """Take (1, H, t, D) queries and (1, G, t, D) keys and values, and return (1, t, H, D).
+
+    While decoding, these are (B, H, q, D), (B, G, q, D) and (B, q, H, D).
+    """
     if ring_batch is None and decoding is None:
         raise ModelError(f"attention {NAME!r} needs `ring_batch` or `decoding` in the forward call")
     if dropout:
-        raise ModelError("attention dropout: its mask would depend on the layout")
+        raise ModelError("attention has dropout, and its mask would depend on the layout")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise ModelError(f"{type(module).__name__} is not causal")
     if attention_mask is not None:
-        raise ModelError(f"{type(module).__name__} makes an attention mask of its own")
+        raise ModelError(f"{type(module).__name__} makes its own attention mask")
     if ring_batch is not None and sliding_window is not None and sliding_window < ring_batch.max_length:
         raise ModelError(f"sliding_window={sliding_window} is shorter than data.max_length={ring_batch.max_length}")
-    asked = sorted(name for name, request in requests.items() if request is not None and name not in INERT)
-    if asked:
-        raise ModelError(f"{type(module).__name__} asks its attention for {', '.join(asked)}")
+    unknown = sorted(name for name, request in requests.items() if request is not None and name not in INERT)
+    if unknown:
+        raise ModelError(f"{type(module).__name__} asks its attention for {', '.join(unknown)}")
     if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
         raise ModelError(f"{type(module).__name__} has values of another head size than its keys")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -67,4 +68,4 @@ def attention(
 
 def register() -> None:
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, lambda *_args, **_kwargs: None)  # causality is the layout's
+    AttentionMaskInterface.register(NAME, lambda *_args, **_kwargs: None)  # the layout sees to causality

@@ -1,4 +1,4 @@
-"""From a model's configuration to a transformers model and its tokenizer."""
+"""Load a transformers model and its tokenizer from a run's configuration."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def load_config(cfg: ModelConfig, max_length: int) -> PreTrainedConfig:
 def load_model(
     cfg: ModelConfig, config: PreTrainedConfig, max_length: int, *, float64: bool = False
 ) -> PreTrainedModel:
-    """The model in float32, the same on every rank, with the ring's attention and without dropout."""
+    """Load the model in float32, the same on every rank, with the ring's attention and without dropout."""
     hook.register()
     disable_progress_bar()
     match cfg:
@@ -86,8 +86,10 @@ def load_model(
 
 
 def load_reward_model(cfg: ModelRewardConfig, key: str, max_length: int) -> PreTrainedModel:
-    """A model that gives a sequence one number, in float32, with the ring's attention and without dropout. `key` is
-    where its configuration stands."""
+    """Load a model that gives a sequence one number, in float32, with the ring's attention and without dropout.
+
+    `key` is the place of its configuration, for messages.
+    """
     hook.register()
     name = f"{key}.path"
     config = _from_hub(AutoConfig, cfg.path, cfg.trust_remote_code, what="reward model", key=name)
@@ -95,10 +97,10 @@ def load_reward_model(cfg: ModelRewardConfig, key: str, max_length: int) -> PreT
     if config.num_labels != 1:
         labels = ", ".join(map(str, list(config.id2label.values())[:4]))
         raise ModelError(
-            f"{name}={cfg.path}: tells {config.num_labels} labels apart ({labels}), and a reward is one number. Give a "
+            f"{name}={cfg.path}: has {config.num_labels} labels ({labels}), and a reward is one number. Give a "
             f"sequence-classification model with one label."
         )
-    unset_hf_deepspeed_config()  # it is whole on every rank, whatever an engine does with the policy
+    unset_hf_deepspeed_config()  # it is whole on every rank, even where the engine shards the policy
     model, info = _from_hub(
         AutoModelForSequenceClassification,
         cfg.path,
@@ -122,11 +124,11 @@ def load_reward_tokenizer(cfg: ModelRewardConfig, key: str) -> Any:
 
 
 def _refuse_random(key: str, path: str, info: dict[str, Any]) -> None:
-    lost = sorted(info["missing_keys"])
-    if lost:
+    missing = sorted(info["missing_keys"])
+    if missing:
         raise ModelError(
-            f"{key}={path}: has no weights for {', '.join(lost[:4])}{' …' if len(lost) > 4 else ''} "
-            f"({len(lost)} in all). They would be random. Give a folder that is whole."
+            f"{key}={path}: has no weights for {', '.join(missing[:4])}{' …' if len(missing) > 4 else ''} "
+            f"({len(missing)} in all). They would be random. Give a folder with all weights."
         )
 
 
@@ -140,8 +142,10 @@ def _without_surprises(model: PreTrainedModel, max_length: int) -> PreTrainedMod
 
 @contextlib.contextmanager
 def in_pieces(config: dict[str, Any]) -> Iterator[None]:
-    """Pretrained models are loaded parameter by parameter, each rank keeping its piece (DeepSpeed's ZeRO-3, which
-    transformers knows); random ones are made whole, the same on every rank, and cut later."""
+    """Load pretrained models parameter by parameter, each rank keeping its piece, as transformers does for ZeRO-3.
+
+    Random models are made whole, the same on every rank, and sharded later.
+    """
 
     class Sharding:
         def __init__(self) -> None:
@@ -159,13 +163,13 @@ def in_pieces(config: dict[str, Any]) -> Iterator[None]:
 
 
 def from_config_options(cfg: ModelConfig, config: PreTrainedConfig) -> dict[str, Any]:
-    """How a float64 copy of a model is made from its configuration alone."""
+    """Return the options that make a float64 copy of a model from its configuration alone."""
     trusted = {"trust_remote_code": True} if isinstance(cfg, HFModelConfig) and cfg.trust_remote_code else {}
     return trusted | _experts(config)
 
 
 def _experts(config: PreTrainedConfig) -> dict[str, str]:
-    """Mixtures of experts in float64: the grouped matrix product has no such kernel."""
+    """Choose the experts' implementation for float64, in which the grouped matrix product has no kernel."""
     mixture = any("experts" in name and value for name, value in vars(config).items())
     return {"experts_implementation": "eager"} if mixture else {}
 
@@ -181,7 +185,7 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and three for beginning, end and padding; a real tokenizer, so that it can be exported."""
+    """Make a tokenizer with one token per byte, and three for beginning, end and padding. It can be exported."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     specials = ["<bos>", "<eos>", "<pad>"]
     vocabulary = {token: number for number, token in enumerate([*specials, *alphabet])}
@@ -213,13 +217,13 @@ def _from_hub(
     except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
         reason = textwrap.shorten(str(error), 300, placeholder=" …")
         raise ModelError(
-            f"{key}={path}: there is no {what} to be loaded ({type(error).__name__}: {reason}). Give a folder "
-            f"that transformers' save_pretrained wrote, of the model and of its tokenizer, or a hub name."
+            f"{key}={path}: no {what} can be loaded ({type(error).__name__}: {reason}). Give a hub name, or a folder "
+            f"to which transformers' save_pretrained wrote the model and its tokenizer."
         ) from error
 
 
 def _without_dropout(config: PreTrainedConfig) -> None:
-    """Random masks (dropout, a router's jitter, dropped layers) would depend on the layout; nothing here has one."""
+    """Turn off random masks (dropout, a router's jitter, dropped layers): they would depend on the layout."""
     for name, value in vars(config).items():
         noisy = any(part in name for part in ("dropout", "pdrop", "jitter", "layerdrop", "drop_path"))
         if noisy and isinstance(value, float):

@@ -1,5 +1,6 @@
-"""A causal model as a function from a shard to per-token log-probabilities, and from tokens to what comes next. The
-logits of a shard are never whole.
+"""A causal model as a function from a shard to per-token log-probabilities, and from tokens to the next token's logits.
+
+The logits of a whole shard never exist at once.
 
 Shape letters: t tokens of this rank, n of them trained on, V vocabulary.
 """
@@ -26,11 +27,11 @@ from rlexp.types import Shard, TokenLogps
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
 LOGITS = 1 << 24  # elements of logits held at once
-CRITIC = "critic."  # what the names of its parameters begin with
+CRITIC = "critic."  # the prefix of its parameters' names
 
 
 class Entropy(Enum):
-    """Of each token's distribution: what is wanted of it."""
+    """Whether the entropy of each token's distribution is computed."""
 
     unasked = "unasked"
     logged = "logged"
@@ -38,7 +39,7 @@ class Entropy(Enum):
 
 
 class Policy(nn.Module):
-    """Its parameters are the model's own, and the critic's where there is one; what an engine wraps and steps."""
+    """The module that an engine wraps and steps: the model, and the critic if there is one."""
 
     def __init__(
         self,
@@ -66,9 +67,10 @@ class Policy(nn.Module):
         return cast(nn.Linear, self.model.get_output_embeddings())
 
     def forward(self, work: Shard | Decoding) -> TokenLogps | Tensor:
-        """What the model says of a shard's targets; or, while decoding, of each row's next token: (B, V) logits.
+        """Return log-probabilities of the shard's targets; while decoding, (B, V) logits of each row's next token.
 
-        One entry for both, since engines that gather parameters do so as the module they wrap is called."""
+        Both enter here, since engines that gather parameters do so when the module that they wrap is called.
+        """
         with precise(self.head.weight.dtype):
             return self._next(work) if isinstance(work, Decoding) else self._logps(work)
 
@@ -88,38 +90,38 @@ class Policy(nn.Module):
         return logits_BV
 
     def freeze(self, patterns: Sequence[str]) -> None:
-        """Leave the parameters whose names fit a pattern as they are."""
+        """Exclude the parameters whose names match a pattern from training."""
         names = [name for name, _ in self.model.named_parameters()]
         for pattern in patterns:
-            found = set(fnmatch.filter(names, pattern))
-            if not found:
+            frozen = set(fnmatch.filter(names, pattern))
+            if not frozen:
                 raise ModelError(
-                    f"model.freeze: {pattern!r} fits no parameter. Their names are like {names[0]} and {names[-1]}; "
-                    f"patterns are those of the shell, as in 'model.layers.0.*'."
+                    f"model.freeze: {pattern!r} matches no parameter. Their names are like {names[0]} and {names[-1]}; "
+                    f"patterns are the shell's, as in 'model.layers.0.*'."
                 )
             for name, parameter in self.model.named_parameters():
-                if name in found:
+                if name in frozen:
                     parameter.requires_grad_(False)
         if not any(parameter.requires_grad for parameter in self.parameters()):
-            raise ModelError(f"model.freeze={list(patterns)}: nothing is left to train.")
+            raise ModelError(f"model.freeze={list(patterns)}: nothing is left to train. Freeze fewer parameters.")
 
     def refuse_listed_experts(self, engine: str) -> None:
-        """Engines that reduce gradients as they come need one of every parameter on every rank, in the same order."""
+        """Refuse models whose gradients differ in number between ranks, for engines that reduce them as they arrive."""
         for name, module in self.model.named_modules():
             if isinstance(module, nn.ModuleList) and "expert" in name.lower():
                 raise ModelError(
-                    f"engine={engine}: {type(self.model).__name__} keeps its experts in a list ({name}). A rank none "
-                    f"of whose tokens chooses an expert has no gradient of it, and the others would wait. Use "
+                    f"engine={engine}: {type(self.model).__name__} keeps its experts in a list ({name}). A rank on "
+                    f"which no token chooses an expert has no gradient of it, and the others would wait. Use "
                     f"{able(lambda traits: traits.replicated)}."
                 )
 
     def recompute_activations(self) -> None:
-        """Keep each layer's input alone, and compute the layer anew in the backward pass.
+        """Keep only the input of each layer, and compute the layer again in the backward pass.
 
-        The recomputation runs in the autograd engine, where the float64 mode of the forward pass does not reach;
-        so it enters the mode itself, by the dtype that the weights have by then.
+        The recomputation runs in the autograd engine, where the forward pass's float64 mode is not active. So it enters
+        the mode itself, by the dtype that the weights have then.
         """
-        # Shim: transformers renamed the method after 5.17. To be removed when 5.17 is no longer admitted.
+        # Shim: transformers renamed the method after 5.17. Remove it when 5.17 is no longer admitted.
         models = [self.model] + ([self.critic.trunk] if self.critic is not None and self.critic.trunk else [])
         for model in models:
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -129,13 +131,14 @@ class Policy(nn.Module):
                     "context_fn": lambda: (contextlib.nullcontext(), precise(next(self.parameters()).dtype)),
                 }
             )
-        self.train()  # what transformers asks for; dropout is off
+        self.train()  # transformers recomputes in training mode only; dropout is off
 
 
 class Critic(nn.Module):
-    """What a token is still worth: a row of weights over the hidden states of a trunk of its own, or the policy's.
+    """The value of each token: a row of weights over the hidden states of its own trunk, or of the policy's.
 
-    The row begins with zeros, so that the values do."""
+    The row is initialized to zeros, so the first values are zero.
+    """
 
     def __init__(self, hidden_size: int, trunk: PreTrainedModel | None) -> None:
         super().__init__()
@@ -152,7 +155,7 @@ class Critic(nn.Module):
 
 
 class ValueHead(nn.Linear):
-    """In float32 (float64 for float64): it is one row, and bfloat16 would leave a value two digits."""
+    """A linear head in float32 (float64 for float64): it is one row, and bfloat16 would leave a value two digits."""
 
     def forward(self, hidden_tE: Tensor) -> Tensor:
         wide = torch.promote_types(hidden_tE.dtype, torch.float32)
@@ -170,9 +173,9 @@ def hidden_states(trunk: nn.Module, shard: Shard) -> Tensor:
 
 
 class HeadLogps(nn.Module):
-    """From hidden states to log-probabilities, some rows of logits at a time; without a shard, to logits.
+    """Log-probabilities from hidden states, some rows of logits at a time; without a shard, the logits.
 
-    A module of its own that is given the head's parameters, and calls no module: an engine that gathers parameters
+    This is a module that is given the head's parameters and calls no other module. So an engine that gathers parameters
     module by module gathers them once, however many pieces this rank's tokens make.
     """
 
@@ -188,7 +191,7 @@ class HeadLogps(nn.Module):
         trained = shard.sequence_t >= 0
         index_n = trained.nonzero().squeeze(-1)
         if len(index_n) == 0:
-            # Every rank runs every parameter, so that no collective of the engine waits for one without a gradient.
+            # Every rank uses every parameter, so that no collective of the engine waits for one without a gradient.
             index_n = torch.zeros(1, dtype=torch.int64, device=hidden_tE.device)
         rows = max(1, LOGITS // weight.shape[0])
         several = index_n.shape[0] > rows
@@ -209,25 +212,25 @@ class HeadLogps(nn.Module):
         return TokenLogps(*placed)
 
     def _tempered(self, logits_nV: Tensor) -> Tensor:
-        """In float32 (float64 for float64), as the policy draws from them."""
+        """Divide logits by the temperature, in float32 (float64 for float64), as in sampling."""
         if logits_nV.dtype is not torch.float64:
             logits_nV = logits_nV.float()
         return logits_nV if self.temperature == 1 else logits_nV / self.temperature
 
     def _piece(self, weight: Tensor, bias: Tensor | None, hidden_nE: Tensor, targets_n: Tensor) -> tuple[Tensor, ...]:
-        """Log-probabilities of the targets, mean logits, and the entropy where it is asked for."""
+        """Return the log-probabilities of the targets, mean logits, and the entropy if it is computed."""
         logits_nV = self._tempered(nn.functional.linear(hidden_nE, weight, bias))
         chosen_n = logits_nV.gather(-1, targets_n.unsqueeze(-1)).squeeze(-1)
         norm_n = logits_nV.logsumexp(-1)
-        found = (chosen_n - norm_n, logits_nV.detach().mean(-1))
+        logps = (chosen_n - norm_n, logits_nV.detach().mean(-1))
         match self.entropy:
             case Entropy.unasked:
-                return found
+                return logps
             case Entropy.logged:
                 with torch.no_grad():
-                    return (*found, _entropy(logits_nV.detach(), norm_n.detach()))
+                    return (*logps, _entropy(logits_nV.detach(), norm_n.detach()))
             case Entropy.trained:
-                return (*found, _entropy(logits_nV, norm_n))
+                return (*logps, _entropy(logits_nV, norm_n))
 
 
 def _entropy(logits_nV: Tensor, norm_n: Tensor) -> Tensor:
@@ -235,6 +238,6 @@ def _entropy(logits_nV: Tensor, norm_n: Tensor) -> Tensor:
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters only: rotary tables and other buffers keep their float32, as transformers means them to."""
+    """Cast parameters only: rotary tables and other buffers stay in float32, as transformers intends."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)

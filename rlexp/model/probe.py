@@ -1,7 +1,7 @@
-"""Which models work over a ring is not believed but probed.
+"""Probe whether a model computes the same over the ring as alone, before it is trained.
 
-A copy of the model with few layers and random float64 weights runs twice: packed over the real ring, and plain,
-one sequence at a time, by transformers alone. What differs is refused by name.
+A copy of the model with few layers and random float64 weights runs twice: packed over the real ring, and one sequence
+at a time by transformers alone. If the two differ, the model is refused by name.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -30,24 +31,26 @@ from rlexp.ring.layouts import Layout
 from rlexp.ring.shard import shard_pack
 from rlexp.types import Pack
 
-LENGTHS = ((5, 32), (1, 1), (9, 10), (2, 19))  # of prompt and answer: awkward for every ring
+LENGTHS = ((5, 32), (1, 1), (9, 10), (2, 19))  # of prompt and answer; awkward for every ring
 VOCABULARY = 512
-WINDOW = 8  # what a window that is shorter than data.max_length becomes in the copy, so that the probe sees it
-TOLERANCE = 1e-8  # rounding is about 1e-13 here; a window, a cap or a mixer of tokens changes values by 1e-4 and up
+WINDOW = 8  # the copy's window if the model's is shorter than data.max_length, so that the probe's sequences exceed it
+TOLERANCE = 1e-8  # rounding is about 1e-13; a window, a soft-cap or a mixer of tokens changes values by over 1e-4
 
 
 def probe(
     cfg: ModelConfig,
     config: PreTrainedConfig,
+    *,
     ring: Ring,
     layout: Layout,
     kernel: BlockKernel,
     max_length: int,
     device: torch.device,
 ) -> float:
-    """Raise ModelError unless the model computes over the ring what it computes alone; the largest difference."""
+    """Raise ModelError unless the model computes the same over the ring as alone; return the largest difference."""
     try:
-        difference = _largest_difference(cfg, config, ring, layout, kernel, max_length, device)
+        small = SmallCopy(cfg, _small(config, max_length), max_length, device)
+        difference = _largest_difference(small, ring, layout, kernel)
     except ModelError as error:
         raise ModelError(_refusal(config, max_length, str(error))) from error
     except Exception as error:
@@ -63,9 +66,9 @@ def probe(
 
 
 def probe_decoding(cfg: ModelConfig, config: PreTrainedConfig, max_length: int, device: torch.device) -> float:
-    """Raise ModelError unless the model says of a next token what it says without a cache; the largest difference."""
+    """Raise ModelError unless decoding gives the logits of the plain model; return the largest difference."""
     try:
-        difference = _decoded_difference(cfg, _small(config, max_length), max_length, device)
+        difference = _decoded_difference(SmallCopy(cfg, _small(config, max_length), max_length, device))
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -74,18 +77,58 @@ def probe_decoding(cfg: ModelConfig, config: PreTrainedConfig, max_length: int, 
         ) from error
     if not difference < TOLERANCE:
         raise ModelError(
-            f"{_name(config)}: says something else of a next token than of the same text read at once (logits differ "
-            f"by {difference:.1e} in float64). Answers cannot be drawn with it."
+            f"{_name(config)}: its logits for the next token differ between decoding with a cache and reading the text "
+            f"at once (by {difference:.1e} in float64). Answers cannot be drawn with it."
         )
     return difference
 
 
+@dataclass(frozen=True)
+class SmallCopy:
+    """A copy of the run's model with few layers and random float64 weights."""
+
+    cfg: ModelConfig
+    config: PreTrainedConfig
+    max_length: int
+    device: torch.device
+
+    def model(self, attention: str) -> PreTrainedModel:
+        """Return the copy with this attention, and the same weights in every call.
+
+        Weights are shifted from their initial values, since some of those are zero.
+        """
+        hook.register()
+        with torch.random.fork_rng(devices=[]), _quiet():
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(self.config),
+                dtype=torch.float32,
+                attn_implementation=attention,
+                **from_config_options(self.cfg, self.config),
+            )
+            for parameter in model.parameters():
+                parameter.data += 0.05 * torch.randn(parameter.shape)
+        cast_parameters(model, torch.float64)
+        rope.pin(model, self.max_length)
+        return model.to(self.device).eval()
+
+    def sequences(self) -> list[tuple[Tensor, Tensor]]:
+        """Draw prompts and answers."""
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn(length: int) -> Tensor:
+            return torch.randint(self.config.vocab_size, (length,), generator=generator, dtype=torch.int32)
+
+        return [(drawn(prompt), drawn(answer)) for prompt, answer in LENGTHS]
+
+
 @torch.no_grad()
-def _decoded_difference(cfg: ModelConfig, small: PreTrainedConfig, max_length: int, device: torch.device) -> float:
-    """Two rows of uneven length, read in two pieces and then token by token, against the plain model."""
-    sequences = [torch.cat(parts).to(device, torch.int64) for parts in _sequences(small.vocab_size)[::2]]
+def _decoded_difference(small: SmallCopy) -> float:
+    """Read two rows of uneven length in two pieces and then token by token, and compare with the plain model."""
+    device = small.device
+    sequences = [torch.cat(parts).to(device, torch.int64) for parts in small.sequences()[::2]]
     prompts = [5, 9]
-    policy, plain = (_model(cfg, small, kind, max_length, device) for kind in (hook.NAME, "sdpa"))
+    policy, plain = small.model(hook.NAME), small.model("sdpa")
     reader = Policy(policy)
     cache = KeyValues(torch.tensor([prompts[1] - prompts[0], 0], device=device), 4)
     worst = 0.0
@@ -104,50 +147,33 @@ def _decoded_difference(cfg: ModelConfig, small: PreTrainedConfig, max_length: i
     return worst
 
 
-def _largest_difference(
-    cfg: ModelConfig,
-    config: PreTrainedConfig,
-    ring: Ring,
-    layout: Layout,
-    kernel: BlockKernel,
-    max_length: int,
-    device: torch.device,
-) -> float:
-    small = _small(config, max_length)
-    sequences = _sequences(small.vocab_size)
+def _largest_difference(small: SmallCopy, ring: Ring, layout: Layout, kernel: BlockKernel) -> float:
+    sequences = small.sequences()
     pack = pack_sequences(
         [(p.numpy(), a.numpy()) for p, a in sequences], layout.multiple(ring.size), unit=layout.unit(ring.size)
     )
-    # Windows are shortened in the copy, so that the numbers show them; the hook need not refuse them first.
-    shard = shard_pack(pack, ring, layout, computing_in(torch.float64, kernel), max_length=0).to(device)
+    # The copy's windows are short enough for the numbers to show them, so the hook need not refuse them first.
+    shard = shard_pack(pack, ring, layout, computing_in(torch.float64, kernel), max_length=0).to(small.device)
     with torch.no_grad():
-        logps_t = Policy(_model(cfg, small, hook.NAME, max_length, device))(shard).logps_t.cpu()
-    expected_T = _alone(cfg, small, sequences, pack, max_length, device)
-    expected_t = expected_T[shard.index_t.cpu()]
+        logps_t = Policy(small.model(hook.NAME))(shard).logps_t.cpu()
+    expected_t = _alone(small, sequences, pack)[shard.index_t.cpu()]
     difference = (logps_t - expected_t)[shard.sequence_t.cpu() >= 0].abs()
     worst = difference.max().nan_to_num(nan=torch.inf) if len(difference) else torch.zeros((), dtype=torch.float64)
-    if dist.is_initialized():  # agreed by all ranks, so that all refuse together
+    if dist.is_initialized():  # the maximum over the ranks, so that all refuse together
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst)
 
 
-def _alone(
-    cfg: ModelConfig,
-    small: PreTrainedConfig,
-    sequences: list[tuple[Tensor, Tensor]],
-    pack: Pack,
-    max_length: int,
-    device: torch.device,
-) -> Tensor:
-    """Log-probabilities of the pack's targets by the whole model of transformers, sequence by sequence."""
+def _alone(small: SmallCopy, sequences: list[tuple[Tensor, Tensor]], pack: Pack) -> Tensor:
+    """Return the log-probabilities of the pack's targets by transformers' own model, sequence by sequence."""
     try:
-        plain = _model(cfg, small, "sdpa", max_length, device)
+        plain = small.model("sdpa")
     except ValueError:  # the model has no SDPA
-        plain = _model(cfg, small, "eager", max_length, device)
+        plain = small.model("eager")
     expected_T = torch.zeros(len(pack.tokens_T), dtype=torch.float64)
     with torch.no_grad(), precise(torch.float64):
         for segment, (prompt, answer) in zip(pack.segments, sequences, strict=True):
-            tokens = torch.cat((prompt, answer)).to(device, torch.int64)
+            tokens = torch.cat((prompt, answer)).to(small.device, torch.int64)
             logps = plain(input_ids=tokens.unsqueeze(0), use_cache=False).logits.squeeze(0).double().log_softmax(-1)
             trained = slice(len(prompt) - 1, segment.length - 1)
             taken = logps[trained].gather(-1, tokens[len(prompt) :].unsqueeze(-1)).squeeze(-1)
@@ -156,13 +182,13 @@ def _alone(
 
 
 def _small(config: PreTrainedConfig, max_length: int) -> PreTrainedConfig:
-    """The first layers, as many as show every kind of layer, and a small vocabulary; all else as it is."""
+    """Keep the first layers, enough to have every kind of layer, and a small vocabulary; leave the rest as it is."""
     small = copy.deepcopy(config)
     kinds = getattr(config, "layer_types", None)
     layers = min(2, config.num_hidden_layers)
     if kinds:
         layers = max(layers, max(kinds.index(kind) for kind in set(kinds)) + 1)
-        if "layer_types" in vars(config):  # elsewhere it follows from the number of layers
+        if "layer_types" in vars(config):  # otherwise it follows from the number of layers
             small.layer_types = list(kinds[:layers])
     small.num_hidden_layers = layers
     small.vocab_size = min(VOCABULARY, config.vocab_size)
@@ -176,48 +202,15 @@ def _small(config: PreTrainedConfig, max_length: int) -> PreTrainedConfig:
 
 
 def _windows(config: PreTrainedConfig, max_length: int) -> list[str]:
-    found = []
-    for name in ("sliding_window", "attention_chunk_size"):
-        window = getattr(config, name, None)
-        if isinstance(window, int) and window < max_length:
-            found.append(name)
-    return found
-
-
-def _sequences(vocab_size: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        (
-            torch.randint(vocab_size, (prompt,), generator=generator, dtype=torch.int32),
-            torch.randint(vocab_size, (answer,), generator=generator, dtype=torch.int32),
-        )
-        for prompt, answer in LENGTHS
-    ]
-
-
-def _model(
-    cfg: ModelConfig, config: PreTrainedConfig, attention: str, max_length: int, device: torch.device
-) -> PreTrainedModel:
-    """Random weights, the same for every call; shifted from their initial values, since some start at zero."""
-    hook.register()
-    with torch.random.fork_rng(devices=[]), _quiet():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config),
-            dtype=torch.float32,
-            attn_implementation=attention,
-            **from_config_options(cfg, config),
-        )
-        for parameter in model.parameters():
-            parameter.data += 0.05 * torch.randn(parameter.shape)
-    cast_parameters(model, torch.float64)
-    rope.pin(model, max_length)
-    return model.to(device).eval()
+    """Name the windows that are shorter than the longest sequence."""
+    names = ("sliding_window", "attention_chunk_size")
+    windows = [(name, getattr(config, name, None)) for name in names]
+    return [name for name, window in windows if isinstance(window, int) and window < max_length]
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The copy's special tokens and context are not the user's: no word about them."""
+    """Silence transformers' warnings about the copy's special tokens and context, which are not the user's."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -231,7 +224,7 @@ def _name(config: PreTrainedConfig) -> str:
 
 
 def _refusal(config: PreTrainedConfig, max_length: int, why: str) -> str:
-    """What differs, and what in the configuration is known to make a model differ."""
+    """Say how the model differs, and which of its settings are known to make models differ."""
     suspects = [
         f"{name}={getattr(config, name)} is shorter than data.max_length={max_length}"
         for name in _windows(config, max_length)
@@ -243,8 +236,8 @@ def _refusal(config: PreTrainedConfig, max_length: int, why: str) -> str:
     ]
     kinds = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
     suspects += [f"layers of the kind {kind}" for kind in kinds]
-    because = f" What may be the reason: {'; '.join(suspects)}." if suspects else ""
+    because = f" Possible reasons: {'; '.join(suspects)}." if suspects else ""
     return (
-        f"{_name(config)}: computes something else over the ring than alone ({why}).{because} "
+        f"{_name(config)}: its results over the ring differ from those on one device ({why}).{because} "
         f"Such a model cannot be trained here."
     )

@@ -1,6 +1,6 @@
-"""A reward model as a function from a shard to this rank's part of its scores.
+"""A reward model as a function from a shard to the scores of the sequences that end on this rank.
 
-It is whole on every rank, and frozen. Shape letters: t tokens of this rank, S sequences, E hidden size.
+Every rank holds the whole model, frozen. Shape letters: t tokens of this rank, S sequences, E hidden size.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from rlexp.data.tokens import TextTokenizer, cut_from_start
 from rlexp.errors import ModelError, RewardError
 from rlexp.model.float64 import precise
 from rlexp.model.loading import load_reward_model, load_reward_tokenizer
-from rlexp.model.policy import DTYPES, cast_parameters
+from rlexp.model.policy import DTYPES, cast_parameters, hidden_states
 from rlexp.types import Ids, Pack, Sample, Shard
 
 
 class RewardModel(nn.Module):
-    """`max_length` is of a sequence in its own tokens; `pack_sequences` and the shard are to be given the same."""
+    """A frozen sequence-classification model with one label.
+
+    `max_length` is the longest sequence in its own tokens; `shard_pack` must be given the same.
+    """
 
     def __init__(self, cfg: ModelRewardConfig, key: str, policy_tokenizer: Any, max_length: int) -> None:
         super().__init__()
@@ -44,12 +47,15 @@ class RewardModel(nn.Module):
 
     @property
     def probed(self) -> HFModelConfig:
-        """With `self.model.config`, what `rlexp.model.probe.probe` makes a small copy of the trunk from."""
+        """The configuration from which, with `self.model.config`, `rlexp.model.probe.probe` copies the trunk."""
         return HFModelConfig(path=self.cfg.path, trust_remote_code=self.cfg.trust_remote_code)
 
     def encode(self, sample: Sample) -> tuple[Ids, Ids]:
-        """Prompt and answer: the policy's tokens if they mean the same here, otherwise their texts anew, where what is
-        too long loses the beginning of its prompt."""
+        """Return prompt and answer in the reward model's tokens.
+
+        They are the policy's tokens if both have the same vocabulary; otherwise their texts are tokenized anew, and
+        one that is too long loses the beginning of its prompt.
+        """
         if self.texts is None:
             return sample.prompt.tokens, sample.answer
         prompt, (answer,) = self.texts.with_answers(sample.prompt.text, [sample.text], sample.prompt.origin)
@@ -58,46 +64,43 @@ class RewardModel(nn.Module):
             raise RewardError(
                 f"{self.key}.path={self.cfg.path}: sample {sample.number} of {sample.prompt.origin} is an answer of "
                 f"{len(answer)} of its tokens, and {self.key}.max_length={self.max_length} counts the prompt too. "
-                f"Raise it."
+                f"Raise {self.key}.max_length."
             )
         return cut_from_start(prompt, room, self.texts.tokenizer.bos_token_id), answer
 
     @torch.no_grad()
     def forward(self, shard: Shard, last_S: Tensor) -> Tensor:
-        """(S,) in float64: the score of each sequence whose last token this rank holds, otherwise 0; to be summed over
-        the ring. `last_S` is `last_places` of the shard's pack."""
+        """Return (S,) in float64, to be summed over the ring: the scores of sequences that end on this rank, else 0.
+
+        `last_S` is `last_places` of the shard's pack.
+        """
         with precise(self.head.weight.dtype):
-            hidden_tE = self.model.base_model(
-                input_ids=shard.tokens_t.unsqueeze(0),
-                position_ids=shard.positions_t.unsqueeze(0),
-                use_cache=False,
-                ring_batch=shard.attention,
-            ).last_hidden_state.squeeze(0)
+            hidden_tE = hidden_states(self.model.base_model, shard)
             is_last_St = shard.index_t.unsqueeze(0) == last_S.to(shard.index_t.device).unsqueeze(1)
             here_S, place_S = is_last_St.any(-1), is_last_St.int().argmax(-1)
             scores_S = self._scores(hidden_tE[place_S])
         return torch.where(here_S, scores_S, 0.0)
 
     def _scores(self, hidden_SE: Tensor) -> Tensor:
-        """In float64: it is one row of each sequence, and bfloat16 would leave a score two digits."""
+        """Compute in float64: it is one row per sequence, and bfloat16 would leave a score two digits."""
         bias = None if self.head.bias is None else self.head.bias.double()
         return nn.functional.linear(hidden_SE.double(), self.head.weight.double(), bias).squeeze(-1)
 
     def _refuse_longer(self, max_length: int) -> None:
         if self.max_length < max_length:
             raise ModelError(
-                f"{self.key}.max_length={self.max_length}: the policy's tokens are the reward model's too, and "
-                f"data.max_length={max_length} of them may come. Leave {self.key}.max_length out, or lower "
+                f"{self.key}.max_length={self.max_length}: the reward model has the policy's tokens, and sequences "
+                f"have up to data.max_length={max_length} of them. Leave {self.key}.max_length out, or lower "
                 f"data.max_length."
             )
 
 
 def last_places(pack: Pack) -> Tensor:
-    """(S,): where in the pack each sequence ends."""
+    """Return (S,), the place in the pack at which each sequence ends."""
     ends = [segment.start + segment.length - 1 for segment in pack.segments[: pack.sequences]]
     return torch.tensor(ends, dtype=torch.int64)
 
 
 def same_tokens(one: Any, other: Any) -> bool:
-    """Whether ids of one tokenizer mean the same to the other."""
+    """Say whether ids of one tokenizer mean the same to the other."""
     return bool(one.get_vocab() == other.get_vocab())

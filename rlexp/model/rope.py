@@ -1,6 +1,6 @@
-"""Rotary variants that look at the largest position they see (`dynamic`, `longrope`), pinned to data.max_length.
+"""Pin rotary variants whose angles depend on the largest position (`dynamic`, `longrope`) to data.max_length.
 
-A shard sees other positions than the whole sequence, and would turn its queries by other angles.
+A shard has other positions than the whole sequence, and would otherwise rotate its queries by other angles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MOVING = ("dynamic", "longrope")
 
 
 def pin(model: nn.Module, max_length: int) -> list[str]:
-    """Pin every moving rotary embedding of `model` to the angles of a sequence of `max_length`; their names."""
+    """Pin the moving rotary embeddings of `model` to the angles of a sequence of `max_length`; return their names."""
     pinned = []
     for name, module in model.named_modules():
         kind = getattr(module, "rope_type", None)
@@ -24,6 +24,6 @@ def pin(model: nn.Module, max_length: int) -> list[str]:
             frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, module.inv_freq.device, seq_len=max_length)
             module.inv_freq.copy_(frequencies)
             module.attention_scaling = scaling
-            module.rope_type = "default"  # of this instance: what updates the angles asks for it at each call
+            module.rope_type = "default"  # on this instance: the update of the angles reads it at each call
             pinned.append(f"{name} ({kind})")
     return pinned

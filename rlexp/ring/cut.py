@@ -1,4 +1,4 @@
-"""How a pack is cut evenly among the ranks of a ring, so that only the pack as a whole needs padding.
+"""Cut a pack evenly among the ranks of a ring, so that only the pack as a whole needs padding.
 
 Every segment is cut into chunks of one size. The remainder is dealt out, one token to a chunk, to the ranks that hold
 the fewest tokens; among those, to the ones with the least attention to compute. So the numbers of tokens that the ranks

@@ -32,7 +32,7 @@ ALL, EARLY, LATE = Part.ALL, Part.EARLY, Part.LATE
 
 @dataclass(frozen=True)
 class Deal:
-    """How a pack is shared out: each field has one entry per rank."""
+    """Shares of a pack: each field has one entry per rank."""
 
     places: tuple[Tensor, ...]  # the places in the pack that the rank holds, in the order in which it holds them
     real: tuple[int, ...]  # tokens without padding
@@ -73,7 +73,7 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class RingBatch:
-    """What attention needs to know of the batch. It travels as a keyword argument of the model's forward call."""
+    """All that attention needs of the batch. It travels as a keyword argument of the model's forward call."""
 
     plan: Plan
     max_length: int  # of any sequence of the run; a model with a shorter window is refused

@@ -37,7 +37,7 @@ class Block:
 
 @dataclass(frozen=True)
 class RotatingPlan(Attention):
-    """By source rank, the block that we compute with its keys, and where the parts of its shard lie."""
+    """Plan of a rotating layout: for each source rank our block with its keys, and the parts of its shard."""
 
     ring: Ring
     kernel: BlockKernel

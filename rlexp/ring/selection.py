@@ -1,4 +1,4 @@
-"""Where in a rank's shard the tokens of a block lie."""
+"""Select the tokens of a block from a rank's shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a pack to the shard that one rank of the ring holds."""
+"""Take from a pack the shard that one rank of the ring holds."""
 
 from __future__ import annotations
 

@@ -89,7 +89,10 @@ def build(
     kernel = get_kernel(cfg.parallel.kernel.value, device.type, dtype, heads.size if heads else None)
     tokenizer = load_tokenizer(cfg.model)
     task = (task_of or build_task)(cfg, tokenizer, world, bridge)
-    probing(cfg.model, model_config, world.ring, own_layout, kernel, cfg.data.max_length, device)
+    probing(
+        cfg.model, model_config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
+        device=device,
+    )  # fmt: skip
     policy = build_policy(cfg, model_config, device, task.needs)
     examples = task.examples
     refuse_foreign_tokens([*examples.train, *examples.held_out], policy.model.get_input_embeddings().num_embeddings)

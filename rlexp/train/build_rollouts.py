@@ -150,7 +150,10 @@ def ring_reward_model(run: Run, term: ModelTerm) -> RingRewardModel:
     fitting = heads is None or heads.queries % run.choice.ulysses_size == 0
     ring, layout = run.world.ring, run.own_layout if fitting else get_layout("zigzag")
     kernel = computing_in(model.head.weight.dtype, run.kernel, heads.size if heads else None)
-    probe(model.probed, model.model.config, ring, layout, kernel, model.max_length, run.device)
+    probe(
+        model.probed, model.model.config, ring=ring, layout=layout, kernel=kernel, max_length=model.max_length,
+        device=run.device,
+    )  # fmt: skip
 
     def score(pack: Pack) -> Tensor:
         shard = shard_pack(pack, ring, layout, kernel, model.max_length).to(run.device)

@@ -29,7 +29,7 @@ FEWEST_QUERIES = 2
 
 @dataclass(frozen=True)
 class Spans:
-    """Where the segments that have both queries and keys lie, and where each of them begins."""
+    """Rows of the segments that have both queries and keys, and the bounds of each segment."""
 
     queries: Rows
     keys: Rows

@@ -43,7 +43,7 @@ def library_layout(name: str) -> Layout:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where sequences begin and end, in flash-attn's form, for our queries and for the keys that they meet."""
+    """Bounds of sequences in flash-attn's form, for our queries and for the keys that they meet."""
 
     queries: Tensor  # int32, one more than there are sequences
     keys: Tensor

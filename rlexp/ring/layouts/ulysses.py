@@ -66,7 +66,7 @@ class HeadsPlan:
 
 @dataclass(frozen=True)
 class Heads:
-    """How so many query and key/value heads are shared out among ranks."""
+    """Query and key/value heads, and the ranks that share them out."""
 
     queries: int
     keys: int
@@ -83,8 +83,11 @@ class Heads:
 
     @property
     def copies(self) -> int:
-        """How often a key/value head is sent: once, or once to each rank whose queries need it. Where ranks would then
-        hold unequal numbers of them, it is sent once for every query head."""
+        """Copies of each key/value head that are sent.
+
+        It is one, or one for each rank whose queries need the head. Where ranks would then hold unequal numbers of
+        heads, each query head gets its own copy.
+        """
         serves = self.queries // self.keys
         even = self.each % serves == 0 or serves % self.each == 0
         return max(1, self.ranks // self.keys) if even else serves
