@@ -8,17 +8,17 @@ PYTHON ?= $(shell for each in python3 python3.14 python3.13 python3.12 python3.1
 	"$$each" -c '$(FITS)' 2>/dev/null && echo "$$each" && break; done)
 NO_PYTHON = no Python 3.11 to 3.14 runs here: install one with its venv module, or name it: make PYTHON=/path/to/python3.13
 ARGS ?= parallel=ring8 launch.device=cpu
-# The model of `+experiment=dog`, where it is there.
+# The model of `+experiment=dog`, if it is there.
 STORIES ?= $(addprefix --stories ,$(wildcard ../shared/models/stories260K))
 export OMP_NUM_THREADS ?= 1
 # `make test` and `make check` run tests side by side. Many wait for other processes, so there are more workers than the
 # 2 cores that the suite is timed on.
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-# What the tests on Slurm measured, for its tables.
+# Measurements of the tests on Slurm, for the tables of docs/slurm.md.
 ROWS ?= $(CURDIR)/.slurm-rows.json
 
-.PHONY: run test check test-slurm lint types prove prove-slurm clean
+.PHONY: run test check random-configs test-slurm lint types prove prove-slurm clean
 
 run: $(VENV)/.ready
 	$(BIN)/python -m rlexp $(ARGS)
@@ -29,7 +29,11 @@ test: $(VENV)/.ready
 check: lint types
 	$(PYTEST) -m "not prove and not slurm" --durations=30
 
-# A real Slurm, brought up as root on this machine (Debian or Ubuntu) and taken down again; elsewhere it says why not.
+# Random command lines, most of them wrong: each must compose, or be refused in one message.
+random-configs: $(VENV)/.ready
+	$(BIN)/python -m tests.random_configs 10000
+
+# Starts a real Slurm as root on this machine (Debian or Ubuntu), and stops it again; elsewhere it says why not.
 test-slurm: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slurm and not prove" --durations=10
 
@@ -45,7 +49,7 @@ lint: $(VENV)/.ready
 types: $(VENV)/.ready
 	$(BIN)/mypy
 
-# The tables and pictures of docs/ that take longer than a test may.
+# Makes the tables and pictures of docs/ that take longer than a test may.
 prove: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "prove and not slurm"
 	$(BIN)/python -m bench.invariance --write docs/invariance.md

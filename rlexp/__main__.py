@@ -38,9 +38,9 @@ def run() -> int:
     from rlexp.launch.job import run_as_joined_rank
     from rlexp.launch.local import Interrupted
 
-    sys.argv[1:] = load.open_ended(sys.argv[1:])
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors are raised here instead of in Hydra's own report
     try:
+        sys.argv[1:] = load.open_ended(sys.argv[1:])
         if not run_as_joined_rank(sys.argv[1:]):
             main()
     except Interrupted as stop:

@@ -75,8 +75,8 @@ def test_every_remedy_works() -> None:
 
 
 def _numbers(text: str, pattern: str) -> list[int]:
-    found = re.search(pattern, text)
-    return [int(number) for number in re.findall(r"\d+", found.group(1))] if found else []
+    said = re.search(pattern, text)
+    return [int(number) for number in re.findall(r"\d+", said.group(1))] if said else []
 
 
 def test_data_parallel_size_is_exact() -> None:
@@ -281,10 +281,13 @@ BAD = {
     "leftover place": (["ENV WORLD_SIZE=4 RANK=0"], "MASTER_ADDR"),
     "unknown group": (["paralel=ring8"], "Did you mean parallel?"),
     "unknown option": (["loss=dop"], "loss=dop: no such option. Did you mean dpo?"),
-    "wrong type": (["train.batch_size=many"], "train.batch_size: Value 'many'"),
+    "wrong type": (
+        ["train.batch_size=many"],
+        "train.batch_size=many: must be a whole number. For example: train.batch_size=8.",
+    ),
     "wrong choice": (
         ["parallel.layout=zigzga"],
-        "expected one of [auto, zigzag, contiguous, allgather, ulysses, hybrid]",
+        "parallel.layout=zigzga: must be one of auto, zigzag, contiguous, allgather, ulysses, hybrid. For example:",
     ),
     "heads that do not fit": (
         ["parallel=ring8", "parallel.layout=ulysses", "model.heads=4"],
@@ -311,7 +314,8 @@ BAD = {
     ),
     "groups of another layout": (
         ["parallel=ring4", "parallel.ulysses_size=2"],
-        "parallel.ulysses_size=2: is of parallel.layout=hybrid, and the layout is zigzag. Use parallel.layout=hybrid, "
+        "parallel.ulysses_size=2: belongs to parallel.layout=hybrid, and the layout is zigzag. Use "
+        "parallel.layout=hybrid, "
         "or leave parallel.ulysses_size out.",
     ),
     "indivisible batch": (["train.batch_size=12", "launch.nproc=8"], "need a multiple of 8"),
@@ -373,7 +377,7 @@ REFUSALS = [
     ("engine=zero3 train.precision=fp64", "engine=zero3: with train.precision=fp64 DeepSpeed would keep float32"),
     ("engine=fsdp2 engine.overrides.aio=1", "engine=fsdp2 is not DeepSpeed"),
     ("engine.overrides.zero_optimization.stage=2", "engine.overrides.zero_optimization.stage=2: may not be set here: "),
-    ("engine.overrides.gradient_clipping=0", "the groups optim.* say it; left unset, DeepSpeed would clip at 1.0"),
+    ("engine.overrides.gradient_clipping=0", "the keys optim.* set it; left unset, DeepSpeed would clip at 1.0"),
     ("engine.overrides={sequence_parallel_size:2}", "each rank would see other data"),
     ("engine.overrides.mesh_param=[2,2]", "each rank would see other data"),
     ("engine.overrides.gradient_accumulation_steps=2", "the boundary of a step is set by the training loop"),
@@ -384,10 +388,10 @@ REFUSALS = [
     ("checkpoint.keep_last=0", "checkpoint.keep_last=0: must be at least 1."),
     ("checkpoint.keep_best=1", "which is never measured. Give train.eval_every=N"),
     ("train.stop_after=2 checkpoint.on_exit=false", "Leave checkpoint.on_exit=true."),
-    ("launch.grace_seconds=1e20", "launch.grace_seconds=1e+20: must be at most"),
-    ("engine.overrides.communication_data_type=fp16", "must be fp32 (exact), or bf16 (half the bytes)"),
+    ("launch.grace_seconds=1e20", "launch.grace_seconds=1e+20: must be greater than 0 and at most 604800."),
+    ("engine.overrides.communication_data_type=fp16", "Use fp32 (exact), or bf16 (half the bytes)"),
     ("engine.overrides.data_types.grad_accum_dtype=bf16", "gradients are added up in float32"),
-    ("launch.grace_seconds=0", "launch.grace_seconds=0.0: must be greater than 0."),
+    ("launch.grace_seconds=0", "launch.grace_seconds=0.0: must be greater than 0 and"),
 ]
 
 

@@ -124,7 +124,7 @@ def test_an_end_token_within_an_answer_does_not_end_it() -> None:
 def test_a_template_that_refuses_a_row_is_named() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"here:1: field `prompt`: the tokenizer's chat template says: roles must"):
+    with pytest.raises(DataError, match=r"here:1: field `prompt`: the tokenizer's chat template raises: roles must"):
         PairTokenizer(tokenizer, 100, TooLong.error).encode([row("a", "b", "c")])
 
 

@@ -32,6 +32,7 @@ from rlexp.algos.reinforce_pp import ReinforcePP
 from rlexp.algos.rloo import RLOO
 from rlexp.algos.weights import sequence_weight, token_weight
 from rlexp.algos.whiten import centred, mean_and_variance, whiten
+from rlexp.config.bounds import check_bounds
 from rlexp.config.checks_policy import check_policy_loss
 from rlexp.config.schema import (
     KINDS,
@@ -639,27 +640,32 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gspo", {"clip_high": -1.0}, "loss.clip_high=-1.0: must be greater than 0."),
     ("rloo", {"entropy": -0.1}, "loss.entropy=-0.1: must be at least 0."),
     ("ppo", {"dual_clip": 1.0}, "loss.dual_clip=1.0: must be greater than 1 (3 is usual), or null."),
-    ("ppo", {"kl_target": 0.0}, "loss.kl_target=0.0: must be greater than 0."),
-    ("dr_grpo", {"kl_target": 6.0}, "loss.kl_target=6.0: moves loss.beta, which starts at 0 and would stay there."),
+    ("ppo", {"kl_target": 0.0}, "loss.kl_target=0.0: must be greater than 0, or null."),
+    ("dr_grpo", {"kl_target": 6.0}, "loss.kl_target=6.0: adapts loss.beta, which starts at 0 and would stay there."),
     ("ppo", {"kl_horizon": 0}, "loss.kl_horizon=0: must be at least 1"),
-    ("ppo", {"kl_in": KLPlace.loss}, "loss.kl=k1: with loss.kl_in=loss its gradient does not know the reference"),
-    ("ppo", {"gamma": 1.5}, "loss.gamma=1.5: must be in [0, 1]."),
-    ("ppo", {"lam": -0.5}, "loss.lam=-0.5: must be in [0, 1]."),
+    ("ppo", {"kl_in": KLPlace.loss}, "loss.kl=k1: with loss.kl_in=loss its gradient does not depend on"),
+    ("ppo", {"gamma": 1.5}, "loss.gamma=1.5: must be at least 0 and at most 1."),
+    ("ppo", {"lam": -0.5}, "loss.lam=-0.5: must be at least 0 and at most 1."),
     ("ppo", {"value_coef": -1.0}, "loss.value_coef=-1.0: must be at least 0."),
-    ("ppo", {"value_clip": 0.0}, "loss.value_clip=0.0: must be greater than 0."),
-    ("ppo", {"value_lr": -1.0}, "loss.value_lr=-1.0: must be at least 0."),
+    ("ppo", {"value_clip": 0.0}, "loss.value_clip=0.0: must be greater than 0, or null."),
+    ("ppo", {"value_lr": -1.0}, "loss.value_lr=-1.0: must be at least 0, or null."),
     (
         "ppo",
         {"value_lr": 1e-3, "critic": CriticName.shared},
-        "loss.value_lr=0.001: loss.critic=shared has the policy's",
+        "loss.value_lr=0.001: loss.critic=shared uses the policy's",
     ),
 ]
+
+
+def _check(cfg: Config) -> None:
+    check_bounds(cfg.loss, "loss.")
+    check_policy_loss(cfg)
 
 
 @pytest.mark.parametrize(("name", "changes", "says"), REFUSED, ids=lambda each: str(each)[:40])
 def test_values_that_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_policy_loss(Config(loss=configured(name, **changes)))
+        _check(Config(loss=configured(name, **changes)))
     assert str(caught.value).startswith(says)
 
 

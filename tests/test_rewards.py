@@ -523,7 +523,7 @@ def test_one_reward_is_a_term_of_its_own_name() -> None:
         (PythonRewardConfig(function="a:b", workers=0), "reward.workers=0: must be"),
         (PythonRewardConfig(function="tests.reward_functions"), "must be a module and a function in it"),
         (PythonRewardConfig(function="tests/x.py:f"), "must be a module and a function in it"),
-        (PythonRewardConfig(function="no_such_module:f"), "there is no module no_such_module. Modules"),
+        (PythonRewardConfig(function="no_such_module:f"), "there is no module no_such_module. Give"),
         (PythonRewardConfig(function="tests.ranks.deeper:f"), "there is no module tests.ranks.deeper."),
         (ModelRewardConfig(path="./no/such/folder"), "reward.path=./no/such/folder: no such folder."),
         (ModelRewardConfig(path="hub/name", max_length=1), "reward.max_length=1: must be at least 2"),

@@ -323,11 +323,11 @@ def test_the_functions_are_reached_past_the_adapter() -> None:
 # ---- refusals ----
 
 REFUSED = [
-    ("parallel.layout=auto", "parallel.layout=auto knows the times of rlexp's own layouts only. Use parallel.layout="),
+    ("parallel.layout=auto", "parallel.layout=auto estimates rlexp's own layouts only. Use parallel.layout="),
     ("parallel.layout=ulysses", "parallel.layout=ulysses is not one of its layouts. Use parallel.layout=zigzag or "),
     ("parallel.layout=hybrid parallel.ulysses_size=2", "parallel.layout=hybrid is not one of its layouts"),
     ("parallel.layout=contiguous", "or parallel.layout=allgather, or parallel.backend=native."),
-    ("parallel.kernel=plain", "brings its own kernel, flash-attn's, and parallel.kernel=plain names another. Leave"),
+    ("parallel.kernel=plain", "always uses flash-attn's kernel, and parallel.kernel=plain names another. Leave"),
     ("launch.device=cpu", "runs on GPUs only, and launch.device=cpu. Use launch.device=cuda, or parallel.backend=nat"),
     ("train.precision=fp32", "cannot compute in train.precision=fp32. Use bf16, or parallel.backend=native."),
     ("train.precision=fp64", "cannot compute in train.precision=fp64. Use bf16"),

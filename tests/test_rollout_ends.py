@@ -95,7 +95,7 @@ def test_no_reference_is_held_that_nothing_asks(beta: float, there: bool) -> Non
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("loss.value_lr=1e-3", "optim.lr=0"), "loss.value_lr=0.001: is reached as a multiple of optim.lr"),
+        (("loss.value_lr=1e-3", "optim.lr=0"), "loss.value_lr=0.001: is applied as a multiple of optim.lr"),
         (("checkpoint.keep_best=1", "train.eval_every=1"), "checkpoint.best_metric=eval/loss: loss=ppo has no loss"),
         (("data.size=2",), "the data set has 2 prompts, less than one batch. Use rollout.batch_size=2 or less, or more "
                            "data."),

@@ -92,9 +92,9 @@ def test_without_slurm_it_says_so(rlexp: Shell, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("resume.mode=never", "resume.mode=never: a job that Slurm starts again goes on where it was"),
-        ("launch.time_limit=2m", "launch.time_limit=2m: is over before a step is taken"),
-        ("launch.time_limit=4", "launch.time_limit=4: must be a time with its unit"),
+        ("resume.mode=never", "resume.mode=never: a job that Slurm starts again must continue its run"),
+        ("launch.time_limit=2m", "launch.time_limit=2m: ends before the first step"),
+        ("launch.time_limit=4", "launch.time_limit=4: must be a time greater than 0 with its unit"),
         ("launch.rank_cpus=0", "launch.rank_cpus=0: must be at least 1"),
         ("launch.rank_memory_gb=-1", "launch.rank_memory_gb=-1"),
         ("hydra.launcher.retry=1", "retry"),
@@ -112,20 +112,24 @@ def test_what_no_cluster_could_run_is_refused(rlexp: Shell, wrong: str, said: st
     ("launcher", "wrong", "said"),
     [
         ("slurm", "hydra.launcher.retries=-1", "hydra.launcher.retries=-1: must be at least 0"),
-        ("slurm", "hydra.launcher.poll_seconds=0", "hydra.launcher.poll_seconds=0: must be greater than 0."),
-        ("slurm", "hydra.launcher.modules=notalist", "hydra.launcher.modules: must be a list, as [ONE, TWO] or []."),
+        ("slurm", "hydra.launcher.poll_seconds=0", "hydra.launcher.poll_seconds=0.0: must be greater than 0."),
+        (
+            "slurm",
+            "hydra.launcher.modules=notalist",
+            "hydra.launcher.modules=notalist: must be a list, as [ONE, TWO] or [].",
+        ),
         ("slurm", "hydra.launcher.array_parallelism=0", "hydra.launcher.array_parallelism=0: must be at least 1."),
         ("slurm", "hydra.launcher.environment={A-B: 1}", "hydra.launcher.environment: A-B is no variable's name"),
         (
             "slurm",
             "hydra.launcher.environment=x",
-            "hydra.launcher.environment: must be a mapping, as {NAME: VALUE} or {}",
+            "hydra.launcher.environment=x: must be a mapping, as {NAME: VALUE} or {}",
         ),
         ("slurm", "hydra.launcher.retry=1", "hydra.launcher.retry: no such key. Did you mean hydra.launcher.retries?"),
         ("slurm", "hydra.launcher.nodes=3", "hydra.launcher.nodes=3: follows from each job's configuration. Give"),
         ("slurm", "+hydra.launcher.retry=1", "hydra.launcher.retry: no such key. Did you mean hydra.launcher.retries?"),
         ("slurm_local", "hydra.launcher.jobs_at_once=0", "hydra.launcher.jobs_at_once=0: must be at least 1."),
-        ("slurm_local", "hydra.launcher.poll_seconds=-1", "hydra.launcher.poll_seconds=-1: must be greater than 0."),
+        ("slurm_local", "hydra.launcher.poll_seconds=-1", "hydra.launcher.poll_seconds=-1.0: must be greater than 0."),
         ("slurm_local", "+hydra.launcher.retries=1", "hydra.launcher.retries: no such key."),
     ],
 )

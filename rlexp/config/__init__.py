@@ -1,1 +1,1 @@
-"""Schema, resolvers and the checks across fields. Imports no torch: `--help` must answer at once."""
+"""The schema, its resolvers and checks. Nothing here imports torch, so that `--help` answers at once."""

@@ -1,4 +1,4 @@
-"""What the library ring-flash-attn can do, where it is to do the attention: parallel.backend=ring_flash_attn."""
+"""The limits of parallel.backend=ring_flash_attn, with which the library ring-flash-attn computes attention."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ from rlexp.config.schema import BackendName, Config, Device, KernelName, LayoutN
 from rlexp.errors import ConfigError
 
 LAYOUTS = (LayoutName.zigzag, LayoutName.allgather)
-# By a module; flash-attn 2 by its extension, since a folder flash_attn is also of flash-attn 4.
+# Packages by a module of theirs. flash-attn 2 is known by its extension: flash-attn 4 has a folder flash_attn too.
 PACKAGES = {"ring_flash_attn": "ring-flash-attn", "flash_attn_2_cuda": "flash-attn"}
-MULTIPLE, LARGEST = 8, 256  # of a head's size, in flash-attn
+MULTIPLE, LARGEST = 8, 256  # size of a head, in flash-attn
 NAMED = "parallel.backend=ring_flash_attn"
 INSTEAD = "or parallel.backend=native."
 
 
 def check_backend(cfg: Config, heads: Heads | None, *, here: bool = True) -> None:
-    """Of a model with these heads; None where they are not known yet. `here` is whether this machine is to run it."""
+    """Refuse what the library cannot do. `heads` is None while unknown; with `here`, this machine runs it."""
     if cfg.parallel.backend is BackendName.native:
         return
     layout, kernel, precision = cfg.parallel.layout, cfg.parallel.kernel, cfg.train.precision
     if layout not in LAYOUTS:
-        why = (
-            "knows the times of rlexp's own layouts only" if layout is LayoutName.auto else "is not one of its layouts"
-        )
+        why = "estimates rlexp's own layouts only" if layout is LayoutName.auto else "is not one of its layouts"
         able = " or ".join(f"parallel.layout={each.value}" for each in LAYOUTS)
         raise ConfigError(f"{NAMED}: parallel.layout={layout.value} {why}. Use {able}, {INSTEAD}")
     if kernel is not KernelName.auto:
         raise ConfigError(
-            f"{NAMED}: brings its own kernel, flash-attn's, and parallel.kernel={kernel.value} names another. Leave "
+            f"{NAMED}: always uses flash-attn's kernel, and parallel.kernel={kernel.value} names another. Leave "
             f"parallel.kernel out, {INSTEAD}"
         )
     if cfg.launch.device is Device.cpu:

@@ -1,4 +1,4 @@
-"""How often, and how long: a number of steps, or a length of time."""
+"""Cadences and lengths of time: `50` steps, `10m`, `4h`."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import re
 
 from rlexp.errors import ConfigError
 
-BEFORE_END = 30  # seconds before a cluster ends a job that nothing of launch.grace_seconds should reach into
+BEFORE_END = 30  # seconds between the end of launch.grace_seconds and the end of a cluster's job
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def seconds(key: str, value: str) -> float:
-    """`"90m"`, `"4h"` or `"2d"`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", str(value).strip())
-    if not found or float(found[1]) == 0:
-        raise ConfigError(f"{key}={value}: must be a time with its unit (30s, 90m, 4h, 2d), greater than 0.")
-    return float(found[1]) * _UNITS[found[2]]
+    """Convert `"90m"`, `"4h"` or `"2d"` to seconds."""
+    time = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", str(value).strip())
+    if not time or float(time[1]) == 0:
+        raise ConfigError(f"{key}={value}: must be a time greater than 0 with its unit. For example: {key}=90m.")
+    return float(time[1]) * _UNITS[time[2]]
 
 
 def save_cadence(value: str | None) -> tuple[int | None, float | None]:
-    """`50` is steps, `"10m"` is time (s, m, h); as (steps, seconds), of which one at most is given."""
+    """Return (steps, None) for `50`, (None, seconds) for `"10m"`, and (None, None) for null."""
     if value is None:
         return None, None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(value).strip())
-    if not found or float(found[1]) == 0 or (not found[2] and not found[1].isdecimal()):
+    cadence = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhd]?)", str(value).strip())
+    if not cadence or float(cadence[1]) == 0 or (not cadence[2] and not cadence[1].isdecimal()):
         raise ConfigError(
             f"checkpoint.save_every={value}: must be a number of steps (50), or a time with its unit (30s, 10m, 2h), "
-            f"greater than 0; null saves at the end only."
+            f"greater than 0. Use null to save at the end only."
         )
-    return (None, float(found[1]) * _UNITS[found[2]]) if found[2] else (int(found[1]), None)
+    return (None, float(cadence[1]) * _UNITS[cadence[2]]) if cadence[2] else (int(cadence[1]), None)

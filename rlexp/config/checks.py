@@ -1,15 +1,15 @@
-"""Rules across fields, checked once, before a process is started."""
+"""Rules across fields, checked once, before any process starts."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
-from pathlib import Path
 
 from rlexp import engines
 from rlexp.config import sizes
 from rlexp.config.backend import check_backend
+from rlexp.config.bounds import check_bounds
 from rlexp.config.cadence import BEFORE_END, save_cadence, seconds
+from rlexp.config.checks_files import check_baseline, check_model_path, check_rows
 from rlexp.config.checks_policy import check_policy_loss
 from rlexp.config.checks_rewards import check_reward
 from rlexp.config.checks_rollout import check_rollout, minibatches
@@ -17,12 +17,10 @@ from rlexp.config.deepspeed import check_overrides
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.kernels import check_kernel
 from rlexp.config.layouts import choose, heads_of
-from rlexp.config.resolvers import resolve_device
 from rlexp.config.schema import (
     ArithmeticDataConfig,
     Config,
     Device,
-    DPOConfig,
     HFModelConfig,
     JsonlDataConfig,
     LoggerName,
@@ -30,20 +28,19 @@ from rlexp.config.schema import (
     TinyModelConfig,
 )
 from rlexp.engines import ENGINES
-from rlexp.errors import ConfigError, DataError
+from rlexp.errors import ConfigError
 
 MOST_RANKS = 512  # on one machine
-MOST_SECONDS = 7 * 24 * 3600
 
 
 def check(cfg: Config, *, here: bool = True) -> None:
+    """Refuse what cannot be run. With `here`, this machine runs it, and launch.device is resolved."""
+    check_bounds(cfg)
     if here:
-        cfg.launch.device = Device[resolve_device(cfg.launch.device.value)]
         _check_launch(cfg)
     else:
         _check_cluster(cfg)
     _check_derived(cfg)
-    _check_train(cfg)
     _check_engine(cfg)
     _check_checkpoints(cfg)
     _check_logger(cfg, here=here)
@@ -58,14 +55,9 @@ def check(cfg: Config, *, here: bool = True) -> None:
 
 
 def _check_launch(cfg: Config) -> None:
-    sizes.positive("launch.nodes", cfg.launch.nodes)
-    sizes.positive("launch.torch_threads", cfg.launch.torch_threads)
-    _positive("launch.timeout_seconds", cfg.launch.timeout_seconds)
-    if cfg.launch.timeout_seconds > MOST_SECONDS:
-        raise ConfigError(f"launch.timeout_seconds={cfg.launch.timeout_seconds}: must be at most {MOST_SECONDS}.")
     joined = sizes.joined_world() is not None
     if not joined and cfg.launch.nproc > MOST_RANKS:
-        raise ConfigError(f"launch.nproc={cfg.launch.nproc}: one machine runs at most {MOST_RANKS} ranks.")
+        raise ConfigError(f"launch.nproc={cfg.launch.nproc}: one machine runs at most {MOST_RANKS} ranks. Use fewer.")
     if cfg.launch.nodes > 1 and not joined:
         raise ConfigError(
             f"launch.nodes={cfg.launch.nodes}: this command starts ranks on this machine only. Start it on every "
@@ -80,24 +72,21 @@ def _check_launch(cfg: Config) -> None:
 
 def _check_cluster(cfg: Config) -> None:
     limit = seconds("launch.time_limit", cfg.launch.time_limit)
-    sizes.positive("launch.rank_cpus", cfg.launch.rank_cpus)
-    if cfg.launch.rank_memory_gb is not None:
-        _positive("launch.rank_memory_gb", cfg.launch.rank_memory_gb)
     if cfg.resume.mode == "never":
         raise ConfigError(
-            "resume.mode=never: a job that Slurm starts again goes on where it was. Leave resume.mode=auto, and give a "
-            "folder of its own: hydra.sweep.dir=FOLDER."
+            "resume.mode=never: a job that Slurm starts again must continue its run. Leave resume.mode=auto; for a "
+            "new run, give another hydra.sweep.dir=FOLDER."
         )
     if limit < cfg.launch.grace_seconds + 2 * BEFORE_END:
         raise ConfigError(
-            f"launch.time_limit={cfg.launch.time_limit}: is over before a step is taken: a run begins to save "
-            f"launch.grace_seconds={cfg.launch.grace_seconds:g} and {BEFORE_END} s before its end. Give it more, "
-            f"or a smaller launch.grace_seconds."
+            f"launch.time_limit={cfg.launch.time_limit}: ends before the first step, since a run starts to save "
+            f"launch.grace_seconds={cfg.launch.grace_seconds:g} plus {BEFORE_END} s before its limit. Raise it, "
+            f"or lower launch.grace_seconds."
         )
 
 
 def _check_derived(cfg: Config) -> None:
-    """Derived values may be looked at, not set: a run would report sizes it does not have."""
+    """Refuse derived values that were set by hand: the run would report sizes that it does not have."""
     ranks = sizes.joined_world() or cfg.launch.nproc * cfg.launch.nodes
     world_size = sizes.training_ranks(ranks, cfg.rollout.sampling_ranks)
     dp_size = sizes.dp_size(world_size, cfg.parallel.ring_size)
@@ -110,15 +99,6 @@ def _check_derived(cfg: Config) -> None:
     ):
         if value != derived:
             raise ConfigError(f"{key}={value}: is derived, and comes to {derived}. Set {instead} instead.")
-
-
-def _check_train(cfg: Config) -> None:
-    if cfg.seed < 0:
-        raise ConfigError(f"seed={cfg.seed}: must be at least 0.")
-    for key in ("max_steps", "epochs", "eval_every", "stop_after"):
-        value = getattr(cfg.train, key)
-        if value is not None:
-            sizes.positive(f"train.{key}", value)
 
 
 def _check_engine(cfg: Config) -> None:
@@ -145,12 +125,6 @@ def _check_engine(cfg: Config) -> None:
 def _check_checkpoints(cfg: Config) -> None:
     keep = cfg.checkpoint
     save_cadence(keep.save_every)
-    _positive("launch.grace_seconds", cfg.launch.grace_seconds)
-    if cfg.launch.grace_seconds > MOST_SECONDS:
-        raise ConfigError(f"launch.grace_seconds={cfg.launch.grace_seconds}: must be at most {MOST_SECONDS}.")
-    sizes.positive("checkpoint.keep_last", keep.keep_last)
-    if keep.keep_best < 0:
-        raise ConfigError(f"checkpoint.keep_best={keep.keep_best}: must be at least 0.")
     if keep.keep_best and keep.best_metric.startswith("eval/") and cfg.train.eval_every is None:
         raise ConfigError(
             f"checkpoint.keep_best={keep.keep_best}: keeps by checkpoint.best_metric={keep.best_metric}, which is "
@@ -163,7 +137,7 @@ def _check_checkpoints(cfg: Config) -> None:
         )
 
 
-OPTIONAL_LOGGERS = (LoggerName.tensorboard, LoggerName.trackio)  # named as their packages and our extras are
+OPTIONAL_LOGGERS = (LoggerName.tensorboard, LoggerName.trackio)  # also the names of packages and extras
 
 
 def installed(package: str) -> bool:
@@ -179,56 +153,36 @@ def _check_logger(cfg: Config, *, here: bool) -> None:
         )
     if cfg.logger.artifacts and name is not LoggerName.wandb:
         raise ConfigError(f"logger.artifacts=true: is for W&B, and logger={name.value} keeps none. Use logger=wandb.")
-    if baseline is None:
-        return
-    path = Path(baseline).expanduser()
-    if not path.parent.is_dir() or (path.exists() and not path.is_dir()):  # the run itself may be about to begin
-        raise ConfigError(
-            f"logger.baseline={baseline}: no such run folder. Give another run's folder; relative paths start at "
-            f"{Path.cwd()}."
-        )
+    if baseline is not None:
+        check_baseline("logger.baseline", baseline)
 
 
 def _check_groups(cfg: Config) -> None:
-    _positive("optim.lr", cfg.optim.lr, zero=True)
-    _positive("optim.eps", cfg.optim.eps, zero=True)
-    _positive("optim.weight_decay", cfg.optim.weight_decay, zero=True)
-    _positive("optim.max_grad_norm", cfg.optim.max_grad_norm, zero=True)
     if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
-        raise ConfigError(f"optim.betas={cfg.optim.betas}: two values in [0, 1) are needed, as in [0.9,0.999].")
-    if cfg.optim.warmup_steps < 0:
-        raise ConfigError(f"optim.warmup_steps={cfg.optim.warmup_steps}: must be at least 0.")
-    if cfg.data.max_length < 2:
-        raise ConfigError(f"data.max_length={cfg.data.max_length}: must be at least 2 (a prompt and an answer).")
-    match cfg.loss:
-        case DPOConfig(beta=beta, label_smoothing=smoothing):
-            _positive("loss.beta", beta)
-            if not 0 <= smoothing < 0.5:
-                raise ConfigError(f"loss.label_smoothing={smoothing}: must be in [0, 0.5).")
-    match cfg.data:
-        case JsonlDataConfig(path=path, eval_path=eval_path):
-            _readable("data.path", path)
-            if eval_path is not None:
-                _readable("data.eval_path", eval_path)
-        case SyntheticDataConfig(size=size, eval_size=eval_size) | ArithmeticDataConfig(size=size, eval_size=eval_size):
-            sizes.positive("data.size", size)
-            if eval_size < 0:
-                raise ConfigError(f"data.eval_size={eval_size}: must be at least 0.")
+        raise ConfigError(
+            f"optim.betas={cfg.optim.betas}: must be two numbers, each at least 0 and less than 1. "
+            f"For example: optim.betas=[0.9,0.999]."
+        )
+    if isinstance(cfg.data, JsonlDataConfig):
+        check_rows("data.path", cfg.data.path)
+        if cfg.data.eval_path is not None:
+            check_rows("data.eval_path", cfg.data.eval_path)
     match cfg.model:
         case TinyModelConfig(heads=heads, kv_heads=kv_heads, hidden_size=hidden_size):
-            for name in ("hidden_size", "intermediate_size", "layers"):
-                sizes.positive(f"model.{name}", getattr(cfg.model, name))
-            if heads < 1 or kv_heads < 1 or heads % kv_heads:
-                raise ConfigError(f"model.kv_heads={kv_heads}: must divide model.heads={heads}.")
+            if heads % kv_heads:
+                raise ConfigError(
+                    f"model.kv_heads={kv_heads}: must divide model.heads={heads}. Use "
+                    f"model.kv_heads={sizes.listed(sizes.nearest(kv_heads, sizes.divisors(heads)))}."
+                )
             if hidden_size % heads or hidden_size // heads % 2:
+                even = [each for each in (hidden_size // heads // 2 * 2, hidden_size // heads // 2 * 2 + 2) if each]
                 raise ConfigError(
                     f"model.hidden_size={hidden_size}: must be an even multiple of model.heads={heads} "
-                    f"(rotary positions turn pairs of channels)."
+                    f"(rotary positions turn pairs of channels). Use "
+                    f"model.hidden_size={sizes.listed([heads * each for each in even])}."
                 )
         case HFModelConfig(path=path):
-            looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-            if looks_local and not Path(path).expanduser().is_dir():
-                raise ConfigError(f"model.path={path}: no such folder. Give a model's folder, or a hub name.")
+            check_model_path("model.path", path)
     if cfg.train.eval_every is not None and not _has_eval(cfg):
         raise ConfigError(
             f"train.eval_every={cfg.train.eval_every}: there is no held-out data. "
@@ -243,16 +197,3 @@ def _has_eval(cfg: Config) -> bool:
         case SyntheticDataConfig(eval_size=size) | ArithmeticDataConfig(eval_size=size):
             return size > 0
     return False
-
-
-def _positive(key: str, value: float, *, zero: bool = False) -> None:
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        raise ConfigError(f"{key}={value}: must be {'at least' if zero else 'greater than'} 0.")
-
-
-def _readable(key: str, path: str) -> None:
-    file = Path(path).expanduser()
-    if file.is_dir():
-        raise DataError(f"{key}={path}: is a folder. Give a file with one JSON object per line.")
-    if not file.is_file():
-        raise DataError(f"{key}={path}: no such file. Relative paths start at {Path.cwd()}.")

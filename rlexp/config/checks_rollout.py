@@ -1,16 +1,14 @@
-"""Rules for rollouts, across fields."""
+"""Rules across the fields of rollouts."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
 
 from rlexp.config import sizes
 from rlexp.config.schema import (
     ArithmeticDataConfig,
     Config,
     PolicyLossConfig,
-    RolloutConfig,
     RolloutEngine,
     RolloutMode,
 )
@@ -18,7 +16,7 @@ from rlexp.errors import ConfigError
 
 
 def is_policy_loss(cfg: Config) -> bool:
-    """Whether the run draws its own samples."""
+    """Return whether the run draws its own samples."""
     return isinstance(cfg.loss, PolicyLossConfig)
 
 
@@ -42,53 +40,22 @@ def check_rollout(cfg: Config) -> None:
                 f"loss that does (loss=ppo, loss=grpo, …)."
             )
         return
-    _check_amounts(rollout)
-    _check_distribution(rollout)
+    if "" in rollout.stop:
+        raise ConfigError(
+            f"rollout.stop={rollout.stop}: has an empty text, which would end every answer. Leave it out."
+        )
     _check_lengths(cfg)
     _check_mode(cfg)
     if cfg.checkpoint.keep_best and cfg.checkpoint.best_metric == "eval/loss":
         raise ConfigError(
-            f"checkpoint.best_metric=eval/loss: loss={cfg.loss.name} has no loss on held-out prompts, so nothing is "
-            f"kept by it. Use checkpoint.best_metric=eval/objective/scores with checkpoint.best=max."
+            f"checkpoint.best_metric=eval/loss: loss={cfg.loss.name} has no loss on held-out prompts, so there is "
+            f"no best. Use checkpoint.best_metric=eval/objective/scores with checkpoint.best=max."
         )
     if not cfg.data.drop_last:
         raise ConfigError(
             "data.drop_last=false: a rollout always has rollout.batch_size prompts. Leave data.drop_last=true, and "
             "choose rollout.batch_size so that it divides the number of prompts."
         )
-
-
-def _check_amounts(rollout: RolloutConfig) -> None:
-    for key in ("batch_size", "n_samples", "epochs", "micro_batch_size", "score_batch_size", "max_new_tokens"):
-        sizes.positive(f"rollout.{key}", getattr(rollout, key))
-    if rollout.micro_batch_tokens is not None:
-        sizes.positive("rollout.micro_batch_tokens", rollout.micro_batch_tokens)
-    for key in ("show_every", "show"):
-        if getattr(rollout, key) < 0:
-            raise ConfigError(f"rollout.{key}={getattr(rollout, key)}: must be at least 0 (0 shows no samples).")
-    if not (math.isfinite(rollout.overlong_penalty) and rollout.overlong_penalty >= 0):
-        raise ConfigError(f"rollout.overlong_penalty={rollout.overlong_penalty}: must be at least 0.")
-    if not 0 < rollout.vllm_memory < 1:
-        raise ConfigError(f"rollout.vllm_memory={rollout.vllm_memory}: is a share of a GPU's memory, in (0, 1).")
-    cap = rollout.importance_cap
-    if cap is not None and not (math.isfinite(cap) and cap > 0):
-        raise ConfigError(f"rollout.importance_cap={cap}: must be greater than 0; null does without.")
-
-
-def _check_distribution(rollout: RolloutConfig) -> None:
-    if not (math.isfinite(rollout.temperature) and rollout.temperature > 0):
-        raise ConfigError(
-            f"rollout.temperature={rollout.temperature}: must be greater than 0: a policy that always gives its "
-            f"likeliest answer has nothing to learn from."
-        )
-    if rollout.top_k < 0:
-        raise ConfigError(f"rollout.top_k={rollout.top_k}: must be at least 0 (0 takes all tokens).")
-    if not 0 < rollout.top_p <= 1:
-        raise ConfigError(f"rollout.top_p={rollout.top_p}: must be in (0, 1].")
-    if not 0 <= rollout.min_p <= 1:
-        raise ConfigError(f"rollout.min_p={rollout.min_p}: must be in [0, 1].")
-    if "" in rollout.stop:
-        raise ConfigError('rollout.stop: has an empty text, which would end every answer. Leave it out: stop=["\\n"].')
 
 
 def _check_lengths(cfg: Config) -> None:
@@ -101,7 +68,7 @@ def _check_lengths(cfg: Config) -> None:
     if tokens is not None and tokens < cfg.data.max_length:
         raise ConfigError(
             f"rollout.micro_batch_tokens={tokens}: must hold one sample at least, and data.max_length="
-            f"{cfg.data.max_length}. Raise the one, or lower the other."
+            f"{cfg.data.max_length}. Raise the first, or lower the second."
         )
 
 
@@ -122,6 +89,6 @@ def _check_mode(cfg: Config) -> None:
         )
     if rollout.engine is RolloutEngine.vllm and (rollout.top_k, rollout.top_p, rollout.min_p) != (0, 1.0, 0.0):
         raise ConfigError(
-            "rollout.engine=vllm: says log-probabilities of what top_k, top_p and min_p leave, and training needs "
-            "those of the whole distribution. Leave rollout.top_k=0, top_p=1, min_p=0, or use rollout.engine=native."
+            "rollout.engine=vllm: renormalizes log-probabilities after top_k, top_p and min_p; training needs those of "
+            "the whole distribution. Leave rollout.top_k=0, top_p=1, min_p=0, or use rollout.engine=native."
         )

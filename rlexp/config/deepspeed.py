@@ -1,7 +1,7 @@
-"""Which keys of DeepSpeed's `engine.overrides` may carry, and why not the others.
+"""The keys of DeepSpeed that `engine.overrides` may set, and the reason why others may not.
 
-DeepSpeed ignores a key that it does not know, and some that it knows break the contract in silence; so what may pass
-is listed. `tests/test_config.py` holds the list against DeepSpeed's own.
+DeepSpeed ignores unknown keys, and some known keys break the training contract silently. So every key that may be set
+is listed here. `tests/test_config.py` compares the list with DeepSpeed's own.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from rlexp.config.keys import suggestion
 from rlexp.errors import ConfigError
 
-_BATCH = "train.batch_size and train.micro_batch_size say it, and the boundary of a step is set by the training loop"
-_SHARE = "each rank would see other data than the sampler gives it, or be averaged with others than all ranks"
-_PRECISION = "train.precision says it"
-_ENGINE = "engine=zero0|zero1|zero2|zero3 and engine.offload say it"
-_OPTIM = "the groups optim.* say it; left unset, DeepSpeed would clip at 1.0"
+_BATCH = "train.batch_size and train.micro_batch_size set it, and the boundary of a step is set by the training loop"
+_SHARE = "each rank would see other data than the sampler's, or gradients would not be averaged over all ranks"
+_PRECISION = "train.precision sets it"
+_ENGINE = "engine=zero0|zero1|zero2|zero3 and engine.offload set it"
+_OPTIM = "the keys optim.* set it; left unset, DeepSpeed would clip at 1.0"
 _ROUGH = "it sends or keeps rounded values, so the curve would move with the number of ranks"
-_PARTITION = "parameters would be cut otherwise than over all ranks, and a checkpoint could not be read elsewhere"
+_PARTITION = "parameters would not be cut over all ranks, and a checkpoint could not be read on another layout"
 
 REFUSED = {
     "train_batch_size": _BATCH,
@@ -38,11 +38,11 @@ REFUSED = {
     "gradient_allreduce_op": "the scale of the gradient is the contract of rlexp/engine/base.py",
     "managed_gradient_accumulation": _BATCH,
     "weight_quantization": _ROUGH,
-    "compile": "other kernels would compute on some ranks than the probe and the tests have seen",
+    "compile": "kernels would run that neither the probe nor the tests have seen",
     "use_data_before_expert_parallelism": _SHARE,
     "data_types": "gradients are added up in float32",
-    "zero_optimization.round_robin_gradients": "the gradient of a parameter could not be looked at, and so not proved",
-    "sparse_gradients": "the gradient would be reduced by another path than its norm",
+    "zero_optimization.round_robin_gradients": "gradients of single parameters could not be read and verified",
+    "sparse_gradients": "the gradient and its norm would be reduced in different ways",
     "mesh_param": _SHARE,
     "mpu": _SHARE,
     "sequence_parallel_size": _SHARE,
@@ -57,13 +57,13 @@ REFUSED = {
     "compression_training": _ROUGH,
     "progressive_layer_drop": "layers would be left out at random",
     "hybrid_engine": _PARTITION,
-    "checkpoint": "checkpoint.* says it",
+    "checkpoint": "the keys checkpoint.* set it",
     "zero_optimization.stage": _ENGINE,
     "zero_optimization.offload_optimizer": _ENGINE,
     "zero_optimization.offload_param": _ENGINE,
     "zero_optimization.cpu_offload": _ENGINE,
     "zero_optimization.cpu_offload_param": _ENGINE,
-    "zero_optimization.zenflow": "it steps some of the parameters later than the others",
+    "zero_optimization.zenflow": "it updates some parameters later than others",
     "zero_optimization.compute_grad_norm": "clipping and the metrics need the norm",
     "zero_optimization.zero_hpz_partition_size": _PARTITION,
     "zero_optimization.mics_shard_size": _PARTITION,
@@ -71,7 +71,7 @@ REFUSED = {
     "zero_optimization.zero_quantized_weights": _ROUGH,
     "zero_optimization.zero_quantized_nontrainable_weights": _ROUGH,
     "zero_optimization.zero_quantized_gradients": _ROUGH,
-    "zero_optimization.legacy_stage1": "DeepSpeed has dropped it",
+    "zero_optimization.legacy_stage1": "DeepSpeed has removed it",
 }
 
 PASSED = {
@@ -95,7 +95,7 @@ PASSED_ZERO = {
     *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters"),
     *("memory_efficient_linear", "log_trace_cache_warnings", "enable_sanity_checks", "cpu_offload_use_pin_memory"),
     *("parameter_alignment", "leaf_module", "override_module_apply", "save_muon_momentum_buffer_in_memory"),
-    # Of DeepSpeed's own checkpoints, which are not written here; they do nothing.
+    # These concern DeepSpeed's own checkpoints, which are never written: they have no effect.
     *("elastic_checkpoint", "load_from_fp32_weights", "pipeline_loading_checkpoint"),
     *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
 }
@@ -105,17 +105,19 @@ def check_overrides(overrides: Mapping[str, Any]) -> None:
     allowed = [*PASSED, *(f"zero_optimization.{key}" for key in PASSED_ZERO)]
     for key, value in _leaves(overrides):
         if key == "communication_data_type" and value not in ("fp32", "bf16"):
-            raise ConfigError(f"engine.overrides.{key}={value}: must be fp32 (exact), or bf16 (half the bytes).")
+            raise ConfigError(
+                f"engine.overrides.{key}={value}: must be fp32 or bf16. Use fp32 (exact), or bf16 (half the bytes)."
+            )
         named = f"engine.overrides.{key}={value}"
         if key in REFUSED:
-            raise ConfigError(f"{named}: may not be set here: {REFUSED[key]}.")
+            raise ConfigError(f"{named}: may not be set here: {REFUSED[key]}. Leave it out.")
         if key not in allowed:
             near = suggestion(key, [*allowed, *REFUSED])
-            raise ConfigError(f"{named}: is no key of DeepSpeed's that can be passed on.{near}")
+            raise ConfigError(f"{named}: is not a DeepSpeed key that can be passed on.{near} Leave it out.")
 
 
 def _leaves(overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Top-level keys, and those of `zero_optimization`."""
+    """Yield the top-level keys, and those inside `zero_optimization`."""
     for key, value in overrides.items():
         if key == "zero_optimization" and isinstance(value, Mapping):
             yield from ((f"{key}.{below}", each) for below, each in value.items())

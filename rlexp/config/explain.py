@@ -1,4 +1,4 @@
-"""From the exceptions of Hydra and OmegaConf to one clear message: key, value, rule, remedy."""
+"""Turn exceptions of Hydra and OmegaConf into one message of key, value, rule and remedy."""
 
 from __future__ import annotations
 
@@ -10,98 +10,140 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from rlexp.config.keys import about_unknown, suggestion
-from rlexp.errors import UserError
+from rlexp.config.kinds import rule
+from rlexp.errors import ConfigError, UserError
 
-# How OmegaConf says that a value is of another kind, and of which.
-_KINDS = {"is not a ListConfig": "a list, as [ONE, TWO] or []", "to Dict[": "a mapping, as {NAME: VALUE} or {}",
-          "is not Optional": "given: it cannot be null"}  # fmt: skip
+# OmegaConf's words for a value of the wrong kind, used for keys outside our schema.
+_KINDS = {
+    "is not a ListConfig": "a list, as [ONE, TWO] or []",
+    "to Dict[": "a mapping, as {NAME: VALUE} or {}",
+    "is not Optional": "given: it cannot be null",
+}
 
 
 def explain(error: BaseException) -> str | None:
-    """The message a user should see, or None for an exception that is a defect and deserves its traceback."""
+    """Return the message for the user, or None for an exception that is a bug and keeps its traceback."""
     links = list(chain(error))
     for link in links:
+        if isinstance(link, ConfigError):
+            return " ".join(map(str.strip, str(link).splitlines()))  # a value may have several lines
         if isinstance(link, UserError):
             return str(link)
     for link in links:
-        # OmegaConf keeps a resolver's error as text only.
-        found = re.search(r"(?:Config|Data)Error raised while resolving interpolation: (.*)", str(link))
-        if found is not None:
-            return found.group(1)
+        # OmegaConf keeps only the text of a resolver's error.
+        refusal = re.search(r"(?:Config|Data)Error raised while resolving interpolation: (.*)", str(link))
+        if refusal is not None:
+            return refusal.group(1)
     for link in links:
-        # Hydra makes the folder before our job runs; an error of the job itself is another matter.
+        # Hydra makes the run's folder before our job starts. Errors of the job itself are not meant here.
         through = _origin(link)
         if isinstance(link, OSError) and link.filename and "/hydra/" in through and "launch/job.py" not in through:
             return (
                 f"hydra.run.dir: {link.filename} cannot be made ({link.strerror}). "
-                f"Give a folder that can be written: hydra.run.dir=FOLDER (hydra.sweep.dir=FOLDER for a sweep)."
+                f"Give a writable folder: hydra.run.dir=FOLDER (hydra.sweep.dir=FOLDER for a sweep)."
             )
     for link in links:
-        if (mark := getattr(link, "problem_mark", None)) is not None:  # yaml's own errors have one
-            return f"{mark.name}, line {mark.line + 1}: is no yaml ({getattr(link, 'problem', '')})."
+        if (mark := getattr(link, "problem_mark", None)) is not None:  # errors of the yaml parser have one
+            return f"{mark.name}, line {mark.line + 1}: is not valid yaml ({getattr(link, 'problem', '')})."
     if any('Could not detect "srun"' in str(link) for link in links):
-        return "hydra/launcher=slurm: there is no srun here. Start it where Slurm is, or use hydra/launcher=local."
+        return "hydra/launcher=slurm: there is no srun here. Run it where Slurm is, or use hydra/launcher=local."
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     if isinstance(error, OverrideParseException):
         reason = str(error).splitlines()[0]
-        return f"{error.override}: cannot be read as key=value ({reason}). Quote values with special characters."
+        override = (error.override or "").lstrip("+")
+        return f"{override}: cannot be read as key=value ({reason}). Quote values with special characters."
     text = "\n".join(dict.fromkeys(str(link).strip() for link in links if str(link).strip()))
-    return _unknown_key(text) or _unknown_option(text) or _bad_value(text, links) or text
+    told = _sweep(text) or _unknown_key(text) or _unknown_option(text) or _bad_value(text, links)
+    return told or f"{' '.join(text.split())} `python -m rlexp --help` says how values are set."
 
 
 def _origin(error: BaseException) -> str:
-    """The files that an exception came through."""
+    """Return the files that an exception passed through."""
     return "\n".join(frame.filename for frame in traceback.extract_tb(error.__traceback__))
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, and what it came from."""
+    """Yield an exception and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
+def _sweep(text: str) -> str | None:
+    """Explain several values (`seed=1,2`) without -m."""
+    several = re.search(r"(?:Ambiguous value for argument|Sweep parameters) '([^=]*)=(.*)'", text)
+    if several is None:
+        return None
+    key, value = several.groups()
+    return (
+        f"{key}={value}: gives several values, as a sweep has them. Add -m to run them all, or give a list "
+        f"({key}=[ONE,TWO]) or a quoted text (\"{key}='ONE,TWO'\")."
+    )
+
+
 def _unknown_key(text: str) -> str | None:
-    """`Could not override 'train.batchsize'`, with where the key belongs or the nearest that exists."""
+    """Explain `Could not override 'train.batchsize'` by where the key belongs, or the nearest key."""
     exists = re.search(r"An item is already at '([^']+)'", text)
     if exists is not None:
         return f"{exists.group(1)}: is there already. Leave out the +: {exists.group(1)}=VALUE."
     undeletable = re.search(r"full_key: (\S+)", text) if "does not support deletion" in text else None
     if undeletable is not None:
         return f"{undeletable.group(1)}: keys cannot be deleted. Give it another value, or leave it out."
-    found = re.search(r"Could not (override|append|delete)[^']*'([^']+)'", text)
-    if found is None:
+    refused = re.search(r"Could not (override|append|delete)[^']*'([^']+)'", text)
+    if refused is None:
         return None
-    key = found.group(2).split("@")[0].lstrip("+~")
-    if found.group(1) == "delete" or "does not support deletion" in text:
+    key = refused.group(2).split("@")[0].lstrip("+~")
+    if refused.group(1) == "delete" or "does not support deletion" in text:
         return f"{key}: keys cannot be deleted. Give it another value, or leave it out."
-    # A whole group at once (`train={…}`): Hydra names the group and says which key it did not know.
+    # For a whole group at once (`train={…}`) Hydra names the group, then the key inside it that it does not know.
     inner = re.search(r"Key '([^']+)' (?:is )?not in", text)
-    if inner is not None and not key.endswith(inner.group(1)):
+    if inner is not None and inner.group(1) not in key.split("."):
         key = f"{key}.{inner.group(1)}"
     return about_unknown(key)
 
 
 def _unknown_option(text: str) -> str | None:
-    """`Could not find 'loss/dop'`, with the options of that group."""
-    found = re.search(r"(?:Could not find|In [^:]*: Could not load|Could not load) '([^']+)'", text)
-    if found is None or "/" not in found.group(1):
+    """Explain `Could not find 'loss/dop'` by the options of that group."""
+    missing = re.search(r"(?:Could not find|In [^:]*: Could not load|Could not load) '([^']+)'", text)
+    if missing is None or "/" not in missing.group(1):
         return None
-    group, _, option = found.group(1).rpartition("/")
+    group, _, option = missing.group(1).rpartition("/")
     options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
-    listed = f" Options: {', '.join(options)}." if options else ""
+    listed = f" Options: {', '.join(options)}." if options else f" Choose one that exists: {group}=OPTION."
     return f"{group}={option}: no such option.{suggestion(option, options)}{listed}"
 
 
 def _bad_value(text: str, links: list[BaseException]) -> str | None:
+    """Explain a value of the wrong kind, or an interpolation that cannot be resolved."""
+    override = re.search(r"Error merging override [+~]*([^\s=]+)=(.*)", text)
     for link in links:
         key = getattr(link, "full_key", None)
-        if isinstance(link, OmegaConfBaseException) and key:
-            reason = str(getattr(link, "msg", None) or link).splitlines()[0]
-            if re.match(r"Key '.*' not in", reason):
-                return about_unknown(key)
-            kind = next((kind for said, kind in _KINDS.items() if said in reason), None)
-            return f"{key}: {f'must be {kind}.' if kind else reason}"
-    found = re.search(r"Error merging override (\S+)\n(.*)", text)
-    return f"{found.group(1)}: {found.group(2)}" if found else None
+        if not isinstance(link, OmegaConfBaseException) or not key:
+            continue
+        if override and override.group(1).endswith(f".{key}"):
+            key = override.group(1)  # OmegaConf names a list by its last part alone
+        reason = str(getattr(link, "msg", None) or link).splitlines()[0]
+        if re.match(r"Key '.*' not in", reason):
+            return about_unknown(key)
+        value = override.group(2) if override and override.group(1) == key else _value_in(link, reason)
+        said = key if value is None else f"{key}={value}"
+        if "resolving interpolation" in reason or "Interpolation" in type(link).__name__:
+            cause = reason.rpartition("resolving interpolation: ")[2]
+            return f"{said}: cannot be resolved ({cause.rstrip('.')}). {_remedy(key)}"
+        kind = next((kind for told, kind in _KINDS.items() if told in reason), None)
+        return f"{said}: {rule(key) or (f'must be {kind}.' if kind else f'{reason}. {_remedy(key)}')}"
+    return f"{override.group(1)}={override.group(2)}: cannot be set ({' '.join(text.split())})." if override else None
+
+
+def _value_in(link: OmegaConfBaseException, reason: str) -> str | None:
+    """Return the value that an error is about: as it was written, or else as the message shows it."""
+    node = link.child_node
+    if node is not None and isinstance(node._value(), str):
+        return str(node._value())
+    shown = re.search(r"[Vv]alue '?(.*?)'?(?: of type| \(\w+\) is not| is not a valid|, expected)", reason)
+    return shown.group(1) if shown else None
+
+
+def _remedy(key: str) -> str:
+    return f"It {rule(key)}" if rule(key) else "Give it another value, or leave it out."

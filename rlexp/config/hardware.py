@@ -1,4 +1,4 @@
-"""What this machine has, found without importing torch."""
+"""The GPUs of this machine, found without importing torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def visible_gpus() -> int:
-    """The GPUs this process may use: those of the driver, cut to CUDA_VISIBLE_DEVICES."""
+    """Count the GPUs that this process may use: the driver's, limited by CUDA_VISIBLE_DEVICES."""
     present = _driver_gpus()
     masked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if masked is None or present == 0:
         return present
     listed = [entry.strip() for entry in masked.split(",") if entry.strip()]
-    if "-1" in listed:  # CUDA ignores everything from the first invalid entry on
+    if "-1" in listed:  # CUDA ignores all entries after the first invalid one
         listed = listed[: listed.index("-1")]
     return min(present, len(listed))
 
@@ -28,7 +28,7 @@ def _driver_gpus() -> int:
 
 
 def gpu_generations() -> set[int]:
-    """The major compute capabilities of this machine's GPUs; empty where nobody can say."""
+    """Return the major compute capabilities of this machine's GPUs; empty if nvidia-smi does not answer."""
     said = _driver_says("--query-gpu=compute_cap", "--format=csv,noheader")
     return {int(major) for major in (line.partition(".")[0].strip() for line in said) if major.isdecimal()}
 

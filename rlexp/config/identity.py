@@ -1,7 +1,8 @@
-"""What a curve depends on, key by key; everything else is free to change when a run goes on.
+"""The keys that a curve depends on. All other keys may change when a run is resumed.
 
-Free: ring, replicas, micro-batch, packing, engine, precision, memory, where and how often things are written. Not
-free: samples and their order, the loss, the optimizer, the model. Files are known by their contents, wherever they lie.
+Free to change: ring, replicas, micro-batch, packing, engine, precision, memory, and where and how often things are
+written. Not free: samples and their order, the loss, the optimizer, the model. A file is identified by its contents, so
+it may move.
 """
 
 from __future__ import annotations
@@ -21,45 +22,45 @@ from rlexp.config.schema import Config, PolicyLossConfig, RewardConfig
 from rlexp.errors import CheckpointError, ConfigError
 
 GROUPS = ("data", "loss", "optim", "model", "reference")
-OF_SAMPLES = ("rollout", "reward")  # they too, where samples are drawn
+OF_SAMPLES = ("rollout", "reward")  # these too, if the run draws its own samples
 FREE = (
     *("data.packing", "model.suggested_lr", "model.trust_remote_code"),
     *("rollout.micro_batch_size", "rollout.micro_batch_tokens", "rollout.score_batch_size", "rollout.sampling_ranks"),
     *("rollout.show", "rollout.show_every", "rollout.vllm_memory", "reward.timeout_seconds", "reward.workers"),
 )
-SAMPLE, SAMPLES = 4096, 256  # bytes, and places, read of a file of weights
+SAMPLE, SAMPLES = 4096, 256  # a file of weights is read at so many places, so many bytes at each
 
 
 def identity(cfg: Config) -> dict[str, Any]:
-    """Flat: `data.max_length: 2048`. Reads the data whole and samples the weights."""
-    found = curve_keys(cfg)
-    for key, value in found.items():
+    """Return the keys with their values, flat (`data.max_length: 2048`). Reads all data and samples the weights."""
+    keys = curve_keys(cfg)
+    for key, value in keys.items():
         if key in ("data.path", "data.eval_path") and value is not None:
-            found[key] = {"path": str(value), "contents": _contents(Path(value).expanduser())}
+            keys[key] = {"path": str(value), "contents": _contents(Path(value).expanduser())}
         elif key in ("model.path", "reward.path") or re.fullmatch(r"reward\.terms\..*\.path", key):
-            found[key] = {"path": str(value), "contents": _weights(Path(value).expanduser())}
-    return found
+            keys[key] = {"path": str(value), "contents": _weights(Path(value).expanduser())}
+    return keys
 
 
 def curve_keys(cfg: Config) -> dict[str, Any]:
-    """The same, with files by their names: nothing is read."""
+    """Return the same, but with files by their names: nothing is read."""
     plain = to_plain(cfg)
-    found: dict[str, Any] = {"seed": cfg.seed, "train.batch_size": cfg.train.batch_size}
+    keys: dict[str, Any] = {"seed": cfg.seed, "train.batch_size": cfg.train.batch_size}
     for group in (*GROUPS, *(OF_SAMPLES if isinstance(cfg.loss, PolicyLossConfig) else ())):
-        found |= {f"{group}.{key}": value for key, value in plain[group].items() if f"{group}.{key}" not in FREE}
-    if found.pop("reward.terms", None):
-        found |= _of_terms(cfg.reward)
-    return found
+        keys |= {f"{group}.{key}": value for key, value in plain[group].items() if f"{group}.{key}" not in FREE}
+    if keys.pop("reward.terms", None):
+        keys |= _keys_of_terms(cfg.reward)
+    return keys
 
 
-def _of_terms(reward: RewardConfig) -> dict[str, Any]:
-    """Of a sum of rewards: each key of each term, given or not, as if it were a reward of its own."""
-    found: dict[str, Any] = {}
+def _keys_of_terms(reward: RewardConfig) -> dict[str, Any]:
+    """Return each key of each term of a sum, given or not, as if the term were a reward of its own."""
+    keys: dict[str, Any] = {}
     for term in reward_terms(reward):
         own = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(term.cfg), enum_to_str=True))
-        found |= {f"{term.key}.kind": own.pop("name"), f"{term.key}.weight": term.weight}
-        found |= {f"{term.key}.{leaf}": value for leaf, value in own.items() if f"reward.{leaf}" not in FREE}
-    return found
+        keys |= {f"{term.key}.kind": own.pop("name"), f"{term.key}.weight": term.weight}
+        keys |= {f"{term.key}.{leaf}": value for leaf, value in own.items() if f"reward.{leaf}" not in FREE}
+    return keys
 
 
 def _contents(path: Path) -> str:
@@ -68,7 +69,7 @@ def _contents(path: Path) -> str:
 
 
 def _weights(path: Path) -> str:
-    """Of a model's folder: its small files whole, of its weights the size and samples. Of a hub name, the name."""
+    """Hash a model's folder: small files whole, and of weights their size and samples. A hub name stands for itself."""
     if not path.is_dir():
         return str(path)
     digest = hashlib.sha256()
@@ -85,7 +86,7 @@ def _weights(path: Path) -> str:
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Each key that differs, with both values as they are to be shown."""
+    """Yield each key that differs, with both values as text."""
     for key in sorted({*was, *now}):
         one, other = was.get(key), now.get(key)
         if isinstance(one, dict) and isinstance(other, dict):
@@ -96,15 +97,15 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def refuse_changes(where: Path, was: Mapping[str, Any], now: Mapping[str, Any], force: Sequence[str]) -> list[str]:
-    """Raise for what has changed and was not forced; say what was."""
+    """Raise for a change that is not forced. Return what the forced changes are."""
     forced = []
     for key, old, new in changes(was, now):
         if key in force or key.partition(".")[0] in force:
             forced.append(f"{key} was {old}, and is {new}")
             continue
         raise CheckpointError(
-            f"{key}={new}: the run in {where} was begun with {old}, and would not draw the curve that it began. "
-            f"Give {key} its old value, or begin anew in another hydra.run.dir, or say resume.force=[{key}]."
+            f"{key}={new}: the run in {where} was started with {old}, and its curve would change. Give {key} its "
+            f"old value, or start a new run in another hydra.run.dir, or say resume.force=[{key}]."
         )
     return forced
 
@@ -113,6 +114,6 @@ def check_force(force: Sequence[str], now: Mapping[str, Any]) -> None:
     for key in force:
         if key not in now and key not in (*GROUPS, *OF_SAMPLES):
             raise ConfigError(
-                f"resume.force=[{key}]: is nothing that a curve depends on, so nothing keeps it from changing."
+                f"resume.force=[{key}]: no curve depends on this key, so it may change without force. Leave it out."
                 f"{suggestion(key, [*now, *GROUPS, *OF_SAMPLES])}"
             )

@@ -1,4 +1,4 @@
-"""Which kernel can be named where: the device it runs on, what it computes in, and what it needs there."""
+"""Checks of `parallel.kernel`: its device, its precision, and what it needs on this machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from rlexp.kernels import NEEDS, fits, installed
 
 
 def check_kernel(cfg: Config, heads: Heads | None, *, here: bool = True, generation: int | None = None) -> None:
-    """Of a model with these heads; None where they are not known yet. Elsewhere, as on the nodes of a cluster, packages
-    and GPUs may be others than here. A rank knows its GPU's generation; before there are ranks, one GPU that can is
-    enough."""
+    """Refuse a kernel that cannot run. `heads` is None while unknown.
+
+    Without `here`, a node of a cluster runs it, whose packages and GPUs are unknown. A rank passes the `generation` of
+    its own GPU; before ranks start, one GPU that fits is enough.
+    """
     kernel, device, precision = cfg.parallel.kernel, cfg.launch.device, cfg.train.precision
     what = f"parallel.kernel={kernel.value}"
     if device is Device.cuda and kernel is KernelName.cpu_flash:
@@ -25,7 +27,7 @@ def check_kernel(cfg: Config, heads: Heads | None, *, here: bool = True, generat
     if precision is not Precision.bf16:
         raise ConfigError(
             f"{what}: computes in 16 bits only, and train.precision={precision.value}. Use parallel.kernel=auto, which "
-            f"is parallel.kernel=plain there, or train.precision=bf16."
+            f"takes parallel.kernel=plain there, or train.precision=bf16."
         )
     if heads is not None and not fits(kernel.value, heads.size):
         raise ConfigError(

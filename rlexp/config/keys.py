@@ -1,4 +1,4 @@
-"""Every key there is, read off the schema; and the nearest one to a key that is not."""
+"""All keys of the schema, and the nearest one to a key that does not exist."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rlexp.config.launchers import LocalJobs, SlurmJobs
 from rlexp.config.schema import KINDS, Config
 
 LAUNCHER = "hydra.launcher."
-APPENDED = ("experiment", "sweep")  # groups that stand in no defaults list
+APPENDED = ("experiment", "sweep")  # groups outside the defaults list
 
 
 def all_keys() -> dict[str, tuple[str, ...]]:
-    """Each key with the options that have it (`data=jsonl`); none for keys that are always there."""
+    """Return each key with the options that have it (`data=jsonl`); with none if the key always exists."""
     keys: dict[str, tuple[str, ...]] = {}
     hints = typing.get_type_hints(Config)
     for top in dataclasses.fields(Config):
@@ -40,11 +40,12 @@ def _every_kind(key: str) -> set[str]:
 
 
 def about_unknown(key: str) -> str:
-    """One line on a key that cannot be set: where it belongs, or the nearest that can."""
+    """Explain in one line why a key cannot be set: where it belongs, or the nearest key."""
     if key.startswith(LAUNCHER):
         near = suggestion(key, launcher_keys())
         return (
-            f"{key}: no such key.{near} docs/slurm.md lists them; others of sbatch's: {LAUNCHER}additional_parameters."
+            f"{key}: no such key.{near} docs/slurm.md lists them. Give other options of sbatch in "
+            f"{LAUNCHER}additional_parameters."
         )
     keys = all_keys()
     if key in APPENDED:
@@ -55,7 +56,7 @@ def about_unknown(key: str) -> str:
 
 
 def suggestion(word: str, candidates: list[str]) -> str:
-    """Nearest by spelling: the whole key, or its last part where the group is wrong or left out."""
+    """Find the nearest key by spelling: by the whole key, or by its last part if the group is wrong or missing."""
     others = [candidate for candidate in candidates if not word.startswith(candidate)]
     close = difflib.get_close_matches(word, others, n=1, cutoff=0.6)
     leaves = {candidate.rpartition(".")[2]: candidate for candidate in others}

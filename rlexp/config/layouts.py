@@ -1,8 +1,8 @@
-"""Which layout a run has, and why: what was named, as far as the heads fit, or what is estimated to be the fastest.
+"""The choice of a run's layout: the one that was named, if the heads fit, or the one estimated to be fastest.
 
-The estimate counts, for a layer and one sequence of data.max_length, forward and backward, the time of computing and
-that of sending as far as it is not hidden behind computing. The rates are round numbers of common machines: they decide
-between layouts, and promise nothing. docs/layouts.md has the formulas.
+The estimate is for one layer and one sequence of data.max_length, forward and backward. It adds the time of computing
+and the time of communication that computing does not hide. The rates are round numbers of common machines: they rank
+layouts, and do not predict times. docs/layouts.md has the formulas.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rlexp.config.sizes import divisors, listed, nearest
 from rlexp.errors import ConfigError
 
 ELEMENT = {Precision.bf16: 2, Precision.fp32: 4, Precision.fp64: 8}
-# By device: operations a second in attention, bytes a second between ranks of a node, and between nodes.
+# By device: operations per second in attention; bytes per second between ranks of a node, and between nodes.
 RATES = {Device.cuda: (4e14, 2e11, 2.5e10), Device.cpu: (5e10, 2e9, 1e9)}
-MERGED = 0.05  # of computing, that smaller calls and merges cost: 4 % in docs/attention.md
-GATHERED = 0.02  # on CPU up to a tenth, of many heads on a large ring; bench.gpu is to say what it is on GPUs
+MERGED = 0.05  # share of computing spent on smaller calls and merges: 4 % in docs/attention.md
+GATHERED = 0.02  # up to 0.1 on CPU, with many heads on a large ring; not measured on GPUs
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Heads:
 @dataclass(frozen=True)
 class Choice:
     layout: LayoutName
-    ulysses_size: int  # ranks that share out the heads among them
-    reason: str | None = None  # where it was not named
+    ulysses_size: int  # ranks that share out the heads
+    reason: str | None = None  # None if the layout was named
 
     @property
     def name(self) -> str:
@@ -43,11 +43,11 @@ class Choice:
 
 
 def choose(cfg: Config, heads: Heads | None) -> Choice:
-    """Of a model with these heads; None where they are not known yet. What does not fit is refused."""
+    """Choose the layout; refuse one that does not fit. `heads` is None while unknown."""
     ring, inner = cfg.parallel.ring_size, cfg.parallel.ulysses_size
     if inner is not None and cfg.parallel.layout is not LayoutName.hybrid:
         raise ConfigError(
-            f"parallel.ulysses_size={inner}: is of parallel.layout=hybrid, and the layout is "
+            f"parallel.ulysses_size={inner}: belongs to parallel.layout=hybrid, and the layout is "
             f"{cfg.parallel.layout.value}. Use parallel.layout=hybrid, or leave parallel.ulysses_size out."
         )
     match cfg.parallel.layout:
@@ -84,12 +84,12 @@ def _refuse_unless_shared(what: str, heads: Heads | None, ranks: int, ring: int)
 
 
 def _fitting(heads: Heads | None, ring: int, most: int) -> int:
-    """The largest number of ranks that may share out the heads."""
+    """Return the largest number of ranks, up to `most`, that can share out the heads."""
     return max(each for each in divisors(ring) if each <= most and (heads is None or heads.queries % each == 0))
 
 
 def heads_of(model: ModelConfig) -> Heads | None:
-    """As far as they can be known without loading the model: of a model of the hub its ranks will learn them."""
+    """Return the model's heads, or None for a hub model, whose ranks learn them when they load it."""
     match model:
         case TinyModelConfig(heads=heads, kv_heads=kv_heads, hidden_size=hidden_size):
             return Heads(heads, kv_heads, hidden_size // heads)
@@ -104,11 +104,11 @@ def heads_of(model: ModelConfig) -> Heads | None:
 
 
 def heads_in(described: dict[str, object]) -> Heads | None:
-    """Of a model's config.json, with the size of its largest; one that also sees or hears describes its text model
-    apart."""
+    """Read the heads from a model's config.json, with the size of the largest. A multimodal model describes its text
+    model apart."""
     text = described.get("text_config")
-    found = text if isinstance(text, dict) else described
-    named = {name: value for name, value in found.items() if isinstance(value, int)}
+    fields = text if isinstance(text, dict) else described
+    named = {name: value for name, value in fields.items() if isinstance(value, int)}
 
     def first(*names: str) -> int:
         return next((named[name] for name in names if named.get(name)), 0)
@@ -117,7 +117,7 @@ def heads_in(described: dict[str, object]) -> Heads | None:
     if heads < 1:
         return None
     size = first("head_dim") or first("hidden_size", "n_embd", "d_model") // heads
-    layers = found.get("per_layer_config")  # of Gemma 4 some have larger heads than the others
+    layers = fields.get("per_layer_config")  # in Gemma 4, some layers have larger heads
     others = [layer.get("head_dim") for layer in layers.values()] if isinstance(layers, dict) else []
     size = max(size, first("global_head_dim"), *(each for each in others if isinstance(each, int)))
     return Heads(heads, first("num_key_value_heads") or heads, size) if size > 0 else None
@@ -142,7 +142,7 @@ def _estimated(cfg: Config, heads: Heads | None) -> Choice:
 
 
 def _near(cfg: Config, ranks: int) -> bool:
-    """Whether neighbours in the ring, so many of them, are on one node."""
+    """Return whether groups of so many neighbours in the ring are each on one node."""
     return (cfg.parallel.world_size + cfg.rollout.sampling_ranks) // cfg.launch.nodes % ranks == 0
 
 
@@ -155,7 +155,7 @@ def _candidates(cfg: Config, heads: Heads) -> Iterator[tuple[Choice, float]]:
     link = near if _near(cfg, ring) else far
 
     def around(size: int, keys: float, over: float) -> float:
-        """Seconds that keys and values travel, twice, and their gradients once."""
+        """Return the seconds for sending keys and values twice, and their gradients once."""
         return 2 * keys * heads.size * tokens * ring / size * ((size - 1) * 2 * element + size * summed) / over
 
     hidden = (ring - 1) / ring
@@ -186,7 +186,9 @@ def _candidates(cfg: Config, heads: Heads) -> Iterator[tuple[Choice, float]]:
 
 
 def copied(heads: Heads, ranks: int) -> int:
-    """Heads of keys that are sent, so that each of so many ranks has those that its queries need: every one once, or to
-    several ranks, or where ranks and groups do not nest, one for every query."""
+    """Return the key/value heads that are sent, so that each rank has those that its query heads need.
+
+    Each head goes to one rank or to several. If ranks and groups of heads do not nest, each query head gets a copy.
+    """
     each, serves = heads.queries // ranks, heads.queries // heads.keys
     return heads.queries if each % serves and serves % each else max(heads.keys, ranks)

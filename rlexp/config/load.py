@@ -1,9 +1,9 @@
-"""The door: from Hydra's DictConfig, or a run's config.yaml, to one typed object. Nothing deeper sees yaml."""
+"""The door: from Hydra's DictConfig, or a run's config.yaml, to one typed object. No other room sees yaml."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +15,13 @@ from omegaconf import DictConfig, OmegaConf
 from rlexp.config import launchers, resolvers, schema
 from rlexp.config.checks import check
 from rlexp.config.keys import about_unknown, all_keys
+from rlexp.config.kinds import check_kinds
+from rlexp.config.options import refuse_wrong_option
 from rlexp.config.paths import conf_dir
-from rlexp.config.schema import KINDS, Config
+from rlexp.config.resolvers import resolve_device
+from rlexp.config.schema import KINDS, Config, Device
 from rlexp.errors import ConfigError
+from rlexp.files import write_text
 
 _OPEN = re.compile(
     r"(engine\.overrides|logger\.axes|reward\.terms|hydra\.launcher\.(environment|additional_parameters))[.=]"
@@ -26,37 +30,51 @@ _OPEN = re.compile(
 
 @functools.cache
 def register() -> None:
-    """Schema and resolvers; must run before Hydra composes."""
+    """Register schema and resolvers, once, before Hydra composes."""
     schema.register()
     launchers.register()
     resolvers.register()
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
-    """What `python -m rlexp OVERRIDES` would run, for programs and tests."""
+    """Return the configuration that `python -m rlexp OVERRIDES` runs, for programs and tests."""
     register()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return from_hydra(compose("config", overrides=open_ended(overrides)))
 
 
 def open_ended(overrides: Sequence[str]) -> list[str]:
-    """`engine.overrides.KEY=VALUE` as it is typed: Hydra wants a sign before a key that is not there yet."""
+    """Put ++ before keys of open mappings (`engine.overrides.KEY=VALUE`), as Hydra wants it.
+
+    Options for which Hydra would raise a traceback are refused here.
+    """
+    for each in overrides:
+        refuse_wrong_option(each)
     return [f"++{each}" if _OPEN.match(each) else each for each in overrides]
 
 
 def from_hydra(cfg: DictConfig, *, here: bool = True) -> Config:
-    """Resolve, convert and check a composed configuration; `here` is whether this machine is to run it."""
+    """Resolve, convert and check a composed configuration. With `here`, this machine runs it."""
     _refuse_unknown(cfg)
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise ConfigError(f"{missing[0]}: has no value. Give it on the command line: {missing[0]}=VALUE.")
     typed = cast(Config, OmegaConf.to_object(cfg))
+    check_kinds(typed)
+    if here:
+        typed = with_device_resolved(typed)
     check(typed, here=here)
     return typed
 
 
+def with_device_resolved(cfg: Config) -> Config:
+    """Return a copy in which `launch.device=auto` is replaced by the device of this machine."""
+    device = Device[resolve_device(cfg.launch.device.value)]
+    return dataclasses.replace(cfg, launch=dataclasses.replace(cfg.launch, device=device))
+
+
 def _refuse_unknown(cfg: DictConfig) -> None:
-    """`+key=value` adds what the schema does not have, and Hydra lets it. It would do nothing, in silence."""
+    """Refuse keys that the schema does not have. Hydra lets `+key=value` add them, and they would do nothing."""
     keys = all_keys()
     for top in map(str, cfg):
         if top not in keys:
@@ -74,12 +92,12 @@ def _refuse_unknown(cfg: DictConfig) -> None:
 
 
 def from_file(path: Path) -> Config:
-    """Read what `to_file` wrote, by the same schema."""
+    """Read a file of `to_file`, by the same schema."""
     return from_plain(OmegaConf.load(path))
 
 
 def from_plain(plain: Any) -> Config:
-    """The typed object again, from what `to_plain` made of it."""
+    """Return the typed object again, from the result of `to_plain`."""
     plain = OmegaConf.create(plain)
     base = OmegaConf.structured(Config)
     for group, kinds in KINDS.items():
@@ -88,12 +106,10 @@ def from_plain(plain: Any) -> Config:
 
 
 def to_file(cfg: Config, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")  # at once or not at all: others may be reading
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)), encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(cfg)))
 
 
 def to_plain(cfg: Config) -> dict[str, Any]:
-    """Nested dicts of plain values (enums by name), for sinks and files."""
+    """Return nested dicts of plain values (enums by name), for sinks and files."""
     container = OmegaConf.to_container(OmegaConf.structured(cfg), enum_to_str=True)
     return cast(dict[str, Any], container)

@@ -1,4 +1,4 @@
-"""Where the configuration lies: beside the package in a checkout, inside it in a wheel."""
+"""The folders of configuration: beside the package in a checkout, inside the package in a wheel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def config_root() -> Path:
-    """The folder that holds `conf/`, `launchers/` and `sweeps/`."""
+    """Return the folder that holds `conf/`, `launchers/` and `sweeps/`."""
     package = Path(__file__).resolve().parent.parent
     return package if (package / "conf").is_dir() else package.parent
 

@@ -1,4 +1,4 @@
-"""The OmegaConf resolvers: thin names for pure functions, so that `--cfg job --resolve` shows derived values."""
+"""The OmegaConf resolvers: names for pure functions, so that `--cfg job --resolve` shows derived values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlexp.errors import ConfigError
 
 
 def resolve_device(device: str) -> str:
-    """`auto` is the GPUs where there are any; a GPU that was asked for and is not there is an error."""
+    """Return `cuda` for `auto` if this machine has GPUs, else `cpu`. `cuda` without a GPU is an error."""
     device = getattr(device, "value", device)
     if device == "cuda" and visible_gpus() == 0:
         raise ConfigError("launch.device=cuda: no GPU is visible on this machine. Use launch.device=cpu, or auto.")
@@ -28,18 +28,18 @@ def resolve_device(device: str) -> str:
 
 
 def default_nproc(device: str, ring_size: int, sampling_ranks: int) -> int:
-    """Ranks on this machine: its GPUs, or on CPU one replica and who samples for it."""
-    sizes.positive("parallel.ring_size", ring_size)
+    """Return the number of ranks on this machine: one per GPU, or on CPU one replica and its sampling ranks."""
+    sizes.require("parallel.ring_size", ring_size)
     if getattr(device, "value", device) == "cuda" and visible_gpus() == 0:
         raise ConfigError(
-            "launch.device=cuda: no GPU is visible on this machine. Use launch.device=cpu, or auto; for a cluster, say "
-            "how many each of its nodes has: launch.nproc=8."
+            "launch.device=cuda: no GPU is visible on this machine. Use launch.device=cpu, or auto; for a cluster, "
+            "give the GPUs of a node: launch.nproc=8."
         )
     return visible_gpus() if resolve_device(device) == "cuda" else ring_size + sampling_ranks
 
 
 def default_precision(device: str) -> str:
-    """A GPU's that is asked for, though it may be another machine's."""
+    """Return the precision for a device. `cuda` is not checked: the GPU may be on another machine."""
     return "bf16" if getattr(device, "value", device) == "cuda" or resolve_device(device) == "cuda" else "fp32"
 
 
@@ -48,7 +48,7 @@ def default_engine(precision: str) -> str:
 
 
 def slurm_gpus(device: str, nproc: int) -> int | None:
-    """GPUs to ask Slurm for on each node. The submitting machine may have none, so only `cpu` means none."""
+    """Return the GPUs per node to request from Slurm. This machine may have none, so only `cpu` means none."""
     return None if getattr(device, "value", device) == "cpu" else nproc
 
 
@@ -61,7 +61,7 @@ def slurm_memory(rank_memory_gb: float | None, nproc: int) -> float | None:
 
 
 def slurm_warning(grace_seconds: float) -> int:
-    """How long before its end a job is told: a step is finished and saved within the grace, and Slurm is not exact."""
+    """Return the seconds before its end at which Slurm signals a job: the grace, and some since Slurm is not exact."""
     return math.ceil(grace_seconds) + BEFORE_END
 
 
@@ -69,13 +69,13 @@ def all_ranks(nproc: int, nodes: int) -> int:
     joined = sizes.joined_world()
     if joined is not None:
         return joined
-    sizes.positive("launch.nproc", nproc)
-    sizes.positive("launch.nodes", nodes)
+    sizes.require("launch.nproc", nproc)
+    sizes.require("launch.nodes", nodes)
     return nproc * nodes
 
 
 def world_size(nproc: int, nodes: int, sampling_ranks: int) -> int:
-    """The ranks that train."""
+    """Return the number of ranks that train."""
     return sizes.training_ranks(all_ranks(nproc, nodes), sampling_ranks)
 
 
@@ -84,19 +84,19 @@ def default_sampling_ranks(mode: str) -> int:
 
 
 def default_importance_cap(mode: str) -> float | None:
-    """Samples that are a step behind are weighed by how likely they are now; this bounds what one can weigh."""
+    """Return the largest importance weight of a token: pipelined samples are one rollout old, so they are weighted."""
     return 2.0 if getattr(mode, "value", mode) == "pipelined" else None
 
 
 def minibatches(loss: str, batch_size: int, n_samples: int, train_batch: int) -> int:
-    """Train batches of a rollout; 1 where the loss draws no samples."""
+    """Return the train batches per rollout; 1 if the loss draws no samples."""
     if not issubclass(KINDS["loss"].get(loss, LossConfig), PolicyLossConfig):
         return 1
     return sizes.minibatches(batch_size, n_samples, train_batch)
 
 
 def groups() -> str:
-    """The groups and their options, for --help."""
+    """List the groups and their options, for --help."""
     root = config_root()
     folders = {folder.name: folder for folder in sorted((root / "conf").iterdir()) if folder.is_dir()}
     folders["+experiment"] = folders.pop("experiment")

@@ -1,4 +1,4 @@
-"""What a reward is made of: one term, or several with weights."""
+"""The terms of a reward: one, or several with weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS_OF_TERMS = {name: kind for name, kind in KINDS["reward"].items() if kind i
 
 @dataclass(frozen=True)
 class RewardTerm:
-    """`key` is where its keys stand: `reward`, or `reward.terms.NAME`."""
+    """One term. Its keys stand below `key`: `reward`, or `reward.terms.NAME`."""
 
     name: str
     weight: float
@@ -28,12 +28,12 @@ class RewardTerm:
 
 
 def reward_terms(cfg: RewardConfig) -> list[RewardTerm]:
-    """The terms of a sum, or the one reward as a term of its own kind's name."""
+    """Return the terms of a sum, or the single reward as one term named by its kind."""
     if not isinstance(cfg, SumRewardConfig):
         return [RewardTerm(cfg.name, 1.0, "reward", cfg)]
     if not cfg.terms:
         raise ConfigError(
-            "reward.terms: has no value, and reward=sum adds them up. Give at least one, as in "
+            "reward.terms: has no value, and reward=sum adds its terms up. Give at least one, as in "
             "'reward.terms.NAME={kind: rule, weight: 1.0, rule: length}'."
         )
     return [_term(str(name), keys) for name, keys in cfg.terms.items()]
@@ -42,7 +42,9 @@ def reward_terms(cfg: RewardConfig) -> list[RewardTerm]:
 def _term(name: str, keys: Any) -> RewardTerm:
     key = f"reward.terms.{name}"
     if not isinstance(keys, dict):
-        raise ConfigError(f"{key}={keys}: must be a group of keys, as in {{kind: rule, weight: 1.0, rule: length}}.")
+        raise ConfigError(
+            f"{key}={keys}: must be a group of keys. For example: {key}={{kind: rule, weight: 1.0, rule: length}}."
+        )
     kind = keys.get("kind")
     kinds = list(KINDS_OF_TERMS)
     if kind not in KINDS_OF_TERMS:
@@ -54,12 +56,12 @@ def _term(name: str, keys: Any) -> RewardTerm:
 
 def _weight(key: str, weight: Any) -> float:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise ConfigError(f"{key}.weight={weight}: must be a number.")
+        raise ConfigError(f"{key}.weight={weight}: must be a number. For example: {key}.weight=1.0.")
     return float(weight)
 
 
 def _typed(key: str, kind: str, own: dict[str, Any]) -> RewardConfig:
-    """By the schema of the kind; what it does not have, or has of another type, is refused by name."""
+    """Convert a term by the schema of its kind. Refuse unknown keys and values of a wrong type."""
     schema = KINDS_OF_TERMS[kind]
     known: Sequence[str] = [leaf.name for leaf in fields(schema) if leaf.name != "name"]
     for leaf in own:
@@ -74,8 +76,10 @@ def _typed(key: str, kind: str, own: dict[str, Any]) -> RewardConfig:
             node[leaf] = value
         except OmegaConfBaseException as error:
             reason = str(error).partition("\n")[0]
-            raise ConfigError(f"{key}.{leaf}={value}: {reason}.") from None
+            raise ConfigError(f"{key}.{leaf}={value}: {reason}. Give it another value.") from None
     missing = sorted(OmegaConf.missing_keys(node))
     if missing:
-        raise ConfigError(f"{key}.{missing[0]}: has no value, and a reward of kind {kind} needs one.")
+        raise ConfigError(
+            f"{key}.{missing[0]}: has no value, and a reward of kind {kind} needs one. Give {key}.{missing[0]}=VALUE."
+        )
     return cast(RewardConfig, OmegaConf.to_object(node))

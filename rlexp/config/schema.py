@@ -1,7 +1,7 @@
 """The typed schema behind every configuration. The yaml files in `conf/` only choose values.
 
-Groups that come in kinds (`model`, `data`, `loss`) have one class per kind, registered in `KINDS`; the `name`
-field says which. A new loss is one class here, one yaml, one file in `algos/` and one `case` in `build.py`.
+A group with several kinds (`model`, `data`, `loss`, `reward`) has one class for each kind, listed in `KINDS`; the field
+`name` says which. A new loss needs one class here, one yaml file, one file in `algos/` and one `case` in `build.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
+
+from rlexp.config.bounds import MANY, number
+
+WEEK = 7 * 24 * 3600  # seconds
+PROMPT_AND_ANSWER = " (a prompt and an answer)"
+LIKELIEST = " (a policy that always gives its likeliest answer has nothing to learn from)"
 
 
 class Device(Enum):
@@ -46,7 +52,7 @@ class KernelName(Enum):
 
 
 class BackendName(Enum):
-    """Whose the whole attention over the ring is."""
+    """Whose code runs attention over the ring: ours, or the library ring-flash-attn."""
 
     native = "native"
     ring_flash_attn = "ring_flash_attn"
@@ -62,7 +68,7 @@ class EngineName(Enum):
 
 
 class Offload(Enum):
-    """What of the training state lives in the host's memory."""
+    """The part of the training state that is kept in the host's memory."""
 
     none = "none"
     optimizer = "optimizer"
@@ -86,7 +92,7 @@ class LoggerName(Enum):
 
 
 class TooLong(Enum):
-    """What becomes of a sequence longer than `data.max_length`."""
+    """How a sequence longer than `data.max_length` is handled."""
 
     error = "error"
     drop = "drop"
@@ -94,14 +100,14 @@ class TooLong(Enum):
 
 
 class KLPlace(Enum):
-    """Where the divergence from the reference enters."""
+    """The place where the divergence from the reference enters."""
 
     reward = "reward"
     loss = "loss"
 
 
 class KLEstimator(Enum):
-    """Of a token's divergence, from its log-ratio d = policy − reference (Schulman, joschu.net/blog/kl-approx.html)."""
+    """Estimators of a token's divergence from d = log policy − log reference (joschu.net/blog/kl-approx.html)."""
 
     k1 = "k1"  # d
     k2 = "k2"  # d²/2
@@ -109,21 +115,21 @@ class KLEstimator(Enum):
 
 
 class Normalize(Enum):
-    """By what the loss of a train batch is divided; each count is the train batch's."""
+    """Loss normalizers. Every count is taken over the whole train batch."""
 
-    token = "token"  # all trained tokens
-    sequence = "sequence"  # each answer's own tokens, and the number of answers
-    fixed = "fixed"  # rollout.max_new_tokens, and the number of answers
+    token = "token"  # the number of trained tokens
+    sequence = "sequence"  # each answer by its own tokens, and all by the number of answers
+    fixed = "fixed"  # rollout.max_new_tokens times the number of answers
 
 
 class CriticName(Enum):
-    own = "own"  # a second model, begun as the policy
+    own = "own"  # a second model, with the policy's weights at the start
     shared = "shared"  # the policy's own layers
 
 
 class RolloutMode(Enum):
     colocated = "colocated"  # all ranks sample, then all train
-    pipelined = "pipelined"  # some sample the next batch while the others train
+    pipelined = "pipelined"  # some ranks sample the next rollout while the others train
 
 
 class RolloutEngine(Enum):
@@ -132,19 +138,19 @@ class RolloutEngine(Enum):
 
 
 class Overlong(Enum):
-    """What becomes of an answer that reached rollout.max_new_tokens without an end."""
+    """How an answer that reaches rollout.max_new_tokens without an end is handled."""
 
     keep = "keep"
-    mask = "mask"  # it is not trained on
-    penalty = "penalty"  # rollout.overlong_penalty is taken from its score
+    mask = "mask"  # the answer is not trained on
+    penalty = "penalty"  # rollout.overlong_penalty is subtracted from its score
 
 
 class RuleName(Enum):
-    count = "count"  # how often reward.text occurs, over reward.most
+    count = "count"  # occurrences of reward.text / reward.most, at most 1
     length = "length"  # 1 − |characters − reward.target| / reward.target, at least 0
-    regex = "regex"  # what share of the answer's characters reward.pattern matches
-    exact = "exact"  # 1 if the answer is the row's
-    arithmetic = "arithmetic"  # 1 if the answer's last number is what the row's answer, or the prompt's sum, comes to
+    regex = "regex"  # share of the answer's characters that reward.pattern matches
+    exact = "exact"  # 1 if the answer equals the row's answer
+    arithmetic = "arithmetic"  # 1 if the answer's last number is right: the row's answer, or else the prompt's sum
 
 
 class Decay(Enum):
@@ -162,35 +168,35 @@ class WandbMode(Enum):
 @dataclass
 class LaunchConfig:
     device: Device = Device.auto
-    nproc: int = MISSING  # ranks on this machine
-    nodes: int = 1
-    timeout_seconds: float = 600.0  # of a collective that some rank never joins
-    torch_threads: int = 1  # per rank, on CPU
-    grace_seconds: float = 120.0  # for a run that is asked to stop, to finish its step and save
-    # Of a job on a cluster; nodes and ranks follow from the above.
-    time_limit: str = "4h"  # what is not done by then goes on in the same job, started again
-    rank_cpus: int = 2
-    rank_memory_gb: float | None = None  # what the cluster gives without being asked
-    interface: str | None = None  # the network's, for gloo and NCCL: the one that leads to the other nodes
+    nproc: int = number(MISSING, least=1, most=MANY)  # ranks on this machine
+    nodes: int = number(1, least=1, most=MANY)
+    timeout_seconds: float = number(600.0, above=0, most=WEEK)  # how long ranks wait for a rank that does not come
+    torch_threads: int = number(1, least=1, most=4096)  # per rank, on CPU
+    grace_seconds: float = number(120.0, above=0, most=WEEK)  # for a run asked to stop: to finish its step and save
+    # For a job on a cluster. Its nodes and ranks follow from the keys above.
+    time_limit: str = "4h"  # the job is then started again, and the run goes on
+    rank_cpus: int = number(2, least=1, most=4096)
+    rank_memory_gb: float | None = number(None, above=0, most=1e6)  # null: the cluster's default
+    interface: str | None = None  # network interface to the other nodes, for gloo and NCCL
 
 
 @dataclass
 class TrainConfig:
-    batch_size: int = 8  # samples (preference pairs) per optimizer step, all devices together
-    micro_batch_size: int = 1  # samples per forward pass of one replica
+    batch_size: int = number(8, least=1, most=MANY)  # samples (pairs) per optimizer step, all devices together
+    micro_batch_size: int = number(1, least=1, most=MANY)  # samples per forward pass of one replica
     grad_acc: int = MISSING  # derived
-    max_steps: int | None = None
-    epochs: int | None = None
+    max_steps: int | None = number(None, least=1)
+    epochs: int | None = number(None, least=1)
     precision: Precision = MISSING
-    eval_every: int | None = None
-    stop_after: int | None = None  # end this process after so many steps, as a pre-emption would
+    eval_every: int | None = number(None, least=1)
+    stop_after: int | None = number(None, least=1)  # end this process after so many steps, as a pre-emption does
 
 
 @dataclass
 class ParallelConfig:
-    ring_size: int = 1
+    ring_size: int = number(1, least=1, most=MANY)
     layout: LayoutName = LayoutName.zigzag
-    ulysses_size: int | None = None  # of the groups of layout=hybrid
+    ulysses_size: int | None = number(None, least=1)  # ranks that share out the heads, with layout=hybrid
     kernel: KernelName = KernelName.auto
     backend: BackendName = BackendName.native
     world_size: int = MISSING  # derived
@@ -200,19 +206,19 @@ class ParallelConfig:
 @dataclass
 class ModelConfig:
     name: str = MISSING
-    seed: int = 0  # of random weights, where there are any
-    suggested_lr: float = MISSING  # what optim.lr takes unless it is given
-    freeze: list[str] = field(default_factory=list)  # patterns of the names of parameters that stay as they are
+    seed: int = 0  # for random weights
+    suggested_lr: float = number(MISSING, least=0)  # the default of optim.lr
+    freeze: list[str] = field(default_factory=list)  # name patterns of parameters that are not trained
 
 
 @dataclass
 class TinyModelConfig(ModelConfig):
     name: str = "tiny"
-    hidden_size: int = 64
-    intermediate_size: int = 172
-    layers: int = 2
-    heads: int = 8
-    kv_heads: int = 2
+    hidden_size: int = number(64, least=1)
+    intermediate_size: int = number(172, least=1)
+    layers: int = number(2, least=1)
+    heads: int = number(8, least=1, most=MANY)
+    kv_heads: int = number(2, least=1, most=MANY)
 
 
 @dataclass
@@ -225,7 +231,7 @@ class HFModelConfig(ModelConfig):
 @dataclass
 class DataConfig:
     name: str = MISSING
-    max_length: int = 2048  # tokens of prompt and answer together
+    max_length: int = number(2048, least=2, why=PROMPT_AND_ANSWER)  # tokens of prompt and answer together
     too_long: TooLong = TooLong.error
     shuffle: bool = True
     drop_last: bool = True
@@ -235,10 +241,10 @@ class DataConfig:
 @dataclass
 class SyntheticDataConfig(DataConfig):
     name: str = "synthetic"
-    seed: int = 0  # of the generated pairs, not of their order
-    size: int = 240
-    eval_size: int = 32
-    fill: bool = False  # texts of max_length words before each request: with too_long=truncate, all are of that length
+    seed: int = 0  # for the pairs, not for their order
+    size: int = number(240, least=1)
+    eval_size: int = number(32, least=0)
+    fill: bool = False  # put max_length words before each request, to make long sequences
 
 
 @dataclass
@@ -252,9 +258,9 @@ class JsonlDataConfig(DataConfig):
 class ArithmeticDataConfig(DataConfig):
     name: str = "arithmetic"
     seed: int = 0
-    size: int = 1024
-    eval_size: int = 64
-    digits: int = 1  # of each number
+    size: int = number(1024, least=1)
+    eval_size: int = number(64, least=0)
+    digits: int = number(1, least=1, most=100)  # of each number in a sum
 
 
 @dataclass
@@ -265,38 +271,38 @@ class LossConfig:
 @dataclass
 class DPOConfig(LossConfig):
     name: str = "dpo"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
+    beta: float = number(0.1, above=0)
+    label_smoothing: float = number(0.0, least=0, below=0.5)
 
 
 @dataclass
 class PolicyLossConfig(LossConfig):
-    """What the algorithms of reinforcement learning have in common; their yaml files choose."""
+    """Keys that all algorithms of reinforcement learning share."""
 
-    beta: float = 0.05  # of the divergence from the reference; 0 does without a reference
+    beta: float = number(0.05, least=0)  # weight of the divergence from the reference; with 0 there is no reference
     kl_in: KLPlace = KLPlace.reward
     kl: KLEstimator = KLEstimator.k1
-    kl_target: float | None = None  # beta then follows the divergence measured, per answer
-    kl_horizon: int = 10000  # samples over which it does
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None  # bounds the loss of a negative advantage (arXiv 1912.09729)
-    entropy: float = 0.0  # of the bonus
-    whiten: bool = False  # advantages, over the train batch
+    kl_target: float | None = number(None, above=0)  # divergence of an answer that beta is adapted to reach
+    kl_horizon: int = number(10000, least=1)  # samples over which beta adapts
+    clip_low: float = number(0.2, above=0)
+    clip_high: float = number(0.2, above=0)
+    dual_clip: float | None = number(None, above=1, why=" (3 is usual)")  # dual-clip PPO (arXiv 1912.09729)
+    entropy: float = number(0.0, least=0)  # weight of the entropy bonus
+    whiten: bool = False  # normalize advantages over the train batch
     normalize: Normalize = Normalize.token
-    filter: bool = False  # leave out answers to prompts all of whose answers scored the same
+    filter: bool = False  # leave out a prompt if all its answers have the same score
 
 
 @dataclass
 class PPOConfig(PolicyLossConfig):
     name: str = "ppo"
     whiten: bool = True
-    gamma: float = 1.0
-    lam: float = 0.95
+    gamma: float = number(1.0, least=0, most=1)
+    lam: float = number(0.95, least=0, most=1)
     critic: CriticName = CriticName.own
-    value_lr: float | None = None  # of the critic; optim.lr where it is not given
-    value_coef: float = 0.5
-    value_clip: float | None = 0.2
+    value_lr: float | None = number(None, least=0)  # the critic's learning rate; null: optim.lr
+    value_coef: float = number(0.5, least=0)
+    value_clip: float | None = number(0.2, above=0)
 
 
 @dataclass
@@ -310,7 +316,7 @@ class GRPOConfig(PolicyLossConfig):
 @dataclass
 class DrGRPOConfig(PolicyLossConfig):
     name: str = "dr_grpo"
-    beta: float = 0.0
+    beta: float = number(0.0, least=0)
     kl_in: KLPlace = KLPlace.loss
     kl: KLEstimator = KLEstimator.k3
     normalize: Normalize = Normalize.fixed
@@ -333,8 +339,8 @@ class GSPOConfig(PolicyLossConfig):
     name: str = "gspo"
     kl_in: KLPlace = KLPlace.loss
     kl: KLEstimator = KLEstimator.k3
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
+    clip_low: float = number(3e-4, above=0)
+    clip_high: float = number(4e-4, above=0)
     normalize: Normalize = Normalize.sequence
 
 
@@ -342,26 +348,26 @@ class GSPOConfig(PolicyLossConfig):
 class RolloutConfig:
     mode: RolloutMode = RolloutMode.colocated
     engine: RolloutEngine = RolloutEngine.native
-    batch_size: int = 8  # prompts
-    n_samples: int = 4  # of each prompt
-    epochs: int = 1  # over the samples of a rollout
+    batch_size: int = number(8, least=1, most=MANY)  # prompts
+    n_samples: int = number(4, least=1, most=MANY)  # answers to each prompt
+    epochs: int = number(1, least=1)  # passes over the samples of a rollout
     minibatches: int = MISSING  # derived: batch_size × n_samples / train.batch_size
-    micro_batch_size: int = 16  # samples that a rank draws at once
-    micro_batch_tokens: int | None = None  # or fewer, so that prompts and answers have at most so many tokens
-    score_batch_size: int = 8  # samples that a ring scores at once
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    top_k: int = 0  # 0: all tokens
-    top_p: float = 1.0
-    min_p: float = 0.0
+    micro_batch_size: int = number(16, least=1)  # samples that a rank draws at once
+    micro_batch_tokens: int | None = number(None, least=1)  # draw fewer at once, so that prompts and answers fit
+    score_batch_size: int = number(8, least=1)  # samples that a ring scores at once
+    max_new_tokens: int = number(64, least=1)
+    temperature: float = number(1.0, above=0, why=LIKELIEST)
+    top_k: int = number(0, least=0)  # 0: all tokens
+    top_p: float = number(1.0, above=0, most=1)
+    min_p: float = number(0.0, least=0, most=1)
     stop: list[str] = field(default_factory=list)  # an answer ends with the first of these texts
     overlong: Overlong = Overlong.keep
-    overlong_penalty: float = 1.0
-    importance_cap: float | None = None  # the most that a token counts for being likelier now than when it was drawn
-    vllm_memory: float = 0.4  # share of a GPU's memory that vLLM may take
-    sampling_ranks: int = MISSING  # that do nothing else; 0 unless pipelined
-    show_every: int = 10  # rollouts between two tables of samples; 0: none
-    show: int = 3  # samples in the table
+    overlong_penalty: float = number(1.0, least=0)
+    importance_cap: float | None = number(None, above=0)  # largest importance weight of a token
+    vllm_memory: float = number(0.4, above=0, below=1)  # share of a GPU's memory that vLLM may take
+    sampling_ranks: int = MISSING  # ranks that only sample; 0 unless pipelined
+    show_every: int = number(10, least=0)  # rollouts between two tables of samples; 0: none
+    show: int = number(3, least=0)  # samples in the table
 
 
 @dataclass
@@ -374,20 +380,20 @@ class RuleRewardConfig(RewardConfig):
     name: str = "rule"
     rule: RuleName = RuleName.count
     text: str = ""
-    most: int = 1
-    target: int = 100
+    most: int = number(1, least=1)
+    target: int = number(100, least=1)
     pattern: str = ""
     ignore_case: bool = False
 
 
 @dataclass
 class PythonRewardConfig(RewardConfig):
-    """Runs code of the user's: a function by its import path, in processes of its own."""
+    """A function of the user, named by its import path and run in processes of its own."""
 
     name: str = "python"
     function: str = MISSING  # package.module:function
-    timeout_seconds: float = 60.0  # of a call
-    workers: int = 1  # processes of each rank
+    timeout_seconds: float = number(60.0, above=0, most=WEEK)  # for one call
+    workers: int = number(1, least=1, most=4096)  # processes for each rank
 
 
 @dataclass
@@ -395,13 +401,13 @@ class ModelRewardConfig(RewardConfig):
     name: str = "model"
     path: str = MISSING
     precision: Precision = Precision.fp32
-    max_length: int | None = None  # data.max_length where it is not given
+    max_length: int | None = number(None, least=2, why=PROMPT_AND_ANSWER)  # null: data.max_length
     trust_remote_code: bool = False
 
 
 @dataclass
 class SumRewardConfig(RewardConfig):
-    """Rewards by any names, each `{kind: rule, weight: 1.0, …}` with the keys of its kind."""
+    """A weighted sum. Each term has a name of its own and the keys of its kind: `{kind: rule, weight: 1.0, …}`."""
 
     name: str = "sum"
     terms: dict[str, Any] = field(default_factory=dict)
@@ -411,19 +417,19 @@ class SumRewardConfig(RewardConfig):
 class EngineConfig:
     name: EngineName = MISSING
     offload: Offload = Offload.none
-    overrides: dict[str, Any] = field(default_factory=dict)  # DeepSpeed's own keys
+    overrides: dict[str, Any] = field(default_factory=dict)  # keys of DeepSpeed's configuration
 
 
 @dataclass
 class OptimConfig:
     name: OptimName = OptimName.adamw
-    lr: float = MISSING
+    lr: float = number(MISSING, least=0)
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
+    eps: float = number(1e-8, least=0)
+    weight_decay: float = number(0.0, least=0)
+    warmup_steps: int = number(0, least=0)
     decay: Decay = Decay.linear
-    max_grad_norm: float = 1.0  # 0 turns clipping off
+    max_grad_norm: float = number(1.0, least=0)  # 0 turns clipping off
 
 
 @dataclass
@@ -442,7 +448,7 @@ class Best(Enum):
 
 
 class ExportDtype(Enum):
-    auto = "auto"  # bf16 of a run in bf16, else fp32
+    auto = "auto"  # bf16 after a run in bf16, else fp32
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
@@ -451,8 +457,8 @@ class ExportDtype(Enum):
 @dataclass
 class CheckpointConfig:
     save_every: str | None = "30m"  # steps (50) or time (10m); null: at the end only
-    keep_last: int = 2
-    keep_best: int = 0  # beside them, the best by `best_metric`
+    keep_last: int = number(2, least=1)
+    keep_best: int = number(0, least=0)  # in addition, the best by `best_metric`
     best_metric: str = "eval/loss"
     best: Best = Best.min
     on_exit: bool = True  # save when the run ends, or is asked to
@@ -462,8 +468,8 @@ class CheckpointConfig:
 
 @dataclass
 class ResumeConfig:
-    mode: str = "auto"  # auto: what the run folder holds; never; or the path of a checkpoint or of a run
-    force: list[str] = field(default_factory=list)  # keys that may differ from those the run was begun with
+    mode: str = "auto"  # auto (from the run folder), never, or the path of a checkpoint or a run
+    force: list[str] = field(default_factory=list)  # keys that may differ from the run's start
 
 
 @dataclass
@@ -472,18 +478,18 @@ class LoggerConfig:
     mode: WandbMode = WandbMode.auto
     project: str = "rlexp"
     entity: str | None = None
-    group: str | None = None  # of a sweep's jobs, its folder's name
+    group: str | None = None  # a sweep sets its folder's name
     run_name: str | None = None
-    axes: dict[str, str] = field(default_factory=dict)  # what varies in the sweep, and this job's values
-    baseline: str | None = None  # the folder of the run that this one is held against
+    axes: dict[str, str] = field(default_factory=dict)  # keys that the sweep varies, with this job's values
+    baseline: str | None = None  # folder of the run that this run is compared with
     tags: list[str] = field(default_factory=list)
     progress: bool = True
-    artifacts: bool = False  # tell W&B of every checkpoint, by reference
+    artifacts: bool = False  # register every checkpoint with W&B, by reference
 
 
 @dataclass
 class Config:
-    seed: int = 0
+    seed: int = number(0, least=0)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -523,7 +529,7 @@ KINDS: dict[str, dict[str, type]] = {
 
 
 def register() -> None:
-    """Put the schema where `conf/config.yaml` and the group files find it (`/schema/<group>/<kind>@_here_`)."""
+    """Store the schema where `conf/config.yaml` and the group files find it (`/schema/<group>/<kind>@_here_`)."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     for group, kinds in KINDS.items():

@@ -1,29 +1,34 @@
-"""The arithmetic of sizes: pure, exact, and in one place. What does not divide is refused with what would."""
+"""The arithmetic of sizes: pure, exact, and in one place. Sizes that do not divide are refused with sizes that do."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 import os
+import typing
 from collections.abc import Mapping
+from typing import Any
 
+from rlexp.config.bounds import check_number
+from rlexp.config.schema import Config
 from rlexp.errors import ConfigError
 
 
 def joined_world(env: Mapping[str, str] | None = None) -> int | None:
-    """The world of the launcher this process runs under (torchrun, srun), or None outside of one.
+    """Return the world size of the launcher that started this process (torchrun, srun), or None without one.
 
-    A batch script or an interactive shell on Slurm is one task that may start its own ranks, so only a step of
-    several tasks counts.
+    A batch script or an interactive shell on Slurm is one task, which may start its own ranks. So only a Slurm step
+    with several tasks counts.
     """
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
         world_size, rank = _whole("WORLD_SIZE", env), _whole("RANK", env)
         if rank >= world_size:
-            raise ConfigError(
-                f"RANK={rank}: the environment says WORLD_SIZE={world_size}. Unset both, or use torchrun."
-            )
+            raise ConfigError(f"RANK={rank}: the environment has WORLD_SIZE={world_size}. Unset both, or use torchrun.")
         if "MASTER_ADDR" not in env:
             raise ConfigError(
-                f"WORLD_SIZE={world_size}, RANK={rank}: stand in the environment without MASTER_ADDR and MASTER_PORT. "
+                f"WORLD_SIZE={world_size}, RANK={rank}: are in the environment without MASTER_ADDR and MASTER_PORT. "
                 f"Unset them, or start with torchrun."
             )
         return world_size
@@ -33,7 +38,7 @@ def joined_world(env: Mapping[str, str] | None = None) -> int | None:
 
 def _whole(name: str, env: Mapping[str, str]) -> int:
     if not env[name].isdecimal():
-        raise ConfigError(f"{name}={env[name]}: stands in the environment and is no whole number. Unset it.")
+        raise ConfigError(f"{name}={env[name]}: is in the environment and is not a whole number. Unset it.")
     return int(env[name])
 
 
@@ -45,11 +50,12 @@ def joined_rank(env: Mapping[str, str] | None = None) -> int | None:
 
 
 def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    smaller = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*smaller, *(number // d for d in smaller)})
 
 
 def nearest(wanted: int, candidates: list[int]) -> list[int]:
-    """The largest candidate below and the smallest above, as far as there are any."""
+    """Return the largest candidate up to `wanted` and the smallest above it, if they exist."""
     below = [c for c in candidates if c <= wanted]
     above = [c for c in candidates if c > wanted]
     return ([max(below)] if below else []) + ([min(above)] if above else [])
@@ -59,18 +65,28 @@ def listed(numbers: list[int]) -> str:
     return " or ".join(str(n) for n in numbers)
 
 
-def positive(key: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{key}={value}: must be at least 1.")
+def require(key: str, value: int) -> None:
+    """Refuse a number out of its bounds in the schema: sizes are derived before the configuration is checked."""
+    check_number(key, value, _field(key))
+
+
+@functools.cache
+def _field(key: str) -> dataclasses.Field[Any]:
+    group, _, leaf = key.partition(".")
+    fields: dict[str, dataclasses.Field[Any]] = typing.get_type_hints(Config)[group].__dataclass_fields__
+    return fields[leaf]
 
 
 def dp_size(world_size: int, ring_size: int) -> int:
-    """How many replicas of the model train side by side: world / ring, exactly."""
-    positive("parallel.ring_size", ring_size)
-    positive("world size", world_size)
+    """Return the number of replicas that train in parallel: world / ring, exactly."""
+    require("parallel.ring_size", ring_size)
+    if world_size < 1:
+        raise ConfigError(
+            f"parallel.world_size={world_size}: must be at least 1. It is derived: set launch.nproc instead."
+        )
     if world_size % ring_size:
         fitting = nearest(ring_size, divisors(world_size))
-        multiples = nearest(world_size, [ring_size * n for n in range(1, world_size // ring_size + 2)])
+        multiples = [ring_size * n for n in (world_size // ring_size, world_size // ring_size + 1) if n]
         raise ConfigError(
             f"parallel.ring_size={ring_size}: the world has {world_size} rank{'s' * (world_size > 1)}, which is "
             f"no multiple of it. Use parallel.ring_size={listed(fitting)}, or a world of {listed(multiples)} "
@@ -80,9 +96,9 @@ def dp_size(world_size: int, ring_size: int) -> int:
 
 
 def grad_acc(batch_size: int, micro_batch_size: int, dp_size: int) -> int:
-    """Forward passes of a replica per optimizer step: batch / (micro × dp), exactly."""
-    positive("train.batch_size", batch_size)
-    positive("train.micro_batch_size", micro_batch_size)
+    """Return a replica's forward passes per optimizer step: batch / (micro × dp), exactly."""
+    require("train.batch_size", batch_size)
+    require("train.micro_batch_size", micro_batch_size)
     unit = micro_batch_size * dp_size
     if batch_size % unit:
         lower = batch_size // unit * unit
@@ -103,7 +119,7 @@ def grad_acc(batch_size: int, micro_batch_size: int, dp_size: int) -> int:
 
 
 def training_ranks(ranks: int, sampling_ranks: int) -> int:
-    """All ranks but those that do nothing but sample."""
+    """Return the number of ranks that train: all except those that only sample."""
     if sampling_ranks < 0 or sampling_ranks >= ranks:
         raise ConfigError(
             f"rollout.sampling_ranks={sampling_ranks}: there {'are' if ranks > 1 else 'is'} {ranks} "
@@ -114,10 +130,10 @@ def training_ranks(ranks: int, sampling_ranks: int) -> int:
 
 
 def minibatches(batch_size: int, n_samples: int, train_batch: int) -> int:
-    """Train batches of a rollout: prompts × samples / train batch, exactly."""
-    positive("rollout.batch_size", batch_size)
-    positive("rollout.n_samples", n_samples)
-    positive("train.batch_size", train_batch)
+    """Return the train batches per rollout: prompts × samples / train batch, exactly."""
+    require("rollout.batch_size", batch_size)
+    require("rollout.n_samples", n_samples)
+    require("train.batch_size", train_batch)
     samples = batch_size * n_samples
     if samples % train_batch:
         fitting = nearest(train_batch, divisors(samples))

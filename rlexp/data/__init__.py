@@ -1,1 +1,1 @@
-"""From files to packs: rows, tokens, global batches, packing."""
+"""From files to packs: rows, tokens, train batches, packing."""

@@ -1,4 +1,4 @@
-"""Generated sums, with what they come to: prompts for a reward that can be checked."""
+"""Generated sums with their results: prompts for a reward that can be checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlexp.types import PromptRow
 
 
 def generate(size: int, seed: int, split: str, digits: int) -> list[PromptRow]:
-    """`size` prompts like "12 + 7 =", of two numbers of at most so many digits; the same for the same (seed, split)."""
+    """Return `size` prompts like "12 + 7 =" with numbers of at most `digits` digits, fixed by (seed, split)."""
     random_ = random.Random(f"{split}-{seed}")
     return [_sum(random_, 10**digits, f"arithmetic {split} prompt {number}") for number in range(size)]
 

@@ -1,4 +1,4 @@
-"""From the pairs of a micro-batch to one pack: sequences laid end to end, targets shifted before any sharding."""
+"""Packing: the sequences of a micro-batch are laid end to end, and targets are shifted before any sharding."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rlexp.types import Ids, Pack, Pair, Segment
 
 
 def pack_pairs(pairs: Sequence[Pair], multiple: int, *, unit: int = 1, packing: bool = True, pad_id: int = 0) -> Pack:
-    """2P sequences in the order chosen 0, rejected 0, chosen 1, rejected 1, …, each with its own prompt.
+    """Pack 2P sequences: chosen 0, rejected 0, chosen 1, rejected 1, …, each with its own copy of the prompt.
 
-    The pack is padded to `multiple`, the smallest number of tokens that the layout can share out, and each sequence to
-    `unit`; with `packing=False` all sequences are padded to the longest of the micro-batch, as a padded batch would be.
+    The pack is padded to a multiple of `multiple`, which the layout can share out, and each sequence to a multiple of
+    `unit`. With `packing=False` all sequences are padded to the longest of the micro-batch, as in a padded batch.
     """
     sequences = [(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
     return pack_sequences(sequences, multiple, unit=unit, packing=packing, pad_id=pad_id)
@@ -22,8 +22,8 @@ def pack_pairs(pairs: Sequence[Pair], multiple: int, *, unit: int = 1, packing: 
 def pack_sequences(
     sequences: Sequence[tuple[Ids, Ids]], multiple: int, *, unit: int = 1, packing: bool = True, pad_id: int = 0
 ) -> Pack:
-    """Prompt and answer of each sequence. An empty micro-batch is a pack of padding alone: its rank takes part in
-    every collective and adds nothing."""
+    """Pack (prompt, answer) sequences. An empty micro-batch becomes a pack of padding: its rank takes part in every
+    collective and adds nothing."""
     lengths = [len(prompt) + len(answer) for prompt, answer in sequences]
     longest = max(lengths, default=0)
     padded = [width + -width % unit for width in (lengths if packing else [longest] * len(lengths))]
@@ -38,13 +38,13 @@ def pack_sequences(
     segments, start = [], 0
     for number, (length, width) in enumerate(zip(lengths, padded, strict=True)):
         segments.append(Segment(start, length, width))
-        positions[start : start + length] = torch.arange(length)  # padding stays at 0: a table of positions has it
+        positions[start : start + length] = torch.arange(length)  # padding stays at 0, which any table of positions has
         if sequences:
             prompt, answer = sequences[number]
             tokens[start : start + len(prompt)] = torch.from_numpy(prompt)
             tokens[start + len(prompt) : start + length] = torch.from_numpy(answer)
             targets[start : start + length - 1] = tokens[start + 1 : start + length]
-            # The last token of the prompt predicts the first of the answer; the last of the answer nothing.
+            # The prompt's last token predicts the answer's first; the answer's last token predicts nothing.
             owner[start + len(prompt) - 1 : start + length - 1] = number
         start += width
     return Pack(tokens, targets, positions, owner, tuple(segments), len(sequences))

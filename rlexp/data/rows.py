@@ -1,4 +1,4 @@
-"""Reading preference pairs and prompts. A bad row is an error with file, line and field."""
+"""Read preference pairs and prompts. A bad row is an error that names file, line and field."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ AnyRow = TypeVar("AnyRow")
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    """Rows with `prompt` (a string, or chat messages), `chosen` and `rejected`."""
+    """Read rows with `prompt` (a string, or chat messages), `chosen` and `rejected`."""
     return _read(path, _row)
 
 
 def read_prompts(path: Path) -> list[PromptRow]:
-    """Rows with `prompt` and, where a verifier needs it, `answer` (a text or a number). Other fields are not looked at,
-    so that any file of preference pairs serves."""
+    """Read rows with `prompt` and, if the reward needs it, `answer` (a text or a number). Other fields are ignored, so
+    a file of preference pairs works too."""
     return _read(path, _prompt_row)
 
 
@@ -41,7 +41,7 @@ def _row(line: bytes, origin: str) -> Row:
     for name in ("chosen", "rejected"):
         if not isinstance(fields[name], str) or not fields[name]:
             raise DataError(
-                f"{origin}: field `{name}` must be a text that is not empty (of a list of messages, the answer alone)."
+                f"{origin}: field `{name}` must be a text that is not empty (with chat messages, the answer alone)."
             )
     return Row(_prompt(fields, origin), fields["chosen"], fields["rejected"], origin)
 
@@ -52,7 +52,7 @@ def _prompt_row(line: bytes, origin: str) -> PromptRow:
     is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
     if answer is not None and not is_number and not (isinstance(answer, str) and answer):
         raise DataError(
-            f"{origin}: field `answer` must be a number or a text that is not empty. Leave it out where there is none."
+            f"{origin}: field `answer` must be a number or a text that is not empty. Leave it out if there is none."
         )
     return PromptRow(_prompt(fields, origin), None if answer is None else str(answer), origin)
 
@@ -60,7 +60,7 @@ def _prompt_row(line: bytes, origin: str) -> PromptRow:
 def _fields(line: bytes, origin: str, needed: Sequence[str]) -> dict[str, Any]:
     try:
         fields = json.loads(line.decode("utf-8-sig"))
-        json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is JSON, and no text
+        json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is valid JSON, but not text
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise DataError(f"{origin}: is not UTF-8 text ({error.reason}). Convert the file to UTF-8.") from None
     except (ValueError, RecursionError) as error:

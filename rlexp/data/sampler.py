@@ -1,4 +1,4 @@
-"""The global sampler (rule 1): step k consumes the same samples in the same order, on any layout."""
+"""The global sampler: on any layout, step k consumes the same samples in the same order (rule 1)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlexp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Batch:
-    """One train batch: `indices` of all replicas together. Its size is the loss's denominator."""
+    """One train batch, with the `indices` of all replicas. Its size is the loss's denominator."""
 
     step: int  # from 1
     epoch: int  # from 0
     indices: tuple[int, ...]
 
     def micro_batches(self, replica: int, dp_size: int, micro_batch_size: int) -> list[tuple[int, ...]]:
-        """The replica's slice, in micro-batches; as many on every replica, the last ones perhaps empty."""
+        """Return the replica's micro-batches. Every replica gets equally many; the last ones may be empty."""
         share = -(-len(self.indices) // dp_size)
         mine = self.indices[replica * share : (replica + 1) * share]
         count = -(-share // micro_batch_size)
@@ -28,15 +28,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class Sampler:
-    """A permutation of the data set by (seed, epoch), cut into train batches. The position is the step alone."""
+    """Cuts a permutation of the data set, fixed by (seed, epoch), into train batches. Its only position is the step."""
 
     size: int
     batch_size: int
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = True
-    key: str = "train.batch_size"  # what says how large a batch is
-    kind: str = "pair"  # what there are `size` of
+    key: str = "train.batch_size"  # the key that sets the batch size, for messages
+    kind: str = "pair"  # what a sample is called in messages
 
     def __post_init__(self) -> None:
         if self.steps_per_epoch == 0:
@@ -53,7 +53,7 @@ class Sampler:
         return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
 
     def batch(self, step: int) -> Batch:
-        """The batch of optimizer step `step` (from 1), from nothing but the seed."""
+        """Return the batch of optimizer step `step` (from 1). It depends on the seed alone."""
         epoch, place = divmod(step - 1, self.steps_per_epoch)
         order = self._order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
         return Batch(step, epoch, tuple(int(index) for index in order))
@@ -69,7 +69,7 @@ class Sampler:
 
 
 def total_steps(steps_per_epoch: int, max_steps: int | None, epochs: int | None) -> int:
-    """`max_steps` and `epochs` both bound a run; without either it is one epoch."""
+    """Return the steps of a run, which both `max_steps` and `epochs` bound. With neither, it is one epoch."""
     if max_steps is None:
         return steps_per_epoch * (epochs or 1)
     return max_steps if epochs is None else min(max_steps, steps_per_epoch * epochs)

@@ -1,7 +1,7 @@
-"""Generated preference pairs with a rule that a model can learn.
+"""Generated preference pairs with a rule that a model can learn: the chosen answer is the courteous one.
 
-A request names some things; both answers speak of them at random length, and the chosen one is the courteous one.
-Sequences have uneven lengths, so that packing and sharding have something to do.
+A request names some things, and both answers speak about them at random length. Lengths vary, so that packing and
+sharding are exercised.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ FILLER = ("it is", "there are", "one sees", "we know", "near", "below", "and the
 
 
 def generate(size: int, seed: int, split: str, words: int = 0) -> list[Row]:
-    """`size` pairs; the same for the same (seed, split), and different between splits. Each request comes after a
-    text of so many words, which is as many tokens or more."""
+    """Return `size` pairs, fixed by (seed, split). Each request follows a text of `words` words, which has at least as
+    many tokens."""
     random_ = random.Random(f"{split}-{seed}")
     return [_pair(random_, f"synthetic {split} pair {number}", words) for number in range(size)]
 
 
 def generate_prompts(size: int, seed: int, split: str, words: int = 0) -> list[PromptRow]:
-    """The prompts of the same pairs."""
+    """Return the prompts of the same pairs."""
     return [PromptRow(pair.prompt, None, pair.origin) for pair in generate(size, seed, split, words)]
 
 

@@ -1,4 +1,4 @@
-"""From rows to token ids. A prompt is never trained on, so prompt and answers are tokenized apart."""
+"""Tokenize rows. Prompt and answers are tokenized apart, since a prompt is never trained on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Messages = Sequence[dict[str, str]]
 
 @dataclass(frozen=True)
 class Encoded:
-    """The pairs kept, in the order of their rows, and how many were not, by reason."""
+    """The pairs kept, in the order of their rows, and counts of the others by reason."""
 
     pairs: list[Pair]
     dropped: Counter[str] = field(default_factory=Counter)
@@ -26,14 +26,14 @@ class Encoded:
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """The prompts kept, in the order of their rows, and how many were not, by reason."""
+    """The prompts kept, in the order of their rows, and counts of the others by reason."""
 
     prompts: list[Prompt]
     dropped: Counter[str] = field(default_factory=Counter)
 
 
 class TextTokenizer:
-    """Applies the chat template where the tokenizer has one, and an end of sequence after each answer.
+    """Applies the tokenizer's chat template, if it has one, and ends each answer with an end-of-sequence token.
 
     Chat messages without a template are written as `Role: text` paragraphs.
     """
@@ -47,7 +47,7 @@ class TextTokenizer:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def prompt(self, prompt: str | Messages, origin: str) -> Ids:
-        """Up to where the answer begins."""
+        """Return the tokens up to the start of the answer."""
         if self.has_template:
             ids = self._ids(self._rendered(origin)(_as_messages(prompt), add_generation_prompt=True))
         else:
@@ -55,7 +55,7 @@ class TextTokenizer:
         return _not_empty(ids, origin)
 
     def with_answers(self, prompt: str | Messages, texts: Sequence[str], origin: str) -> tuple[Ids, list[Ids]]:
-        """The prompt, and each of its answers to the end."""
+        """Return the tokens of the prompt, and of each answer to its end."""
         if self.has_template:
             ids, answers = self._templated(_as_messages(prompt), texts, origin)
         else:
@@ -70,8 +70,8 @@ class TextTokenizer:
             whole = template([*messages, {"role": "assistant", "content": text}])
             if not whole.startswith(prompt):
                 raise DataError(
-                    f"{origin}: the chat template writes the prompt differently once there is an answer, so "
-                    f"the two cannot be told apart. Use a tokenizer whose template does not, or one without a template."
+                    f"{origin}: the chat template changes the prompt when an answer follows, so the two "
+                    f"cannot be told apart. Use a tokenizer whose template does not, or one without a template."
                 )
             answers.append(self._ids(whole[len(prompt) :]))
         return self._ids(prompt), answers
@@ -80,8 +80,8 @@ class TextTokenizer:
         def render(messages: list[dict[str, str]], **options: Any) -> str:
             try:
                 return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
-            except Exception as error:  # a template is code of the tokenizer's author, and raises what it likes
-                raise DataError(f"{origin}: field `prompt`: the tokenizer's chat template says: {error}") from error
+            except Exception as error:  # a template is foreign code and may raise anything
+                raise DataError(f"{origin}: field `prompt`: the tokenizer's chat template raises: {error}") from error
 
         return render
 
@@ -89,14 +89,14 @@ class TextTokenizer:
         return np.asarray(self.tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int32)
 
     def _ended(self, answer: Ids) -> Ids:
-        """With the end-of-sequence token, unless the template has put it (perhaps with a newline after it)."""
+        """Append the end-of-sequence token, unless the template did (perhaps with a newline after it)."""
         if self.eos_id is None or self.eos_id in answer[-2:]:
             return answer
         return np.append(answer, np.int32(self.eos_id))
 
 
 class PairTokenizer(TextTokenizer):
-    """From rows of preference pairs to their tokens, at most `max_length` of a prompt with either answer."""
+    """Tokenizes preference pairs: a prompt with either answer has at most `max_length` tokens."""
 
     def __init__(self, tokenizer: Any, max_length: int, too_long: TooLong) -> None:
         super().__init__(tokenizer)
@@ -135,7 +135,7 @@ class PairTokenizer(TextTokenizer):
 
 
 class PromptTokenizer(TextTokenizer):
-    """From rows of prompts to their tokens, at most `longest`: data.max_length − rollout.max_new_tokens."""
+    """Tokenizes prompts to at most `longest` tokens: data.max_length − rollout.max_new_tokens."""
 
     def __init__(self, tokenizer: Any, longest: int, too_long: TooLong) -> None:
         super().__init__(tokenizer)
@@ -166,7 +166,7 @@ class PromptTokenizer(TextTokenizer):
 
 
 def truncated(pair: Pair, max_length: int, bos_id: int | None = None) -> Pair:
-    """Cut the prompt from its start, behind the token of the beginning; then the answers from their end."""
+    """Cut the prompt at its start, keeping a begin-of-sequence token; then the answers at their end."""
     room = max(1, max_length - max(len(pair.chosen), len(pair.rejected)))
     prompt = cut_from_start(pair.prompt, room, bos_id)
     rest = max_length - len(prompt)
@@ -174,19 +174,19 @@ def truncated(pair: Pair, max_length: int, bos_id: int | None = None) -> Pair:
 
 
 def cut_from_start(prompt: Ids, longest: int, bos_id: int | None = None) -> Ids:
-    """The last `longest` tokens, the first of them being that of the beginning where the prompt has one."""
+    """Return the last `longest` tokens. If the prompt starts with a begin-of-sequence token, it stays first."""
     if len(prompt) <= longest or bos_id is None or prompt[0] != bos_id:
         return prompt[-longest:]
     return np.concatenate((prompt[:1], prompt[1:][len(prompt) - longest :]))
 
 
 def numbered(pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs with their place in the whole data set."""
+    """Number the pairs by their place in the whole data set."""
     return [Pair(index, pair.prompt, pair.chosen, pair.rejected, pair.origin) for index, pair in enumerate(pairs)]
 
 
 def numbered_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts with their place in the whole data set."""
+    """Number the prompts by their place in the whole data set."""
     return [replace(prompt, index=index) for index, prompt in enumerate(prompts)]
 
 
@@ -201,7 +201,7 @@ def _as_messages(prompt: str | Messages) -> list[dict[str, str]]:
 
 
 def as_text(prompt: str | Messages) -> str:
-    """Messages as paragraphs, up to where the answer begins."""
+    """Write messages as paragraphs, up to the start of the answer."""
     if isinstance(prompt, str):
         return prompt
     lines = [f"{message['role'].capitalize()}: {message['content']}" for message in prompt]

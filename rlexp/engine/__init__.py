@@ -1,1 +1,1 @@
-"""Engines: what holds the weights, adds up gradients and steps. One small interface, one file each."""
+"""Engines hold the weights, accumulate gradients and step the optimizer. One interface, one file each."""

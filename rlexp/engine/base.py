@@ -1,13 +1,13 @@
-"""What an engine answers.
+"""The interface of engines, and the contract on how losses are scaled.
 
-The scaling contract, in one place. Each rank gives `backward` its part of
+Each rank gives `backward` its part of
 
     replica_loss_sum * world_size / global_count
 
-and the engine takes the *mean* over all ranks of the gradients. For a sequence loss, `replica_loss_sum` is the same
-on all ranks of a ring (the ring sum's backward is the identity, so each rank's gradient is its own tokens' part);
-for a token loss each rank holds its tokens' part. Either way the mean over the world of `world_size` times the
-parts is their sum: exactly the gradient of the loss of the train batch. Nothing else may divide again.
+and the engine takes the *mean* of the gradients over all ranks. For a sequence loss, `replica_loss_sum` is the same on
+all ranks of a ring (the ring sum's backward is the identity, so each rank's gradient is the part of its own tokens).
+For a token loss, each rank holds the part of its tokens. Either way, the mean over the world of `world_size` times the
+parts is their sum: exactly the gradient of the train batch's loss. Nothing else may divide again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Fragment:
-    """A run of a parameter's elements, flattened, with its moments: views of what a rank holds, to be read and
-    written. A rank holds at most one fragment of a parameter; together the ranks hold every element."""
+    """Consecutive elements of a flattened parameter that a rank holds, with their moments, as views to read and write.
+    A rank holds at most one fragment of a parameter; together the ranks hold every element."""
 
     name: str
     start: int  # in the flattened parameter
@@ -39,7 +39,7 @@ class Fragment:
     moments: dict[str, Tensor]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """By the kind of what it is: `weight`, and each of `MOMENTS`."""
+        """Yield the tensors by kind: `weight`, then each of `MOMENTS`."""
         yield "weight", self.weight
         yield from self.moments.items()
 
@@ -47,41 +47,43 @@ class Fragment:
 class Engine(Protocol):
     name: str
     policy: Policy
-    steps: int  # the optimizer has taken
+    steps: int  # that the optimizer has taken
 
     @property
-    def replicated(self) -> bool: ...
+    def replicated(self) -> bool:
+        """Whether every rank holds all of the training state."""
 
     @property
     def sharded(self) -> bool:
-        """A forward pass is then a collective call."""
+        """Whether weights are gathered during a forward pass, which is then a collective call."""
 
     def forward(self, shard: Shard) -> TokenLogps: ...
 
     def decode(self, batch: Decoding) -> Tensor:
-        """(B, V) logits of each row's next token, without a gradient, by the weights that are trained."""
+        """Return the (B, V) logits of each row's next token from the trained weights, without a gradient."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add to the gradient; with `last`, reduce it over the ranks. A collective call."""
 
     def grad_norm(self) -> float:
-        """Of the accumulated and reduced gradient, whole, before clipping; inf where it is not finite. Collective."""
+        """Return the norm of the whole accumulated gradient before clipping; inf if it is not finite. Collective."""
 
     def step(self, lr: float) -> None:
-        """Clip, step the optimizer, and set the gradients to zero."""
+        """Clip, step the optimizer, and zero the gradients."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """The whole gradient by parameter, between the last `backward` and `step`. A collective call."""
+        """Return the whole gradient by parameter, between the last `backward` and `step`. A collective call."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter whole, one after the other, in the optimizer's precision; frozen ones as they are.
-        A collective call, on every rank to its end: no more than one parameter is whole at a time."""
+        """Yield whole parameters in the optimizer's precision; frozen ones as they are.
+
+        A collective call: every rank iterates to the end. Only one parameter is whole at a time."""
 
     def fragments(self) -> list[Fragment]:
-        """The state that this rank holds of the trained parameters; moments are made where there are none yet."""
+        """Return this rank's state of the trained parameters. Missing moments are created."""
 
     def restored(self, steps: int) -> None:
-        """The fragments have been written from a state after `steps`: let all else follow. A collective call."""
+        """Bring all else in line after the fragments were written from a state at `steps`. A collective call."""
 
 
 class Named:
@@ -99,17 +101,17 @@ class Named:
 
 
 def parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, object]]:
-    """Matrices decay; biases and the gains of norms do not. The critic may have a learning rate of its own."""
+    """Group trained parameters: matrices decay, biases and norm gains do not; the critic may have its own rate."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in trained(policy).items():
         decay = weight_decay if len(shape_of(parameter)) > 1 else 0.0
         scale = policy.critic_lr_scale if name.startswith(CRITIC) else 1.0
         groups.setdefault((decay, scale), []).append(parameter)
-    return [{"params": found, "weight_decay": decay, "lr_scale": scale} for (decay, scale), found in groups.items()]
+    return [{"params": group, "weight_decay": decay, "lr_scale": scale} for (decay, scale), group in groups.items()]
 
 
 def optimizer_for(policy: Policy, optim: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
-    """torch's own, on GPU in one fused kernel: nothing is compiled, and every engine steps by the same code."""
+    """Build torch's own optimizer, fused on GPU: nothing is compiled, and every engine steps by the same code."""
     groups = parameter_groups(policy, optim.weight_decay)
     if optim.name is OptimName.sgd:
         return torch.optim.SGD(groups, lr=optim.lr)
@@ -119,7 +121,7 @@ def optimizer_for(policy: Policy, optim: OptimConfig, device: torch.device) -> t
 
 
 def moments_of(optimizer: torch.optim.Optimizer, tensor: Tensor) -> dict[str, Tensor]:
-    """The optimizer's moments of a tensor it steps; made, as its first step would, where there are none yet."""
+    """Return the optimizer's moments of a tensor. Missing ones are created as its first step would."""
     if not isinstance(optimizer, torch.optim.AdamW):
         return {}
     state = optimizer.state[tensor]
@@ -130,7 +132,7 @@ def moments_of(optimizer: torch.optim.Optimizer, tensor: Tensor) -> dict[str, Te
 
 
 def set_steps(optimizer: torch.optim.Optimizer, tensor: Tensor, steps: int) -> None:
-    """How many steps AdamW believes to have taken; a fused one keeps that beside the tensor."""
+    """Set AdamW's count of steps. A fused AdamW keeps it on the tensor's device."""
     if isinstance(optimizer, torch.optim.AdamW):
         fused = any(group["fused"] for group in optimizer.param_groups)
         optimizer.state[tensor]["step"] = torch.tensor(float(steps), device=tensor.device if fused else "cpu")
@@ -142,7 +144,7 @@ def set_lr(optimizer: Any, lr: float) -> None:
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Also of a parameter that DeepSpeed has partitioned, whose own shape is empty."""
+    """Return a parameter's whole shape. A parameter partitioned by DeepSpeed has an empty shape of its own."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 

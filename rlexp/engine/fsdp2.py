@@ -1,4 +1,4 @@
-"""torch's own sharding (FSDP2): the second opinion on stage 3, and the one sharded engine that computes in float64.
+"""torch's own sharding (FSDP2): an independent check of stage 3, and the only sharded engine with float64.
 
 Parameters are float32 (float64 in fp64) and sharded along their first dimension over all ranks. In bfloat16 the
 gathered copies are cast, and gradients are reduced in float32.
@@ -33,7 +33,7 @@ class FSDP2Engine(Named):
         self.policy, self.world, self.steps = policy, world, 0
         self.max_grad_norm = optim.max_grad_norm
         self.root = shard(policy, dtype, world)
-        self.parts = dict(policy.named())  # between a forward and a backward pass it has others
+        self.parts = dict(policy.named())  # between a forward and a backward pass the policy has others
         self.parameters = trained(policy)
         self.optimizer = optimizer_for(policy, optim, next(policy.parameters()).device)
         self._norm: float | None = None
@@ -48,12 +48,12 @@ class FSDP2Engine(Named):
         return logits_BV
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Each micro-batch's gradient is reduced to this rank's part of it, and added up there, in float32."""
+        """Reduce each micro-batch's gradient to this rank's part, and accumulate it there in float32."""
         self.root.set_is_last_backward(last)
         loss.backward()
         if last:
             for parameter in self.parameters.values():
-                if parameter.grad is None:  # no rank gave it one
+                if parameter.grad is None:  # no rank has a gradient for it
                     parameter.grad = torch.zeros_like(parameter)
             self._norm = self._measure()
 
@@ -87,30 +87,30 @@ class FSDP2Engine(Named):
             yield name, _whole(parameter.detach())
 
     def fragments(self) -> list[Fragment]:
-        found = []
+        fragments = []
         for name, parameter in self.parameters.items():
             weight = _local(parameter.detach()).view(-1)
             moments = {m: _local(t).view(-1) for m, t in moments_of(self.optimizer, parameter).items()}
             if weight.numel():
-                found.append(Fragment(name, _start(parameter), weight, moments))
-        return found
+                fragments.append(Fragment(name, start=_start(parameter), weight=weight, moments=moments))
+        return fragments
 
     def restored(self, steps: int) -> None:
         for parameter in self.parameters.values():
             set_steps(self.optimizer, parameter, steps)
         self.steps = steps
-        self.root.reshard()  # what was gathered for an evaluation is not what was just read
+        self.root.reshard()  # weights gathered for an evaluation are older than those just written
 
 
 def shard(policy: Policy, dtype: torch.dtype, world: World) -> Any:
-    """Layer by layer, as transformers names what may not be split; the rest together."""
+    """Shard layer by layer, by the modules that transformers says must not be split; then the rest together."""
     cast_parameters(policy, torch.float64 if dtype is torch.float64 else torch.float32)
     precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype is torch.bfloat16:
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    # By the run's device: left to itself, FSDP takes the machine's.
+    # The run's device: by default FSDP takes the machine's.
     mesh = init_device_mesh(next(policy.parameters()).device.type, (world.size,))
-    layers = set(policy.model._no_split_modules or ())  # those of a critic's trunk have the same names
+    layers = set(policy.model._no_split_modules or ())  # the layers of a critic's trunk have the same names
     for module in policy.modules():
         if type(module).__name__ in layers and not isinstance(module, FSDPModule):
             fully_shard(module, mesh=mesh, mp_policy=precision)
@@ -118,13 +118,13 @@ def shard(policy: Policy, dtype: torch.dtype, world: World) -> Any:
 
 
 def frozen(policy: Policy, dtype: torch.dtype, world: World) -> Callable[[Shard], TokenLogps]:
-    """A model that is not trained, sharded alike."""
+    """Shard a model that is not trained, and return its forward pass."""
     root = shard(policy, dtype, world)
     return lambda batch: _forward(root, batch)
 
 
 def _forward(root: Any, shard: Shard) -> TokenLogps:
-    """What the root gathers it gives back in the backward pass, and where there is none, here."""
+    """Run a forward pass. The root frees its gathered weights in the backward pass, or here if there is none."""
     logps: TokenLogps = root(shard)
     if not torch.is_grad_enabled():
         root.reshard()
@@ -142,7 +142,7 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _start(parameter: nn.Parameter) -> int:
-    """Of this rank's rows in the flattened parameter."""
+    """Return where this rank's rows start in the flattened parameter."""
     assert isinstance(parameter, DTensor)
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return offset[0] * math.prod(parameter.shape[1:])

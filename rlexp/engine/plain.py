@@ -1,6 +1,6 @@
-"""The plain engine: replicated weights, any dtype. The reference that the others are held to.
+"""The plain engine: replicated weights, any dtype. The other engines are compared with it.
 
-In bfloat16 the optimizer steps float32 masters, and gradients are added up and reduced in float32.
+In bfloat16 the optimizer steps float32 masters, and gradients are accumulated and reduced in float32.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PlainEngine(Named):
         self._norm: float | None = None
 
     def _split_masters(self) -> dict[str, nn.Parameter]:
-        """The optimizer keeps the float32 parameters; the model gets bfloat16 copies that hand over their
-        gradients as soon as they are there."""
+        """Keep float32 parameters in the optimizer, and give the model bfloat16 copies that pass their gradients on as
+        soon as they exist."""
         masters: dict[str, nn.Parameter] = {}
         for name, parameter in self.parameters.items():
             master = nn.Parameter(parameter.data.clone())
@@ -51,7 +51,7 @@ class PlainEngine(Named):
 
             parameter.register_post_accumulate_grad_hook(hand_over)
             masters[name] = master
-        cast_parameters(self.policy, torch.bfloat16)  # what is frozen too
+        cast_parameters(self.policy, torch.bfloat16)  # frozen ones too
         return masters
 
     def forward(self, shard: Shard) -> TokenLogps:
@@ -72,13 +72,13 @@ class PlainEngine(Named):
             self._measure()
 
     def _fill(self) -> None:
-        """A parameter that got no gradient here may have got one elsewhere."""
+        """Give every parameter a gradient: one without a gradient here may have one on another rank."""
         for master in self.masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
 
     def _reduce(self) -> None:
-        """The mean over all ranks."""
+        """Take the mean of the gradients over all ranks."""
         for bucket in _buckets([m.grad for m in self.masters.values() if m.grad is not None]):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             dist.all_reduce(flat)

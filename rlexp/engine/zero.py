@@ -1,7 +1,7 @@
-"""DeepSpeed: its only door. Stages 0 to 3; the ring is no business of DeepSpeed's.
+"""The only door to DeepSpeed, with its stages 0 to 3. DeepSpeed knows nothing about the ring.
 
-No mpu, no mesh, no sequence parallelism of its own (each leaves some stage silently wrong): to DeepSpeed every rank
-is a data-parallel rank whose gradients it averages, and the scaling contract of `engine/base.py` does the rest.
+It gets no mpu, no mesh and no sequence parallelism of its own: each makes some stage silently wrong. To DeepSpeed every
+rank is a data-parallel rank whose gradients it averages; the scaling contract of `engine/base.py` does the rest.
 """
 
 from __future__ import annotations
@@ -36,29 +36,31 @@ from rlexp.types import Shard, TokenLogps
 def _import_deepspeed() -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed calls collectives by the names that torch 2.13 is about to rename.
+    # DeepSpeed calls collectives by names that torch deprecates since 2.13.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # Shim: on CPU, DeepSpeed compiles its shared-memory collectives at start (40 to 140 s, needs g++ and ninja, and
-    # a stale lock file hangs it; see deepspeed/comm/torch.py, build_shm_op). gloo does all that is asked of it here.
-    # To be removed when DeepSpeed has a public switch for it.
+    # Shim: on CPU, DeepSpeed compiles its shared-memory collectives at start. That takes 40 to 140 s, needs g++ and
+    # ninja, and hangs on a stale lock file (deepspeed/comm/torch.py, build_shm_op). gloo does all that is needed here.
+    # Remove this when DeepSpeed has a public switch for it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _import_muon()
     return deepspeed
 
 
 def _import_muon() -> None:
-    """Shim: whatever the optimizer is, DeepSpeed compares it with its Muon, whose functions it decorates by
-    torch.compile; that imports the whole compiler, 2 to 3 seconds of a core in every rank. Nobody here uses Muon."""
+    """Shim: import DeepSpeed's Muon without torch.compile, which it decorates functions with.
+
+    DeepSpeed compares every optimizer with its Muon. Importing the compiler takes 2 to 3 seconds of a core in every
+    rank, and Muon is not used here."""
     from deepspeed.runtime import compiler
 
     before, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
     try:
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     except ImportError:
-        pass  # of another version: then it takes what it takes
+        pass  # another version of DeepSpeed: then the import takes its time
     finally:
         compiler.compile = before
 
@@ -66,7 +68,7 @@ def _import_muon() -> None:
 def _initialize(**arguments: Any) -> Any:
     deepspeed = _import_deepspeed()
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
-    with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory tables as it starts
+    with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory tables at its start
         engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
     return engine
 
@@ -79,7 +81,7 @@ def build_zero(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: Wor
 
 
 def _refuse_wrong_values(cfg: EngineConfig) -> None:
-    """By DeepSpeed's own schema, before it is met by surprise."""
+    """Check the values of `engine.overrides` by DeepSpeed's own schema, before DeepSpeed starts."""
     _import_deepspeed()
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -91,8 +93,10 @@ def _refuse_wrong_values(cfg: EngineConfig) -> None:
 
 
 class Stage0(PlainEngine):
-    """Replicated weights, reduced by DeepSpeed. It is handed the float32 masters alone: in bfloat16, a stage 0 of
-    its own would add gradients up in bfloat16, and start Adam at its second step."""
+    """Stage 0: replicated weights, with gradients reduced by DeepSpeed.
+
+    DeepSpeed gets only the float32 masters: its own stage 0 in bfloat16 would accumulate gradients in bfloat16, and
+    start Adam at its second step."""
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         super().__init__(policy, optim, world, dtype)
@@ -115,13 +119,13 @@ class Stage0(PlainEngine):
 
 
 class _Holder(nn.Module):
-    """What DeepSpeed sees of a stage 0: the parameters that are stepped, and a forward pass."""
+    """The module that DeepSpeed sees at stage 0: the parameters to step, and a forward pass."""
 
     def __init__(self, masters: dict[str, nn.Parameter], policy: Policy) -> None:
         super().__init__()
         for name, master in masters.items():
             self.register_parameter(name.replace(".", "/"), master)
-        self._policy = [policy]  # in a list, since DeepSpeed must not see the model's own parameters twice
+        self._policy = [policy]  # in a list, to hide the model's own parameters from DeepSpeed
 
     def forward(self, shard: Shard) -> TokenLogps:
         logps: TokenLogps = self._policy[0](shard)
@@ -129,7 +133,7 @@ class _Holder(nn.Module):
 
 
 class _Partitioned(Named, abc.ABC):
-    """What stages 1 to 3 have in common."""
+    """The common part of stages 1 to 3."""
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.name, self.policy, self.world, self.steps = cfg.name.value, policy, world, 0
@@ -142,12 +146,12 @@ class _Partitioned(Named, abc.ABC):
             config=ds_config(cfg, optim.max_grad_norm, dtype),
         )
         if dtype is torch.bfloat16:
-            # DeepSpeed casts to bfloat16 first and makes its float32 masters from that; give them the lost bits.
+            # DeepSpeed makes its float32 masters from bfloat16 weights: restore the bits that this loses.
             for fragment in self._weight_fragments():
                 fragment.weight.copy_(exact(fragment))
 
     def _exact(self, dtype: torch.dtype) -> Callable[[Fragment], Tensor]:
-        """The float32 weights, to be asked for by the fragment once DeepSpeed has cast them."""
+        """Keep the float32 weights, and return a function from a fragment to its exact values."""
         whole = {n: p.detach().clone() for n, p in trained(self.policy).items()} if dtype is torch.bfloat16 else {}
         return lambda part: whole[part.name].view(-1)[part.start : part.start + part.weight.numel()]
 
@@ -183,18 +187,18 @@ class _Partitioned(Named, abc.ABC):
 
     @abc.abstractmethod
     def _weight_fragments(self) -> Iterator[Fragment]:
-        """What this rank holds of the masters, without their moments."""
+        """Yield this rank's fragments of the masters, without moments."""
 
 
 class Stage12(_Partitioned):
     """Stages 1 and 2: whole weights, and a partition of the flattened masters and their moments.
 
-    Two classes of DeepSpeed's stand behind it: its ZeRO optimizer, and what it takes for stage 1 in bfloat16 with
-    gradients added up in float32, the BF16_Optimizer. Both hang on each parameter what this rank holds of it.
+    DeepSpeed implements them with two classes: its ZeRO optimizer, and BF16_Optimizer for stage 1 in bfloat16 with
+    gradients accumulated in float32. Both attach to each parameter a description of this rank's fragment.
     """
 
     def _mapped(self) -> Iterator[tuple[str, Any]]:
-        """What DeepSpeed hangs on a parameter of which this rank holds masters."""
+        """Yield DeepSpeed's description of each fragment that this rank holds, by parameter."""
         for name, parameter in trained(self.policy).items():
             mapping = getattr(parameter, "_hp_mapping", None)
             if mapping is not None:
@@ -205,16 +209,16 @@ class Stage12(_Partitioned):
             yield Fragment(name, mapping.lp_fragment_address.start, mapping.hp_fragment.detach(), {})
 
     def fragments(self) -> list[Fragment]:
-        """The moments are cut from the flat ones here: DeepSpeed's own functions find them after its first step only,
-        and of the first parameter group only."""
+        """Cut the moments from the flat ones. DeepSpeed's own functions find moments only after its first step, and
+        only in the first parameter group."""
         moments = [moments_of(self.engine.optimizer.optimizer, partition) for partition in self._partitions()]
-        found = []
+        fragments = []
         for fragment, (_, mapping) in zip(self._weight_fragments(), self._mapped(), strict=True):
             place = mapping.hp_fragment_address
             flat = moments[mapping.param_group_index]
             mine = {moment: tensor.narrow(0, place.start, place.numel) for moment, tensor in flat.items()}
-            found.append(dataclasses.replace(fragment, moments=mine))
-        return found
+            fragments.append(dataclasses.replace(fragment, moments=mine))
+        return fragments
 
     def _partitions(self) -> list[Tensor]:
         return [partition for group in self.engine.optimizer.optimizer.param_groups for partition in group["params"]]
@@ -240,7 +244,7 @@ class Stage12(_Partitioned):
 
 
 class Stage3(_Partitioned):
-    """Stage 3: each rank holds a piece of every parameter, gathered module by module for as long as it is used."""
+    """Stage 3: each rank holds a piece of every parameter. Each module's parameters are gathered while it is used."""
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         partition(policy, cfg)
@@ -251,14 +255,14 @@ class Stage3(_Partitioned):
         return lambda part: pieces[part.name].to(part.weight.device)[: part.weight.numel()]
 
     def _partition_of(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
-        """Shim: this rank's piece as a view. DeepSpeed's public functions of the kind copy where the optimizer is
-        offloaded. To be removed when they do not."""
+        """Shim: return this rank's piece as a view. DeepSpeed's public functions copy it if the optimizer is offloaded.
+        Remove this when they do not."""
         optimizer = self.engine.optimizer
         piece, _ = optimizer._get_fp32_opt_state_partition(
             parameter, release_swap_buffers=False, optim_state_key=moment
         )
         start = self.world.rank * piece.numel()
-        real = max(0, min(piece.numel(), shape_of(parameter).numel() - start))  # padded to a multiple of the ranks
+        real = max(0, min(piece.numel(), shape_of(parameter).numel() - start))  # the last piece is padded
         view: Tensor = piece.detach()[:real]
         return view
 
@@ -274,23 +278,23 @@ class Stage3(_Partitioned):
         made = [moments_of(optimizer, flat) for flat in self.engine.optimizer.fp32_partitioned_groups_flat]
         moments = list(made[0]) if made else []
         parameters = trained(self.policy)
-        found = []
+        fragments = []
         for fragment in self._weight_fragments():
             mine = {moment: self._partition_of(parameters[fragment.name], moment) for moment in moments}
-            found.append(dataclasses.replace(fragment, moments=mine))
-        return found
+            fragments.append(dataclasses.replace(fragment, moments=mine))
+        return fragments
 
     def restored(self, steps: int) -> None:
-        """Shim: as DeepSpeed's own step ends (deepspeed/runtime/zero/stage3.py), which has no public name for it."""
+        """Shim: do what DeepSpeed's step does at its end (deepspeed/runtime/zero/stage3.py), which is not public."""
         optimizer = self.engine.optimizer
-        optimizer._partition_all_parameters()  # small ones stay gathered once they were; the next pass gathers them
+        optimizer._partition_all_parameters()  # small parameters stay gathered otherwise; the next pass gathers them
         for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
             set_steps(optimizer.optimizer, flat, steps)
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
         self.steps = steps
 
     def grad_norm(self) -> float:
-        """The pieces' gradients, which DeepSpeed has no norm of before its step."""
+        """Compute the norm from the pieces' gradients: DeepSpeed has no norm before its step."""
         local = [self._utils.safe_get_local_grad(parameter) for parameter in trained(self.policy).values()]
         square = sum(torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in local)
         total = torch.as_tensor(square, dtype=torch.float64, device=local[0].device)
@@ -303,7 +307,7 @@ class Stage3(_Partitioned):
 
 
 def partition(policy: Policy, cfg: EngineConfig) -> None:
-    """Give each rank its piece of every parameter; of a model that was loaded in pieces, leave it so."""
+    """Give each rank its piece of every parameter. A model that was loaded in pieces stays as it is."""
     deepspeed = _import_deepspeed()
     if not all(hasattr(parameter, "ds_id") for parameter in policy.parameters()):
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
@@ -314,14 +318,14 @@ def partition(policy: Policy, cfg: EngineConfig) -> None:
 
 
 def loading_config(cfg: EngineConfig) -> dict[str, Any]:
-    """With which a model is loaded in float32 pieces."""
+    """Return the DeepSpeed configuration for loading a model in float32 pieces."""
     _refuse_wrong_values(cfg)
     _import_deepspeed().init_distributed(dist_init_required=False, verbose=False)
     return ds_config(cfg, 0.0, torch.float32)
 
 
 def _cast_partitions(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
-    """From float32 pieces to pieces of what computes; the exact ones are returned."""
+    """Cast the pieces to the dtype that computes, and return the exact float32 ones."""
     exact: dict[str, Tensor] = {}
     if dtype is torch.bfloat16:
         for name, parameter in policy.named():
@@ -333,7 +337,7 @@ def _cast_partitions(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def frozen(cfg: EngineConfig, policy: Policy, dtype: torch.dtype) -> Callable[[Shard], TokenLogps]:
-    """A model that is not trained, in pieces as stage 3 holds them."""
+    """Cut a model that is not trained into stage 3's pieces, and return its forward pass."""
     partition(policy, cfg)
     _cast_partitions(policy, dtype)
     engine = _initialize(model=policy, config=ds_config(cfg, 0.0, dtype))
@@ -346,7 +350,7 @@ def frozen(cfg: EngineConfig, policy: Policy, dtype: torch.dtype) -> Callable[[S
 
 
 def _backward(engine: Any, loss: Tensor, last: bool) -> None:
-    # The boundary is ours, so any number of micro-batches makes a step; and the loss is scaled already.
+    # We set the boundary, so any number of micro-batches makes a step. The loss is already scaled.
     engine.set_gradient_accumulation_boundary(last)
     engine.backward(loss, scale_wrt_gas=False)
 
@@ -360,7 +364,7 @@ def ds_config(cfg: EngineConfig, max_grad_norm: float, dtype: torch.dtype) -> di
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": max_grad_norm,  # left out it would be 1.0; 0 turns it off
+        "gradient_clipping": max_grad_norm,  # the default is 1.0; 0 turns it off
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -374,7 +378,7 @@ def ds_config(cfg: EngineConfig, max_grad_norm: float, dtype: torch.dtype) -> di
 
 
 def _merged(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """The user's keys over ours; which of them may be given, `config/deepspeed.py` says."""
+    """Merge the user's keys over ours. `config/deepspeed.py` lists the keys that may be set."""
     merged = dict(config)
     for key, value in overrides.items():
         below = merged.get(key)

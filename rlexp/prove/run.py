@@ -100,7 +100,8 @@ def verify(cfg: Config, steps: int, say: Progress) -> Verification:
 
 def refuse(cfg: Config, steps: int) -> None:
     """Refuse a configuration that cannot be verified, before anything is printed or started."""
-    sizes.positive("--steps", steps)
+    if steps < 1:
+        raise ConfigError(f"--steps={steps}: must be at least 1.")
     if isinstance(cfg.loss, PolicyLossConfig):
         raise ConfigError(
             f"loss={cfg.loss.name}: rlexp.verify has no reference for losses that draw their own samples. Verify the "

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlexp.config import sizes
+from rlexp.config.bounds import check_number
 from rlexp.config.keys import about_unknown
 from rlexp.config.launchers import LocalJobs, SlurmJobs
 from rlexp.errors import ConfigError
@@ -30,13 +30,8 @@ def check(given: DictConfig, known: type[SlurmJobs] | type[LocalJobs]) -> None:
     if known is SlurmJobs:
         _follow(given)
     params = {key: given[key] for key in given if not OmegaConf.is_interpolation(given, str(key))}
-    if not params["poll_seconds"] > 0:
-        raise ConfigError(f"hydra.launcher.poll_seconds={params['poll_seconds']:g}: must be greater than 0.")
-    for key in ("jobs_at_once", "array_parallelism"):
-        if key in params:
-            sizes.positive(f"hydra.launcher.{key}", params[key])
-    if params.get("retries", 0) < 0:
-        raise ConfigError(f"hydra.launcher.retries={params['retries']}: must be at least 0; 0 starts no job again.")
+    for field in dataclasses.fields(known):
+        check_number(f"hydra.launcher.{field.name}", params.get(field.name), field)
     for name in params.get("environment", {}):
         if not re.fullmatch(r"[A-Za-z_]\w*", str(name), flags=re.ASCII):
             raise ConfigError(f"hydra.launcher.environment: {name} is no variable's name (letters, digits, _).")

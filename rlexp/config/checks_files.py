@@ -1,0 +1,54 @@
+"""Rules for the files and folders that a configuration names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlexp.errors import ConfigError, DataError
+
+
+def check_rows(key: str, path: str) -> None:
+    file = _expanded(key, path)
+    if _is_dir(file):
+        raise DataError(f"{key}={path}: is a folder. Give a file with one JSON object per line.")
+    if not _is_file(file):
+        raise DataError(f"{key}={path}: no such file. Give one that exists; relative paths start at {Path.cwd()}.")
+
+
+def check_model_path(key: str, path: str) -> None:
+    """A hub name (`organization/name`) is only looked up when the model is loaded."""
+    if not path:
+        raise ConfigError(f"{key}={path}: is empty. Give a model's folder, or a hub name.")
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not _is_dir(_expanded(key, path)):
+        raise ConfigError(f"{key}={path}: no such folder. Give a model's folder, or a hub name.")
+
+
+def check_baseline(key: str, path: str) -> None:
+    """Only the folder around it must exist: the run itself may be about to begin."""
+    folder = _expanded(key, path)
+    if not _is_dir(folder.parent) or _is_file(folder):
+        raise ConfigError(
+            f"{key}={path}: no such run folder. Give another run's folder; relative paths start at {Path.cwd()}."
+        )
+
+
+def _expanded(key: str, path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{key}={path}: there is no such user here. Give the path without ~.") from None
+
+
+def _is_dir(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that no file can have, or a folder that may not be read
+        return False
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False

@@ -1,0 +1,71 @@
+"""The kind of value that each key takes, read off the schema: in words for messages, and checked where Hydra cannot.
+
+Hydra checks what a command line gives; what an interpolation comes to is only known when it is resolved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from enum import Enum
+from typing import Any
+
+from rlexp.config.bounds import example
+from rlexp.config.schema import KINDS, Config
+from rlexp.errors import ConfigError
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_LIST, _MAPPING = "a list, as [ONE, TWO] or []", "a mapping, as {NAME: VALUE} or {}"
+
+
+def rule(key: str) -> str | None:
+    """`must be a whole number. For example: train.batch_size=8.`; None for a key that the schema does not have."""
+    group, _, leaf = key.partition(".")
+    hint = typing.get_type_hints(Config).get(group)
+    if hint is None:
+        return None
+    if not leaf:
+        if dataclasses.is_dataclass(hint):
+            return f"must be a group of keys. Choose {group}=OPTION, or set a key of it: {group}.KEY=VALUE."
+        return f"must be {_words(hint)}. {example(key, Config.__dataclass_fields__[group].default)}"
+    for owner in (*KINDS.get(group, {}).values(), hint):
+        if dataclasses.is_dataclass(owner) and leaf in owner.__dataclass_fields__:
+            field = owner.__dataclass_fields__[leaf]
+            return f"must be {_words(typing.get_type_hints(owner)[leaf])}. {example(key, field.default)}"
+    return None
+
+
+def _words(hint: Any) -> str:
+    plain, optional = _unwrapped(hint)
+    origin = typing.get_origin(plain)
+    if origin is list:
+        words = _LIST
+    elif origin is dict:
+        words = _MAPPING
+    elif isinstance(plain, type) and issubclass(plain, Enum):
+        words = f"one of {', '.join(each.name for each in plain)}"
+    else:
+        words = _WORDS[plain]
+    return f"{words}, or null" if optional else words
+
+
+def _unwrapped(hint: Any) -> tuple[Any, bool]:
+    if not isinstance(hint, types.UnionType):
+        return hint, False
+    (plain,) = [each for each in typing.get_args(hint) if each is not type(None)]
+    return plain, True
+
+
+def check_kinds(node: Any, prefix: str = "") -> None:
+    """Refuse a group, a list or a mapping that an interpolation has made something else."""
+    hints = typing.get_type_hints(type(node))
+    for field in dataclasses.fields(node):
+        key, value = f"{prefix}{field.name}", getattr(node, field.name)
+        plain, optional = _unwrapped(hints[field.name])
+        if value is None and optional:
+            continue
+        if not isinstance(value, (int, float) if plain is float else typing.get_origin(plain) or plain):
+            raise ConfigError(f"{key}={value}: {rule(key)}")
+        if dataclasses.is_dataclass(value):
+            check_kinds(value, f"{key}.")

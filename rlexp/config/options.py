@@ -1,0 +1,69 @@
+"""The options of the groups in `conf/`, as a command line may choose them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, QuotedString
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlexp.config.paths import conf_dir
+from rlexp.errors import ConfigError
+
+MOST_DIGITS = 4300  # Python converts no longer ones
+APPENDED = ("experiment",)  # the one folder of conf/ that stands in no defaults list
+
+
+def refuse_wrong_option(argument: str) -> None:
+    """Refuse `model=null`, `++model=hf` and the like, which Hydra answers with a traceback or without the key."""
+    if argument and argument.lstrip("+~")[:1] in ("", "="):
+        raise ConfigError(f"{argument}: has no key. Say KEY=VALUE.")
+    if digits := re.search(rf"\d{{{MOST_DIGITS + 1},}}", argument):
+        shown = argument.replace(digits.group(), f"{digits.group()[:9]}…")
+        raise ConfigError(f"{shown}: has a number of {len(digits.group())} digits. Give it a smaller one.")
+    group = argument.lstrip("+~").partition("=")[0].partition("@")[0]
+    if argument.startswith("-") or not group.isidentifier() or not (conf_dir() / group).is_dir():
+        return
+    try:
+        override = OverridesParser.create().parse_override(argument)
+        value = override.value()
+    except HydraException:
+        return  # Hydra says itself what cannot be read
+    if isinstance(value, dict) and override.package is None:
+        return  # `engine={name: zero2}` sets keys
+    given, choose = argument.lstrip("+~"), f"Choose one of its options: {_choices(group)}."
+    if override.is_delete():
+        raise ConfigError(f"{given}: keys cannot be deleted. Give it another value, or leave it out.")
+    if override.is_force_add():
+        raise ConfigError(f"{given}: an option is chosen without ++. {choose}")
+    if override.is_add() and group not in APPENDED:
+        raise ConfigError(f"{given}: the group is there already. Leave out the +, and choose {_choices(group)}.")
+    if not all(_is_name(option) for option in _alternatives(value)):
+        raise ConfigError(f"{given}: is no option of the group {group}. {choose}")
+
+
+def _alternatives(value: Any) -> list[Any]:
+    """Each option of a sweep (`model=tiny,hf`), and each of a list."""
+    options = value.list if isinstance(value, ChoiceSweep) else [value]
+    return [each for option in options for each in (option if isinstance(option, list) else [option])]
+
+
+def _is_name(option: Any) -> bool:
+    """Return whether this may be the name of an option: plain, or out of an environment variable that is set."""
+    name = option.text if isinstance(option, QuotedString) else option
+    if isinstance(name, str) and "${oc.env:" in name:
+        try:
+            name = OmegaConf.create({"name": name}).name
+        except OmegaConfBaseException:
+            return False
+    return isinstance(name, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)*", name) is not None
+
+
+def _choices(group: str) -> str:
+    names = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    plus = "+" if group in APPENDED else ""
+    return ", ".join(f"{plus}{group}={name}" for name in names)
