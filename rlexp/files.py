@@ -12,8 +12,8 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; when the block ends well, it takes the place of `path` in one step.
 
-    The temporary file is removed when the block raises. Its name begins with a dot and holds the process id, so two
-    writers never share one.
+    The temporary file is removed when the block raises. Its name begins with a dot and holds the process id, so that
+    two processes of a machine do not share one; a process that is killed may leave it behind.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

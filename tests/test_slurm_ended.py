@@ -507,11 +507,11 @@ def test_a_task_that_slurm_forgot_was_cancelled_if_it_had_not_begun(tmp_path: Pa
     launcher.params = {"submitit_folder": str(tmp_path / "%j")}
     job = Job(1, "1", [], job_id="8_1")
     status, reason = launcher._without_a_word(job, None, begun=False)
-    assert (status, reason) == ("stopped", "job 8_1 was cancelled before it had begun, and Slurm has no record of it")
+    assert (status, reason) == ("stopped", "job 8_1 was cancelled before it had begun: there is no record of it")
     log = Path(launcher.log_of(job))
     log.parent.mkdir()
     log.touch()  # its batch script has begun
     status, reason = launcher._without_a_word(job, None, begun=False)
     assert (status, reason) == (
-        "failed", f"job 8_1 ended, and its run recorded no reason: Slurm has no record of it\nIts log: {log}"
+        "failed", f"job 8_1 ended, and its run recorded no reason: there is no record of it\nIts log: {log}"
     )  # fmt: skip

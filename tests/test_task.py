@@ -1,7 +1,7 @@
 """A new kind of training costs one file: supervised training on the chosen answers, as a user would add it.
 
 Nothing in the package knows of it: it goes through `build`, `train_step` and `train_loop` like any other task, over a
-ring, with accumulation, a short last batch, evaluation and a checkpoint's position.
+ring, with accumulation, a short last batch and evaluation.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def mean_and_variance(parts: Sequence[Tensor]) -> tuple[float, float]:
         distance, share = float(part_mean) - mean, len(part) / count
         mean += distance * share
         squares = squares + float((part - part_mean).square().sum()) + distance * distance * before * share
-    return mean, squares / (count - 1)
+    return mean, squares / max(1, count - 1)
 
 
 def centred(values: Tensor) -> Tensor:

@@ -55,6 +55,8 @@ def enter(cfg: Config, run_dir: Path) -> bool:
         return False
     forced = _check_identity(cfg, run_dir, before, what)
     sweep(run_dir)
+    for left in run_dir.glob(".*.tmp"):  # by a process that was killed while it wrote
+        left.unlink(missing_ok=True)
     whereabouts.begin(run_dir)
     if cfg.parallel.world_size + cfg.rollout.sampling_ranks > 1:
         (run_dir / "logs").mkdir(exist_ok=True)

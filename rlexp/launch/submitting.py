@@ -166,8 +166,8 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
             return "stopped", f"job {job.job_id} was cancelled{'' if begun else ' before it had begun'}"
         if known is None and not begun and not Path(self.log_of(job)).exists():
             # Slurm keeps no record of a task that was cancelled while its array waited.
-            return "stopped", f"job {job.job_id} was cancelled before it had begun, and Slurm has no record of it"
-        state = "Slurm has no record of it" if known is None else f"its state is {known.state}"
+            return "stopped", f"job {job.job_id} was cancelled before it had begun: there is no record of it"
+        state = "there is no record of it" if known is None else f"its state is {known.state}"
         why = f" ({known.reason})" if known is not None and known.reason else ""
         ended = f"job {job.job_id} ended, and its run recorded no reason: {state}{why}"
         return "failed", f"{ended}\nIts log: {self.log_of(job)}"

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from rlexp.config.schema import RolloutConfig
+from rlexp.errors import CheckpointError
 from rlexp.ring.groups import World
 from rlexp.rollout.deal import deal, micro_batches
 from rlexp.rollout.draws import Draws, Weights
@@ -38,8 +39,10 @@ class Colocated:
         return None
 
     def restore(self, number: int, waiting: list[Sample]) -> None:
-        """Never called: a checkpoint of a pipelined run cannot be resumed here, since `rollout.mode` must match."""
-        raise AssertionError((number, waiting))
+        raise CheckpointError(
+            f"rollout.mode=colocated: the checkpoint holds rollout {number}, which a pipelined run drew ahead "
+            f"({len(waiting)} samples on this rank). Go on with rollout=pipelined."
+        )
 
     def finish(self) -> None:
         return

@@ -27,7 +27,7 @@ from rlexp.train.loop import Position
 from rlexp.train.run import Run
 from rlexp.train.task import Task
 
-TASK = "rollouts"  # the task's part of a position, by the name that checkpoints have always used
+TASK = "rollouts"  # the key of the task's part of a position; checkpoints on disk have it under this name
 
 
 def resume(task: Task, run_dir: Path) -> tuple[Position, str]:
@@ -43,7 +43,7 @@ def resume(task: Task, run_dir: Path) -> tuple[Position, str]:
         return Position(), "  no checkpoint here yet: begins at step 1\n" if again else ""
     path, saved = found
     position = Position(saved["step"], saved["total_tokens"])
-    task.restore(path, saved[TASK], position.step)
+    task.restore(path, saved.get(TASK), position.step)
     if not first:
         return position, ""
     rewrite(run_dir / METRICS, path / METRICS, position.step)

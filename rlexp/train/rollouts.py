@@ -315,7 +315,7 @@ def shown(sample: Sample) -> Shown:
 
 
 def without_signal_of(scores_N: Tensor, n_samples: int) -> Tensor:
-    """Return (N,): whether all answers to the sample's prompt scored the same. A single answer is never counted."""
+    """Return (N,): whether all answers to the sample's prompt scored the same; False for a single answer."""
     if n_samples == 1:
         return torch.zeros_like(scores_N, dtype=torch.bool)
     groups = scores_N.view(-1, n_samples)
