@@ -179,7 +179,9 @@ REMEDIES = re.compile(
     r"\b(Use|Give|Leave|Say|Set|Choose|Quote|Unset|Raise|Add|Did you mean|Options|Kinds|Keys|For example|shows all keys"
     r"|says how values are set)\b"
 )
-VALUELESS = re.compile(r"no such key|has no value|belongs to|is there already|is appended|cannot be deleted")
+VALUELESS = re.compile(
+    r"no such key|has no value|belongs to|is there already|is appended|cannot be deleted|cannot be read as"
+)
 
 
 def outcome(overrides: Sequence[str]) -> str | None:
@@ -208,7 +210,7 @@ def flaws(message: str, overrides: Sequence[str]) -> list[str]:
     given = {_key(each): each.partition("=")[2] for each in overrides}
     about = re.match(r"[^\s:=]*", message)
     key = about.group() if about else ""
-    known = {*KEYS, *GROUPS, *given, *(each.partition("=")[0] for each in overrides)}
+    known = {*KEYS, *GROUPS, *given, *(each.partition("=")[0] or "''" for each in overrides)}
     lacking = []
     about_key = any(key == each or key.startswith(f"{each}.") or each.startswith(f"{key}.") for each in known if key)
     if not about_key and not any(message.startswith(each.lstrip("+~")) for each in overrides if each.lstrip("+~")):

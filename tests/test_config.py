@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import sys
@@ -205,6 +206,14 @@ def test_data_is_looked_for_before_a_process_starts(tmp_path: Path) -> None:
         compose_config(["launch.device=cpu", "data=jsonl", f"data.path={tmp_path}"])
 
 
+def test_a_check_leaves_the_configuration_as_it_is() -> None:
+    cfg = compose_config(["launch.device=cpu"])
+    before = copy.deepcopy(cfg)
+    checks.check(cfg)
+    checks.check(cfg, here=False)
+    assert cfg == before
+
+
 def test_fp64_takes_the_plain_engine_by_itself() -> None:
     assert compose_config(["launch.device=cpu", "train.precision=fp64"]).engine.name.value == "torch"
 
@@ -280,6 +289,13 @@ BAD = {
     "leftover rank": (["ENV WORLD_SIZE=1 RANK=7 MASTER_ADDR=localhost MASTER_PORT=1"], "RANK=7"),
     "leftover place": (["ENV WORLD_SIZE=4 RANK=0"], "MASTER_ADDR"),
     "unknown group": (["paralel=ring8"], "Did you mean parallel?"),
+    "null for a group": (
+        ["model=null"],
+        "model=null: is no option of the group model. Choose one of its options: model=",
+    ),
+    "a number for a mapping": (["++engine.overrides=${train.batch_size}"], "engine.overrides=8: must be a mapping"),
+    "a key of a list": (["rollout.stop.x=1"], "rollout.stop.x=1: rollout.stop is a list and has no keys. Give the"),
+    "no key": ([""], "'': has no key. Say KEY=VALUE."),
     "unknown option": (["loss=dop"], "loss=dop: no such option. Did you mean dpo?"),
     "wrong type": (
         ["train.batch_size=many"],

@@ -75,7 +75,7 @@ def _sweep(text: str) -> str | None:
     several = re.search(r"(?:Ambiguous value for argument|Sweep parameters) '([^=]*)=(.*)'", text)
     if several is None:
         return None
-    key, value = several.groups()
+    key, value = several.group(1).lstrip("+"), several.group(2)
     return (
         f"{key}={value}: gives several values, as a sweep has them. Add -m to run them all, or give a list "
         f"({key}=[ONE,TWO]) or a quoted text (\"{key}='ONE,TWO'\")."

@@ -36,6 +36,11 @@ def rule(key: str) -> str | None:
     return None
 
 
+def is_list(key: str) -> bool:
+    said = rule(key)
+    return said is not None and said.startswith(f"must be {_LIST}")
+
+
 def _words(hint: Any) -> str:
     plain, optional = _unwrapped(hint)
     origin = typing.get_origin(plain)

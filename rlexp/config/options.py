@@ -11,20 +11,23 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlexp.config.kinds import is_list
 from rlexp.config.paths import conf_dir
 from rlexp.errors import ConfigError
 
+EMPTY = "''"
 MOST_DIGITS = 4300  # Python converts no longer ones
 APPENDED = ("experiment",)  # the one folder of conf/ that stands in no defaults list
 
 
 def refuse_wrong_option(argument: str) -> None:
     """Refuse `model=null`, `++model=hf` and the like, which Hydra answers with a traceback or without the key."""
-    if argument and argument.lstrip("+~")[:1] in ("", "="):
-        raise ConfigError(f"{argument}: has no key. Say KEY=VALUE.")
+    if argument.lstrip("+~")[:1] in ("", "="):
+        raise ConfigError(f"{argument or EMPTY}: has no key. Say KEY=VALUE.")
     if digits := re.search(rf"\d{{{MOST_DIGITS + 1},}}", argument):
         shown = argument.replace(digits.group(), f"{digits.group()[:9]}…")
         raise ConfigError(f"{shown}: has a number of {len(digits.group())} digits. Give it a smaller one.")
+    _refuse_key_of_list(argument.lstrip("+~"))
     group = argument.lstrip("+~").partition("=")[0].partition("@")[0]
     if argument.startswith("-") or not group.isidentifier() or not (conf_dir() / group).is_dir():
         return
@@ -46,6 +49,14 @@ def refuse_wrong_option(argument: str) -> None:
         raise ConfigError(f"{given}: is no option of the group {group}. {choose}")
 
 
+def _refuse_key_of_list(given: str) -> None:
+    """Refuse `rollout.stop.x=1`: OmegaConf would take x for the number of an element, and raise a traceback."""
+    group, *below = given.partition("=")[0].split(".")
+    if len(below) > 1 and is_list(f"{group}.{below[0]}") and not below[1].isdecimal():
+        key = f"{group}.{below[0]}"
+        raise ConfigError(f"{given}: {key} is a list and has no keys. Give the whole list: {key}=[ONE,TWO].")
+
+
 def _alternatives(value: Any) -> list[Any]:
     """Each option of a sweep (`model=tiny,hf`), and each of a list."""
     options = value.list if isinstance(value, ChoiceSweep) else [value]
@@ -60,7 +71,7 @@ def _is_name(option: Any) -> bool:
             name = OmegaConf.create({"name": name}).name
         except OmegaConfBaseException:
             return False
-    return isinstance(name, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)*", name) is not None
+    return isinstance(name, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", name) is not None
 
 
 def _choices(group: str) -> str:
