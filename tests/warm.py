@@ -130,7 +130,8 @@ def _asked(request: dict[str, Any], files: Sequence[int]) -> tuple[socket.socket
     busy machine, which is no command's own time."""
     connection = _connected(*_meeting())
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
-    socket.send_fds(connection, [json.dumps(request).encode()], files)
+    blocked = [int(signum) for signum in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+    socket.send_fds(connection, [json.dumps(request | {"blocked": blocked}).encode()], files)
     answer = connection.recv(100)
     assert answer, ENDED
     return connection, int(answer)
@@ -262,6 +263,7 @@ def kill_group(pid: int) -> None:
 def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
     """Go on as the process that `python -m` or `python -c` would have started, and end as that does."""
     os.setpgid(0, 0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])  # its starter's, and not the server's
     signal.signal(signal.SIGINT, signal.default_int_handler)
     place(files, (1, 2, *request.get("files", ())))
     os.chdir(request["cwd"])
@@ -337,12 +339,13 @@ def leave(code: int) -> NoReturn:
 def main(listener: int, folder: str, owner: int) -> None:
     from rlexp.launch.local import PRELOAD
 
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # who needs the server first may have held signals back
     for name in (*PRELOAD, "hydra", "deepspeed", "rlexp.launch.job"):
         importlib.import_module(name)
     gc.freeze()  # or each fork would write to, and so copy, every page of it
-    server = Server(socket.socket(fileno=listener), owner)
     try:
-        server.serve()
+        with contextlib.suppress(ProcessLookupError):  # the owner has ended meanwhile
+            Server(socket.socket(fileno=listener), owner).serve()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
