@@ -170,17 +170,17 @@ def work() -> str:
         cells = [shared(each, once) for each, (once, _) in zip(pair, columns, strict=True)]
         lines.append(f"| {pair[0].case.name} | {pair[0].case.ring_size} | " + " | ".join(cells) + " |")
     seconds = ", ".join(
-        f"{once.seconds():.2f} s in {str(dtype).removeprefix('torch.')}, all heads at once {once.whole():.2f} s"
+        f"{once.seconds():.2f} s in {str(dtype).removeprefix('torch.')} (all heads at once {once.whole():.2f} s)"
         for dtype, (once, _) in zip(dtypes, columns, strict=True)
     )
     return (
         f"### One long sequence\n\n"
         f"{LONG[0]:,} tokens, {HEADS} heads of {SIZE}, causal, forward and backward, on one thread; the best of "
         f"{ROUNDS} rounds.\n"
-        f"Work: the time of all ranks together, relative to one call of `scaled_dot_product_attention`, timed head by "
-        f"head\n({seconds}).\n"
-        f"Efficiency: that call's time divided by the number of ranks, relative to the ring's time. Each step of the "
-        f"ring takes\nas long as its slowest rank; sending takes no time.\n\n" + "\n".join(lines)
+        f"Work: the time of all ranks together, relative to one call of `scaled_dot_product_attention`. The call is "
+        f"timed head by\nhead: {seconds}.\n"
+        f"Efficiency: that call's time divided by the number of ranks, relative to the ring's time. A step of the ring "
+        f"takes as\nlong as its slowest rank, and the time of sending is not counted.\n\n" + "\n".join(lines)
     )
 
 
@@ -196,8 +196,8 @@ def mix() -> str:
         f"### A packed mix\n\n"
         f"One pair of SQuALITY and {len(HH) // 2} pairs of HH-RLHF in one pack: {len(MIX)} sequences of {min(MIX)} to "
         f"{max(MIX):,} tokens, {sum(MIX):,} in all;\nfloat32, the best of {ROUNDS} rounds. Work is relative to one "
-        f"call per sequence, the long ones timed head by head\n({once.seconds():.2f} s together; all heads at once "
-        f"{once.whole():.2f} s).\n\n" + "\n".join(lines)
+        f"call per sequence. Long sequences are timed head by\nhead ({once.seconds():.2f} s in total; all heads at "
+        f"once {once.whole():.2f} s).\n\n" + "\n".join(lines)
     )
 
 
@@ -211,9 +211,9 @@ def errors() -> str:
             lines += rows_of_errors(lengths, kv_heads)
     return (
         f"### Errors in bfloat16\n\n"
-        f"Root mean square error against float64 over the pack, relative to the root mean square of the true value. In "
-        f"brackets:\nrelative to the error of one flash call per sequence. Ring of 8, heads of size {SIZE}; heads: "
-        f"query / key/value.\n\n" + "\n".join(lines)
+        f"Root mean square error against float64 over the pack, relative to the root mean square of the true value. "
+        f"The\nnumber in brackets is relative to the error of one flash call per sequence. Ring of 8, heads of size "
+        f"{SIZE}. The column\n`heads` gives the number of query heads / key/value heads.\n\n" + "\n".join(lines)
     )
 
 

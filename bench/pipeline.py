@@ -106,7 +106,7 @@ def table(runs: dict[tuple[str, int], Drawn]) -> str:
         f"`+experiment=ppo_tiny` on two ranks; the reward is the mean of the last {LAST} rollouts. "
         f"{tables.signature('bench.pipeline')}",
         "",
-        "| mode | seed | samples | reward | sampling beside other work | behaviour ratio, last step |",
+        "| mode | seed | samples | reward | share of sampling that overlaps other work | behaviour ratio, last step |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for (mode, seed), drawn in sorted(runs.items()):

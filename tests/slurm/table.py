@@ -87,8 +87,9 @@ def intro(rows: dict[str, dict[str, Any]]) -> str:
     assert set(others) <= {"finished"}, others
     commit = (git_commit() or "unknown")[:12]
     return (
-        f"{len(rows)} faults were planted in jobs of sweeps that also had healthy jobs. All healthy jobs finished. The "
-        f"slowest failure took\n{worst:.0f} s to be reported.\nMeasured {time.strftime('%Y-%m-%d')} at commit "
+        f"{len(rows)} faults were injected into jobs of sweeps that also had healthy jobs. All healthy jobs finished. "
+        f"The longest time\nuntil a failure was reported was {worst:.0f} s.\n"
+        f"Measured {time.strftime('%Y-%m-%d')} at commit "
         f"{commit}, Slurm on one machine, CPU and "
         f"gloo, by `make prove-slurm`."
     )
@@ -101,9 +102,9 @@ def requeues(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of ways back into the queue."""
     commit = (git_commit() or "unknown")[:12]
     lines = [
-        "Each row is a run on 2 nodes in float64 with a checkpoint every 4 steps, disturbed in one way. Several runs",
-        "shared two cores, which sets the seconds; 6 of them pass while Slurm waits for the job's credential to",
-        "expire. W&B has each step once.",
+        "Each row is a run on 2 nodes in float64, with a checkpoint every 4 steps and one kind of interruption. The",
+        "seconds depend on the machine: several runs shared two cores. During 6 of the seconds, Slurm waits for the",
+        "job's credential to expire. W&B has each step exactly once.",
         f"Measured {time.strftime('%Y-%m-%d')} at commit {commit}, by `make prove-slurm`.",
         "",
         "| what happens | steps repeated (limit) | restarts, and by whom | seconds to the next step | "
