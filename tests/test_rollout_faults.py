@@ -284,7 +284,7 @@ def test_a_rank_that_dies_while_rewards_are_judged_takes_their_workers_along(rew
         (("reward=python",), ["reward.function"]),
         (("reward=python", "reward.function=nowhere:f"), ["reward.function=nowhere:f", "there is no module nowhere"]),
         (("data.drop_last=false",), ["data.drop_last=false: ", "Leave data.drop_last=true"]),
-        (("rollout.top_p=0",), ["rollout.top_p=0", "must be in (0, 1]"]),
+        (("rollout.top_p=0",), ["rollout.top_p=0", "must be greater than 0 and at most 1"]),
         (("rollout.stop=['']",), ["rollout.stop", "empty text"]),
     ],
     ids=lambda each: each[0] if isinstance(each, tuple) else "",
