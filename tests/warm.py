@@ -162,7 +162,7 @@ def _meeting() -> tuple[Path, int]:
 
 
 def meet() -> str:
-    """Make the folder in which all processes of this session find the one server, once."""
+    """Make the folder in which all processes of one pytest run find its server."""
     if MEETING not in os.environ:
         folder = tempfile.mkdtemp(prefix="rlexp-warm-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
