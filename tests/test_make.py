@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAKE = shutil.which("make")
+# What a `make` that runs these tests tells its own children, and a chosen interpreter: neither is in a fresh clone.
+INHERITED = ("MAKELEVEL", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "PYTHON", "VENV")
 SHIM = "#!/bin/sh\necho 'pyenv: this version is not installed' >&2\nexit 127\n"
 # A Python of another version: it answers what the Makefile asks as that version would.
 FAKE = """#!/bin/sh
@@ -54,7 +56,7 @@ def test_make_takes_a_python_that_fits(tmp_path: Path, case: str) -> None:
     answer = subprocess.run(
         [MAKE, "-n", "run", f"VENV={tmp_path}/venv"],
         cwd=ROOT,
-        env={key: value for key, value in os.environ.items() if key != "PYTHON"} | {"PATH": str(tmp_path)},
+        env={key: value for key, value in os.environ.items() if key not in INHERITED} | {"PATH": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=60,
