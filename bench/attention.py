@@ -59,7 +59,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"hybrid, {INNER} × zigzag" if self.layout == "hybrid" else self.layout
+        return f"hybrid, ulysses {INNER} × zigzag" if self.layout == "hybrid" else self.layout
 
 
 def cases(rings: Sequence[int]) -> list[Case]:
@@ -176,11 +176,8 @@ def work() -> str:
     return (
         f"### One long sequence\n\n"
         f"{LONG[0]:,} tokens, {HEADS} heads of {SIZE}, causal, forward and backward, on one thread; the best of "
-        f"{ROUNDS} rounds.\n"
-        f"Work: the time of all ranks together, relative to one call of `scaled_dot_product_attention`. The call is "
-        f"timed head by\nhead: {seconds}.\n"
-        f"Efficiency: that call's time divided by the number of ranks, relative to the ring's time. A step of the ring "
-        f"takes as\nlong as its slowest rank, and the time of sending is not counted.\n\n" + "\n".join(lines)
+        f"{ROUNDS} rounds. One call of\n`scaled_dot_product_attention` is timed head by head: {seconds}.\n\n"
+        + "\n".join(lines)
     )
 
 

@@ -19,7 +19,7 @@ from rlexp.ring.layouts import get_layout
 from tests.ranks import seeded
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYOUTS = ("zigzag", "contiguous", "allgather", "ulysses", "hybrid, 2 × zigzag")
+LAYOUTS = ("zigzag", "contiguous", "allgather", "ulysses", "hybrid, ulysses 2 × zigzag")
 
 
 @pytest.fixture

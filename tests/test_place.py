@@ -84,10 +84,10 @@ def test_who_does_not_come_to_the_meeting_is_named(tmp_path: Path) -> None:
     wrong = step_of(tmp_path, 74, 0, 2, interface="no0")
     orphan = step_of(tmp_path, 75, 1, 2, timeout=2)
     said = [process.communicate(timeout=90)[1].strip() for process in (alone, late, wrong, orphan)]
-    assert said[0].endswith("UserError: rank 2 did not come to the meeting within launch.timeout_seconds=4.")
+    assert said[0].endswith("UserError: rank 2 did not join the rendezvous within launch.timeout_seconds=4.")
     assert "launch.interface=no0: node localhost has no such interface" in said[2]
     assert "has lo" in said[2].replace("It has", "has")
-    assert "rank 0 did not come to the meeting within launch.timeout_seconds=2" in said[3]
+    assert "rank 0 did not join the rendezvous within launch.timeout_seconds=2" in said[3]
 
 
 def test_outside_of_a_launcher_there_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,17 +103,17 @@ def grad_acc(batch_size: int, micro_batch_size: int, dp_size: int) -> int:
     if batch_size % unit:
         lower = batch_size // unit * unit
         sizes = ([lower] if lower else []) + [lower + unit]
-        remedies = [f"train.batch_size={listed(sizes)}"]
+        remedy = f"Use train.batch_size={listed(sizes)}."
         if batch_size % dp_size == 0:
             micros = nearest(micro_batch_size, divisors(batch_size // dp_size))
-            remedies.append(f"train.micro_batch_size={listed(micros)}")
+            remedy += f" To keep {batch_size}, use train.micro_batch_size={listed(micros)}."
         else:
             replicas = nearest(dp_size, [d for d in divisors(batch_size) if batch_size % (d * micro_batch_size) == 0])
             if replicas:
-                remedies.append(f"{listed(replicas)} replicas (world size / parallel.ring_size)")
+                remedy += f" To keep {batch_size}, use {listed(replicas)} replicas (world size / parallel.ring_size)."
         raise ConfigError(
             f"train.batch_size={batch_size}: {dp_size} replica{'s' * (dp_size > 1)} × train.micro_batch_size="
-            f"{micro_batch_size} need a multiple of {unit}. Use {', or '.join(remedies)}."
+            f"{micro_batch_size} need a multiple of {unit}. {remedy}"
         )
     return batch_size // unit
 

@@ -33,7 +33,7 @@ HUNG = (
     r"rank {rank} did not come to a collective that the others had begun, within launch.timeout_seconds\. Rank {rank} "
     r"was last seen (after step 2|in step 3)"
 )
-MEETING = r"rank {rank} did not come to the meeting within launch.timeout_seconds=7"
+MEETING = r"rank {rank} did not join the rendezvous within launch.timeout_seconds=7"
 
 
 def fault(rank: int, where: str, how: str) -> Fault:

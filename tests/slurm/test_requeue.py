@@ -40,6 +40,7 @@ LIMIT = ("launch.time_limit=3m", "launch.grace_seconds=90")
 BY_THE_CLOCK = (*LIMIT, "+hydra.launcher.additional_parameters.signal=CONT@1")
 BY_THE_SIGNAL = (*LIMIT, "hydra.launcher.signal_delay_s=60", "+hydra.launcher.environment.SLURM_JOB_END_TIME=''")
 SOON = ("hydra.launcher.setup=['export SLURM_JOB_END_TIME=$(($(date +%s)+85))']",)  # the ranks stop 40 s before it
+LIMITS = {"clock": "known from Slurm; no signal", "signal": "not known; Slurm's signal 60 seconds before it"}
 OFTEN = {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1"}  # seconds; with the default, 15, a killed run sends nothing
 RINGS = ("train.max_steps=4", "train.batch_size=8")
 Row = dict[str, object]
@@ -126,12 +127,12 @@ class Way:
 WAYS = {
     "slurmd killed and back": Way(slurmd_restarted, (), 0),
     "second node lost": Way(second_node_lost, ("slurm", "lost"), SAVE_EVERY),
-    "SIGTERM": Way(terminated, ("stop",), 0),
+    "SIGTERM, sent with `scancel`": Way(terminated, ("stop",), 0),
     "pre-emption": Way(preempted, ("stop",), 0),
     "first node lost": Way(first_node_lost, ("slurm", "lost"), SAVE_EVERY),
     "scontrol requeue": Way(put_back, ("slurm", "stop"), SAVE_EVERY),
     # Must be last: an array's last task has the array's number, and requeueing it must not requeue the whole array.
-    "warning signal": Way(warned, ("stop",), 0),
+    "SIGUSR2, sent with `scancel`": Way(warned, ("stop",), 0),
 }
 LATER = [*WAYS][:5]  # in the longer tier, since the others cover much of the same code
 
@@ -174,7 +175,7 @@ def test_every_way_back_into_the_queue(pairs: Lab, tmp_path: Path, ways: list[st
         if by_the_clock is not None:
             assert by_the_clock.wait(300) == 0, by_the_clock.told()
             again_and_again = Disturbed(pairs, by_the_clock, 0)
-            rows.append(expect_limits("time is up, by the clock", again_and_again, undisturbed.run_dir))
+            rows.append(expect_limits("end of the job 85 seconds after each start, known from its environment", again_and_again, undisturbed.run_dir))
             expect_history(server, again_and_again.run_dir)
     hand_over(rows)
 
@@ -195,7 +196,7 @@ def test_time_limits_of_slurm(pairs: Lab, tmp_path: Path) -> None:
         assert signalled.wait(800) == 0, signalled.told()
     undisturbed, expected = straight.run_dir(0), {"clock": "stopped as its time", "signal": "stopped by SIGUSR2"}
     hand_over([
-        expect_limits(f"time limit, by the {name}", Disturbed(pairs, sweep, 0), undisturbed, expected[name])
+        expect_limits(f"time limit of 3 minutes, {LIMITS[name]}", Disturbed(pairs, sweep, 0), undisturbed, expected[name])
         for name, sweep in {"clock": clock, "signal": signalled}.items()
     ])  # fmt: skip
 

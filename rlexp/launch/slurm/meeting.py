@@ -150,7 +150,7 @@ def _hear(place: Path, timeout: float) -> str:
         except OSError:
             time.sleep(POLL)
     raise UserError(
-        f"{place}: rank 0 did not come to the meeting within launch.timeout_seconds={timeout:g}. It failed before, or "
+        f"{place}: rank 0 did not join the rendezvous within launch.timeout_seconds={timeout:g}. It failed before, or "
         f"the folder is not on a file system that all nodes share."
     )
 
@@ -160,5 +160,5 @@ def _wait_for_all(store: TCPStore, world_size: int, deadline: float, timeout: fl
     while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
         if time.monotonic() > deadline:
             names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            raise UserError(f"{names} did not come to the meeting within launch.timeout_seconds={timeout:g}.")
+            raise UserError(f"{names} did not join the rendezvous within launch.timeout_seconds={timeout:g}.")
         time.sleep(POLL)
