@@ -40,7 +40,10 @@ LIMIT = ("launch.time_limit=3m", "launch.grace_seconds=90")
 BY_THE_CLOCK = (*LIMIT, "+hydra.launcher.additional_parameters.signal=CONT@1")
 BY_THE_SIGNAL = (*LIMIT, "hydra.launcher.signal_delay_s=60", "+hydra.launcher.environment.SLURM_JOB_END_TIME=''")
 SOON = ("hydra.launcher.setup=['export SLURM_JOB_END_TIME=$(($(date +%s)+85))']",)  # the ranks stop 40 s before it
-LIMITS = {"clock": "known from Slurm; no signal", "signal": "not known; Slurm's signal 60 seconds before it"}
+LIMITS = {
+    "clock": "which rlexp reads from `SLURM_JOB_END_TIME`; Slurm sends no signal",
+    "signal": "which rlexp is not told; Slurm sends a signal 60 seconds before it",
+}
 OFTEN = {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1"}  # seconds; with the default, 15, a killed run sends nothing
 RINGS = ("train.max_steps=4", "train.batch_size=8")
 Row = dict[str, object]
@@ -175,7 +178,8 @@ def test_every_way_back_into_the_queue(pairs: Lab, tmp_path: Path, ways: list[st
         if by_the_clock is not None:
             assert by_the_clock.wait(300) == 0, by_the_clock.told()
             again_and_again = Disturbed(pairs, by_the_clock, 0)
-            rows.append(expect_limits("end of the job 85 seconds after each start, known from its environment", again_and_again, undisturbed.run_dir))
+            path = "`SLURM_JOB_END_TIME` is set to 85 seconds after each start"
+            rows.append(expect_limits(path, again_and_again, undisturbed.run_dir))
             expect_history(server, again_and_again.run_dir)
     hand_over(rows)
 
@@ -196,7 +200,8 @@ def test_time_limits_of_slurm(pairs: Lab, tmp_path: Path) -> None:
         assert signalled.wait(800) == 0, signalled.told()
     undisturbed, expected = straight.run_dir(0), {"clock": "stopped as its time", "signal": "stopped by SIGUSR2"}
     hand_over([
-        expect_limits(f"time limit of 3 minutes, {LIMITS[name]}", Disturbed(pairs, sweep, 0), undisturbed, expected[name])
+        expect_limits(f"time limit of 3 minutes, {LIMITS[name]}", Disturbed(pairs, sweep, 0), undisturbed,
+                      expected[name])
         for name, sweep in {"clock": clock, "signal": signalled}.items()
     ])  # fmt: skip
 
