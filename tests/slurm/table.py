@@ -103,9 +103,9 @@ def requeues(rows: Sequence[dict[str, Any]]) -> str:
     commit = (git_commit() or "unknown")[:12]
     lines = [
         "Each row is a run on 2 nodes in float64, with a checkpoint every 4 steps and one kind of interruption. The",
-        "times depend on the machine: several runs shared two cores. Before Slurm starts a requeued job again, it waits",
-        '6 seconds for the job\'s credential to expire; "seconds to the next step" includes this wait. W&B has each step',
-        "exactly once.",
+        "times depend on the machine: several runs shared two cores. Before Slurm starts a requeued job again, it",
+        'waits 6 seconds for the job\'s credential to expire; "seconds to the next step" includes this wait. W&B has',
+        "each step exactly once.",
         f"Measured {time.strftime('%Y-%m-%d')} at commit {commit}, by `make prove-slurm`.",
         "",
         "| what happens | steps computed again (most allowed) | restarts, and by whom | seconds to the next step | "
