@@ -20,13 +20,13 @@ Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def commands() -> list[str]:
-    found = []
+    commands = []
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
             lines = (line.partition("#")[0].strip() for line in block.splitlines())
             ours = re.compile(r"\brlexp\b|launchers/\w+\.sh")
-            found += [line for line in lines if ours.search(line) and not re.search(r"rlexp\.\w+", line)]
-    return sorted(set(found))
+            commands += [line for line in lines if ours.search(line) and not re.search(r"rlexp\.\w+", line)]
+    return sorted(set(commands))
 
 
 @pytest.mark.parametrize("command", commands())

@@ -30,7 +30,7 @@ def steps_of(*overrides: str, steps: int = 1):
 
 
 def all_steps_of(several: Sequence[Sequence[str]], steps: int):
-    """Of configurations of one world size, in one start of ranks: for each, what every rank returned."""
+    """Train configurations of one world size in one start of ranks. Return what every rank returned for each."""
     cfgs = [compose_config([*BASE, *overrides]) for overrides in several]
     by_rank = on_ranks(cfgs[0].parallel.world_size, train_all, cfgs, steps)
     return [list(results) for results in zip(*by_rank, strict=True)]
@@ -96,8 +96,8 @@ def test_clipping_sees_the_whole_gradient(start: dict[str, Tensor]) -> None:
 
 
 def resumed_rank(place: Place, pairs: Sequence[tuple], folder: str) -> list[tuple]:
-    """Of each pair of configurations: two steps of the one, and a save; an engine of the other loads and takes the
-    third, as the one does."""
+    """For each pair of configurations: the first takes two steps and saves; an engine of the second loads that and
+    takes the third step, as the first does."""
     from rlexp.checkpoint.folder import folder_of, read_manifest
     from rlexp.checkpoint.saver import Saver
     from rlexp.checkpoint.tensors import Reader, load
@@ -111,7 +111,7 @@ def resumed_rank(place: Place, pairs: Sequence[tuple], folder: str) -> list[tupl
             path.touch()
         return paths
 
-    found = []
+    taken = []
     for number, (cfg, then) in enumerate(pairs):
         task, path = build(cfg), Path(folder) / str(number)
         run = task.run
@@ -128,8 +128,8 @@ def resumed_rank(place: Place, pairs: Sequence[tuple], folder: str) -> list[tupl
         load(fresh.run.engine, Reader(folder_of(path, 2), read_manifest(folder_of(path, 2))), shapes, 2)
         row = train_step(fresh, 3)
         got = {name: weight.double().cpu().clone() for name, weight in fresh.run.engine.weights()}
-        found.append((straight, row, expected, got))
-    return found
+        taken.append((straight, row, expected, got))
+    return taken
 
 
 KINDS = [("engine=zero2", "engine.offload=optimizer"), ("engine=zero3", "engine.offload=all")]
@@ -209,11 +209,11 @@ def test_under_zero3_a_pretrained_model_is_loaded_in_pieces(shared: Path) -> Non
 
 
 def drawing_rank(place: Place, cfgs, steps: int) -> list[tuple]:
-    """Of each engine: the answers of each rollout and of the held-out prompts, the rows, and the weights."""
+    """Return for each engine the answers of each rollout and of the held-out prompts, the rows, and the weights."""
     from rlexp.train.build import build
     from rlexp.train.step import train_step
 
-    found = []
+    taken = []
     for cfg in cfgs:
         task = build(cfg)
         answers, rows = [], []
@@ -223,8 +223,8 @@ def drawing_rank(place: Place, cfgs, steps: int) -> list[tuple]:
         rows.append(task.rollouts.evaluate())
         task.close()
         weights = {name: weight.double().clone() for name, weight in task.run.engine.weights()}
-        found.append((answers, rows, weights))
-    return found
+        taken.append((answers, rows, weights))
+    return taken
 
 
 def draw_alike(engines_: Sequence[str], ranks: int, *overrides: str) -> None:

@@ -52,7 +52,7 @@ class KernelName(Enum):
 
 
 class BackendName(Enum):
-    """Whose code runs attention over the ring: ours, or the library ring-flash-attn."""
+    """The code that runs attention over the ring: ours, or the library ring-flash-attn."""
 
     native = "native"
     ring_flash_attn = "ring_flash_attn"

@@ -191,5 +191,5 @@ def footer(run: Run, run_dir: Path, outcome: Outcome) -> str:
 
 
 def latest(run_dir: Path) -> str:
-    found = latest_first(run_dir)
-    return found[0].name if found else "its first step"
+    checkpoints = latest_first(run_dir)
+    return checkpoints[0].name if checkpoints else "its first step"

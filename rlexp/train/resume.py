@@ -35,13 +35,13 @@ def resume(task: Task, run_dir: Path) -> tuple[Position, str]:
     run = task.run
     shapes = {name: shape_of(parameter) for name, parameter in trained(run.engine.policy).items()}
     first = run.world.rank == 0
-    found = restore(run.cfg.resume.mode, run_dir, run.engine, shapes, run.world, say)
-    if found is None:
+    restored = restore(run.cfg.resume.mode, run_dir, run.engine, shapes, run.world, say)
+    if restored is None:
         again = first and (run_dir / METRICS).exists()
         if again:  # it ended before its first checkpoint
             rewrite(run_dir / METRICS, None, 0)
         return Position(), "  no checkpoint here yet: begins at step 1\n" if again else ""
-    path, saved = found
+    path, saved = restored
     position = Position(saved["step"], saved["total_tokens"])
     task.restore(path, saved.get(TASK), position.step)
     if not first:
