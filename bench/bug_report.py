@@ -64,14 +64,14 @@ class Listening:
 def draw_rank(place: Place, configs: list[Config]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """For each configuration, the logged curve and the curve of rank 0's last micro-batches."""
     from rlexp.launch.place import join
-    from rlexp.train.build import build
+    from rlexp.train.build import build, unprobed
     from rlexp.train.pair_task import PairTask
     from rlexp.train.step import train_step
 
     join(place, "cpu", configs[0].launch.timeout_seconds)
     logged, elsewhere = [], []
     for cfg in configs:
-        task = build(cfg)
+        task = build(cfg, probing=unprobed)
         assert isinstance(task, PairTask)
         loss = task.loss = Listening(task.loss)
         curve = []

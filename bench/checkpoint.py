@@ -48,7 +48,7 @@ from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import Place, join, prepare_environment
 from rlexp.model.policy import Policy
 from rlexp.ring.groups import World
-from rlexp.train.build import build
+from rlexp.train.build import build, unprobed
 from rlexp.train.run import Run
 from rlexp.train.step import train_step
 from rlexp.train.task import Task
@@ -196,7 +196,7 @@ def best(values: Iterable[float]) -> float:
 def save_rank(place: Place, cfg: Config, work: str) -> Saved | None:
     """Save in each way in turn, so that all use the same disk under the same load."""
     join_world(place, cfg)
-    task = build(cfg)
+    task = build(cfg, probing=unprobed)
     run = task.run
     train_step(task, 1)  # moments that are no pages of zeros
     bench = SaveBench(run, Path(work))
@@ -439,7 +439,7 @@ def step_rank(place: Place, configs: dict[str, Config], repeats: int) -> Steps |
 
 
 def with_ddp(cfg: Config) -> Task:
-    task = build(cfg)
+    task = build(cfg, probing=unprobed)
     engine = DDPEngine(task.run.engine.policy, cfg.optim, task.run.world, torch.float32, cfg.train.grad_acc)
     task.run = dataclasses.replace(task.run, engine=engine)
     return task

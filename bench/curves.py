@@ -76,14 +76,14 @@ def draw_rank(place: Place, configs: Sequence[Config]) -> list[Curve] | None:
 
 
 def _draw_one(config: Config, bridge: Bridge | None) -> Curve | None:
-    from rlexp.train.build import build
+    from rlexp.train.build import build, unprobed
     from rlexp.train.loop import train_loop
     from rlexp.train.sampling_rank import sample_for
 
     if bridge is not None and bridge.samples:
         sample_for(config, bridge)
         return None
-    task = build(config, bridge=bridge)
+    task = build(config, bridge=bridge, probing=unprobed)
     kept = _Kept(task)
     try:
         train_loop(task, Sinks([kept]))

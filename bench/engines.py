@@ -135,13 +135,13 @@ def _gradients(cases: Sequence[Case]) -> dict[Case, Gradients]:
 
 def gradients_rank(place: Place, configs: Sequence[Config]) -> list[Gradients] | None:
     from rlexp.launch.place import join
-    from rlexp.train.build import build
+    from rlexp.train.build import build, unprobed
     from rlexp.train.step import train_step
 
     join(place, "cpu", 300.0)
     gradients: list[Gradients] = []
     for config in configs:
-        task = build(config)
+        task = build(config, probing=unprobed)
         spy = SpyEngine(task.run.engine)
         task.run = dataclasses.replace(task.run, engine=spy)
         for step in (1, 2):

@@ -44,7 +44,7 @@ from rlexp.ring.groups import Ring, World
 from rlexp.rollout.colocated import Colocated
 from rlexp.rollout.deal import Request, deal, micro_batches
 from rlexp.rollout.sampling import PREFILL, Drawer
-from rlexp.train.build import build
+from rlexp.train.build import build, unprobed
 from rlexp.train.rollout_task import RolloutTask
 from rlexp.train.run import Run
 from rlexp.types import Prompt, Sample
@@ -75,7 +75,7 @@ def sized(ranks: int, prompts: int, n_samples: int, length: int, *overrides: str
 
 
 def task_of(cfg: Config) -> RolloutTask:
-    task = build(cfg)
+    task = build(cfg, probing=unprobed)
     assert isinstance(task, RolloutTask)
     return task
 

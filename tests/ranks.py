@@ -54,10 +54,10 @@ class Steps:
 
 
 def train_steps(place: Place, cfg: Config, steps: int) -> Steps:
-    from rlexp.train.build import build
+    from rlexp.train.build import build, unprobed
     from rlexp.train.step import train_step
 
-    task = build(cfg)
+    task = build(cfg, probing=unprobed)
     engine, loss = SpyEngine(task.run.engine), SpyLoss(task.loss)
     task.run, task.loss = dataclasses.replace(task.run, engine=engine), loss
     rows = [train_step(task, step) for step in range(1, steps + 1)]

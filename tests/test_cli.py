@@ -166,6 +166,7 @@ def test_under_torchrun_it_joins_what_is_there(tmp_path: Path) -> None:
     assert run_json(folder)["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_sweep_is_refused_and_sigterm_stops_in_good_order(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlexp"]
     quick = ["launch.device=cpu", "logger=none", "engine=torch"]

@@ -53,12 +53,12 @@ def test_a_ring_without_a_group_sends_nothing(collective) -> None:
 def counts_rank(place: Place, cfgs) -> list[tuple[dict[str, float], int]]:
     """Take one step of each configuration; its row, and the tokens of its batch with their padding."""
     from rlexp.data.packing import pack_pairs
-    from rlexp.train.build import build
+    from rlexp.train.build import build, unprobed
     from rlexp.train.step import train_step
 
     counts = []
     for cfg in cfgs:
-        task = build(cfg)
+        task = build(cfg, probing=unprobed)
         multiple = task.run.layout.multiple(task.run.world.ring.size)
         padded = [len(pack_pairs([task.pairs[index]], multiple).tokens_T) for index in task.batch(1).indices]
         counts.append((train_step(task, 1), sum(padded)))

@@ -72,7 +72,7 @@ def test_accumulation_and_uneven_micro_batches_in_every_engine() -> None:
         assert gap <= engines.TOLERANCE, case
 
 
-@pytest.mark.parametrize("layout", [("ring1", 1, 1), ("ring2", 4, 2)], ids=str)
+@pytest.mark.parametrize("layout", [("ring1", 1, 2), ("ring2", 4, 2)], ids=str)
 def test_bf16_adds_up_its_micro_batches_once(exact, layout: tuple[str, int, int]) -> None:
     """bfloat16 against float64: rounding measured 0.03; a micro-batch that counts twice is 0.5 and more."""
     ring, nproc, micro = layout
@@ -102,7 +102,7 @@ def resumed_rank(place: Place, pairs: Sequence[tuple], folder: str) -> list[tupl
     from rlexp.checkpoint.saver import Saver
     from rlexp.checkpoint.tensors import Reader, load
     from rlexp.engine.base import shape_of, trained
-    from rlexp.train.build import build
+    from rlexp.train.build import build, unprobed
     from rlexp.train.step import train_step
 
     def nothing_else(at: Path) -> list[Path]:
@@ -113,7 +113,7 @@ def resumed_rank(place: Place, pairs: Sequence[tuple], folder: str) -> list[tupl
 
     taken = []
     for number, (cfg, then) in enumerate(pairs):
-        task, path = build(cfg), Path(folder) / str(number)
+        task, path = build(cfg, probing=unprobed), Path(folder) / str(number)
         run = task.run
         for step in (1, 2):
             train_step(task, step)
@@ -123,7 +123,7 @@ def resumed_rank(place: Place, pairs: Sequence[tuple], folder: str) -> list[tupl
         straight = train_step(task, 3)  # while the files are written: a copy, not a view
         assert saver.settle() is None
         expected = {name: weight.double().cpu().clone() for name, weight in run.engine.weights()}
-        fresh = build(then)
+        fresh = build(then, probing=unprobed)
         fresh.evaluate(0)  # what is gathered for it is not what is read next
         load(fresh.run.engine, Reader(folder_of(path, 2), read_manifest(folder_of(path, 2))), shapes, 2)
         row = train_step(fresh, 3)
@@ -166,10 +166,10 @@ def test_frozen_parameters_stay_and_the_others_do_not_notice_the_engine(start: d
 
 def poor_rank(place: Place, cfgs) -> list[list[float]]:
     """Two steps on pairs whose answers are one token: with a ring of 4, there are ranks without a trained token."""
-    from rlexp.train.build import build
+    from rlexp.train.build import build, unprobed
     from rlexp.train.step import train_step
 
-    tasks = [build(cfg) for cfg in cfgs]
+    tasks = [build(cfg, probing=unprobed) for cfg in cfgs]
     return [[train_step(task, step)["train/grad_norm"] for step in (1, 2)] for task in tasks]
 
 
@@ -210,12 +210,12 @@ def test_under_zero3_a_pretrained_model_is_loaded_in_pieces(shared: Path) -> Non
 
 def drawing_rank(place: Place, cfgs, steps: int) -> list[tuple]:
     """Return for each engine the answers of each rollout and of the held-out prompts, the rows, and the weights."""
-    from rlexp.train.build import build
+    from rlexp.train.build import build, unprobed
     from rlexp.train.step import train_step
 
     taken = []
     for cfg in cfgs:
-        task = build(cfg)
+        task = build(cfg, probing=unprobed)
         answers, rows = [], []
         for step in range(1, steps + 1):
             rows.append(train_step(task, step))
@@ -261,12 +261,12 @@ def test_every_engine_draws_and_learns_alike(overrides: tuple[str, ...]) -> None
 
 def evaluated_rank(place: Place, cfgs) -> list[bool]:
     """Whether an evaluation, after which some engines have their weights gathered, changes what `weights` says."""
-    from rlexp.train.build import build
+    from rlexp.train.build import build, unprobed
     from rlexp.train.step import train_step
 
     same = []
     for cfg in cfgs:
-        task = build(cfg)
+        task = build(cfg, probing=unprobed)
         run = task.run
         train_step(task, 1)
         before = {name: weight.clone() for name, weight in run.engine.weights()}
@@ -277,7 +277,8 @@ def evaluated_rank(place: Place, cfgs) -> list[bool]:
 
 
 def test_weights_can_be_read_after_an_evaluation() -> None:
-    cfgs = [compose_config([*BASE, "parallel=ring2", "data.eval_size=4", *kind]) for kind in KINDS]
+    cfgs = [compose_config([*BASE, "parallel=ring2", "train.batch_size=2", "data.eval_size=2", *kind])
+            for kind in KINDS]  # fmt: skip
     for same in on_ranks(2, evaluated_rank, cfgs):
         assert same == [True] * len(KINDS)
 
@@ -322,10 +323,10 @@ class Poison:
 
 def poisoned_rank(place: Place, cfg, in_gradient: bool) -> tuple[str, bool]:
     from rlexp.metrics.meter import Meter
-    from rlexp.train.build import build
+    from rlexp.train.build import build, unprobed
     from rlexp.train.step import train_step
 
-    task = build(cfg)
+    task = build(cfg, probing=unprobed)
     run, loss = task.run, task.loss
     victim = task.batch(1).indices[5]
     seen: list[float] = []

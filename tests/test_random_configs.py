@@ -9,7 +9,7 @@ from tests.random_configs import run
 COUNT = 100
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2))])
 def test_a_random_command_line_composes_or_is_one_message(part: int) -> None:
     tally = run(part * COUNT, COUNT, seed=0)
     assert tally.defects == []

@@ -78,9 +78,9 @@ def test_a_rank_that_cannot_draw_is_not_taken_for_all() -> None:
 
 
 def has_reference(place: Place, cfg: Config) -> bool:
-    from rlexp.train.build import build
+    from rlexp.train.build import build, unprobed
 
-    task = build(cfg)
+    task = build(cfg, probing=unprobed)
     task.close()
     return task.rollouts.scorer.reference is not None
 
@@ -121,10 +121,10 @@ def test_a_rollout_that_has_begun_keeps_its_size(rlexp: Shell) -> None:
 
 def patient_rank(place: Place, cfg: Config, seconds: float) -> float:
     """Return the first step's score, where one rank draws its share longer than a collective may take."""
-    from rlexp.train.build import build
+    from rlexp.train.build import build, unprobed
     from rlexp.train.step import train_step
 
-    task = build(cfg)
+    task = build(cfg, probing=unprobed)
     drawn = task.rollouts.source.draw
 
     def slowly(*args: Any) -> list[Sample]:

@@ -141,10 +141,10 @@ def logged(cfg: Config, weights: textbook.Weights, start: textbook.Weights, conf
 
 def third_row_rank(place, cfg: Config) -> tuple:
     from rlexp.sinks.base import Sink, Sinks
-    from rlexp.train.build import build
+    from rlexp.train.build import build, unprobed
     from rlexp.train.loop import train_loop
 
-    task = build(cfg)
+    task = build(cfg, probing=unprobed)
     rows: list[dict] = []
     seen: list[dict] = []
 

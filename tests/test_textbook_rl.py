@@ -39,10 +39,10 @@ class Taken:
 def policy_steps(place: Any, cfg: Config, steps: int) -> Taken:
     from bench.engines import SpyEngine
     from rlexp.rollout.experience import fetch
-    from rlexp.train.build import build
+    from rlexp.train.build import build, unprobed
     from rlexp.train.step import train_step
 
-    task = build(cfg)
+    task = build(cfg, probing=unprobed)
     engine = SpyEngine(task.run.engine)
     task.run = dataclasses.replace(task.run, engine=engine)
     rollouts = task.rollouts

@@ -31,7 +31,7 @@ from rlexp.prove.findings import Clue, Finding
 from rlexp.prove.records import TensorFiles
 from rlexp.prove.reference import softmax_attention
 from rlexp.ring.collectives import ring_sum
-from rlexp.train.build import build, build_policy
+from rlexp.train.build import build, build_policy, unprobed
 from rlexp.train.pair_task import PairTask, by_pair
 from rlexp.train.run import Run
 from rlexp.train.sequences import sum_by_sequence
@@ -71,7 +71,7 @@ class Case:
 def alone_rank(place: Place, case: Case) -> Alone:
     first = case.cfg.launch
     join(place, first.device.value, first.timeout_seconds, first.torch_threads)
-    task = build(case.cfg, probing=_unprobed)
+    task = build(case.cfg, probing=unprobed)
     assert isinstance(task, PairTask)
     run = task.run
     # In the same order on every rank: each has collectives.
@@ -82,10 +82,6 @@ def alone_rank(place: Place, case: Case) -> Alone:
     mine = torch.tensor([forward, backward, meter, attention, attention_backward, gradient], dtype=torch.float64)
     dist.all_reduce(mine.nan_to_num_(nan=torch.inf), op=dist.ReduceOp.MAX)
     return Alone(*mine.tolist())
-
-
-def _unprobed(*_args: Any, **_kwargs: Any) -> float:
-    return 0.0
 
 
 def _try(part: Callable[[], tuple[float, float]]) -> tuple[float, float]:
@@ -279,7 +275,7 @@ class Parts:
 def parts_rank(place: Place, parts: Parts) -> None:
     first = parts.cfg.launch
     join(place, first.device.value, first.timeout_seconds, first.torch_threads)
-    task = build(parts.cfg, probing=_unprobed)
+    task = build(parts.cfg, probing=unprobed)
     assert isinstance(task, PairTask)
     weights, files = TensorFiles(parts.weights), TensorFiles(parts.folder)
     for step in range(1, parts.steps + 1):

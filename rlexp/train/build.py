@@ -65,6 +65,11 @@ Probe = Callable[..., float]
 TaskOf = Callable[[Config, Any, World, Bridge | None], Task]
 
 
+def unprobed(*_: Any, **__: Any) -> float:
+    """Stand in for the probe where the model is known to work over a ring."""
+    return 0.0
+
+
 def build(
     cfg: Config,
     phases: Phases | None = None,
