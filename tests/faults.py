@@ -796,9 +796,11 @@ def added_in_bfloat16(original: Any, self: Any) -> Any:
     """Round the sum, in a hook behind the one that adds a gradient to its master."""
     masters = original(self)
     for name, parameter in self.parameters.items():
-        parameter.register_post_accumulate_grad_hook(
-            lambda _low, master=masters[name]: master.grad.copy_(master.grad.bfloat16())
-        )
+
+        def round_sum(_low: Any, master: Any = masters[name]) -> None:  # what a hook returns would be the new value
+            master.grad.copy_(master.grad.bfloat16())
+
+        parameter.register_post_accumulate_grad_hook(round_sum)
     return masters
 
 
