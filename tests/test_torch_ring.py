@@ -71,7 +71,7 @@ def both_rank(place: Place, several: list[Case], dtypes: list[torch.dtype]) -> l
 
 
 @pytest.mark.skipif(home() is None, reason="this torch has no templated ring attention")
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_torch_s_own_ring_attention_agrees(world: int) -> None:
     """Compare every layout of ours, with as many key/value heads as query heads and with fewer, with both token orders
     of torch. Those are compared with full attention too, so that both cannot be wrong together."""
