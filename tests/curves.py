@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -18,6 +19,7 @@ from rlexp.compare.families import sort_out
 from rlexp.compare.runs import Reader
 from rlexp.config.identity import identity
 from rlexp.config.load import compose_config, to_file
+from rlexp.config.schema import Config
 from rlexp.curves.rollouts import digests
 from rlexp.launch.folder import derived_sizes
 from rlexp.sinks.base import RolloutFacts
@@ -25,6 +27,12 @@ from rlexp.sinks.rollouts import line_of
 
 Edit = Callable[[dict[str, Any]], None]
 Flip = tuple[int, int, int, int]
+
+
+@functools.cache
+def composed(*overrides: str) -> Config:
+    """Compose each configuration once: most runs here are of a few."""
+    return compose_config(["launch.device=cpu", "logger=none", *overrides])
 
 
 def a_run(
@@ -42,7 +50,7 @@ def a_run(
     `edit` changes rows, `facts` changes run.json. A run with `drawn` samples has the metrics of such a run, with those
     of a rollout in the row of its first step.
     """
-    cfg = compose_config(["launch.device=cpu", "logger=none", *overrides])
+    cfg = composed(*overrides)
     folder.mkdir(parents=True)
     to_file(cfg, folder / "config.yaml")
     known = {
