@@ -257,7 +257,7 @@ def layout_table(options: Options) -> str:
 
 
 def shown(name: str, inner: int) -> str:
-    return f"hybrid, {inner} × zigzag" if name == "hybrid" else name
+    return f"hybrid, ulysses {inner} × zigzag" if name == "hybrid" else name
 
 
 def _layouts(ring: int, heads: int) -> Iterator[tuple[str, int]]:

@@ -544,24 +544,24 @@ def test_without_javascript_the_verdict_is_read(browser: Browser, tmp_path: Path
 
 
 def test_fifty_runs_are_quick(browser: Browser, tmp_path: Path) -> None:
-    """Measured on 2 cores without a GPU: opening 1.0 s, another metric 0.3 s, the time axis 0.4 s; with both cores busy
-    2 s. Drawing takes most of the time, so the limits leave room for a busy machine."""
-    started = time.monotonic()
+    """Drawing another metric or axis is timed against a fixed loop in the same page, so that a slow or busy machine
+    slows both. Measured 0.7 to 1.5 times the loop."""
     path = write(tmp_path, crowd())
-    assert time.monotonic() - started < 15  # measured: 2.5 s, most of it the test's own numbers
     assert path.stat().st_size < 18e6
-    drawn = """async (act) => {
+    loop = """let sum = 0;
+      for (let n = 0; n < 2e7; n++) sum = (sum + n * n) % 1000003;"""
+    drawn = f"""async (act) => {{
       const started = performance.now();
+      {loop}
+      const looped = performance.now();
       rlexpReport[act[0]](act[1]);
       await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-      return (performance.now() - started) / 1000;
-    }"""
+      return sum && (performance.now() - looped) / (looped - started);
+    }}"""
     with opened(browser, path) as it:
-        assert it.page.evaluate("performance.getEntriesByType('navigation')[0].domComplete") < 15_000
         taken = {name: it.page.evaluate(drawn, ["select", name]) for name in ("eval/metric_0", "rewards/metric_9")}
         taken |= {axis: it.page.evaluate(drawn, ["setAxis", axis]) for axis in ("tokens", "time", "step")}
-        print(taken)
-        assert max(taken.values()) < 4
+        assert max(taken.values()) < 6, taken
         hover(it, 5000)
         it.page.get_by_text(re.compile(r"At step (49|50)\d\d")).wait_for()
         rows = it.page.locator("#readout-body [data-cell=difference]").all_inner_texts()
