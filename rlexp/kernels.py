@@ -22,7 +22,8 @@ NEEDS = {
     "flash_attn": Needs(
         SINCE_AMPERE,
         modules=("flash_attn_2_cuda",),  # flash-attn 4 has a folder flash_attn too
-        install="`pip install rlexp[flash]`, which builds flash-attn where there is no wheel for your torch",
+        install="Install it with `pip install rlexp[flash]`, which builds flash-attn where there is no wheel for your "
+        "torch",
     ),
     "flash_attn_3": Needs(
         HOPPER,
@@ -33,7 +34,7 @@ NEEDS = {
         BLACKWELL,
         largest_head=128,
         distribution="flash-attn-4",  # its module lies in the folder of flash-attn 2, which a look for it would import
-        install="`pip install flash-attn-4`",
+        install="Install it with `pip install flash-attn-4`",
     ),
 }
 

@@ -176,8 +176,8 @@ def _options(group: str) -> list[str]:
 
 
 REMEDIES = re.compile(
-    r"\b(Use|Give|Leave|Say|Set|Choose|Quote|Unset|Raise|Add|Did you mean|Options|Kinds|Keys|For example|shows all keys"
-    r"|says how values are set)\b"
+    r"\b(Use|Give|Leave|Say|Set|Choose|Quote|Unset|Raise|Add|Install|Start|Did you mean|Options|Kinds|Keys|For example"
+    r"|shows all keys|says how values are set)\b"
 )
 VALUELESS = re.compile(
     r"no such key|has no value|belongs to|is there already|is appended|cannot be deleted|cannot be read as"
@@ -213,7 +213,9 @@ def flaws(message: str, overrides: Sequence[str]) -> list[str]:
     known = {*KEYS, *GROUPS, *given, *(each.partition("=")[0] or "''" for each in overrides)}
     lacking = []
     about_key = any(key == each or key.startswith(f"{each}.") or each.startswith(f"{key}.") for each in known if key)
-    if not about_key and not any(message.startswith(each.lstrip("+~")) for each in overrides if each.lstrip("+~")):
+    if not about_key and not any(
+        message.startswith((each.lstrip("+~"), f"{_key(each)}=")) for each in overrides if each.lstrip("+~")
+    ):
         lacking.append("key")
     if given.get(key) and not message.startswith(f"{key}=") and not VALUELESS.search(message):
         lacking.append("value")

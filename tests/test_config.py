@@ -334,6 +334,14 @@ BAD = {
         "parallel.layout=hybrid, "
         "or leave parallel.ulysses_size out.",
     ),
+    "a mapping in a list of texts": (
+        ["+resume.force=[{a:1}]"],
+        "resume.force=[{'a': 1}]: each entry must be a text. Give it plain values.",
+    ),
+    "a group in DeepSpeed's keys": (
+        ["engine=zero2", "engine.overrides.zero_optimization.overlap_comm=${optim}"],
+        "each entry must be a number, a text, true, false, null, or a list or mapping of these. Give it plain values.",
+    ),
     "indivisible batch": (["train.batch_size=12", "launch.nproc=8"], "need a multiple of 8"),
     "not resized to 64": (
         ["train.batch_size=8", "train.micro_batch_size=8", "launch.nproc=8"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import math
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -84,8 +84,8 @@ def _check_mode(cfg: Config) -> None:
         )
     if rollout.engine is RolloutEngine.vllm and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "rollout.engine=vllm: the package vllm is not installed. `pip install vllm` (on a GPU machine), or use "
-            "rollout.engine=native."
+            "rollout.engine=vllm: the package vllm is not installed. Install it on a GPU machine with "
+            "`pip install vllm`, or use rollout.engine=native."
         )
     if rollout.engine is RolloutEngine.vllm and (rollout.top_k, rollout.top_p, rollout.min_p) != (0, 1.0, 0.0):
         raise ConfigError(

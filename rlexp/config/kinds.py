@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
@@ -63,7 +64,8 @@ def _unwrapped(hint: Any) -> tuple[Any, bool]:
 
 
 def check_kinds(node: Any, prefix: str = "") -> None:
-    """Refuse a group, a list or a mapping that an interpolation has made something else."""
+    """Refuse a group, a list or a mapping that an interpolation has made something else, or that holds something else:
+    Hydra puts a mapping into a list of texts, and whole groups into `engine.overrides`."""
     hints = typing.get_type_hints(type(node))
     for field in dataclasses.fields(node):
         key, value = f"{prefix}{field.name}", getattr(node, field.name)
@@ -72,5 +74,24 @@ def check_kinds(node: Any, prefix: str = "") -> None:
             continue
         if not isinstance(value, (int, float) if plain is float else typing.get_origin(plain) or plain):
             raise ConfigError(f"{key}={value}: {rule(key)}")
+        if (inside := typing.get_args(plain)) and not all(_fits(each, inside[-1]) for each in _entries(value)):
+            raise ConfigError(f"{key}={value}: each entry must be {_entry_words(inside[-1])}. Give it plain values.")
         if dataclasses.is_dataclass(value):
             check_kinds(value, f"{key}.")
+
+
+def _entries(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _entry_words(hint: Any) -> str:
+    return "a number, a text, true, false, null, or a list or mapping of these" if hint is Any else _words(hint)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether an entry of a list or mapping is of its kind. `Any` stands for what yaml can write."""
+    if hint is not Any:
+        return isinstance(value, (int, float) if hint is float else hint)
+    if isinstance(value, list | dict):
+        return all(_fits(each, Any) for each in _entries(value))
+    return value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum))

@@ -82,7 +82,7 @@ def dp_size(world_size: int, ring_size: int) -> int:
     require("parallel.ring_size", ring_size)
     if world_size < 1:
         raise ConfigError(
-            f"parallel.world_size={world_size}: must be at least 1. It is derived: set launch.nproc instead."
+            f"parallel.world_size={world_size}: must be at least 1. It is derived. Set launch.nproc instead."
         )
     if world_size % ring_size:
         fitting = nearest(ring_size, divisors(world_size))
