@@ -249,6 +249,12 @@ def test_a_refused_run_leaves_the_users_own_folders_alone(rlexp: Shell, tmp_path
     assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
 
 
+def test_an_option_that_an_interpolation_puts_into_an_open_mapping_is_its_name() -> None:
+    cfg = compose_config(["launch.device=cpu", "engine=zero2", "engine.overrides.steps_per_print=${train.precision}"])
+    assert cfg.engine.overrides == {"steps_per_print": "fp32"}
+    assert load.from_plain(load.to_plain(cfg)) == cfg
+
+
 def test_help_lists_every_group(rlexp: Shell) -> None:
     shown = rlexp("--help").stdout
     sweeps = "  +sweep: ring_memory, ring_sizes, seeds, zero_stages"
@@ -336,11 +342,12 @@ BAD = {
     ),
     "a mapping in a list of texts": (
         ["+resume.force=[{a:1}]"],
-        "resume.force=[{'a': 1}]: each entry must be a text. Give it plain values.",
+        "resume.force[0]={'a': 1}: must be a text. Give it a plain value.",
     ),
     "a group in DeepSpeed's keys": (
         ["engine=zero2", "engine.overrides.zero_optimization.overlap_comm=${optim}"],
-        "each entry must be a number, a text, true, false, null, or a list or mapping of these. Give it plain values.",
+        "engine.overrides.zero_optimization.overlap_comm=OptimConfig(…): must be a number, a text, true, false, null, "
+        "or a list or mapping of these. Give it a plain value.",
     ),
     "indivisible batch": (["train.batch_size=12", "launch.nproc=8"], "need a multiple of 8"),
     "not resized to 64": (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
@@ -17,6 +17,7 @@ from rlexp.config.schema import KINDS, Config
 from rlexp.errors import ConfigError
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_ENTRIES = {Any: bool | int | float | str | None, float: int | float}  # what stands for a kind inside a container
 _LIST, _MAPPING = "a list, as [ONE, TWO] or []", "a mapping, as {NAME: VALUE} or {}"
 
 
@@ -74,24 +75,43 @@ def check_kinds(node: Any, prefix: str = "") -> None:
             continue
         if not isinstance(value, (int, float) if plain is float else typing.get_origin(plain) or plain):
             raise ConfigError(f"{key}={value}: {rule(key)}")
-        if (inside := typing.get_args(plain)) and not all(_fits(each, inside[-1]) for each in _entries(value)):
-            raise ConfigError(f"{key}={value}: each entry must be {_entry_words(inside[-1])}. Give it plain values.")
+        for where, each, hint in _misfits(key, value, plain):
+            raise ConfigError(f"{where}={_shown(each)}: must be {_entry_words(hint)}. Give it a plain value.")
         if dataclasses.is_dataclass(value):
             check_kinds(value, f"{key}.")
 
 
-def _entries(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
+def _misfits(key: str, value: Any, hint: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the entries of a list or mapping that are not of its kind. `Any` stands for what yaml can write."""
+    inside = Any if hint is Any else (typing.get_args(hint) or (None,))[-1]
+    if isinstance(value, list | dict) and inside is not None:
+        named = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, each in named:
+            yield from _misfits(f"{key}.{name}" if isinstance(value, dict) else f"{key}[{name}]", each, inside)
+    elif not isinstance(value, _ENTRIES.get(hint, hint)):
+        yield key, value, hint
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__}(…)" if dataclasses.is_dataclass(value) else str(value)
 
 
 def _entry_words(hint: Any) -> str:
     return "a number, a text, true, false, null, or a list or mapping of these" if hint is Any else _words(hint)
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether an entry of a list or mapping is of its kind. `Any` stands for what yaml can write."""
-    if hint is not Any:
-        return isinstance(value, (int, float) if hint is float else hint)
-    if isinstance(value, list | dict):
-        return all(_fits(each, Any) for each in _entries(value))
-    return value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum))
+def with_names(node: Any) -> Any:
+    """Return a copy of a configuration in which an option that an interpolation has put into an open mapping is its
+    name, as in a file."""
+    values = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    groups = {name: with_names(value) for name, value in values.items() if dataclasses.is_dataclass(value)}
+    mappings = {name: _named(value) for name, value in values.items() if isinstance(value, dict)}
+    return dataclasses.replace(node, **groups, **mappings)
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_named(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _named(each) for name, each in value.items()}
+    return value.name if isinstance(value, Enum) else value

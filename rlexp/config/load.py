@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from rlexp.config import launchers, resolvers, schema
 from rlexp.config.checks import check
 from rlexp.config.keys import about_unknown, all_keys
-from rlexp.config.kinds import check_kinds
+from rlexp.config.kinds import check_kinds, with_names
 from rlexp.config.options import refuse_wrong_option
 from rlexp.config.paths import conf_dir
 from rlexp.config.resolvers import resolve_device
@@ -59,7 +59,7 @@ def from_hydra(cfg: DictConfig, *, here: bool = True) -> Config:
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise ConfigError(f"{missing[0]}: has no value. Give it on the command line: {missing[0]}=VALUE.")
-    typed = cast(Config, OmegaConf.to_object(cfg))
+    typed = cast(Config, with_names(OmegaConf.to_object(cfg)))
     check_kinds(typed)
     if here:
         typed = with_device_resolved(typed)

@@ -104,8 +104,8 @@ def requeues(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         "Each row is a run on 2 nodes in float64, with a checkpoint every 4 steps and one kind of interruption. The",
         "times depend on the machine: several runs shared two cores. Before Slurm starts a requeued job again, it",
-        'waits 6 seconds for the job\'s credential to expire; "seconds to the next step" includes this wait. W&B has',
-        "each step exactly once.",
+        "waits until the job's credential has expired. On the test cluster this takes 6 seconds, which are included in",
+        '"seconds to the next step". W&B has each step exactly once.',
         f"Measured {time.strftime('%Y-%m-%d')} at commit {commit}, by `make prove-slurm`.",
         "",
         "| what happens | steps computed again (most allowed) | restarts, and by whom | seconds to the next step | "

@@ -41,8 +41,8 @@ BY_THE_CLOCK = (*LIMIT, "+hydra.launcher.additional_parameters.signal=CONT@1")
 BY_THE_SIGNAL = (*LIMIT, "hydra.launcher.signal_delay_s=60", "+hydra.launcher.environment.SLURM_JOB_END_TIME=''")
 SOON = ("hydra.launcher.setup=['export SLURM_JOB_END_TIME=$(($(date +%s)+85))']",)  # the ranks stop 40 s before it
 LIMITS = {
-    "clock": "which rlexp reads from `SLURM_JOB_END_TIME`; Slurm sends no signal",
-    "signal": "which rlexp is not told; Slurm sends a signal 60 seconds before it",
+    "clock": "whose end rlexp reads from `SLURM_JOB_END_TIME`; Slurm sends no signal",
+    "signal": "whose end rlexp is not told; Slurm sends a signal 60 seconds before it",
 }
 OFTEN = {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1"}  # seconds; with the default, 15, a killed run sends nothing
 RINGS = ("train.max_steps=4", "train.batch_size=8")
