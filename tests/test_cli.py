@@ -194,7 +194,7 @@ def test_under_torchrun_a_sweep_is_refused_and_sigterm_stops_in_good_order(tmp_p
 
 @pytest.mark.slow
 def test_of_two_runs_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
-    args = [*QUICK, "engine=torch", "train.max_steps=60", "checkpoint.export=false"]
+    args = [*QUICK, "engine=torch", "train.max_steps=60", "train.batch_size=2", "checkpoint.export=false"]
     both = [warm.start("rlexp", args, tmp_path) for _ in range(2)]
     said = [process.communicate(timeout=120)[1] for process in both]
     assert sorted(process.returncode for process in both) == [0, 1]
