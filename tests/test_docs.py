@@ -20,13 +20,13 @@ Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def commands() -> list[str]:
-    commands = []
+    of_pages = []
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
             lines = (line.partition("#")[0].strip() for line in block.splitlines())
             ours = re.compile(r"\brlexp\b|launchers/\w+\.sh")
-            commands += [line for line in lines if ours.search(line) and not re.search(r"rlexp\.\w+", line)]
-    return sorted(set(commands))
+            of_pages += [line for line in lines if ours.search(line) and not re.search(r"rlexp\.\w+", line)]
+    return sorted(set(of_pages))
 
 
 @pytest.mark.parametrize("command", commands())
