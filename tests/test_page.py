@@ -544,7 +544,8 @@ def test_without_javascript_the_verdict_is_read(browser: Browser, tmp_path: Path
 
 def test_fifty_runs_are_quick(browser: Browser, tmp_path: Path) -> None:
     """Opening the page, and drawing another metric or axis, are timed against a fixed loop in the same page, so that a
-    slow or busy machine slows both. Measured 3.1 to 3.8 and 0.7 to 1.6 times the loop; the limits are four times that."""
+    slow or busy machine slows both. Measured 3.1 to 3.8 and 0.7 to 1.6 times the loop; the limits are four times
+    that."""
     path = write(tmp_path, crowd())
     assert path.stat().st_size < 18e6
     timed = """async (act) => {
