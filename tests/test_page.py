@@ -524,16 +524,21 @@ def test_dark_is_dark_and_charts_follow(browser: Browser, tmp_path: Path) -> Non
 
 
 def test_the_page_watches_and_keeps_what_was_chosen(browser: Browser, tmp_path: Path) -> None:
-    payload = replace(ring_sizes(), watch_seconds=0.5)
+    """The page's clock is the test's, so that the page reloads when the test says so and at no other time."""
+    payload = replace(ring_sizes(), watch_seconds=3600)
     path = write(tmp_path, payload)
     with opened(browser, path, fragment="metric=eval%2Floss&x=tokens") as it:
-        write(tmp_path, replace(payload, title="A later page"))
-        it.page.get_by_role("heading", name="A later page").wait_for()
-        assert it.page.evaluate("[rlexpReport.metric, rlexpReport.axis]") == ["eval/loss", "tokens"]
-        it.page.get_by_test_id("pause").click()
-        write(tmp_path, replace(payload, title="Not seen"))
-        it.page.wait_for_timeout(1200)
-        assert it.page.locator("h1").inner_text() == "A later page"
+        it.page.clock.install()
+        it.page.reload()
+        shows = {"A later page": "A later page", "Not seen": "A later page", "The last page": "The last page"}
+        for title, shown in shows.items():
+            write(tmp_path, replace(payload, title=title))
+            it.page.clock.fast_forward("01:00:00")
+            it.page.get_by_role("heading", name=shown).wait_for()
+            assert it.page.evaluate("[rlexpReport.metric, rlexpReport.axis]") == ["eval/loss", "tokens"]
+            it.page.get_by_test_id("pause").click()  # pauses after the first turn, goes on after the second
+        pages = [url for url in it.requests if url.startswith("file:")]
+        assert len(pages) == 4, pages  # the first, the test's own reload, and two by the clock
 
 
 def test_without_javascript_the_verdict_is_read(browser: Browser, tmp_path: Path) -> None:
