@@ -30,6 +30,14 @@ settings.register_profile("busy", deadline=None)  # a time would be the machine'
 settings.load_profile("busy")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep tests with a fixture of their module together, for `--dist loadgroup`: one worker makes it, once."""
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+        if any(each[-1].scope == "module" for each in fixtures):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 def pytest_report_header() -> str:
     shared = shared_folder()
     return f"real data and models: {shared or 'absent, tests that need them are skipped'}"

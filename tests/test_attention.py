@@ -156,7 +156,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_equals_full_attention(world: int) -> None:
     """Every layout, with as many key/value heads as query heads, with fewer, with fewer than ranks, and with one."""
     ways = [(dtype, kernel) for dtype in TOLERANCE for kernel in ("cpu_flash", "plain")]
@@ -169,7 +169,7 @@ def test_equals_full_attention(world: int) -> None:
             assert max(gaps) / largest < TOLERANCE[dtype], (case, dtype, kernel, part)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_bf16_is_as_exact_as_one_flash_call(world: int) -> None:
     """Each layout's error against float64 over the whole pack is at most the error of one flash call per sequence.
 

@@ -153,6 +153,7 @@ def test_ranks_together_compute_attention(one_thread: None) -> None:
             assert (got - wanted).abs().max() / wanted.abs().max() < 1e-13, name
 
 
+@pytest.mark.slow
 def test_every_layout_is_in_the_tables_of_cpu(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LONG": (600,), "MIX": (300, 40, 1), "SHORT": 200, "ROUNDS": 1, "RINGS": (2, 4)}.items():
         monkeypatch.setattr(attention, name, value)

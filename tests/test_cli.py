@@ -73,6 +73,7 @@ def test_a_ring_of_four_trains_and_says_so(shell: Shell, tmp_path: Path) -> None
     assert model.config.num_attention_heads == 8
 
 
+@pytest.mark.slow
 def test_what_other_tests_start_is_what_a_shell_starts(rlexp: Shell, shell: Shell, tmp_path: Path) -> None:
     """Through tests/warm.py: the same words and exit code, the same curve to the bit, in the same surroundings."""
     (tmp_path / "grades.py").write_text(

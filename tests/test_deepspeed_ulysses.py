@@ -116,7 +116,7 @@ def both_rank(place: Place, cfgs: list[Config], steps: int) -> tuple[list[Steps]
     return ours, theirs
 
 
-@pytest.mark.parametrize("ring", [2, 4])
+@pytest.mark.parametrize("ring", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_deepspeed_s_ulysses_has_the_same_dpo_loss_and_gradient(ring: int) -> None:
     """With 8 query and 2 key/value heads: at ring 4 both send each key/value head to two ranks."""
     layouts = [["parallel.layout=ulysses", "train.micro_batch_size=1"],

@@ -66,7 +66,7 @@ def test_a_rank_that_hangs_is_there_and_does_nothing(tmp_path: Path, how: str, s
     assert gone(everyone, within=10)
 
 
-@pytest.mark.parametrize("how", ["hang", "stop"])
+@pytest.mark.parametrize("how", ["hang", pytest.param("stop", marks=pytest.mark.slow)])
 def test_a_rank_that_the_others_wait_for_is_named(rlexp: Shell, tmp_path: Path, how: str) -> None:
     """The ring's process group has its own time-out: the message comes in time, with rank and step."""
     answer = rlexp(*RUN, "launch.timeout_seconds=6", **planted(f"rank=1,where=step3,how={how}", tmp_path))
@@ -79,6 +79,7 @@ def test_a_rank_that_the_others_wait_for_is_named(rlexp: Shell, tmp_path: Path, 
     assert "rank 1 did not come" in answer.stderr
 
 
+@pytest.mark.slow
 def test_who_cannot_save_trains_on(rlexp: Shell, shell: Shell, tmp_path: Path) -> None:
     """A failed save is reported and ends nothing. No other rank has the fault, nor has a requeued job."""
     answer = shell(*RUN, **planted("rank=1,where=save2,how=raise", tmp_path))

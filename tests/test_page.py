@@ -547,6 +547,7 @@ def test_without_javascript_the_verdict_is_read(browser: Browser, tmp_path: Path
         assert "train/loss lies apart" in it.page.locator(".noscript").inner_text()
 
 
+@pytest.mark.slow
 def test_fifty_runs_are_quick(browser: Browser, tmp_path: Path) -> None:
     """Opening the page, and drawing another metric or axis, are timed against a fixed loop in the same page, so that a
     slow or busy machine slows both. Measured 3.1 to 3.8 and 0.7 to 1.6 times the loop; the limits are four times

@@ -41,7 +41,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Curve:
     [
         (Where("torch", 4, 1, "fp64"), Where("fsdp2", 2, 2, "fp64"), 1),
         (Where("fsdp2", 2, 2, "fp64"), Where("torch", 1, 1, "fp64"), 3),
-        (Where("torch", 1, 1, "fp64"), Where("torch", 4, 1, "fp64"), 6),
+        pytest.param(Where("torch", 1, 1, "fp64"), Where("torch", 4, 1, "fp64"), 6, marks=pytest.mark.slow),
     ],
     ids=["first step", "edge of an epoch", "before the last"],
 )

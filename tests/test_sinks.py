@@ -182,6 +182,7 @@ needs_tensorboard = pytest.mark.skipif(not importlib.util.find_spec("tensorboard
 
 
 @needs_tensorboard
+@pytest.mark.slow
 def test_tensorboard_has_the_curve_after_a_kill(tmp_path: Path) -> None:
     kill_after(9, tmp_path, "logger=tensorboard", *GOES_ON)
     answer = train(tmp_path, "logger=tensorboard", "train.max_steps=16", "train.eval_every=8", *GOES_ON)

@@ -137,6 +137,7 @@ def ranks_of(launcher: int) -> list[int]:
     return sorted(pid for pid, parent in table.items() if parent in children)
 
 
+@pytest.mark.slow
 def test_jobs_through_submitit_are_sized_one_by_one(rlexp: Shell, tmp_path: Path) -> None:
     """submitit without a cluster: worlds of 1 and 2 ranks in one sweep, and a corner that does not divide."""
     sweep = ("-m", *QUICK, "train.max_steps=2", "parallel=ring1", "launch.nproc=1,2,3", "hydra/launcher=slurm_local")

@@ -84,6 +84,7 @@ def test_a_defect_is_found_and_its_room_named(fault: Fault, references: Path) ->
     assert fault.room in report(compose_config(fault.overrides), verdict)
 
 
+@pytest.mark.slow
 def test_the_command_fails_on_a_broken_copy_of_the_package(tmp_path: Path) -> None:
     """The whole program as it is installed, with one function changed on disk."""
     for folder in ("rlexp", "conf", "launchers", "sweeps"):

@@ -82,6 +82,7 @@ def test_it_trains(installed: Path, tmp_path: Path) -> None:
     assert list(tmp_path.glob("runs/*/metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_it_sweeps_and_reports(installed: Path, tmp_path: Path) -> None:
     """Launchers, sweeps and the page's assets travel with it."""
     answer = run(
