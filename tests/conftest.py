@@ -30,6 +30,7 @@ settings.register_profile("busy", deadline=None)  # a time would be the machine'
 settings.load_profile("busy")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep tests with a fixture of their module together, for `--dist loadgroup`: one worker makes it, once."""
     for item in items:

@@ -19,7 +19,7 @@ from tests import warm
 
 QUICK = ("launch.device=cpu", "logger=none", "engine=torch", "train.precision=fp32", "parallel=ring2", "launch.nproc=2",
          "model.layers=1", "data.size=40", "checkpoint.save_every=2", "checkpoint.keep_last=3",
-         "checkpoint.export=false")  # fmt: skip
+         "checkpoint.export=false", "train.batch_size=2", "data.eval_size=2")  # fmt: skip
 STEPS, LONGER = 6, 8
 PLACES = 50
 

@@ -19,7 +19,8 @@ from rlexp.model.loading import byte_tokenizer
 from tests import warm
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
-QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "train.max_steps=1", "parallel=ring2", "data.size=16")
+QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "train.max_steps=1", "parallel=ring2", "data.size=16",
+         "data.eval_size=0", "train.batch_size=4")  # fmt: skip
 
 # A process that cannot import this package, so that transformers alone loads the model.
 PLAIN = """
@@ -27,22 +28,24 @@ import sys, json
 sys.modules["rlexp"] = None
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-ids = tokenizer("list the words", return_tensors="pt")
-text = tokenizer.decode(model.generate(**ids, max_new_tokens=4, do_sample=False)[0])
-tied = model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
-print(json.dumps([sorted(map(str, info["missing_keys"])), sorted(map(str, info["unexpected_keys"])),
-                  str(model.dtype), text, tied]))
+for place in sys.argv[1:]:
+    model, info = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True)
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    ids = tokenizer("list the words", return_tensors="pt")
+    text = tokenizer.decode(model.generate(**ids, max_new_tokens=4, do_sample=False)[0])
+    tied = model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+    print(json.dumps([sorted(map(str, info["missing_keys"])), sorted(map(str, info["unexpected_keys"])),
+                      str(model.dtype), text, tied]))
 """
 
 
-def loaded_plainly(place: Path) -> tuple[list, list, str, str, bool]:
+def loaded_plainly(*places: Path) -> list[tuple[list, list, str, str, bool]]:
     answer = subprocess.run(
-        [sys.executable, "-c", PLAIN, str(place)], cwd=place, capture_output=True, text=True, timeout=120, check=False
-    )
+        [sys.executable, "-c", PLAIN, *map(str, places)],
+        cwd=places[0], capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
-    return tuple(json.loads(answer.stdout.splitlines()[-1]))
+    return [tuple(json.loads(line)) for line in answer.stdout.splitlines()[-len(places) :]]
 
 
 @pytest.fixture
@@ -65,20 +68,22 @@ def tied(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["torch", "zero1", "zero3", "fsdp2"])
-def test_a_tied_head_stays_tied(rlexp: Shell, tmp_path: Path, tied: Path, engine: str) -> None:
-    answer = rlexp(*QUICK, f"engine={engine}", "model=hf", f"model.path={tied}")
-    assert answer.returncode == 0, answer.stderr
-    missing, unexpected, dtype, text, is_tied = loaded_plainly(tmp_path / "run" / "model")
-    assert (missing, unexpected, dtype, is_tied) == ([], [], "torch.float32", True)
-    assert len(text) > len("list the words")
-    written = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    last = latest_first(tmp_path / "run")[0]
-    reader = Reader(last, check_sizes(last))
-    assert set(written) == set(reader.shapes)
-    assert all(torch.equal(tensor, reader.whole("weight", name)) for name, tensor in written.items())
-    assert json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())["temperature"] == 0.7
-    assert (tmp_path / "run" / "model" / "chat_template.jinja").read_text().startswith("{% for m in messages")
+def test_a_tied_head_stays_tied(rlexp: Shell, tmp_path: Path, tied: Path) -> None:
+    places = [tmp_path / engine for engine in ("torch", "zero1", "zero3", "fsdp2")]
+    for place in places:
+        answer = rlexp(*QUICK, f"engine={place.name}", "model=hf", f"model.path={tied}", f"hydra.run.dir={place.name}")
+        assert answer.returncode == 0, answer.stderr
+    for place, loaded in zip(places, loaded_plainly(*(place / "model" for place in places)), strict=True):
+        missing, unexpected, dtype, text, is_tied = loaded
+        assert (missing, unexpected, dtype, is_tied) == ([], [], "torch.float32", True)
+        assert len(text) > len("list the words")
+        written = load_file(place / "model" / "model.safetensors")
+        last = latest_first(place)[0]
+        reader = Reader(last, check_sizes(last))
+        assert set(written) == set(reader.shapes)
+        assert all(torch.equal(tensor, reader.whole("weight", name)) for name, tensor in written.items())
+        assert json.loads((place / "model" / "generation_config.json").read_text())["temperature"] == 0.7
+        assert (place / "model" / "chat_template.jinja").read_text().startswith("{% for m in messages")
 
 
 @pytest.mark.slow
@@ -95,7 +100,7 @@ def test_a_checkpoint_is_exported_by_hand(rlexp: Shell, tmp_path: Path, tied: Pa
     assert done.returncode == 0, done.stderr
     assert done.stderr.endswith("/run/model-step-00000001\n")
     place = tmp_path / "run" / "model-step-00000001"
-    missing, unexpected, dtype, _, is_tied = loaded_plainly(place)
+    ((missing, unexpected, dtype, _, is_tied),) = loaded_plainly(place)
     assert (missing, unexpected, dtype, is_tied) == ([], [], "torch.bfloat16", True)
     written, began = load_file(place / "model.safetensors"), load_file(tied / "model.safetensors")
     assert torch.equal(written["model.norm.weight"], began["model.norm.weight"].bfloat16())
@@ -123,7 +128,7 @@ def test_a_checkpoint_is_exported_by_hand(rlexp: Shell, tmp_path: Path, tied: Pa
 def test_an_untied_head_is_exported_too(rlexp: Shell, tmp_path: Path) -> None:
     answer = rlexp(*QUICK, "engine=zero3", "train.precision=bf16")
     assert answer.returncode == 0, answer.stderr
-    missing, unexpected, dtype, _, is_tied = loaded_plainly(tmp_path / "run" / "model")
+    ((missing, unexpected, dtype, _, is_tied),) = loaded_plainly(tmp_path / "run" / "model")
     assert (missing, unexpected, dtype, is_tied) == ([], [], "torch.bfloat16", False)
 
 
@@ -140,5 +145,5 @@ def test_a_policy_with_a_critic_is_exported_without_it(rlexp: Shell, tmp_path: P
     one, other = (load_file(tmp_path / place / "model.safetensors") for place in ("run/model", "late"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    missing, unexpected, *_ = loaded_plainly(tmp_path / "late")
+    ((missing, unexpected, *_),) = loaded_plainly(tmp_path / "late")
     assert (missing, unexpected) == ([], [])

@@ -19,7 +19,7 @@ from tests.slurm.jobs import planted, struck, wait_for
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 RUN = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "engine=torch", "checkpoint.export=false",
        "model.layers=1", "data.size=40", "data.eval_size=0", "parallel=ring2", "train.max_steps=4",
-       "checkpoint.save_every=2")  # fmt: skip
+       "train.batch_size=2", "checkpoint.save_every=2")  # fmt: skip
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from bench.curves import draw, excesses
 from bench.layouts import Case, layout_cases
 from rlexp.config.load import compose_config
 
-BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64")
+BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64", "data.size=40", "data.eval_size=5")
 GRID = [
     Case(1, 1, 1, True),
     Case(2, 2, 2, True),
@@ -22,7 +22,7 @@ GRID = [
 
 def test_three_steps_do_not_move_with_the_layout() -> None:
     """Use 5 held-out pairs, which do not divide evenly among several replicas or micro-batches."""
-    length = ("train.max_steps=3", "train.eval_every=2", "data.size=40", "data.eval_size=5")
+    length = ("train.max_steps=3", "train.eval_every=2")
     curves = draw([compose_config([*BASE, *length, *case.overrides()]) for case in GRID])
     baseline = curves[0]
     assert len(baseline.rows) == 3

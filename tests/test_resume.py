@@ -24,16 +24,16 @@ from tests.runs import descendants, gone, run_json, steps_of, wait_for_steps
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "engine=torch", "checkpoint.export=false",
-         "logger.progress=false")  # fmt: skip
+         "logger.progress=false", "train.batch_size=2", "data.size=24", "data.eval_size=2")  # fmt: skip
 
 
-FEWER = "data.eval_size=8"  # held-out pairs
+FEWER = ("train.batch_size=4", "data.size=12", "data.eval_size=4")  # still 3 steps an epoch
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Curve:
     """The curve of an undisturbed run in one process, in float64."""
-    return curve_of(run(Where("torch", 1, 1, "fp64"), tmp_path_factory.mktemp("straight"), FEWER))
+    return curve_of(run(Where("torch", 1, 1, "fp64"), tmp_path_factory.mktemp("straight"), *FEWER))
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Curve:
     ids=["first step", "edge of an epoch", "before the last"],
 )
 def test_the_curve_goes_on_in_float64(straight: Curve, tmp_path: Path, one: Where, other: Where, stop: int) -> None:
-    begun = run(one, tmp_path / "run", FEWER, f"train.stop_after={stop}")
+    begun = run(one, tmp_path / "run", *FEWER, f"train.stop_after={stop}")
     assert steps_of(begun) == list(range(1, stop + 1))
     assert run_json(begun)["reason"] == f"train.stop_after={stop}"
-    curve = curve_of(run(other, begun, FEWER))
+    curve = curve_of(run(other, begun, *FEWER))
     assert [row["step"] for row in curve.rows] == [1, 2, 3, 4, 5, 6, 7]
     assert excesses(straight, curve) == []
 
@@ -58,8 +58,8 @@ def test_the_curve_goes_on_in_float64(straight: Curve, tmp_path: Path, one: Wher
 def test_across_engines_twice_stopped_in_float32(straight: Curve, tmp_path: Path) -> None:
     place = tmp_path / "run"
     for where in (Where("zero3", 2, 2, "fp32"), Where("zero1", 4, 1, "fp32")):
-        run(where, place, FEWER, "train.stop_after=2")
-    curve = curve_of(run(Where("zero3", 1, 1, "fp32"), place, FEWER))
+        run(where, place, *FEWER, "train.stop_after=2")
+    curve = curve_of(run(Where("zero3", 1, 1, "fp32"), place, *FEWER))
     apart = differences(straight, curve)
     assert len(curve.rows) == 7
     # 2.4e-7 measured, 4e-7 between undisturbed layouts in float32; a lost moment or a repeated step is 1e-3 and more.
@@ -94,7 +94,8 @@ def test_what_would_draw_another_curve_is_refused_by_name(rlexp: Shell, tmp_path
     path = tmp_path / "pairs.jsonl"
     line = '{"prompt": "prompt ", "chosen": "yes %d", "rejected": "no!!"}\n'
     path.write_text("".join(line % n for n in range(16)), encoding="utf-8")
-    data = (*QUICK, "data=jsonl", "data.path=pairs.jsonl", "train.max_steps=2")
+    own = [part for part in QUICK if not part.startswith("data.")]
+    data = (*own, "data=jsonl", "data.path=pairs.jsonl", "train.max_steps=2")
     assert rlexp(*data).returncode == 0
     longer = (*data[:-1], "train.max_steps=3")
     for change, said in (
@@ -327,7 +328,13 @@ def leaves_its_world(place: Path, *overrides: str) -> None:
 @pytest.mark.parametrize("how", ["a second Ctrl-C", "the end of the grace"])
 def test_a_step_that_takes_too_long_is_abandoned_whole(tmp_path: Path, how: str) -> None:
     """A step takes some ten seconds; a mere request would wait for its end."""
-    slow = ("train.batch_size=240", "model.layers=6", "checkpoint.save_every=1", "train.micro_batch_size=2")
+    slow = (
+        "train.batch_size=240",
+        "data.size=240",
+        "model.layers=6",
+        "checkpoint.save_every=1",
+        "train.micro_batch_size=2",
+    )
     process = start(tmp_path, *slow, f"launch.grace_seconds={600 if how.startswith('a') else 1}")
     wait_for_steps(tmp_path, process, steps=1)
     everyone = descendants(process.pid)

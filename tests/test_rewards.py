@@ -65,6 +65,7 @@ from rlexp.rollout.rewards.weighted import Rewards
 from rlexp.types import Prompt, Sample
 from tests.conftest import Shell
 from tests.ranks import on_ranks
+from tests.runs import descendants
 
 CPU = torch.device("cpu")
 HERE = Path(__file__).resolve().parent.parent
@@ -101,11 +102,13 @@ def built(cfg: RewardConfig) -> Iterator[Rewards]:
     assert not children(), "a reward's process outlived it"
 
 
-def children() -> list[str]:
+def children() -> list[int]:
     """Return the child processes that run reward functions."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    pids = [pid for task in tasks for pid in task.read_text(encoding="utf-8").split()]
-    return [pid for pid in pids if b"rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found += [pid] * (b"rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return found
 
 
 def function(name: str, timeout: float = 20.0, workers: int = 1) -> PythonRewardConfig:

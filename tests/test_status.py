@@ -35,7 +35,7 @@ from tests import warm
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = ("launch.device=cpu", "logger=none", "engine=torch", "checkpoint.export=false", "data.size=40",
-         "data.eval_size=0", "model.layers=1")  # fmt: skip
+         "data.eval_size=0", "model.layers=1", "train.batch_size=2")  # fmt: skip
 COMMAND = [sys.executable, "-m", "rlexp.status"]
 HERE = socket.gethostname()
 

@@ -76,7 +76,7 @@ def test_a_sweep_goes_on_and_says_what_was_not_run(rlexp: Shell, tmp_path: Path)
 def test_a_killed_sweep_is_taken_up_by_the_same_command(rlexp: Shell, tmp_path: Path) -> None:
     """The launcher is killed in the second of three jobs. The first is kept, the second goes on, the third is run."""
     sweep = ("-m", *QUICK, "train.max_steps=40", "parallel=ring1,ring2,ring4", "checkpoint.save_every=4",
-             "train.precision=fp64")  # fmt: skip
+             "train.precision=fp64", "train.batch_size=2")  # fmt: skip
     process = warm.start("rlexp", sweep, tmp_path)
     saved = tmp_path / "sw" / "1" / "checkpoints" / "step-00000008"
     deadline = time.monotonic() + 200
@@ -102,7 +102,8 @@ def test_a_killed_sweep_is_taken_up_by_the_same_command(rlexp: Shell, tmp_path: 
 
 @pytest.mark.slow
 def test_a_killed_job_does_not_end_the_sweep(rlexp: Shell, tmp_path: Path) -> None:
-    sweep = ("-m", *QUICK, "train.max_steps=60", "parallel=ring2,ring1", "checkpoint.save_every=5")
+    sweep = ("-m", *QUICK, "train.max_steps=60", "train.batch_size=2", "parallel=ring2,ring1",
+             "checkpoint.save_every=5")  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-m", "rlexp", *sweep], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
