@@ -327,14 +327,9 @@ def leaves_its_world(place: Path, *overrides: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["a second Ctrl-C", "the end of the grace"])
 def test_a_step_that_takes_too_long_is_abandoned_whole(tmp_path: Path, how: str) -> None:
-    """A step takes some ten seconds; a mere request would wait for its end."""
-    slow = (
-        "train.batch_size=240",
-        "data.size=240",
-        "model.layers=6",
-        "checkpoint.save_every=1",
-        "train.micro_batch_size=2",
-    )
+    """A step takes some five seconds; a mere request would wait for its end."""
+    slow = ("train.batch_size=120", "data.size=120", "model.layers=6", "checkpoint.save_every=1",
+            "train.micro_batch_size=2")  # fmt: skip
     process = start(tmp_path, *slow, f"launch.grace_seconds={600 if how.startswith('a') else 1}")
     wait_for_steps(tmp_path, process, steps=1)
     everyone = descendants(process.pid)
