@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 # `make test` and `make check` run tests side by side. Many wait for other processes, so there are more workers than the
 # 2 cores that the suite is timed on.
 WORKERS ?= 4
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
 # Measurements of the tests on Slurm, for the tables of docs/slurm.md.
 ROWS ?= $(CURDIR)/.slurm-rows.json
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing import util
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -20,6 +21,9 @@ from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 Shell = Callable[..., subprocess.CompletedProcess[str]]
+# Files with a fixture of the module that takes seconds to make.
+DEAR = {"test_damage", "test_engines", "test_page", "test_pipelined", "test_resume", "test_ring_flash_attn",
+        "test_rollout_resume", "test_textbook_rl", "test_verify", "test_wandb", "test_wheel"}  # fmt: skip
 PARSED = functools.cache(grammar_parser.parse)  # the same few interpolations in every configuration
 prepare_environment("cpu")
 warm.meet()  # before pytest-xdist starts its workers, which find the same server
@@ -30,13 +34,20 @@ settings.register_profile("busy", deadline=None)  # a time would be the machine'
 settings.load_profile("busy")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests with a fixture of their module together, for `--dist loadgroup`: one worker makes it, once."""
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-        if any(each[-1].scope == "module" for each in fixtures):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run tests one by one on any worker, except those of a file whose fixture is dear: one worker makes it, once.
+    The marks of `--dist loadgroup` say the same, but pytest-xdist 3.8 does not find them under pytest 9.2."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if Path(file).stem in DEAR else nodeid
+
+    return Scheduler(config, log)
 
 
 def pytest_report_header() -> str:

@@ -257,6 +257,7 @@ def draw_alike(engines_: Sequence[str], ranks: int, *overrides: str) -> None:
             assert largest_gap(first[2], weights) < 1e-4, engine
 
 
+@pytest.mark.slow
 def test_parameters_in_pieces_draw_what_whole_ones_draw() -> None:
     """Two ranks that end at different times, and have as many held-out prompts as cannot be dealt out evenly."""
     draw_alike(("torch", "zero3", "fsdp2"), 2, "parallel=ring2", "loss.critic=shared")

@@ -148,6 +148,7 @@ def test_while_training_and_when_killed(status: Shell, tmp_path: Path) -> None:
     assert (followed.returncode, followed.stdout) == (1, answer.stdout)
 
 
+@pytest.mark.slow
 def test_the_live_view_on_a_terminal_and_on_a_pipe(tmp_path: Path) -> None:
     """Three commands watch one run: on a terminal, on a pipe, and on a terminal until Ctrl-C."""
     with started(tmp_path, *QUICK, "hydra.run.dir=r", "train.max_steps=40"):

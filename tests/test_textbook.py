@@ -157,6 +157,7 @@ def third_row_rank(place, cfg: Config) -> tuple:
     return rows[2], seen[1], seen[2]
 
 
+@pytest.mark.slow
 def test_real_model_on_real_pairs(shared: Path) -> None:
     """stories260K on HH pairs, on a ring of 4 and two replicas."""
     cfg = compose_config(

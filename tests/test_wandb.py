@@ -110,7 +110,7 @@ def expect_summary(summary: dict, rows: list[dict]) -> None:
 
 
 def expect_config(config: dict, ring_size: int) -> None:
-    assert (config["ring_size"], config["dp_size"], config["grad_acc"]) == (ring_size, 1, 8)
+    assert (config["ring_size"], config["dp_size"], config["grad_acc"]) == (ring_size, 1, 2)
     assert (config["axis/parallel"], config["axis/data_max_length"]) == ("ring2", "512")
     assert config["identity"]["loss.name"] == "dpo"
     assert config["optim"]["decay"] == "constant"

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tests import warm
 
-ARGS = ("launch.device=cpu", "engine=torch", "checkpoint.export=false", "logger.progress=false")
+ARGS = ("launch.device=cpu", "engine=torch", "checkpoint.export=false", "logger.progress=false", "train.batch_size=2",
+        "data.size=100", "data.eval_size=4")  # fmt: skip
 CLEAN = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and k != "NETRC"} | {"NETRC": "/dev/null"}
 Env = dict[str, str]
 
