@@ -30,7 +30,7 @@ warm.meet()  # before pytest-xdist starts its workers, which find the same serve
 util.spawnv_passfds = warm.fork_server  # type: ignore[assignment]
 for module in (grammar_parser, _utils, base, oc):  # all that have its name: a third of the time of composing
     module.parse = PARSED
-settings.register_profile("busy", deadline=None)  # a time would be the machine's, not the example's
+settings.register_profile("busy", deadline=None, derandomize=True)  # a time would be the machine's, not the example's
 settings.load_profile("busy")
 
 
@@ -73,7 +73,7 @@ def shared() -> Path:
 def rlexp(tmp_path: Path) -> Shell:
     """Run `python -m rlexp ...` in an empty folder, by a process that has imported torch already."""
 
-    def run(*args: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(*args: str, timeout: float = 280, **env: str) -> subprocess.CompletedProcess[str]:
         return warm.run("rlexp", args, tmp_path, timeout=timeout, env=os.environ | env)
 
     return run
@@ -83,7 +83,7 @@ def rlexp(tmp_path: Path) -> Shell:
 def shell(tmp_path: Path) -> Shell:
     """Run `python -m rlexp ...` in an empty folder, by a new Python."""
 
-    def run(*args: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(*args: str, timeout: float = 280, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "rlexp", *args],
             cwd=tmp_path, env=os.environ | env, capture_output=True, text=True, timeout=timeout, check=False,

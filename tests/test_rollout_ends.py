@@ -140,7 +140,7 @@ def patient_rank(place: Place, cfg: Config, seconds: float) -> float:
 def impatient(place: Place, cfg: Config, seconds: float) -> float:
     from rlexp.launch.place import join
 
-    join(place, "cpu", 4.0)
+    join(place, "cpu", 15.0)
     return patient_rank(place, cfg, seconds)
 
 
@@ -148,5 +148,5 @@ def impatient(place: Place, cfg: Config, seconds: float) -> float:
 def test_a_rank_that_takes_longer_to_draw_is_waited_for() -> None:
     cfg = compose_config(["launch.device=cpu", "logger=none", "engine=torch", "loss=rloo", "parallel=ring2",
                           "reward.rule=length", "data.size=16", "rollout.max_new_tokens=4"])  # fmt: skip
-    scores = run_ranks(impatient, 2, (cfg, 10.0), preload=PRELOAD, timeout=120)
+    scores = run_ranks(impatient, 2, (cfg, 20.0), preload=PRELOAD, timeout=240)
     assert scores[0] == scores[1] > 0

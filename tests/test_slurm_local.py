@@ -55,7 +55,7 @@ def test_a_killed_launcher_of_local_jobs_is_followed_by_another(tmp_path: Path) 
         ids = [job["job_id"] for job in jobs_of(tmp_path / "sw")[:AT_ONCE]]
         assert [job["job_id"] for job in jobs_of(tmp_path / "sw")[AT_ONCE:]] == [None] * 2
         second = begin(tmp_path)
-        assert second.wait(timeout=250) == 0, said()
+        assert second.wait(timeout=400) == 0, said()
         jobs = jobs_of(tmp_path / "sw")
         assert [job["status"] for job in jobs] == ["finished"] * 4, said()
         assert [job["job_id"] for job in jobs[:AT_ONCE]] == ids

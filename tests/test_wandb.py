@@ -23,8 +23,8 @@ from rlexp.sinks.names import new_id
 from rlexp.sinks.wandb_account import wandb_mode
 from rlexp.sinks.wandb_read import WandbRun, read_offline, read_project
 from rlexp.sinks.wandb_run import Extremes, WandbFacts, WandbSink
-from tests.runs import descendants, wait_for_steps
-from tests.slurm.machine import processes
+from tests.runs import wait_for_steps
+from tests.slurm.machine import below, processes
 from tests.wandb_runs import ARGS, CLEAN, begin, curve_of, kill_after, records, train, values_of, wandb
 from tests.wandb_server import WandbServer
 
@@ -146,7 +146,8 @@ def test_a_client_that_is_ended_does_not_end_the_run(tmp_path: Path) -> None:
     """When Slurm asks a job to stop, SIGTERM reaches every process of the job."""
     process = begin(tmp_path, "train.max_steps=120", "train.batch_size=2", "model.layers=1")
     wait_for_steps(tmp_path, process)
-    clients = [pid for pid in descendants(process.pid) if processes()[pid].name == "wandb-core"]
+    table = processes()
+    clients = [pid for pid in below(table, [process.pid]) if table[pid].name == "wandb-core"]
     assert len(clients) == 1
     os.kill(clients[0], signal.SIGTERM)
     said = process.communicate(timeout=100)[1]

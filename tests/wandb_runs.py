@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from rlexp.checkpoint.folder import latest_first
 from tests import warm
 
 ARGS = ("launch.device=cpu", "engine=torch", "checkpoint.export=false", "logger.progress=false", "train.batch_size=2",
@@ -31,10 +32,11 @@ def kill_after(rows: int, folder: Path, *overrides: str, env: Env = CLEAN) -> No
     """Start a run, and kill its launcher and with it all its processes, some rows after its last checkpoint."""
     process = begin(folder, "train.max_steps=100000", *overrides, env=env)
     deadline = time.monotonic() + 90
-    while len(curve_of(folder / "run")) < rows and time.monotonic() < deadline:
+    run = folder / "run"
+    while (len(curve_of(run)) < rows or not latest_first(run)) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=10)
+    process.wait(timeout=60)
     time.sleep(2)  # for the ranks to end, and for the client to write what it has
 
 

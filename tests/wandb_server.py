@@ -94,6 +94,9 @@ class WandbServer:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                if self.path.startswith("/sdk/otel/"):  # the client's telemetry, which is no JSON
+                    self.send_error(404)
+                    return
                 data = json.dumps(outer.answer(self.path, json.loads(body or b"{}"))).encode()
                 self.send_response(200)
                 self.send_header("Content-Type", "application/json")

@@ -42,7 +42,7 @@ spawn = util.spawnv_passfds
 
 
 def run(
-    module: str, args: Sequence[str], cwd: Path, *, timeout: float = 120, env: Mapping[str, str] | None = None
+    module: str, args: Sequence[str], cwd: Path, *, timeout: float = 280, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """What `subprocess.run` gives for `python -m MODULE ARGS`."""
     process = start(module, args, cwd, env=env)
@@ -102,7 +102,8 @@ class Process:
 
     def send_signal(self, signum: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signum)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(self.pid, signum)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

@@ -51,7 +51,7 @@ PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 ACCOUNTING = ("slurmdbd", "mariadb-server")
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "RLEXP_SLURM_LAB"  # in the environment of every daemon, and at the end of every line in /etc/hosts
-STARTING, ENDING = 40.0, 20.0  # seconds in which a daemon must start, or end
+STARTING, ENDING = 120.0, 60.0  # seconds in which a daemon must start, or end
 SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 
 
