@@ -30,7 +30,8 @@ warm.meet()  # before pytest-xdist starts its workers, which find the same serve
 util.spawnv_passfds = warm.fork_server  # type: ignore[assignment]
 for module in (grammar_parser, _utils, base, oc):  # all that have its name: a third of the time of composing
     module.parse = PARSED
-settings.register_profile("busy", deadline=None, derandomize=True)  # a time would be the machine's, not the example's
+# No deadline: a time would be the machine's, not the example's. The same examples in every run.
+settings.register_profile("busy", deadline=None, derandomize=True)
 settings.load_profile("busy")
 
 

@@ -151,7 +151,8 @@ def test_while_training_and_when_killed(status: Shell, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_live_view_on_a_terminal_and_on_a_pipe(tmp_path: Path) -> None:
     """Three commands watch one run: on a terminal, on a pipe, and on a terminal until Ctrl-C."""
-    with started(tmp_path, *QUICK, "hydra.run.dir=r", "train.max_steps=40"):
+    slower = ("train.batch_size=8", "train.max_steps=40")  # three new Pythons must start while it runs
+    with started(tmp_path, *QUICK, "hydra.run.dir=r", *slower):
         until((tmp_path / "r" / "run.json").exists)
         watching = [*COMMAND, "r", "--watch", "--every", "0.2"]
         pipe = subprocess.Popen(watching, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
