@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,6 +130,7 @@ class Shard:
     targets_t: Tensor
     positions_t: Tensor
     sequence_t: Tensor
+    trained_n: Tensor  # the places in this shard whose targets are trained on
     index_t: Tensor  # the place of each token in the pack
     sequences: int
     real_tokens: int  # on this rank
@@ -138,18 +139,18 @@ class Shard:
     attention: Any  # rlexp.ring.layout.RingBatch; opaque to every other room
 
     def to(self, device: torch.device) -> Shard:
-        return Shard(
-            self.tokens_t.to(device),
-            self.targets_t.to(device),
-            self.positions_t.to(device),
-            self.sequence_t.to(device),
-            self.index_t.to(device),
-            self.sequences,
-            self.real_tokens,
-            self.most_work,
-            self.mean_work,
-            self.attention.to(device),
-        )
+        held = {each.name: getattr(self, each.name) for each in fields(self)}
+        there: dict[str, Any] = {
+            name: moved(value, device) for name, value in held.items() if isinstance(value, Tensor)
+        }
+        return replace(self, **there, attention=self.attention.to(device))
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device while the device goes on computing: from pinned memory, without a wait."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class TokenLogps(NamedTuple):

@@ -416,25 +416,26 @@ RING_FAULTS = (
 # ---- the model ----
 
 
-def rounded_logps(original: Any, *args: Any) -> Any:
-    logps_n, *rest = original(*args)
-    return (logps_n + ((logps_n * 2**26).round() / 2**26 - logps_n).detach(), *rest)
+def rounded_logits(original: Any, *args: Any) -> Any:
+    logits_nV = original(*args)
+    return (logits_nV * 2**26).round() / 2**26
 
 
-def largest_logits(original: Any, self: Any, weight: Any, bias: Any, hidden_nE: Any, targets_n: Any) -> Any:
-    logps_n, _, *rest = original(self, weight, bias, hidden_nE, targets_n)
-    return (logps_n, F.linear(hidden_nE, weight, bias).detach().amax(-1), *rest)
+def scaled_mean(original: Any, *args: Any) -> Any:
+    said = original(*args)
+    return said._replace(mean_logits_t=said.mean_logits_t * 1.001)
 
 
-def half_the_gradient(original: Any, self: Any, weight: Any, bias: Any, hidden_nE: Any, targets_n: Any) -> Any:
-    return original(self, weight, bias, hidden_nE * 0.5 + hidden_nE.detach() * 0.5, targets_n)
+def half_the_gradient(original: Any, *args: Any) -> Any:
+    for at, logits_grad_nV in original(*args):
+        yield at, logits_grad_nV * 0.5
 
 
 def own_scale(original: Any, module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
     return original(module, query, *args, **kwargs | {"scaling": query.shape[-1] ** -0.5 * 1.01})
 
 
-HEAD = "model.policy:HeadLogps."
+HEAD = "model.head:"
 MODEL_FAULTS = (
     one("positions are not handed over", "model.policy:hidden_states",
         lambda original, trunk, shard: original(lambda **asked: trunk(**asked | {"position_ids": None}), shard),
@@ -442,18 +443,18 @@ MODEL_FAULTS = (
     one("positions off by one in the model", "model.policy:hidden_states",
         lambda original, trunk, shard: original(trunk, replace(shard, positions_t=shard.positions_t * 2)),
         "log-probabilities", MODEL),
-    one("float32 in the softmax", HEAD + "_piece", rounded_logps, "log-probabilities", MODEL),
-    one("log-probability of the token itself", HEAD + "forward",
+    one("float32 in the softmax", HEAD + "logits_of", rounded_logits, "log-probabilities", MODEL),
+    one("log-probability of the token itself", HEAD + "HeadLogps.forward",
         lambda original, *args: original(*args[:-1], replace(args[-1], targets_t=args[-1].tokens_t)),
         "log-probabilities", MODEL),
-    one("the head does not hand its gradient down", HEAD + "_piece", half_the_gradient, "gradient", MODEL),
-    one("mean logits", HEAD + "_piece", largest_logits, "metrics", MODEL),
+    one("the head does not hand its gradient down", HEAD + "_logits_grads", half_the_gradient, "gradient", MODEL),
+    one("mean logits", HEAD + "HeadLogps.forward", scaled_mean, "metrics", MODEL),
     one("nothing is frozen", "model.policy:Policy.freeze", nothing, "gradient", MODEL, "model.freeze=[*layers.0.*]"),
     one("the model's own scale", "model.hook:attention", own_scale, "log-probabilities", MODEL),
     one("random weights by another seed", "model.loading:load_model",
         lambda original, cfg, *args, **kwargs: original(replace(cfg, seed=cfg.seed + 1), *args, **kwargs),
         "log-probabilities", MODEL),
-    one("the log-probabilities of the padding", HEAD + "forward",
+    one("the log-probabilities of the padding", HEAD + "HeadLogps.forward",
         lambda original, *args: TokenLogps(*(value if value is None else value * 0.999 for value in original(*args))),
         "log-probabilities", MODEL),
 )  # fmt: skip
@@ -514,17 +515,16 @@ ALGOS_FAULTS = (
 # ---- the training step ----
 
 
-def scaled(factor: Callable[[Any, Sequence[int]], float]) -> Change:
-    """Multiply the loss of a micro-batch by a function of the step and its indices."""
+def scaled(factor: Callable[[Any, int], float]) -> Change:
+    """Multiply the loss of a micro-batch by a function of the step and its number of pairs."""
 
-    def change(original: Any, self: Any, indices: Sequence[int], meter: Any) -> Any:
-        loss, shard = original(self, indices, meter)
-        return loss * factor(self, indices), shard
+    def change(original: Any, self: Any, held: Any, meter: Any) -> Any:
+        return original(self, held, meter) * factor(self, held.shard.sequences // 2)
 
     return change
 
 
-def whole_batch(step: Any, _indices: Any) -> float:
+def whole_batch(step: Any, _pairs: int) -> float:
     return len(step.batch.indices) / float(step.task.run.cfg.train.batch_size)
 
 
@@ -639,7 +639,7 @@ TRAIN_FAULTS = (
         scaled(lambda step, _: 1 / step.task.run.world.size), "loss", TRAIN),
     one("divided by the accumulation again", PAIRS + "PairStep.loss",
         scaled(lambda step, _: 1 / len(step.micro_batches)), "loss", TRAIN),
-    one("mean of means", PAIRS + "PairStep.loss", scaled(lambda _, indices: 1 / len(indices)), "loss", TRAIN),
+    one("mean of means", PAIRS + "PairStep.loss", scaled(lambda _, pairs: 1 / pairs), "loss", TRAIN),
     one("divided by the whole batch", PAIRS + "PairStep.loss", scaled(whole_batch), "loss", TRAIN, *SHORT_BATCH,
         step=2),
     one("every micro-batch is the last", STEP + "train_step", every_one_last, "loss", TRAIN),

@@ -29,7 +29,6 @@ from rlexp.config.schema import HFModelConfig, TinyModelConfig
 from rlexp.data.packing import pack_sequences
 from rlexp.errors import ModelError
 from rlexp.launch.place import Place
-from rlexp.model import policy as policy_module
 from rlexp.model import rope
 from rlexp.model.float64 import StayFloat64
 from rlexp.model.loading import load_config, load_model, load_tokenizer
@@ -121,15 +120,16 @@ def shard_of(lengths: list[tuple[int, int]]):
     return shard_pack(pack_sequences(sequences, 1), ALONE, ZIGZAG, CpuFlash(), 512)
 
 
-def test_pieces_of_the_logits_give_the_same_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_the_logits_give_the_same_values_and_gradients() -> None:
     cfg = TinyModelConfig()
     model = load_model(cfg, load_config(cfg, 512), 512)
     cast_parameters(model, torch.float64)
     shard, results = shard_of([(5, 20), (3, 9)]), []
     for limit in (1 << 24, 259 * 4):  # all at once; four tokens at a time, recomputed in the backward pass
-        monkeypatch.setattr(policy_module, "LOGITS", limit)
+        policy = Policy(model)
+        policy.logps.most = limit
         model.zero_grad()
-        tokens = Policy(model)(shard)
+        tokens = policy(shard)
         (tokens.logps_t * seeded(len(tokens.logps_t))).sum().backward()
         results.append([tokens.logps_t.detach(), *(p.grad.clone() for p in model.parameters())])
     for whole, pieces in zip(*results, strict=True):

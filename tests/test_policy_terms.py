@@ -1,4 +1,4 @@
-"""Entropy gradients and metered values, whose faults a comparison of layouts would not show."""
+"""Metered values, whose faults a comparison of layouts would not show."""
 
 from __future__ import annotations
 
@@ -10,32 +10,7 @@ import torch
 
 from rlexp.algos.policy import PolicyTerms
 from rlexp.metrics.meter import Meter
-from rlexp.model import policy
-from rlexp.model.policy import Entropy, HeadLogps
 from rlexp.train.rollout_task import note
-from tests.ranks import seeded
-
-TEMPERATURE = 0.7
-
-
-@pytest.mark.parametrize("rows", [100, 2], ids=["at once", "some rows at a time"])
-def test_the_entropy_that_is_trained_has_its_gradient(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """The entropy is −Σ p·log p of the distribution that tokens are drawn from, for trained tokens only."""
-    monkeypatch.setattr(policy, "LOGITS", 11 * rows)
-    weight, hidden = seeded(11, 4).requires_grad_(), seeded(6, 4, seed=1).requires_grad_()
-    shard: Any = SimpleNamespace(sequence_t=torch.tensor([-1, 0, 0, -1, 1, 1]), targets_t=torch.arange(6))
-    p = (hidden @ weight.T / TEMPERATURE).softmax(-1)
-    expected = torch.where(shard.sequence_t >= 0, -(p * p.log()).sum(-1), 0.0)
-    wanted = torch.autograd.grad(expected.sum(), [weight, hidden])
-    said = HeadLogps(TEMPERATURE, Entropy.trained)(weight, None, hidden, shard)
-    assert said.entropy_t is not None
-    torch.testing.assert_close(said.entropy_t, expected, rtol=1e-12, atol=1e-12)
-    for got, want in zip(torch.autograd.grad(said.entropy_t.sum(), [weight, hidden]), wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    logged = HeadLogps(TEMPERATURE, Entropy.logged)(weight, None, hidden, shard)
-    assert logged.entropy_t is not None
-    assert not logged.entropy_t.requires_grad
-    torch.testing.assert_close(logged.entropy_t, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("rank", "loss"), [(0, 3.0), (1, 1.0)])

@@ -20,8 +20,8 @@ from rlexp.launch.place import Place
 from rlexp.metrics.meter import SHARDED, Meter
 from rlexp.ring.groups import World
 from rlexp.train.examples import pair_sampler, read_pairs
-from rlexp.train.task import Needs, Step, Task
-from rlexp.types import Pair, Shard
+from rlexp.train.task import Held, Needs, Step, Task
+from rlexp.types import Pair
 from tests.ranks import on_ranks
 
 BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64", "train.batch_size=4", "data.size=6",
@@ -52,7 +52,7 @@ class Supervised(Task):
         held_out, meter = self.examples.held_out, Meter(self.run.world, self.run.device)
         whole = SupervisedStep(self, Batch(step, 0, tuple(range(len(held_out)))), held_out)
         for indices in whole.micro_batches:
-            whole.loss(indices, meter)
+            whole.loss(whole.hold(indices), meter)
         return {f"eval/{name}": value for name, value in meter.reduce().items()}
 
 
@@ -65,12 +65,15 @@ class SupervisedStep(Step):
         self.count = sum(len(rows[index].chosen) for index in batch.indices)
         self.micro_batches = batch.micro_batches(world.replica, world.dp_size, task.run.cfg.train.micro_batch_size)
 
-    def loss(self, indices: Sequence[int], meter: Meter) -> tuple[Tensor, Shard]:
+    def hold(self, indices: Sequence[int]) -> Held:
         run = self.task.run
-        shard = run.hold(run.pack([(self.rows[index].prompt, self.rows[index].chosen) for index in indices]))
-        loss = -run.engine.forward(shard).logps_t.sum() / self.count
+        return Held(run.hold(run.pack([(self.rows[index].prompt, self.rows[index].chosen) for index in indices])))
+
+    def loss(self, held: Held, meter: Meter) -> Tensor:
+        run = self.task.run
+        loss = -run.engine.forward(held.shard).logps_t.sum() / self.count
         meter.add_total("loss", loss, SHARDED)
-        return loss * run.world.size, shard
+        return loss * run.world.size
 
     def samples(self) -> list[str]:
         return [self.rows[index].origin for index in self.batch.indices]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
@@ -24,44 +25,50 @@ class Spread(Enum):
 
 
 SHARDED, REPLICATED = Spread.SHARDED, Spread.REPLICATED
+Value = Tensor | float
 
 
 class Meter:
-    """Sums, counts and maxima by name. Every rank must add the same names; values stay on the device until `reduce`."""
+    """Sums, counts and maxima by name. Every rank must add the same names.
+
+    Until `reduce`, the device's values stay on the device and the host's on the host: adding one never waits.
+    """
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
         self.device = device
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, Tensor] = {}
-        self._maxima: dict[str, float] = {}
+        self._sums: dict[str, Value] = {}
+        self._counts: dict[str, Value] = {}
+        self._maxima: dict[str, Value] = {}
 
-    def add_mean(self, name: str, total: Tensor | float, count: Tensor | float, spread: Spread) -> None:
+    def add_mean(self, name: str, total: Value, count: Value, spread: Spread) -> None:
         """Add a part of a mean. The mean that is logged is Σ total / Σ count over the whole train batch."""
         self._add(self._sums, name, total, spread)
         self._add(self._counts, name, count, spread)
 
-    def add_total(self, name: str, total: Tensor | float, spread: Spread) -> None:
+    def add_total(self, name: str, total: Value, spread: Spread) -> None:
         self._add(self._sums, name, total, spread)
 
-    def add_max(self, name: str, value: float) -> None:
+    def add_max(self, name: str, value: Value) -> None:
         """Add a value whose maximum over the ranks is logged; `<name>@rank` tells which rank has it."""
-        self._maxima[name] = max(value, self._maxima.get(name, -math.inf))
+        one, other = value, self._maxima.get(name, -math.inf)
+        if isinstance(other, Tensor):
+            one, other = other, one
+        self._maxima[name] = one.detach().double().clamp(min=other) if isinstance(one, Tensor) else max(one, other)
 
-    def _add(self, where: dict[str, Tensor], name: str, value: Tensor | float, spread: Spread) -> None:
-        value = torch.as_tensor(value, device=self.device).detach().to(torch.float64)
+    def _add(self, where: dict[str, Value], name: str, value: Value, spread: Spread) -> None:
+        if isinstance(value, Tensor):
+            value = value.detach().double()
         if spread is REPLICATED and self.world.ring.rank != 0:
-            value = torch.zeros_like(value)
+            value = 0.0
         where[name] = where[name] + value if name in where else value
 
     def reduce(self) -> dict[str, float]:
         """Gather all ranks' values in one collective, and add them up in the order of the ranks."""
         names = (*self._sums, *self._counts, *self._maxima)
         signature = float(zlib.crc32("\n".join(names).encode()))
-        head = torch.tensor([signature], dtype=torch.float64, device=self.device)
-        maxima = torch.tensor(list(self._maxima.values()), dtype=torch.float64, device=self.device)
-        mine = torch.cat([head, *(v.reshape(1) for v in (*self._sums.values(), *self._counts.values())), maxima])
-        gathered = _gather(mine, self.world)
+        mine = _on_host([signature, *self._sums.values(), *self._counts.values(), *self._maxima.values()])
+        gathered = _gather(mine.to(self.device), self.world)
         assert (gathered[:, 0] == signature).all(), "ranks have metered different names"
         sums = gathered[:, 1 : 1 + len(self._sums)].sum(0).tolist()
         counts = gathered[:, 1 + len(self._sums) : 1 + len(self._sums) + len(self._counts)].sum(0).tolist()
@@ -84,6 +91,13 @@ class Meter:
             if columns[rank, number] > -math.inf:  # -inf: no rank added a value
                 values[name], values[f"{name}@rank"] = float(columns[rank, number]), rank
         return values
+
+
+def _on_host(values: Sequence[Value]) -> Tensor:
+    """Return the values in float64, by one copy from the device."""
+    computed = [value for value in values if isinstance(value, Tensor)]
+    known = iter(torch.stack(computed).tolist() if computed else [])
+    return torch.tensor([next(known) if isinstance(value, Tensor) else value for value in values], dtype=torch.float64)
 
 
 def _gather(mine: Tensor, world: World) -> Tensor:

@@ -1,8 +1,6 @@
 """A causal model as a function from a shard to per-token log-probabilities, and from tokens to the next token's logits.
 
-The logits of a whole shard never exist at once.
-
-Shape letters: t tokens of this rank, n of them trained on, V vocabulary.
+Shape letters: t tokens of this rank, E hidden size; B rows that are decoded, q new tokens of each, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlexp.config.schema import Precision
@@ -23,19 +19,11 @@ from rlexp.engines import able
 from rlexp.errors import ModelError
 from rlexp.model.decoding import Decoding
 from rlexp.model.float64 import precise
+from rlexp.model.head import Entropy, HeadLogps
 from rlexp.types import Shard, TokenLogps
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
-LOGITS = 1 << 24  # elements of logits held at once
 CRITIC = "critic."  # the prefix of its parameters' names
-
-
-class Entropy(Enum):
-    """Whether the entropy of each token's distribution is computed."""
-
-    unasked = "unasked"
-    logged = "logged"
-    trained = "trained"  # it has a gradient
 
 
 class Policy(nn.Module):
@@ -170,71 +158,6 @@ def hidden_states(trunk: nn.Module, shard: Shard) -> Tensor:
         ring_batch=shard.attention,
     ).last_hidden_state.squeeze(0)
     return hidden_tE
-
-
-class HeadLogps(nn.Module):
-    """Log-probabilities from hidden states, some rows of logits at a time; without a shard, the logits.
-
-    This is a module that is given the head's parameters and calls no other module. So an engine that gathers parameters
-    module by module gathers them once, however many pieces this rank's tokens make.
-    """
-
-    def __init__(self, temperature: float, entropy: Entropy) -> None:
-        super().__init__()
-        self.temperature, self.entropy = temperature, entropy
-
-    def forward(
-        self, weight: Tensor, bias: Tensor | None, hidden_tE: Tensor, shard: Shard | None
-    ) -> TokenLogps | Tensor:
-        if shard is None:
-            return self._tempered(nn.functional.linear(hidden_tE, weight, bias))
-        trained = shard.sequence_t >= 0
-        index_n = trained.nonzero().squeeze(-1)
-        if len(index_n) == 0:
-            # Every rank uses every parameter, so that no collective of the engine waits for one without a gradient.
-            index_n = torch.zeros(1, dtype=torch.int64, device=hidden_tE.device)
-        rows = max(1, LOGITS // weight.shape[0])
-        several = index_n.shape[0] > rows
-        pieces = []
-        for piece in index_n.split(rows):
-            arguments = (weight, bias, hidden_tE[piece], shard.targets_t[piece])
-            pieces.append(
-                checkpoint(self._piece, *arguments, use_reentrant=False)
-                if torch.is_grad_enabled() and several
-                else self._piece(*arguments)
-            )
-        weight_n = trained[index_n]
-        placed = []
-        for parts in zip(*pieces, strict=True):
-            values_n = torch.cat(parts)
-            zeros_t = values_n.new_zeros(len(trained))
-            placed.append(zeros_t.index_put((index_n,), values_n * weight_n.to(values_n.dtype)))
-        return TokenLogps(*placed)
-
-    def _tempered(self, logits_nV: Tensor) -> Tensor:
-        """Divide logits by the temperature, in float32 (float64 for float64), as in sampling."""
-        if logits_nV.dtype is not torch.float64:
-            logits_nV = logits_nV.float()
-        return logits_nV if self.temperature == 1 else logits_nV / self.temperature
-
-    def _piece(self, weight: Tensor, bias: Tensor | None, hidden_nE: Tensor, targets_n: Tensor) -> tuple[Tensor, ...]:
-        """Return the log-probabilities of the targets, mean logits, and the entropy if it is computed."""
-        logits_nV = self._tempered(nn.functional.linear(hidden_nE, weight, bias))
-        chosen_n = logits_nV.gather(-1, targets_n.unsqueeze(-1)).squeeze(-1)
-        norm_n = logits_nV.logsumexp(-1)
-        logps = (chosen_n - norm_n, logits_nV.detach().mean(-1))
-        match self.entropy:
-            case Entropy.unasked:
-                return logps
-            case Entropy.logged:
-                with torch.no_grad():
-                    return (*logps, _entropy(logits_nV.detach(), norm_n.detach()))
-            case Entropy.trained:
-                return (*logps, _entropy(logits_nV, norm_n))
-
-
-def _entropy(logits_nV: Tensor, norm_n: Tensor) -> Tensor:
-    return norm_n - ((logits_nV - norm_n.unsqueeze(-1)).exp() * logits_nV).sum(-1)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

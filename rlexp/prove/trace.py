@@ -20,6 +20,7 @@ from torch import Tensor
 from rlexp.config.schema import Config
 from rlexp.errors import ModelError, NonFiniteError
 from rlexp.launch.place import Place, join
+from rlexp.metrics.meter import Meter
 from rlexp.model.probe import probe
 from rlexp.prove.records import SIDES, Array, Micro, PackSeen, StepSeen, TensorFiles, TokenPair, Trace, mark
 from rlexp.ring.groups import World
@@ -79,7 +80,9 @@ class Recorder(Sink):
 
     def __init__(self, trace: Trace, files: TensorFiles) -> None:
         self.trace, self.files = trace, files
-        self.now: Micro | None = None
+        self.now: Micro | None = None  # the micro-batch whose loss is computed, or was computed last
+        self.held: Micro | None = None  # the one that was packed last: it may be the next
+        self.of_shard: dict[int, Micro] = {}
         self.step = StepSeen()
 
     def probing(self, *args: Any, **kwargs: Any) -> float:
@@ -104,16 +107,21 @@ class Recorder(Sink):
 
     def begin(self, pairs: Sequence[Pair]) -> None:
         training = torch.is_grad_enabled()
-        self.now = Micro(tuple(pair.index for pair in pairs))
-        (self.step.micros if training else self.trace.held_out).append(self.now)
+        self.held = Micro(tuple(pair.index for pair in pairs))
+        (self.step.micros if training else self.trace.held_out).append(self.held)
         (self.trace.tokens if training else self.trace.held_tokens).update(
             {p.index: TokenPair(p.prompt, p.chosen, p.rejected, p.origin) for p in pairs}
         )
 
     def sharded(self, shard: Shard) -> None:
-        self.micro.tokens_t, self.micro.targets_t = array(shard.tokens_t), array(shard.targets_t)
-        self.micro.positions_t, self.micro.sequence_t = array(shard.positions_t), array(shard.sequence_t)
-        self.micro.real_tokens = shard.real_tokens
+        assert self.held is not None
+        self.of_shard[id(shard)] = held = self.held
+        held.tokens_t, held.targets_t = array(shard.tokens_t), array(shard.targets_t)
+        held.positions_t, held.sequence_t = array(shard.positions_t), array(shard.sequence_t)
+        held.real_tokens = shard.real_tokens
+
+    def computing(self, shard: Shard) -> None:
+        self.now = self.of_shard.pop(id(shard))
 
     @property
     def number(self) -> int:
@@ -169,14 +177,18 @@ class RecordedPairs(PairTask):
         self.recorder.sharded(shard)
         return shard
 
+    def losses(self, shard: Shard, meter: Meter) -> Tensor:
+        self.recorder.computing(shard)
+        return super().losses(shard, meter)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun(Run):
     recorder: Recorder
 
     def hold(self, pack: Pack) -> Shard:
-        if self.recorder.trace.ring_rank == 0:
-            self.recorder.micro.pack = seen(pack)
+        if self.recorder.trace.ring_rank == 0 and self.recorder.held is not None:
+            self.recorder.held.pack = seen(pack)
         return super().hold(pack)
 
 

@@ -46,7 +46,11 @@ class RotatingPlan(Attention):
 
     def to(self, device: torch.device) -> RotatingPlan:
         parts = tuple({part: selection.to(device) for part, selection in each.items()} for each in self.parts)
-        return replace(self, parts=parts)
+        there = replace(self, parts=parts)
+        for source in range(self.ring.size):
+            if (block := there._call(source, 1.0)) is not None:
+                self.kernel.prepare(block[2].q_lengths, block[2].k_lengths, device)
+        return there
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Kept]:
         ring = self.ring

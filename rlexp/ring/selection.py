@@ -12,6 +12,7 @@ from torch import Tensor
 from rlexp.ring.cut import Cut
 from rlexp.ring.kernels.base import Rows
 from rlexp.ring.layout import ALL, EARLY, LATE, Part
+from rlexp.types import moved
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Selection:
     lengths: tuple[int, ...]
 
     def to(self, device: torch.device) -> Selection:
-        return replace(self, index=self.index.to(device)) if isinstance(self.index, Tensor) else self
+        return replace(self, index=moved(self.index, device)) if isinstance(self.index, Tensor) else self
 
 
 def parts_of(cut: Cut, rank: int) -> dict[Part, Selection]:

@@ -14,11 +14,13 @@ def shard_pack(pack: Pack, ring: Ring, layout: Layout, kernel: BlockKernel, max_
         raise NotImplementedError("segments with a parent are not attended to yet")
     deal = layout.deal(pack.segments, ring.size)
     index = deal.places[ring.rank]
+    sequence_t = pack.sequence_T[index]
     return Shard(
         tokens_t=pack.tokens_T[index],
         targets_t=pack.targets_T[index],
         positions_t=pack.positions_T[index],
-        sequence_t=pack.sequence_T[index],
+        sequence_t=sequence_t,
+        trained_n=(sequence_t >= 0).nonzero().squeeze(-1),
         index_t=index,
         sequences=pack.sequences,
         real_tokens=deal.real[ring.rank],

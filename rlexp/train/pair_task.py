@@ -25,7 +25,7 @@ from rlexp.train.examples import pair_sampler, read_pairs
 from rlexp.train.run import Reference, Run
 from rlexp.train.sequences import sum_by_sequence
 from rlexp.train.step import note_tokens
-from rlexp.train.task import Needs, Step, Task
+from rlexp.train.task import Held, Needs, Step, Task
 from rlexp.types import Pair, Shard, TokenLogps
 
 
@@ -113,12 +113,14 @@ class PairStep(Step):
         self.count = len(batch.indices)  # the loss's denominator, known before the first micro-batch
         self.micro_batches = task.micro_batches(batch)
 
-    def loss(self, indices: Sequence[int], meter: Meter) -> tuple[Tensor, Shard]:
+    def hold(self, indices: Sequence[int]) -> Held:
         task = self.task
         with task.run.phases("data"):
-            shard = task.shard([task.pairs[index] for index in indices])
-        replica_loss_sum = task.losses(shard, meter).sum()
-        return replica_loss_sum * (task.run.world.size / self.count), shard
+            return Held(task.shard([task.pairs[index] for index in indices]))
+
+    def loss(self, held: Held, meter: Meter) -> Tensor:
+        replica_loss_sum = self.task.losses(held.shard, meter).sum()
+        return replica_loss_sum * (self.task.run.world.size / self.count)
 
     def samples(self) -> list[str]:
         return [self.task.pairs[index].origin for index in self.batch.indices]

@@ -23,9 +23,9 @@ from rlexp.config.schema import Config, PolicyLossConfig, PPOConfig
 from rlexp.data.sampler import Batch
 from rlexp.errors import NonFiniteError
 from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
-from rlexp.model.policy import Entropy
+from rlexp.model.head import Entropy
 from rlexp.ring.collectives import ring_sum
-from rlexp.ring.groups import World
+from rlexp.ring.groups import Ring, World
 from rlexp.rollout import saved
 from rlexp.rollout.bridge import Bridge
 from rlexp.rollout.experience import on_pack
@@ -35,8 +35,8 @@ from rlexp.train.examples import prompt_sampler, read_prompts
 from rlexp.train.rollouts import Rollouts
 from rlexp.train.run import Reference, Run
 from rlexp.train.sequences import owners, sum_by_sequence
-from rlexp.train.task import Needs, Step, Task
-from rlexp.types import Pack, Sample, Shard, TokenLogps
+from rlexp.train.task import Held, Needs, Step, Task
+from rlexp.types import Pack, Sample, Shard, TokenLogps, moved
 
 FASTEST = "time/sampling_fastest"
 
@@ -134,6 +134,13 @@ def needs_of(cfg: Config, loss_cfg: PolicyLossConfig, loss: PolicyLoss) -> Needs
     )
 
 
+@dataclass(frozen=True)
+class HeldSamples(Held):
+    """The samples of a micro-batch, and what is known of their tokens beside the policy's answers."""
+
+    known: dict[str, Tensor | None]
+
+
 class RolloutStep(Step):
     """The first step of a rollout draws it."""
 
@@ -149,20 +156,26 @@ class RolloutStep(Step):
         world = task.run.world
         self.micro_batches = within.micro_batches(world.replica, world.dp_size, task.run.cfg.train.micro_batch_size)
 
-    def loss(self, indices: Sequence[int], meter: Meter) -> tuple[Tensor, Shard]:
-        run, rollouts = self.task.run, self.task.rollouts
+    def hold(self, indices: Sequence[int]) -> HeldSamples:
+        run = self.task.run
         with run.phases("data"):
             samples = [self.weighed.samples[index] for index in indices]
             pack = run.pack([(sample.prompt.tokens, sample.answer) for sample in samples])
-            shard = run.hold(pack)
+            shard = run.shard(pack)
+            known = laid_out(self.task, self.weighed, indices, pack, shard)
+            there = {name: None if column is None else moved(column, run.device) for name, column in known.items()}
+            return HeldSamples(shard.to(run.device), there)
+
+    def loss(self, held: HeldSamples, meter: Meter) -> Tensor:
+        run, rollouts = self.task.run, self.task.rollouts
         with run.phases("forward"):
-            said = run.engine.forward(shard)
-        tokens = laid_out(self.task, self.weighed, indices, pack, shard, said)
+            said = run.engine.forward(held.shard)
+        tokens = tokens_of(held, said, run.world.ring)
         terms = self.task.loss(tokens, rollouts.kl_coef)
         note(terms, tokens, meter)
         # A rank without a sample, or without a token that counts, still runs its graph: no collective waits for it.
         everything = said.logps_t.sum() + (0.0 if said.values_t is None else said.values_t.sum())
-        return (terms.loss + 0.0 * everything) * run.world.size, shard
+        return (terms.loss + 0.0 * everything) * run.world.size
 
     def samples(self) -> list[str]:
         return [sample.prompt.origin for sample in self.weighed.samples]
@@ -208,16 +221,15 @@ class Weighed:
 
 
 def laid_out(
-    task: RolloutTask, batch: Weighed, indices: Sequence[int], pack: Pack, shard: Shard, said: TokenLogps
-) -> PolicyTokens:
-    """Lay out what is known of the micro-batch's tokens, as this rank holds them."""
-    device, ring = task.run.device, task.run.world.ring
+    task: RolloutTask, batch: Weighed, indices: Sequence[int], pack: Pack, shard: Shard
+) -> dict[str, Tensor | None]:
+    """Lay out on the host what is known of the micro-batch's tokens, as this rank holds them."""
     samples = [batch.samples[index] for index in indices]
-    dtype = said.logps_t.dtype
-    index_t = shard.index_t.cpu()
+    dtype = torch.promote_types(task.run.dtype, torch.float32)
+    critic = task.needs.critic is not None
 
     def spread(arrays: Sequence[np.ndarray]) -> Tensor:
-        return on_pack(pack, arrays, dtype)[index_t].to(device)
+        return on_pack(pack, arrays, dtype)[shard.index_t]
 
     def field(name: str) -> Tensor | None:
         if samples and getattr(samples[0], name) is None:
@@ -225,36 +237,31 @@ def laid_out(
         return spread([getattr(sample, name) for sample in samples])
 
     lengths = [len(sample.answer) for sample in samples]
-    per_token = {
-        "weight": [
-            np.full(length, float(batch.token_B[index])) for index, length in zip(indices, lengths, strict=True)
-        ],
-        "trained": [np.full(len(sample.answer), float(sample.counts)) for sample in samples],
-        "advantages": [batch.advantages[index].numpy() for index in indices],
+    weights = [np.full(length, float(batch.token_B[index])) for index, length in zip(indices, lengths, strict=True)]
+    return {
+        "old_t": field("old"),
+        "behaviour_t": field("behaviour"),
+        "reference_t": field("reference") if task.loss.needs_reference else None,
+        "advantages_t": spread([batch.advantages[index].numpy() for index in indices]),
+        "old_values_t": field("values") if critic else None,
+        "returns_t": field("returns") if critic else None,
+        "weight_t": spread(weights),
+        "trained_t": spread([np.full(len(sample.answer), float(sample.counts)) for sample in samples]),
+        "sequence_t": owners(shard),
+        "weight_S": batch.sequence_B[torch.tensor(indices, dtype=torch.int64)].to(dtype),
+        "length_S": torch.tensor(lengths, dtype=dtype),
     }
-    laid = {name: spread(arrays) for name, arrays in per_token.items()}
-    old_t, behaviour_t = field("old"), field("behaviour")
-    assert old_t is not None
-    assert behaviour_t is not None
+
+
+def tokens_of(held: HeldSamples, said: TokenLogps, ring: Ring) -> PolicyTokens:
     assert said.entropy_t is not None
-    chosen = torch.tensor(indices, dtype=torch.int64)
-    critic = said.values_t is not None
+    known: dict[str, Any] = held.known
     return PolicyTokens(
         logps_t=said.logps_t,
-        old_t=old_t,
-        behaviour_t=behaviour_t,
-        reference_t=field("reference") if task.loss.needs_reference else None,
-        advantages_t=laid["advantages"],
         entropy_t=said.entropy_t,
         values_t=said.values_t,
-        old_values_t=field("values") if critic else None,
-        returns_t=field("returns") if critic else None,
-        weight_t=laid["weight"],
-        trained_t=laid["trained"],
-        sequence_t=owners(shard),
-        weight_S=batch.sequence_B[chosen].to(device, dtype),
-        length_S=torch.tensor(lengths, dtype=dtype, device=device),
-        by_sequence=lambda values_t: ring_sum(sum_by_sequence(values_t, shard), ring),
+        **known,
+        by_sequence=lambda values_t: ring_sum(sum_by_sequence(values_t, held.shard), ring),
     )
 
 
@@ -272,8 +279,8 @@ def note(terms: PolicyTerms, tokens: PolicyTokens, meter: Meter) -> None:
     for name, value_t in terms.means_t.items():
         meter.add_mean(name, (value_t * trained_t).sum(), trained_t.sum(), SHARDED)
     for name, value_t in terms.peaks_t.items():
-        there_t = value_t[trained_t > 0]
-        meter.add_max(name, float(there_t.max()) if len(there_t) else -math.inf)
+        there_t = value_t.masked_fill(trained_t <= 0, -math.inf)
+        meter.add_max(name, there_t.max() if len(there_t) else -math.inf)
 
 
 def _there(array: np.ndarray | None) -> np.ndarray:

@@ -73,7 +73,10 @@ class Run:
         """Pack prompts with their answers."""
         return pack_sequences(sequences, **self.padding)
 
+    def shard(self, pack: Pack) -> Shard:
+        """Return this rank's part of a pack, in the host's memory."""
+        return shard_pack(pack, self.world.ring, self.layout, self.kernel, self.cfg.data.max_length)
+
     def hold(self, pack: Pack) -> Shard:
         """Return this rank's part of a pack, on its device."""
-        length = self.cfg.data.max_length
-        return shard_pack(pack, self.world.ring, self.layout, self.kernel, length).to(self.device)
+        return self.shard(pack).to(self.device)

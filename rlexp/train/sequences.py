@@ -10,7 +10,7 @@ from rlexp.types import Shard
 
 def owners(shard: Shard) -> Tensor:
     """Return the sequence of each token, (t,), and S where nothing is trained on."""
-    return torch.where(shard.sequence_t < 0, shard.sequences, shard.sequence_t)
+    return shard.sequence_t.masked_fill(shard.sequence_t < 0, shard.sequences)
 
 
 def sum_by_sequence(values_t: Tensor, shard: Shard) -> Tensor:

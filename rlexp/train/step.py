@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rlexp.errors import NonFiniteError
 from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.train.run import Run
-from rlexp.train.task import Step, Task
+from rlexp.train.task import Held, Step, Task
 from rlexp.types import Shard
 
 NAMED = 8  # samples named in an error
@@ -27,18 +27,22 @@ def train_step(task: Task, number: int) -> dict[str, float]:
     meter = Meter(run.world, run.device)
     step = task.begin(number)
     finite = torch.ones((), dtype=torch.bool, device=run.device)
-    held = 0
-    for place, indices in enumerate(step.micro_batches, 1):
-        loss, shard = step.loss(indices, meter)
-        note_tokens(meter, shard)
-        note_balance(meter, shard)
+    tokens = 0
+    coming = map(step.hold, step.micro_batches)
+    held: Held | None = next(coming)
+    while held is not None:
+        loss = step.loss(held, meter)
+        note_tokens(meter, held.shard)
+        note_balance(meter, held.shard)
+        tokens += len(held.shard.tokens_t)
+        following = next(coming, None)  # packed and copied while the device computes this one
         with run.phases("backward"):
-            run.engine.backward(loss, last=place == len(step.micro_batches))
+            run.engine.backward(loss, last=following is None)
         finite &= loss.detach().isfinite()
-        held += len(shard.tokens_t)
+        held = following
     step.measure(meter)
     optimizer = optimize(run, step, finite=bool(finite))
-    meter.add_max("ring_tokens", held)
+    meter.add_max("ring_tokens", tokens)
     meter.add_max("ring_bytes", run.world.ring.traffic.sent - sent)
     meter.add_max("step_seconds", time.monotonic() - began)
     values = row_of(task, step, meter, optimizer)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlexp.config.schema import CriticName
 from rlexp.data.sampler import Batch
 from rlexp.metrics.meter import Meter
-from rlexp.model.policy import Entropy
+from rlexp.model.head import Entropy
 from rlexp.sinks.base import RolloutFacts
 from rlexp.train.examples import Examples
 from rlexp.train.run import Reference, Run
@@ -41,6 +41,13 @@ class Needs:
         return replace(self, critic=None, entropy=Entropy.unasked)
 
 
+@dataclass(frozen=True)
+class Held:
+    """A micro-batch on its way to this rank's device. A task may add what its loss needs."""
+
+    shard: Shard
+
+
 class Step(ABC):
     """One optimizer step of a task on this rank."""
 
@@ -48,8 +55,12 @@ class Step(ABC):
     micro_batches: Sequence[Sequence[int]]  # this replica's samples; equally many micro-batches on every replica
 
     @abstractmethod
-    def loss(self, indices: Sequence[int], meter: Meter) -> tuple[Tensor, Shard]:
-        """Return the loss of a micro-batch as the engine takes it, and the shard it was computed on.
+    def hold(self, indices: Sequence[int]) -> Held:
+        """Pack a micro-batch and start copying this rank's part to its device, without waiting for the device."""
+
+    @abstractmethod
+    def loss(self, held: Any, meter: Meter) -> Tensor:
+        """Return the loss of a micro-batch as the engine takes it.
 
         The loss is this rank's share of the train batch's sum, divided by the train batch's count and multiplied by the
         world size, since engines average over the ranks (`engine/base.py`). The metrics go to the meter.

@@ -41,6 +41,9 @@ class BlockKernel(Protocol):
     name: str
     dtypes: tuple[torch.dtype, ...]  # of queries, keys and values
 
+    def prepare(self, q_lengths: Lengths, k_lengths: Lengths, device: torch.device) -> None:
+        """Copy to the device what calls over these segments need there, before the first of them."""
+
     def ready(self, x: Tensor) -> Tensor:
         """Convert a tensor that several blocks need once, to the dtype in which this kernel computes."""
 

@@ -35,6 +35,9 @@ class CpuFlash:
     name = "cpu_flash"
     dtypes = ANY
 
+    def prepare(self, q_lengths: Lengths, k_lengths: Lengths, device: torch.device) -> None:
+        """Need nothing."""
+
     def ready(self, x: Tensor) -> Tensor:
         return x.to(accumulation_dtype(x.dtype))
 

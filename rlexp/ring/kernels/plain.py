@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlexp.ring.kernels.base import ANY, Call, Grads, accumulation_dtype, segments
+from rlexp.ring.kernels.base import ANY, Call, Grads, Lengths, accumulation_dtype, segments
 
 SCORES = 1 << 25  # elements of a score matrix held at once
 
@@ -18,6 +18,9 @@ SCORES = 1 << 25  # elements of a score matrix held at once
 class Plain:
     name = "plain"
     dtypes = ANY
+
+    def prepare(self, q_lengths: Lengths, k_lengths: Lengths, device: torch.device) -> None:
+        """Need nothing."""
 
     def ready(self, x: Tensor) -> Tensor:
         return x.to(accumulation_dtype(x.dtype))

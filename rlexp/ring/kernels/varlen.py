@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rlexp.ring.kernels.base import HALF, Call, Grads, Lengths, Rows
+from rlexp.types import moved
 
 # dout, q, k, v, out, and a contiguous log-sum-exp (H, q) of float32.
 Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -39,7 +40,8 @@ class Spans:
     max_k: int
 
 
-# A micro-batch has a few of them, which all layers and both passes share: each is moved to the device once.
+# A micro-batch has a few of them, which all layers and both passes share. `prepare` makes them before the first layer:
+# there a copy of the host's memory would wait for the device.
 @functools.lru_cache(maxsize=128)
 def spans_of(q_lengths: Lengths, k_lengths: Lengths, device: torch.device) -> Spans | None:
     """Return None where no segment has both queries and keys."""
@@ -71,11 +73,11 @@ def _places(lengths: Lengths, kept: list[bool], device: torch.device) -> Rows:
         return slice(None)
     if ranges[-1].stop - ranges[0].start == total:
         return slice(ranges[0].start, ranges[-1].stop)
-    return torch.cat([torch.arange(each.start, each.stop) for each in ranges]).to(device)
+    return moved(torch.cat([torch.arange(each.start, each.stop) for each in ranges]), device)
 
 
 def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    return moved(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
@@ -97,6 +99,9 @@ class Varlen:
 
     name: str
     dtypes = HALF
+
+    def prepare(self, q_lengths: Lengths, k_lengths: Lengths, device: torch.device) -> None:
+        spans_of(q_lengths, k_lengths, device)
 
     def ready(self, x: Tensor) -> Tensor:
         return x

@@ -28,7 +28,7 @@ from rlexp.ring.layout import ALL, Deal, Layout
 from rlexp.ring.layouts.zigzag import zigzag
 from rlexp.ring.rotation import empty_output, merge
 from rlexp.ring.selection import Selection, parts_of
-from rlexp.types import Segment
+from rlexp.types import Segment, moved
 
 
 class AllGather(Layout):
@@ -55,7 +55,9 @@ class GatheringPlan(Attention):
     before_lengths: tuple[int, ...]  # one for each chunk
 
     def to(self, device: torch.device) -> GatheringPlan:
-        return replace(self, own=self.own.to(device), before=self.before.to(device))
+        for call in self._calls(1.0):
+            self.kernel.prepare(call.q_lengths, call.k_lengths, device)
+        return replace(self, own=self.own.to(device), before=moved(self.before, device))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Kept]:
         own = self.own.index
