@@ -248,10 +248,11 @@ def unweighted(original: Any, out: Any, lse: Any, block_out: Any, block_lse: Any
     out.copy_(added)
 
 
-def merged_with_zero(original: Any, out: Any, lse: Any, *args: Any, first: bool) -> None:
-    if first:
-        lse.zero_()
-    original(out, lse, *args, first=False)
+def counted_backwards(original: Any, self: Any, *args: Any) -> Any:
+    size, rank = self.ring.size, self.ring.rank
+    return original(
+        replace(self, blocks=tuple(self.blocks[(2 * rank - source) % size] for source in range(size))), *args
+    )
 
 
 def keys_for_values(original: Any, self: Any, q: Any, k: Any, v: Any, *args: Any) -> Any:
@@ -339,7 +340,7 @@ def other_neighbour(original: Any, rank: int, ring_size: int, size: int) -> Any:
 
 
 SHARD, ZIGZAG, ROTATING = "ring.shard:shard_pack", "ring.layouts.zigzag:", "ring.rotation:RotatingPlan."
-MERGE_ROWS, RING_SUM = "ring.kernels.base:merge_rows", "ring.collectives:_RingSum."
+MERGE_ROWS, RING_SUM = "ring.kernels.base:merge_plain", "ring.collectives:_RingSum."
 RING_FAULTS = (
     one("targets shifted after sharding", SHARD,
         lambda original, *args: replace(shard := original(*args), targets_t=shard.tokens_t.roll(-1)), "data", RING),
@@ -370,17 +371,16 @@ RING_FAULTS = (
     one("not a number in the merge", MERGE_ROWS,
         Seeing({"torch.sigmoid": lambda _: lambda apart: apart.abs().neg().log()}), "log-probabilities", RING),
     one("merged without weights", MERGE_ROWS, unweighted, "log-probabilities", RING),
-    one("nothing seen yet counts as 0", "ring.rotation:merge", merged_with_zero, "log-probabilities", RING),
+    one("the late queries' blocks are not merged in", "ring.rotation:merge", nothing, "log-probabilities", RING),
     one("keys of the wrong rank", ROTATING + "forward", keys_for_values, "log-probabilities", RING),
     one("keys do not move on", ROTATING + "forward", Seeing({"rotate": stuck}), "log-probabilities", RING),
-    one("source counted the other way", ROTATING + "_forward_block",
-        lambda original, self, source, *args: original(self, (2 * self.ring.rank - source) % self.ring.size, *args),
-        "log-probabilities", RING, "parallel=ring4"),
+    one("source counted the other way", ROTATING + "forward", counted_backwards, "log-probabilities", RING,
+        "parallel=ring4"),
     one("keys do not move on in the backward", ROTATING + "backward", Seeing({"rotate": Given(keys_stuck)}),
         "gradient", RING),
     one("dk and dv do not come home", ROTATING + "backward", one_hop_off, "gradient", RING),
-    one("dq of the own block only", ROTATING + "_backward_block",
-        Seeing({"add": lambda _: lambda into, at, added: into.__setitem__(at, added)}), "gradient", RING),
+    one("dq without the late queries' blocks", ROTATING + "_summed",
+        lambda original, self, q, dqs: original(self, q, {ALL: dqs[ALL]}), "gradient", RING),
     one("the merge rounds like float32", MERGE_ROWS, Seeing({"torch.logaddexp": as_float32}), "log-probabilities",
         RING, "parallel=ring4"),
     one("dq in float32", ROTATING + "backward", dq_in_float32, "gradient", RING),
@@ -704,9 +704,9 @@ def all_but_one(original: Any, self: Any) -> None:
 
 def measured_first(original: Any, self: Any) -> None:
     """Measure the gradient before it is reduced, and not again."""
-    type(self)._measure(self)
+    norm = type(self).grad_norm(self)
     original(self)
-    self._measure = nothing
+    self.grad_norm = lambda: norm
 
 
 def unclipped(original: Any, self: Any) -> None:
@@ -756,7 +756,7 @@ ENGINE_FAULTS = (
     one("float32 parameters", PLAIN + "__init__",
         Seeing({"cast_parameters": lambda cast: lambda policy, _dtype: cast(policy, torch.float32)}),
         "log-probabilities", ENGINE),
-    one("the norm of one rank's pieces", FSDP2 + "_measure", Seeing({"dist.all_reduce": left_out}), "optimizer",
+    one("the norm of one rank's pieces", FSDP2 + "grad_norm", Seeing({"dist.all_reduce": left_out}), "optimizer",
         ENGINE, "engine=fsdp2"),
     one("FSDP2 does not accumulate", FSDP2 + "backward", emptied_first, "gradient", ENGINE, "engine=fsdp2"),
 )  # fmt: skip

@@ -90,9 +90,10 @@ def test_what_is_gathered_is_exactly_what_comes_before(size, lengths) -> None:
     arrived = torch.cat(deal.places)
     for ring in rings(size):
         plan = layout.plan(segments, ring, Plain())
-        queries = deal.places[ring.rank][: deal.real[ring.rank]].split(plan.chunks)
+        held = deal.places[ring.rank][plan.own.index]
+        assert sorted(held.tolist()) == sorted(deal.places[ring.rank][: deal.real[ring.rank]].tolist())
+        queries, own = held.split(plan.chunks), held.split(plan.own.lengths)
         keys = arrived[plan.before].split(plan.before_lengths)
-        own = deal.places[ring.rank][: deal.real[ring.rank]].split(plan.own.lengths)
         for number, (at, before) in enumerate(zip(queries, keys, strict=True)):
             segment = segments[number * len(own) // len(queries)]
             mine = own[number * len(own) // len(queries)]

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
+
+_ASSUMED: ContextVar[int | None] = ContextVar("assumed GPUs", default=None)
+
+
+@contextlib.contextmanager
+def assumed_gpus(count: int) -> Iterator[None]:
+    """Compose as on a machine with so many GPUs."""
+    token = _ASSUMED.set(count)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
 
 
 def visible_gpus() -> int:
     """Count the GPUs that this process may use: the driver's, limited by CUDA_VISIBLE_DEVICES."""
+    if (assumed := _ASSUMED.get()) is not None:
+        return assumed
     present = _driver_gpus()
     masked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if masked is None or present == 0:
@@ -25,6 +42,24 @@ def _driver_gpus() -> int:
     if folder.is_dir():
         return sum(1 for _ in folder.iterdir())
     return sum(line.startswith("GPU ") for line in _driver_says("-L"))
+
+
+NAMES = {  # how nvidia-smi names a GPU, and the option of `hardware` that describes it; the first that fits
+    "H200": "h200",
+    "H100": "h100",
+    "A100-SXM4-40GB": "a100_40gb",
+    "A100-PCIE-40GB": "a100_40gb",
+    "A100": "a100",
+    "B200": "b200",
+    "L40S": "l40s",
+    "RTX 4090": "rtx_4090",
+}
+
+
+def hardware_here() -> str | None:
+    """Return the option of `hardware` that describes this machine's first GPU; None if it is unknown, or none."""
+    said = next(iter(_driver_says("--query-gpu=name", "--format=csv,noheader")), "")
+    return next((option for name, option in NAMES.items() if name in said), None)
 
 
 def gpu_generations() -> set[int]:

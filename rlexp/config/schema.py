@@ -165,6 +165,32 @@ class WandbMode(Enum):
     offline = "offline"
 
 
+class Preflight(Enum):
+    auto = "auto"  # before a run on GPUs starts, its memory is predicted
+    off = "off"
+
+
+@dataclass
+class HardwareConfig:
+    """A GPU and its links, on which a run is predicted.
+
+    Rates are the data sheet's. `rlexp/rehearse/rates.py` says what share of them a kernel reaches.
+    """
+
+    name: str = "auto"
+    memory_gib: float = number(0.0, least=0, most=1e6)  # of a device, as torch reports it
+    reserve_gib: float = number(0.0, least=0, most=1e6)  # context, NCCL's and cuBLAS's buffers, fragmentation
+    gpus: int = number(8, least=1, most=MANY)  # on a node
+    generation: int = number(0, least=0, most=1000)  # major compute capability
+    bf16_tflops: float = number(0.0, least=0)
+    fp32_tflops: float = number(0.0, least=0)
+    fp64_tflops: float = number(0.0, least=0)
+    memory_tb_s: float = number(0.0, least=0)
+    link_gb_s: float = number(0.0, least=0)  # to another GPU of the node, in one direction
+    network_gb_s: float = number(0.0, least=0)  # to another node, per GPU, in one direction
+    launch_us: float = number(0.0, least=0)  # between the launches of two kernels
+
+
 @dataclass
 class LaunchConfig:
     device: Device = Device.auto
@@ -173,6 +199,7 @@ class LaunchConfig:
     timeout_seconds: float = number(600.0, above=0, most=WEEK)  # how long ranks wait for a rank that does not come
     torch_threads: int = number(1, least=1, most=4096)  # per rank, on CPU
     grace_seconds: float = number(120.0, above=0, most=WEEK)  # for a run asked to stop: to finish its step and save
+    preflight: Preflight = Preflight.auto
     # For a job on a cluster. Its nodes and ranks follow from the keys above.
     time_limit: str = "4h"  # the job is then started again, and the run goes on
     rank_cpus: int = number(2, least=1, most=4096)
@@ -505,6 +532,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
 
 KINDS: dict[str, dict[str, type]] = {

@@ -110,14 +110,13 @@ def parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, obje
     return [{"params": group, "weight_decay": decay, "lr_scale": scale} for (decay, scale), group in groups.items()]
 
 
-def optimizer_for(policy: Policy, optim: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
-    """Build torch's own optimizer, fused on GPU: nothing is compiled, and every engine steps by the same code."""
+def optimizer_for(policy: Policy, optim: OptimConfig) -> torch.optim.Optimizer:
+    """Build torch's own optimizer, fused: nothing is compiled, and every engine steps by the same code."""
     groups = parameter_groups(policy, optim.weight_decay)
     if optim.name is OptimName.sgd:
         return torch.optim.SGD(groups, lr=optim.lr)
-    fused = device.type == "cuda"
     betas = (optim.betas[0], optim.betas[1])
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=fused or None)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=True)
 
 
 def moments_of(optimizer: torch.optim.Optimizer, tensor: Tensor) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ class FSDP2Engine(Named):
         self.root = shard(policy, dtype, world)
         self.parts = dict(policy.named())  # between a forward and a backward pass the policy has others
         self.parameters = trained(policy)
-        self.optimizer = optimizer_for(policy, optim, next(policy.parameters()).device)
+        self.optimizer = optimizer_for(policy, optim)
         self._norm: float | None = None
 
     def forward(self, shard: Shard) -> TokenLogps:
@@ -55,17 +55,15 @@ class FSDP2Engine(Named):
             for parameter in self.parameters.values():
                 if parameter.grad is None:  # no rank has a gradient for it
                     parameter.grad = torch.zeros_like(parameter)
-            self._norm = self._measure()
-
-    def _measure(self) -> float:
-        local = [_local(parameter.grad) for parameter in self.parameters.values()]
-        square = sum(torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in local)
-        total = torch.as_tensor(square, dtype=torch.float64)
-        dist.all_reduce(total)
-        return math.sqrt(total) if bool(total.isfinite()) else math.inf
+            self._norm = None
 
     def grad_norm(self) -> float:
-        assert self._norm is not None, "no gradient has been reduced yet"
+        if self._norm is None:
+            local = [_local(parameter.grad) for parameter in self.parameters.values()]
+            square = sum(torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in local)
+            total = torch.as_tensor(square, dtype=torch.float64)
+            dist.all_reduce(total)
+            self._norm = math.sqrt(total) if bool(total.isfinite()) else math.inf
         return self._norm
 
     def step(self, lr: float) -> None:

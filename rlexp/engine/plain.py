@@ -29,7 +29,7 @@ class PlainEngine(Named):
         self.policy, self.world, self.steps = policy, world, 0
         self.max_grad_norm = optim.max_grad_norm
         cast_parameters(policy, torch.float64 if dtype is torch.float64 else torch.float32)
-        self.optimizer = optimizer_for(policy, optim, next(policy.parameters()).device)
+        self.optimizer = optimizer_for(policy, optim)
         self.parameters = trained(policy)
         self.masters = self._split_masters() if dtype is torch.bfloat16 else self.parameters
         self._norm: float | None = None
@@ -69,7 +69,7 @@ class PlainEngine(Named):
             self._fill()
             if self.world.size > 1:
                 self._reduce()
-            self._measure()
+            self._norm = None
 
     def _fill(self) -> None:
         """Give every parameter a gradient: one without a gradient here may have one on another rank."""
@@ -86,13 +86,11 @@ class PlainEngine(Named):
             for grad, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 grad.copy_(piece.view_as(grad))
 
-    def _measure(self) -> None:
-        squares = [torch.linalg.vector_norm(m.grad, dtype=torch.float64) for m in self.masters.values()]
-        norm = float(torch.linalg.vector_norm(torch.stack(squares)))
-        self._norm = norm if math.isfinite(norm) else math.inf
-
     def grad_norm(self) -> float:
-        assert self._norm is not None, "no gradient has been reduced yet"
+        if self._norm is None:
+            squares = [torch.linalg.vector_norm(m.grad, dtype=torch.float64) for m in self.masters.values()]
+            norm = float(torch.linalg.vector_norm(torch.stack(squares)))
+            self._norm = norm if math.isfinite(norm) else math.inf
         return self._norm
 
     def step(self, lr: float) -> None:

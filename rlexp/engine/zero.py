@@ -32,8 +32,10 @@ from rlexp.model.policy import Policy
 from rlexp.ring.groups import World
 from rlexp.types import Shard, TokenLogps
 
+BUCKET = 50_000_000  # most elements of a gradient that are reduced together: 100 MB in bfloat16
 
-def _import_deepspeed() -> Any:
+
+def import_deepspeed() -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls collectives by names that torch deprecates since 2.13.
@@ -66,7 +68,7 @@ def _import_muon() -> None:
 
 
 def _initialize(**arguments: Any) -> Any:
-    deepspeed = _import_deepspeed()
+    deepspeed = import_deepspeed()
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory tables at its start
         engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
@@ -82,7 +84,7 @@ def build_zero(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: Wor
 
 def _refuse_wrong_values(cfg: EngineConfig) -> None:
     """Check the values of `engine.overrides` by DeepSpeed's own schema, before DeepSpeed starts."""
-    _import_deepspeed()
+    import_deepspeed()
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     try:
@@ -102,7 +104,7 @@ class Stage0(PlainEngine):
         super().__init__(policy, optim, world, dtype)
         self.name = cfg.name.value
         holder = _Holder(self.masters, policy)
-        config = ds_config(cfg, optim.max_grad_norm, torch.float32)
+        config = ds_config(cfg, optim.max_grad_norm, torch.float32, buffers_of(policy))
         self.engine = _initialize(model=holder, optimizer=self.optimizer, config=config)
 
     def forward(self, shard: Shard) -> TokenLogps:
@@ -111,8 +113,7 @@ class Stage0(PlainEngine):
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         _backward(self.engine, loss, last)
-        if last:
-            self._measure()
+        self._norm = None
 
     def _clip_and_step(self) -> None:
         self.engine.step()
@@ -137,13 +138,12 @@ class _Partitioned(Named, abc.ABC):
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.name, self.policy, self.world, self.steps = cfg.name.value, policy, world, 0
-        self._utils = _import_deepspeed().utils
+        self._utils = import_deepspeed().utils
         exact = self._exact(dtype)
-        device = torch.device("cpu") if cfg.offload is not Offload.none else next(policy.parameters()).device
         self.engine = _initialize(
             model=policy,
-            optimizer=optimizer_for(policy, optim, device),
-            config=ds_config(cfg, optim.max_grad_norm, dtype),
+            optimizer=optimizer_for(policy, optim),
+            config=ds_config(cfg, optim.max_grad_norm, dtype, buffers_of(policy)),
         )
         if dtype is torch.bfloat16:
             # DeepSpeed makes its float32 masters from bfloat16 weights: restore the bits that this loses.
@@ -302,13 +302,13 @@ class Stage3(_Partitioned):
         return math.sqrt(total) if bool(total.isfinite()) else math.inf
 
     def _frozen(self, parameter: nn.Parameter) -> Tensor:
-        with _import_deepspeed().zero.GatheredParameters([parameter]):
+        with import_deepspeed().zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
 
 
 def partition(policy: Policy, cfg: EngineConfig) -> None:
     """Give each rank its piece of every parameter. A model that was loaded in pieces stays as it is."""
-    deepspeed = _import_deepspeed()
+    deepspeed = import_deepspeed()
     if not all(hasattr(parameter, "ds_id") for parameter in policy.parameters()):
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         deepspeed.zero.Init(module=policy, config_dict_or_path=ds_config(cfg, 0.0, torch.float32))
@@ -320,7 +320,7 @@ def partition(policy: Policy, cfg: EngineConfig) -> None:
 def loading_config(cfg: EngineConfig) -> dict[str, Any]:
     """Return the DeepSpeed configuration for loading a model in float32 pieces."""
     _refuse_wrong_values(cfg)
-    _import_deepspeed().init_distributed(dist_init_required=False, verbose=False)
+    import_deepspeed().init_distributed(dist_init_required=False, verbose=False)
     return ds_config(cfg, 0.0, torch.float32)
 
 
@@ -340,7 +340,7 @@ def frozen(cfg: EngineConfig, policy: Policy, dtype: torch.dtype) -> Callable[[S
     """Cut a model that is not trained into stage 3's pieces, and return its forward pass."""
     partition(policy, cfg)
     _cast_partitions(policy, dtype)
-    engine = _initialize(model=policy, config=ds_config(cfg, 0.0, dtype))
+    engine = _initialize(model=policy, config=ds_config(cfg, 0.0, dtype, buffers_of(policy)))
 
     def forward(shard: Shard) -> TokenLogps:
         logps: TokenLogps = engine(shard)
@@ -355,8 +355,31 @@ def _backward(engine: Any, loss: Tensor, last: bool) -> None:
     engine.backward(loss, scale_wrt_gas=False)
 
 
-def ds_config(cfg: EngineConfig, max_grad_norm: float, dtype: torch.dtype) -> dict[str, Any]:
+def buffers_of(policy: Policy) -> dict[str, Any]:
+    """Return how much DeepSpeed reduces and gathers together, in elements, by the size of a layer.
+
+    Its own numbers, half a billion and a billion, are the same for all models: a small one gets buffers many times its
+    size. With these, each layer ends its buckets, and the next one is gathered while one computes. So all layers need
+    the same memory, which a rehearsal of a few can predict.
+    """
+    names = set(policy.model._no_split_modules or ())
+    layers = [module for module in policy.modules() if type(module).__name__ in names]
+    sizes = [[shape_of(parameter).numel() for parameter in layer.parameters()] for layer in layers] or [[BUCKET]]
+    layer = max(map(sum, sizes))
+    return {
+        "reduce_bucket_size": min(BUCKET, max(map(max, sizes))),
+        "overlap_comm": True,
+        "stage3_prefetch_bucket_size": layer,
+        "stage3_max_live_parameters": 3 * layer,
+        "stage3_max_reuse_distance": layer,
+    }
+
+
+def ds_config(
+    cfg: EngineConfig, max_grad_norm: float, dtype: torch.dtype, buffers: dict[str, Any] | None = None
+) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": ENGINES[cfg.name.value].stage}
+    zero |= buffers or {}
     if cfg.offload is not Offload.none:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if cfg.offload is Offload.all:

@@ -20,7 +20,14 @@ from torch.autograd.function import once_differentiable
 
 from rlexp.types import Shard, TokenLogps
 
-LOGITS = 1 << 24  # elements of logits held at once
+LOGITS = 1 << 24  # elements of logits held at once, on a CPU
+BYTES = 10  # of an element of logits, in both dtypes and with its gradient
+SHARE = 32  # the part of a GPU's memory that logits may take: larger pieces write the sum less often
+
+
+def logits_at_once(memory: int | None) -> int:
+    """Return how many logits may be held at once, on a device with so many bytes."""
+    return LOGITS if memory is None else max(LOGITS, memory // SHARE // BYTES)
 
 
 class Entropy(Enum):

@@ -81,7 +81,15 @@ def load_model(
             unset_hf_deepspeed_config()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(cfg.seed)
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=hook.NAME)
+                return random_model(config, max_length)
+    return _without_surprises(model, max_length)
+
+
+def random_model(config: PreTrainedConfig, max_length: int, *, float64: bool = False) -> PreTrainedModel:
+    """Make a model from its configuration alone, in float32, on torch's default device."""
+    hook.register()
+    options = _experts(config) if float64 else {}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=hook.NAME, **options)
     return _without_surprises(model, max_length)
 
 

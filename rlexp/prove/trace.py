@@ -26,6 +26,7 @@ from rlexp.prove.records import SIDES, Array, Micro, PackSeen, StepSeen, TensorF
 from rlexp.ring.groups import World
 from rlexp.sinks.base import Sink, Sinks
 from rlexp.train.build import build, build_loss
+from rlexp.train.examples import read_pairs
 from rlexp.train.loop import train_loop
 from rlexp.train.pair_task import PairTask
 from rlexp.train.run import Reference, Run
@@ -153,7 +154,7 @@ class RecordedPairs(PairTask):
     """The product's task, with wrapped parts. Only the first `held_out` held-out pairs are evaluated."""
 
     def __init__(self, recorder: Recorder, held_out: int, cfg: Config, tokenizer: Any, world: World, _: Any) -> None:
-        super().__init__(cfg, tokenizer, world, build_loss(cfg.loss))
+        super().__init__(cfg, read_pairs(cfg, tokenizer, world), build_loss(cfg.loss))
         self.recorder = recorder
         self.loss = RecordedLoss(self.loss, recorder)
         self.eval_pairs = self.eval_pairs[:held_out]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +55,14 @@ class Rotation:
     sent: Tensor
     received: Tensor
     works: list[dist.Work]
+    arrived: Callable[[], None]
 
     def wait(self) -> Tensor:
         for work in self.works:
             work.wait()
+        self.arrived()
         received = self.received
-        del self.sent, self.received, self.works
+        del self.sent, self.received, self.works, self.arrived
         return received
 
 
@@ -73,8 +77,12 @@ def rotate(buffer: Tensor, ring: Ring) -> Rotation:
             dist.P2POp(dist.irecv, received, ring.previous_rank, _group(ring)),
         ]
     )
-    ring.traffic.sent += buffer.nbytes
-    return Rotation(buffer, received, works)
+    return Rotation(buffer, received, works, _leaving(ring, buffer.nbytes))
+
+
+def _leaving(ring: Ring, size: int) -> Callable[[], None]:
+    """Count bytes that are sent, and return what to call when this rank has waited for them."""
+    return functools.partial(ring.traffic.arrived, ring.traffic.send(size))
 
 
 # torch 2.13 renamed both.
@@ -89,10 +97,13 @@ class Pending:
     sent: Tensor
     received: Tensor
     work: dist.Work | None
+    arrived: Callable[[], None] | None = None
 
     def wait(self) -> Tensor:
         if self.work is not None:
             self.work.wait()
+        if self.arrived is not None:
+            self.arrived()
         received = self.received
         del self.sent, self.received, self.work
         return received
@@ -105,8 +116,7 @@ def gather(buffer: Tensor, ring: Ring) -> Pending:
         return Pending(buffer, buffer.unsqueeze(0), None)
     received = buffer.new_empty(ring.size, *buffer.shape)
     work = _all_gather(received.view(-1), buffer.view(-1), group=_group(ring), async_op=True)
-    ring.traffic.sent += (ring.size - 1) * buffer.nbytes
-    return Pending(buffer, received, work)
+    return Pending(buffer, received, work, _leaving(ring, (ring.size - 1) * buffer.nbytes))
 
 
 def sum_and_scatter(buffer: Tensor, ring: Ring) -> Pending:
@@ -117,8 +127,7 @@ def sum_and_scatter(buffer: Tensor, ring: Ring) -> Pending:
         return Pending(buffer, buffer[0], None)
     received = torch.empty_like(buffer[0])
     work = _reduce_scatter(received.view(-1), buffer.view(-1), group=_group(ring), async_op=True)
-    ring.traffic.sent += (ring.size - 1) * received.nbytes
-    return Pending(buffer, received, work)
+    return Pending(buffer, received, work, _leaving(ring, (ring.size - 1) * received.nbytes))
 
 
 def exchange(buffer: Tensor, ring: Ring) -> Tensor:
@@ -129,5 +138,5 @@ def exchange(buffer: Tensor, ring: Ring) -> Tensor:
     buffer = buffer.contiguous()  # torch.cat keeps the memory order of permuted inputs
     received = torch.empty_like(buffer)
     dist.all_to_all_single(received, buffer, group=_group(ring))
-    ring.traffic.sent += (ring.size - 1) * buffer[0].nbytes
+    _leaving(ring, (ring.size - 1) * buffer[0].nbytes)()
     return received

@@ -37,9 +37,10 @@ class Cut:
         return sum(seen(chunk) for chunk in chain.from_iterable(self.chunks[rank]))
 
     def places(self) -> tuple[Tensor, ...]:
-        """Return by rank the places in the pack that it holds, in order: segment by segment, then its share of padding.
+        """Return by rank the places in the pack that it holds, in order.
 
-        Each place of the padding goes to one rank.
+        First come its first chunks of all segments, then its last chunks, so that each of the two is contiguous, and
+        then its share of padding. Each place of the padding goes to one rank.
         """
         share = sum(segment.padded for segment in self.segments) // self.ring_size
         padding = iter(place for s in self.segments for place in range(s.start + s.length, s.start + s.padded))
@@ -47,12 +48,21 @@ class Cut:
         for rank in range(self.ring_size):
             real = [
                 torch.arange(segment.start + chunk.start, segment.start + chunk.stop)
-                for segment, chunks in zip(self.segments, self.chunks[rank], strict=True)
-                for chunk in chunks
+                for chunks in zip(*self.chunks[rank], strict=True)
+                for segment, chunk in zip(self.segments, chunks, strict=True)
             ]
             rest = [next(padding) for _ in range(share - self.real(rank))]
             held.append(torch.cat([*real, torch.tensor(rest, dtype=torch.int64)]))
         return tuple(held)
+
+    def held(self, rank: int) -> list[list[range]]:
+        """Return where the rank holds its chunks among its tokens: by place in the segment, then by segment."""
+        held, start = [], 0
+        for chunks in zip(*self.chunks[rank], strict=True):
+            stops = [*accumulate((len(chunk) for chunk in chunks), initial=start)]
+            held.append([range(*pair) for pair in pairwise(stops)])
+            start = stops[-1]
+        return held
 
     def deal(self) -> Deal:
         """Deal for layouts in which each rank attends with its own queries, all heads."""

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
+
+
+class Watcher(Protocol):
+    """Someone who wants to know when bytes leave this rank, and when this rank waits for what arrives meanwhile."""
+
+    def leaving(self, size: int) -> float: ...
+
+    def awaited(self, ticket: float) -> None: ...
 
 
 @dataclass
@@ -14,6 +23,17 @@ class Traffic:
     """Bytes that this rank has sent around its ring."""
 
     sent: int = 0
+    watcher: Watcher | None = None
+
+    def send(self, size: int) -> float:
+        """Count bytes that are sent from now on. Return a ticket for `arrived`."""
+        self.sent += size
+        return self.watcher.leaving(size) if self.watcher is not None else 0.0
+
+    def arrived(self, ticket: float) -> None:
+        """Note that this rank waits until the bytes of the ticket are exchanged."""
+        if self.watcher is not None:
+            self.watcher.awaited(ticket)
 
 
 @dataclass(frozen=True)

@@ -28,21 +28,20 @@ class Selection:
 
 def parts_of(cut: Cut, rank: int) -> dict[Part, Selection]:
     """Select each part of the rank's shard. Padding belongs to no part, so attention never computes it."""
-    ranges: dict[Part, list[range]] = {ALL: [], EARLY: [], LATE: []}
-    start = 0
-    for chunks in cut.chunks[rank]:
-        stop = start + sum(len(chunk) for chunk in chunks)
-        ranges[ALL].append(range(start, stop))
-        ranges[EARLY].append(range(start, start + len(chunks[0])))
-        ranges[LATE].append(range(stop - len(chunks[-1]), stop))
-        start = stop
-    return {part: selection(of_segments) for part, of_segments in ranges.items()}
+    held = cut.held(rank)  # a rank holds its first chunk of every segment, then its last
+    early, late = held[0], held[-1]
+    whole = [(*chunks,) for chunks in zip(*held, strict=True)]
+    return {
+        ALL: selection(whole),
+        EARLY: selection([(each,) for each in early]),
+        LATE: selection([(each,) for each in late]),
+    }
 
 
-def selection(ranges: Sequence[range]) -> Selection:
-    """Select by a slice (a view, no copy) where the tokens are contiguous, otherwise by an index."""
-    lengths = tuple(len(each) for each in ranges)
-    filled = [each for each in ranges if len(each)]
+def selection(segments: Sequence[tuple[range, ...]]) -> Selection:
+    """Select tokens segment by segment: by a slice (a view, no copy) where they are contiguous, else by an index."""
+    lengths = tuple(sum(len(each) for each in ranges) for ranges in segments)
+    filled = [each for ranges in segments for each in ranges if len(each)]
     if not filled:
         return Selection(slice(0, 0), lengths)
     if all(before.stop == after.start for before, after in itertools.pairwise(filled)):
@@ -57,6 +56,6 @@ def select(x: Tensor, rows: Rows) -> Tensor:
 def add(into: Tensor, rows: Rows, added: Tensor) -> None:
     """Add to rows that are all different."""
     if isinstance(rows, slice):
-        into[rows] += added
+        into[rows].add_(added)
     else:
-        into.index_add_(0, rows, added)
+        into.index_add_(0, rows, added.to(into.dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,7 @@ from rlexp.config.schema import (
     GRPOConfig,
     GSPOConfig,
     LossConfig,
+    ModelConfig,
     OptimConfig,
     PolicyLossConfig,
     PPOConfig,
@@ -45,15 +47,16 @@ from rlexp.engine.base import Engine, shape_of
 from rlexp.engine.plain import PlainEngine
 from rlexp.engines import ENGINES
 from rlexp.metrics.memory import Phases
+from rlexp.model.head import logits_at_once
 from rlexp.model.loading import in_pieces, load_config, load_model, load_tokenizer
 from rlexp.model.policy import DTYPES, Critic, Policy, cast_parameters
 from rlexp.model.probe import probe, probe_decoding
 from rlexp.ring.groups import World, build_world
-from rlexp.ring.kernels import get_kernel
+from rlexp.ring.kernels import BlockKernel, get_kernel
 from rlexp.ring.layouts import Layout, get_layout
 from rlexp.ring.layouts.ring_flash_attn import library_layout
 from rlexp.rollout.bridge import Bridge
-from rlexp.train.examples import refuse_foreign_tokens
+from rlexp.train.examples import read_pairs, read_prompts, refuse_foreign_tokens
 from rlexp.train.pair_task import PairTask
 from rlexp.train.rollout_task import RolloutTask
 from rlexp.train.run import Reference, Run
@@ -63,6 +66,19 @@ from rlexp.types import Shard, TokenLogps
 
 Probe = Callable[..., float]
 TaskOf = Callable[[Config, Any, World, Bridge | None], Task]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where a run's parts come from: disk or hub, and this machine. A rehearsal has others."""
+
+    model_config: Callable[..., Any] = field(default_factory=lambda: load_config)
+    model: Callable[..., Any] = field(default_factory=lambda: load_model)
+    tokenizer: Callable[[ModelConfig], Any] = field(default_factory=lambda: load_tokenizer)
+    device: Callable[[Config], torch.device] = field(default_factory=lambda: device_of)
+    generation: Callable[[Device], int | None] = field(default_factory=lambda: generation_of)
+    kernel: Callable[..., BlockKernel] = field(default_factory=lambda: get_kernel)
+    memory: Callable[[torch.device], int | None] = field(default_factory=lambda: memory_of)
 
 
 def unprobed(*_: Any, **__: Any) -> float:
@@ -77,33 +93,35 @@ def build(
     *,
     probing: Probe = probe,
     task_of: TaskOf | None = None,
+    sources: Sources | None = None,
 ) -> Task:
     """Build the same task on every rank; whatever is refused, all ranks refuse. A collective call.
 
-    `probing` and `task_of` are seams: for a recorder that looks on, and for a task of one's own.
+    `probing`, `task_of` and `sources` are seams: for a recorder that looks on, a task of one's own, and a rehearsal.
     """
-    model_config = load_config(cfg.model, cfg.data.max_length)
+    sources = sources or Sources()
+    model_config = sources.model_config(cfg.model, cfg.data.max_length)
     heads = heads_in(model_config.to_dict())
     check_backend(cfg, heads)
-    check_kernel(cfg, heads, generation=generation_of(cfg.launch.device))
+    check_kernel(cfg, heads, generation=sources.generation(cfg.launch.device))
     choice = choose(cfg, heads)
     world = build_world(cfg.parallel.ring_size, timedelta(seconds=cfg.launch.timeout_seconds), choice.ulysses_size)
-    device = device_of(cfg)
+    device = sources.device(cfg)
     own_layout = get_layout(choice.layout.value, choice.ulysses_size)
     dtype = DTYPES[cfg.train.precision]
-    kernel = get_kernel(cfg.parallel.kernel.value, device.type, dtype, heads.size if heads else None)
-    tokenizer = load_tokenizer(cfg.model)
+    kernel = sources.kernel(cfg.parallel.kernel.value, device.type, dtype, heads.size if heads else None)
+    tokenizer = sources.tokenizer(cfg.model)
     task = (task_of or build_task)(cfg, tokenizer, world, bridge)
     probing(
         cfg.model, model_config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
         device=device,
     )  # fmt: skip
-    policy = build_policy(cfg, model_config, device, task.needs)
+    policy = build_policy(cfg, model_config, device, task.needs, sources)
     examples = task.examples
     refuse_foreign_tokens([*examples.train, *examples.held_out], policy.model.get_input_embeddings().num_embeddings)
     reference = None
     if task.needs.reference:
-        starting = build_policy(cfg, model_config, device, task.needs.frozen)
+        starting = build_policy(cfg, model_config, device, task.needs.frozen, sources)
         reference = build_reference(cfg, starting, dtype, world)
     if cfg.memory.checkpointing:
         policy.recompute_activations()
@@ -131,9 +149,9 @@ def build_task(cfg: Config, tokenizer: Any, world: World, bridge: Bridge | None)
     match cfg.loss:
         case PolicyLossConfig() as loss_cfg:
             loss = build_policy_loss(loss_cfg, cfg.rollout.importance_cap)
-            return RolloutTask(cfg, loss_cfg, loss, tokenizer=tokenizer, world=world, bridge=bridge)
+            return RolloutTask(cfg, loss_cfg, loss, read_prompts(cfg, tokenizer, world), bridge)
         case _:
-            return PairTask(cfg, tokenizer, world, build_loss(cfg.loss))
+            return PairTask(cfg, read_pairs(cfg, tokenizer, world), build_loss(cfg.loss))
 
 
 def build_schedule(cfg: Config, steps_per_epoch: int) -> Schedule:
@@ -144,6 +162,11 @@ def build_schedule(cfg: Config, steps_per_epoch: int) -> Schedule:
 def generation_of(device: Device) -> int | None:
     """Return the major compute capability of this rank's GPU."""
     return torch.cuda.get_device_capability()[0] if device is Device.cuda and torch.cuda.is_available() else None
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Return the bytes of a GPU; None for a CPU."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
 def build_layout(cfg: Config, own: Layout) -> Layout:
@@ -199,18 +222,26 @@ def build_policy_loss(cfg: PolicyLossConfig, importance_cap: float | None) -> Po
             raise AssertionError(cfg)
 
 
-def build_policy(cfg: Config, config: Any, device: torch.device, needs: Needs) -> Policy:
+def build_policy(
+    cfg: Config,
+    config: Any,
+    device: torch.device,
+    needs: Needs,
+    sources: Sources | None = None,
+) -> Policy:
     """Load the starting weights: whole and the same on every rank, or in pieces from the first moment under ZeRO-3."""
-    float64 = cfg.train.precision is Precision.fp64
+    sources = sources or Sources()
+    load, float64 = sources.model, cfg.train.precision is Precision.fp64
     critic = None
     with pieces_for(cfg.engine):
-        model = load_model(cfg.model, config, cfg.data.max_length, float64=float64)
+        model = load(cfg.model, config, cfg.data.max_length, float64=float64)
         if needs.critic is not None:
             own = needs.critic is CriticName.own
-            trunk = load_model(cfg.model, config, cfg.data.max_length, float64=float64).base_model if own else None
+            trunk = load(cfg.model, config, cfg.data.max_length, float64=float64).base_model if own else None
             critic = Critic(model.get_output_embeddings().in_features, trunk)
     policy = Policy(model, critic, temperature=needs.temperature, entropy=needs.entropy).to(device)
     policy.critic_lr_scale = needs.critic_lr_scale
+    policy.logps.most = logits_at_once(sources.memory(device))
     policy.freeze(cfg.model.freeze)
     if not ENGINES[cfg.engine.name.value].replicated:
         policy.refuse_listed_experts(cfg.engine.name.value)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +18,8 @@ from rlexp.data.sampler import Batch, Sampler
 from rlexp.errors import NonFiniteError
 from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.ring.collectives import ring_sum
-from rlexp.ring.groups import World
 from rlexp.ring.objects import gather_objects
-from rlexp.train.examples import pair_sampler, read_pairs
+from rlexp.train.examples import Examples, pair_sampler
 from rlexp.train.run import Reference, Run
 from rlexp.train.sequences import sum_by_sequence
 from rlexp.train.step import note_tokens
@@ -33,10 +31,10 @@ class PairTask(Task):
     kind = "pair"
     reference: Reference | None
 
-    def __init__(self, cfg: Config, tokenizer: Any, world: World, loss: PreferenceLoss) -> None:
+    def __init__(self, cfg: Config, examples: Examples, loss: PreferenceLoss) -> None:
         self.loss = loss
         self.needs = Needs(reference=loss.needs_reference)
-        self.examples = read_pairs(cfg, tokenizer, world)
+        self.examples = examples
         self.pairs: Sequence[Pair] = self.examples.train
         self.eval_pairs: Sequence[Pair] = self.examples.held_out
         self.sampler: Sampler = pair_sampler(cfg, len(self.pairs))

@@ -25,13 +25,13 @@ from rlexp.errors import NonFiniteError
 from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.model.head import Entropy
 from rlexp.ring.collectives import ring_sum
-from rlexp.ring.groups import Ring, World
+from rlexp.ring.groups import Ring
 from rlexp.rollout import saved
 from rlexp.rollout.bridge import Bridge
 from rlexp.rollout.experience import on_pack
 from rlexp.sinks.base import RolloutFacts
 from rlexp.train.build_rollouts import build_rollouts
-from rlexp.train.examples import prompt_sampler, read_prompts
+from rlexp.train.examples import Examples, prompt_sampler
 from rlexp.train.rollouts import Rollouts
 from rlexp.train.run import Reference, Run
 from rlexp.train.sequences import owners, sum_by_sequence
@@ -50,9 +50,7 @@ class RolloutTask(Task):
         cfg: Config,
         loss_cfg: PolicyLossConfig,
         loss: PolicyLoss,
-        *,
-        tokenizer: Any,
-        world: World,
+        examples: Examples,
         bridge: Bridge | None = None,
     ) -> None:
         self.cfg = cfg.rollout
@@ -60,7 +58,7 @@ class RolloutTask(Task):
         self.loss = loss
         self.bridge = bridge  # to the ranks that only sample
         self.needs = needs_of(cfg, loss_cfg, loss)
-        self.examples = read_prompts(cfg, tokenizer, world)
+        self.examples = examples
         self.sampler = prompt_sampler(cfg, len(self.examples.train))
 
     @property

@@ -48,7 +48,9 @@ class BlockKernel(Protocol):
         """Convert a tensor that several blocks need once, to the dtype in which this kernel computes."""
 
     def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Return the output (q, H, D) and log-sum-exp (q, H), in the accumulation dtype.
+        """Return the output (q, H, D) and log-sum-exp (q, H).
+
+        The log-sum-exp is in the accumulation dtype; the output may be in that of the queries.
 
         Where a segment has queries but no keys, the output is 0 and the log-sum-exp −inf.
         """
@@ -56,7 +58,7 @@ class BlockKernel(Protocol):
     def backward(
         self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor, call: Call
     ) -> Grads:
-        """Return this block's part of dq, dk, dv in the accumulation dtype.
+        """Return this block's part of dq, dk, dv, in the accumulation dtype or in that of the queries.
 
         Output and log-sum-exp are the *global* ones.
         """
@@ -72,12 +74,11 @@ def segments(call: Call) -> Iterator[tuple[slice, slice]]:
         k_start += k_length
 
 
-def merge_rows(out_qHD: Tensor, lse_qH: Tensor, block_out_qHD: Tensor, block_lse_qH: Tensor) -> None:
+def merge_plain(out_qHD: Tensor, lse_qH: Tensor, block_out_qHD: Tensor, block_lse_qH: Tensor) -> None:
     """Add a block to the running output and log-sum-exp of the same queries, in place.
 
-    Each output is weighted by its share of the softmax sum. Every query must have seen a key before; a block in which
-    it sees none (−inf) then adds nothing.
+    Each output is weighted by its share of the softmax sum. A block in which a query sees no key (−inf) adds nothing.
     """
-    share = torch.sigmoid(block_lse_qH - lse_qH)
-    out_qHD.lerp_(block_out_qHD, share.unsqueeze(-1))
+    share = torch.sigmoid(block_lse_qH - lse_qH).masked_fill_(block_lse_qH.isneginf(), 0.0)
+    out_qHD.lerp_(block_out_qHD.to(out_qHD.dtype), share.unsqueeze(-1))
     torch.logaddexp(lse_qH, block_lse_qH, out=lse_qH)

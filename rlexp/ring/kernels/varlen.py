@@ -4,8 +4,8 @@ The kernel never sees a segment without queries or without keys: versions differ
 log-sum-exp of +∞, or memory that nobody wrote). Its tokens are left out by a view where the others are contiguous, as
 in one long sequence, and by an index elsewhere.
 
-The kernels compute in float32 and round their results to the dtype of the queries; these are converted back here, since
-merging and summing need float32.
+The kernels compute in float32 and round their results to the dtype of the queries. Merging and summing take them as
+they are, into float32.
 
 Shape letters: q query tokens, k key tokens, H query heads, G key/value heads, D head size.
 """
@@ -121,7 +121,7 @@ class Varlen:
             k, v = (_last_contiguous(x[spans.keys]) for x in (k_kGD, v_kGD))
             kernel_out, kernel_lse = self.call_forward(q, k, v, spans, call)
             if _all_rows(spans.queries):
-                return kernel_out.float(), kernel_lse.transpose(0, 1)
+                return kernel_out, kernel_lse.transpose(0, 1)
         out = q_qHD.new_zeros(q_qHD.shape, dtype=torch.float32)
         lse = q_qHD.new_full(q_qHD.shape[:2], -torch.inf, dtype=torch.float32)
         if spans is not None:
@@ -141,7 +141,7 @@ class Varlen:
         lse = lse_qH[spans.queries].transpose(0, 1).contiguous()
         grads = self.call_backward((dout, q, k, v, out, lse), spans, call)
         dq, dk, dv = (
-            _spread(grad.float(), rows, x)
+            _spread(grad, rows, x)
             for grad, rows, x in zip(grads, (spans.queries, spans.keys, spans.keys), wholes, strict=True)
         )
         return dq, dk, dv
@@ -152,5 +152,5 @@ def _spread(grad: Tensor, rows: Rows, like: Tensor) -> Tensor:
     if _all_rows(rows):
         return grad
     whole = like.new_zeros(like.shape, dtype=torch.float32)
-    whole[rows] = grad
+    whole[rows] = grad.float()
     return whole

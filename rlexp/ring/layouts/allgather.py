@@ -24,10 +24,11 @@ from rlexp.ring.collectives import Pending, gather, sum_and_scatter
 from rlexp.ring.cut import Cut
 from rlexp.ring.groups import Ring
 from rlexp.ring.kernels.base import BlockKernel, Call, Grads, accumulation_dtype
+from rlexp.ring.kernels.fused import merge_rows
 from rlexp.ring.layout import ALL, Deal, Layout
 from rlexp.ring.layouts.zigzag import zigzag
-from rlexp.ring.rotation import empty_output, merge
-from rlexp.ring.selection import Selection, parts_of
+from rlexp.ring.rotation import empty_output, widened
+from rlexp.ring.selection import Selection, add, parts_of, select
 from rlexp.types import Segment, moved
 
 
@@ -60,44 +61,54 @@ class GatheringPlan(Attention):
         return replace(self, own=self.own.to(device), before=moved(self.before, device))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Kept]:
-        own = self.own.index
-        out, lse = empty_output(q)
+        rows = self.own.index
         kv = torch.stack((k, v), dim=2).transpose(0, 1).contiguous()  # (G, t, 2, D)
-        queries = self.kernel.ready(q)
+        queries, own = select(self.kernel.ready(q), rows), self._own(kv)
         to_own, to_earlier = self._calls(scale)
-        for heads, mine, arriving in self._heads(q, kv):
-            at = (own, heads)
-            block = self.kernel.forward(queries[at], *both(mine[own]), to_own)
-            merge(out[:, heads], lse[:, heads], *block, own, first=True)
-            block = self.kernel.forward(queries[at], *both(self._earlier(arriving)), to_earlier)
-            merge(out[:, heads], lse[:, heads], *block, own, first=False)
+        results = []
+        for head, (heads, arriving) in enumerate(self._heads(q, kv)):
+            out_h, lse_h = self.kernel.forward(queries[:, heads], *both(own[head]), to_own)
+            out_h = widened(out_h)
+            block = self.kernel.forward(queries[:, heads], *both(self._earlier(arriving)), to_earlier)
+            merge_rows(out_h, lse_h, *block)
+            results.append((out_h, lse_h))
+        out, lse = empty_output(q)
+        out[rows], lse[rows] = (torch.cat(parts, dim=1) for parts in zip(*results, strict=True))
         result = out.to(q.dtype)
         return result, (q, kv, result, lse)
 
     def backward(self, dout: Tensor, kept: Kept, scale: float) -> Grads:
         q, kv, out, lse = kept
-        own, dtype = self.own.index, accumulation_dtype(q.dtype)
+        rows, dtype = self.own.index, accumulation_dtype(q.dtype)
         dq, dkv = q.new_zeros(q.shape, dtype=dtype), kv.new_zeros(kv.shape, dtype=dtype)
-        dout, q, out = (self.kernel.ready(x) for x in (dout, q, out))
+        dout, q, out = (select(self.kernel.ready(x), rows) for x in (dout, q, out))
+        lse, own = select(lse, rows), self._own(kv)
         to_own, to_earlier = self._calls(scale)
         going: list[Pending] = []
-        for head, (heads, mine, arriving) in enumerate(self._heads(q, kv)):
-            at = (own, heads)
-            known = (out[at], lse[at])
-            dq_own, *dkv_own = self.kernel.backward(dout[at], q[at], *both(mine[own]), *known, to_own)
-            dkv[head][own] = torch.cat(dkv_own, dim=1)
+        dqs, own_dkvs = [], []
+        for head, (heads, arriving) in enumerate(self._heads(q, kv)):
+            given, known = (dout[:, heads], q[:, heads]), (out[:, heads], lse[:, heads])
+            dq_own, *dkv_own = self.kernel.backward(*given, *both(own[head]), *known, to_own)
+            own_dkvs.append(torch.cat(dkv_own, dim=1))
             keys = both(self._earlier(arriving))
-            dq_before, *dkv_before = self.kernel.backward(dout[at], q[at], *keys, *known, to_earlier)
-            dq[at] = dq_own + dq_before
+            dq_before, *dkv_before = self.kernel.backward(*given, *keys, *known, to_earlier)
+            dqs.append(widened(dq_own).add_(dq_before))
             # A key may come before both of our chunks.
-            spread = dkv.new_zeros(self.ring.size, *mine.shape)
-            spread.flatten(0, 1).index_add_(0, self.before, torch.cat(dkv_before, 1))
+            spread = dkv.new_zeros(self.ring.size, *kv.shape[1:])
+            spread.flatten(0, 1).index_add_(0, self.before, torch.cat(dkv_before, 1).to(dtype))
             if going:  # one at a time: the spread gradient is as long as the whole pack
                 dkv[head - 1] += going.pop().wait()
             going.append(sum_and_scatter(spread, self.ring))
         dkv[-1] += going.pop().wait()
+        dq[rows] = torch.cat(dqs, dim=1)
+        add(dkv.transpose(0, 1), rows, torch.stack(own_dkvs, dim=1))
         dk, dv = dkv.transpose(0, 1).unbind(2)
         return dq, dk, dv
+
+    def _own(self, kv_Gt2D: Tensor) -> Tensor:
+        """Return our keys and values, segment by segment."""
+        rows = self.own.index
+        return kv_Gt2D[:, rows] if isinstance(rows, slice) else kv_Gt2D.index_select(1, rows)
 
     def _calls(self, scale: float) -> tuple[Call, Call]:
         """Return the kernel's calls over our own keys, and over the earlier keys of other ranks."""
@@ -108,15 +119,15 @@ class GatheringPlan(Attention):
         """Wait for the gathered keys and values, and take those that come before our chunks."""
         return arriving.wait().flatten(0, 1)[self.before]
 
-    def _heads(self, q: Tensor, kv: Tensor) -> Iterator[tuple[slice, Tensor, Pending]]:
-        """For each key/value head yield its query heads, our keys and values, and the ring's, which are in flight."""
+    def _heads(self, q: Tensor, kv: Tensor) -> Iterator[tuple[slice, Pending]]:
+        """For each key/value head yield its query heads, and the ring's keys and values, which are in flight."""
         serves = q.shape[1] // len(kv)
         coming = gather(kv[0], self.ring)
-        for head, mine in enumerate(kv):
+        for head in range(len(kv)):
             arriving = coming
             if head + 1 < len(kv):
                 coming = gather(kv[head + 1], self.ring)
-            yield slice(head * serves, (head + 1) * serves), mine, arriving
+            yield slice(head * serves, (head + 1) * serves), arriving
 
 
 def both(kv_k2D: Tensor) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ class LibraryPlan(ABC):
         deterministic = torch.are_deterministic_algorithms_enabled()
         out: Tensor = self.call(q, k, v, {"softmax_scale": scale, "causal": True, "deterministic": deterministic})
         forth, back = self.sent(k, v)
-        self.ring.traffic.sent += forth
+        self._count(forth)
         if out.requires_grad:
             out.register_hook(lambda _: self._count(back))
         return out
@@ -81,7 +81,7 @@ class LibraryPlan(ABC):
         """Return the bytes that this rank sends in the forward and in the backward pass."""
 
     def _count(self, sent: int) -> None:
-        self.ring.traffic.sent += sent
+        self.ring.traffic.arrived(self.ring.traffic.send(sent))
 
 
 class AlonePlan(LibraryPlan):

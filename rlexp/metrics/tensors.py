@@ -1,0 +1,140 @@
+"""The bytes of live tensors, counted as they are made and freed: what a program holds, and not its process.
+
+On a CPU every run of a small model peaks at the size of its libraries, whatever its ring. Live tensors fall with the
+ring there too. A rehearsal counts the same way on tensors that have no memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass
+class Held:
+    """Bytes on one kind of device."""
+
+    live: int = 0
+    peak: int = 0
+
+    def add(self, size: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+class LiveTensors(TorchDispatchMode):
+    """Count storages from the operator that makes them until they are freed.
+
+    Memory inside a kernel is not seen, and neither are tensors that existed before. `changed` is called with the number
+    of the storage, its device and the bytes that it has gained or lost.
+    """
+
+    def __init__(self, changed: Callable[[int, str, int], None] | None = None) -> None:
+        super().__init__()
+        self._held: dict[str, Held] = {}
+        self._known: dict[int, tuple[Any, int, str, int]] = {}  # by address: a weak reference, number, device, bytes
+        self._made = 0
+        self._changed = changed or (lambda *_: None)
+        self._resize: Any = None
+
+    def held(self, device: str) -> Held:
+        return self._held.setdefault(device, Held())
+
+    def reset_peaks(self) -> None:
+        for held in self._held.values():
+            held.peak = held.live
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Return the number of the tensor's storage, or None if it is not counted."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(wraps(each) for each in types):
+            return NotImplemented  # the operators inside it come here
+        made = func(*args, **(kwargs or {}))
+        self.see(made)
+        return made
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Say whether a tensor has memory: those on which DTensor tries shapes have none."""
+        return not isinstance(tensor, FakeTensor)
+
+    def size_of(self, storage: Any, device: str) -> int:  # noqa: ARG002
+        """Return the bytes that a storage takes on its device."""
+        return int(storage.nbytes())
+
+    def see(self, made: Any) -> None:
+        """Count the storages of an operator's results."""
+        for tensor in _tensors(made):
+            if not self.counts(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            address, device = storage._cdata, tensor.device.type
+            size = self.size_of(storage, device)
+            known = self._known.get(address)
+            if known is None:
+                self._add(storage, address, device, size)
+            elif known[3] != size:
+                self._resized(address, size)
+
+    def _add(self, storage: Any, address: int, device: str, size: int) -> None:
+        self._made += 1
+        gone = weakref.ref(storage, functools.partial(self._free, address))
+        self._known[address] = (gone, self._made, device, size)
+        self._move(self._made, device, size)
+
+    def _free(self, address: int, _gone: Any) -> None:
+        if (known := self._known.pop(address, None)) is not None:
+            _, number, device, size = known
+            self._move(number, device, -size)
+
+    def _resized(self, address: int, size: int) -> None:
+        gone, number, device, before = self._known[address]
+        self._known[address] = (gone, number, device, size)
+        self._move(number, device, size - before)
+
+    def _move(self, number: int, device: str, size: int) -> None:
+        if size:
+            self.held(device).add(size)
+            self._changed(number, device, size)
+
+    def __enter__(self) -> LiveTensors:
+        """Look at `resize_` too, by which FSDP frees and takes back a storage: it is no operator."""
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            if (known := self._known.get(storage._cdata)) is not None:
+                self._resized(storage._cdata, self.size_of(storage, known[2]))
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+        self._known.clear()  # what is freed from now on is not told
+
+
+def wraps(kind: type) -> bool:
+    """Say whether a kind of tensor holds others, as a DTensor holds its local one, and has no memory of its own."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def _tensors(made: Any) -> Iterator[Tensor]:
+    if isinstance(made, Tensor):
+        yield made
+    elif isinstance(made, list | tuple):
+        for each in made:
+            yield from _tensors(each)

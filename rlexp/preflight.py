@@ -1,0 +1,77 @@
+"""Predict what a run needs on hardware that is not here: memory, time, and the longest sequence that fits.
+
+python -m rlexp.preflight model=hf model.path=FOLDER parallel=ring8 hardware=h100 launch.nproc=8
+python -m rlexp.preflight --json answer.json data.max_length=131072 memory.checkpointing=true hardware=h200
+
+The product's own code is built and stepped on tensors without memory, for one rank, from the model's config.json alone:
+no weights, no GPU, no network. The overrides are those of `python -m rlexp`; hardware=… names what is predicted. The
+exit code is 0 if the run fits, and 1 if it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from rlexp.config.explain import explain
+from rlexp.errors import ConfigError
+
+
+def main() -> int:
+    parser = Parser(
+        prog="python -m rlexp.preflight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the answer to this file")
+    try:
+        options = parser.parse_intermixed_args()
+        return preflight(options.overrides, options.json)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        message = explain(error)
+        if message is None:
+            raise
+        sys.stderr.write(f"rlexp: {message}\n")
+        return 1
+
+
+def preflight(overrides: list[str], file: Path | None) -> int:
+    from rlexp.config.rehearsed import compose_elsewhere
+
+    compose_elsewhere(overrides)  # what is wrong with it is said before torch is imported
+    quietly()
+    from rlexp.rehearse import report
+    from rlexp.rehearse.answer import answer
+
+    found = answer(overrides)
+    sys.stdout.write(report.text(found))
+    if file is not None:
+        try:
+            file.write_text(json.dumps(report.plain(found), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json={file}: cannot be written ({error.strerror}). Give another file.") from None
+    return 0 if found.fits else 1
+
+
+def quietly() -> None:
+    """Silence what torch and DeepSpeed say of a world in which nothing is sent."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    warnings.filterwarnings("ignore", message=r"Accessing the data pointer of FakeTensor")
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong option like any other mistake of the user's."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ConfigError(f"{message}. See python -m rlexp.preflight --help.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""A device without memory or kernels: tensors on it have shape, dtype and place, and torch treats it as an accelerator.
+
+torch lets Python define a device (`PrivateUse1`). Under `FakeTensorMode` its tensors need no kernels, and unlike fake
+CUDA tensors they need no build of torch for CUDA, even in the backward pass. A tensor of the host in an operator of the
+device raises, as it would on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "rehearsed"
+
+
+@functools.cache
+def rehearsed_device() -> torch.device:
+    """Register the device, once for this process."""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=Accelerator())
+    _register_copies()
+    return torch.device(NAME, 0)
+
+
+def _register_copies() -> None:
+    """Give the device the two operators by which `torch.tensor(…, device=…)` copies from the host.
+
+    torch turns all modes off there. What the two make becomes a fake tensor as soon as the modes are on again.
+    """
+    library = torch.library.Library("aten", "IMPL")
+
+    def empty_strided(size: Sequence[int], stride: Sequence[int], *, dtype: Any = None, **_: Any) -> Any:  # noqa: ARG001
+        return torch._C._acc.create_empty_tensor(tuple(size), dtype or torch.get_default_dtype())
+
+    library.impl("empty_strided", empty_strided, "PrivateUse1")
+    library.impl("_copy_from", lambda _source, there, _non_blocking=False: there, "PrivateUse1")
+    _LIBRARIES.append(library)
+
+
+_LIBRARIES: list[Any] = []  # a library's operators go when it does
+
+
+class Stream:
+    """A stream on which nothing ever runs."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def wait_stream(self, _other: Any) -> None: ...
+
+    def wait_event(self, _event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Event()
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def record(self, _stream: Any = None) -> None: ...
+
+    def wait(self, _stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class Accelerator:
+    """What torch, FSDP and activation checkpointing ask a device's module for: `torch.rehearsed`, as `torch.cuda`."""
+
+    Stream, Event = Stream, Event
+    _only = Stream()
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, _device: Any) -> None: ...
+
+    def synchronize(self, _device: Any = None) -> None: ...
+
+    def manual_seed(self, _seed: int) -> None: ...
+
+    def manual_seed_all(self, _seed: int) -> None: ...
+
+    def get_rng_state(self, _device: Any = None) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, _state: Any, _device: Any = None) -> None: ...
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def current_stream(self, _device: Any = None) -> Any:
+        return self._only
+
+    default_stream = current_stream
+
+    def memory_allocated(self, _device: Any = None) -> int:
+        return 0
+
+    def empty_cache(self) -> None: ...
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[Any]:
+        yield stream
+
+    @contextlib.contextmanager
+    def device(self, device: Any) -> Iterator[Any]:
+        yield device
+
+
+@contextlib.contextmanager
+def conversions() -> Iterator[None]:
+    """Let modules be cast and moved. torch swaps the contents of fake parameters, which fails if anything else knows
+    them, an optimizer or another mode; here their data are set, as those of other parameters are."""
+
+    def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        modules = self.modules() if recurse else (self,)
+        for module in modules:
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    with torch.no_grad():
+                        parameter.data = fn(parameter.data)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
+        return self
+
+    before = nn.Module._apply, torch.Tensor.record_stream
+    nn.Module._apply = _apply  # type: ignore[method-assign]
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply, torch.Tensor.record_stream = before  # type: ignore[method-assign]

@@ -1,0 +1,116 @@
+"""What the tensors of a run are for, and where its layers begin: labels and marks for the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rlexp.metrics.tensors import LiveTensors
+from rlexp.rehearse.log import GRADIENTS, OPTIMIZER, REFERENCE, WEIGHTS, Log
+
+LAYER = "layer"
+FORWARD = ("forward", "reference")
+
+
+def label(log: Log, live: LiveTensors, engine: Any, frozen: Iterable[nn.Module]) -> None:
+    """Say what the tensors are for that a run has after its build. Others are told by when they are made and freed."""
+    for kind, tensors in (
+        (WEIGHTS, _of_module(engine.policy)),
+        (REFERENCE, (tensor for module in frozen for tensor in _of_module(module))),
+        (GRADIENTS, _gradients(engine)),
+        (OPTIMIZER, _states(engine)),
+    ):
+        for tensor in tensors:
+            log.label(live.number_of(tensor), kind)
+
+
+def _of_module(module: nn.Module) -> Iterator[Tensor]:
+    for parameter in module.parameters():
+        yield from _local(parameter)
+        yield from _local(getattr(parameter, "ds_tensor", None))  # this rank's piece under ZeRO-3
+    for buffer in module.buffers():
+        yield from _local(buffer)
+
+
+def _gradients(engine: Any) -> Iterator[Tensor]:
+    """Yield the buffers in which DeepSpeed adds gradients up, which it makes at its start."""
+    for name, value in vars(getattr(getattr(engine, "engine", None), "optimizer", None) or object).items():
+        if "grad" in name:
+            yield from _within(value)
+
+
+def _states(engine: Any) -> Iterator[Tensor]:
+    optimizer = getattr(engine, "optimizer", None) or engine.engine.optimizer
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield from _local(parameter)
+    yield from _within(list(optimizer.state.values()))
+
+
+def _within(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield from _local(value)
+    elif isinstance(value, dict):
+        yield from _within(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _within(each)
+
+
+def _local(tensor: Any) -> Iterator[Tensor]:
+    if isinstance(tensor, DTensor):
+        yield tensor.to_local()
+    elif isinstance(tensor, Tensor):
+        yield tensor
+
+
+def mark_layers(log: Log, modules: Iterable[nn.Module], names: set[str]) -> None:
+    """Begin a section of the log at each layer's forward pass and at its backward pass."""
+    for module in modules:
+        if type(module).__name__ in names:
+            _mark(log, module)
+
+
+def mark_modules(log: Log, root: nn.Module) -> None:
+    """Tell the log in whose forward pass a storage is made: the innermost module's."""
+
+    def entering(name: str) -> Any:
+        def enter(*_: Any) -> None:
+            if log.phase == "forward":
+                before.append(log.module)
+                log.module = name
+
+        return enter
+
+    def leave(*_: Any) -> None:
+        if log.phase == "forward":
+            log.module = before.pop()
+
+    before: list[str] = []
+    for name, module in root.named_modules():
+        module.register_forward_pre_hook(entering(name or type(module).__name__))
+        module.register_forward_hook(leave)
+
+
+def _mark(log: Log, layer: nn.Module) -> None:
+    def backward(grad: Tensor) -> Tensor:
+        log.mark(LAYER)
+        return grad
+
+    def before(*_: Any) -> None:
+        if log.phase in FORWARD:
+            log.mark(LAYER)
+
+    def after(_module: Any, _args: Any, output: Any) -> None:
+        if log.phase in FORWARD:
+            log.mark("")
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:
+                hidden.register_hook(backward)
+
+    layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(after)

@@ -1,0 +1,246 @@
+"""What a rank did, operator by operator: storages made and freed, and counts by phase.
+
+The log of a few layers is stretched to that of many. Layers are alike, so the part between two marks is written in
+again for every layer that was left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlexp.rehearse.rates import Clock
+
+Array = npt.NDArray[np.int64]
+
+WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE = "weights", "gradients", "optimizer state", "reference"
+ACTIVATIONS, BUFFERS, TEMPORARIES = "saved activations", "communication buffers", "temporaries"
+KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE, ACTIVATIONS, TEMPORARIES, BUFFERS)
+
+
+@dataclass
+class Counts:
+    """Counts of one phase on one rank."""
+
+    flops: int = 0  # of matrix products and attention
+    bytes: int = 0
+    launches: int = 0
+    sent: Counter[str] = field(default_factory=Counter)  # bytes, by collective
+    syncs: Counter[str] = field(default_factory=Counter)  # by place in the code and what it waits for
+    seconds: float = 0.0  # estimated: of computing
+    waited: float = 0.0  # estimated: for bytes that had not arrived
+
+    def __add__(self, other: Counts) -> Counts:
+        return self._with(other, 1)
+
+    def __sub__(self, other: Counts) -> Counts:
+        return self._with(other, -1)
+
+    def times(self, factor: int) -> Counts:
+        return Counts()._with(self, factor)
+
+    def _with(self, other: Counts, factor: int) -> Counts:
+        """Add a multiple of other counts."""
+        result = Counts()
+        for each in fields(Counts):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(mine, Counter):
+                total: Any = Counter({key: mine[key] + factor * theirs[key] for key in {*mine, *theirs}})
+            else:
+                total = mine + factor * theirs
+            setattr(result, each.name, total)
+        return result
+
+    def like(self, other: Counts) -> bool:
+        """Say whether the same was done, however long it took."""
+        ours, theirs = ((each.flops, each.bytes, each.launches, each.sent, each.syncs) for each in (self, other))
+        return ours == theirs
+
+
+@dataclass(frozen=True)
+class Section:
+    """What happens between two marks."""
+
+    phase: str
+    mark: str  # the mark at its begin: a layer's forward or backward pass, or the phase alone
+    first: int  # its first event
+    begins: bool  # a phase
+    counts: Counts
+
+
+@dataclass
+class Log:
+    """Events are changes of a storage's size. Sections follow each other; a new one begins with a phase or a mark."""
+
+    device: str
+    numbers: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
+    clock: Clock = field(default_factory=lambda: Clock(None))
+    kinds: dict[int, str] = field(default_factory=dict)  # of the storages that are known for what they are
+    modules: dict[int, str] = field(default_factory=dict)  # in whose forward pass a storage was made
+    module: str = ""  # whose forward pass is under way
+    phase: str = ""
+    layers: int = 0  # of the model
+
+    def __post_init__(self) -> None:
+        self.enter("")
+
+    def changed(self, number: int, device: str, size: int) -> None:
+        if device == self.device:
+            self.numbers.append(number)
+            self.sizes.append(size)
+            if self.module and number not in self.modules:
+                self.modules[number] = self.module
+
+    def passing(self, size: int) -> None:
+        """Note memory that is taken and given back within one operator."""
+        self.numbers += [-1, -1]
+        self.sizes += [size, -size]
+
+    @property
+    def counts(self) -> Counts:
+        return self.sections[-1].counts
+
+    def enter(self, phase: str) -> None:
+        if self.sections:
+            self.counts.waited += self.clock.wait(self.clock.link_free)
+        self.phase = phase
+        self.mark("", begins=True)
+
+    def mark(self, mark: str, *, begins: bool = False) -> None:
+        self.sections.append(Section(self.phase, mark, len(self.sizes), begins, Counts()))
+
+    # ---- work ----
+
+    def computed(self, flops: int, size: int) -> None:
+        counts = self.counts
+        counts.launches += 1
+        counts.flops += flops
+        counts.bytes += size
+        counts.seconds += self.clock.operator(flops, size)
+
+    def attended(self, flops: int) -> None:
+        """Count the arithmetic of an attention kernel; its launch and its bytes are counted with its operator."""
+        self.counts.flops += flops
+        self.counts.seconds += self.clock.attending(flops)
+
+    def leaving(self, size: int) -> float:
+        return self.clock.send(size)
+
+    def awaited(self, ticket: float) -> None:
+        self.counts.waited += self.clock.wait(ticket)
+
+    def label(self, number: int | None, kind: str) -> None:
+        if number is not None:
+            self.kinds.setdefault(number, kind)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A phase, or a part of one. Bytes are by kind, relative to its begin."""
+
+    phase: str
+    highest: dict[str, int]  # where the sum is largest
+    net: dict[str, int]  # at the end
+    counts: Counts
+    layers: bool = False  # layers, one after the other
+
+    @property
+    def rise(self) -> int:
+        return sum(self.highest.values())
+
+
+class NotAlikeError(Exception):
+    """The layers that were rehearsed differ, so others cannot be told from them."""
+
+
+def kinds_of(log: Log) -> list[str]:
+    """Return the kind of each event's storage: as labelled, or else by when it was made and freed."""
+    phases = np.repeat(
+        [section.phase for section in log.sections],
+        np.diff([*(section.first for section in log.sections), len(log.sizes)]),
+    )
+    made: dict[int, str] = {}
+    freed: dict[int, str] = {}
+    held: defaultdict[int, int] = defaultdict(int)
+    for number, size, phase in zip(log.numbers, log.sizes, phases, strict=True):
+        made.setdefault(number, str(phase))
+        held[number] += size
+        if held[number] == 0:
+            freed[number] = str(phase)
+    kinds = {number: log.kinds.get(number) or _by_life(made[number], freed.get(number)) for number in made}
+    kinds[-1] = TEMPORARIES
+    return [kinds[number] for number in log.numbers]
+
+
+def _by_life(made: str, freed: str | None) -> str:
+    if freed is None:
+        return {"build": OPTIMIZER, "optimizer": OPTIMIZER, "backward": GRADIENTS}.get(made, ACTIVATIONS)
+    if made == "backward" and freed != "backward":
+        return GRADIENTS
+    return ACTIVATIONS if made in ("forward", "data") and freed != made else TEMPORARIES
+
+
+def passes(log: Log, extra_layers: int = 0) -> list[Pass]:
+    """Return the parts of a log: each phase, or its begin, its layers and its end.
+
+    The layers are all but the last, whose part also has what comes after them. Of these, there are `extra_layers` more.
+    """
+    kinds = np.array([KINDS.index(kind) for kind in kinds_of(log)], dtype=np.int64)
+    sizes = np.array(log.sizes, dtype=np.int64)
+    ends = [*(section.first for section in log.sections[1:]), len(sizes)]
+
+    def part(places: Sequence[int], layers: bool = False) -> Pass:
+        events = np.concatenate([np.arange(log.sections[place].first, ends[place]) for place in places])
+        counts = Counts()
+        for place in places:
+            counts += log.sections[place].counts
+        return _pass(log.sections[places[0]].phase, sizes[events], kinds[events], counts, layers)
+
+    found = []
+    for run in _runs(log.sections):
+        marked = [place for place in run if log.sections[place].mark]
+        if len(marked) < 3:
+            found.append(part(run))
+            continue
+        units = [range(*pair) for pair in itertools.pairwise(marked)]
+        middle = (len(units) - 1) // 2
+        if extra_layers and not _alike(log, sizes, ends, units[middle], units[middle + 1]):
+            raise NotAlikeError(log.sections[run[0]].phase)
+        repeated = [*units[: middle + 1], *[units[middle]] * extra_layers, *units[middle + 1 :]]
+        found.append(part(range(run[0], marked[0])))
+        found.append(part([place for unit in repeated for place in unit], layers=True))
+        found.append(part(range(marked[-1], run[-1] + 1)))
+    return found
+
+
+def _runs(sections: Sequence[Section]) -> list[range]:
+    """Return the places of the sections of each phase, from its begin to its end."""
+    begins = [place for place, section in enumerate(sections) if section.begins]
+    return [range(*pair) for pair in itertools.pairwise([*begins, len(sections)])]
+
+
+def _alike(log: Log, sizes: Array, ends: Sequence[int], one: range, other: range) -> bool:
+    def same(a: int, b: int) -> bool:
+        mine, theirs = log.sections[a], log.sections[b]
+        ours, others = sizes[mine.first : ends[a]], sizes[theirs.first : ends[b]]
+        return mine.counts.like(theirs.counts) and np.array_equal(ours, others)
+
+    return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
+
+
+def _pass(phase: str, sizes: Array, kinds: Array, counts: Counts, layers: bool) -> Pass:
+    highest = int(np.argmax(np.concatenate(([0], np.cumsum(sizes))))) if len(sizes) else 0
+
+    def by_kind(until: int) -> dict[str, int]:
+        totals = np.bincount(kinds[:until], weights=sizes[:until], minlength=len(KINDS))
+        return {kind: int(total) for kind, total in zip(KINDS, totals, strict=True)}
+
+    return Pass(phase, by_kind(highest), by_kind(len(sizes)), counts, layers)

@@ -1,0 +1,192 @@
+"""The mode under which a program is rehearsed: the device is made up, the host computes as always.
+
+An operator that touches the device works on fake tensors: shape, dtype and place are right, and there are no numbers.
+Integers of the host steer the program (which tokens, how many), so they are real. Where the program asks the device
+for a number, the host would wait for the device: that is counted with its place, and answered with 1 for floating-point
+numbers, true, or 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+from rlexp.metrics.tensors import LiveTensors, wraps
+from rlexp.rehearse import operators
+from rlexp.rehearse.device import NAME
+from rlexp.rehearse.log import BUFFERS, Log
+
+aten = torch.ops.aten
+PAGE = 512  # bytes: the allocator of CUDA rounds every block up to a multiple
+
+
+class Counting(LiveTensors):
+    """Count what a program does on real tensors."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(log.changed)
+        self.log = log
+        self.told: set[str] = set()  # groups of whose traffic the log is told
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        if any(wraps(each) for each in types):
+            return NotImplemented
+        return self.counted(func, args, kwargs or {})
+
+    def counted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        made = func(*args, **kwargs)
+        self.see(made)
+        self.count(func, args, kwargs, made)
+        return made
+
+    def count(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        counts = self.log.counts
+        if (sending := operators.sent(func, args)) is not None:
+            counts.sent[sending[0]] += sending[1]
+            if operators.group_of(args).group_name not in self.told:
+                self.log.leaving(sending[1])
+        if func.namespace == "c10d":
+            for tensor in operators.received(func, args):
+                self.log.label(self.number_of(tensor), BUFFERS)
+        elif operators.launches(func):
+            self.log.computed(operators.flops(func, args), operators.moved_bytes(args, kwargs, made))
+
+
+class Rehearsing(Counting):
+    """Count what a program would do on a GPU."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(log)
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.paused = False
+
+    def counts(self, tensor: Tensor) -> bool:
+        return getattr(tensor, "fake_mode", self.fake) is self.fake
+
+    def size_of(self, storage: Any, device: str) -> int:
+        size: int = storage.nbytes()
+        return -(-size // PAGE) * PAGE if device == NAME else size
+
+    def __enter__(self) -> Rehearsing:
+        self.fake.__enter__()
+        super().__enter__()
+        self._propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._unseen(self._propagate)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate  # type: ignore[method-assign]
+        super().__exit__(*error)
+        self.fake.__exit__(*error)
+
+    def _unseen(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Do not count in this function: DTensor tries operators on whole tensors, which are fake in a real run too."""
+
+        @functools.wraps(function)
+        def unseen(*args: Any, **kwargs: Any) -> Any:
+            self.paused = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.paused = False
+
+        return unseen
+
+    def counted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = [*operators.tensors(args), *operators.tensors(kwargs.values())]
+        if not any(isinstance(each, FakeTensor) for each in given) and self._of_the_host(func, given, args, kwargs):
+            with unset_fake_temporarily():
+                made = func(*args, **kwargs)
+            self.see(made)
+            if self.log.device == "cpu":
+                self.count(func, args, kwargs, made)
+            return made
+        if self.paused or any(isinstance(each, FakeTensor) and each.fake_mode is not self.fake for each in given):
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return self._asked(given[0])
+        if func is aten.lift_fresh.default and given[0].device.type == NAME:  # fake tensors would keep its numbers
+            made = torch.empty_like(given[0])
+        else:
+            made = func(*args, **kwargs)
+        self.see(made)
+        if self._on_device(made) or any(each.device.type == self.log.device for each in given):
+            self._note_waiting(func, given, args, kwargs, made)
+            self.count(func, args, kwargs, made)
+            if (size := operators.workspace(func, args)) > 0:
+                self.log.passing(size)
+        return made
+
+    def _of_the_host(self, func: Any, given: list[Tensor], args: Any, kwargs: Any) -> bool:
+        """Say whether an operator without fake arguments is the host's own: it makes integers, or works on some."""
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == NAME:
+            return False
+        if any(each.device.type == NAME for each in given):
+            return False
+        if given:
+            return True
+        dtype = kwargs.get("dtype")
+        if dtype is None:
+            return func._schema.name == "aten::arange" and all(isinstance(each, int) for each in args)
+        return not dtype.is_floating_point
+
+    def _asked(self, tensor: Tensor) -> float | bool | int:
+        if tensor.device.type == NAME:
+            self.log.counts.syncs[f"{place()}: a number of the device"] += 1
+        if tensor.dtype is torch.bool:
+            return True
+        return 1.0 if tensor.dtype.is_floating_point else 0
+
+    def _on_device(self, made: Any) -> bool:
+        return any(each.device.type == self.log.device for each in operators.tensors((made,)))
+
+    def _note_waiting(self, func: Any, given: list[Tensor], args: Any, kwargs: Any, made: Any) -> None:
+        """Count copies between host and device for which the host waits."""
+        what = None
+        if func in (aten._to_copy.default, aten.copy_.default):
+            across = {each.device.type for each in (*given, *operators.tensors((made,)))}
+            goes_on = kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:3] == (True,))
+            what = "a copy" if len(across) > 1 and not goes_on else None
+        elif func is aten.lift_fresh.default:
+            what = "a tensor made of Python's numbers"
+        elif func.namespace == "aten" and operators.launches(func) and not _takes_scalars(func):
+            hosts = [each for each in given if each.device.type == "cpu"]
+            what = "a copy of an argument" if hosts else None
+        if what is not None:
+            self.log.counts.syncs[f"{place()}: {what}"] += 1
+
+
+def _takes_scalars(func: Any) -> bool:
+    """Say whether a tensor of the host that is one number is an argument of the kernel and is not copied."""
+    return torch.Tag.pointwise in func.tags and func._schema.name != "aten::where"
+
+
+def place() -> str:
+    """Return file and line of the innermost caller that is no part of torch, or of the rehearsal."""
+    frame = sys._getframe(1)
+    inner: Any = frame
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and "/rlexp/rehearse/" not in file and "/metrics/tensors.py" not in file:
+            return f"{_short(file)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{_short(inner.f_code.co_filename)}:{inner.f_lineno}"
+
+
+def _short(file: str) -> str:
+    """Return the file as its package names it: `rlexp/train/step.py`."""
+    for start in ("/site-packages/", f"{Path(__file__).parents[2]}/"):
+        if start in file:
+            return file.rpartition(start)[2]
+    return file

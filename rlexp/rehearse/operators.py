@@ -1,0 +1,116 @@
+"""What one operator costs: whether it launches a kernel, its floating-point operations, bytes read, written and sent.
+
+The counts are of torch's operators as the dispatcher shows them, on real tensors and in a rehearsal alike.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+aten, c10d = torch.ops.aten, torch.ops.c10d
+
+# They make a tensor or describe one, and leave its memory as it is.
+_WITHOUT_KERNEL = {
+    *("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"),
+    *("aten::detach", "aten::_unsafe_view", "aten::lift_fresh", "aten::alias", "aten::set_", "aten::resize_"),
+    *("aten::record_stream", "aten::_local_scalar_dense", "aten::is_pinned", "aten::_reshape_alias"),
+}
+
+
+@functools.cache
+def launches(func: Any) -> bool:
+    """Say whether the operator computes: it is no view, and it does not only make or name a tensor."""
+    if func.namespace not in ("aten",):
+        return func.namespace not in ("prim", "c10d")
+    schema = func._schema
+    if schema.name in _WITHOUT_KERNEL:
+        return False
+    returned = [each.alias_info for each in schema.returns]
+    return not (returned and all(info is not None and not info.is_write for info in returned))
+
+
+# Matrix products, by the place of the first factor among the arguments.
+_PRODUCTS = {
+    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_grouped_mm"), 0),
+    **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_"), 1),
+}
+
+
+def flops(func: Any, args: Any) -> int:
+    """Return the floating-point operations of a matrix product; those of other operators are not counted."""
+    first = _PRODUCTS.get(func._schema.name)
+    return 0 if first is None else 2 * args[first].numel() * args[first + 1].shape[-1]
+
+
+def moved_bytes(args: Any, kwargs: Any, made: Any) -> int:
+    """Return the bytes of all tensors that an operator reads and writes."""
+    seen = {id(tensor): tensor for tensor in (*tensors(args), *tensors(kwargs.values()), *tensors((made,)))}
+    return sum(tensor.nbytes for tensor in seen.values())
+
+
+def group_of(args: Any) -> dist.ProcessGroup:
+    """Return the group of a collective."""
+    return next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+
+
+def sent(func: Any, args: Any) -> tuple[str, int] | None:
+    """Return a collective's name and the bytes that this rank sends, by the usual algorithms; None for others."""
+    if func.namespace != "c10d":
+        return None
+    name = func._schema.name.partition("::")[2].strip("_")
+    ranks = group_of(args).size()
+    others = ranks - 1
+    match name:
+        case "send":
+            return name, _bytes(args[0])
+        case "allreduce" | "allreduce_coalesced":
+            return "all_reduce", 2 * _bytes(args[0]) * others // ranks
+        case "allgather" | "allgather_base" | "allgather_into_tensor_coalesced":
+            return "all_gather", _bytes(args[1]) * others
+        case "reduce_scatter" | "reduce_scatter_base" | "reduce_scatter_tensor_coalesced":
+            return "reduce_scatter", _bytes(args[1]) * others // ranks
+        case "alltoall_base" | "alltoall":
+            return "all_to_all", _bytes(args[1]) * others // ranks
+        case "broadcast":
+            return name, _bytes(args[0]) * others // ranks
+    return None
+
+
+def received(func: Any, args: Any) -> list[Tensor]:
+    """Return the tensors into which a collective receives what other ranks sent, if it has such tensors."""
+    name = func._schema.name.partition("::")[2]
+    of_others = ("recv_", "allgather_", "_allgather_base_", "alltoall_base_", "alltoall_", "_reduce_scatter_base_")
+    return list(tensors((args[0],))) if name in of_others else []
+
+
+def _bytes(values: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors((values,)))
+
+
+def tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors(value)
+
+
+def workspace(func: Any, args: Any) -> int:
+    """Return the bytes that a CUDA kernel takes for itself while it runs, where they are as large as its arguments.
+
+    flash-attn 2's backward pass adds dq up in float32, and expands dk and dv to the heads of the queries
+    (mha_varlen_bwd in torch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
+    """
+    if func is aten._flash_attention_backward.default:
+        _, q, k = args[:3]
+        (tokens, heads, size), keys = q.shape, k.shape[0]
+        padded = tokens + 128 * (args[6].shape[0] - 1)
+        expanded = 2 * keys * heads * size * k.element_size() if k.shape[1] != heads else 0
+        return padded * heads * (size + 1) * 4 + expanded
+    return 0

@@ -1,0 +1,172 @@
+"""What preflight prints, and what it writes as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rlexp.rehearse.answer import Answer, Change, seconds
+from rlexp.rehearse.fit import Longest
+from rlexp.rehearse.log import KINDS, Counts
+from rlexp.rehearse.predict import GIB, Peak
+
+PHASES = ("build", "forward", "reference", "backward", "optimizer", "export")
+HEADS = ("weights", "gradients", "optim.", "reference", "saved act.", "temp.", "comm.", "total")
+
+
+def text(answer: Answer) -> str:
+    return "\n".join([*_head(answer), "", *_memory(answer), "", *_verdict(answer), *_fitting(answer), "",
+                      *_work(answer), "", *_sharding(answer), ""])  # fmt: skip
+
+
+def _head(answer: Answer) -> Iterator[str]:
+    cfg, hardware = answer.cfg, answer.cfg.hardware
+    parallel, train = cfg.parallel, cfg.train
+    offload = "" if cfg.engine.offload.value == "none" else f", offload {cfg.engine.offload.value}"
+    checkpointing = ", activation checkpointing" if cfg.memory.checkpointing else ""
+    yield (
+        f"rlexp preflight  {cfg.loss.name} on {answer.parameters / 1e9:.3g}B parameters ({train.precision.value}), "
+        f"engine {cfg.engine.name.value}{offload}{checkpointing}"
+    )
+    yield (
+        f"  ring of {parallel.ring_size} ({parallel.layout.value}) × {parallel.dp_size} = {parallel.world_size} × "
+        f"{hardware.name}, {hardware.memory_gib:g} GiB each, of which {hardware.reserve_gib:g} are kept free for "
+        f"CUDA, NCCL and fragmentation"
+    )
+    yield (
+        f"  train batch {train.batch_size} = {parallel.dp_size} × micro-batch {train.micro_batch_size} × "
+        f"{train.grad_acc}; every sequence {cfg.data.max_length:,} tokens, half prompt and half answer"
+    )
+
+
+def _memory(answer: Answer) -> Iterator[str]:
+    yield "peak memory of rank 0 by phase, GiB"
+    yield f"  {'':10}" + "".join(f"{head:>12}" for head in HEADS)
+    for phase in PHASES:
+        if phase in answer.prediction.peaks:
+            yield f"  {phase:10}" + _row(answer.prediction.peaks[phase])
+
+
+def _row(peak: Peak) -> str:
+    sizes = [*(peak.by_kind[kind] for kind in KINDS), peak.bytes]
+    return "".join(f"{size / GIB:12.2f}" if size else f"{'':>12}" for size in sizes)
+
+
+def _verdict(answer: Answer) -> Iterator[str]:
+    peak, limit = answer.prediction.peak, answer.limit
+    room = f"{peak.bytes / GIB:.1f} GiB at the peak ({peak.phase}), of {limit / GIB:.1f}"
+    if answer.fits:
+        yield f"fits: {room}."
+    else:
+        yield f"does not fit: {room}."
+    if answer.remedy is not None and answer.remedy.prediction is not None:
+        there = answer.remedy.prediction.peak.bytes / GIB
+        yield f"cheapest change that fits: {answer.remedy.words} ({there:.1f} GiB)."
+
+
+def _fitting(answer: Answer) -> Iterator[str]:
+    if answer.rings:
+        yield ""
+        yield "longest sequence that fits, tokens (by bisection, to 1 %)"
+        for size, found in answer.rings.items():
+            asked = "  (asked)" if size == answer.cfg.parallel.ring_size else ""
+            yield f"  ring of {size:<4}{_length(found)}{asked}"
+    if answer.changes:
+        yield ""
+        yield "one change at a time" + " " * 16 + "peak, GiB   time of a step"
+        base = seconds(answer.prediction)
+        for change in answer.changes:
+            yield f"  {change.words:30}" + _changed(change, base)
+
+
+def _length(found: Longest | str) -> str:
+    if isinstance(found, str):
+        return f"not possible: {found}"
+    return f"{found.tokens:>12,}" if found.tokens else "none"
+
+
+def _changed(change: Change, base: float) -> str:
+    if change.prediction is None:
+        return f"not possible: {change.refused}"
+    return f"{change.prediction.peak.bytes / GIB:13.1f} {seconds(change.prediction) / base:13.2f}×"
+
+
+def _work(answer: Answer) -> Iterator[str]:
+    counts = answer.prediction.counts()
+    total = seconds(answer.prediction)
+    sent = sum(counts.sent.values())
+    each = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in sorted(counts.sent.items()) if size > 1e6)
+    yield "a step of a rank"
+    yield f"  operations      {counts.flops:.3g} floating-point, in matrix products and attention"
+    yield f"  memory traffic  {counts.bytes / 1e9:,.0f} GB"
+    yield f"  sent            {sent / 1e9:,.3g} GB{f' ({each})' if each else ''}"
+    yield f"  launches        {counts.launches:,}"
+    yield (
+        f"  estimated time  {total:.3g} s, of which {counts.waited:.2g} s wait for bytes that computing does not hide "
+        f"(a roofline, not a measurement)"
+    )
+    yield from _waiting(answer)
+
+
+def _waiting(answer: Answer) -> Iterator[str]:
+    """Say where the host waits for the device."""
+    inside = answer.prediction.counts("data", "forward", "reference", "backward")
+    syncs = answer.prediction.counts().syncs
+    yield f"  host waits      {sum(syncs.values())} times a step, {_between(inside)} of them in micro-batches"
+    for place, count in sorted(syncs.items(), key=lambda item: -item[1]):
+        yield f"    {count:>4} × {place}"
+
+
+def _between(counts: Counts) -> int:
+    return sum(counts.syncs.values())
+
+
+def _sharding(answer: Answer) -> Iterator[str]:
+    sharding = answer.sharding
+    if sharding is None:
+        yield "sharding: a ring of one has nothing to share out."
+        return
+    yield (
+        f"sharding: for the backward pass a rank keeps {sharding.share:.3f} of what a ring of one keeps "
+        f"(1/{sharding.ring_size} is {1 / sharding.ring_size:.3f})."
+    )
+    for name, times in sharding.whole.items():
+        yield f"  {name} keeps {times:.1f} times its share: it does not shard the sequence."
+
+
+def plain(answer: Answer) -> dict[str, Any]:
+    """Return the answer for --json."""
+    counts = answer.prediction.counts()
+    return {
+        "fits": answer.fits,
+        "room_gib": answer.limit / GIB,
+        "peak_gib": answer.prediction.peak.bytes / GIB,
+        "peak_phase": answer.prediction.peak.phase,
+        "peaks_bytes": {phase: peak.by_kind for phase, peak in answer.prediction.peaks.items() if phase},
+        "longest": {str(size): _plain_longest(found) for size, found in answer.rings.items()},
+        "changes": {each.words: _plain_change(each) for each in answer.changes},
+        "remedy": None if answer.remedy is None else answer.remedy.words,
+        "step": {
+            "flops": counts.flops,
+            "bytes": counts.bytes,
+            "sent_bytes": dict(counts.sent),
+            "launches": counts.launches,
+            "host_waits": dict(counts.syncs),
+            "estimated_seconds": seconds(answer.prediction),
+            "estimated_exposed_seconds": counts.waited,
+        },
+        "sharding": None if answer.sharding is None else answer.sharding.plain(),
+    }
+
+
+def _plain_longest(found: Longest | str) -> dict[str, Any]:
+    return {"refused": found} if isinstance(found, str) else found.plain()
+
+
+def _plain_change(change: Change) -> dict[str, Any]:
+    if change.prediction is None:
+        return {"refused": change.refused}
+    return {
+        "peak_gib": change.prediction.peak.bytes / GIB,
+        "estimated_seconds": seconds(change.prediction),
+    }

@@ -1,0 +1,188 @@
+"""Rehearse one rank of a run: the product's own build and step, from the model's configuration alone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlexp.config.schema import Config
+from rlexp.engine import rehearsed
+from rlexp.engines import ENGINES
+from rlexp.metrics.memory import Phases
+from rlexp.metrics.meter import Meter
+from rlexp.model.loading import random_model
+from rlexp.rehearse.device import conversions, rehearsed_device
+from rlexp.rehearse.holdings import label, mark_layers, mark_modules
+from rlexp.rehearse.kernel import CountedKernel
+from rlexp.rehearse.log import Log
+from rlexp.rehearse.mode import Counting, Rehearsing
+from rlexp.rehearse.rates import Clock, Rates
+from rlexp.ring.groups import World
+from rlexp.ring.kernels import BlockKernel, get_kernel
+from rlexp.rollout.bridge import Bridge
+from rlexp.train.build import Sources, build, build_loss, unprobed
+from rlexp.train.examples import Examples
+from rlexp.train.pair_task import PairTask
+from rlexp.train.step import train_step
+from rlexp.types import Pair
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to rehearse: a configuration with its model's, as which rank, and with how many of the layers."""
+
+    cfg: Config
+    model: Any  # transformers' configuration
+    rank: int = 0
+    layers: int | None = None  # None: all
+    steps: int = 1
+    gpu: bool = True
+    rates: Rates | None = None
+
+
+def preload() -> None:
+    """Import what every rehearsal needs and nothing has imported yet. Rehearsals are then forked from this process."""
+
+    from rlexp.engine import fsdp2, zero  # noqa: F401
+
+    zero.import_deepspeed()
+
+
+def rehearse(plan: Plan) -> Log:
+    """Build the run and take its first steps. Nothing is computed, and nothing is sent."""
+    device = rehearsed_device() if plan.gpu else torch.device("cpu")
+    layers = plan.layers or int(plan.model.num_hidden_layers)
+    log = Log(device.type, clock=Clock(plan.rates), layers=layers)
+    mode = Rehearsing(log)
+    with joined(plan.rank, plan.cfg.parallel.world_size), conversions(), _deepspeed(plan), mode:
+        take_steps(plan, device, mode)
+    return log
+
+
+def _deepspeed(plan: Plan) -> contextlib.AbstractContextManager[None]:
+    if ENGINES[plan.cfg.engine.name.value].stage is None:
+        return contextlib.nullcontext()
+    if plan.gpu:
+        rehearsed.install(rehearsed_device())
+    return rehearsed.agreeing()
+
+
+def count(plan: Plan) -> Log:
+    """Build the same run on real tensors and ranks of the CPU, and take the same steps. A collective call."""
+    log = Log("cpu")
+    with (mode := Counting(log)):
+        take_steps(plan, torch.device("cpu"), mode)
+    return log
+
+
+def take_steps(plan: Plan, device: torch.device, mode: Counting) -> None:
+    log = mode.log
+    phases = LoggedPhases(device, log)
+    loaded: list[Any] = []
+
+    def model_of(_cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        with device:
+            loaded.append(random_model(*args, **kwargs))
+        return loaded[-1]
+
+    sources = Sources(
+        model_config=lambda *_: _with_layers(plan.model, plan.layers),
+        model=model_of,
+        tokenizer=lambda _: None,
+        device=lambda _: device,
+        generation=lambda _: None,
+        memory=lambda _: int(plan.cfg.hardware.memory_gib * (1 << 30)) if plan.gpu else None,
+        kernel=lambda *args: CountedKernel((kernel_for if plan.gpu else get_kernel)(*args), log),
+    )
+    with phases("build"):
+        task = build(plan.cfg, phases, probing=unprobed, task_of=pairs_of, sources=sources)
+        engine = task.run.engine
+        engine.fragments()  # makes the moments, as the first optimizer step does
+    ring = task.run.world.ring
+    ring.traffic.watcher = log
+    mode.told = {each.group.group_name for each in (ring, ring.inner, ring.outer) if each is not None and each.group}
+    within = set(engine.policy.modules())
+    frozen = [model for model in loaded if model not in within]
+    for part in (engine.policy, *frozen):
+        mark_layers(log, part.modules(), set(loaded[0]._no_split_modules or ()))
+    mark_modules(log, engine.policy)
+    label(log, mode, engine, frozen)
+    for step in range(1, plan.steps + 1):
+        train_step(task, step)
+
+
+class LoggedPhases(Phases):
+    """Phases that begin sections of a log."""
+
+    def __init__(self, device: torch.device, log: Log) -> None:
+        super().__init__(device)
+        self.log = log
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        before = self.log.phase
+        self.log.enter(phase)
+        try:
+            yield
+        finally:
+            self.log.enter(before)
+
+    def report(self, meter: Meter) -> None:
+        """Report nothing: the log has it all."""
+
+
+@contextlib.contextmanager
+def joined(rank: int, ranks: int) -> Iterator[None]:
+    """Make this process a rank of a world in which nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    name = rehearsed_device().type
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = "0"
+    dist.init_process_group(f"cpu:fake,{name}:fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        if before is None:
+            del os.environ["LOCAL_RANK"]
+        else:
+            os.environ["LOCAL_RANK"] = before
+
+
+def kernel_for(name: str, _device: str, dtype: torch.dtype, _head_size: int | None) -> BlockKernel:
+    """Return the kernel that runs on a GPU without a package of its own, or the one that was named."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return get_kernel(("torch_flash" if half else "plain") if name == "auto" else name, "cuda", dtype)
+
+
+def _with_layers(config: Any, layers: int | None) -> Any:
+    if layers is None:
+        return config
+    small = copy.deepcopy(config)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "layer_types" in vars(config):
+        small.layer_types = list(kinds[:layers])
+    small.num_hidden_layers = layers
+    return small
+
+
+def pairs_of(cfg: Config, _tokenizer: Any, _world: World, _bridge: Bridge | None) -> PairTask:
+    return PairTask(cfg, Examples(longest_pairs(cfg), [], Counter(), Counter()), build_loss(cfg.loss))
+
+
+def longest_pairs(cfg: Config) -> Sequence[Pair]:
+    """Make one train batch of the longest pairs: half prompt and half answer."""
+    length = cfg.data.max_length
+    ids = np.zeros(length, dtype=np.int32)
+    prompt, answer = ids[: length // 2], ids[length // 2 :]
+    return [Pair(index, prompt, answer, answer, f"pair {index}") for index in range(cfg.train.batch_size)]
