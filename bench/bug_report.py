@@ -18,7 +18,7 @@ from rlexp.algos.base import PairLogps, PairLosses, PreferenceLoss
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.local import run_ranks
-from rlexp.launch.place import Place, prepare_environment
+from rlexp.launch.place import ON_CPU, Place, prepare_environment
 
 LAYOUTS = (
     ("ring 1, micro-batch 1", "ring1", 1),
@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.bug_report", description=__doc__)
     parser.add_argument("--write", type=Path, required=True, help="the picture, a PNG")
     options = parser.parse_args()
-    prepare_environment("cpu")
+    prepare_environment(ON_CPU)
     configs = [
         compose_config(
             ["+experiment=bug_report", "logger=none", f"train.max_steps={STEPS}", f"parallel={ring}",

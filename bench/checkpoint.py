@@ -45,7 +45,7 @@ from rlexp.engine.base import MOMENTS, set_lr, shape_of, trained
 from rlexp.engine.plain import PlainEngine
 from rlexp.files import sync
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.launch.place import Place, join, prepare_environment
+from rlexp.launch.place import ON_CPU, Place, join, prepare_environment
 from rlexp.model.policy import Policy
 from rlexp.ring.groups import World
 from rlexp.train.build import build, unprobed
@@ -89,7 +89,7 @@ STARTED: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    prepare_environment("cpu")
+    prepare_environment(ON_CPU)
     print_tables("bench.checkpoint", __doc__, TABLES)
 
 

@@ -12,7 +12,7 @@ from rlexp.config.schema import Config
 from rlexp.curves.difference import LOSS_TOLERANCE, METRIC_TOLERANCE, compared
 from rlexp.engines import ENGINES
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.launch.place import Place, prepare_environment
+from rlexp.launch.place import ON_CPU, Place, prepare_environment
 from rlexp.sinks.base import Sink, Sinks
 from rlexp.types import Floats, MetricRow
 
@@ -49,7 +49,7 @@ class Curve:
 
 def draw(configs: Sequence[Config], *, timeout: float = 1800.0) -> list[Curve]:
     """Draw the curves of configurations, with one start of ranks for each world size."""
-    prepare_environment("cpu")
+    prepare_environment(ON_CPU)
     preload = PRELOAD + (("deepspeed",) if any(ENGINES[c.engine.name.value].stage is not None for c in configs) else ())
     curves: dict[int, Curve] = {}
     for training, sampling in sorted({_ranks(config) for config in configs}):

@@ -26,7 +26,7 @@ from bench.tables import put, signature
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.launch.place import Place, prepare_environment
+from rlexp.launch.place import ON_CPU, Place, prepare_environment
 
 Gradients = list[dict[str, npt.NDArray[np.float64]]]  # of each step, by parameter
 
@@ -123,7 +123,7 @@ def _gap(one: dict[str, npt.NDArray[np.float64]], other: dict[str, npt.NDArray[n
 
 
 def _gradients(cases: Sequence[Case]) -> dict[Case, Gradients]:
-    prepare_environment("cpu")
+    prepare_environment(ON_CPU)
     gradients: dict[Case, Gradients] = {}
     for world_size in sorted({case.ring_size * case.replicas for case in cases}):
         some = [case for case in cases if case.ring_size * case.replicas == world_size]

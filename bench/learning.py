@@ -29,7 +29,7 @@ from bench.curves import draw_rank
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.launch.place import Place, prepare_environment
+from rlexp.launch.place import ON_CPU, Place, prepare_environment
 from rlexp.types import MetricRow
 
 REWARD, ENTROPY, SAMPLES = "train/objective/scores", "train/policy/entropy_avg", "train/episode"
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--stories", type=Path, help="the folder of a model that tells stories")
     parser.add_argument("--keep", type=Path, help="a JSON file to keep the curves in")
     options = parser.parse_args()
-    prepare_environment("cpu")
+    prepare_environment(ON_CPU)
     kept: dict[str, Any] = json.loads(options.keep.read_text()) if options.keep and options.keep.exists() else {}
     curves = {name: Learned(**each) for name, each in kept.items()}
     wanted = overrides(options.stories)

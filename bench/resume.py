@@ -33,7 +33,7 @@ from rlexp.curves.rows import read_rows
 from rlexp.launch import folder
 from rlexp.launch.job import train_rank
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.launch.place import Place, prepare_environment
+from rlexp.launch.place import ON_CPU, Place, prepare_environment
 
 STEPS, EPOCH = 7, 3  # 3 steps an epoch
 BASE = (
@@ -145,7 +145,7 @@ def chain(places: Sequence[Where], run_dir: Path) -> Curve:
 def run(where: Where, run_dir: Path, *more: str) -> Path:
     """Start or resume the run in a folder, as the command line does, but in this process."""
     cfg = compose_config([*BASE, *where.overrides(), *more])
-    prepare_environment("cpu")
+    prepare_environment(ON_CPU)
     folder.enter(cfg, run_dir)
     preload = (*PRELOAD, "deepspeed")
     outcome = run_ranks(quiet_rank, cfg.parallel.world_size, (str(run_dir),), preload=preload, timeout=300.0)[0]

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from bench.checkpoint import configured, join_world, on_ranks
 from bench.measured import print_tables
 from rlexp.config.schema import Config
-from rlexp.launch.place import Place, prepare_environment
+from rlexp.launch.place import ON_CPU, Place, prepare_environment
 from rlexp.metrics.memory import peak_bytes, reset_peak
 from rlexp.ring.groups import Ring, World
 from rlexp.rollout.colocated import Colocated
@@ -63,7 +63,7 @@ MB = 1 << 20
 
 
 def main() -> None:
-    prepare_environment("cpu")
+    prepare_environment(ON_CPU)
     print_tables("bench.rollout", __doc__, TABLES, "rollout")
 
 

@@ -16,6 +16,7 @@ from hypothesis import settings
 from omegaconf import _utils, base, grammar_parser
 from omegaconf.resolvers import oc
 
+from rlexp.config.schema import Device, LaunchConfig
 from rlexp.launch.place import prepare_environment
 from tests import warm
 
@@ -25,7 +26,7 @@ Shell = Callable[..., subprocess.CompletedProcess[str]]
 DEAR = {"test_damage", "test_engines", "test_page", "test_pipelined", "test_resume", "test_ring_flash_attn",
         "test_rollout_resume", "test_textbook_rl", "test_verify", "test_wandb", "test_wheel"}  # fmt: skip
 PARSED = functools.cache(grammar_parser.parse)  # the same few interpolations in every configuration
-prepare_environment("cpu")
+prepare_environment(LaunchConfig(device=Device.cpu))
 warm.meet()  # before pytest-xdist starts its workers, which find the same server
 util.spawnv_passfds = warm.fork_server  # type: ignore[assignment]
 for module in (grammar_parser, _utils, base, oc):  # all that have its name: a third of the time of composing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -11,8 +12,9 @@ from typing import NoReturn
 import pytest
 
 from rlexp.config.load import compose_config
+from rlexp.config.schema import Device, LaunchConfig
 from rlexp.launch import job
-from rlexp.launch.place import Place
+from rlexp.launch.place import Place, prepare_environment
 from rlexp.launch.slurm import meeting
 from rlexp.launch.stops import Terminated
 from tests import warm
@@ -125,3 +127,30 @@ def test_a_finished_run_stays_finished_whatever_befalls_who_asks(
     assert ended.value.code == (1 if isinstance(befalls, RuntimeError) else 128 + signal.SIGTERM)
     status = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))["status"]
     assert status == ("finished" if not unfinished else "failed" if isinstance(befalls, RuntimeError) else "stopped")
+
+
+READ = ("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "DS_ACCELERATOR")
+
+
+def prepared(monkeypatch: pytest.MonkeyPatch, launch: LaunchConfig, **given: str) -> dict[str, str]:
+    """Return what a rank then finds in its environment, on a machine with 64 cores."""
+    for name in (*READ, "SLURM_CPUS_PER_TASK"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    prepare_environment(launch)
+    return {name: os.environ[name] for name in READ if name in os.environ}
+
+
+def test_a_rank_beside_a_gpu_has_its_share_of_the_cores_and_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = LaunchConfig(device=Device.cuda, nproc=8)
+    grown = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert prepared(monkeypatch, gpus) == {"OMP_NUM_THREADS": "8", **grown}
+    assert prepared(monkeypatch, gpus, SLURM_CPUS_PER_TASK="64") == {"OMP_NUM_THREADS": "64", **grown}
+    own = {"OMP_NUM_THREADS": "3", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    assert prepared(monkeypatch, gpus, **own) == own, "what the user sets stays"
+    exact = dataclasses.replace(gpus, deterministic=True)
+    assert prepared(monkeypatch, exact)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert prepared(monkeypatch, LaunchConfig(device=Device.cpu)) == {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,19 +74,28 @@ def parted(_place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -
     return function(*args)
 
 
+FAST = {(2, "true", "bf16")}
+CHECK = {(2, "false", "fp32"), (4, "false", "bf16")}
+
+
 def grid() -> list[Any]:
     cases = []
-    for engine in ENGINES:
-        for ring in (1, 2, 4):
-            for checkpointing in ("false", "true"):
-                for precision in ("fp32", "bf16"):
-                    quick = ring == 2 and (checkpointing == "true") == (precision == "bf16")
-                    marks = () if quick else (pytest.mark.slow,)
-                    name = f"{engine}-ring{ring}-{precision}{'-checkpointing' * (checkpointing == 'true')}"
-                    words = (f"engine={engine}", f"parallel.ring_size={ring}", f"memory.checkpointing={checkpointing}",
-                             f"train.precision={precision}")  # fmt: skip
-                    cases.append(pytest.param(ring, words, id=name, marks=marks))
+    for engine, ring in itertools.product(ENGINES, (1, 2, 4)):
+        for each in itertools.product((ring,), ("false", "true"), ("fp32", "bf16")):
+            marks = (
+                [] if each in FAST else [pytest.mark.slow] if each in CHECK else [pytest.mark.slow, pytest.mark.prove]
+            )
+            _, checkpointing, precision = each
+            name = f"{engine}-ring{ring}-{precision}{'-checkpointing' * (checkpointing == 'true')}"
+            words = (f"engine={engine}", f"parallel.ring_size={ring}", f"memory.checkpointing={checkpointing}",
+                     f"train.precision={precision}")  # fmt: skip
+            cases.append(pytest.param(ring, words, id=name, marks=marks))
     return cases
+
+
+def fast(*engines: str) -> list[Any]:
+    """All engines, of which these are in `make test`."""
+    return [pytest.param(engine, marks=() if engine in engines else pytest.mark.slow) for engine in ENGINES]
 
 
 @pytest.mark.parametrize(("ring", "words"), grid())
@@ -99,9 +109,10 @@ def test_what_is_predicted_is_what_real_ranks_count(ring: int, words: tuple[str,
     for rank in {0, max(2, ring) - 1}:
         predicted, found = rehearsed(cfg, rank), real[rank]
         assert (predicted["flops"], predicted["sent"]) == (found["flops"], found["sent"]), rank
-        # Equal to the byte, but for what a collective in flight holds: on real ranks it is freed when it has arrived.
+        # Equal to the byte, but for what collectives in flight hold: on real ranks it is freed when they have arrived.
+        # 0.8 % was seen, one of DeepSpeed's two buckets.
         for phase, peak in predicted["peaks"].items():
-            assert peak == pytest.approx(found["peaks"][phase], rel=0.01), (rank, phase)
+            assert peak == pytest.approx(found["peaks"][phase], rel=0.02), (rank, phase)
 
 
 def stretched(cfg: Config) -> tuple[Summary, Summary]:
@@ -135,8 +146,8 @@ def stretched(cfg: Config) -> tuple[Summary, Summary]:
     return summary(prediction.passes), summary(passes(log))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("checkpointing", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", fast("zero1"))
+@pytest.mark.parametrize("checkpointing", ["false", pytest.param("true", marks=[pytest.mark.slow, pytest.mark.prove])])
 def test_many_layers_follow_exactly_from_a_few(engine: str, checkpointing: str) -> None:
     sizes = ("model.layers=9", "model.hidden_size=1024", "model.intermediate_size=2048", "train.batch_size=4")
     words = ("launch.nproc=4", "parallel=ring2", f"engine={engine}", f"memory.checkpointing={checkpointing}")
@@ -188,9 +199,13 @@ DEFECTS = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("layout", ["zigzag", pytest.param("allgather", marks=pytest.mark.slow),
-                                    pytest.param("ulysses", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("engine", "layout"),
+    [
+        *(pytest.param(*each.values, "zigzag", marks=each.marks) for each in fast("torch", "zero1")),
+        *(pytest.param("torch", layout, marks=pytest.mark.slow) for layout in ("allgather", "ulysses")),
+    ],
+)
 def test_the_host_waits_for_nothing_in_a_micro_batch(engine: str, layout: str) -> None:
     """From the first micro-batch's start to the last backward's end; the gradient's norm is asked for after that."""
     words = ("launch.nproc=2", "parallel=ring2", "train.batch_size=2", f"engine={engine}", f"parallel.layout={layout}")

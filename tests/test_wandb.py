@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Best, LoggerConfig, Precision, WandbMode
+from rlexp.config.schema import Best, Device, LaunchConfig, LoggerConfig, Precision, WandbMode
 from rlexp.curves.difference import compared
 from rlexp.errors import SinkError
 from rlexp.launch import folder
@@ -281,7 +281,7 @@ def dying_rank(place: Place, run_dir: str) -> None:
 
 def test_a_run_that_dies_of_memory_leaves_where(tmp_path: Path, account: pytest.MonkeyPatch) -> None:
     cfg = compose_config([*ARGS, "parallel=ring2", "logger.mode=offline"])
-    prepare_environment("cpu")
+    prepare_environment(LaunchConfig(device=Device.cpu))
     folder.enter(cfg, tmp_path / "run")
     with pytest.raises(Exception, match="rank 1 ran out of memory in step 3, in its backward phase") as raised:
         run_ranks(dying_rank, 2, (str(tmp_path / "run"),), preload=PRELOAD, timeout=120)

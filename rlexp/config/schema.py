@@ -197,7 +197,8 @@ class LaunchConfig:
     nproc: int = number(MISSING, least=1, most=MANY)  # ranks on this machine
     nodes: int = number(1, least=1, most=MANY)
     timeout_seconds: float = number(600.0, above=0, most=WEEK)  # how long ranks wait for a rank that does not come
-    torch_threads: int = number(1, least=1, most=4096)  # per rank, on CPU
+    torch_threads: int = number(1, least=1, most=4096)  # per rank; beside a GPU at least its share of the cores
+    deterministic: bool = False  # the same bits in every run on one layout
     grace_seconds: float = number(120.0, above=0, most=WEEK)  # for a run asked to stop: to finish its step and save
     preflight: Preflight = Preflight.auto
     # For a job on a cluster. Its nodes and ranks follow from the keys above.

@@ -46,7 +46,9 @@ def import_deepspeed() -> Any:
     # Shim: on CPU, DeepSpeed compiles its shared-memory collectives at start. That takes 40 to 140 s, needs g++ and
     # ninja, and hangs on a stale lock file (deepspeed/comm/torch.py, build_shm_op). gloo does all that is needed here.
     # Remove this when DeepSpeed has a public switch for it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # On a GPU nothing is asked: a look at one operator of DeepSpeed's tries all of them.
+    if not torch.cuda.is_available():
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _import_muon()
     return deepspeed
 

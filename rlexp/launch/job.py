@@ -20,7 +20,7 @@ from rlexp.engines import ENGINES
 from rlexp.errors import ConfigError, UserError
 from rlexp.launch import folder, reports
 from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
-from rlexp.launch.place import Place, part, prepare_environment
+from rlexp.launch.place import Place, part, prepare_environment, threads_of
 from rlexp.launch.slurm import meeting
 from rlexp.launch.stops import Outcome, Terminated, deaf, end_with_parent, hear_stops, heard
 
@@ -59,7 +59,7 @@ def run_here(cfg: Config, run_dir: Path) -> None:
     if not folder.enter(cfg, run_dir):
         sys.stderr.write(FINISHED.format(run_dir=run_dir))
         return
-    prepare_environment(cfg.launch.device.value, cfg.launch.torch_threads)
+    prepare_environment(cfg.launch)
     preload = PRELOAD + (("deepspeed",) if ENGINES[cfg.engine.name.value].stage is not None else ())
     try:
         outcome: Outcome = run_ranks(
@@ -102,7 +102,7 @@ def join_for(place: Place, cfg: Config) -> Bridge | None:
 
     launch = cfg.launch
     return join(
-        place, launch.device.value, launch.timeout_seconds, launch.torch_threads,
+        place, launch.device.value, launch.timeout_seconds, threads_of(launch),
         sampling=cfg.rollout.sampling_ranks, interface=launch.interface,
     )  # fmt: skip
 
@@ -143,7 +143,7 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
     """Train as one rank of the world that a launcher made. All ranks use rank 0's run folder."""
     place = Place.joined()
     assert place is not None
-    prepare_environment(cfg.launch.device.value, cfg.launch.torch_threads)
+    prepare_environment(cfg.launch)
     hear_stops(under_launcher=False)
     if under_torchrun():
         end_with_parent()

@@ -9,12 +9,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rlexp.config import sizes
+from rlexp.config.schema import Device, LaunchConfig
 from rlexp.launch.slurm.meeting import meet
 
 if TYPE_CHECKING:  # at run time it would import torch, which the launcher does not need
     from rlexp.rollout.bridge import Bridge
 
 STEP = "slurm://"
+ON_CPU = LaunchConfig(device=Device.cpu)
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,27 @@ class Place:
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(self.local_rank))
 
 
-def prepare_environment(device: str, threads: int = 1) -> None:
-    """Set the variables that torch and DeepSpeed read when they are imported."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+def prepare_environment(launch: LaunchConfig) -> None:
+    """Set the variables that torch, CUDA and DeepSpeed read when they are imported."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_of(launch)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if device == "cpu":
+    if launch.device is Device.cuda:
+        # Freed memory of one size then serves another: sequences of all lengths leave no holes.
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name, which a user may have set
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        if launch.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def threads_of(launch: LaunchConfig) -> int:
+    """Return the threads of a rank. Beside a GPU it has its share of the cores: an offloaded optimizer steps there."""
+    if launch.device is not Device.cuda:
+        return launch.torch_threads
+    cores = len(os.sched_getaffinity(0))
+    bound = os.environ.get("SLURM_CPUS_PER_TASK") == str(cores)  # Slurm has bound this rank to its own
+    return max(launch.torch_threads, cores if bound else cores // launch.nproc)
 
 
 def join(
@@ -64,11 +81,13 @@ def join(
     from rlexp.rollout import bridge
 
     timeout = timedelta(seconds=timeout_seconds)
+    torch.set_num_threads(threads)
     if device == "cuda":
-        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())  # a site may show a rank only its own GPU
+        own = place.local_rank % torch.cuda.device_count()  # a site may show a rank only its own GPU
+        torch.cuda.set_device(own)
+        place = dataclasses.replace(place, local_rank=own)  # as DeepSpeed reads it: it takes LOCAL_RANK for the GPU
         backend = "cpu:gloo,cuda:nccl"
     else:
-        torch.set_num_threads(threads)
         backend = "gloo"
         if place.init_method.startswith("file://") and os.path.isdir("/sys/class/net/lo"):
             # On one machine the ranks connect over loopback, even if the host name does not resolve.

@@ -24,7 +24,7 @@ from rlexp.data.packing import pack_pairs
 from rlexp.engine.base import trained
 from rlexp.engines import ENGINES
 from rlexp.errors import UserError
-from rlexp.launch.place import Place, join
+from rlexp.launch.place import Place, join, threads_of
 from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.model.policy import DTYPES, cast_parameters
 from rlexp.prove.findings import Clue, Finding
@@ -70,7 +70,7 @@ class Case:
 
 def alone_rank(place: Place, case: Case) -> Alone:
     first = case.cfg.launch
-    join(place, first.device.value, first.timeout_seconds, first.torch_threads)
+    join(place, first.device.value, first.timeout_seconds, threads_of(first))
     task = build(case.cfg, probing=unprobed)
     assert isinstance(task, PairTask)
     run = task.run
@@ -274,7 +274,7 @@ class Parts:
 
 def parts_rank(place: Place, parts: Parts) -> None:
     first = parts.cfg.launch
-    join(place, first.device.value, first.timeout_seconds, first.torch_threads)
+    join(place, first.device.value, first.timeout_seconds, threads_of(first))
     task = build(parts.cfg, probing=unprobed)
     assert isinstance(task, PairTask)
     weights, files = TensorFiles(parts.weights), TensorFiles(parts.folder)

@@ -91,7 +91,7 @@ def verify(cfg: Config, steps: int, say: Progress) -> Verification:
     began = time.monotonic()
     refuse(cfg, steps)
     cfg = _contained(cfg)
-    prepare_environment(cfg.launch.device.value, cfg.launch.torch_threads)
+    prepare_environment(cfg.launch)
     with tempfile.TemporaryDirectory(prefix="rlexp-verify-") as folder:
         result = Verifier(cfg, Path(folder), say).run(steps)
     result.seconds = time.monotonic() - began

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlexp.config.schema import Config
 from rlexp.errors import ModelError, NonFiniteError
-from rlexp.launch.place import Place, join
+from rlexp.launch.place import Place, join, threads_of
 from rlexp.metrics.meter import Meter
 from rlexp.model.probe import probe
 from rlexp.prove.records import SIDES, Array, Micro, PackSeen, StepSeen, TensorFiles, TokenPair, Trace, mark
@@ -45,7 +45,7 @@ class Job:
 
 def trace_rank(place: Place, jobs: Sequence[Job]) -> list[Trace]:
     first = jobs[0].cfg.launch
-    join(place, first.device.value, first.timeout_seconds, first.torch_threads)
+    join(place, first.device.value, first.timeout_seconds, threads_of(first))
     return [trace(place.rank, job) for job in jobs]
 
 

@@ -100,6 +100,7 @@ def build(
     `probing`, `task_of` and `sources` are seams: for a recorder that looks on, a task of one's own, and a rehearsal.
     """
     sources = sources or Sources()
+    torch.use_deterministic_algorithms(cfg.launch.deterministic)
     model_config = sources.model_config(cfg.model, cfg.data.max_length)
     heads = heads_in(model_config.to_dict())
     check_backend(cfg, heads)
