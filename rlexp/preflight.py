@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 
 from rlexp.config.explain import explain
-from rlexp.errors import ConfigError
+from rlexp.verify import Parser, refuse_unwritable
 
 
 def main() -> int:
@@ -44,6 +44,7 @@ def preflight(overrides: list[str], file: Path | None) -> int:
     from rlexp.config.rehearsed import compose_elsewhere
 
     compose_elsewhere(overrides)  # what is wrong with it is said before torch is imported
+    refuse_unwritable(file)
     quietly()
     from rlexp.rehearse import report
     from rlexp.rehearse.answer import answer
@@ -51,10 +52,7 @@ def preflight(overrides: list[str], file: Path | None) -> int:
     found = answer(overrides)
     sys.stdout.write(report.text(found))
     if file is not None:
-        try:
-            file.write_text(json.dumps(report.plain(found), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--json={file}: cannot be written ({error.strerror}). Give another file.") from None
+        file.write_text(json.dumps(report.plain(found), indent=1) + "\n", encoding="utf-8")
     return 0 if found.fits else 1
 
 
@@ -64,13 +62,6 @@ def quietly() -> None:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     os.environ["DS_ACCELERATOR"] = "cpu"
     warnings.filterwarnings("ignore", message=r"Accessing the data pointer of FakeTensor")
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong option like any other mistake of the user's."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise ConfigError(f"{message}. See python -m rlexp.preflight --help.")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
     """Reports a wrong option like any other mistake of the user's."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        raise ConfigError(f"{message}. See python -m rlexp.verify --help.")
+        raise ConfigError(f"{message}. See {self.prog} --help.")
 
 
 if __name__ == "__main__":

@@ -165,11 +165,6 @@ class WandbMode(Enum):
     offline = "offline"
 
 
-class Preflight(Enum):
-    auto = "auto"  # before a run on GPUs starts, its memory is predicted
-    off = "off"
-
-
 @dataclass
 class HardwareConfig:
     """A GPU and its links, on which a run is predicted.
@@ -200,7 +195,6 @@ class LaunchConfig:
     torch_threads: int = number(1, least=1, most=4096)  # per rank; beside a GPU at least its share of the cores
     deterministic: bool = False  # the same bits in every run on one layout
     grace_seconds: float = number(120.0, above=0, most=WEEK)  # for a run asked to stop: to finish its step and save
-    preflight: Preflight = Preflight.auto
     # For a job on a cluster. Its nodes and ranks follow from the keys above.
     time_limit: str = "4h"  # the job is then started again, and the run goes on
     rank_cpus: int = number(2, least=1, most=4096)

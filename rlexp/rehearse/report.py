@@ -67,7 +67,7 @@ def _verdict(answer: Answer) -> Iterator[str]:
 def _fitting(answer: Answer) -> Iterator[str]:
     if answer.rings:
         yield ""
-        yield "longest sequence that fits, tokens (by bisection, to 1 %)"
+        yield "longest sequence that fits, tokens (to 1 %)"
         for size, found in answer.rings.items():
             asked = "  (asked)" if size == answer.cfg.parallel.ring_size else ""
             yield f"  ring of {size:<4}{_length(found)}{asked}"

@@ -51,7 +51,6 @@ class Plan:
 
 def preload() -> None:
     """Import what every rehearsal needs and nothing has imported yet. Rehearsals are then forked from this process."""
-
     from rlexp.engine import fsdp2, zero  # noqa: F401
 
     zero.import_deepspeed()
