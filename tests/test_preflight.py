@@ -50,6 +50,10 @@ def test_an_8b_model_on_a_ring_of_8(tmp_path: Path) -> None:
             "launch.nproc=16: a node of hardware=h100 has 8 GPUs",
         ),
         (("hardware=h100", "launch.nproc=8", "parallel.ring_size=16"), "parallel.ring_size=16"),
+        (
+            ("hardware=h100", "loss=grpo", "data=arithmetic", "reward.rule=arithmetic"),
+            "loss=grpo: reinforcement learning cannot be rehearsed yet",
+        ),
         (("hardware=h100", "launch.device=cpu"), "launch.device=cpu: preflight predicts runs on GPUs"),
         (("hardware=h100", "hardware.memory_gib=0"), "hardware.memory_gib=0: a prediction needs it"),
         (("--jsn", "x"), "unrecognized arguments: --jsn"),

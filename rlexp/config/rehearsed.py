@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from rlexp.config.hardware import NAMES, assumed_gpus, hardware_here
 from rlexp.config.load import from_hydra, open_ended, register
 from rlexp.config.paths import conf_dir
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, PolicyLossConfig
 from rlexp.errors import ConfigError
 
 
@@ -53,6 +53,11 @@ def _gpus(overrides: Sequence[str]) -> int:
 def _check(cfg: Config, gpus: int) -> None:
     if cfg.launch.device.value != "cuda":
         raise ConfigError(f"launch.device={cfg.launch.device.value}: preflight predicts runs on GPUs. Leave it out.")
+    if isinstance(cfg.loss, PolicyLossConfig):
+        raise ConfigError(
+            f"loss={cfg.loss.name}: reinforcement learning cannot be rehearsed yet. With loss=dpo preflight tells what "
+            f"the same model and engine hold in a training step."
+        )
     if cfg.launch.nproc > gpus:
         raise ConfigError(
             f"launch.nproc={cfg.launch.nproc}: a node of hardware={cfg.hardware.name} has {gpus} GPUs, one for each "
