@@ -674,13 +674,14 @@ TRAIN_FAULTS = (
 
 
 def summed(original: Any, self: Any) -> None:
+    bucket = self._sent[0].bucket
     original(self)
-    for master in self.masters.values():
+    for master in bucket:
         master.grad *= self.world.size
 
 
 def in_the_ring(all_reduce: Any, self: Any) -> Callable[..., Any]:
-    return lambda flat: all_reduce(flat, group=self.world.ring.group)
+    return lambda flat, **options: all_reduce(flat, group=self.world.ring.group, **options)
 
 
 def not_zeroed(original: Any, self: Any) -> None:
@@ -696,17 +697,25 @@ def emptied_first(original: Any, self: Any, loss: Any, *, last: bool) -> None:
 
 
 def all_but_one(original: Any, self: Any) -> None:
-    first = next(iter(self.masters.values()))
+    first = self._sent[0].bucket[0]
     own = first.grad.clone()
     original(self)
     first.grad.copy_(own)
 
 
-def measured_first(original: Any, self: Any) -> None:
+def measured_first(original: Any, self: Any, loss: Any, *, last: bool) -> None:
     """Measure the gradient before it is reduced, and not again."""
-    norm = type(self).grad_norm(self)
-    original(self)
-    self.grad_norm = lambda: norm
+    norms, land = [], self.reducing._land
+
+    def measuring() -> None:
+        norms.append(type(self).grad_norm(self))
+        land()
+
+    self.reducing._land = measuring
+    original(self, loss, last=last)
+    del self.reducing._land
+    if last:
+        self.grad_norm = lambda: norms[0]
 
 
 def unclipped(original: Any, self: Any) -> None:
@@ -727,17 +736,18 @@ def all_decay(original: Any, policy: Any, weight_decay: float) -> Any:
 
 
 PLAIN, BASE_ENGINE, FSDP2 = "engine.plain:PlainEngine.", "engine.base:", "engine.fsdp2:FSDP2Engine."
+REDUCING = "engine.reducing:Reducing."
 ENGINE_FAULTS = (
-    one("summed, not averaged", PLAIN + "_reduce", summed, "gradient", ENGINE),
-    one("reduced over the ring only", PLAIN + "_reduce",
+    one("summed, not averaged", REDUCING + "_land", summed, "gradient", ENGINE),
+    one("reduced over the ring only", REDUCING + "_send_complete",
         Seeing({"dist.all_reduce": Given(in_the_ring)}), "gradient", ENGINE),
-    one("not reduced", PLAIN + "_reduce", nothing, "gradient", ENGINE),
+    one("not reduced", REDUCING + "_send_complete", nothing, "gradient", ENGINE),
     one("gradients are not zeroed", PLAIN + "_clip_and_step", not_zeroed, "gradient", ENGINE, step=2),
     one("the last micro-batch's gradient only", PLAIN + "backward", emptied_first, "gradient", ENGINE),
-    one("a parameter is left out of the reduction", PLAIN + "_reduce", all_but_one, "gradient", ENGINE),
-    one("reduced in float32", PLAIN + "_reduce",
+    one("a parameter is left out of the reduction", REDUCING + "_land", all_but_one, "gradient", ENGINE),
+    one("reduced in float32", REDUCING + "_send_complete",
         Seeing({"torch.cat": lambda cat: lambda pieces: cat(pieces).float()}), "gradient", ENGINE),
-    one("the norm before the reduction", PLAIN + "_reduce", measured_first, "optimizer", ENGINE),
+    one("the norm before the reduction", PLAIN + "backward", measured_first, "optimizer", ENGINE),
     one("not clipped", PLAIN + "_clip_and_step", unclipped, "optimizer", ENGINE),
     one("clipped parameter by parameter", PLAIN + "_clip_and_step", clipped_one_by_one, "optimizer", ENGINE),
     one("another rate", PLAIN + "step", lambda original, self, lr: original(self, lr * 1.01), "optimizer", ENGINE),
@@ -745,13 +755,13 @@ ENGINE_FAULTS = (
     one("nothing decays", BASE_ENGINE + "parameter_groups", lambda original, policy, _decay: original(policy, 0.0),
         "optimizer", ENGINE),
     one("other betas", BASE_ENGINE + "optimizer_for",
-        lambda original, policy, optim, device: original(policy, replace(optim, betas=[optim.betas[0], 0.99]), device),
+        lambda original, policy, optim: original(policy, replace(optim, betas=[optim.betas[0], 0.99])),
         "optimizer", ENGINE, step=2),
     one("another eps", BASE_ENGINE + "optimizer_for",
-        lambda original, policy, optim, device: original(policy, replace(optim, eps=1e-7), device), "optimizer",
+        lambda original, policy, optim: original(policy, replace(optim, eps=1e-7)), "optimizer",
         ENGINE),
     one("Adam for descent", BASE_ENGINE + "optimizer_for",
-        lambda original, policy, optim, device: original(policy, replace(optim, name=OptimName.adamw), device),
+        lambda original, policy, optim: original(policy, replace(optim, name=OptimName.adamw)),
         "optimizer", ENGINE, "optim=sgd", "optim.lr=0.05"),
     one("float32 parameters", PLAIN + "__init__",
         Seeing({"cast_parameters": lambda cast: lambda policy, _dtype: cast(policy, torch.float32)}),
@@ -792,16 +802,14 @@ def second_step_off(original: Any, engine: Any, loss: Any, last: bool) -> None:
     original(engine, loss * (1.001 if engine.global_steps else 1.0), last)
 
 
-def added_in_bfloat16(original: Any, self: Any) -> Any:
+def added_in_bfloat16(original: Any, self: Any, parameter: Any, master: Any) -> None:
     """Round the sum, in a hook behind the one that adds a gradient to its master."""
-    masters = original(self)
-    for name, parameter in self.parameters.items():
+    original(self, parameter, master)
 
-        def round_sum(_low: Any, master: Any = masters[name]) -> None:  # what a hook returns would be the new value
-            master.grad.copy_(master.grad.bfloat16())
+    def round_sum(_low: Any) -> None:  # what a hook returns would be the new value
+        master.grad.copy_(master.grad.bfloat16())
 
-        parameter.register_post_accumulate_grad_hook(round_sum)
-    return masters
+    parameter.register_post_accumulate_grad_hook(round_sum)
 
 
 ZERO = "engine.zero:"
@@ -820,12 +828,11 @@ OWN_FAULTS = (
     one("DeepSpeed's own clipping", ZERO + "ds_config",
         lambda original, *args: original(*args) | {"gradient_clipping": 0.1}, "optimizer", ENGINE, "optim=sgd",
         "optim.lr=0.05", base=BASE),
-    one("masters from bfloat16", ZERO + "Stage12._exact",
-        lambda _original, _self, _dtype: lambda fragment: fragment.weight, "log-probabilities", ENGINE,
+    one("masters from bfloat16", ZERO + "Stage12._restore_bits", nothing, "log-probabilities", ENGINE,
         "train.precision=bf16", base=BASE),
     one("bfloat16 copies are not renewed", PLAIN + "_copy_down", nothing, "log-probabilities", ENGINE,
         "train.precision=bf16", "engine=torch", base=BASE),
-    one("bfloat16 gradients added up in bfloat16", PLAIN + "_split_masters", added_in_bfloat16, "gradient", ENGINE,
+    one("bfloat16 gradients added up in bfloat16", PLAIN + "_take_gradients", added_in_bfloat16, "gradient", ENGINE,
         "train.precision=bf16", "engine=torch", base=BASE),
     one("ZeRO-3's reference is another", ZERO + "frozen",
         lambda original, cfg, starting, _dtype: original(cfg, starting, torch.bfloat16), "log-probabilities", ENGINE,

@@ -202,7 +202,7 @@ def pieces_rank(place: Place, cfg) -> tuple[int, int, int]:
 
     world = build_world(1)
     config = build.load_config(cfg.model, cfg.data.max_length)
-    policies = [build.build_policy(cfg, config, torch.device("cpu"), Needs()) for _ in range(2)]
+    policies = [build.build_policy(cfg, config, torch.device("cpu"), Needs(), None) for _ in range(2)]
     build.build_reference(cfg, policies[1], torch.float32, world)
     held = [sum(p.numel() + p.ds_tensor.numel() for p in policy.parameters()) for policy in policies]
     return sum(p.ds_numel for p in policies[0].parameters()), *held

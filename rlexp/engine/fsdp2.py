@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from rlexp.config.schema import OptimConfig
 from rlexp.engine.base import Fragment, Named, moments_of, optimizer_for, set_lr, set_steps, trained
 from rlexp.model.decoding import Decoding
+from rlexp.model.placing import take_exact
 from rlexp.model.policy import Policy, cast_parameters
 from rlexp.ring.groups import World
 from rlexp.types import Shard, TokenLogps
@@ -32,6 +33,7 @@ class FSDP2Engine(Named):
     def __init__(self, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.policy, self.world, self.steps = policy, world, 0
         self.max_grad_norm = optim.max_grad_norm
+        cast_parameters(policy, torch.promote_types(dtype, torch.float32))
         self.root = shard(policy, dtype, world)
         self.parts = dict(policy.named())  # between a forward and a backward pass the policy has others
         self.parameters = trained(policy)
@@ -102,17 +104,38 @@ class FSDP2Engine(Named):
 
 def shard(policy: Policy, dtype: torch.dtype, world: World) -> Any:
     """Shard layer by layer, by the modules that transformers says must not be split; then the rest together."""
-    cast_parameters(policy, torch.float64 if dtype is torch.float64 else torch.float32)
     precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype is torch.bfloat16:
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     # The run's device: by default FSDP takes the machine's.
-    mesh = init_device_mesh(next(policy.parameters()).device.type, (world.size,))
+    parts = {name: take_exact(parameter) for name, parameter in policy.named_parameters()}
+    values = (*parts.values(), *policy.parameters())
+    device = next(value.device for value in values if value is not None and not value.is_meta)
+    mesh = init_device_mesh(device.type, (world.size,))
     layers = set(policy.model._no_split_modules or ())  # the layers of a critic's trunk have the same names
     for module in policy.modules():
         if type(module).__name__ in layers and not isinstance(module, FSDPModule):
             fully_shard(module, mesh=mesh, mp_policy=precision)
-    return fully_shard(policy, mesh=mesh, mp_policy=precision)
+    root = fully_shard(policy, mesh=mesh, mp_policy=precision)
+    _fill(root, parts)
+    return root
+
+
+def _fill(root: Any, parts: dict[str, Tensor | None]) -> None:
+    """Give the parameters without memory this rank's part of the weights."""
+    state: dict[str, Tensor] = {}
+    filled: dict[int, nn.Parameter] = {}  # a tied parameter has several names, of which the first has its part
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        if (part := parts.get(name)) is not None:
+            assert isinstance(parameter, DTensor)
+            local = part.view(parameter.to_local().shape)
+            made = DTensor.from_local(
+                local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+            )
+            filled[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+        if id(parameter) in filled:
+            state[name] = filled[id(parameter)]
+    root.load_state_dict(state, strict=False, assign=True)
 
 
 def frozen(policy: Policy, dtype: torch.dtype, world: World) -> Callable[[Shard], TokenLogps]:

@@ -9,17 +9,15 @@ import math
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlexp.config.schema import OptimConfig
 from rlexp.engine.base import Fragment, Named, moments_of, optimizer_for, set_lr, set_steps, trained
+from rlexp.engine.reducing import Reducing
 from rlexp.model.decoding import Decoding
 from rlexp.model.policy import Policy, cast_parameters
 from rlexp.ring.groups import World
 from rlexp.types import Shard, TokenLogps
-
-BUCKET = 1 << 25  # elements reduced in one collective
 
 
 class PlainEngine(Named):
@@ -32,27 +30,34 @@ class PlainEngine(Named):
         self.optimizer = optimizer_for(policy, optim)
         self.parameters = trained(policy)
         self.masters = self._split_masters() if dtype is torch.bfloat16 else self.parameters
+        self.reducing = Reducing(list(self.masters.values()), world)
+        for name, parameter in self.parameters.items():
+            self._take_gradients(parameter, self.masters[name])
         self._norm: float | None = None
 
     def _split_masters(self) -> dict[str, nn.Parameter]:
-        """Keep float32 parameters in the optimizer, and give the model bfloat16 copies that pass their gradients on as
-        soon as they exist."""
+        """Keep float32 parameters in the optimizer, and give the model bfloat16 copies."""
         masters: dict[str, nn.Parameter] = {}
         for name, parameter in self.parameters.items():
-            master = nn.Parameter(parameter.data.clone())
+            master = nn.Parameter(parameter.data)
             for group in self.optimizer.param_groups:
                 group["params"] = [master if each is parameter else each for each in group["params"]]
             parameter.data = parameter.data.to(torch.bfloat16)
-
-            def hand_over(low: Tensor, master: Tensor = master) -> None:
-                assert low.grad is not None
-                master.grad = low.grad.float() if master.grad is None else master.grad.add_(low.grad)
-                low.grad = None
-
-            parameter.register_post_accumulate_grad_hook(hand_over)
             masters[name] = master
         cast_parameters(self.policy, torch.bfloat16)  # frozen ones too
         return masters
+
+    def _take_gradients(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
+        """Hand a parameter's gradient over to its master as soon as it exists, and let it be reduced."""
+
+        def take(low: Tensor) -> None:
+            if low is not master:
+                assert low.grad is not None
+                master.grad = low.grad.float() if master.grad is None else master.grad.add_(low.grad)
+                low.grad = None
+            self.reducing.arrived(master)
+
+        parameter.register_post_accumulate_grad_hook(take)
 
     def forward(self, shard: Shard) -> TokenLogps:
         logps: TokenLogps = self.policy(shard)
@@ -64,27 +69,9 @@ class PlainEngine(Named):
         return logits_BV
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        loss.backward()
-        if last:
-            self._fill()
-            if self.world.size > 1:
-                self._reduce()
-            self._norm = None
-
-    def _fill(self) -> None:
-        """Give every parameter a gradient: one without a gradient here may have one on another rank."""
-        for master in self.masters.values():
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-
-    def _reduce(self) -> None:
-        """Take the mean of the gradients over all ranks."""
-        for bucket in _buckets([m.grad for m in self.masters.values() if m.grad is not None]):
-            flat = torch.cat([grad.reshape(-1) for grad in bucket])
-            dist.all_reduce(flat)
-            flat /= self.world.size
-            for grad, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                grad.copy_(piece.view_as(grad))
+        with self.reducing.during(last=last):
+            loss.backward()
+        self._norm = None
 
     def grad_norm(self) -> float:
         if self._norm is None:
@@ -136,14 +123,3 @@ class PlainEngine(Named):
             set_steps(self.optimizer, master, steps)
         self.steps = steps
         self._copy_down()
-
-
-def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for grad in grads:
-        if bucket and sum(g.numel() for g in bucket) + grad.numel() > BUCKET:
-            yield bucket
-            bucket = []
-        bucket.append(grad)
-    if bucket:
-        yield bucket

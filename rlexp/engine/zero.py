@@ -28,6 +28,7 @@ from rlexp.engine.plain import PlainEngine
 from rlexp.engines import ENGINES
 from rlexp.errors import ConfigError
 from rlexp.model.decoding import Decoding
+from rlexp.model.placing import gathered, take_exact
 from rlexp.model.policy import Policy
 from rlexp.ring.groups import World
 from rlexp.types import Shard, TokenLogps
@@ -97,10 +98,10 @@ def _refuse_wrong_values(cfg: EngineConfig) -> None:
 
 
 class Stage0(PlainEngine):
-    """Stage 0: replicated weights, with gradients reduced by DeepSpeed.
+    """Stage 0: replicated weights, whose optimizer DeepSpeed steps.
 
     DeepSpeed gets only the float32 masters: its own stage 0 in bfloat16 would accumulate gradients in bfloat16, and
-    start Adam at its second step."""
+    start Adam at its second step. It would also reduce gradients only after the backward pass."""
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         super().__init__(policy, optim, world, dtype)
@@ -108,13 +109,15 @@ class Stage0(PlainEngine):
         holder = _Holder(self.masters, policy)
         config = ds_config(cfg, optim.max_grad_norm, torch.float32, buffers_of(policy))
         self.engine = _initialize(model=holder, optimizer=self.optimizer, config=config)
+        self.engine.enable_backward_allreduce = False
 
     def forward(self, shard: Shard) -> TokenLogps:
         logps: TokenLogps = self.engine(shard)
         return logps
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        _backward(self.engine, loss, last)
+        with self.reducing.during(last=last):
+            _backward(self.engine, loss, last)
         self._norm = None
 
     def _clip_and_step(self) -> None:
@@ -141,21 +144,21 @@ class _Partitioned(Named, abc.ABC):
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.name, self.policy, self.world, self.steps = cfg.name.value, policy, world, 0
         self._utils = import_deepspeed().utils
-        exact = self._exact(dtype)
-        self.engine = _initialize(
+        self.engine = self._initialized(
             model=policy,
             optimizer=optimizer_for(policy, optim),
             config=ds_config(cfg, optim.max_grad_norm, dtype, buffers_of(policy)),
         )
         if dtype is torch.bfloat16:
             # DeepSpeed makes its float32 masters from bfloat16 weights: restore the bits that this loses.
-            for fragment in self._weight_fragments():
-                fragment.weight.copy_(exact(fragment))
+            self._restore_bits()
 
-    def _exact(self, dtype: torch.dtype) -> Callable[[Fragment], Tensor]:
-        """Keep the float32 weights, and return a function from a fragment to its exact values."""
-        whole = {n: p.detach().clone() for n, p in trained(self.policy).items()} if dtype is torch.bfloat16 else {}
-        return lambda part: whole[part.name].view(-1)[part.start : part.start + part.weight.numel()]
+    def _initialized(self, **arguments: Any) -> Any:
+        return _initialize(**arguments)
+
+    @abc.abstractmethod
+    def _restore_bits(self) -> None:
+        """Write the exact float32 weights into the masters. A collective call."""
 
     def forward(self, shard: Shard) -> TokenLogps:
         logps: TokenLogps = self.engine(shard)
@@ -195,9 +198,36 @@ class _Partitioned(Named, abc.ABC):
 class Stage12(_Partitioned):
     """Stages 1 and 2: whole weights, and a partition of the flattened masters and their moments.
 
-    DeepSpeed implements them with two classes: its ZeRO optimizer, and BF16_Optimizer for stage 1 in bfloat16 with
-    gradients accumulated in float32. Both attach to each parameter a description of this rank's fragment.
+    Its ZeRO optimizer attaches to each parameter a description of this rank's fragment.
     """
+
+    def _initialized(self, **arguments: Any) -> Any:
+        """Shim: for stage 1 in bfloat16 with float32 gradients DeepSpeed takes its BF16_Optimizer, unless the optimizer
+        is offloaded. That one holds the whole float32 gradient from its start, and reduces it after the backward pass.
+        Its ZeRO optimizer does neither. Remove this when DeepSpeed takes it by itself."""
+        from deepspeed.runtime import engine as runtime
+
+        def asked(engine: Any, optimizer: Any) -> str:
+            chosen = before(engine, optimizer)
+            return str(runtime.ZERO_OPTIMIZATION if chosen == runtime.BFLOAT16 else chosen)
+
+        before = runtime.DeepSpeedEngine._do_optimizer_sanity_check
+        runtime.DeepSpeedEngine._do_optimizer_sanity_check = asked
+        try:
+            return super()._initialized(**arguments)
+        finally:
+            runtime.DeepSpeedEngine._do_optimizer_sanity_check = before
+
+    def _restore_bits(self) -> None:
+        mine = {fragment.name: fragment for fragment in self._weight_fragments()}
+        for name, parameter in trained(self.policy).items():
+            part = take_exact(parameter)
+            if part is None:  # on every rank alike: bfloat16 holds all of its bits
+                continue
+            whole = gathered(part, parameter.numel(), parameter.device)
+            if name in mine:
+                fragment = mine[name]
+                fragment.weight.copy_(whole[fragment.start : fragment.start + fragment.weight.numel()])
 
     def _mapped(self) -> Iterator[tuple[str, Any]]:
         """Yield DeepSpeed's description of each fragment that this rank holds, by parameter."""
@@ -233,15 +263,8 @@ class Stage12(_Partitioned):
 
     def grad_norm(self) -> float:
         """Before `step`, so that a gradient that is not finite stops the run before it does harm. DeepSpeed would
-        skip such a step in silence. Its ZeRO optimizer marks such a norm with −1; its bf16 optimizer holds the
-        whole float32 gradient on every rank, and would leave out of the norm what this rank had no part in."""
-        optimizer = self.engine.optimizer
-        if type(optimizer).__name__ == "BF16_Optimizer":
-            optimizer.fp32_groups_has_gradients = [[True] * len(group) for group in optimizer.fp32_groups_has_gradients]
-            grads, _ = optimizer.get_grads_for_norm()
-            norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])))
-        else:
-            norm = float(optimizer.scaled_global_norm())
+        skip such a step in silence, and marks such a norm with −1."""
+        norm = float(self.engine.optimizer.scaled_global_norm())
         return norm if math.isfinite(norm) and norm >= 0 else math.inf
 
 
@@ -250,11 +273,13 @@ class Stage3(_Partitioned):
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         partition(policy, cfg)
+        self._exact = _cast_partitions(policy, dtype)
         super().__init__(cfg, policy, optim, world, dtype)
 
-    def _exact(self, dtype: torch.dtype) -> Callable[[Fragment], Tensor]:
-        pieces = _cast_partitions(self.policy, dtype)
-        return lambda part: pieces[part.name].to(part.weight.device)[: part.weight.numel()]
+    def _restore_bits(self) -> None:
+        for fragment in self._weight_fragments():
+            fragment.weight.copy_(self._exact.pop(fragment.name)[: fragment.weight.numel()])
+        self._exact.clear()
 
     def _partition_of(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
         """Shim: return this rank's piece as a view. DeepSpeed's public functions copy it if the optimizer is offloaded.
@@ -332,7 +357,7 @@ def _cast_partitions(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
     if dtype is torch.bfloat16:
         for name, parameter in policy.named():
             piece: Tensor = parameter.ds_tensor
-            exact[name] = piece.data.clone()
+            exact[name] = piece.data
             piece.data = piece.data.to(dtype)
             parameter.data = parameter.data.to(dtype)
     return exact

@@ -29,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlexp.config.schema import HFModelConfig, ModelConfig, ModelRewardConfig, Precision, TinyModelConfig
 from rlexp.errors import ModelError
 from rlexp.model import hook, rope
+from rlexp.model.placing import Placing, arriving, put_all
 
 UNBOUNDED = 1 << 60  # data.max_length decides what is too long, not the tokenizer
 
@@ -59,29 +60,39 @@ def load_config(cfg: ModelConfig, max_length: int) -> PreTrainedConfig:
 
 
 def load_model(
-    cfg: ModelConfig, config: PreTrainedConfig, max_length: int, *, float64: bool = False
+    cfg: ModelConfig,
+    config: PreTrainedConfig,
+    max_length: int,
+    placing: Placing | None = None,
+    *,
+    float64: bool = False,
 ) -> PreTrainedModel:
-    """Load the model in float32, the same on every rank, with the ring's attention and without dropout."""
+    """Load the model, the same on every rank, with the ring's attention and without dropout. Its weights are float32,
+    and go where `placing` says, one by one; without it they stay on the host."""
     hook.register()
     disable_progress_bar()
     match cfg:
         case HFModelConfig(path=path):
-            model, info = _from_hub(
-                AutoModelForCausalLM,
-                path,
-                cfg.trust_remote_code,
-                config=config,
-                dtype=torch.float32,
-                attn_implementation=hook.NAME,
-                output_loading_info=True,
-                **(_experts(config) if float64 else {}),
-            )
+            with arriving(placing):
+                model, info = _from_hub(
+                    AutoModelForCausalLM,
+                    path,
+                    cfg.trust_remote_code,
+                    config=config,
+                    dtype=torch.float32,
+                    attn_implementation=hook.NAME,
+                    output_loading_info=True,
+                    **(_experts(config) if float64 else {}),
+                )
             _refuse_random("model.path", path, info)
         case _:
             unset_hf_deepspeed_config()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(cfg.seed)
-                return random_model(config, max_length)
+                model = random_model(config, max_length)
+            if placing is not None:
+                put_all(model, placing)
+            return model
     return _without_surprises(model, max_length)
 
 
@@ -93,8 +104,8 @@ def random_model(config: PreTrainedConfig, max_length: int, *, float64: bool = F
     return _without_surprises(model, max_length)
 
 
-def load_reward_model(cfg: ModelRewardConfig, key: str, max_length: int) -> PreTrainedModel:
-    """Load a model that gives a sequence one number, in float32, with the ring's attention and without dropout.
+def load_reward_model(cfg: ModelRewardConfig, key: str, max_length: int, placing: Placing) -> PreTrainedModel:
+    """Load a model that gives a sequence one number, with the ring's attention and without dropout.
 
     `key` is the place of its configuration, for messages.
     """
@@ -109,18 +120,19 @@ def load_reward_model(cfg: ModelRewardConfig, key: str, max_length: int) -> PreT
             f"sequence-classification model with one label."
         )
     unset_hf_deepspeed_config()  # it is whole on every rank, even where the engine shards the policy
-    model, info = _from_hub(
-        AutoModelForSequenceClassification,
-        cfg.path,
-        cfg.trust_remote_code,
-        what="reward model",
-        key=name,
-        config=config,
-        dtype=torch.float32,
-        attn_implementation=hook.NAME,
-        output_loading_info=True,
-        **(_experts(config) if cfg.precision is Precision.fp64 else {}),
-    )
+    with arriving(placing):
+        model, info = _from_hub(
+            AutoModelForSequenceClassification,
+            cfg.path,
+            cfg.trust_remote_code,
+            what="reward model",
+            key=name,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=hook.NAME,
+            output_loading_info=True,
+            **(_experts(config) if cfg.precision is Precision.fp64 else {}),
+        )
     _refuse_random(name, cfg.path, info)
     return _without_surprises(model, max_length)
 

@@ -16,8 +16,11 @@ from rlexp.data.tokens import TextTokenizer, cut_from_start
 from rlexp.errors import ModelError, RewardError
 from rlexp.model.float64 import precise
 from rlexp.model.loading import load_reward_model, load_reward_tokenizer
-from rlexp.model.policy import DTYPES, cast_parameters, hidden_states
+from rlexp.model.placing import Placing
+from rlexp.model.policy import DTYPES, hidden_states
 from rlexp.types import Ids, Pack, Sample, Shard
+
+CPU = torch.device("cpu")
 
 
 class RewardModel(nn.Module):
@@ -26,13 +29,15 @@ class RewardModel(nn.Module):
     `max_length` is the longest sequence in its own tokens; `shard_pack` must be given the same.
     """
 
-    def __init__(self, cfg: ModelRewardConfig, key: str, policy_tokenizer: Any, max_length: int) -> None:
+    def __init__(
+        self, cfg: ModelRewardConfig, key: str, policy_tokenizer: Any, max_length: int, device: torch.device = CPU
+    ) -> None:
         super().__init__()
         self.cfg = cfg
         self.key = key
         self.max_length = cfg.max_length or max_length
-        self.model: PreTrainedModel = load_reward_model(cfg, key, self.max_length).eval().requires_grad_(False)
-        cast_parameters(self.model, DTYPES[cfg.precision])
+        placing = Placing(device, DTYPES[cfg.precision])
+        self.model: PreTrainedModel = load_reward_model(cfg, key, self.max_length, placing).eval().requires_grad_(False)
         head = getattr(self.model, "score", None)
         if not isinstance(head, nn.Linear):
             raise ModelError(

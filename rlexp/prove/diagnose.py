@@ -26,7 +26,8 @@ from rlexp.engines import ENGINES
 from rlexp.errors import UserError
 from rlexp.launch.place import Place, join, threads_of
 from rlexp.metrics.meter import REPLICATED, SHARDED, Meter
-from rlexp.model.policy import DTYPES, cast_parameters
+from rlexp.model.placing import Placing
+from rlexp.model.policy import DTYPES
 from rlexp.prove.findings import Clue, Finding
 from rlexp.prove.records import TensorFiles
 from rlexp.prove.reference import softmax_attention
@@ -237,10 +238,10 @@ def without_engine(task: PairTask, step: int, weights: TensorFiles) -> dict[str,
     run, cfg = task.run, task.run.cfg
     if ENGINES[cfg.engine.name.value].sharded:  # a reference of its own
         cfg = dataclasses.replace(cfg, engine=dataclasses.replace(cfg.engine, name=EngineName.torch))
-    policy = build_policy(cfg, run.engine.policy.model.config, run.device, Needs())
+    placing = Placing(run.device, DTYPES[cfg.train.precision])
+    policy = build_policy(cfg, run.engine.policy.model.config, run.device, Needs(), placing)
     if cfg.memory.checkpointing:
         policy.recompute_activations()
-    cast_parameters(policy, DTYPES[cfg.train.precision])
     for name, parameter in policy.model.named_parameters():
         parameter.data.copy_(torch.from_numpy(weights.read("weights", step - 1, name).copy()))
     parameters = trained(policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from rlexp.engines import ENGINES
 from rlexp.metrics.memory import Phases
 from rlexp.metrics.meter import Meter
 from rlexp.model.loading import random_model
+from rlexp.model.placing import Placing, put_all
 from rlexp.rehearse.device import conversions, rehearsed_device
 from rlexp.rehearse.holdings import label, mark_layers, mark_modules
 from rlexp.rehearse.kernel import CountedKernel
@@ -87,10 +89,14 @@ def take_steps(plan: Plan, device: torch.device, mode: Counting) -> None:
     log = mode.log
     phases = LoggedPhases(device, log)
     loaded: list[Any] = []
+    real = not isinstance(mode, Rehearsing)
+    saved_wide = getattr(plan.model, "dtype", None) is not torch.bfloat16  # then bfloat16 loses bits of the weights
 
-    def model_of(_cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        with device:
-            loaded.append(random_model(*args, **kwargs))
+    def model_of(_cfg: Any, model: Any, max_length: int, placing: Placing | None, **kwargs: Any) -> Any:
+        with device if placing is None else torch.device("cpu"):  # each of ZeRO-3's pieces is made where it stays
+            loaded.append(random_model(model, max_length, **kwargs))
+        if placing is not None:
+            put_all(loaded[-1], placing if real else dataclasses.replace(placing, loses=lambda *_: saved_wide))
         return loaded[-1]
 
     sources = Sources(

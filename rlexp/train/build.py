@@ -49,7 +49,8 @@ from rlexp.engines import ENGINES
 from rlexp.metrics.memory import Phases
 from rlexp.model.head import logits_at_once
 from rlexp.model.loading import in_pieces, load_config, load_model, load_tokenizer
-from rlexp.model.policy import DTYPES, Critic, Policy, cast_parameters
+from rlexp.model.placing import Placing, by_rows, evenly, put_all
+from rlexp.model.policy import DTYPES, Critic, Policy
 from rlexp.model.probe import probe, probe_decoding
 from rlexp.ring.groups import World, build_world
 from rlexp.ring.kernels import BlockKernel, get_kernel
@@ -117,13 +118,9 @@ def build(
         cfg.model, model_config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
         device=device,
     )  # fmt: skip
-    policy = build_policy(cfg, model_config, device, task.needs, sources)
+    policy = build_policy(cfg, model_config, device, task.needs, placing_for(cfg, device, world), sources)
     examples = task.examples
     refuse_foreign_tokens([*examples.train, *examples.held_out], policy.model.get_input_embeddings().num_embeddings)
-    reference = None
-    if task.needs.reference:
-        starting = build_policy(cfg, model_config, device, task.needs.frozen, sources)
-        reference = build_reference(cfg, starting, dtype, world)
     if cfg.memory.checkpointing:
         policy.recompute_activations()
     run = Run(
@@ -139,6 +136,11 @@ def build(
         parameters=sum(shape_of(parameter).numel() for parameter in policy.model.parameters()),
         phases=phases or Phases(device),
     )
+    reference = None
+    if task.needs.reference:  # after the engine, which needs more memory for a moment while it is built
+        placing = placing_for(cfg, device, world, frozen=True)
+        starting = build_policy(cfg, model_config, device, task.needs.frozen, placing, sources)
+        reference = build_reference(cfg, starting, dtype, world)
     if task.needs.decoding:
         probe_decoding(cfg.model, model_config, cfg.data.max_length, device)
     task.start(run, reference)
@@ -228,25 +230,44 @@ def build_policy(
     config: Any,
     device: torch.device,
     needs: Needs,
+    placing: Placing | None,
     sources: Sources | None = None,
 ) -> Policy:
-    """Load the starting weights: whole and the same on every rank, or in pieces from the first moment under ZeRO-3."""
+    """Load the starting weights: into their place, or in pieces from the first moment under ZeRO-3."""
     sources = sources or Sources()
     load, float64 = sources.model, cfg.train.precision is Precision.fp64
     critic = None
     with pieces_for(cfg.engine):
-        model = load(cfg.model, config, cfg.data.max_length, float64=float64)
+        model = load(cfg.model, config, cfg.data.max_length, placing, float64=float64)
         if needs.critic is not None:
             own = needs.critic is CriticName.own
-            trunk = load(cfg.model, config, cfg.data.max_length, float64=float64).base_model if own else None
+            trunk = load(cfg.model, config, cfg.data.max_length, placing, float64=float64).base_model if own else None
             critic = Critic(model.get_output_embeddings().in_features, trunk)
-    policy = Policy(model, critic, temperature=needs.temperature, entropy=needs.entropy).to(device)
+    policy = Policy(model, critic, temperature=needs.temperature, entropy=needs.entropy)
+    if placing is None:
+        policy.to(device)
+    else:
+        put_all(policy, placing)
     policy.critic_lr_scale = needs.critic_lr_scale
     policy.logps.most = logits_at_once(sources.memory(device))
     policy.freeze(cfg.model.freeze)
     if not ENGINES[cfg.engine.name.value].replicated:
         policy.refuse_listed_experts(cfg.engine.name.value)
     return policy
+
+
+def placing_for(cfg: Config, device: torch.device, world: World, *, frozen: bool = False) -> Placing | None:
+    """Say where the weights go, by the engine that will hold them; None where it loads them in pieces itself."""
+    traits, dtype = ENGINES[cfg.engine.name.value], DTYPES[cfg.train.precision]
+    steps = torch.promote_types(dtype, torch.float32)
+    if traits.loads_pieces:
+        return None
+    if traits.sharded:
+        part = by_rows(world.rank, world.size)
+        return Placing(device, dtype if frozen else steps, part, whole=False)
+    if traits.replicated:  # its float32 masters are the weights that arrive
+        return Placing(device, dtype if frozen else steps)
+    return Placing(device, dtype, None if frozen else evenly(world.rank, world.size))
 
 
 def pieces_for(cfg: EngineConfig) -> contextlib.AbstractContextManager[Any]:
@@ -284,7 +305,6 @@ def build_reference(cfg: Config, starting: Policy, dtype: torch.dtype, world: Wo
 
             forward = fsdp2.frozen(starting, dtype, world)
         case _:
-            cast_parameters(starting, dtype)
             forward = starting
 
     @torch.no_grad()

@@ -145,7 +145,7 @@ def ring_reward_model(run: Run, term: ModelTerm) -> RingRewardModel:
     It has a precision of its own, so it runs over our own layout; and heads of its own: where the run's layout cannot
     share them out, zigzag takes any.
     """
-    model = RewardModel(term.cfg, term.key, run.tokenizer, run.cfg.data.max_length).to(run.device)
+    model = RewardModel(term.cfg, term.key, run.tokenizer, run.cfg.data.max_length, run.device).to(run.device)
     heads = heads_in(model.model.config.to_dict())
     fitting = heads is None or heads.queries % run.choice.ulysses_size == 0
     ring, layout = run.world.ring, run.own_layout if fitting else get_layout("zigzag")

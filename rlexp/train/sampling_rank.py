@@ -9,7 +9,8 @@ import torch
 from rlexp.config.schema import Config, EngineConfig, EngineName
 from rlexp.launch.stops import Outcome, finishing_steps
 from rlexp.model.loading import load_config, load_tokenizer
-from rlexp.model.policy import DTYPES, cast_parameters
+from rlexp.model.placing import Placing
+from rlexp.model.policy import DTYPES
 from rlexp.ring.groups import ALONE, World
 from rlexp.rollout.bridge import Bridge
 from rlexp.rollout.pipelined import serve
@@ -27,9 +28,9 @@ def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
     sampler = prompt_sampler(cfg, len(examples.train))
     whole = dataclasses.replace(cfg, engine=EngineConfig(EngineName.torch))  # whole on every rank: each samples alone
     needs = Needs(temperature=cfg.rollout.temperature)
-    policy = build_policy(whole, load_config(cfg.model, cfg.data.max_length), device, needs)
+    placing = Placing(device, DTYPES[cfg.train.precision])
+    policy = build_policy(whole, load_config(cfg.model, cfg.data.max_length), device, needs, placing)
     policy.eval().requires_grad_(False)
-    cast_parameters(policy, DTYPES[cfg.train.precision])
     drawer = build_drawer(cfg, torch.no_grad()(policy), policy.model, tokenizer, device)
 
     def prompts_of(number: int) -> list[Prompt]:
