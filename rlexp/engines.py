@@ -11,8 +11,8 @@ class Traits:
     precisions: tuple[str, ...] = ("fp32", "bf16")  # DeepSpeed keeps float32 masters, so it has no fp64
     stage: int | None = None  # of DeepSpeed's ZeRO; None for engines that are not DeepSpeed
     offload: tuple[str, ...] = ("none",)
-    # Every rank holds all of the training state. Such an engine reduces all gradients after the last micro-batch; the
-    # others reduce them during the backward pass, so there every rank must have a gradient of every parameter.
+    # Every rank holds all of the training state. Such an engine fills in gradients that a rank does not have; with the
+    # others every rank must have a gradient of every parameter, since they reduce it when it comes.
     replicated: bool = False
     # Every rank holds a piece of each weight and gathers the others during a pass. The reference model is held alike.
     sharded: bool = False
