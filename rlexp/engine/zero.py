@@ -220,9 +220,9 @@ class Stage12(_Partitioned):
 
     def _restore_bits(self) -> None:
         mine = {fragment.name: fragment for fragment in self._weight_fragments()}
-        for name, parameter in trained(self.policy).items():
+        for name, parameter in self.policy.named():
             part = take_exact(parameter)
-            if part is None:  # on every rank alike: bfloat16 holds all of its bits
+            if part is None or not parameter.requires_grad:  # on every rank alike: bfloat16 holds all bits, or suffices
                 continue
             whole = gathered(part, parameter.numel(), parameter.device)
             if name in mine:

@@ -22,7 +22,7 @@ _PLACED, _EXACT = "_rlexp_placed", "_rlexp_exact"  # attributes of a parameter
 
 
 def loses_bits(wide: Tensor, narrow: Tensor) -> bool:
-    return narrow.dtype != wide.dtype and not torch.equal(narrow.to(wide.dtype), wide)
+    return not torch.equal(narrow.to(wide.dtype), wide)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Placing:
     def _whole(self, parameter: nn.Parameter) -> nn.Parameter:
         wide = parameter.detach().to(self.device)
         placed = nn.Parameter(wide.to(self.dtype), requires_grad=parameter.requires_grad)
-        if self.part is not None and self.loses(wide, placed.detach()):
+        if self.part is not None and placed.dtype != wide.dtype and self.loses(wide, placed.detach()):
             setattr(placed, _EXACT, wide.view(-1)[self.part(wide.shape)].to("cpu", copy=True))
         return placed
 
