@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,16 @@ def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype) -> Pat
     reader = Reader(checkpoint, folder.read_manifest(checkpoint))
     model, tokenizer = described(checkpoint / folder.MODEL, cfg.model)
     chosen = dtype_of(dtype, bf16=cfg.train.precision is Precision.bf16)
-    trained = {name: reader.whole("weight", name).to(chosen) for name in reader.shapes if not name.startswith(CRITIC)}
-    model, others = _others(cfg, model, trained)
-    export(model, {name: tensor.to(chosen) for name, tensor in others.items()} | trained, tokenizer, place)
+    model, others = _others(cfg, model, {name for name in reader.shapes if not name.startswith(CRITIC)})
+    names = [name for name, _ in model.named_parameters()]
+    weights = ((name, others[name] if name in others else reader.whole("weight", name)) for name in names)
+    unfinished = place.resolve().with_name(f".{place.name}-unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        export(model, weights, chosen, tokenizer, unfinished)
+        unfinished.replace(place)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
     return place
 
 
@@ -46,7 +54,7 @@ def _newest_whole(source: Path) -> Path:
     raise CheckpointError(f"{source}: there is no whole checkpoint. {' '.join(reasons)}")
 
 
-def _others(cfg: Config, model: Any, trained: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+def _others(cfg: Config, model: Any, trained: set[str]) -> tuple[Any, dict[str, Tensor]]:
     """Return the parameters that were not trained. The checkpoint lacks them; they come from the starting model."""
     missing = [name for name, _ in model.named_parameters() if name not in trained]
     kept = [name for name in model.state_dict() if name in dict(model.named_buffers())]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,22 +10,20 @@ import torch.distributed as dist
 
 from rlexp import __version__
 from rlexp.checkpoint.folder import METRICS, latest_first
-from rlexp.config.schema import Config, LoggerName, Precision
+from rlexp.config.schema import Config, LoggerName
 from rlexp.errors import NonFiniteError
-from rlexp.files import sync
 from rlexp.launch import folder
 from rlexp.launch.place import part
 from rlexp.launch.stops import Outcome, finishing_steps, stopped_by
 from rlexp.launch.whereabouts import Whereabouts
 from rlexp.metrics.memory import Phases
-from rlexp.model.export import dtype_of, export, on_host
-from rlexp.model.policy import CRITIC
 from rlexp.ring.objects import from_rank0
 from rlexp.rollout.bridge import Bridge
 from rlexp.sinks.base import Ending, Sinks
 from rlexp.sinks.console import say
 from rlexp.sinks.jsonl import JsonlSink
 from rlexp.train.build import build, device_of
+from rlexp.train.exporting import export_run
 from rlexp.train.loop import Position, train_loop
 from rlexp.train.resume import build_keeper, resume
 from rlexp.train.run import Run
@@ -69,7 +65,7 @@ def train_watched(
         tell(run, f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
         exported = folder.read(run_dir).get("exported_step") == position.step
         if cfg.checkpoint.export and not from_rank0(exported, run.world.size):
-            export_run(run, run_dir, position)
+            export_run(run, run_dir, position.step)
         return leave(task, Outcome(), closing)
     curve = JsonlSink(run_dir / METRICS) if first else None
     sinks = build_sinks(run, run_dir, position, curve) if curve else Sinks([])
@@ -84,7 +80,7 @@ def train_watched(
             keeper.close(row)
         outcome = how_it_ended(run, position, stop, keeper.failed)
         if outcome.status == "finished" and cfg.checkpoint.export:
-            export_run(run, run_dir, position)
+            export_run(run, run_dir, position.step)
         ending = Ending(outcome.exit_code, outcome.reason)
     except BaseException as error:
         ending = ending_of(error, run, run_dir)
@@ -119,25 +115,6 @@ def how_it_ended(run: Run, position: Position, stop: signal.Signals | None, fail
     if position.step < run.total_steps:
         return Outcome("stopped", f"train.stop_after={run.cfg.train.stop_after}")
     return Outcome()
-
-
-def export_run(run: Run, run_dir: Path, position: Position) -> None:
-    """Gather the parameters one by one; rank 0 writes them under another name first. A collective call."""
-    place, unfinished = run_dir / "model", run_dir / ".model-unfinished"
-    weights = ((name, weight) for name, weight in run.engine.weights() if not name.startswith(CRITIC))
-    dtype = dtype_of(run.cfg.checkpoint.export_dtype, bf16=run.cfg.train.precision is Precision.bf16)
-    if run.world.rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        export(run.engine.policy.model, on_host(weights, dtype), run.tokenizer, unfinished)
-        for path in (*unfinished.iterdir(), unfinished):
-            sync(path)
-        if place.is_dir():
-            shutil.rmtree(place)
-        unfinished.replace(place)
-        folder.note(run_dir, exported_step=position.step)
-    else:
-        deque(weights, maxlen=0)
-    dist.barrier()
 
 
 def ledger(task: Task) -> dict[str, object]:
