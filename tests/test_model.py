@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
@@ -23,6 +24,7 @@ from transformers import (
     PhimoeConfig,
     PreTrainedConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from rlexp.config.schema import HFModelConfig, TinyModelConfig
@@ -34,10 +36,13 @@ from rlexp.model.float64 import StayFloat64
 from rlexp.model.loading import load_config, load_model, load_tokenizer
 from rlexp.model.policy import Policy, cast_parameters
 from rlexp.model.probe import probe
+from rlexp.model.small import small_config
 from rlexp.ring.groups import ALONE, build_world
 from rlexp.ring.kernels import CpuFlash
 from rlexp.ring.layouts import get_layout
 from rlexp.ring.shard import shard_pack
+from tests import warm
+from tests.conftest import ROOT
 from tests.ranks import on_ranks, seeded
 
 ZIGZAG = get_layout("zigzag")
@@ -90,6 +95,82 @@ def test_what_it_cannot_compute_is_refused_by_name(name: str) -> None:
         probe(TinyModelConfig(), config, ring=ALONE, **HOW)
     assert said in str(error.value)
     assert config.model_type in str(error.value)
+
+
+# Shapes of large models: 70 and 235 billion parameters; a mixture whose first three layers are dense; heads whose size
+# follows from the width.
+LARGE: dict[str, PreTrainedConfig] = {
+    "llama 70b": LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, max_position_embeddings=131072,
+        rope_parameters={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, "low_freq_factor": 1.0,
+                         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    ),
+    "qwen3 235b-a22b": Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=94, num_attention_heads=64,
+        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,
+    ),
+    "glm 4.5": Glm4MoeConfig(
+        vocab_size=151552, hidden_size=5120, intermediate_size=12288, num_hidden_layers=92, num_attention_heads=96,
+        num_key_value_heads=8, head_dim=128, n_routed_experts=160, num_experts_per_tok=8, moe_intermediate_size=1536,
+        first_k_dense_replace=3, n_group=4, topk_group=2,
+    ),
+    "falcon 180b": FalconConfig(
+        vocab_size=65024, hidden_size=14848, num_hidden_layers=80, num_attention_heads=232, num_kv_heads=8,
+        new_decoder_architecture=True,
+    ),
+}  # fmt: skip
+PROBED = """
+import resource
+from tests.test_model import HOW, LARGE
+from rlexp.config.schema import TinyModelConfig
+from rlexp.model.probe import probe
+from rlexp.model.small import small_config
+from rlexp.ring.groups import ALONE
+for name in ("llama 70b", "qwen3 235b-a22b", "glm 4.5"):
+    assert probe(TinyModelConfig(), LARGE[name], ring=ALONE, **HOW) < 1e-12, name
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+def test_the_probe_of_a_large_model_is_small() -> None:
+    """70 and 235 billion parameters, in float64, with torch and transformers: below 2 GB. It takes 1 to 2 s of a core
+    each, since the copies have few parameters."""
+    answer = warm.run("-c", [PROBED], ROOT)
+    assert answer.returncode == 0, answer.stderr
+    assert int(answer.stdout.split()[-1]) < 2000
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_copy_keeps_what_the_probe_tests(name: str) -> None:
+    config = LARGE[name]
+    copy = small_config(TinyModelConfig(), config, {})
+    with torch.device("meta"):
+        whole, small = (AutoModelForCausalLM.from_config(each) for each in (config, copy))
+    parameters = sum(parameter.numel() for parameter in small.parameters())
+    for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok", "rope_parameters"):
+        assert getattr(copy, key, None) == getattr(config, key, None), key
+    modules = {type(module) for module in small.modules()}
+    assert modules == {type(module) for module in whole.modules()}
+    if name == "falcon 180b":  # its heads would shrink with its width
+        assert copy.hidden_size == config.hidden_size
+        assert copy.num_hidden_layers == 2
+        return
+    assert parameters < 30e6
+    assert copy.num_hidden_layers == (4 if "glm" in name else 2)
+    if "llama" not in name:
+        mixture = small.model.layers[-1].mlp
+        assert (mixture.experts.num_experts, mixture.gate.top_k) == (16, 8)
+
+
+def test_a_window_of_the_last_kind_of_layer_is_probed() -> None:
+    """A copy reaches as far as the first layer of each kind, whether or not the configuration lists kinds."""
+    kinds = ["full_attention"] * 4 + ["sliding_attention"] * 2
+    config = Qwen3Config(**SMALL, layer_types=kinds, use_sliding_window=True, sliding_window=128)
+    copy = small_config(TinyModelConfig(), config, {"sliding_window": 8})
+    assert (copy.num_hidden_layers, copy.layer_types, copy.sliding_window) == (5, kinds[:5], 8)
+    with pytest.raises(ModelError, match="sliding_window=128 is shorter than"):
+        probe(TinyModelConfig(), config, ring=ALONE, **HOW)
 
 
 def test_a_refusal_is_on_all_ranks_and_ends_them() -> None:

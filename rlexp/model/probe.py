@@ -1,6 +1,6 @@
 """Probe whether a model computes the same over the ring as alone, before it is trained.
 
-A copy of the model with few layers and random float64 weights runs twice: packed over the real ring, and one sequence
+A small copy of the model with random float64 weights runs twice: packed over the real ring, and one sequence
 at a time by transformers alone. If the two differ, the model is refused by name.
 """
 
@@ -25,6 +25,7 @@ from rlexp.model.decoding import Decoding, KeyValues
 from rlexp.model.float64 import precise
 from rlexp.model.loading import from_config_options
 from rlexp.model.policy import Policy, cast_parameters
+from rlexp.model.small import small_config
 from rlexp.ring.groups import Ring
 from rlexp.ring.kernels import BlockKernel, computing_in
 from rlexp.ring.layouts import Layout
@@ -32,7 +33,6 @@ from rlexp.ring.shard import shard_pack
 from rlexp.types import Pack
 
 LENGTHS = ((5, 32), (1, 1), (9, 10), (2, 19))  # of prompt and answer; awkward for every ring
-VOCABULARY = 512
 WINDOW = 8  # the copy's window if the model's is shorter than data.max_length, so that the probe's sequences exceed it
 TOLERANCE = 1e-8  # rounding is about 1e-13; a window, a soft-cap or a mixer of tokens changes values by over 1e-4
 
@@ -49,7 +49,7 @@ def probe(
 ) -> float:
     """Raise ModelError unless the model computes the same over the ring as alone; return the largest difference."""
     try:
-        small = SmallCopy(cfg, _small(config, max_length), max_length, device)
+        small = SmallCopy(cfg, _copied(cfg, config, max_length), max_length, device)
         difference = _largest_difference(small, ring, layout, kernel)
     except ModelError as error:
         raise ModelError(_refusal(config, max_length, str(error))) from error
@@ -68,7 +68,7 @@ def probe(
 def probe_decoding(cfg: ModelConfig, config: PreTrainedConfig, max_length: int, device: torch.device) -> float:
     """Raise ModelError unless decoding gives the logits of the plain model; return the largest difference."""
     try:
-        difference = _decoded_difference(SmallCopy(cfg, _small(config, max_length), max_length, device))
+        difference = _decoded_difference(SmallCopy(cfg, _copied(cfg, config, max_length), max_length, device))
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -85,7 +85,7 @@ def probe_decoding(cfg: ModelConfig, config: PreTrainedConfig, max_length: int, 
 
 @dataclass(frozen=True)
 class SmallCopy:
-    """A copy of the run's model with few layers and random float64 weights."""
+    """A small copy of the run's model with random float64 weights."""
 
     cfg: ModelConfig
     config: PreTrainedConfig
@@ -181,24 +181,8 @@ def _alone(small: SmallCopy, sequences: list[tuple[Tensor, Tensor]], pack: Pack)
     return expected_T
 
 
-def _small(config: PreTrainedConfig, max_length: int) -> PreTrainedConfig:
-    """Keep the first layers, enough to have every kind of layer, and a small vocabulary; leave the rest as it is."""
-    small = copy.deepcopy(config)
-    kinds = getattr(config, "layer_types", None)
-    layers = min(2, config.num_hidden_layers)
-    if kinds:
-        layers = max(layers, max(kinds.index(kind) for kind in set(kinds)) + 1)
-        if "layer_types" in vars(config):  # otherwise it follows from the number of layers
-            small.layer_types = list(kinds[:layers])
-    small.num_hidden_layers = layers
-    small.vocab_size = min(VOCABULARY, config.vocab_size)
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        token = getattr(config, name, None)
-        if isinstance(token, int):
-            setattr(small, name, min(token, small.vocab_size - 1))
-    for name in _windows(config, max_length):
-        setattr(small, name, WINDOW)
-    return small
+def _copied(cfg: ModelConfig, config: PreTrainedConfig, max_length: int) -> PreTrainedConfig:
+    return small_config(cfg, config, dict.fromkeys(_windows(config, max_length), WINDOW))
 
 
 def _windows(config: PreTrainedConfig, max_length: int) -> list[str]:
