@@ -16,6 +16,7 @@ from hypothesis import settings
 from omegaconf import _utils, base, grammar_parser
 from omegaconf.resolvers import oc
 
+from rlexp.config.hardware import TORCH_BUILT_FOR
 from rlexp.config.schema import Device, LaunchConfig
 from rlexp.launch.place import prepare_environment
 from tests import warm
@@ -26,6 +27,7 @@ Shell = Callable[..., subprocess.CompletedProcess[str]]
 DEAR = {"test_damage", "test_engines", "test_page", "test_pipelined", "test_resume", "test_ring_flash_attn",
         "test_rollout_resume", "test_textbook_rl", "test_verify", "test_wandb", "test_wheel"}  # fmt: skip
 PARSED = functools.cache(grammar_parser.parse)  # the same few interpolations in every configuration
+os.environ.setdefault(TORCH_BUILT_FOR, "cuda")  # tests play GPUs, by an nvidia-smi of their own
 prepare_environment(LaunchConfig(device=Device.cpu))
 warm.meet()  # before pytest-xdist starts its workers, which find the same server
 util.spawnv_passfds = warm.fork_server  # type: ignore[assignment]

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from rlexp.config import checks, deepspeed, load, sizes
+from rlexp.config import checks, deepspeed, hardware, load, sizes
 from rlexp.config.cadence import save_cadence
 from rlexp.config.load import compose_config
 from rlexp.config.paths import conf_dir, config_root
@@ -398,7 +400,32 @@ def test_a_ring_larger_than_the_gpus(rlexp: Shell, tmp_path: Path) -> None:
     shown = rlexp("parallel=ring2", "--cfg", "job", "--resolve", PATH=path).stdout
     assert "precision: bf16" in shown
     assert "nproc: 2" in shown
+    without = {"PATH": path, "RLEXP_TORCH_BUILT_FOR": "cpu"}  # a torch that cannot use them
+    refused = rlexp("launch.device=cuda", "parallel=ring2", **without)
+    assert refused.returncode == 1
+    assert "launch.device=cuda: the installed torch was built without CUDA" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    told = rlexp("train.max_steps=1", "logger=none", "parallel=ring2", "train.batch_size=2", "data.size=4", **without)
+    assert told.returncode == 0, told.stderr
+    assert told.stderr.count("launch.device=auto: runs on CPU. This machine has GPUs") == 1
+    assert "2 ranks on cpu" in told.stderr
+    assert "built without CUDA" not in rlexp("launch.device=cpu", "train.max_steps=0", **without).stderr
     assert "launch.device=cuda: no GPU" in rlexp("launch.device=cuda", PATH=path, CUDA_VISIBLE_DEVICES="").stderr
+
+
+def test_what_torch_was_built_for_is_read_from_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hardware._torch_built_for() == ("cuda" if torch.version.cuda else "cpu")
+    kinds = {"cuda: Optional[str] = '13.0'": "cuda", "cuda: Optional[str] = None": "cpu", "": "cuda"}
+    for said, built_for in kinds.items():
+        (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{said}\nhip: Optional[str] = None\n")
+        found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+        monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda _, found=found: found)
+        hardware._torch_built_for.cache_clear()
+        assert hardware._torch_built_for() == built_for
+    hardware._torch_built_for.cache_clear()
+    monkeypatch.delenv(hardware.TORCH_BUILT_FOR)
+    with hardware.assumed_gpus(8):  # a prediction needs no torch for GPUs
+        assert not hardware.gpus_without_torch()
 
 
 REFUSALS = [

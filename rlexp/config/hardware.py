@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -35,6 +38,27 @@ def visible_gpus() -> int:
     if "-1" in listed:  # CUDA ignores all entries after the first invalid one
         listed = listed[: listed.index("-1")]
     return min(present, len(listed))
+
+
+TORCH_BUILT_FOR = "RLEXP_TORCH_BUILT_FOR"  # overrules what torch says of itself, where GPUs are only played: cpu, cuda
+
+
+def gpus_without_torch() -> bool:
+    """Return whether this machine has GPUs that the installed torch was not built for."""
+    if _ASSUMED.get() is not None or visible_gpus() == 0:
+        return False
+    return os.environ.get(TORCH_BUILT_FOR, _torch_built_for()) == "cpu"
+
+
+@functools.cache
+def _torch_built_for() -> str:
+    """Read torch's own file of its version, since importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        with contextlib.suppress(OSError):
+            if re.search(r"^cuda\b.*= *None", (Path(folder) / "version.py").read_text(encoding="utf-8"), re.MULTILINE):
+                return "cpu"
+    return "cuda"
 
 
 def _driver_gpus() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,8 +13,9 @@ from typing import Any, cast
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from rlexp.config import launchers, resolvers, schema
+from rlexp.config import launchers, resolvers, schema, sizes
 from rlexp.config.checks import check
+from rlexp.config.hardware import gpus_without_torch
 from rlexp.config.keys import about_unknown, all_keys
 from rlexp.config.kinds import check_kinds, with_names
 from rlexp.config.options import refuse_wrong_option
@@ -70,7 +72,18 @@ def from_hydra(cfg: DictConfig, *, here: bool = True) -> Config:
 def with_device_resolved(cfg: Config) -> Config:
     """Return a copy in which `launch.device=auto` is replaced by the device of this machine."""
     device = Device[resolve_device(cfg.launch.device.value)]
+    if cfg.launch.device is Device.auto and gpus_without_torch():
+        _tell_once(
+            "launch.device=auto: runs on CPU. This machine has GPUs, and the installed torch was built without CUDA; "
+            "for them install another, as on https://pytorch.org/get-started."
+        )
     return dataclasses.replace(cfg, launch=dataclasses.replace(cfg.launch, device=device))
+
+
+@functools.cache
+def _tell_once(note: str) -> None:
+    if not sizes.joined_rank():  # under torchrun every rank composes, and one tells
+        sys.stderr.write(f"rlexp: {note}\n")
 
 
 def _refuse_unknown(cfg: DictConfig) -> None:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from rlexp import engines
 from rlexp.config import sizes
 from rlexp.config.cadence import BEFORE_END, seconds
-from rlexp.config.hardware import visible_gpus
+from rlexp.config.hardware import gpus_without_torch, visible_gpus
 from rlexp.config.paths import config_root
 from rlexp.config.schema import KINDS, LossConfig, PolicyLossConfig
 from rlexp.errors import ConfigError
@@ -22,8 +22,14 @@ def resolve_device(device: str) -> str:
     device = getattr(device, "value", device)
     if device == "cuda" and visible_gpus() == 0:
         raise ConfigError("launch.device=cuda: no GPU is visible on this machine. Use launch.device=cpu, or auto.")
+    if device == "cuda" and gpus_without_torch():
+        raise ConfigError(
+            "launch.device=cuda: the installed torch was built without CUDA, and cannot use this machine's GPUs. "
+            "Install a torch built for CUDA (on Linux `pip install --force-reinstall torch` takes one; "
+            "https://pytorch.org/get-started lists them), or use launch.device=cpu."
+        )
     if device == "auto":
-        return "cuda" if visible_gpus() else "cpu"
+        return "cuda" if visible_gpus() and not gpus_without_torch() else "cpu"
     return device
 
 
