@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 
 from rlexp.config import sizes
+from rlexp.config.layouts import experts_in
 from rlexp.config.schema import (
     ArithmeticDataConfig,
     Config,
+    Device,
     PolicyLossConfig,
     RolloutEngine,
     RolloutMode,
@@ -82,12 +84,29 @@ def _check_mode(cfg: Config) -> None:
             f"rollout.sampling_ranks={1 if pipelined else 0}, or "
             f"rollout.mode={'colocated' if pipelined else 'pipelined'}."
         )
-    if rollout.engine is RolloutEngine.vllm and importlib.util.find_spec("vllm") is None:
+    if rollout.engine is RolloutEngine.vllm:
+        _check_vllm(cfg)
+
+
+def _check_vllm(cfg: Config) -> None:
+    rollout = cfg.rollout
+    if cfg.launch.device is Device.cpu:
+        raise ConfigError(
+            "rollout.engine=vllm: samples on GPUs, and launch.device=cpu. Use launch.device=cuda, or "
+            "rollout.engine=native."
+        )
+    experts = experts_in(cfg.model)
+    if experts is not None:
+        raise ConfigError(
+            f"rollout.engine=vllm: the model is a mixture of experts ({experts}). vLLM rearranges their weights once, "
+            f"when it loads them, and cannot be given new ones. Use rollout.engine=native."
+        )
+    if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine=vllm: the package vllm is not installed. Install it on a GPU machine with "
             "`pip install vllm`, or use rollout.engine=native."
         )
-    if rollout.engine is RolloutEngine.vllm and (rollout.top_k, rollout.top_p, rollout.min_p) != (0, 1.0, 0.0):
+    if (rollout.top_k, rollout.top_p, rollout.min_p) != (0, 1.0, 0.0):
         raise ConfigError(
             "rollout.engine=vllm: renormalizes log-probabilities after top_k, top_p and min_p; training needs those of "
             "the whole distribution. Leave rollout.top_k=0, top_p=1, min_p=0, or use rollout.engine=native."

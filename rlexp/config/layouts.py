@@ -90,17 +90,32 @@ def _fitting(heads: Heads | None, ring: int, most: int) -> int:
 
 def heads_of(model: ModelConfig) -> Heads | None:
     """Return the model's heads, or None for a hub model, whose ranks learn them when they load it."""
-    match model:
-        case TinyModelConfig(heads=heads, kv_heads=kv_heads, hidden_size=hidden_size):
-            return Heads(heads, kv_heads, hidden_size // heads)
-        case HFModelConfig(path=path):
-            file = Path(path).expanduser() / "config.json"
-            try:
-                described = json.loads(file.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                return None
-            return heads_in(described) if isinstance(described, dict) else None
+    if isinstance(model, TinyModelConfig):
+        return Heads(model.heads, model.kv_heads, model.hidden_size // model.heads)
+    described = _described(model)
+    return None if described is None else heads_in(described)
+
+
+def experts_in(model: ModelConfig) -> str | None:
+    """Return the number of experts as the model's config.json says it; None without experts, or for a hub model."""
+    described = _described(model) or {}
+    text = described.get("text_config")
+    for fields in (described, text if isinstance(text, dict) else {}):
+        for name, value in fields.items():
+            if "experts" in name and isinstance(value, int) and value:
+                return f"{name}={value}"
     return None
+
+
+def _described(model: ModelConfig) -> dict[str, object] | None:
+    """Read the config.json of a model in a folder."""
+    if not isinstance(model, HFModelConfig):
+        return None
+    try:
+        described = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return described if isinstance(described, dict) else None
 
 
 def heads_in(described: dict[str, object]) -> Heads | None:

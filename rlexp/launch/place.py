@@ -110,6 +110,6 @@ def part() -> None:
     threads still free tensors after the interpreter is gone."""
     import torch.distributed as dist
 
-    if dist.is_initialized():  # a rank that only samples has no process group
+    if dist.is_initialized():  # a rank that only samples has no process group, or is alone in it
         dist.barrier()
         dist.destroy_process_group()

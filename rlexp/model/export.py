@@ -53,9 +53,7 @@ class Export:
 
     def __init__(self, like: PreTrainedModel, dtype: torch.dtype, place: Path) -> None:
         self._place, self._dtype = place, dtype
-        with torch.device("meta"):
-            self._model = type(like)(plain_config(like))
-        self._model.tie_weights()
+        self._model = _without_memory(like)
         cast_parameters(self._model, dtype)
         self._model.generation_config = like.generation_config
         kept = _without_copies(self._model)
@@ -147,6 +145,19 @@ def _save(content: dict[str, Tensor], path: Path) -> None:
     sync(path)
 
 
+def has_other_names(like: PreTrainedModel) -> bool:
+    """Return whether files hold a model's weights under other names, or cut in another way."""
+    state = dict(_without_memory(like).state_dict())
+    return _shapes(_as_in_files(like, state)) != _shapes(state)
+
+
+def _without_memory(like: PreTrainedModel) -> PreTrainedModel:
+    with torch.device("meta"):
+        model = type(like)(plain_config(like))
+    model.tie_weights()
+    return model
+
+
 def _without_copies(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return what transformers would save of a model: of tied weights only one."""
     state = remove_tied_weights_from_state_dict(dict(model.state_dict()), model)
@@ -206,7 +217,9 @@ def plain_config(like: PreTrainedModel) -> Any:
 
 def save_description(like: PreTrainedModel, tokenizer: Any, place: Path) -> None:
     """Write all of an exported model but its weights."""
-    like.config.save_pretrained(place)
+    config = copy.deepcopy(like.config)
+    config.architectures = config.architectures or [type(like).__name__]  # a model made here has none
+    config.save_pretrained(place)
     if like.can_generate():
         like.generation_config.save_pretrained(place)
     tokenizer.save_pretrained(place)

@@ -190,8 +190,12 @@ def from_config_options(cfg: ModelConfig, config: PreTrainedConfig) -> dict[str,
 
 def _experts(config: PreTrainedConfig) -> dict[str, str]:
     """Choose the experts' implementation for float64, in which the grouped matrix product has no kernel."""
-    mixture = any("experts" in name and value for name, value in vars(config).items())
-    return {"experts_implementation": "eager"} if mixture else {}
+    return {"experts_implementation": "eager"} if is_mixture(config) else {}
+
+
+def is_mixture(config: PreTrainedConfig) -> bool:
+    """A built model's configuration also names how its experts are computed, whether it has any or not."""
+    return any("experts" in name and isinstance(value, int) and value > 0 for name, value in vars(config).items())
 
 
 def load_tokenizer(cfg: ModelConfig) -> Any:

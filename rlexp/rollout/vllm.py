@@ -1,13 +1,16 @@
 """Draw answers with vLLM, on GPU machines where it is installed. Requests and samples are those of `sampling.Drawer`.
 
-Each rank has a whole vLLM engine on its GPU. It receives the policy's weights before each rollout: a second copy of
-them, in bfloat16. Each request has its own seed, so a sample does not depend on the samples drawn beside it, as far as
-vLLM's kernels allow. `train/val/behaviour_ratio` shows how far vLLM's log-probabilities are from those of the scoring
-pass, and `rollout.importance_cap` corrects for the difference.
+Each rank that samples has a whole vLLM engine on its GPU; in the pipelined mode, only the ranks that do nothing else.
+It holds `rollout.vllm_memory` of the GPU's memory to the end of the run, beside what trains there: vLLM's sleep mode,
+which would give it back, does not go with torch's `expandable_segments`. Before each rollout it receives the policy's
+weights, one by one: a second copy of them, in bfloat16. Each request has its own seed, so a sample does not depend on
+the samples drawn beside it, as far as vLLM's kernels allow. `train/val/behaviour_ratio` shows how far vLLM's
+log-probabilities are from those of the scoring pass, and `rollout.importance_cap` corrects for the difference.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from rlexp.config.schema import RolloutConfig
 from rlexp.errors import ModelError
@@ -25,6 +29,24 @@ from rlexp.rollout.sampling import sample_of, text_of
 from rlexp.types import Sample
 
 SEEDS = 1 << 31  # vLLM takes seeds below this
+
+
+def _in_this_process() -> None:
+    """Prepare what vLLM's executor for ranks of other launchers reads.
+
+    It runs in the rank's own process, where weights can be replaced, and in the world that it finds. A rank that only
+    samples is in none, and gets one of its own: vLLM would otherwise look for the training ranks.
+    """
+    if os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
+        raise ModelError(
+            "rollout.engine=vllm: the environment has VLLM_ENABLE_V1_MULTIPROCESSING. vLLM would keep its model in "
+            "another process, where the weights cannot be replaced. Unset it, or use rollout.engine=native."
+        )
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        own = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK=str(own))
 
 
 class VLLMDrawer:
@@ -41,22 +63,30 @@ class VLLMDrawer:
         max_length: int,
         dtype: np.dtype[Any],
     ) -> None:
+        _in_this_process()
         from vllm import LLM
 
         self._tokenizer, self._ends, self._cfg = tokenizer, list(ends), cfg
         self._seed, self._dtype = seed, dtype
         with tempfile.TemporaryDirectory(prefix="rlexp-vllm-") as place:
             write_model(Path(place))
-            self._llm = LLM(
-                model=place,
-                load_format="dummy",
-                dtype="bfloat16",
-                max_model_len=max_length,
-                gpu_memory_utilization=cfg.vllm_memory,
-                distributed_executor_backend="external_launcher",
-                logprobs_mode="processed_logprobs",
-                seed=0,
-            )
+            try:
+                self._llm = LLM(
+                    model=place,
+                    load_format="dummy",
+                    dtype="bfloat16",
+                    max_model_len=max_length,
+                    gpu_memory_utilization=cfg.vllm_memory,
+                    distributed_executor_backend="external_launcher",
+                    logprobs_mode="processed_logprobs",
+                    seed=0,
+                )
+            except ValueError as error:  # too little memory is free, or too little for one sequence
+                raise ModelError(
+                    f"rollout.vllm_memory={cfg.vllm_memory}: vLLM cannot start beside what this GPU already holds "
+                    f"({error}). Set another share, let other ranks sample (rollout=pipelined), or use "
+                    f"rollout.engine=native."
+                ) from error
 
     def renew(self, weights: Weights) -> None:
         """Give vLLM the policy's weights, one parameter at a time. A collective call where they are gathered."""
@@ -64,8 +94,7 @@ class VLLMDrawer:
         if executor is None:
             raise ModelError(
                 "rollout.engine=vllm: this version of vLLM keeps its model in another process, where the weights "
-                "cannot be replaced. Set VLLM_ENABLE_V1_MULTIPROCESSING=0 in the environment, or use "
-                "rollout.engine=native."
+                "cannot be replaced. Install another version, or use rollout.engine=native."
             )
         model = executor.driver_worker.model_runner.model
         for name, weight in weights():

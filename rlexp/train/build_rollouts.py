@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from rlexp.config.layouts import heads_in
 from rlexp.config.schema import Config, PolicyLossConfig, Precision, RolloutEngine
 from rlexp.data.sampler import Sampler
 from rlexp.engine.base import Engine
-from rlexp.model.export import save_description
+from rlexp.errors import ModelError
+from rlexp.model.export import has_other_names, save_description
+from rlexp.model.loading import is_mixture
 from rlexp.model.policy import CRITIC
 from rlexp.model.probe import probe
 from rlexp.model.reward_model import RewardModel, last_places
@@ -81,7 +84,10 @@ def build_rollouts(
 def build_source(run: Run, bridge: Bridge | None) -> Source:
     in_step = run.engine.sharded and run.world.size > 1
     model = run.engine.policy.model
-    drawer = build_drawer(run.cfg, run.engine.decode, model, run.tokenizer, run.device, in_step=in_step)
+    cfg = run.cfg
+    if bridge is not None:  # these ranks train; they draw answers to held-out prompts only, without another engine
+        cfg = replace(cfg, rollout=replace(cfg.rollout, engine=RolloutEngine.native))
+    drawer = build_drawer(cfg, run.engine.decode, model, run.tokenizer, run.device, in_step=in_step)
     alone = Colocated(drawer, lambda: policy_weights(run.engine), run.cfg.rollout, run.world)
     if bridge is None:
         return alone
@@ -125,6 +131,8 @@ def build_drawer(
         case RolloutEngine.vllm:
             from rlexp.rollout.vllm import VLLMDrawer
 
+            refuse_renamed(model)
+
             def write_model(place: Path) -> None:
                 save_description(model, tokenizer, place)
 
@@ -137,6 +145,16 @@ def build_drawer(
                 max_length=cfg.data.max_length,
                 dtype=kept_dtype(cfg),
             )
+
+
+def refuse_renamed(model: Any) -> None:
+    """Refuse models that vLLM cannot be given new weights of: it knows weights by their names in a model's files, and
+    rearranges those of experts once, when it loads them."""
+    if is_mixture(model.config) or has_other_names(model):
+        raise ModelError(
+            f"rollout.engine=vllm: {type(model).__name__} is a mixture of experts, or its weights have other names in "
+            f"files than in transformers. vLLM would not take its new weights. Use rollout.engine=native."
+        )
 
 
 def ring_reward_model(run: Run, term: ModelTerm) -> RingRewardModel:

@@ -6,7 +6,8 @@ import dataclasses
 
 import torch
 
-from rlexp.config.schema import Config, EngineConfig, EngineName
+from rlexp.config.schema import Config, EngineConfig, EngineName, RolloutEngine
+from rlexp.launch.place import part
 from rlexp.launch.stops import Outcome, finishing_steps
 from rlexp.model.loading import load_config, load_tokenizer
 from rlexp.model.placing import Placing
@@ -28,8 +29,10 @@ def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
     sampler = prompt_sampler(cfg, len(examples.train))
     whole = dataclasses.replace(cfg, engine=EngineConfig(EngineName.torch))  # whole on every rank: each samples alone
     needs = Needs(temperature=cfg.rollout.temperature)
-    placing = Placing(device, DTYPES[cfg.train.precision])
-    policy = build_policy(whole, load_config(cfg.model, cfg.data.max_length), device, needs, placing)
+    # vLLM has the weights on the device. These are handed over to it, and need not be there too.
+    at = torch.device("cpu") if cfg.rollout.engine is RolloutEngine.vllm else device
+    placing = Placing(at, DTYPES[cfg.train.precision])
+    policy = build_policy(whole, load_config(cfg.model, cfg.data.max_length), at, needs, placing)
     policy.eval().requires_grad_(False)
     drawer = build_drawer(cfg, torch.no_grad()(policy), policy.model, tokenizer, device)
 
@@ -38,4 +41,5 @@ def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
 
     with finishing_steps(cfg.launch.grace_seconds):  # the training ranks save what is being drawn
         serve(bridge, drawer, dict(policy.model.named_parameters()), cfg.rollout, prompts_of)
+    part()
     return Outcome()
