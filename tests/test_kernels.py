@@ -160,6 +160,36 @@ def test_one_sided_segments_are_left_out_without_a_copy_where_possible() -> None
     assert varlen.spans_of.cache_info().maxsize is not None
 
 
+BACKWARD = {"flash_attn": "_flash_attn_varlen_backward", "flash_attn_3": "_flash_attn_backward",
+            "flash_attn_4": "_flash_attn_bwd"}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_kernels_are_deterministic_where_that_is_asked_for(
+    mock: MockFlash, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """Their forward passes always are. torch's own backward pass takes no argument: it reads torch's global setting."""
+    seen: dict[str, Any] = {}
+    for name, function in BACKWARD.items():
+        own = getattr(mock, function)
+
+        def watched(*args: Any, own: Any = own, name: str = name, **kwargs: Any) -> Any:
+            seen[name] = kwargs["deterministic"]
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(mock, function, watched)
+    torch.use_deterministic_algorithms(asked)
+    try:
+        for name in FLASH:
+            both_passes(get_kernel(name, "cuda"), "packed", 2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {*FLASH} == {*BACKWARD, "torch_flash"}
+    assert seen == dict.fromkeys(BACKWARD, asked)
+    schema = torch.ops.aten._flash_attention_backward.default._schema
+    assert not any("deterministic" in argument.name for argument in schema.arguments)
+
+
 def test_torchs_operators_take_the_arguments_of_our_calls() -> None:
     """Call their functions for shapes, which check the parameters; the log-sum-exp over the pack is (H, T)."""
     meta = {"dtype": torch.bfloat16, "device": "meta"}

@@ -21,7 +21,7 @@ def choose(logits_BV: Tensor, uniform_B: Tensor, cfg: RolloutConfig) -> tuple[Te
     The logits are already divided by the temperature.
     """
     logps_BV = logits_BV.double().log_softmax(-1)
-    sums_BV = kept(logps_BV, cfg).cumsum(-1)
+    sums_BV = running_sums(kept(logps_BV, cfg))
     # No token beyond the last one with a probability above 0, however the sums were rounded.
     whole_B1 = sums_BV[:, -1:].contiguous()
     last_B1 = torch.searchsorted(sums_BV, whole_B1).clamp(max=sums_BV.shape[-1] - 1)  # beyond the end if NaN
@@ -40,9 +40,16 @@ def kept(logps_BV: Tensor, cfg: RolloutConfig) -> Tensor:
         probs_BV = probs_BV.where(probs_BV >= smallest_B1, 0.0)
     if cfg.top_p < 1:
         sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
-        before_BV = sorted_BV.cumsum(-1) - sorted_BV
+        before_BV = running_sums(sorted_BV) - sorted_BV
         enough_BV = before_BV >= cfg.top_p * sorted_BV.sum(-1, keepdim=True)
         probs_BV = probs_BV.masked_fill(torch.zeros_like(enough_BV).scatter(-1, order_BV, enough_BV), 0.0)
     if cfg.min_p > 0:
         probs_BV = probs_BV.where(probs_BV >= cfg.min_p * probs_BV.amax(-1, keepdim=True), 0.0)
     return probs_BV
+
+
+def running_sums(probs_BV: Tensor) -> Tensor:
+    """Return the cumulative sums; under `launch.deterministic` on the host, since torch has no such kernel for CUDA."""
+    if probs_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return probs_BV.cpu().cumsum(-1).to(probs_BV.device)
+    return probs_BV.cumsum(-1)

@@ -23,6 +23,7 @@ from rlexp.types import Prompt
 
 
 def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
+    torch.use_deterministic_algorithms(cfg.launch.deterministic)
     device = device_of(cfg)
     tokenizer = load_tokenizer(cfg.model)
     examples = read_prompts(cfg, tokenizer, World(0, 1, ALONE))
