@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Device, LaunchConfig
+from rlexp.engine import zero
 from rlexp.launch import job
-from rlexp.launch.place import Place, prepare_environment
+from rlexp.launch.place import Place, join, prepare_environment
 from rlexp.launch.slurm import meeting
 from rlexp.launch.stops import Terminated
 from tests import warm
@@ -163,3 +166,30 @@ def test_a_rank_beside_a_gpu_has_its_share_of_the_cores_and_segments_that_grow(m
     exact = dataclasses.replace(gpus, deterministic=True)
     assert prepared(monkeypatch, exact)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert prepared(monkeypatch, LaunchConfig(device=Device.cpu)) == {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+@pytest.mark.parametrize(("visible", "local_rank", "own"), [(1, 5, 0), (8, 5, 5)])
+def test_deepspeed_reads_the_gpu_that_the_rank_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: int, local_rank: int, own: int
+) -> None:
+    """A site may show each rank its own GPU only. DeepSpeed takes LOCAL_RANK for the number of the GPU."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "as srun left it")
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    join(Place(0, 1, local_rank, f"file://{tmp_path}/store"), "cuda", 10.0)
+    assert taken == [own]
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", str(own))
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_deepspeeds_look_at_its_operators_is_answered_on_cpu_only(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
+    """On a GPU the table is not even read: the first look at it tries every operator."""
+    deepspeed = zero.import_deepspeed()
+    answers: dict[str, bool] = {}
+    monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", answers)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    zero.import_deepspeed()
+    assert answers == ({} if gpu else {"deepspeed_shm_comm": False})
