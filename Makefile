@@ -18,16 +18,20 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
 # Measurements of the tests on Slurm, for the tables of docs/slurm.md.
 ROWS ?= $(CURDIR)/.slurm-rows.json
 
-.PHONY: run test check random-configs test-slurm lint types prove prove-slurm clean
+# The Python of `make gpu`, with a torch for CUDA. GPU_PYTHON=python3 takes the machine's own, and installs nothing.
+GPU_PYTHON ?= $(BIN)/python
+GPU_MADE = $(filter $(BIN)/python,$(GPU_PYTHON))
+
+.PHONY: run test check random-configs test-slurm lint types prove prove-slurm gpu predict clean
 
 run: $(VENV)/.ready
 	$(BIN)/python -m rlexp $(ARGS)
 
 test: $(VENV)/.ready
-	$(PYTEST) -m "not slow and not slurm"
+	$(PYTEST) -m "not slow and not slurm and not gpu"
 
 check: lint types
-	$(PYTEST) -m "not prove and not slurm" --durations=30
+	$(PYTEST) -m "not prove and not slurm and not gpu" --durations=30
 
 # Random command lines, most of them wrong: each must compose, or be refused in one message.
 random-configs: $(VENV)/.ready
@@ -51,7 +55,7 @@ types: $(VENV)/.ready
 
 # Makes the tables and pictures of docs/ that take longer than a test may.
 prove: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "prove and not slurm"
+	$(BIN)/python -m pytest -m "prove and not slurm and not gpu"
 	$(BIN)/python -m bench.invariance --write docs/invariance.md
 	$(BIN)/python -m bench.engines --write docs/invariance.md
 	$(BIN)/python -m bench.resume --write docs/invariance.md
@@ -65,6 +69,17 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m bench.checkpoint --write docs/benchmarks.md
 	$(BIN)/python -m bench.report --write docs/benchmarks.md
 	$(BIN)/python -m bench.rollout --write docs/benchmarks.md
+
+# Everything that GPUs can tell: tests, a short training of every engine, rates; predicted beside measured. Where there
+# is no GPU it says so and changes nothing.
+gpu:
+	@$(if $(GPU_MADE),$(or $(PYTHON),$(error $(NO_PYTHON))),$(GPU_PYTHON)) -m bench.gpu --here
+	$(if $(GPU_MADE),@$(MAKE) --no-print-directory $(VENV)/.ready)
+	$(GPU_PYTHON) -m bench.gpu --write docs/gpu.md
+
+# The longest pair that fits on 8 × 80 GB, for every engine: hours of CPU. It goes on where it was stopped.
+predict: $(VENV)/.ready
+	$(BIN)/python -m bench.gpu --predict --write docs/gpu.md
 
 # torch first and by its exact version, so that pip takes a CPU build of it where it knows one: the build on PyPI brings
 # gigabytes of CUDA.

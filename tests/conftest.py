@@ -16,7 +16,8 @@ from hypothesis import settings
 from omegaconf import _utils, base, grammar_parser
 from omegaconf.resolvers import oc
 
-from rlexp.config.hardware import TORCH_BUILT_FOR
+from bench.gpu import ON_CPU
+from rlexp.config.hardware import TORCH_BUILT_FOR, visible_gpus
 from rlexp.config.schema import Device, LaunchConfig
 from rlexp.launch.place import prepare_environment
 from tests import warm
@@ -52,6 +53,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return file if Path(file).stem in DEAR else nodeid
 
     return Scheduler(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a GPU where there is none, unless it is rehearsed on the CPU."""
+    if visible_gpus() or os.environ.get(ON_CPU):
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_report_header() -> str:

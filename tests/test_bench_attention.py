@@ -1,4 +1,4 @@
-"""bench.gpu and bench.attention run on CPU, the first where only torch is installed, and simulate a ring correctly."""
+"""bench.gpu_attention (where only torch is installed) and bench.attention run on CPU, and simulate a ring correctly."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_it_runs_on_cpu_where_only_torch_is_installed(tmp_path: Path) -> None:
         "sys.meta_path.insert(0, Missing())\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         f"sys.argv = ['gpu', '--device', 'cpu', '--quick', '--write', {str(page)!r}]\n"
-        "runpy.run_module('bench.gpu', run_name='__main__')"
+        "runpy.run_module('bench.gpu_attention', run_name='__main__')"
     )
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path
@@ -73,7 +73,7 @@ def test_a_table_that_fails_says_so_and_the_others_are_there(tmp_path: Path) -> 
     page.write_text("<!-- gpu: begin -->\n<!-- gpu: end -->\n", encoding="utf-8")
     short = ("--quick", "--rings", "4", "--kernel-tokens", "16", "--tokens", "64", "--error-tokens", "250")
     answer = subprocess.run(
-        [sys.executable, "-m", "bench.gpu", "--device", "cpu", *short, "--commit", "abc", "--write", page],
+        [sys.executable, "-m", "bench.gpu_attention", "--device", "cpu", *short, "--commit", "abc", "--write", page],
         capture_output=True, text=True, timeout=200, check=False, cwd=ROOT,
     )  # fmt: skip
     assert answer.returncode == 1
@@ -88,10 +88,10 @@ def test_a_table_that_fails_says_so_and_the_others_are_there(tmp_path: Path) -> 
 def test_it_says_that_there_is_no_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    command = [sys.executable, "-m", "bench.gpu"]
+    command = [sys.executable, "-m", "bench.gpu_attention"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
     assert answer.returncode == 1
-    assert answer.stderr.startswith("bench.gpu: no GPU is visible. Use --device cpu --quick")
+    assert answer.stderr.startswith("bench.gpu_attention: no GPU is visible. Use --device cpu --quick")
 
 
 def test_a_rank_alone_does_and_sends_what_it_would_in_its_ring(one_thread: None) -> None:

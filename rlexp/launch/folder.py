@@ -284,8 +284,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def git_commit() -> str | None:
-    """Return the commit of the checkout that this package runs from, with `+dirty` if files were changed since."""
+def git_commit(*paths: str) -> str | None:
+    """Return the commit of the checkout that this package runs from, with `+dirty` if files were changed since, of
+    these paths or of any."""
     here = Path(__file__).resolve().parent.parent.parent
     if not (here / ".git").exists():
         return None
@@ -295,6 +296,6 @@ def git_commit() -> str | None:
         return answer.stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+dirty" if git("status", "--porcelain") else "")
+        return git("rev-parse", "HEAD") + ("+dirty" if git("status", "--porcelain", "--", *paths) else "")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -9,7 +9,7 @@ from typing import Any
 from rlexp.config.schema import Config
 from rlexp.rehearse.children import Calls
 from rlexp.rehearse.log import Log
-from rlexp.rehearse.predict import GIB, Prediction, Slopes, predict, predict_again
+from rlexp.rehearse.predict import GIB, Peak, Prediction, Slopes, predict, predict_again
 
 STEP = 1024  # tokens: lengths are multiples of it for each rank of a ring
 CLOSE = 0.99  # of the room: a length that fills as much is long enough
@@ -64,6 +64,7 @@ class Longest:
     tokens: int
     peak: int
     slope: float  # bytes that a token adds to the peak
+    phase: str = ""  # of the peak
 
     def plain(self) -> dict[str, float]:
         return {"tokens": self.tokens, "peak_gib": round(self.peak / GIB, 2)}
@@ -93,10 +94,13 @@ class Found:
     log: Log  # of the fewest layers
 
 
-def predict_and_fit(cfg: Config, model: Any) -> Calls:
-    """Predict a configuration at its own length, and find the longest one that fits. A task of `children.at_once`."""
+def predict_and_fit(cfg: Config, model: Any, slope: float = 0.0) -> Calls:
+    """Predict a configuration at its own length, and find the longest one that fits. A task of `children.at_once`.
+
+    `slope` is a guess of the bytes that a token adds, if there is one.
+    """
     prediction, slopes, log = yield from predict(cfg, model)
-    longest = yield from _longest(cfg, model, prediction.peak.bytes, slopes, 0.0)
+    longest = yield from _longest(cfg, model, prediction.peak, slopes, slope)
     return Found(prediction, longest, slopes, log)
 
 
@@ -110,20 +114,22 @@ def fit_like(cfg: Config, model: Any, slope: float, slopes: Slopes | None) -> Ca
     return longest
 
 
-def _longest(cfg: Config, model: Any, first: int, slopes: Slopes | None, slope: float) -> Calls:
+def _longest(cfg: Config, model: Any, first: Peak, slopes: Slopes | None, slope: float) -> Calls:
     """Search from the configuration's own length, whose peak is known."""
-    search = Search(room(cfg), STEP * cfg.parallel.ring_size, {cfg.data.max_length: first})
+    search = Search(room(cfg), STEP * cfg.parallel.ring_size, {cfg.data.max_length: first.bytes})
+    phases = {cfg.data.max_length: first.phase}
     for _ in range(TRIES):
         if search.done:
             break
         length = search.guess(search.slope() or slope)
         if length in search.peaks:
             break
-        search.peaks[length] = yield from _peak(with_length(cfg, length), model, slopes)
-    best = search.best
-    return Longest(best, search.peaks[best or min(search.peaks)], search.slope() or slope)
+        peak = yield from _peak(with_length(cfg, length), model, slopes)
+        search.peaks[length], phases[length] = peak.bytes, peak.phase
+    known = search.best or min(search.peaks)
+    return Longest(search.best, search.peaks[known], search.slope() or slope, phases[known])
 
 
 def _peak(cfg: Config, model: Any, slopes: Slopes | None) -> Calls:
     prediction: Prediction = yield from predict_again(cfg, model, slopes)
-    return prediction.peak.bytes
+    return prediction.peak

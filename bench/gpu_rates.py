@@ -1,0 +1,269 @@
+"""Measure the rates by which a step is estimated, as shares of the data sheet's (`rlexp/rehearse/rates.py`).
+
+Shape letters: T tokens, E hidden size, V vocabulary, H query heads, G key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bench.gpu_here import Machine
+from bench.simulate import Clock, Sizes, timed
+from rlexp.config.rehearsed import compose_elsewhere
+from rlexp.config.schema import HardwareConfig
+from rlexp.launch.place import Place
+
+REPEATS = 10
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of what is timed: those of an 8B Llama, or small ones on the CPU."""
+
+    tokens: int
+    width: int
+    between: int
+    heads: int
+    kv_heads: int
+    size: int
+    vocabulary: int
+    lengths: tuple[int, ...]  # of one causal sequence
+    copied: int  # bytes
+    launches: int
+    link: int  # bytes that a rank sends to the next
+
+
+LARGE = Scale(8192, 4096, 14336, 32, 8, 128, 128256, (4096, 16384, 65536), 1 << 31, 2000, 1 << 28)
+TINY = Scale(64, 32, 64, 4, 2, 16, 128, (64, 128), 1 << 16, 10, 1 << 12)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What was timed, how fast it was, and the data sheet's rate in the same unit."""
+
+    what: str
+    share: str  # the name of the share in rates.py that assumes something of it
+    rate: float
+    unit: str
+    peak: float
+
+
+def rates_section(machine: Machine) -> tuple[str, list[str]]:
+    hardware = compose_elsewhere([*machine.words, "logger=none"]).hardware
+    found = [*_alone(machine, hardware), *_between(machine, hardware)]
+    return "\n".join(_table(found, machine)), []
+
+
+def _alone(machine: Machine, hardware: HardwareConfig) -> list[Rate]:
+    """Measure on one GPU, in a process that ends and frees its memory."""
+    from rlexp.launch.local import run_ranks
+
+    given = (hardware, machine.device)
+    (found,) = run_ranks(one_rank, 1, given, device=machine.device, preload=("torch",), timeout=900.0)
+    return list(found)
+
+
+def one_rank(_place: Place, hardware: HardwareConfig, device: str) -> list[Rate]:
+    import torch
+
+    torch.set_num_threads(1)
+    timing = Timing(torch.device(device, 0) if device == "cuda" else torch.device(device), hardware,
+                    LARGE if device == "cuda" else TINY)  # fmt: skip
+    return [
+        *timing.products(), *timing.attention(), *timing.head(), *timing.memory(), *timing.optimizer(),
+        *timing.merging(), *timing.launches(),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Timing:
+    device: Any
+    hardware: HardwareConfig
+    scale: Scale
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        return timed(work, Clock(self.device), REPEATS, statistics.median)
+
+    def drawn(self, *shape: int) -> Any:
+        import torch
+
+        generator = torch.Generator(self.device).manual_seed(0)
+        return torch.empty(*shape, dtype=torch.bfloat16, device=self.device).normal_(generator=generator)
+
+    def computing(self, what: str, share: str, work: Callable[[], object], flops: float) -> Rate:
+        return Rate(what, share, flops / self.seconds(work) / 1e12, "TFLOP/s", self.hardware.bf16_tflops)
+
+    def moving(self, what: str, work: Callable[[], object], size: float) -> Rate:
+        return Rate(what, "MEMORY", size / self.seconds(work) / 1e12, "TB/s", self.hardware.memory_tb_s)
+
+    def products(self) -> Iterator[Rate]:
+        import torch
+
+        s = self.scale
+        for name, inner, outer in (
+            ("queries", s.width, s.width),
+            ("MLP up", s.width, s.between),
+            ("MLP down", s.between, s.width),
+            ("head", s.width, s.vocabulary),
+        ):
+            x, weight = self.drawn(s.tokens, inner), self.drawn(inner, outer)
+            yield self.computing(
+                f"product, {name}: {s.tokens:,} × {inner:,} × {outer:,}", "PRODUCTS",
+                functools.partial(torch.matmul, x, weight), 2.0 * s.tokens * inner * outer,
+            )  # fmt: skip
+
+    def attention(self) -> Iterator[Rate]:
+        """Time each kernel that runs here; arithmetic as a rehearsal counts it."""
+        import torch
+
+        from rlexp.rehearse.kernel import BACKWARD, FORWARD, pairs
+        from rlexp.ring.kernels import available
+        from rlexp.ring.kernels.base import Call
+
+        s = self.scale
+        kernels = [k for k in available(self.device.type, torch.bfloat16, s.size) if k.name != "plain"]
+        for kernel in kernels:
+            for length in s.lengths:
+                sizes = Sizes(s.heads, s.kv_heads, s.size, torch.bfloat16, self.device)
+                q, k, v, dout = sizes.drawn(length)
+                call = Call((length,), (length,), causal=True, scale=sizes.scale)
+                out, lse = kernel.forward(q, k, v, call)
+                given = (dout, q, k, v, out.to(q.dtype), lse, call)
+                for name, each, work in (
+                    ("forward", FORWARD, functools.partial(kernel.forward, q, k, v, call)),
+                    ("backward", BACKWARD, functools.partial(kernel.backward, *given)),
+                ):
+                    flops = each * float(pairs(call)) * s.heads * s.size
+                    yield self.computing(f"`{kernel.name}`, {name}, {length:,} tokens", "ATTENTION", work, flops)
+
+    def head(self) -> Iterator[Rate]:
+        """Time the function that every policy's log-probabilities come from, in as many pieces as here."""
+        import torch
+
+        from rlexp.model.head import Entropy, HeadLogps, logits_at_once
+        from rlexp.train.build import memory_of
+
+        s = self.scale
+        head = HeadLogps(1.0, Entropy.unasked, logits_at_once(memory_of(self.device)))
+        weight = (self.drawn(s.vocabulary, s.width) * 0.02).requires_grad_()
+        hidden = self.drawn(s.tokens, s.width).requires_grad_()
+        shard = _Shard(s.tokens, s.vocabulary, self.device)
+
+        def both() -> None:
+            said = head(weight, None, hidden, shard)
+            torch.autograd.grad(said.logps_t.sum(), (weight, hidden))
+
+        flops = 8.0 * s.tokens * s.width * s.vocabulary  # forward, the logits again, and two products backward
+        yield self.computing(f"head, forward and backward, {s.tokens:,} tokens", "PRODUCTS", both, flops)
+
+    def memory(self) -> Iterator[Rate]:
+        x = self.drawn(self.scale.copied // 2)
+        y = x.clone()
+        yield self.moving("copy", lambda: y.copy_(x), 2.0 * x.nbytes)
+        yield self.moving("addition in place", lambda: y.add_(x), 3.0 * x.nbytes)
+
+    def optimizer(self) -> Iterator[Rate]:
+        """Time AdamW, fused: it reads 16 bytes of a parameter and writes 12."""
+        import torch
+
+        weight = torch.zeros(self.scale.copied // 16, device=self.device, requires_grad=True)
+        weight.grad = torch.ones_like(weight)
+        adam = torch.optim.AdamW([weight], fused=True)
+        yield self.moving("AdamW", lambda: adam.step(), 28.0 * weight.numel())
+
+    def merging(self) -> Iterator[Rate]:
+        """Time the fused kernel that merges a block: it reads and writes float32, and reads the block's bfloat16."""
+        import torch
+
+        from rlexp.ring.kernels.fused import merge_rows
+
+        s = self.scale
+        block, out = self.drawn(s.tokens, s.heads, s.size), torch.zeros(s.tokens, s.heads, s.size, device=self.device)
+        lse, block_lse = (torch.zeros(s.tokens, s.heads, device=self.device) for _ in range(2))
+        size = 2.0 * out.nbytes + block.nbytes + 3.0 * lse.nbytes
+        yield self.moving("merge of a block", lambda: merge_rows(out, lse, block, block_lse), size)
+
+    def launches(self) -> Iterator[Rate]:
+        """Time many kernels that do nearly nothing."""
+        import torch
+
+        x = torch.zeros(1, device=self.device)
+
+        def many() -> None:
+            for _ in range(self.scale.launches):
+                x.add_(1.0)
+
+        each = self.seconds(many) / self.scale.launches
+        yield Rate("launch of a kernel", "hardware.launch_us", each * 1e6, "µs", self.hardware.launch_us)
+
+
+class _Shard:
+    """What the head reads of a shard."""
+
+    def __init__(self, tokens: int, vocabulary: int, device: Any) -> None:
+        import torch
+
+        self.trained_n = torch.arange(tokens, device=device)
+        self.targets_t = self.trained_n % vocabulary
+
+
+def _between(machine: Machine, hardware: HardwareConfig) -> list[Rate]:
+    """Measure a step of the ring, in which every rank sends to the next."""
+    from rlexp.launch.local import run_ranks
+
+    if machine.ring < 2:
+        return []
+    given = (machine.device,)
+    seconds = run_ranks(link_rank, machine.ring, given, device=machine.device, preload=("torch",), timeout=600.0)
+    size = LARGE.link if machine.device == "cuda" else TINY.link
+    rate = size / max(seconds) / 1e9
+    return [Rate(f"a step of a ring of {machine.ring}", "LINKS", rate, "GB/s", hardware.link_gb_s)]
+
+
+def link_rank(place: Place, device: str) -> float:
+    import torch
+    import torch.distributed as dist
+
+    from rlexp.launch.place import join, part
+    from rlexp.ring.collectives import rotate
+    from rlexp.ring.groups import build_world
+
+    join(place, device, 300.0)
+    ring = build_world(place.world_size).ring
+    size = LARGE.link if device == "cuda" else TINY.link
+    buffer = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+    found = []
+    for _ in range(REPEATS + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        rotate(buffer, ring).wait()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - began)
+    part()
+    return statistics.median(found[1:])
+
+
+def _table(found: list[Rate], machine: Machine) -> Iterator[str]:
+    from rlexp.rehearse import rates
+
+    assumed = {"PRODUCTS": rates.PRODUCTS, "ATTENTION": rates.ATTENTION, "MEMORY": rates.MEMORY, "LINKS": rates.LINKS}
+    stands = "" if machine.known else f", which is that of {machine.hardware}"
+    yield (
+        f"bf16, medians of {REPEATS}. The share is that of the data sheet's rate (`conf/hardware/`{stands}); an "
+        "estimate of a step assumes the last column (`rlexp/rehearse/rates.py`)."
+    )
+    yield ""
+    yield "| what | rate | share | assumed |"
+    yield "| --- | ---: | ---: | ---: |"
+    for each in found:
+        assumes = f"{assumed[each.share]:.0%}" if each.share in assumed else f"{each.peak:g} {each.unit}"
+        share = f"{each.rate / each.peak:.0%}" if each.share in assumed else ""
+        yield f"| {each.what} | {each.rate:,.4g} {each.unit} | {share} | {assumes} |"
+    if machine.ring < 2:
+        yield "\nOne GPU: no link was measured."
