@@ -66,7 +66,7 @@ def _arguments() -> argparse.Namespace:
     kind.add_argument("--here", action="store_true", help="only say whether there is a GPU")
     parser.add_argument("--only", choices=tuple(SECTIONS), nargs="+", help="these sections")
     parser.add_argument("--write", type=Path, help="put the sections into this page, between their markers")
-    parser.add_argument("--commit", help="what to say was measured, where git cannot")
+    parser.add_argument("--commit", help="the commit to name, where git cannot tell")
     parser.add_argument("--engines", nargs="+", help="train, or predict now, only these")
     parser.add_argument("--state", type=Path, default=ROOT / "runs" / "gpu-longest.json", help="of --predict")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="of --predict: at a time")
@@ -158,7 +158,7 @@ def predict(options: argparse.Namespace) -> int:
     known = gpu_longest.predict_longest(
         chosen, options.state, processes=options.processes, engines=options.engines or None
     )
-    text = gpu_longest.report(known, chosen)
+    text = gpu_longest.report(known, chosen, options.commit)
     print(text)
     if options.write:
         put(options.write, text, "longest")

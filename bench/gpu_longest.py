@@ -217,10 +217,10 @@ def _bound(cells: dict[str, Cell], rings: Sequence[int]) -> str:
     return ", ".join(f"{phase} (ring {', '.join(map(str, of))})" for phase, of in phases.items()) or "–"
 
 
-def report(known: Known, chosen: Sequence[Option]) -> str:
+def report(known: Known, chosen: Sequence[Option], given: str | None = None) -> str:
     """Return the table with what it is about."""
     return "\n\n".join([
-        f"Predicted {time.strftime('%Y-%m-%d')} at {commit()}, on a CPU, by `python -m bench.gpu --predict`. Not "
+        f"Predicted {time.strftime('%Y-%m-%d')} at {commit(given)}, on a CPU, by `python -m bench.gpu --predict`. Not "
         "measured.",
         *_left(known, chosen),
         table(known, chosen),

@@ -344,7 +344,7 @@ def right(predicted: int, got: int) -> bool:
 
 
 def _gib(size: int | None) -> str:
-    return "–" if size is None else f"{size / GIB:.2f}"
+    return "–" if size is None else f"{size / GIB:.4g}"
 
 
 def longest_table(trial: Trial, engines: Sequence[str]) -> tuple[list[str], list[str]]:

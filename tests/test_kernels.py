@@ -1,6 +1,6 @@
 """The kernels for CUDA, over a mock: which is chosen, how it is called, and what becomes of its result.
 
-On a machine with a GPU the real kernels run too.
+The real ones run in tests/test_gpu.py.
 """
 
 from __future__ import annotations
@@ -436,24 +436,3 @@ def test_the_ring_needs_torch_alone() -> None:
     count, _, config = answer.stdout.strip().partition(" ")
     assert int(count) > 20
     assert config == "[]"
-
-
-# ---- the real ones ----
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_kernels_of_this_gpu_equal_the_plain_one() -> None:
-    """A flash call rounds its probabilities to bfloat16 before it multiplies, so numbers may be off by more than their
-    own rounding. The tolerance is 2⁻⁶ of the largest number, and 1e-3 for the log-sum-exp, which is never rounded."""
-    for kernel in available("cuda", torch.bfloat16, SIZE):
-        for call in CALLS:
-            if call == "no segment":
-                continue
-            for kv_heads in (HEADS, 2, 1):
-                got = both_passes(kernel, call, kv_heads, lambda x: x.cuda())
-                for part, (a, b) in enumerate(zip(got, both_passes(Plain(), call, kv_heads), strict=True)):
-                    a = a.cpu()
-                    assert torch.equal(a.isfinite(), b.isfinite()), (kernel.name, call, part)
-                    largest = b[b.isfinite()].abs().max() if b.isfinite().any() else torch.tensor(0.0)
-                    gap = (a - b)[b.isfinite()].abs().max() if b.isfinite().any() else torch.tensor(0.0)
-                    assert gap <= (1e-3 if part == LSE else largest * 2**-6), (kernel.name, call, kv_heads, part)
