@@ -75,12 +75,16 @@ def _arguments() -> argparse.Namespace:
 
 def measure(options: argparse.Namespace) -> int:
     """Run every section, one after the other. One that fails says so, and the next begins."""
+    from rlexp.launch.local import Interrupted
+
     on = stand_in() if options.rehearse else machine()
     failed = False
     for name in options.only or SECTIONS:
         began = time.monotonic()
         try:
             text, wrong = SECTIONS[name](on, options.engines)
+        except Interrupted as stopped:
+            return stopped.exit_code
         except Exception as error:  # of a library, of the GPU: what was measured until then counts
             traceback.print_exc()
             said = next(iter(str(error).splitlines()), "")

@@ -1,7 +1,8 @@
 """Train every engine for a few steps, and compare memory and time with what was predicted.
 
-The model is a Llama of random weights whose width and layers are chosen by the GPU's memory. Every sequence is as long
-as `data.max_length`, as in a prediction. On the CPU the bytes of real tensors are counted in place of the allocator's.
+The model is a Llama of random weights, read from a folder like any other; its width and layers are chosen by the GPU's
+memory. Every sequence is as long as `data.max_length`, as in a prediction. On the CPU the bytes of real tensors are
+counted in place of the allocator's.
 """
 
 from __future__ import annotations
@@ -58,13 +59,14 @@ class Shape:
     def ends(self) -> int:
         return 2 * self.vocabulary * self.width
 
-    def config(self) -> dict[str, Any]:
+    def config(self, dtype: str) -> dict[str, Any]:
         """Return the content of config.json."""
         return {
+            "dtype": dtype,
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": self.width,
             "intermediate_size": self.between, "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": False,
+            "max_position_embeddings": 1 << 24, "rope_theta": 500000.0, "tie_word_embeddings": False,
             "vocab_size": self.vocabulary,
         }  # fmt: skip
 
@@ -100,8 +102,12 @@ class Trial:
     def of(machine: Machine, folder: Path) -> Trial:
         small = machine.device == "cpu"
         shape = TINY if small else shape_for(machine.memory)
-        (folder / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
-        return Trial(machine, shape, 256 if small else 8192, folder)
+        return Trial(machine, shape, 256 if small else 8192, folder).written()
+
+    def written(self) -> Trial:
+        """Write the model in bfloat16, as models are published. A count on the CPU draws float32 weights instead."""
+        write_model(self.folder, self.shape, "float32" if self.machine.device == "cpu" else "bfloat16")
+        return self
 
     def words(self, option: Option) -> list[str]:
         ring = self.machine.ring
@@ -123,6 +129,28 @@ class Trial:
         """Return the memory options that these engines have, without those whose package is missing."""
         able = [each for each in options(engines) if each.offload in ENGINES[each.engine].offload]
         return [each for each in able if ENGINES[each.engine].stage is None or has_deepspeed()]
+
+
+def write_model(folder: Path, shape: Shape, dtype: str) -> None:
+    """Write a model whose weights repeat a million random numbers: drawing billions would take minutes."""
+    import torch
+    from safetensors.torch import save_file
+
+    from rlexp.config.schema import HFModelConfig
+    from rlexp.model.loading import load_config, random_model
+
+    (folder / "config.json").write_text(json.dumps(shape.config(dtype)), encoding="utf-8")
+    with torch.device("meta"):
+        model = random_model(load_config(HFModelConfig(path=str(folder)), 2), 2)
+    drawn = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).mul(0.02).to(getattr(torch, dtype))
+    weights = {}
+    for name, weight in model.state_dict().items():
+        if weight.dim() == 1:  # of a norm
+            weights[name] = torch.ones(weight.shape, dtype=drawn.dtype)
+        else:
+            times = -(-weight.numel() // len(drawn))
+            weights[name] = drawn.repeat(times)[: weight.numel()].view(weight.shape)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def has_deepspeed() -> bool:
@@ -178,7 +206,7 @@ def measure_all(trial: Trial, configs: dict[Option, Config], steps: int = STEPS)
 
 def _started(trial: Trial, configs: Sequence[Config], steps: int) -> tuple[list[Result], str | None]:
     """Start ranks for these configurations; return the results of those that ended well, and what stopped the ranks."""
-    from rlexp.launch.local import PRELOAD, run_ranks
+    from rlexp.launch.local import PRELOAD, Interrupted, run_ranks
     from rlexp.launch.place import prepare_environment
 
     launch = configs[0].launch
@@ -191,6 +219,8 @@ def _started(trial: Trial, configs: Sequence[Config], steps: int) -> tuple[list[
             measure_rank, trial.machine.ring, (list(configs), steps, str(file)), device=launch.device.value,
             preload=(*PRELOAD, "deepspeed") if has_deepspeed() else PRELOAD, timeout=1200.0,
         )  # fmt: skip
+    except Interrupted:  # by Ctrl-C: nothing goes on
+        raise
     except Exception as failure:
         print(failure, file=sys.stderr, flush=True)
         error = what_failed(str(failure))
@@ -252,7 +282,7 @@ def _allocated(cfg: Config, _rank: int, steps: int) -> Result:
     device = device_of(cfg)
     told: dict[str, Any] = {}
     phases = Phases(device, lambda **facts: told.update(facts))
-    sources = Sources(model=_random_on(cfg.seed, device), tokenizer=lambda _: None)
+    sources = Sources(tokenizer=lambda _: None)
     with phases("build"):
         task = build(cfg, phases, probing=unprobed, task_of=lambda *args: _random(pairs_of(*args)), sources=sources)
     rows = [train_step(task, step) for step in range(1, steps + 1)]
@@ -273,21 +303,6 @@ def _counted(cfg: Config, rank: int, steps: int) -> Result:
     log = count(dataclasses.replace(plan_of(cfg, model, rank, None), gpu=False, rates=None))
     peaks = Prediction(passes(log), log.layers, cfg.train.grad_acc).peaks
     return {**result, "peaks": {phase: peak.bytes for phase, peak in peaks.items() if phase}}
-
-
-def _random_on(seed: int, device: Any) -> Any:
-    """Make models on the device, the same on every rank."""
-
-    def model_of(_cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
-
-        from rlexp.model.loading import random_model
-
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-            torch.manual_seed(seed)
-            return random_model(*args, **kwargs)
-
-    return model_of
 
 
 def _random(task: Any) -> Any:

@@ -7,7 +7,6 @@ runs for the first time on a GPU. tests/test_bench_gpu.py does that.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from torch import Tensor
 from bench import gpu_training
 from bench.gpu import ON_CPU
 from bench.gpu_foretell import foretell
-from bench.gpu_here import Machine, machine, stand_in
+from bench.gpu_here import machine, stand_in
 from bench.gpu_longest import Option
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.load import compose_config
@@ -391,10 +390,10 @@ def test_the_measured_peak_is_the_predicted_one(tmp_path: Path, engine: str) -> 
     """Within 5 % or 0.25 GiB, whichever is more: cuBLAS's workspaces are not predicted. On the CPU, within 2 %."""
     needs_of(engine)
     shape = dataclasses.replace(gpu_training.SHAPES[-1], layers=gpu_training.LAYERS.start)
-    trial = gpu_training.Trial.of(here(), tmp_path)
-    if HERE == "cuda":
-        (tmp_path / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
-        trial = dataclasses.replace(trial, shape=shape)
+    if HERE == "cpu":
+        trial = gpu_training.Trial.of(stand_in(), tmp_path)
+    else:
+        trial = gpu_training.Trial(machine(), shape, 4096, tmp_path).written()
     option = Option(engine, "true", "none")
     (said,) = foretell([trial.asked(option)])
     assert said.failed is None
@@ -404,7 +403,3 @@ def test_the_measured_peak_is_the_predicted_one(tmp_path: Path, engine: str) -> 
     assert gpu_training.right(predicted, got), (predicted, got)
     if HERE == "cpu":
         assert got == pytest.approx(predicted, rel=0.02)
-
-
-def here() -> Machine:
-    return stand_in() if HERE == "cpu" else machine()
