@@ -145,7 +145,7 @@ def test_a_failed_engine_leaves_the_others_their_rows() -> None:
         third: {"peaks": {"build": GIB, "forward": 11 * GIB}, "seconds": [9.0, 2.0, 3.0]},
     }
     lines, wrong = gpu_training.table([one, other, third], foretold, measured)
-    assert "10.00 / 10.40" in lines[2]
+    assert "10 / 10.4" in lines[2]
     assert "1 / 2 |" in lines[2]
     assert wrong == [f"{other.key} failed: CUDA out of memory", f"{third.key}: the peak is +10.0% off its prediction"]
     assert "at most +10.0% off" in "\n".join(lines)
