@@ -30,11 +30,14 @@ TRAIN = {
     *("tokens", "total_tokens", "tokens_per_second", "step_seconds", "epoch", "global_step"),
     *("ring_tokens", "ring_bytes", "ring_balance", "grad_acc", "micro_batches"),
 }
-MEMORY = {
-    f"memory/{phase}peak_{what}"
-    for phase in ("", "data_", "reference_", "forward_", "backward_", "optimizer_")
-    for what in ("bytes", "rank")
-}
+MEMORY, TENSORS = (
+    {
+        f"memory/{phase}{of}peak_{what}"
+        for phase in ("", "data_", "reference_", "forward_", "backward_", "optimizer_")
+        for what in ("bytes", "rank")
+    }
+    for of in ("", "tensors_")
+)
 QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run")
 
 
@@ -52,7 +55,9 @@ def test_a_ring_of_four_trains_and_says_so(shell: Shell, tmp_path: Path) -> None
     assert next(iter(rows[0])) == "step"
     assert rows[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
     names = {f"train/{name}" for name in TRAIN}
-    assert set(rows[0]) == names | {"step"} | MEMORY
+    assert set(rows[0]) == names | {"step"} | MEMORY | TENSORS
+    assert set(rows[1]) >= TENSORS
+    assert 0 < rows[1]["memory/tensors_peak_bytes"] < rows[1]["memory/peak_bytes"] / 10  # most is the libraries'
     for row in rows:
         peaks = {row[name]: row[name.replace("bytes", "rank")] for name in MEMORY if name.endswith("_peak_bytes")}
         assert row["memory/peak_bytes"] == max(peaks)

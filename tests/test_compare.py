@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from rlexp.compare import report as reports
 from rlexp.compare.families import sort_out
+from rlexp.compare.page import Peak
 from rlexp.compare.report import telling
 from rlexp.compare.runs import Reader, merge
 from rlexp.curves.difference import difference
@@ -455,6 +457,32 @@ def test_the_peak_is_of_one_row(tmp_path: Path) -> None:
     a_run(tmp_path / "runs" / "a", steps=4, edit=peaks)
     card = reports.payload_of(report_of(tmp_path / "runs")).runs[0]
     assert (card.peak_bytes, card.peak_phase, card.peak_rank) == (9_000_000_000, "forward", 1)
+
+
+def test_live_tensors_come_before_the_resident_peak_where_they_were_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def counted(row: dict) -> None:
+        row |= {"memory/peak_bytes": int(3.8e8), "memory/peak_rank": 0, "memory/forward_peak_bytes": int(3.8e8)}
+        if row["step"] == 3:  # not every step is counted
+            row |= {"memory/forward_tensors_peak_bytes": 4e6, "memory/backward_tensors_peak_bytes": 5.25e6}
+            row |= {"memory/tensors_peak_bytes": 5.25e6, "memory/tensors_peak_rank": 1}
+
+    a_run(tmp_path / "runs" / "a", steps=4, edit=counted)
+    a_run(tmp_path / "runs" / "b", steps=4)
+    report = report_of(tmp_path / "runs")
+    cards = {card.name: card for card in reports.payload_of(report).runs}
+    assert cards["a"].tensors == Peak(5_250_000, 1, "backward")
+    assert (cards["a"].peak_bytes, cards["a"].peak_phase) == (380_000_000, "forward")
+    assert cards["b"].tensors is None
+    assert compare(tmp_path / "runs") == 0
+    head, _, *lines = capsys.readouterr().out.strip().splitlines()
+    assert re.search(r"peak tensors +peak resident$", head)
+    assert re.search(r"5\.25 MB \(backward, r1\) +0\.38 GB$", lines[0])
+    assert re.search(r"– +4 MB$", lines[1])
+    first, second = json.loads((tmp_path / "runs" / "summary.json").read_text(encoding="utf-8"))["runs"]
+    assert first["tensors"] == {"bytes": 5_250_000, "rank": 1, "phase": "backward"}
+    assert second["tensors"] is None
 
 
 def test_a_job_that_was_repaired_by_itself_is_finished(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ METRICS = {
     "Difference to the baseline": ["parity/loss_abs_diff"],
     "Memory": [
         "max/memory/peak_bytes",
+        "max/memory/tensors_peak_bytes",
         *(f"memory/{phase}_peak_bytes" for phase in ("data", "reference", "forward", "backward", "optimizer")),
     ],
     "Throughput": ["train/tokens_per_second", "train/step_seconds"],
@@ -57,7 +58,8 @@ def test_the_workspace_that_is_sent(tmp_path: Path, sampled: bool) -> None:
     lines = [p["config"] for each in panels.values() for p in each if p["viewType"] == "Run History Line Plot"]
     assert {line["xAxis"] for line in lines} == {"train/global_step"}
     assert [p["config"]["chartTitle"] for each in panels.values() for p in each if p["viewType"] == "Bar Chart"] == [
-        "Highest peak by ring size"
+        "Highest peak by ring size",
+        "Highest peak of tensors by ring size",
     ]
     loss = panels["Loss"][0]["config"]
     assert (loss["groupBy"], loss["groupAgg"]) == ("ring_size.value", "mean")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from rlexp.compare.page import Banner, Clock, ConfigRow, MetricCurves, Payload, RankMemory, RunCard, Worst, render
+from rlexp.compare.page import Banner, Clock, ConfigRow, MetricCurves, Payload, Peak, RankMemory, RunCard, Worst, render
 from tests.browser import Opened, chromium, colour_at, opened
 
 if TYPE_CHECKING:
@@ -475,6 +475,24 @@ def test_a_page_with_nothing_on_it(browser: Browser, tmp_path: Path) -> None:
 
 def readout_value(it: Opened) -> str:
     return it.page.locator("#readout-body [data-cell=value]").first.inner_text()
+
+
+def test_live_tensors_are_shown_first_and_the_resident_peak_beside_them(browser: Browser, tmp_path: Path) -> None:
+    good = ring_sizes()
+    runs = [
+        replace(run, tensors=Peak(int(8e7 / ring), 3, "backward"), memory=[
+            replace(rank, tensors={"forward": int(7e7 / ring), "backward": int(8e7 / ring)}) for rank in run.memory])
+        for run, ring in zip(good.runs, (1, 2, 4, 8), strict=True)
+    ]  # fmt: skip
+    with opened(browser, write(tmp_path, replace(good, runs=runs))) as it:
+        shown = it.page.locator("#memory").inner_text()
+        assert "Peak of live tensors" in shown
+        rows = it.page.get_by_test_id("memory-table").locator("tbody tr:visible")
+        cells = [rows.nth(place).locator("td").all_inner_texts() for place in range(4)]
+        assert [each[0].split("\n")[0] for each in cells] == ["80 MB", "40 MB", "20 MB", "10 MB"]
+        assert [each[1] for each in cells] == ["70 MB", "35 MB", "17.5 MB", "8.75 MB"]
+        assert cells[0][-1] == "1.41 GB"
+        assert "80 MB\nbackward, rank 3\n1.41 GB resident" in it.page.locator("#runs-table").inner_text()
 
 
 def test_configurations_and_costs(browser: Browser, tmp_path: Path) -> None:

@@ -54,10 +54,20 @@ class Clock:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank's peaks by phase, in bytes."""
+    """One rank's peaks by phase, in bytes: of its memory, and of its live tensors where they were counted."""
 
     rank: int
     peaks: dict[str, int]
+    tensors: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest peak of all ranks and steps."""
+
+    bytes: int
+    rank: int | None = None
+    phase: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,7 @@ class RunCard:
     peak_bytes: int | None = None
     peak_rank: int | None = None
     peak_phase: str | None = None
+    tensors: Peak | None = None  # live tensors, where they were counted: on CPU, memory is the process's
     clock: Clock | None = None
 
 
@@ -193,8 +204,9 @@ def _head(payload: Payload) -> dict[str, Any]:
 
 
 def _run_head(run: RunCard) -> dict[str, Any]:
-    known = {name: value for name, value in vars(run).items() if name not in ("clock", "memory")}
-    return known | {"memory": [asdict(rank) for rank in run.memory]}
+    known = {name: value for name, value in vars(run).items() if name not in ("clock", "memory", "tensors")}
+    tensors = None if run.tensors is None else asdict(run.tensors)
+    return known | {"memory": [asdict(rank) for rank in run.memory], "tensors": tensors}
 
 
 def _metric_head(metric: MetricCurves, runs: int) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def card(run: Run, report: Report) -> page.RunCard:
     family = report.families.of(run)
     agreement = next((each for each in report.outcome.agreements if each.run is run), None)
     baseline = family.baseline if family and family.others() else None  # a single run has no baseline
-    peak, phase, rank = highest_peak(run)
+    peak = highest_peak(run)
     return page.RunCard(
         name=run.name,
         label=run.label,
@@ -111,10 +111,15 @@ def card(run: Run, report: Report) -> page.RunCard:
         tokens_per_second=speed(run),
         step_seconds=step_seconds(run),
         efficiency=efficiency(run, baseline),
-        memory=[page.RankMemory(line["rank"], line["peaks"]) for line in run.memory if line["peaks"]],
-        peak_bytes=peak,
-        peak_rank=rank,
-        peak_phase=phase,
+        memory=[
+            page.RankMemory(line["rank"], line["peaks"], line.get("tensors", {}))
+            for line in run.memory
+            if line["peaks"]
+        ],
+        peak_bytes=peak.bytes if peak else None,
+        peak_rank=peak.rank if peak else None,
+        peak_phase=peak.phase if peak else None,
+        tensors=highest_peak(run, "tensors_"),
         clock=clock(run),
     )
 
@@ -125,17 +130,17 @@ def last(run: Run, name: str) -> float | None:
     return float(values[-1]) if len(values) else None
 
 
-def highest_peak(run: Run) -> tuple[int | None, str | None, int | None]:
-    """Return the highest peak of all steps: its bytes, and the phase and rank of its step."""
-    peaks = run.column("memory/peak_bytes")
+def highest_peak(run: Run, of: str = "") -> page.Peak | None:
+    """Return the highest peak of all steps, with the phase and rank of its step: of memory, or `tensors_`."""
+    peaks = run.column(f"memory/{of}peak_bytes")
     if np.isnan(peaks).all():
-        return None, None, None
+        return None
     place = int(np.nanargmax(peaks))
-    peak_name = re.compile(r"memory/(\w+)_peak_bytes")
+    peak_name = re.compile(rf"memory/([a-z]+)_{of}peak_bytes")
     phases = [match.group(1) for name in run.columns if (match := peak_name.fullmatch(name))]
-    phase = next((p for p in phases if run.column(f"memory/{p}_peak_bytes")[place] == peaks[place]), None)
-    rank = run.column("memory/peak_rank")[place]
-    return int(peaks[place]), phase, None if np.isnan(rank) else int(rank)
+    phase = next((p for p in phases if run.column(f"memory/{p}_{of}peak_bytes")[place] == peaks[place]), None)
+    rank = run.column(f"memory/{of}peak_rank")[place]
+    return page.Peak(int(peaks[place]), None if np.isnan(rank) else int(rank), phase)
 
 
 def _steady(run: Run, name: str) -> Column:
@@ -309,9 +314,10 @@ def run_summary(run: Run, known: page.RunCard) -> dict[str, Any]:
             *("peak_bytes", "peak_phase", "peak_rank"),
         )
     }
+    shown["tensors"] = None if known.tensors is None else asdict(known.tensors)
     finite = {name: value for name in run.columns if (value := last(run, name)) is not None and math.isfinite(value)}
     return shown | {
-        "memory": [{"rank": each.rank, "peaks": each.peaks} for each in known.memory],
+        "memory": [asdict(each) for each in known.memory],
         "last": finite,
         "precision": run.precision if run.config else None,
         "identity": run.identity,

@@ -26,7 +26,7 @@ def table(payload: Payload) -> str:
         ("tokens/s", lambda run: number(run.tokens_per_second, "{:,.0f}")),
         ("step", lambda run: number(run.step_seconds, "{:.3g} s")),
         ("efficiency", lambda run: number(run.efficiency, "{:.0%}")),
-        ("peak memory", memory),
+        *memory_columns(payload),
     ]
     rows = [[name for name, _ in columns], *([cell(run) for _, cell in columns] for run in payload.runs)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(columns))]
@@ -68,8 +68,27 @@ def difference(run: RunCard) -> str:
     return ("0 (equal)" if run.worst_difference == 0 else number(run.worst_difference, "{:.1e}")) + upto
 
 
-def memory(run: RunCard) -> str:
-    if run.peak_bytes is None:
+def memory_columns(payload: Payload) -> list[tuple[str, Callable[[RunCard], str]]]:
+    """Return the peak of memory, and first that of live tensors where they were counted: on CPU, memory is mostly the
+    process's, and the tensors are the run's."""
+    resident = ("peak memory", lambda run: peak(run.peak_bytes, run.peak_phase, run.peak_rank))
+    if all(run.tensors is None for run in payload.runs):
+        return [resident]
+    return [
+        (
+            "peak tensors",
+            lambda run: peak(run.tensors.bytes, run.tensors.phase, run.tensors.rank) if run.tensors else "–",
+        ),
+        ("peak resident", lambda run: peak(run.peak_bytes)),
+    ]
+
+
+def peak(size: int | None, phase: str | None = None, rank: int | None = None) -> str:
+    if size is None:
         return "–"
-    where = f" ({run.peak_phase}, r{run.peak_rank})" if run.peak_phase else ""
-    return f"{run.peak_bytes / 1e9:.3g} GB{where}"
+    return scaled(size) + (f" ({phase}, r{rank})" if phase else "")
+
+
+def scaled(size: int) -> str:
+    """`0.382 GB`, `4.9 MB`."""
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

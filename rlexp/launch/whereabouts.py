@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-WIDTH = 512  # bytes of a line, with its newline
+WIDTH = 1024  # bytes of a line, with its newline
 FILE = "memory.jsonl"
 BETWEEN = "between steps"  # the phase after a step
 
@@ -45,10 +45,10 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
         text = (run_dir / FILE).read_bytes()
     except OSError:
         return []
-    for start in range(0, len(text), WIDTH):
+    for each in text.replace(b"\0", b"").splitlines():  # zeros: ranks that have not written yet
         try:
-            line = json.loads(text[start : start + WIDTH])
-        except ValueError:  # a rank that has not written yet
+            line = json.loads(each)
+        except ValueError:  # a line that was cut off
             continue
         if isinstance(line, dict) and {"rank", "step", "phase", "peaks"} <= line.keys():
             lines.append(line)

@@ -7,6 +7,7 @@ ring there too. A rehearsal counts the same way on tensors that have no memory.
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,19 +27,24 @@ class Held:
     peak: int = 0
 
     def add(self, size: int) -> None:
+        """Add bytes, or take them away. Another thread cannot come between: no line here calls a function."""
         self.live += size
-        self.peak = max(self.peak, self.live)
+        if self.live > self.peak:
+            self.peak = self.live
 
 
 class LiveTensors(TorchDispatchMode):
     """Count storages from the operator that makes them until they are freed.
 
-    Memory inside a kernel is not seen, and neither are tensors that existed before. `changed` is called with the number
-    of the storage, its device and the bytes that it has gained or lost.
+    Memory inside a kernel is not seen, and tensors that existed before are seen by `find` only. A mode is its thread's,
+    and that of the backward passes begun there. `changed` is called with the number of the storage, its device and the
+    bytes that it has gained or lost. A mode that is `lasting` goes on to count what is freed after it was left, and can
+    be entered again.
     """
 
-    def __init__(self, changed: Callable[[int, str, int], None] | None = None) -> None:
+    def __init__(self, changed: Callable[[int, str, int], None] | None = None, *, lasting: bool = False) -> None:
         super().__init__()
+        self._lasting = lasting
         self._held: dict[str, Held] = {}
         self._known: dict[int, tuple[Any, int, str, int]] = {}  # by address: a weak reference, number, device, bytes
         self._made = 0
@@ -66,7 +72,7 @@ class LiveTensors(TorchDispatchMode):
 
     def counts(self, tensor: Tensor) -> bool:
         """Say whether a tensor has memory: those on which DTensor tries shapes have none."""
-        return not isinstance(tensor, FakeTensor)
+        return tensor.layout is torch.strided and not isinstance(tensor, FakeTensor)
 
     def size_of(self, storage: Any, device: str) -> int:  # noqa: ARG002
         """Return the bytes that a storage takes on its device."""
@@ -74,17 +80,27 @@ class LiveTensors(TorchDispatchMode):
 
     def see(self, made: Any) -> None:
         """Count the storages of an operator's results."""
-        for tensor in _tensors(made):
-            if not self.counts(tensor):
-                continue
-            storage = tensor.untyped_storage()
-            address, device = storage._cdata, tensor.device.type
-            size = self.size_of(storage, device)
-            known = self._known.get(address)
-            if known is None:
-                self._add(storage, address, device, size)
-            elif known[3] != size:
-                self._resized(address, size)
+        if isinstance(made, Tensor):
+            if self.counts(made):
+                self._see(made)
+        elif isinstance(made, list | tuple):
+            for each in made:
+                self.see(each)
+
+    def find(self) -> None:
+        """Count the tensors that exist already: all that Python holds."""
+        kinds = set(_kinds(Tensor))
+        self.see([each for each in gc.get_objects() if type(each) in kinds])
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address, device = storage._cdata, tensor.device.type
+        size = self.size_of(storage, device)
+        known = self._known.get(address)
+        if known is None:
+            self._add(storage, address, device, size)
+        elif known[3] != size:
+            self._resized(address, size)
 
     def _add(self, storage: Any, address: int, device: str, size: int) -> None:
         self._made += 1
@@ -118,13 +134,17 @@ class LiveTensors(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        for address, (reference, _, device, _) in list(self._known.items()):  # what was resized in the meantime
+            if (storage := reference()) is not None:
+                self._resized(address, self.size_of(storage, device))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
-        self._known.clear()  # what is freed from now on is not told
+        if not self._lasting:
+            self._known.clear()  # what is freed from now on is not told
 
 
 def wraps(kind: type) -> bool:
@@ -132,9 +152,10 @@ def wraps(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
-def _tensors(made: Any) -> Iterator[Tensor]:
-    if isinstance(made, Tensor):
-        yield made
-    elif isinstance(made, list | tuple):
-        for each in made:
-            yield from _tensors(each)
+def _kinds(kind: type) -> Iterator[type]:
+    """Yield the kinds of tensors that have memory of their own."""
+    if not wraps(kind) and not issubclass(kind, FakeTensor):
+        yield kind
+    inner: list[type] = type.__subclasses__(kind)
+    for each in inner:
+        yield from _kinds(each)

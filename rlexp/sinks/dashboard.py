@@ -68,6 +68,7 @@ SECTIONS = (
         "Memory",
         (
             Panel("Highest peak by ring size", "max/memory/peak_bytes", by_ring="max", bars=True),
+            Panel("Highest peak of tensors by ring size", "max/memory/tensors_peak_bytes", by_ring="max", bars=True),
             *(Panel(f"Peak: {phase}", f"memory/{phase}_peak_bytes", by_ring="max") for phase in PHASES),
         ),
     ),

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlexp.compare.table import number
+from rlexp.compare.table import peak as shown_peak
 from rlexp.launch import whereabouts
 from rlexp.sinks.legible import cut
 from rlexp.status.state import ILL, LOST, WELL
@@ -49,7 +50,8 @@ def columns(look: Look, *, bars: bool) -> list[Column]:
         Column("last loss", lambda row: number(row.curve.loss, "{:.6f}"), 3),
         Column("last score", lambda row: number(row.curve.score, "{:.4f}"), 4),
         Column("tokens/s", lambda row: number(row.curve.tokens_per_second, "{:,.0f}"), 7),
-        Column("peak memory", memory, 8),
+        Column("peak tensors", lambda row: memory(row.tensors), 8),
+        Column("peak memory", lambda row: memory(row.peak), 8),
         Column("time left", lambda row: duration(row.seconds_left), 2),
     ]
     slurm = [
@@ -59,6 +61,8 @@ def columns(look: Look, *, bars: bool) -> list[Column]:
     ]
     if all(row.curve.score is None for row in look.rows):
         chosen_columns = [column for column in chosen_columns if column.name != "last score"]
+    if all(row.tensors is None for row in look.rows):
+        chosen_columns = [column for column in chosen_columns if column.name != "peak tensors"]
     if any(row.requeues for row in look.rows):
         chosen_columns.append(Column("requeued", lambda row: f"{len(row.requeues)} ×" if row.requeues else "–", 10))
     return chosen_columns + (slurm if any(row.job_id for row in look.rows) else [])
@@ -79,11 +83,8 @@ def limit(row: Row) -> float | None:
     return row.slurm.seconds_left if row.slurm is not None and row.state == "running" else None
 
 
-def memory(row: Row) -> str:
-    if row.peak is None:
-        return "–"
-    peak, phase, rank = row.peak
-    return f"{peak / 1e9:.3g} GB ({phase}, r{rank})"
+def memory(peak: tuple[int, str, int] | None) -> str:
+    return "–" if peak is None else shown_peak(*peak)
 
 
 def duration(seconds: float | None) -> str:
@@ -234,6 +235,7 @@ def plain(look: Look) -> dict[str, Any]:
 
 def _plain(row: Row) -> dict[str, Any]:
     peak, phase, rank = row.peak or (None, None, None)
+    tensors, tensors_phase, tensors_rank = row.tensors or (None, None, None)
     return {
         "label": row.label,
         "folder": str(row.folder),
@@ -250,6 +252,9 @@ def _plain(row: Row) -> dict[str, Any]:
         "peak_bytes": peak,
         "peak_phase": phase,
         "peak_rank": rank,
+        "tensors_peak_bytes": tensors,
+        "tensors_peak_phase": tensors_phase,
+        "tensors_peak_rank": tensors_rank,
         "ranks": row.ranks,
         "requeues": row.requeues,
         "job_id": row.job_id,

@@ -60,11 +60,19 @@ class Row:
     @property
     def peak(self) -> tuple[int, str, int] | None:
         """Return the largest peak of any rank so far: its bytes, phase and rank."""
+        return self._largest("peaks")
+
+    @property
+    def tensors(self) -> tuple[int, str, int] | None:
+        """Return the same of live tensors, where they were counted."""
+        return self._largest("tensors")
+
+    def _largest(self, kind: str) -> tuple[int, str, int] | None:
         peaks = [
             (peak, phase, rank["rank"])
             for rank in self.ranks
-            if isinstance(rank["peaks"], dict)
-            for phase, peak in rank["peaks"].items()
+            if isinstance(rank.get(kind), dict)
+            for phase, peak in rank[kind].items()
         ]
         return max(peaks, key=lambda each: each[0], default=None)
 

@@ -111,6 +111,11 @@ class PairStep(Step):
         self.count = len(batch.indices)  # the loss's denominator, known before the first micro-batch
         self.micro_batches = task.micro_batches(batch)
 
+    def tokens(self, indices: Sequence[int]) -> int:
+        pairs = [self.task.pairs[index] for index in indices]
+        lengths = [len(pair.prompt) + len(answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
+        return self.task.run.packed_tokens(lengths)
+
     def hold(self, indices: Sequence[int]) -> Held:
         task = self.task
         with task.run.phases("data"):

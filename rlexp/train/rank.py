@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from rlexp import __version__
 from rlexp.checkpoint.folder import METRICS, latest_first
-from rlexp.config.schema import Config, LoggerName
+from rlexp.config.schema import Config, CountTensors, LoggerName
 from rlexp.errors import NonFiniteError
 from rlexp.launch import folder
 from rlexp.launch.place import part
 from rlexp.launch.stops import Outcome, finishing_steps, stopped_by
 from rlexp.launch.whereabouts import Whereabouts
+from rlexp.metrics.counted import TensorCount
 from rlexp.metrics.memory import Phases
 from rlexp.ring.objects import from_rank0
 from rlexp.rollout.bridge import Bridge
@@ -43,14 +44,27 @@ def train(cfg: Config, run_dir: Path, bridge: Bridge | None = None, closing: Clo
     if bridge is not None and bridge.samples:
         return sample_for(cfg, bridge)
     rank = dist.get_rank()  # asked here, since it cannot be asked once the ranks have parted
-    phases = Phases(device_of(cfg), Whereabouts(run_dir, rank).tell)
+    phases = Phases(device_of(cfg), Whereabouts(run_dir, rank).tell, tensor_count(cfg))
     try:
-        return train_watched(cfg, run_dir, phases, bridge, closing)
+        with phases.throughout():
+            return train_watched(cfg, run_dir, phases, bridge, closing)
     except Exception as error:
         explained = phases.explained(error, rank)
         if explained is None:
             raise
         raise explained from error
+
+
+def tensor_count(cfg: Config) -> TensorCount | None:
+    """Choose where live tensors are counted; None: nowhere."""
+    device = device_of(cfg)
+    match cfg.memory.count_tensors:
+        case CountTensors.always:
+            return TensorCount(device, always=True)
+        case CountTensors.auto if device.type == "cpu":
+            return TensorCount(device, always=False)
+        case _:
+            return None
 
 
 def train_watched(

@@ -154,6 +154,10 @@ class RolloutStep(Step):
         world = task.run.world
         self.micro_batches = within.micro_batches(world.replica, world.dp_size, task.run.cfg.train.micro_batch_size)
 
+    def tokens(self, indices: Sequence[int]) -> int:
+        samples = [self.weighed.samples[index] for index in indices]
+        return self.task.run.packed_tokens([len(sample.prompt.tokens) + len(sample.answer) for sample in samples])
+
     def hold(self, indices: Sequence[int]) -> HeldSamples:
         run = self.task.run
         with run.phases("data"):

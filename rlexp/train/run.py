@@ -69,6 +69,10 @@ class Run:
             "packing": self.cfg.data.packing,
         }
 
+    def packed_tokens(self, lengths: Sequence[int]) -> int:
+        """Count the tokens of a pack of sequences, without what a layout pads."""
+        return sum(lengths) if self.cfg.data.packing else len(lengths) * max(lengths, default=0)
+
     def pack(self, sequences: Sequence[tuple[Ids, Ids]]) -> Pack:
         """Pack prompts with their answers."""
         return pack_sequences(sequences, **self.padding)

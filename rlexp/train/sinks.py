@@ -80,6 +80,7 @@ def ending_of(error: BaseException, run: Run, run_dir: Path) -> Ending:
     for death in deaths(run_dir)[:1]:
         facts = {f"memory/died_{what}": death[what] for what in ("step", "rank")} | {"memory/died_in": death["phase"]}
         facts |= {f"memory/{phase}_peak_bytes": peak for phase, peak in death["peaks"].items()}
+        facts |= {f"memory/{phase}_tensors_peak_bytes": peak for phase, peak in death.get("tensors", {}).items()}
         if death["rank"] != run.world.rank:
             reason = f"rank {death['rank']} ran out of memory in its {death['phase']} phase, in step {death['step']}"
     return Ending(getattr(cause, "exit_code", 1), reason, facts)

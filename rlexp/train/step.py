@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -26,20 +27,23 @@ def train_step(task: Task, number: int) -> dict[str, float]:
     run.phases.begin(number)
     meter = Meter(run.world, run.device)
     step = task.begin(number)
+    run.phases.choose([step.tokens(each) for each in step.micro_batches])
     finite = torch.ones((), dtype=torch.bool, device=run.device)
     tokens = 0
-    coming = map(step.hold, step.micro_batches)
+    coming = holding(run, step)
     held: Held | None = next(coming)
-    while held is not None:
-        loss = step.loss(held, meter)
-        note_tokens(meter, held.shard)
-        note_balance(meter, held.shard)
-        tokens += len(held.shard.tokens_t)
-        following = next(coming, None)  # packed and copied while the device computes this one
-        with run.phases("backward"):
-            run.engine.backward(loss, last=following is None)
-        finite &= loss.detach().isfinite()
-        held = following
+    for place in range(len(step.micro_batches)):
+        with run.phases.micro_batch(place):
+            assert held is not None
+            loss = step.loss(held, meter)
+            note_tokens(meter, held.shard)
+            note_balance(meter, held.shard)
+            tokens += len(held.shard.tokens_t)
+            following = next(coming, None)  # packed and copied while the device computes this one
+            with run.phases("backward"):
+                run.engine.backward(loss, last=following is None)
+            finite &= loss.detach().isfinite()
+            held = following
     step.measure(meter)
     optimizer = optimize(run, step, finite=bool(finite))
     meter.add_max("ring_tokens", tokens)
@@ -48,6 +52,15 @@ def train_step(task: Task, number: int) -> dict[str, float]:
     values = row_of(task, step, meter, optimizer)
     step.finish(values)
     return values
+
+
+def holding(run: Run, step: Step) -> Iterator[Held]:
+    """Yield the step's micro-batches on their way to the device."""
+    for place, indices in enumerate(step.micro_batches):
+        with run.phases.micro_batch(place):
+            held = step.hold(indices)
+        yield held
+        del held  # the caller's to free
 
 
 def optimize(run: Run, step: Step, *, finite: bool) -> dict[str, float]:

@@ -54,6 +54,10 @@ class Step(ABC):
     batch: Batch
     micro_batches: Sequence[Sequence[int]]  # this replica's samples; equally many micro-batches on every replica
 
+    def tokens(self, indices: Sequence[int]) -> int:
+        """Count the tokens of a micro-batch: what it takes in memory, relative to others."""
+        return len(indices)
+
     @abstractmethod
     def hold(self, indices: Sequence[int]) -> Held:
         """Pack a micro-batch and start copying this rank's part to its device, without waiting for the device."""

@@ -33,9 +33,17 @@ function fillCost() {
 
 const PHASES = ["data", "rollout", "reference", "forward", "backward", "optimizer"];
 
+/* On CPU the resident memory is mostly the process's. Live tensors, where they were counted, are the run's. */
+const COUNTED = runs.some((run) => run.tensors !== null);
+const memoryOf = (run) => ({ bytes: run.peak_bytes, phase: run.peak_phase, rank: run.peak_rank });
+const tensorsOf = (run) => run.tensors ?? { bytes: null, phase: null, rank: null };
+const shownOf = COUNTED ? tensorsOf : memoryOf;
+const peaksOf = (rank) => (COUNTED ? rank.tensors : rank.peaks);
+const PEAK = COUNTED ? "Peak of live tensors" : "Peak memory";
+
 /* The phases in the order of a step, then any others. */
 function phasesOf() {
-  const names = new Set(runs.flatMap((run) => run.memory.flatMap((rank) => Object.keys(rank.peaks))));
+  const names = new Set(runs.flatMap((run) => run.memory.flatMap((rank) => Object.keys(peaksOf(rank)))));
   const others = [...names].filter((name) => !PHASES.includes(name)).sort();
   return [...PHASES.filter((name) => names.has(name)), ...others];
 }
@@ -49,17 +57,17 @@ function fillMemory() {
   const phases = phasesOf();
   const recorded = runs.filter((run) => run.memory.length || known(run.peak_bytes));
   if (!phases.length) {
-    byId("memory").replaceChildren(bars({ title: "Peak memory", testid: "cost-memory", note: "the largest of the ranks",
-      text: bytes, valueOf: (run) => run.peak_bytes }));
+    byId("memory").replaceChildren(bars({ title: PEAK, testid: "cost-memory", note: "the largest of the ranks",
+      text: bytes, valueOf: (run) => shownOf(run).bytes }));
     return;
   }
-  const heading = element("h3", {}, "Peak memory", span("sub", "by phase of a step, the largest of the ranks"));
-  const peaksOf = (run) => [run.peak_bytes, ...run.memory.flatMap((rank) => Object.values(rank.peaks))];
-  const most = largest(recorded.flatMap(peaksOf));
+  const heading = element("h3", {}, PEAK, span("sub", "by phase of a step, the largest of the ranks"));
+  const allOf = (run) => [shownOf(run).bytes, ...run.memory.flatMap((rank) => Object.values(peaksOf(rank)))];
+  const most = largest(recorded.flatMap(allOf));
   const body = element("tbody", {}, ...recorded.flatMap((run) => memoryRows(run, phases, most)));
   const table = element("table", { id: "memory-table", "data-testid": "memory-table" },
-    headRow(["Run", "Peak", ...phases]), body);
-  const region = { class: "scroll framed", tabindex: "0", role: "region", "aria-label": "Peak memory" };
+    headRow(["Run", "Peak", ...phases, ...(COUNTED ? ["resident"] : [])]), body);
+  const region = { class: "scroll framed", tabindex: "0", role: "region", "aria-label": PEAK };
   const frame = element("div", region, table);
   lengthen(table, recorded.length);
   byId("memory").replaceChildren(heading, frame);
@@ -72,15 +80,20 @@ function memoryCell(value, most, top) {
 }
 
 function rankRow(rank, run, phases, most) {
-  const peak = largest(Object.values(rank.peaks));
+  const peak = largest(Object.values(peaksOf(rank)));
   return element("tr", { class: "rank", hidden: true }, element("th", { scope: "row" }, `rank ${rank.rank}`),
-    memoryCell(peak, most, rank.rank === run.peak_rank),
-    ...phases.map((phase) => memoryCell(rank.peaks[phase], most, false)));
+    memoryCell(peak, most, rank.rank === shownOf(run).rank),
+    ...phases.map((phase) => memoryCell(peaksOf(rank)[phase], most, false)),
+    ...residentCells(largest(Object.values(rank.peaks))));
+}
+
+function residentCells(value) {
+  return COUNTED ? [cell("cell", known(value) ? bytes(value) : MISSING)] : [];
 }
 
 /* A run's row, and the rows of its ranks, which open below it. */
 function memoryRows(run, phases, most) {
-  const peaks = phases.map((phase) => largest(run.memory.map((rank) => rank.peaks[phase])));
+  const peaks = phases.map((phase) => largest(run.memory.map((rank) => peaksOf(rank)[phase])));
   const ranks = run.memory.map((rank) => rankRow(rank, run, phases, most));
   const open = (event) => {
     const hidden = !ranks[0].hidden;
@@ -90,9 +103,11 @@ function memoryRows(run, phases, most) {
   };
   const said = { "data-testid": "expand", "aria-expanded": "false", "aria-label": `Ranks of ${run.label}` };
   const opener = ranks.length > 1 ? button("expand", { ...said, click: open }, "▸") : span("expand");
-  const peak = memoryCell(largest([run.peak_bytes, ...peaks]), most, true);
-  if (known(run.peak_rank)) peak.append(span("sub", `on rank ${run.peak_rank}`));
+  const shown = shownOf(run);
+  const peak = memoryCell(largest([shown.bytes, ...peaks]), most, true);
+  if (known(shown.rank)) peak.append(span("sub", `on rank ${shown.rank}`));
   const name = element("th", { scope: "row", class: "runlabel", title: run.label }, opener, run.label);
-  const cells = phases.map((phase, place) => memoryCell(peaks[place], most, phase === run.peak_phase));
-  return [element("tr", {}, name, peak, ...cells), ...ranks];
+  const cells = phases.map((phase, place) => memoryCell(peaks[place], most, phase === shown.phase));
+  const all = largest([run.peak_bytes, ...run.memory.flatMap((rank) => Object.values(rank.peaks))]);
+  return [element("tr", {}, name, peak, ...cells, ...residentCells(all)), ...ranks];
 }

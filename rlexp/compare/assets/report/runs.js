@@ -24,10 +24,16 @@ function differenceCells(run) {
   return [tiny(run.worst_difference), run.baseline_label ? span("sub", `to ${run.baseline_label}${upto}`) : null];
 }
 
-function peakCells(run) {
-  if (!known(run.peak_bytes)) return [MISSING];
-  const where = [run.peak_phase, known(run.peak_rank) ? `rank ${run.peak_rank}` : null].filter(known).join(", ");
-  return [bytes(run.peak_bytes), where ? span("sub", where) : null];
+function peakCells({ bytes: size, phase, rank }) {
+  if (!known(size)) return [MISSING];
+  const where = [phase, known(rank) ? `rank ${rank}` : null].filter(known).join(", ");
+  return [bytes(size), where ? span("sub", where) : null];
+}
+
+/* The run's own peak, and below it the process's. */
+function tensorCells(run) {
+  const resident = known(run.peak_bytes) ? span("sub", `${bytes(run.peak_bytes)} resident`) : null;
+  return [...peakCells(tensorsOf(run)), resident];
 }
 
 function folderCells({ path }) {
@@ -45,7 +51,9 @@ const COLUMNS = [
   ["Max difference", (run) => run.worst_difference, differenceCells],
   ["Tokens/s", (run) => run.tokens_per_second, (run) => [count(run.tokens_per_second)]],
   ["Efficiency", (run) => run.efficiency, (run) => [percent(run.efficiency)]],
-  ["Peak memory", (run) => run.peak_bytes, peakCells],
+  COUNTED
+    ? ["Peak tensors", (run) => tensorsOf(run).bytes, tensorCells]
+    : ["Peak memory", (run) => run.peak_bytes, (run) => peakCells(memoryOf(run))],
   ["Folder", null, folderCells],
 ];
 
