@@ -19,9 +19,10 @@ from rlexp.errors import ConfigError, UserError
 from rlexp.model.loading import load_config, random_model
 from rlexp.rehearse.children import Calls, at_once
 from rlexp.rehearse.fit import STEP, Longest, fit_like, predict_and_fit, predict_once, room, with_length
+from rlexp.rehearse.log import Log
 from rlexp.rehearse.predict import Prediction, plan_of
 from rlexp.rehearse.run import preload, rehearse
-from rlexp.rehearse.sharding import Sharding, compare
+from rlexp.rehearse.sharding import Sharding, compare, kept, of_attention
 
 CHEAPEST = ("zero1", "zero2", "fsdp2", "zero3")  # engines, from the one that sends least to those that hold least
 
@@ -100,7 +101,7 @@ def answer(overrides: Sequence[str]) -> Answer:
         Change(words, refused=each) if isinstance(each, str) else Change(words, next(predicted))
         for words, each in changes
     ]
-    sharding = None if one is None else compare(asked.log, one, cfg.parallel.ring_size)
+    sharding = None if one is None else shared_out(cfg, model, asked.log, one)
     return Answer(cfg, parameters, asked.prediction, asked.longest, dict(sorted(lengths.items())), tried, sharding)
 
 
@@ -120,6 +121,11 @@ def rehearsed_alone(cfg: Config, model: Any, layers: int) -> Calls:
         return None
     (one,) = yield [(rehearse, (plan_of(alone(cfg), model, 0, layers),))]
     return one
+
+
+def shared_out(cfg: Config, model: Any, ring: Log, one: Log) -> Sharding:
+    assert ring.layers == one.layers, "logs of other numbers of layers"
+    return compare(kept(ring), kept(one), cfg.parallel.ring_size, attention=of_attention(cfg, model))
 
 
 def alone(cfg: Config) -> Config:

@@ -75,25 +75,39 @@ def mark_layers(log: Log, modules: Iterable[nn.Module], names: set[str]) -> None
             _mark(log, module)
 
 
-def mark_modules(log: Log, root: nn.Module) -> None:
-    """Tell the log in whose forward pass a storage is made: the innermost module's."""
+def mark_modules(log: Log, live: LiveTensors, policy: nn.Module) -> None:
+    """Tell the log in whose forward pass a storage is made: the innermost module's, by the model's own names.
+
+    So too where activation checkpointing computes a layer again in the backward pass. Weights that an engine has
+    gathered, and still holds when the pass ends, are no activations.
+    """
 
     def entering(name: str) -> Any:
         def enter(*_: Any) -> None:
-            if log.phase == "forward":
-                before.append(log.module)
+            if log.phase in ("forward", "backward"):
+                if log.phase == "backward" and not outer:
+                    began.append(len(log.sizes))
+                outer.append(log.module)
                 log.module = name
 
         return enter
 
     def leave(*_: Any) -> None:
-        if log.phase == "forward":
-            log.module = before.pop()
+        if log.phase not in ("forward", "backward"):
+            return
+        log.module = outer.pop()
+        if not outer:
+            log.kinds |= {
+                number: WEIGHTS for each in _of_module(policy) if (number := live.number_of(each)) is not None
+            }
+            if log.phase == "backward":
+                log.recomputed.append((began.pop(), len(log.sizes)))
 
-    before: list[str] = []
-    for name, module in root.named_modules():
-        module.register_forward_pre_hook(entering(name or type(module).__name__))
-        module.register_forward_hook(leave)
+    outer: list[str] = []
+    began: list[int] = []
+    for name, module in policy.named_modules():
+        module.register_forward_pre_hook(entering(name.removeprefix("model.") or type(module).__name__))
+        module.register_forward_hook(leave, always_call=True)  # a recomputation ends by an exception
 
 
 def _mark(log: Log, layer: nn.Module) -> None:

@@ -25,6 +25,7 @@ class CountedKernel:
     def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         work = FORWARD * pairs(call) * q_qHD.shape[1] * q_qHD.shape[2]
         self.log.attended(work)
+        self.log.attending.add(self.log.module)
         return self.kernel.forward(q_qHD, k_kGD, v_kGD, call)
 
     def backward(

@@ -84,8 +84,11 @@ class Log:
     sections: list[Section] = field(default_factory=list)
     clock: Clock = field(default_factory=lambda: Clock(None))
     kinds: dict[int, str] = field(default_factory=dict)  # of the storages that are known for what they are
+    received: set[int] = field(default_factory=set)  # storages into which the model received what others sent
     modules: dict[int, str] = field(default_factory=dict)  # in whose forward pass a storage was made
     module: str = ""  # whose forward pass is under way
+    attending: set[str] = field(default_factory=set)  # modules that called an attention kernel
+    recomputed: list[tuple[int, int]] = field(default_factory=list)  # events of each recomputation of a layer
     phase: str = ""
     layers: int = 0  # of the model
 
@@ -176,6 +179,9 @@ def kinds_of(log: Log) -> list[str]:
         if held[number] == 0:
             freed[number] = str(phase)
     kinds = {number: log.kinds.get(number) or _by_life(made[number], freed.get(number)) for number in made}
+    for number in log.received:  # what a model receives and keeps for the backward pass is an activation
+        if kinds.get(number) == BUFFERS and _by_life(made[number], freed.get(number)) == ACTIVATIONS:
+            kinds[number] = ACTIVATIONS
     kinds[-1] = TEMPORARIES
     return [kinds[number] for number in log.numbers]
 

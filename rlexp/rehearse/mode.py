@@ -56,8 +56,12 @@ class Counting(LiveTensors):
             if operators.group_of(args).group_name not in self.told:
                 self.log.leaving(sending[1])
         if func.namespace == "c10d":
+            of_the_model = not place().startswith("deepspeed/")  # which gathers weights, and a layer ahead
             for tensor in operators.received(func, args):
-                self.log.label(self.number_of(tensor), BUFFERS)
+                number = self.number_of(tensor)
+                self.log.label(number, BUFFERS)
+                if of_the_model and number is not None:
+                    self.log.received.add(number)
         elif operators.launches(func):
             self.log.computed(operators.flops(func, args), operators.moved_bytes(args, kwargs, made))
 
@@ -119,6 +123,7 @@ class Rehearsing(Counting):
             made = torch.empty_like(given[0])
         else:
             made = func(*args, **kwargs)
+        _forget_numbers(made)
         self.see(made)
         if self._on_device(made) or any(each.device.type == self.log.device for each in given):
             self._note_waiting(func, given, args, kwargs, made)
@@ -167,9 +172,19 @@ class Rehearsing(Counting):
             self.log.counts.syncs[f"{place()}: {what}"] += 1
 
 
+def _forget_numbers(made: Any) -> None:
+    """Fake tensors keep the numbers of an empty tensor that is copied to the device, and then compute with them."""
+    for each in operators.tensors((made,)):
+        if isinstance(each, FakeTensor) and each.device.type == NAME:
+            each.constant = None
+
+
 def _takes_scalars(func: Any) -> bool:
     """Say whether a tensor of the host that is one number is an argument of the kernel and is not copied."""
     return torch.Tag.pointwise in func.tags and func._schema.name != "aten::where"
+
+
+_INNER = ("/torch/", "/typing_extensions.py", "/rlexp/rehearse/", "/metrics/tensors.py")  # files that are no place
 
 
 def place() -> str:
@@ -178,7 +193,7 @@ def place() -> str:
     inner: Any = frame
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/torch/" not in file and "/rlexp/rehearse/" not in file and "/metrics/tensors.py" not in file:
+        if not any(part in file for part in _INNER):
             return f"{_short(file)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return f"{_short(inner.f_code.co_filename)}:{inner.f_lineno}"

@@ -9,6 +9,7 @@ from rlexp.rehearse.answer import Answer, Change, seconds
 from rlexp.rehearse.fit import Longest
 from rlexp.rehearse.log import KINDS, Counts
 from rlexp.rehearse.predict import GIB, Peak
+from rlexp.rehearse.sharding import in_words
 
 PHASES = ("build", "forward", "reference", "backward", "optimizer", "export")
 HEADS = ("weights", "gradients", "optim.", "reference", "saved act.", "temp.", "comm.", "total")
@@ -126,12 +127,7 @@ def _sharding(answer: Answer) -> Iterator[str]:
     if sharding is None:
         yield "sharding: a ring of one has nothing to share out."
         return
-    yield (
-        f"sharding: for the backward pass a rank keeps {sharding.share:.3f} of what a ring of one keeps "
-        f"(1/{sharding.ring_size} is {1 / sharding.ring_size:.3f})."
-    )
-    for name, times in sharding.whole.items():
-        yield f"  {name} keeps {times:.1f} times its share: it does not shard the sequence."
+    yield from in_words(sharding)
 
 
 def plain(answer: Answer) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def take_steps(plan: Plan, device: torch.device, mode: Counting) -> None:
     frozen = [model for model in loaded if model not in within]
     for part in (engine.policy, *frozen):
         mark_layers(log, part.modules(), set(loaded[0]._no_split_modules or ()))
-    mark_modules(log, engine.policy)
+    mark_modules(log, mode, engine.policy)
     label(log, mode, engine, frozen)
     for step in range(1, plan.steps + 1):
         train_step(task, step)

@@ -5,12 +5,29 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from rlexp.config.layouts import choose, heads_in
+from rlexp.config.schema import Config
 from rlexp.rehearse.log import ACTIVATIONS, Log, kinds_of
+from rlexp.ring.layouts.ulysses import Heads
 
-WHOLE = 1.5  # times its share: padding and uneven chunks keep a little more
+NEARLY = 1.1  # times its share: padding keeps a little more
 SMALL = 0.01  # of all that is kept: less is not named
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes by module, of which layers count together."""
+
+    forward: Counter[str]  # from the forward to the backward pass
+    again: Counter[str]  # from the recomputation of a layer to its backward pass, all layers added up
+    attending: frozenset[str]  # modules that called an attention kernel
+
+    @property
+    def total(self) -> int:
+        return self.forward.total()
 
 
 @dataclass(frozen=True)
@@ -21,6 +38,7 @@ class Sharding:
     kept: int
     alone: int
     whole: Mapping[str, float]  # modules that keep more than their share, with their multiple of it
+    meant: Mapping[str, float] = field(default_factory=dict)  # the same, for attention whose layout keeps more
 
     @property
     def share(self) -> float:
@@ -28,26 +46,95 @@ class Sharding:
         return self.kept / self.alone if self.alone else 0.0
 
     def plain(self) -> dict[str, object]:
-        return {"kept_bytes": self.kept, "alone_bytes": self.alone, "share": self.share, "whole": dict(self.whole)}
+        return {"kept_bytes": self.kept, "alone_bytes": self.alone, "share": self.share, "whole": dict(self.whole),
+                "meant": dict(self.meant)}  # fmt: skip
 
 
-def compare(ring: Log, alone: Log, ring_size: int) -> Sharding:
-    """Compare the rehearsal of a rank with that of a ring of one on the same sequences."""
-    assert ring.layers == alone.layers, "logs of other numbers of layers"
-    here, there = kept_by_module(ring), kept_by_module(alone)
-    total = sum(here.values())
-    multiples = {name: here[name] * ring_size / there[name] if there[name] else float(ring_size) for name in here}
-    whole = {name: times for name, times in multiples.items() if times > WHOLE and here[name] > SMALL * total}
-    return Sharding(ring_size, total, sum(there.values()), whole)
+def compare(ring: Kept, alone: Kept, ring_size: int, *, share: float | None = None, attention: float = 1) -> Sharding:
+    """Compare a rank with a ring of one on the same sequences.
+
+    `share` is the rank's part of their tokens. The layout's attention keeps up to `attention` times its share.
+    """
+    share = 1 / ring_size if share is None else share
+    over = _over(ring.forward, alone.forward, share) | _over(ring.again, alone.again, share)
+    meant = {name: times for name, times in over.items() if name in ring.attending and times <= NEARLY * attention}
+    whole = {name: times for name, times in over.items() if name not in meant}
+    return Sharding(ring_size, ring.total, alone.total, whole, meant)
 
 
-def kept_by_module(log: Log) -> Counter[str]:
-    """Add up what is kept at the end of the first forward pass by the module that made it; layers count together."""
+def _over(here: Counter[str], there: Counter[str], share: float) -> dict[str, float]:
+    """Return the modules that keep more than their share, with their multiple of it."""
+    found = {}
+    for name, size in here.items():
+        due = share * there[name]
+        if size > NEARLY * due and size - due > SMALL * here.total():
+            found[name] = size / due if due else 1 / share
+    return found
+
+
+def kept(log: Log) -> Kept:
+    """Add up what is kept in the first micro-batch, by the module that made it."""
+    again: Counter[str] = Counter()
+    for first, last in log.recomputed:
+        again += _made_and_held(log, first, last)
+    return Kept(_kept_forward(log), again, frozenset(map(together, log.attending)))
+
+
+def _kept_forward(log: Log) -> Counter[str]:
     first = next(place for place, section in enumerate(log.sections) if section.phase == "forward")
     last = next(place for place in range(first, len(log.sections)) if log.sections[place].phase != "forward")
     kinds = kinds_of(log)
-    kept: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for place in range(log.sections[first].first, log.sections[last].first):
         if kinds[place] == ACTIVATIONS:
-            kept[re.sub(r"\.\d+\.", ".*.", log.modules.get(log.numbers[place], "the loss"))] += log.sizes[place]
-    return kept
+            sizes[together(log.modules.get(log.numbers[place], "the loss"))] += log.sizes[place]
+    return sizes
+
+
+def _made_and_held(log: Log, first: int, last: int) -> Counter[str]:
+    """Add up the storages that are made between two events and are there at the second."""
+    sizes: Counter[str] = Counter()
+    made: set[int] = set()  # weights are labelled, and no part of it
+    for number, size in zip(log.numbers[first:last], log.sizes[first:last], strict=True):
+        if size > 0 and number in log.modules and (number not in log.kinds or number in log.received):
+            made.add(number)
+        if number in made:
+            sizes[together(log.modules[number])] += size
+    return sizes
+
+
+def together(module: str) -> str:
+    """Name a module of any layer: model.layers.3.mlp as model.layers.*.mlp."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", module)
+
+
+def of_attention(cfg: Config, model: Any) -> float:
+    """Return how many times its share the attention of a layout keeps: queries, keys, values and outputs.
+
+    Ulysses keeps outputs by heads and by tokens, and as many copies of keys and values as it sends.
+    """
+    heads = heads_in(model.to_dict())
+    inner = choose(cfg, heads).ulysses_size
+    if heads is None or inner == 1:
+        return 1.0
+    copies = Heads(heads.queries, heads.keys, inner).copies
+    return (3 * heads.queries + 2 * copies * heads.keys) / (2 * heads.queries + 2 * heads.keys)
+
+
+def in_words(sharding: Sharding) -> list[str]:
+    """Say how much of its memory a rank saves by the ring, and what does not fall with it."""
+    size = sharding.ring_size
+    lines = [
+        f"sharding: for the backward pass a rank keeps {sharding.share:.3f} of what a ring of one keeps "
+        f"(1/{size} is {1 / size:.3f})."
+    ]
+    for name, times in sharding.meant.items():
+        lines.append(
+            f"  {name} keeps {times:.1f} times its share, as Ulysses does: outputs by heads and by tokens, and a "
+            f"key/value head on every rank whose queries need it."
+        )
+    for name, times in sharding.whole.items():
+        lines.append(
+            f"  {name} keeps {times:.1f} times its share: it holds the whole sequence, or part of it, on every rank."
+        )
+    return lines
