@@ -15,6 +15,7 @@ from typing import Any
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, HFModelConfig, Precision
 from rlexp.prove.run import Failure, Verification, exact, refuse, verify
+from rlexp.rehearse.sharding import in_words
 
 WIDTH = 110
 # Rows of the table: their title, and their names in the gauge and among the measured quantities.
@@ -59,7 +60,13 @@ def subject(cfg: Config) -> str:
 
 
 def report(cfg: Config, result: Verification) -> str:
-    return f"{scope(result)}\n{table(cfg, result)}\n{conclusion(cfg, result)}\n"
+    return f"{scope(result)}\n{table(cfg, result)}{_sharding(result)}\n{conclusion(cfg, result)}\n"
+
+
+def _sharding(result: Verification) -> str:
+    """Say what the ring saves, and which modules it does not shard."""
+    lines = in_words(result.sharding) if result.sharding is not None else []
+    return "".join(["\n", *(f"  {line}\n" for line in lines)]) if lines else ""
 
 
 def scope(result: Verification) -> str:
@@ -158,7 +165,12 @@ def conclusion(cfg: Config, result: Verification) -> str:
         f"plain one-process reference: the same samples and tokens, and in float64 the same log-probabilities, loss, "
         f"gradient, weights and logged values up to rounding."
     )
-    if own is not Precision.fp64:
+    if not result.passed:
+        words = (
+            "FAIL: all values agree with the plain one-process reference, but the ring does not shard the modules "
+            "named above: a longer ring saves no memory there. Look for a gather over the ring in their code."
+        )
+    elif own is not Precision.fp64:
         words += f" In {own.value} with engine={cfg.engine.name.value} only the rounding of {own.value} remains."
     return "\n".join(textwrap.wrap(words, WIDTH)) + f"\n({result.seconds:.0f} s)"
 
@@ -185,6 +197,7 @@ def as_json(cfg: Config, result: Verification) -> dict[str, Any]:
         **result.facts,
         "float64": {"engine": exact(cfg).engine.name.value, "largest": dict(gauge)},
         cfg.train.precision.value: [dataclasses.asdict(each) for each in result.measured],
+        "sharding": result.sharding.plain() if result.sharding is not None else None,
         "not_verified": list(result.not_held),
         "seconds": result.seconds,
         "config": to_plain(cfg),

@@ -41,12 +41,14 @@ if TYPE_CHECKING:
     from rlexp.prove.precision import Measured
     from rlexp.prove.records import Expected, Trace, Update
     from rlexp.prove.shrink import Plan
+    from rlexp.rehearse.sharding import Sharding
 
 OURS = (
     "rlexp.prove.trace",
     "rlexp.prove.reference",
     "rlexp.prove.shrink",
     "rlexp.prove.diagnose",
+    "rlexp.prove.kept",
 )
 TIMEOUT = 3600.0  # seconds for one start of ranks
 LONG = 1024  # tokens; from here on several threads are faster than one
@@ -78,12 +80,19 @@ class Verification:
     float64: Comparison | None = None
     measured: list[Measured] = field(default_factory=list)
     failure: Failure | None = None
+    sharding: Sharding | None = None  # None for a ring of one, and after a failure
     not_held: Sequence[str] = ()
     seconds: float = 0.0
 
     @property
-    def passed(self) -> bool:
+    def agrees(self) -> bool:
+        """Whether all values agree with the reference."""
         return self.failure is None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the ring also shards every module: one that keeps the whole sequence makes it useless."""
+        return self.agrees and (self.sharding is None or not self.sharding.whole)
 
 
 def verify(cfg: Config, steps: int, say: Progress) -> Verification:
@@ -148,8 +157,10 @@ class Verifier:
             plan: Plan = self.start("reading the data, sizing the model", plan_rank, 1, self.cfg, steps, self.folder)[0]
             result.plan, self.cfg = plan, shrunk(self.cfg, plan)
             self._float64(result, plan)
-            if result.passed and self.cfg.train.precision is not Precision.fp64:
+            if result.agrees and self.cfg.train.precision is not Precision.fp64:
                 self._own_precision(result, plan)
+            if result.agrees and self.cfg.parallel.ring_size > 1:
+                self._sharding(result)
         except RankFailed as failed:
             exact_agrees = result.float64 is not None
             result.failure = _crashed(
@@ -164,7 +175,8 @@ class Verifier:
         from rlexp.prove.stage_metrics import not_held
 
         cfg = exact(self.cfg)
-        traces, ran = self.recorded("float64, as the run computes it", [cfg], plan)
+        traces, ran = self.recorded("float64, as the run computes it", [cfg], plan, counted=True)
+        self.kept = [trace.kept for trace in traces[0][: cfg.parallel.ring_size]]
         expected: Expected = self.start(
             "float64, by the reference",
             _expected_rank,
@@ -180,13 +192,15 @@ class Verifier:
         result.failure = self.first_failure(comparison, "float64")
         _forget(ran[0])
 
-    def recorded(self, what: str, configs: Sequence[Config], plan: Plan) -> tuple[list[list[Trace]], list[Path]]:
+    def recorded(
+        self, what: str, configs: Sequence[Config], plan: Plan, *, counted: bool = False
+    ) -> tuple[list[list[Trace]], list[Path]]:
         """Run the configurations in one start of ranks. Return, for each, the traces of all ranks and a folder."""
         from rlexp.prove.trace import Job, trace_rank
 
         folders = [Path(tempfile.mkdtemp(dir=self.folder)) for _ in configs]
         jobs = [
-            Job(bounded(cfg, plan), plan.steps, plan.held_out, folder)
+            Job(bounded(cfg, plan), plan.steps, plan.held_out, folder, counted)
             for cfg, folder in zip(configs, folders, strict=True)
         ]
         by_rank = self.start(what, trace_rank, self.cfg.parallel.world_size, jobs)
@@ -247,6 +261,14 @@ class Verifier:
         probe = f"the probe of the model says: {refused}" if refused else ""
         return _failure(finding, precision, room, "; ".join(filter(None, [said, probe])))
 
+    # ---- the ring's use ----
+
+    def _sharding(self, result: Verification) -> None:
+        from rlexp.prove.kept import alone_rank, shared_out
+
+        one, attention = self.start("the first micro-batch on a ring of one", alone_rank, 1, exact(self.cfg))[0]
+        result.sharding = shared_out(self.kept, one, attention)
+
     # ---- the run's own precision ----
 
     def _own_precision(self, result: Verification, plan: Plan) -> None:
@@ -259,7 +281,7 @@ class Verifier:
         traces, ran = self.recorded(f"{name} with {cfg.engine.name.value}, and its noise floor", [cfg, other], plan)
         comparison = self.compared(cfg, traces[0], ran[0], OWN[cfg.train.precision])
         result.failure = self.first_failure(comparison, name)
-        if not result.passed:
+        if not result.agrees:
             return
         floor = self.compared(other, traces[1], ran[1], OWN[cfg.train.precision])
         result.measured, finding = measure(comparison, floor)

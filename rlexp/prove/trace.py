@@ -22,6 +22,7 @@ from rlexp.errors import ModelError, NonFiniteError
 from rlexp.launch.place import Place, join, threads_of
 from rlexp.metrics.meter import Meter
 from rlexp.model.probe import probe
+from rlexp.prove.kept import Watch, WatchedEngine
 from rlexp.prove.records import SIDES, Array, Micro, PackSeen, StepSeen, TensorFiles, TokenPair, Trace, mark
 from rlexp.ring.groups import World
 from rlexp.sinks.base import Sink, Sinks
@@ -41,6 +42,7 @@ class Job:
     steps: int
     held_out: int
     folder: Path
+    counted: bool = False  # whether to count what a rank keeps for the backward pass
 
 
 def trace_rank(place: Place, jobs: Sequence[Job]) -> list[Trace]:
@@ -50,8 +52,10 @@ def trace_rank(place: Place, jobs: Sequence[Job]) -> list[Trace]:
 
 
 def trace(rank: int, job: Job) -> Trace:
-    recorder = Recorder(Trace(rank, job.cfg.parallel.ring_size), TensorFiles(job.folder))
-    task = build(job.cfg, probing=recorder.probing, task_of=partial(RecordedPairs, recorder, job.held_out))
+    watch = Watch(job.cfg) if job.counted and job.cfg.parallel.ring_size > 1 else None
+    recorder = Recorder(Trace(rank, job.cfg.parallel.ring_size), TensorFiles(job.folder), watch)
+    task_of = partial(RecordedPairs, recorder, job.held_out)
+    task = build(job.cfg, probing=recorder.probing, task_of=task_of, sources=watch.sources if watch else None)
     assert isinstance(task, RecordedPairs)
     try:
         train_loop(task, Sinks([recorder]))
@@ -62,6 +66,8 @@ def trace(rank: int, job: Job) -> Trace:
     except NonFiniteError as error:  # on all ranks; the values before it are recorded
         recorder.trace.stopped = str(error)
         recorder.log({"step": recorder.number})
+    if watch is not None:
+        recorder.trace.kept = watch.found()
     world = task.run.world
     for step in recorder.trace.steps:  # by the sampler alone: the task is what is judged
         batch = task.sampler.batch(int(step.row["step"]))
@@ -79,8 +85,8 @@ def array(tensor: Tensor) -> Array:
 class Recorder(Sink):
     """Fills a trace; `now` is the current micro-batch."""
 
-    def __init__(self, trace: Trace, files: TensorFiles) -> None:
-        self.trace, self.files = trace, files
+    def __init__(self, trace: Trace, files: TensorFiles, watch: Watch | None = None) -> None:
+        self.trace, self.files, self.watch = trace, files, watch
         self.now: Micro | None = None  # the micro-batch whose loss is computed, or was computed last
         self.held: Micro | None = None  # the one that was packed last: it may be the next
         self.of_shard: dict[int, Micro] = {}
@@ -163,7 +169,9 @@ class RecordedPairs(PairTask):
         assert reference is not None
         self.recorder.begin_run(run, len(self.pairs))
         values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
-        values |= {"engine": RecordedEngine(run.engine, self.recorder)}
+        watch = self.recorder.watch
+        engine = run.engine if watch is None else WatchedEngine(run.engine, watch)
+        values |= {"engine": RecordedEngine(engine, self.recorder)}
 
         def recorded_reference(shard: Shard) -> TokenLogps:
             tokens = reference(shard)

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlexp.config.layouts import choose, heads_in
+from rlexp.config.layouts import choose, copied, heads_in
 from rlexp.config.schema import Config
 from rlexp.rehearse.log import ACTIVATIONS, Log, kinds_of
-from rlexp.ring.layouts.ulysses import Heads
 
 NEARLY = 1.1  # times its share: padding keeps a little more
 SMALL = 0.01  # of all that is kept: less is not named
@@ -117,8 +116,7 @@ def of_attention(cfg: Config, model: Any) -> float:
     inner = choose(cfg, heads).ulysses_size
     if heads is None or inner == 1:
         return 1.0
-    copies = Heads(heads.queries, heads.keys, inner).copies
-    return (3 * heads.queries + 2 * copies * heads.keys) / (2 * heads.queries + 2 * heads.keys)
+    return (3 * heads.queries + 2 * copied(heads, inner)) / (2 * heads.queries + 2 * heads.keys)
 
 
 def in_words(sharding: Sharding) -> list[str]:
