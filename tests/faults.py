@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from rlexp.algos.base import PairLogps, PairLosses
@@ -24,6 +25,7 @@ from rlexp.config.schema import OptimName
 from rlexp.launch.place import Place
 from rlexp.metrics.meter import REPLICATED, SHARDED
 from rlexp.model.policy import cast_parameters
+from rlexp.ring.collectives import _all_gather as all_gather
 from rlexp.ring.collectives import rotate
 from rlexp.ring.groups import ALONE, World
 from rlexp.ring.layout import ALL, EARLY, LATE
@@ -43,7 +45,7 @@ TRAIN, ENGINE, METRICS = "rlexp/train/", "rlexp/engine/", "rlexp/metrics/"
 @dataclass(frozen=True)
 class Fault:
     name: str
-    target: str  # below rlexp
+    target: str  # below rlexp, or in transformers
     change: Change | Seeing
     stage: str
     room: str
@@ -52,7 +54,8 @@ class Fault:
 
     def plant(self, mark: Callable[[], None]) -> Callable[[], None]:
         """Plant it into this process and return what undoes it; `mark` is called when it is at work."""
-        return plant(f"rlexp.{self.target}", self.change, mark)
+        target = self.target if self.target.startswith("transformers.") else f"rlexp.{self.target}"
+        return plant(target, self.change, mark)
 
 
 def faulty_rank(place: Place, name: str, reached: Path, target: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -845,6 +848,29 @@ FAULTS = (*DATA_FAULTS, *RING_FAULTS, *MODEL_FAULTS, *ALGOS_FAULTS, *TRAIN_FAULT
 # Not a defect: `verify` is to believe that a model of six layers is too large for this machine.
 LITTLE_MEMORY = one("little memory", "prove.shrink:free_on_host", lambda _original: 120_000_000, "", "")
 
+
+class Whole(torch.autograd.Function):
+    """Gather the whole sequence on every rank and keep it. Values and gradients are those of the rank's own tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any) -> Any:
+        size = dist.get_world_size()
+        if size == 1:
+            return hidden.clone()
+        whole = hidden.new_empty(size, *hidden.shape)
+        all_gather(whole.view(-1), hidden.contiguous().view(-1))
+        ctx.save_for_backward(whole)
+        return whole[dist.get_rank()].clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+# Not a difference: the values are right, and each layer's MLP keeps the whole sequence on every rank of the ring.
+WHOLE_SEQUENCE = one("an MLP gathers the sequence", "transformers.models.llama.modeling_llama:LlamaMLP.forward",
+                     lambda original, self, hidden: original(self, Whole.apply(hidden)), "", "")  # fmt: skip
+
 # `make test` plants one of each stage, room and mechanism; they share one float64 reference. `make check` adds one of
 # each other pair of stage and room, and of the other layouts and engines. `make prove` plants all.
 FAST = (
@@ -859,4 +885,4 @@ CHECK = (
     "heads in another order", "gradients of gathered keys",
 )  # fmt: skip
 
-ALL_FAULTS = {fault.name: fault for fault in (*FAULTS, LITTLE_MEMORY)}
+ALL_FAULTS = {fault.name: fault for fault in (*FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE)}

@@ -14,6 +14,8 @@ from rlexp.config.load import compose_config
 from rlexp.config.rehearsed import compose_elsewhere
 from rlexp.config.schema import Config
 from rlexp.launch.place import Place
+from rlexp.rehearse.sharding import in_words
+from tests.faults import WHOLE_SEQUENCE
 from tests.planting import plant
 from tests.ranks import on_ranks
 
@@ -256,6 +258,66 @@ def test_attention_launches_few_kernels() -> None:
     assert alone(launches, 8, 0, (4096, 4096)) == (32, 51)
     assert alone(launches, 8, 7, (4096, 4096)) == (24, 43)
     assert alone(launches, 8, 0, (8192,)) == (19, 36)
+
+
+# ---- whether the ring shards the sequence ----
+
+
+def sharded(cfg: Config, planted: bool = False) -> Any:
+    """Compare what a rank keeps for its backward pass with a ring of one."""
+    from rlexp.model.loading import load_config
+    from rlexp.rehearse.answer import alone as on_a_ring_of_one
+    from rlexp.rehearse.answer import shared_out
+    from rlexp.rehearse.children import at_once
+    from rlexp.rehearse.run import rehearse
+
+    if planted:
+        WHOLE_SEQUENCE.plant(lambda: None)
+
+    def rehearsing(each: Config) -> Any:
+        (log,) = yield [(rehearse, (plan(each, 0, gpu=True),))]
+        return log
+
+    one, ring = at_once([rehearsing(on_a_ring_of_one(cfg)), rehearsing(cfg)], 2)
+    return shared_out(cfg, load_config(cfg.model, cfg.data.max_length), ring, one)
+
+
+@pytest.mark.parametrize(
+    ("ring", "words"),
+    [
+        pytest.param(2, (), id="ring2"),
+        pytest.param(4, ("memory.checkpointing=true",), id="ring4, checkpointing"),
+        pytest.param(4, (), id="ring4", marks=pytest.mark.slow),
+        *(pytest.param(4, (f"engine={each}",), id=each, marks=pytest.mark.slow) for each in ENGINES[1:]),
+        pytest.param(2, ("parallel.layout=ulysses",), id="ulysses", marks=pytest.mark.slow),
+    ],
+)
+def test_a_module_that_keeps_the_whole_sequence_is_named(ring: int, words: tuple[str, ...]) -> None:
+    cfg = elsewhere(f"launch.nproc={ring}", f"parallel=ring{ring}", f"train.batch_size={ring}", "engine=torch", *words)
+    found = alone(sharded, cfg, True)
+    assert list(found.whole) == ["model.layers.*.mlp"]
+    assert any("model.layers.*.mlp keeps" in line for line in in_words(found))
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("engine=zero3",), id="zero3"),
+        *(pytest.param((f"engine={each}",), id=each, marks=pytest.mark.slow) for each in ENGINES if each != "zero3"),
+        *(pytest.param((f"parallel.layout={each}",), id=each, marks=pytest.mark.slow)
+          for each in ("contiguous", "allgather", "ulysses", "hybrid parallel.ulysses_size=2")),
+    ],
+)  # fmt: skip
+def test_what_is_sharded_is_not_named(words: tuple[str, ...], checkpointing: str) -> None:
+    """ZeRO-3 gathers weights a layer ahead; they are no activations. Ulysses keeps more, and the report says why."""
+    words = tuple(word for each in words for word in each.split())
+    ring = ("launch.nproc=4", "parallel=ring4", "train.batch_size=4", f"memory.checkpointing={checkpointing}")
+    found = alone(sharded, elsewhere(*ring, *words))
+    assert found.whole == {}
+    shared = words[0].endswith(("ulysses", "hybrid"))
+    assert list(found.meant) == (["model.layers.*.self_attn"] if shared else [])
+    assert found.share == pytest.approx(1 / 4, rel=0.15 if shared else 0.01)
 
 
 def mixed_up() -> str:

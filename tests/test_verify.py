@@ -27,7 +27,7 @@ from rlexp.prove.report import failure_in_words, report
 from rlexp.prove.run import Verification, exact, verify
 from rlexp.prove.stages import STAGES
 from tests import warm
-from tests.faults import ALL_FAULTS, CHECK, FAST, FAULTS, FP64, LITTLE_MEMORY, Fault
+from tests.faults import ALL_FAULTS, CHECK, FAST, FAULTS, FP64, LITTLE_MEMORY, WHOLE_SEQUENCE, Fault
 from tests.planted import quiet, verify_planted
 from tests.squality import write_long_pairs
 from tests.test_rooms import imports_of
@@ -61,7 +61,7 @@ def test_every_stage_and_room_has_a_defect_in_the_fast_tiers() -> None:
 
 def test_every_defect_can_be_planted() -> None:
     """Its target is there, and uses what is changed in it, also where the defect is tried in a longer tier only."""
-    assert len(ALL_FAULTS) == len(FAULTS) + 1, "two defects have the same name"
+    assert len(ALL_FAULTS) == len(FAULTS) + 2, "two defects have the same name"
     for fault in ALL_FAULTS.values():
         undo = fault.plant(lambda: None)
         undo()
@@ -82,6 +82,57 @@ def test_a_defect_is_found_and_its_room_named(fault: Fault, references: Path) ->
     if fault.step is not None:
         assert failure.step == fault.step
     assert fault.room in report(compose_config(fault.overrides), verdict)
+
+
+# ---- it says whether the ring shards the sequence ----
+
+RING = (*SMALL, "train.precision=fp64", "train.batch_size=2")
+
+
+def on_ring(size: int, *more: str) -> tuple[str, ...]:
+    return (*RING, f"parallel=ring{size}", f"launch.nproc={size}", *more)
+
+
+@pytest.mark.parametrize(
+    ("size", "more"),
+    [
+        pytest.param(2, (), id="ring2"),
+        pytest.param(4, (), id="ring4", marks=pytest.mark.slow),
+        pytest.param(4, ("memory.checkpointing=true",), id="ring4, checkpointing", marks=pytest.mark.slow),
+        pytest.param(2, ("parallel.layout=ulysses",), id="ring2, ulysses", marks=pytest.mark.slow),
+        pytest.param(2, ("engine=fsdp2",), id="ring2, fsdp2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_module_that_keeps_the_whole_sequence_is_named(size: int, more: tuple[str, ...], references: Path) -> None:
+    """All values are right; only the sharding is not."""
+    words = on_ring(size, *more)
+    verdict, reached = verify_planted(WHOLE_SEQUENCE, references, overrides=words, steps=1)
+    assert reached
+    assert verdict.failure is None, failure_in_words(verdict.failure)
+    assert not verdict.passed
+    assert verdict.sharding is not None
+    assert list(verdict.sharding.whole) == ["model.layers.*.mlp"]
+    told = report(compose_config(words), verdict)
+    assert "model.layers.*.mlp keeps " in told
+    assert "FAIL: all values agree with the plain one-process reference, but the ring does not shard" in told
+
+
+LAYOUTS = ("zigzag", "contiguous", "allgather", "ulysses", "hybrid")
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+@pytest.mark.parametrize("layout", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[1:])])
+def test_no_layout_keeps_the_whole_sequence(layout: str, checkpointing: str) -> None:
+    """A rank keeps its part to within a few percent; with Ulysses attention keeps more, and the report says why."""
+    inner = ("parallel.ulysses_size=2",) if layout == "hybrid" else ()
+    words = on_ring(4, f"parallel.layout={layout}", *inner, f"memory.checkpointing={checkpointing}")
+    verdict = verify(compose_config(words), 1, quiet)
+    assert verdict.passed, failure_in_words(verdict.failure)
+    assert verdict.sharding is not None
+    assert verdict.sharding.whole == {}
+    shared = layout in ("ulysses", "hybrid")
+    assert list(verdict.sharding.meant) == (["model.layers.*.self_attn"] if shared else [])
+    assert verdict.sharding.share == pytest.approx(1 / 4, rel=0.15 if shared else 0.05)
 
 
 @pytest.mark.slow

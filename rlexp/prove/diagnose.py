@@ -340,7 +340,7 @@ def needs_trial(finding: Finding) -> bool:
 
 def room_of_traceback(text: str) -> str | None:
     """The innermost room in a rank's traceback."""
-    rooms = re.findall(r'File "[^"]*/(rlexp/(?!prove/|launch/|model/float64)\w+/)', text)
+    rooms = re.findall(r'File "[^"]*/(rlexp/(?!prove/|launch/|rehearse/|model/float64|metrics/tensors)\w+/)', text)
     return rooms[-1] if rooms else None
 
 
