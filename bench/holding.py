@@ -25,7 +25,7 @@ from rlexp.ring.kernels import Plain
 from rlexp.ring.layouts import Layout, get_layout
 from rlexp.ring.layouts.allgather import AllGather
 from rlexp.ring.layouts.ulysses import ROUND, Heads, Ulysses
-from rlexp.ring.rotation import Rotating
+from rlexp.ring.rotation import Rotating, RotatingPlan
 from rlexp.types import Segment
 
 RING, TOKENS, HEADS, INNER = 4, 32, 8, 2
@@ -97,6 +97,7 @@ def computed(layout: Layout, rank: int, ring_size: int) -> Iterator[Computed]:
         return
     assert isinstance(layout, Rotating)
     plan = layout.plan(SEGMENTS, ring, Plain())
+    assert isinstance(plan, RotatingPlan)
     for step in range(ring_size):
         source = (rank - step) % ring_size
         block = plan.blocks[source]

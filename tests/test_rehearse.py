@@ -260,6 +260,78 @@ def test_attention_launches_few_kernels() -> None:
     assert alone(launches, 8, 0, (8192,)) == (19, 36)
 
 
+class Copies:
+    """The bytes that attention reads and writes outside of its kernel, in both passes."""
+
+    def __init__(self, log: Any) -> None:
+        from rlexp.rehearse.mode import Rehearsing
+
+        class OutsideOfTheKernel(Rehearsing):
+            def count(self, func: Any, *args: Any) -> None:
+                if "flash" not in func._schema.name:
+                    super().count(func, *args)
+
+        self.mode = OutsideOfTheKernel(log)
+
+
+def copied(layout: str, inner: int, heads: tuple[int, int], planted: bool = False) -> tuple[Any, Any]:
+    """Count launches and bytes of a layer's copies on a rank of a ring of 8 that holds 16,384 tokens.
+
+    Bytes are in those of one head: of its tokens in bfloat16. The queries, keys and values come as the rotary embedding
+    leaves them, one head after the other.
+    """
+    from rlexp.rehearse.device import rehearsed_device
+    from rlexp.rehearse.log import Log
+    from rlexp.rehearse.run import joined
+    from rlexp.ring.groups import build_world
+    from rlexp.ring.kernels import get_kernel
+    from rlexp.ring.layouts import get_layout
+    from tests.test_attention import forest
+
+    if planted:
+        plant("rlexp.ring.layouts.ulysses:SharedHeads._to_heads", packed_twice, lambda: None)
+    device, tokens, queries, keys = rehearsed_device(), 16384, *heads
+    log = Log(device.type)
+    with joined(0, 8), Copies(log).mode:
+        ring = build_world(8, None, inner).ring
+        kernel = get_kernel("torch_flash", "cuda", torch.bfloat16)
+        plan = get_layout(layout, inner).plan(forest((4 * tokens, 4 * tokens), 8), ring, kernel).to(device)
+        given = (torch.randn(each, tokens, 128, device=device, dtype=torch.bfloat16) for each in (queries, keys, keys))
+        q, k, v = (each.transpose(0, 1).requires_grad_() for each in given)
+        log.enter("forward")
+        out = plan.attend(q, k, v, 1.0)
+        forward = log.counts
+        log.enter("backward")
+        out.backward(torch.empty_like(out))
+        one = tokens * 128 * 2
+        return tuple((each.launches, round(each.bytes / one)) for each in (forward, log.counts))
+
+
+def packed_twice(original: Any, self: Any, *tensors: Tensor, **copies: int) -> tuple[Tensor, ...]:
+    return tuple(each.clone() for each in original(self, *tensors, **copies))
+
+
+def test_ulysses_packs_straight_into_what_it_sends() -> None:
+    """Each element is read and written once to be sent; outputs are read and written once where they arrive.
+
+    Before that, it were 512 and 656 times a head's bytes, by 7 and 12 kernels.
+    """
+    queries, keys = 32, 8
+    sent, home = 2 * (queries + 2 * keys), 2 * queries
+    assert alone(copied, "ulysses", 1, (queries, keys)) == ((4, sent + home), (4, home + sent))
+    (_, forward), (_, backward) = alone(copied, "ulysses", 1, (queries, keys), True)
+    assert forward == 2 * sent + home
+    assert backward == 2 * home + sent
+
+
+@pytest.mark.slow
+def test_hybrid_packs_straight_into_what_it_sends() -> None:
+    """The rest is what its rings copy: parts of queries, keys that travel, outputs merged in float32. It were 1171 and
+    1588 times a head's bytes."""
+    (_, forward), (_, backward) = alone(copied, "hybrid", 2, (32, 8))
+    assert (forward, backward) == (1043, 1300)
+
+
 # ---- whether the ring shards the sequence ----
 
 

@@ -133,9 +133,9 @@ def sum_and_scatter(buffer: Tensor, ring: Ring) -> Pending:
 def exchange(buffer: Tensor, ring: Ring) -> Tensor:
     """Send entry r of (ring, …) to rank r; entry r of the result came from rank r."""
     assert len(buffer) == ring.size
+    assert buffer.is_contiguous()
     if ring.size == 1:
         return buffer
-    buffer = buffer.contiguous()  # torch.cat keeps the memory order of permuted inputs
     received = torch.empty_like(buffer)
     dist.all_to_all_single(received, buffer, group=_group(ring))
     _leaving(ring, (ring.size - 1) * buffer[0].nbytes)()

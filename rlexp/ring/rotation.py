@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rlexp.ring.alone import AlonePlan
 from rlexp.ring.attention import Attention, Kept
 from rlexp.ring.collectives import rotate
 from rlexp.ring.cut import Cut
@@ -169,8 +170,10 @@ class Rotating(Layout):
     def deal(self, segments: Sequence[Segment], ring_size: int) -> Deal:
         return self.cut(segments, ring_size).deal()
 
-    def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel) -> RotatingPlan:
+    def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel) -> RotatingPlan | AlonePlan:
         cut, sources = self.cut(segments, ring.size), range(ring.size)
+        if ring.size == 1:
+            return AlonePlan(kernel, parts_of(cut, 0)[ALL])
         blocks = tuple(self.block(ring.rank, source, ring.size) for source in sources)
         return RotatingPlan(ring, kernel, blocks, tuple(parts_of(cut, source) for source in sources))
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rlexp.ring.alone import AlonePlan
 from rlexp.ring.attention import Attention, Kept
 from rlexp.ring.collectives import exchange
 from rlexp.ring.groups import Ring
-from rlexp.ring.kernels.base import BlockKernel, Grads
+from rlexp.ring.kernels.base import BlockKernel, Grads, accumulation_dtype
 from rlexp.ring.layout import Deal, Layout
 from rlexp.ring.layouts.zigzag import Zigzag
 from rlexp.ring.rotation import RotatingPlan
@@ -54,7 +55,7 @@ class HeadsPlan:
     """The ring that shares out the heads, and the plan of the ring that computes the same heads."""
 
     inner: Ring
-    around: RotatingPlan
+    around: RotatingPlan | AlonePlan
 
     def to(self, device: torch.device) -> HeadsPlan:
         return replace(self, around=self.around.to(device))
@@ -100,43 +101,63 @@ class Heads:
 
 @dataclass(frozen=True)
 class SharedHeads(Attention):
-    """Exchange tokens for heads, attend among the ranks that compute the same heads, and exchange back."""
+    """Exchange tokens for heads, attend among the ranks that compute the same heads, and exchange back.
+
+    Every element is written once into what is sent, in the order in which the other side can use what it receives: by
+    token where a kernel reads it, by head where it is a gradient of the model's. Outputs need no packing, and are
+    copied where they arrive, since the product that follows takes all heads of a token together.
+    """
 
     heads: Heads
     ring: Ring
-    around: RotatingPlan
+    around: RotatingPlan | AlonePlan
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Kept]:
-        q, k, v = self._to_heads(q, self._copied(k), self._copied(v))
-        # A copy of q, so that the backward pass does not keep the whole buffer that has arrived.
-        out, kept = self.around.forward(q.contiguous(), k, v, scale)
-        return self._to_tokens(out)[0], kept
+        (queries,), (keys, values) = self._to_heads(q), self._to_heads(k, v, copies=self.heads.copies)
+        out, kept = self.around.forward(queries, keys, values, scale)
+        return self._to_tokens(out), kept
 
     def backward(self, dout: Tensor, kept: Kept, scale: float) -> Grads:
-        grads = self.around.backward(self._to_heads(dout)[0], kept, scale)
+        (of_heads,) = self._to_heads(dout)
+        dq, dk, dv = self.around.backward(of_heads, kept, scale)
         if self.heads.copies == 1:  # no more sums follow, so rounding before the exchange rounds once
-            dq, dk, dv = self._to_tokens(*(grad.to(dout.dtype) for grad in grads))
+            dq, dk, dv = (self._home(grad, dout.dtype) for grad in (dq, dk, dv))
             return dq, dk, dv
-        (dq,), (dk, dv) = self._to_tokens(grads[0].to(dout.dtype)), self._to_tokens(*grads[1:])
-        return dq, self._sum(dk), self._sum(dv)
+        wide = accumulation_dtype(dout.dtype)
+        return self._home(dq, dout.dtype), self._sum(self._home(dk, wide)), self._sum(self._home(dv, wide))
 
-    def _to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Exchange each (t, ranks · h, D) for (ranks · t, h, D), all in one collective."""
+    def _to_heads(self, *tensors: Tensor, copies: int = 1) -> tuple[Tensor, ...]:
+        """Exchange each (t, ranks · h / copies, D) for (ranks · t, h, D), all in one collective."""
         ranks = self.heads.ranks
-        by_rank = [x.unflatten(1, (ranks, -1)).transpose(0, 1) for x in tensors]
-        arrived = exchange(torch.cat(by_rank, dim=2), self.ring).flatten(0, 1)
-        return arrived.split([x.shape[2] for x in by_rank], dim=1)
+        first = tensors[0]
+        each = first.shape[1] * copies // ranks
+        packed = first.new_empty(ranks, len(first), len(tensors) * each, first.shape[2])
+        for part, x in zip(packed.split(each, dim=2), tensors, strict=True):
+            _spread(part.transpose(0, 1), x, copies)
+        return exchange(packed, self.ring).flatten(0, 1).split(each, dim=1)
 
-    def _to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Exchange each (ranks · t, h, D) for (t, ranks · h, D), all in one collective."""
-        by_rank = [x.unflatten(0, (self.heads.ranks, -1)) for x in tensors]
-        arrived = exchange(torch.cat(by_rank, dim=2), self.ring).transpose(0, 1)
-        return tuple(x.flatten(1, 2) for x in arrived.split([x.shape[2] for x in by_rank], dim=2))
+    def _to_tokens(self, out: Tensor) -> Tensor:
+        """Exchange (ranks · t, h, D) for (t, ranks · h, D)."""
+        arrived = exchange(out.contiguous().unflatten(0, (self.heads.ranks, -1)), self.ring)
+        return arrived.transpose(0, 1).flatten(1, 2)
 
-    def _copied(self, x: Tensor) -> Tensor:
-        """(t, G, D) to (t, G · copies, D)."""
-        return x.repeat_interleave(self.heads.copies, dim=1) if self.heads.copies > 1 else x
+    def _home(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """Exchange a gradient (ranks · t, h, D) for (t, ranks · h, D), whose memory has one head after the other."""
+        by_rank = grad.unflatten(0, (self.heads.ranks, -1)).transpose(1, 2)
+        packed = torch.empty(by_rank.shape, dtype=dtype, device=grad.device).copy_(by_rank)
+        return exchange(packed, self.ring).flatten(0, 1).transpose(0, 1)
 
     def _sum(self, grad: Tensor) -> Tensor:
         """Sum the gradients of each head's copies."""
         return grad.unflatten(1, (-1, self.heads.copies)).sum(2)
+
+
+def _spread(into_trhD: Tensor, x: Tensor, copies: int) -> None:
+    """Write (t, G, D) to (t, ranks, h, D), with as many copies of each head beside it."""
+    _, ranks, each, _ = into_trhD.shape
+    if copies > 1 and each == 1:
+        into_trhD.squeeze(2).unflatten(1, (-1, copies)).copy_(x.unsqueeze(2))
+        return
+    if copies > 1:  # heads and ranks do not nest: few models
+        x = x.repeat_interleave(copies, dim=1)
+    into_trhD.copy_(x.unflatten(1, (ranks, each)))
