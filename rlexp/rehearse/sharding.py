@@ -76,7 +76,16 @@ def kept(log: Log) -> Kept:
     again: Counter[str] = Counter()
     for first, last in log.recomputed:
         again += _made_and_held(log, first, last)
-    return Kept(_kept_forward(log), again, frozenset(map(together, log.attending)))
+    attending = frozenset(map(together, log.attending))
+    return Kept(_with_parts(_kept_forward(log), attending), _with_parts(again, attending), attending)
+
+
+def _with_parts(sizes: Counter[str], attending: frozenset[str]) -> Counter[str]:
+    """Count attention's projections with it: alone it keeps what they made, and on a ring a copy."""
+    found: Counter[str] = Counter()
+    for name, size in sizes.items():
+        found[next((each for each in attending if each and name.startswith(f"{each}.")), name)] += size
+    return found
 
 
 def _kept_forward(log: Log) -> Counter[str]:
