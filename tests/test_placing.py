@@ -4,6 +4,7 @@ steps do."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from rlexp.config.load import compose_config
 from rlexp.launch.place import Place
+from tests.planting import plant
 from tests.ranks import on_ranks
 from tests.test_rehearse import alone, elsewhere, fast, plan
 
@@ -119,3 +121,22 @@ def test_no_build_needs_more_than_its_steps_hold(engine: str) -> None:
     built, held = alone(peaks_of_build_and_step, cfg)
     print(engine, built, held, built - held)
     assert built <= held + 2 * LARGEST, f"{built:,} bytes at build, {held:,} between steps"
+
+
+def cloned(original: Any, name: Any, policy: Any, *args: Any) -> Any:
+    clones = [each.detach().float().clone() for each in policy.parameters()]
+    engine = original(name, policy, *args)
+    engine.clones = clones
+    return engine
+
+
+def peaks_with_clones(cfg) -> tuple[int, int]:
+    plant("rlexp.train.build:build_engine", cloned, lambda: None)
+    return peaks_of_build_and_step(cfg)
+
+
+def test_a_planted_clone_of_all_weights_is_found() -> None:
+    """A float32 copy of every weight at the build, as there was once."""
+    cfg = elsewhere("engine=zero1", "parallel=ring2", "launch.nproc=4", "train.precision=bf16", *WIDE)
+    built, held = alone(peaks_with_clones, cfg)
+    assert built > held + 2 * LARGEST, f"{built:,} bytes at build, {held:,} between steps"
