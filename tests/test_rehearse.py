@@ -407,3 +407,19 @@ def mixed_up() -> str:
 
 def test_tensors_of_two_devices_raise_as_on_a_gpu() -> None:
     assert "two devices" in alone(mixed_up)
+
+
+def test_a_step_counts_every_pass_of_every_micro_batch() -> None:
+    """Two micro-batches are rehearsed, of any number; a backward pass has a part before its layers, and one behind."""
+    from rlexp.rehearse.log import KINDS, Counts, Pass
+    from rlexp.rehearse.predict import Prediction
+
+    def part(phase: str, flops: int, *, layers: bool = False) -> Pass:
+        nothing = dict.fromkeys(KINDS, 0)
+        return Pass(phase, nothing, nothing, Counts(flops=flops), layers)
+
+    micro_batch = [part("forward", 1), part("forward", 10, layers=True), part("backward", 100),
+                   part("backward", 1000, layers=True), part("backward", 10000), part("", 0)]  # fmt: skip
+    passes = [part("data", 0), *micro_batch, *micro_batch, part("optimizer", 100000)]
+    for micro_batches in (2, 3, 8):
+        assert Prediction(passes, 4, micro_batches).counts().flops == 11111 * micro_batches + 100000

@@ -71,7 +71,7 @@ def _local(tensor: Any) -> Iterator[Tensor]:
 def mark_layers(log: Log, modules: Iterable[nn.Module], names: set[str]) -> None:
     """Begin a section of the log at each layer's forward pass and at its backward pass."""
     for module in modules:
-        if type(module).__name__ in names:
+        if names & {kind.__name__ for kind in type(module).__mro__}:  # FSDP makes a class of its own of each
             _mark(log, module)
 
 

@@ -51,17 +51,24 @@ class Prediction:
             live = {kind: live[kind] + each.net[kind] for kind in KINDS}
         return highest
 
+    def _first(self) -> list[bool]:
+        """Say which passes are of the first micro-batch, and so stand for those that are not rehearsed."""
+        phases = [each.phase for each in self.passes]
+        begin = phases.index("forward") if "forward" in phases else len(phases)
+        backward = phases.index("backward") if "backward" in phases else len(phases)
+        end = next((at for at in range(backward, len(phases)) if phases[at] != "backward"), len(phases))
+        return [begin <= at < end for at in range(len(phases))]
+
     @property
     def peak(self) -> Peak:
         return max(self.peaks.values(), key=lambda peak: peak.bytes)
 
     def counts(self, *phases: str) -> Counts:
         """Add up the counts of these phases, or of all phases of the step."""
-        total, first = Counts(), True  # in the first micro-batch
-        for each in self.passes:
+        total = Counts()
+        for each, first in zip(self.passes, self._first(), strict=True):
             if each.phase in phases or (not phases and each.phase not in ("build", "export")):
                 total += each.counts.times(self.grad_acc - 1 if first and self.grad_acc > 1 else 1)
-            first = first and each.phase != "backward"
         return total
 
 
