@@ -155,7 +155,7 @@ SECTIONS: dict[str, Section] = {"tests": tests_section, "training": training, "r
 
 def predict(options: argparse.Namespace) -> int:
     from bench import gpu_longest
-    from rlexp.preflight import quietly
+    from rlexp.rehearse.quiet import quietly
 
     quietly()
     chosen = gpu_longest.options()

@@ -50,7 +50,7 @@ def foretell(asked: Sequence[Asked]) -> list[Foretold]:
 
 
 def main() -> None:
-    from rlexp.preflight import quietly
+    from rlexp.rehearse.quiet import quietly
 
     quietly()
     from rlexp.rehearse.children import at_once
@@ -80,7 +80,7 @@ def _careful(asked: Asked) -> Any:
 
 def _one(asked: Asked) -> Any:
     from rlexp.model.loading import load_config
-    from rlexp.rehearse.answer import seconds
+    from rlexp.rehearse.changes import seconds
     from rlexp.rehearse.fit import predict_and_fit, predict_once, with_length
     from rlexp.rehearse.log import passes
     from rlexp.rehearse.predict import Prediction, plan_of

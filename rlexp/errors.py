@@ -60,6 +60,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
+def first_line(error: BaseException) -> str:
+    """Return an error in one line; torch writes pages."""
+    return next(iter(str(error).splitlines()), "")
+
+
 def exit_code(command: Callable[[], int]) -> int:
     """Run a command and return its exit code. User errors print one line; bugs keep their traceback."""
     for stream in (sys.stdout, sys.stderr):  # a terminal without a × must not end the command

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import warnings
 from pathlib import Path
 
 from rlexp.config.explain import explain
@@ -42,6 +40,7 @@ def main() -> int:
 
 def preflight(overrides: list[str], file: Path | None) -> int:
     from rlexp.config.rehearsed import compose_elsewhere
+    from rlexp.rehearse.quiet import quietly
 
     compose_elsewhere(overrides)  # what is wrong with it is said before torch is imported
     refuse_unwritable(file)
@@ -54,14 +53,6 @@ def preflight(overrides: list[str], file: Path | None) -> int:
     if file is not None:
         file.write_text(json.dumps(report.plain(found), indent=1) + "\n", encoding="utf-8")
     return 0 if found.fits else 1
-
-
-def quietly() -> None:
-    """Silence what torch and DeepSpeed say of a world in which nothing is sent."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    warnings.filterwarnings("ignore", message=r"Accessing the data pointer of FakeTensor")
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def test_a_row_is_predicted(tmp_path: Path) -> None:
     """For a small model on GPUs of 0.2 GiB: longer on longer rings, and as bisection says."""
     chosen = [Option("torch", "true", "none")]
     code = (
-        "from pathlib import Path; from bench import gpu_longest; from rlexp.preflight import quietly; quietly(); "
+        "from pathlib import Path; from bench import gpu_longest; from rlexp.rehearse.quiet import quietly; quietly(); "
         f"gpu_longest.predict_longest([gpu_longest.Option('torch', 'true', 'none')], Path({str(tmp_path / 's')!r}), "
         f"words={TINY!r}, processes=1)"
     )

@@ -163,9 +163,10 @@ def test_bad_data_is_one_message(rlexp: Shell, tmp_path: Path, args: tuple, rows
 
 def test_under_torchrun_it_joins_what_is_there(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlexp",
-               "launch.device=cpu", "logger=none", "train.max_steps=2", "engine=torch"]  # fmt: skip
+               "launch.device=cpu", "logger=none", "train.max_steps=2", "engine=torch",
+               "parallel.layout=auto"]  # fmt: skip
     answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
-    assert answer.returncode == 0, answer.stderr
+    assert answer.returncode == 0, answer.stderr  # also: what rank 0 chooses reaches the other
     (folder,) = (tmp_path / "runs").iterdir()  # one folder for all ranks: rank 0's
     assert len(rows_of(folder)) == 2
     assert run_json(folder)["sizes"]["dp_size"] == 2

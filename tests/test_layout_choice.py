@@ -9,46 +9,60 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
-from rlexp.config.layouts import Choice, Heads, choose, copied, heads_of
+from rlexp.config.layouts import Choice, Heads, candidates, choose, copied, heads_of
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, Precision, TinyModelConfig
 from rlexp.config.sizes import divisors
 from rlexp.ring.layouts import ulysses
+from tests.test_rehearse import alone
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def on_gpus(ring: int, length: int, nodes: int, layout: str = "auto") -> Config:
+LLAMA = Heads(32, 8, 128)
+
+
+def on_gpus(ring: int, length: int, nodes: int, layout: str = "auto", *words: str) -> Config:
     """Return the configuration of a run on a cluster; choosing needs none."""
     cfg = compose_config(["launch.device=cpu", f"parallel.ring_size={ring}", f"data.max_length={length}",
-                          f"parallel.layout={layout}"])  # fmt: skip
+                          f"parallel.layout={layout}", "hardware=h100", *words])  # fmt: skip
     cfg.launch.device, cfg.train.precision, cfg.launch.nodes = Device.cuda, Precision.bf16, nodes
     return cfg
 
 
-@pytest.mark.parametrize(
-    ("ring", "heads", "length", "nodes", "layout", "inner"),
-    [
-        (8, Heads(32, 8, 128), 131072, 1, LayoutName.ulysses, 8),  # nothing to merge, and links are fast
-        (8, Heads(32, 8, 128), 8192, 1, LayoutName.allgather, 1),  # short: only sends that computing can hide
-        (8, Heads(32, 1, 128), 8192, 1, LayoutName.zigzag, 1),  # one head of keys: nothing to overlap a gather with
-        (8, Heads(28, 4, 128), 32768, 1, LayoutName.zigzag, 1),  # 28 heads are not shared out among 8 ranks
-        (16, Heads(32, 8, 128), 16384, 2, LayoutName.hybrid, 8),  # heads inside a node, zigzag between them
-        (1, Heads(32, 8, 128), 8192, 1, LayoutName.zigzag, 1),
-        (8, None, 8192, 1, LayoutName.zigzag, 1),
-    ],
-)
-def test_auto_takes_the_layout_with_the_shortest_estimate(ring, heads, length, nodes, layout, inner) -> None:
-    choice = choose(on_gpus(ring, length, nodes), heads)
-    assert (choice.layout, choice.ulysses_size) == (layout, inner)
-    assert choice.reason
-    if heads is None or ring == 1:
-        return
-    estimates = [float(each) for each in re.findall(r" (\d+\.\d\d)(?:,|$)", choice.reason)]
-    assert estimates == sorted(estimates)
-    assert estimates[0] == 1
-    assert f"estimated: {choice.name} 1.00" in choice.reason
+def fastest_of(*asked: tuple[Config, Heads]) -> list[Choice]:
+    from rlexp.rehearse.layouts import fastest
+
+    return [fastest(cfg, heads) for cfg, heads in asked]
+
+
+def test_auto_takes_the_layout_whose_rehearsal_is_fastest() -> None:
+    """The layouts' own code is counted: bytes, launches, and what computing hides."""
+    slow_links = on_gpus(8, 131072, 1, "auto", "hardware.link_gb_s=20")
+    near, two_nodes, unshared, slow = alone(
+        fastest_of,
+        (on_gpus(8, 8192, 1), LLAMA),
+        (on_gpus(16, 16384, 2), LLAMA),
+        (on_gpus(8, 2048, 1), Heads(27, 3, 64)),
+        (slow_links, LLAMA),
+    )
+    assert near.layout is LayoutName.ulysses, "links are fast, and there is nothing to merge"
+    assert (two_nodes.layout, two_nodes.ulysses_size) == (LayoutName.hybrid, 8), "heads inside a node, zigzag between"
+    assert unshared.layout is LayoutName.zigzag, "27 heads are not shared out among 8 ranks"
+    assert slow.layout in (LayoutName.zigzag, LayoutName.allgather), "an exchange is hidden by no computing"
+    for choice in (near, two_nodes, unshared, slow):
+        times = [float(each) for each in re.findall(r" (\d+\.\d\d)(?:,|$)", choice.reason or "")]
+        assert times == sorted(times)
+        assert f"rehearsed: {choice.name} 1.00" in (choice.reason or "")
+
+
+@pytest.mark.parametrize(("ring", "heads"), [(1, LLAMA), (8, None)])
+def test_without_a_choice_there_is_nothing_to_rehearse(ring: int, heads: Heads | None) -> None:
+    (only,) = candidates(on_gpus(ring, 8192, 1), heads)
+    assert only.layout is LayoutName.zigzag
+    assert only.reason
 
 
 def test_a_layout_that_was_named_has_no_reason() -> None:
@@ -90,15 +104,20 @@ def test_heads_of_a_folder_are_refused_before_a_process_starts(rlexp: Shell, tmp
     )
 
 
-def test_a_run_says_which_layout_it_takes_and_why(rlexp: Shell) -> None:
+def test_a_run_says_which_layout_it_takes_and_why(rlexp: Shell, tmp_path: Path) -> None:
     shown = rlexp("launch.device=cpu", "parallel=ring2", "parallel.layout=auto", "logger=none", "train.max_steps=1")
     assert shown.returncode == 0, shown.stderr
-    why = r"layout \1: 8 heads, 2 of keys, 512 tokens, one node; estimated: \1 1\.00, "
+    why = r"layout \1: 8 heads, 2 of keys, 512 tokens, one node; rehearsed: \1 1\.00, "
     said = rf"ring of 2 \((\w+), cpu_flash\).*\n  {why}"
-    assert re.search(said, shown.stderr), shown.stderr
+    taken = re.search(said, shown.stderr)
+    assert taken, shown.stderr
+    (config,) = tmp_path.glob("runs/*/config.yaml")
+    recorded = yaml.safe_load(config.read_text(encoding="utf-8"))["parallel"]
+    assert recorded["layout"] == taken.group(1), "every rank reads the choice from the run's configuration"
+    assert f"rehearsed: {taken.group(1)} 1.00" in recorded["chosen"]
 
 
-def test_the_estimate_counts_the_heads_of_keys_that_ulysses_sends() -> None:
+def test_the_heads_of_keys_that_ulysses_sends_are_counted_without_torch() -> None:
     """A key/value head that several ranks need is sent to each. The configuration has no torch, so it counts itself."""
     for heads in range(1, 49):
         for keys in divisors(heads):

@@ -323,7 +323,7 @@ def test_the_functions_are_reached_past_the_adapter() -> None:
 # ---- refusals ----
 
 REFUSED = [
-    ("parallel.layout=auto", "parallel.layout=auto estimates rlexp's own layouts only. Use parallel.layout="),
+    ("parallel.layout=auto", "parallel.layout=auto compares rlexp's own layouts only. Use parallel.layout="),
     ("parallel.layout=ulysses", "parallel.layout=ulysses is not one of its layouts. Use parallel.layout=zigzag or "),
     ("parallel.layout=hybrid parallel.ulysses_size=2", "parallel.layout=hybrid is not one of its layouts"),
     ("parallel.layout=contiguous", "or parallel.layout=allgather, or parallel.backend=native."),

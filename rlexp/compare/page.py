@@ -92,6 +92,7 @@ class RunCard:
     step_seconds: float | None = None
     efficiency: float | None = None  # 1.0 is the baseline's speed
     memory: list[RankMemory] = field(default_factory=list)
+    predicted_bytes: int | None = None  # what a rehearsal said of its peak
     peak_bytes: int | None = None
     peak_rank: int | None = None
     peak_phase: str | None = None

@@ -120,6 +120,7 @@ def card(run: Run, report: Report) -> page.RunCard:
         peak_rank=peak.rank if peak else None,
         peak_phase=peak.phase if peak else None,
         tensors=highest_peak(run, "tensors_"),
+        predicted_bytes=run.predicted,
         clock=clock(run),
     )
 
@@ -311,7 +312,7 @@ def run_summary(run: Run, known: page.RunCard) -> dict[str, Any]:
         for key in (
             *("name", "label", "status", "reason", "baseline", "family", "path", "sizes", "steps", "last_loss"),
             *("last_score", "worst_difference", "compared_upto", "tokens_per_second", "step_seconds", "efficiency"),
-            *("peak_bytes", "peak_phase", "peak_rank"),
+            *("predicted_bytes", "peak_bytes", "peak_phase", "peak_rank"),
         )
     }
     shown["tensors"] = None if known.tensors is None else asdict(known.tensors)

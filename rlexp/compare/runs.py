@@ -20,7 +20,7 @@ from rlexp.curves.difference import Column, Steps
 from rlexp.curves.rollouts import ROLLOUTS, Record
 from rlexp.curves.rows import METRICS, read_columns
 from rlexp.errors import UserError
-from rlexp.launch import folder, sweep, whereabouts
+from rlexp.launch import folder, preflight, sweep, whereabouts
 
 CONFIG = "config.yaml"
 LIVE = ("running", "waiting")
@@ -46,6 +46,7 @@ class Run:
     identity: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     memory: list[dict[str, Any]] = field(default_factory=list)  # for each rank, its peaks by phase
+    predicted: int | None = None  # bytes of its peak, where it was rehearsed
     total_steps: int | None = None  # the number of steps planned
     baseline: Path | None = None  # the folder of the run that its sweep compares it with
     notes: list[str] = field(default_factory=list)
@@ -106,6 +107,7 @@ class Reader:
             where = folders[job.number]
             run = self.run(where) if is_run(where) else Run(job.folder, job.label, where, job.status, job.reason)
             run.name, run.label = f"{path.name}/{job.folder}", job.label
+            run.predicted = run.predicted or job.predicted
             if job.status in ("skipped", "failed") and run.status != "finished":
                 run.status, run.reason = job.status, job.reason
             elif not is_run(where) and job.status in LIVE and not live:
@@ -175,6 +177,7 @@ def read_run(path: Path) -> Run:
     if not known:
         notes.append(f"{where}: has no run.json, so what its curve depends on is not known")
     status, reason = ended(known)
+    prediction = preflight.read(path)
     return Run(
         shown(path.name),
         shown(path.resolve().name),
@@ -188,6 +191,7 @@ def read_run(path: Path) -> Run:
         known.get("sizes", {}),
         whereabouts.read(path),
         notes=notes,
+        predicted=None if prediction is None else prediction.peak,
         total_steps=known.get("steps"),
     )
 

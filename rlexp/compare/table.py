@@ -15,6 +15,11 @@ def table(payload: Payload) -> str:
     scores: list[tuple[str, Callable[[RunCard], str]]] = (
         [("last score", lambda run: number(run.last_score, "{:.4f}"))] if sampled else []
     )
+    predictions: list[tuple[str, Callable[[RunCard], str]]] = (
+        [("predicted", lambda run: number(run.predicted_bytes, "{:.3g} GB", 1e-9))]
+        if any(run.predicted_bytes is not None for run in payload.runs)
+        else []
+    )
     columns: list[tuple[str, Callable[[RunCard], str]]] = [
         ("run", lambda run: run.label),
         ("ring × dp", layout),
@@ -26,6 +31,7 @@ def table(payload: Payload) -> str:
         ("tokens/s", lambda run: number(run.tokens_per_second, "{:,.0f}")),
         ("step", lambda run: number(run.step_seconds, "{:.3g} s")),
         ("efficiency", lambda run: number(run.efficiency, "{:.0%}")),
+        *predictions,
         *memory_columns(payload),
     ]
     rows = [[name for name, _ in columns], *([cell(run) for _, cell in columns] for run in payload.runs)]
@@ -53,8 +59,8 @@ def brief(text: str) -> str:
     return head + lines[-1] if traced and lines else text
 
 
-def number(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
+def number(value: float | None, form: str, scale: float = 1) -> str:
+    return "–" if value is None else form.format(value * scale)
 
 
 def layout(run: RunCard) -> str:

@@ -22,7 +22,7 @@ def check_backend(cfg: Config, heads: Heads | None, *, here: bool = True) -> Non
         return
     layout, kernel, precision = cfg.parallel.layout, cfg.parallel.kernel, cfg.train.precision
     if layout not in LAYOUTS:
-        why = "estimates rlexp's own layouts only" if layout is LayoutName.auto else "is not one of its layouts"
+        why = "compares rlexp's own layouts only" if layout is LayoutName.auto else "is not one of its layouts"
         able = " or ".join(f"parallel.layout={each.value}" for each in LAYOUTS)
         raise ConfigError(f"{NAMED}: parallel.layout={layout.value} {why}. Use {able}, {INSTEAD}")
     if kernel is not KernelName.auto:

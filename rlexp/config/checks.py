@@ -16,7 +16,7 @@ from rlexp.config.checks_rollout import check_rollout, minibatches
 from rlexp.config.deepspeed import check_overrides
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.kernels import check_kernel
-from rlexp.config.layouts import choose, heads_of
+from rlexp.config.layouts import check_layout, heads_of
 from rlexp.config.schema import (
     ArithmeticDataConfig,
     Config,
@@ -41,13 +41,14 @@ def check(cfg: Config, *, here: bool = True) -> None:
     else:
         _check_cluster(cfg)
     _check_derived(cfg)
-    _check_engine(cfg)
+    check_engine(cfg)
     _check_checkpoints(cfg)
     _check_logger(cfg, here=here)
+    _check_hardware(cfg)
     _check_groups(cfg)
     heads = heads_of(cfg.model)
     check_backend(cfg, heads, here=here)
-    choose(cfg, heads)
+    check_layout(cfg, heads)
     check_kernel(cfg, heads, here=here)
     check_rollout(cfg)
     check_policy_loss(cfg)
@@ -101,7 +102,7 @@ def _check_derived(cfg: Config) -> None:
             raise ConfigError(f"{key}={value}: is derived, and comes to {derived}. Set {instead} instead.")
 
 
-def _check_engine(cfg: Config) -> None:
+def check_engine(cfg: Config) -> None:
     name, precision, offload = cfg.engine.name.value, cfg.train.precision.value, cfg.engine.offload.value
     traits = ENGINES[name]
     if precision not in traits.precisions:
@@ -155,6 +156,15 @@ def _check_logger(cfg: Config, *, here: bool) -> None:
         raise ConfigError(f"logger.artifacts=true: is for W&B, and logger={name.value} keeps none. Use logger=wandb.")
     if baseline is not None:
         check_baseline("logger.baseline", baseline)
+
+
+def _check_hardware(cfg: Config) -> None:
+    memory, reserve = cfg.hardware.memory_gib, cfg.hardware.reserve_gib
+    if 0 < memory <= reserve:
+        raise ConfigError(
+            f"hardware.memory_gib={memory}: hardware.reserve_gib={reserve} leaves nothing of it. Give more memory, or "
+            f"a smaller reserve."
+        )
 
 
 def _check_groups(cfg: Config) -> None:

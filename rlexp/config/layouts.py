@@ -1,26 +1,18 @@
-"""The choice of a run's layout: the one that was named, if the heads fit, or the one estimated to be fastest.
+"""A run's layout: the one that was named, if the heads fit, and the ones that `parallel.layout=auto` may choose from.
 
-The estimate is for one layer and one sequence of data.max_length, forward and backward. It adds the time of computing
-and the time of communication that computing does not hide. The rates are round numbers of common machines: they rank
-layouts, and do not predict times. docs/layouts.md has the formulas.
+`auto` is replaced by a layout's name before any rank starts (`launch/preflight.py`); `rehearse/layouts.py` chooses it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, ModelConfig, Precision, TinyModelConfig
+from rlexp.config.schema import Config, HFModelConfig, LayoutName, ModelConfig, TinyModelConfig
 from rlexp.config.sizes import divisors, listed, nearest
 from rlexp.errors import ConfigError
-
-ELEMENT = {Precision.bf16: 2, Precision.fp32: 4, Precision.fp64: 8}
-# By device: operations per second in attention; bytes per second between ranks of a node, and between nodes.
-RATES = {Device.cuda: (4e14, 2e11, 2.5e10), Device.cpu: (5e10, 2e9, 1e9)}
-MERGED = 0.05  # share of computing spent on smaller calls and merges: 4 % in docs/attention.md
-GATHERED = 0.02  # up to 0.1 on CPU, with many heads on a large ring; not measured on GPUs
 
 
 @dataclass(frozen=True)
@@ -42,20 +34,27 @@ class Choice:
         return f"{self.layout.value}{groups}"
 
 
-def choose(cfg: Config, heads: Heads | None) -> Choice:
-    """Choose the layout; refuse one that does not fit. `heads` is None while unknown."""
-    ring, inner = cfg.parallel.ring_size, cfg.parallel.ulysses_size
+def check_layout(cfg: Config, heads: Heads | None) -> None:
+    """Refuse a layout that does not fit. `heads` is None while unknown."""
+    inner = cfg.parallel.ulysses_size
     if inner is not None and cfg.parallel.layout is not LayoutName.hybrid:
         raise ConfigError(
             f"parallel.ulysses_size={inner}: belongs to parallel.layout=hybrid, and the layout is "
             f"{cfg.parallel.layout.value}. Use parallel.layout=hybrid, or leave parallel.ulysses_size out."
         )
+    if cfg.parallel.layout is not LayoutName.auto:
+        choose(cfg, heads)
+
+
+def choose(cfg: Config, heads: Heads | None) -> Choice:
+    """Return the layout that was named, or chosen before the ranks started; refuse one that does not fit."""
+    ring, inner, why = cfg.parallel.ring_size, cfg.parallel.ulysses_size, cfg.parallel.chosen
     match cfg.parallel.layout:
         case LayoutName.auto:
-            return _estimated(cfg, heads)
+            raise AssertionError("parallel.layout=auto: the launcher has not replaced it")
         case LayoutName.ulysses:
             _refuse_unless_shared("parallel.layout=ulysses", heads, ring, ring)
-            return Choice(LayoutName.ulysses, ring)
+            return Choice(LayoutName.ulysses, ring, why)
         case LayoutName.hybrid:
             if inner is None:
                 raise ConfigError(
@@ -68,9 +67,9 @@ def choose(cfg: Config, heads: Heads | None) -> Choice:
                     f"parallel.ulysses_size={listed(nearest(inner, divisors(ring)))}."
                 )
             _refuse_unless_shared(f"parallel.ulysses_size={inner}", heads, inner, ring)
-            return Choice(LayoutName.hybrid, inner)
+            return Choice(LayoutName.hybrid, inner, why)
         case named:
-            return Choice(named, 1)
+            return Choice(named, 1, why)
 
 
 def _refuse_unless_shared(what: str, heads: Heads | None, ranks: int, ring: int) -> None:
@@ -141,63 +140,28 @@ def heads_in(described: dict[str, object]) -> Heads | None:
 # ---- parallel.layout=auto ----
 
 
-def _estimated(cfg: Config, heads: Heads | None) -> Choice:
+def candidates(cfg: Config, heads: Heads | None) -> list[Choice]:
+    """Return the layouts that `auto` may take. Where there is one only, it has its reason."""
     ring = cfg.parallel.ring_size
     if ring == 1:
-        return Choice(LayoutName.zigzag, 1, "a ring of one has nothing to share out")
+        return [Choice(LayoutName.zigzag, 1, "a ring of one has nothing to share out")]
     if heads is None:
-        return Choice(LayoutName.zigzag, 1, "the model's heads are not known yet, and it takes any")
-    seconds = dict(_candidates(cfg, heads))
-    best = min(seconds, key=lambda choice: seconds[choice])
-    ranked = sorted(seconds.items(), key=lambda item: item[1])
-    told = ", ".join(f"{choice.name} {time / ranked[0][1]:.2f}" for choice, time in ranked)
-    where = "one node" if _near(cfg, ring) else "several nodes"
-    reason = f"{heads.queries} heads, {heads.keys} of keys, {cfg.data.max_length:,} tokens, {where}; estimated: {told}"
-    return Choice(best.layout, best.ulysses_size, reason)
+        return [Choice(LayoutName.zigzag, 1, "the model's heads are not known, and it takes any")]
+    sharing = [inner for inner in divisors(ring)[1:] if heads.queries % inner == 0]
+    shared = [Choice(LayoutName.ulysses if inner == ring else LayoutName.hybrid, inner) for inner in sharing]
+    return [Choice(LayoutName.zigzag, 1), Choice(LayoutName.allgather, 1), *shared]
 
 
-def _near(cfg: Config, ranks: int) -> bool:
-    """Return whether groups of so many neighbours in the ring are each on one node."""
+def with_layout(cfg: Config, choice: Choice) -> Config:
+    """Return the configuration with the layout that was chosen, and why."""
+    inner = choice.ulysses_size if choice.layout is LayoutName.hybrid else None
+    parallel = dataclasses.replace(cfg.parallel, layout=choice.layout, ulysses_size=inner, chosen=choice.reason)
+    return dataclasses.replace(cfg, parallel=parallel)
+
+
+def near(cfg: Config, ranks: int) -> bool:
+    """Say whether groups of so many neighbours in the ring are each on one node."""
     return (cfg.parallel.world_size + cfg.rollout.sampling_ranks) // cfg.launch.nodes % ranks == 0
-
-
-def _candidates(cfg: Config, heads: Heads) -> Iterator[tuple[Choice, float]]:
-    ring = cfg.parallel.ring_size
-    rate, near, far = RATES[Device.cuda if cfg.launch.device is Device.cuda else Device.cpu]
-    element, summed = ELEMENT[cfg.train.precision], max(4, ELEMENT[cfg.train.precision])
-    tokens = cfg.data.max_length / ring
-    computing = 7 * cfg.data.max_length**2 * heads.queries * heads.size / ring / rate
-    link = near if _near(cfg, ring) else far
-
-    def around(size: int, keys: float, over: float) -> float:
-        """Return the seconds for sending keys and values twice, and their gradients once."""
-        return 2 * keys * heads.size * tokens * ring / size * ((size - 1) * 2 * element + size * summed) / over
-
-    hidden = (ring - 1) / ring
-    yield (
-        Choice(LayoutName.zigzag, 1),
-        computing * (1 + MERGED) + max(0.0, around(ring, heads.keys, link) - computing * hidden),
-    )
-    gathering = 2 * heads.keys * heads.size * tokens * (ring - 1) * (2 * element + summed) / link
-    hidden = (heads.keys - 1) / heads.keys
-    yield (
-        Choice(LayoutName.allgather, 1),
-        computing * (1 + GATHERED) + max(gathering / heads.keys, gathering - computing * hidden),
-    )
-    for inner in divisors(ring)[1:]:
-        if heads.queries % inner:
-            continue
-        copies = copied(heads, inner)
-        back = summed if copies > heads.keys else element
-        sent = (4 * heads.queries + 2 * copies) * element + 2 * copies * back
-        swap = sent * heads.size * tokens * (inner - 1) / inner / (near if _near(cfg, inner) else far)
-        outer = ring // inner
-        if outer == 1:
-            yield Choice(LayoutName.ulysses, ring), computing + swap
-            continue
-        travel = around(outer, copies / inner, link)
-        spent = computing * (1 + MERGED) + swap + max(0.0, travel - computing * (outer - 1) / outer)
-        yield Choice(LayoutName.hybrid, inner), spent
 
 
 def copied(heads: Heads, ranks: int) -> int:

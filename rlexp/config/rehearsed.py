@@ -53,10 +53,9 @@ def _gpus(overrides: Sequence[str]) -> int:
 def _check(cfg: Config, gpus: int) -> None:
     if cfg.launch.device.value != "cuda":
         raise ConfigError(f"launch.device={cfg.launch.device.value}: preflight predicts runs on GPUs. Leave it out.")
-    if isinstance(cfg.loss, PolicyLossConfig):
+    if why := unrehearsable(cfg):
         raise ConfigError(
-            f"loss={cfg.loss.name}: reinforcement learning cannot be rehearsed yet. With loss=dpo preflight tells what "
-            f"the same model and engine hold in a training step."
+            f"{why} With loss=dpo preflight tells what the same model and engine hold in a training step."
         )
     if cfg.launch.nproc > gpus:
         raise ConfigError(
@@ -66,3 +65,10 @@ def _check(cfg: Config, gpus: int) -> None:
     for key in ("memory_gib", "bf16_tflops", "fp32_tflops", "memory_tb_s", "link_gb_s", "network_gb_s"):
         if not getattr(cfg.hardware, key):
             raise ConfigError(f"hardware.{key}=0: a prediction needs it. Give a number greater than 0.")
+
+
+def unrehearsable(cfg: Config) -> str | None:
+    """Return why a run cannot be rehearsed; None if it can."""
+    if isinstance(cfg.loss, PolicyLossConfig):
+        return f"loss={cfg.loss.name}: reinforcement learning cannot be rehearsed yet."
+    return None

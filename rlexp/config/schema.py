@@ -26,6 +26,13 @@ class Device(Enum):
     cuda = "cuda"
 
 
+class Preflight(Enum):
+    """Whether a run is rehearsed before it starts, so that one that cannot fit does not."""
+
+    auto = "auto"
+    off = "off"
+
+
 class Precision(Enum):
     fp32 = "fp32"
     bf16 = "bf16"
@@ -167,7 +174,7 @@ class WandbMode(Enum):
 
 @dataclass
 class HardwareConfig:
-    """A GPU and its links, on which a run is predicted.
+    """A device and its links, on which a run is predicted.
 
     Rates are the data sheet's. `rlexp/rehearse/rates.py` says what share of them a kernel reaches.
     """
@@ -194,6 +201,7 @@ class LaunchConfig:
     timeout_seconds: float = number(600.0, above=0, most=WEEK)  # how long ranks wait for a rank that does not come
     torch_threads: int = number(1, least=1, most=4096)  # per rank; beside a GPU at least its share of the cores
     deterministic: bool = False  # the same bits in every run on one layout
+    preflight: Preflight = Preflight.auto  # predict the memory before the ranks start, where a device's is known
     grace_seconds: float = number(120.0, above=0, most=WEEK)  # for a run asked to stop: to finish its step and save
     # For a job on a cluster. Its nodes and ranks follow from the keys above.
     time_limit: str = "4h"  # the job is then started again, and the run goes on
@@ -223,6 +231,7 @@ class ParallelConfig:
     backend: BackendName = BackendName.native
     world_size: int = MISSING  # derived
     dp_size: int = MISSING  # derived
+    chosen: str | None = None  # derived: why layout=auto took this one; null if the layout was named
 
 
 @dataclass
@@ -440,6 +449,7 @@ class EngineConfig:
     name: EngineName = MISSING
     offload: Offload = Offload.none
     overrides: dict[str, Any] = field(default_factory=dict)  # keys of DeepSpeed's configuration
+    chosen: str | None = None  # derived: why engine=auto took this one; null if the engine was named
 
 
 @dataclass

@@ -18,7 +18,7 @@ from rlexp.config.paths import conf_dir
 from rlexp.config.schema import Config
 from rlexp.engines import ENGINES
 from rlexp.errors import ConfigError, UserError
-from rlexp.launch import folder, reports
+from rlexp.launch import folder, preflight, reports
 from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
 from rlexp.launch.place import Place, part, prepare_environment, threads_of
 from rlexp.launch.slurm import meeting
@@ -56,9 +56,11 @@ def run_job(composed: DictConfig) -> None:
 
 def run_here(cfg: Config, run_dir: Path) -> None:
     """Start the ranks on this machine and wait for them."""
+    cfg, verdict = preflight.prepared(cfg, run_dir)
     if not folder.enter(cfg, run_dir):
         sys.stderr.write(FINISHED.format(run_dir=run_dir))
         return
+    preflight.keep(run_dir, verdict)
     prepare_environment(cfg.launch)
     preload = PRELOAD + (("deepspeed",) if ENGINES[cfg.engine.name.value].stage is not None else ())
     try:
@@ -140,7 +142,7 @@ def run_as_joined_rank(argv: list[str]) -> bool:
 
 
 def run_joined(cfg: Config, run_dir: Path | None) -> None:
-    """Train as one rank of the world that a launcher made. All ranks use rank 0's run folder."""
+    """Train as one rank of the world that a launcher made. All ranks use rank 0's run folder and configuration."""
     place = Place.joined()
     assert place is not None
     prepare_environment(cfg.launch)
@@ -152,11 +154,15 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
         from rlexp.ring.objects import from_rank0
         from rlexp.train.rank import train
 
+        if run_dir is not None:
+            cfg, verdict = prepared_in_job(cfg, run_dir)
         unfinished = run_dir is None or folder.enter(cfg, run_dir)
         claimed = run_dir if unfinished else None
+        if claimed is not None:
+            preflight.keep(claimed, verdict)
         bridge = join_for(place, cfg)
-        mine = (run_dir, unfinished)
-        run_dir, unfinished = bridge.agreed(mine) if bridge else from_rank0(mine, place.world_size)
+        mine = (run_dir, unfinished, cfg)
+        run_dir, unfinished, cfg = bridge.agreed(mine) if bridge else from_rank0(mine, place.world_size)
         assert run_dir is not None
         closing = partial(folder.close, run_dir) if place.rank == 0 else None
         if unfinished:
@@ -171,6 +177,17 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
     if outcome.exit_code:
         sys.stderr.flush()
         os._exit(outcome.exit_code)
+
+
+def prepared_in_job(cfg: Config, run_dir: Path) -> tuple[Config, preflight.Verdict]:
+    """Choose what is left to choose, and refuse a run that does not fit. In a Slurm job, the verdict is left for the
+    launcher of the sweep, which could not tell the GPUs."""
+    try:
+        return preflight.prepared(cfg, run_dir, helping=meeting.run_dir() is None)
+    except preflight.DoesNotFitError as unfit:
+        if meeting.run_dir() is not None:
+            preflight.keep(run_dir, unfit.verdict)
+        raise
 
 
 def _leave(place: Place, run_dir: Path | None, error: BaseException) -> NoReturn:

@@ -10,7 +10,7 @@ from hydra.core.utils import JobReturn, run_job, setup_globals
 
 from rlexp.launch import folder
 from rlexp.launch.local import Interrupted
-from rlexp.launch.planning import SUBDIR, Planned, SweepLauncher, done, note_own_word, say_how
+from rlexp.launch.planning import SUBDIR, Planned, SweepLauncher, done, note_own_word, refuse
 from rlexp.launch.slurm.launcher import SlurmLauncher
 from rlexp.launch.slurm.local import SlurmLocalLauncher
 from rlexp.launch.sweep import Sweep
@@ -26,8 +26,7 @@ class LocalLauncher(SweepLauncher):
         for place, planned in enumerate(jobs, 1):
             job = planned.job
             if planned.refusal is not None:
-                sweep.note(job, planned.refusal.status, planned.refusal.reason)
-                say_how(job)
+                refuse(sweep, job, planned.refusal)
                 continue
             sys.stderr.write(f"\n{sweep.name} {place}/{len(jobs)}: {job.label}\n")
             sweep.note(job, "running")

@@ -10,7 +10,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,8 @@ from rlexp.config.explain import chain, explain
 from rlexp.config.identity import curve_keys
 from rlexp.config.schema import Decay
 from rlexp.errors import ConfigError, FolderError, UserError
-from rlexp.launch import folder
+from rlexp.launch import folder, preflight
+from rlexp.launch.preflight import DoesNotFitError, Verdict
 from rlexp.launch.sweep import Job, Sweep
 
 SUBDIR = "hydra.sweep.subdir"
@@ -35,10 +36,12 @@ SUBDIR = "hydra.sweep.subdir"
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a job is not run: its sizes do not fit together (a grid may have such corners), or it has an error."""
+    """Why a job is not run: its sizes do not fit together, or it does not fit its device (a grid may have such
+    corners), or it has an error."""
 
     status: str  # skipped, or failed
     reason: str
+    predicted: int | None = None  # bytes, of a job that does not fit its device
 
 
 def refusal(error: BaseException) -> Refusal | None:
@@ -49,6 +52,8 @@ def refusal(error: BaseException) -> Refusal | None:
     links = list(chain(error))
     folders = any(isinstance(link, FolderError) for link in links)
     corner = not folders and any(isinstance(link, ConfigError) for link in links)
+    if (unfit := next((link for link in links if isinstance(link, DoesNotFitError)), None)) is not None:
+        return Refusal("skipped", unfit.reason, unfit.verdict.peak)
     corner |= "ConfigError raised while resolving" in " ".join(map(str, links))  # OmegaConf keeps only the text
     return Refusal("skipped" if corner else "failed", reason)
 
@@ -59,6 +64,7 @@ class Planned:
     overrides: list[str]  # the job's own, then those that the sweep adds
     config: DictConfig  # composed from the overrides
     refusal: Refusal | None = None
+    verdict: Verdict = field(default_factory=Verdict)  # what was predicted of it
 
 
 class SweepLauncher(Launcher):
@@ -100,7 +106,7 @@ class SweepLauncher(Launcher):
             job = sweep.add(number, str(OmegaConf.select(config, SUBDIR)), filter_overrides(overrides))
             jobs.append(Planned(job, list(overrides), config))
         for planned in jobs:
-            keys = self._check(planned)
+            keys = self._check(sweep, planned)
             if keys is not None:
                 planned.job.baseline = sweep.families.setdefault(keys, planned.job.number)
             planned.overrides += self._told(sweep, planned)
@@ -114,7 +120,7 @@ class SweepLauncher(Launcher):
             composed.hydra.job.id = composed.hydra.job.num = number
         return composed
 
-    def _check(self, planned: Planned) -> str | None:
+    def _check(self, sweep: Sweep, planned: Planned) -> str | None:
         """Return the values that the job's curve depends on; or None, and set the reason why the job cannot run."""
         plain = planned.config.copy()
         with open_dict(plain):
@@ -123,6 +129,8 @@ class SweepLauncher(Launcher):
         HydraConfig.instance().set_config(planned.config)  # for ${hydra:…} in its values
         try:
             cfg = load.from_hydra(plain, here=self.checked_here)
+            where = sweep.folder / planned.job.folder
+            _, planned.verdict = preflight.prepared(cfg, where, here=self.checked_here, helping=False)
         except Exception as error:
             planned.refusal = refusal(error)
             if planned.refusal is None:
@@ -156,9 +164,14 @@ class SweepLauncher(Launcher):
         self.failed(sweep, job, returned._return_value)
 
     def failed(self, sweep: Sweep, job: Job, error: BaseException) -> None:
-        refused = refusal(error) or Refusal("failed", f"{type(error).__name__}: {error}")
-        sweep.note(job, refused.status, refused.reason)
-        say_how(job)
+        refuse(sweep, job, refusal(error) or Refusal("failed", f"{type(error).__name__}: {error}"))
+
+
+def refuse(sweep: Sweep, job: Job, refused: Refusal) -> None:
+    """Write why a job is not run into the ledger, and print it."""
+    job.predicted = refused.predicted
+    sweep.note(job, refused.status, refused.reason)
+    say_how(job)
 
 
 def note_own_word(sweep: Sweep, job: Job) -> None:

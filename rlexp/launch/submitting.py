@@ -15,9 +15,9 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
 from omegaconf import OmegaConf
 
-from rlexp.launch import folder
+from rlexp.launch import folder, preflight
 from rlexp.launch.job import report_here
-from rlexp.launch.planning import Planned, SweepLauncher, done, say_how
+from rlexp.launch.planning import Planned, SweepLauncher, done, refuse, say_how
 from rlexp.launch.reports import read_verdict
 from rlexp.launch.slurm.queue import Known, Silent
 from rlexp.launch.slurm.verdict import AGAIN
@@ -41,8 +41,9 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
         self.running: dict[str, Planned] = {}
         for planned in jobs:
             if planned.refusal is not None:
-                refuse(sweep, planned)
+                refuse(sweep, planned.job, planned.refusal)
             elif not finished(sweep, planned.job):
+                handed(sweep, planned)
                 self.waiting.append(planned)
         self._adopt(sweep)
         try:
@@ -148,7 +149,11 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
         run = folder.read(where) if not verdict or queued_again(verdict) else verdict
         cancelled = known is not None and known.state == "CANCELLED"
         last = ("finished", "failed") if cancelled else ("finished", "failed", "stopped")
-        if known is not None and known.state == REFUSED:
+        predicted = preflight.read(where)
+        if predicted is not None and predicted.fits is False and run.get("status") == "failed":
+            job.predicted = predicted.peak  # the job could tell its GPUs, and this machine could not
+            sweep.note(job, "skipped", str(run.get("reason")).partition("\n")[0])
+        elif known is not None and known.state == REFUSED:
             sweep.note(job, "failed", known.reason)
         elif run.get("status") in last and not queued_again(run):
             sweep.note(job, run["status"], run.get("reason"))
@@ -203,17 +208,19 @@ def queued_again(run: Mapping[str, Any]) -> bool:
     return run.get("status") == "stopped" and str(run.get("reason")).endswith(AGAIN)
 
 
-def refuse(sweep: Sweep, planned: Planned) -> None:
-    assert planned.refusal is not None
-    sweep.note(planned.job, planned.refusal.status, planned.refusal.reason)
-    say_how(planned.job)
-
-
 def resources(planned: Planned) -> dict[str, Any]:
     """Return the resources that a job asks of the cluster, from its own configuration."""
     params = OmegaConf.to_container(planned.config.hydra.launcher, resolve=True)
     assert isinstance(params, dict)
     return {str(key): value for key, value in params.items()}
+
+
+def handed(sweep: Sweep, planned: Planned) -> None:
+    """Write what was predicted of a job into its run's folder, so that the job need not rehearse again."""
+    if planned.verdict.fits is not None:
+        where = sweep.folder / planned.job.folder
+        where.mkdir(parents=True, exist_ok=True)
+        preflight.keep(where, planned.verdict)
 
 
 def finished(sweep: Sweep, job: Job) -> bool:

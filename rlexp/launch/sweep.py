@@ -29,6 +29,7 @@ class Job:
     reason: str | None = None
     job_id: str | None = None  # the cluster's id, once the job was submitted
     token: str | None = None  # finds the job in the cluster's queue if its id was not written down
+    predicted: int | None = None  # bytes that its largest rank would need, where it was skipped for its memory
 
     @property
     def label(self) -> str:

@@ -33,6 +33,7 @@ from rlexp.errors import ConfigError, UserError
 from rlexp.kernels import NEEDS
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.place import prepare_environment
+from rlexp.launch.preflight import laid_out
 
 if TYPE_CHECKING:
     from rlexp.prove.compared import Comparison
@@ -99,7 +100,7 @@ def verify(cfg: Config, steps: int, say: Progress) -> Verification:
     """Verify a configuration. The user's own mistakes are raised."""
     began = time.monotonic()
     refuse(cfg, steps)
-    cfg = _contained(cfg)
+    cfg = laid_out(_contained(cfg))
     prepare_environment(cfg.launch)
     with tempfile.TemporaryDirectory(prefix="rlexp-verify-") as folder:
         result = Verifier(cfg, Path(folder), say).run(steps)

@@ -12,31 +12,18 @@ from typing import Any
 import torch
 
 from rlexp.config.rehearsed import compose_elsewhere
-from rlexp.config.schema import Config, Offload
+from rlexp.config.schema import Config
 from rlexp.config.sizes import divisors
-from rlexp.engines import ENGINES
 from rlexp.errors import ConfigError, UserError
 from rlexp.model.loading import load_config, random_model
+from rlexp.rehearse.changes import Change, cost, singles
 from rlexp.rehearse.children import Calls, at_once
-from rlexp.rehearse.fit import STEP, Longest, fit_like, predict_and_fit, predict_once, room, with_length
+from rlexp.rehearse.fit import STEP, Longest, fit_like, predict_and_fit, room, with_length
 from rlexp.rehearse.log import Log
 from rlexp.rehearse.predict import Prediction, plan_of
+from rlexp.rehearse.remedy import attempt, first_that_fits, laid_out
 from rlexp.rehearse.run import preload, rehearse
 from rlexp.rehearse.sharding import Sharding, compare, kept, of_attention
-
-CHEAPEST = ("zero1", "zero2", "fsdp2", "zero3")  # engines, from the one that sends least to those that hold least
-
-
-@dataclass(frozen=True)
-class Change:
-    """One change of the configuration, with what follows from it. `refused` says why it cannot be made."""
-
-    words: str
-    prediction: Prediction | None = None
-    refused: str | None = None
-
-    def fits(self, limit: int) -> bool:
-        return self.prediction is not None and self.prediction.peak.bytes <= limit
 
 
 @dataclass(frozen=True)
@@ -48,6 +35,7 @@ class Answer:
     rings: dict[int, Longest | str]  # by ring size; a text says why there is no such ring
     changes: Sequence[Change]
     sharding: Sharding | None  # None for a ring of one
+    engine_chosen: str | None = None  # why engine=auto takes this engine
 
     @property
     def limit(self) -> int:
@@ -61,34 +49,29 @@ class Answer:
     def remedy(self) -> Change | None:
         """The change that fits and takes the least time; None if the run fits, or no single change makes it fit."""
         fitting = [change for change in self.changes if change.fits(self.limit)]
-        return None if self.fits else min(fitting, key=seconds_of, default=None)
-
-
-def seconds_of(change: Change) -> float:
-    return seconds(change.prediction) if change.prediction is not None else float("inf")
-
-
-def seconds(prediction: Prediction) -> float:
-    """Return the estimated seconds of a step."""
-    counts = prediction.counts()
-    return counts.seconds + counts.waited
+        return None if self.fits else min(fitting, key=cost, default=None)
 
 
 def answer(overrides: Sequence[str]) -> Answer:
     """Rehearse a configuration, then the same on other rings and with single changes."""
-    cfg = compose_elsewhere(overrides)
-    model = load_config(cfg.model, cfg.data.max_length)
+    composed = compose_elsewhere(overrides)
+    model = load_config(composed.model, composed.data.max_length)
     processes = len(os.sched_getaffinity(0))
     parameters = count_parameters(model)
     preload()  # rehearsals are forked from this process
+    engine = first_that_fits(composed, model)
+    rings = {size: _like(engine.cfg, other) for size, other in _rings(composed, overrides)}
+    there = [each for each in rings.values() if isinstance(each, Config)]
+    cfg, *wider = at_once([laid_out(each, model) for each in (engine.cfg, *there)], processes)
+    rings |= zip([size for size, each in rings.items() if isinstance(each, Config)], wider, strict=True)
     (asked,) = at_once([predict_and_fit(cfg, model)], processes)
-    rings, changes = dict(_rings(cfg, overrides)), list(_changes(cfg, overrides))
+    changes = list(singles(engine.cfg, engines=engine.chosen is None))
     others = _others(rings, cfg, asked.longest)
     slope = asked.longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
     *found, one = at_once(
         [
             *(fit_like(other, model, slope / size, asked.slopes) for size, other in others),
-            *(predict_once(each, model) for _, each in changes if isinstance(each, Config)),
+            *(attempt(each, model) for _, each in changes),
             rehearsed_alone(cfg, model, asked.log.layers),
         ],
         processes,
@@ -96,13 +79,17 @@ def answer(overrides: Sequence[str]) -> Answer:
     lengths: dict[int, Longest | str] = {size: each for size, each in rings.items() if isinstance(each, str)}
     lengths |= {size: result for (size, _), result in zip(others, found, strict=False)}
     lengths[cfg.parallel.ring_size] = asked.longest
-    predicted = iter(found[len(others) :])
-    tried = [
-        Change(words, refused=each) if isinstance(each, str) else Change(words, next(predicted))
-        for words, each in changes
-    ]
+    predicted = zip(changes, found[len(others) :], strict=True)
+    tried = [*engine.others, *(Change.of(words, result) for (words, _), result in predicted)]
     sharding = None if one is None else shared_out(cfg, model, asked.log, one)
-    return Answer(cfg, parameters, asked.prediction, asked.longest, dict(sorted(lengths.items())), tried, sharding)
+    return Answer(
+        cfg, parameters, asked.prediction, asked.longest, dict(sorted(lengths.items())), tried, sharding, engine.chosen
+    )
+
+
+def _like(cfg: Config, other: Config | str) -> Config | str:
+    """Return another ring with the engine of the run."""
+    return other if isinstance(other, str) else dataclasses.replace(other, engine=cfg.engine)
 
 
 def _others(rings: dict[int, Config | str], cfg: Config, longest: Longest) -> list[tuple[int, Config]]:
@@ -149,27 +136,6 @@ def _rings(cfg: Config, overrides: Sequence[str]) -> Iterator[tuple[int, Config 
         if size in divisors(world) and size != cfg.parallel.ring_size:
             yield size, _composed(overrides, f"parallel.ring_size={size}")
         size *= 2
-
-
-def _changes(cfg: Config, overrides: Sequence[str]) -> Iterator[tuple[str, Config | str]]:
-    """Yield single changes that need less memory."""
-    if not cfg.memory.checkpointing:
-        yield _change(overrides, "memory.checkpointing=true")
-    double = 2 * cfg.parallel.ring_size
-    if cfg.parallel.world_size % double == 0:
-        yield _change(overrides, f"parallel.ring_size={double}")
-    name = cfg.engine.name.value
-    held = CHEAPEST.index(name) if name in CHEAPEST else -1
-    for engine in CHEAPEST[held + 1 :]:
-        yield _change(overrides, f"engine={engine}")
-    if cfg.engine.offload is Offload.none and "optimizer" in ENGINES[name].offload:
-        yield _change(overrides, "engine.offload=optimizer")
-    if cfg.train.micro_batch_size > 1:
-        yield _change(overrides, f"train.micro_batch_size={cfg.train.micro_batch_size // 2}")
-
-
-def _change(overrides: Sequence[str], words: str) -> tuple[str, Config | str]:
-    return words, _composed(overrides, words)
 
 
 def _composed(overrides: Sequence[str], *words: str) -> Config | str:

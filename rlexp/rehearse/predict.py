@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, Device
 from rlexp.rehearse.children import Calls
 from rlexp.rehearse.log import KINDS, Counts, Log, NotAlikeError, Pass, passes
 from rlexp.rehearse.rates import Rates
@@ -114,7 +114,10 @@ def plan_of(cfg: Config, model: Any, rank: int, layers: int | None) -> Plan:
     micro_batches = min(cfg.train.grad_acc, 2)
     batch = micro_batches * cfg.train.micro_batch_size * cfg.parallel.dp_size
     few = dataclasses.replace(cfg.train, batch_size=batch, grad_acc=micro_batches)
-    return Plan(dataclasses.replace(cfg, train=few), model, rank, layers, rates=Rates.of(cfg, cfg.parallel.ring_size))
+    return Plan(
+        dataclasses.replace(cfg, train=few), model, rank, layers, gpu=cfg.launch.device is not Device.cpu,
+        rates=Rates.of(cfg, cfg.parallel.ring_size),
+    )  # fmt: skip
 
 
 def _slopes(smaller: Log, larger: Log, few: int) -> Slopes:

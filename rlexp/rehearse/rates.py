@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from rlexp.config.schema import Config, HardwareConfig, Precision
+from rlexp.config.layouts import near
+from rlexp.config.schema import Config, Device, HardwareConfig, Precision
 
 # Shares of the peak that long kernels reach. Round numbers; docs/gpu.md compares estimates with measurements.
 PRODUCTS, ATTENTION, MEMORY, LINKS = 0.7, 0.5, 0.8, 0.75
@@ -23,9 +25,10 @@ class Rates:
     @staticmethod
     def of(cfg: Config, ring: int) -> Rates:
         hardware = cfg.hardware
+        if cfg.launch.device is Device.cpu:
+            return dataclasses.replace(OF_A_CORE, link=BETWEEN_PROCESSES if near(cfg, ring) else BETWEEN_MACHINES)
         peak = _peak(hardware, cfg.train.precision)
-        near = cfg.launch.nproc % ring == 0 or (ring % cfg.launch.nproc != 0 and cfg.launch.nodes == 1)
-        link = hardware.link_gb_s if near else hardware.network_gb_s
+        link = hardware.link_gb_s if near(cfg, ring) else hardware.network_gb_s
         return Rates(
             products=peak * PRODUCTS,
             attention=peak * ATTENTION,
@@ -37,6 +40,11 @@ class Rates:
     def operator(self, flops: int, size: int) -> float:
         """Return the seconds of an operator that computes and moves so much."""
         return max(self.launch, flops / self.products, size / self.memory)
+
+
+# A core of a common machine, and what two ranks exchange through memory or a network. Round numbers.
+OF_A_CORE = Rates(products=5e10, attention=5e10, memory=1e10, link=0.0, launch=1e-5)
+BETWEEN_PROCESSES, BETWEEN_MACHINES = 2e9, 1e9
 
 
 def _peak(hardware: HardwareConfig, precision: Precision) -> float:

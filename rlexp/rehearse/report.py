@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rlexp.rehearse.answer import Answer, Change, seconds
+from rlexp.launch.preflight import size
+from rlexp.rehearse.answer import Answer
+from rlexp.rehearse.changes import Change, seconds
 from rlexp.rehearse.fit import Longest
 from rlexp.rehearse.log import KINDS, Counts
-from rlexp.rehearse.predict import GIB, Peak
+from rlexp.rehearse.predict import GIB, Peak, Prediction
 from rlexp.rehearse.sharding import in_words
 
 PHASES = ("build", "forward", "reference", "backward", "optimizer", "export")
@@ -16,7 +18,7 @@ HEADS = ("weights", "gradients", "optim.", "reference", "saved act.", "temp.", "
 
 
 def text(answer: Answer) -> str:
-    return "\n".join([*_head(answer), "", *_memory(answer), "", *_verdict(answer), *_fitting(answer), "",
+    return "\n".join([*_head(answer), "", *_memory(answer.prediction), "", *_verdict(answer), *_fitting(answer), "",
                       *_work(answer), "", *_sharding(answer), ""])  # fmt: skip
 
 
@@ -40,17 +42,28 @@ def _head(answer: Answer) -> Iterator[str]:
     )
 
 
-def _memory(answer: Answer) -> Iterator[str]:
-    yield "peak memory of rank 0 by phase, GiB"
+def table(prediction: Prediction) -> str:
+    """Return the memory by phase and kind."""
+    return "".join(f"{line}\n" for line in _memory(prediction))
+
+
+def changed(changes: Sequence[Change], asked: Prediction) -> str:
+    """Return what each change needs, beside what was asked."""
+    return "".join(f"{line}\n" for line in ("", *_changes(changes, asked)))
+
+
+def _memory(prediction: Prediction) -> Iterator[str]:
+    unit, name = (GIB, "GiB") if prediction.peak.bytes >= GIB else (1 << 20, "MiB")
+    yield f"peak memory of rank 0 by phase, {name}"
     yield f"  {'':10}" + "".join(f"{head:>12}" for head in HEADS)
     for phase in PHASES:
-        if phase in answer.prediction.peaks:
-            yield f"  {phase:10}" + _row(answer.prediction.peaks[phase])
+        if phase in prediction.peaks:
+            yield f"  {phase:10}" + _row(prediction.peaks[phase], unit)
 
 
-def _row(peak: Peak) -> str:
-    sizes = [*(peak.by_kind[kind] for kind in KINDS), peak.bytes]
-    return "".join(f"{size / GIB:12.2f}" if size else f"{'':>12}" for size in sizes)
+def _row(peak: Peak, unit: int) -> str:
+    held = [*(peak.by_kind[kind] for kind in KINDS), peak.bytes]
+    return "".join(f"{each / unit:12.2f}" if each else f"{'':>12}" for each in held)
 
 
 def _verdict(answer: Answer) -> Iterator[str]:
@@ -60,6 +73,8 @@ def _verdict(answer: Answer) -> Iterator[str]:
         yield f"fits: {room}."
     else:
         yield f"does not fit: {room}."
+    if answer.engine_chosen is not None:
+        yield f"engine=auto takes {answer.cfg.engine.name.value}: {answer.engine_chosen}."
     if answer.remedy is not None and answer.remedy.prediction is not None:
         there = answer.remedy.prediction.peak.bytes / GIB
         yield f"cheapest change that fits: {answer.remedy.words} ({there:.1f} GiB)."
@@ -69,15 +84,18 @@ def _fitting(answer: Answer) -> Iterator[str]:
     if answer.rings:
         yield ""
         yield "longest sequence that fits, tokens (to 1 %)"
-        for size, found in answer.rings.items():
-            asked = "  (asked)" if size == answer.cfg.parallel.ring_size else ""
-            yield f"  ring of {size:<4}{_length(found)}{asked}"
+        for ring, found in answer.rings.items():
+            asked = "  (asked)" if ring == answer.cfg.parallel.ring_size else ""
+            yield f"  ring of {ring:<4}{_length(found)}{asked}"
     if answer.changes:
         yield ""
-        yield "one change at a time" + " " * 16 + "peak, GiB   time of a step"
-        base = seconds(answer.prediction)
-        for change in answer.changes:
-            yield f"  {change.words:30}" + _changed(change, base)
+        yield from _changes(answer.changes, answer.prediction)
+
+
+def _changes(changes: Sequence[Change], asked: Prediction) -> Iterator[str]:
+    yield "one change at a time" + " " * 21 + "peak   time of a step"
+    for change in changes:
+        yield f"  {change.words:30}" + _changed(change, seconds(asked))
 
 
 def _length(found: Longest | str) -> str:
@@ -89,14 +107,14 @@ def _length(found: Longest | str) -> str:
 def _changed(change: Change, base: float) -> str:
     if change.prediction is None:
         return f"not possible: {change.refused}"
-    return f"{change.prediction.peak.bytes / GIB:13.1f} {seconds(change.prediction) / base:13.2f}×"
+    return f"{size(change.prediction.peak.bytes):>13} {seconds(change.prediction) / base:13.2f}×"
 
 
 def _work(answer: Answer) -> Iterator[str]:
     counts = answer.prediction.counts()
     total = seconds(answer.prediction)
     sent = sum(counts.sent.values())
-    each = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in sorted(counts.sent.items()) if size > 1e6)
+    each = ", ".join(f"{name} {count / 1e9:.3g}" for name, count in sorted(counts.sent.items()) if count > 1e6)
     yield "a step of a rank"
     yield f"  operations      {counts.flops:.3g} floating-point, in matrix products and attention"
     yield f"  memory traffic  {counts.bytes / 1e9:,.0f} GB"
@@ -141,6 +159,7 @@ def plain(answer: Answer) -> dict[str, Any]:
         "peaks_bytes": {phase: peak.by_kind for phase, peak in answer.prediction.peaks.items() if phase},
         "longest": {str(size): _plain_longest(found) for size, found in answer.rings.items()},
         "changes": {each.words: _plain_change(each) for each in answer.changes},
+        "engine": answer.cfg.engine.name.value,
         "remedy": None if answer.remedy is None else answer.remedy.words,
         "step": {
             "flops": counts.flops,

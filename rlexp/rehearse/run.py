@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from rlexp.config.schema import Config
 from rlexp.engine import rehearsed
@@ -28,6 +26,7 @@ from rlexp.rehearse.kernel import CountedKernel
 from rlexp.rehearse.log import Log
 from rlexp.rehearse.mode import Counting, Rehearsing
 from rlexp.rehearse.rates import Clock, Rates
+from rlexp.rehearse.world import joined
 from rlexp.ring.groups import World
 from rlexp.ring.kernels import BlockKernel, get_kernel
 from rlexp.rollout.bridge import Bridge
@@ -143,25 +142,6 @@ class LoggedPhases(Phases):
 
     def report(self, meter: Meter) -> None:
         """Report nothing: the log has it all."""
-
-
-@contextlib.contextmanager
-def joined(rank: int, ranks: int) -> Iterator[None]:
-    """Make this process a rank of a world in which nothing is sent."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    name = rehearsed_device().type
-    before = os.environ.get("LOCAL_RANK")
-    os.environ["LOCAL_RANK"] = "0"
-    dist.init_process_group(f"cpu:fake,{name}:fake", rank=rank, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        if before is None:
-            del os.environ["LOCAL_RANK"]
-        else:
-            os.environ["LOCAL_RANK"] = before
 
 
 def kernel_for(name: str, _device: str, dtype: torch.dtype, _head_size: int | None) -> BlockKernel:

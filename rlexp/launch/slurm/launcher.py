@@ -18,12 +18,12 @@ from rlexp.config.launchers import SlurmJobs
 from rlexp.errors import ConfigError
 from rlexp.files import replacing
 from rlexp.launch import folder
-from rlexp.launch.planning import Planned, Refusal, done
+from rlexp.launch.planning import Planned, Refusal, done, refuse
 from rlexp.launch.slurm import keys, queue
 from rlexp.launch.slurm.limits import exceeded, kinds, partitions
 from rlexp.launch.slurm.meeting import RUN_DIR
 from rlexp.launch.slurm.queue import Known
-from rlexp.launch.submitting import Submitting, refuse, resources
+from rlexp.launch.submitting import Submitting, resources
 from rlexp.launch.sweep import Sweep
 
 
@@ -90,7 +90,7 @@ class SlurmLauncher(Submitting):
                 return taken
             for planned in jobs:
                 planned.refusal = Refusal("failed", f"Slurm did not accept it: {_sbatch_said(str(error))}")
-                refuse(sweep, planned)
+                refuse(sweep, planned.job, planned.refusal)
             return {}
         for planned, job in zip(jobs, handed, strict=True):
             planned.job.job_id = job.job_id
@@ -157,7 +157,7 @@ class SlurmLauncher(Submitting):
         jobs = self.plan(sweep, job_overrides, initial_job_idx)
         for planned in jobs:
             if planned.refusal is not None:
-                refuse(sweep, planned)
+                refuse(sweep, planned.job, planned.refusal)
         runnable = [planned for planned in jobs if planned.refusal is None]
         if not runnable:
             raise ConfigError("hydra.launcher.dry_run=true: nothing would be submitted, since no job can be run.")

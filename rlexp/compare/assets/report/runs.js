@@ -51,6 +51,8 @@ const COLUMNS = [
   ["Max difference", (run) => run.worst_difference, differenceCells],
   ["Tokens/s", (run) => run.tokens_per_second, (run) => [count(run.tokens_per_second)]],
   ["Efficiency", (run) => run.efficiency, (run) => [percent(run.efficiency)]],
+  ...(runs.some((run) => known(run.predicted_bytes))
+    ? [["Predicted memory", (run) => run.predicted_bytes, (run) => [bytes(run.predicted_bytes)]]] : []),
   COUNTED
     ? ["Peak tensors", (run) => tensorsOf(run).bytes, tensorCells]
     : ["Peak memory", (run) => run.peak_bytes, (run) => peakCells(memoryOf(run))],

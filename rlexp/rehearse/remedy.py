@@ -1,0 +1,114 @@
+"""The first engine that fits, and the cheapest change, or pair of changes, that makes a run fit."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlexp.config.layouts import heads_in, with_layout
+from rlexp.config.schema import Config, LayoutName
+from rlexp.launch.preflight import size
+from rlexp.rehearse.changes import Change, cost, engines_for, offloads, pairs, seconds, singles
+from rlexp.rehearse.children import Calls, at_once
+from rlexp.rehearse.fit import predict_once, room
+from rlexp.rehearse.layouts import choosing
+from rlexp.rehearse.predict import Prediction
+
+Result = Prediction | Exception
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A configuration with the engine that a run takes. `chosen` says why, and `others` are the engines that were tried
+    too, where engine=auto was given; else nothing has been predicted yet."""
+
+    cfg: Config
+    chosen: str | None = None
+    others: Sequence[Change] = ()
+    prediction: Prediction | None = None
+
+
+def first_that_fits(cfg: Config, model: Any) -> Taken:
+    """Return the run with the engine that was named, or with engine=auto the first that fits, or the smallest."""
+    if cfg.engine.chosen is None:
+        return Taken(cfg)
+    options, limit = engines_for(cfg), room(cfg)
+    first = whole(tried(options[:1], model)[0])
+    if first.peak.bytes <= limit:
+        return Taken(options[0], "the default, and it fits", (), first)
+    names = [each.engine.name.value for each in options]
+    results = dict(zip(names, [first, *tried(options[1:], model)], strict=True))
+    peaks = {name: each.peak.bytes for name, each in results.items() if isinstance(each, Prediction)}
+    fitting = [name for name, peak in peaks.items() if peak <= limit]
+    best = fitting[0] if fitting else min(peaks, key=lambda name: peaks[name])
+    before = list(peaks)[: list(peaks).index(best)] if fitting else list(peaks)
+    needs = ", ".join(f"{name} needs {size(peaks[name])}" for name in before)
+    fits = f"the first that fits, with {size(peaks[best])} of {size(limit)}; {needs}"
+    others = [Change.of(f"engine={name}", result) for name, result in results.items() if name != best]
+    why = fits if fitting else f"no engine fits ({needs})"
+    return Taken(options[names.index(best)], why, others, whole(results[best]))
+
+
+def cheapest(taken: Taken, asked: Prediction, single: Sequence[Change], model: Any) -> Change | None:
+    """Return the change, or the pair of changes, that fits and takes the least time; None if there is none.
+
+    Pairs are tried in the order of the time that their two changes take one by one.
+    """
+    limit = room(taken.cfg)
+    if fitting := [change for change in single if change.fits(limit)]:
+        return min(fitting, key=cost)
+    base = seconds(asked)
+    slower = {each.words: seconds(each.prediction) / base for each in single if each.prediction is not None}
+
+    def guess(words: Sequence[str]) -> tuple[bool, float]:
+        return any(map(offloads, words)), math.prod(slower.get(each, 2.0) for each in words)
+
+    options = pairs(taken.cfg, engines=taken.chosen is None)
+    together = sorted(options, key=guess)
+    at_a_time = len(os.sched_getaffinity(0))
+    for start in range(0, len(together), at_a_time):
+        some = together[start : start + at_a_time]
+        results = tried([options[words] for words in some], model)
+        both = [Change.of(" ".join(words), result) for words, result in zip(some, results, strict=True)]
+        if fitting := [change for change in both if change.fits(limit)]:
+            return min(fitting, key=cost)
+    return None
+
+
+def changes_of(taken: Taken, model: Any) -> list[Change]:
+    """Predict each single change."""
+    options = list(singles(taken.cfg, engines=taken.chosen is None))
+    results = tried([cfg for _, cfg in options], model)
+    return [Change.of(words, result) for (words, _), result in zip(options, results, strict=True)]
+
+
+def tried(options: Sequence[Config], model: Any) -> list[Result]:
+    """Predict configurations side by side; for one that fails, return the error."""
+    return at_once([attempt(cfg, model) for cfg in options], len(os.sched_getaffinity(0)))
+
+
+def attempt(cfg: Config, model: Any) -> Calls:
+    """Predict a configuration, or return the error. A task of `children.at_once`."""
+    try:
+        cfg = yield from laid_out(cfg, model)
+        prediction: Prediction = yield from predict_once(cfg, model)
+    except Exception as error:
+        return error
+    return prediction
+
+
+def laid_out(cfg: Config, model: Any) -> Calls:
+    """Replace parallel.layout=auto by the layout that it takes. A task of `children.at_once`."""
+    if cfg.parallel.layout is not LayoutName.auto:
+        return cfg
+    choice = yield from choosing(cfg, heads_in(model.to_dict()))
+    return with_layout(cfg, choice)
+
+
+def whole(result: Result) -> Prediction:
+    if isinstance(result, Exception):
+        raise result
+    return result
