@@ -141,7 +141,7 @@ def test_the_command_fails_on_a_broken_copy_of_the_package(tmp_path: Path) -> No
     """The whole program as it is installed, with one function changed on disk."""
     for folder in ("rlexp", "conf", "launchers", "sweeps"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / "rlexp" / "engine" / "plain.py").open("a", encoding="utf-8") as engine:
+    with (tmp_path / "rlexp" / "engine" / "reducing.py").open("a", encoding="utf-8") as engine:
         engine.write(SUMMED)
     done = subprocess.run(
         [sys.executable, "-m", "rlexp.verify", *FP64, "--steps", "1", "--json", "out.json"],
@@ -158,13 +158,14 @@ def test_the_command_fails_on_a_broken_copy_of_the_package(tmp_path: Path) -> No
 
 SUMMED = """
 
-def _summed(self, right=PlainEngine._reduce):
+def _summed(self, right=Reducing._land):
+    bucket = self._sent[0].bucket
     right(self)
-    for master in self.masters.values():
-        master.grad *= self.world.size
+    for parameter in bucket:
+        parameter.grad *= self.world.size
 
 
-PlainEngine._reduce = _summed
+Reducing._land = _summed
 """
 
 

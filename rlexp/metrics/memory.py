@@ -100,9 +100,10 @@ class Phases:
             meter.add_max(f"{phase}_peak", peak)
         meter.add_max("peak", max(self._peaks.values()))
         if self._count is not None:  # each rank chooses what it counts, and all give the same names
+            tensors = self._tensors if self._count.always else self._highest_tensors  # so far, where not all is counted
             for phase in self._peaks:
-                meter.add_max(f"{phase}_tensors_peak", self._tensors.get(phase, -math.inf))
-            meter.add_max("tensors_peak", max(self._tensors.values(), default=-math.inf))
+                meter.add_max(f"{phase}_tensors_peak", tensors.get(phase, -math.inf))
+            meter.add_max("tensors_peak", max(tensors.values(), default=-math.inf))
         self._say("between steps")
 
     def explained(self, error: BaseException, rank: int) -> OutOfMemory | None:
