@@ -86,7 +86,7 @@ def expect_rows(sent: list[dict], rows: list[dict]) -> None:
     """Expect each step once, in order, with every value.
 
     A step that was sent, lost by the kill and computed again has the values of the first time: its curve is the same
-    up to rounding, and its speed and memory are those of the first time. A run that goes on counts its live tensors anew.
+    up to rounding, and its speed and memory are those of the first time. Live tensors are counted anew.
     """
     assert [row["train/global_step"] for row in sent] == [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for one, other in zip(map(values_of, sent), map(values_of, rows), strict=True):

@@ -9,13 +9,10 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from rlexp.prove.kept import KeptOnRank
 
 Array = npt.NDArray[Any]
 SIDES = ("chosen", "rejected")
@@ -109,7 +106,7 @@ class Trace:
     steps: list[StepSeen] = field(default_factory=list)
     held_out: list[Micro] = field(default_factory=list)
     stopped: str | None = None  # why the run refused a step: a value was not finite
-    kept: KeptOnRank | None = None  # for the backward pass of the first micro-batch
+    kept: Any = None  # for the backward pass of the first micro-batch: a `KeptOnRank`, which the reference must not see
 
     @property
     def replica(self) -> int:
