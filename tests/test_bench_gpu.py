@@ -102,9 +102,8 @@ def test_the_rates_are_rehearsed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "engines", [("torch", "zero1"), pytest.param(tuple(ENGINES), marks=pytest.mark.prove)], ids=" ".join
-)
+@pytest.mark.prove
+@pytest.mark.parametrize("engines", [("torch", "zero1"), tuple(ENGINES)], ids=" ".join)
 def test_the_training_is_rehearsed(tmp_path: Path, engines: tuple[str, ...]) -> None:
     """Every memory option of these engines on two ranks: what is counted is what was predicted, to 2 %."""
     file = page(tmp_path)
