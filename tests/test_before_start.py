@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from rlexp.config.hardware import gpu_of, memory_here
+from rlexp.config.gpus import gpu_of
+from rlexp.config.hardware import memory_here
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, HardwareConfig
 from rlexp.launch import preflight

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, found without importing torch, and the descriptions of GPUs in `conf/hardware/`."""
+"""The GPUs of this machine, found without importing torch, or anything that is installed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ import subprocess
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
-
-from rlexp.config.paths import conf_dir
-from rlexp.config.schema import HardwareConfig
 
 _ASSUMED: ContextVar[int | None] = ContextVar("assumed GPUs", default=None)
 
@@ -93,29 +87,6 @@ def hardware_here() -> str | None:
 
 
 AS_CUDA_SEES = 0.993  # of the memory that nvidia-smi reports, which counts what the driver keeps for itself
-TYPICAL = "h100"  # the rates of a GPU that is not known: they rank changes, and decide nothing
-
-
-def described(option: str) -> dict[str, Any]:
-    """Return what `conf/hardware/` says of an option; empty if there is none of this name."""
-    file = conf_dir() / "hardware" / f"{option}.yaml"
-    container = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
-    return {str(key): value for key, value in container.items()} if isinstance(container, dict) else {}
-
-
-def gpu_of(hardware: HardwareConfig, *, here: bool = True) -> HardwareConfig | None:
-    """Return `hardware=auto` with what was left out; None if the memory is not known. With `here`, this machine's GPUs
-    are the run's, and tell it."""
-    option = hardware_here() if here else None
-    like = described(option or TYPICAL)
-    given = {key: value for key, value in vars(hardware).items() if value and key != "name"}
-    if hardware.memory_gib:
-        like["reserve_gib"] = hardware.reserve_gib
-    elif here and (memory := memory_here()) is not None:
-        like["memory_gib"] = memory
-    else:
-        return None
-    return HardwareConfig(**(like | given | {"name": option or hardware.name}))
 
 
 def memory_here() -> float | None:

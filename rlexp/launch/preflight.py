@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlexp import __version__
-from rlexp.config.hardware import gpu_of
+from rlexp.config.gpus import gpu_of
 from rlexp.config.layouts import Choice, candidates, with_layout
 from rlexp.config.load import to_plain
 from rlexp.config.rehearsed import unrehearsable

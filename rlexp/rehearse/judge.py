@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlexp.config.hardware import TYPICAL, described
+from rlexp.config.gpus import TYPICAL, described
 from rlexp.config.layouts import Choice, heads_in, heads_of
 from rlexp.config.load import from_plain
 from rlexp.config.schema import Config, HardwareConfig, HFModelConfig, LayoutName
