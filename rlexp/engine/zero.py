@@ -198,7 +198,7 @@ class _Partitioned(Named, abc.ABC):
 class Stage12(_Partitioned):
     """Stages 1 and 2: whole weights, and a partition of the flattened masters and their moments.
 
-    Its ZeRO optimizer attaches to each parameter a description of this rank's fragment.
+    DeepSpeed's ZeRO optimizer attaches to each parameter a description of this rank's fragment.
     """
 
     def _initialized(self, **arguments: Any) -> Any:
