@@ -48,7 +48,8 @@ GPUS = 2 if HERE == "cpu" else visible_gpus()
 RINGS = [size for size in (1, 2, 4, 8) if size <= max(1, GPUS)]
 HEADS = 8
 LSE = 1  # the place of the log-sum-exp among the results of both passes
-# Shares of the largest number of a result. Not measured on a GPU yet: a flash kernel rounds its probabilities to 16 bits before it multiplies.
+# Shares of the largest number of a result, not measured on a GPU yet. A flash kernel rounds its probabilities to
+# 16 bits before it multiplies.
 TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5}
 SHORT = ("logger=none", "data=synthetic", "data.size=16", "data.eval_size=4", "train.batch_size=8", "optim.lr=1e-3",
          "train.max_steps=4")  # fmt: skip
