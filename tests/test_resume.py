@@ -345,6 +345,30 @@ def test_a_step_that_takes_too_long_is_abandoned_whole(tmp_path: Path, how: str)
     assert run_json(tmp_path / "run")["status"] == "stopped"
 
 
+def test_a_stop_that_comes_while_an_object_is_freed_is_not_lost() -> None:
+    """Python drops what is raised there, and goes on."""
+    code = """
+import os, signal, sys, time, weakref
+from rlexp.launch import stops
+
+class Freed:
+    pass
+
+stops.hear_stops(under_launcher=True)
+held = Freed()
+gone = weakref.ref(held, lambda _: os.kill(os.getpid(), stops.END_NOW))
+try:
+    del held
+    print("goes on", flush=True)
+    time.sleep(20)
+except stops.Terminated as ended:
+    print(ended, ended.exit_code)
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert answer.stdout.splitlines() == ["goes on", "stopped by SIGINT 130"]
+    assert not answer.stderr
+
+
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(rlexp: Shell, tmp_path: Path) -> None:
     process = start(tmp_path, "checkpoint.save_every=null")
     wait_for_steps(tmp_path, process)

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.S
 PASSED_ON = {asked: signal.SIGRTMIN + 1 + number for number, asked in enumerate(ASKING)}
 END_NOW, PEER_FAILED = signal.SIGRTMIN + 8, signal.SIGRTMIN + 9
 _ALL = {*ASKING, *PASSED_ON.values(), END_NOW, PEER_FAILED}
+AGAIN = 0.002  # seconds until a stop that was lost is raised again
 LAST = 4.0  # seconds after the grace, for a rank in a call that Python cannot interrupt
 END_TIME = "SLURM_JOB_END_TIME"  # seconds since 1970, set by Slurm or by the batch script
 TIME_IS_UP = signal.SIGXCPU
@@ -117,6 +119,13 @@ def hear_stops(*, under_launcher: bool) -> None:
         signal.signal(PEER_FAILED, lambda signum, _frame: _stops.end(signum))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ALL)
     signal.signal(signal.SIGALRM, lambda _signum, _frame: _stops.end(_stops.asked or signal.SIGALRM))
+    told = sys.unraisablehook
+    sys.unraisablehook = lambda lost: _raise_again() if isinstance(lost.exc_value, Terminated) else told(lost)
+
+
+def _raise_again() -> None:
+    """Raise a stop again, soon: it came while an object was being freed, where Python drops what is raised."""
+    signal.setitimer(signal.ITIMER_REAL, AGAIN)
 
 
 def deaf() -> None:
