@@ -20,9 +20,9 @@ from rlexp.rehearse.changes import Change, cost, singles
 from rlexp.rehearse.children import Calls, at_once
 from rlexp.rehearse.fit import STEP, Longest, fit_like, predict_and_fit, room, with_length
 from rlexp.rehearse.log import Log
-from rlexp.rehearse.predict import Prediction, plan_of
+from rlexp.rehearse.predict import Prediction, plan_of, rehearsals
 from rlexp.rehearse.remedy import attempt, first_that_fits, laid_out
-from rlexp.rehearse.run import preload, rehearse
+from rlexp.rehearse.run import preload
 from rlexp.rehearse.sharding import Sharding, compare, kept, of_attention
 
 
@@ -64,13 +64,13 @@ def answer(overrides: Sequence[str]) -> Answer:
     there = [each for each in rings.values() if isinstance(each, Config)]
     cfg, *wider = at_once([laid_out(each, model) for each in (engine.cfg, *there)], processes)
     rings |= zip([size for size, each in rings.items() if isinstance(each, Config)], wider, strict=True)
-    (asked,) = at_once([predict_and_fit(cfg, model)], processes)
+    ((asked, longest),) = at_once([predict_and_fit(cfg, model)], processes)
     changes = list(singles(engine.cfg, engines=engine.chosen is None))
-    others = _others(rings, cfg, asked.longest)
-    slope = asked.longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
+    others = _others(rings, cfg, longest)
+    slope = longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
     *found, one = at_once(
         [
-            *(fit_like(other, model, slope / size, asked.slopes) for size, other in others),
+            *(fit_like(other, model, slope / size, asked.grows) for size, other in others),
             *(attempt(each, model) for _, each in changes),
             rehearsed_alone(cfg, model, asked.log.layers),
         ],
@@ -78,12 +78,12 @@ def answer(overrides: Sequence[str]) -> Answer:
     )
     lengths: dict[int, Longest | str] = {size: each for size, each in rings.items() if isinstance(each, str)}
     lengths |= {size: result for (size, _), result in zip(others, found, strict=False)}
-    lengths[cfg.parallel.ring_size] = asked.longest
+    lengths[cfg.parallel.ring_size] = longest
     predicted = zip(changes, found[len(others) :], strict=True)
     tried = [*engine.others, *(Change.of(words, result) for (words, _), result in predicted)]
     sharding = None if one is None else shared_out(cfg, model, asked.log, one)
     return Answer(
-        cfg, parameters, asked.prediction, asked.longest, dict(sorted(lengths.items())), tried, sharding, engine.chosen
+        cfg, parameters, asked.prediction, longest, dict(sorted(lengths.items())), tried, sharding, engine.chosen
     )
 
 
@@ -106,7 +106,7 @@ def rehearsed_alone(cfg: Config, model: Any, layers: int) -> Calls:
     """Rehearse so many layers on a ring of one with the same sequences; None if that is the ring."""
     if cfg.parallel.ring_size == 1:
         return None
-    (one,) = yield [(rehearse, (plan_of(alone(cfg), model, 0, layers),))]
+    (one,) = yield from rehearsals([plan_of(alone(cfg), model, 0, layers)])
     return one
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from rlexp.config.schema import Config
 from rlexp.rehearse.children import Calls
-from rlexp.rehearse.log import Log
-from rlexp.rehearse.predict import GIB, Peak, Prediction, Slopes, predict, predict_again
+from rlexp.rehearse.log import ACTIVATIONS, TEMPORARIES
+from rlexp.rehearse.predict import GIB, Found, Grows, Prediction, predict, predict_again
 
 STEP = 1024  # tokens: lengths are multiples of it for each rank of a ring
 CLOSE = 0.99  # of the room: a length that fills as much is long enough
 TRIES = 6
+FIRST = 4096  # tokens for each rank of a ring, where nothing is known yet
 LONGEST = 1 << 28  # tokens
 
 
@@ -50,7 +51,8 @@ class Search:
     def guess(self, slope: float) -> int:
         """Return where a line through the nearest known length reaches the limit, between what is known."""
         near = min(self.peaks, key=lambda length: abs(self.peaks[length] - self.limit))
-        tokens = near + (self.limit - self.peaks[near]) / slope if slope > 0 else near * 4
+        start = FIRST * self.granule // STEP
+        tokens = near + (self.limit - self.peaks[near]) / slope if slope > 0 else start if near < start else near / 4
         inside = max(int(tokens) // self.granule * self.granule, self.best + self.granule)
         if self.above is not None:
             inside = min(inside, self.above - self.granule)
@@ -81,17 +83,8 @@ def with_length(cfg: Config, length: int) -> Config:
 
 def predict_once(cfg: Config, model: Any) -> Calls:
     """Predict a configuration at its own length. A task of `children.at_once`."""
-    prediction: Prediction
-    prediction, *_ = yield from predict(cfg, model)
-    return prediction
-
-
-@dataclass(frozen=True)
-class Found:
-    prediction: Prediction
-    longest: Longest
-    slopes: Slopes | None
-    log: Log  # of the fewest layers
+    found: Found = yield from predict(cfg, model)
+    return found.prediction
 
 
 def predict_and_fit(cfg: Config, model: Any, slope: float = 0.0) -> Calls:
@@ -99,37 +92,40 @@ def predict_and_fit(cfg: Config, model: Any, slope: float = 0.0) -> Calls:
 
     `slope` is a guess of the bytes that a token adds, if there is one.
     """
-    prediction, slopes, log = yield from predict(cfg, model)
-    longest = yield from _longest(cfg, model, prediction.peak, slopes, slope)
-    return Found(prediction, longest, slopes, log)
+    found: Found = yield from predict(cfg, model)
+    longest: Longest = yield from _longest(cfg, model, found, slope)
+    return found, longest
 
 
-def fit_like(cfg: Config, model: Any, slope: float, slopes: Slopes | None) -> Calls:
-    """Find the longest sequence that fits, for another ring of a configuration whose slopes are known.
+def fit_like(cfg: Config, model: Any, slope: float, known: Grows | None) -> Calls:
+    """Find the longest sequence that fits, for another ring; `slope` is a guess of the bytes that a token adds.
 
-    `slope` is a guess of the bytes that a token adds. A task of `children.at_once`.
+    A task of `children.at_once`.
     """
-    first = yield from _peak(cfg, model, slopes)
-    longest: Longest = yield from _longest(cfg, model, first, slopes, slope)
+    first = yield from predict(cfg, model, known=known)
+    longest: Longest = yield from _longest(cfg, model, first, slope)
     return longest
 
 
-def _longest(cfg: Config, model: Any, first: Peak, slopes: Slopes | None, slope: float) -> Calls:
-    """Search from the configuration's own length, whose peak is known."""
-    search = Search(room(cfg), STEP * cfg.parallel.ring_size, {cfg.data.max_length: first.bytes})
-    phases = {cfg.data.max_length: first.phase}
+def _longest(cfg: Config, model: Any, found: Found, slope: float) -> Calls:
+    """Search from the configuration's own length, whose prediction is known."""
+    limit, ring, peak = room(cfg), cfg.parallel.ring_size, found.prediction.peak
+    search = Search(limit, STEP * ring, {cfg.data.max_length: peak.bytes})
+    phases = {cfg.data.max_length: peak.phase}
     for _ in range(TRIES):
         if search.done:
             break
-        length = search.guess(search.slope() or slope)
+        length = search.guess(slope)
         if length in search.peaks:
             break
-        peak = yield from _peak(with_length(cfg, length), model, slopes)
+        found = yield from predict_again(with_length(cfg, length), model, found.grows)
+        peak = found.prediction.peak
         search.peaks[length], phases[length] = peak.bytes, peak.phase
+        slope = search.slope() if len(search.peaks) > 2 or slope else _steepness(found.prediction, length)
     known = search.best or min(search.peaks)
-    return Longest(search.best, search.peaks[known], search.slope() or slope, phases[known])
+    return Longest(search.best, search.peaks[known], slope or search.slope(), phases[known])
 
 
-def _peak(cfg: Config, model: Any, slopes: Slopes | None) -> Calls:
-    prediction: Prediction = yield from predict_again(cfg, model, slopes)
-    return prediction.peak
+def _steepness(prediction: Prediction, length: int) -> float:
+    """Return the bytes that a token seems to add: a short sequence's peak may be elsewhere than a long one's."""
+    return sum(prediction.peak.by_kind[kind] for kind in (ACTIVATIONS, TEMPORARIES)) / length

@@ -1,4 +1,4 @@
-"""What the tensors of a run are for, and where its layers begin: labels and marks for the log."""
+"""What the tensors of a run are for, and in which module they are made: labels for the log."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from rlexp.metrics.tensors import LiveTensors
 from rlexp.rehearse.log import GRADIENTS, OPTIMIZER, REFERENCE, WEIGHTS, Log
-
-LAYER = "layer"
-FORWARD = ("forward", "reference")
 
 
 def label(log: Log, live: LiveTensors, engine: Any, frozen: Iterable[nn.Module]) -> None:
@@ -68,13 +65,6 @@ def _local(tensor: Any) -> Iterator[Tensor]:
         yield tensor
 
 
-def mark_layers(log: Log, modules: Iterable[nn.Module], names: set[str]) -> None:
-    """Begin a section of the log at each layer's forward pass and at its backward pass."""
-    for module in modules:
-        if names & {kind.__name__ for kind in type(module).__mro__}:  # FSDP makes a class of its own of each
-            _mark(log, module)
-
-
 def mark_modules(log: Log, live: LiveTensors, policy: nn.Module) -> None:
     """Tell the log in whose forward pass a storage is made: the innermost module's, by the model's own names.
 
@@ -108,23 +98,3 @@ def mark_modules(log: Log, live: LiveTensors, policy: nn.Module) -> None:
     for name, module in policy.named_modules():
         module.register_forward_pre_hook(entering(name.removeprefix("model.") or type(module).__name__))
         module.register_forward_hook(leave, always_call=True)  # a recomputation ends by an exception
-
-
-def _mark(log: Log, layer: nn.Module) -> None:
-    def backward(grad: Tensor) -> Tensor:
-        log.mark(LAYER)
-        return grad
-
-    def before(*_: Any) -> None:
-        if log.phase in FORWARD:
-            log.mark(LAYER)
-
-    def after(_module: Any, _args: Any, output: Any) -> None:
-        if log.phase in FORWARD:
-            log.mark("")
-            hidden = output[0] if isinstance(output, tuple) else output
-            if hidden.requires_grad:
-                hidden.register_hook(backward)
-
-    layer.register_forward_pre_hook(before)
-    layer.register_forward_hook(after)

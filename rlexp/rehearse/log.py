@@ -1,14 +1,8 @@
-"""What a rank did, operator by operator: storages made and freed, and counts by phase.
-
-The log of a few layers is stretched to that of many. Layers are alike, so the part between two marks is written in
-again for every layer that was left out.
-"""
+"""What a rank did, operator by operator: storages made and freed, and counts by phase."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -57,26 +51,19 @@ class Counts:
             setattr(result, each.name, total)
         return result
 
-    def like(self, other: Counts) -> bool:
-        """Say whether the same was done, however long it took."""
-        ours, theirs = ((each.flops, each.bytes, each.launches, each.sent, each.syncs) for each in (self, other))
-        return ours == theirs
-
 
 @dataclass(frozen=True)
 class Section:
-    """What happens between two marks."""
+    """What happens from the begin of a phase to the next one's."""
 
     phase: str
-    mark: str  # the mark at its begin: a layer's forward or backward pass, or the phase alone
     first: int  # its first event
-    begins: bool  # a phase
     counts: Counts
 
 
 @dataclass
 class Log:
-    """Events are changes of a storage's size. Sections follow each other; a new one begins with a phase or a mark."""
+    """Events are changes of a storage's size. Sections follow each other; a new one begins with a phase."""
 
     device: str
     numbers: list[int] = field(default_factory=list)
@@ -91,12 +78,14 @@ class Log:
     recomputed: list[tuple[int, int]] = field(default_factory=list)  # events of each recomputation of a layer
     phase: str = ""
     layers: int = 0  # of the model
+    learned: dict[Any, Any] = field(default_factory=dict)  # of operators' results, for rehearsals to come
+    closed: bool = False  # what is freed at the end of a rehearsal is not part of it
 
     def __post_init__(self) -> None:
         self.enter("")
 
     def changed(self, number: int, device: str, size: int) -> None:
-        if device == self.device:
+        if device == self.device and not self.closed:
             self.numbers.append(number)
             self.sizes.append(size)
             if self.module and number not in self.modules:
@@ -115,10 +104,7 @@ class Log:
         if self.sections:
             self.counts.waited += self.clock.wait(self.clock.link_free)
         self.phase = phase
-        self.mark("", begins=True)
-
-    def mark(self, mark: str, *, begins: bool = False) -> None:
-        self.sections.append(Section(self.phase, mark, len(self.sizes), begins, Counts()))
+        self.sections.append(Section(phase, len(self.sizes), Counts()))
 
     # ---- work ----
 
@@ -146,22 +132,27 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Run:
+    """The events of a phase from its begin to its end."""
+
+    phase: str
+    sizes: Array
+    kinds: Array  # places in KINDS
+    counts: Counts
+
+
+@dataclass(frozen=True)
 class Pass:
-    """A phase, or a part of one. Bytes are by kind, relative to its begin."""
+    """What a phase comes to. Bytes are by kind, relative to its begin."""
 
     phase: str
     highest: dict[str, int]  # where the sum is largest
     net: dict[str, int]  # at the end
     counts: Counts
-    layers: bool = False  # layers, one after the other
 
     @property
     def rise(self) -> int:
         return sum(self.highest.values())
-
-
-class NotAlikeError(Exception):
-    """The layers that were rehearsed differ, so others cannot be told from them."""
 
 
 def kinds_of(log: Log) -> list[str]:
@@ -194,59 +185,26 @@ def _by_life(made: str, freed: str | None) -> str:
     return ACTIVATIONS if made in ("forward", "data") and freed != made else TEMPORARIES
 
 
-def passes(log: Log, extra_layers: int = 0) -> list[Pass]:
-    """Return the parts of a log: each phase, or its begin, its layers and its end.
-
-    The layers are all but the last, whose part also has what comes after them. Of these, there are `extra_layers` more.
-    """
+def runs(log: Log) -> list[Run]:
+    """Return the events of each phase, one after the other; a phase may come again."""
     kinds = np.array([KINDS.index(kind) for kind in kinds_of(log)], dtype=np.int64)
     sizes = np.array(log.sizes, dtype=np.int64)
     ends = [*(section.first for section in log.sections[1:]), len(sizes)]
-
-    def part(places: Sequence[int], layers: bool = False) -> Pass:
-        events = np.concatenate([np.arange(log.sections[place].first, ends[place]) for place in places])
-        counts = Counts()
-        for place in places:
-            counts += log.sections[place].counts
-        return _pass(log.sections[places[0]].phase, sizes[events], kinds[events], counts, layers)
-
-    found = []
-    for run in _runs(log.sections):
-        marked = [place for place in run if log.sections[place].mark]
-        if len(marked) < 3:
-            found.append(part(run))
-            continue
-        units = [range(*pair) for pair in itertools.pairwise(marked)]
-        middle = (len(units) - 1) // 2
-        if extra_layers and not _alike(log, sizes, ends, units[middle], units[middle + 1]):
-            raise NotAlikeError(log.sections[run[0]].phase)
-        repeated = [*units[: middle + 1], *[units[middle]] * extra_layers, *units[middle + 1 :]]
-        found.append(part(range(run[0], marked[0])))
-        found.append(part([place for unit in repeated for place in unit], layers=True))
-        found.append(part(range(marked[-1], run[-1] + 1)))
-    return found
+    return [
+        Run(section.phase, sizes[section.first : end], kinds[section.first : end], section.counts)
+        for section, end in zip(log.sections, ends, strict=True)
+    ]
 
 
-def _runs(sections: Sequence[Section]) -> list[range]:
-    """Return the places of the sections of each phase, from its begin to its end."""
-    begins = [place for place, section in enumerate(sections) if section.begins]
-    return [range(*pair) for pair in itertools.pairwise([*begins, len(sections)])]
+def passes(log: Log) -> list[Pass]:
+    return [pass_of(run) for run in runs(log)]
 
 
-def _alike(log: Log, sizes: Array, ends: Sequence[int], one: range, other: range) -> bool:
-    def same(a: int, b: int) -> bool:
-        mine, theirs = log.sections[a], log.sections[b]
-        ours, others = sizes[mine.first : ends[a]], sizes[theirs.first : ends[b]]
-        return mine.counts.like(theirs.counts) and np.array_equal(ours, others)
-
-    return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
-
-
-def _pass(phase: str, sizes: Array, kinds: Array, counts: Counts, layers: bool) -> Pass:
-    highest = int(np.argmax(np.concatenate(([0], np.cumsum(sizes))))) if len(sizes) else 0
+def pass_of(run: Run) -> Pass:
+    highest = int(np.argmax(np.concatenate(([0], np.cumsum(run.sizes))))) if len(run.sizes) else 0
 
     def by_kind(until: int) -> dict[str, int]:
-        totals = np.bincount(kinds[:until], weights=sizes[:until], minlength=len(KINDS))
+        totals = np.bincount(run.kinds[:until], weights=run.sizes[:until], minlength=len(KINDS))
         return {kind: int(total) for kind, total in zip(KINDS, totals, strict=True)}
 
-    return Pass(phase, by_kind(highest), by_kind(len(sizes)), counts, layers)
+    return Pass(run.phase, by_kind(highest), by_kind(len(run.sizes)), run.counts)

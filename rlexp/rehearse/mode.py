@@ -23,6 +23,7 @@ from rlexp.metrics.tensors import LiveTensors, wraps
 from rlexp.rehearse import operators
 from rlexp.rehearse.device import NAME
 from rlexp.rehearse.log import BUFFERS, Log
+from rlexp.rehearse.memo import Memo
 
 aten = torch.ops.aten
 PAGE = 512  # bytes: the allocator of CUDA rounds every block up to a multiple
@@ -37,6 +38,8 @@ class Counting(LiveTensors):
         self.told: set[str] = set()  # groups of whose traffic the log is told
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].device
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         if any(wraps(each) for each in types):
@@ -72,6 +75,8 @@ class Rehearsing(Counting):
     def __init__(self, log: Log) -> None:
         super().__init__(log)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake.cache_enabled = False  # the memo's keys cost less
+        self.memo = Memo()
         self.paused = False
 
     def counts(self, tensor: Tensor) -> bool:
@@ -122,7 +127,7 @@ class Rehearsing(Counting):
         if func is aten.lift_fresh.default and given[0].device.type == NAME:  # fake tensors would keep its numbers
             made = torch.empty_like(given[0])
         else:
-            made = func(*args, **kwargs)
+            made = self.memo.call(func, args, kwargs)
         _forget_numbers(made)
         self.see(made)
         if self._on_device(made) or any(each.device.type == self.log.device for each in given):

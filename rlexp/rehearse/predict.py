@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from rlexp.config.schema import Config, Device
+from rlexp.rehearse import memo
+from rlexp.rehearse.align import Growth, Line, NotAlikeError, grown, grown_like, growth_of
 from rlexp.rehearse.children import Calls
-from rlexp.rehearse.log import KINDS, Counts, Log, NotAlikeError, Pass, passes
+from rlexp.rehearse.layers import FEWEST, cycle_of
+from rlexp.rehearse.log import KINDS, Counts, Log, Pass, passes
 from rlexp.rehearse.rates import Rates
 from rlexp.rehearse.run import Plan, rehearse
 
-FEWEST = 3  # layers of the smaller rehearsal; the larger has one more, and two layers between its ends can be compared
 GIB = 1 << 30
+# Layers from which on each adds the same to every peak, even where a bucket takes the gradients of several layers:
+# their order is another in each, and peaks go on along straight lines. ZeRO-3 gathers up to three layers ahead.
+STEADY, STEADY_ZERO3 = 3, 5
 
 
 @dataclass(frozen=True)
@@ -73,41 +78,67 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Slopes:
-    """What one layer more adds to each part of a log that does not consist of layers: whatever the length."""
+class Grows:
+    """What more layers add to the log of a few."""
 
-    parts: Sequence[Pass]
-    few: int  # layers of the smaller rehearsal
+    layers: int  # of the larger log that was compared
+    period: int  # layers after which they are alike again
+    growth: Sequence[Growth | Line]
+
+    def times(self, model: Any) -> int:
+        return (int(model.num_hidden_layers) - self.layers) // self.period
 
 
-def predict(cfg: Config, model: Any, rank: int = 0) -> Calls:
+@dataclass(frozen=True)
+class Found:
+    """A prediction, and what it was told from."""
+
+    prediction: Prediction
+    grows: Grows | None  # None where all layers were rehearsed
+    log: Log  # of fewest layers
+
+
+def predict(cfg: Config, model: Any, rank: int = 0, known: Grows | None = None) -> Calls:
     """Rehearse a few layers, and tell all others from them. Layers that differ are all rehearsed.
 
-    A task of `children.at_once`; the result is a prediction, the slopes (None where there are none), and the log of the
-    fewest layers.
+    `known` says how many layers were enough at another length. A task of `children.at_once`; the result is a `Found`.
     """
     layers = int(model.num_hidden_layers)
-    few = FEWEST
-    while few < layers - 1:
-        plan = plan_of(cfg, model, rank, few)
-        logs = yield [(rehearse, (plan,)), (rehearse, (dataclasses.replace(plan, layers=few + 1),))]
-        try:
-            slopes = _slopes(logs[0], logs[1], few)
-            return _stretched(logs[1], slopes, layers - few - 1, cfg), slopes, logs[0]
-        except NotAlikeError:
-            few *= 2
-    (log,) = yield [(rehearse, (plan_of(cfg, model, rank, None),))]
-    return Prediction(passes(log), layers, cfg.train.grad_acc), None, log
-
-
-def predict_again(cfg: Config, model: Any, slopes: Slopes | None) -> Calls:
-    """Predict the same run at another length, from one rehearsal where that is enough."""
-    if slopes is not None:
-        (log,) = yield [(rehearse, (plan_of(cfg, model, 0, slopes.few + 1),))]
+    period = cycle_of(model).period
+    steady = STEADY_ZERO3 if cfg.engine.name.value == "zero3" else STEADY
+    fewest = steady if steady == STEADY_ZERO3 or (known is not None and known.layers > steady) else FEWEST
+    logs: dict[int, Log] = {}
+    for few in cycle_of(model).few(layers, fewest):
+        counts = [each for each in (few, few + period) if each not in logs]
+        more = yield from rehearsals(plan_of(cfg, model, rank, each) for each in counts)
+        logs |= dict(zip(counts, more, strict=True))
         with contextlib.suppress(NotAlikeError):
-            return _stretched(log, slopes, int(model.num_hidden_layers) - slopes.few - 1, cfg)
-    prediction, *_ = yield from predict(cfg, model)
-    return prediction
+            growth = growth_of(logs[few], logs[few + period], lines=few >= steady)
+            grows = Grows(few + period, period, growth)
+            passed = grown(logs[grows.layers], growth, grows.times(model))
+            return Found(Prediction(passed, layers, cfg.train.grad_acc), grows, logs[few])
+    (log,) = yield from rehearsals([plan_of(cfg, model, rank, None)])
+    return Found(Prediction(passes(log), layers, cfg.train.grad_acc), None, log)
+
+
+def predict_again(cfg: Config, model: Any, grows: Grows | None) -> Calls:
+    """Predict the same run at another length, from one rehearsal where that is enough. The result is a `Found`."""
+    if grows is not None and not any(isinstance(each, Line) for each in grows.growth):
+        (log,) = yield from rehearsals([plan_of(cfg, model, 0, grows.layers)])
+        with contextlib.suppress(NotAlikeError):
+            passed = grown_like(log, grows.growth, grows.times(model))
+            return Found(Prediction(passed, int(model.num_hidden_layers), cfg.train.grad_acc), grows, log)
+    found: Found = yield from predict(cfg, model, known=grows)
+    return found
+
+
+def rehearsals(plans: Iterable[Plan]) -> Calls:
+    """Rehearse in processes of their own, which are forked with what others learned."""
+    logs: Sequence[Log] = yield [(rehearse, (plan,)) for plan in plans]
+    for log in logs:
+        memo.KNOWN.update(log.learned)
+        log.learned.clear()
+    return logs
 
 
 def plan_of(cfg: Config, model: Any, rank: int, layers: int | None) -> Plan:
@@ -118,41 +149,3 @@ def plan_of(cfg: Config, model: Any, rank: int, layers: int | None) -> Plan:
         dataclasses.replace(cfg, train=few), model, rank, layers, gpu=cfg.launch.device is not Device.cpu,
         rates=Rates.of(cfg, cfg.parallel.ring_size),
     )  # fmt: skip
-
-
-def _slopes(smaller: Log, larger: Log, few: int) -> Slopes:
-    one, other = passes(smaller), passes(larger)
-    if [each.phase for each in one] != [each.phase for each in other]:
-        raise NotAlikeError("the phases")
-    return Slopes([_difference(*pair) for pair in zip(one, other, strict=True)], few)
-
-
-def _stretched(log: Log, slopes: Slopes, extra: int, cfg: Config) -> Prediction:
-    parts, stretched = passes(log), passes(log, extra)
-    if len(parts) != len(slopes.parts):
-        raise NotAlikeError("another number of micro-batches")
-    return Prediction(
-        [
-            whole if whole.layers else _further(part, slope, extra)
-            for part, slope, whole in zip(parts, slopes.parts, stretched, strict=True)
-        ],
-        log.layers + extra,
-        cfg.train.grad_acc,
-    )
-
-
-def _difference(one: Pass, other: Pass) -> Pass:
-    def apart(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
-        return {kind: b[kind] - a[kind] for kind in KINDS}
-
-    return Pass(other.phase, apart(one.highest, other.highest), apart(one.net, other.net), other.counts - one.counts)
-
-
-def _further(part: Pass, slope: Pass, extra: int) -> Pass:
-    """Go on by so many layers from a part."""
-
-    def further(start: dict[str, int], each: dict[str, int]) -> dict[str, int]:
-        return {kind: start[kind] + extra * each[kind] for kind in KINDS}
-
-    counts = part.counts + slope.counts.times(extra)
-    return Pass(part.phase, further(part.highest, slope.highest), further(part.net, slope.net), counts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,8 +20,9 @@ from rlexp.metrics.meter import Meter
 from rlexp.model.loading import random_model
 from rlexp.model.placing import Placing, put_all
 from rlexp.rehearse.device import conversions, rehearsed_device
-from rlexp.rehearse.holdings import label, mark_layers, mark_modules
+from rlexp.rehearse.holdings import label, mark_modules
 from rlexp.rehearse.kernel import CountedKernel
+from rlexp.rehearse.layers import shortened
 from rlexp.rehearse.log import Log
 from rlexp.rehearse.mode import Counting, Rehearsing
 from rlexp.rehearse.rates import Clock, Rates
@@ -65,6 +65,7 @@ def rehearse(plan: Plan) -> Log:
     mode = Rehearsing(log)
     with joined(plan.rank, plan.cfg.parallel.world_size), conversions(), _deepspeed(plan), mode:
         take_steps(plan, device, mode)
+    log.learned = mode.memo.learned
     return log
 
 
@@ -99,7 +100,7 @@ def take_steps(plan: Plan, device: torch.device, mode: Counting) -> None:
         return loaded[-1]
 
     sources = Sources(
-        model_config=lambda *_: _with_layers(plan.model, plan.layers),
+        model_config=lambda *_: shortened(plan.model, plan.layers),
         model=model_of,
         tokenizer=lambda _: None,
         device=lambda _: device,
@@ -116,12 +117,11 @@ def take_steps(plan: Plan, device: torch.device, mode: Counting) -> None:
     mode.told = {each.group.group_name for each in (ring, ring.inner, ring.outer) if each is not None and each.group}
     within = set(engine.policy.modules())
     frozen = [model for model in loaded if model not in within]
-    for part in (engine.policy, *frozen):
-        mark_layers(log, part.modules(), set(loaded[0]._no_split_modules or ()))
     mark_modules(log, mode, engine.policy)
     label(log, mode, engine, frozen)
     for step in range(1, plan.steps + 1):
         train_step(task, step)
+    log.closed = True
 
 
 class LoggedPhases(Phases):
@@ -148,17 +148,6 @@ def kernel_for(name: str, _device: str, dtype: torch.dtype, _head_size: int | No
     """Return the kernel that runs on a GPU without a package of its own, or the one that was named."""
     half = dtype in (torch.bfloat16, torch.float16)
     return get_kernel(("torch_flash" if half else "plain") if name == "auto" else name, "cuda", dtype)
-
-
-def _with_layers(config: Any, layers: int | None) -> Any:
-    if layers is None:
-        return config
-    small = copy.deepcopy(config)
-    kinds = getattr(config, "layer_types", None)
-    if kinds and "layer_types" in vars(config):
-        small.layer_types = list(kinds[:layers])
-    small.num_hidden_layers = layers
-    return small
 
 
 def pairs_of(cfg: Config, _tokenizer: Any, _world: World, _bridge: Bridge | None) -> PairTask:

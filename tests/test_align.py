@@ -1,0 +1,74 @@
+"""Many layers follow from a few: events are laid side by side."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from rlexp.rehearse.align import Line, NotAlikeError, grown, grown_like, growth_of
+from rlexp.rehearse.layers import Cycle, cycle
+from rlexp.rehearse.log import Log, Pass, passes
+
+MIB = 1 << 20
+
+
+def log_of(*phases: tuple[str, Sequence[int]]) -> Log:
+    """Write a log of events in MiB; each event is a storage of its own."""
+    log, numbers = Log("cpu"), itertools.count()
+    for phase, sizes in phases:
+        log.enter(phase)
+        for size in sizes:
+            log.changed(next(numbers), "cpu", size * MIB)
+    return log
+
+
+def model(layers: int, tokens: int = 1) -> Log:
+    """A flat buffer for all, work that keeps something of each layer, and an end whose need grows with the layers."""
+    forward = [7 * tokens, *[30 * tokens, -25 * tokens] * layers, 9 * tokens]
+    end = [100, -100, *[-5 * tokens] * layers, *[11, 13] * layers, *[-11, -13] * layers]
+    return log_of(("build", [3, 4 * layers, 2]), ("forward", forward), ("backward", end))
+
+
+def peaks(found: Sequence[Pass]) -> list[int]:
+    return [each.rise // MIB for each in found]
+
+
+def test_the_peak_is_found_where_it_moves_to() -> None:
+    """With 4 layers the end's peak is its first event, with 40 it is the loop over all layers."""
+    growth = growth_of(model(3), model(4), lines=False)
+    assert peaks(grown(model(4), growth, 36)) == peaks(passes(model(40)))
+    assert peaks(passes(model(40)))[3] > 100 > peaks(passes(model(4)))[3] - 1
+
+
+def test_another_length_follows_from_one_log() -> None:
+    growth = growth_of(model(3), model(4), lines=False)
+    assert peaks(grown_like(model(4, tokens=6), growth, 36)) == peaks(passes(model(40, tokens=6)))
+
+
+def test_layers_that_differ_are_refused_or_go_on_along_a_line() -> None:
+    one = log_of(("forward", [1, 20, -19, 5]))
+    other = log_of(("forward", [1, 20, -19, 33, -31, 5]))
+    with pytest.raises(NotAlikeError):
+        growth_of(one, other, lines=False)
+    (_, line) = growth_of(one, other, lines=True)
+    assert isinstance(line, Line)
+    with pytest.raises(NotAlikeError):
+        grown_like(other, [line, line], 1)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected", "few"),
+    [
+        ("aaaaaaaa", Cycle(0, 1), 2),
+        ("sssssfsssssfss", Cycle(0, 6), 8),
+        ("ddmmmmmmmm", Cycle(2, 1), 4),
+        ("sfsfsfsfsf", Cycle(0, 2), 2),
+    ],
+)
+def test_the_period_of_layers(kinds: str, expected: Cycle, few: int) -> None:
+    assert cycle(list(kinds)) == expected
+    found = list(expected.few(len(kinds), 2))
+    assert all((len(kinds) - each) % expected.period == 0 for each in found)
+    assert found == [] or found[0] == few
