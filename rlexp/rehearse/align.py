@@ -156,8 +156,10 @@ def _growth(smaller: Run, larger: Run) -> Growth:
 
 
 def _tokens(run: Run) -> Array:
-    """Return what is compared: sizes, or only whether it grows where it is small (lists of numbers, for each layer)."""
-    return np.where(np.abs(run.sizes) < SMALL, np.sign(run.sizes), run.sizes)
+    """Return what is compared: size and kind, or only whether it grows where it is small (lists of numbers, for each
+    layer)."""
+    signs = np.sign(run.sizes)
+    return np.where(np.abs(run.sizes) < SMALL, signs, len(KINDS) * run.sizes + signs * run.kinds)
 
 
 def _paired(a: Array, b: Array) -> tuple[Array, Array]:
