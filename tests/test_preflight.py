@@ -11,6 +11,7 @@ import pytest
 
 MODELS = Path(__file__).resolve().parent / "models"
 LLAMA = ("model=hf", f"model.path={MODELS / 'llama_8b'}", "hardware=h100", "launch.nproc=8")
+GRPO = ("loss=grpo", "data=arithmetic", "reward.rule=arithmetic")
 TIMEOUT = 300
 
 
@@ -52,8 +53,12 @@ def test_an_8b_model_on_a_ring_of_8(tmp_path: Path) -> None:
         ),
         (("hardware=h100", "launch.nproc=8", "parallel.ring_size=16"), "parallel.ring_size=16"),
         (
-            ("hardware=h100", "loss=grpo", "data=arithmetic", "reward.rule=arithmetic"),
-            "loss=grpo: reinforcement learning cannot be rehearsed yet",
+            ("hardware=h100", *GRPO, "rollout.engine=vllm"),
+            "predict rollout.engine=native rollout.micro_batch_size=1 hardware.reserve_gib=",
+        ),
+        (
+            ("hardware=h100", "launch.nproc=2", *GRPO, "rollout=pipelined"),
+            "rollout.mode=pipelined: cannot be rehearsed",
         ),
         (("hardware=h100", "launch.device=cpu"), "launch.device=cpu: preflight predicts runs on GPUs"),
         (("hardware=h100", "hardware.memory_gib=0"), "hardware.memory_gib=0: a prediction needs it"),

@@ -24,6 +24,7 @@ SHORT = ("launch.device=cpu", "logger=none", "data.max_length=256", "train.batch
 GPU = ("logger=none", "data.max_length=512", "train.max_steps=1", "hardware=h100")
 
 STEP = ("forward", "reference", "backward")
+PEAKS = (*STEP, "rollout", "score")
 Summary = dict[str, Any]
 
 
@@ -36,7 +37,7 @@ def summary(passes: Any) -> Summary:
     from rlexp.rehearse.predict import Prediction
 
     found = Prediction(passes, 0, 1)
-    peaks = {phase: peak.bytes for phase, peak in found.peaks.items() if phase in ("forward", "backward", "reference")}
+    peaks = {phase: peak.bytes for phase, peak in found.peaks.items() if phase in PEAKS}
     counts = found.counts()
     return {"peak": found.peak.bytes, "peaks": peaks, "flops": counts.flops, "sent": +counts.sent}
 

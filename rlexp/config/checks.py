@@ -50,7 +50,7 @@ def check(cfg: Config, *, here: bool = True) -> None:
     check_backend(cfg, heads, here=here)
     check_layout(cfg, heads)
     check_kernel(cfg, heads, here=here)
-    check_rollout(cfg)
+    check_rollout(cfg, here=here)
     check_policy_loss(cfg)
     check_reward(cfg)
 

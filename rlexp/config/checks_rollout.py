@@ -28,7 +28,7 @@ def minibatches(cfg: Config) -> int:
     return sizes.minibatches(cfg.rollout.batch_size, cfg.rollout.n_samples, cfg.train.batch_size)
 
 
-def check_rollout(cfg: Config) -> None:
+def check_rollout(cfg: Config, *, here: bool = True) -> None:
     rollout = cfg.rollout
     if not is_policy_loss(cfg):
         if isinstance(cfg.data, ArithmeticDataConfig):
@@ -47,7 +47,7 @@ def check_rollout(cfg: Config) -> None:
             f"rollout.stop={rollout.stop}: has an empty text, which would end every answer. Leave it out."
         )
     _check_lengths(cfg)
-    _check_mode(cfg)
+    _check_mode(cfg, here=here)
     if cfg.checkpoint.keep_best and cfg.checkpoint.best_metric == "eval/loss":
         raise ConfigError(
             f"checkpoint.best_metric=eval/loss: loss={cfg.loss.name} has no loss on held-out prompts, so there is "
@@ -74,7 +74,7 @@ def _check_lengths(cfg: Config) -> None:
         )
 
 
-def _check_mode(cfg: Config) -> None:
+def _check_mode(cfg: Config, *, here: bool) -> None:
     rollout = cfg.rollout
     pipelined = rollout.mode is RolloutMode.pipelined
     if pipelined != (rollout.sampling_ranks > 0):
@@ -85,10 +85,10 @@ def _check_mode(cfg: Config) -> None:
             f"rollout.mode={'colocated' if pipelined else 'pipelined'}."
         )
     if rollout.engine is RolloutEngine.vllm:
-        _check_vllm(cfg)
+        _check_vllm(cfg, here=here)
 
 
-def _check_vllm(cfg: Config) -> None:
+def _check_vllm(cfg: Config, *, here: bool) -> None:
     rollout = cfg.rollout
     if cfg.launch.device is Device.cpu:
         raise ConfigError(
@@ -101,7 +101,7 @@ def _check_vllm(cfg: Config) -> None:
             f"rollout.engine=vllm: the model is a mixture of experts ({experts}). vLLM rearranges their weights once, "
             f"when it loads them, and cannot be given new ones. Use rollout.engine=native."
         )
-    if importlib.util.find_spec("vllm") is None:
+    if here and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine=vllm: the package vllm is not installed. Install it on a GPU machine with "
             "`pip install vllm`, or use rollout.engine=native."

@@ -8,10 +8,11 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from rlexp.config.checks_rollout import is_policy_loss
 from rlexp.config.hardware import NAMES, assumed_gpus, hardware_here
 from rlexp.config.load import from_hydra, open_ended, register
 from rlexp.config.paths import conf_dir
-from rlexp.config.schema import Config, PolicyLossConfig
+from rlexp.config.schema import Config, RolloutEngine, RolloutMode
 from rlexp.errors import ConfigError
 
 
@@ -54,9 +55,7 @@ def _check(cfg: Config, gpus: int) -> None:
     if cfg.launch.device.value != "cuda":
         raise ConfigError(f"launch.device={cfg.launch.device.value}: preflight predicts runs on GPUs. Leave it out.")
     if why := unrehearsable(cfg):
-        raise ConfigError(
-            f"{why} With loss=dpo preflight tells what the same model and engine hold in a training step."
-        )
+        raise ConfigError(why)
     if cfg.launch.nproc > gpus:
         raise ConfigError(
             f"launch.nproc={cfg.launch.nproc}: a node of hardware={cfg.hardware.name} has {gpus} GPUs, one for each "
@@ -68,7 +67,21 @@ def _check(cfg: Config, gpus: int) -> None:
 
 
 def unrehearsable(cfg: Config) -> str | None:
-    """Return why a run cannot be rehearsed; None if it can."""
-    if isinstance(cfg.loss, PolicyLossConfig):
-        return f"loss={cfg.loss.name}: reinforcement learning cannot be rehearsed yet."
+    """Return why a run cannot be rehearsed, with what can be done; None if it can."""
+    rollout, hardware = cfg.rollout, cfg.hardware
+    if not is_policy_loss(cfg):
+        return None
+    if rollout.engine is RolloutEngine.vllm:
+        share = rollout.vllm_memory * hardware.memory_gib
+        kept = f"hardware.reserve_gib={hardware.reserve_gib + share:g}"
+        return (
+            f"rollout.engine=vllm: cannot be rehearsed. vLLM takes rollout.vllm_memory={rollout.vllm_memory:g} of each "
+            f"GPU, {share:.1f} GiB. For the rest, predict rollout.engine=native rollout.micro_batch_size=1 {kept}."
+        )
+    if rollout.mode is RolloutMode.pipelined:
+        return (
+            "rollout.mode=pipelined: cannot be rehearsed, since its ranks differ. With rollout=default preflight tells "
+            "what a rank holds that does both: a rank that only trains has no cache of keys and values, one that only "
+            "samples has weights and that cache alone."
+        )
     return None

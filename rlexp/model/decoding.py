@@ -8,6 +8,7 @@ Shape letters: B rows, q new tokens of each, K columns so far, H heads, G key/va
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -19,12 +20,13 @@ GROWTH = 64  # fewest columns by which the cache grows
 class KeyValues:
     """Keys and values of a batch of rows. The first `pads_B` columns of each row are padding.
 
-    There is room for `capacity` columns at first, and never for more than `most`, if that is given.
+    There is room for `capacity` columns at first, and never for more than `most`, if that is given. Who knows whether
+    there is padding says so: asking the device would be a wait.
     """
 
-    def __init__(self, pads_B: Tensor, capacity: int, most: int | None = None) -> None:
+    def __init__(self, pads_B: Tensor, capacity: int, most: int | None = None, *, padded: bool | None = None) -> None:
         self.pads_B, self.capacity, self.most, self.length = pads_B, capacity, most, 0
-        self.padded = bool((pads_B > 0).any())
+        self.padded = bool((pads_B > 0).any()) if padded is None else padded
         self._held: dict[nn.Module, Tensor] = {}  # (2, B, G, columns there is room for, D)
 
     def add(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,8 +77,12 @@ class KeyValues:
         for module, held in self._held.items():
             self._held[module] = self._copied(held, self.length + 1, rows)
 
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the memory of each layer's keys and values, with what is not filled yet."""
+        return self._held.values()
+
     def bytes_held(self) -> int:
-        return sum(held.numel() * held.element_size() for held in self._held.values())
+        return sum(held.nbytes for held in self.tensors())
 
 
 @dataclass(frozen=True)

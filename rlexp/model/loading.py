@@ -110,15 +110,7 @@ def load_reward_model(cfg: ModelRewardConfig, key: str, max_length: int, placing
     `key` is the place of its configuration, for messages.
     """
     hook.register()
-    name = f"{key}.path"
-    config = _from_hub(AutoConfig, cfg.path, cfg.trust_remote_code, what="reward model", key=name)
-    _without_dropout(config)
-    if config.num_labels != 1:
-        labels = ", ".join(map(str, list(config.id2label.values())[:4]))
-        raise ModelError(
-            f"{name}={cfg.path}: has {config.num_labels} labels ({labels}), and a reward is one number. Give a "
-            f"sequence-classification model with one label."
-        )
+    config, name = _reward_config(cfg, key), f"{key}.path"
     unset_hf_deepspeed_config()  # it is whole on every rank, even where the engine shards the policy
     with arriving(placing):
         model, info = _from_hub(
@@ -135,6 +127,30 @@ def load_reward_model(cfg: ModelRewardConfig, key: str, max_length: int, placing
         )
     _refuse_random(name, cfg.path, info)
     return _without_surprises(model, max_length)
+
+
+def random_reward_model(cfg: ModelRewardConfig, key: str, max_length: int) -> PreTrainedModel:
+    """Make a reward model from its configuration alone, in float32, on torch's default device."""
+    hook.register()
+    config = _reward_config(cfg, key)
+    options = _experts(config) if cfg.precision is Precision.fp64 else {}
+    model = AutoModelForSequenceClassification.from_config(
+        config, dtype=torch.float32, attn_implementation=hook.NAME, **options
+    )
+    return _without_surprises(model, max_length)
+
+
+def _reward_config(cfg: ModelRewardConfig, key: str) -> PreTrainedConfig:
+    name = f"{key}.path"
+    config: PreTrainedConfig = _from_hub(AutoConfig, cfg.path, cfg.trust_remote_code, what="reward model", key=name)
+    _without_dropout(config)
+    if config.num_labels != 1:
+        labels = ", ".join(map(str, list(config.id2label.values())[:4]))
+        raise ModelError(
+            f"{name}={cfg.path}: has {config.num_labels} labels ({labels}), and a reward is one number. Give a "
+            f"sequence-classification model with one label."
+        )
+    return config
 
 
 def load_reward_tokenizer(cfg: ModelRewardConfig, key: str) -> Any:

@@ -5,6 +5,7 @@ Every rank holds the whole model, frozen. Shape letters: t tokens of this rank, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,14 +31,16 @@ class RewardModel(nn.Module):
     """
 
     def __init__(
-        self, cfg: ModelRewardConfig, key: str, policy_tokenizer: Any, max_length: int, device: torch.device = CPU
-    ) -> None:
+        self, cfg: ModelRewardConfig, key: str, policy_tokenizer: Any, max_length: int, device: torch.device = CPU,
+        load: Callable[[ModelRewardConfig, str, int, Placing], PreTrainedModel] = load_reward_model,
+        load_tokenizer: Callable[[ModelRewardConfig, str], Any] = load_reward_tokenizer,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.cfg = cfg
         self.key = key
         self.max_length = cfg.max_length or max_length
         placing = Placing(device, DTYPES[cfg.precision])
-        self.model: PreTrainedModel = load_reward_model(cfg, key, self.max_length, placing).eval().requires_grad_(False)
+        self.model = load(cfg, key, self.max_length, placing).eval().requires_grad_(False)
         head = getattr(self.model, "score", None)
         if not isinstance(head, nn.Linear):
             raise ModelError(
@@ -45,7 +48,7 @@ class RewardModel(nn.Module):
                 f"Give a causal sequence-classification model, such as LlamaForSequenceClassification."
             )
         self.head = head
-        tokenizer = load_reward_tokenizer(cfg, key)
+        tokenizer = load_tokenizer(cfg, key)
         self.texts = None if same_tokens(tokenizer, policy_tokenizer) else TextTokenizer(tokenizer)
         if self.texts is None:
             self._refuse_longer(max_length)

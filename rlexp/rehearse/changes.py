@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from rlexp.config.checks import check_engine
 from rlexp.config.layouts import check_layout, heads_of
@@ -12,6 +13,7 @@ from rlexp.config.schema import Config, Device, EngineName, Offload
 from rlexp.engines import ENGINES
 from rlexp.errors import ConfigError, first_line
 from rlexp.rehearse.predict import Prediction
+from rlexp.rehearse.rollouts import smaller
 
 CHEAPEST = ("zero1", "zero2", "fsdp2", "zero3")  # engines, from the one that sends least to those that hold least
 
@@ -84,6 +86,10 @@ def singles(cfg: Config, *, engines: bool = True) -> Iterator[tuple[str, Config]
         yield "engine.offload=optimizer", dataclasses.replace(cfg, engine=offloaded)
     if cfg.train.micro_batch_size > 1 and cfg.train.micro_batch_size % 2 == 0:
         yield f"train.micro_batch_size={cfg.train.micro_batch_size // 2}", _with_half_the_micro_batch(cfg)
+    for words in smaller(cfg):
+        key, _, value = words.removeprefix("rollout.").partition("=")
+        changed: dict[str, Any] = {key: int(value)}
+        yield words, dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, **changed))
 
 
 def pairs(cfg: Config, *, engines: bool = True) -> dict[Words, Config]:

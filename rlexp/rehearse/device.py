@@ -132,6 +132,17 @@ class Accelerator:
         yield device
 
 
+def _converted(parameter: nn.Parameter, fn: Any) -> nn.Parameter:
+    with torch.no_grad():
+        made = fn(parameter.data)
+        if made.device.type == parameter.device.type:
+            parameter.data = made
+            return parameter
+    moved = nn.Parameter(made, parameter.requires_grad)  # no tensor's data can change from a device's to another's
+    moved.__dict__ |= parameter.__dict__ | moved.__dict__
+    return moved
+
+
 @contextlib.contextmanager
 def conversions() -> Iterator[None]:
     """Let modules be cast and moved. torch swaps the contents of fake parameters, which fails if anything else knows
@@ -140,10 +151,9 @@ def conversions() -> Iterator[None]:
     def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         modules = self.modules() if recurse else (self,)
         for module in modules:
-            for parameter in module._parameters.values():
+            for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    with torch.no_grad():
-                        parameter.data = fn(parameter.data)
+                    module._parameters[name] = _converted(parameter, fn)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = fn(buffer)

@@ -78,7 +78,14 @@ def room(cfg: Config) -> int:
 
 
 def with_length(cfg: Config, length: int) -> Config:
-    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, max_length=length))
+    """Change the length of prompt and answer together. An answer keeps its own, unless no prompt had room then."""
+    rollout, tokens = cfg.rollout, cfg.rollout.micro_batch_tokens
+    rollout = dataclasses.replace(
+        rollout,
+        max_new_tokens=min(rollout.max_new_tokens, length - 1),
+        micro_batch_tokens=None if tokens is None else max(tokens, length),
+    )
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, max_length=length), rollout=rollout)
 
 
 def predict_once(cfg: Config, model: Any) -> Calls:

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from rlexp.metrics.tensors import LiveTensors
 from rlexp.rehearse.log import GRADIENTS, OPTIMIZER, REFERENCE, WEIGHTS, Log
 
+FORWARD = ("forward", "reference", "rollout", "score")
+
 
 def label(log: Log, live: LiveTensors, engine: Any, frozen: Iterable[nn.Module]) -> None:
     """Say what the tensors are for that a run has after its build. Others are told by when they are made and freed."""
@@ -63,6 +65,26 @@ def _local(tensor: Any) -> Iterator[Tensor]:
         yield tensor.to_local()
     elif isinstance(tensor, Tensor):
         yield tensor
+
+
+def mark_trunk(log: Log, trunk: nn.Module) -> None:
+    """Begin a phase anew at each forward and backward pass of a trunk: several may run in one phase, or one of them
+    several times, and only a trunk's own layers are alike."""
+
+    def backward(grad: Tensor) -> Tensor:
+        log.again()
+        return grad
+
+    def before(*_: Any) -> None:
+        if log.phase in FORWARD:
+            log.again()
+
+    def after(_module: Any, _args: Any, output: Any) -> None:
+        if log.phase in FORWARD and output.last_hidden_state.requires_grad:
+            output.last_hidden_state.register_hook(backward)
+
+    trunk.register_forward_pre_hook(before)
+    trunk.register_forward_hook(after)
 
 
 def mark_modules(log: Log, live: LiveTensors, policy: nn.Module) -> None:

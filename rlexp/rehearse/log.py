@@ -15,7 +15,8 @@ Array = npt.NDArray[np.int64]
 
 WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE = "weights", "gradients", "optimizer state", "reference"
 ACTIVATIONS, BUFFERS, TEMPORARIES = "saved activations", "communication buffers", "temporaries"
-KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE, ACTIVATIONS, TEMPORARIES, BUFFERS)
+CACHE = "cache of keys and values"
+KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE, ACTIVATIONS, CACHE, TEMPORARIES, BUFFERS)
 
 
 @dataclass
@@ -36,10 +37,10 @@ class Counts:
     def __sub__(self, other: Counts) -> Counts:
         return self._with(other, -1)
 
-    def times(self, factor: int) -> Counts:
+    def times(self, factor: float) -> Counts:
         return Counts()._with(self, factor)
 
-    def _with(self, other: Counts, factor: int) -> Counts:
+    def _with(self, other: Counts, factor: float) -> Counts:
         """Add a multiple of other counts."""
         result = Counts()
         for each in fields(Counts):
@@ -51,6 +52,17 @@ class Counts:
             setattr(result, each.name, total)
         return result
 
+    def rounded(self) -> Counts:
+        """Return whole numbers again, after counts were multiplied by halves."""
+        whole = Counts()
+        for each in fields(Counts):
+            mine = getattr(self, each.name)
+            value: Any = (
+                Counter({key: round(count) for key, count in mine.items()}) if isinstance(mine, Counter) else mine
+            )
+            setattr(whole, each.name, round(mine) if each.name in ("flops", "bytes", "launches") else value)
+        return whole
+
 
 @dataclass(frozen=True)
 class Section:
@@ -59,6 +71,7 @@ class Section:
     phase: str
     first: int  # its first event
     counts: Counts
+    times: float = 1  # how often the run does the same: once, unless a rehearsal leaves repetitions out
 
 
 @dataclass
@@ -80,6 +93,7 @@ class Log:
     layers: int = 0  # of the model
     learned: dict[Any, Any] = field(default_factory=dict)  # of operators' results, for rehearsals to come
     closed: bool = False  # what is freed at the end of a rehearsal is not part of it
+    times: float = 1  # of the sections that begin from now on
 
     def __post_init__(self) -> None:
         self.enter("")
@@ -104,7 +118,12 @@ class Log:
         if self.sections:
             self.counts.waited += self.clock.wait(self.clock.link_free)
         self.phase = phase
-        self.sections.append(Section(phase, len(self.sizes), Counts()))
+        self.sections.append(Section(phase, len(self.sizes), Counts(), self.times))
+
+    def again(self, times: float | None = None) -> None:
+        """Begin the phase anew: what follows are other layers, or the same ones another time."""
+        self.times = self.times if times is None else times
+        self.enter(self.phase)
 
     # ---- work ----
 
@@ -191,7 +210,12 @@ def runs(log: Log) -> list[Run]:
     sizes = np.array(log.sizes, dtype=np.int64)
     ends = [*(section.first for section in log.sections[1:]), len(sizes)]
     return [
-        Run(section.phase, sizes[section.first : end], kinds[section.first : end], section.counts)
+        Run(
+            section.phase,
+            sizes[section.first : end],
+            kinds[section.first : end],
+            section.counts.times(section.times),
+        )
         for section, end in zip(log.sections, ends, strict=True)
     ]
 

@@ -124,6 +124,8 @@ class Rehearsing(Counting):
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return self._asked(given[0])
+        if func is aten.equal.default:
+            return self._asked(given[0], torch.bool)
         if func is aten.lift_fresh.default and given[0].device.type == NAME:  # fake tensors would keep its numbers
             made = torch.empty_like(given[0])
         else:
@@ -151,12 +153,13 @@ class Rehearsing(Counting):
             return func._schema.name == "aten::arange" and all(isinstance(each, int) for each in args)
         return not dtype.is_floating_point
 
-    def _asked(self, tensor: Tensor) -> float | bool | int:
+    def _asked(self, tensor: Tensor, dtype: torch.dtype | None = None) -> float | bool | int:
         if tensor.device.type == NAME:
             self.log.counts.syncs[f"{place()}: a number of the device"] += 1
-        if tensor.dtype is torch.bool:
+        dtype = dtype or tensor.dtype
+        if dtype is torch.bool:
             return True
-        return 1.0 if tensor.dtype.is_floating_point else 0
+        return 1.0 if dtype.is_floating_point else 0
 
     def _on_device(self, made: Any) -> bool:
         return any(each.device.type == self.log.device for each in operators.tensors((made,)))

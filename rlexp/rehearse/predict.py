@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from rlexp.config.checks_rollout import is_policy_loss
 from rlexp.config.schema import Config, Device
 from rlexp.rehearse import memo
 from rlexp.rehearse.align import Growth, Line, NotAlikeError, grown, grown_like, growth_of
@@ -74,7 +75,7 @@ class Prediction:
         for each, first in zip(self.passes, self._first(), strict=True):
             if each.phase in phases or (not phases and each.phase not in ("build", "export")):
                 total += each.counts.times(self.grad_acc - 1 if first and self.grad_acc > 1 else 1)
-        return total
+        return total.rounded()
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ def predict(cfg: Config, model: Any, rank: int = 0, known: Grows | None = None) 
             growth = growth_of(logs[few], logs[few + period], lines=few >= steady)
             grows = Grows(few + period, period, growth)
             passed = grown(logs[grows.layers], growth, grows.times(model))
-            return Found(Prediction(passed, layers, cfg.train.grad_acc), grows, logs[few])
+            again = None if is_policy_loss(cfg) else grows  # a layer's cache grows with the length
+            return Found(Prediction(passed, layers, cfg.train.grad_acc), again, logs[few])
     (log,) = yield from rehearsals([plan_of(cfg, model, rank, None)])
     return Found(Prediction(passes(log), layers, cfg.train.grad_acc), None, log)
 

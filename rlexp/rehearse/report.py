@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rlexp.config.checks_rollout import is_policy_loss
+from rlexp.config.schema import Config
 from rlexp.launch.preflight import size
 from rlexp.rehearse.answer import Answer
 from rlexp.rehearse.changes import Change, seconds
 from rlexp.rehearse.fit import Longest
 from rlexp.rehearse.log import KINDS, Counts
 from rlexp.rehearse.predict import GIB, Peak, Prediction
+from rlexp.rehearse.rollouts import drawn_at_once
 from rlexp.rehearse.sharding import in_words
 
-PHASES = ("build", "forward", "reference", "backward", "optimizer", "export")
-HEADS = ("weights", "gradients", "optim.", "reference", "saved act.", "temp.", "comm.", "total")
+PHASES = ("build", "rollout", "score", "forward", "reference", "backward", "optimizer", "export")
+HEADS = ("weights", "gradients", "optim.", "reference", "saved act.", "cache", "temp.", "comm.", "total")
 
 
 def text(answer: Answer) -> str:
@@ -38,8 +41,24 @@ def _head(answer: Answer) -> Iterator[str]:
     )
     yield (
         f"  train batch {train.batch_size} = {parallel.dp_size} × micro-batch {train.micro_batch_size} × "
-        f"{train.grad_acc}; every sequence {cfg.data.max_length:,} tokens, half prompt and half answer"
+        f"{train.grad_acc}; every sequence {cfg.data.max_length:,} tokens, {_parts(cfg)}"
     )
+    yield from _rollout(cfg)
+
+
+def _parts(cfg: Config) -> str:
+    longest = cfg.rollout.max_new_tokens
+    return f"its answer {longest:,}" if is_policy_loss(cfg) else "half prompt and half answer"
+
+
+def _rollout(cfg: Config) -> Iterator[str]:
+    if is_policy_loss(cfg):
+        rollout = cfg.rollout
+        steps = rollout.epochs * rollout.minibatches
+        yield (
+            f"  rollout of {rollout.batch_size} prompts × {rollout.n_samples} answers for {steps} "
+            f"step{'s' * (steps > 1)}, drawn by {rollout.engine.value} decoding {drawn_at_once(cfg)} at once on a rank"
+        )
 
 
 def table(prediction: Prediction) -> str:
@@ -115,7 +134,7 @@ def _work(answer: Answer) -> Iterator[str]:
     total = seconds(answer.prediction)
     sent = sum(counts.sent.values())
     each = ", ".join(f"{name} {count / 1e9:.3g}" for name, count in sorted(counts.sent.items()) if count > 1e6)
-    yield "a step of a rank"
+    yield "a step of a rank, with the rollout that it draws" if is_policy_loss(answer.cfg) else "a step of a rank"
     yield f"  operations      {counts.flops:.3g} floating-point, in matrix products and attention"
     yield f"  memory traffic  {counts.bytes / 1e9:,.0f} GB"
     yield f"  sent            {sent / 1e9:,.3g} GB{f' ({each})' if each else ''}"
@@ -124,6 +143,12 @@ def _work(answer: Answer) -> Iterator[str]:
         f"  estimated time  {total:.3g} s, of which {counts.waited:.2g} s wait for bytes that computing does not hide "
         f"(a roofline, not a measurement)"
     )
+    if is_policy_loss(answer.cfg):
+        drawn, scored = (answer.prediction.counts(phase) for phase in ("rollout", "score"))
+        yield (
+            f"    of these       {drawn.seconds + drawn.waited:.3g} s draw a rollout and "
+            f"{scored.seconds + scored.waited:.3g} s score it"
+        )
     yield from _waiting(answer)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, PolicyLossConfig
 from rlexp.engine import rehearsed
 from rlexp.engines import ENGINES
 from rlexp.metrics.memory import Phases
@@ -20,12 +21,14 @@ from rlexp.metrics.meter import Meter
 from rlexp.model.loading import random_model
 from rlexp.model.placing import Placing, put_all
 from rlexp.rehearse.device import conversions, rehearsed_device
-from rlexp.rehearse.holdings import label, mark_modules
+from rlexp.rehearse.holdings import label, mark_modules, mark_trunk
 from rlexp.rehearse.kernel import CountedKernel
 from rlexp.rehearse.layers import shortened
 from rlexp.rehearse.log import Log
 from rlexp.rehearse.mode import Counting, Rehearsing
 from rlexp.rehearse.rates import Clock, Rates
+from rlexp.rehearse.rollouts import Wordless, rollout_task
+from rlexp.rehearse.stand_ins import answering, fused_attention, uncounted_objects
 from rlexp.rehearse.world import joined
 from rlexp.ring.groups import World
 from rlexp.ring.kernels import BlockKernel, get_kernel
@@ -63,7 +66,14 @@ def rehearse(plan: Plan) -> Log:
     layers = plan.layers or int(plan.model.num_hidden_layers)
     log = Log(device.type, clock=Clock(plan.rates), layers=layers)
     mode = Rehearsing(log)
-    with joined(plan.rank, plan.cfg.parallel.world_size), conversions(), _deepspeed(plan), mode:
+    with (
+        joined(plan.rank, plan.cfg.parallel.world_size),
+        conversions(),
+        answering(log),
+        fused_attention(log, plan.cfg.hardware.generation),
+        _deepspeed(plan),
+        mode,
+    ):
         take_steps(plan, device, mode)
     log.learned = mode.memo.learned
     return log
@@ -89,39 +99,58 @@ def take_steps(plan: Plan, device: torch.device, mode: Counting) -> None:
     log = mode.log
     phases = LoggedPhases(device, log)
     loaded: list[Any] = []
-    real = not isinstance(mode, Rehearsing)
-    saved_wide = getattr(plan.model, "dtype", None) is not torch.bfloat16  # then bfloat16 loses bits of the weights
-
-    def model_of(_cfg: Any, model: Any, max_length: int, placing: Placing | None, **kwargs: Any) -> Any:
-        with device if placing is None else torch.device("cpu"):  # each of ZeRO-3's pieces is made where it stays
-            loaded.append(random_model(model, max_length, **kwargs))
-        if placing is not None:
-            put_all(loaded[-1], placing if real else dataclasses.replace(placing, loses=lambda *_: saved_wide))
-        return loaded[-1]
-
+    judging: list[nn.Module] = []
     sources = Sources(
         model_config=lambda *_: shortened(plan.model, plan.layers),
-        model=model_of,
-        tokenizer=lambda _: None,
+        model=_random_models(plan, device, loaded, real=not isinstance(mode, Rehearsing)),
+        tokenizer=lambda _: Wordless(),
         device=lambda _: device,
         generation=lambda _: None,
         memory=lambda _: int(plan.cfg.hardware.memory_gib * (1 << 30)) if plan.gpu else None,
         kernel=lambda *args: CountedKernel((kernel_for if plan.gpu else get_kernel)(*args), log),
+        decoding_probe=unprobed,
     )
+    drawing = isinstance(plan.cfg.loss, PolicyLossConfig)
     with phases("build"):
-        task = build(plan.cfg, phases, probing=unprobed, task_of=pairs_of, sources=sources)
+        task = build(
+            plan.cfg,
+            phases,
+            probing=unprobed,
+            task_of=rollout_task(mode, judging) if drawing else pairs_of,
+            sources=sources,
+        )
         engine = task.run.engine
         engine.fragments()  # makes the moments, as the first optimizer step does
     ring = task.run.world.ring
     ring.traffic.watcher = log
     mode.told = {each.group.group_name for each in (ring, ring.inner, ring.outer) if each is not None and each.group}
     within = set(engine.policy.modules())
-    frozen = [model for model in loaded if model not in within]
+    frozen = [model for model in loaded if model.base_model not in within]
+    for model in loaded:
+        mark_trunk(log, model.base_model)
     mark_modules(log, mode, engine.policy)
-    label(log, mode, engine, frozen)
-    for step in range(1, plan.steps + 1):
-        train_step(task, step)
+    label(log, mode, engine, [*frozen, *judging])
+    with uncounted_objects():
+        for step in range(1, plan.steps + 1):
+            train_step(task, step)
     log.closed = True
+
+
+def _random_models(plan: Plan, device: torch.device, loaded: list[Any], *, real: bool) -> Callable[..., Any]:
+    """Return what stands in for loading a model, and adds each to `loaded`."""
+    saved_wide = getattr(plan.model, "dtype", None) is not torch.bfloat16  # then bfloat16 loses bits of the weights
+
+    def model_of(_cfg: Any, config: Any, max_length: int, placing: Placing | None, **kwargs: Any) -> Any:
+        with device if placing is None else torch.device("cpu"):  # each of ZeRO-3's pieces is made where it stays
+            model = random_model(config, max_length, **kwargs)
+        if placing is not None:
+            put_all(model, placing if real else dataclasses.replace(placing, loses=lambda *_: saved_wide))
+        if model.generation_config is not None:
+            model.generation_config.eos_token_id = None  # no answer ends before it is as long as it may be
+        loaded.append(model)
+        return model
+
+    return model_of
 
 
 class LoggedPhases(Phases):

@@ -48,8 +48,13 @@ def on_pack(pack: Pack, arrays: Sequence[Floats], dtype: torch.dtype) -> Tensor:
     """Lay the values of each sequence's answer where its tokens are predicted, (T,); zero elsewhere."""
     values_T = torch.zeros(len(pack.tokens_T), dtype=dtype)
     if arrays:
-        values_T[pack.sequence_T >= 0] = torch.from_numpy(np.concatenate(arrays)).to(dtype)
+        values_T[trained_places(pack)] = torch.from_numpy(np.concatenate(arrays)).to(dtype)
     return values_T
+
+
+def trained_places(pack: Pack) -> Tensor:
+    """Return the places in the pack whose targets are trained on, in their order."""
+    return (pack.sequence_T >= 0).nonzero().squeeze(-1)
 
 
 def off_pack(pack: Pack, shard: Shard, values_t: Tensor, ring: Ring) -> list[Floats]:
@@ -61,7 +66,7 @@ def off_pack(pack: Pack, shard: Shard, values_t: Tensor, ring: Ring) -> list[Flo
     values_T[shard.index_t] = values_t
     if ring.size > 1:
         dist.all_reduce(values_T, group=ring.group)
-    trained = pack.sequence_T >= 0
-    lengths = torch.bincount(pack.sequence_T[trained], minlength=pack.sequences).tolist()
-    answers = values_T.cpu()[trained].split(lengths) if pack.sequences else []
+    trained_n = trained_places(pack)
+    lengths = torch.bincount(pack.sequence_T[trained_n], minlength=pack.sequences).tolist()
+    answers = values_T.cpu()[trained_n].split(lengths) if pack.sequences else []
     return [part.numpy() for part in answers]

@@ -9,7 +9,7 @@ Shape letters: B rows, U prompts, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ class Drawer:
     def renew(self, weights: Weights) -> None:
         """Do nothing: the forward pass uses the weights that are trained."""
 
-    def draw(self, micro_batches: Sequence[Sequence[Request]], rollout: int) -> Iterator[list[Sample]]:
+    def draw(self, micro_batches: Iterable[Sequence[Request]], rollout: int) -> Iterator[list[Sample]]:
         """Yield the samples of each micro-batch, in the order of its requests. Every rank must exhaust it."""
         for requests in micro_batches:
             yield self._samples(self._drawn(requests, rollout))
@@ -76,19 +76,24 @@ class Drawer:
 
     def _empty_row(self) -> Decoding:
         row = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
-        return Decoding(row, row, KeyValues(row[0], 1))
+        return Decoding(row, row, KeyValues(row[0], 1, padded=False))
 
     def _next(self, batch: Decoding) -> Tensor:
         if self._in_step:
             self._any_goes_on(mine=True)
         return self._forward(batch)
 
+    def _walk(self, cache: KeyValues, places: range) -> Iterable[int]:  # noqa: ARG002
+        """Return the places in the prompts, or in the answers, at which a forward pass begins. A seam: a rehearsal
+        leaves out those that are like others."""
+        return places
+
     def _drawn(self, requests: Sequence[Request], rollout: int) -> Drawn:
         cfg, drawn = self._cfg, Drawn(requests, [[] for _ in requests], [[] for _ in requests], [False] * len(requests))
         streams_B = stream(self._seed, rollout, [r.prompt.index for r in requests], [r.number for r in requests])
         cache, logits_BV, lengths_B = self._read(requests)
         rows = list(range(len(requests)))  # the request that each row of the batch answers
-        for position in range(cfg.max_new_tokens):
+        for position in self._walk(cache, range(cfg.max_new_tokens)):
             uniform_B = torch.from_numpy(uniform(streams_B[rows], position)).to(self._device)
             token_B, logp_B = choose(logits_BV, uniform_B, cfg)
             staying = self._note(drawn, rows, token_B.tolist(), logp_B.tolist())
@@ -132,16 +137,17 @@ class Drawer:
         """
         prompts, of_row = _distinct(requests)
         longest = max(len(prompt) for prompt in prompts)
-        pads_U = torch.tensor([longest - len(prompt) for prompt in prompts], device=self._device)
+        pads = [longest - len(prompt) for prompt in prompts]
+        pads_U = torch.tensor(pads, device=self._device)
         tokens = np.zeros((len(prompts), longest), dtype=np.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, longest - len(prompt) :] = prompt
         tokens_UL = torch.from_numpy(tokens).to(self._device)
         positions_UL = (torch.arange(longest, device=self._device) - pads_U.unsqueeze(-1)).clamp(min=0)
         most = longest + self._cfg.max_new_tokens - 1  # the last token is not read
-        cache = KeyValues(pads_U, min(longest + GROWTH, most), most)
+        cache = KeyValues(pads_U, min(longest + GROWTH, most), most, padded=any(pads))
         piece = max(1, PREFILL // len(prompts))
-        for first in range(0, longest, piece):
+        for first in self._walk(cache, range(0, longest, piece)):
             part = slice(first, first + piece)
             logits_UV = self._next(Decoding(tokens_UL[:, part], positions_UL[:, part], cache))
         rows_B = torch.tensor(of_row, device=self._device)

@@ -6,7 +6,7 @@ return to the rank that holds the sample. One place says which samples share a m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,11 @@ from rlexp.types import Floats, Ids, Pack, Sample, Shard, TokenLogps
 
 Sequences = list[tuple[Ids, Ids]]  # prompt and answer
 Scores = dict[str, list[float]]  # of this rank's samples, by the name of the reward model
+
+
+def share_of(size: int, ring_size: int) -> int:
+    """Return a rank's samples in a micro-batch of the ring's."""
+    return max(1, size // ring_size)
 
 
 @dataclass(frozen=True)
@@ -66,12 +71,16 @@ class Scorer:
     def _no_rewards(self) -> Scores:
         return {model.name: [] for model in self.reward_models}
 
-    def _chunks(self, mine: Sequence[Sample]) -> list[Sequence[Sample]]:
+    @property
+    def share(self) -> int:
+        return share_of(self.size, self.world.ring.size)
+
+    def _chunks(self, mine: Sequence[Sample]) -> Iterable[Sequence[Sample]]:
         """Cut this rank's samples into its shares of the ring's micro-batches.
 
         All ranks of a ring get the same number of shares, and all ranks of all rings if they must go together.
         """
-        share = max(1, self.size // self.world.ring.size)
+        share = self.share
         most = torch.tensor(-(-len(mine) // share))
         group = None if self.together else self.world.ring.group
         if self.world.size > 1 and (self.together or self.world.ring.size > 1):

@@ -80,6 +80,7 @@ class Sources:
     generation: Callable[[Device], int | None] = field(default_factory=lambda: generation_of)
     kernel: Callable[..., BlockKernel] = field(default_factory=lambda: get_kernel)
     memory: Callable[[torch.device], int | None] = field(default_factory=lambda: memory_of)
+    decoding_probe: Callable[..., float] = field(default_factory=lambda: probe_decoding)
 
 
 def unprobed(*_: Any, **__: Any) -> float:
@@ -142,7 +143,7 @@ def build(
         starting = build_policy(cfg, model_config, device, task.needs.frozen, placing, sources)
         reference = build_reference(cfg, starting, dtype, world)
     if task.needs.decoding:
-        probe_decoding(cfg.model, model_config, cfg.data.max_length, device)
+        sources.decoding_probe(cfg.model, model_config, cfg.data.max_length, device)
     task.start(run, reference)
     return task
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlexp.algos.policy import PolicyLoss
 from rlexp.config.layouts import heads_in
-from rlexp.config.schema import Config, PolicyLossConfig, Precision, RolloutEngine
+from rlexp.config.schema import Config, PolicyLossConfig, Precision, RewardConfig, RolloutEngine
 from rlexp.data.sampler import Sampler
 from rlexp.engine.base import Engine
 from rlexp.errors import ModelError
@@ -22,22 +22,35 @@ from rlexp.model.loading import is_mixture
 from rlexp.model.policy import CRITIC
 from rlexp.model.probe import probe
 from rlexp.model.reward_model import RewardModel, last_places
+from rlexp.ring.groups import World
 from rlexp.ring.kernels import computing_in
 from rlexp.ring.layouts import get_layout
 from rlexp.ring.shard import shard_pack
 from rlexp.rollout.bridge import Bridge
 from rlexp.rollout.colocated import Colocated
 from rlexp.rollout.draws import Draws
-from rlexp.rollout.host import build_host
+from rlexp.rollout.host import Host, build_host
 from rlexp.rollout.pipelined import Pipelined
 from rlexp.rollout.rewards.build import build_reward
-from rlexp.rollout.rewards.weighted import ModelTerm
+from rlexp.rollout.rewards.weighted import ModelTerm, Rewards
 from rlexp.rollout.sampling import Drawer, Forward
 from rlexp.rollout.scoring import RingRewardModel, Scorer
 from rlexp.train.examples import Examples
 from rlexp.train.rollouts import Rollouts, Source
 from rlexp.train.run import Reference, Run
 from rlexp.types import Pack
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the parts of rollouts are made by. A rehearsal has others."""
+
+    rewards: Callable[[RewardConfig], Rewards] = field(default_factory=lambda: build_reward)
+    reward_model: Callable[[Run, ModelTerm], RingRewardModel] = field(default_factory=lambda: ring_reward_model)
+    drawer: Callable[..., Draws] = Drawer
+    scorer: Callable[..., Scorer] = Scorer
+    rollouts: Callable[..., Rollouts] = Rollouts
+    host: Callable[[World], Host] = build_host
 
 
 def build_rollouts(
@@ -49,21 +62,22 @@ def build_rollouts(
     *,
     reference: Reference | None,
     bridge: Bridge | None,
+    parts: Parts | None = None,
 ) -> Rollouts:
-    cfg = run.cfg
-    rewards = build_reward(cfg.reward)
-    scorer = Scorer(
+    cfg, parts = run.cfg, parts or Parts()
+    rewards = parts.rewards(cfg.reward)
+    scorer = parts.scorer(
         world=run.world,
         size=cfg.rollout.score_batch_size,
         pack=run.pack,
         hold=run.hold,
         policy=run.engine.forward,
         reference=reference,
-        reward_models=[ring_reward_model(run, term) for term in rewards.models],
+        reward_models=[parts.reward_model(run, term) for term in rewards.models],
         dtype=kept_dtype(cfg),
         together=run.engine.sharded,
     )
-    return Rollouts(
+    return parts.rollouts(
         cfg=cfg.rollout,
         loss_cfg=loss_cfg,
         loss=loss,
@@ -72,22 +86,22 @@ def build_rollouts(
         prompts=examples.train,
         eval_prompts=examples.held_out,
         sampler=sampler,
-        source=build_source(run, bridge),
+        source=build_source(run, bridge, parts.drawer),
         rewards=rewards,
         scorer=scorer,
         world=run.world,
-        host=build_host(run.world),
+        host=parts.host(run.world),
         phases=run.phases,
     )
 
 
-def build_source(run: Run, bridge: Bridge | None) -> Source:
+def build_source(run: Run, bridge: Bridge | None, native: Callable[..., Draws] = Drawer) -> Source:
     in_step = run.engine.sharded and run.world.size > 1
     model = run.engine.policy.model
     cfg = run.cfg
     if bridge is not None:  # these ranks train; they draw answers to held-out prompts only, without another engine
         cfg = replace(cfg, rollout=replace(cfg.rollout, engine=RolloutEngine.native))
-    drawer = build_drawer(cfg, run.engine.decode, model, run.tokenizer, run.device, in_step=in_step)
+    drawer = build_drawer(cfg, run.engine.decode, model, run.tokenizer, run.device, in_step=in_step, native=native)
     alone = Colocated(drawer, lambda: policy_weights(run.engine), run.cfg.rollout, run.world)
     if bridge is None:
         return alone
@@ -113,12 +127,19 @@ def kept_dtype(cfg: Config) -> np.dtype[Any]:
 
 
 def build_drawer(
-    cfg: Config, forward: Forward, model: Any, tokenizer: Any, device: torch.device, *, in_step: bool = False
+    cfg: Config,
+    forward: Forward,
+    model: Any,
+    tokenizer: Any,
+    device: torch.device,
+    *,
+    in_step: bool = False,
+    native: Callable[..., Draws] = Drawer,
 ) -> Draws:
     ends = ends_of(model, tokenizer)
     match cfg.rollout.engine:
         case RolloutEngine.native:
-            return Drawer(
+            return native(
                 forward=forward,
                 tokenizer=tokenizer,
                 ends=ends,
@@ -157,18 +178,20 @@ def refuse_renamed(model: Any) -> None:
         )
 
 
-def ring_reward_model(run: Run, term: ModelTerm) -> RingRewardModel:
+def ring_reward_model(
+    run: Run, term: ModelTerm, *, make: Callable[..., RewardModel] = RewardModel, probing: Callable[..., float] = probe
+) -> RingRewardModel:
     """Build a reward model, whole on every rank, that scores over the ring.
 
     It has a precision of its own, so it runs over our own layout; and heads of its own: where the run's layout cannot
     share them out, zigzag takes any.
     """
-    model = RewardModel(term.cfg, term.key, run.tokenizer, run.cfg.data.max_length, run.device).to(run.device)
+    model = make(term.cfg, term.key, run.tokenizer, run.cfg.data.max_length, run.device).to(run.device)
     heads = heads_in(model.model.config.to_dict())
     fitting = heads is None or heads.queries % run.choice.ulysses_size == 0
     ring, layout = run.world.ring, run.own_layout if fitting else get_layout("zigzag")
     kernel = computing_in(model.head.weight.dtype, run.kernel, heads.size if heads else None)
-    probe(
+    probing(
         model.probed, model.model.config, ring=ring, layout=layout, kernel=kernel, max_length=model.max_length,
         device=run.device,
     )  # fmt: skip

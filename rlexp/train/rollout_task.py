@@ -30,7 +30,7 @@ from rlexp.rollout import saved
 from rlexp.rollout.bridge import Bridge
 from rlexp.rollout.experience import on_pack
 from rlexp.sinks.base import RolloutFacts
-from rlexp.train.build_rollouts import build_rollouts
+from rlexp.train.build_rollouts import Parts, build_rollouts
 from rlexp.train.examples import Examples, prompt_sampler
 from rlexp.train.rollouts import Rollouts
 from rlexp.train.run import Reference, Run
@@ -52,11 +52,13 @@ class RolloutTask(Task):
         loss: PolicyLoss,
         examples: Examples,
         bridge: Bridge | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self.cfg = cfg.rollout
         self.loss_cfg = loss_cfg
         self.loss = loss
         self.bridge = bridge  # to the ranks that only sample
+        self.parts = parts
         self.needs = needs_of(cfg, loss_cfg, loss)
         self.examples = examples
         self.sampler = prompt_sampler(cfg, len(self.examples.train))
@@ -68,7 +70,14 @@ class RolloutTask(Task):
     def start(self, run: Run, reference: Reference | None) -> None:
         super().start(run, reference)
         self.rollouts = build_rollouts(
-            run, self.loss_cfg, self.loss, self.examples, self.sampler, reference=reference, bridge=self.bridge
+            run,
+            self.loss_cfg,
+            self.loss,
+            self.examples,
+            self.sampler,
+            reference=reference,
+            bridge=self.bridge,
+            parts=self.parts,
         )
 
     def batch(self, step: int) -> Batch:
