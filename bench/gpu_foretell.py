@@ -89,8 +89,8 @@ def _one(asked: Asked) -> Any:
     cfg, tokens = asked.cfg, 0
     model = load_config(cfg.model, cfg.data.max_length)
     if asked.longest:
-        found = yield from predict_and_fit(cfg, model)
-        tokens = found.longest.tokens
+        _, longest = yield from predict_and_fit(cfg, model)
+        tokens = longest.tokens
         if not tokens:
             return Foretold()
         cfg = with_length(cfg, tokens)

@@ -139,11 +139,10 @@ def _row(option: Option, rings: Sequence[int], words: Sequence[str], hints: dict
         hint = hints.get(option.checkpointing, 0.0) / ring
         try:
             if found is None:
-                found = yield from predict_and_fit(cfg, model, hint)
-                longest = found.longest
+                found, longest = yield from predict_and_fit(cfg, model, hint)
             else:
                 near = with_length(cfg, max(STEP, tokens) * ring)
-                longest = yield from fit_like(near, model, hint, found.slopes)
+                longest = yield from fit_like(near, model, hint, found.grows)
         except Exception as error:
             keep(option, ring, {"failed": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"})
             continue

@@ -113,14 +113,25 @@ def peaks_of_build_and_step(cfg) -> tuple[int, int]:
 
 WIDE = ("model.hidden_size=512", "model.intermediate_size=1024", "model.layers=3")
 LARGEST = 4 * 512 * 1024  # bytes of the largest weight in float32
+# Bytes a parameter when the build has ended, on one of 4 ranks: weights, reference, masters with their two moments, and
+# the gradients of ZeRO-3, which keeps its part of them and a bucket.
+BUILT = {"torch": 2 + 2 + 12, "zero0": 2 + 2 + 12, "zero1": 2 + 2 + 3, "zero2": 2 + 2 + 3,
+         "zero3": 0.5 + 0.5 + 3 + 1 + 0.31, "fsdp2": 0.5 + 3}  # fmt: skip
+
+
+def most(engine: str, cfg) -> float:
+    """The bytes that a build may need at its peak."""
+    from rlexp.rehearse.answer import count_parameters
+
+    return BUILT[engine] * count_parameters(plan(cfg, 1).model) + LARGEST
 
 
 @pytest.mark.parametrize("engine", fast("zero1"))
 def test_no_build_needs_more_than_its_steps_hold(engine: str) -> None:
     cfg = elsewhere(f"engine={engine}", "parallel=ring2", "launch.nproc=4", "train.precision=bf16", *WIDE)
     built, held = alone(peaks_of_build_and_step, cfg)
-    print(engine, built, held, built - held)
     assert built <= held + 2 * LARGEST, f"{built:,} bytes at build, {held:,} between steps"
+    assert built <= most(engine, cfg)
 
 
 def cloned(original: Any, name: Any, policy: Any, *args: Any) -> Any:
@@ -138,5 +149,5 @@ def peaks_with_clones(cfg) -> tuple[int, int]:
 def test_a_planted_clone_of_all_weights_is_found() -> None:
     """A float32 copy of every weight at the build, as there was once."""
     cfg = elsewhere("engine=zero1", "parallel=ring2", "launch.nproc=4", "train.precision=bf16", *WIDE)
-    built, held = alone(peaks_with_clones, cfg)
-    assert built > held + 2 * LARGEST, f"{built:,} bytes at build, {held:,} between steps"
+    built, _ = alone(peaks_with_clones, cfg)
+    assert built > 1.4 * most("zero1", cfg)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ ENGINES = ("torch", "zero0", "zero1", "zero2", "zero3", "fsdp2")
 SHORT = ("launch.device=cpu", "logger=none", "data.max_length=256", "train.batch_size=4", "train.max_steps=1")
 GPU = ("logger=none", "data.max_length=512", "train.max_steps=1", "hardware=h100")
 
+MODELS = Path(__file__).resolve().parent / "models"
 STEP = ("forward", "reference", "backward")
 PEAKS = (*STEP, "rollout", "score")
 Summary = dict[str, Any]
@@ -116,6 +118,44 @@ def test_what_is_predicted_is_what_real_ranks_count(ring: int, words: tuple[str,
         # 0.8 % was seen, one of DeepSpeed's two buckets.
         for phase, peak in predicted["peaks"].items():
             assert peak == pytest.approx(found["peaks"][phase], rel=0.02), (rank, phase)
+
+
+def a_real_shape() -> list[Any]:
+    """Engine, ring and checkpointing: one case in `make check`, the others in `make prove`."""
+    cases = []
+    for case in itertools.product(ENGINES, (1, 2, 4), ("false", "true")):
+        dear = [] if case == ("zero1", 2, "false") else [pytest.mark.prove]
+        cases.append(pytest.param(*case, marks=[pytest.mark.slow, *dear]))
+    return cases
+
+
+@pytest.mark.parametrize(("engine", "ring", "checkpointing"), a_real_shape())
+def test_a_real_shape_is_predicted_as_real_ranks_count(engine: str, ring: int, checkpointing: str) -> None:
+    """SmolLM2-135M: its 30 layers, told from a few, against ranks that compute all of them."""
+    ranks = max(2, ring)
+    cfg = compose_config([
+        "launch.device=cpu", "logger=none", "train.max_steps=1", "train.precision=bf16", "model=hf",
+        f"model.path={MODELS / 'smollm2_135m'}", "data.max_length=64", f"train.batch_size={ranks // ring}",
+        f"engine={engine}", f"parallel.ring_size={ring}", f"memory.checkpointing={checkpointing}",
+        f"launch.nproc={ranks}",
+    ])  # fmt: skip
+    real = on_ranks(ranks, counted, cfg)
+    for rank in {0, ranks - 1}:
+        predicted, found = alone(_predicted, cfg, rank), real[rank]
+        assert (predicted["flops"], predicted["sent"]) == (found["flops"], found["sent"]), rank
+        for phase, peak in predicted["peaks"].items():
+            assert peak == pytest.approx(found["peaks"][phase], rel=0.02), (rank, phase)
+
+
+def _predicted(cfg: Config, rank: int) -> Summary:
+    from rlexp.model.loading import load_config
+    from rlexp.rehearse.children import at_once
+    from rlexp.rehearse.predict import predict
+    from rlexp.rehearse.run import preload
+
+    preload()
+    (found,) = at_once([predict(cfg, load_config(cfg.model, cfg.data.max_length), rank)], 2)
+    return summary(found.prediction.passes)
 
 
 def stretched(cfg: Config) -> tuple[Summary, Summary]:
@@ -415,12 +455,12 @@ def test_a_step_counts_every_pass_of_every_micro_batch() -> None:
     from rlexp.rehearse.log import KINDS, Counts, Pass
     from rlexp.rehearse.predict import Prediction
 
-    def part(phase: str, flops: int, *, layers: bool = False) -> Pass:
+    def part(phase: str, flops: int) -> Pass:
         nothing = dict.fromkeys(KINDS, 0)
-        return Pass(phase, nothing, nothing, Counts(flops=flops), layers)
+        return Pass(phase, nothing, nothing, Counts(flops=flops))
 
-    micro_batch = [part("forward", 1), part("forward", 10, layers=True), part("backward", 100),
-                   part("backward", 1000, layers=True), part("backward", 10000), part("", 0)]  # fmt: skip
+    micro_batch = [part("forward", 1), part("forward", 10), part("backward", 100),
+                   part("backward", 1000), part("backward", 10000), part("", 0)]  # fmt: skip
     passes = [part("data", 0), *micro_batch, *micro_batch, part("optimizer", 100000)]
     for micro_batches in (2, 3, 8):
         assert Prediction(passes, 4, micro_batches).counts().flops == 11111 * micro_batches + 100000

@@ -26,6 +26,9 @@ SHORT = ("launch.device=cpu", "logger=none", "train.max_steps=1", "train.batch_s
          "rollout.max_new_tokens=72", "rollout.batch_size=4", "rollout.n_samples=3", "rollout.micro_batch_size=4",
          "rollout.score_batch_size=4")  # fmt: skip
 
+# Bytes: what a layer's reduced gradient takes on one of 4 ranks. Gloo's thread may still hold it for a moment.
+IN_FLIGHT = 43_392
+
 
 def assert_exact(cfg: Config, *, every_end: bool = True) -> None:
     """Compare peak bytes by phase, operations and bytes sent, on the first and the last rank, or on the last."""
@@ -35,9 +38,8 @@ def assert_exact(cfg: Config, *, every_end: bool = True) -> None:
         predicted, found = rehearsed(cfg, rank), real[rank]
         assert {"rollout", "score", "forward", "backward"} <= predicted["peaks"].keys()
         assert (predicted["flops"], predicted["sent"]) == (found["flops"], found["sent"]), rank
-        assert predicted["peak"] == pytest.approx(found["peak"], rel=0.02)
         for phase, peak in predicted["peaks"].items():
-            assert peak == pytest.approx(found["peaks"][phase], rel=0.02), (rank, phase)
+            assert peak == pytest.approx(found["peaks"][phase], rel=0, abs=IN_FLIGHT), (rank, phase)
         assert predicted["peaks"]["rollout"] == found["peaks"]["rollout"], "no collective but a flag is in flight"
 
 

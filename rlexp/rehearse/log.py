@@ -189,9 +189,9 @@ def kinds_of(log: Log) -> list[str]:
         if held[number] == 0:
             freed[number] = str(phase)
     kinds = {number: log.kinds.get(number) or _by_life(made[number], freed.get(number)) for number in made}
-    for number in log.received:  # what a model receives and keeps for the backward pass is an activation
-        if kinds.get(number) == BUFFERS and _by_life(made[number], freed.get(number)) == ACTIVATIONS:
-            kinds[number] = ACTIVATIONS
+    for number in log.received:  # what is received and kept: for the backward pass, or as FSDP's gradients after it
+        if kinds.get(number) == BUFFERS and (kept := _by_life(made[number], freed.get(number))) != TEMPORARIES:
+            kinds[number] = kept
     kinds[-1] = TEMPORARIES
     return [kinds[number] for number in log.numbers]
 

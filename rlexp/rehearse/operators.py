@@ -102,11 +102,15 @@ def tensors(values: Any) -> Iterator[Tensor]:
 
 
 def workspace(func: Any, args: Any) -> int:
-    """Return the bytes that a CUDA kernel takes for itself while it runs, where they are as large as its arguments.
+    """Return the bytes that an operator takes for itself while it runs, where they are as large as its arguments.
 
     flash-attn 2's backward pass adds dq up in float32, and expands dk and dv to the heads of the queries
-    (mha_varlen_bwd in torch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
+    (mha_varlen_bwd in torch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp). Gloo, which sends
+    between CPUs, adds up in a copy of what it reduces and scatters.
     """
+    if func is torch.ops.c10d._reduce_scatter_base_.default:
+        size: int = args[1].nbytes if args[1].device.type == "cpu" else 0
+        return size
     if func is aten._flash_attention_backward.default:
         _, q, k = args[:3]
         (tokens, heads, size), keys = q.shape, k.shape[0]
