@@ -81,9 +81,9 @@ def _careful(asked: Asked) -> Any:
 def _one(asked: Asked) -> Any:
     from rlexp.model.loading import load_config
     from rlexp.rehearse.changes import seconds
-    from rlexp.rehearse.fit import predict_and_fit, predict_once, with_length
+    from rlexp.rehearse.fit import predict_and_fit, with_length
     from rlexp.rehearse.log import passes
-    from rlexp.rehearse.predict import Prediction, plan_of
+    from rlexp.rehearse.predict import Prediction, plan_of, predict
     from rlexp.rehearse.run import rehearse
 
     cfg, tokens = asked.cfg, 0
@@ -95,7 +95,8 @@ def _one(asked: Asked) -> Any:
             return Foretold()
         cfg = with_length(cfg, tokens)
     if asked.gpu:
-        prediction = yield from predict_once(cfg, model)
+        found = yield from predict(cfg, model)
+        prediction = found.prediction
     else:
         plan = dataclasses.replace(plan_of(cfg, model, 0, None), gpu=False, rates=None)
         (log,) = yield [(rehearse, (plan,))]

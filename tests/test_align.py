@@ -10,6 +10,7 @@ import pytest
 from rlexp.rehearse.align import Line, NotAlikeError, grown, grown_like, growth_of
 from rlexp.rehearse.layers import Cycle, cycle
 from rlexp.rehearse.log import Log, Pass, passes
+from rlexp.rehearse.predict import Prediction
 
 MIB = 1 << 20
 
@@ -38,7 +39,7 @@ def peaks(found: Sequence[Pass]) -> list[int]:
 def test_the_peak_is_found_where_it_moves_to() -> None:
     """With 4 layers the end's peak is its first event, with 40 it is the loop over all layers."""
     growth = growth_of(model(3), model(4), lines=False)
-    assert peaks(grown(model(4), growth, 36)) == peaks(passes(model(40)))
+    assert peaks(grown(growth, 36)) == peaks(passes(model(40)))
     assert peaks(passes(model(40)))[3] > 100 > peaks(passes(model(4)))[3] - 1
 
 
@@ -52,10 +53,25 @@ def test_layers_that_differ_are_refused_or_go_on_along_a_line() -> None:
     other = log_of(("forward", [1, 20, -19, 33, -31, 5]))
     with pytest.raises(NotAlikeError):
         growth_of(one, other, lines=False)
-    (_, line) = growth_of(one, other, lines=True)
+    _, begin, line, end = growth_of(one, other, lines=True)
     assert isinstance(line, Line)
+    assert [len(each.run.sizes) for each in (begin, line, end)] == [3, 2, 1]
     with pytest.raises(NotAlikeError):
         grown_like(other, [line, line], 1)
+
+
+def test_a_peak_behind_layers_that_differ_is_found() -> None:
+    """What each layer keeps lifts the end of the phase, which comes last and is no peak with few layers."""
+
+    def log(layers: int) -> Log:
+        kept = [size for place in range(layers) for size in (layers + place, 4 - layers - place)]
+        return log_of(("backward", [50, -50, *kept, 30]))
+
+    growth = growth_of(log(3), log(4), lines=True)
+    assert any(isinstance(each, Line) for each in growth)
+    assert sum(sum(each.net.values()) for each in grown(growth, 36)) == sum(log(40).sizes)
+    (whole,) = passes(log(40))[1:]
+    assert Prediction(grown(growth, 36), 40, 1).peak.bytes == whole.rise
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,9 @@ class Growth:
 
 @dataclass(frozen=True)
 class Line:
-    """What further layers add to the peak and the end of a phase whose events cannot be laid side by side."""
+    """What further layers add to the peak and the end of events that cannot be laid side by side."""
 
-    run: Run  # of the larger log
+    run: Run  # of the larger log; of a phase, the events between those that can
     slope: Pass
 
 
@@ -69,12 +69,12 @@ def growth_of(smaller: Log, larger: Log, *, lines: bool) -> list[Growth | Line]:
     one, other = runs(smaller), runs(larger)
     if [run.phase for run in one] != [run.phase for run in other]:
         raise NotAlikeError("the phases differ")
-    return [_growth_in_any_order(*pair, lines) for pair in zip(one, other, strict=True)]
+    return [part for pair in zip(one, other, strict=True) for part in _growth_in_any_order(*pair, lines)]
 
 
-def grown(log: Log, growth: Sequence[Growth | Line], times: int) -> list[Pass]:
+def grown(growth: Sequence[Growth | Line], times: int) -> list[Pass]:
     """Return the phases of the larger log that was compared after so many repetitions of what grows."""
-    return [_grown(run, each, times) for run, each in zip(runs(log), growth, strict=True)]
+    return [_grown(each, times) for each in growth]
 
 
 def grown_like(log: Log, growth: Sequence[Growth | Line], times: int) -> list[Pass]:
@@ -82,19 +82,38 @@ def grown_like(log: Log, growth: Sequence[Growth | Line], times: int) -> list[Pa
     found = runs(log)
     if len(found) != len(growth):
         raise NotAlikeError("the phases differ")
-    return [_grown(run, _moved(run, each), times) for run, each in zip(found, growth, strict=True)]
+    return [_grown(_moved(run, each), times) for run, each in zip(found, growth, strict=True)]
 
 
-def _growth_in_any_order(smaller: Run, larger: Run, lines: bool) -> Growth | Line:
+def _growth_in_any_order(smaller: Run, larger: Run, lines: bool) -> list[Growth | Line]:
     try:
-        return _growth(smaller, larger)
+        return [_growth(smaller, larger)]
     except NotAlikeError:
         try:
-            return dataclasses.replace(_growth(_ordered(smaller), _ordered(larger)), ordered=True)
+            return [dataclasses.replace(_growth(_ordered(smaller), _ordered(larger)), ordered=True)]
         except NotAlikeError:
             if not lines:
                 raise
-            return Line(larger, _slope(pass_of(smaller), pass_of(larger)))
+            return _around_a_line(smaller, larger)
+
+
+def _around_a_line(smaller: Run, larger: Run) -> list[Growth | Line]:
+    """Lay the begin and the end of a phase side by side; only between them the peak goes on along a straight line."""
+    a, b = _paired(_tokens(smaller), _tokens(larger))
+    most = min(len(a), len(b))
+    before = _alike(a, b, most)
+    behind = _alike(a[::-1], b[::-1], most - before)
+    (one, low, end), (other, high, last) = (_cut(run, before, len(run.sizes) - behind) for run in (smaller, larger))
+    return [_growth(one, other), Line(high, _slope(pass_of(low), pass_of(high))), _growth(end, last)]
+
+
+def _cut(run: Run, start: int, stop: int) -> tuple[Run, Run, Run]:
+    """Cut a phase in three. The one in the middle has its counts."""
+
+    def part(of: slice, counts: Counts) -> Run:
+        return Run(run.phase, run.sizes[of], run.kinds[of], counts)
+
+    return part(slice(start), Counts()), part(slice(start, stop), run.counts), part(slice(stop, None), Counts())
 
 
 def _slope(one: Pass, other: Pass) -> Pass:
@@ -218,10 +237,10 @@ def _stands_twice(tokens: Array, start: int, stop: int) -> bool:
     return ahead + back >= length
 
 
-def _grown(run: Run, growth: Growth | Line, times: int) -> Pass:
+def _grown(growth: Growth | Line, times: int) -> Pass:
+    run = growth.run
     if isinstance(growth, Line):
         return _further(pass_of(run), growth.slope, times)
-    run = growth.run
     parts: list[tuple[Array, Array]] = []
     done = 0
     for piece in growth.pieces:

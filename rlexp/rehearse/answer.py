@@ -19,8 +19,9 @@ from rlexp.model.loading import load_config, random_model
 from rlexp.rehearse.changes import Change, cost, singles
 from rlexp.rehearse.children import Calls, at_once
 from rlexp.rehearse.fit import STEP, Longest, fit_like, predict_and_fit, room, with_length
+from rlexp.rehearse.layers import FEWEST, cycle_of
 from rlexp.rehearse.log import Log
-from rlexp.rehearse.predict import Prediction, plan_of, rehearsals
+from rlexp.rehearse.predict import Found, Prediction, plan_of, rehearsals
 from rlexp.rehearse.remedy import attempt, first_that_fits, laid_out
 from rlexp.rehearse.run import preload
 from rlexp.rehearse.sharding import Sharding, compare, kept, of_attention
@@ -64,24 +65,24 @@ def answer(overrides: Sequence[str]) -> Answer:
     there = [each for each in rings.values() if isinstance(each, Config)]
     cfg, *wider = at_once([laid_out(each, model) for each in (engine.cfg, *there)], processes)
     rings |= zip([size for size, each in rings.items() if isinstance(each, Config)], wider, strict=True)
-    ((asked, longest),) = at_once([predict_and_fit(cfg, model)], processes)
     changes = list(singles(engine.cfg, engines=engine.chosen is None))
-    others = _others(rings, cfg, longest)
-    slope = longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
-    *found, one = at_once(
+    (asked, longest), logs, *changed = at_once(
         [
-            *(fit_like(other, model, slope / size, asked.grows) for size, other in others),
+            predict_and_fit(cfg, model, found=engine.found),
+            logs_to_compare(cfg, model, engine.found),
             *(attempt(each, model) for _, each in changes),
-            rehearsed_alone(cfg, model, asked.log.layers),
         ],
         processes,
     )
+    others = _others(rings, cfg, longest)
+    slope = longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
+    found = at_once([fit_like(other, model, slope / size, asked.grows) for size, other in others], processes)
     lengths: dict[int, Longest | str] = {size: each for size, each in rings.items() if isinstance(each, str)}
-    lengths |= {size: result for (size, _), result in zip(others, found, strict=False)}
+    lengths |= {size: result for (size, _), result in zip(others, found, strict=True)}
     lengths[cfg.parallel.ring_size] = longest
-    predicted = zip(changes, found[len(others) :], strict=True)
+    predicted = zip(changes, changed, strict=True)
     tried = [*engine.others, *(Change.of(words, result) for (words, _), result in predicted)]
-    sharding = None if one is None else shared_out(cfg, model, asked.log, one)
+    sharding = shared_out(cfg, model, *logs) if logs else None
     return Answer(
         cfg, parameters, asked.prediction, longest, dict(sorted(lengths.items())), tried, sharding, engine.chosen
     )
@@ -102,12 +103,17 @@ def _others(rings: dict[int, Config | str], cfg: Config, longest: Longest) -> li
     return found
 
 
-def rehearsed_alone(cfg: Config, model: Any, layers: int) -> Calls:
-    """Rehearse so many layers on a ring of one with the same sequences; None if that is the ring."""
+def logs_to_compare(cfg: Config, model: Any, known: Found | None) -> Calls:
+    """Return logs of a few layers on the run's ring, which may be known, and with the same sequences on a ring of one.
+
+    None if that is the ring.
+    """
     if cfg.parallel.ring_size == 1:
         return None
-    (one,) = yield from rehearsals([plan_of(alone(cfg), model, 0, layers)])
-    return one
+    layers = next(cycle_of(model).few(model.num_hidden_layers, FEWEST), model.num_hidden_layers)
+    if known is not None and known.log.layers == layers:
+        return [known.log, *(yield from rehearsals([plan_of(alone(cfg), model, 0, layers)]))]
+    return (yield from rehearsals(plan_of(each, model, 0, layers) for each in (cfg, alone(cfg))))
 
 
 def shared_out(cfg: Config, model: Any, ring: Log, one: Log) -> Sharding:

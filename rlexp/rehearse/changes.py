@@ -12,7 +12,7 @@ from rlexp.config.layouts import check_layout, heads_of
 from rlexp.config.schema import Config, Device, EngineName, Offload
 from rlexp.engines import ENGINES
 from rlexp.errors import ConfigError, first_line
-from rlexp.rehearse.predict import Prediction
+from rlexp.rehearse.predict import Found, Prediction
 from rlexp.rehearse.rollouts import smaller
 
 CHEAPEST = ("zero1", "zero2", "fsdp2", "zero3")  # engines, from the one that sends least to those that hold least
@@ -29,10 +29,10 @@ class Change:
     refused: str | None = None
 
     @staticmethod
-    def of(words: str, result: Prediction | Exception) -> Change:
+    def of(words: str, result: Found | Exception) -> Change:
         if isinstance(result, Exception):
             return Change(words, refused=first_line(result))
-        return Change(words, result)
+        return Change(words, result.prediction)
 
     def fits(self, limit: int) -> bool:
         return self.prediction is not None and self.prediction.peak.bytes <= limit

@@ -88,18 +88,12 @@ def with_length(cfg: Config, length: int) -> Config:
     return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, max_length=length), rollout=rollout)
 
 
-def predict_once(cfg: Config, model: Any) -> Calls:
-    """Predict a configuration at its own length. A task of `children.at_once`."""
-    found: Found = yield from predict(cfg, model)
-    return found.prediction
-
-
-def predict_and_fit(cfg: Config, model: Any, slope: float = 0.0) -> Calls:
+def predict_and_fit(cfg: Config, model: Any, slope: float = 0.0, found: Found | None = None) -> Calls:
     """Predict a configuration at its own length, and find the longest one that fits. A task of `children.at_once`.
 
-    `slope` is a guess of the bytes that a token adds, if there is one.
+    `slope` is a guess of the bytes that a token adds, and `found` the prediction, if they are known.
     """
-    found: Found = yield from predict(cfg, model)
+    found = found or (yield from predict(cfg, model))
     longest: Longest = yield from _longest(cfg, model, found, slope)
     return found, longest
 

@@ -105,7 +105,7 @@ def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str
 
     preload()  # rehearsals are forked from this process
     taken = remedy.first_that_fits(cfg, model)
-    asked = taken.prediction or remedy.whole(remedy.tried([taken.cfg], model)[0])
+    asked = (taken.found or remedy.whole(remedy.tried([taken.cfg], model)[0])).prediction
     peak, limit = asked.peak, room(cfg)
     answer |= {
         "fits": peak.bytes <= limit,

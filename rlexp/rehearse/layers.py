@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ class Cycle:
 
     lead: int
     period: int
+    elements: int = 0  # of the parameters of a layer, on average
 
     def few(self, layers: int, fewest: int) -> Iterator[int]:
         """Yield numbers of layers to rehearse, each beside one period more, from which whole periods lead to all."""
@@ -39,7 +41,8 @@ def cycle_of(config: Any) -> Cycle:
     """Return the shortest cycle of layers, by their parameters and by what the configuration lists for each."""
     key = config.to_json_string()
     if key not in _CYCLES:
-        _CYCLES[key] = cycle(_kinds(config))
+        kinds, elements = _kinds(config)
+        _CYCLES[key] = dataclasses.replace(cycle(kinds), elements=elements)
     return _CYCLES[key]
 
 
@@ -55,8 +58,8 @@ def _lead(kinds: Sequence[Any], period: int) -> int:
     return apart[-1] + 1 if apart else 0
 
 
-def _kinds(config: Any) -> list[Any]:
-    """Return what a layer is, for each: what the configuration lists for it, and its parameters."""
+def _kinds(config: Any) -> tuple[list[Any], int]:
+    """Return what a layer is, for each: what the configuration lists for it, and its parameters. And their size."""
     count = int(config.num_hidden_layers)
     with torch.device("meta"):
         model = random_model(config, 2)
@@ -64,9 +67,10 @@ def _kinds(config: Any) -> list[Any]:
     layers = [module for module in model.modules() if type(module).__name__ in names]
     shapes = [[(name, tuple(each.shape)) for name, each in layer.named_parameters()] for layer in layers]
     lists = [value for _, value in sorted(_listed(config).items())]
-    return [
+    kinds = [
         ([each[place] for each in lists], shapes[place] if len(shapes) == count else None) for place in range(count)
     ]
+    return kinds, sum(parameter.numel() for layer in layers for parameter in layer.parameters()) // count
 
 
 def _listed(config: Any) -> dict[str, Sequence[Any]]:

@@ -27,12 +27,17 @@ class Memo:
     def __init__(self) -> None:
         self.learned: dict[Any, Recipe | None] = {}  # since the process was forked
         self.plain: dict[str, dict[str, Any]] = {}  # attributes of a new tensor, by device
+        self.works: dict[Any, Any] = {}  # by collective: it is over when it is called, so any one of its works will do
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator, or make what it made before of arguments of these shapes."""
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
         if not (name := _name(func)):
             return func(*args, **kwargs)
         key: list[Any] = [name, torch.get_default_dtype()]
+        if name.startswith("aten::as_strided"):  # others find their place in a storage from that of their argument
+            key += (each.storage_offset() for each in operators.tensors(args))
         if not _describe(args, key) or not _describe_named(kwargs, key):
             return func(*args, **kwargs)
         place = tuple(key)
@@ -47,6 +52,15 @@ class Memo:
             return made
         with torch._C._DisableTorchDispatch():
             return self._make(recipe, args)
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what every collective does: its first argument, which it has written to, and its work; or the work."""
+        if func not in self.works:
+            made = func(*args, **kwargs)
+            self.works[func] = made[-1] if isinstance(made, tuple) else made
+            return made
+        alone = len(func._schema.returns) == 1
+        return self.works[func] if alone else (args[0], self.works[func])
 
     def _has_what_it_needs(self, recipe: Recipe) -> bool:
         match recipe[0]:
@@ -66,23 +80,23 @@ class Memo:
     def _recipe(self, args: Any, made: Any) -> Recipe | None:
         if made is None:
             return ("nothing", None)
+        for place, arg in enumerate(args):
+            if arg is made:
+                return ("same", place)
         if type(made) is not FakeTensor or made.constant is not None or made.layout is not torch.strided:
             return None
         if made.requires_grad or made.is_conj() or made.is_neg() or made.is_inference():
             return None
-        for place, arg in enumerate(args):
-            if arg is made:
-                return ("same", place)
         storage = made.untyped_storage()
         device = _place(made.fake_device)
         self.plain.setdefault(device, dict(vars(made)))
-        form = (made.shape, made.stride(), made.storage_offset(), made.dtype, device)
+        form = (made.shape, made.stride(), made.dtype, device)
         for place, arg in enumerate(args):
             if isinstance(arg, FakeTensor) and arg.untyped_storage()._cdata == storage._cdata:
-                return ("view", place, *form)
+                return ("view", place, made.storage_offset() - arg.storage_offset(), *form)
         if any(each.untyped_storage()._cdata == storage._cdata for each in operators.tensors(args)):
             return None
-        return ("new", None, *form) if storage.nbytes() == _extent(made) else None
+        return ("new", None, 0, *form) if storage.nbytes() == _extent(made) else None
 
     def _make(self, recipe: Recipe, args: Any) -> Any:
         what, place = recipe[:2]
@@ -92,12 +106,13 @@ class Memo:
             return None
         if what == "same":
             return args[place]
-        shape, stride, offset, dtype, device = recipe[2:]
+        offset, shape, stride, dtype, device = recipe[2:]
         if what == "new":
             bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         else:
             bare = torch.empty(0, dtype=dtype, device="meta")
-            bare.set_(args[place].untyped_storage(), offset, shape, stride)
+            arg = args[place]
+            bare.set_(arg.untyped_storage(), arg.storage_offset() + offset, shape, stride)
         plain = self.plain[device]
         made = Tensor._make_subclass(
             FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=plain["_fake_device"]
@@ -111,7 +126,7 @@ class Memo:
 def _name(func: Any) -> str:
     """Return an operator's name if its results follow from its arguments' shapes, and it changes no shape."""
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
-    if func.namespace != "aten" or any(tag in func.tags for tag in tags):
+    if func.namespace not in ("aten", "rlexp") or any(tag in func.tags for tag in tags):
         return ""
     plain = func._schema.name.partition("::")[2]
     special = ("lift", "set_", "resize_", "_local_scalar", "is_", "sym_", "record_stream", "_resize")
@@ -131,7 +146,7 @@ def _describe(values: Any, key: list[Any]) -> bool:
         if kind is FakeTensor:
             if value.constant is not None or value.dtype.is_complex:
                 return False
-            key += (value.shape, value.stride(), value.storage_offset(), value.dtype, _place(value._fake_device))
+            key += (value.shape, value.stride(), value.dtype, _place(value._fake_device))
         elif kind is torch.device:
             key += (kind, _place(value))
         elif kind in _PLAIN:

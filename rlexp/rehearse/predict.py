@@ -11,17 +11,19 @@ from typing import Any
 
 from rlexp.config.checks_rollout import is_policy_loss
 from rlexp.config.schema import Config, Device
+from rlexp.engine.reducing import BUCKET
+from rlexp.engines import ENGINES
 from rlexp.rehearse import memo
 from rlexp.rehearse.align import Growth, Line, NotAlikeError, grown, grown_like, growth_of
 from rlexp.rehearse.children import Calls
-from rlexp.rehearse.layers import FEWEST, cycle_of
+from rlexp.rehearse.layers import FEWEST, Cycle, cycle_of
 from rlexp.rehearse.log import KINDS, Counts, Log, Pass, passes
 from rlexp.rehearse.rates import Rates
 from rlexp.rehearse.run import Plan, rehearse
 
 GIB = 1 << 30
-# Layers from which on each adds the same to every peak, even where a bucket takes the gradients of several layers:
-# their order is another in each, and peaks go on along straight lines. ZeRO-3 gathers up to three layers ahead.
+# Layers from which on each adds the same to every peak, even where its work is in another order, and peaks go on along
+# straight lines. ZeRO-3 gathers up to three layers ahead.
 STEADY, STEADY_ZERO3 = 3, 5
 
 
@@ -100,27 +102,39 @@ class Found:
 
 
 def predict(cfg: Config, model: Any, rank: int = 0, known: Grows | None = None) -> Calls:
-    """Rehearse a few layers, and tell all others from them. Layers that differ are all rehearsed.
+    """Rehearse a few layers, and tell all others from them, or all layers if they differ.
 
     `known` says how many layers were enough at another length. A task of `children.at_once`; the result is a `Found`.
     """
     layers = int(model.num_hidden_layers)
-    period = cycle_of(model).period
-    steady = STEADY_ZERO3 if cfg.engine.name.value == "zero3" else STEADY
-    fewest = steady if steady == STEADY_ZERO3 or (known is not None and known.layers > steady) else FEWEST
+    cycle, zero3 = cycle_of(model), cfg.engine.name.value == "zero3"
+    steady = STEADY_ZERO3 if zero3 else STEADY
+    fewest = steady if zero3 or (known is not None and known.layers > steady) else FEWEST
     logs: dict[int, Log] = {}
-    for few in cycle_of(model).few(layers, fewest):
-        counts = [each for each in (few, few + period) if each not in logs]
+    for few in cycle.few(layers, fewest) if alike(cfg, cycle) else ():
+        counts = [each for each in (few, few + cycle.period) if each not in logs]
         more = yield from rehearsals(plan_of(cfg, model, rank, each) for each in counts)
         logs |= dict(zip(counts, more, strict=True))
         with contextlib.suppress(NotAlikeError):
-            growth = growth_of(logs[few], logs[few + period], lines=few >= steady)
-            grows = Grows(few + period, period, growth)
-            passed = grown(logs[grows.layers], growth, grows.times(model))
+            growth = growth_of(logs[few], logs[few + cycle.period], lines=few >= steady)
+            grows = Grows(few + cycle.period, cycle.period, growth)
+            passed = grown(growth, grows.times(model))
             again = None if is_policy_loss(cfg) else grows  # a layer's cache grows with the length
             return Found(Prediction(passed, layers, cfg.train.grad_acc), again, logs[few])
     (log,) = yield from rehearsals([plan_of(cfg, model, rank, None)])
     return Found(Prediction(passes(log), layers, cfg.train.grad_acc), None, log)
+
+
+def alike(cfg: Config, cycle: Cycle) -> bool:
+    """Say whether an engine does the same for each layer.
+
+    ZeRO-1 and ZeRO-2 do not: a rank has one stretch of all parameters, which is a part of the embedding where there are
+    few layers, and the embedding with some layers where there are many. Nor where a bucket takes several layers.
+    """
+    traits = ENGINES[cfg.engine.name.value]
+    own = BUCKET if traits.replicated else 0
+    bucket = cfg.engine.overrides.get("zero_optimization", {}).get("reduce_bucket_size", own)
+    return traits.stage not in (1, 2) and bucket <= cycle.elements
 
 
 def predict_again(cfg: Config, model: Any, grows: Grows | None) -> Calls:

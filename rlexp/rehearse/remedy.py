@@ -13,11 +13,11 @@ from rlexp.config.schema import Config, LayoutName
 from rlexp.launch.preflight import size
 from rlexp.rehearse.changes import Change, cost, engines_for, offloads, pairs, seconds, singles
 from rlexp.rehearse.children import Calls, at_once
-from rlexp.rehearse.fit import predict_once, room
+from rlexp.rehearse.fit import room
 from rlexp.rehearse.layouts import choosing
-from rlexp.rehearse.predict import Prediction
+from rlexp.rehearse.predict import Found, Prediction, predict
 
-Result = Prediction | Exception
+Result = Found | Exception
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Taken:
     cfg: Config
     chosen: str | None = None
     others: Sequence[Change] = ()
-    prediction: Prediction | None = None
+    found: Found | None = None
 
 
 def first_that_fits(cfg: Config, model: Any) -> Taken:
@@ -37,11 +37,11 @@ def first_that_fits(cfg: Config, model: Any) -> Taken:
         return Taken(cfg)
     options, limit = engines_for(cfg), room(cfg)
     first = whole(tried(options[:1], model)[0])
-    if first.peak.bytes <= limit:
+    if first.prediction.peak.bytes <= limit:
         return Taken(options[0], "the default, and it fits", (), first)
     names = [each.engine.name.value for each in options]
     results = dict(zip(names, [first, *tried(options[1:], model)], strict=True))
-    peaks = {name: each.peak.bytes for name, each in results.items() if isinstance(each, Prediction)}
+    peaks = {name: each.prediction.peak.bytes for name, each in results.items() if isinstance(each, Found)}
     fitting = [name for name, peak in peaks.items() if peak <= limit]
     best = fitting[0] if fitting else min(peaks, key=lambda name: peaks[name])
     before = list(peaks)[: list(peaks).index(best)] if fitting else list(peaks)
@@ -94,10 +94,10 @@ def attempt(cfg: Config, model: Any) -> Calls:
     """Predict a configuration, or return the error. A task of `children.at_once`."""
     try:
         cfg = yield from laid_out(cfg, model)
-        prediction: Prediction = yield from predict_once(cfg, model)
+        found: Found = yield from predict(cfg, model)
     except Exception as error:
         return error
-    return prediction
+    return found
 
 
 def laid_out(cfg: Config, model: Any) -> Calls:
@@ -108,7 +108,7 @@ def laid_out(cfg: Config, model: Any) -> Calls:
     return with_layout(cfg, choice)
 
 
-def whole(result: Result) -> Prediction:
+def whole(result: Result) -> Found:
     if isinstance(result, Exception):
         raise result
     return result

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -71,12 +71,15 @@ class Layout(ABC):
     def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel) -> Plan: ...
 
 
-@dataclass(frozen=True)
 class RingBatch:
-    """All that attention needs of the batch. It travels as a keyword argument of the model's forward call."""
+    """All that attention needs of the batch. It travels as a keyword argument of the model's forward call.
 
-    plan: Plan
-    max_length: int  # of any sequence of the run; a model with a shorter window is refused
+    Not a dataclass: in those FSDP looks for tensors, at every layer's call, and would go through all numbers of a plan.
+    """
+
+    def __init__(self, plan: Plan, max_length: int) -> None:
+        self.plan = plan
+        self.max_length = max_length  # of any sequence of the run; a model with a shorter window is refused
 
     def to(self, device: torch.device) -> RingBatch:
-        return replace(self, plan=self.plan.to(device))
+        return RingBatch(self.plan.to(device), self.max_length)
