@@ -104,13 +104,13 @@ def mark_modules(log: Log, live: LiveTensors, policy: nn.Module) -> None:
 
         return enter
 
-    def leave(*_: Any) -> None:
+    def leave(module: nn.Module, *_: Any) -> None:
         if log.phase not in ("forward", "backward"):
             return
         log.module = outer.pop()
         if not outer:
             log.kinds |= {
-                number: WEIGHTS for each in _of_module(policy) if (number := live.number_of(each)) is not None
+                number: WEIGHTS for each in _of_module(module) if (number := live.number_of(each)) is not None
             }
             if log.phase == "backward":
                 log.recomputed.append((began.pop(), len(log.sizes)))
