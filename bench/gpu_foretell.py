@@ -102,4 +102,4 @@ def _one(asked: Asked) -> Any:
         (log,) = yield [(rehearse, (plan,))]
         prediction = Prediction(passes(log), log.layers, cfg.train.grad_acc)
     peaks = {phase: peak.bytes for phase, peak in prediction.peaks.items() if phase}
-    return Foretold(peaks, seconds(prediction), tokens)
+    return Foretold(peaks, seconds(prediction) or 0.0, tokens)

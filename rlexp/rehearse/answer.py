@@ -32,7 +32,6 @@ class Answer:
     cfg: Config
     parameters: int
     prediction: Prediction
-    longest: Longest
     rings: dict[int, Longest | str]  # by ring size; a text says why there is no such ring
     changes: Sequence[Change]
     sharding: Sharding | None  # None for a ring of one
@@ -61,46 +60,43 @@ def answer(overrides: Sequence[str]) -> Answer:
     parameters = count_parameters(model)
     preload()  # rehearsals are forked from this process
     engine = first_that_fits(composed, model)
-    rings = {size: _like(engine.cfg, other) for size, other in _rings(composed, overrides)}
-    there = [each for each in rings.values() if isinstance(each, Config)]
-    cfg, *wider = at_once([laid_out(each, model) for each in (engine.cfg, *there)], processes)
-    rings |= zip([size for size, each in rings.items() if isinstance(each, Config)], wider, strict=True)
+    (cfg,) = at_once([laid_out(engine.cfg, model)], processes)
     changes = list(singles(engine.cfg, engines=engine.chosen is None))
-    (asked, longest), logs, *changed = at_once(
+    (asked, lengths), logs, *changed = at_once(
         [
-            predict_and_fit(cfg, model, found=engine.found),
+            lengths_that_fit(cfg, model, overrides, engine.found),
             logs_to_compare(cfg, model, engine.found),
-            *(attempt(each, model) for _, each in changes),
+            *(attempt(each, model, room(cfg)) for _, each in changes),
         ],
         processes,
     )
-    others = _others(rings, cfg, longest)
-    slope = longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
-    found = at_once([fit_like(other, model, slope / size, asked.grows) for size, other in others], processes)
-    lengths: dict[int, Longest | str] = {size: each for size, each in rings.items() if isinstance(each, str)}
-    lengths |= {size: result for (size, _), result in zip(others, found, strict=True)}
-    lengths[cfg.parallel.ring_size] = longest
     predicted = zip(changes, changed, strict=True)
     tried = [*engine.others, *(Change.of(words, result) for (words, _), result in predicted)]
     sharding = shared_out(cfg, model, *logs) if logs else None
-    return Answer(
-        cfg, parameters, asked.prediction, longest, dict(sorted(lengths.items())), tried, sharding, engine.chosen
-    )
+    return Answer(cfg, parameters, asked.prediction, lengths, tried, sharding, engine.chosen)
 
 
-def _like(cfg: Config, other: Config | str) -> Config | str:
-    """Return another ring with the engine of the run."""
-    return other if isinstance(other, str) else dataclasses.replace(other, engine=cfg.engine)
+def lengths_that_fit(cfg: Config, model: Any, overrides: Sequence[str], known: Found | None) -> Calls:
+    """Predict the run, and find the longest sequence on its ring and then on others. A task of `children.at_once`."""
+    asked, longest = yield from predict_and_fit(cfg, model, found=known)
+    sizes = list(_ring_sizes(cfg))
+    composed = yield [(_composed, (overrides, f"parallel.ring_size={size}")) for size in sizes]
+    lengths: dict[int, Longest | str] = {cfg.parallel.ring_size: longest}
+    lengths |= {size: each for size, each in zip(sizes, composed, strict=True) if isinstance(each, str)}
+    there = [dataclasses.replace(each, engine=cfg.engine) for each in composed if isinstance(each, Config)]
+    laid = yield [laid_out(each, model) for each in there]
+    others = [_as_long(each, cfg, longest) for each in laid]
+    slope = longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
+    found = yield [fit_like(each, model, slope / each.parallel.ring_size, asked.grows) for each in others]
+    lengths |= {each.parallel.ring_size: result for each, result in zip(others, found, strict=True)}
+    return asked, dict(sorted(lengths.items()))
 
 
-def _others(rings: dict[int, Config | str], cfg: Config, longest: Longest) -> list[tuple[int, Config]]:
-    """Return the other rings, each at the length that it probably fits: as many tokens a rank."""
-    found = []
-    for size, other in rings.items():
-        if isinstance(other, Config):
-            length = (longest.tokens or cfg.data.max_length) * size // cfg.parallel.ring_size
-            found.append((size, with_length(other, max(STEP * size, length))))
-    return found
+def _as_long(other: Config, cfg: Config, longest: Longest) -> Config:
+    """Return another ring at the length that it probably fits: as many tokens a rank."""
+    size = other.parallel.ring_size
+    length = (longest.tokens or cfg.data.max_length) * size // cfg.parallel.ring_size
+    return with_length(other, max(STEP * size, length))
 
 
 def logs_to_compare(cfg: Config, model: Any, known: Found | None) -> Calls:
@@ -134,13 +130,12 @@ def count_parameters(model: Any) -> int:
         return sum(parameter.numel() for parameter in random_model(model, 2).parameters())
 
 
-def _rings(cfg: Config, overrides: Sequence[str]) -> Iterator[tuple[int, Config | str]]:
-    """Yield the other ring sizes that the ranks could have, with their configuration."""
-    size = 1
-    world = cfg.parallel.world_size
+def _ring_sizes(cfg: Config) -> Iterator[int]:
+    """Yield the other ring sizes that the ranks could have."""
+    size, world = 1, cfg.parallel.world_size
     while size <= world:
         if size in divisors(world) and size != cfg.parallel.ring_size:
-            yield size, _composed(overrides, f"parallel.ring_size={size}")
+            yield size
         size *= 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from rlexp.config.layouts import check_layout, heads_of
 from rlexp.config.schema import Config, Device, EngineName, Offload
 from rlexp.engines import ENGINES
 from rlexp.errors import ConfigError, first_line
+from rlexp.launch.preflight import size
 from rlexp.rehearse.predict import Found, Prediction
 from rlexp.rehearse.rollouts import smaller
 
@@ -41,17 +43,24 @@ class Change:
 def cost(change: Change) -> tuple[bool, float]:
     """Order changes by their time. Offload comes last: the roofline has neither the way to the host nor the host's
     optimizer step."""
-    return offloads(change.words), seconds(change.prediction) if change.prediction is not None else float("inf")
+    took = seconds(change.prediction)
+    return offloads(change.words), math.inf if took is None else took
 
 
 def offloads(words: str) -> bool:
     return "engine.offload" in words
 
 
-def seconds(prediction: Prediction) -> float:
-    """Return the estimated seconds of a step."""
+def seconds(prediction: Prediction | None) -> float | None:
+    """Return the estimated seconds of a step; None if no step was rehearsed."""
+    if prediction is None or prediction.build_alone:
+        return None
     counts = prediction.counts()
     return counts.seconds + counts.waited
+
+
+def needed(prediction: Prediction) -> str:
+    return "more than " * prediction.build_alone + size(prediction.peak.bytes)
 
 
 def engines_for(cfg: Config) -> list[Config]:

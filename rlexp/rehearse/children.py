@@ -11,58 +11,122 @@ import os
 import pickle
 import selectors
 import signal
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
-Calls = Generator[Sequence[Call], Any, Any]  # yields calls that may run side by side, and is sent their results
+# A task yields what may run side by side, calls and tasks, and is sent their results.
+Calls = Generator[Sequence["Call | Calls"], Any, Any]
 
 
 def at_once(tasks: Sequence[Calls], processes: int) -> list[Any]:
     """Run tasks that need calls in processes of their own, so many calls at a time; return each task's result."""
-    results: list[Any] = [None] * len(tasks)
-    answers: list[list[Any]] = [[] for _ in tasks]
-    waiting: list[tuple[int, int, Call]] = []
-    running: dict[int, tuple[int, int, int]] = {}  # by pipe: the task, the place of the call, and the process
-
-    def go_on(task: int, *, error: BaseException | None = None) -> None:
-        try:
-            calls = tasks[task].throw(error) if error is not None else tasks[task].send(answers[task] or None)
-        except StopIteration as end:
-            results[task] = end.value
-            return
-        answers[task] = [_PENDING] * len(calls)
-        waiting.extend((task, place, call) for place, call in enumerate(calls))
-
     gc.collect()
     gc.freeze()  # DeepSpeed calls the collector again and again: it need not look at what was imported
+    pool = _Pool(processes)
     try:
-        for task in range(len(tasks)):
-            go_on(task)
+        return pool.run(tasks)
+    finally:
+        gc.unfreeze()
+        pool.end()
+
+
+@dataclass(eq=False)
+class _Batch:
+    """What a task needs before it goes on. After an error it goes on at once, and its batch is an old one."""
+
+    task: _Task
+    answers: list[Any]
+
+
+@dataclass(eq=False)
+class _Task:
+    steps: Calls
+    urgency: int  # the first tasks may take longest
+    asked_by: tuple[_Batch, int] | None = None  # which waits for the result, and the place among its answers
+    batch: _Batch | None = None
+
+
+class _Pool:
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+        self.waiting: list[tuple[_Batch, int, Call]] = []
+        self.running: dict[int, tuple[_Batch, int, int]] = {}  # by pipe: who needs it, at which place, and the process
+        self.results: list[Any] = []
+
+    def run(self, tasks: Sequence[Calls]) -> list[Any]:
+        self.results = [None] * len(tasks)
+        for number, steps in enumerate(tasks):
+            self._go_on(_Task(steps, number))
         with selectors.DefaultSelector() as selector:
-            while waiting or running:
-                while waiting and len(running) < processes:
-                    task, place, call = waiting.pop(0)
+            while self.waiting or self.running:
+                while self.waiting and len(self.running) < self.processes:
+                    batch, place, call = self.waiting.pop(0)
                     pipe, process = _forked(*call)
-                    running[pipe] = (task, place, process)
+                    self.running[pipe] = (batch, place, process)
                     selector.register(pipe, selectors.EVENT_READ)
                 for key, _ in selector.select():
                     selector.unregister(key.fd)
-                    task, place, process = running.pop(key.fd)
-                    said, error = _result(key.fd, process)
-                    answers[task][place] = said
-                    if error is not None:
-                        waiting[:] = [each for each in waiting if each[0] != task]
-                        go_on(task, error=error)
-                    elif not any(each is _PENDING for each in answers[task]):
-                        go_on(task)
-    finally:
-        gc.unfreeze()
-        for pipe, (_, _, process) in running.items():
+                    batch, place, process = self.running.pop(key.fd)
+                    self._answer(batch, place, *_result(key.fd, process))
+        return self.results
+
+    def _go_on(self, task: _Task, error: BaseException | None = None) -> None:
+        """Take a task to what it needs next, or to its end."""
+        try:
+            sent = None if task.batch is None else task.batch.answers
+            needs = list(task.steps.throw(error) if error is not None else task.steps.send(sent))
+        except StopIteration as end:
+            self._end(task, end.value, None)
+            return
+        except Exception as wrong:
+            self._end(task, None, wrong)
+            return
+        batch = task.batch = _Batch(task, [_PENDING] * len(needs))
+        for place, need in enumerate(needs):
+            if isinstance(need, Generator):
+                self._go_on(_Task(need, task.urgency, (batch, place)))
+            else:
+                self.waiting.append((batch, place, need))
+            if task.batch is not batch:
+                return
+        if not needs:
+            self._go_on(task)
+        self.waiting.sort(key=lambda each: each[0].task.urgency)
+
+    def _end(self, task: _Task, value: Any, error: BaseException | None) -> None:
+        if task.asked_by is not None:
+            self._answer(*task.asked_by, value, error)
+        elif error is not None:
+            raise error
+        else:
+            self.results[task.urgency] = value
+
+    def _answer(self, batch: _Batch, place: int, said: Any, error: BaseException | None) -> None:
+        task = batch.task
+        if task.batch is not batch:
+            return
+        batch.answers[place] = said
+        if error is not None:
+            self.waiting = [each for each in self.waiting if batch not in _line(each[0])]
+            self._go_on(task, error)
+        elif not any(each is _PENDING for each in batch.answers):
+            self._go_on(task)
+
+    def end(self) -> None:
+        for pipe, (_, _, process) in self.running.items():
             os.close(pipe)
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
-    return results
+
+
+def _line(batch: _Batch) -> Iterator[_Batch]:
+    """Yield a batch, the one that waits for its task, and so on."""
+    yield batch
+    while (asked_by := batch.task.asked_by) is not None:
+        batch = asked_by[0]
+        yield batch
 
 
 _PENDING = object()

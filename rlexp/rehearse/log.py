@@ -92,6 +92,7 @@ class Log:
     phase: str = ""
     layers: int = 0  # of the model
     learned: dict[Any, Any] = field(default_factory=dict)  # of operators' results, for rehearsals to come
+    build_alone: bool = False  # no steps were taken
     closed: bool = False  # what is freed at the end of a rehearsal is not part of it
     times: float = 1  # of the sections that begin from now on
 
@@ -218,6 +219,11 @@ def runs(log: Log) -> list[Run]:
         )
         for section, end in zip(log.sections, ends, strict=True)
     ]
+
+
+def peak_of(log: Log) -> int:
+    """Return the largest sum of bytes so far."""
+    return int(np.cumsum([0, *log.sizes]).max())
 
 
 def passes(log: Log) -> list[Pass]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,6 +47,7 @@ class Prediction:
     passes: Sequence[Pass]
     layers: int
     grad_acc: int  # micro-batches of a step; two are rehearsed
+    build_alone: bool = False  # the steps were not rehearsed: the build needs more than there is
 
     @cached_property
     def peaks(self) -> dict[str, Peak]:
@@ -101,10 +103,11 @@ class Found:
     log: Log  # of fewest layers
 
 
-def predict(cfg: Config, model: Any, rank: int = 0, known: Grows | None = None) -> Calls:
+def predict(cfg: Config, model: Any, rank: int = 0, known: Grows | None = None, limit: float = math.inf) -> Calls:
     """Rehearse a few layers, and tell all others from them, or all layers if they differ.
 
-    `known` says how many layers were enough at another length. A task of `children.at_once`; the result is a `Found`.
+    `known` says how many layers were enough at another length. Where all layers must be rehearsed, a build that needs
+    more bytes than `limit` is enough. A task of `children.at_once`; the result is a `Found`.
     """
     layers = int(model.num_hidden_layers)
     cycle, zero3 = cycle_of(model), cfg.engine.name.value == "zero3"
@@ -121,8 +124,8 @@ def predict(cfg: Config, model: Any, rank: int = 0, known: Grows | None = None) 
             passed = grown(growth, grows.times(model))
             again = None if is_policy_loss(cfg) else grows  # a layer's cache grows with the length
             return Found(Prediction(passed, layers, cfg.train.grad_acc), again, logs[few])
-    (log,) = yield from rehearsals([plan_of(cfg, model, rank, None)])
-    return Found(Prediction(passes(log), layers, cfg.train.grad_acc), None, log)
+    (log,) = yield from rehearsals([dataclasses.replace(plan_of(cfg, model, rank, None), limit=limit)])
+    return Found(Prediction(passes(log), layers, cfg.train.grad_acc, log.build_alone), None, log)
 
 
 def alike(cfg: Config, cycle: Cycle) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from rlexp.config.layouts import heads_in, with_layout
 from rlexp.config.schema import Config, LayoutName
 from rlexp.launch.preflight import size
-from rlexp.rehearse.changes import Change, cost, engines_for, offloads, pairs, seconds, singles
+from rlexp.rehearse.changes import Change, cost, engines_for, needed, offloads, pairs, seconds, singles
 from rlexp.rehearse.children import Calls, at_once
 from rlexp.rehearse.fit import room
 from rlexp.rehearse.layouts import choosing
@@ -36,20 +36,20 @@ def first_that_fits(cfg: Config, model: Any) -> Taken:
     if cfg.engine.chosen is None:
         return Taken(cfg)
     options, limit = engines_for(cfg), room(cfg)
-    first = whole(tried(options[:1], model)[0])
+    first = whole(tried(options[:1], model, limit)[0])
     if first.prediction.peak.bytes <= limit:
         return Taken(options[0], "the default, and it fits", (), first)
     names = [each.engine.name.value for each in options]
-    results = dict(zip(names, [first, *tried(options[1:], model)], strict=True))
-    peaks = {name: each.prediction.peak.bytes for name, each in results.items() if isinstance(each, Found)}
-    fitting = [name for name, peak in peaks.items() if peak <= limit]
-    best = fitting[0] if fitting else min(peaks, key=lambda name: peaks[name])
-    before = list(peaks)[: list(peaks).index(best)] if fitting else list(peaks)
-    needs = ", ".join(f"{name} needs {size(peaks[name])}" for name in before)
-    fits = f"the first that fits, with {size(peaks[best])} of {size(limit)}; {needs}"
+    results = dict(zip(names, [first, *tried(options[1:], model, limit)], strict=True))
+    found = {name: each.prediction for name, each in results.items() if isinstance(each, Found)}
+    fitting = [name for name, each in found.items() if each.peak.bytes <= limit]
+    best = fitting[0] if fitting else min(found, key=lambda name: (found[name].build_alone, found[name].peak.bytes))
+    before = list(found)[: list(found).index(best)] if fitting else list(found)
+    needs = ", ".join(f"{name} needs {needed(found[name])}" for name in before)
+    fits = f"the first that fits, with {needed(found[best])} of {size(limit)}; {needs}"
     others = [Change.of(f"engine={name}", result) for name, result in results.items() if name != best]
     why = fits if fitting else f"no engine fits ({needs})"
-    return Taken(options[names.index(best)], why, others, whole(results[best]))
+    return Taken(options[names.index(best)], why, others, None if found[best].build_alone else whole(results[best]))
 
 
 def cheapest(taken: Taken, asked: Prediction, single: Sequence[Change], model: Any) -> Change | None:
@@ -60,8 +60,8 @@ def cheapest(taken: Taken, asked: Prediction, single: Sequence[Change], model: A
     limit = room(taken.cfg)
     if fitting := [change for change in single if change.fits(limit)]:
         return min(fitting, key=cost)
-    base = seconds(asked)
-    slower = {each.words: seconds(each.prediction) / base for each in single if each.prediction is not None}
+    base = seconds(asked) or math.inf
+    slower = {each.words: took / base for each in single if (took := seconds(each.prediction)) is not None}
 
     def guess(words: Sequence[str]) -> tuple[bool, float]:
         return any(map(offloads, words)), math.prod(slower.get(each, 2.0) for each in words)
@@ -71,7 +71,7 @@ def cheapest(taken: Taken, asked: Prediction, single: Sequence[Change], model: A
     at_a_time = len(os.sched_getaffinity(0))
     for start in range(0, len(together), at_a_time):
         some = together[start : start + at_a_time]
-        results = tried([options[words] for words in some], model)
+        results = tried([options[words] for words in some], model, limit)
         both = [Change.of(" ".join(words), result) for words, result in zip(some, results, strict=True)]
         if fitting := [change for change in both if change.fits(limit)]:
             return min(fitting, key=cost)
@@ -81,20 +81,23 @@ def cheapest(taken: Taken, asked: Prediction, single: Sequence[Change], model: A
 def changes_of(taken: Taken, model: Any) -> list[Change]:
     """Predict each single change."""
     options = list(singles(taken.cfg, engines=taken.chosen is None))
-    results = tried([cfg for _, cfg in options], model)
+    results = tried([cfg for _, cfg in options], model, room(taken.cfg))
     return [Change.of(words, result) for (words, _), result in zip(options, results, strict=True)]
 
 
-def tried(options: Sequence[Config], model: Any) -> list[Result]:
+def tried(options: Sequence[Config], model: Any, limit: float = math.inf) -> list[Result]:
     """Predict configurations side by side; for one that fails, return the error."""
-    return at_once([attempt(cfg, model) for cfg in options], len(os.sched_getaffinity(0)))
+    return at_once([attempt(cfg, model, limit) for cfg in options], len(os.sched_getaffinity(0)))
 
 
-def attempt(cfg: Config, model: Any) -> Calls:
-    """Predict a configuration, or return the error. A task of `children.at_once`."""
+def attempt(cfg: Config, model: Any, limit: float) -> Calls:
+    """Predict a configuration, or return the error. A task of `children.at_once`.
+
+    A build that alone needs more bytes than `limit` may be the whole answer.
+    """
     try:
         cfg = yield from laid_out(cfg, model)
-        found: Found = yield from predict(cfg, model)
+        found: Found = yield from predict(cfg, model, limit=limit)
     except Exception as error:
         return error
     return found

@@ -7,9 +7,8 @@ from typing import Any
 
 from rlexp.config.checks_rollout import is_policy_loss
 from rlexp.config.schema import Config
-from rlexp.launch.preflight import size
 from rlexp.rehearse.answer import Answer
-from rlexp.rehearse.changes import Change, seconds
+from rlexp.rehearse.changes import Change, needed, seconds
 from rlexp.rehearse.fit import Longest
 from rlexp.rehearse.log import KINDS, Counts
 from rlexp.rehearse.predict import GIB, Peak, Prediction
@@ -123,10 +122,13 @@ def _length(found: Longest | str) -> str:
     return f"{found.tokens:>12,}" if found.tokens else "none"
 
 
-def _changed(change: Change, base: float) -> str:
+def _changed(change: Change, base: float | None) -> str:
     if change.prediction is None:
         return f"not possible: {change.refused}"
-    return f"{size(change.prediction.peak.bytes):>13} {seconds(change.prediction) / base:13.2f}×"
+    took = seconds(change.prediction)
+    if took is None or base is None:
+        return f"{needed(change.prediction)}, for its build alone"
+    return f"{needed(change.prediction):>13} {took / base:13.2f}×"
 
 
 def _work(answer: Answer) -> Iterator[str]:
@@ -157,7 +159,7 @@ def _waiting(answer: Answer) -> Iterator[str]:
     inside = answer.prediction.counts("data", "forward", "reference", "backward")
     syncs = answer.prediction.counts().syncs
     yield f"  host waits      {sum(syncs.values())} times a step, {_between(inside)} of them in micro-batches"
-    for place, count in sorted(syncs.items(), key=lambda item: -item[1]):
+    for place, count in sorted(syncs.items(), key=lambda item: (-item[1], item[0])):
         yield f"    {count:>4} × {place}"
 
 

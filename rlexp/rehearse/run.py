@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from rlexp.rehearse.device import conversions, rehearsed_device
 from rlexp.rehearse.holdings import label, mark_modules, mark_trunk
 from rlexp.rehearse.kernel import CountedKernel
 from rlexp.rehearse.layers import shortened
-from rlexp.rehearse.log import Log
+from rlexp.rehearse.log import Log, peak_of
 from rlexp.rehearse.mode import Counting, Rehearsing
 from rlexp.rehearse.rates import Clock, Rates
 from rlexp.rehearse.rollouts import Wordless, rollout_task
@@ -51,6 +52,7 @@ class Plan:
     steps: int = 1
     gpu: bool = True
     rates: Rates | None = None
+    limit: float = math.inf  # bytes; a build that needs more is enough
 
 
 def preload() -> None:
@@ -121,6 +123,7 @@ def take_steps(plan: Plan, device: torch.device, mode: Counting) -> None:
         )
         engine = task.run.engine
         engine.fragments()  # makes the moments, as the first optimizer step does
+    log.build_alone = peak_of(log) > plan.limit
     ring = task.run.world.ring
     ring.traffic.watcher = log
     mode.told = {each.group.group_name for each in (ring, ring.inner, ring.outer) if each is not None and each.group}
@@ -131,7 +134,7 @@ def take_steps(plan: Plan, device: torch.device, mode: Counting) -> None:
     mark_modules(log, mode, engine.policy)
     label(log, mode, engine, [*frozen, *judging])
     with uncounted_objects():
-        for step in range(1, plan.steps + 1):
+        for step in range(1, 0 if log.build_alone else plan.steps + 1):
             train_step(task, step)
     log.closed = True
 

@@ -1,0 +1,71 @@
+"""Tasks that need calls in processes of their own, and tasks of tasks."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+
+from rlexp.rehearse.children import at_once
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def fail(number: int) -> int:
+    raise ValueError(f"no {number}")
+
+
+def slow(number: int) -> int:
+    time.sleep(0.3)
+    return -number
+
+
+def doubled(*numbers: int) -> Any:
+    return sum((yield [(double, (number,)) for number in numbers]))
+
+
+def nested(depth: int) -> Any:
+    if depth == 0:
+        return (yield [])
+    below, own = yield [nested(depth - 1), (double, (depth,))]
+    return [*below, own]
+
+
+def test_tasks_of_tasks() -> None:
+    assert at_once([doubled(1, 2, 3), nested(3), doubled()], 2) == [12, [2, 4, 6], 0]
+    assert at_once([], 2) == []
+
+
+def test_calls_run_elsewhere() -> None:
+    def ask() -> Any:
+        return (yield [(os.getpid, ()), (os.getpid, ())])
+
+    ((one, other),) = at_once([ask()], 2)
+    assert len({one, other, os.getpid()}) == 3
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_error_is_raised_where_it_was_asked_for(processes: int) -> None:
+    """The task goes on at once; answers to what it no longer waits for are not taken for others."""
+
+    def below() -> Any:
+        yield [(fail, (5,)), (slow, (1,))]
+
+    def careful() -> Any:
+        try:
+            yield [below(), (slow, (2,))]
+        except ValueError as error:
+            again = yield [(slow, (3,)), (double, (4,))]
+            return str(error), again
+
+    assert at_once([careful(), doubled(7)], processes) == [("no 5", [-3, 8]), 14]
+    with pytest.raises(ValueError, match="no 6"):
+        at_once([doubled(1), iter_of((fail, (6,)))], processes)
+
+
+def iter_of(*calls: Any) -> Any:
+    return (yield list(calls))
