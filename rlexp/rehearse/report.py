@@ -16,7 +16,7 @@ from rlexp.rehearse.rollouts import drawn_at_once
 from rlexp.rehearse.sharding import in_words
 
 PHASES = ("build", "rollout", "score", "forward", "reference", "backward", "optimizer", "export")
-HEADS = ("weights", "gradients", "optim.", "reference", "saved act.", "cache", "temp.", "comm.", "total")
+HEADS = ("weights", "gradients", "optim.", "reference", "saved act.", "cache", "temp.", "comm.")
 
 
 def text(answer: Answer) -> str:
@@ -73,14 +73,16 @@ def changed(changes: Sequence[Change], asked: Prediction) -> str:
 def _memory(prediction: Prediction) -> Iterator[str]:
     unit, name = (GIB, "GiB") if prediction.peak.bytes >= GIB else (1 << 20, "MiB")
     yield f"peak memory of rank 0 by phase, {name}"
-    yield f"  {'':10}" + "".join(f"{head:>12}" for head in HEADS)
+    kinds = [kind for kind in KINDS if any(peak.by_kind[kind] for peak in prediction.peaks.values())]
+    heads = [*(HEADS[KINDS.index(kind)] for kind in kinds), "total"]
+    yield f"  {'':10}" + "".join(f"{head:>12}" for head in heads)
     for phase in PHASES:
         if phase in prediction.peaks:
-            yield f"  {phase:10}" + _row(prediction.peaks[phase], unit)
+            yield f"  {phase:10}" + _row(prediction.peaks[phase], kinds, unit)
 
 
-def _row(peak: Peak, unit: int) -> str:
-    held = [*(peak.by_kind[kind] for kind in KINDS), peak.bytes]
+def _row(peak: Peak, kinds: Sequence[str], unit: int) -> str:
+    held = [*(peak.by_kind[kind] for kind in kinds), peak.bytes]
     return "".join(f"{each / unit:12.2f}" if each else f"{'':>12}" for each in held)
 
 
