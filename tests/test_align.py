@@ -15,9 +15,9 @@ from rlexp.rehearse.predict import Prediction
 MIB = 1 << 20
 
 
-def log_of(*phases: tuple[str, Sequence[int]]) -> Log:
+def log_of(*phases: tuple[str, Sequence[int]], layers: int = 0) -> Log:
     """Write a log of events in MiB; each event is a storage of its own."""
-    log, numbers = Log("cpu"), itertools.count()
+    log, numbers = Log("cpu", layers=layers), itertools.count()
     for phase, sizes in phases:
         log.enter(phase)
         for size in sizes:
@@ -49,29 +49,33 @@ def test_another_length_follows_from_one_log() -> None:
 
 
 def test_layers_that_differ_are_refused_or_go_on_along_a_line() -> None:
-    one = log_of(("forward", [1, 20, -19, 5]))
-    other = log_of(("forward", [1, 20, -19, 33, -31, 5]))
+    one = log_of(("forward", [1, 20, -19, 5]), layers=1)
+    other = log_of(("forward", [1, 20, -19, 33, -31, 5]), layers=2)
     with pytest.raises(NotAlikeError):
         growth_of(one, other, lines=False)
     _, begin, line, end = growth_of(one, other, lines=True)
     assert isinstance(line, Line)
-    assert [len(each.run.sizes) for each in (begin, line, end)] == [3, 2, 1]
+    assert [len(each.run.sizes) for each in (begin, line, end)] == [2, 3, 1]
     with pytest.raises(NotAlikeError):
         grown_like(other, [line, line], 1)
 
 
-def test_a_peak_behind_layers_that_differ_is_found() -> None:
-    """What each layer keeps lifts the end of the phase, which comes last and is no peak with few layers."""
+def uneven(layers: int) -> Log:
+    """Layers whose sizes are others in each model, and which need a lot for a moment; an end that needs more."""
+    each = [size for place in range(layers) for size in (layers + place, 40, -40, 4 - layers - place)]
+    return log_of(("backward", [60, -60, *each, 70]), layers=layers)
 
-    def log(layers: int) -> Log:
-        kept = [size for place in range(layers) for size in (layers + place, 4 - layers - place)]
-        return log_of(("backward", [50, -50, *kept, 30]))
 
-    growth = growth_of(log(3), log(4), lines=True)
-    assert any(isinstance(each, Line) for each in growth)
-    assert sum(sum(each.net.values()) for each in grown(growth, 36)) == sum(log(40).sizes)
-    (whole,) = passes(log(40))[1:]
-    assert Prediction(grown(growth, 36), 40, 1).peak.bytes == whole.rise
+def test_peaks_behind_and_between_layers_that_differ_are_found() -> None:
+    """What each layer keeps lifts the end, which is no peak with few layers; and no layer's moment is counted twice."""
+    growth = growth_of(uneven(3), uneven(4), lines=True)
+    assert [type(each).__name__ for each in growth] == ["Growth", "Growth", "Line", "Growth"]
+    found = grown(growth, 36)
+    (whole,) = passes(uneven(40))[1:]
+    assert sum(sum(each.net.values()) for each in found) == sum(uneven(40).sizes)
+    assert Prediction(found, 40, 1).peak.bytes == whole.rise
+    few = grown(growth_of(uneven(3), uneven(4), lines=True), 0)
+    assert Prediction(few, 4, 1).peak.bytes == passes(uneven(4))[1].rise
 
 
 @pytest.mark.parametrize(

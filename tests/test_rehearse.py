@@ -184,7 +184,9 @@ def stretched(cfg: Config) -> tuple[Summary, Summary]:
         return log
 
     found, log = at_once([watched(), whole()], 2)
-    assert (max(calls) == model.num_hidden_layers) == (cfg.engine.name.value in ("zero1", "zero2")), "the others treat all layers alike"
+    assert (max(calls) == model.num_hidden_layers) == (cfg.engine.name.value in ("zero1", "zero2")), (
+        "the others treat all layers alike"
+    )
     return summary(found.prediction.passes), summary(passes(log))
 
 

@@ -83,7 +83,7 @@ def test_a_reward_model_is_predicted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["zero1", pytest.param("fsdp2", marks=pytest.mark.prove)])
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero3", marks=pytest.mark.prove)])
 def test_many_layers_follow_from_a_few(engine: str) -> None:
     """With a critic of its own, a second trunk in the same pass."""
     sizes = ("model.layers=9", "model.hidden_size=1024", "model.intermediate_size=2048", "train.batch_size=8")
@@ -95,8 +95,8 @@ def test_many_layers_follow_from_a_few(engine: str) -> None:
     )
     words = ("loss=ppo", *REWARD, "launch.nproc=2", "parallel=ring2", f"engine={engine}", "memory.checkpointing=true")
     few, all_nine = alone(stretched, elsewhere(*sizes, *lengths, *words))
-    for phase, peak in few["peaks"].items():
-        assert peak == pytest.approx(all_nine["peaks"][phase], rel=5e-4), phase
+    for phase, peak in few["peaks"].items():  # ZeRO-3 gathers in another order with more layers: 9e-4 was seen
+        assert peak == pytest.approx(all_nine["peaks"][phase], rel=1e-3), phase
     assert few["flops"] == all_nine["flops"]
     assert few["sent"] == all_nine["sent"]
 

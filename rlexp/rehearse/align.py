@@ -69,7 +69,8 @@ def growth_of(smaller: Log, larger: Log, *, lines: bool) -> list[Growth | Line]:
     one, other = runs(smaller), runs(larger)
     if [run.phase for run in one] != [run.phase for run in other]:
         raise NotAlikeError("the phases differ")
-    return [part for pair in zip(one, other, strict=True) for part in _growth_in_any_order(*pair, lines)]
+    periods = smaller.layers / (larger.layers - smaller.layers) if lines else None
+    return [part for pair in zip(one, other, strict=True) for part in _growth_in_any_order(*pair, periods)]
 
 
 def grown(growth: Sequence[Growth | Line], times: int) -> list[Pass]:
@@ -85,24 +86,28 @@ def grown_like(log: Log, growth: Sequence[Growth | Line], times: int) -> list[Pa
     return [_grown(_moved(run, each), times) for run, each in zip(found, growth, strict=True)]
 
 
-def _growth_in_any_order(smaller: Run, larger: Run, lines: bool) -> list[Growth | Line]:
+def _growth_in_any_order(smaller: Run, larger: Run, periods: float | None) -> list[Growth | Line]:
     try:
         return [_growth(smaller, larger)]
     except NotAlikeError:
         try:
             return [dataclasses.replace(_growth(_ordered(smaller), _ordered(larger)), ordered=True)]
         except NotAlikeError:
-            if not lines:
+            if periods is None:
                 raise
-            return _around_a_line(smaller, larger)
+            return _around_a_line(smaller, larger, periods)
 
 
-def _around_a_line(smaller: Run, larger: Run) -> list[Growth | Line]:
-    """Lay the begin and the end of a phase side by side; only between them the peak goes on along a straight line."""
+def _around_a_line(smaller: Run, larger: Run, periods: float) -> list[Growth | Line]:
+    """Lay what comes before all layers and what comes after them side by side; between, the peak goes on along a line.
+
+    `periods` is how many times the smaller run has what the larger one has once more.
+    """
     a, b = _paired(_tokens(smaller), _tokens(larger))
+    others = max(0, len(a) - round(periods * (len(b) - len(a))))  # events of no layer, before or after
     most = min(len(a), len(b))
-    before = _alike(a, b, most)
-    behind = _alike(a[::-1], b[::-1], most - before)
+    before = _alike(a, b, min(others, most))
+    behind = _alike(a[::-1], b[::-1], min(others, most - before))
     (one, low, end), (other, high, last) = (_cut(run, before, len(run.sizes) - behind) for run in (smaller, larger))
     return [_growth(one, other), Line(high, _slope(pass_of(low), pass_of(high))), _growth(end, last)]
 
