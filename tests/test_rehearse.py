@@ -204,6 +204,7 @@ def test_many_layers_follow_exactly_from_a_few(engine: str, checkpointing: str) 
     assert few["sent"] == all_nine["sent"]
 
 
+@pytest.mark.slow
 @pytest.mark.prove
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_8b_model_follows_from_a_few_layers(engine: str) -> None:

@@ -15,7 +15,8 @@ STEP = 1024  # tokens: lengths are multiples of it for each rank of a ring
 CLOSE = 0.99  # of the room: a length that fills as much is long enough
 TRIES = 6
 FIRST = 4096  # tokens for each rank of a ring, where nothing is known yet
-LONGEST = 1 << 28  # tokens
+LEAP = 16  # times the longest known length, at most: while a peak does not depend on the length, any one seems to fit
+LONGEST = 1 << 26  # tokens; a rehearsal has the tokens of the whole batch on the host, as a real rank has
 
 
 @dataclass
@@ -56,7 +57,8 @@ class Search:
         inside = max(int(tokens) // self.granule * self.granule, self.best + self.granule)
         if self.above is not None:
             inside = min(inside, self.above - self.granule)
-        return min(inside, LONGEST)
+        leap = max(LEAP * max(self.peaks) // self.granule * self.granule, start)
+        return min(inside, leap, LONGEST)
 
 
 @dataclass(frozen=True)
