@@ -67,5 +67,32 @@ def test_an_error_is_raised_where_it_was_asked_for(processes: int) -> None:
         at_once([doubled(1), iter_of((fail, (6,)))], processes)
 
 
+class TwoWordsError(Exception):
+    """An error that pickle writes and cannot read again."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(one + other)
+
+
+def fail_in_words(one: str, other: str) -> int:
+    raise TwoWordsError(one, other)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("also", [(slow, (1,)), (fail, (2,)), (fail_in_words, ("a", "b"))])
+def test_a_task_that_ends_with_an_error_has_its_own_result(processes: int, also: Any) -> None:
+    """What it asked for at the same time is for nobody, whether it comes or fails."""
+
+    def careful(*calls: Any) -> Any:
+        try:
+            return (yield list(calls))
+        except Exception as error:
+            return f"refused: {error}"
+
+    assert at_once([careful((fail, (1,)), also), doubled(7)], processes) == ["refused: no 1", 14]
+    (told,) = at_once([careful((fail_in_words, ("a", "b")))], processes)
+    assert told == "refused: TwoWordsError: ab"
+
+
 def iter_of(*calls: Any) -> Any:
     return (yield list(calls))

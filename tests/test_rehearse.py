@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,9 +185,8 @@ def stretched(cfg: Config) -> tuple[Summary, Summary]:
         return log
 
     found, log = at_once([watched(), whole()], 2)
-    assert (max(calls) == model.num_hidden_layers) == (cfg.engine.name.value in ("zero1", "zero2")), (
-        "the others treat all layers alike"
-    )
+    all_of_them = cfg.engine.name.value not in ("zero3", "fsdp2")  # which treat all layers alike
+    assert (max(calls) == model.num_hidden_layers) == all_of_them
     return summary(found.prediction.passes), summary(passes(log))
 
 
@@ -202,6 +202,25 @@ def test_many_layers_follow_exactly_from_a_few(engine: str, checkpointing: str) 
     assert few["peak"] == pytest.approx(all_nine["peak"], rel=5e-4)
     assert few["flops"] == all_nine["flops"]
     assert few["sent"] == all_nine["sent"]
+
+
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 1024, "vocab_size": 32000,
+    "intermediate_size": 8192, "moe_intermediate_size": 1024, "num_experts": 16, "num_experts_per_tok": 2,
+    "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+    "max_position_embeddings": 32768, "decoder_sparse_step": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dense", [[0, 1], [1, 3, 5, 7, 9, 11]], ids=["the first two", "every second"])
+def test_layers_of_several_kinds_follow_from_a_few(tmp_path: Path, dense: list[int]) -> None:
+    """A mixture of experts some of whose layers are dense."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE | {"mlp_only_layers": dense}), encoding="utf-8")
+    words = ("model=hf", f"model.path={tmp_path}", "launch.nproc=4", "parallel=ring2", "engine=fsdp2")
+    few, whole = alone(stretched, elsewhere(*words, "train.batch_size=4"))
+    assert few["peak"] == pytest.approx(whole["peak"], rel=5e-4)
+    assert (few["flops"], few["sent"]) == (whole["flops"], whole["sent"])
 
 
 @pytest.mark.slow

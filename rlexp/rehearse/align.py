@@ -175,6 +175,8 @@ def _growth(smaller: Run, larger: Run) -> Growth:
         elif k - i != m - j:
             raise NotAlikeError(f"{larger.phase}: {k - i} events for {m - j}")
         elif (growth := larger.sizes[j:m] - smaller.sizes[i:k]).any():
+            if not np.array_equal(np.sign(larger.sizes[j:m]), np.sign(smaller.sizes[i:k])):
+                raise NotAlikeError(f"{larger.phase}: what is made in one is freed in the other")
             pieces.append(Larger(j, m, growth))
     return Growth(larger, pieces, larger.counts - smaller.counts)
 

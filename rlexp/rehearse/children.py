@@ -6,6 +6,7 @@ everything is imported.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
@@ -14,6 +15,8 @@ import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rlexp.launch.stops import end_with_parent
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 # A task yields what may run side by side, calls and tasks, and is sent their results.
@@ -68,8 +71,10 @@ class _Pool:
                     selector.register(pipe, selectors.EVENT_READ)
                 for key, _ in selector.select():
                     selector.unregister(key.fd)
-                    batch, place, process = self.running.pop(key.fd)
-                    self._answer(batch, place, *_result(key.fd, process))
+                    batch, place, process = self.running[key.fd]
+                    result = _result(key.fd, process)
+                    del self.running[key.fd]
+                    self._answer(batch, place, *result)
         return self.results
 
     def _go_on(self, task: _Task, error: BaseException | None = None) -> None:
@@ -96,6 +101,7 @@ class _Pool:
         self.waiting.sort(key=lambda each: each[0].task.urgency)
 
     def _end(self, task: _Task, value: Any, error: BaseException | None) -> None:
+        task.batch = None  # answers that are still to come are for nobody
         if task.asked_by is not None:
             self._answer(*task.asked_by, value, error)
         elif error is not None:
@@ -116,9 +122,11 @@ class _Pool:
 
     def end(self) -> None:
         for pipe, (_, _, process) in self.running.items():
-            os.close(pipe)
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+            with contextlib.suppress(OSError):  # the search may have been ended while an answer was read
+                os.close(pipe)
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
 
 
 def _line(batch: _Batch) -> Iterator[_Batch]:
@@ -141,16 +149,28 @@ def _forked(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, i
         return read, process
     code = 1
     try:
+        end_with_parent()
         os.close(read)
         try:
-            said: tuple[Any, BaseException | None] = (function(*args), None)
+            said = _packed(function(*args), None)
         except Exception as error:
-            said = (None, error)
+            said = _packed(None, error)
         with os.fdopen(write, "wb") as pipe:
-            pickle.dump(said, pipe)
+            pipe.write(said)
         code = 0
     finally:
         os._exit(code)
+
+
+def _packed(value: Any, error: Exception | None) -> bytes:
+    """Return what can be read again: not every error can."""
+    try:
+        packed = pickle.dumps((value, error))
+        pickle.loads(packed)
+    except Exception as wrong:
+        told = error or wrong
+        packed = pickle.dumps((None, RuntimeError(f"{type(told).__name__}: {told}")))
+    return packed
 
 
 def _result(pipe: int, process: int) -> tuple[Any, BaseException | None]:

@@ -69,6 +69,7 @@ class Longest:
     peak: int
     slope: float  # bytes that a token adds to the peak
     phase: str = ""  # of the peak
+    exact: bool = True  # else the search ended before it came as close as it should
 
     def plain(self) -> dict[str, float]:
         return {"tokens": self.tokens, "peak_gib": round(self.peak / GIB, 2)}
@@ -126,7 +127,7 @@ def _longest(cfg: Config, model: Any, found: Found, slope: float) -> Calls:
         search.peaks[length], phases[length] = peak.bytes, peak.phase
         slope = search.slope() if len(search.peaks) > 2 or slope else _steepness(found.prediction, length)
     known = search.best or min(search.peaks)
-    return Longest(search.best, search.peaks[known], slope or search.slope(), phases[known])
+    return Longest(search.best, search.peaks[known], slope or search.slope(), phases[known], search.done)
 
 
 def _steepness(prediction: Prediction, length: int) -> float:

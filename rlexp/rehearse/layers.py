@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,6 @@ class Cycle:
 
     lead: int
     period: int
-    elements: int = 0  # of the parameters of a layer, on average
 
     def few(self, layers: int, fewest: int) -> Iterator[int]:
         """Yield numbers of layers to rehearse, each beside one period more, from which whole periods lead to all."""
@@ -41,8 +39,7 @@ def cycle_of(config: Any) -> Cycle:
     """Return the shortest cycle of layers, by their parameters and by what the configuration lists for each."""
     key = config.to_json_string()
     if key not in _CYCLES:
-        kinds, elements = _kinds(config)
-        _CYCLES[key] = dataclasses.replace(cycle(kinds), elements=elements)
+        _CYCLES[key] = cycle(_kinds(config))
     return _CYCLES[key]
 
 
@@ -58,19 +55,21 @@ def _lead(kinds: Sequence[Any], period: int) -> int:
     return apart[-1] + 1 if apart else 0
 
 
-def _kinds(config: Any) -> tuple[list[Any], int]:
-    """Return what a layer is, for each: what the configuration lists for it, and its parameters. And their size."""
+def _kinds(config: Any) -> list[Any]:
+    """Return what a layer is, for each: what the configuration lists for it, and its parameters.
+
+    A model that does not say which of its modules are layers might have any: then no two are alike.
+    """
     count = int(config.num_hidden_layers)
     with torch.device("meta"):
         model = random_model(config, 2)
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    shapes = [[(name, tuple(each.shape)) for name, each in layer.named_parameters()] for layer in layers]
+    if len(layers) != count:
+        return list(range(count))
     lists = [value for _, value in sorted(_listed(config).items())]
-    kinds = [
-        ([each[place] for each in lists], shapes[place] if len(shapes) == count else None) for place in range(count)
-    ]
-    return kinds, sum(parameter.numel() for layer in layers for parameter in layer.parameters()) // count
+    shapes = [[(name, tuple(each.shape)) for name, each in layer.named_parameters()] for layer in layers]
+    return [([each[place] for each in lists], shapes[place]) for place in range(count)]
 
 
 def _listed(config: Any) -> dict[str, Sequence[Any]]:

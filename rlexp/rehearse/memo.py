@@ -46,7 +46,7 @@ class Memo:
             made = func(*args, **kwargs)
             self.learned[place] = KNOWN[place] = self._learn(args, made)
             return made
-        if recipe is None or not self._has_what_it_needs(recipe):
+        if recipe is None or not self._has_what_it_needs(recipe, args):
             made = func(*args, **kwargs)
             self._learn(args, made)
             return made
@@ -62,12 +62,16 @@ class Memo:
         alone = len(func._schema.returns) == 1
         return self.works[func] if alone else (args[0], self.works[func])
 
-    def _has_what_it_needs(self, recipe: Recipe) -> bool:
+    def _has_what_it_needs(self, recipe: Recipe, args: Any) -> bool:
         match recipe[0]:
             case "several":
-                return all(self._has_what_it_needs(each) for each in recipe[2])
-            case "new" | "view":
+                return all(self._has_what_it_needs(each, args) for each in recipe[2])
+            case "new":
                 return recipe[-1] in self.plain
+            case "view":  # a storage that FSDP has freed is no place for it
+                arg, offset, end = args[recipe[1]], recipe[2], recipe[3]
+                there = (arg.storage_offset() + offset) * arg.element_size() + end
+                return recipe[-1] in self.plain and there <= arg.untyped_storage().nbytes()
         return True
 
     def _learn(self, args: Any, made: Any) -> Recipe | None:
@@ -90,7 +94,7 @@ class Memo:
         storage = made.untyped_storage()
         device = _place(made.fake_device)
         self.plain.setdefault(device, dict(vars(made)))
-        form = (made.shape, made.stride(), made.dtype, device)
+        form = (_extent(made), made.shape, made.stride(), made.dtype, device)
         for place, arg in enumerate(args):
             if isinstance(arg, FakeTensor) and arg.untyped_storage()._cdata == storage._cdata:
                 return ("view", place, made.storage_offset() - arg.storage_offset(), *form)
@@ -106,7 +110,7 @@ class Memo:
             return None
         if what == "same":
             return args[place]
-        offset, shape, stride, dtype, device = recipe[2:]
+        offset, _, shape, stride, dtype, device = recipe[2:]
         if what == "new":
             bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         else:
@@ -130,7 +134,8 @@ def _name(func: Any) -> str:
         return ""
     plain = func._schema.name.partition("::")[2]
     special = ("lift", "set_", "resize_", "_local_scalar", "is_", "sym_", "record_stream", "_resize")
-    return "" if plain.startswith(special) else str(func.name())
+    name = str(func.name())
+    return "" if plain.startswith(special) or name == "aten::view.dtype" else name  # its offset is in other elements
 
 
 @functools.cache

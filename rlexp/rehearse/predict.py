@@ -12,12 +12,11 @@ from typing import Any
 
 from rlexp.config.checks_rollout import is_policy_loss
 from rlexp.config.schema import Config, Device
-from rlexp.engine.reducing import BUCKET
 from rlexp.engines import ENGINES
 from rlexp.rehearse import memo
 from rlexp.rehearse.align import Growth, Line, NotAlikeError, grown, grown_like, growth_of
 from rlexp.rehearse.children import Calls
-from rlexp.rehearse.layers import FEWEST, Cycle, cycle_of
+from rlexp.rehearse.layers import FEWEST, cycle_of
 from rlexp.rehearse.log import KINDS, Counts, Log, Pass, passes
 from rlexp.rehearse.rates import Rates
 from rlexp.rehearse.run import Plan, rehearse
@@ -112,14 +111,14 @@ def predict(cfg: Config, model: Any, rank: int = 0, known: Grows | None = None, 
     layers = int(model.num_hidden_layers)
     cycle, zero3 = cycle_of(model), cfg.engine.name.value == "zero3"
     steady = STEADY_ZERO3 if zero3 else STEADY
-    fewest = steady if zero3 or (known is not None and known.layers > steady) else FEWEST
+    fewest = steady if zero3 or (known is not None and known.layers - cycle.lead > steady) else FEWEST
     logs: dict[int, Log] = {}
-    for few in cycle.few(layers, fewest) if alike(cfg, cycle) else ():
+    for few in cycle.few(layers, fewest) if alike(cfg) else ():
         counts = [each for each in (few, few + cycle.period) if each not in logs]
         more = yield from rehearsals(plan_of(cfg, model, rank, each) for each in counts)
         logs |= dict(zip(counts, more, strict=True))
         with contextlib.suppress(NotAlikeError):
-            growth = growth_of(logs[few], logs[few + cycle.period], lines=few >= steady)
+            growth = growth_of(logs[few], logs[few + cycle.period], lines=few - cycle.lead >= steady)
             grows = Grows(few + cycle.period, cycle.period, growth)
             passed = grown(growth, grows.times(model))
             again = None if is_policy_loss(cfg) else grows  # a layer's cache grows with the length
@@ -128,16 +127,14 @@ def predict(cfg: Config, model: Any, rank: int = 0, known: Grows | None = None, 
     return Found(Prediction(passes(log), layers, cfg.train.grad_acc, log.build_alone), None, log)
 
 
-def alike(cfg: Config, cycle: Cycle) -> bool:
-    """Say whether an engine does the same for each layer.
+def alike(cfg: Config) -> bool:
+    """Say whether the engine does the same for each layer: whether it gathers and shards them one by one.
 
-    ZeRO-1 and ZeRO-2 do not: a rank has one stretch of all parameters, which is a part of the embedding where there are
-    few layers, and the embedding with some layers where there are many. Nor where a bucket takes several layers.
+    With ZeRO-1 and ZeRO-2 a rank has one stretch of all parameters, which is a part of the embedding where there are
+    few layers, and the embedding with some layers where there are many. Replicated engines reduce buckets that begin in
+    one layer and end in another, and so do buckets of the user's own size.
     """
-    traits = ENGINES[cfg.engine.name.value]
-    own = BUCKET if traits.replicated else 0
-    bucket = cfg.engine.overrides.get("zero_optimization", {}).get("reduce_bucket_size", own)
-    return traits.stage not in (1, 2) and bucket <= cycle.elements
+    return ENGINES[cfg.engine.name.value].sharded and not cfg.engine.overrides
 
 
 def predict_again(cfg: Config, model: Any, grows: Grows | None) -> Calls:

@@ -103,7 +103,7 @@ def _verdict(answer: Answer) -> Iterator[str]:
 def _fitting(answer: Answer) -> Iterator[str]:
     if answer.rings:
         yield ""
-        yield "longest sequence that fits, tokens (to 1 %)"
+        yield "longest sequence that fits, tokens (to 1 % of the memory, or to 1,024 a rank)"
         for ring, found in answer.rings.items():
             asked = "  (asked)" if ring == answer.cfg.parallel.ring_size else ""
             yield f"  ring of {ring:<4}{_length(found)}{asked}"
@@ -121,7 +121,8 @@ def _changes(changes: Sequence[Change], asked: Prediction) -> Iterator[str]:
 def _length(found: Longest | str) -> str:
     if isinstance(found, str):
         return f"not possible: {found}"
-    return f"{found.tokens:>12,}" if found.tokens else "none"
+    more = "" if found.exact else "  or more"
+    return f"{found.tokens:>12,}{more}" if found.tokens else "none"
 
 
 def _changed(change: Change, base: float | None) -> str:

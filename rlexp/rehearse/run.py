@@ -136,6 +136,10 @@ def take_steps(plan: Plan, device: torch.device, mode: Counting) -> None:
     with uncounted_objects():
         for step in range(1, 0 if log.build_alone else plan.steps + 1):
             train_step(task, step)
+        if plan.cfg.checkpoint.export and not log.build_alone:
+            with phases("export"):
+                for _ in engine.weights():  # one after the other; the files are the host's
+                    pass
     log.closed = True
 
 
