@@ -1,0 +1,29 @@
+"""Remembered results of operators on tensors without memory: those that torch would make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rlexp.rehearse import memo
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(memo, "KNOWN", {})
+    remembering = memo.Memo()
+    with FakeTensorMode():
+        yield lambda func, *args: remembering.call(func, args, {})
+
+
+def test_a_view_stands_where_its_argument_stands(call: Any) -> None:
+    many = torch.empty(4096)
+    for start in (1000, 0, 20):
+        assert call(aten.slice.Tensor, many[start : start + 10], 0, 4, 8).storage_offset() == start + 4
+        assert call(aten.view.dtype, many[start : start + 10], torch.uint8).storage_offset() == 4 * start
+        assert call(aten.as_strided.default, many[start : start + 10], [2], [1], start).storage_offset() == start
