@@ -52,7 +52,8 @@ class LiveTensors(TorchDispatchMode):
         self._resize: Any = None
 
     def held(self, device: str) -> Held:
-        return self._held.setdefault(device, Held())
+        held = self._held.get(device)
+        return self._held.setdefault(device, Held()) if held is None else held
 
     def reset_peaks(self) -> None:
         for held in self._held.values():
@@ -147,6 +148,7 @@ class LiveTensors(TorchDispatchMode):
             self._known.clear()  # what is freed from now on is not told
 
 
+@functools.cache
 def wraps(kind: type) -> bool:
     """Say whether a kind of tensor holds others, as a DTensor holds its local one, and has no memory of its own."""
     return hasattr(kind, "__tensor_flatten__")

@@ -1,4 +1,4 @@
-"""What operators make of tensors without memory, remembered by the shapes of their arguments.
+"""What operators make of tensors without memory, and what they cost, remembered by the shapes of their arguments.
 
 torch remembers this too, but its keys cost more than the operator. A layer's operators come again and again, so most
 results are put together from what is known: a new tensor, a view of an argument's storage, or an argument itself.
@@ -7,53 +7,83 @@ results are put together from what is known: a new tensor, a view of an argument
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rlexp.rehearse import operators
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format)
-_UNKNOWN = object()
 Recipe = tuple[Any, ...]  # how to make one result
-KNOWN: dict[Any, Recipe | None] = {}  # by the operator and its arguments' shapes; None: it cannot be told
+Place = tuple[Any, ...]  # an operator and its arguments' shapes
+
+
+class Cost(NamedTuple):
+    """What an operator costs, which follows from the shapes of its arguments as well."""
+
+    computes: bool = False
+    flops: int = 0
+    bytes: int = 0  # read and written
+    passing: int = 0  # bytes that it takes while it runs
+    waits: str = ""  # for which the host waits
+
+
+class Known(NamedTuple):
+    recipe: Recipe | None  # None: its results cannot be told
+    cost: Cost
+
+
+KNOWN: dict[Place, Known] = {}
+_NAMES: dict[int, str] = {}  # by the address of an operator, of which torch keeps one: its hash costs more
 
 
 class Memo:
-    """The results of operators under one mode."""
+    """The results of operators under one mode, and what they cost on one device."""
 
-    def __init__(self) -> None:
-        self.learned: dict[Any, Recipe | None] = {}  # since the process was forked
+    def __init__(self, mode: FakeTensorMode, device: str) -> None:
+        self.mode = mode
+        self.device = device
+        self.learned: dict[Place, Known] = {}  # since the process was forked
         self.plain: dict[str, dict[str, Any]] = {}  # attributes of a new tensor, by device
         self.works: dict[Any, Any] = {}  # by collective: it is over when it is called, so any one of its works will do
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator, or make what it made before of arguments of these shapes."""
-        if func.namespace == "c10d":
-            return self._collective(func, args, kwargs)
-        if not (name := _name(func)):
-            return func(*args, **kwargs)
-        key: list[Any] = [name, torch.get_default_dtype()]
+    def place(self, func: Any, args: Any, kwargs: Any) -> Place | None:
+        """Return where an operator is remembered, by the shapes of its arguments; None if they do not tell all."""
+        if (name := _NAMES.get(id(func))) is None:
+            name = _NAMES[id(func)] = _name(func)
+        if not name:
+            return None
+        key: list[Any] = [name, self.device, torch.get_default_dtype()]
+        given: list[FakeTensor] = []
+        if not self._describe(args, key, given):
+            return None
+        if kwargs:
+            named = len(given)
+            key += kwargs
+            if not self._describe(kwargs.values(), key, given) or len(given) > named:
+                return None  # a result may be one of the named ones
+        if len(given) > 1 and len({id(each) for each in given}) < len(given):  # bytes of one tensor are read once
+            key += (next(at for at, other in enumerate(given) if other is each) for each in given)
         if name.startswith("aten::as_strided"):  # others find their place in a storage from that of their argument
-            key += (each.storage_offset() for each in operators.tensors(args))
-        if not _describe(args, key) or not _describe_named(kwargs, key):
-            return func(*args, **kwargs)
-        place = tuple(key)
-        recipe: Any = KNOWN.get(place, _UNKNOWN)
-        if recipe is _UNKNOWN:
-            made = func(*args, **kwargs)
-            self.learned[place] = KNOWN[place] = self._learn(args, made)
-            return made
-        if recipe is None or not self._has_what_it_needs(recipe, args):
-            made = func(*args, **kwargs)
-            self._learn(args, made)
-            return made
-        with torch._C._DisableTorchDispatch():
-            return self._make(recipe, args)
+            key += (each.storage_offset() for each in given)
+        return tuple(key)
 
-    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def again(self, place: Place, args: Any) -> tuple[Any, Cost] | None:
+        """Make the results of an operator without calling it; None if they are not known, or fit no such arguments."""
+        known = KNOWN.get(place)
+        if known is None or known.recipe is None or not self._has_what_it_needs(known.recipe, args):
+            return None
+        with torch._C._DisableTorchDispatch():
+            return self._make(known.recipe, args), known.cost
+
+    def learn(self, place: Place, args: Any, made: Any, cost: Cost) -> None:
+        known = Known(self._learn(args, made), cost)
+        if place not in KNOWN:
+            self.learned[place] = KNOWN[place] = known
+
+    def collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what every collective does: its first argument, which it has written to, and its work; or the work."""
         if func not in self.works:
             made = func(*args, **kwargs)
@@ -62,13 +92,35 @@ class Memo:
         alone = len(func._schema.returns) == 1
         return self.works[func] if alone else (args[0], self.works[func])
 
+    def _describe(self, values: Any, key: list[Any], given: list[FakeTensor]) -> bool:
+        """Append what results depend on, and the tensors; say whether that is known."""
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                dtype = value.dtype
+                if value.constant is not None or dtype.is_complex or value.fake_mode is not self.mode:
+                    return False
+                given.append(value)
+                key += (value.shape, value.stride(), dtype, _place(value._fake_device))
+            elif kind in _PLAIN:
+                key += (kind, value)
+            elif kind is torch.device:
+                key += (kind, _place(value))
+            elif kind in (list, tuple, torch.Size):
+                key += (kind, len(value))
+                if not self._describe(value, key, given):
+                    return False
+            else:
+                return False
+        return True
+
     def _has_what_it_needs(self, recipe: Recipe, args: Any) -> bool:
         match recipe[0]:
             case "several":
                 return all(self._has_what_it_needs(each, args) for each in recipe[2])
             case "new":
                 return recipe[-1] in self.plain
-            case "view":  # a storage that FSDP has freed is no place for it
+            case "view":  # torch says what becomes of one in a storage that FSDP has freed
                 arg, offset, end = args[recipe[1]], recipe[2], recipe[3]
                 there = (arg.storage_offset() + offset) * arg.element_size() + end
                 return recipe[-1] in self.plain and there <= arg.untyped_storage().nbytes()
@@ -142,34 +194,6 @@ def _name(func: Any) -> str:
 def _place(device: torch.device) -> str:
     """Return a device's name, which a process that does not know the device can read too."""
     return str(device)
-
-
-def _describe(values: Any, key: list[Any]) -> bool:
-    """Append what results depend on; say whether that is known."""
-    for value in values:
-        kind = type(value)
-        if kind is FakeTensor:
-            if value.constant is not None or value.dtype.is_complex:
-                return False
-            key += (value.shape, value.stride(), value.dtype, _place(value._fake_device))
-        elif kind is torch.device:
-            key += (kind, _place(value))
-        elif kind in _PLAIN:
-            key += (kind, value)
-        elif kind in (list, tuple, torch.Size):
-            key += (kind, len(value))
-            if not _describe(value, key):
-                return False
-        else:
-            return False
-    return True
-
-
-def _describe_named(kwargs: Any, key: list[Any]) -> bool:
-    if any(isinstance(value, Tensor) for value in kwargs.values()):
-        return False  # a result may be one of them
-    key.extend(kwargs)
-    return _describe(kwargs.values(), key)
 
 
 def _extent(tensor: Tensor) -> int:

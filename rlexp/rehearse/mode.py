@@ -23,7 +23,7 @@ from rlexp.metrics.tensors import LiveTensors, wraps
 from rlexp.rehearse import operators
 from rlexp.rehearse.device import NAME
 from rlexp.rehearse.log import BUFFERS, Log
-from rlexp.rehearse.memo import Memo
+from rlexp.rehearse.memo import Cost, Memo
 
 aten = torch.ops.aten
 PAGE = 512  # bytes: the allocator of CUDA rounds every block up to a multiple
@@ -47,8 +47,9 @@ class Counting(LiveTensors):
             return args[0].device
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
-        if any(wraps(each) for each in types):
-            return NotImplemented
+        for each in types:
+            if each is not FakeTensor and wraps(each):
+                return NotImplemented
         return self.counted(func, args, kwargs or {})
 
     def counted(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -58,20 +59,22 @@ class Counting(LiveTensors):
         return made
 
     def count(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
-        counts = self.log.counts
-        if (sending := operators.sent(func, args)) is not None:
-            counts.sent[sending[0]] += sending[1]
-            if operators.group_of(args).group_name not in self.told:
-                self.log.leaving(sending[1])
         if func.namespace == "c10d":
-            of_the_model = not place().startswith("deepspeed/")  # which gathers weights, and a layer ahead
-            for tensor in operators.received(func, args):
-                number = self.number_of(tensor)
-                self.log.label(number, BUFFERS)
-                if of_the_model and number is not None:
-                    self.log.received.add(number)
+            self.count_sent(func, args)
         elif operators.launches(func):
             self.log.computed(operators.flops(func, args), operators.moved_bytes(args, kwargs, made))
+
+    def count_sent(self, func: Any, args: Any) -> None:
+        if (sending := operators.sent(func, args)) is not None:
+            self.log.counts.sent[sending[0]] += sending[1]
+            if operators.group_of(args).group_name not in self.told:
+                self.log.leaving(sending[1])
+        of_the_model = not place().startswith("deepspeed/")  # which gathers weights, and a layer ahead
+        for tensor in operators.received(func, args):
+            number = self.number_of(tensor)
+            self.log.label(number, BUFFERS)
+            if of_the_model and number is not None:
+                self.log.received.add(number)
 
 
 class Rehearsing(Counting):
@@ -81,7 +84,7 @@ class Rehearsing(Counting):
         super().__init__(log)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.fake.cache_enabled = False  # the memo's keys cost less
-        self.memo = Memo()
+        self.memo = Memo(self.fake, log.device)
         self.paused = False
 
     def counts(self, tensor: Tensor) -> bool:
@@ -117,6 +120,12 @@ class Rehearsing(Counting):
         return unseen
 
     def counted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        at = None if self.paused else self.memo.place(func, args, kwargs)
+        if at is not None and (again := self.memo.again(at, args)) is not None:
+            made, cost = again
+            self.see(made)
+            self._pay(cost)
+            return made
         given = [*operators.tensors(args), *operators.tensors(kwargs.values())]
         if not any(isinstance(each, FakeTensor) for each in given) and self._of_the_host(func, given, args, kwargs):
             with unset_fake_temporarily():
@@ -131,18 +140,40 @@ class Rehearsing(Counting):
             return self._asked(given[0])
         if func is aten.equal.default:
             return self._asked(given[0], torch.bool)
-        if func is aten.lift_fresh.default and given[0].device.type == NAME:  # fake tensors would keep its numbers
-            made = torch.empty_like(given[0])
-        else:
-            made = self.memo.call(func, args, kwargs)
+        made = self._called(func, given, args, kwargs)
         _forget_numbers(made)
         self.see(made)
-        if self._on_device(made) or any(each.device.type == self.log.device for each in given):
-            self._note_waiting(func, given, args, kwargs, made)
-            self.count(func, args, kwargs, made)
-            if (size := operators.workspace(func, args)) > 0:
-                self.log.passing(size)
+        cost = self._cost(func, given, args, kwargs, made) if self._here(given, made) else Cost()
+        self._pay(cost)
+        if func.namespace == "c10d" and self._here(given, made):
+            self.count_sent(func, args)
+        if at is not None:
+            self.memo.learn(at, args, made, cost)
         return made
+
+    def _called(self, func: Any, given: list[Tensor], args: Any, kwargs: Any) -> Any:
+        if func is aten.lift_fresh.default and given[0].device.type == NAME:  # fake tensors would keep its numbers
+            return torch.empty_like(given[0])
+        if func.namespace == "c10d":
+            return self.memo.collective(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _here(self, given: list[Tensor], made: Any) -> bool:
+        return any(each.device.type == self.log.device for each in (*given, *operators.tensors((made,))))
+
+    def _cost(self, func: Any, given: list[Tensor], args: Any, kwargs: Any, made: Any) -> Cost:
+        passing, waits = operators.workspace(func, args), _waits(func, given, args, kwargs, made)
+        if func.namespace == "c10d" or not operators.launches(func):
+            return Cost(passing=passing, waits=waits)
+        return Cost(True, operators.flops(func, args), operators.moved_bytes(args, kwargs, made), passing, waits)
+
+    def _pay(self, cost: Cost) -> None:
+        if cost.waits:
+            self.log.counts.syncs[f"{place()}: {cost.waits}"] += 1
+        if cost.computes:
+            self.log.computed(cost.flops, cost.bytes)
+        if cost.passing:
+            self.log.passing(cost.passing)
 
     def _of_the_host(self, func: Any, given: list[Tensor], args: Any, kwargs: Any) -> bool:
         """Say whether an operator without fake arguments is the host's own: it makes integers, or works on some."""
@@ -166,23 +197,18 @@ class Rehearsing(Counting):
             return True
         return 1.0 if dtype.is_floating_point else 0
 
-    def _on_device(self, made: Any) -> bool:
-        return any(each.device.type == self.log.device for each in operators.tensors((made,)))
 
-    def _note_waiting(self, func: Any, given: list[Tensor], args: Any, kwargs: Any, made: Any) -> None:
-        """Count copies between host and device for which the host waits."""
-        what = None
-        if func in (aten._to_copy.default, aten.copy_.default):
-            across = {each.device.type for each in (*given, *operators.tensors((made,)))}
-            goes_on = kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:3] == (True,))
-            what = "a copy" if len(across) > 1 and not goes_on else None
-        elif func is aten.lift_fresh.default:
-            what = "a tensor made of Python's numbers"
-        elif func.namespace == "aten" and operators.launches(func) and not _takes_scalars(func):
-            hosts = [each for each in given if each.device.type == "cpu"]
-            what = "a copy of an argument" if hosts else None
-        if what is not None:
-            self.log.counts.syncs[f"{place()}: {what}"] += 1
+def _waits(func: Any, given: list[Tensor], args: Any, kwargs: Any, made: Any) -> str:
+    """Return the copy between host and device for which the host waits; an empty text if there is none."""
+    if func in (aten._to_copy.default, aten.copy_.default):
+        across = {each.device.type for each in (*given, *operators.tensors((made,)))}
+        goes_on = kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:3] == (True,))
+        return "a copy" if len(across) > 1 and not goes_on else ""
+    if func is aten.lift_fresh.default:
+        return "a tensor made of Python's numbers"
+    if func.namespace == "aten" and operators.launches(func) and not _takes_scalars(func):
+        return "a copy of an argument" if any(each.device.type == "cpu" for each in given) else ""
+    return ""
 
 
 def _forget_numbers(made: Any) -> None:
