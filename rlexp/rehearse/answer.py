@@ -54,42 +54,51 @@ class Answer:
 
 def answer(overrides: Sequence[str]) -> Answer:
     """Rehearse a configuration, then the same on other rings and with single changes."""
-    composed = compose_elsewhere(overrides)
-    model = load_config(composed.model, composed.data.max_length)
-    processes = len(os.sched_getaffinity(0))
-    parameters = count_parameters(model)
+    cfg = compose_elsewhere(overrides)
+    model = load_config(cfg.model, cfg.data.max_length)
     preload()  # rehearsals are forked from this process
-    engine = first_that_fits(composed, model)
-    (cfg,) = at_once([laid_out(engine.cfg, model)], processes)
+    found: Answer
+    (found,) = at_once([answering(cfg, model, overrides)], len(os.sched_getaffinity(0)))
+    return found
+
+
+def answering(composed: Config, model: Any, overrides: Sequence[str]) -> Calls:
+    """Return the answer. A task of `children.at_once`."""
+    engine, rings = yield [first_that_fits(composed, model), other_rings(composed, overrides)]
+    cfg = yield from laid_out(engine.cfg, model)
     changes = list(singles(engine.cfg, engines=engine.chosen is None))
-    (asked, lengths), logs, *changed = at_once(
-        [
-            lengths_that_fit(cfg, model, overrides, engine.found),
-            logs_to_compare(cfg, model, engine.found),
-            *(attempt(each, model, room(cfg)) for _, each in changes),
-        ],
-        processes,
-    )
+    (asked, lengths), logs, *changed = yield [
+        lengths_that_fit(cfg, model, rings, engine.found),
+        logs_to_compare(cfg, model, engine.found),
+        *(attempt(each, model, room(cfg)) for _, each in changes),
+    ]
     predicted = zip(changes, changed, strict=True)
     tried = [*engine.others, *(Change.of(words, result) for (words, _), result in predicted)]
     sharding = shared_out(cfg, model, *logs) if logs else None
-    return Answer(cfg, parameters, asked.prediction, lengths, tried, sharding, engine.chosen)
+    return Answer(cfg, count_parameters(model), asked.prediction, lengths, tried, sharding, engine.chosen)
 
 
-def lengths_that_fit(cfg: Config, model: Any, overrides: Sequence[str], known: Found | None) -> Calls:
-    """Predict the run, and find the longest sequence on its ring and then on others. A task of `children.at_once`."""
-    asked, longest = yield from predict_and_fit(cfg, model, found=known)
+def other_rings(cfg: Config, overrides: Sequence[str]) -> Calls:
+    """Return the configuration on each other ring that the ranks could have, by its size, or why there is none.
+
+    A task of `children.at_once`.
+    """
     sizes = list(_ring_sizes(cfg))
     composed = yield [(_composed, (overrides, f"parallel.ring_size={size}")) for size in sizes]
-    lengths: dict[int, Longest | str] = {cfg.parallel.ring_size: longest}
-    lengths |= {size: each for size, each in zip(sizes, composed, strict=True) if isinstance(each, str)}
-    there = [dataclasses.replace(each, engine=cfg.engine) for each in composed if isinstance(each, Config)]
+    return dict(zip(sizes, composed, strict=True))
+
+
+def lengths_that_fit(cfg: Config, model: Any, rings: dict[int, Config | str], known: Found | None) -> Calls:
+    """Predict the run, and find the longest sequence on its ring and then on others. A task of `children.at_once`."""
+    asked, longest = yield from predict_and_fit(cfg, model, found=known)
+    there = [dataclasses.replace(each, engine=cfg.engine) for each in rings.values() if isinstance(each, Config)]
     laid = yield [laid_out(each, model) for each in there]
     others = [_as_long(each, cfg, longest) for each in laid]
     slope = longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
     found = yield [fit_like(each, model, slope / each.parallel.ring_size, asked.grows) for each in others]
+    lengths: dict[int, Longest | str] = {size: each for size, each in rings.items() if isinstance(each, str)}
     lengths |= {each.parallel.ring_size: result for each, result in zip(others, found, strict=True)}
-    return asked, dict(sorted(lengths.items()))
+    return asked, dict(sorted((lengths | {cfg.parallel.ring_size: longest}).items()))
 
 
 def _as_long(other: Config, cfg: Config, longest: Longest) -> Config:

@@ -46,7 +46,7 @@ class _Batch:
 @dataclass(eq=False)
 class _Task:
     steps: Calls
-    urgency: int  # the first tasks may take longest
+    urgency: tuple[int, ...]  # the first tasks may take longest, and of these the first of what they need
     asked_by: tuple[_Batch, int] | None = None  # which waits for the result, and the place among its answers
     batch: _Batch | None = None
 
@@ -61,7 +61,7 @@ class _Pool:
     def run(self, tasks: Sequence[Calls]) -> list[Any]:
         self.results = [None] * len(tasks)
         for number, steps in enumerate(tasks):
-            self._go_on(_Task(steps, number))
+            self._go_on(_Task(steps, (number,)))
         with selectors.DefaultSelector() as selector:
             while self.waiting or self.running:
                 while self.waiting and len(self.running) < self.processes:
@@ -91,7 +91,7 @@ class _Pool:
         batch = task.batch = _Batch(task, [_PENDING] * len(needs))
         for place, need in enumerate(needs):
             if isinstance(need, Generator):
-                self._go_on(_Task(need, task.urgency, (batch, place)))
+                self._go_on(_Task(need, (*task.urgency, place), (batch, place)))
             else:
                 self.waiting.append((batch, place, need))
             if task.batch is not batch:
@@ -107,7 +107,7 @@ class _Pool:
         elif error is not None:
             raise error
         else:
-            self.results[task.urgency] = value
+            self.results[task.urgency[0]] = value
 
     def _answer(self, batch: _Batch, place: int, said: Any, error: BaseException | None) -> None:
         task = batch.task

@@ -125,7 +125,10 @@ def _longest(cfg: Config, model: Any, found: Found, slope: float) -> Calls:
         found = yield from predict_again(with_length(cfg, length), model, found.grows)
         peak = found.prediction.peak
         search.peaks[length], phases[length] = peak.bytes, peak.phase
-        slope = search.slope() if len(search.peaks) > 2 or slope else _steepness(found.prediction, length)
+        if len(search.peaks) == 2 and not slope:
+            slope = _steepness(found.prediction, length)
+        else:  # a short sequence's peak may not grow yet: a line through two such would lead too far
+            slope = search.slope() if search.above else max(slope, search.slope())
     known = search.best or min(search.peaks)
     return Longest(search.best, search.peaks[known], slope or search.slope(), phases[known], search.done)
 

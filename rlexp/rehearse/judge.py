@@ -100,11 +100,12 @@ def predicted(question: Question, answer: dict[str, Any]) -> Callable[[], str] |
 
 def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str] | None:
     from rlexp.rehearse import remedy, report
+    from rlexp.rehearse.children import at_once
     from rlexp.rehearse.fit import room
     from rlexp.rehearse.run import preload
 
     preload()  # rehearsals are forked from this process
-    taken = remedy.first_that_fits(cfg, model)
+    (taken,) = at_once([remedy.first_that_fits(cfg, model)], len(os.sched_getaffinity(0)))
     asked = (taken.found or remedy.whole(remedy.tried([taken.cfg], model)[0])).prediction
     peak, limit = asked.peak, room(cfg)
     answer |= {

@@ -69,8 +69,10 @@ class Counting(LiveTensors):
             self.log.counts.sent[sending[0]] += sending[1]
             if operators.group_of(args).group_name not in self.told:
                 self.log.leaving(sending[1])
+        if not (received := operators.received(func, args)):
+            return
         of_the_model = not place().startswith("deepspeed/")  # which gathers weights, and a layer ahead
-        for tensor in operators.received(func, args):
+        for tensor in received:
             number = self.number_of(tensor)
             self.log.label(number, BUFFERS)
             if of_the_model and number is not None:
@@ -238,6 +240,7 @@ def place() -> str:
     return f"{_short(inner.f_code.co_filename)}:{inner.f_lineno}"
 
 
+@functools.cache
 def _short(file: str) -> str:
     """Return the file as its package names it: `rlexp/train/step.py`."""
     for start in ("/site-packages/", f"{Path(__file__).parents[2]}/"):

@@ -31,16 +31,20 @@ class Taken:
     found: Found | None = None
 
 
-def first_that_fits(cfg: Config, model: Any) -> Taken:
-    """Return the run with the engine that was named, or with engine=auto the first that fits, or the smallest."""
+def first_that_fits(cfg: Config, model: Any) -> Calls:
+    """Return the run with the engine that was named, or with engine=auto the first that fits, or the smallest.
+
+    A task of `children.at_once`; the result is a `Taken`.
+    """
     if cfg.engine.chosen is None:
         return Taken(cfg)
     options, limit = engines_for(cfg), room(cfg)
-    first = whole(tried(options[:1], model, limit)[0])
-    if first.prediction.peak.bytes <= limit:
+    (first,) = yield [attempt(options[0], model, limit)]
+    if whole(first).prediction.peak.bytes <= limit:
         return Taken(options[0], "the default, and it fits", (), first)
+    rest = yield [attempt(each, model, limit) for each in options[1:]]
     names = [each.engine.name.value for each in options]
-    results = dict(zip(names, [first, *tried(options[1:], model, limit)], strict=True))
+    results: dict[str, Result] = dict(zip(names, [first, *rest], strict=True))
     found = {name: each.prediction for name, each in results.items() if isinstance(each, Found)}
     fitting = [name for name, each in found.items() if each.peak.bytes <= limit]
     best = fitting[0] if fitting else min(found, key=lambda name: (found[name].build_alone, found[name].peak.bytes))
