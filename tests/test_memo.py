@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rlexp.config.schema import Config
 from rlexp.rehearse import memo
+from rlexp.rehearse.log import Counts
+from tests.test_rehearse import alone, elsewhere, plan
 
 aten = torch.ops.aten
 
@@ -37,3 +40,29 @@ def test_a_view_stands_where_its_argument_stands(call: Any) -> None:
         assert call(aten.slice.Tensor, many[start : start + 10], 0, 4, 8).storage_offset() == start + 4
         assert call(aten.view.dtype, many[start : start + 10], torch.uint8).storage_offset() == 4 * start
         assert call(aten.as_strided.default, many[start : start + 10], [2], [1], start).storage_offset() == start
+
+
+def events(cfg: Config, remembering: bool) -> tuple[list[int], list[int], list[Counts], int]:
+    """Rehearse a run; return its events, its counts, and how many operators' results were made of what was known."""
+    from rlexp.rehearse.run import rehearse
+
+    made = 0
+    again = memo.Memo.again
+
+    def noted(self: memo.Memo, place: Any, args: Any) -> Any:
+        nonlocal made
+        result = again(self, place, args) if remembering else None
+        made += result is not None
+        return result
+
+    memo.Memo.again = noted  # type: ignore[method-assign]
+    log = rehearse(plan(cfg, 0, gpu=True))
+    return log.numbers, log.sizes, [each.counts for each in log.sections], made
+
+
+@pytest.mark.parametrize("words", ["zero1 memory.checkpointing=true loss=grpo reward.text=a", "fsdp2"])
+def test_what_is_remembered_moves_no_event_and_no_count(words: str) -> None:
+    cfg = elsewhere("parallel=ring2", "launch.nproc=2", *f"engine={words}".split())
+    numbers, sizes, counts, made = alone(events, cfg, True)
+    assert (numbers, sizes, counts, 0) == alone(events, cfg, False)
+    assert made > 1000, "hardly anything was remembered"

@@ -145,7 +145,7 @@ class Rehearsing(Counting):
         made = self._called(func, given, args, kwargs)
         _forget_numbers(made)
         self.see(made)
-        cost = self._cost(func, given, args, kwargs, made) if self._here(given, made) else Cost()
+        cost = self.cost(func, given, args, kwargs, made) if self._here(given, made) else Cost()
         self._pay(cost)
         if func.namespace == "c10d" and self._here(given, made):
             self.count_sent(func, args)
@@ -163,7 +163,7 @@ class Rehearsing(Counting):
     def _here(self, given: list[Tensor], made: Any) -> bool:
         return any(each.device.type == self.log.device for each in (*given, *operators.tensors((made,))))
 
-    def _cost(self, func: Any, given: list[Tensor], args: Any, kwargs: Any, made: Any) -> Cost:
+    def cost(self, func: Any, given: list[Tensor], args: Any, kwargs: Any, made: Any) -> Cost:
         passing, waits = operators.workspace(func, args), _waits(func, given, args, kwargs, made)
         if func.namespace == "c10d" or not operators.launches(func):
             return Cost(passing=passing, waits=waits)
