@@ -67,10 +67,11 @@ def answering(composed: Config, model: Any, overrides: Sequence[str]) -> Calls:
     engine, rings = yield [first_that_fits(composed, model), other_rings(composed, overrides)]
     cfg = yield from laid_out(engine.cfg, model)
     changes = list(singles(engine.cfg, engines=engine.chosen is None))
+    rank = None if engine.found is None else engine.found.prediction.rank
     (asked, lengths), logs, *changed = yield [
         lengths_that_fit(cfg, model, rings, engine.found),
         logs_to_compare(cfg, model, engine.found),
-        *(attempt(each, model, room(cfg)) for _, each in changes),
+        *(attempt(each, model, room(cfg), rank) for _, each in changes),
     ]
     predicted = zip(changes, changed, strict=True)
     tried = [*engine.others, *(Change.of(words, result) for (words, _), result in predicted)]
@@ -95,7 +96,7 @@ def lengths_that_fit(cfg: Config, model: Any, rings: dict[int, Config | str], kn
     laid = yield [laid_out(each, model) for each in there]
     others = [_as_long(each, cfg, longest) for each in laid]
     slope = longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
-    found = yield [fit_like(each, model, slope / each.parallel.ring_size, asked.grows) for each in others]
+    found = yield [fit_like(each, model, slope / each.parallel.ring_size, asked) for each in others]
     lengths: dict[int, Longest | str] = {size: each for size, each in rings.items() if isinstance(each, str)}
     lengths |= {each.parallel.ring_size: result for each, result in zip(others, found, strict=True)}
     return asked, dict(sorted((lengths | {cfg.parallel.ring_size: longest}).items()))

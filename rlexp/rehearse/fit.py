@@ -9,7 +9,7 @@ from typing import Any
 from rlexp.config.schema import Config
 from rlexp.rehearse.children import Calls
 from rlexp.rehearse.log import ACTIVATIONS, TEMPORARIES
-from rlexp.rehearse.predict import GIB, Found, Grows, Prediction, predict, predict_again
+from rlexp.rehearse.predict import GIB, Found, Prediction, predict, predict_again
 
 STEP = 1024  # tokens: lengths are multiples of it for each rank of a ring
 CLOSE = 0.99  # of the room: a length that fills as much is long enough
@@ -101,12 +101,11 @@ def predict_and_fit(cfg: Config, model: Any, slope: float = 0.0, found: Found | 
     return found, longest
 
 
-def fit_like(cfg: Config, model: Any, slope: float, known: Grows | None) -> Calls:
-    """Find the longest sequence that fits, for another ring; `slope` is a guess of the bytes that a token adds.
-
-    A task of `children.at_once`.
+def fit_like(cfg: Config, model: Any, slope: float, asked: Found) -> Calls:
+    """Find the longest sequence that fits, for another ring than the one asked; `slope` is a guess of the bytes that a
+    token adds. A task of `children.at_once`.
     """
-    first = yield from predict(cfg, model, known=known)
+    first = yield from predict(cfg, model, asked.prediction.rank, asked.grows)
     longest: Longest = yield from _longest(cfg, model, first, slope)
     return longest
 
@@ -122,7 +121,7 @@ def _longest(cfg: Config, model: Any, found: Found, slope: float) -> Calls:
         length = search.guess(slope)
         if length in search.peaks:
             break
-        found = yield from predict_again(with_length(cfg, length), model, found.grows)
+        found = yield from predict_again(with_length(cfg, length), model, found)
         peak = found.prediction.peak
         search.peaks[length], phases[length] = peak.bytes, peak.phase
         if len(search.peaks) == 2 and not slope:

@@ -17,7 +17,7 @@ from rlexp.rehearse import memo
 from rlexp.rehearse.align import Growth, Line, NotAlikeError, grown, grown_like, growth_of
 from rlexp.rehearse.children import Calls
 from rlexp.rehearse.layers import FEWEST, cycle_of
-from rlexp.rehearse.log import KINDS, Counts, Log, Pass, passes
+from rlexp.rehearse.log import KINDS, Counts, Log, Pass, passes, peak_of
 from rlexp.rehearse.rates import Rates
 from rlexp.rehearse.run import Plan, rehearse
 
@@ -47,6 +47,7 @@ class Prediction:
     layers: int
     grad_acc: int  # micro-batches of a step; two are rehearsed
     build_alone: bool = False  # the steps were not rehearsed: the build needs more than there is
+    rank: int = 0
 
     @cached_property
     def peaks(self) -> dict[str, Peak]:
@@ -102,12 +103,16 @@ class Found:
     log: Log  # of fewest layers
 
 
-def predict(cfg: Config, model: Any, rank: int = 0, known: Grows | None = None, limit: float = math.inf) -> Calls:
+def predict(
+    cfg: Config, model: Any, rank: int | None = None, known: Grows | None = None, limit: float = math.inf
+) -> Calls:
     """Rehearse a few layers, and tell all others from them, or all layers if they differ.
 
-    `known` says how many layers were enough at another length. Where all layers must be rehearsed, a build that needs
-    more bytes than `limit` is enough. A task of `children.at_once`; the result is a `Found`.
+    `rank` is the one that holds most if it is not given, and `known` says how many layers were enough at another
+    length. Where all layers must be rehearsed, a build that needs more bytes than `limit` is enough. A task of
+    `children.at_once`; the result is a `Found`.
     """
+    ranks = fullest(cfg) if rank is None else [rank]
     layers = int(model.num_hidden_layers)
     cycle, zero3 = cycle_of(model), cfg.engine.name.value == "zero3"
     steady = STEADY_ZERO3 if zero3 else STEADY
@@ -115,16 +120,24 @@ def predict(cfg: Config, model: Any, rank: int = 0, known: Grows | None = None, 
     logs: dict[int, Log] = {}
     for few in cycle.few(layers, fewest) if alike(cfg) else ():
         counts = [each for each in (few, few + cycle.period) if each not in logs]
-        more = yield from rehearsals(plan_of(cfg, model, rank, each) for each in counts)
+        more = yield from rehearsals(plan_of(cfg, model, ranks[0], each) for each in counts)
         logs |= dict(zip(counts, more, strict=True))
         with contextlib.suppress(NotAlikeError):
             growth = growth_of(logs[few], logs[few + cycle.period], lines=few - cycle.lead >= steady)
             grows = Grows(few + cycle.period, cycle.period, growth)
             passed = grown(growth, grows.times(model))
             again = None if is_policy_loss(cfg) else grows  # a layer's cache grows with the length
-            return Found(Prediction(passed, layers, cfg.train.grad_acc), again, logs[few])
-    (log,) = yield from rehearsals([dataclasses.replace(plan_of(cfg, model, rank, None), limit=limit)])
-    return Found(Prediction(passes(log), layers, cfg.train.grad_acc, log.build_alone), None, log)
+            return Found(Prediction(passed, layers, cfg.train.grad_acc, rank=ranks[0]), again, logs[few])
+    whole = yield from rehearsals(dataclasses.replace(plan_of(cfg, model, each, None), limit=limit) for each in ranks)
+    log, rank = max(zip(whole, ranks, strict=True), key=lambda each: (each[0].build_alone, peak_of(each[0]), -each[1]))
+    return Found(Prediction(passes(log), layers, cfg.train.grad_acc, log.build_alone, rank), None, log)
+
+
+def fullest(cfg: Config) -> list[int]:
+    """Return the ranks of which one holds most: with ZeRO-1 and ZeRO-2 one of the last two. They keep the gradients of
+    the last layers and of the head, which come first, when the most activations are held. Else all hold the same."""
+    last = cfg.parallel.world_size - 1
+    return [last, last - 1] if last and ENGINES[cfg.engine.name.value].stage in (1, 2) else [0]
 
 
 def alike(cfg: Config) -> bool:
@@ -137,14 +150,15 @@ def alike(cfg: Config) -> bool:
     return ENGINES[cfg.engine.name.value].sharded and not cfg.engine.overrides
 
 
-def predict_again(cfg: Config, model: Any, grows: Grows | None) -> Calls:
+def predict_again(cfg: Config, model: Any, before: Found) -> Calls:
     """Predict the same run at another length, from one rehearsal where that is enough. The result is a `Found`."""
+    grows, rank = before.grows, before.prediction.rank
     if grows is not None and not any(isinstance(each, Line) for each in grows.growth):
-        (log,) = yield from rehearsals([plan_of(cfg, model, 0, grows.layers)])
+        (log,) = yield from rehearsals([plan_of(cfg, model, rank, grows.layers)])
         with contextlib.suppress(NotAlikeError):
             passed = grown_like(log, grows.growth, grows.times(model))
-            return Found(Prediction(passed, int(model.num_hidden_layers), cfg.train.grad_acc), grows, log)
-    found: Found = yield from predict(cfg, model, known=grows)
+            return Found(Prediction(passed, int(model.num_hidden_layers), cfg.train.grad_acc, rank=rank), grows, log)
+    found: Found = yield from predict(cfg, model, rank, grows)
     return found
 
 

@@ -72,7 +72,7 @@ def changed(changes: Sequence[Change], asked: Prediction) -> str:
 
 def _memory(prediction: Prediction) -> Iterator[str]:
     unit, name = (GIB, "GiB") if prediction.peak.bytes >= GIB else (1 << 20, "MiB")
-    yield f"peak memory of rank 0 by phase, {name}"
+    yield f"peak memory of rank {prediction.rank} by phase, {name}"
     kinds = [kind for kind in KINDS if any(peak.by_kind[kind] for peak in prediction.peaks.values())]
     heads = [*(HEADS[KINDS.index(kind)] for kind in kinds), "total"]
     yield f"  {'':10}" + "".join(f"{head:>12}" for head in heads)
