@@ -143,7 +143,7 @@ def _row(option: Option, rings: Sequence[int], words: Sequence[str], hints: dict
                 found, longest = yield from predict_and_fit(cfg, model, hint)
             else:
                 near = with_length(cfg, max(STEP, tokens) * ring)
-                longest = yield from fit_like(near, model, hint, found.grows)
+                longest = yield from fit_like(near, model, hint, found)
         except Exception as error:
             keep(option, ring, {"failed": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"})
             continue
