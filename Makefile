@@ -78,7 +78,7 @@ gpu:
 	$(if $(GPU_MADE),@$(MAKE) --no-print-directory $(VENV)/.ready)
 	$(GPU_PYTHON) -m bench.gpu --write docs/gpu.md
 
-# The longest pair that fits on 8 × 80 GB, for every engine: hours of CPU. It goes on where it was stopped.
+# The longest pair that fits on 8 × 80 GB, for every engine: about ten minutes of two cores. It goes on where it was stopped.
 predict: $(VENV)/.ready
 	$(BIN)/python -m bench.gpu --predict --write docs/gpu.md
 

@@ -184,6 +184,7 @@ def plain(answer: Answer) -> dict[str, Any]:
     return {
         "fits": answer.fits,
         "room_gib": answer.limit / GIB,
+        "rank": answer.prediction.rank,
         "peak_gib": answer.prediction.peak.bytes / GIB,
         "peak_phase": answer.prediction.peak.phase,
         "peaks_bytes": {phase: peak.by_kind for phase, peak in answer.prediction.peaks.items() if phase},
