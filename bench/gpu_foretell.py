@@ -95,7 +95,7 @@ def _one(asked: Asked) -> Any:
             return Foretold()
         cfg = with_length(cfg, tokens)
     if asked.gpu:
-        found = yield from predict(cfg, model)
+        found = yield from predict(cfg, model, 0)  # the rank that is measured
         prediction = found.prediction
     else:
         plan = dataclasses.replace(plan_of(cfg, model, 0, None), gpu=False, rates=None)

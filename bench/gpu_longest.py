@@ -129,8 +129,10 @@ def _row(option: Option, rings: Sequence[int], words: Sequence[str], hints: dict
     """
     from rlexp.model.loading import load_config
     from rlexp.rehearse.fit import STEP, fit_like, predict_and_fit, with_length
+    from rlexp.rehearse.predict import Found
 
-    found, tokens = None, 0  # tokens of a rank
+    found: Found | None = None
+    tokens = 0  # of a rank
     for ring in rings:
         cfg = _composed(words, option, ring)
         if isinstance(cfg, str):

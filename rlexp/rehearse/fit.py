@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from rlexp.config.schema import Config
 from rlexp.rehearse.children import Calls
 from rlexp.rehearse.log import ACTIVATIONS, TEMPORARIES
-from rlexp.rehearse.predict import GIB, Found, Prediction, predict, predict_again
+from rlexp.rehearse.predict import GIB, Found, Prediction, predict, predict_again, predict_fuller
 
 STEP = 1024  # tokens: lengths are multiples of it for each rank of a ring
 CLOSE = 0.99  # of the room: a length that fills as much is long enough
@@ -21,16 +22,19 @@ LONGEST = 1 << 26  # tokens; a rehearsal has the tokens of the whole batch on th
 
 @dataclass
 class Search:
-    """Peaks by length, and the lengths between which the longest one lies."""
+    """Peaks of all phases by length, and the lengths between which the longest one lies."""
 
     limit: int  # bytes
     granule: int  # tokens
-    peaks: dict[int, int] = field(default_factory=dict)
+    peaks: dict[int, dict[str, int]] = field(default_factory=dict)
+
+    def peak(self, length: int) -> int:
+        return max(self.peaks[length].values())
 
     @property
     def best(self) -> int:
         """The longest known length that fits; 0 if none is known."""
-        return max((length for length, peak in self.peaks.items() if peak <= self.limit), default=0)
+        return max((length for length in self.peaks if self.peak(length) <= self.limit), default=0)
 
     @property
     def above(self) -> int | None:
@@ -39,26 +43,45 @@ class Search:
     @property
     def done(self) -> bool:
         best, above = self.best, self.above
-        close = best > 0 and self.peaks[best] >= CLOSE * self.limit
+        close = best > 0 and self.peak(best) >= CLOSE * self.limit
         return close or best >= LONGEST or (above is not None and above - best <= self.granule)
 
-    def slope(self) -> float:
-        """Return the bytes that a token adds, by the two longest known lengths."""
-        if len(self.peaks) < 2:
-            return 0.0
-        low, high = sorted(self.peaks)[-2:]
-        return (self.peaks[high] - self.peaks[low]) / (high - low)
+    def reach(self) -> tuple[float, float] | None:
+        """Return where the first of the phases seems to reach the limit, and the bytes that a token adds to it.
+
+        A phase grows along a line, or does not grow at first. So a line through two lengths meets the limit too late
+        rather than too early, unless the limit lies between them: there is no better guess than the earliest.
+        """
+        near = [each for each in sorted(self.peaks) if each <= self.best][-2:]
+        near += [each for each in sorted(self.peaks) if each > self.best][:2]
+        found = []
+        for phase in self.peaks[near[0]]:
+            lines = [line for pair in pairwise(near) if (line := self._meets(phase, *pair)) is not None]
+            beyond = [line for line in lines if not line[2]]
+            if lines:
+                found.append(min(beyond or lines)[:2])
+        return min(found, default=None)
+
+    def _meets(self, phase: str, low: int, high: int) -> tuple[float, float, bool] | None:
+        """Return where the line of a phase meets the limit, its slope, and whether that is between the two lengths."""
+        first, second = self.peaks[low].get(phase, 0), self.peaks[high].get(phase, 0)
+        slope = (second - first) / (high - low)
+        if slope <= 0:
+            return None
+        meets = low + (self.limit - first) / slope
+        return meets, slope, low < meets < high
 
     def guess(self, slope: float) -> int:
-        """Return where a line through the nearest known length reaches the limit, between what is known."""
-        near = min(self.peaks, key=lambda length: abs(self.peaks[length] - self.limit))
-        start = FIRST * self.granule // STEP
-        tokens = near + (self.limit - self.peaks[near]) / slope if slope > 0 else start if near < start else near / 4
-        inside = max(int(tokens) // self.granule * self.granule, self.best + self.granule)
-        if self.above is not None:
-            inside = min(inside, self.above - self.granule)
-        leap = max(LEAP * max(self.peaks) // self.granule * self.granule, start)
-        return min(inside, leap, LONGEST)
+        """Return where the limit seems to be, between what is known. `slope` helps where one length is known."""
+        best, above = self.best, self.above
+        near = min(self.peaks, key=lambda length: abs(self.peak(length) - self.limit))
+        leap = max(LEAP * max(self.peaks), FIRST * self.granule // STEP)
+        if (reached := self.reach()) is not None:
+            tokens = reached[0]
+        else:
+            tokens = near + (self.limit - self.peak(near)) / slope if slope > 0 else leap
+        inside = max(int(min(tokens, leap, LONGEST)) // self.granule * self.granule, best + self.granule)
+        return inside if above is None else min(inside, above - self.granule)
 
 
 @dataclass(frozen=True)
@@ -105,33 +128,30 @@ def fit_like(cfg: Config, model: Any, slope: float, asked: Found) -> Calls:
     """Find the longest sequence that fits, for another ring than the one asked; `slope` is a guess of the bytes that a
     token adds. A task of `children.at_once`.
     """
-    first = yield from predict(cfg, model, asked.prediction.rank, asked.grows)
+    first = yield from predict_fuller(cfg, model, asked.prediction.rank, asked.grows, room(cfg))
     longest: Longest = yield from _longest(cfg, model, first, slope)
     return longest
 
 
 def _longest(cfg: Config, model: Any, found: Found, slope: float) -> Calls:
     """Search from the configuration's own length, whose prediction is known."""
-    limit, ring, peak = room(cfg), cfg.parallel.ring_size, found.prediction.peak
-    search = Search(limit, STEP * ring, {cfg.data.max_length: peak.bytes})
-    phases = {cfg.data.max_length: peak.phase}
-    for _ in range(TRIES):
-        if search.done:
+    length = cfg.data.max_length
+    search = Search(room(cfg), STEP * cfg.parallel.ring_size)
+    if not slope and length >= FIRST * cfg.parallel.ring_size:
+        slope = _steepness(found.prediction, length)
+    predictions: dict[int, Prediction] = {}
+    for _ in range(1 + TRIES):
+        predictions[length] = found.prediction
+        search.peaks[length] = {phase: peak.bytes for phase, peak in found.prediction.peaks.items()}
+        if search.done or len(predictions) > TRIES:
             break
         length = search.guess(slope)
-        if length in search.peaks:
-            break
-        found = yield from predict_again(with_length(cfg, length), model, found)
-        peak = found.prediction.peak
-        search.peaks[length], phases[length] = peak.bytes, peak.phase
-        if len(search.peaks) == 2 and not slope:
-            slope = _steepness(found.prediction, length)
-        else:  # a short sequence's peak may not grow yet: a line through two such would lead too far
-            slope = search.slope() if search.above else max(slope, search.slope())
-    known = search.best or min(search.peaks)
-    return Longest(search.best, search.peaks[known], slope or search.slope(), phases[known], search.done)
+        found = yield from predict_again(with_length(cfg, length), model, found, search.limit)
+    known = predictions[search.best or min(predictions)].peak
+    grows = search.reach()
+    return Longest(search.best, known.bytes, grows[1] if grows else slope, known.phase, search.done)
 
 
 def _steepness(prediction: Prediction, length: int) -> float:
-    """Return the bytes that a token seems to add: a short sequence's peak may be elsewhere than a long one's."""
+    """Return the bytes that a token adds at most: some of them do not depend on the length."""
     return sum(prediction.peak.by_kind[kind] for kind in (ACTIVATIONS, TEMPORARIES)) / length

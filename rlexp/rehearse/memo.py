@@ -53,7 +53,7 @@ class Memo:
         """Return where an operator is remembered, by the shapes of its arguments; None if they do not tell all."""
         if (name := _NAMES.get(id(func))) is None:
             name = _NAMES[id(func)] = _name(func)
-        if not name:
+        if not name or torch.is_inference_mode_enabled():
             return None
         key: list[Any] = [name, self.device, torch.get_default_dtype()]
         given: list[FakeTensor] = []

@@ -135,9 +135,27 @@ def predict(
 
 def fullest(cfg: Config) -> list[int]:
     """Return the ranks of which one holds most: with ZeRO-1 and ZeRO-2 one of the last two. They keep the gradients of
-    the last layers and of the head, which come first, when the most activations are held. Else all hold the same."""
+    the last layers and of the head, which come first, when the most activations are held. Else all hold the same.
+
+    Where there are few layers, another rank may hold more: 2 % were seen with two.
+    """
     last = cfg.parallel.world_size - 1
     return [last, last - 1] if last and ENGINES[cfg.engine.name.value].stage in (1, 2) else [0]
+
+
+def predict_fuller(cfg: Config, model: Any, first: int, known: Grows | None, limit: float) -> Calls:
+    """Predict the rank that holds most, or one that holds more bytes than `limit`, and `first` before the others.
+
+    Which one it is may change with the length. A task of `children.at_once`; the result is a `Found`.
+    """
+    fuller: Found | None = None
+    for rank in sorted(fullest(cfg), key=lambda rank: rank != first):
+        found: Found = yield from predict(cfg, model, rank, known)
+        if fuller is None or found.prediction.peak.bytes > fuller.prediction.peak.bytes:
+            fuller = found
+        if found.prediction.peak.bytes > limit:
+            break
+    return fuller
 
 
 def alike(cfg: Config) -> bool:
@@ -150,15 +168,18 @@ def alike(cfg: Config) -> bool:
     return ENGINES[cfg.engine.name.value].sharded and not cfg.engine.overrides
 
 
-def predict_again(cfg: Config, model: Any, before: Found) -> Calls:
-    """Predict the same run at another length, from one rehearsal where that is enough. The result is a `Found`."""
+def predict_again(cfg: Config, model: Any, before: Found, limit: float) -> Calls:
+    """Predict the same run at another length, from one rehearsal where that is enough.
+
+    Of ranks that differ, one that holds more bytes than `limit` is enough. The result is a `Found`.
+    """
     grows, rank = before.grows, before.prediction.rank
     if grows is not None and not any(isinstance(each, Line) for each in grows.growth):
         (log,) = yield from rehearsals([plan_of(cfg, model, rank, grows.layers)])
         with contextlib.suppress(NotAlikeError):
             passed = grown_like(log, grows.growth, grows.times(model))
             return Found(Prediction(passed, int(model.num_hidden_layers), cfg.train.grad_acc, rank=rank), grows, log)
-    found: Found = yield from predict(cfg, model, rank, grows)
+    found: Found = yield from predict_fuller(cfg, model, rank, grows, limit)
     return found
 
 

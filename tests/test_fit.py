@@ -1,0 +1,89 @@
+"""The search for the longest sequence finds it, whatever it is told beforehand, with few rehearsals."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlexp.config.schema import Config
+from rlexp.rehearse import fit
+from rlexp.rehearse.children import at_once
+from rlexp.rehearse.log import ACTIVATIONS, KINDS, OPTIMIZER, TEMPORARIES, Counts, Log, Pass
+from rlexp.rehearse.predict import GIB, Found, Prediction
+from tests.test_rehearse import elsewhere
+
+ROOM = 76.6 * GIB  # of an h100
+RING = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What a run holds: always, at its optimizer step, and for each token."""
+
+    held: float
+    step: float
+    token: float
+
+    def at(self, tokens: int) -> Found:
+        nothing = dict.fromkeys(KINDS, 0)
+
+        def of(phase: str, **kinds: float) -> Pass:
+            return Pass(phase, nothing | {name: int(size) for name, size in kinds.items()}, nothing, Counts())
+
+        backward = of("backward", **{OPTIMIZER: self.held, ACTIVATIONS: self.token * tokens})
+        optimizer = of("optimizer", **{OPTIMIZER: self.held, TEMPORARIES: self.step})
+        return Found(Prediction([backward, optimizer], 32, 8), None, Log("cuda"))
+
+    @property
+    def longest(self) -> float:
+        return (ROOM - self.held) / self.token
+
+
+RUNS = {
+    "the peak grows from the start": Memory(40 * GIB, 0, 200_000),
+    "and leaves little room": Memory(74 * GIB, 0, 200_000),
+    "and has hardly anything before": Memory(2 * GIB, 0, 40_000),
+    "the optimizer's step is the peak of short sequences": Memory(40 * GIB, 20 * GIB, 200_000),
+    "and of long ones": Memory(20 * GIB, 50 * GIB, 20_000),
+    "nearly up to the limit": Memory(30 * GIB, 46 * GIB, 200_000),
+}
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[fit.Longest, list[int]]]:
+    def searched(memory: Memory, start: int, slope: float) -> tuple[fit.Longest, list[int]]:
+        tried: list[int] = []
+
+        def again(cfg: Config, *_: Any) -> Any:
+            tried.append(cfg.data.max_length)
+            yield []
+            return memory.at(cfg.data.max_length)
+
+        monkeypatch.setattr(fit, "predict_again", again)
+        cfg = fit.with_length(elsewhere("parallel=ring8", "launch.nproc=8"), start)
+        ((_, longest),) = at_once([fit.predict_and_fit(cfg, None, slope, memory.at(start))], 1)
+        return longest, tried
+
+    return searched
+
+
+@pytest.mark.parametrize("told", [0.0, 0.3, 1.0, 4.0], ids="{:g} of the slope is told".format)
+@pytest.mark.parametrize("start", [512, 2048, 131072])
+@pytest.mark.parametrize("name", RUNS)
+def test_the_longest_is_found(search: Any, name: str, start: int, told: float) -> None:
+    memory = RUNS[name]
+    longest, tried = search(memory, start, told * memory.token)
+    step = fit.STEP * RING
+    assert memory.at(longest.tokens).prediction.peak.bytes <= ROOM
+    assert longest.exact, tried
+    full = memory.held + memory.token * longest.tokens >= fit.CLOSE * ROOM
+    assert full or memory.longest - longest.tokens < 2 * step or longest.peak >= fit.CLOSE * ROOM
+    assert len(tried) <= fit.TRIES
+
+
+def test_no_length_fits_where_none_does(search: Any) -> None:
+    longest, _ = search(Memory(80 * GIB, 0, 100_000), 4096, 0.0)
+    assert (longest.tokens, longest.exact) == (0, True)
