@@ -67,10 +67,13 @@ def answering(composed: Config, model: Any, overrides: Sequence[str]) -> Calls:
     engine, rings = yield [first_that_fits(composed, model), other_rings(composed, overrides)]
     cfg = yield from laid_out(engine.cfg, model)
     changes = list(singles(engine.cfg, engines=engine.chosen is None))
+    known = engine.found.prediction if engine.found else None
+    fits = known is not None and known.peak.bytes <= room(cfg)
+    rank = known.rank if known and fits else None  # a change must fit only where the run does not
     (asked, lengths), logs, *changed = yield [
         lengths_that_fit(cfg, model, rings, engine.found),
         logs_to_compare(cfg, model, engine.found),
-        *(attempt(each, model, room(cfg)) for _, each in changes),
+        *(attempt(each, model, room(cfg), rank) for _, each in changes),
     ]
     predicted = zip(changes, changed, strict=True)
     tried = [*engine.others, *(Change.of(words, result) for (words, _), result in predicted)]

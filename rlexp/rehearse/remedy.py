@@ -94,14 +94,15 @@ def tried(options: Sequence[Config], model: Any, limit: float = math.inf) -> lis
     return at_once([attempt(cfg, model, limit) for cfg in options], len(os.sched_getaffinity(0)))
 
 
-def attempt(cfg: Config, model: Any, limit: float) -> Calls:
+def attempt(cfg: Config, model: Any, limit: float, rank: int | None = None) -> Calls:
     """Predict a configuration, or return the error. A task of `children.at_once`.
 
-    A build that alone needs more bytes than `limit` may be the whole answer.
+    A build that alone needs more bytes than `limit` may be the whole answer. `rank` is the one that holds most if it is
+    not given.
     """
     try:
         cfg = yield from laid_out(cfg, model)
-        found: Found = yield from predict(cfg, model, limit=limit)
+        found: Found = yield from predict(cfg, model, rank, limit=limit)
     except Exception as error:
         return error
     return found
