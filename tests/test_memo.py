@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlexp.config.schema import Config
 from rlexp.rehearse import memo
-from rlexp.rehearse.log import Counts
+from rlexp.rehearse.log import Counts, Log
+from rlexp.rehearse.mode import Rehearsing
 from tests.test_rehearse import alone, elsewhere, plan
 
 aten = torch.ops.aten
@@ -40,6 +41,26 @@ def test_a_view_stands_where_its_argument_stands(call: Any) -> None:
         assert call(aten.slice.Tensor, many[start : start + 10], 0, 4, 8).storage_offset() == start + 4
         assert call(aten.view.dtype, many[start : start + 10], torch.uint8).storage_offset() == 4 * start
         assert call(aten.as_strided.default, many[start : start + 10], [2], [1], start).storage_offset() == start
+
+
+def test_a_tensor_that_is_given_twice_is_read_once_each_time() -> None:
+    """And what is made of numbers follows the default dtype, also where it was made before under another."""
+    log = Log("cpu")
+    with (mode := Rehearsing(log)):
+        one, other = torch.empty(100), torch.empty(100)
+        for _ in range(2):
+            moved = []
+            for given in ((one, other), (one, one), (other, one), (other, other)):
+                before = log.counts.bytes
+                torch.cat(given)
+                moved.append(log.counts.bytes - before)
+            assert moved == [400 + 400 + 800, 400 + 800, 400 + 400 + 800, 400 + 800]
+        whole = one > other  # an integer of the host would be real
+        kinds = []
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            kinds.append(torch.true_divide(whole, 2).dtype)
+        assert kinds == [torch.float32, torch.float64, torch.float32]
 
 
 def events(cfg: Config, remembering: bool) -> tuple[list[int], list[int], list[Counts], int]:
