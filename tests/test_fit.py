@@ -87,3 +87,15 @@ def test_the_longest_is_found(search: Any, name: str, start: int, told: float) -
 def test_no_length_fits_where_none_does(search: Any) -> None:
     longest, _ = search(Memory(80 * GIB, 0, 100_000), 4096, 0.0)
     assert (longest.tokens, longest.exact) == (0, True)
+
+
+def test_no_length_is_tried_that_is_far_longer_than_what_is_known() -> None:
+    """While the peak is elsewhere than where sequences count, a line through what is known leads to any length."""
+    step, longest = fit.STEP, fit.LONGEST
+
+    def after(*known: int) -> int:
+        return fit.Search(1 << 40, step, {length: {"step": 1000 + n} for n, length in enumerate(known)}).guess(0.0)
+
+    assert after(step, 2 * step) == 2 * fit.LEAP * step
+    assert after(step // 2) == fit.LEAP * step // 2
+    assert after(longest // 4, longest // 2) == longest

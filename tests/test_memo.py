@@ -46,7 +46,7 @@ def test_a_view_stands_where_its_argument_stands(call: Any) -> None:
 def test_a_tensor_that_is_given_twice_is_read_once_each_time() -> None:
     """And what is made of numbers follows the default dtype, also where it was made before under another."""
     log = Log("cpu")
-    with (mode := Rehearsing(log)):
+    with Rehearsing(log):
         one, other = torch.empty(100), torch.empty(100)
         for _ in range(2):
             moved = []

@@ -77,15 +77,3 @@ def test_a_config_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"not": "a model"}', encoding="utf-8")
     told = preflight("model=hf", f"model.path={tmp_path}", "hardware=h100", "launch.nproc=8", code=1)
     assert told.stderr.startswith(f"rlexp: model.path={tmp_path}: no causal model can be loaded")
-
-
-def test_no_length_is_tried_that_is_far_longer_than_what_is_known() -> None:
-    """While the peak is elsewhere than where sequences count, a line through what is known leads to any length."""
-    from rlexp.rehearse.fit import LEAP, LONGEST, STEP, Search
-
-    search = Search(limit=1 << 40, granule=STEP, peaks={STEP: 1000, 2 * STEP: 1001})
-    assert search.guess(search.slope()) == 2 * LEAP * STEP
-    search.peaks = {STEP // 2: 1000}
-    assert search.guess(0.0) % STEP == 0
-    search.peaks = {LONGEST: 1000, LONGEST // 2: 999}
-    assert search.guess(1e-9) == LONGEST
