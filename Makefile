@@ -78,7 +78,8 @@ gpu:
 	$(if $(GPU_MADE),@$(MAKE) --no-print-directory $(VENV)/.ready)
 	$(GPU_PYTHON) -m bench.gpu --write docs/gpu.md
 
-# The longest pair that fits on 8 × 80 GB, for every engine: about ten minutes of two cores. It goes on where it was stopped.
+# The longest pair that fits on 8 × 80 GB, for every engine: about ten minutes on two cores. It goes on where it was
+# stopped.
 predict: $(VENV)/.ready
 	$(BIN)/python -m bench.gpu --predict --write docs/gpu.md
 

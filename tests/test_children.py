@@ -48,6 +48,22 @@ def test_calls_run_elsewhere() -> None:
     assert len({one, other, os.getpid()}) == 3
 
 
+def test_the_first_of_what_a_task_needs_comes_first() -> None:
+    """A long chain of calls does not wait behind what may come later."""
+
+    def chain() -> Any:
+        times = []
+        for _ in range(3):
+            times += yield [(time.monotonic_ns, ())]
+        return times
+
+    def both() -> Any:
+        return (yield [chain(), chain()])
+
+    ((first, other),) = at_once([both()], 1)
+    assert first[-1] < other[0]
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_error_is_raised_where_it_was_asked_for(processes: int) -> None:
     """The task goes on at once; answers to what it no longer waits for are not taken for others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -44,7 +45,6 @@ def test_a_view_stands_where_its_argument_stands(call: Any) -> None:
 
 
 def test_a_tensor_that_is_given_twice_is_read_once_each_time() -> None:
-    """And what is made of numbers follows the default dtype, also where it was made before under another."""
     log = Log("cpu")
     with Rehearsing(log):
         one, other = torch.empty(100), torch.empty(100)
@@ -55,12 +55,21 @@ def test_a_tensor_that_is_given_twice_is_read_once_each_time() -> None:
                 torch.cat(given)
                 moved.append(log.counts.bytes - before)
             assert moved == [400 + 400 + 800, 400 + 800, 400 + 400 + 800, 400 + 800]
-        whole = one > other  # an integer of the host would be real
-        kinds = []
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(before)
+
+
+def test_what_is_made_of_truths_has_the_default_dtype_of_now(default_dtype: Callable[[torch.dtype], None]) -> None:
+    with Rehearsing(Log("cpu")):
+        whole = torch.empty(100) > 0  # an integer of the host would be real
         for dtype in (torch.float32, torch.float64, torch.float32):
-            torch.set_default_dtype(dtype)
-            kinds.append(torch.true_divide(whole, 2).dtype)
-        assert kinds == [torch.float32, torch.float64, torch.float32]
+            default_dtype(dtype)
+            assert torch.true_divide(whole, 2).dtype is dtype
 
 
 def events(cfg: Config, remembering: bool) -> tuple[list[int], list[int], list[Counts], int]:
@@ -76,8 +85,9 @@ def events(cfg: Config, remembering: bool) -> tuple[list[int], list[int], list[C
         made += result is not None
         return result
 
-    memo.Memo.again = noted  # type: ignore[method-assign]
-    log = rehearse(plan(cfg, 0, gpu=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memo.Memo, "again", noted)
+        log = rehearse(plan(cfg, 0, gpu=True))
     return log.numbers, log.sizes, [each.counts for each in log.sections], made
 
 

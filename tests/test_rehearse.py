@@ -159,26 +159,6 @@ def _predicted(cfg: Config, rank: int) -> Summary:
     return summary(found.prediction.passes)
 
 
-def by_rank(cfg: Config) -> tuple[list[int], int, int]:
-    """Return each rank's peak for two layers of a model, and the peak that is predicted of a run, with its rank."""
-    from rlexp.model.loading import load_config
-    from rlexp.rehearse.children import at_once
-    from rlexp.rehearse.layers import shortened
-    from rlexp.rehearse.predict import predict
-
-    model = shortened(load_config(cfg.model, cfg.data.max_length), 2)
-    *each, shown = at_once([predict(cfg, model, rank) for rank in (*range(cfg.parallel.world_size), None)], 2)
-    return [found.prediction.peak.bytes for found in each], shown.prediction.peak.bytes, shown.prediction.rank
-
-
-def test_the_rank_that_holds_most_is_shown() -> None:
-    """With ZeRO-2 each has other parameters. Here the last but one holds most: 8 % more than rank 0."""
-    shape = ("model=hf", f"model.path={MODELS / 'llama_8b'}", "memory.checkpointing=true", "data.max_length=4096")
-    held, peak, rank = alone(by_rank, elsewhere(*shape, "engine=zero2", "parallel=ring2", "launch.nproc=4"))
-    assert max(held) > 1.07 * held[0]
-    assert (peak, rank) == (max(held), held.index(max(held))) == (held[2], 2)
-
-
 def stretched(cfg: Config) -> tuple[Summary, Summary]:
     """Predict all layers from few, and rehearse all."""
     from rlexp.model.loading import load_config

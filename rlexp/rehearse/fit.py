@@ -12,7 +12,7 @@ from rlexp.rehearse.children import Calls
 from rlexp.rehearse.log import ACTIVATIONS, TEMPORARIES
 from rlexp.rehearse.predict import GIB, Found, Prediction, predict, predict_again, predict_fuller
 
-STEP = 1024  # tokens: lengths are multiples of it for each rank of a ring
+STEP = 1024  # tokens of a rank: a length that is closer to the longest is not looked for
 CLOSE = 0.99  # of the room: a length that fills as much is long enough
 TRIES = 6
 FIRST = 4096  # tokens for each rank of a ring, where nothing is known yet

@@ -129,7 +129,7 @@ def predict(
             again = None if is_policy_loss(cfg) else grows  # a layer's cache grows with the length
             return Found(Prediction(passed, layers, cfg.train.grad_acc, rank=ranks[0]), again, logs[few])
     whole = yield from rehearsals(dataclasses.replace(plan_of(cfg, model, each, None), limit=limit) for each in ranks)
-    log, rank = max(zip(whole, ranks, strict=True), key=lambda each: (each[0].build_alone, peak_of(each[0]), -each[1]))
+    log, rank = max(zip(whole, ranks, strict=True), key=lambda each: (each[0].build_alone, peak_of(each[0])))
     return Found(Prediction(passes(log), layers, cfg.train.grad_acc, log.build_alone, rank), None, log)
 
 
