@@ -1,0 +1,32 @@
+"""The folder on this machine for what is made once and used by many runs."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def root() -> Path:
+    """Return `$RLEXP_CACHE`, or `rlexp` in the user's cache folder. It may not exist yet."""
+    own, users = os.environ.get("RLEXP_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own).expanduser().absolute()
+    return (Path(users) if users and Path(users).is_absolute() else Path.home() / ".cache") / "rlexp"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of `path`, a file `.NAME.lock` beside it, in one process at a time; others wait.
+
+    The kernel releases it when its holder dies. An OSError says that the folder cannot be made or written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
