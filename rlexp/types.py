@@ -6,8 +6,9 @@ Shape letters: T tokens of a pack, t tokens of one rank's shard, S sequences, P 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,41 +17,66 @@ import torch
 from torch import Tensor
 
 Ids = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]  # which tokens are trained on
+Messages = Sequence[Mapping[str, Any]]  # of a chat: `role`, `content`, and what else the template takes
 Floats = npt.NDArray[np.floating[Any]]
 MetricRow = dict[str, float | int]  # one optimizer step's values; `step` comes first
 
 
+class Kind(Enum):
+    """The kinds of examples, by what is trained on."""
+
+    pairs = "pairs"  # two answers to a prompt, of which one is preferred
+    unpaired = "unpaired"  # an answer, and whether it is good
+    supervised = "supervised"  # an answer to be learned
+    prompts = "prompts"  # none: the policy draws its own
+
+
 @dataclass(frozen=True)
 class Row:
-    """A preference pair as text, with where it came from (for error messages)."""
+    """A row of a data set as text: a prompt, and as many answers as its kind has; a pair has the chosen one first.
 
-    prompt: str | Sequence[dict[str, str]]
-    chosen: str
-    rejected: str
-    origin: str
+    A text stands for one message: of the user in a prompt, of the assistant in an answer.
+    """
+
+    prompt: str | Messages
+    answers: tuple[str | Messages, ...]
+    origin: str  # for error messages
+    label: bool | None = None  # whether an unpaired answer is good
+    expected: str | None = None  # the right answer, for rules that check one
+    tools: Sequence[Any] | None = None  # that the template may describe
+    options: Mapping[str, Any] = field(default_factory=dict)  # for the template
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A tokenized preference pair. `index` is its place in the data set, on every rank the same."""
+    """A tokenized preference pair. `index` is its place in the data set, on every rank the same.
+
+    A mask says which tokens of an answer are trained on; None: all of them.
+    """
 
     index: int
     prompt: Ids
     chosen: Ids
     rejected: Ids
     origin: str
+    chosen_mask: Mask | None = None
+    rejected_mask: Mask | None = None
 
     def longest(self) -> int:
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
 @dataclass(frozen=True)
-class PromptRow:
-    """A prompt as text, with the right answer for rules that check one."""
+class Completion:
+    """A tokenized prompt with one answer; `label` says whether it is good, where rows say so."""
 
-    prompt: str | Sequence[dict[str, str]]
-    answer: str | None
+    index: int
+    prompt: Ids
+    answer: Ids
     origin: str
+    mask: Mask | None = None
+    label: bool | None = None
 
 
 @dataclass(frozen=True)

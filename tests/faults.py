@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from rlexp.algos.base import PairLogps, PairLosses
 from rlexp.config.schema import OptimName
+from rlexp.data.tokens import Example
 from rlexp.launch.place import Place
 from rlexp.metrics.meter import REPLICATED, SHARDED
 from rlexp.model.policy import cast_parameters
@@ -29,7 +30,7 @@ from rlexp.ring.collectives import _all_gather as all_gather
 from rlexp.ring.collectives import rotate
 from rlexp.ring.groups import ALONE, World
 from rlexp.ring.layout import ALL, EARLY, LATE
-from rlexp.types import Pair, TokenLogps
+from rlexp.types import TokenLogps
 from tests.planting import Altered, Change, Given, Seeing, Waiting, plant
 
 # Two replicas of a ring of 2, four micro-batches of two pairs a step; clipping, decay and warm-up at work.
@@ -89,22 +90,20 @@ CUT_ANSWERS = ("data.max_length=40", "data.too_long=truncate")
 def answers_from(cut: Callable[[Any, int], Any]) -> Change:
     """Cut the answers of a truncated pair by `cut(answer, tokens that are kept)`."""
 
-    def change(original: Any, pair: Pair, *args: Any) -> Pair:
-        kept: Pair = original(pair, *args)
-        chosen, rejected = cut(pair.chosen, len(kept.chosen)), cut(pair.rejected, len(kept.rejected))
-        return replace(kept, chosen=chosen, rejected=rejected)
+    def change(original: Any, whole: Example, *args: Any) -> Example:
+        kept: Example = original(whole, *args)
+        answers = zip(whole.answers, kept.answers, strict=True)
+        return replace(kept, answers=tuple(cut(answer, len(short)) for answer, short in answers))
 
     return change
 
 
-def swapped(pair: Pair) -> Pair:
-    return replace(pair, chosen=pair.rejected, rejected=pair.chosen)
+def swapped(example: Example) -> Example:
+    return replace(example, answers=example.answers[::-1])
 
 
 def longer(original: Any, self: Any, rows: Any) -> Any:
-    tolerant = copy.copy(self)
-    tolerant.max_length += 40
-    return original(tolerant, rows)
+    return original(replace(self, max_length=self.max_length + 40), rows)
 
 
 def share_of(self: Any, dp_size: int) -> int:
@@ -175,16 +174,16 @@ def padding_as_tokens(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 TOKENS, SAMPLER, PACKING = "data.tokens:", "data.sampler:", "data.packing:"
 DATA_FAULTS = (
-    one("no end of sequence", TOKENS + "TextTokenizer._ended", lambda _, _self, answer: answer, "data", DATA),
+    one("no end of sequence", TOKENS + "RowTokenizer._ended", lambda _, _self, tokens: tokens, "data", DATA),
     one("truncated at the wrong side", TOKENS + "cut_from_start",
         lambda _original, prompt, longest, *_bos: prompt[:longest], "data", DATA, *CUT),
     one("answers cut at their beginning", TOKENS + "truncated",
         answers_from(lambda answer, kept: answer[len(answer) - kept :]), "data", DATA, *CUT_ANSWERS),
     one("one token too many is kept", TOKENS + "truncated", answers_from(lambda answer, kept: answer[: kept + 1]),
         "data", DATA, *CUT_ANSWERS),
-    one("chosen and rejected swapped", TOKENS + "PairTokenizer._pair",
+    one("chosen and rejected swapped", TOKENS + "RowTokenizer._example",
         lambda original, *args: swapped(original(*args)), "data", DATA),
-    one("too long is not dropped", TOKENS + "PairTokenizer.encode", longer, "data", DATA, "data.max_length=140",
+    one("too long is not dropped", TOKENS + "Encoder.encode", longer, "data", DATA, "data.max_length=140",
         "data.too_long=drop"),
     one("another permutation", SAMPLER + "Sampler._order",
         lambda original, self, epoch: original(replace(self, seed=epoch), self.seed), "data", DATA),

@@ -106,7 +106,11 @@ def test_every_option_of_every_group_composes(group: str, tmp_path: Path, monkey
     (tmp_path / "rows.jsonl").write_text("{}\n", encoding="utf-8")
     sampled = ["loss=grpo", "reward.text=a"]
     needed = {
-        "data": {"jsonl": [f"data.path={tmp_path}/rows.jsonl"], "arithmetic": sampled},
+        "data": {
+            "jsonl": [f"data.path={tmp_path}/rows.jsonl"],
+            "hf": ["data.path=org/name"],
+            "arithmetic": sampled,
+        },
         "model": {"hf": ["model.path=org/name"]},
         "reward": {
             "rule": ["loss=ppo", "reward.text=a"],

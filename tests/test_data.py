@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,61 +16,39 @@ from hypothesis import strategies as st
 from rlexp.config.schema import HFModelConfig, TinyModelConfig, TooLong
 from rlexp.data import arithmetic, synthetic
 from rlexp.data.packing import pack_pairs
-from rlexp.data.rows import read_jsonl, read_prompts
 from rlexp.data.sampler import Sampler, total_steps
-from rlexp.data.tokens import PairTokenizer, PromptTokenizer, numbered, numbered_prompts, truncated
+from rlexp.data.tokens import Encoder, Example, Refused, RowTokenizer, counted, truncated, typed
 from rlexp.errors import ConfigError, DataError
 from rlexp.model.loading import byte_tokenizer, load_tokenizer
-from rlexp.types import Pair, PromptRow, Row
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "is not JSON"),
-        ("[1]", "must be a JSON object, not list"),
-        ('{"prompt": "\\ud800", "chosen": "b", "rejected": "c"}', "is not UTF-8 text"),
-        ("[" * 100_000, "is not JSON"),
-        ('{"prompt": "a", "chosen": "b"}', "field `rejected` is missing; the row has chosen, prompt"),
-        ('{"prompt": "a", "chosen": 3, "rejected": "c"}', "field `chosen` must be a text"),
-        (
-            '{"prompt": "a", "chosen": "b", "rejected": ""}',
-            "field `rejected` must be a text that is not empty",
-        ),
-        ('{"prompt": "", "chosen": "b", "rejected": "c"}', "field `prompt` must not be empty"),
-        ('{"prompt": 7, "chosen": "b", "rejected": "c"}', "field `prompt` must be a text or a list"),
-        ('{"prompt": [{"role": "user"}], "chosen": "b", "rejected": "c"}', "message (number 1) without"),
-    ],
-)
-def test_a_bad_row_is_named_by_file_line_and_field(tmp_path: Path, line: str, said: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n\n' + line + "\n", encoding="utf-8")
-    with pytest.raises(DataError) as error:
-        read_jsonl(path)
-    assert str(error.value).startswith(f"{path}:3: ")
-    assert said in str(error.value)
-
-
-def test_an_empty_file_and_one_that_is_not_text_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n", encoding="utf-8")
-    with pytest.raises(DataError, match="has no rows"):
-        read_jsonl(path)
-    path.write_bytes(b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n\xff\xfe\n')
-    with pytest.raises(DataError, match=r"rows.jsonl:2: is not UTF-8"):
-        read_jsonl(path)
+from rlexp.types import Kind, Pair, Row
 
 
 def test_synthetic_pairs_are_seeded_and_the_splits_differ() -> None:
     train, again = synthetic.generate(50, 3, "train"), synthetic.generate(50, 3, "train")
     assert train == again
     assert train != synthetic.generate(50, 4, "train")
-    held_out = {row.prompt + row.chosen for row in synthetic.generate(50, 3, "eval")}
-    assert not held_out & {row.prompt + row.chosen for row in train}
+    held_out = {row.prompt + row.answers[0] for row in synthetic.generate(50, 3, "eval")}
+    assert not held_out & {row.prompt + row.answers[0] for row in train}
 
 
 def row(prompt, chosen: str, rejected: str) -> Row:
-    return Row(prompt, chosen, rejected, "here:1")
+    return Row(prompt, (chosen, rejected), "here:1")
+
+
+def encoded(
+    kind: Kind, tokenizer: Any, rows: Sequence[Row], longest: int, too_long: TooLong = TooLong.error, room: int = 0
+) -> tuple[list[Any], Counter[str]]:
+    """Return the examples, numbered, and the counts of what was not taken as it was read."""
+    outcomes = Encoder(RowTokenizer(tokenizer), longest, too_long, room).encode(rows)
+    for each in outcomes:
+        if isinstance(each, Refused):
+            raise DataError(each.said)
+    kept = [each for each in outcomes if isinstance(each, Example)]
+    return [typed(kind, index, each) for index, each in enumerate(kept)], counted(outcomes)
+
+
+def pairs_of(tokenizer: Any, rows: Sequence[Row], longest: int = 100, too_long: TooLong = TooLong.error) -> list[Pair]:
+    return encoded(Kind.pairs, tokenizer, rows, longest, too_long)[0]
 
 
 def test_byte_tokenizer_round_trips_every_byte() -> None:
@@ -81,7 +62,7 @@ def test_byte_tokenizer_round_trips_every_byte() -> None:
 def test_answers_end_and_messages_without_a_template_are_paragraphs() -> None:
     tokenizer = byte_tokenizer()
     messages = [{"role": "user", "content": "Hi"}]
-    pair = PairTokenizer(tokenizer, 100, TooLong.error).encode([row(messages, "a", "b")]).pairs[0]
+    (pair,) = pairs_of(tokenizer, [row(messages, "a", "b")])
     assert tokenizer.decode(pair.prompt) == "User: Hi\n\nAssistant: "
     assert pair.chosen.tolist() == [*tokenizer("a")["input_ids"], tokenizer.eos_token_id]
 
@@ -91,32 +72,34 @@ def test_too_long_and_identical_pairs_follow_the_policy() -> None:
             row("p", "a" * 400, "a" * 400 + "b")]  # fmt: skip
     tokenizer = byte_tokenizer()
     with pytest.raises(DataError, match=r"here:1: 304 tokens, and data.max_length=100.*truncate"):
-        PairTokenizer(tokenizer, 100, TooLong.error).encode(rows)
-    dropped = PairTokenizer(tokenizer, 100, TooLong.drop).encode(rows)
-    assert len(dropped.pairs) == 1
-    assert dropped.dropped == {"longer than data.max_length": 2, "chosen and rejected are the same": 1}
-    cut = PairTokenizer(tokenizer, 100, TooLong.truncate).encode(rows)
-    assert [pair.longest() for pair in cut.pairs] == [34, 100]  # the last became identical by its truncation
-    assert tokenizer.decode(cut.pairs[1].prompt) == "p" * 96
-    assert cut.dropped == {"kept, but truncated": 1, "chosen and rejected are the same": 2}
-    assert tokenizer.decode(cut.pairs[1].chosen) == "yes<eos>"
+        pairs_of(tokenizer, rows)
+    kept, dropped = encoded(Kind.pairs, tokenizer, rows, 100, TooLong.drop)
+    assert len(kept) == 1
+    assert dropped == {"longer than data.max_length": 2, "chosen and rejected are the same": 1}
+    cut, counts = encoded(Kind.pairs, tokenizer, rows, 100, TooLong.truncate)
+    assert [pair.longest() for pair in cut] == [34, 100]  # the last became identical by its truncation
+    assert tokenizer.decode(cut[1].prompt) == "p" * 96
+    assert counts == {"kept, but truncated": 1, "chosen and rejected are the same": 2}
+    assert tokenizer.decode(cut[1].chosen) == "yes<eos>"
 
 
 def test_truncation_keeps_the_end_of_the_prompt_and_its_beginning_token() -> None:
-    pair = Pair(
-        0, np.array([1, *range(10, 30)], dtype=np.int32), np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32), ""
-    )
-    assert truncated(pair, 12).prompt.tolist() == list(range(23, 30))
-    assert truncated(pair, 12, bos_id=1).prompt.tolist() == [1, *range(24, 30)]
-    assert truncated(pair, 4, bos_id=1).prompt.tolist() == [1]
-    assert truncated(pair, 4).chosen.tolist() == [0, 1, 2]
-    assert truncated(pair, 4).rejected.tolist() == [0, 1, 2]
+    prompt = np.array([1, *range(10, 30)], dtype=np.int32)
+    answers = np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)
+    mask = np.array([True, False, False, True, True])
+    whole = Example(row("", "", ""), prompt, answers, (mask, None))
+    assert truncated(whole, 12).prompt.tolist() == list(range(23, 30))
+    assert truncated(whole, 12, bos_id=1).prompt.tolist() == [1, *range(24, 30)]
+    short = truncated(whole, 4, bos_id=1)
+    assert short.prompt.tolist() == [1]
+    assert [answer.tolist() for answer in short.answers] == [[0, 1, 2], [0, 1, 2]]
+    assert short.masks[0].tolist() == [True, False, False]
+    assert short.masks[1] is None
 
 
 def test_an_end_token_within_an_answer_does_not_end_it() -> None:
     tokenizer = byte_tokenizer()
-    encoder = PairTokenizer(tokenizer, 100, TooLong.error)
-    chosen = encoder.encode([row("a", "one<eos>two three", "b")]).pairs[0].chosen
+    chosen = pairs_of(tokenizer, [row("a", "one<eos>two three", "b")])[0].chosen
     assert chosen.tolist().count(tokenizer.eos_token_id) == 2
     assert chosen[-1] == tokenizer.eos_token_id
 
@@ -125,20 +108,14 @@ def test_a_template_that_refuses_a_row_is_named() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"here:1: field `prompt`: the tokenizer's chat template raises: roles must"):
-        PairTokenizer(tokenizer, 100, TooLong.error).encode([row("a", "b", "c")])
+        pairs_of(tokenizer, [row("a", "b", "c")])
 
 
 def test_the_chat_template_of_a_real_tokenizer(shared: Path) -> None:
     tokenizer = load_tokenizer(HFModelConfig(path=str(shared / "models" / "smollm2-tokenizer")))
-    encoder = PairTokenizer(tokenizer, 1000, TooLong.error)
-    pair = encoder.encode([row("Hello", "Good day.", "Hm.")]).pairs[0]
+    (pair,) = pairs_of(tokenizer, [row("Hello", "Good day.", "Hm.")])
     assert tokenizer.decode(pair.prompt).endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.decode(pair.chosen) == "Good day.<|im_end|>\n"  # its own end of turn, and no second one
-
-
-def test_real_rows_are_read(shared: Path) -> None:
-    rows = read_jsonl(shared / "data" / "hh_helpful_base" / "test.jsonl")
-    assert len(rows) == 2339
 
 
 def test_the_sampler_is_a_permutation_by_seed_and_epoch() -> None:
@@ -183,8 +160,7 @@ def test_steps_and_epochs_both_bound_a_run(max_steps, epochs, expected) -> None:
 
 
 def test_a_pack_is_a_forest_of_roots_with_shifted_targets() -> None:
-    encoder = PairTokenizer(byte_tokenizer(), 100, TooLong.error)
-    pairs = numbered(encoder.encode([row("ab", "xyz", "w"), row("c", "d", "ef")]).pairs)
+    pairs = pairs_of(byte_tokenizer(), [row("ab", "xyz", "w"), row("c", "d", "ef")])
     pack = pack_pairs(pairs, 8)
     assert [(s.length, s.padded, s.parent) for s in pack.segments] == [
         (6, 6, None),
@@ -210,43 +186,6 @@ def test_an_empty_micro_batch_is_padding_alone() -> None:
     assert torch.equal(pack.sequence_T, torch.full((16,), -1))
 
 
-@pytest.mark.parametrize(
-    ("answer", "read"),
-    [
-        ("", None),
-        (', "answer": null', None),
-        (', "answer": "4"', "4"),
-        (', "answer": 4', "4"),
-        (', "answer": 0.5', "0.5"),
-    ],
-)
-def test_prompts_are_read_from_any_file_that_has_them(tmp_path: Path, answer: str, read: str | None) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f'{{"prompt": "2 + 2 =", "chosen": 3{answer}}}\n', encoding="utf-8")
-    assert read_prompts(path) == [PromptRow("2 + 2 =", read, f"{path}:1")]
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ('{"chosen": "a"}', "field `prompt` is missing; the row has chosen"),
-        ('{"prompt": ""}', "field `prompt` must not be empty"),
-        ('{"prompt": [{"role": "user"}]}', "message (number 1) without"),
-        ('{"prompt": "a", "answer": ""}', "field `answer` must be a number or a text that is not empty"),
-        ('{"prompt": "a", "answer": true}', "field `answer` must be a number or a text"),
-        ('{"prompt": "a", "answer": NaN}', "field `answer` must be a number or a text"),
-        ('{"prompt": "a", "answer": ["b"]}', "field `answer` must be a number or a text"),
-    ],
-)
-def test_a_bad_row_of_prompts_is_named(tmp_path: Path, line: str, said: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a"}\n' + line + "\n", encoding="utf-8")
-    with pytest.raises(DataError) as error:
-        read_prompts(path)
-    assert str(error.value).startswith(f"{path}:2: ")
-    assert said in str(error.value)
-
-
 def test_a_prompt_is_tokenized_as_it_is_in_a_pair() -> None:
     messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}]
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -255,31 +194,31 @@ def test_a_prompt_is_tokenized_as_it_is_in_a_pair() -> None:
         for chat_template in (None, template):
             tokenizer = byte_tokenizer()
             tokenizer.chat_template = chat_template
-            pair = PairTokenizer(tokenizer, 100, TooLong.error).encode([Row(prompt, "a", "b", "here:1")]).pairs[0]
-            encoded = PromptTokenizer(tokenizer, 100, TooLong.error).encode([PromptRow(prompt, "7", "here:1")])
-            assert encoded.prompts[0].tokens.tolist() == pair.prompt.tolist()
+            (pair,) = pairs_of(tokenizer, [row(prompt, "a", "b")])
+            rows = [Row(prompt, (), "here:1", expected="7")]
+            (asked,), _ = encoded(Kind.prompts, tokenizer, rows, 100)
+            assert asked.tokens.tolist() == pair.prompt.tolist()
             text = prompt if prompt == "Hi." else "User: Hi.\n\nAssistant: Yes?\n\nAssistant: "
-            assert (encoded.prompts[0].text, encoded.prompts[0].answer) == (text, "7")
+            assert (asked.text, asked.answer) == (text, "7")
 
 
 def test_a_prompt_longer_than_the_answer_leaves_room_for() -> None:
     tokenizer = byte_tokenizer()
-    rows = [PromptRow("p" * n, None, f"here:{n}") for n in (5, 12, 10)]
+    rows = [Row("p" * n, (), f"here:{n}") for n in (5, 12, 10)]
     with pytest.raises(
         DataError, match=r"here:12: the prompt has 12 tokens, and data.max_length − rollout.max_new_tok"
     ):
-        PromptTokenizer(tokenizer, 10, TooLong.error).encode(rows)
-    dropped = PromptTokenizer(tokenizer, 10, TooLong.drop).encode(rows)
-    assert [len(prompt.tokens) for prompt in dropped.prompts] == [5, 10]
-    assert dropped.dropped == {"longer than data.max_length − rollout.max_new_tokens": 1}
-    assert [prompt.index for prompt in numbered_prompts(dropped.prompts)] == [0, 1]
-    cut = PromptTokenizer(tokenizer, 10, TooLong.truncate).encode(
-        [PromptRow("<bos>" + "a" * 9 + "b" * 4, None, "here")]
-    )
-    assert tokenizer.decode(cut.prompts[0].tokens) == "<bos>" + "a" * 5 + "b" * 4
-    assert cut.dropped == {"kept, but truncated": 1}
+        encoded(Kind.prompts, tokenizer, rows, 14, room=4)
+    kept, dropped = encoded(Kind.prompts, tokenizer, rows, 14, TooLong.drop, room=4)
+    assert [len(prompt.tokens) for prompt in kept] == [5, 10]
+    assert dropped == {"longer than data.max_length − rollout.max_new_tokens": 1}
+    assert [prompt.index for prompt in kept] == [0, 1]
+    long = [Row("<bos>" + "a" * 9 + "b" * 4, (), "here")]
+    (cut,), counts = encoded(Kind.prompts, tokenizer, long, 14, TooLong.truncate, room=4)
+    assert tokenizer.decode(cut.tokens) == "<bos>" + "a" * 5 + "b" * 4
+    assert counts == {"kept, but truncated": 1}
     with pytest.raises(DataError, match="here: field `prompt` has no tokens"):
-        PromptTokenizer(tokenizer, 10, TooLong.drop).encode([PromptRow("", None, "here")])
+        encoded(Kind.prompts, tokenizer, [Row("", (), "here")], 14, room=4)
 
 
 @pytest.mark.parametrize("digits", [1, 2])
@@ -289,13 +228,13 @@ def test_generated_sums_come_to_their_answers(digits: int) -> None:
     assert rows[:20] != arithmetic.generate(20, 3, "eval", digits)
     for row in rows:
         one, plus, other, equals = str(row.prompt).split(" ")
-        assert (plus, equals, int(row.answer or "")) == ("+", "=", int(one) + int(other))
+        assert (plus, equals, int(row.expected or "")) == ("+", "=", int(one) + int(other))
         assert max(len(one), len(other)) <= digits
 
 
 def test_generated_prompts_are_those_of_the_pairs() -> None:
     pairs = synthetic.generate(5, 1, "train")
-    assert synthetic.generate_prompts(5, 1, "train") == [PromptRow(pair.prompt, None, pair.origin) for pair in pairs]
+    assert synthetic.generate_prompts(5, 1, "train") == [Row(pair.prompt, (), pair.origin) for pair in pairs]
 
 
 def test_tiny_has_the_tokenizer_it_says() -> None:

@@ -9,7 +9,7 @@ from rlexp.config import sizes
 from rlexp.config.backend import check_backend
 from rlexp.config.bounds import check_bounds
 from rlexp.config.cadence import BEFORE_END, save_cadence, seconds
-from rlexp.config.checks_files import check_baseline, check_model_path, check_rows
+from rlexp.config.checks_files import check_baseline, check_model_path
 from rlexp.config.checks_policy import check_policy_loss
 from rlexp.config.checks_rewards import check_reward
 from rlexp.config.checks_rollout import check_rollout, minibatches
@@ -22,11 +22,12 @@ from rlexp.config.schema import (
     Config,
     Device,
     HFModelConfig,
-    JsonlDataConfig,
     LoggerName,
+    RowsDataConfig,
     SyntheticDataConfig,
     TinyModelConfig,
 )
+from rlexp.config.sources import check_sources, has_held_out
 from rlexp.engines import ENGINES
 from rlexp.errors import ConfigError
 
@@ -173,10 +174,8 @@ def _check_groups(cfg: Config) -> None:
             f"optim.betas={cfg.optim.betas}: must be two numbers, each at least 0 and less than 1. "
             f"For example: optim.betas=[0.9,0.999]."
         )
-    if isinstance(cfg.data, JsonlDataConfig):
-        check_rows("data.path", cfg.data.path)
-        if cfg.data.eval_path is not None:
-            check_rows("data.eval_path", cfg.data.eval_path)
+    if isinstance(cfg.data, RowsDataConfig):
+        check_sources(cfg.data)
     match cfg.model:
         case TinyModelConfig(heads=heads, kv_heads=kv_heads, hidden_size=hidden_size):
             if heads % kv_heads:
@@ -196,14 +195,15 @@ def _check_groups(cfg: Config) -> None:
     if cfg.train.eval_every is not None and not _has_eval(cfg):
         raise ConfigError(
             f"train.eval_every={cfg.train.eval_every}: there is no held-out data. "
-            f"Give data.eval_path=FILE (jsonl) or data.eval_size (synthetic), or leave train.eval_every out."
+            f"Give data.eval_path=FILE, data.eval_split=NAME (data=hf) or data.eval_size=N, or leave train.eval_every "
+            f"out."
         )
 
 
 def _has_eval(cfg: Config) -> bool:
     match cfg.data:
-        case JsonlDataConfig(eval_path=path):
-            return path is not None
+        case RowsDataConfig() as rows:
+            return has_held_out(rows)
         case SyntheticDataConfig(eval_size=size) | ArithmeticDataConfig(eval_size=size):
             return size > 0
     return False

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
 
 from rlexp.errors import ConfigError, DataError
+
+ROWS = (".jsonl", ".json", ".ndjson", ".parquet", ".gz", ".zst")
 
 
 def check_rows(key: str, path: str) -> None:
     file = _expanded(key, path)
     if _is_dir(file):
-        raise DataError(f"{key}={path}: is a folder. Give a file with one JSON object per line.")
+        raise DataError(f"{key}={path}: is a folder. Give a file of rows, or say data=hf for a folder.")
     if not _is_file(file):
         raise DataError(f"{key}={path}: no such file. Give one that exists; relative paths start at {Path.cwd()}.")
+
+
+def check_rows_or_name(key: str, path: str) -> None:
+    """Rows may also be several files, a folder, or a data set of the hub, which is only looked up when it is read."""
+    if not path:
+        raise DataError(f"{key}={path}: is empty. Give a file, a folder or a hub name.")
+    file = _expanded(key, path)
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or file.suffix in ROWS
+    if glob.has_magic(path):
+        if not any(map(_is_file, map(Path, glob.glob(str(file))))):
+            raise DataError(f"{key}={path}: matches no file; relative paths start at {Path.cwd()}.")
+    elif looks_local and not _is_file(file) and not _is_dir(file):
+        raise DataError(
+            f"{key}={path}: no such file or folder. Give one that exists, or a hub name; relative paths start at "
+            f"{Path.cwd()}."
+        )
 
 
 def check_model_path(key: str, path: str) -> None:

@@ -7,6 +7,7 @@ it may move.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +19,14 @@ from omegaconf import OmegaConf
 from rlexp.config.keys import suggestion
 from rlexp.config.load import to_plain
 from rlexp.config.rewards import reward_terms
-from rlexp.config.schema import Config, PolicyLossConfig, RewardConfig
+from rlexp.config.schema import Config, DataConfig, PolicyLossConfig, RewardConfig, RowsDataConfig
+from rlexp.config.sources import sources_of
 from rlexp.errors import CheckpointError, ConfigError
 
 GROUPS = ("data", "loss", "optim", "model", "reference")
 OF_SAMPLES = ("rollout", "reward")  # these too, if the run draws its own samples
 FREE = (
-    *("data.packing", "model.suggested_lr", "model.trust_remote_code"),
+    *("data.packing", "data.cache", "data.workers", "model.suggested_lr", "model.trust_remote_code"),
     *("rollout.micro_batch_size", "rollout.micro_batch_tokens", "rollout.score_batch_size", "rollout.sampling_ranks"),
     *("rollout.show", "rollout.show_every", "rollout.vllm_memory", "reward.timeout_seconds", "reward.workers"),
 )
@@ -35,8 +37,8 @@ def identity(cfg: Config) -> dict[str, Any]:
     """Return the keys with their values, flat (`data.max_length: 2048`). Reads all data and samples the weights."""
     keys = curve_keys(cfg)
     for key, value in keys.items():
-        if key in ("data.path", "data.eval_path") and value is not None:
-            keys[key] = {"path": str(value), "contents": _contents(Path(value).expanduser())}
+        if re.fullmatch(r"data\.(sources\..*\.)?(eval_)?path", key) and value is not None:
+            keys[key] = {"path": str(value), "contents": _rows(str(value))}
         elif key in ("model.path", "reward.path") or re.fullmatch(r"reward\.terms\..*\.path", key):
             keys[key] = {"path": str(value), "contents": _weights(Path(value).expanduser())}
     return keys
@@ -50,6 +52,8 @@ def curve_keys(cfg: Config) -> dict[str, Any]:
         keys |= {f"{group}.{key}": value for key, value in plain[group].items() if f"{group}.{key}" not in FREE}
     if keys.pop("reward.terms", None):
         keys |= _keys_of_terms(cfg.reward)
+    if keys.pop("data.sources", None):
+        keys |= _keys_of_sources(cfg.data)
     return keys
 
 
@@ -61,6 +65,24 @@ def _keys_of_terms(reward: RewardConfig) -> dict[str, Any]:
         keys |= {f"{term.key}.kind": own.pop("name"), f"{term.key}.weight": term.weight}
         keys |= {f"{term.key}.{leaf}": value for leaf, value in own.items() if f"reward.{leaf}" not in FREE}
     return keys
+
+
+def _keys_of_sources(data: DataConfig) -> dict[str, Any]:
+    """Return each key of each source, given or not."""
+    assert isinstance(data, RowsDataConfig)
+    return {f"{each.key}.{leaf}": value for each in sources_of(data) for leaf, value in vars(each.cfg).items()}
+
+
+def _rows(path: str) -> str:
+    """Hash files of rows; of a folder, all its files. A hub name stands for itself."""
+    file = Path(path).expanduser()
+    if file.is_dir():
+        files = sorted(each for each in file.rglob("*") if each.is_file())
+    else:
+        files = [file] if file.is_file() else sorted(map(Path, glob.glob(str(file))))
+    if len(files) <= 1:
+        return _contents(files[0]) if files else path
+    return hashlib.sha256("".join(map(_contents, files)).encode()).hexdigest()[:16]
 
 
 def _contents(path: Path) -> str:
@@ -89,7 +111,7 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[st
     """Yield each key that differs, with both values as text."""
     for key in sorted({*was, *now}):
         one, other = was.get(key), now.get(key)
-        if isinstance(one, dict) and isinstance(other, dict):
+        if isinstance(one, dict) and isinstance(other, dict) and "contents" in one and "contents" in other:
             if one["contents"] != other["contents"]:
                 yield key, f"{one['path']} ({one['contents']})", f"{other['path']} ({other['contents']})"
         elif one != other:

@@ -26,7 +26,7 @@ from rlexp.errors import ConfigError
 from rlexp.files import write_text
 
 _OPEN = re.compile(
-    r"(engine\.overrides|logger\.axes|reward\.terms|hydra\.launcher\.(environment|additional_parameters))[.=]"
+    r"(engine\.overrides|logger\.axes|reward\.terms|data\.(columns|sources|template_options)|hydra\.launcher\.(environment|additional_parameters))[.=]"
 )
 
 

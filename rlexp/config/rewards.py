@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, cast
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from rlexp.config.entries import typed_entry
 from rlexp.config.keys import suggestion
 from rlexp.config.schema import KINDS, RewardConfig, SumRewardConfig
 from rlexp.errors import ConfigError
@@ -51,35 +48,11 @@ def _term(name: str, keys: Any) -> RewardTerm:
         said = f"{key}.kind={kind}: no such kind.{suggestion(str(kind), kinds)}" if kind else f"{key}.kind: is missing."
         raise ConfigError(f"{said} Kinds: {', '.join(kinds)}.")
     own = {str(leaf): value for leaf, value in keys.items() if leaf not in ("kind", "weight")}
-    return RewardTerm(name, _weight(key, keys.get("weight", 1.0)), key, _typed(key, kind, own))
+    cfg = typed_entry(key, KINDS_OF_TERMS[kind], own, f"a reward of kind {kind}", ("kind", "weight"))
+    return RewardTerm(name, _weight(key, keys.get("weight", 1.0)), key, cast(RewardConfig, cfg))
 
 
 def _weight(key: str, weight: Any) -> float:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigError(f"{key}.weight={weight}: must be a number. For example: {key}.weight=1.0.")
     return float(weight)
-
-
-def _typed(key: str, kind: str, own: dict[str, Any]) -> RewardConfig:
-    """Convert a term by the schema of its kind. Refuse unknown keys and values of a wrong type."""
-    schema = KINDS_OF_TERMS[kind]
-    known: Sequence[str] = [leaf.name for leaf in fields(schema) if leaf.name != "name"]
-    for leaf in own:
-        if leaf not in known:
-            raise ConfigError(
-                f"{key}.{leaf}: no such key of a reward of kind {kind}.{suggestion(leaf, [*known, 'kind', 'weight'])} "
-                f"Keys: {', '.join(['kind', 'weight', *known])}."
-            )
-    node = OmegaConf.structured(schema)
-    for leaf, value in own.items():
-        try:
-            node[leaf] = value
-        except OmegaConfBaseException as error:
-            reason = str(error).partition("\n")[0]
-            raise ConfigError(f"{key}.{leaf}={value}: {reason}. Give it another value.") from None
-    missing = sorted(OmegaConf.missing_keys(node))
-    if missing:
-        raise ConfigError(
-            f"{key}.{missing[0]}: has no value, and a reward of kind {kind} needs one. Give {key}.{missing[0]}=VALUE."
-        )
-    return cast(RewardConfig, OmegaConf.to_object(node))

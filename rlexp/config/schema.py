@@ -278,11 +278,70 @@ class SyntheticDataConfig(DataConfig):
     fill: bool = False  # put max_length words before each request, to make long sequences
 
 
+class TemplateUse(Enum):
+    """Whether rows are written by the tokenizer's chat template."""
+
+    auto = "auto"  # if it has one
+    never = "never"
+
+
+class BadRows(Enum):
+    """How a row that cannot be used is handled."""
+
+    error = "error"
+    drop = "drop"
+
+
 @dataclass
-class JsonlDataConfig(DataConfig):
+class RowsDataConfig(DataConfig):
+    """Keys that all data sets of rows share."""
+
+    eval_size: int = number(0, least=0)  # rows that are held out of those to train on, if no others are
+    columns: dict[str, str] = field(default_factory=dict)  # our field: the rows' column
+    system: str | None = None  # the system prompt of conversations without one
+    template: TemplateUse = TemplateUse.auto
+    template_options: dict[str, Any] = field(default_factory=dict)  # as `enable_thinking: false`
+    bad_rows: BadRows = BadRows.error
+    cache: str | None = None  # folder of tokenized rows; null: tokens/ in the cache folder
+    workers: int | None = number(None, least=1, most=4096)  # processes that tokenize; null: one a core
+
+
+@dataclass
+class JsonlDataConfig(RowsDataConfig):
     name: str = "jsonl"
     path: str = MISSING
     eval_path: str | None = None
+
+
+@dataclass
+class SourceConfig:
+    """Where rows come from: a file, files (`data/*.parquet`), a folder, or a data set of the hub."""
+
+    path: str = MISSING
+    eval_path: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    eval_split: str | None = None
+    revision: str | None = None
+    streaming: bool = False
+    columns: dict[str, str] = field(default_factory=dict)
+    system: str | None = None
+    weight: float | None = number(None, above=0)  # share of the samples, relative to the other sources'
+
+
+@dataclass
+class HFDataConfig(RowsDataConfig):
+    """Rows by the `datasets` library, from one source or from several with names: `{path: …, weight: 1.0, …}`."""
+
+    name: str = "hf"
+    path: str | None = None
+    eval_path: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    eval_split: str | None = None
+    revision: str | None = None
+    streaming: bool = False
+    sources: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -551,7 +610,12 @@ class Config:
 
 KINDS: dict[str, dict[str, type]] = {
     "model": {"tiny": TinyModelConfig, "hf": HFModelConfig},
-    "data": {"synthetic": SyntheticDataConfig, "arithmetic": ArithmeticDataConfig, "jsonl": JsonlDataConfig},
+    "data": {
+        "synthetic": SyntheticDataConfig,
+        "arithmetic": ArithmeticDataConfig,
+        "jsonl": JsonlDataConfig,
+        "hf": HFDataConfig,
+    },
     "loss": {
         "dpo": DPOConfig,
         "ppo": PPOConfig,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from rlexp.types import Ids, Pack, Pair, Segment
+from rlexp.types import Ids, Mask, Pack, Pair, Segment
 
 
 def pack_pairs(pairs: Sequence[Pair], multiple: int, *, unit: int = 1, packing: bool = True, pad_id: int = 0) -> Pack:
@@ -16,14 +17,21 @@ def pack_pairs(pairs: Sequence[Pair], multiple: int, *, unit: int = 1, packing: 
     `unit`. With `packing=False` all sequences are padded to the longest of the micro-batch, as in a padded batch.
     """
     sequences = [(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
-    return pack_sequences(sequences, multiple, unit=unit, packing=packing, pad_id=pad_id)
+    masks = [mask for pair in pairs for mask in (pair.chosen_mask, pair.rejected_mask)]
+    return pack_sequences(sequences, multiple, unit=unit, packing=packing, pad_id=pad_id, masks=masks)
 
 
 def pack_sequences(
-    sequences: Sequence[tuple[Ids, Ids]], multiple: int, *, unit: int = 1, packing: bool = True, pad_id: int = 0
+    sequences: Sequence[tuple[Ids, Ids]],
+    multiple: int,
+    *,
+    unit: int = 1,
+    packing: bool = True,
+    pad_id: int = 0,
+    masks: Sequence[Mask | None] = (),
 ) -> Pack:
     """Pack (prompt, answer) sequences. An empty micro-batch becomes a pack of padding: its rank takes part in every
-    collective and adds nothing."""
+    collective and adds nothing. `masks` says which tokens of each answer are trained on; None: all."""
     lengths = [len(prompt) + len(answer) for prompt, answer in sequences]
     longest = max(lengths, default=0)
     padded = [width + -width % unit for width in (lengths if packing else [longest] * len(lengths))]
@@ -45,6 +53,8 @@ def pack_sequences(
             tokens[start + len(prompt) : start + length] = torch.from_numpy(answer)
             targets[start : start + length - 1] = tokens[start + 1 : start + length]
             # The prompt's last token predicts the answer's first; the answer's last token predicts nothing.
-            owner[start + len(prompt) - 1 : start + length - 1] = number
+            mask = masks[number] if masks else None
+            trained = slice(start + len(prompt) - 1, start + length - 1)
+            owner[trained] = torch.from_numpy(np.where(mask, number, -1)) if mask is not None else number
         start += width
     return Pack(tokens, targets, positions, owner, tuple(segments), len(sequences))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from rlexp.data.mixture import Mixture
 from rlexp.errors import ConfigError
 
 
@@ -37,20 +39,26 @@ class Sampler:
     drop_last: bool = True
     key: str = "train.batch_size"  # the key that sets the batch size, for messages
     kind: str = "pair"  # what a sample is called in messages
+    mixture: Mixture | None = None  # of several sources with weights; without one, an epoch takes all samples
 
     def __post_init__(self) -> None:
         if self.steps_per_epoch == 0:
             short = "more data, or data.drop_last=false" if self.kind == "pair" else "or more data"
             raise ConfigError(
-                f"{self.key}={self.batch_size}: the data set has {self.size} {self.kind}s, less than one batch. "
-                f"Use {self.key}={self.size} or less, {short}."
-                if self.size
+                f"{self.key}={self.batch_size}: the data set has {self.taken} {self.kind}s, less than one batch. "
+                f"Use {self.key}={self.taken} or less, {short}."
+                if self.taken
                 else f"data: no {self.kind} is left to train on."
             )
 
     @property
+    def taken(self) -> int:
+        """The samples of an epoch."""
+        return self.size if self.mixture is None else self.mixture.taken
+
+    @property
     def steps_per_epoch(self) -> int:
-        return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
+        return self.taken // self.batch_size if self.drop_last else -(-self.taken // self.batch_size)
 
     def batch(self, step: int) -> Batch:
         """Return the batch of optimizer step `step` (from 1). It depends on the seed alone."""
@@ -62,10 +70,15 @@ class Sampler:
         for step in range(first, last + 1):
             yield self.batch(step)
 
+    @functools.lru_cache(maxsize=2)  # noqa: B019 (an epoch's order, and the next one's: 4 bytes a sample each)
     def _order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.size)
-        return np.random.default_rng([self.seed, epoch]).permutation(self.size)
+        if self.mixture is not None:
+            order = self.mixture.order(self.seed, epoch, shuffle=self.shuffle)
+        elif self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
+        else:
+            order = np.arange(self.size)
+        return order.astype(np.uint32) if len(order) < 1 << 32 else order
 
 
 def total_steps(steps_per_epoch: int, max_steps: int | None, epochs: int | None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from rlexp.types import PromptRow, Row
+from rlexp.types import Row
 
 THINGS = (
     "tea",
@@ -36,9 +36,9 @@ def generate(size: int, seed: int, split: str, words: int = 0) -> list[Row]:
     return [_pair(random_, f"synthetic {split} pair {number}", words) for number in range(size)]
 
 
-def generate_prompts(size: int, seed: int, split: str, words: int = 0) -> list[PromptRow]:
+def generate_prompts(size: int, seed: int, split: str, words: int = 0) -> list[Row]:
     """Return the prompts of the same pairs."""
-    return [PromptRow(pair.prompt, None, pair.origin) for pair in generate(size, seed, split, words)]
+    return [Row(pair.prompt, (), pair.origin) for pair in generate(size, seed, split, words)]
 
 
 def _pair(random_: random.Random, origin: str, words: int) -> Row:
@@ -46,7 +46,7 @@ def _pair(random_: random.Random, origin: str, words: int) -> Row:
     prompt = f"Please {random_.choice(VERBS)} {', '.join(things)}.\n"
     if words:
         prompt = f"{' '.join(random_.choices(WORDS, k=words))}.\n{prompt}"
-    return Row(prompt, _answer(random_, things, COURTEOUS), _answer(random_, things, CURT), origin)
+    return Row(prompt, (_answer(random_, things, COURTEOUS), _answer(random_, things, CURT)), origin)
 
 
 def _answer(random_: random.Random, things: list[str], manner: tuple[str, ...]) -> str:

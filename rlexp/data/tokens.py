@@ -1,176 +1,173 @@
-"""Tokenize rows. Prompt and answers are tokenized apart, since a prompt is never trained on."""
+"""Rows as token ids: a prompt is never trained on, an answer ends, and nothing is longer than data.max_length.
+
+Rows come in and go out in batches, since a tokenizer takes many texts at once much faster than one by one.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rlexp.config.schema import TooLong
+from rlexp.data.chat import Chat
+from rlexp.data.messages import as_text
+from rlexp.data.seam import Seam, Text, Tokens
 from rlexp.errors import DataError
-from rlexp.types import Ids, Pair, Prompt, PromptRow, Row
+from rlexp.types import Completion, Ids, Kind, Mask, Pair, Prompt, Row
 
-Messages = Sequence[dict[str, str]]
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """The pairs kept, in the order of their rows, and counts of the others by reason."""
-
-    pairs: list[Pair]
-    dropped: Counter[str] = field(default_factory=Counter)
+TRUNCATED = "kept, but truncated"
+APART = "kept, but tokenized apart where a token would span the edge of an answer"
+CHANGED = "kept, but the template calls for the answer in other words than it writes it"
+SAME = "chosen and rejected are the same"
+UNTRAINED = "no token to train on is left after truncation"
 
 
 @dataclass(frozen=True)
-class EncodedPrompts:
-    """The prompts kept, in the order of their rows, and counts of the others by reason."""
+class Example:
+    """A tokenized row: its prompt, its answers, and which tokens of each are trained on (None: all)."""
 
-    prompts: list[Prompt]
-    dropped: Counter[str] = field(default_factory=Counter)
+    row: Row
+    prompt: Ids
+    answers: tuple[Ids, ...]
+    masks: tuple[Mask | None, ...]
+    notes: tuple[str, ...] = ()
+
+    def longest(self) -> int:
+        return len(self.prompt) + max((len(answer) for answer in self.answers), default=0)
+
+    def highest(self) -> int:
+        return max(int(part.max(initial=0)) for part in (self.prompt, *self.answers))
 
 
-class TextTokenizer:
-    """Applies the tokenizer's chat template, if it has one, and ends each answer with an end-of-sequence token.
+@dataclass(frozen=True)
+class Dropped:
+    row: Row
+    reason: str
 
-    Chat messages without a template are written as `Role: text` paragraphs.
-    """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.eos_id: int | None = tokenizer.eos_token_id
+@dataclass(frozen=True)
+class Refused:
+    """A row that cannot be used; `text` goes on after the row's name."""
+
+    origin: str
+    text: str
+    bad: bool = True  # the row's own fault, which data.bad_rows=drop forgives
 
     @property
-    def has_template(self) -> bool:
-        return bool(getattr(self.tokenizer, "chat_template", None))
-
-    def prompt(self, prompt: str | Messages, origin: str) -> Ids:
-        """Return the tokens up to the start of the answer."""
-        if self.has_template:
-            ids = self._ids(self._rendered(origin)(_as_messages(prompt), add_generation_prompt=True))
-        else:
-            ids = self._ids(as_text(prompt), special=True)
-        return _not_empty(ids, origin)
-
-    def with_answers(self, prompt: str | Messages, texts: Sequence[str], origin: str) -> tuple[Ids, list[Ids]]:
-        """Return the tokens of the prompt, and of each answer to its end."""
-        if self.has_template:
-            ids, answers = self._templated(_as_messages(prompt), texts, origin)
-        else:
-            ids, answers = self._ids(as_text(prompt), special=True), [self._ids(text) for text in texts]
-        return _not_empty(ids, origin), [self._ended(answer) for answer in answers]
-
-    def _templated(self, messages: list[dict[str, str]], texts: Sequence[str], origin: str) -> tuple[Ids, list[Ids]]:
-        template = self._rendered(origin)
-        prompt = template(messages, add_generation_prompt=True)
-        answers = []
-        for text in texts:
-            whole = template([*messages, {"role": "assistant", "content": text}])
-            if not whole.startswith(prompt):
-                raise DataError(
-                    f"{origin}: the chat template changes the prompt when an answer follows, so the two "
-                    f"cannot be told apart. Use a tokenizer whose template does not, or one without a template."
-                )
-            answers.append(self._ids(whole[len(prompt) :]))
-        return self._ids(prompt), answers
-
-    def _rendered(self, origin: str) -> Callable[..., str]:
-        def render(messages: list[dict[str, str]], **options: Any) -> str:
-            try:
-                return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
-            except Exception as error:  # a template is foreign code and may raise anything
-                raise DataError(f"{origin}: field `prompt`: the tokenizer's chat template raises: {error}") from error
-
-        return render
-
-    def _ids(self, text: str, *, special: bool = False) -> Ids:
-        return np.asarray(self.tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int32)
-
-    def _ended(self, answer: Ids) -> Ids:
-        """Append the end-of-sequence token, unless the template did (perhaps with a newline after it)."""
-        if self.eos_id is None or self.eos_id in answer[-2:]:
-            return answer
-        return np.append(answer, np.int32(self.eos_id))
+    def said(self) -> str:
+        return f"{self.origin}: {self.text}"
 
 
-class PairTokenizer(TextTokenizer):
-    """Tokenizes preference pairs: a prompt with either answer has at most `max_length` tokens."""
-
-    def __init__(self, tokenizer: Any, max_length: int, too_long: TooLong) -> None:
-        super().__init__(tokenizer)
-        self.max_length = max_length
-        self.too_long = too_long
-
-    def encode(self, rows: Iterable[Row]) -> Encoded:
-        pairs: list[Pair] = []
-        dropped: Counter[str] = Counter()
-        for row in rows:
-            pair = self._pair(row)
-            cut = pair.longest() > self.max_length
-            if cut:
-                match self.too_long:
-                    case TooLong.error:
-                        raise DataError(
-                            f"{row.origin}: {pair.longest()} tokens, and data.max_length={self.max_length}. "
-                            f"Raise it, or say data.too_long=truncate or data.too_long=drop."
-                        )
-                    case TooLong.drop:
-                        dropped["longer than data.max_length"] += 1
-                        continue
-                    case TooLong.truncate:
-                        pair = truncated(pair, self.max_length, self.tokenizer.bos_token_id)
-                        dropped["kept, but truncated"] += 1
-            if np.array_equal(pair.chosen, pair.rejected):
-                dropped["chosen and rejected are the same"] += 1
-                dropped["kept, but truncated"] -= cut
-                continue
-            pairs.append(pair)
-        return Encoded(pairs, +dropped)
-
-    def _pair(self, row: Row) -> Pair:
-        prompt, (chosen, rejected) = self.with_answers(row.prompt, (row.chosen, row.rejected), row.origin)
-        return Pair(-1, prompt, chosen, rejected, row.origin)
+Outcome = Example | Dropped | Refused
 
 
-class PromptTokenizer(TextTokenizer):
-    """Tokenizes prompts to at most `longest` tokens: data.max_length − rollout.max_new_tokens."""
+class RowTokenizer:
+    """Writes rows as text, by the tokenizer's chat template if it has one, and tokenizes them to the answers' ends."""
 
-    def __init__(self, tokenizer: Any, longest: int, too_long: TooLong) -> None:
-        super().__init__(tokenizer)
-        self.longest = longest
-        self.too_long = too_long
+    def __init__(self, tokenizer: Any, *, use_template: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self.chat = Chat(tokenizer, use_template)
+        self.seam = Seam(tokenizer)
+        self.eos_id: int | None = tokenizer.eos_token_id
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special = {*tokenizer.all_special_ids, *(each for each, token in added.items() if token.special)}
 
-    def encode(self, rows: Iterable[PromptRow]) -> EncodedPrompts:
-        prompts: list[Prompt] = []
-        dropped: Counter[str] = Counter()
-        for row in rows:
-            tokens = self.prompt(row.prompt, row.origin)
-            if len(tokens) > self.longest:
-                match self.too_long:
-                    case TooLong.error:
-                        raise DataError(
-                            f"{row.origin}: the prompt has {len(tokens)} tokens, and data.max_length − "
-                            f"rollout.max_new_tokens leaves it {self.longest}. Raise data.max_length, lower "
-                            f"rollout.max_new_tokens, or say data.too_long=truncate or data.too_long=drop."
-                        )
-                    case TooLong.drop:
-                        dropped["longer than data.max_length − rollout.max_new_tokens"] += 1
-                        continue
-                    case TooLong.truncate:
-                        tokens = cut_from_start(tokens, self.longest, self.tokenizer.bos_token_id)
-                        dropped["kept, but truncated"] += 1
-            prompts.append(Prompt(-1, tokens, as_text(row.prompt), row.answer, row.origin))
-        return EncodedPrompts(prompts, dropped)
+    def sequences(self, rows: Sequence[Row]) -> list[Example | Refused]:
+        texts: list[list[Text] | Refused] = [self._texts(row) for row in rows]
+        flat = [text for each in texts if isinstance(each, list) for text in each]
+        tokens = iter(self.seam.tokens(flat, leading=not self.chat.templated))
+        return [
+            each if isinstance(each, Refused) else self._example(row, each, [next(tokens) for _ in each])
+            for row, each in zip(rows, texts, strict=True)
+        ]
+
+    def with_answer(self, prompt: str, answer: str, origin: str) -> tuple[Ids, Ids]:
+        """Return the tokens of a prompt, and of an answer to its end."""
+        (made,) = self.sequences([Row(prompt, (answer,), origin)])
+        if isinstance(made, Refused):
+            raise DataError(made.said)
+        return made.prompt, made.answers[0]
+
+    def _texts(self, row: Row) -> list[Text] | Refused:
+        try:
+            return self.chat.texts(row)
+        except DataError as error:
+            return Refused(row.origin, str(error))
+
+    def _example(self, row: Row, texts: Sequence[Text], tokens: Sequence[Tokens]) -> Example | Refused:
+        prompt = tokens[0].prompt
+        if not len(prompt):
+            return Refused(row.origin, "field `prompt` has no tokens.")
+        ended = [self._ended(each) for each in tokens] if row.answers else []
+        notes = [APART] if any(each.apart for each in tokens) else []
+        notes += [CHANGED] if any(text.changed for text in texts) else []
+        answers = tuple(each.answer for each in ended)
+        return Example(row, prompt, answers, tuple(each.mask for each in ended), tuple(notes))
+
+    def _ended(self, tokens: Tokens) -> Tokens:
+        """Append the end-of-sequence token, unless the answer has it, or the template ended the turn with a special
+        token (and perhaps a newline)."""
+        last = tokens.answer[-2:] if self.chat.templated else tokens.answer[-1:]
+        ends = self.special if self.chat.templated else {self.eos_id}
+        if self.eos_id is None or any(int(each) in ends for each in last):
+            return tokens
+        mask = None if tokens.mask is None else np.append(tokens.mask, True)
+        return replace(tokens, answer=np.append(tokens.answer, np.int32(self.eos_id)), mask=mask)
 
 
-def truncated(pair: Pair, max_length: int, bos_id: int | None = None) -> Pair:
+@dataclass(frozen=True)
+class Encoder:
+    """Tokenizes the rows of a data set. `room` is kept for the answers that a policy draws to a prompt."""
+
+    rows: RowTokenizer
+    max_length: int
+    too_long: TooLong
+    room: int = 0
+
+    def encode(self, rows: Sequence[Row]) -> list[Outcome]:
+        return [self._fitted(each) if isinstance(each, Example) else each for each in self.rows.sequences(rows)]
+
+    def _fitted(self, example: Example) -> Outcome:
+        row, most = example.row, self.max_length - self.room
+        if example.longest() > most:
+            match self.too_long:
+                case TooLong.error:
+                    return Refused(row.origin, self._too_long(example), bad=False)
+                case TooLong.drop:
+                    return Dropped(row, f"longer than data.max_length{' − rollout.max_new_tokens' * bool(self.room)}")
+                case TooLong.truncate:
+                    example = truncated(example, most, self.rows.tokenizer.bos_token_id)
+        if len(example.answers) == 2 and np.array_equal(*example.answers):
+            return Dropped(row, SAME)
+        if any(mask is not None and not mask.any() for mask in example.masks):
+            return Dropped(row, UNTRAINED)
+        return example
+
+    def _too_long(self, example: Example) -> str:
+        if self.room:
+            return (
+                f"the prompt has {example.longest()} tokens, and data.max_length − rollout.max_new_tokens leaves it "
+                f"{self.max_length - self.room}. Raise data.max_length, lower rollout.max_new_tokens, or say "
+                f"data.too_long=truncate or data.too_long=drop."
+            )
+        return (
+            f"{example.longest()} tokens, and data.max_length={self.max_length}. Raise it, or say "
+            f"data.too_long=truncate or data.too_long=drop."
+        )
+
+
+def truncated(example: Example, most: int, bos_id: int | None = None) -> Example:
     """Cut the prompt at its start, keeping a begin-of-sequence token; then the answers at their end."""
-    room = max(1, max_length - max(len(pair.chosen), len(pair.rejected)))
-    prompt = cut_from_start(pair.prompt, room, bos_id)
-    rest = max_length - len(prompt)
-    return Pair(pair.index, prompt, pair.chosen[:rest], pair.rejected[:rest], pair.origin)
+    room = max(1, most - max((len(answer) for answer in example.answers), default=0))
+    prompt = cut_from_start(example.prompt, room, bos_id)
+    rest = most - len(prompt)
+    answers = tuple(answer[:rest] for answer in example.answers)
+    masks = tuple(None if mask is None else mask[:rest] for mask in example.masks)
+    return replace(example, prompt=prompt, answers=answers, masks=masks, notes=(TRUNCATED, *example.notes))
 
 
 def cut_from_start(prompt: Ids, longest: int, bos_id: int | None = None) -> Ids:
@@ -180,29 +177,26 @@ def cut_from_start(prompt: Ids, longest: int, bos_id: int | None = None) -> Ids:
     return np.concatenate((prompt[:1], prompt[1:][len(prompt) - longest :]))
 
 
-def numbered(pairs: Sequence[Pair]) -> list[Pair]:
-    """Number the pairs by their place in the whole data set."""
-    return [Pair(index, pair.prompt, pair.chosen, pair.rejected, pair.origin) for index, pair in enumerate(pairs)]
+def typed(kind: Kind, index: int, example: Example) -> Pair | Completion | Prompt:
+    """Return an example as the run takes it; `index` is its place in the whole data set."""
+    row = example.row
+    match kind:
+        case Kind.pairs:
+            (chosen, rejected), (ours, theirs) = example.answers, example.masks
+            return Pair(index, example.prompt, chosen, rejected, row.origin, ours, theirs)
+        case Kind.prompts:
+            return Prompt(index, example.prompt, as_text(row.prompt), row.expected, row.origin)
+        case Kind.unpaired | Kind.supervised:
+            return Completion(index, example.prompt, example.answers[0], row.origin, example.masks[0], row.label)
 
 
-def numbered_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Number the prompts by their place in the whole data set."""
-    return [replace(prompt, index=index) for index, prompt in enumerate(prompts)]
-
-
-def _not_empty(prompt: Ids, origin: str) -> Ids:
-    if not len(prompt):
-        raise DataError(f"{origin}: field `prompt` has no tokens.")
-    return prompt
-
-
-def _as_messages(prompt: str | Messages) -> list[dict[str, str]]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-
-
-def as_text(prompt: str | Messages) -> str:
-    """Write messages as paragraphs, up to the start of the answer."""
-    if isinstance(prompt, str):
-        return prompt
-    lines = [f"{message['role'].capitalize()}: {message['content']}" for message in prompt]
-    return "\n\n".join([*lines, "Assistant: "])
+def counted(outcomes: Sequence[Outcome]) -> Counter[str]:
+    """Count what was not taken as it was read, by reason."""
+    counts: Counter[str] = Counter()
+    for each in outcomes:
+        match each:
+            case Dropped(reason=reason):
+                counts[reason] += 1
+            case Example(notes=notes):
+                counts.update(notes)
+    return counts

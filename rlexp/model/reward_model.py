@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlexp.config.schema import HFModelConfig, ModelRewardConfig
-from rlexp.data.tokens import TextTokenizer, cut_from_start
+from rlexp.data.tokens import RowTokenizer, cut_from_start
 from rlexp.errors import ModelError, RewardError
 from rlexp.model.float64 import precise
 from rlexp.model.loading import load_reward_model, load_reward_tokenizer
@@ -49,7 +49,7 @@ class RewardModel(nn.Module):
             )
         self.head = head
         tokenizer = load_tokenizer(cfg, key)
-        self.texts = None if same_tokens(tokenizer, policy_tokenizer) else TextTokenizer(tokenizer)
+        self.texts = None if same_tokens(tokenizer, policy_tokenizer) else RowTokenizer(tokenizer)
         if self.texts is None:
             self._refuse_longer(max_length)
 
@@ -66,7 +66,7 @@ class RewardModel(nn.Module):
         """
         if self.texts is None:
             return sample.prompt.tokens, sample.answer
-        prompt, (answer,) = self.texts.with_answers(sample.prompt.text, [sample.text], sample.prompt.origin)
+        prompt, answer = self.texts.with_answer(sample.prompt.text, sample.text, sample.prompt.origin)
         room = self.max_length - len(answer)
         if room < 1:
             raise RewardError(

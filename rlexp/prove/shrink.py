@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlexp.config.layouts import Choice, choose, heads_in
 from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, TinyModelConfig
 from rlexp.data.sampler import Batch, Sampler, total_steps
-from rlexp.data.tokens import PairTokenizer, numbered
 from rlexp.errors import ModelError
 from rlexp.launch.place import Place
 from rlexp.model.loading import load_config, load_tokenizer
-from rlexp.train.examples import read_rows
+from rlexp.ring.groups import ALONE, World
+from rlexp.train.examples import read_pairs
 from rlexp.types import Pair
 
 NUMBERS = 7  # float64 numbers of a rank per parameter
@@ -115,10 +115,9 @@ def held_out_of(cfg: Config, there: int) -> int:
     return min(there, cfg.train.batch_size + -(-cfg.train.batch_size // 2))
 
 
-def _pairs(cfg: Config) -> tuple[list[Pair], list[Pair]]:
-    encoder = PairTokenizer(load_tokenizer(cfg.model), cfg.data.max_length, cfg.data.too_long)
-    train, held_out = (numbered(encoder.encode(rows).pairs) for rows in read_rows(cfg.data))
-    return train, held_out
+def _pairs(cfg: Config) -> tuple[Sequence[Pair], Sequence[Pair]]:
+    examples = read_pairs(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE))
+    return examples.train, examples.held_out
 
 
 def _layers(config: Any) -> int:
@@ -137,7 +136,7 @@ def _with_layers(config: Any, layers: int) -> Any:
     return config
 
 
-def _tokens_at_once(cfg: Config, batches: list[Batch], pairs: list[Pair]) -> int:
+def _tokens_at_once(cfg: Config, batches: list[Batch], pairs: Sequence[Pair]) -> int:
     """Tokens at once: the largest micro-batch of every replica, and the reference's pair."""
     micro = 0
     for batch in batches:

@@ -30,7 +30,7 @@ from rlexp.errors import DataError
 from rlexp.prove.records import SIDES, Array, TokenPair
 
 TIE = 2.0**-23  # relative to the log-probabilities: a smaller margin is a tie, and counts half
-Text = tuple[Any, str, str, str]  # prompt, chosen, rejected, origin
+Text = tuple[Any, ...]  # prompt, chosen, rejected, origin
 
 
 # ---- from files to token ids ----
@@ -40,7 +40,7 @@ def rows_of(cfg: DataConfig, *, held_out: bool) -> list[Text]:
     match cfg:
         case SyntheticDataConfig():
             size, split = (cfg.eval_size, "eval") if held_out else (cfg.size, "train")
-            return [(r.prompt, r.chosen, r.rejected, r.origin) for r in synthetic.generate(size, cfg.seed, split)]
+            return [(r.prompt, *map(str, r.answers), r.origin) for r in synthetic.generate(size, cfg.seed, split)]
         case JsonlDataConfig():
             path = cfg.eval_path if held_out else cfg.path
             return _lines(Path(path).expanduser()) if path else []

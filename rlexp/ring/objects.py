@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -32,38 +32,45 @@ def from_rank0(value: T, size: int) -> T:
 
 
 def rank0_does(work: Callable[[], T], size: int, every: float) -> T:
-    """Run `work` on rank 0, in a thread, and return its result on every rank. A collective call.
+    """Run `work` on rank 0 and return its result on every rank, as `some_do` does. A collective call."""
+    result = some_do(work if size == 1 or dist.get_rank() == 0 else None, size, every)[0]
+    return cast(T, result)
 
-    Rank 0 tells the others every `every` seconds that it is still at work, so that no rank waits for longer, however
-    long the work takes. Its error is raised on every rank.
+
+def some_do(work: Callable[[], T] | None, size: int, every: float) -> list[T | None]:
+    """Run `work` on the ranks that have some, in a thread, and return all results on every rank. A collective call.
+
+    The ranks meet every `every` seconds, so that no rank waits for longer in a collective call, however long the work
+    takes. The first rank's error is raised on every rank.
     """
     if size == 1:
-        return work()
+        return [work() if work is not None else None]
     done: list[T] = []
     failed: list[Exception] = []
 
     def run() -> None:
         try:
-            done.append(work())
+            if work is not None:
+                done.append(work())
         except Exception as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run, name="rank0_does", daemon=True)
-    if dist.get_rank() == 0:
+    thread = threading.Thread(target=run, name="some_do", daemon=True)
+    if work is not None:
         thread.start()
-    at_work = True
-    while at_work:
-        if dist.get_rank() == 0:
-            thread.join(every)
-        at_work = from_rank0(thread.is_alive(), size)
-    result, error = from_rank0((done, [_told(each) for each in failed]), size)
-    if error:
-        raise (failed or error)[0]
-    return result[0]
+    while True:
+        thread.join(every) if work is not None else None
+        if not any(gather_objects(thread.is_alive(), size)):
+            break
+    ended = gather_objects((done, [_told(each, dist.get_rank()) for each in failed]), size)
+    for rank, (_, errors) in enumerate(ended):
+        if errors:
+            raise failed[0] if rank == dist.get_rank() else errors[0]
+    return [result[0] if result else None for result, _ in ended]
 
 
-def _told(error: Exception) -> Exception:
+def _told(error: Exception, rank: int) -> Exception:
     """Return an error as the other ranks raise it. A bug comes with its traceback, as text."""
     if isinstance(error, UserError):
         return error
-    return RuntimeError(f"rank 0 failed:\n{''.join(traceback.format_exception(error)).rstrip()}")
+    return RuntimeError(f"rank {rank} failed:\n{''.join(traceback.format_exception(error)).rstrip()}")

@@ -120,8 +120,7 @@ def build(
         device=device,
     )  # fmt: skip
     policy = build_policy(cfg, model_config, device, task.needs, placing_for(cfg, device, world), sources)
-    examples = task.examples
-    refuse_foreign_tokens([*examples.train, *examples.held_out], policy.model.get_input_embeddings().num_embeddings)
+    refuse_foreign_tokens(task.examples, policy.model.get_input_embeddings().num_embeddings)
     if cfg.memory.checkpointing:
         policy.recompute_activations()
     run = Run(

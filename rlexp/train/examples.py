@@ -1,73 +1,87 @@
-"""Read the examples of a run, tokenize them on all ranks together, and cut them into batches."""
+"""Read the examples of a run, tokenize them once per machine or on all ranks together, and cut them into batches."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlexp.config.schema import (
-    ArithmeticDataConfig,
-    Config,
-    DataConfig,
-    JsonlDataConfig,
-    SyntheticDataConfig,
-)
-from rlexp.data import arithmetic, rows, synthetic
+from rlexp import cache
+from rlexp.config.schema import ArithmeticDataConfig, Config, DataConfig, RowsDataConfig, SyntheticDataConfig
+from rlexp.config.sources import has_held_out, sources_of, weights_of
+from rlexp.data import arithmetic, synthetic
+from rlexp.data.making import store_of
+from rlexp.data.mixture import Mixture
+from rlexp.data.recipe import Names
 from rlexp.data.sampler import Sampler
-from rlexp.data.tokens import PairTokenizer, PromptTokenizer, numbered, numbered_prompts
-from rlexp.errors import DataError, UserError
+from rlexp.data.sources import Tokenizing, splits_of
+from rlexp.data.store import Store
+from rlexp.data.tokens import Encoder, Example, Outcome, Refused, RowTokenizer, counted, typed
+from rlexp.data.views import Joined, Places, drawn
+from rlexp.errors import ConfigError, DataError
 from rlexp.ring.groups import World
-from rlexp.ring.objects import gather_objects
-from rlexp.types import Pair, Prompt, PromptRow, Row
+from rlexp.ring.objects import gather_objects, some_do
+from rlexp.types import Kind, Row
+
+EVERY = 2.0  # seconds between two meetings of the ranks while rows are tokenized
+KINDS = {Kind.pairs: "pair", Kind.prompts: "prompt", Kind.unpaired: "answer", Kind.supervised: "answer"}
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Tokenized pairs or prompts: those to train on, and those held out."""
+    """Tokenized examples: those to train on, and those held out."""
 
     train: Sequence[Any]
     held_out: Sequence[Any]
     dropped: Counter[str]
     held_out_dropped: Counter[str]
+    highest: tuple[int, str] = (-1, "")  # the highest token id, and a row that has it
+    mixture: Mixture | None = None  # of the examples to train on
+
+
+def read_examples(cfg: Config, kind: Kind, tokenizer: Any, world: World) -> Examples:
+    """Read the examples of a kind. A collective call: the first bad row is every rank's error."""
+    room = cfg.rollout.max_new_tokens if kind is Kind.prompts else 0
+    if isinstance(cfg.data, RowsDataConfig):
+        shown = cfg.logger.progress and world.rank == 0
+        examples = _stored(cfg.data, Tokenizing(cfg.data, tokenizer, kind, room, shown), world)
+    else:
+        examples = _generated(cfg.data, kind, Encoder(RowTokenizer(tokenizer), cfg.data.max_length, cfg.data.too_long,
+                                                      room), world)  # fmt: skip
+    word = KINDS[kind]
+    _refuse_empty(examples.train, examples.dropped, "data", word)
+    if holds_out(cfg.data):
+        _refuse_empty(examples.held_out, examples.held_out_dropped, "the held-out data", word)
+    return examples
 
 
 def read_pairs(cfg: Config, tokenizer: Any, world: World) -> Examples:
-    encoder = PairTokenizer(tokenizer, cfg.data.max_length, cfg.data.too_long)
-    train_rows, eval_rows = read_rows(cfg.data)
-    parts, dropped = encode_shared(encoder, train_rows, world)
-    eval_parts, eval_dropped = encode_shared(encoder, eval_rows, world)
-    pairs, eval_pairs = (numbered([p for part in each for p in part.pairs]) for each in (parts, eval_parts))
-    _refuse_empty(pairs, dropped, "data", "pair")
-    if eval_rows:
-        _refuse_empty(eval_pairs, eval_dropped, "the held-out data", "pair")
-    return Examples(pairs, eval_pairs, dropped, eval_dropped)
+    return read_examples(cfg, Kind.pairs, tokenizer, world)
 
 
 def read_prompts(cfg: Config, tokenizer: Any, world: World) -> Examples:
-    encoder = PromptTokenizer(tokenizer, cfg.data.max_length - cfg.rollout.max_new_tokens, cfg.data.too_long)
-    train_rows, eval_rows = prompt_rows(cfg.data)
-    parts, dropped = encode_shared(encoder, train_rows, world)
-    eval_parts, eval_dropped = encode_shared(encoder, eval_rows, world)
-    prompts, eval_prompts = (
-        numbered_prompts([p for part in each for p in part.prompts]) for each in (parts, eval_parts)
-    )
-    _refuse_empty(prompts, dropped, "data", "prompt")
-    if eval_rows:
-        _refuse_empty(eval_prompts, eval_dropped, "the held-out data", "prompt")
-    return Examples(prompts, eval_prompts, dropped, eval_dropped)
+    return read_examples(cfg, Kind.prompts, tokenizer, world)
 
 
-def pair_sampler(cfg: Config, size: int) -> Sampler:
+def holds_out(cfg: DataConfig) -> bool:
+    return has_held_out(cfg) if isinstance(cfg, RowsDataConfig) else getattr(cfg, "eval_size", 0) > 0
+
+
+def pair_sampler(cfg: Config, size: int, mixture: Mixture | None = None) -> Sampler:
     """Cut the pairs into train batches."""
-    return Sampler(size, cfg.train.batch_size, cfg.seed, cfg.data.shuffle, cfg.data.drop_last)
+    return Sampler(size, cfg.train.batch_size, cfg.seed, cfg.data.shuffle, cfg.data.drop_last, mixture=mixture)
 
 
-def prompt_sampler(cfg: Config, size: int) -> Sampler:
+def prompt_sampler(cfg: Config, size: int, mixture: Mixture | None = None) -> Sampler:
     """Cut the prompts into rollouts."""
-    return Sampler(size, cfg.rollout.batch_size, cfg.seed, cfg.data.shuffle, key="rollout.batch_size", kind="prompt")
+    return Sampler(
+        size, cfg.rollout.batch_size, cfg.seed, cfg.data.shuffle, key="rollout.batch_size", kind="prompt",
+        mixture=mixture,
+    )  # fmt: skip
 
 
 def _refuse_empty(examples: Sequence[Any], dropped: Counter[str], what: str, kind: str) -> None:
@@ -76,59 +90,130 @@ def _refuse_empty(examples: Sequence[Any], dropped: Counter[str], what: str, kin
         raise DataError(f"{what}: no {kind} is left ({reasons}).")
 
 
-def refuse_foreign_tokens(examples: Sequence[Pair | Prompt], vocabulary: int) -> None:
-    for example in examples:
-        parts = (example.tokens,) if isinstance(example, Prompt) else (example.prompt, example.chosen, example.rejected)
-        highest = max(int(part.max(initial=0)) for part in parts)
-        if highest >= vocabulary:
-            raise DataError(
-                f"{example.origin}: token {highest} is not in the model's vocabulary of {vocabulary}. The tokenizer is "
-                f"not this model's, or the model's embedding was not resized to it."
+def refuse_foreign_tokens(examples: Examples, vocabulary: int) -> None:
+    token, origin = examples.highest
+    if token >= vocabulary:
+        raise DataError(
+            f"{origin}: token {token} is not in the model's vocabulary of {vocabulary}. The tokenizer is not this "
+            f"model's, or the model's embedding was not resized to it."
+        )
+
+
+# ---- rows of files and of the hub: a store on every machine ----
+
+
+def _stored(cfg: RowsDataConfig, tokenizing: Tokenizing, world: World) -> Examples:
+    """Have one rank of each machine make the stores that are not there; all ranks then map them."""
+    sources = sources_of(cfg)
+    splits = [(split, held) for held in (False, True) for each in sources if (split := splits_of(each, held_out=held))]
+    folder = Path(cfg.cache).expanduser() if cfg.cache else cache.root()
+
+    def work() -> list[tuple[str, Names]]:
+        made = []
+        for split, _ in splits:
+            key, job = tokenizing.work(split)
+            store_of(folder, key, job)
+            made.append((key, job.names))
+        return made
+
+    machines = gather_objects(_machine(folder), world.size)
+    leader = machines.index(machines[world.rank])
+    found = some_do(work if leader == world.rank else None, world.size, EVERY)
+    _refuse_other_rows([[key for key, _ in each] for each in found if each is not None], splits)
+    mine = found[leader]
+    assert mine is not None
+    stores = [Store(folder / "tokens" / key, names) for key, names in mine]
+    train, held = ([store for store, (_, is_held) in zip(stores, splits, strict=True) if is_held is held]
+                   for held in (False, True))  # fmt: skip
+    return _examples(cfg, train, held, weights_of(sources))
+
+
+def _machine(folder: Path) -> tuple[str, int, int]:
+    """Return what ranks share that can use one store: the kernel that runs them, and the cache folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        there = folder.stat()
+    except OSError as error:
+        raise DataError(
+            f"data.cache={folder}: cannot be made ({error.strerror}). Give a folder where you may write: "
+            f"data.cache=FOLDER."
+        ) from None
+    return (BOOT.read_text() if BOOT.exists() else os.uname().nodename), there.st_dev, there.st_ino
+
+
+def _refuse_other_rows(keys: Sequence[Sequence[str]], splits: Sequence[Any]) -> None:
+    for each in keys:
+        for one, other, (split, _) in zip(keys[0], each, splits, strict=True):
+            if one != other:
+                raise DataError(
+                    f"{split.source.key}.path={split.path}: two machines have other rows there, or another tokenizer. "
+                    f"Give all of them the same files."
+                )
+
+
+def _examples(
+    cfg: RowsDataConfig, train: Sequence[Store], held: Sequence[Store], weights: Sequence[float] | None
+) -> Examples:
+    joined = Joined(train)
+    places = None
+    if cfg.eval_size:
+        if cfg.eval_size >= len(joined):
+            raise ConfigError(
+                f"data.eval_size={cfg.eval_size}: {len(joined)} rows are left to train on, so it would hold out all of "
+                f"them. Use data.eval_size={max(0, len(joined) // 10)} or so."
             )
+        out = drawn(len(joined), cfg.eval_size)
+        places = Places(len(joined), out, held_out=False)
+    taken = Joined(train, places)
+    held_out = Joined(held) if places is None else Joined(train, Places(len(joined), places.out, held_out=True))
+    return Examples(
+        taken,
+        held_out,
+        _dropped(train),
+        _dropped(held),
+        max((store.highest() for store in (*train, *held)), default=(-1, "")),
+        Mixture(taken.sizes(), tuple(weights)) if weights else None,
+    )
 
 
-def read_rows(cfg: DataConfig) -> tuple[list[Row], list[Row]]:
-    """Return the rows to train on, and those held out."""
-    match cfg:
-        case SyntheticDataConfig(size=size, eval_size=eval_size, seed=seed):
-            words = cfg.max_length if cfg.fill else 0
-            return synthetic.generate(size, seed, "train", words), synthetic.generate(eval_size, seed, "eval", words)
-        case JsonlDataConfig(path=path, eval_path=eval_path):
-            held_out = rows.read_jsonl(Path(eval_path).expanduser()) if eval_path else []
-            return rows.read_jsonl(Path(path).expanduser()), held_out
-        case _:
-            raise AssertionError(cfg)
+def _dropped(stores: Sequence[Store]) -> Counter[str]:
+    return sum((Counter(store.facts.counts) for store in stores), start=Counter())
 
 
-def prompt_rows(cfg: DataConfig) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Return the prompts to train on, and those held out; a preference set has prompts too."""
+# ---- generated rows: every rank tokenizes a part ----
+
+
+def _generated(cfg: DataConfig, kind: Kind, encoder: Encoder, world: World) -> Examples:
+    rows, held_rows = generated_rows(cfg, kind)
+    outcomes, held = (encode_shared(encoder, each, world) for each in (rows, held_rows))
+    train, held_out = (
+        [typed(kind, index, each) for index, each in enumerate(one for one in part if isinstance(one, Example))]
+        for part in (outcomes, held)
+    )
+    kept = [each for each in (*outcomes, *held) if isinstance(each, Example)]
+    highest = max(((each.highest(), each.row.origin) for each in kept), default=(-1, ""))
+    return Examples(train, held_out, counted(outcomes), counted(held), highest)
+
+
+def generated_rows(cfg: DataConfig, kind: Kind) -> tuple[list[Row], list[Row]]:
+    """Return the rows to train on, and those held out; a set of pairs has prompts too."""
     match cfg:
         case ArithmeticDataConfig(size=size, eval_size=eval_size, seed=seed, digits=digits):
-            return arithmetic.generate(size, seed, "train", digits), arithmetic.generate(
-                eval_size, seed, "eval", digits
-            )
+            train = arithmetic.generate(size, seed, "train", digits)
+            return train, arithmetic.generate(eval_size, seed, "eval", digits)
         case SyntheticDataConfig(size=size, eval_size=eval_size, seed=seed):
+            make = synthetic.generate_prompts if kind is Kind.prompts else synthetic.generate
             words = cfg.max_length if cfg.fill else 0
-            train = synthetic.generate_prompts(size, seed, "train", words)
-            return train, synthetic.generate_prompts(eval_size, seed, "eval", words)
-        case JsonlDataConfig(path=path, eval_path=eval_path):
-            held = rows.read_prompts(Path(eval_path).expanduser()) if eval_path else []
-            return rows.read_prompts(Path(path).expanduser()), held
+            return make(size, seed, "train", words), make(eval_size, seed, "eval", words)
         case _:
             raise AssertionError(cfg)
 
 
-def encode_shared(
-    encoder: PairTokenizer | PromptTokenizer, rows: Sequence[Any], world: World
-) -> tuple[list[Any], Counter[str]]:
+def encode_shared(encoder: Encoder, rows: Sequence[Row], world: World) -> list[Outcome]:
     """Tokenize this rank's part of the rows and share it with all ranks; the first bad row is every rank's error."""
     mine = rows[world.rank * len(rows) // world.size : (world.rank + 1) * len(rows) // world.size]
-    try:
-        part: Any = encoder.encode(mine)
-    except UserError as error:
-        part = str(error)
-    parts = gather_objects(part, world.size)
-    for part in parts:
-        if isinstance(part, str):
-            raise DataError(part)
-    return parts, sum((part.dropped for part in parts), start=Counter())
+    outcomes = [each for part in gather_objects(encoder.encode(mine), world.size) for each in part]
+    for each in outcomes:
+        if isinstance(each, Refused):
+            raise DataError(each.said)
+    return outcomes

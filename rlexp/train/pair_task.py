@@ -37,7 +37,7 @@ class PairTask(Task):
         self.examples = examples
         self.pairs: Sequence[Pair] = self.examples.train
         self.eval_pairs: Sequence[Pair] = self.examples.held_out
-        self.sampler: Sampler = pair_sampler(cfg, len(self.pairs))
+        self.sampler: Sampler = pair_sampler(cfg, len(self.pairs), examples.mixture)
 
     @property
     def steps_per_epoch(self) -> int:

@@ -61,7 +61,7 @@ class RolloutTask(Task):
         self.parts = parts
         self.needs = needs_of(cfg, loss_cfg, loss)
         self.examples = examples
-        self.sampler = prompt_sampler(cfg, len(self.examples.train))
+        self.sampler = prompt_sampler(cfg, len(examples.train), examples.mixture)
 
     @property
     def steps_per_epoch(self) -> int:

@@ -27,7 +27,7 @@ def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
     device = device_of(cfg)
     tokenizer = load_tokenizer(cfg.model)
     examples = read_prompts(cfg, tokenizer, World(0, 1, ALONE))
-    sampler = prompt_sampler(cfg, len(examples.train))
+    sampler = prompt_sampler(cfg, len(examples.train), examples.mixture)
     whole = dataclasses.replace(cfg, engine=EngineConfig(EngineName.torch))  # whole on every rank: each samples alone
     needs = Needs(temperature=cfg.rollout.temperature)
     # vLLM has the weights on the device. These are handed over to it, and need not be there too.

@@ -1,0 +1,110 @@
+"""The sources of a data set of rows: one, or several with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rlexp.config.bounds import check_bounds
+from rlexp.config.checks_files import check_rows, check_rows_or_name
+from rlexp.config.entries import typed_entry
+from rlexp.config.keys import suggestion
+from rlexp.config.schema import HFDataConfig, JsonlDataConfig, RowsDataConfig, SourceConfig
+from rlexp.errors import ConfigError
+
+FIELDS = (  # of rows, by which data.columns names columns
+    "prompt", "chosen", "rejected", "completion", "label", "messages", "answer", "input", "system", "tools", "options",
+)  # fmt: skip
+OF_ONE = ("path", "eval_path", "subset", "eval_split", "revision")  # keys that describe a single source
+
+
+@dataclass(frozen=True)
+class NamedSource:
+    """One source. Its keys stand below `key`: `data`, or `data.sources.NAME`."""
+
+    name: str
+    key: str
+    cfg: SourceConfig
+
+
+def sources_of(cfg: RowsDataConfig) -> list[NamedSource]:
+    """Return the named sources, or the single one that the keys of `data` describe."""
+    match cfg:
+        case HFDataConfig(sources=sources) if sources:
+            return [_named(str(name), keys) for name, keys in sources.items()]
+        case JsonlDataConfig() | HFDataConfig():
+            own = {field.name: getattr(cfg, field.name) for field in fields(SourceConfig) if hasattr(cfg, field.name)}
+            return [NamedSource("data", "data", SourceConfig(**own))]
+        case _:
+            raise AssertionError(cfg)
+
+
+def weights_of(sources: Sequence[NamedSource]) -> list[float] | None:
+    """Return the weights of the sources; None if all their rows are taken."""
+    weights = [source.cfg.weight for source in sources if source.cfg.weight is not None]
+    return weights or None
+
+
+def _named(name: str, keys: Any) -> NamedSource:
+    key = f"data.sources.{name}"
+    if not isinstance(keys, dict):
+        raise ConfigError(f"{key}={keys}: must be a group of keys. For example: {key}={{path: FILE, weight: 1.0}}.")
+    own = {str(leaf): value for leaf, value in keys.items()}
+    return NamedSource(name, key, typed_entry(key, SourceConfig, own, "a source"))
+
+
+def check_sources(cfg: RowsDataConfig) -> None:
+    if isinstance(cfg, HFDataConfig):
+        _check_one_or_many(cfg)
+    sources = sources_of(cfg)
+    for source in sources:
+        check_bounds(source.cfg, f"{source.key}.")
+        _check_columns(f"{source.key}.columns", source.cfg.columns)
+        check = check_rows if isinstance(cfg, JsonlDataConfig) else check_rows_or_name
+        check(f"{source.key}.path", source.cfg.path)
+        if source.cfg.eval_path is not None:
+            check(f"{source.key}.eval_path", source.cfg.eval_path)
+    bare = [source for source in sources if source.cfg.weight is None]
+    if bare and len(bare) < len(sources):
+        raise ConfigError(
+            f"{bare[0].key}.weight: has no value, and other sources have one. Give every source a weight, or none: "
+            f"then all their rows are taken."
+        )
+    if cfg.eval_size and has_held_out(cfg, sized=False):
+        raise ConfigError(
+            f"data.eval_size={cfg.eval_size}: holds out some of the rows to train on, and others are held out already. "
+            f"Leave out data.eval_size, or eval_path and eval_split."
+        )
+
+
+def _check_one_or_many(cfg: HFDataConfig) -> None:
+    given = [key for key in OF_ONE if getattr(cfg, key) is not None]
+    if cfg.sources and given:
+        raise ConfigError(
+            f"data.{given[0]}={getattr(cfg, given[0])}: describes a single source, and data.sources names "
+            f"{', '.join(map(str, cfg.sources))}. Give it to one of them: data.sources.NAME.{given[0]}=VALUE."
+        )
+    if cfg.sources and cfg.columns:
+        raise ConfigError(
+            f"data.columns={cfg.columns}: each of several sources has its own columns. Say "
+            f"data.sources.NAME.columns.{next(iter(cfg.columns))}=COLUMN."
+        )
+    if not cfg.sources and cfg.path is None:
+        raise ConfigError(
+            "data.path: has no value. Give a file, a folder or a hub name: data.path=PATH; or several sources: "
+            "data.sources.NAME.path=PATH."
+        )
+
+
+def _check_columns(key: str, columns: dict[str, str]) -> None:
+    for ours, theirs in columns.items():
+        if ours not in FIELDS:
+            raise ConfigError(
+                f"{key}.{ours}={theirs}: no such field.{suggestion(ours, list(FIELDS))} Fields: {', '.join(FIELDS)}."
+            )
+
+
+def has_held_out(cfg: RowsDataConfig, *, sized: bool = True) -> bool:
+    named = any(each.cfg.eval_path is not None or each.cfg.eval_split is not None for each in sources_of(cfg))
+    return named or (sized and cfg.eval_size > 0)

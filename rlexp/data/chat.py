@@ -1,0 +1,137 @@
+"""Rows as text: through the tokenizer's chat template, or as paragraphs; and which parts are the assistant's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlexp.data.messages import ANSWERS, as_answer, as_messages, as_text, turns
+from rlexp.data.seam import Text
+from rlexp.errors import DataError
+from rlexp.types import Messages, Row
+
+MARK = "\ue000rlexp\ue001"  # takes an answer's place, to find where a template puts it
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Writes rows as text. With a template, an answer is what follows the template's own call for one."""
+
+    tokenizer: Any
+    use_template: bool = True
+
+    @property
+    def templated(self) -> bool:
+        return self.use_template and bool(getattr(self.tokenizer, "chat_template", None))
+
+    def texts(self, row: Row) -> list[Text]:
+        """Return the prompt with each of its answers; the prompt alone where there is none."""
+        if not self.templated:
+            prompt = as_text(row.prompt)
+            return [Text(prompt, tuple(turns(answer))) for answer in row.answers] or [Text(prompt)]
+        asked = _Rendering(self.tokenizer, row)
+        messages = list(as_messages(row.prompt))
+        prompt = asked.text(messages, asking=True)
+        texts = [_answered(asked, messages, prompt, as_answer(answer)) for answer in row.answers]
+        return _with_one_prompt(texts) if texts else [Text(prompt)]
+
+
+@dataclass(frozen=True)
+class _Rendering:
+    tokenizer: Any
+    row: Row
+    extra: Mapping[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        tools = {} if self.row.tools is None else {"tools": list(self.row.tools)}
+        object.__setattr__(self, "extra", {**self.row.options, **tools})
+
+    def text(self, messages: Sequence[Mapping[str, Any]], *, asking: bool = False) -> str:
+        try:
+            said = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=asking, **self.extra
+            )
+        except Exception as error:  # a template is foreign code and may raise anything
+            raise DataError(f"field `prompt`: the tokenizer's chat template raises: {error}") from error
+        return str(said)
+
+    def beginning(self, talk: Messages, place: int, whole: str, called: str | None = None) -> int:
+        """Return where the answer at `place` begins in the whole text: after the template's call for it.
+
+        A template may call for an answer in other words than it writes one that others follow (with an empty thought);
+        the answer then begins where the two part.
+        """
+        called = called or self.text(talk[:place], asking=True)
+        if whole.startswith(called):
+            return len(called)
+        start = self._common(called, whole)
+        if not whole.startswith(before := self.text(talk[:place])) or start < len(before):
+            raise DataError(
+                "the chat template changes the prompt when an answer follows, so the two cannot be told apart. Give "
+                "one that does not (model.chat_template=FILE), or data.template=never."
+            )
+        return start
+
+    def turn(self, talk: Messages, place: int, whole: str) -> tuple[int, int]:
+        """Return where a turn begins and ends in the whole text.
+
+        A template may write a turn otherwise when others follow (Qwen3 leaves thinking out), so it is looked for in the
+        whole text: a mark in the answer's place shows what stands before and after it.
+        """
+        begin = self.beginning(talk, place, whole)
+        alone = self.text(talk[: place + 1])
+        if whole.startswith(alone):
+            return begin, len(alone)
+        marked = [*talk[:place], {**talk[place], "content": MARK}]
+        _, last, ending = self.text(marked).partition(MARK)
+        head, inside, tail = self.text([*marked, *talk[place + 1 :]]).partition(MARK)
+        shared = self._common(ending, tail)
+        if not (last and inside and shared and whole.startswith(head) and whole.endswith(tail)):
+            raise DataError(
+                f"the chat template does not show where message number {place + 1} ends, so no mask is certain. Give "
+                f"another one (model.chat_template=FILE)."
+            )
+        return begin, len(whole) - len(tail) + shared
+
+    def _common(self, one: str, other: str) -> int:
+        """Return how much of their beginning two texts share, without a special token of which they share a part."""
+        length = next(
+            (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        )
+        for text in (one, other):
+            for token in self.tokenizer.get_added_vocab():
+                at = text.find(token, max(0, length - len(token) + 1))
+                if 0 <= at < length < at + len(token):
+                    length = at
+        return length
+
+
+def _with_one_prompt(texts: Sequence[Text]) -> list[Text]:
+    """Give all answers the shortest prompt; what another answer's prompt has more stands before it, untrained."""
+    shortest = min((text.prompt for text in texts), key=len)
+    return [
+        replace(text, prompt=shortest, parts=((text.prompt[len(shortest) :], False), *text.parts))
+        if len(text.prompt) > len(shortest)
+        else text
+        for text in texts
+    ]
+
+
+def _answered(asked: _Rendering, messages: Messages, prompt: str, answer: Messages) -> Text:
+    talk = [*messages, *answer]
+    whole = asked.text(talk)
+    start = asked.beginning(talk, len(messages), whole, prompt)
+    if len(answer) == 1:
+        return Text(whole[:start], ((whole[start:], True),), changed=start < len(prompt))
+    parts, at = [], start
+    for place in range(len(messages), len(talk)):
+        if talk[place]["role"] == ANSWERS:
+            begin, end = asked.turn(talk, place, whole)
+            if begin < at:
+                raise DataError("the chat template writes turns in another order than the messages have.")
+            parts += [(whole[at:begin], False)] if begin > at else []
+            parts.append((whole[begin:end], True))
+            at = end
+    parts += [(whole[at:], False)] if at < len(whole) else []
+    return Text(whole[:start], tuple(parts), changed=start < len(prompt))

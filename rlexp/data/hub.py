@@ -1,0 +1,112 @@
+"""The only door to the `datasets` library: folders and data sets of the hub, as a table of rows."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rlexp.data.contents import contents
+from rlexp.data.files import MOST_ROWS, rows_of, together
+from rlexp.data.worker import PartOf
+from rlexp.errors import DataError
+
+SAVED = ("state.json", "dataset_dict.json")  # in a folder that `save_to_disk` wrote
+
+
+def versions() -> list[str]:
+    return [f"{name} {version(name)}" for name in ("tokenizers", "transformers")]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A split of a data set, in the order that it has there."""
+
+    name: str
+    rows: Any  # datasets.Dataset
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def size(self) -> int:
+        return int(self.rows.data.nbytes)
+
+    def contents(self) -> list[str]:
+        """Hash the table's files; rows that stand in none are hashed themselves."""
+        files = [contents(Path(each["filename"])) for each in self.rows.cache_files]
+        return [*(files or [_hashed(self.rows)]), self.rows._fingerprint if files else "", str(len(self.rows))]
+
+    def parts(self) -> Iterator[PartOf]:
+        batches = self.rows.with_format("arrow").iter(MOST_ROWS)
+        total, size = max(1, len(self.rows)), self.size
+        for part in together((row for batch in batches for row in rows_of(batch)), lambda read: size * read // total):
+            yield 0, part
+
+
+def _hashed(rows: Any) -> str:
+    digest = hashlib.sha256()
+    for batch in rows.with_format("arrow").iter(MOST_ROWS):
+        digest.update(repr(batch.to_pylist()).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()[:32]
+
+
+def table(key: str, path: str, subset: str | None, split: str, revision: str | None, streaming: bool) -> Table:
+    """Open a folder or a data set of the hub."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    folder = Path(path).expanduser()
+    name = str(folder) if folder.is_dir() else path
+    at = f"{key}.path={path}"
+    try:
+        if any((folder / each).is_file() for each in SAVED):
+            rows = _saved(datasets, folder, split, key)
+        elif streaming:
+            rows = _materialised(datasets, name, subset, split, revision)
+        else:
+            rows = datasets.load_dataset(name, subset, split=split, revision=revision)
+    except DataError:
+        raise
+    except Exception as error:  # the library raises what its readers and its network raise
+        raise DataError(_explained(datasets, key, at, name, subset, split, revision, error)) from None
+    return Table(f"{path}[{split}]", rows)
+
+
+def _saved(datasets: Any, folder: Path, split: str, key: str) -> Any:
+    loaded = datasets.load_from_disk(str(folder))
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise DataError(f"{key}.split={split}: {folder} has no such split. It has {', '.join(loaded)}.")
+        return loaded[split]
+    return loaded
+
+
+def _materialised(datasets: Any, name: str, subset: str | None, split: str, revision: str | None) -> Any:
+    """Take a streamed set whole, since the order of all rows must be known; `train[:1000]` takes its first rows."""
+    base, _, most = split.partition("[:")
+    stream = datasets.load_dataset(name, subset, split=base, revision=revision, streaming=True)
+    if most:
+        stream = stream.take(int(most.removesuffix("]")))
+    return datasets.Dataset.from_generator(lambda: iter(stream), features=stream.features)
+
+
+def _explained(
+    datasets: Any, key: str, at: str, name: str, subset: str | None, split: str, revision: str | None, error: Exception
+) -> str:
+    reason = " ".join(str(error).split())[:300]
+    if subset is None and "Config name is missing" in reason:
+        return f"{key}.subset: {name} has several subsets. Name one: {key}.subset=NAME ({reason})."
+    with contextlib.suppress(Exception):
+        splits = datasets.get_dataset_split_names(name, subset, revision=revision)
+        if split.partition("[")[0] not in splits:
+            return f"{key}.split={split}: {name} has no such split. It has {', '.join(splits)}."
+    return (
+        f"{at}: cannot be read as a data set ({type(error).__name__}: {reason}). Give a file of rows, a folder, or a "
+        f"hub name; relative paths start at {Path.cwd()}."
+    )

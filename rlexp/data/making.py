@@ -1,0 +1,146 @@
+"""Make a store once per machine: under a lock, in parallel, going on where a process that made it was killed.
+
+A finished store lies under its key in the cache folder, one in the making beside it under `KEY.making`. The key is the
+content of the rows, the tokenizer and the options; so what changed has another key, and nothing is ever stale.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from rlexp.cache import locked
+from rlexp.data.contents import unchanged
+from rlexp.data.recipe import Names, Problem, Recipe
+from rlexp.data.store import META, Appending, Store, damage
+from rlexp.data.worker import Made, PartOf, made_beside
+from rlexp.errors import DataError
+
+INLINE = 4  # parts that are tokenized before other processes are started: they take seconds to come up
+AFTER_A_PROBLEM = 64  # parts that are still read, to report more problems at once
+SHOWN = 10  # problems in a message
+
+
+@dataclass(frozen=True)
+class Work:
+    """The rows of a source: how they are read, and what becomes of them."""
+
+    name: str  # for messages and the progress bar
+    parts: Callable[[], Iterator[PartOf]]
+    size: int  # of all parts, in the unit of `Part.done`
+    names: Names
+    recipe: Callable[[Iterator[PartOf]], Recipe]  # from the first rows
+    workers: int
+    shown: bool  # with a progress bar
+
+
+def store_of(cache: Path, key: str, work: Work, first: int = 0) -> Store:
+    """Return the store of this key; make it if there is none, or if it is damaged."""
+    place = cache / "tokens" / key
+    try:
+        with locked(place):
+            if place.exists() and (wrong := _wrong(place)) is not None:
+                tqdm.write(f"rlexp: {place}: is damaged ({wrong}), and is made anew.")
+                shutil.rmtree(place)
+            if not place.exists():
+                _make(place, work)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DataError(
+                f"data.cache={cache}: has no room for the tokens of {work.name} ({error.strerror}). Free some and "
+                f"start again: it goes on where it stopped. Or give another folder: data.cache=FOLDER."
+            ) from None
+        raise DataError(
+            f"data.cache={cache}: cannot be written ({error.strerror}). Give a folder where you may write: "
+            f"data.cache=FOLDER."
+        ) from None
+    return Store(place, work.names, first)
+
+
+def _wrong(place: Path) -> str | None:
+    """Read a store whole when it was last changed after it was last looked at; a look at its files else."""
+    if not (place / META).exists():
+        return f"{META} is missing"
+    return unchanged(place / META, lambda: damage(place), [place / name for name in os.listdir(place)])
+
+
+def _make(place: Path, work: Work) -> None:
+    making = place.with_name(f"{place.name}.making")
+    parts = work.parts()
+    recipe, parts = _recipe(work, parts)
+    appending = Appending(making)
+    try:
+        done = appending.blocks
+        problems = _append(appending, recipe, itertools.islice(parts, done, None), work)
+        if problems:
+            raise _refusal(problems, work, place)
+        read = appending.facts.read
+        if not read:
+            raise DataError(f"{work.name}: has no rows. One JSON object per line is expected.")
+        appending.finish(recipe.kind, {"shape": recipe.shape.words()})
+    finally:
+        appending.close()
+    os.rename(making, place)
+
+
+def _recipe(work: Work, parts: Iterator[PartOf]) -> tuple[Recipe, Iterator[PartOf]]:
+    """Look at the first rows, and return the recipe with all parts again."""
+    seen: list[PartOf] = []
+
+    def looked_at() -> Iterator[PartOf]:
+        for each in parts:
+            seen.append(each)
+            yield each
+
+    recipe = work.recipe(looked_at())
+    return recipe, itertools.chain(seen, parts)
+
+
+def _append(appending: Appending, recipe: Recipe, parts: Iterator[PartOf], work: Work) -> list[Problem]:
+    """Append every part, until a row is a problem; then read on for a while to find more."""
+    problems: list[Problem] = []
+    after = 0
+    passed, parts = itertools.tee(parts)  # the parts in flight: few
+    with tqdm(
+        total=work.size, desc=f"tokenizing {work.name}", unit="B", unit_scale=True, disable=not work.shown, delay=1.0,
+        leave=False,
+    ) as bar:  # fmt: skip
+        for (block, found), (_, part) in zip(_made(recipe, parts, work.workers), passed, strict=True):
+            problems += found
+            if problems:
+                after += 1
+                if after > AFTER_A_PROBLEM:
+                    break
+                continue
+            appending.append(block)
+            bar.update(part.done - bar.n)
+    return problems
+
+
+def _made(recipe: Recipe, parts: Iterator[PartOf], workers: int) -> Iterator[Made]:
+    """Tokenize the first parts here, and many parts in processes beside each other."""
+    for file, part in itertools.islice(parts, INLINE if workers > 1 else None):
+        yield recipe.block(file, part)
+    more = next(parts, None)
+    if more is not None:
+        yield from made_beside(recipe, itertools.chain([more], parts), workers)
+
+
+def _refusal(problems: list[Problem], work: Work, place: Path) -> DataError:
+    if len(problems) == 1:
+        return DataError(problems[0].said)
+    report = place.with_name(f"{place.name}.problems.txt")
+    report.write_text("".join(f"{problem.said}\n" for problem in problems), encoding="utf-8")
+    shown = "".join(f"\n  {problem.said}" for problem in problems[:SHOWN])
+    return DataError(
+        f"{work.name}: {len(problems):,} rows cannot be used.{shown}\n"
+        + (f"  … and {len(problems) - SHOWN:,} more, all in {report}\n" if len(problems) > SHOWN else "")
+        + "Mend them, or leave unusable rows out with data.bad_rows=drop."
+    )

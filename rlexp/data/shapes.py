@@ -1,0 +1,252 @@
+"""Shapes of rows: which columns a row has decides what it is, and how it becomes a prompt with its answers.
+
+The first row of a source decides, by the forms below; columns may be declared (`data.columns`). All other rows must
+have the same shape.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlexp.data.messages import FieldError, as_messages, before_answers, dialogue, messages, said, shared_beginning
+from rlexp.data.messages import with_system as with_system_prompt
+from rlexp.errors import DataError
+from rlexp.types import Kind, Messages, Row
+
+Fields = Mapping[str, Any]
+ALIASES = {  # other names of our fields, in the order in which they are looked for
+    "prompt": ("question", "instruction", "query"),
+    "messages": ("conversations", "conversation"),
+    "completion": ("response", "output"),
+    "system": ("system_prompt",),
+    "options": ("chat_template_kwargs",),
+}
+OPTIONAL = ("system", "tools", "options")  # of every form
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form that rows have: the fields that they need and may have, in the words of this room."""
+
+    kind: Kind
+    needs: tuple[str, ...]
+    read: Callable[[Fields], dict[str, Any]]  # the row's part of `Row`, from our fields
+    may: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        return f"{self.kind.value} ({', '.join(self.needs)})"
+
+
+def recognised(fields: Fields, wanted: Kind | None, columns: Mapping[str, str], origin: str) -> Shape:
+    """Return the shape of a source's rows, by its first row; of the wanted kind, or of any."""
+    for ours, theirs in columns.items():
+        if theirs not in fields:
+            raise DataError(
+                f"data.columns.{ours}={theirs}: {origin} has no such column, but {_listed(fields)}. Name one of them."
+            )
+    for form in FORMS:
+        if wanted in (None, form.kind) and (found := _columns(form, fields, columns)) is not None:
+            return Shape(form, found)
+    other = next((form for form in FORMS if _columns(form, fields, columns) is not None), None)
+    if wanted is Kind.prompts and other is not None:
+        found = _columns(other, fields, columns)
+        assert found is not None
+        return Shape(other, found, prompts=True)
+    needed = " or ".join(" and ".join(f"`{need}`" for need in form.needs) for form in FORMS if form.kind is wanted)
+    if wanted is None:
+        raise DataError(f"{origin}: no shape of rows that is known. It has {_listed(fields)}. Name its columns: "
+                        f"data.columns.prompt=…, data.columns.chosen=…, as docs/data.md says.")  # fmt: skip
+    is_other = f", which make its rows {other.kind.value}" if other else ""
+    raise DataError(
+        f"{origin}: the run needs {wanted.value}, with {needed}, and the row has {_listed(fields)}{is_other}. Give "
+        f"other rows or another loss, or name the columns: data.columns.{_first_missing(wanted, fields)}=COLUMN."
+    )
+
+
+def _first_missing(wanted: Kind, fields: Fields) -> str:
+    needs = next(form.needs for form in FORMS if form.kind is wanted)
+    return next((need for need in needs if need not in fields), needs[0])
+
+
+def _columns(form: Form, fields: Fields, declared: Mapping[str, str]) -> dict[str, str] | None:
+    """Return the column of each field of a form; None if a needed one is missing."""
+    found: dict[str, str] = {}
+    for ours in (*form.needs, *form.may, *OPTIONAL):
+        names = (declared[ours],) if ours in declared else (ours, *ALIASES.get(ours, ()))
+        there = [name for name in names if name in fields]
+        if there:
+            found[ours] = next((name for name in there if fields[name] is not None), there[0])
+        elif ours in form.needs:
+            return None
+    return found
+
+
+def _listed(fields: Fields) -> str:
+    return ", ".join(sorted(map(str, fields))) or "no columns"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the rows of a source are, and the column of each of our fields."""
+
+    form: Form
+    columns: Mapping[str, str]
+    prompts: bool = False  # only their prompts are taken
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.prompts if self.prompts else self.form.kind
+
+    def words(self) -> str:
+        """Say it as a person would: "pairs: `prompt` from `question`, `chosen`, `rejected`"."""
+        names = [f"`{ours}`" + (f" from `{it}`" if it != ours else "") for ours, it in self.columns.items()]
+        return f"{self.kind.value}: {', '.join(names)}"
+
+    def row(self, fields: Fields, origin: str, system: str | None, options: Mapping[str, Any]) -> Row:
+        """Return a row; raise FieldError for one that cannot be used."""
+        for ours in self.form.needs:
+            if self.columns[ours] not in fields:
+                self._refuse_missing(fields, ours)
+        own = {ours: fields.get(column) for ours, column in self.columns.items()}
+        try:
+            parts = self.form.read(own)
+            prompt = with_system_prompt(parts.pop("prompt"), _system(own) or system)
+            if self.prompts:
+                parts = {"answers": (), "expected": parts.get("expected")}
+            return Row(prompt, origin=origin, tools=_tools(own), options={**options, **_options(own)}, **parts)
+        except FieldError as error:  # the user knows the column
+            raise FieldError(self.columns.get(error.field, error.field), error.rule) from None
+
+    def _refuse_missing(self, fields: Fields, missing: str) -> None:
+        other = next((form for form in FORMS if form.kind is not self.form.kind and _columns(form, fields, {})), None)
+        column = self.columns[missing]
+        if other is not None and not any(need in other.needs for need in self.form.needs if need != "prompt"):
+            raise FieldError(column, f"is missing: the row has {_listed(fields)}, which make it {other.words}, and the "
+                             f"rows before it are {self.form.words}. Give each shape a source of its own "
+                             f"(data.sources).")  # fmt: skip
+        raise FieldError(column, f"is missing; the row has {_listed(fields) if fields else 'none'}.")
+
+
+# ---- fields of every form ----
+
+
+def _system(own: Fields) -> str | None:
+    system = own.get("system")
+    if system is not None and not isinstance(system, str):
+        raise FieldError("system", "must be a text.")
+    return system
+
+
+def _tools(own: Fields) -> Sequence[Any] | None:
+    tools = _parsed(own.get("tools"), "tools")
+    if tools is not None and not isinstance(tools, list):
+        raise FieldError("tools", "must be a list of tools, or its JSON.")
+    return tools or None
+
+
+def _options(own: Fields) -> Mapping[str, Any]:
+    options = _parsed(own.get("options"), "options")
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise FieldError("options", "must be a mapping of options for the template.")
+    return {str(key): value for key, value in options.items() if value is not None}
+
+
+def _parsed(value: Any, name: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value else None
+    except (ValueError, RecursionError):
+        raise FieldError(name, "is a text, and not JSON.") from None
+
+
+# ---- the forms ----
+
+
+def _pairs(own: Fields) -> dict[str, Any]:
+    chosen, rejected = (_answer(own[name], name) for name in ("chosen", "rejected"))
+    whole = tuple(_whole(answer) for answer in (chosen, rejected))
+    if own.get("prompt") is not None and None in whole:
+        return {"prompt": said(own["prompt"], "prompt"), "answers": (chosen, rejected)}
+    if whole[0] is None or whole[1] is None:
+        raise FieldError("prompt", "is missing, and `chosen` and `rejected` are no whole conversations that share one.")
+    shared = shared_beginning(whole[0], whole[1])
+    if not shared:
+        raise FieldError("chosen", "and `rejected` are conversations that share no message before an answer.")
+    prompt = whole[0][:shared]
+    _refuse_other_prompt(own.get("prompt"), prompt)
+    return {"prompt": prompt, "answers": (_to_last_answer(whole[0][shared:]), _to_last_answer(whole[1][shared:]))}
+
+
+def _answer(value: Any, name: str) -> str | Messages:
+    if isinstance(value, str) or value is None or isinstance(value, bool | int | float):
+        if not isinstance(value, str) or not value:
+            raise FieldError(name, "must be a text that is not empty (with chat messages, the answer alone).")
+        return value
+    return messages(value, name)
+
+
+def _whole(answer: str | Messages) -> Messages | None:
+    """Return an answer that is a whole conversation, with what was asked."""
+    if isinstance(answer, str):
+        return dialogue(answer)
+    return answer if answer[0]["role"] != "assistant" else None
+
+
+def _to_last_answer(answer: Messages) -> Messages:
+    last = max(place for place, message in enumerate(answer) if message["role"] == "assistant")
+    return answer[: last + 1]
+
+
+def _refuse_other_prompt(given: Any, shared: Messages) -> None:
+    if given is None:
+        return
+    prompt = as_messages(said(given, "prompt"))
+    texts = [message["content"].strip() for message in shared]
+    if any(message["content"].strip() not in texts for message in prompt):
+        raise FieldError("prompt", "is not in the beginning that the conversations in `chosen` and `rejected` share.")
+
+
+def _unpaired(own: Fields) -> dict[str, Any]:
+    label = own["label"]
+    if not isinstance(label, bool):
+        raise FieldError("label", "must be true or false.")
+    return _completion(own) | {"label": label}
+
+
+def _completion(own: Fields) -> dict[str, Any]:
+    completion = _answer(own["completion"], "completion")
+    asked, context = own["prompt"], own.get("input")
+    if isinstance(asked, str) and isinstance(context, str) and context:
+        asked = f"{asked}\n\n{context}"
+    return {"prompt": said(asked, "prompt"), "answers": (completion,)}
+
+
+def _conversation(own: Fields) -> dict[str, Any]:
+    prompt, answer = before_answers(messages(own["messages"], "messages"), "messages")
+    return {"prompt": prompt, "answers": (answer,)}
+
+
+def _prompt(own: Fields) -> dict[str, Any]:
+    answer = own.get("answer")
+    is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    if answer is not None and not is_number and not (isinstance(answer, str) and answer):
+        raise FieldError("answer", "must be a number or a text that is not empty. Leave it out if there is none.")
+    expected = None if answer is None else str(answer)
+    return {"prompt": said(own["prompt"], "prompt"), "answers": (), "expected": expected}
+
+
+FORMS = (
+    Form(Kind.pairs, ("chosen", "rejected"), _pairs, may=("prompt",)),
+    Form(Kind.unpaired, ("prompt", "completion", "label"), _unpaired),
+    Form(Kind.supervised, ("messages",), _conversation),
+    Form(Kind.supervised, ("prompt", "completion"), _completion, may=("input",)),
+    Form(Kind.prompts, ("prompt",), _prompt, may=("answer",)),
+)

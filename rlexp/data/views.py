@@ -1,0 +1,75 @@
+"""The examples of all sources as one sequence, and the few of them that are held out."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+import numpy as np
+
+DRAW = 20261123  # seeds the draw of held-out rows: the same in every run, whatever its seed
+
+
+class Joined(Sequence[Any]):
+    """Examples of several sets, one after the other, numbered by their places. Those of `places` alone, or all."""
+
+    def __init__(self, sets: Sequence[Sequence[Any]], places: Places | None = None) -> None:
+        self.sets = sets
+        self._ends = list(itertools.accumulate(map(len, sets)))
+        self._places = places
+
+    def __len__(self) -> int:
+        return (self._ends[-1] if self._ends else 0) if self._places is None else len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        place = index if self._places is None else self._places[index]
+        number = bisect.bisect_right(self._ends, place)
+        first = self._ends[number - 1] if number else 0
+        return replace(self.sets[number][place - first], index=index)
+
+    def sizes(self) -> tuple[int, ...]:
+        """Return how many examples there are of each set."""
+        ends = [0, *self._ends]
+        if self._places is None:
+            return tuple(after - before for before, after in itertools.pairwise(ends))
+        return tuple(self._places.before(after) - self._places.before(before)
+                     for before, after in itertools.pairwise(ends))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of `total` that are held out, or the others. It holds the held-out places alone, in order."""
+
+    total: int
+    out: np.ndarray
+    held_out: bool
+
+    def __len__(self) -> int:
+        return len(self.out) if self.held_out else self.total - len(self.out)
+
+    def __getitem__(self, index: int) -> int:
+        if self.held_out:
+            return int(self.out[index])
+        return index + int(np.searchsorted(self.out - np.arange(len(self.out)), index, side="right"))
+
+    def before(self, place: int) -> int:
+        """Count those before a place."""
+        out = int(np.searchsorted(self.out, place, side="left"))
+        return out if self.held_out else place - out
+
+
+def drawn(total: int, size: int) -> np.ndarray:
+    """Return the places of `size` held-out examples of `total`, by a draw that never changes."""
+    return np.sort(np.random.default_rng([DRAW, total]).permutation(total)[:size])
