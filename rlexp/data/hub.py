@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,7 +39,8 @@ class Table:
     def contents(self) -> list[str]:
         """Hash the table's files; rows that stand in none are hashed themselves."""
         files = [contents(Path(each["filename"])) for each in self.rows.cache_files]
-        return [*(files or [_hashed(self.rows)]), self.rows._fingerprint if files else "", str(len(self.rows))]
+        whole = files and self.rows._indices is None and self.rows.data.num_rows == len(self.rows)
+        return [*(files if whole else [_hashed(self.rows)]), self.name.partition("[")[2], str(len(self.rows))]
 
     def parts(self) -> Iterator[PartOf]:
         batches = self.rows.with_format("arrow").iter(MOST_ROWS)
@@ -74,17 +74,21 @@ def table(key: str, path: str, subset: str | None, split: str, revision: str | N
     except DataError:
         raise
     except Exception as error:  # the library raises what its readers and its network raise
-        raise DataError(_explained(datasets, key, at, name, subset, split, revision, error)) from None
+        raise DataError(_explained(key, at, name, subset, split, error)) from None
     return Table(f"{path}[{split}]", rows)
 
 
 def _saved(datasets: Any, folder: Path, split: str, key: str) -> Any:
+    """Read what `save_to_disk` wrote: one split, or several by their names."""
     loaded = datasets.load_from_disk(str(folder))
-    if isinstance(loaded, datasets.DatasetDict):
-        if split not in loaded:
-            raise DataError(f"{key}.split={split}: {folder} has no such split. It has {', '.join(loaded)}.")
-        return loaded[split]
-    return loaded
+    if not isinstance(loaded, datasets.DatasetDict):
+        loaded = {str(loaded.split or "train"): loaded}
+    name = split.partition("[")[0]
+    if name not in loaded:
+        raise DataError(f"{key}.split={split}: {folder} has no such split. It has {', '.join(loaded)}.")
+    (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(loaded[name])})
+    whole = (part.from_ or 0, part.to if part.to is not None else len(loaded[name]))
+    return loaded[name] if whole == (0, len(loaded[name])) else loaded[name].select(range(*whole))
 
 
 def _materialised(datasets: Any, name: str, subset: str | None, split: str, revision: str | None) -> Any:
@@ -96,16 +100,12 @@ def _materialised(datasets: Any, name: str, subset: str | None, split: str, revi
     return datasets.Dataset.from_generator(lambda: iter(stream), features=stream.features)
 
 
-def _explained(
-    datasets: Any, key: str, at: str, name: str, subset: str | None, split: str, revision: str | None, error: Exception
-) -> str:
+def _explained(key: str, at: str, name: str, subset: str | None, split: str, error: Exception) -> str:
     reason = " ".join(str(error).split())[:300]
     if subset is None and "Config name is missing" in reason:
         return f"{key}.subset: {name} has several subsets. Name one: {key}.subset=NAME ({reason})."
-    with contextlib.suppress(Exception):
-        splits = datasets.get_dataset_split_names(name, subset, revision=revision)
-        if split.partition("[")[0] not in splits:
-            return f"{key}.split={split}: {name} has no such split. It has {', '.join(splits)}."
+    if "split" in reason and isinstance(error, ValueError):
+        return f"{key}.split={split}: {name} has no such split ({reason}). Name one that it has: {key}.split=NAME."
     return (
         f"{at}: cannot be read as a data set ({type(error).__name__}: {reason}). Give a file of rows, a folder, or a "
         f"hub name; relative paths start at {Path.cwd()}."

@@ -51,12 +51,12 @@ def recognised(fields: Fields, wanted: Kind | None, columns: Mapping[str, str], 
             )
     for form in FORMS:
         if wanted in (None, form.kind) and (found := _columns(form, fields, columns)) is not None:
-            return Shape(form, found)
+            return Shape(form, found, dict(columns))
     other = next((form for form in FORMS if _columns(form, fields, columns) is not None), None)
     if wanted is Kind.prompts and other is not None:
         found = _columns(other, fields, columns)
         assert found is not None
-        return Shape(other, found, prompts=True)
+        return Shape(other, found, dict(columns), prompts=True)
     needed = " or ".join(" and ".join(f"`{need}`" for need in form.needs) for form in FORMS if form.kind is wanted)
     if wanted is None:
         raise DataError(f"{origin}: no shape of rows that is known. It has {_listed(fields)}. Name its columns: "
@@ -77,13 +77,16 @@ def _columns(form: Form, fields: Fields, declared: Mapping[str, str]) -> dict[st
     """Return the column of each field of a form; None if a needed one is missing."""
     found: dict[str, str] = {}
     for ours in (*form.needs, *form.may, *OPTIONAL):
-        names = (declared[ours],) if ours in declared else (ours, *ALIASES.get(ours, ()))
-        there = [name for name in names if name in fields]
+        there = [name for name in _names(ours, declared) if name in fields]
         if there:
             found[ours] = next((name for name in there if fields[name] is not None), there[0])
         elif ours in form.needs:
             return None
     return found
+
+
+def _names(ours: str, declared: Mapping[str, str]) -> tuple[str, ...]:
+    return (declared[ours],) if ours in declared else (ours, *ALIASES.get(ours, ()))
 
 
 def _listed(fields: Fields) -> str:
@@ -92,10 +95,14 @@ def _listed(fields: Fields) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the rows of a source are, and the column of each of our fields."""
+    """What the rows of a source are, and the columns in which the first row has our fields.
+
+    A field that a form needs stands in the same column of all rows. Others are looked for in every row.
+    """
 
     form: Form
     columns: Mapping[str, str]
+    declared: Mapping[str, str]
     prompts: bool = False  # only their prompts are taken
 
     @property
@@ -112,7 +119,10 @@ class Shape:
         for ours in self.form.needs:
             if self.columns[ours] not in fields:
                 self._refuse_missing(fields, ours)
-        own = {ours: fields.get(column) for ours, column in self.columns.items()}
+        own = {ours: fields[self.columns[ours]] for ours in self.form.needs}
+        for ours in (*self.form.may, *OPTIONAL):
+            values = (fields.get(name) for name in _names(ours, self.declared))
+            own[ours] = next((value for value in values if value is not None), None)
         try:
             parts = self.form.read(own)
             prompt = with_system_prompt(parts.pop("prompt"), _system(own) or system)
@@ -123,9 +133,11 @@ class Shape:
             raise FieldError(self.columns.get(error.field, error.field), error.rule) from None
 
     def _refuse_missing(self, fields: Fields, missing: str) -> None:
-        other = next((form for form in FORMS if form.kind is not self.form.kind and _columns(form, fields, {})), None)
+        other = next((form for form in FORMS if form.kind not in (self.form.kind, Kind.prompts)
+                      and _columns(form, fields, {})), None)  # fmt: skip
         column = self.columns[missing]
-        if other is not None and not any(need in other.needs for need in self.form.needs if need != "prompt"):
+        here = [need for need in self.form.needs if need != "prompt" and self.columns[need] in fields]
+        if other is not None and not here:
             raise FieldError(column, f"is missing: the row has {_listed(fields)}, which make it {other.words}, and the "
                              f"rows before it are {self.form.words}. Give each shape a source of its own "
                              f"(data.sources).")  # fmt: skip

@@ -240,7 +240,7 @@ class Appending:
         for name in TYPES:
             sync(self.folder / name)
         meta = {"kind": kind.value, **said, "facts": vars(self.facts), "bytes": files, "crc32": crcs}
-        write_text(self.folder / META, json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
+        write_text(self.folder / META, _sealed(meta))
         sync(self.folder / META)
         (self.folder / JOURNAL).unlink()
         sync(self.folder)
@@ -249,6 +249,13 @@ class Appending:
         for file in self._files.values():
             file.handle.close()
         self._journal.close()
+
+
+def _sealed(meta: Mapping[str, Any]) -> str:
+    """Write meta.json with its own checksum."""
+    plain = {name: value for name, value in meta.items() if name != "own_crc32"}
+    own = zlib.crc32(json.dumps(plain, sort_keys=True).encode())
+    return json.dumps({**plain, "own_crc32": own}, indent=1, ensure_ascii=False) + "\n"
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
@@ -279,7 +286,10 @@ class _Checked:
 def damage(folder: Path) -> str | None:
     """Say what is wrong with a finished store; None if nothing is. Reads all of it."""
     try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        text = (folder / META).read_text(encoding="utf-8")
+        meta = json.loads(text)
+        if text != _sealed(meta):
+            return f"{META} has other bytes than were written"
         for name, size in meta["bytes"].items():
             there = (folder / name).stat().st_size
             if there != size:

@@ -1,0 +1,242 @@
+"""Rows and files that cannot be used: each is named by file, line and field, and none is trained on silently."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlexp.errors import ConfigError, DataError
+from rlexp.types import Kind
+from tests.test_rows import SMALL, as_lines, assistant, cache, configured, ids, read, user, write_lines
+
+__all__ = ["cache"]  # a fixture of every test here too
+GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "must be a JSON object, not list"),
+        ('{"prompt": "\\ud800", "chosen": "b", "rejected": "c"}', "is not UTF-8 text"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"prompt": "a", "chosen": "b"}', "field `rejected` is missing; the row has chosen, prompt"),
+        ('{"prompt": "a", "chosen": 3, "rejected": "c"}', "field `chosen` must be a text"),
+        ('{"prompt": "a", "chosen": "b", "rejected": ""}', "field `rejected` must be a text that is not empty"),
+        ('{"prompt": "", "chosen": "b", "rejected": "c"}', "field `prompt` must not be empty"),
+        ('{"prompt": 7, "chosen": "b", "rejected": "c"}', "field `prompt` must be a text or a list"),
+        ('{"prompt": [{"role": "user"}], "chosen": "b", "rejected": "c"}', "message (number 1) without"),
+        ('{"prompt": [], "chosen": "b", "rejected": "c"}', "field `prompt` must be a text or a list"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}], "chosen": "b", "rejected": "c"}',
+            "a part of type image; only text is read",
+        ),
+        ('{"chosen": "b", "rejected": "c"}', "field `prompt` is missing"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c", "tools": "{"}', "field `tools` is a text, and not JSON"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c", "system": 1}', "field `system` must be a text"),
+        (
+            '{"prompt": "a", "completion": "b", "label": true}',
+            "make it unpaired (prompt, completion, label), and the rows before it are pairs (chosen, rejected)",
+        ),
+    ],
+)
+def test_a_bad_row_is_named_by_file_line_and_field(line: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(GOOD)}\n\n{line}\n", encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        read(str(path))
+    assert str(error.value).startswith(f"{path}:3: ")
+    assert said in str(error.value)
+    assert len(read(str(path), "data.bad_rows=drop").train) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"chosen": [user("a"), assistant("b")], "rejected": [user("x"), assistant("c")]}, "share no message before"),
+        ({"chosen": [user("a"), assistant("b")], "rejected": "c"}, "field `prompt` is missing"),
+        (
+            {"prompt": "other", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]},
+            "field `prompt` is not in the beginning",
+        ),
+    ],
+)
+def test_conversations_that_are_no_pair_are_named(row: dict, said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"rows.jsonl:1: .*{said}"):
+        read(write_lines(tmp_path, [row]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "said"),
+    [
+        (Kind.unpaired, {"prompt": "a", "completion": "b", "label": 1}, "field `label` must be true or false"),
+        (Kind.supervised, {"messages": [user("a")]}, "has no message of the role `assistant`"),
+        (Kind.supervised, {"messages": [assistant("a")]}, "begins with the role `assistant`"),
+        (Kind.prompts, {"prompt": ""}, "field `prompt` must not be empty"),
+        (Kind.prompts, {"prompt": "a", "answer": ""}, "must be a number or a text that is not empty"),
+        (Kind.prompts, {"prompt": "a", "answer": True}, "must be a number or a text"),
+        (Kind.prompts, {"prompt": "a", "answer": float("nan")}, "must be a number or a text"),
+        (Kind.prompts, {"prompt": "a", "answer": ["b"]}, "must be a number or a text"),
+    ],
+)
+def test_a_bad_row_of_another_kind_is_named(kind: Kind, row: dict, said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"rows.jsonl:1: .*{said}"):
+        read(write_lines(tmp_path, [row]), kind=kind)
+
+
+def test_bad_rows_by_the_thousand_are_reported_together_and_all_listed(tmp_path: Path) -> None:
+    random_ = random.Random(0)
+    kinds = ["{", "[1]", '{"prompt": 1}', '{"prompt": "a", "chosen": "b", "rejected": ""}', "\ufeff", '"text"', "NaN"]
+    lines = [json.dumps({**GOOD, "prompt": f"number {number}"}) for number in range(9000)]
+    places = sorted(random_.sample(range(1, 9000), 3000))
+    for place in places:
+        lines[place] = random_.choice(kinds)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        read(str(path))
+    said = str(error.value).splitlines()
+    assert said[0] == f"{path}: 3,000 rows cannot be used."
+    assert len(said) == 13
+    listed = Path(said[11].rpartition(" ")[2]).read_text(encoding="utf-8").splitlines()
+    assert [int(line.split(":")[1]) for line in listed] == [place + 1 for place in places]
+    assert "data.bad_rows=drop" in said[-1]
+    kept = read(str(path), "data.bad_rows=drop", "data.workers=2")
+    assert len(kept.train) == 6000
+    assert kept.dropped == {"unusable, and left out by data.bad_rows=drop": len(listed)}
+
+
+@SMALL
+@given(content=st.one_of(st.binary(max_size=60), st.text(max_size=60).map(lambda text: text.encode("utf-8", "ignore"))))
+def test_a_file_of_anything_is_read_or_refused_in_one_message(content: bytes, tmp_path: Path) -> None:
+    for name, bytes_ in (
+        ("rows.jsonl", content),
+        ("rows.json", b"[" + content + b"]"),
+        ("x.gz", gzip.compress(content)),
+    ):
+        (tmp_path / name).write_bytes(bytes_)
+        with pytest.raises(DataError, match=name):
+            read(str(tmp_path / name))
+
+
+def test_files_that_are_cut_off_or_empty_are_refused(tmp_path: Path) -> None:
+    lines = as_lines([GOOD] * 50)
+    for name, content, said in (
+        ("empty.jsonl", b"\n", "has no rows"),
+        ("empty.json", b"[]", "has no rows"),
+        ("torn.json", b'[{"prompt": "a", "chosen": "b", "rejected": "c"},', "row 2 is not JSON"),
+        ("comma.json", b'[{"prompt": "a", "chosen": "b", "rejected": "c"} {}]', "a comma or ] must follow row 1"),
+        ("torn.gz", gzip.compress(lines)[:-9], "cannot be read"),
+        ("torn.zst", pa.compress(lines, codec="zstd", asbytes=True)[:-3], "cannot be read"),
+        ("latin.jsonl", json.dumps(GOOD).encode() + b"\n\xff\xfe\n", "latin.jsonl:2: is not UTF-8"),
+        ("torn.parquet", b"PAR1 and no more", "cannot be read"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=said):
+            read(str(tmp_path / name))
+
+
+def test_wrong_settings_of_rows_are_named(tmp_path: Path) -> None:
+    path = write_lines(tmp_path, [GOOD] * 3)
+    unpaired = [{"prompt": "a", "completion": "b", "label": True}]
+    (tmp_path / "other").mkdir()
+    with pytest.raises(
+        DataError, match=r"data\.columns\.prompt=question: .*rows.jsonl:1 has no such column, but chosen"
+    ):
+        read(path, "data.columns.prompt=question")
+    with pytest.raises(
+        DataError, match=r"the run needs pairs, with `chosen` and `rejected`, and the row has completion"
+    ):
+        read(write_lines(tmp_path / "other", unpaired))
+    with pytest.raises(ConfigError, match=r"data\.eval_size=3: 3 rows are left to train on"):
+        read(write_lines(tmp_path, [{**GOOD, "prompt": str(number)} for number in range(3)]), "data.eval_size=3")
+    with pytest.raises(DataError, match=r"data\.path=.*cannot be read as a data set"):
+        read(str(tmp_path / "other" / "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data.sources.a.weight=0"], "data.sources.a.weight=0.0: must be greater than 0, or null"),
+        (["data.sources.a.weight=-1"], "data.sources.a.weight=-1.0: must be greater than 0, or null"),
+        (["data.sources.a.wieght=1"], "no such key of a source. Did you mean weight?"),
+        (["data.sources.a.weight=1", "data.sources.b.path=org/b"], "data.sources.b.weight: has no value, and other"),
+        (["data.path=org/c"], "data.path=org/c: describes a single source, and data.sources names a"),
+        (["data.columns.prompt=x"], "each of several sources has its own columns"),
+        (["data.sources.a.columns.promt=x"], "data.sources.a.columns.promt=x: no such field. Did you mean prompt?"),
+        (["data.sources.a=5"], "data.sources.a=5: must be a group of keys"),
+        (["data.sources.a.path=./nothing.jsonl"], "data.sources.a.path=./nothing.jsonl: no such file or folder"),
+        (["data.sources.a.path=x/*.jsonl"], "matches no file"),
+        (["data.eval_size=5", "data.sources.a.eval_split=test"], "data.eval_size=5: holds out some of the rows"),
+        (["data.workers=0"], "data.workers=0: must be at least 1"),
+        (["train.eval_every=1"], "there is no held-out data"),
+    ],
+)
+def test_sources_that_do_not_fit_are_refused_before_a_row_is_read(overrides: list[str], said: str) -> None:
+    base = [] if overrides[0] == "data.sources.a=5" else ["data.sources.a.path=org/a"]
+    with pytest.raises((ConfigError, DataError)) as error:
+        configured_sources(*base, *overrides)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def configured_sources(*overrides: str) -> None:
+    from rlexp.config.load import compose_config
+
+    compose_config(["data=hf", "launch.device=cpu", *overrides])
+
+
+def test_a_hub_name_that_cannot_be_reached_is_refused_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def offline(*_: object, **__: object) -> None:
+        raise ConnectionError("no network here")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)  # the hub cannot exist on this machine
+    with pytest.raises(DataError, match=r"data\.path=org/name: cannot be read as a data set .*no network here"):
+        read("org/name")
+    assert configured(Kind.pairs).data.path == "org/name"
+
+
+# ---- texts at the edge ----
+
+
+@SMALL
+@given(
+    rows=st.lists(
+        st.tuples(*[st.text(st.characters(exclude_categories=["Cs"]), max_size=8)] * 3), min_size=1, max_size=5
+    )
+)
+def test_any_texts_are_kept_whole_or_named(rows: list[tuple[str, str, str]], tmp_path: Path) -> None:
+    """Also empty ones, duplicates, and answers that are the prompt."""
+    path = write_lines(tmp_path, [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in rows])
+    usable = [row for row in rows if all(row)]
+    different = [row for row in usable if row[1] != row[2]]
+    if not different:
+        with pytest.raises(DataError):
+            read(path, "data.bad_rows=drop")
+        return
+    pairs = read(path, "data.bad_rows=drop").train
+    from rlexp.model.loading import byte_tokenizer
+
+    decode = byte_tokenizer().decode
+    assert [(decode(p.prompt), decode(p.chosen), decode(p.rejected)) for p in pairs] == [
+        (prompt, f"{chosen}<eos>", f"{rejected}<eos>") for prompt, chosen, rejected in different
+    ]
+    if len(usable) < len(rows):
+        with pytest.raises(DataError, match="rows.jsonl"):
+            read(path)
+
+
+def test_answers_of_one_token_and_of_a_hundred_thousand(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "chosen": "x" * 100_000, "rejected": "y"}] * 2
+    one, same = read(write_lines(tmp_path, rows)).train
+    assert (len(one.chosen), len(one.rejected)) == (100_001, 2)
+    assert ids([one])[0][1:] == ids([same])[0][1:]
