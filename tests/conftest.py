@@ -30,6 +30,7 @@ DEAR = {"test_damage", "test_engines", "test_page", "test_pipelined", "test_resu
 PARSED = functools.cache(grammar_parser.parse)  # the same few interpolations in every configuration
 os.environ.setdefault(TORCH_BUILT_FOR, "cuda")  # tests play GPUs, by an nvidia-smi of their own
 os.environ.setdefault("RLEXP_CACHE", str(ROOT / ".pytest_cache" / "rlexp"))
+os.environ.setdefault("HF_DATASETS_CACHE", str(ROOT / ".pytest_cache" / "datasets"))
 prepare_environment(LaunchConfig(device=Device.cpu))
 warm.meet()  # before pytest-xdist starts its workers, which find the same server
 util.spawnv_passfds = warm.fork_server  # type: ignore[assignment]

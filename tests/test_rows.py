@@ -198,7 +198,7 @@ def test_folders_are_read_by_the_datasets_library(write: Any, tmp_path: Path) ->
     first = read(place)
     assert ids(first.train) == expected
     assert first.train[2].origin == f"{place}[train]:3"
-    with pytest.raises(DataError, match=r"data\.split=valid: .* has no such split. It has train"):
+    with pytest.raises(DataError, match=r"data\.split=valid: .* has no such split.*train"):
         read(place, "data.split=valid")
     for split, kept in (("train[:2]", expected[:2]), ("train[-1:]", expected[-1:]), ("train[50%:]", expected[2:])):
         assert ids(read(place, f'data.split="{split}"').train) == [(at, *each[1:]) for at, each in enumerate(kept)]

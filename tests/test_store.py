@@ -1,4 +1,4 @@
-"""The store of tokenized rows: made once, the same byte for byte however often it was killed, and never torn or stale."""
+"""The store of tokenized rows: made once, the same bytes however often it was killed, and never torn or stale."""
 
 from __future__ import annotations
 

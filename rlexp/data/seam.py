@@ -15,7 +15,7 @@ import numpy as np
 
 from rlexp.types import Ids, Mask
 
-ANCHOR = "\n"  # a text after which a continuation is tokenized where it cannot be tokenized alone
+ANCHORS = ("\n", ".", "x", "1")  # texts after which a continuation is tokenized where it cannot be tokenized alone
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,12 @@ class Seam:
         return self._ids([text])[0] if anchored is None else anchored
 
     def _after_anchor(self, text: str) -> Ids | None:
-        anchor, both = self._ids([ANCHOR, ANCHOR + text])
-        return both[len(anchor) :] if np.array_equal(both[: len(anchor)], anchor) else None
+        """Tokenize a text after the first anchor that no token joins to it; a special token is never joined."""
+        for anchor in (*ANCHORS, self.tokenizer.eos_token or ""):
+            lead, both = self._ids([anchor, anchor + text])
+            if np.array_equal(both[: len(lead)], lead):
+                return both[len(lead) :]
+        return None
 
     def _ids(self, texts: Sequence[str], *, special: bool = False) -> list[Ids]:
         if not texts:
