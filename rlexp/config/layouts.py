@@ -88,7 +88,7 @@ def _fitting(heads: Heads | None, ring: int, most: int) -> int:
 
 
 def heads_of(model: ModelConfig) -> Heads | None:
-    """Return the model's heads, or None for a hub model, whose ranks learn them when they load it."""
+    """Return the model's heads, or None for a hub model or a GGUF file: ranks learn them when they load it."""
     if isinstance(model, TinyModelConfig):
         return Heads(model.heads, model.kv_heads, model.hidden_size // model.heads)
     described = _described(model)
@@ -107,8 +107,8 @@ def experts_in(model: ModelConfig) -> str | None:
 
 
 def _described(model: ModelConfig) -> dict[str, object] | None:
-    """Read the config.json of a model in a folder."""
-    if not isinstance(model, HFModelConfig):
+    """Read the config.json of a model in a folder. A GGUF file has its own, which only ranks read."""
+    if not isinstance(model, HFModelConfig) or model.gguf is not None:
         return None
     try:
         described = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))

@@ -12,6 +12,7 @@ from rlexp import engines
 from rlexp.config import sizes
 from rlexp.config.cadence import BEFORE_END, seconds
 from rlexp.config.hardware import gpus_without_torch, visible_gpus
+from rlexp.config.models import smollm2_folder
 from rlexp.config.paths import config_root
 from rlexp.config.schema import KINDS, LossConfig, PolicyLossConfig
 from rlexp.errors import ConfigError
@@ -114,6 +115,7 @@ def register() -> None:
     resolvers: dict[str, Callable[..., Any]] = {
         "rlexp_root": lambda: str(config_root()),
         "rlexp_groups": groups,
+        "rlexp_smollm2": smollm2_folder,
         "rlexp_nproc": default_nproc,
         "rlexp_precision": default_precision,
         "rlexp_engine": default_engine,

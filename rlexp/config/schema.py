@@ -98,6 +98,15 @@ class LoggerName(Enum):
     none = "none"
 
 
+class WeightsDtype(Enum):
+    """The dtype to which weights are rounded as they are read. The masters are float32 in any case."""
+
+    auto = "auto"  # as in the files
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
 class TooLong(Enum):
     """How a sequence longer than `data.max_length` is handled."""
 
@@ -255,7 +264,12 @@ class TinyModelConfig(ModelConfig):
 @dataclass
 class HFModelConfig(ModelConfig):
     name: str = "hf"
-    path: str = MISSING
+    path: str = MISSING  # a folder, or a hub name
+    revision: str | None = None  # a hub model's branch, tag or commit
+    gguf: str | None = None  # a GGUF file in `path`; weights, configuration and tokenizer come from it
+    dtype: WeightsDtype = WeightsDtype.auto
+    chat_template: str | None = None  # a jinja file that takes the place of the tokenizer's own template
+    add_tokens: list[str] = field(default_factory=list)  # new tokens; the embeddings get rows for them
     trust_remote_code: bool = False
 
 

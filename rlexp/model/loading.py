@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +27,25 @@ from transformers import (
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from transformers.utils.logging import disable_progress_bar
 
-from rlexp.config.schema import HFModelConfig, ModelConfig, ModelRewardConfig, Precision, TinyModelConfig
+from rlexp.config.schema import (
+    HFModelConfig,
+    ModelConfig,
+    ModelRewardConfig,
+    Precision,
+    TinyModelConfig,
+    WeightsDtype,
+)
 from rlexp.errors import ModelError
 from rlexp.model import hook, rope
-from rlexp.model.placing import Placing, arriving, put_all
+from rlexp.model.placing import Placing, arriving, put_all, round_all
+from rlexp.model.prepared import prepared
 
+ROUNDED = {
+    WeightsDtype.auto: None,
+    WeightsDtype.fp32: None,  # which is what weights are read in
+    WeightsDtype.bf16: torch.bfloat16,
+    WeightsDtype.fp16: torch.float16,
+}
 UNBOUNDED = 1 << 60  # data.max_length decides what is too long, not the tokenizer
 
 
@@ -51,8 +66,8 @@ def load_config(cfg: ModelConfig, max_length: int) -> PreTrainedConfig:
                 pad_token_id=tokenizer.pad_token_id,
                 tie_word_embeddings=False,
             )
-        case HFModelConfig(path=path):
-            config = _from_hub(AutoConfig, path, cfg.trust_remote_code)
+        case HFModelConfig():
+            config = _pretrained(AutoConfig, cfg)
         case _:
             raise AssertionError(cfg)
     _without_dropout(config)
@@ -70,21 +85,22 @@ def load_model(
     """Load the model, the same on every rank, with the ring's attention and without dropout. Its weights are float32,
     and go where `placing` says, one by one; without it they stay on the host."""
     hook.register()
-    disable_progress_bar()
     match cfg:
-        case HFModelConfig(path=path):
+        case HFModelConfig():
+            dtype = ROUNDED[cfg.dtype]
+            if placing is not None:
+                placing = dataclasses.replace(placing, rounded=dtype)
             with arriving(placing):
-                model, info = _from_hub(
+                model, info = _pretrained(
                     AutoModelForCausalLM,
-                    path,
-                    cfg.trust_remote_code,
+                    cfg,
                     config=config,
                     dtype=torch.float32,
                     attn_implementation=hook.NAME,
                     output_loading_info=True,
                     **(_experts(config) if float64 else {}),
                 )
-            _refuse_random("model.path", path, info)
+            _refuse_random("model.path", cfg.path, info)
         case _:
             unset_hf_deepspeed_config()
             with torch.random.fork_rng(devices=[]):
@@ -93,7 +109,12 @@ def load_model(
             if placing is not None:
                 put_all(model, placing)
             return model
-    return _without_surprises(model, max_length)
+    model = _without_surprises(model, max_length)
+    if dtype is not None and placing is not None:
+        put_all(model, placing)  # also what no module was given by its name
+    elif dtype is not None:
+        round_all(model, dtype)
+    return model
 
 
 def random_model(config: PreTrainedConfig, max_length: int, *, float64: bool = False) -> PreTrainedModel:
@@ -216,9 +237,11 @@ def is_mixture(config: PreTrainedConfig) -> bool:
 
 def load_tokenizer(cfg: ModelConfig) -> Any:
     match cfg:
-        case HFModelConfig(path=path):
-            tokenizer = _from_hub(AutoTokenizer, path, cfg.trust_remote_code, what="tokenizer")
+        case HFModelConfig():
+            tokenizer = _pretrained(AutoTokenizer, cfg, what="tokenizer")
             tokenizer.model_max_length = UNBOUNDED
+            if cfg.chat_template is not None:
+                tokenizer.chat_template = Path(cfg.chat_template).expanduser().read_text(encoding="utf-8")
             return tokenizer
         case _:
             return byte_tokenizer()
@@ -239,6 +262,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         model_max_length=UNBOUNDED,
     )
+
+
+def _pretrained(factory: Any, cfg: HFModelConfig, **kwargs: Any) -> Any:
+    """Load from what is prepared of the model, in its revision."""
+    asked = prepared(cfg)
+    assert isinstance(asked, HFModelConfig)
+    revision = {} if asked.revision is None else {"revision": asked.revision}
+    return _from_hub(factory, asked.path, asked.trust_remote_code, **revision, **kwargs)
 
 
 def _from_hub(

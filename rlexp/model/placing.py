@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from rlexp.errors import ModelError
+
 Part = Callable[[torch.Size], slice]  # of a flattened parameter
 _PLACED, _EXACT = "_rlexp_placed", "_rlexp_exact"  # attributes of a parameter
 
@@ -38,6 +40,7 @@ class Placing:
     part: Part | None = None
     whole: bool = True
     loses: Callable[[Tensor, Tensor], bool] = loses_bits
+    rounded: torch.dtype | None = None  # to which all that arrives is rounded first
 
     def put(self, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.is_meta or hasattr(parameter, _PLACED) or not parameter.is_floating_point():
@@ -48,7 +51,7 @@ class Placing:
         return placed
 
     def _whole(self, parameter: nn.Parameter) -> nn.Parameter:
-        wide = parameter.detach().to(self.device)
+        wide = rounded(parameter.detach().to(self.device), self.rounded)
         placed = nn.Parameter(wide.to(self.dtype), requires_grad=parameter.requires_grad)
         if self.part is not None and placed.dtype != wide.dtype and self.loses(wide, placed.detach()):
             setattr(placed, _EXACT, wide.view(-1)[self.part(wide.shape)].to("cpu", copy=True))
@@ -56,12 +59,33 @@ class Placing:
 
     def _part_alone(self, parameter: nn.Parameter) -> nn.Parameter:
         assert self.part is not None, "a rank that holds nothing"
-        value = parameter.detach()
+        value = rounded(parameter.detach(), self.rounded)
         empty = torch.empty_like(value, device="meta", dtype=self.dtype)
         placed = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         mine = value.reshape(-1)[self.part(value.shape)]
         setattr(placed, _EXACT, mine.to(self.device, self.dtype, copy=True))
         return placed
+
+
+def rounded(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the value with the precision of another dtype, in its own dtype."""
+    if dtype is None:
+        return value
+    narrow = value.to(dtype)
+    if dtype is torch.float16 and narrow.isinf().any() and not value.isinf().any():
+        raise ModelError(
+            f"model.dtype=fp16: a weight is as large as {float(value.abs().max()):.3g}, and fp16 ends at 65504. Use "
+            f"model.dtype=bf16, or leave it out."
+        )
+    return narrow.to(value.dtype)
+
+
+def round_all(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the parameters of a module where they are, also a rank's pieces of them under ZeRO-3."""
+    for parameter in model.parameters():
+        for held in (parameter, getattr(parameter, "ds_tensor", None)):
+            if held is not None and held.is_floating_point():
+                held.data = rounded(held.data, dtype)
 
 
 def take_exact(parameter: nn.Parameter) -> Tensor | None:

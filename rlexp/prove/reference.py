@@ -32,6 +32,7 @@ from rlexp.prove.records import SIDES, Array, Expected, Key, StepExpected, Tenso
 LOGITS = 1 << 24  # elements of logits held at once
 SCORES = 1 << 26  # elements of a score matrix held at once
 BLOCKS = "verify_blocks"
+ROUNDED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLOOR = 1e-6  # added to the norm when clipping, as by torch's clip_grad_norm_
 
 
@@ -178,14 +179,16 @@ def expected_steps(cfg: Config, steps: int, held_out: int, folder: Path) -> Expe
 def load_tokenizer(cfg: Config) -> Any:
     if not isinstance(cfg.model, HFModelConfig):
         return textbook.Bytes()
-    path = str(Path(cfg.model.path).expanduser()) if cfg.model.path.startswith("~") else cfg.model.path
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, **_options(cfg.model))
+    if cfg.model.chat_template is not None:
+        tokenizer.chat_template = Path(cfg.model.chat_template).expanduser().read_text(encoding="utf-8")
     tokenizer.model_max_length = 1 << 60  # silence its warning: data.max_length decides
     return tokenizer
 
 
 def load(cfg: Config, device: torch.device, attention: str | None = None) -> Any:
-    """Load the starting model with float64 parameters; rotary tables and other buffers stay in float32."""
+    """Load the starting model with float64 parameters, rounded as the configuration says; rotary tables and other
+    buffers stay in float32."""
     names = [attention] if attention else [own_blocks() if device.type == "cuda" else "sdpa", "eager"]
     for name in names:
         try:
@@ -194,8 +197,9 @@ def load(cfg: Config, device: torch.device, attention: str | None = None) -> Any
         except ValueError:  # the model does not offer this attention
             if name == names[-1]:
                 raise
+    dtype = ROUNDED.get(cfg.model.dtype.value, torch.float32) if isinstance(cfg.model, HFModelConfig) else torch.float32
     for parameter in model.parameters():
-        parameter.data = parameter.data.double()
+        parameter.data = parameter.data.to(dtype).double()
     _pin_angles(model, cfg.data.max_length)
     model.to(device).eval()
     _refuse_other_head(model, device)
@@ -221,20 +225,25 @@ def _made(cfg: Config, attention: str) -> Any:
                 torch.manual_seed(tiny.seed)
                 return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
         case HFModelConfig() as hf:
-            path = str(Path(hf.path).expanduser()) if hf.path.startswith("~") else hf.path
             transformers.utils.logging.disable_progress_bar()
-            config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=hf.trust_remote_code)
+            config = transformers.AutoConfig.from_pretrained(hf.path, **_options(hf))
             # Mixtures of experts: the grouped matrix product has no float64 kernel.
             experts = any("experts" in name and value for name, value in vars(config).items())
             return AutoModelForCausalLM.from_pretrained(
-                path,
-                trust_remote_code=hf.trust_remote_code,
+                hf.path,
+                **_options(hf),
                 dtype=torch.float32,
                 attn_implementation=attention,
                 **({"experts_implementation": "eager"} if experts else {}),
             )
         case _:
             raise AssertionError(cfg.model)
+
+
+def _options(model: HFModelConfig) -> dict[str, Any]:
+    """Return options of transformers. What files must be changed for was prepared before (`shrink.plan`)."""
+    assert (model.gguf, model.add_tokens) == (None, []), "the model was not prepared"
+    return {"trust_remote_code": model.trust_remote_code, "revision": model.revision or "main"}
 
 
 def _pin_angles(model: nn.Module, max_length: int) -> None:

@@ -22,11 +22,12 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlexp.config.layouts import Choice, choose, heads_in
-from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, TinyModelConfig
+from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, ModelConfig, TinyModelConfig
 from rlexp.data.sampler import Batch, Sampler, total_steps
 from rlexp.errors import ModelError
 from rlexp.launch.place import Place
 from rlexp.model.loading import load_config, load_tokenizer
+from rlexp.model.prepared import prepared
 from rlexp.ring.groups import ALONE, World
 from rlexp.train.examples import read_pairs
 from rlexp.types import Pair
@@ -41,7 +42,7 @@ PER_WIDTH, PER_INNER = 40, 10
 
 @dataclass(frozen=True)
 class Plan:
-    """The size of a verification. `model_path` is a folder with the model's first layers, if layers are left out."""
+    """The size of a verification. `model` is an ordinary model of transformers, with all its layers or the first."""
 
     steps: int
     held_out: int
@@ -52,7 +53,7 @@ class Plan:
     need: int  # bytes
     free: int
     choice: Choice  # the run's own layout; the estimate depends on the precision, and float64 must not change it
-    model_path: str | None = None
+    model: ModelConfig
 
     @property
     def said(self) -> str | None:
@@ -72,6 +73,7 @@ def plan_rank(place: Place, cfg: Config, steps: int, folder: Path) -> Plan:  # n
 
 def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> Plan:
     """Read the data as the run will, so that its errors come first; then choose the number of layers."""
+    cfg = dataclasses.replace(cfg, model=prepared(cfg.model))
     pairs, held_out = _pairs(cfg)
     sampler = Sampler(len(pairs), cfg.train.batch_size, cfg.seed, cfg.data.shuffle, cfg.data.drop_last)
     steps = min(steps, total_steps(sampler.steps_per_epoch, cfg.train.max_steps, cfg.train.epochs))
@@ -90,22 +92,15 @@ def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> Plan:
         raise ModelError(_refusal(cfg, layers, parameters, need, free))
     _refuse_small_disk(parameters, steps, folder)
     choice = choose(cfg, heads_in(config.to_dict()))
-    path = _cut(cfg, layers, folder) if layers < full and isinstance(cfg.model, HFModelConfig) else None
-    return Plan(steps, len(held_out), layers, full, parameters, longest, need, free, choice, path)
+    model = _cut(cfg.model, layers, folder) if layers < full else cfg.model
+    return Plan(steps, len(held_out), layers, full, parameters, longest, need, free, choice, model)
 
 
 def shrunk(cfg: Config, plan: Plan) -> Config:
     """The configuration with the model that fits, and with the name of the run's layout instead of `auto`."""
     inner = plan.choice.ulysses_size if plan.choice.layout is LayoutName.hybrid else None
     parallel = dataclasses.replace(cfg.parallel, layout=plan.choice.layout, ulysses_size=inner)
-    cfg = dataclasses.replace(cfg, parallel=parallel)
-    if plan.layers == plan.of_layers:
-        return cfg
-    if isinstance(cfg.model, TinyModelConfig):
-        return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, layers=plan.layers))
-    assert isinstance(cfg.model, HFModelConfig)
-    assert plan.model_path is not None
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=plan.model_path))
+    return dataclasses.replace(cfg, parallel=parallel, model=plan.model)
 
 
 def held_out_of(cfg: Config, there: int) -> int:
@@ -186,23 +181,28 @@ def _refuse_small_disk(parameters: int, steps: int, folder: Path) -> None:
         )
 
 
-def _cut(cfg: Config, layers: int, folder: Path) -> str:
-    """Write the model's first layers, with their real weights, and its tokenizer."""
-    assert isinstance(cfg.model, HFModelConfig)
-    place, path = folder / "model", str(Path(cfg.model.path).expanduser())
-    trusted = {"trust_remote_code": cfg.model.trust_remote_code}
+def _cut(model: ModelConfig, layers: int, folder: Path) -> ModelConfig:
+    """Leave out the last layers. Of a pretrained model, write the first ones with their real weights, and its
+    tokenizer."""
+    if isinstance(model, TinyModelConfig):
+        return dataclasses.replace(model, layers=layers)
+    assert isinstance(model, HFModelConfig)
+    place = folder / "model"
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    if model.revision is not None:
+        options |= {"revision": model.revision}
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # no warning about the unused weights of the other layers
     try:
-        whole = AutoConfig.from_pretrained(path, **trusted)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=_with_layers(whole, layers), dtype=torch.float32, **trusted
+        whole = AutoConfig.from_pretrained(model.path, **options)
+        cut = AutoModelForCausalLM.from_pretrained(
+            model.path, config=_with_layers(whole, layers), dtype=torch.float32, **options
         )
-        model.save_pretrained(place)
-        transformers.AutoTokenizer.from_pretrained(path, **trusted).save_pretrained(place)
+        cut.save_pretrained(place)
+        transformers.AutoTokenizer.from_pretrained(model.path, **options).save_pretrained(place)
     finally:
         transformers.logging.set_verbosity(before)
-    return str(place)
+    return dataclasses.replace(model, path=str(place), revision=None)
 
 
 def free_on_host() -> int:

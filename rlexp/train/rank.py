@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rlexp import __version__
 from rlexp.checkpoint.folder import METRICS, latest_first
+from rlexp.config.models import called
 from rlexp.config.schema import Config, CountTensors, LoggerName
 from rlexp.errors import NonFiniteError
 from rlexp.launch import folder
@@ -152,7 +153,7 @@ def header(task: Task, run_dir: Path) -> str:
     reasons = sorted(task.examples.dropped.items())
     dropped = "".join(f"\n  {count} {task.kind}s: {reason}" for reason, count in reasons)
     return (
-        f"rlexp {__version__}  {cfg.loss.name} on {cfg.model.name} ({run.parameters:,} parameters, "
+        f"rlexp {__version__}  {cfg.loss.name} on {called(cfg.model)} ({run.parameters:,} parameters, "
         f"{cfg.train.precision.value}), engine {run.engine.name}\n"
         f"  ring of {world.ring.size} ({run.attention}) × {replicas} = "
         f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n{chosen(run)}"

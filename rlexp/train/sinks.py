@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlexp.checkpoint.folder import METRICS
 from rlexp.config.load import to_plain
+from rlexp.config.models import called
 from rlexp.config.schema import LoggerName
 from rlexp.curves.rollouts import ROLLOUTS
 from rlexp.curves.rows import read_rows
@@ -23,6 +24,8 @@ from rlexp.sinks.rollouts import RolloutsSink
 from rlexp.train.loop import Position, last_step
 from rlexp.train.run import Run
 from rlexp.types import MetricRow
+
+TAG = 64  # most characters of a tag of W&B
 
 
 def build_sinks(run: Run, run_dir: Path, position: Position, curve: JsonlSink) -> Sinks:
@@ -58,7 +61,7 @@ def wandb_sink(run: Run, run_dir: Path, rows: Sequence[MetricRow]) -> Sink:
     from rlexp.sinks.wandb_run import WandbFacts, WandbSink
 
     cfg = run.cfg
-    tags = [cfg.loss.name, cfg.model.name, f"ring{run.world.ring.size}", cfg.train.precision.value]
+    tags = [cfg.loss.name, called(cfg.model)[:TAG], f"ring{run.world.ring.size}", cfg.train.precision.value]
     facts = WandbFacts(
         described(run, run_dir), tags, cfg.checkpoint.best_metric, cfg.checkpoint.best, cfg.train.precision
     )
