@@ -12,9 +12,9 @@ ROWS = (".jsonl", ".json", ".ndjson", ".parquet", ".gz", ".zst")
 
 def check_rows(key: str, path: str) -> None:
     file = _expanded(key, path)
-    if _is_dir(file):
+    if is_dir(file):
         raise DataError(f"{key}={path}: is a folder. Give a file of rows, or say data=hf for a folder.")
-    if not _is_file(file):
+    if not is_file(file):
         raise DataError(f"{key}={path}: no such file. Give one that exists; relative paths start at {Path.cwd()}.")
 
 
@@ -25,9 +25,9 @@ def check_rows_or_name(key: str, path: str) -> None:
     file = _expanded(key, path)
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or file.suffix in ROWS
     if glob.has_magic(path):
-        if not any(map(_is_file, map(Path, glob.glob(str(file))))):
+        if not any(map(is_file, map(Path, glob.glob(str(file))))):
             raise DataError(f"{key}={path}: matches no file; relative paths start at {Path.cwd()}.")
-    elif looks_local and not _is_file(file) and not _is_dir(file):
+    elif looks_local and not is_file(file) and not is_dir(file):
         raise DataError(
             f"{key}={path}: no such file or folder. Give one that exists, or a hub name; relative paths start at "
             f"{Path.cwd()}."
@@ -39,14 +39,14 @@ def check_model_path(key: str, path: str) -> None:
     if not path:
         raise ConfigError(f"{key}={path}: is empty. Give a model's folder, or a hub name.")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not _is_dir(_expanded(key, path)):
+    if looks_local and not is_dir(_expanded(key, path)):
         raise ConfigError(f"{key}={path}: no such folder. Give a model's folder, or a hub name.")
 
 
 def check_baseline(key: str, path: str) -> None:
     """Only the folder around it must exist: the run itself may be about to begin."""
     folder = _expanded(key, path)
-    if not _is_dir(folder.parent) or _is_file(folder):
+    if not is_dir(folder.parent) or is_file(folder):
         raise ConfigError(
             f"{key}={path}: no such run folder. Give another run's folder; relative paths start at {Path.cwd()}."
         )
@@ -59,14 +59,14 @@ def _expanded(key: str, path: str) -> Path:
         raise ConfigError(f"{key}={path}: there is no such user here. Give the path without ~.") from None
 
 
-def _is_dir(path: Path) -> bool:
+def is_dir(path: Path) -> bool:
     try:
         return path.is_dir()
     except OSError:  # a name that no file can have, or a folder that may not be read
         return False
 
 
-def _is_file(path: Path) -> bool:
+def is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except OSError:

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlexp.config.checks_files import check_model_path
+from rlexp.config.checks_files import check_model_path, is_dir, is_file
 from rlexp.config.schema import HFModelConfig
 from rlexp.errors import ConfigError
 
@@ -23,7 +23,7 @@ ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 def check_pretrained(model: HFModelConfig, *, here: bool) -> None:
     check_model_path("model.path", model.path)
     folder = Path(model.path).expanduser()
-    local = folder.is_dir()
+    local = is_dir(folder)
     if model.revision is not None and local:
         raise ConfigError(
             f"model.revision={model.revision}: is for hub names, and model.path={model.path} is a folder. "
@@ -59,7 +59,7 @@ def _check_gguf(model: HFModelConfig, folder: Path | None, *, here: bool) -> Non
             f"model.gguf={model.gguf}: is one of several parts, and transformers reads one file only. Join them "
             f"with llama.cpp's `llama-gguf-split --merge`."
         )
-    if folder is not None and not (folder / model.gguf).is_file():
+    if folder is not None and not is_file(folder / model.gguf):
         files = _gguf_files(folder)
         there = f"There: {', '.join(files[:5])}" if files else "It has no GGUF file: leave model.gguf out"
         raise ConfigError(f"model.gguf={model.gguf}: no such file in model.path={model.path}. {there}.")
@@ -145,6 +145,9 @@ def _compile(key: str, path: str, text: str) -> None:
     try:
         environment.from_string(text)
     except TemplateSyntaxError as error:
-        raise ConfigError(
-            f"{key}={path}: line {error.lineno} does not compile: {error.message}. Correct the template."
-        ) from None
+        where, why = f"line {error.lineno} does", (error.message or "").rstrip(".")
+    except SyntaxError as error:  # of the Python that jinja2 made, whose lines are others
+        where, why = "it does", error.msg
+    else:
+        return
+    raise ConfigError(f"{key}={path}: {where} not compile: {why}. Correct the template.")
