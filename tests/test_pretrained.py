@@ -507,6 +507,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["model.add_tokens=['<a>','<eos>']"], "the tokenizer has '<eos>' already. Leave it out."),
     (["model.add_tokens=['<bos>','A']"], "the tokenizer has '<bos>', 'A' already. Leave them out."),
     (["model.chat_template=MODEL/none.jinja"], "MODEL/none.jinja: no such file can be read. Give one that exists"),
+    (["model.chat_template='~no_such_user/a'"], "there is no such user here"),
     (["model.chat_template=MODEL"], "model.chat_template=MODEL: is a folder"),
     (["model.chat_template=MODEL/binary"], "is no UTF-8 text"),
     (["model.chat_template=MODEL/blank"], "is empty. Give a jinja template, or leave model.chat_template out"),

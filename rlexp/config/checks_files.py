@@ -11,7 +11,7 @@ ROWS = (".jsonl", ".json", ".ndjson", ".parquet", ".gz", ".zst")
 
 
 def check_rows(key: str, path: str) -> None:
-    file = _expanded(key, path)
+    file = expanded(key, path)
     if is_dir(file):
         raise DataError(f"{key}={path}: is a folder. Give a file of rows, or say data=hf for a folder.")
     if not is_file(file):
@@ -39,20 +39,20 @@ def check_model_path(key: str, path: str) -> None:
     if not path:
         raise ConfigError(f"{key}={path}: is empty. Give a model's folder, or a hub name.")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not is_dir(_expanded(key, path)):
+    if looks_local and not is_dir(expanded(key, path)):
         raise ConfigError(f"{key}={path}: no such folder. Give a model's folder, or a hub name.")
 
 
 def check_baseline(key: str, path: str) -> None:
     """Only the folder around it must exist: the run itself may be about to begin."""
-    folder = _expanded(key, path)
+    folder = expanded(key, path)
     if not is_dir(folder.parent) or is_file(folder):
         raise ConfigError(
             f"{key}={path}: no such run folder. Give another run's folder; relative paths start at {Path.cwd()}."
         )
 
 
-def _expanded(key: str, path: str) -> Path:
+def expanded(key: str, path: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:

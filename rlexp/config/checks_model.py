@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlexp.config.checks_files import check_model_path, is_dir, is_file
+from rlexp.config.checks_files import check_model_path, expanded, is_dir, is_file
 from rlexp.config.schema import HFModelConfig
 from rlexp.errors import ConfigError
 
@@ -109,14 +109,14 @@ def _vocabulary(folder: Path) -> set[str]:
 
 def check_template(key: str, path: str) -> None:
     """Refuse a template that is missing, is no text, or does not compile with what transformers offers to templates."""
-    file = Path(path).expanduser()
+    file = expanded(key, path)
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{key}={path}: is no UTF-8 text. Give a file with a jinja template.") from None
     except IsADirectoryError:
         raise ConfigError(f"{key}={path}: is a folder. Give a file with a jinja template.") from None
-    except (OSError, ValueError, RuntimeError):
+    except (OSError, ValueError):
         raise ConfigError(
             f"{key}={path}: no such file can be read. Give one that exists; relative paths start at {Path.cwd()}."
         ) from None

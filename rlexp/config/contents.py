@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 SAMPLE, SAMPLES = 4096, 256  # a file of weights is read at so many places, so many bytes at each
@@ -16,7 +17,7 @@ def of_file(path: Path) -> str:
 
 def of_model(path: Path) -> str:
     """Hash a model's folder: small files whole, and of weights their size and samples. A hub name stands for itself."""
-    if not path.is_dir():
+    if not os.path.isdir(path):  # which also takes what can be no path
         return str(path)
     files = "".join(f"{file.name}:{sampled(file)}\n" for file in files_of_model(path))
     return hashlib.sha256(files.encode()).hexdigest()[:16]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -60,7 +61,7 @@ def prepared(cfg: ModelConfig) -> ModelConfig:
 
 def _folder(cfg: HFModelConfig) -> Path:
     """Return the model's folder; a hub model is fetched."""
-    if Path(cfg.path).is_dir():
+    if os.path.isdir(cfg.path):  # which also takes what can be no path
         return Path(cfg.path)
     wanted = FROM_HUB if cfg.gguf is None else (cfg.gguf,)
     try:
