@@ -22,7 +22,7 @@ def check_rows_or_name(key: str, path: str) -> None:
     """Rows may also be several files, a folder, or a data set of the hub, which is only looked up when it is read."""
     if not path:
         raise DataError(f"{key}={path}: is empty. Give a file, a folder or a hub name.")
-    file = _expanded(key, path)
+    file = expanded(key, path)
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or file.suffix in ROWS
     if glob.has_magic(path):
         if not any(map(is_file, map(Path, glob.glob(str(file))))):
