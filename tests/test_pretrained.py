@@ -373,6 +373,19 @@ def is_the_original(ours: Any, shared: Path) -> None:
     assert len(texts) > 800
 
 
+def test_new_tokens_of_a_gguf_file_are_added_to_the_folder_that_it_became(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"weights")
+    monkeypatch.setattr(prepared, "_from_gguf", lambda _folder, _name, place: saved(place))
+    cfg = hf(tmp_path, gguf="a.gguf", add_tokens=NEW)
+    first = made(dataclasses.replace(cfg, add_tokens=[]))
+    grown = made(cfg)
+    assert {path for path in cache.iterdir() if path.is_dir()} == {first, grown}
+    assert (len(AutoTokenizer.from_pretrained(first)), len(AutoTokenizer.from_pretrained(grown))) == (259, 262)
+    assert load_model(cfg, load_config(cfg, 512), 512).lm_head.weight.shape == (262, 32)
+
+
 @pytest.mark.parametrize("content", [b"", b"no such format", b"GGUF\x03\x00\x00\x00"])
 def test_a_broken_gguf_file_is_one_message(content: bytes, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
@@ -568,6 +581,10 @@ def test_a_named_model_says_what_it_is(option: str) -> None:
     cfg = compose_config([f"model={option}", "launch.device=cpu"]).model
     assert isinstance(cfg, HFModelConfig)
     assert text.startswith(f"# {cfg.path}: ")
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    row = re.search(rf"^\| `{option}` \| `{cfg.path}` \| .* \| (\S+) \|$", page, re.MULTILINE)
+    assert row is not None
+    assert float(row[1]) == cfg.suggested_lr
     assert called(cfg) == cfg.path.rpartition("/")[2]
 
 

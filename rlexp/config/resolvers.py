@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from rlexp.config.models import smollm2_folder
 from rlexp.config.paths import config_root
 from rlexp.config.schema import KINDS, LossConfig, PolicyLossConfig
 from rlexp.errors import ConfigError
+
+WIDTH = 110  # characters of a line of --help
 
 
 def resolve_device(device: str) -> str:
@@ -108,7 +111,8 @@ def groups() -> str:
     folders = {folder.name: folder for folder in sorted((root / "conf").iterdir()) if folder.is_dir()}
     folders["+experiment"] = folders.pop("experiment")
     folders |= {"+sweep": root / "sweeps" / "sweep", "hydra/launcher": root / "launchers" / "hydra" / "launcher"}
-    return "\n".join(f"  {name}: {', '.join(sorted(p.stem for p in f.glob('*.yaml')))}" for name, f in folders.items())
+    lines = [f"  {name}: {', '.join(sorted(p.stem for p in f.glob('*.yaml')))}" for name, f in folders.items()]
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False) for line in lines)
 
 
 def register() -> None:
