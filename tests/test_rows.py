@@ -281,6 +281,10 @@ def test_prompts_are_taken_from_rows_of_any_kind(tmp_path: Path) -> None:
         ([{"prompt": "2 + 2 =", "chosen": 3, "answer": 4}], [("2 + 2 =", "4")]),
         ([{"question": "2 + 2?", "answer": "4"}], [("2 + 2?", "4")]),
         ([{"messages": [user("a"), assistant("b")]}], [("User: a\n\nAssistant: ", None)]),
+        (
+            [{"messages": [user("a"), assistant("b"), user("c"), assistant("d"), user("e")]}],
+            [("User: a\n\nAssistant: b\n\nUser: c\n\nAssistant: ", None)],
+        ),
         ([PAIR_SHAPES["whole conversations"](*TALKS[0])], [("User: Hi\n\nAssistant: ", None)]),
     ):
         prompts = read(write_lines(tmp_path, rows), kind=Kind.prompts).train

@@ -6,13 +6,14 @@ import hashlib
 import os
 from pathlib import Path
 
+from rlexp.contents import contents
+
 SAMPLE, SAMPLES = 4096, 256  # a file of weights is read at so many places, so many bytes at each
 OF_A_MODEL = (".json", ".safetensors", ".bin", ".gguf", ".model", ".jinja", ".txt")
 
 
 def of_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return contents(path)[:16]
 
 
 def of_model(path: Path) -> str:

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rlexp.data.contents import contents
+from rlexp.contents import contents
 from rlexp.data.files import MOST_ROWS, rows_of, together
 from rlexp.data.worker import PartOf
 from rlexp.errors import DataError

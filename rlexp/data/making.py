@@ -10,6 +10,7 @@ import errno
 import itertools
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from rlexp.cache import locked
-from rlexp.data.contents import unchanged
+from rlexp.contents import unchanged
 from rlexp.data.recipe import Names, Problem, Recipe
 from rlexp.data.store import META, Appending, Store, damage
 from rlexp.data.worker import Made, PartOf, made_beside
@@ -47,7 +48,7 @@ def store_of(cache: Path, key: str, work: Work, first: int = 0) -> Store:
     try:
         with locked(place):
             if place.exists() and (wrong := _wrong(place)) is not None:
-                tqdm.write(f"rlexp: {place}: is damaged ({wrong}), and is made anew.")
+                sys.stderr.write(f"rlexp: {place}: is damaged ({wrong}), and is made anew.\n")
                 shutil.rmtree(place)
             if not place.exists():
                 _make(place, work)
@@ -109,8 +110,8 @@ def _append(appending: Appending, recipe: Recipe, parts: Iterator[PartOf], work:
     after = 0
     passed, parts = itertools.tee(parts)  # the parts in flight: few
     with tqdm(
-        total=work.size, desc=f"tokenizing {work.name}", unit="B", unit_scale=True, disable=not work.shown, delay=1.0,
-        leave=False,
+        total=work.size, desc=f"tokenizing {work.name}", unit="B", unit_scale=True, delay=1.0, leave=False,
+        disable=None if work.shown else True,  # None: only on a terminal
     ) as bar:  # fmt: skip
         for (block, found), (_, part) in zip(_made(recipe, parts, work.workers), passed, strict=True):
             problems += found
@@ -134,8 +135,11 @@ def _made(recipe: Recipe, parts: Iterator[PartOf], workers: int) -> Iterator[Mad
 
 
 def _refusal(problems: list[Problem], work: Work, place: Path) -> DataError:
-    if len(problems) == 1:
-        return DataError(problems[0].said)
+    first, others = problems[0].said, len(problems) - 1
+    if not any(problem.bad for problem in problems):
+        return DataError(first + (f" {others:,} other rows are too long, too." if others else ""))
+    if not others:
+        return DataError(first)
     report = place.with_name(f"{place.name}.problems.txt")
     report.write_text("".join(f"{problem.said}\n" for problem in problems), encoding="utf-8")
     shown = "".join(f"\n  {problem.said}" for problem in problems[:SHOWN])

@@ -24,6 +24,7 @@ class Problem:
 
     place: Place
     said: str  # with the row's name
+    bad: bool  # the row's own fault; else it is too long
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Recipe:
             counts[UNUSABLE] += len(bad)
             firsts[UNUSABLE] = bad[0][0]
         lines = [{"file": place[0], "row": place[1], "said": each.text} for place, each in bad]
-        problems = [Problem(place, each.said) for place, each in refused if not (self.drop_bad and each.bad)]
+        problems = [Problem(place, each.said, each.bad) for place, each in refused if not (self.drop_bad and each.bad)]
         return block_of(kept, lines, Facts(read, dict(counts), firsts, _highest(kept))), problems
 
     def _rows(self, file: int, part: Part) -> Iterator[tuple[Place, Row | Refused]]:

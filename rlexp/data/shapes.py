@@ -12,7 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlexp.data.messages import FieldError, as_messages, before_answers, dialogue, messages, said, shared_beginning
+from rlexp.data.messages import (
+    FieldError,
+    as_answer,
+    as_messages,
+    before_answers,
+    dialogue,
+    messages,
+    said,
+    shared_beginning,
+)
 from rlexp.data.messages import with_system as with_system_prompt
 from rlexp.errors import DataError
 from rlexp.types import Kind, Messages, Row
@@ -52,6 +61,9 @@ def recognised(fields: Fields, wanted: Kind | None, columns: Mapping[str, str], 
     for form in FORMS:
         if wanted in (None, form.kind) and (found := _columns(form, fields, columns)) is not None:
             return Shape(form, found, dict(columns))
+    for form in FORMS:
+        if form.kind is wanted and (missing := _missing_beside_others(form, fields, columns)):
+            raise DataError(f"{origin}: field `{missing}` is missing; the row has {_listed(fields)}.")
     other = next((form for form in FORMS if _columns(form, fields, columns) is not None), None)
     if wanted is Kind.prompts and other is not None:
         found = _columns(other, fields, columns)
@@ -66,6 +78,13 @@ def recognised(fields: Fields, wanted: Kind | None, columns: Mapping[str, str], 
         f"{origin}: the run needs {wanted.value}, with {needed}, and the row has {_listed(fields)}{is_other}. Give "
         f"other rows or another loss, or name the columns: data.columns.{_first_missing(wanted, fields)}=COLUMN."
     )
+
+
+def _missing_beside_others(form: Form, fields: Fields, declared: Mapping[str, str]) -> str | None:
+    """Return the field that a row lacks which has another of the form's own fields."""
+    missing = [ours for ours in form.needs if not any(name in fields for name in _names(ours, declared))]
+    own = [ours for ours in form.needs if ours not in missing and ours != "prompt"]
+    return _names(missing[0], declared)[0] if missing and own else None
 
 
 def _first_missing(wanted: Kind, fields: Fields) -> str:
@@ -125,9 +144,9 @@ class Shape:
             own[ours] = next((value for value in values if value is not None), None)
         try:
             parts = self.form.read(own)
-            prompt = with_system_prompt(parts.pop("prompt"), _system(own) or system)
             if self.prompts:
-                parts = {"answers": (), "expected": parts.get("expected")}
+                parts = _prompt_alone(self.form.kind, parts)
+            prompt = with_system_prompt(parts.pop("prompt"), _system(own) or system)
             return Row(prompt, origin=origin, tools=_tools(own), options={**options, **_options(own)}, **parts)
         except FieldError as error:  # the user knows the column
             raise FieldError(self.columns.get(error.field, error.field), error.rule) from None
@@ -142,6 +161,14 @@ class Shape:
                              f"rows before it are {self.form.words}. Give each shape a source of its own "
                              f"(data.sources).")  # fmt: skip
         raise FieldError(column, f"is missing; the row has {_listed(fields) if fields else 'none'}.")
+
+
+def _prompt_alone(kind: Kind, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row without its answers; a conversation up to its last one."""
+    prompt = parts["prompt"]
+    if kind is Kind.supervised and len(answer := as_answer(parts["answers"][0])) > 1:
+        prompt = [*as_messages(prompt), *answer[:-1]]
+    return {"prompt": prompt, "answers": ()}
 
 
 # ---- fields of every form ----

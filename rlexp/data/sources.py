@@ -14,8 +14,8 @@ import orjson
 
 from rlexp.config.schema import BadRows, RowsDataConfig, TemplateUse
 from rlexp.config.sources import NamedSource
+from rlexp.contents import contents
 from rlexp.data import hub
-from rlexp.data.contents import contents
 from rlexp.data.files import Unreadable, parsed, parts_of
 from rlexp.data.making import Work
 from rlexp.data.recipe import Names, Recipe

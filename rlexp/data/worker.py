@@ -32,10 +32,9 @@ Made = tuple[Block, list[Problem]]
 PartOf = tuple[int, Part]  # a file's number, and a part of it
 
 
-def send(pipe: BinaryIO, message: Any) -> None:
+def packed(message: Any) -> bytes:
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    pipe.write(HEADER.pack(len(body)) + body)
-    pipe.flush()
+    return HEADER.pack(len(body)) + body
 
 
 def receive(pipe: BinaryIO) -> Any:
@@ -51,7 +50,10 @@ def receive(pipe: BinaryIO) -> Any:
 
 
 class Worker:
-    """A process that tokenizes. It ends when this end of its pipes is closed, or this process dies."""
+    """A process that tokenizes, and the thread that hands it what to do, so that nobody waits with a full pipe.
+
+    The process ends when this end of its pipes is closed, or this process dies.
+    """
 
     def __init__(self, recipe: bytes) -> None:
         asked, requests = os.pipe()
@@ -62,11 +64,19 @@ class Worker:
         os.close(asked)
         os.close(answered)
         self._requests, self._replies = os.fdopen(requests, "wb"), os.fdopen(replies, "rb")
-        self._requests.write(recipe)
+        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._hand_over, name="tokenizing", daemon=True)
+        self._thread.start()
+        self._waiting.put(recipe)
+
+    def _hand_over(self) -> None:
+        with contextlib.suppress(OSError), self._requests:  # of a process that is gone: `answer` says how it ended
+            while (message := self._waiting.get()) is not None:
+                self._requests.write(message)
+                self._requests.flush()
 
     def ask(self, part: PartOf) -> None:
-        with contextlib.suppress(BrokenPipeError):  # `answer` says how it ended
-            send(self._requests, part)
+        self._waiting.put(packed(part))
 
     def answer(self) -> Made:
         try:
@@ -81,52 +91,29 @@ class Worker:
         return made
 
     def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._requests.close()
-        self._replies.close()
         self.process.kill()
         self.process.wait()
+        self._waiting.put(None)
+        self._thread.join()
+        self._replies.close()
 
 
 def made_beside(recipe: Recipe, parts: Iterable[PartOf], workers: int) -> Iterator[Made]:
     """Tokenize parts in so many processes, and yield what they become, in order; a few parts are in flight."""
     with contextlib.ExitStack() as closing:
-        head = pickle.dumps(recipe, protocol=pickle.HIGHEST_PROTOCOL)
-        message = HEADER.pack(len(head)) + head
-        pool: list[_Line] = []
-        for _ in range(workers):
-            worker = Worker(message)
+        message = packed(recipe)
+        pool = [Worker(message) for _ in range(workers)]
+        for worker in pool:
             closing.callback(worker.close)
-            pool.append(_Line(worker))
-        waiting: deque[_Line] = deque()
+        waiting: deque[Worker] = deque()
         for number, part in enumerate(parts):
-            line = pool[number % workers]
             if len(waiting) == workers * AHEAD:
-                yield waiting.popleft().next()
-            line.put(part)
-            waiting.append(line)
+                yield waiting.popleft().answer()
+            worker = pool[number % workers]
+            worker.ask(part)
+            waiting.append(worker)
         while waiting:
-            yield waiting.popleft().next()
-
-
-class _Line:
-    """A worker with a thread that hands it parts, so that neither waits for the other with a full pipe."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._parts: queue.SimpleQueue[PartOf] = queue.SimpleQueue()
-        threading.Thread(target=self._feed, name="tokenizing", daemon=True).start()
-
-    def _feed(self) -> None:
-        with contextlib.suppress(ValueError, OSError):  # closed
-            while True:
-                self._worker.ask(self._parts.get())
-
-    def put(self, part: PartOf) -> None:
-        self._parts.put(part)
-
-    def next(self) -> Made:
-        return self._worker.answer()
+            yield waiting.popleft().answer()
 
 
 def main() -> None:
@@ -145,7 +132,8 @@ def answer_all(block: Callable[[int, Part], Made], requests: BinaryIO, replies: 
             reply: Any = block(file, part)
         except Exception as error:
             reply = DataError(f"{type(error).__name__}: {error}") if not isinstance(error, DataError) else error
-        send(replies, reply)
+        replies.write(packed(reply))
+        replies.flush()
 
 
 if __name__ == "__main__":
