@@ -44,6 +44,7 @@ from rlexp.engines import ENGINES
 from rlexp.errors import ConfigError, ModelError
 from rlexp.launch.place import Place
 from rlexp.model import growing, loading, prepared
+from rlexp.model.export import export
 from rlexp.model.loading import byte_tokenizer, load_config, load_model, load_tokenizer
 from rlexp.model.probe import probe
 from rlexp.ring.groups import build_world
@@ -384,6 +385,23 @@ def test_new_tokens_of_a_gguf_file_are_added_to_the_folder_that_it_became(
     assert {path for path in cache.iterdir() if path.is_dir()} == {first, grown}
     assert (len(AutoTokenizer.from_pretrained(first)), len(AutoTokenizer.from_pretrained(grown))) == (259, 262)
     assert load_model(cfg, load_config(cfg, 512), 512).lm_head.weight.shape == (262, 32)
+
+
+def exported_beside_others(place: Place, folder: Path) -> None:
+    """The last rank writes a model: the first to hold the lock may be any."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if place.rank == 1:
+        (folder / "again").mkdir()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        export(model, model.named_parameters(), torch.float32, tokenizer, folder / "again")
+
+
+def test_any_rank_can_write_a_whole_model(tmp_path: Path) -> None:
+    source = saved(tmp_path / "model")
+    on_ranks(2, exported_beside_others, source)
+    names = {path.name for path in source.iterdir() if path.is_file()}
+    assert {path.name for path in (source / "again").iterdir()} == names
+    assert weights_in(source / "again").keys() == weights_in(source).keys()
 
 
 @pytest.mark.parametrize("content", [b"", b"no such format", b"GGUF\x03\x00\x00\x00"])

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.logging import disable_progress_bar
@@ -89,10 +90,13 @@ class Export:
         self.pauses = frozenset(name for name, own in self._kept_as.items() if own in whole_after)
 
     def describe(self, tokenizer: Any) -> None:
-        """Write all but the weights."""
+        """Write all but the weights. transformers' own `save_pretrained` would leave most of it out on ranks but 0."""
         disable_progress_bar()
-        self._model.save_pretrained(self._place, state_dict={})
-        tokenizer.save_pretrained(self._place)
+        config = self._model.config
+        config.dtype, config.architectures = self._dtype, [type(self._model).__name__]
+        if self._model.is_remote_code():
+            custom_object_save(self._model, self._place, config=config)
+        save_description(self._model, tokenizer, self._place)
         if len(self._files) > 1:
             index = {
                 "metadata": {"total_parameters": self._model.num_parameters(), "total_size": self._bytes},
