@@ -6,11 +6,13 @@ content of the rows, the tokenizer and the options; so what changed has another 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,10 +111,7 @@ def _append(appending: Appending, recipe: Recipe, parts: Iterator[PartOf], work:
     problems: list[Problem] = []
     after = 0
     passed, parts = itertools.tee(parts)  # the parts in flight: few
-    with tqdm(
-        total=work.size, desc=f"tokenizing {work.name}", unit="B", unit_scale=True, delay=1.0, leave=False,
-        disable=None if work.shown else True,  # None: only on a terminal
-    ) as bar:  # fmt: skip
+    with _progress(work) as show:
         for (block, found), (_, part) in zip(_made(recipe, parts, work.workers), passed, strict=True):
             problems += found
             if problems:
@@ -121,8 +120,21 @@ def _append(appending: Appending, recipe: Recipe, parts: Iterator[PartOf], work:
                     break
                 continue
             appending.append(block)
-            bar.update(part.done - bar.n)
+            show(part.done)
     return problems
+
+
+@contextlib.contextmanager
+def _progress(work: Work) -> Iterator[Callable[[int], None]]:
+    """Show on a terminal how far the source is read."""
+    if not (work.shown and sys.stderr.isatty()):
+        yield lambda _done: None
+        return
+    tqdm.set_lock(threading.RLock())  # its own is shared between processes, and says so when a process fails
+    with tqdm(
+        total=work.size, desc=f"tokenizing {work.name}", unit="B", unit_scale=True, delay=1.0, leave=False
+    ) as bar:
+        yield lambda done: bar.update(done - bar.n)
 
 
 def _made(recipe: Recipe, parts: Iterator[PartOf], workers: int) -> Iterator[Made]:
