@@ -87,7 +87,8 @@ class _Rendering:
         _, last, ending = self.text(marked).partition(MARK)
         head, inside, tail = self.text([*marked, *talk[place + 1 :]]).partition(MARK)
         shared = self._common(ending, tail)
-        if not (last and inside and shared and whole.startswith(head) and whole.endswith(tail)):
+        ended = shared or not ending  # a template may write nothing behind a turn: the next one's role ends it
+        if not (last and inside and ended and whole.startswith(head) and whole.endswith(tail)):
             raise DataError(
                 f"the chat template does not show where message number {place + 1} ends, so no mask is certain. Give "
                 f"another one (model.chat_template=FILE)."

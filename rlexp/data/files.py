@@ -160,8 +160,24 @@ def _parquet(path: Path) -> Iterator[Part]:
 def rows_of(batch: pa.RecordBatch | pa.Table) -> Iterator[tuple[Mapping[str, Any], int]]:
     """Yield the rows of a batch of Arrow, each with its share of the batch's bytes."""
     share = -(-batch.nbytes // max(1, batch.num_rows))
+    kinds = {column.name: column.type for column in batch.schema if _holds_json(column.type)}
     for row in batch.to_pylist():
-        yield row, share
+        yield row | {name: _decoded(row[name], kind) for name, kind in kinds.items()}, share
+
+
+def _holds_json(kind: pa.DataType) -> bool:
+    """Say whether values are written as JSON: `datasets` does so where rows differ (a prompt as text or messages)."""
+    return isinstance(kind, pa.JsonType) or any(_holds_json(kind.field(at).type) for at in range(kind.num_fields))
+
+
+def _decoded(value: Any, kind: pa.DataType) -> Any:
+    if value is None or not _holds_json(kind):
+        return value
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_struct(kind):
+        return {name: _decoded(each, kind.field(name).type) for name, each in value.items()}
+    return [_decoded(each, kind.field(0).type) for each in value]
 
 
 def together(rows: Iterable[tuple[Mapping[str, Any], int]], done: Callable[[int], int]) -> Iterator[Part]:

@@ -92,7 +92,10 @@ class Seam:
         said = self.tokenizer(text.whole, add_special_tokens=False, return_offsets_mapping=True)
         if not np.array_equal(np.asarray(said["input_ids"], dtype=np.int32), whole):
             return None
-        spans = np.asarray(said["offset_mapping"], dtype=np.int64).reshape(-1, 2)[start:]
+        spans = np.asarray(said["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        # Some tokenizers leave a token's spaces out of its span (trim_offsets): they follow the token before.
+        spans[1:, 0] = np.minimum(spans[1:, 0], spans[:-1, 1])
+        spans = spans[start:]
         edges = np.cumsum([len(text.prompt), *(len(part) for part, _ in text.parts)])
         first, last = (np.searchsorted(edges, ends, side="right") for ends in (spans[:, 0], spans[:, 1] - 1))
         empty = spans[:, 0] == spans[:, 1]
