@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -38,6 +39,12 @@ BASE = ("launch.device=cpu", "logger=none", "seed=3", "parallel=ring2", "launch.
         "train.micro_batch_size=2", "data.size=20", "data.eval_size=0", "optim.lr=1e-3", "optim.weight_decay=0.1",
         "optim.max_grad_norm=0.5", "optim.warmup_steps=1")  # fmt: skip
 FP64 = (*BASE, "train.precision=fp64")
+# A mixture of messages and of dialogues as texts; most have several turns. An epoch is one step.
+ROWS = Path(__file__).parent / "rows"
+MIXED = (*(word for word in FP64 if not word.startswith(("data.", "train.batch_size="))), "data=hf",
+         f"data.sources.messages={{path: {ROWS}/messages.jsonl, weight: 2}}",
+         f"data.sources.dialogues={{path: {ROWS}/dialogues.jsonl, weight: 1.5, system: Speak.}}", "data.eval_size=5",
+         "train.batch_size=16", "train.epochs=2")  # fmt: skip
 
 DATA, RING, MODEL, ALGOS = "rlexp/data/", "rlexp/ring/", "rlexp/model/", "rlexp/algos/"
 TRAIN, ENGINE, METRICS = "rlexp/train/", "rlexp/engine/", "rlexp/metrics/"
@@ -172,7 +179,23 @@ def padding_as_tokens(original: Any, *args: Any, **kwargs: Any) -> Any:
     return replace(pack, segments=tuple(replace(segment, length=segment.padded) for segment in pack.segments))
 
 
+def all_trained(original: Any, answer: Any) -> Iterator[tuple[str, bool]]:
+    return ((text, True) for text, _ in original(answer))
+
+
+def to_the_first_answer(_original: Any, one: Any, _other: Any) -> int:
+    return next(place for place, message in enumerate(one) if message["role"] == "assistant")
+
+
+def first_half_twice(original: Any, *args: Any, **kwargs: Any) -> Any:
+    order = original(*args, **kwargs)
+    half = len(order) // 2
+    order[half : 2 * half] = order[:half]
+    return order
+
+
 TOKENS, SAMPLER, PACKING = "data.tokens:", "data.sampler:", "data.packing:"
+MESSAGES, MIXTURE, VIEWS = "data.messages:", "data.mixture:Mixture.", "data.views:"
 DATA_FAULTS = (
     one("no end of sequence", TOKENS + "RowTokenizer._ended", lambda _, _self, tokens: tokens, "data", DATA),
     one("truncated at the wrong side", TOKENS + "cut_from_start",
@@ -214,6 +237,19 @@ DATA_FAULTS = (
     one("padding counts as tokens", PACKING + "pack_sequences", padding_as_tokens, "data", DATA),
     one("sequences in another order", PACKING + "pack_pairs",
         lambda original, pairs, *args, **kwargs: original(list(map(swapped, pairs)), *args, **kwargs), "data", DATA),
+    one("a pack ignores masks", PACKING + "pack_sequences",
+        lambda original, *args, **kwargs: original(*args, **kwargs | {"masks": ()}), "data", DATA, base=MIXED),
+    one("the user's turns are trained on", MESSAGES + "turns", all_trained, "data", DATA, base=MIXED),
+    one("another shared beginning", MESSAGES + "shared_beginning", to_the_first_answer, "data", DATA, base=MIXED),
+    one("no system prompt", MESSAGES + "with_system", lambda _, prompt, _system: prompt, "data", DATA, base=MIXED),
+    one("weights are ignored", MIXTURE + "counts", lambda _, self: self.sizes, "data", DATA, base=MIXED),
+    one("samples twice in an epoch", MIXTURE + "order", first_half_twice, "data", DATA, base=MIXED),
+    one("every epoch begins a source anew", MIXTURE + "_of_source",
+        lambda original, self, source, count, seed, _epoch, **how: original(self, source, count, seed, 0, **how),
+        "data", DATA, base=MIXED, step=2),
+    one("held-out rows are trained on", VIEWS + "Places.__getitem__",
+        lambda original, self, index: original(self, index) if self.held_out else index, "data", DATA, base=MIXED),
+    one("other rows are held out", VIEWS + "drawn", lambda _, _total, size: np.arange(size), "data", DATA, base=MIXED),
 )  # fmt: skip
 
 
@@ -881,7 +917,7 @@ CHECK = (
     "a replica takes the other's pairs", "sums in float32", "bfloat16 copies are not renewed",
     "keys do not move on in the backward", "the head does not hand its gradient down", "the next step's rate",
     "mean logits", "rewards without beta", "total tokens start anew", "FSDP2 does not accumulate",
-    "heads in another order", "gradients of gathered keys",
+    "heads in another order", "gradients of gathered keys", "a pack ignores masks",
 )  # fmt: skip
 
 ALL_FAULTS = {fault.name: fault for fault in (*FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE)}

@@ -21,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from rlexp.config.load import compose_config
+from rlexp.config.schema import RowsDataConfig
 from rlexp.errors import UserError
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.prove import run as verifying
@@ -53,8 +54,11 @@ def verify_planted(
                 return _kept(references, args, options)
             return run_ranks(faulty_rank, ranks, (fault.name, reached, target, args), **options)
 
+        cfg = compose_config(fault.overrides if overrides is None else overrides)
+        if isinstance(cfg.data, RowsDataConfig):  # tokens that are kept must have this defect, and no other run's
+            cfg = replace(cfg, data=replace(cfg.data, cache=f"{folder}/cache"))
         with patch.object(verifying, "run_ranks", start):
-            verdict = verify(compose_config(fault.overrides if overrides is None else overrides), steps, say)
+            verdict = verify(cfg, steps, say)
         return verdict, reached.exists()
 
 
@@ -64,6 +68,8 @@ def _kept(references: Path, args: Sequence[Any], options: dict[str, Any]) -> lis
     It is computed without a defect: no defect reaches what the reference imports, as tests/test_verify.py shows.
     """
     cfg, plan, folder = args
+    if isinstance(cfg.data, RowsDataConfig):  # the reference keeps no tokens
+        cfg = replace(cfg, data=replace(cfg.data, cache=None))
     key = repr((cfg, replace(plan, need=0, free=0)))  # the memory that is free says nothing about the result
     kept = references / hashlib.sha256(key.encode()).hexdigest()
     answer = kept / "answer.pickle"

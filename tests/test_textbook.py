@@ -12,6 +12,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.model.loading import load_config, load_model
 from rlexp.prove import textbook as rules
+from rlexp.prove.pairs import pairs_of
 from rlexp.prove.records import SIDES, TokenPair, joined
 from rlexp.prove.reference import load_tokenizer
 from tests import textbook
@@ -27,8 +28,8 @@ def run_on(cfg: Config, steps: int) -> list[Steps]:
 
 
 def batches_of(cfg: Config, steps: int) -> list[list[TokenPair]]:
-    pairs = rules.pairs_of(cfg.data, load_tokenizer(cfg))
-    return [[pairs[place] for place in rules.samples_of(cfg, len(pairs), step)] for step in range(1, steps + 1)]
+    data = pairs_of(cfg.data, load_tokenizer(cfg))
+    return [[data.train[place] for place in rules.samples_of(cfg, data.sizes, step)] for step in range(1, steps + 1)]
 
 
 def hold(cfg: Config, results: list[Steps]) -> None:
@@ -113,7 +114,7 @@ def test_every_logged_value_equals_the_textbook() -> None:
     cfg = compose_config([*SMALL, "parallel=ring2", "launch.nproc=4", "train.micro_batch_size=2", "data.eval_size=7",
                           "train.eval_every=3", "train.max_steps=3", "optim.lr=2e-3"])  # fmt: skip
     row, weights_before, weights_after = on_ranks(4, third_row_rank, cfg)[0]
-    held_out = rules.pairs_of(cfg.data, load_tokenizer(cfg), held_out=True)
+    held_out = pairs_of(cfg.data, load_tokenizer(cfg)).held_out
     config = load_config(cfg.model, cfg.data.max_length)
     start = textbook.float64_weights(load_model(cfg.model, config, cfg.data.max_length))
     batch = batches_of(cfg, 3)[-1]

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,19 @@ from rlexp.errors import ModelError, NonFiniteError, UserError
 from rlexp.launch.preflight import laid_out
 from rlexp.model.loading import byte_tokenizer
 from rlexp.prove import shrink, textbook
+from rlexp.prove.pairs import Bytes
 from rlexp.prove.records import TokenPair
 from rlexp.prove.reference import Optimizer, answer_logps, load, own_blocks, softmax_attention
 from rlexp.prove.report import failure_in_words, report
 from rlexp.prove.run import Verification, exact, verify
 from rlexp.prove.stages import STAGES
 from tests import warm
-from tests.faults import ALL_FAULTS, CHECK, FAST, FAULTS, FP64, LITTLE_MEMORY, WHOLE_SEQUENCE, Fault
+from tests.faults import ALL_FAULTS, CHECK, FAST, FAULTS, FP64, LITTLE_MEMORY, MIXED, WHOLE_SEQUENCE, Fault
 from tests.planted import quiet, verify_planted
 from tests.squality import write_long_pairs
 from tests.test_rooms import imports_of
+from tests.test_rows import FILES, FOLDERS
+from tests.test_textbook_rows import hh, of_several_turns
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("launch.device=cpu", "logger=none", "data.size=24", "data.eval_size=0")
@@ -234,6 +237,25 @@ def test_chat_messages_and_odd_texts_pass(tmp_path: Path) -> None:
     assert verdict.facts["pairs"] < 24  # those with two equal answers are gone
 
 
+def test_a_mixture_of_conversations_passes(tmp_path: Path) -> None:
+    """Answers of several turns, of which the assistant's are trained on; two epochs, and values of held-out rows."""
+    verdict = verified("train.eval_every=1", f"data.cache={tmp_path}", base=MIXED)
+    assert verdict.passed, failure_in_words(verdict.failure)
+    assert verdict.facts["pairs"] == 16 + 12 - 5
+    assert not verdict.not_held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [*FILES, *FOLDERS])
+def test_real_conversations_pass_in_every_format(write: Callable[..., str], shared: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, [of_several_turns(row) for row in hh(shared, 24)])
+    verdict = verified("data=hf", f"data.path='{path}'", "data.eval_size=4", f"data.cache={tmp_path}/cache",
+                       "model=hf", f"model.path={shared}/models/stories260K", "data.max_length=400",
+                       "data.too_long=truncate", "train.batch_size=4", "train.precision=fp64", "parallel=ring2",
+                       "train.eval_every=2", base=SMALL[:2])  # fmt: skip
+    assert verdict.passed, failure_in_words(verdict.failure)
+
+
 def real(shared: Path, data: str, *more: str) -> list[str]:
     return ["launch.device=cpu", "logger=none", "model=hf", f"model.path={shared}/models/stories260K", "data=jsonl",
             f"data.path={data}", *more]  # fmt: skip
@@ -263,11 +285,11 @@ def test_a_long_pair_passes_on_a_ring_of_four(shared: Path, tmp_path: Path) -> N
 
 # What the reference imports of rlexp: the schema, the text of generated rows, the float64 mode, and its own records.
 OF_REFERENCE = {"rlexp.config.schema", "rlexp.data", "rlexp.errors", "rlexp.model.float64", "rlexp.prove",
-                "rlexp.prove.records"}  # fmt: skip
+                "rlexp.prove.pairs", "rlexp.prove.records", "rlexp.prove.rows"}  # fmt: skip
 
 
 def test_the_reference_shares_nothing_with_what_it_judges() -> None:
-    for name in ("reference", "textbook", "records"):
+    for name in ("reference", "textbook", "rows", "pairs", "records"):
         tree = ast.parse((ROOT / "rlexp" / "prove" / f"{name}.py").read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlexp"):
@@ -279,7 +301,7 @@ def test_the_reference_shares_nothing_with_what_it_judges() -> None:
 def test_no_defect_reaches_the_reference() -> None:
     """One reference then stands for all defects of a configuration: it imports no module that has a defect."""
     edges = [(str(each.file), each.target) for each in imports_of(ROOT / "rlexp")]
-    reached = {"prove/reference.py", "prove/textbook.py", "prove/records.py"}
+    reached = {f"prove/{name}.py" for name in ("reference", "textbook", "rows", "pairs", "records")}
     while more := {target for file, target in edges if file in reached and target.endswith(".py")} - reached:
         reached |= more
     planted = {f"{fault.target.partition(':')[0].replace('.', '/')}.py" for fault in FAULTS}
@@ -290,7 +312,7 @@ def test_no_defect_reaches_the_reference() -> None:
     "text", ["", "plain", "é漢🙂\n\t\x00\x7f", "<bos>a<eos><pad>", "<eos", "".join(map(chr, range(512)))]
 )
 def test_bytes_are_the_tiny_models_tokens(text: str) -> None:
-    assert textbook.Bytes()(text)["input_ids"] == byte_tokenizer()(text, add_special_tokens=True)["input_ids"]
+    assert Bytes()(text)["input_ids"] == byte_tokenizer()(text, add_special_tokens=True)["input_ids"]
 
 
 @pytest.mark.parametrize("overrides", [("optim.betas=[0.8,0.95]", "optim.eps=1e-6"), ("optim=sgd",)])
@@ -438,7 +460,7 @@ def test_a_mistake_is_one_message(args: tuple[str, ...], env: dict[str, str], sa
 def test_data_that_cannot_be_read_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b"}\n', encoding="utf-8")
     cfg = compose_config(["launch.device=cpu", "logger=none", "data=jsonl", f"data.path={tmp_path}/rows.jsonl"])
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: field `rejected` is missing"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: the run needs pairs, with `chosen` and `rejected`"):
         verify(cfg, 1, quiet)
 
 

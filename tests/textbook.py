@@ -75,9 +75,9 @@ def _attention(x_TE: Tensor, layer: Weights, config, cos: Tensor, sin: Tensor) -
 
 
 def answer_logits(weights: Weights, config, pair: TokenPair, side: str) -> Tensor:
-    """The logits from which each token of an answer is predicted, (n, V)."""
+    """The logits from which each trained token of an answer is predicted, (n, V)."""
     tokens_T = torch.from_numpy(pair.sequence(side))
-    return logits(weights, config, tokens_T)[len(pair.prompt) - 1 : -1]
+    return logits(weights, config, tokens_T)[len(pair.prompt) - 1 : -1][pair.trained(side)]
 
 
 def pair_logps(weights: Weights, config, pairs: Sequence[TokenPair]) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ def pair_logps(weights: Weights, config, pairs: Sequence[TokenPair]) -> dict[str
     for pair in pairs:
         for side in SIDES:
             logps_nV = answer_logits(weights, config, pair, side).log_softmax(-1)
-            answer_n = torch.from_numpy(pair.answer(side))
+            answer_n = torch.from_numpy(pair.answer(side)[pair.trained(side)])
             sums[side].append(logps_nV.gather(-1, answer_n.unsqueeze(-1)).sum())
     return {side: torch.stack(each) for side, each in sums.items()}
 

@@ -94,7 +94,7 @@ class Step:
         return Finding(self.number, stage, clue, quantity, shown(got), shown(expected), note)
 
     def by_sequence(self, values: str) -> dict[Key, Array]:
-        """Values of each answer's tokens, put together from the ring. A token that no rank computed stays NaN."""
+        """Values of each answer's trained tokens, put together from the ring. What no rank computed stays NaN."""
         whole: dict[Key, Array] = {}
         for head, place, micro in self.micros():
             parts = {
@@ -111,7 +111,8 @@ class Step:
                     at = np.flatnonzero(owner == number)
                     first = len(self.whole.expected.tokens[sample].prompt) - 1
                     parts[sample, side][position[at] - first] = got[at]
-            whole |= parts
+            expected = self.whole.expected.tokens
+            whole |= {(sample, side): part[expected[sample].trained(side)] for (sample, side), part in parts.items()}
         return whole
 
     def both(self, kind: str, name: str) -> tuple[Array, Array]:

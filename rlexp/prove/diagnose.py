@@ -150,7 +150,11 @@ def _micro_batches(task: PairTask, step: int) -> list[list[Pair]]:
 def _short(pair: Pair) -> Pair:
     prompt = pair.prompt[: LONGEST // 2]
     rest = LONGEST - len(prompt)
-    return dataclasses.replace(pair, prompt=prompt, chosen=pair.chosen[:rest], rejected=pair.rejected[:rest])
+    ours, theirs = (None if mask is None else mask[:rest] for mask in (pair.chosen_mask, pair.rejected_mask))
+    chosen, rejected = pair.chosen[:rest], pair.rejected[:rest]
+    return dataclasses.replace(
+        pair, prompt=prompt, chosen=chosen, rejected=rejected, chosen_mask=ours, rejected_mask=theirs
+    )
 
 
 def _placed(task: PairTask, pairs: Sequence[Pair]) -> tuple[Pack, Tensor, Shard]:

@@ -21,16 +21,24 @@ Key = tuple[int, str]  # a sequence: the sample and its side
 
 @dataclass(frozen=True)
 class TokenPair:
-    """A pair as token ids, with the file and line it came from."""
+    """A pair as token ids, with the file and line it came from. A mask says which tokens of an answer are trained on;
+    None: all of them."""
 
     prompt: Array
     chosen: Array
     rejected: Array
     origin: str
+    chosen_mask: Array | None = None
+    rejected_mask: Array | None = None
 
     def answer(self, side: str) -> Array:
         answer: Array = getattr(self, side)
         return answer
+
+    def trained(self, side: str) -> Array:
+        """Return, for each token of an answer, whether it is trained on."""
+        mask: Array | None = getattr(self, f"{side}_mask")
+        return np.ones(len(self.answer(side)), dtype=bool) if mask is None else mask
 
     def sequence(self, side: str) -> Array:
         return np.concatenate((self.prompt, self.answer(side)))
@@ -123,7 +131,7 @@ class StepExpected:
 
     number: int
     samples: tuple[int, ...]
-    policy: dict[Key, Array]  # log-probability of each token of the answer
+    policy: dict[Key, Array]  # log-probability of each token that is trained on
     reference: dict[Key, Array]
     logits: dict[Key, Array]  # means over the vocabulary
     losses: dict[int, float]

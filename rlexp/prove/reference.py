@@ -1,9 +1,10 @@
 """The reference: the same steps in one process, in float64, written out plainly.
 
-It shares no code with packing, ring, sampler, loss, step, engine or meter. Data, losses and their derivatives come from
-`prove/textbook.py`. The model is transformers' own with its own SDPA, one sequence at a time, without padding; torch
-differentiates it. Clipping, AdamW and SGD are written out here. Only `precise` is shared: without it transformers would
-round to float32 in the middle of a float64 pass, and the reference would be wrong by 1e-8.
+It shares no code with data, ring, sampler, loss, step, engine or meter. Rows and tokens come from `prove/rows.py` and
+`prove/pairs.py`, samples, losses and their derivatives from `prove/textbook.py`. The model is transformers' own with
+its own SDPA, one sequence at a time, without padding; torch differentiates it. Clipping, AdamW and SGD are written out
+here. Only `precise` is shared: without it transformers would round to float32 in the middle of a float64 pass, and the
+reference would be wrong by 1e-8.
 
 Shape letters: T tokens of one sequence, n of its answer, V vocabulary, E width, H heads.
 """
@@ -27,6 +28,7 @@ from rlexp.config.schema import Config, Device, DPOConfig, HFModelConfig, OptimC
 from rlexp.errors import ModelError, NonFiniteError
 from rlexp.model.float64 import precise
 from rlexp.prove import textbook
+from rlexp.prove.pairs import Bytes, pairs_of
 from rlexp.prove.records import SIDES, Array, Expected, Key, StepExpected, TensorFiles, TokenPair, Update, joined
 
 LOGITS = 1 << 24  # elements of logits held at once
@@ -48,13 +50,14 @@ class Reference:
         for name, parameter in self.parameters.items():
             parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in cfg.model.freeze))
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        self.pairs = textbook.pairs_of(cfg.data, tokenizer)
+        self.data = pairs_of(cfg.data, tokenizer)
+        self.pairs = self.data.train
         self.optimizer = Optimizer(cfg.optim)
-        self.total = textbook.total_steps(cfg, len(self.pairs))
+        self.total = textbook.total_steps(cfg, self.data.sizes)
 
     def step(self, number: int, files: TensorFiles) -> StepExpected:
         """Take one optimizer step; write its gradient and the weights after it to files."""
-        samples = textbook.samples_of(self.cfg, len(self.pairs), number)
+        samples = textbook.samples_of(self.cfg, self.data.sizes, number)
         batch = {sample: self.pairs[sample] for sample in samples}
         expected = self._values(number, batch, len(samples))
         gradients = {
@@ -78,7 +81,7 @@ class Reference:
         expected.row |= {
             "grad_norm": expected.grad_norm,
             "learning_rate": expected.lr,
-            "epoch": number / textbook.steps_per_epoch(self.cfg, len(self.pairs)),
+            "epoch": number / textbook.steps_per_epoch(self.cfg, self.data.sizes),
             "global_step": number,
         }
         return expected
@@ -154,8 +157,7 @@ class Reference:
 
 def expected_steps(cfg: Config, steps: int, held_out: int, folder: Path) -> Expected:
     """Take the first `steps` optimizer steps, then evaluate the first `held_out` held-out pairs."""
-    tokenizer = load_tokenizer(cfg)
-    reference, files = Reference(cfg, tokenizer), TensorFiles(folder)
+    reference, files = Reference(cfg, load_tokenizer(cfg)), TensorFiles(folder)
     reference.write_weights(files, 0)
     expected = Expected(pairs=len(reference.pairs), total_steps=reference.total, tokens={}, steps=[])
     total = 0
@@ -167,7 +169,7 @@ def expected_steps(cfg: Config, steps: int, held_out: int, folder: Path) -> Expe
         expected.tokens |= {sample: reference.pairs[sample] for sample in step.samples}
         expected.steps.append(step)
     if held_out:
-        pairs = textbook.pairs_of(cfg.data, tokenizer, held_out=True)[:held_out]
+        pairs = reference.data.held_out[:held_out]
         expected.held_tokens = dict(enumerate(pairs))
         expected.steps[-1].row |= {f"eval/{name}": value for name, value in reference.held_out(pairs).items()}
     return expected
@@ -178,7 +180,7 @@ def expected_steps(cfg: Config, steps: int, held_out: int, folder: Path) -> Expe
 
 def load_tokenizer(cfg: Config) -> Any:
     if not isinstance(cfg.model, HFModelConfig):
-        return textbook.Bytes()
+        return Bytes()
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, **_options(cfg.model))
     if cfg.model.chat_template is not None:
         tokenizer.chat_template = Path(cfg.model.chat_template).expanduser().read_text(encoding="utf-8")
@@ -268,7 +270,8 @@ def _refuse_other_head(model: Any, device: torch.device) -> None:
 
 
 def answer_logps(model: Any, pair: TokenPair, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token of the answer and the mean logit there, both (n,), from one sequence alone."""
+    """Log-probability of each trained token of the answer and the mean logit there, both (n,), from one sequence
+    alone."""
     sequence = pair.sequence(side)
     tokens_T = torch.from_numpy(sequence).to(device)
     first = len(pair.prompt)
@@ -287,7 +290,8 @@ def answer_logps(model: Any, pair: TokenPair, side: str, device: torch.device) -
             parts.append(checkpoint(_logps, head, hidden_TE[start - 1 : stop - 1], tokens_T[start:stop],
                                     use_reentrant=False))  # fmt: skip
     logps, means = zip(*parts, strict=True)
-    return torch.cat(logps), torch.cat(means)
+    trained_n = torch.from_numpy(pair.trained(side)).to(device)
+    return torch.cat(logps)[trained_n], torch.cat(means)[trained_n]
 
 
 def _logps(head: nn.Module, hidden_nE: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor]:

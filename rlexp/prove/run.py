@@ -115,7 +115,7 @@ def refuse(cfg: Config, steps: int) -> None:
     if isinstance(cfg.loss, PolicyLossConfig):
         raise ConfigError(
             f"loss={cfg.loss.name}: rlexp.verify has no reference for losses that draw their own samples. Verify the "
-            f"model, the layout and the engine with loss=dpo on pairs (data=synthetic or data=jsonl). See "
+            f"model, the layout and the engine with loss=dpo on pairs (data=synthetic, data=jsonl or data=hf). See "
             f"docs/invariance.md for how little rollouts depend on the layout."
         )
     if sizes.joined_world() is not None:

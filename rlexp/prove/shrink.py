@@ -23,13 +23,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlexp.config.layouts import Choice, choose, heads_in
 from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, ModelConfig, TinyModelConfig
-from rlexp.data.sampler import Batch, Sampler, total_steps
+from rlexp.data.sampler import Batch, total_steps
 from rlexp.errors import ModelError
 from rlexp.launch.place import Place
 from rlexp.model.loading import load_config, load_tokenizer
 from rlexp.model.prepared import prepared
 from rlexp.ring.groups import ALONE, World
-from rlexp.train.examples import read_pairs
+from rlexp.train.examples import pair_sampler, read_pairs
 from rlexp.types import Pair
 
 NUMBERS = 7  # float64 numbers of a rank per parameter
@@ -74,8 +74,9 @@ def plan_rank(place: Place, cfg: Config, steps: int, folder: Path) -> Plan:  # n
 def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> Plan:
     """Read the data as the run will, so that its errors come first; then choose the number of layers."""
     cfg = dataclasses.replace(cfg, model=prepared(cfg.model))
-    pairs, held_out = _pairs(cfg)
-    sampler = Sampler(len(pairs), cfg.train.batch_size, cfg.seed, cfg.data.shuffle, cfg.data.drop_last)
+    examples = read_pairs(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE))
+    pairs, held_out = examples.train, examples.held_out
+    sampler = pair_sampler(cfg, len(pairs), examples.mixture)
     steps = min(steps, total_steps(sampler.steps_per_epoch, cfg.train.max_steps, cfg.train.epochs))
     seen = [pairs[index] for batch in sampler.batches(1, steps) for index in batch.indices]
     held_out = held_out[: held_out_of(cfg, len(held_out))]
@@ -108,11 +109,6 @@ def held_out_of(cfg: Config, there: int) -> int:
     if cfg.train.eval_every is None:
         return 0
     return min(there, cfg.train.batch_size + -(-cfg.train.batch_size // 2))
-
-
-def _pairs(cfg: Config) -> tuple[Sequence[Pair], Sequence[Pair]]:
-    examples = read_pairs(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE))
-    return examples.train, examples.held_out
 
 
 def _layers(config: Any) -> int:

@@ -12,6 +12,7 @@ from rlexp.prove.findings import (
     Clue,
     Finding,
 )
+from rlexp.prove.pairs import trained_marks
 from rlexp.prove.records import SIDES, Array, Micro, TokenPair, Trace
 
 
@@ -61,18 +62,25 @@ def _tokens(step: Step, got: TokenPair, wanted: TokenPair | None, sample: int) -
             place = int(np.flatnonzero(ours != theirs)[0])
             what = f"token {place} of pair {sample} ({wanted.origin}), {part}"
             yield step.finding(DATA, Clue.TOKENS, what, int(ours[place]), int(theirs[place]))
+    for side in SIDES:
+        ours, theirs = got.trained(side), wanted.trained(side)
+        if len(ours) == len(theirs) and not np.array_equal(ours, theirs):
+            place = int(np.flatnonzero(ours != theirs)[0])
+            words = ("not trained on", "trained on")
+            what = f"mask at token {place} of pair {sample} ({wanted.origin}), {side}"
+            yield step.finding(DATA, Clue.TOKENS, what, words[int(ours[place])], words[int(theirs[place])])
 
 
 def _pack(step: Step, micro: Micro, pairs: Sequence[TokenPair], where: str) -> Iterator[Finding]:
     pack = micro.pack
     assert pack is not None
-    sequences = [(len(pair.prompt), pair.sequence(side)) for pair in pairs for side in SIDES]
+    sequences = [(pair.sequence(side), pair, side) for pair in pairs for side in SIDES]
     if pairs and len(pack.segments) != len(sequences):
         yield step.finding(DATA, Clue.PACK, f"sequences in {where}", len(pack.segments), len(sequences))
         return
     end = 0
     owned = np.zeros(len(pack.tokens_T), dtype=bool)
-    for number, (prompt, tokens) in enumerate(sequences):
+    for number, (tokens, pair, side) in enumerate(sequences):
         start, length, padded = pack.segments[number]
         what = f"of sequence {number} in {where}"
         if (start, length) != (end, len(tokens)) or padded < length or end + padded > len(pack.tokens_T):
@@ -81,19 +89,18 @@ def _pack(step: Step, micro: Micro, pairs: Sequence[TokenPair], where: str) -> I
             return
         end += padded
         place = slice(start, start + length)
-        trained = slice(start + prompt - 1, start + length - 1)
-        owner = np.full(length, -1)
-        owner[prompt - 1 : length - 1] = number
-        owned[trained] = True
+        owner = trained_marks(pair, side, number)
+        predicting = np.flatnonzero(owner >= 0)  # the places before the tokens that are trained on
+        owned[start + predicting] = True
         for name, got, wanted in (
             ("token", pack.tokens_T[place], tokens),
             ("position", pack.positions_T[place], np.arange(length)),
             ("trained-on mark", pack.sequence_T[place], owner),
-            ("target", pack.targets_T[trained], tokens[prompt:]),
+            ("target", pack.targets_T[start + predicting], tokens[predicting + 1]),
         ):
             wrong = np.flatnonzero(got != wanted)
             if len(wrong):
-                at = int(wrong[0]) + (prompt - 1 if name == "target" else 0)
+                at = int(predicting[wrong[0]]) if name == "target" else int(wrong[0])
                 yield step.finding(DATA, Clue.PACK, f"{name} at place {at} {what}", got[wrong[0]], wanted[wrong[0]])
     stray = np.flatnonzero((pack.sequence_T >= 0) & ~owned)
     if len(stray):

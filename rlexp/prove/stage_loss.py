@@ -37,9 +37,10 @@ def _sequence(step: Step, clue: Clue, who: str, key: Key, got: Array, wanted: Ar
     gauge, allowed = step.whole.gauge, step.whole.allowed.logp * step.drift
     gauge.exceeds("sum of a sequence's log-probabilities", float(sums), allowed)
     if gauge.exceeds("log-probability of a token", float(apart.max()), allowed):
-        at = int(np.flatnonzero(~(apart <= allowed))[0])
         sample, side = key
-        what = f"{who}, token {at} of pair {sample}, {side}"
+        trained = np.flatnonzero(step.whole.expected.tokens[sample].trained(side))
+        at = int(np.flatnonzero(~(apart <= allowed))[0])
+        what = f"{who}, token {trained[at]} of pair {sample}, {side}"
         note = f"{int((~(apart <= allowed)).sum())} of its {len(apart)} tokens differ"
         yield step.finding(LOGPS, clue, what, got[at], wanted[at], note)
 

@@ -117,7 +117,10 @@ class Recorder(Sink):
         self.held = Micro(tuple(pair.index for pair in pairs))
         (self.step.micros if training else self.trace.held_out).append(self.held)
         (self.trace.tokens if training else self.trace.held_tokens).update(
-            {p.index: TokenPair(p.prompt, p.chosen, p.rejected, p.origin) for p in pairs}
+            {
+                p.index: TokenPair(p.prompt, p.chosen, p.rejected, p.origin, p.chosen_mask, p.rejected_mask)
+                for p in pairs
+            }
         )
 
     def sharded(self, shard: Shard) -> None:
