@@ -248,9 +248,12 @@ def test_a_mixture_of_conversations_passes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("write", [*FILES, *FOLDERS])
 def test_real_conversations_pass_in_every_format(write: Callable[..., str], shared: Path, tmp_path: Path) -> None:
+    """The formats in turns with a chat template and without one."""
     path = write(tmp_path, [of_several_turns(row) for row in hh(shared, 24)])
+    template = f"{shared}/models/smollm2-tokenizer/chat_template.jinja"
+    chat = [f"model.chat_template={template}"] if (*FILES, *FOLDERS).index(write) % 2 else []
     verdict = verified("data=hf", f"data.path='{path}'", "data.eval_size=4", f"data.cache={tmp_path}/cache",
-                       "model=hf", f"model.path={shared}/models/stories260K", "data.max_length=400",
+                       "model=hf", f"model.path={shared}/models/stories260K", *chat, "data.max_length=400",
                        "data.too_long=truncate", "train.batch_size=4", "train.precision=fp64", "parallel=ring2",
                        "train.eval_every=2", base=SMALL[:2])  # fmt: skip
     assert verdict.passed, failure_in_words(verdict.failure)
