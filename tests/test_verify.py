@@ -463,7 +463,7 @@ def test_a_mistake_is_one_message(args: tuple[str, ...], env: dict[str, str], sa
 def test_data_that_cannot_be_read_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b"}\n', encoding="utf-8")
     cfg = compose_config(["launch.device=cpu", "logger=none", "data=jsonl", f"data.path={tmp_path}/rows.jsonl"])
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: the run needs pairs, with `chosen` and `rejected`"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: field `rejected` is missing"):
         verify(cfg, 1, quiet)
 
 
