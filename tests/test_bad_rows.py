@@ -61,7 +61,15 @@ def test_a_bad_row_is_named_by_file_line_and_field(line: str, said: str, tmp_pat
     ("row", "said"),
     [
         ({"chosen": [user("a"), assistant("b")], "rejected": [user("x"), assistant("c")]}, "share no message before"),
-        ({"chosen": [user("a"), assistant("b")], "rejected": "c"}, "field `prompt` is missing"),
+        (
+            {"chosen": [user("a"), assistant("b")], "rejected": "c"},
+            "must both be whole conversations, or both",
+        ),
+        (
+            {"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": "c"},
+            "must both be whole conversations, or both",
+        ),
+        ({"chosen": "b", "rejected": "c"}, "field `prompt` is missing"),
         (
             {"prompt": "other", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]},
             "field `prompt` is not in the beginning",

@@ -171,7 +171,17 @@ DIALOGUE = {
     "one text": lambda talk, yes, no: {
         "chosen": as_text([*talk, assistant(yes)]),
         "rejected": as_text([*talk, assistant(no)]),
-    }
+    },
+    "a prompt in one text": lambda talk, yes, no: {
+        "prompt": as_text(talk) + "\n\nAssistant:",
+        "chosen": f" {yes}",
+        "rejected": f" {no}",
+    },
+    "answers with a question behind them": lambda talk, yes, no: {
+        "prompt": talk,
+        "chosen": [assistant(yes), user("And?")],
+        "rejected": [assistant(no), user("Why?")],
+    },
 }
 
 TALKS = [

@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources by weight. An epoch ends with the source that is used up first, so it takes no row of any twice over.
+    """Sources by weight. An epoch ends with the source that is used up first.
 
     Each source is gone through in an order of its own, which goes on from epoch to epoch: all rows come before any
     comes again.

@@ -212,10 +212,14 @@ def _parsed(value: Any, name: str) -> Any:
 def _pairs(own: Fields) -> dict[str, Any]:
     chosen, rejected = (_answer(own[name], name) for name in ("chosen", "rejected"))
     whole = tuple(_whole(answer) for answer in (chosen, rejected))
-    if own.get("prompt") is not None and None in whole:
-        return {"prompt": said(own["prompt"], "prompt"), "answers": (chosen, rejected)}
-    if whole[0] is None or whole[1] is None:
+    if whole == (None, None) and own.get("prompt") is not None:
+        prompt = _asked(own["prompt"])
+        answers = (_to_last_answer(_after(own["prompt"], prompt, answer)) for answer in (chosen, rejected))
+        return {"prompt": prompt, "answers": tuple(answers)}
+    if whole == (None, None):
         raise FieldError("prompt", "is missing, and `chosen` and `rejected` are no whole conversations that share one.")
+    if whole[0] is None or whole[1] is None:
+        raise FieldError("chosen", "and `rejected` must both be whole conversations, or both be answers alone.")
     shared = shared_beginning(whole[0], whole[1])
     if not shared:
         raise FieldError("chosen", "and `rejected` are conversations that share no message before an answer.")
@@ -239,7 +243,22 @@ def _whole(answer: str | Messages) -> Messages | None:
     return answer if answer[0]["role"] != "assistant" else None
 
 
-def _to_last_answer(answer: Messages) -> Messages:
+def _asked(value: Any) -> str | Messages:
+    """Return a prompt. A dialogue as one text that ends with the call for an answer is a conversation."""
+    prompt = said(value, "prompt")
+    talk = dialogue(prompt) if isinstance(prompt, str) else None
+    return talk[:-1] if talk and talk[-1]["role"] == "assistant" and not talk[-1]["content"].strip() else prompt
+
+
+def _after(value: Any, prompt: str | Messages, answer: str | Messages) -> str | Messages:
+    """Return an answer without the space that a dialogue has between the call for it and its text."""
+    is_dialogue = isinstance(value, str) and not isinstance(prompt, str)
+    return answer.removeprefix(" ") if is_dialogue and isinstance(answer, str) else answer
+
+
+def _to_last_answer(answer: str | Messages) -> str | Messages:
+    if isinstance(answer, str):
+        return answer
     last = max(place for place, message in enumerate(answer) if message["role"] == "assistant")
     return answer[: last + 1]
 
@@ -265,7 +284,10 @@ def _completion(own: Fields) -> dict[str, Any]:
     asked, context = own["prompt"], own.get("input")
     if isinstance(asked, str) and isinstance(context, str) and context:
         asked = f"{asked}\n\n{context}"
-    return {"prompt": said(asked, "prompt"), "answers": (completion,)}
+    prompt = _asked(asked)
+    if not isinstance(completion, str) and completion[0]["role"] != "assistant":
+        raise FieldError("completion", "must begin with a message of the role `assistant`.")
+    return {"prompt": prompt, "answers": (_to_last_answer(_after(asked, prompt, completion)),)}
 
 
 def _conversation(own: Fields) -> dict[str, Any]:
@@ -279,7 +301,7 @@ def _prompt(own: Fields) -> dict[str, Any]:
     if answer is not None and not is_number and not (isinstance(answer, str) and answer):
         raise FieldError("answer", "must be a number or a text that is not empty. Leave it out if there is none.")
     expected = None if answer is None else str(answer)
-    return {"prompt": said(own["prompt"], "prompt"), "answers": (), "expected": expected}
+    return {"prompt": _asked(own["prompt"]), "answers": (), "expected": expected}
 
 
 FORMS = (

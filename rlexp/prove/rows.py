@@ -217,10 +217,16 @@ def _after_system(prompt: str | Messages, own: Any, of_all: str | None) -> str |
 def _parted(given: Any, chosen: str | Messages, rejected: str | Messages) -> tuple[str | Messages, ...]:
     """Return the prompt and both answers. If both are whole conversations, the prompt is what they begin with alike."""
     one, other = _conversation(chosen), _conversation(rejected)
-    if one is None or other is None:
+    if one is None and other is None:
         if given is None:
             raise Unusable("there is no prompt.")
-        return _said(given), chosen, rejected
+        called = re.fullmatch(r"(\n\nHuman:.*?)\n\nAssistant:\s*", given, re.DOTALL) if isinstance(given, str) else None
+        talk = _conversation(called[1]) if called else None
+        answers = [_to_its_last_answer(each) if isinstance(each, list) else each.removeprefix(" " * bool(talk))
+                   for each in (chosen, rejected)]  # fmt: skip
+        return (talk or _said(given), *answers)
+    if one is None or other is None:
+        raise Unusable("one answer is a whole conversation, and the other is not.")
     shared = [place for place in range(1, min(len(one), len(other))) if one[:place] == other[:place]]
     answered = [place for place in shared if one[place]["role"] == other[place]["role"] == ASSISTANT]
     if not answered:
