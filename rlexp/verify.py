@@ -45,7 +45,7 @@ def main() -> int:
         return 1
 
 
-def refuse_unwritable(file: Path | None) -> None:
+def refuse_unwritable(file: Path | None, option: str = "--json") -> None:
     """Refuse a file that cannot be written, before spending minutes on its content."""
     if file is None:
         return
@@ -53,7 +53,7 @@ def refuse_unwritable(file: Path | None) -> None:
         file.touch()
     except OSError as error:
         raise ConfigError(
-            f"--json={file}: cannot be written ({error.strerror}). Give a file in a folder where you may write."
+            f"{option}={file}: cannot be written ({error.strerror}). Give a file in a folder where you may write."
         ) from None
 
 

@@ -148,13 +148,13 @@ class Payload:
 
 def render(payload: Payload) -> str:
     """Return the whole page as text."""
-    uplot = f"/*! uPlot {UPLOT_VERSION}\n\n{_asset('uPlot.LICENSE.txt')}*/\n{_asset('uPlot.iife.min.js')}"
+    uplot = f"/*! uPlot {UPLOT_VERSION}\n\n{asset('uPlot.LICENSE.txt')}*/\n{asset('uPlot.iife.min.js')}"
     script = _script()
-    style = f"{_asset('uPlot.min.css')}\n{_asset('report.css')}"
-    return Template(_asset("report.html")).substitute(
-        title=html.escape(_utf8(payload.title)),
-        headline=html.escape(_utf8(payload.verdict.headline)),
-        policy=_policy((uplot, script), style),
+    style = f"{asset('uPlot.min.css')}\n{asset('base.css')}\n{asset('report.css')}"
+    return Template(asset("report.html")).substitute(
+        title=html.escape(utf8(payload.title)),
+        headline=html.escape(utf8(payload.verdict.headline)),
+        policy=content_policy((uplot, script), style),
         style=style,
         uplot=uplot,
         script=script,
@@ -163,19 +163,19 @@ def render(payload: Payload) -> str:
     )
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return (files("rlexp.compare") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _script() -> str:
     """Join the page's scripts, in order, in a scope of their own."""
-    parts = "\n".join(_asset(f"report/{name}.js") for name in SCRIPTS)
+    parts = "\n".join(asset(f"report/{name}.js") for name in SCRIPTS)
     return f'(() => {{\n"use strict";\n\n{parts}}})();\n'
 
 
-def _policy(scripts: Sequence[str], style: str) -> str:
+def content_policy(scripts: Sequence[str], style: str) -> str:
     """Return a content security policy that loads nothing and runs only the scripts with these hashes."""
-    hashes = " ".join(_hash(script) for script in scripts)
+    hashes = " ".join(_hash(script) for script in scripts) or "'none'"
     return (
         f"default-src 'none'; script-src {hashes}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -243,11 +243,11 @@ def _plain(value: Any) -> Any:
         case float() if not math.isfinite(value):
             return None
         case str():
-            return _utf8(value)
+            return utf8(value)
     return value
 
 
-def _utf8(text: str) -> str:
+def utf8(text: str) -> str:
     """Replace lone surrogates, which no file can hold. Python reads bytes of a path that are not UTF-8 as such."""
     return text.encode("utf-8", "replace").decode("utf-8")
 

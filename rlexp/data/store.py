@@ -159,6 +159,17 @@ class Store(Sequence[Pair | Completion | Prompt]):
         """Return (examples, parts): the tokens of each prompt and answer."""
         return np.diff(self._arrays["ends"], prepend=0).reshape(-1, PARTS[self.kind])
 
+    def blocks(self, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the tokens of whole examples, about so many at a time, and where among them each part ends."""
+        parts, ends = PARTS[self.kind], self._arrays["ends"]
+        of_examples = ends[parts - 1 :: parts]
+        first = start = 0
+        while first < len(self):
+            last = max(first + 1, int(np.searchsorted(of_examples, start + most, side="right")))
+            stop = int(of_examples[last - 1])
+            yield np.array(self._arrays["tokens"][start:stop]), ends[first * parts : last * parts] - start
+            first, start = last, stop
+
     def highest(self) -> tuple[int, str]:
         """Return the highest token id, and a row that has it."""
         token, file, row = self.facts.highest

@@ -19,10 +19,10 @@ class Joined(Sequence[Any]):
     def __init__(self, sets: Sequence[Sequence[Any]], places: Places | None = None) -> None:
         self.sets = sets
         self._ends = list(itertools.accumulate(map(len, sets)))
-        self._places = places
+        self.places = places
 
     def __len__(self) -> int:
-        return (self._ends[-1] if self._ends else 0) if self._places is None else len(self._places)
+        return (self._ends[-1] if self._ends else 0) if self.places is None else len(self.places)
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -34,7 +34,7 @@ class Joined(Sequence[Any]):
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index %= len(self)
-        place = index if self._places is None else self._places[index]
+        place = index if self.places is None else self.places[index]
         number = bisect.bisect_right(self._ends, place)
         first = self._ends[number - 1] if number else 0
         return replace(self.sets[number][place - first], index=index)
@@ -42,9 +42,9 @@ class Joined(Sequence[Any]):
     def sizes(self) -> tuple[int, ...]:
         """Return how many examples there are of each set."""
         ends = [0, *self._ends]
-        if self._places is None:
+        if self.places is None:
             return tuple(after - before for before, after in itertools.pairwise(ends))
-        return tuple(self._places.before(after) - self._places.before(before)
+        return tuple(self.places.before(after) - self.places.before(before)
                      for before, after in itertools.pairwise(ends))  # fmt: skip
 
 

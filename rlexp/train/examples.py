@@ -125,7 +125,7 @@ def _stored(cfg: RowsDataConfig, tokenizing: Tokenizing, world: World) -> Exampl
     stores = [Store(folder / "tokens" / key, names) for key, names in mine]
     train, held = ([store for store, (_, is_held) in zip(stores, splits, strict=True) if is_held is held]
                    for held in (False, True))  # fmt: skip
-    return _examples(cfg, train, held, weights_of(sources))
+    return examples_of(cfg, train, held, weights_of(sources))
 
 
 def _machine(folder: Path) -> tuple[str, int, int]:
@@ -151,9 +151,10 @@ def _refuse_other_rows(keys: Sequence[Sequence[str]], splits: Sequence[Any]) -> 
                 )
 
 
-def _examples(
+def examples_of(
     cfg: RowsDataConfig, train: Sequence[Store], held: Sequence[Store], weights: Sequence[float] | None
 ) -> Examples:
+    """Join the stores of all sources, and hold some examples out if others are not."""
     joined = Joined(train)
     places = None
     if cfg.eval_size:

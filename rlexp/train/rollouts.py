@@ -72,6 +72,15 @@ class Made:
     spans: dict[str, list[tuple[float, float]]]  # by the clock: when it was drawn, taken in and scored
 
 
+def samples_of_step(cfg: RolloutConfig, seed: int, train_batch: int, step: int) -> Batch:
+    """Return the samples of an optimizer step, by their places in its rollout."""
+    number, inner = divmod(step - 1, cfg.epochs * cfg.minibatches)
+    epoch, minibatch = divmod(inner, cfg.minibatches)
+    order = np.random.default_rng([seed, number, epoch]).permutation(cfg.batch_size * cfg.n_samples)
+    places = order[minibatch * train_batch : (minibatch + 1) * train_batch]
+    return Batch(step, epoch, tuple(int(place) for place in places))
+
+
 @dataclass
 class Rollouts:
     """The state of a run's rollouts on this rank."""
@@ -111,12 +120,7 @@ class Rollouts:
         return (step - 1) // self.steps_each
 
     def batch(self, step: int) -> Batch:
-        """Return the samples of an optimizer step, by their places in its rollout."""
-        number, inner = divmod(step - 1, self.steps_each)
-        epoch, minibatch = divmod(inner, self.cfg.minibatches)
-        order = np.random.default_rng([self.seed, number, epoch]).permutation(self.size)
-        places = order[minibatch * self.train_batch : (minibatch + 1) * self.train_batch]
-        return Batch(step, epoch, tuple(int(place) for place in places))
+        return samples_of_step(self.cfg, self.seed, self.train_batch, step)
 
     def samples(self, batch: Batch) -> list[Sample]:
         """Return a whole train batch on every rank. A collective call."""

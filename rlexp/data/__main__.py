@@ -1,0 +1,71 @@
+"""Show what training will see: the rows that are recognised, lengths, packs, and samples token by token.
+
+python -m rlexp.data data=jsonl data.path=FILE model=hf model.path=FOLDER
+python -m rlexp.data --html page.html --samples 10 data=hf data.path=FOLDER parallel=ring8
+
+It reads the rows as the run would, and leaves the same tokens in the cache. The overrides are those of
+`python -m rlexp`. The exit code is 0 if the run can train on the rows, and 1 if it cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rlexp.config.explain import explain
+from rlexp.config.load import compose_config
+from rlexp.errors import ConfigError, UserError, exit_code
+from rlexp.files import write_text
+from rlexp.verify import Parser, refuse_unwritable
+
+
+def main() -> int:
+    return exit_code(explained)
+
+
+def explained() -> int:
+    """Run the command; a mistake of the user's is one message."""
+    try:
+        return show(parse())
+    except Exception as error:
+        message = explain(error)
+        if message is None:
+            raise
+        raise UserError(message) from None
+
+
+def parse() -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m rlexp.data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
+    parser.add_argument("--samples", type=int, default=3, metavar="N", help="samples to show (default: 3)")
+    options = parser.parse_intermixed_args()
+    if options.samples < 0:
+        raise ConfigError(f"--samples={options.samples}: must be 0 or more.")
+    return options
+
+
+def show(options: argparse.Namespace) -> int:
+    cfg = compose_config(options.overrides)  # what is wrong with it is said before torch is imported
+    refuse_unwritable(options.json)
+    refuse_unwritable(options.html, "--html")
+    from rlexp.preview import draw, page
+    from rlexp.preview.answer import preview
+    from rlexp.preview.facts import plain
+
+    found = preview(cfg, options.samples)
+    draw.show(found)
+    if options.json is not None:
+        write_text(options.json, json.dumps(plain(found), indent=1, ensure_ascii=False) + "\n")
+    if options.html is not None:
+        write_text(options.html, page.render(found))
+    return 1 if found.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What training will see of a data set, before it trains."""
