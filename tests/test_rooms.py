@@ -20,7 +20,8 @@ FEW = 2  # a room that imports this many files of another, or fewer, has them na
 ONLY_HERE = {"deepspeed": "engine", "wandb": "sinks", "wandb_workspaces": "sinks", "trackio": "sinks",
              "vllm": "rollout", "transformers": "model", "hydra": "config", "rich": "status"}  # fmt: skip
 # `verify` holds the product to transformers alone, so it goes round the model's room.
-BESIDE = {"hydra": {"launch", "__main__"}, "transformers": {"prove"}}
+# Both rooms that draw for the terminal use rich.
+BESIDE = {"hydra": {"launch", "__main__"}, "transformers": {"prove"}, "rich": {"status/__main__", "preview"}}
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class Import:
 
 
 def room_of(file: Path) -> str:
+    """Return the room of a file. A room's `__main__.py` is a command, and stands by itself."""
+    if len(file.parts) == 2 and file.stem == "__main__":
+        return f"{file.parts[0]}/__main__"
     return file.parts[0] if len(file.parts) > 1 else file.stem
 
 
@@ -103,7 +107,9 @@ def wrong_rows(package: Path, page: Path) -> list[str]:
 
 
 def rows_of(page: Path) -> dict[str, str]:
-    rows = re.findall(r"^\| `rlexp/(\w+)(?:/|\.py)` \|.*\| (.*?) ?\|$", page.read_text(encoding="utf-8"), re.M)
+    rows = re.findall(
+        r"^\| `rlexp/(\w+(?:/__main__)?)(?:/|\.py)` \|.*\| (.*?) ?\|$", page.read_text(encoding="utf-8"), re.M
+    )
     assert rows, "the map has no table of rooms"
     return dict(rows)
 
@@ -221,13 +227,14 @@ def test_a_step_that_the_map_allows_is_no_circle_at_the_top(copy: Path) -> None:
         ("algos/dpo.py", "import numpy", "numpy"),
         ("launch/folder.py", "from rlexp.checkpoint.tensors import Reader", "checkpoint/tensors"),
         ("engine/plain.py", "from rlexp.ring.layouts import get_layout", "ring/layouts"),
+        ("data/__main__.py", "import numpy", "numpy"),  # a command's row is its own, beside its room's
     ],
 )
 def test_an_import_that_the_map_does_not_list_is_found(copy: Path, file: str, line: str, name: str) -> None:
     path = copy / "rlexp" / file
     path.write_text(path.read_text(encoding="utf-8") + f"\n{line}\n", encoding="utf-8")
     (wrong,) = wrong_rows(copy / "rlexp", copy / "page.md")
-    assert wrong.startswith(f"{file.partition('/')[0]}: the map says")
+    assert wrong.startswith(f"{room_of(Path(file))}: the map says")
     assert name in wrong
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -156,22 +157,29 @@ def part_text(part: Part, width: int, *, colours: bool) -> Text:
     """Write a part with its trained tokens marked."""
     written = Text(overflow="fold")
     inside = False
-    for piece in shortened(part.pieces, width, LINES):
-        if not colours and piece.trained is not inside:
-            _mark(written, opens=piece.trained)
-            inside = piece.trained
-        if piece.hidden:
-            written.append(f"\n… {piece.hidden:,} tokens …\n", "italic" if colours else "")
-            continue
-        style = (TRAINED if piece.trained else UNTRAINED) if not piece.special else SPECIAL
-        if piece.special and piece.trained:
-            style = f"bold {SPECIAL}"
-        written.append(visible(piece.text), style if colours else "")
+    alike = itertools.groupby(shortened(part.pieces, width, LINES), lambda piece: (piece.trained, _style(piece)))
+    for (trained, style), pieces in alike:  # together, so that no escape code stands within a character
+        if not colours and trained is not inside:
+            _mark(written, opens=trained)
+            inside = trained
+        written.append("".join(map(_shown, pieces)), style if colours else "")
     if written.plain.endswith("\n"):
         written.right_crop(1)
     if inside:
         _mark(written, opens=False)
     return written
+
+
+def _shown(piece: Piece) -> str:
+    return f"\n… {piece.hidden:,} tokens …\n" if piece.hidden else visible(piece.text)
+
+
+def _style(piece: Piece) -> str:
+    if piece.hidden:
+        return "italic"
+    if piece.special:
+        return f"bold {SPECIAL}" if piece.trained else SPECIAL
+    return TRAINED if piece.trained else UNTRAINED
 
 
 def _mark(written: Text, *, opens: bool) -> None:
@@ -201,7 +209,7 @@ def _fitting(pieces: Sequence[Piece], width: int, lines: float) -> int:
     used = 0.0
     for place, (piece, taken) in enumerate(zip(pieces, _lines(pieces, width), strict=True)):
         used += taken
-        if used > lines or piece.hidden:
+        if used > lines + 1e-6 or piece.hidden:
             return place
     return len(pieces)
 

@@ -160,12 +160,12 @@ def _histogram(each: Lengths) -> Markup:
     width = WIDE / count
     bars = []
     for place, bar in enumerate(each.bars):
-        high = HIGH * bar / most if bar else 0.0
+        high = max(HIGH * bar / most, 1.5) if bar else 0.0
         last = place + 1 == count and each.percentiles["max"] >= each.edges[-1]
         upto = "and more" if last else f"– {each.edges[place + 1] - 1:,}"
         title = element("title", f"{each.edges[place]:,} {upto} tokens: {bar:,}")
-        bars.append(element("rect", title, class_="fill", x=f"{place * width + 0.5:.2f}", y=f"{HIGH - max(high, 1.5 * bool(bar)):.2f}",
-                            width=f"{max(width - 1, 0.5):.2f}", height=f"{max(high, 1.5 * bool(bar)):.2f}"))  # fmt: skip
+        bars.append(element("rect", title, class_="fill", x=f"{place * width + 0.5:.2f}", y=f"{HIGH - high:.2f}",
+                            width=f"{max(width - 1, 0.5):.2f}", height=f"{high:.2f}"))  # fmt: skip
     longer = each.percentiles["max"] >= each.edges[-1]
     span = each.edges[-1] - each.edges[0]
     middle = WIDE * min(1.0, (each.percentiles["50"] - each.edges[0]) / span)
@@ -190,11 +190,8 @@ def _rings(facts: Preview) -> Markup:
         drawn = []
         for name, cell in zip(table.head, cells, strict=True):
             value = _packing(ring, name)
-            bar = (
-                _bar([("fill" if (name == "packed") is facts.packing else "fill-copies", value, None)], name)
-                if value
-                else None
-            )
+            kind = "fill" if (name == "packed") is facts.packing else "fill-copies"  # the run's own way, or the other
+            bar = _bar([(kind, value, None)], name) if value else None
             drawn.append(element("th" if name == "ring" else "td", cell, bar, class_="number",
                                  scope="row" if name == "ring" else None))  # fmt: skip
         rows.append(element("tr", *drawn, class_="own" if place == table.strong else None))
