@@ -7,7 +7,7 @@ import numpy as np
 from rlexp.preview.facts import Lengths
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
-BARS = 32  # of a histogram, at most
+BARS, LEAST = 32, 12  # of a histogram, at most and about at least
 
 
 def lengths_of(part: str, lengths: np.ndarray, limit: int | None = None) -> Lengths:
@@ -44,4 +44,6 @@ def edges_of(percentiles: dict[str, int]) -> tuple[int, ...]:
         if (high - low) / (factor * 10**power) < BARS - 1
     )
     first = low // width * width
-    return tuple(range(first, high + width + 1, width))
+    edges = range(first, high + width + 1, width)
+    missing = max(0, LEAST - len(edges))  # where all are nearly of one length, that one stands in the middle
+    return tuple(range(max(0, first - missing // 2 * width), edges[-1] + (missing + 1) // 2 * width + 1, width))

@@ -168,7 +168,7 @@ def _histogram(each: Lengths) -> Markup:
                             width=f"{max(width - 1, 0.5):.2f}", height=f"{high:.2f}"))  # fmt: skip
     longer = each.percentiles["max"] >= each.edges[-1]
     span = each.edges[-1] - each.edges[0]
-    middle = WIDE * min(1.0, (each.percentiles["50"] - each.edges[0]) / span)
+    middle = WIDE * min(1.0, (each.percentiles["50"] + 0.5 - each.edges[0]) / span)
     line = element("line", element("title", f"median: {each.percentiles['50']:,}"), class_="median", x1=f"{middle:.2f}",
                    x2=f"{middle:.2f}", y1=0, y2=HIGH)  # fmt: skip
     ground = element("line", class_="ground", x1=0, x2=WIDE, y1=HIGH, y2=HIGH)
