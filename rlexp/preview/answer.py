@@ -54,7 +54,7 @@ def preview(cfg: Config, samples: int) -> Preview:
     except ConfigError as error:  # fewer than a batch
         first = range(min(samples, len(rows.lengths)))
         shown = _samples(rows, tuple(first), tokenizer)
-        return Preview(**said, samples=shown, problems=(*problems, str(error)))
+        return Preview(**said, samples=shown, problems=tuple(problems or [str(error)]))
     rings, sampled = rings_of(cfg, rows, sampler)
     said |= {
         "steps": _steps(cfg, rows, sampler),

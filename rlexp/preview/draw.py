@@ -76,7 +76,7 @@ def page(facts: Preview, width: int, *, colours: bool) -> RenderableType:
         section("Rings", drawn(tables.rings(facts), inner), *map(Text, tables.about_rings(facts)))
     if facts.samples:
         section("Samples", legend(colours=colours), *samples(facts.samples, inner, colours=colours))
-    parts.append(Text(facts.verdict, "bold red" if facts.problems else "bold green"))
+    parts.append(Text(one_line(facts.verdict), "bold red" if facts.problems else "bold green"))
     return Group(*parts)
 
 

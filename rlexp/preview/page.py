@@ -66,7 +66,7 @@ def _header(facts: Preview) -> Markup:
     head = element("div", element("h1", _title(facts)), element("p", about, class_="muted"), class_="masthead")
     word = element("span", "Training cannot start. " if facts.problems else "Ready. ", class_="word")
     tone = "apart" if facts.problems else "agree"
-    said = element("div", element("p", word, facts.verdict, class_="headline"))
+    said = element("div", element("p", word, one_line(facts.verdict), class_="headline"))
     return element("header", head, element("div", said, class_=f"verdict tone-{tone}", data_testid="verdict"))
 
 
@@ -76,7 +76,7 @@ def _tiles(facts: Preview) -> Markup:
     tiles = [(f"{kept:,}", f"of {read:,} rows kept")]
     if facts.lengths:
         whole = facts.lengths[-1]
-        tiles.append((f"{whole.percentiles['50']:,}", f"tokens in the median {whole.part}"))
+        tiles.append((f"{whole.percentiles['50']:,}", f"tokens in the median {whole.part.removeprefix('whole ')}"))
     if facts.steps is not None:
         tiles.append((f"{facts.steps.per_epoch:,}", f"steps an epoch of {facts.steps.batch:,} samples"))
         tiles.append((f"{facts.steps.tokens_per_epoch:,}", "tokens an epoch"))

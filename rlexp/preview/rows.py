@@ -78,7 +78,7 @@ def _stored(cfg: Config, data: RowsDataConfig, needs: Kind, tokenizer: Any) -> R
             if (split := splits_of(source, held_out=held_out)) is not None:
                 shown = cfg.logger.progress and sys.stderr.isatty()
                 opened.append(_Opened(split, held_out, _store(data, tokenizer, needs, room, shown, split, folder)))
-    kinds = [each.store.kind for each in opened]
+    kinds = [each.store.kind for each in opened if not each.held_out]
     kind = needs if needs in kinds else kinds[0]
     train, held = ([each.store for each in opened if each.held_out is out and each.store.kind is kind]
                    for out in (False, True))  # fmt: skip

@@ -97,12 +97,21 @@ def sharing(facts: Preview) -> list[str]:
     found = facts.sharing
     assert found is not None
     of = "of all tokens" if facts.kind != "prompts" else "of the prompts' tokens"
-    copies = f"{found.copies} copies of its prompt, one for each answer" if found.copies > 1 else "its prompt once"
+    if facts.kind == "prompts":
+        held = (
+            f"Each prompt stands in {counted(found.copies, 'sample')}: {found.prompt_tokens:,} tokens of prompts, "
+            f"beside the answers that are drawn."
+        )
+    else:
+        times = f"{found.copies} copies of its prompt, one for each answer" if found.copies > 1 else "its prompt once"
+        held = (
+            f"Each example holds {times}: prompts take {share(found.prompt_tokens, found.tokens)} of "
+            f"{found.tokens:,} tokens."
+        )
     lines = [
         f"{found.examples:,} examples have {counted(found.prompts, 'different prompt')}; {found.sharing:,} examples "
         f"({share(found.sharing, found.examples)}) have a prompt that another one has too.",
-        f"Each example holds {copies}: prompts take {share(found.prompt_tokens, found.tokens)} of "
-        f"{found.tokens:,} tokens.",
+        held,
     ]
     if found.copies > 1:
         lines.append(
@@ -124,8 +133,9 @@ def sharing(facts: Preview) -> list[str]:
 def steps(facts: Preview) -> list[str]:
     found = facts.steps
     assert found is not None
-    left = f"; the last {counted(found.left_out, 'sample')} fill no batch" if found.left_out else ""
-    noun = "rollout" if facts.kind == "prompts" else "step"
+    drawn = facts.kind == "prompts"
+    sample, noun, whole = ("prompt", "rollout", "rollout") if drawn else ("sample", "step", "batch")
+    left = f"; the last {counted(found.left_out, sample)} fill no {whole}" if found.left_out else ""
     return [
         f"{counted(found.per_epoch, 'step')} an epoch, of {counted(found.batch, 'sample')} each{left}.",
         f"{counted(found.run, 'step')} in this run, {epochs(found.epochs)}.",
