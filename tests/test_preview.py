@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import HFModelConfig
@@ -271,6 +272,17 @@ def test_generated_rows(data: str) -> None:
         assert found.lengths[-1].percentiles["max"] == 256
 
 
+@pytest.mark.parametrize("experiment", ["bug_report", "ppo_tiny", "dog"])
+def test_experiments(experiment: str, request: pytest.FixtureRequest) -> None:
+    model: tuple[str, ...] = ()
+    if experiment == "dog":
+        model = (f"model.path={request.getfixturevalue('shared') / 'models' / 'stories260K'}",)
+    found = looked(f"+experiment={experiment}", *model)
+    assert found.problems == ()
+    assert found.steps is not None
+    assert found.steps.run == {"bug_report": 10, "ppo_tiny": 96, "dog": 240}[experiment]
+
+
 def test_real_pairs(shared: Path, tmp_path: Path) -> None:
     rows = shared / "data" / "hh_helpful_base" / "test.jsonl"
     first = tmp_path / "first.jsonl"
@@ -420,6 +432,15 @@ def test_the_terminal_is_as_wide_as_it_is(known: Preview, width: int) -> None:
     assert known.verdict in " ".join(text.split())
     assert "⟦" in text
     assert "▸" in text
+
+
+def test_colours_take_the_place_of_signs(known: Preview) -> None:
+    console = Console(width=80, force_terminal=True, color_system="standard", legacy_windows=False, highlight=False)
+    with console.capture() as captured:
+        console.print(draw.page(known, 80, colours=True))
+    text = captured.get()
+    assert "\x1b[1;32mxy\x1b[0m\x1b[1;35m<eos>\x1b[0m" in text
+    assert "⟦" not in text
 
 
 def test_facts_are_plain(known: Preview) -> None:
