@@ -236,7 +236,8 @@ def test_held_out_rows_are_no_part_of_what_is_counted(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{n}", "chosen": "x" * (1 + n), "rejected": "y"} for n in range(20)]
     found = of_file(written(tmp_path, rows), "data.eval_size=4")
     assert found.lengths[0].count == 16
-    assert found.sources[0].per_epoch == 16
+    assert (found.sources[0].kept, found.sources[0].taken, found.sources[0].per_epoch) == (20, 16, 16)
+    assert "16 of them to train on, and 4 held out by data.eval_size" in draw.text(found)
     assert found.sharing is not None
     assert found.sharing.examples == 16
 

@@ -19,6 +19,7 @@ class Source:
     kept: int
     tokens: int  # each prompt once
     weight: float | None = None
+    taken: int = 0  # examples to train on: those kept that data.eval_size does not hold out
     per_epoch: int | None = None  # samples; None for held-out rows, and for those of a kind that is not trained on
 
 

@@ -84,7 +84,8 @@ def _stored(cfg: Config, data: RowsDataConfig, needs: Kind, tokenizer: Any) -> R
                    for out in (False, True))  # fmt: skip
     whole = len(train) == len(sources)
     examples = examples_of(data, train, held, weights_of(sources) if whole else None)
-    per_epoch = iter(examples.mixture.counts if examples.mixture is not None else _sizes(examples.train))
+    sizes = _sizes(examples.train)
+    counts = iter(zip(sizes, examples.mixture.counts if examples.mixture is not None else sizes, strict=True))
     taken = _taken(examples.train)
     return Rows(
         kind,
@@ -92,7 +93,7 @@ def _stored(cfg: Config, data: RowsDataConfig, needs: Kind, tokenizer: Any) -> R
         np.concatenate([store.lengths() for store in train] or [np.zeros((0, PARTS[kind]), np.int64)])[taken],
         np.concatenate([hashes(blocks_of(store, ids_of), PARTS[kind]) for store in train]
                        or [np.zeros((0, 2), np.uint64)])[taken],
-        tuple(_source(each, None if each.held_out or each.store.kind is not kind else next(per_epoch))
+        tuple(_source(each, *((0, None) if each.held_out or each.store.kind is not kind else next(counts)))
               for each in opened),
         tuple(reason for each in opened for reason in _reasons(each)),
     )  # fmt: skip
@@ -125,13 +126,13 @@ def _taken(examples: Sequence[Any]) -> Any:
     return slice(None) if examples.places is None else np.delete(np.arange(examples.places.total), examples.places.out)
 
 
-def _source(opened: _Opened, per_epoch: int | None) -> Source:
+def _source(opened: _Opened, taken: int, per_epoch: int | None) -> Source:
     split, store = opened.split, opened.store
     path = split.path if split.split in (None, "train") else f"{split.path}[{split.split}]"
     shape = str(store.meta["shape"])
     return Source(
         split.source.key, path, opened.held_out, shape, store.kind.value, store.facts.read, len(store),
-        int(store.lengths().sum()), None if opened.held_out else split.source.cfg.weight, per_epoch,
+        int(store.lengths().sum()), None if opened.held_out else split.source.cfg.weight, taken, per_epoch,
     )  # fmt: skip
 
 
@@ -162,8 +163,9 @@ def _generated(cfg: Config, kind: Kind, tokenizer: Any) -> Rows:
         if not read[held_out]:
             continue
         tokens = sum(len(part) for example in kept for part in ids_of(example))
+        taken = (0, None) if held_out else (len(kept), len(kept))
         sources.append(Source("data", cfg.data.name, held_out, f"{kind.value}, generated from a seed", kind.value,
-                              read[held_out], len(kept), tokens, None, None if held_out else len(kept)))  # fmt: skip
+                              read[held_out], len(kept), tokens, None, *taken))  # fmt: skip
         reasons += [Reason("data", held_out, what, count, None) for what, count in sorted(dropped.items())]
     lengths = np.array([[len(part) for part in ids_of(example)] for example in examples.train], dtype=np.int64)
     found = hashes(blocks_of(examples.train, ids_of), PARTS[kind])

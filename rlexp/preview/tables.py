@@ -38,9 +38,13 @@ def source_lines(source: Source, epoch: int, *, several: bool) -> list[str]:
         f"  {counted(source.read, 'row')} read, {source.kept:,} kept ({share(source.kept, source.read)}), "
         f"{counted(source.tokens, 'token')}",
     ]
+    if source.per_epoch is not None and source.taken != source.kept:
+        lines.append(
+            f"  {source.taken:,} of them to train on, and {source.kept - source.taken:,} held out by data.eval_size"
+        )
     if several and source.per_epoch is not None:
         weight = "" if source.weight is None else f"weight {source.weight:g}: "
-        passes = source.per_epoch / source.kept if source.kept else 0
+        passes = source.per_epoch / source.taken if source.taken else 0
         lines.append(
             f"  {weight}{source.per_epoch:,} samples an epoch ({share(source.per_epoch, epoch)} of all, "
             f"{passes:.3g} of its rows)"
