@@ -70,6 +70,7 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m bench.report --write docs/benchmarks.md
 	$(BIN)/python -m bench.rollout --write docs/benchmarks.md
 	$(BIN)/python -m bench.counting --write docs/benchmarks.md
+	$(BIN)/python -m bench.data --write docs/data.md
 
 # Everything that GPUs can tell: tests, a short training of every engine, rates; predicted beside measured. Where there
 # is no GPU it says so and changes nothing.

@@ -78,7 +78,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Preview:
 
 def test_sources_and_what_was_not_taken(known: Preview) -> None:
     (source,) = known.sources
-    assert source.shape == "pairs: `chosen`, `rejected`, `prompt`"
+    assert source.shape == "pairs: `prompt`, `chosen`, `rejected`"
     assert (source.read, source.kept, source.tokens, source.per_epoch) == (8, 5, 9 + 9 + 11 + 22 + 19, 5)
     found = {reason.what: (reason.count, reason.first and reason.first.rpartition(":")[2]) for reason in known.reasons}
     assert found == {TRUNCATED: (1, "5"), SAME: (1, "4"), UNUSABLE: (2, "6")}

@@ -130,7 +130,8 @@ class Shape:
 
     def words(self) -> str:
         """Say it as a person would: "pairs: `prompt` from `question`, `chosen`, `rejected`"."""
-        names = [f"`{ours}`" + (f" from `{it}`" if it != ours else "") for ours, it in self.columns.items()]
+        first = sorted(self.columns.items(), key=lambda each: each[0] != "prompt")
+        names = [f"`{ours}`" + (f" from `{column}`" if column != ours else "") for ours, column in first]
         return f"{self.kind.value}: {', '.join(names)}"
 
     def row(self, fields: Fields, origin: str, system: str | None, options: Mapping[str, Any]) -> Row:

@@ -7,8 +7,10 @@ its source's contents and what was asked, so nothing stale is ever found.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -141,9 +143,12 @@ def _sizes(place: Path) -> dict[str, int]:
 def _from_gguf(folder: Path, name: str, place: Path) -> None:
     """Write a GGUF file's model in float32, which holds every value of its blocks exactly, and its tokenizer."""
     disable_progress_bar()
+    # The bar of this loading cannot be turned off, and writes line after line into a log.
+    quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        with quiet:
+            model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     except Exception as error:  # a reader of files from anywhere raises anything
         raise ModelError(
             f"model.gguf={name}: cannot be loaded from {folder} ({type(error).__name__}: {first_line(error)}). Give a "

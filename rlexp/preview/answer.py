@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rlexp.config.schema import Config, HFModelConfig, PolicyLossConfig
+from rlexp.config.models import called
+from rlexp.config.schema import Config, PolicyLossConfig
 from rlexp.data.sampler import Sampler, total_steps
 from rlexp.errors import ConfigError
 from rlexp.model.loading import load_tokenizer
@@ -34,7 +35,7 @@ def preview(cfg: Config, samples: int) -> Preview:
         "needs": needs.value,
         "kind": rows.kind.value,
         "data": f"data={cfg.data.name}",
-        "model": cfg.model.path if isinstance(cfg.model, HFModelConfig) else cfg.model.name,
+        "model": called(cfg.model),
         "max_length": cfg.data.max_length,
         "packing": cfg.data.packing,
         "sources": rows.sources,
