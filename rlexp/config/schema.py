@@ -328,33 +328,33 @@ class JsonlDataConfig(RowsDataConfig):
 
 
 @dataclass
-class SourceConfig:
-    """Where rows come from: a file, files (`data/*.parquet`), a folder, or a data set of the hub."""
+class SplitConfig:
+    """Which rows of a source are trained on, and which are held out."""
 
-    path: str = MISSING
     eval_path: str | None = None
     subset: str | None = None
     split: str = "train"
     eval_split: str | None = None
     revision: str | None = None
     streaming: bool = False
+
+
+@dataclass
+class SourceConfig(SplitConfig):
+    """Where rows come from: a file, files (`data/*.parquet`), a folder, or a data set of the hub."""
+
+    path: str = MISSING
     columns: dict[str, str] = field(default_factory=dict)
     system: str | None = None
     weight: float | None = number(None, above=0)  # share of the samples, relative to the other sources'
 
 
 @dataclass
-class HFDataConfig(RowsDataConfig):
+class HFDataConfig(SplitConfig, RowsDataConfig):
     """Rows by the `datasets` library, from one source or from several with names: `{path: …, weight: 1.0, …}`."""
 
     name: str = "hf"
     path: str | None = None
-    eval_path: str | None = None
-    subset: str | None = None
-    split: str = "train"
-    eval_split: str | None = None
-    revision: str | None = None
-    streaming: bool = False
     sources: dict[str, Any] = field(default_factory=dict)
 
 
