@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ from tests import warm
 from tests.conftest import ROOT, Shell
 from tests.ranks import on_ranks
 from tests.test_model import HOW
-from tests.test_prepared import NEW, QUICK, SHAPE, TEMPLATE, cache, hf, made, saved, weights_in
+from tests.test_prepared import NEW, QUICK, SHAPE, TEMPLATE, cache, hf, made, saved, smollm2, weights_in
 
 __all__ = ["cache"]  # a fixture of every test here too
 
@@ -307,6 +308,41 @@ def test_a_run_takes_all_of_it_and_plain_transformers_load_what_it_trained(tmp_p
     start = source / "model.safetensors.index.json"
     assert json.loads(start.read_text())["metadata"]["total_size"] > 0  # the source is as it was
     assert len(AutoTokenizer.from_pretrained(source)) == 259
+
+
+def demonstrated(rlexp: Shell, folder: Path, *words: str, timeout: float) -> tuple[list[dict[str, float]], str]:
+    """Run the experiment; return its rows, and what its model answers in plain transformers."""
+    smollm2()
+    answer = rlexp("+experiment=smollm_hh", "logger=none", "hydra.run.dir=run", *words, timeout=timeout)
+    assert answer.returncode == 0, answer.stderr
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "run" / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "run" / "model")
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    drawn = model.generate(**ids, max_new_tokens=12, do_sample=False)
+    return rows, str(tokenizer.decode(drawn[0, ids["input_ids"].shape[1] :]))
+
+
+@pytest.mark.slow
+def test_the_demonstration_begins_with_ties_and_its_model_answers(tmp_path: Path, rlexp: Shell) -> None:
+    few = ("train.max_steps=1", "train.batch_size=2", "train.micro_batch_size=1", "data.eval_size=2",
+           "train.eval_every=1", "optim.lr=0")  # fmt: skip
+    (row,), answer = demonstrated(rlexp, tmp_path, *few, timeout=400)
+    assert row["train/loss"] == row["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert row["eval/rewards/accuracies"] == 0.5
+    assert "Paris" in answer
+
+
+@pytest.mark.slow
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+def test_the_demonstration_learns_what_people_prefer(tmp_path: Path, rlexp: Shell) -> None:
+    rows, answer = demonstrated(rlexp, tmp_path, timeout=3500)
+    accuracy = rows[-1]["eval/rewards/accuracies"]
+    assert accuracy - 1.96 * math.sqrt(accuracy * (1 - accuracy) / 98) > 0.5  # measured: 0.663, so 0.569
+    assert rows[-1]["eval/loss"] < 0.66  # measured: 0.631
+    assert "Paris" in answer
 
 
 @pytest.mark.slow
