@@ -322,6 +322,7 @@ def smollm2() -> HFModelConfig:
     return cfg
 
 
+@pytest.mark.slow
 def test_the_real_model_of_a_gguf_file(cache: Path) -> None:
     """It speaks English after it was written as safetensors, and plain transformers load it."""
     cfg = smollm2()

@@ -304,6 +304,7 @@ def test_prompts_are_taken_from_rows_of_any_kind(tmp_path: Path) -> None:
 # ---- the real sets ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["stories260K", "smollm2-tokenizer"])
 def test_real_pairs_have_the_same_tokens_in_every_shape_and_format(model: str, shared: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(HFModelConfig(path=str(shared / "models" / model)))

@@ -97,6 +97,7 @@ def test_killed_at_any_moment_and_begun_again_it_is_the_same_store(tmp_path: Pat
         assert stores(tmp_path / f"killed{number}") == expected
 
 
+@pytest.mark.slow
 def test_processes_beside_each_other_make_the_same_bytes_and_end(tmp_path: Path, monkeypatch: Any) -> None:
     path = written(tmp_path, 6000)
     alone = ids(read(path, "data.workers=1").train)
