@@ -5,6 +5,7 @@ Rows come in and go out in batches, since a tokenizer takes many texts at once m
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -71,10 +72,16 @@ class RowTokenizer:
     def __init__(self, tokenizer: Any, *, use_template: bool = True) -> None:
         self.tokenizer = tokenizer
         self.chat = Chat(tokenizer, use_template)
-        self.seam = Seam(tokenizer)
         self.eos_id: int | None = tokenizer.eos_token_id
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.special = {*tokenizer.all_special_ids, *(each for each, token in added.items() if token.special)}
+
+    @functools.cached_property
+    def seam(self) -> Seam:
+        return Seam(self.tokenizer)
+
+    @functools.cached_property
+    def special(self) -> set[int]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {*self.tokenizer.all_special_ids, *(each for each, token in added.items() if token.special)}
 
     def sequences(self, rows: Sequence[Row]) -> list[Example | Refused]:
         texts: list[list[Text] | Refused] = [self._texts(row) for row in rows]
