@@ -184,6 +184,15 @@ def test_wrong_settings_of_rows_are_named(tmp_path: Path) -> None:
         (["data.sources.a.path=x/*.jsonl"], "matches no file"),
         (["data.eval_size=5", "data.sources.a.eval_split=test"], "data.eval_size=5: holds out some of the rows"),
         (["data.workers=0"], "data.workers=0: must be at least 1"),
+        (
+            ["data.sources.a.path=README.md", "data.sources.a.eval_split=test"],
+            "is a file, and only a data set has",
+        ),
+        (
+            ["data.sources.a.path=README.md", "data.sources.a.split=test"],
+            "data.sources.a.split=test: data",
+        ),
+        (["data.sources.a.eval_split=train"], "data.sources.a.eval_split=train: these are the rows to train on"),
         (["train.eval_every=1"], "there is no held-out data"),
     ],
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from rlexp.config.bounds import check_bounds
-from rlexp.config.checks_files import check_rows, check_rows_or_name
+from rlexp.config.checks_files import check_rows, check_rows_or_name, expanded, is_file
 from rlexp.config.entries import typed_entry
 from rlexp.config.keys import suggestion
 from rlexp.config.schema import HFDataConfig, JsonlDataConfig, RowsDataConfig, SourceConfig
@@ -65,6 +66,7 @@ def check_sources(cfg: RowsDataConfig) -> None:
         check(f"{source.key}.path", source.cfg.path)
         if source.cfg.eval_path is not None:
             check(f"{source.key}.eval_path", source.cfg.eval_path)
+        _check_splits(source)
     bare = [source for source in sources if source.cfg.weight is None]
     if bare and len(bare) < len(sources):
         raise ConfigError(
@@ -94,6 +96,25 @@ def _check_one_or_many(cfg: HFDataConfig) -> None:
         raise ConfigError(
             "data.path: has no value. Give a file, a folder or a hub name: data.path=PATH; or several sources: "
             "data.sources.NAME.path=PATH."
+        )
+
+
+def _check_splits(source: NamedSource) -> None:
+    """Refuse what a path does not have: it would be ignored, and rows to train on would be held out too."""
+    key, cfg = source.key, source.cfg
+    if is_file(expanded(f"{key}.path", cfg.path)) or glob.has_magic(cfg.path):
+        given = {"split": cfg.split != "train" and cfg.split, "subset": cfg.subset, "revision": cfg.revision,
+                 "eval_split": cfg.eval_path is None and cfg.eval_split}  # fmt: skip
+        for name, value in given.items():
+            if value:
+                raise ConfigError(
+                    f"{key}.{name}={value}: {key}.path={cfg.path} is a file, and only a data set has a {name}. Leave "
+                    f"it out; hold rows out with {key}.eval_path=FILE or data.eval_size=N."
+                )
+    if cfg.eval_path is None and cfg.eval_split == cfg.split:
+        raise ConfigError(
+            f"{key}.eval_split={cfg.eval_split}: these are the rows to train on. Name another split, or hold some of "
+            f"them out with data.eval_size=N."
         )
 
 
