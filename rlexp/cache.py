@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,15 +19,20 @@ def root() -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of `path`, a file `.NAME.lock` beside it, in one process at a time; others wait.
+def locked(path: Path, waits: str = "") -> Iterator[None]:
+    """Hold the lock of `path`, a file `.NAME.lock` beside it, in one process at a time; others say `waits`, and wait.
 
     The kernel releases it when its holder dies. An OSError says that the folder cannot be made or written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o666)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waits:
+                sys.stderr.write(f"rlexp: {waits}\n")
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         os.close(handle)

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlexp.cache import root
 from rlexp.files import write_text
+
+FRESH = 2.0  # seconds after its last change in which a file's times are not trusted
+
+
+def files_of(path: str) -> list[Path]:
+    """Return the file of this path, or the files that it matches (`data/*.jsonl`); none: a folder or the hub."""
+    file = Path(path).expanduser()
+    if file.is_file():
+        return [file]
+    return sorted(each for each in map(Path, glob.glob(str(file))) if each.is_file())
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(each for each in folder.rglob("*") if each.is_file())
+
+
+def contents_of(files: Sequence[Path]) -> str:
+    """Return one hash of several files, by their order."""
+    return hashlib.sha256("".join(map(contents, files)).encode()).hexdigest()[:32]
 
 
 def contents(path: Path) -> str:
@@ -40,6 +61,8 @@ def _remembered(what: str, files: Sequence[Path], work: Callable[[], str]) -> st
         if held["state"] == state:
             return str(held["result"])
     result = work()
+    if any(time.time() - each[-1] / 1e9 < FRESH for each in state):
+        return result  # a change in the same tick of the clock would not be seen
     with contextlib.suppress(OSError):  # without a note it is read again
         note.parent.mkdir(parents=True, exist_ok=True)
         write_text(note, json.dumps({"state": state, "result": result}))

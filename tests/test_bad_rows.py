@@ -42,6 +42,14 @@ GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
         ('{"prompt": "a", "chosen": "b", "rejected": "c", "tools": "{"}', "field `tools` is a text, and not JSON"),
         ('{"prompt": "a", "chosen": "b", "rejected": "c", "system": 1}', "field `system` must be a text"),
         (
+            '{"prompt": "a", "chosen": [{"role": "assistant", "content": "", "tool_calls": [{}]}], "rejected": "c"}',
+            "has tools, or calls of them, and no chat template writes them",
+        ),
+        (
+            '{"prompt": "a", "chosen": [{"role": "assistant", "content": ""}], "rejected": "c"}',
+            "a message that is empty",
+        ),
+        (
             '{"prompt": "a", "completion": "b", "label": true}',
             "make it unpaired (prompt, completion, label), and the rows before it are pairs (chosen, rejected)",
         ),
@@ -140,6 +148,9 @@ def test_files_that_are_cut_off_or_empty_are_refused(tmp_path: Path) -> None:
         ("empty.jsonl", b"\n", "has no rows"),
         ("empty.json", b"[]", "has no rows"),
         ("torn.json", b'[{"prompt": "a", "chosen": "b", "rejected": "c"},', "row 2 is not JSON"),
+        ("rows.bz2", b"BZh9" + b"x" * 40, "is bzip2, which is not read. Give JSON lines, a JSON list or Parquet"),
+        ("cat.png", b"\x89PNG\r\n", "is a picture, which is not read"),
+        ("rows.csv", b"prompt,chosen\na,b\n", "is not JSON .* Give JSON lines, a JSON list or Parquet"),
         ("comma.json", b'[{"prompt": "a", "chosen": "b", "rejected": "c"} {}]', "a comma or ] must follow row 1"),
         ("torn.gz", gzip.compress(lines)[:-9], "cannot be read"),
         ("torn.zst", pa.compress(lines, codec="zstd", asbytes=True)[:-3], "cannot be read"),
@@ -186,12 +197,13 @@ def test_wrong_settings_of_rows_are_named(tmp_path: Path) -> None:
         (["data.workers=0"], "data.workers=0: must be at least 1"),
         (
             ["data.sources.a.path=README.md", "data.sources.a.eval_split=test"],
-            "is a file, and only a data set has",
+            "README.md is a file, and only a data set",
         ),
         (
             ["data.sources.a.path=README.md", "data.sources.a.split=test"],
-            "data.sources.a.split=test: data",
+            "data.sources.a.split=test: data.sources.a.path",
         ),
+        (["data.sources.a.path=docs", "data.sources.a.revision=v1"], "is a folder, which has no revisions"),
         (["data.sources.a.eval_split=train"], "data.sources.a.eval_split=train: these are the rows to train on"),
         (["train.eval_every=1"], "there is no held-out data"),
     ],
@@ -202,6 +214,13 @@ def test_sources_that_do_not_fit_are_refused_before_a_row_is_read(overrides: lis
         configured_sources(*base, *overrides)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_bad_element_of_a_json_list_is_left_out_like_a_bad_line(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps([GOOD, "text", {**GOOD, "prompt": "z"}]), encoding="utf-8")
+    with pytest.raises(DataError, match=r"rows\.json:2: must be a JSON object, not str"):
+        read(str(tmp_path / "rows.json"))
+    assert len(read(str(tmp_path / "rows.json"), "data.bad_rows=drop").train) == 2
 
 
 def configured_sources(*overrides: str) -> None:

@@ -178,6 +178,17 @@ def test_a_pack_is_a_forest_of_roots_with_shifted_targets() -> None:
     assert pack.real_tokens == 17
 
 
+def test_each_answer_of_a_pack_has_its_own_mask() -> None:
+    prompt, chosen, rejected = (np.arange(3, 3 + n, dtype=np.int32) for n in (2, 4, 3))
+    ours, theirs = np.array([False, True, True, False]), np.array([True, False, True])
+    pack = pack_pairs([Pair(0, prompt, chosen, rejected, "", ours, theirs), Pair(1, prompt, chosen, rejected, "")], 1)
+    marks = pack.sequence_T.tolist()
+    assert marks[:6] == [-1, -1, 0, 0, -1, -1]  # the place before a trained token predicts it
+    assert marks[6:11] == [-1, 1, -1, 1, -1]
+    assert marks[11:17] == [-1, 2, 2, 2, 2, -1]
+    assert marks[17:] == [-1, 3, 3, 3, -1]
+
+
 def test_an_empty_micro_batch_is_padding_alone() -> None:
     pack = pack_pairs([], 16)
     assert pack.sequences == 0

@@ -46,6 +46,15 @@ def test_weights_are_shares_and_no_row_comes_again_before_all_of_its_source(sour
             assert max(times.values(), default=0) - (min(times.values()) if len(times) == size else 0) <= 1
 
 
+def test_each_source_and_each_round_has_an_order_of_its_own() -> None:
+    mixture = Mixture((30, 30), (1.0, 1.0))
+    epochs = [mixture.order(0, epoch, shuffle=True) for epoch in (0, 1)]
+    parts = [(order[order < 30].tolist(), (order[order >= 30] - 30).tolist()) for order in epochs]
+    assert parts[0][0] != parts[0][1]
+    longer = Mixture((30, 7), (1.0, 1.0))
+    assert longer._of_source(1, 7, 0, 0, shuffle=True).tolist() != longer._of_source(1, 7, 0, 1, shuffle=True).tolist()
+
+
 def test_without_shuffling_sources_take_turns_by_their_weights() -> None:
     assert Mixture((4, 8), (1.0, 2.0)).order(0, 0, shuffle=False).tolist() == [4, 0, 5, 6, 1, 7, 8, 2, 9, 10, 3, 11]
     assert Mixture((2, 9), (1.0, 1.0)).order(0, 1, shuffle=False).tolist() == [0, 4, 1, 5]
@@ -112,6 +121,20 @@ def test_sources_with_weights_are_read_as_one_set(tmp_path: Path) -> None:
     assert all(text.startswith("many") for text in texts[few:])
     plain = read(paths[0], "data.eval_size=1")
     assert (len(plain.train), len(plain.held_out), plain.mixture) == (3, 1, None)
+
+
+def test_a_weight_that_takes_no_row_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    one, other = write_lines(tmp_path / "a", rows_of("a", 40)), write_lines(tmp_path, rows_of("b", 20))
+    from rlexp.config.load import compose_config
+    from rlexp.errors import ConfigError
+    from rlexp.ring.groups import ALONE, World
+    from rlexp.train.examples import read_pairs
+
+    sources = [f"data.sources.a={{path: {one}, weight: 0.001}}", f"data.sources.b={{path: {other}, weight: 1}}"]
+    cfg = compose_config(["data=hf", "launch.device=cpu", "logger.progress=false", *sources])
+    with pytest.raises(ConfigError, match=r"data\.sources\.a\.weight=0\.001: no sample of this source is in an epoch"):
+        read_pairs(cfg, byte_tokenizer(), World(0, 1, ALONE))
 
 
 def test_sets_are_joined_and_numbered() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gzip
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,16 @@ def test_folders_are_read_by_the_datasets_library(write: Any, tmp_path: Path) ->
         read(place, "data.split=valid")
     for split, kept in (("train[:2]", expected[:2]), ("train[-1:]", expected[-1:]), ("train[50%:]", expected[2:])):
         assert ids(read(place, f'data.split="{split}"').train) == [(at, *each[1:]) for at, each in enumerate(kept)]
+
+
+def test_a_folder_s_file_that_changed_with_its_old_time_is_read_anew(tmp_path: Path) -> None:
+    rows = [PAIR_SHAPES["messages"](*talk) for talk in TALKS]
+    place = Path(write_folder(tmp_path, rows))
+    (file,) = place.glob("*.parquet")
+    before, stat = ids(read(str(place)).train), file.stat()
+    pq.write_table(pa.Table.from_pylist(rows[:2]), file)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as `rsync -t` does
+    assert ids(read(str(place)).train) == before[:2]
 
 
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)

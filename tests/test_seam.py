@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from rlexp.data.seam import Seam, Text
-from rlexp.data.tokens import APART, Example, RowTokenizer
+from rlexp.data.tokens import APART, Example, Refused, RowTokenizer
 from rlexp.types import Row
 from tests.test_rows import assistant, user
 
@@ -258,6 +258,55 @@ def test_tools_and_thinking_are_written_by_a_template_that_takes_them() -> None:
         apart = np.flatnonzero(np.array([*[0] * len(made.prompt), *mask]) != labels)
         assert all(tokenizer.decode([both[place]]) == "\n" for place in apart)
         assert len(apart) == (2 if family == "qwen2_5" else 0)
+
+
+def test_what_a_template_leaves_out_is_refused() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    silent = "{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+    for row, said in (
+        (
+            Row([{"role": "system", "content": "Be brief."}, user("a")], ("b",), "x"),
+            "leaves out the system prompt 'Be br",
+        ),
+        (Row("a", ([call, {"role": "tool", "content": "3"}, assistant("b")],), "x"), "leaves out the call of 'add'"),
+        (Row("a", ("b",), "x", tools=[{"function": {"name": "add"}}]), "leaves out the tool 'add'"),
+    ):
+        tokenizer = tokenizer_of("qwen3")
+        (kept,) = RowTokenizer(tokenizer).sequences([row])
+        assert isinstance(kept, Example)
+        tokenizer.chat_template = silent
+        (refused,) = RowTokenizer(tokenizer).sequences([row])
+        assert isinstance(refused, Refused)
+        assert said in refused.text
+
+
+def test_a_template_that_asks_for_the_day_gets_the_same_on_every_day() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.chat_template = (
+        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    made = ours(tokenizer, Row("a", ("b",), "x"))
+    assert tokenizer.decode(made.prompt).startswith("26 Jul 2024[user]a")
+
+
+@pytest.mark.parametrize(("answer", "ends"), [("b<|im_end|>", True), ("b<|im_end|>\n", True), ("<|im_end|>b", False),
+                                              ("b", False)])  # fmt: skip
+def test_an_answer_ends_with_a_special_token_or_gets_the_end_of_sequence(answer: str, ends: bool) -> None:
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    plain = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    made = ours(tokenizer, Row("a\n", (answer,), "x")).answers[0].tolist()
+    assert made == (plain if ends else [*plain, tokenizer.eos_token_id])
+
+
+def test_spaces_that_offsets_leave_out_belong_to_their_token() -> None:
+    """As GPT-2's and RoBERTa's tokenizers leave them out."""
+    tokenizer = tokenizer_of("smollm")
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    (made,) = Seam(tokenizer).tokens([Text("Q:", ((" a", True), (" b ", False), ("c", True)))], leading=False)
+    assert made.apart
+    assert made.mask is not None
+    assert tokenizer.decode(made.answer[made.mask]) == " ac"
 
 
 # ---- the seam itself ----

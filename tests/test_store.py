@@ -195,6 +195,81 @@ def die_before_the_end(path: str) -> None:
     read(path)
 
 
+def test_a_file_that_changes_while_it_is_read_leaves_no_store(tmp_path: Path, monkeypatch: Any) -> None:
+    path = written(tmp_path, 40)
+    append, before = Appending.append, Path(path).read_bytes()
+
+    def while_written(self: Appending, block: Any) -> None:
+        Path(path).write_bytes(before + before.splitlines(keepends=True)[0])
+        append(self, block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Appending, "append", while_written)
+        with pytest.raises(DataError, match=r"rows\.jsonl: was changed while it was read\. Start again"):
+            read(path)
+    assert not stores(tmp_path / "cache")
+    Path(path).write_bytes(before)
+    assert len(read(path).train) == 36
+
+
+def test_a_store_whose_maker_died_before_it_had_its_name_is_taken_as_it_is(tmp_path: Path, monkeypatch: Any) -> None:
+    path = written(tmp_path, 40)
+    rows, expected = ids(read(path).train), stores(tmp_path / "cache")
+    (place,) = (tmp_path / "cache" / "tokens").glob("[!.]*")
+    place.rename(place.with_name(f"{place.name}.making"))
+    monkeypatch.setattr(Appending, "append", None)  # nothing is made again
+    assert ids(read(path).train) == rows
+    assert stores(tmp_path / "cache") == expected
+
+
+KEYS = (
+    ["data.system=Be brief."], ["data.max_length=90"], ["data.too_long=drop"], ["data.bad_rows=drop"],
+    ["data.template=never"], ["data.columns.prompt=rejected"],
+)  # fmt: skip
+
+
+def test_all_that_a_token_depends_on_is_in_the_key(tmp_path: Path) -> None:
+    """Each setting alone, the kind of rows, the room for answers, the rows themselves, and the code."""
+    from rlexp.data import sources
+    from rlexp.model.loading import byte_tokenizer
+
+    path = written(tmp_path, 3)
+
+    def key(*overrides: str, kind: Kind = Kind.pairs, room: int = 0, tokenizer: Any = None) -> str:
+        cfg = dataclasses.replace(configured(Kind.pairs, *overrides).data, path=path)
+        named = [dataclasses.replace(each, cfg=dataclasses.replace(each.cfg, path=path)) for each in
+                 sources.sources_of(cfg)]  # fmt: skip
+        split = sources.splits_of(named[0], held_out=False)
+        assert split is not None
+        return sources.Tokenizing(cfg, tokenizer or byte_tokenizer(), kind, room, False).work(split)[0]
+
+    found = [key(), *(key(*words) for words in KEYS), key(kind=Kind.prompts), key(room=5)]
+    assert key() == found[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "made_by", lambda: "another version of this code")
+        found.append(key())
+    Path(path).write_text(Path(path).read_text().replace("Question 1?", "Question 9?"))
+    found.append(key())
+    assert len(set(found)) == len(found)
+
+
+def test_all_that_decides_a_text_s_tokens_is_in_a_tokenizer_s_fingerprint() -> None:
+    from tokenizers import normalizers
+
+    from rlexp.data.sources import fingerprint
+    from rlexp.model.loading import byte_tokenizer
+
+    made = [byte_tokenizer() for _ in range(7)]
+    made[1].chat_template = "{{ messages }}"
+    made[2].backend_tokenizer.normalizer = normalizers.Lowercase()
+    made[3].add_tokens(["<x>"])
+    made[4].eos_token = "<pad>"
+    made[5].split_special_tokens = True
+    made[6].init_kwargs["add_bos_token"] = True
+    assert len({fingerprint(each) for each in made}) == 7
+    assert fingerprint(byte_tokenizer()) == fingerprint(made[0])
+
+
 def test_other_rows_another_template_and_other_options_are_other_stores(tmp_path: Path) -> None:
     from rlexp.model.loading import byte_tokenizer
 

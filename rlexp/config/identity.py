@@ -7,8 +7,6 @@ it may move.
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from rlexp.config.load import to_plain
 from rlexp.config.rewards import reward_terms
 from rlexp.config.schema import Config, DataConfig, PolicyLossConfig, RewardConfig, RowsDataConfig
 from rlexp.config.sources import sources_of
+from rlexp.contents import contents_of, files_in, files_of
 from rlexp.errors import CheckpointError, ConfigError
 
 GROUPS = ("data", "loss", "optim", "model", "reference")
@@ -77,14 +76,11 @@ def _keys_of_sources(data: DataConfig) -> dict[str, Any]:
 
 def _rows(path: str) -> str:
     """Hash files of rows; of a folder, all its files. A hub name stands for itself."""
-    file = Path(path).expanduser()
-    if file.is_dir():
-        files = sorted(each for each in file.rglob("*") if each.is_file())
-    else:
-        files = [file] if file.is_file() else sorted(map(Path, glob.glob(str(file))))
+    folder = Path(path).expanduser()
+    files = files_in(folder) if folder.is_dir() else files_of(path)
     if len(files) <= 1:
         return of_file(files[0]) if files else path
-    return hashlib.sha256("".join(map(of_file, files)).encode()).hexdigest()[:16]
+    return contents_of(files)[:16]
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from rlexp.config.bounds import check_bounds
-from rlexp.config.checks_files import check_rows, check_rows_or_name, expanded, is_file
+from rlexp.config.checks_files import check_rows, check_rows_or_name, expanded, is_dir
 from rlexp.config.entries import typed_entry
 from rlexp.config.keys import suggestion
 from rlexp.config.schema import HFDataConfig, JsonlDataConfig, RowsDataConfig, SourceConfig
+from rlexp.contents import files_of
 from rlexp.errors import ConfigError
 
 FIELDS = (  # of rows, by which data.columns names columns
@@ -102,15 +102,19 @@ def _check_one_or_many(cfg: HFDataConfig) -> None:
 def _check_splits(source: NamedSource) -> None:
     """Refuse what a path does not have: it would be ignored, and rows to train on would be held out too."""
     key, cfg = source.key, source.cfg
-    if is_file(expanded(f"{key}.path", cfg.path)) or glob.has_magic(cfg.path):
+    if files_of(cfg.path):
         given = {"split": cfg.split != "train" and cfg.split, "subset": cfg.subset, "revision": cfg.revision,
-                 "eval_split": cfg.eval_path is None and cfg.eval_split}  # fmt: skip
+                 "streaming": cfg.streaming and "true"}  # fmt: skip
+        if cfg.eval_path is None:
+            given["eval_split"] = cfg.eval_split
         for name, value in given.items():
             if value:
                 raise ConfigError(
                     f"{key}.{name}={value}: {key}.path={cfg.path} is a file, and only a data set has a {name}. Leave "
                     f"it out; hold rows out with {key}.eval_path=FILE or data.eval_size=N."
                 )
+    elif is_dir(expanded(f"{key}.path", cfg.path)) and cfg.revision is not None:
+        raise ConfigError(f"{key}.revision={cfg.revision}: {key}.path={cfg.path} is a folder, which has no revisions.")
     if cfg.eval_path is None and cfg.eval_split == cfg.split:
         raise ConfigError(
             f"{key}.eval_split={cfg.eval_split}: these are the rows to train on. Name another split, or hold some of "

@@ -11,6 +11,14 @@ from rlexp.data.seam import Text
 from rlexp.errors import DataError
 from rlexp.types import Messages, Row
 
+# To a template that asks for the day it is always the same one, else tokens would change overnight.
+TODAY = {"%d": "26", "%b": "Jul", "%B": "July", "%Y": "2024", "%m": "07", "%y": "24", "%A": "Friday", "%a": "Fri",
+         "%H": "00", "%M": "00", "%S": "00"}  # fmt: skip
+SAME_DAY = (
+    "{%- macro strftime_now(format) -%}{{ format"
+    + "".join(f" | replace('{asked}', '{told}')" for asked, told in TODAY.items())
+    + " }}{%- endmacro -%}"
+)
 MARK = "\ue000rlexp\ue001"  # takes an answer's place, to find where a template puts it
 
 
@@ -28,11 +36,13 @@ class Chat:
     def texts(self, row: Row) -> list[Text]:
         """Return the prompt with each of its answers; the prompt alone where there is none."""
         if not self.templated:
+            _refuse_tools(row)
             prompt = as_text(row.prompt)
             return [Text(prompt, tuple(turns(answer))) for answer in row.answers] or [Text(prompt)]
         asked = _Rendering(self.tokenizer, row)
         messages = list(as_messages(row.prompt))
         prompt = asked.text(messages, asking=True)
+        asked.refuse_left_out(messages, prompt)
         texts = [_answered(asked, messages, prompt, as_answer(answer)) for answer in row.answers]
         return _with_one_prompt(texts) if texts else [Text(prompt)]
 
@@ -45,7 +55,9 @@ class _Rendering:
 
     def __post_init__(self) -> None:
         tools = {} if self.row.tools is None else {"tools": list(self.row.tools)}
-        object.__setattr__(self, "extra", {**self.row.options, **tools})
+        template = self.tokenizer.get_chat_template(tools=self.row.tools)
+        dated = {"chat_template": SAME_DAY + template} if "strftime_now" in template else {}
+        object.__setattr__(self, "extra", {**self.row.options, **tools, **dated})
 
     def text(self, messages: Sequence[Mapping[str, Any]], *, asking: bool = False) -> str:
         try:
@@ -55,6 +67,20 @@ class _Rendering:
         except Exception as error:  # a template is foreign code and may raise anything
             raise DataError(f"field `prompt`: the tokenizer's chat template raises: {error}") from error
         return str(said)
+
+    def refuse_left_out(self, messages: Messages, text: str) -> None:
+        """Refuse a row of which the template leaves out the system prompt, a tool, or a call of one."""
+        named = [
+            ("the system prompt", message["content"].strip()) for message in messages if message["role"] == "system"
+        ]
+        named += [("the tool", _name(tool)) for tool in self.row.tools or ()]
+        named += [("the call of", _name(call)) for message in messages for call in message.get("tool_calls") or ()]
+        for what, needed in named:
+            if needed not in text:
+                raise DataError(
+                    f"the chat template leaves out {what} {needed[:40]!r}. Give a template that writes it "
+                    f"(model.chat_template=FILE), or rows without it."
+                )
 
     def beginning(self, talk: Messages, place: int, whole: str, called: str | None = None) -> int:
         """Return where the answer at `place` begins in the whole text: after the template's call for it.
@@ -108,6 +134,21 @@ class _Rendering:
         return length
 
 
+def _refuse_tools(row: Row) -> None:
+    talk = [*as_messages(row.prompt), *(message for answer in row.answers for message in as_answer(answer))]
+    if row.tools or any(message.get("tool_calls") for message in talk):
+        raise DataError(
+            "has tools, or calls of them, and no chat template writes them. Give one (model.chat_template=FILE), or "
+            "rows without tools."
+        )
+
+
+def _name(tool: Any) -> str:
+    """Return the name of a tool, or of a call of one."""
+    inner = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    return str(inner.get("name", "")) if isinstance(inner, Mapping) else ""
+
+
 def _with_one_prompt(texts: Sequence[Text]) -> list[Text]:
     """Give all answers the shortest prompt; what another answer's prompt has more stands before it, untrained."""
     shortest = min((text.prompt for text in texts), key=len)
@@ -122,6 +163,7 @@ def _with_one_prompt(texts: Sequence[Text]) -> list[Text]:
 def _answered(asked: _Rendering, messages: Messages, prompt: str, answer: Messages) -> Text:
     talk = [*messages, *answer]
     whole = asked.text(talk)
+    asked.refuse_left_out(talk, whole)
     start = asked.beginning(talk, len(messages), whole, prompt)
     if len(answer) == 1:
         return Text(whole[:start], ((whole[start:], True),), changed=start < len(prompt))

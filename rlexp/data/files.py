@@ -21,7 +21,15 @@ from rlexp.errors import DataError
 
 PART = 1 << 20  # bytes after which a part ends
 MOST_ROWS = 512  # of a part
-LONGEST = 1 << 28  # bytes of one element of a JSON list
+LONGEST = 1 << 28  # bytes of a line, or of an element of a JSON list
+OTHERS = {
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"PK\x03\x04": "zip",
+    b"\x89PNG": "a picture",
+    b"\xff\xd8\xff": "a picture",
+}
+READ = "JSON lines, a JSON list or Parquet, plain or compressed by gzip or zstd"
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
@@ -30,7 +38,7 @@ class Part:
     """Rows that stand together in a file: lines of JSON, or rows that are parsed already."""
 
     first: int  # number of its first row, from 1
-    rows: Sequence[bytes | Mapping[str, Any]]
+    rows: Sequence[bytes | Mapping[str, Any] | Unreadable]
     done: int  # how far its source was read for it, in bytes of the disk
 
 
@@ -45,8 +53,11 @@ def parts_of(path: Path) -> Iterator[Part]:
     """Yield the parts of a file, in order. How it is cut depends on its content alone."""
     try:
         with path.open("rb") as file:
-            start = file.read(4)
-            if start == b"PAR1":
+            start = file.read(8)
+            other = next((name for magic, name in OTHERS.items() if start.startswith(magic)), None)
+            if other is not None:
+                raise DataError(f"{path}: is {other}, which is not read. Give {READ}.")
+            if start.startswith(b"PAR1"):
                 yield from _parquet(path)
                 return
             file.seek(0)
@@ -74,7 +85,11 @@ def _is_list(stream: io.BufferedReader) -> bool:
 def _lines(stream: io.BufferedReader, file: BinaryIO) -> Iterator[Part]:
     rows: list[bytes] = []
     size, first = 0, 1
-    for line in stream:
+    while line := stream.readline(LONGEST):
+        if len(line) == LONGEST and not line.endswith(b"\n"):
+            raise DataError(
+                f"{file.name}:{first + len(rows)}: is longer than {LONGEST >> 20} MiB. Is it a file of rows?"
+            )
         rows.append(line)
         size += len(line)
         if size >= PART or len(rows) == MOST_ROWS:
@@ -84,7 +99,7 @@ def _lines(stream: io.BufferedReader, file: BinaryIO) -> Iterator[Part]:
         yield Part(first, rows, file.tell())
 
 
-def _elements(stream: io.BufferedReader, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
+def _elements(stream: io.BufferedReader, path: Path) -> Iterator[tuple[Mapping[str, Any] | Unreadable, int]]:
     """Yield the elements of a JSON list with their sizes, without holding the list."""
     text, number = _Text(stream), 1
     try:
@@ -93,9 +108,7 @@ def _elements(stream: io.BufferedReader, path: Path) -> Iterator[tuple[Mapping[s
             if number > 1 and text.take() != ",":
                 raise DataError(f"{path}: a comma or ] must follow row {number - 1}.")
             row, size = text.value()
-            if not isinstance(row, dict):
-                raise DataError(f"{path}: row {number} must be a JSON object, not {type(row).__name__}.")
-            yield row, size
+            yield _as_row(row), size
             number += 1
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: row {number} is not UTF-8 text ({error.reason}).") from None
@@ -157,7 +170,7 @@ def _parquet(path: Path) -> Iterator[Part]:
     return together(rows, lambda read: size * read // max(1, table.metadata.num_rows))
 
 
-def rows_of(batch: pa.RecordBatch | pa.Table) -> Iterator[tuple[Mapping[str, Any], int]]:
+def rows_of(batch: pa.RecordBatch | pa.Table) -> Iterator[tuple[Mapping[str, Any] | Unreadable, int]]:
     """Yield the rows of a batch of Arrow, each with its share of the batch's bytes."""
     share = -(-batch.nbytes // max(1, batch.num_rows))
     kinds = {column.name: column.type for column in batch.schema if _holds_json(column.type)}
@@ -180,9 +193,9 @@ def _decoded(value: Any, kind: pa.DataType) -> Any:
     return [_decoded(each, kind.field(0).type) for each in value]
 
 
-def together(rows: Iterable[tuple[Mapping[str, Any], int]], done: Callable[[int], int]) -> Iterator[Part]:
+def together(rows: Iterable[tuple[Mapping[str, Any] | Unreadable, int]], done: Callable[[int], int]) -> Iterator[Part]:
     """Cut rows with their sizes into parts; `done` says how far the file was read after so many rows."""
-    taken: list[Mapping[str, Any]] = []
+    taken: list[Mapping[str, Any] | Unreadable] = []
     size, first = 0, 1
     for row, bytes_ in rows:
         taken.append(row)
@@ -209,9 +222,11 @@ def _object(line: bytes) -> Mapping[str, Any] | Unreadable:
         fields = orjson.loads(line.removeprefix(codecs.BOM_UTF8).rstrip())
     except orjson.JSONDecodeError:
         fields = _slowly(line)
-    if isinstance(fields, dict | Unreadable):
-        return fields
-    return Unreadable(f"must be a JSON object, not {type(fields).__name__}.")
+    return fields if isinstance(fields, Unreadable) else _as_row(fields)
+
+
+def _as_row(value: Any) -> Mapping[str, Any] | Unreadable:
+    return value if isinstance(value, dict) else Unreadable(f"must be a JSON object, not {type(value).__name__}.")
 
 
 def _slowly(line: bytes) -> Any:
@@ -220,8 +235,8 @@ def _slowly(line: bytes) -> Any:
         fields = json.loads(line.decode("utf-8-sig"))
         json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is valid JSON, but not text
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        return Unreadable(f"is not UTF-8 text ({error.reason}). Convert the file to UTF-8.")
+        return Unreadable(f"is not UTF-8 text ({error.reason}). Give {READ}.")
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        return Unreadable(f"is not JSON ({reason}). One JSON object per line is expected.")
+        return Unreadable(f"is not JSON ({reason}). Give {READ}.")
     return fields

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rlexp.contents import contents
+from rlexp.cache import root
+from rlexp.contents import contents, contents_of, files_in
 from rlexp.data.files import MOST_ROWS, rows_of, together
 from rlexp.data.worker import PartOf
 from rlexp.errors import DataError
 
 SAVED = ("state.json", "dataset_dict.json")  # in a folder that `save_to_disk` wrote
-
-
-def versions() -> list[str]:
-    return [f"{name} {version(name)}" for name in ("tokenizers", "transformers")]
 
 
 @dataclass(frozen=True)
@@ -68,14 +65,20 @@ def table(key: str, path: str, subset: str | None, split: str, revision: str | N
         if any((folder / each).is_file() for each in SAVED):
             rows = _saved(datasets, folder, split, key)
         elif streaming:
-            rows = _materialised(datasets, name, subset, split, revision)
+            rows = _materialised(datasets, key, name, subset, split, revision)
         else:
-            rows = datasets.load_dataset(name, subset, split=split, revision=revision)
+            own = _cache_of(folder) if folder.is_dir() else None
+            rows = datasets.load_dataset(name, subset, split=split, revision=revision, cache_dir=own)
     except DataError:
         raise
     except Exception as error:  # the library raises what its readers and its network raise
         raise DataError(_explained(key, at, name, subset, split, error)) from None
     return Table(f"{path}[{split}]", rows)
+
+
+def _cache_of(folder: Path) -> str:
+    """Return a cache for the library that goes by what stands in a folder's files: its own goes by their times."""
+    return str(root() / "datasets" / contents_of(files_in(folder)))
 
 
 def _saved(datasets: Any, folder: Path, split: str, key: str) -> Any:
@@ -91,12 +94,15 @@ def _saved(datasets: Any, folder: Path, split: str, key: str) -> Any:
     return loaded[name] if whole == (0, len(loaded[name])) else loaded[name].select(range(*whole))
 
 
-def _materialised(datasets: Any, name: str, subset: str | None, split: str, revision: str | None) -> Any:
+def _materialised(datasets: Any, key: str, name: str, subset: str | None, split: str, revision: str | None) -> Any:
     """Take a streamed set whole, since the order of all rows must be known; `train[:1000]` takes its first rows."""
-    base, _, most = split.partition("[:")
+    part = re.fullmatch(r"(\w+)(?:\[:(\d+)\])?", split)
+    if part is None:
+        raise DataError(f"{key}.split={split}: a streamed set is read from its beginning. Give NAME or 'NAME[:100]'.")
+    base, most = part.groups()
     stream = datasets.load_dataset(name, subset, split=base, revision=revision, streaming=True)
     if most:
-        stream = stream.take(int(most.removesuffix("]")))
+        stream = stream.take(int(most))
     return datasets.Dataset.from_generator(lambda: iter(stream), features=stream.features)
 
 

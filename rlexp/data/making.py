@@ -16,15 +16,17 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from rlexp.cache import locked
 from rlexp.contents import unchanged
 from rlexp.data.recipe import Names, Problem, Recipe
-from rlexp.data.store import META, Appending, Store, damage
+from rlexp.data.store import META, Appending, Store, damage, is_finished
 from rlexp.data.worker import Made, PartOf, made_beside
 from rlexp.errors import DataError
+from rlexp.files import sync
 
 INLINE = 4  # parts that are tokenized before other processes are started: they take seconds to come up
 AFTER_A_PROBLEM = 64  # parts that are still read, to report more problems at once
@@ -40,6 +42,8 @@ class Work:
     size: int  # of all parts, in the unit of `Part.done`
     names: Names
     recipe: Callable[[Iterator[PartOf]], Recipe]  # from the first rows
+    contents: Callable[[], Any]  # of the rows, as it is now
+    known: Any  # what it was when the key was made
     workers: int
     shown: bool  # with a progress bar
 
@@ -48,7 +52,7 @@ def store_of(cache: Path, key: str, work: Work, first: int = 0) -> Store:
     """Return the store of this key; make it if there is none, or if it is damaged."""
     place = cache / "tokens" / key
     try:
-        with locked(place):
+        with locked(place, f"waits for another run that tokenizes {work.name}." if work.shown else ""):
             if place.exists() and (wrong := _wrong(place)) is not None:
                 sys.stderr.write(f"rlexp: {place}: is damaged ({wrong}), and is made anew.\n")
                 shutil.rmtree(place)
@@ -76,21 +80,28 @@ def _wrong(place: Path) -> str | None:
 
 def _make(place: Path, work: Work) -> None:
     making = place.with_name(f"{place.name}.making")
-    parts = work.parts()
-    recipe, parts = _recipe(work, parts)
+    if not is_finished(making):  # else its maker was killed before it had its name
+        try:
+            _write(making, work, place)
+        except DataError:  # of rows that will have another key when they are mended
+            shutil.rmtree(making, ignore_errors=True)
+            raise
+    os.rename(making, place)
+    sync(place.parent)
+
+
+def _write(making: Path, work: Work, place: Path) -> None:
+    recipe, parts = _recipe(work, work.parts())
     appending = Appending(making)
     try:
-        done = appending.blocks
-        problems = _append(appending, recipe, itertools.islice(parts, done, None), work)
+        problems = _append(appending, recipe, itertools.islice(parts, appending.blocks, None), work)
+        if work.contents() != work.known:
+            raise DataError(f"{work.name}: was changed while it was read. Start again when it is whole.")
         if problems:
             raise _refusal(problems, work, place)
-        read = appending.facts.read
-        if not read:
-            raise DataError(f"{work.name}: has no rows. One JSON object per line is expected.")
         appending.finish(recipe.kind, {"shape": recipe.shape.words()})
     finally:
         appending.close()
-    os.rename(making, place)
 
 
 def _recipe(work: Work, parts: Iterator[PartOf]) -> tuple[Recipe, Iterator[PartOf]]:

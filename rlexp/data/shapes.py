@@ -261,6 +261,8 @@ def _to_last_answer(answer: str | Messages) -> str | Messages:
     if isinstance(answer, str):
         return answer
     last = max(place for place, message in enumerate(answer) if message["role"] == "assistant")
+    if not answer[last]["content"] and answer[last].keys() <= {"role", "content"}:
+        raise FieldError("answer", "ends with a message that is empty.")
     return answer[: last + 1]
 
 

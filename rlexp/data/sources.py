@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import glob
+import functools
 import hashlib
+import inspect
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,9 @@ import orjson
 
 from rlexp.config.schema import BadRows, RowsDataConfig, TemplateUse
 from rlexp.config.sources import NamedSource
-from rlexp.contents import contents
+from rlexp.contents import contents, files_of
 from rlexp.data import hub
-from rlexp.data.files import Unreadable, parsed, parts_of
+from rlexp.data.files import READ, Unreadable, parsed, parts_of
 from rlexp.data.making import Work
 from rlexp.data.recipe import Names, Recipe
 from rlexp.data.shapes import recognised
@@ -25,7 +28,9 @@ from rlexp.data.worker import PartOf
 from rlexp.errors import DataError
 from rlexp.types import Kind
 
-FORMAT = 1  # of what is made of rows; another number makes every store anew
+CODE = ("chat", "files", "messages", "recipe", "seam", "shapes", "store", "tokens")  # modules that decide a token
+LIBRARIES = ("datasets", "jinja2", "orjson", "pyarrow", "tokenizers", "transformers")
+PLACES = ("name_or_path", "tokenizer_file", "is_local", "local_files_only", "cache_dir", "added_tokens_decoder")
 MOST_WORKERS = 32
 
 
@@ -70,14 +75,6 @@ class Files:
             before += path.stat().st_size
 
 
-def files_of(path: str) -> list[Path]:
-    """Return the file of this path, or the files that it matches (`data/*.jsonl`); none: a folder or the hub."""
-    file = Path(path).expanduser()
-    if file.is_file():
-        return [file]
-    return sorted(each for each in map(Path, glob.glob(str(file))) if each.is_file())
-
-
 def splits_of(source: NamedSource, *, held_out: bool) -> Split | None:
     cfg = source.cfg
     if not held_out:
@@ -100,6 +97,12 @@ class Tokenizing:
     def work(self, split: Split) -> tuple[str, Work]:
         """Return the key of the store that holds a split's examples, and the work of making it."""
         opened = split.opened()
+        try:
+            known = opened.contents()
+        except OSError as error:
+            raise DataError(
+                f"{split.source.key}.path={split.path}: cannot be read ({error.strerror}). Give files that can be."
+            ) from None
         names = Names(opened.names)
         cfg, source = self.cfg, split.source
         system = source.cfg.system or cfg.system
@@ -110,6 +113,8 @@ class Tokenizing:
             self.room,
         )
 
+        self._refuse_unknown_options(encoder.rows)
+
         def recipe(parts: Iterator[PartOf]) -> Recipe:
             for file, part in parts:
                 for number, fields in parsed(part):
@@ -119,8 +124,8 @@ class Tokenizing:
             raise _no_rows(split, opened)
 
         said = {
-            "format": FORMAT,
-            "rows": opened.contents(),
+            "made_by": made_by(),
+            "rows": known,
             "tokenizer": fingerprint(self.tokenizer),
             "kind": self.kind and self.kind.value,
             "columns": dict(sorted(source.cfg.columns.items())),
@@ -130,7 +135,19 @@ class Tokenizing:
             "bad_rows": cfg.bad_rows.value,
         }
         key = hashlib.sha256(orjson.dumps(said, option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]
-        return key, Work(split.path, opened.parts, opened.size, names, recipe, workers_of(cfg.workers), self.shown)
+        workers = workers_of(cfg.workers)
+        return key, Work(
+            split.path, opened.parts, opened.size, names, recipe, opened.contents, known, workers, self.shown
+        )
+
+    def _refuse_unknown_options(self, rows: RowTokenizer) -> None:
+        template = str(getattr(self.tokenizer, "chat_template", "")) if rows.chat.templated else ""
+        for name, value in self.cfg.template_options.items():
+            if not re.search(rf"\b{re.escape(str(name))}\b", template):
+                raise DataError(
+                    f"data.template_options.{name}={value}: the chat template has no variable of this name. Look it up "
+                    f"in the template, or leave it out."
+                )
 
 
 def _no_rows(split: Split, opened: Files | hub.Table) -> DataError:
@@ -138,22 +155,47 @@ def _no_rows(split: Split, opened: Files | hub.Table) -> DataError:
         for number, fields in parsed(part):
             if isinstance(fields, Unreadable):
                 return DataError(f"{opened.names[file]}:{number}: {fields.rule}")
-    return DataError(f"{split.path}: has no rows. One JSON object per line is expected.")
+    return DataError(f"{split.path}: has no rows. Give {READ}.")
 
 
 def workers_of(asked: int | None) -> int:
     return asked or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
+@functools.cache
+def made_by() -> str:
+    """Hash the code that makes tokens of rows, and the versions of the libraries that it uses."""
+    own = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in CODE]
+    versions = [f"{name} {version(name)}\n".encode() for name in LIBRARIES]
+    return hashlib.sha256(b"".join([*own, *versions])).hexdigest()[:32]
+
+
 def fingerprint(tokenizer: Any) -> str:
-    """Hash what decides a text's tokens: vocabulary, rules, special tokens, template, and the libraries' versions."""
+    """Hash what decides a text's tokens: vocabulary, rules, special tokens, settings and template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    kept = dict(getattr(tokenizer, "init_kwargs", {}))
+    files = sorted(value for value in kept.values() if isinstance(value, str) and os.path.isfile(value))
     said: Mapping[str, Any] = {
-        "rules": rules,
+        "rules": backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items())),
+        "files": [] if backend is not None else [contents(Path(file)) for file in files],
+        "code": "" if backend is not None else _source_of(type(tokenizer)),
         "type": type(tokenizer).__name__,
         "template": getattr(tokenizer, "chat_template", None),
         "special": {name: str(value) for name, value in tokenizer.special_tokens_map.items()},
-        "libraries": hub.versions(),
+        "settings": {name: repr(value) for name, value in kept.items() if not _is_place(name, value)},
+        "split": getattr(tokenizer, "split_special_tokens", None),
     }
     return hashlib.sha256(orjson.dumps(said, option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]
+
+
+def _is_place(name: str, value: Any) -> bool:
+    """Say whether a setting tells where the tokenizer was found, which decides nothing."""
+    return name in PLACES or name.endswith("_file") or (isinstance(value, str) and os.path.exists(value))
+
+
+def _source_of(kind: type) -> str:
+    """Return the code of a tokenizer that is written in Python."""
+    try:
+        return inspect.getsource(inspect.getmodule(kind) or kind)
+    except (OSError, TypeError):
+        return ""

@@ -294,6 +294,11 @@ class _Checked:
         return self.crc == crc
 
 
+def is_finished(folder: Path) -> bool:
+    """Say whether a folder is a whole store: it loses its journal when all of it is on the disk."""
+    return (folder / META).exists() and not (folder / JOURNAL).exists() and damage(folder) is None
+
+
 def damage(folder: Path) -> str | None:
     """Say what is wrong with a finished store; None if nothing is. Reads all of it."""
     try:

@@ -118,12 +118,17 @@ class RowTokenizer:
     def _ended(self, tokens: Tokens) -> Tokens:
         """Append the end-of-sequence token, unless the answer has it, or the template ended the turn with a special
         token (and perhaps a newline)."""
-        last = tokens.answer[-2:] if self.chat.templated else tokens.answer[-1:]
-        ends = self.special if self.chat.templated else {self.eos_id}
-        if self.eos_id is None or any(int(each) in ends for each in last):
+        if self.eos_id is None or self._ends(tokens.answer.tolist()[-2:]):
             return tokens
         mask = None if tokens.mask is None else np.append(tokens.mask, True)
         return replace(tokens, answer=np.append(tokens.answer, np.int32(self.eos_id)), mask=mask)
+
+    def _ends(self, last: list[int]) -> bool:
+        if not self.chat.templated:
+            return last[-1:] == [self.eos_id]
+        if last and last[-1] in self.special:
+            return True
+        return len(last) == 2 and last[0] in self.special and not self.tokenizer.decode(last[1:]).strip()
 
 
 @dataclass(frozen=True)

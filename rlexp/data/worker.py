@@ -38,6 +38,10 @@ def packed(message: Any) -> bytes:
 
 
 def receive(pipe: BinaryIO) -> Any:
+    return pickle.loads(received(pipe))
+
+
+def received(pipe: BinaryIO) -> bytes:
     """Return the next message; raise EOFError when the other end is closed."""
     head = pipe.read(HEADER.size)
     if len(head) < HEADER.size:
@@ -46,7 +50,7 @@ def receive(pipe: BinaryIO) -> Any:
     body = pipe.read(size)
     if len(body) < size:
         raise EOFError
-    return pickle.loads(body)
+    return body
 
 
 class Worker:
@@ -83,9 +87,8 @@ class Worker:
             made = receive(self._replies)
         except EOFError:
             code = self.process.wait()
-            raise DataError(
-                f"a process that tokenizes ended (exit code {code}). If its memory ran out, use fewer: data.workers=1."
-            ) from None
+            hint = " If memory ran out, use fewer: data.workers=1." if code == -signal.SIGKILL else ""
+            raise DataError(f"a process that tokenizes ended (exit code {code}).{hint}") from None
         if isinstance(made, BaseException):
             raise made
         return made
@@ -101,7 +104,7 @@ class Worker:
 def made_beside(recipe: Recipe, parts: Iterable[PartOf], workers: int) -> Iterator[Made]:
     """Tokenize parts in so many processes, and yield what they become, in order; a few parts are in flight."""
     with contextlib.ExitStack() as closing:
-        message = packed(recipe)
+        message = packed(sys.path) + packed(recipe)
         pool = [Worker(message) for _ in range(workers)]
         for worker in pool:
             closing.callback(worker.close)
@@ -122,16 +125,22 @@ def main() -> None:
     asked, answered = map(int, sys.argv[1:3])
     gone = contextlib.suppress(EOFError, BrokenPipeError)
     with os.fdopen(asked, "rb") as requests, os.fdopen(answered, "wb") as replies, gone:
-        answer_all(receive(requests).block, requests, replies)
+        sys.path[:] = receive(requests)  # where the code of a tokenizer of one's own may lie
+        answer_all(requests, replies)
 
 
-def answer_all(block: Callable[[int, Part], Made], requests: BinaryIO, replies: BinaryIO) -> None:
+def answer_all(requests: BinaryIO, replies: BinaryIO) -> None:
+    block: Callable[[int, Part], Made] | None = None
     while True:
-        file, part = receive(requests)
+        message = received(requests)
         try:
-            reply: Any = block(file, part)
+            request = pickle.loads(message)
+            if block is None:
+                block = request.block
+                continue
+            reply: Any = block(*request)
         except Exception as error:
-            reply = DataError(f"{type(error).__name__}: {error}") if not isinstance(error, DataError) else error
+            reply = error if isinstance(error, DataError) else DataError(f"{type(error).__name__}: {error}")
         replies.write(packed(reply))
         replies.flush()
 

@@ -47,7 +47,7 @@ def source_lines(source: Source, epoch: int, *, several: bool) -> list[str]:
         passes = source.per_epoch / source.taken if source.taken else 0
         lines.append(
             f"  {weight}{source.per_epoch:,} samples an epoch ({share(source.per_epoch, epoch)} of all, "
-            f"{passes:.3g} of its rows)"
+            f"each of its rows {passes:.2f} times)"
         )
     return lines
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -172,7 +173,9 @@ class Writer:
             return answer[-1:] == [end]
         added = self.tokenizer.added_tokens_decoder
         special = {*self.tokenizer.all_special_ids, *(number for number in added if added[number].special)}
-        return bool(special & set(answer[-2:]))
+        if len(answer) > 1 and not self.tokenizer.decode(answer[-1:]).strip():
+            answer = answer[:-1] if answer[-1] not in special else answer
+        return answer[-1] in special
 
     def _mask(self, text: str, first: int, tokens: int, parts: Parts) -> list[bool] | None:
         """Return which tokens after the first ones are trained on; None if one of them stands in two parts."""
@@ -231,6 +234,12 @@ class _Page:
 
     def written(self, talk: Sequence[Mapping[str, Any]], *, asking: bool = False) -> str:
         extra = dict(self.row.extra)
+        template = self.tokenizer.get_chat_template(tools=extra.get("tools"))
+        if "strftime_now" in template:  # the day is always the same
+            day = date(2024, 7, 26)
+            extra["chat_template"] = re.sub(
+                r"strftime_now\((['\"])(.*?)\1\)", lambda asked: repr(day.strftime(asked[2])), template
+            )
         try:
             return str(self.tokenizer.apply_chat_template(list(talk), tokenize=False, add_generation_prompt=asking,
                                                           **extra))  # fmt: skip

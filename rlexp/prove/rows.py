@@ -243,6 +243,8 @@ def _parted(given: Any, chosen: str | Messages, rejected: str | Messages) -> tup
 def _to_its_last_answer(talk: Messages) -> Messages:
     while talk[-1]["role"] != ASSISTANT:
         talk = talk[:-1]
+    if talk[-1] == {"role": ASSISTANT, "content": ""}:
+        raise Unusable("the last answer is empty.")
     return talk
 
 

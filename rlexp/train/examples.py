@@ -117,6 +117,9 @@ def _stored(cfg: RowsDataConfig, tokenizing: Tokenizing, world: World) -> Exampl
         return made
 
     machines = gather_objects(_machine(folder), world.size)
+    for machine in machines:
+        if isinstance(machine, str):
+            raise DataError(machine)
     leader = machines.index(machines[world.rank])
     found = some_do(work if leader == world.rank else None, world.size, EVERY)
     _refuse_other_rows([[key for key, _ in each] for each in found if each is not None], splits)
@@ -128,16 +131,17 @@ def _stored(cfg: RowsDataConfig, tokenizing: Tokenizing, world: World) -> Exampl
     return examples_of(cfg, train, held, weights_of(sources))
 
 
-def _machine(folder: Path) -> tuple[str, int, int]:
-    """Return what ranks share that can use one store: the kernel that runs them, and the cache folder."""
+def _machine(folder: Path) -> tuple[str, int, int] | str:
+    """Return what ranks share that can use one store: the kernel that runs them, and the cache folder. If there can be
+    no folder, return the error: all ranks raise it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         there = folder.stat()
     except OSError as error:
-        raise DataError(
+        return (
             f"data.cache={folder}: cannot be made ({error.strerror}). Give a folder where you may write: "
             f"data.cache=FOLDER."
-        ) from None
+        )
     return (BOOT.read_text() if BOOT.exists() else os.uname().nodename), there.st_dev, there.st_ino
 
 
@@ -173,8 +177,20 @@ def examples_of(
         _dropped(train),
         _dropped(held),
         max((store.highest() for store in (*train, *held)), default=(-1, "")),
-        Mixture(taken.sizes(), tuple(weights)) if weights else None,
+        _mixture(cfg, taken.sizes(), weights) if weights else None,
     )
+
+
+def _mixture(cfg: RowsDataConfig, sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
+    mixture = Mixture(tuple(sizes), tuple(weights))
+    for source, count in zip(sources_of(cfg), mixture.counts, strict=True):
+        if not count:
+            raise ConfigError(
+                f"{source.key}.weight={source.cfg.weight:g}: no sample of this source is in an epoch, which ends after "
+                f"{mixture.taken} samples with the first source that is used up. Give it a larger weight, or leave it "
+                f"out."
+            )
+    return mixture
 
 
 def _dropped(stores: Sequence[Store]) -> Counter[str]:
