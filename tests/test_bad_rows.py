@@ -229,15 +229,18 @@ def configured_sources(*overrides: str) -> None:
     compose_config(["data=hf", "launch.device=cpu", *overrides])
 
 
-def test_a_hub_name_that_cannot_be_reached_is_refused_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_that_cannot_be_reached_is_refused_in_one_message(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     import datasets
+    from huggingface_hub import constants
 
-    def offline(*_: object, **__: object) -> None:
-        raise ConnectionError("no network here")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)  # the hub cannot exist on this machine
-    with pytest.raises(DataError, match=r"data\.path=org/name: cannot be read as a data set .*no network here"):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    for place in (constants, datasets.config):
+        monkeypatch.setattr(place, "HF_HUB_OFFLINE", False)
+    with pytest.raises(DataError, match=r"data\.path=org/name: cannot be read as a data set .*Offline"):
         read("org/name")
+    assert len(capfd.readouterr().err.splitlines()) == 0
     assert configured(Kind.pairs).data.path == "org/name"
 
 

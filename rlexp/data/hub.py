@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from rlexp.data.files import MOST_ROWS, rows_of, together
 from rlexp.data.worker import PartOf
 from rlexp.errors import DataError
 
+PATIENCE = 10.0  # seconds for the hub's first answer
 SAVED = ("state.json", "dataset_dict.json")  # in a folder that `save_to_disk` wrote
 
 
@@ -61,6 +64,8 @@ def table(key: str, path: str, subset: str | None, split: str, revision: str | N
     folder = Path(path).expanduser()
     name = str(folder) if folder.is_dir() else path
     at = f"{key}.path={path}"
+    if not folder.is_dir():
+        _go_without_hub_if_unreachable(datasets)
     try:
         if any((folder / each).is_file() for each in SAVED):
             rows = _saved(datasets, folder, split, key)
@@ -74,6 +79,18 @@ def table(key: str, path: str, subset: str | None, split: str, revision: str | N
     except Exception as error:  # the library raises what its readers and its network raise
         raise DataError(_explained(key, at, name, subset, split, error)) from None
     return Table(f"{path}[{split}]", rows)
+
+
+def _go_without_hub_if_unreachable(datasets: Any) -> None:
+    """Ask once whether the hub answers. If not, only what was fetched before is taken, without one try after another."""
+    from huggingface_hub import constants
+
+    try:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=PATIENCE).close()
+    except urllib.error.HTTPError:
+        return  # it answers
+    except OSError:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
 def _cache_of(folder: Path) -> str:
