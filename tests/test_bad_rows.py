@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlexp.errors import ConfigError, DataError
+from rlexp.errors import CheckpointError, ConfigError, DataError
 from rlexp.types import Kind
 from tests.test_rows import SMALL, as_lines, assistant, cache, configured, ids, read, user, write_lines
 
@@ -242,6 +242,32 @@ def test_a_hub_name_that_cannot_be_reached_is_refused_in_one_message(
         read("org/name")
     assert len(capfd.readouterr().err.splitlines()) == 0
     assert configured(Kind.pairs).data.path == "org/name"
+
+
+def test_a_set_of_the_hub_that_changed_is_refused_on_resume(tmp_path: Path) -> None:
+    from rlexp.train.resume import refuse_other_versions
+
+    old, new = "a" * 40, "b" * 40
+    (tmp_path / "run.json").write_text(json.dumps({"data": {"versions": {"data.path": old}}}))
+    refuse_other_versions(tmp_path, {"data.path": old, "data.sources.new.path": new}, [])
+    refuse_other_versions(tmp_path, {"data.path": new}, ["data.path"])
+    refuse_other_versions(tmp_path, {"data.path": new}, ["data"])
+    with pytest.raises(CheckpointError, match=rf"data\.path: the set .* Give data\.revision={old} to go on"):
+        refuse_other_versions(tmp_path, {"data.path": new}, [])
+
+
+def test_the_commit_of_a_set_is_read_off_its_files() -> None:
+    from types import SimpleNamespace
+
+    from rlexp.data.hub import Table
+
+    def table(*names: str) -> Table:  # the hub cannot exist on this machine
+        return Table("x", SimpleNamespace(info=SimpleNamespace(download_checksums=dict.fromkeys(names))))
+
+    commit = "0123456789" * 4
+    assert table(f"hf://datasets/org/x@{commit}/a.parquet", f"hf://datasets/org/x@{commit}/b.parquet").version == commit
+    assert table("/data/a.parquet").version is None
+    assert table().version is None
 
 
 # ---- texts at the edge ----

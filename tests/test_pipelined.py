@@ -145,3 +145,21 @@ def test_a_split_that_cannot_be_is_refused(rlexp: Shell, overrides: tuple[str, .
     assert answer.returncode == 1
     assert said in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+def test_answers_to_other_prompts_than_this_rank_has_are_refused() -> None:
+    """A sampling node with other rows, or another tokenizer, would answer other prompts under the same numbers."""
+    from rlexp.errors import DrawError
+    from rlexp.rollout.pipelined import refuse_other_prompts
+    from rlexp.types import Prompt, Sample
+
+    def prompt(*tokens: int) -> Prompt:
+        return Prompt(0, np.array(tokens, np.int32), "", None, f"rows.jsonl:{tokens[0]}")
+
+    def sample(place: int, asked: Prompt) -> Sample:
+        return Sample(place, asked, place % 2, np.zeros(1, np.int32), True, "", np.zeros(1))
+
+    mine = [prompt(1, 2), prompt(3)]
+    refuse_other_prompts([sample(1, prompt(1, 2)), sample(2, prompt(3))], mine, 2)
+    with pytest.raises(DrawError, match=r"rows\.jsonl:3: a sampling rank drew .* another prompt \(rows\.jsonl:1\)"):
+        refuse_other_prompts([sample(3, prompt(1, 2))], mine, 2)

@@ -36,6 +36,13 @@ class Table:
     def size(self) -> int:
         return int(self.rows.data.nbytes)
 
+    @property
+    def version(self) -> str | None:
+        """The commit of the hub that its files come from, if they come from there."""
+        names = getattr(self.rows.info, "download_checksums", None) or {}
+        found = {match[1] for match in (re.search(r"@([0-9a-f]{40})/", name) for name in names) if match}
+        return min(found) if len(found) == 1 else None
+
     def contents(self) -> list[str]:
         """Hash the table's files; rows that stand in none are hashed themselves."""
         files = [contents(Path(each["filename"])) for each in self.rows.cache_files]
@@ -82,7 +89,7 @@ def table(key: str, path: str, subset: str | None, split: str, revision: str | N
 
 
 def _go_without_hub_if_unreachable(datasets: Any) -> None:
-    """Ask once whether the hub answers. If not, only what was fetched before is taken, without one try after another."""
+    """Ask once whether the hub answers. If not, only what was fetched before is taken, without try after try."""
     from huggingface_hub import constants
 
     try:

@@ -46,6 +46,7 @@ class Work:
     known: Any  # what it was when the key was made
     workers: int
     shown: bool  # with a progress bar
+    version: str | None = None  # of a set that may change under its name
 
 
 def store_of(cache: Path, key: str, work: Work, first: int = 0) -> Store:

@@ -64,6 +64,11 @@ class Files:
     def size(self) -> int:
         return sum(path.stat().st_size for path in self.paths)
 
+    @property
+    def version(self) -> None:
+        """Files have none: a run is identified by their contents."""
+        return
+
     def contents(self) -> list[str]:
         return [contents(path) for path in self.paths]
 
@@ -137,7 +142,16 @@ class Tokenizing:
         key = hashlib.sha256(orjson.dumps(said, option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]
         workers = workers_of(cfg.workers)
         return key, Work(
-            split.path, opened.parts, opened.size, names, recipe, opened.contents, known, workers, self.shown
+            split.path,
+            opened.parts,
+            opened.size,
+            names,
+            recipe,
+            opened.contents,
+            known,
+            workers,
+            self.shown,
+            opened.version,
         )
 
     def _refuse_unknown_options(self, rows: RowTokenizer) -> None:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlexp.config.schema import RolloutConfig
+from rlexp.errors import DrawError
 from rlexp.ring.groups import World
 from rlexp.rollout.bridge import Bridge
 from rlexp.rollout.colocated import Colocated
@@ -59,6 +61,7 @@ class Pipelined:
         assert self._ahead is not None
         assert self._ahead.number == number, (self._ahead.number, number)
         mine = self._received()
+        refuse_other_prompts(mine, prompts, n_samples)
         if number + 1 < self.rollouts:
             self._ask(number + 1)
         else:
@@ -104,6 +107,17 @@ class Pipelined:
             self._received()
         if self.bridge.rank == 0:
             self.bridge.tell(STOP)
+
+
+def refuse_other_prompts(samples: Sequence[Sample], prompts: Sequence[Prompt], n_samples: int) -> None:
+    """Refuse answers to other prompts than this rank has: another machine reads other rows, or tokenizes otherwise."""
+    for sample in samples:
+        prompt = prompts[sample.place // n_samples]
+        if not np.array_equal(sample.prompt.tokens, prompt.tokens):
+            raise DrawError(
+                f"{prompt.origin}: a sampling rank drew an answer to another prompt ({sample.prompt.origin}). Give all "
+                f"machines the same rows and the same tokenizer."
+            )
 
 
 def serve(

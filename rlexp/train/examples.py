@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Examples:
     held_out_dropped: Counter[str]
     highest: tuple[int, str] = (-1, "")  # the highest token id, and a row that has it
     mixture: Mixture | None = None  # of the examples to train on
+    versions: Mapping[str, str] = field(default_factory=dict)  # commits of sets of the hub, by the keys of their paths
 
 
 def read_examples(cfg: Config, kind: Kind, tokenizer: Any, world: World) -> Examples:
@@ -108,12 +109,12 @@ def _stored(cfg: RowsDataConfig, tokenizing: Tokenizing, world: World) -> Exampl
     splits = [(split, held) for held in (False, True) for each in sources if (split := splits_of(each, held_out=held))]
     folder = Path(cfg.cache).expanduser() if cfg.cache else cache.root()
 
-    def work() -> list[tuple[str, Names]]:
+    def work() -> list[tuple[str, Names, str | None]]:
         made = []
         for split, _ in splits:
             key, job = tokenizing.work(split)
             store_of(folder, key, job)
-            made.append((key, job.names))
+            made.append((key, job.names, job.version))
         return made
 
     machines = gather_objects(_machine(folder), world.size)
@@ -122,13 +123,15 @@ def _stored(cfg: RowsDataConfig, tokenizing: Tokenizing, world: World) -> Exampl
             raise DataError(machine)
     leader = machines.index(machines[world.rank])
     found = some_do(work if leader == world.rank else None, world.size, EVERY)
-    _refuse_other_rows([[key for key, _ in each] for each in found if each is not None], splits)
+    _refuse_other_rows([[key for key, _, _ in each] for each in found if each is not None], splits)
     mine = found[leader]
     assert mine is not None
-    stores = [Store(folder / "tokens" / key, names) for key, names in mine]
+    stores = [Store(folder / "tokens" / key, names) for key, names, _ in mine]
+    commits = {f"{split.source.key}.path": version for (split, _), (_, _, version) in zip(splits, mine, strict=True)}
     train, held = ([store for store, (_, is_held) in zip(stores, splits, strict=True) if is_held is held]
                    for held in (False, True))  # fmt: skip
-    return examples_of(cfg, train, held, weights_of(sources))
+    examples = examples_of(cfg, train, held, weights_of(sources))
+    return replace(examples, versions={key: commit for key, commit in commits.items() if commit is not None})
 
 
 def _machine(folder: Path) -> tuple[str, int, int] | str:

@@ -27,7 +27,7 @@ from rlexp.sinks.jsonl import JsonlSink
 from rlexp.train.build import build, device_of
 from rlexp.train.exporting import export_run
 from rlexp.train.loop import Position, train_loop
-from rlexp.train.resume import build_keeper, resume
+from rlexp.train.resume import build_keeper, refuse_other_versions, resume
 from rlexp.train.run import Run
 from rlexp.train.sampling_rank import sample_for
 from rlexp.train.sinks import build_sinks, ending_of
@@ -76,6 +76,8 @@ def train_watched(
     run = task.run
     first = run.world.rank == 0
     position, came_from = resume(task, run_dir)
+    if position.step:
+        refuse_other_versions(run_dir, task.examples.versions, cfg.resume.force)
     if position.step >= run.total_steps:
         tell(run, f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
         exported = folder.read(run_dir).get("exported_step") == position.step
@@ -140,6 +142,7 @@ def ledger(task: Task) -> dict[str, object]:
         "parameters": run.parameters,
         "data": {
             **task.counts(),
+            "versions": dict(task.examples.versions),
             "not_as_read": dict(task.examples.dropped),
             "eval_not_as_read": dict(task.examples.held_out_dropped),
         },

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,18 @@ def resume(task: Task, run_dir: Path) -> tuple[Position, str]:
     rewrite(run_dir / METRICS, path / METRICS, position.step)
     notes = [*_changes(run, saved), *folder.read(run_dir).get("forced", [])]
     return position, "".join(f"  {line}\n" for line in (f"goes on from {path}, after step {position.step}", *notes))
+
+
+def refuse_other_versions(run_dir: Path, now: Mapping[str, str], force: Sequence[str]) -> None:
+    """Refuse to go on with a set of the hub that has changed since: other samples would follow."""
+    before = folder.read(run_dir).get("data", {}).get("versions", {})
+    for key, commit in now.items():
+        if before.get(key, commit) != commit and not {key, key.partition(".")[0]} & set(force):
+            raise CheckpointError(
+                f"{key}: the set on the hub was at commit {before[key][:12]} when the run in {run_dir} was started, "
+                f"and is at {commit[:12]}. Its rows may have changed. Give {key.removesuffix('path')}revision="
+                f"{before[key]} to go on with the old ones, or say resume.force=[{key}]."
+            )
 
 
 def _changes(run: Run, saved: dict[str, Any]) -> list[str]:
