@@ -230,6 +230,7 @@ KEYS = (
 
 def test_all_that_a_token_depends_on_is_in_the_key(tmp_path: Path) -> None:
     """Each setting alone, the kind of rows, the room for answers, the rows themselves, and the code."""
+    from rlexp.config.sources import sources_of
     from rlexp.data import sources
     from rlexp.model.loading import byte_tokenizer
 
@@ -238,7 +239,7 @@ def test_all_that_a_token_depends_on_is_in_the_key(tmp_path: Path) -> None:
     def key(*overrides: str, kind: Kind = Kind.pairs, room: int = 0, tokenizer: Any = None) -> str:
         cfg = dataclasses.replace(configured(Kind.pairs, *overrides).data, path=path)
         named = [dataclasses.replace(each, cfg=dataclasses.replace(each.cfg, path=path)) for each in
-                 sources.sources_of(cfg)]  # fmt: skip
+                 sources_of(cfg)]  # fmt: skip
         split = sources.splits_of(named[0], held_out=False)
         assert split is not None
         return sources.Tokenizing(cfg, tokenizer or byte_tokenizer(), kind, room, False).work(split)[0]

@@ -231,6 +231,11 @@ class _Page:
         self.tokenizer, self.row, self.talk = tokenizer, row, talk
         self.added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         self.whole = self.written(talk)
+        calls = [call for message in talk for call in message.get("tool_calls") or []]
+        named = [(each.get("function") or each)["name"] for each in [*row.extra.get("tools", []), *calls]]
+        for needed in [*named, *(message["content"].strip() for message in talk if message["role"] == "system")]:
+            if needed not in self.whole:
+                raise Unusable(f"{row.origin}: the template leaves out {needed!r}.")
 
     def written(self, talk: Sequence[Mapping[str, Any]], *, asking: bool = False) -> str:
         extra = dict(self.row.extra)
@@ -287,6 +292,9 @@ def _messages(said: str | Messages, role: str) -> Messages:
 def _as_paragraphs(row: Asked, answer: str | Messages) -> tuple[str, Parts]:
     """Write a row without a template: a text as it is, and messages as paragraphs that name who speaks."""
     prompt = row.prompt
+    talk = [*_messages(prompt, "user"), *_messages(row.chosen, ASSISTANT), *_messages(row.rejected, ASSISTANT)]
+    if row.extra.get("tools") or any(message.get("tool_calls") for message in talk):
+        raise Unusable(f"{row.origin}: no template writes its tools.")
     if not isinstance(prompt, str):
         prompt = "".join(f"{_paragraph(message)}\n\n" for message in prompt) + "Assistant: "
     said = _messages(answer, ASSISTANT)
