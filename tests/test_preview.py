@@ -218,7 +218,7 @@ def test_a_mixture(tmp_path: Path) -> None:
                for name, weight in (("one", 1), ("two", 2))]  # fmt: skip
     found = looked("data=hf", *sources, f"data.cache={tmp_path / 'cache'}")
     assert [(each.weight, each.per_epoch) for each in found.sources] == [(1.0, 30), (2.0, 60)]
-    assert "weight 2: 60 samples an epoch (66.7 % of all, each of its rows 0.667 times)" in draw.text(found)
+    assert "weight 2: 60 samples an epoch (66.7 % of all, each of its rows 0.67 times)" in draw.text(found)
 
 
 def test_one_source_of_another_kind_is_named(tmp_path: Path) -> None:

@@ -284,20 +284,23 @@ def test_a_token_with_a_space_of_another_part_is_not_trained_on(shared: Path, tm
     assert tokenizer.decode(first.chosen[first.chosen_mask]) == "yesFine then<|im_end|>"
 
 
-def test_rows_that_differ_are_not_read_as_their_json(tmp_path: Path) -> None:
+def test_rows_that_differ_are_not_read_as_their_json(shared: Path, tmp_path: Path) -> None:
     """`datasets` writes a column as JSON if its values differ: a prompt as text here and as messages there."""
     tools = [[{"name": "f", "args": {"x": 1}}], [{"name": "g", "args": {"y": "2"}}]]
     rows = [{**TURNS, "tools": tools[0]}, {**TURNS, "prompt": [user("Hi")], "tools": tools[1]}]
     import datasets
 
-    folder, tokenizer = tmp_path / "set", byte_tokenizer()
+    folder, tokenizer = tmp_path / "set", smollm(shared, "qwen3")
     folder.mkdir()
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     datasets.load_dataset(str(folder), split="train").to_parquet(str(tmp_path / "rows.parquet"))
     for place in (folder, tmp_path / "rows.parquet"):
         text, messages = hold(configured(f"data.path={place}"), tokenizer)
-        assert tokenizer.decode(text.prompt) == "Hi"
-        assert tokenizer.decode(messages.prompt) == "User: Hi\n\nAssistant: "
+        asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        for pair, name in ((text, "f"), (messages, "g")):
+            prompt = tokenizer.decode(pair.prompt)
+            assert prompt.endswith(asked)
+            assert f'"name": "{name}"' in prompt
 
 
 # ---- mixtures ----
@@ -335,8 +338,7 @@ TEMPLATES = (  # they need a tokenizer with a template, so no run of model=tiny 
             lambda original, *args: ((turn := original(*args))[0], turn[1] - len("<|im_end|>\n"))),
     of_rows("the options are not handed on", "data.chat:_Rendering.__post_init__",
             lambda _, self: object.__setattr__(self, "extra", {})),
-    of_rows("two ends", "data.tokens:RowTokenizer._ended",
-            Seeing({"any": lambda _any: lambda _found: False})),
+    of_rows("two ends", "data.tokens:RowTokenizer._ends", lambda _original, _self, _last: False),
 )  # fmt: skip
 EDGES = (
     of_rows("a prompt's last token goes on", "data.seam:Seam._joined",
@@ -380,6 +382,6 @@ def test_without_a_defect_nothing_is_seen(shared: Path) -> None:
 
 @pytest.mark.parametrize("fault", [*TEMPLATES, *EDGES], ids=lambda fault: fault.name)
 def test_a_defect_at_templates_and_edges_is_seen(fault: Fault, shared: Path) -> None:
-    options = ("data.template_options={enable_thinking: false}",)
+    options = ["data.template_options={enable_thinking: false}"] if "options" in fault.name else []
     cfg = compose_config([*MIXED, *options])
     assert planted(fault, cfg, smollm(shared, None if fault in EDGES else "qwen3"))
