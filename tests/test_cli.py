@@ -66,7 +66,7 @@ def test_a_ring_of_four_trains_and_says_so(shell: Shell, tmp_path: Path) -> None
     assert rows[3]["train/total_tokens"] == sum(row["train/tokens"] for row in rows)
     run = run_json(tmp_path / "run")
     assert (run["status"], run["reason"]) == ("finished", "all steps are done")
-    assert run["data"] == {"pairs": 40, "eval_pairs": 4, "not_as_read": {}, "eval_not_as_read": {}}
+    assert run["data"] == {"pairs": 40, "eval_pairs": 4, "versions": {}, "not_as_read": {}, "eval_not_as_read": {}}
     assert run["steps"] == 4
     assert "Writing" not in answer.stderr
     assert type(rows[0]["train/tokens"]) is int

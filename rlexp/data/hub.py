@@ -92,6 +92,8 @@ def _go_without_hub_if_unreachable(datasets: Any) -> None:
     """Ask once whether the hub answers. If not, only what was fetched before is taken, without try after try."""
     from huggingface_hub import constants
 
+    if constants.HF_HUB_OFFLINE:
+        return
     try:
         urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=PATIENCE).close()
     except urllib.error.HTTPError:
