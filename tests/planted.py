@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from rlexp.config.load import compose_config
-from rlexp.config.schema import RowsDataConfig
+from rlexp.config.schema_data import RowsDataConfig
 from rlexp.errors import UserError
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.prove import run as verifying

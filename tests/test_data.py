@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlexp.config.schema import HFModelConfig, TinyModelConfig, TooLong
+from rlexp.config.schema import HFModelConfig, TinyModelConfig
+from rlexp.config.schema_data import TooLong
 from rlexp.data import arithmetic, synthetic
 from rlexp.data.packing import pack_pairs
 from rlexp.data.sampler import Sampler, total_steps

@@ -18,16 +18,8 @@ from rlexp.config.deepspeed import check_overrides
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.kernels import check_kernel
 from rlexp.config.layouts import check_layout, heads_of
-from rlexp.config.schema import (
-    ArithmeticDataConfig,
-    Config,
-    Device,
-    HFModelConfig,
-    LoggerName,
-    RowsDataConfig,
-    SyntheticDataConfig,
-    TinyModelConfig,
-)
+from rlexp.config.schema import Config, Device, HFModelConfig, LoggerName, TinyModelConfig
+from rlexp.config.schema_data import ArithmeticDataConfig, RowsDataConfig, SyntheticDataConfig
 from rlexp.config.sources import check_sources, has_held_out
 from rlexp.engines import ENGINES
 from rlexp.errors import ConfigError

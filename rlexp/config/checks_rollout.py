@@ -6,14 +6,8 @@ import importlib.util
 
 from rlexp.config import sizes
 from rlexp.config.layouts import experts_in
-from rlexp.config.schema import (
-    ArithmeticDataConfig,
-    Config,
-    Device,
-    PolicyLossConfig,
-    RolloutEngine,
-    RolloutMode,
-)
+from rlexp.config.schema import Config, Device, PolicyLossConfig, RolloutEngine, RolloutMode
+from rlexp.config.schema_data import ArithmeticDataConfig
 from rlexp.errors import ConfigError
 
 

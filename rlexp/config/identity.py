@@ -18,7 +18,8 @@ from rlexp.config.contents import of_file, of_model
 from rlexp.config.keys import suggestion
 from rlexp.config.load import to_plain
 from rlexp.config.rewards import reward_terms
-from rlexp.config.schema import Config, DataConfig, PolicyLossConfig, RewardConfig, RowsDataConfig
+from rlexp.config.schema import Config, PolicyLossConfig, RewardConfig
+from rlexp.config.schema_data import DataConfig, RowsDataConfig
 from rlexp.config.sources import sources_of
 from rlexp.contents import contents_of, files_in, files_of
 from rlexp.errors import CheckpointError, ConfigError

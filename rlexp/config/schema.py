@@ -1,7 +1,8 @@
 """The typed schema behind every configuration. The yaml files in `conf/` only choose values.
 
 A group with several kinds (`model`, `data`, `loss`, `reward`) has one class for each kind, listed in `KINDS`; the field
-`name` says which. A new loss needs one class here, one yaml file, one file in `algos/` and one `case` in `build.py`.
+`name` says which. Those of `data` stand in `schema_data.py`. A new loss needs one class here, one yaml file, one file
+in `algos/` and one `case` in `build.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,16 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from rlexp.config.bounds import MANY, number
+from rlexp.config.schema_data import (
+    PROMPT_AND_ANSWER,
+    ArithmeticDataConfig,
+    DataConfig,
+    HFDataConfig,
+    JsonlDataConfig,
+    SyntheticDataConfig,
+)
 
 WEEK = 7 * 24 * 3600  # seconds
-PROMPT_AND_ANSWER = " (a prompt and an answer)"
 LIKELIEST = " (a policy that always gives its likeliest answer has nothing to learn from)"
 
 
@@ -105,14 +113,6 @@ class WeightsDtype(Enum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
-
-
-class TooLong(Enum):
-    """How a sequence longer than `data.max_length` is handled."""
-
-    error = "error"
-    drop = "drop"
-    truncate = "truncate"
 
 
 class KLPlace(Enum):
@@ -271,100 +271,6 @@ class HFModelConfig(ModelConfig):
     chat_template: str | None = None  # a jinja file that takes the place of the tokenizer's own template
     add_tokens: list[str] = field(default_factory=list)  # new tokens; the embeddings get rows for them
     trust_remote_code: bool = False
-
-
-@dataclass
-class DataConfig:
-    name: str = MISSING
-    max_length: int = number(2048, least=2, why=PROMPT_AND_ANSWER)  # tokens of prompt and answer together
-    too_long: TooLong = TooLong.error
-    shuffle: bool = True
-    drop_last: bool = True
-    packing: bool = True
-
-
-@dataclass
-class SyntheticDataConfig(DataConfig):
-    name: str = "synthetic"
-    seed: int = 0  # for the pairs, not for their order
-    size: int = number(240, least=1)
-    eval_size: int = number(32, least=0)
-    fill: bool = False  # put max_length words before each request, to make long sequences
-
-
-class TemplateUse(Enum):
-    """Whether rows are written by the tokenizer's chat template."""
-
-    auto = "auto"  # if it has one
-    never = "never"
-
-
-class BadRows(Enum):
-    """How a row that cannot be used is handled."""
-
-    error = "error"
-    drop = "drop"
-
-
-@dataclass
-class RowsDataConfig(DataConfig):
-    """Keys that all data sets of rows share."""
-
-    eval_size: int = number(0, least=0)  # rows that are held out of those to train on, if no others are
-    columns: dict[str, str] = field(default_factory=dict)  # our field: the rows' column
-    system: str | None = None  # the system prompt of conversations without one
-    template: TemplateUse = TemplateUse.auto
-    template_options: dict[str, Any] = field(default_factory=dict)  # as `enable_thinking: false`
-    bad_rows: BadRows = BadRows.error
-    cache: str | None = None  # folder of tokenized rows; null: tokens/ in the cache folder
-    workers: int | None = number(None, least=1, most=4096)  # processes that tokenize; null: one a core
-
-
-@dataclass
-class JsonlDataConfig(RowsDataConfig):
-    name: str = "jsonl"
-    path: str = MISSING
-    eval_path: str | None = None
-
-
-@dataclass
-class SplitConfig:
-    """Which rows of a source are trained on, and which are held out."""
-
-    eval_path: str | None = None
-    subset: str | None = None
-    split: str = "train"
-    eval_split: str | None = None
-    revision: str | None = None
-    streaming: bool = False
-
-
-@dataclass
-class SourceConfig(SplitConfig):
-    """Where rows come from: a file, files (`data/*.parquet`), a folder, or a data set of the hub."""
-
-    path: str = MISSING
-    columns: dict[str, str] = field(default_factory=dict)
-    system: str | None = None
-    weight: float | None = number(None, above=0)  # share of the samples, relative to the other sources'
-
-
-@dataclass
-class HFDataConfig(SplitConfig, RowsDataConfig):
-    """Rows by the `datasets` library, from one source or from several with names: `{path: …, weight: 1.0, …}`."""
-
-    name: str = "hf"
-    path: str | None = None
-    sources: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class ArithmeticDataConfig(DataConfig):
-    name: str = "arithmetic"
-    seed: int = 0
-    size: int = number(1024, least=1)
-    eval_size: int = number(64, least=0)
-    digits: int = number(1, least=1, most=100)  # of each number in a sum
 
 
 @dataclass

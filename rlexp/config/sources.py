@@ -10,7 +10,7 @@ from rlexp.config.bounds import check_bounds
 from rlexp.config.checks_files import check_rows, check_rows_or_name, expanded, is_dir
 from rlexp.config.entries import typed_entry
 from rlexp.config.keys import suggestion
-from rlexp.config.schema import HFDataConfig, JsonlDataConfig, RowsDataConfig, SourceConfig
+from rlexp.config.schema_data import HFDataConfig, JsonlDataConfig, RowsDataConfig, SourceConfig
 from rlexp.contents import files_of
 from rlexp.errors import ConfigError
 

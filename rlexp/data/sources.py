@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from rlexp.config.schema import BadRows, RowsDataConfig, TemplateUse
+from rlexp.config.schema_data import BadRows, RowsDataConfig, TemplateUse
 from rlexp.config.sources import NamedSource
 from rlexp.contents import contents, files_of
 from rlexp.data import hub

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlexp.config.schema import TooLong
+from rlexp.config.schema_data import TooLong
 from rlexp.data.chat import Chat
 from rlexp.data.messages import as_text
 from rlexp.data.seam import Seam, Text, Tokens

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from rlexp import cache
-from rlexp.config.schema import Config, RowsDataConfig
+from rlexp.config.schema import Config
+from rlexp.config.schema_data import RowsDataConfig
 from rlexp.config.sources import sources_of, weights_of
 from rlexp.data.making import store_of
 from rlexp.data.recipe import UNUSABLE

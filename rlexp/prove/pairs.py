@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlexp.config.schema import BadRows, DataConfig, RowsDataConfig, TemplateUse, TooLong
+from rlexp.config.schema_data import BadRows, DataConfig, RowsDataConfig, TemplateUse, TooLong
 from rlexp.errors import DataError
 from rlexp.prove.records import SIDES, Array, TokenPair
 from rlexp.prove.rows import ASSISTANT, Asked, Messages, Unusable, rows_of, sources_of

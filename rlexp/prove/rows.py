@@ -19,13 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlexp.config.schema import (
-    DataConfig,
-    HFDataConfig,
-    RowsDataConfig,
-    SourceConfig,
-    SyntheticDataConfig,
-)
+from rlexp.config.schema_data import DataConfig, HFDataConfig, RowsDataConfig, SourceConfig, SyntheticDataConfig
 from rlexp.data import synthetic  # only it has the text of generated rows
 
 Messages = list[dict[str, Any]]

@@ -11,7 +11,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from rlexp.config.schema import Config, Decay, DPOConfig, OptimConfig, RowsDataConfig
+from rlexp.config.schema import Config, Decay, DPOConfig, OptimConfig
+from rlexp.config.schema_data import RowsDataConfig
 from rlexp.prove.records import SIDES, Array
 from rlexp.prove.rows import sources_of
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rlexp import cache
-from rlexp.config.schema import ArithmeticDataConfig, Config, DataConfig, RowsDataConfig, SyntheticDataConfig
+from rlexp.config.schema import Config
+from rlexp.config.schema_data import ArithmeticDataConfig, DataConfig, RowsDataConfig, SyntheticDataConfig
 from rlexp.config.sources import has_held_out, sources_of, weights_of
 from rlexp.data import arithmetic, synthetic
 from rlexp.data.making import store_of
