@@ -1,6 +1,6 @@
 """Measure how a run starts on few and on many rows: seconds to its first step, and memory of ranks and of the machine.
 
-    python -m bench.data                         print the table; half an hour
+    python -m bench.data                         print the table; seven minutes
     python -m bench.data --write docs/data.md
 
 Rows are short pairs written for the measurement. Each run is `python -m rlexp` as a user types it, on two ranks, once

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlexp.config.schema import Config
 from rlexp.data.store import TYPES, Appending, Facts, _mask, _runs, block_of
 from rlexp.data.tokens import Example
 from rlexp.errors import DataError
+from rlexp.launch.place import Place
+from rlexp.model.loading import byte_tokenizer
+from rlexp.ring.groups import build_world
+from rlexp.train import examples
 from rlexp.types import Kind, Row
+from tests.ranks import on_ranks
 from tests.test_rows import assistant, cache, configured, ids, read, user, write_lines
 
 __all__ = ["cache"]  # a fixture of every test here too
@@ -106,6 +113,38 @@ def test_processes_beside_each_other_make_the_same_bytes_and_end(tmp_path: Path,
     assert ids(read(path, "data.workers=3").train) == alone
     assert stores(tmp_path / "beside") == expected
     assert not [name for name in processes() if "rlexp.data.worker" in name]
+
+
+@pytest.mark.slow
+def test_machines_make_a_store_each_and_must_have_the_same_rows(tmp_path: Path) -> None:
+    """Two ranks take themselves for two machines: each has a folder, a cache and a file of this path of its own."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        shutil.copy(written(tmp_path, 40), tmp_path / str(rank) / "rows.jsonl")
+    cfg = configured(Kind.pairs)
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path="rows.jsonl"))
+    one, other = on_ranks(2, as_machines, cfg, tmp_path)
+    assert one == other
+    assert len(one) == 36  # without the pairs of equal answers
+    made = [stores(tmp_path / str(rank) / "cache") for rank in range(2)]
+    assert made[0] == made[1] != {}
+    with (tmp_path / "1" / "rows.jsonl").open("ab") as file:
+        file.write(b'{"prompt": "one", "chosen": "more", "rejected": "row"}\n')
+    expected = "data.path=rows.jsonl: two machines have other rows there, or another tokenizer."
+    assert [told[: len(expected)] for told in on_ranks(2, as_machines, cfg, tmp_path)] == [expected] * 2
+
+
+def as_machines(place: Place, cfg: Config, folder: Path) -> Any:
+    mine = folder / str(place.rank)
+    os.chdir(mine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(examples, "BOOT", mine / "boot")
+        (mine / "boot").write_text(str(place.rank))
+        patch.setenv("RLEXP_CACHE", str(mine / "cache"))
+        try:
+            return ids(examples.read_examples(cfg, Kind.pairs, byte_tokenizer(), build_world(1)).train)
+        except DataError as error:
+            return str(error)
 
 
 def processes() -> list[str]:
