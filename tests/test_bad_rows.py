@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -238,10 +239,22 @@ def test_a_hub_name_that_cannot_be_reached_is_refused_in_one_message(
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     for place in (constants, datasets.config):
         monkeypatch.setattr(place, "HF_HUB_OFFLINE", False)
-    with pytest.raises(DataError, match=r"data\.path=org/name: cannot be read as a data set .*Offline"):
+    with pytest.raises(DataError, match=r"data\.path=org/name: is no file or folder, .* the hub cannot be reached"):
         read("org/name")
     assert len(capfd.readouterr().err.splitlines()) == 0
     assert configured(Kind.pairs).data.path == "org/name"
+
+
+@pytest.mark.slow
+def test_a_split_that_a_folder_does_not_have_is_one_line(shell: Any, tmp_path: Path) -> None:
+    """In a process of its own: the locks of a library's progress bars would be told of when it ends."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write_lines(folder, [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    answer = shell("data=hf", f"data.path={folder}", "data.split=test", "launch.device=cpu", "logger=none")
+    assert answer.returncode == 1
+    assert answer.stderr.startswith(f"rlexp: data.split=test: {folder} has no such split")
+    assert len(answer.stderr.splitlines()) == 1
 
 
 def test_a_set_of_the_hub_that_changed_is_refused_on_resume(tmp_path: Path) -> None:

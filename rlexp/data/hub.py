@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from rlexp.cache import root
 from rlexp.contents import contents, contents_of, files_in
@@ -68,6 +71,7 @@ def table(key: str, path: str, subset: str | None, split: str, revision: str | N
     import datasets
 
     datasets.disable_progress_bars()
+    tqdm.set_lock(threading.RLock())  # its own is shared between processes, and says so when a process fails
     folder = Path(path).expanduser()
     name = str(folder) if folder.is_dir() else path
     at = f"{key}.path={path}"
@@ -138,6 +142,11 @@ def _explained(key: str, at: str, name: str, subset: str | None, split: str, err
         return f"{key}.subset: {name} has several subsets. Name one: {key}.subset=NAME ({reason})."
     if "split" in reason and isinstance(error, ValueError):
         return f"{key}.split={split}: {name} has no such split ({reason}). Name one that it has: {key}.split=NAME."
+    if "Couldn't reach" in reason:
+        return (
+            f"{at}: is no file or folder, was not fetched from the hub before, and the hub cannot be reached. Give a "
+            f"file of rows or a folder; relative paths start at {Path.cwd()}."
+        )
     return (
         f"{at}: cannot be read as a data set ({type(error).__name__}: {reason}). Give a file of rows, a folder, or a "
         f"hub name; relative paths start at {Path.cwd()}."
