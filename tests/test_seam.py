@@ -280,13 +280,18 @@ def test_what_a_template_leaves_out_is_refused() -> None:
         assert said in refused.text
 
 
-def test_a_template_that_asks_for_the_day_gets_the_same_on_every_day() -> None:
+@pytest.mark.parametrize("before", ["", "\n", "  \n ", "  {% if true %}\n", "\n{%- if true -%} "])
+def test_a_template_that_asks_for_the_day_gets_the_same_on_every_day(before: str) -> None:
+    """And nothing else of it changes, as the first spaces of a template, which mean what stands before them."""
+    template = before + "{{ DAY }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    template += "{% endif %}" if "if true" in before else ""
     tokenizer = tokenizer_of("qwen3")
-    tokenizer.chat_template = (
-        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    )
+    tokenizer.chat_template = template.replace("DAY", "'26 Jul 2024, 2024-07-26'")
+    expected = ours(tokenizer, Row("a", ("b",), "x"))
+    tokenizer.chat_template = template.replace("DAY", "strftime_now('%d %b %Y, %F')")
     made = ours(tokenizer, Row("a", ("b",), "x"))
-    assert tokenizer.decode(made.prompt).startswith("26 Jul 2024[user]a")
+    assert tokenizer.decode(made.prompt) == tokenizer.decode(expected.prompt)
+    assert "26 Jul 2024, 2024-07-26[user]a" in tokenizer.decode(made.prompt)
 
 
 @pytest.mark.parametrize(("answer", "ends"), [("b<|im_end|>", True), ("b<|im_end|>\n", True), ("<|im_end|>b", False),

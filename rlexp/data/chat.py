@@ -12,12 +12,12 @@ from rlexp.errors import DataError
 from rlexp.types import Messages, Row
 
 # To a template that asks for the day it is always the same one, else tokens would change overnight.
-TODAY = {"%d": "26", "%b": "Jul", "%B": "July", "%Y": "2024", "%m": "07", "%y": "24", "%A": "Friday", "%a": "Fri",
-         "%H": "00", "%M": "00", "%S": "00"}  # fmt: skip
+TODAY = {"%d": "26", "%-d": "26", "%e": "26", "%b": "Jul", "%B": "July", "%Y": "2024", "%m": "07", "%-m": "7",
+         "%y": "24", "%A": "Friday", "%a": "Fri", "%H": "00", "%M": "00", "%S": "00", "%F": "2024-07-26"}  # fmt: skip
 SAME_DAY = (
     "{%- macro strftime_now(format) -%}{{ format"
     + "".join(f" | replace('{asked}', '{told}')" for asked, told in TODAY.items())
-    + " }}{%- endmacro -%}"
+    + " }}{%- endmacro %}\n"  # the line ends here: a template's own first spaces mean what they mean at its beginning
 )
 MARK = "\ue000rlexp\ue001"  # takes an answer's place, to find where a template puts it
 
