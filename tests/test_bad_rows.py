@@ -230,6 +230,12 @@ def configured_sources(*overrides: str) -> None:
     compose_config(["data=hf", "launch.device=cpu", *overrides])
 
 
+def test_options_without_a_template_are_refused(tmp_path: Path) -> None:
+    file = write_lines(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    with pytest.raises(DataError, match=r"data\.template_options=.*enable_thinking.*: no chat template is used"):
+        read(file, "data.template=never", "data.template_options.enable_thinking=false")
+
+
 def test_a_hub_name_that_cannot_be_reached_is_refused_in_one_message(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,7 +247,9 @@ def test_a_hub_name_that_cannot_be_reached_is_refused_in_one_message(
         monkeypatch.setattr(place, "HF_HUB_OFFLINE", False)
     with pytest.raises(DataError, match=r"data\.path=org/name: is no file or folder, .* the hub cannot be reached"):
         read("org/name")
-    assert len(capfd.readouterr().err.splitlines()) == 0
+    assert capfd.readouterr().err.splitlines() == [
+        "rlexp: the hub does not answer: what was fetched from it before is taken."
+    ]
     assert configured(Kind.pairs).data.path == "org/name"
 
 
@@ -265,8 +273,38 @@ def test_a_set_of_the_hub_that_changed_is_refused_on_resume(tmp_path: Path) -> N
     refuse_other_versions(tmp_path, {"data.path": old, "data.sources.new.path": new}, [])
     refuse_other_versions(tmp_path, {"data.path": new}, ["data.path"])
     refuse_other_versions(tmp_path, {"data.path": new}, ["data"])
-    with pytest.raises(CheckpointError, match=rf"data\.path: the set .* Give data\.revision={old} to go on"):
+    with pytest.raises(CheckpointError, match=rf"data\.path: the set .* Give data\.revision={old} resume"):
         refuse_other_versions(tmp_path, {"data.path": new}, [])
+    (tmp_path / "run.json").write_text(json.dumps({"data": {"versions": {"data.eval_path": old}}}))
+    with pytest.raises(CheckpointError, match=rf"data\.revision={old} resume\.force=\[data\.revision\] to go on"):
+        refuse_other_versions(tmp_path, {"data.eval_path": new}, [])
+
+
+def test_rows_to_train_on_and_held_out_rows_have_a_commit_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    from rlexp.data import hub
+
+    def table(key: str, path: str, *_: object) -> hub.Table:  # the hub cannot exist on this machine
+        rows = datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+        rows.info.download_checksums = {f"hf://datasets/{path}@{path[-1] * 40}/rows.parquet": {}}
+        return hub.Table(path, rows)
+
+    monkeypatch.setattr(hub, "table", table)
+    held = ["data.eval_path=org/e", "data.eval_split=test"]
+    assert read("org/a").versions == {"data.path": "a" * 40}
+    assert read("org/a", *held).versions == {"data.path": "a" * 40, "data.eval_path": "e" * 40}
+    file = write_lines(tmp_path, [{"prompt": "d", "chosen": "b", "rejected": "c"}])
+    assert read("org/a", f"data.eval_path={file}").versions == {"data.path": "a" * 40}
+
+
+def test_a_file_to_train_on_and_a_set_of_the_hub_to_hold_out(tmp_path: Path) -> None:
+    file = write_lines(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    of_set = ["data.subset=main", "data.revision=v1", "data.eval_split=test"]
+    configured_sources(f"data.path={file}", "data.eval_path=org/name", *of_set)
+    configured_sources(f"data.path={tmp_path}", "data.eval_path=org/name", *of_set)
+    with pytest.raises(ConfigError, match=r"data\.subset=main: data\.path=.* is a file"):
+        configured_sources(f"data.path={file}", f"data.eval_path={file}", *of_set)
 
 
 def test_the_commit_of_a_set_is_read_off_its_files() -> None:

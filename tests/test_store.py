@@ -22,6 +22,7 @@ import pytest
 from rlexp.config.schema import Config
 from rlexp.data.store import TYPES, Appending, Facts, _mask, _runs, block_of
 from rlexp.data.tokens import Example
+from rlexp.data.worker import Worker
 from rlexp.errors import DataError
 from rlexp.launch.place import Place
 from rlexp.model.loading import byte_tokenizer
@@ -265,6 +266,34 @@ KEYS = (
     ["data.system=Be brief."], ["data.max_length=90"], ["data.too_long=drop"], ["data.bad_rows=drop"],
     ["data.template=never"], ["data.columns.prompt=rejected"],
 )  # fmt: skip
+
+
+def test_what_was_made_outlives_a_process_that_ends(tmp_path: Path) -> None:
+    path = written(tmp_path, 6000)
+
+    answer = Worker.answer
+
+    def killed(self: Worker) -> Any:
+        self.process.kill()
+        return answer(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worker, "answer", killed)
+        with pytest.raises(DataError, match=r"ended \(exit code -9\)\. If memory ran out"):
+            read(path, "data.workers=2")
+    (making,) = (tmp_path / "cache" / "tokens").glob("*.making")
+    assert (making / "tokens").stat().st_size > 0
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_folder_that_changed_within_its_times_is_read_anew(streaming: bool, tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    made = []
+    for word in ("one", "two"):
+        file = write_lines(tmp_path / "set", [{"prompt": "a", "chosen": word, "rejected": "no"}])
+        os.utime(file, (10**9, 10**9))
+        made.append(ids(read(str(tmp_path / "set"), f"data.streaming={str(streaming).lower()}").train))
+    assert made[0] != made[1]
 
 
 def test_all_that_a_token_depends_on_is_in_the_key(tmp_path: Path) -> None:

@@ -103,17 +103,17 @@ def _check_splits(source: NamedSource) -> None:
     """Refuse what a path does not have: it would be ignored, and rows to train on would be held out too."""
     key, cfg = source.key, source.cfg
     if files_of(cfg.path):
-        given = {"split": cfg.split != "train" and cfg.split, "subset": cfg.subset, "revision": cfg.revision,
-                 "streaming": cfg.streaming and "true"}  # fmt: skip
-        if cfg.eval_path is None:
-            given["eval_split"] = cfg.eval_split
+        given = {"split": None if cfg.split == "train" else cfg.split}
+        if cfg.eval_path is None or files_of(cfg.eval_path):  # else they are of the set that is held out
+            given |= {"subset": cfg.subset, "revision": cfg.revision, "eval_split": cfg.eval_split,
+                      "streaming": "true" if cfg.streaming else None}  # fmt: skip
         for name, value in given.items():
             if value:
                 raise ConfigError(
                     f"{key}.{name}={value}: {key}.path={cfg.path} is a file, and only a data set has a {name}. Leave "
                     f"it out; hold rows out with {key}.eval_path=FILE or data.eval_size=N."
                 )
-    elif is_dir(expanded(f"{key}.path", cfg.path)) and cfg.revision is not None:
+    elif is_dir(expanded(f"{key}.path", cfg.path)) and cfg.revision is not None and cfg.eval_path is None:
         raise ConfigError(f"{key}.revision={cfg.revision}: {key}.path={cfg.path} is a folder, which has no revisions.")
     if cfg.eval_path is None and cfg.eval_split == cfg.split:
         raise ConfigError(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rlexp.cache import root
 from rlexp.contents import contents, contents_of, files_in
 from rlexp.data.files import MOST_ROWS, rows_of, together
 from rlexp.data.worker import PartOf
@@ -75,15 +73,15 @@ def table(key: str, path: str, subset: str | None, split: str, revision: str | N
     folder = Path(path).expanduser()
     name = str(folder) if folder.is_dir() else path
     at = f"{key}.path={path}"
-    if not folder.is_dir():
+    own = _cache_of(datasets, folder) if folder.is_dir() else None
+    if own is None:
         _go_without_hub_if_unreachable(datasets)
     try:
         if any((folder / each).is_file() for each in SAVED):
             rows = _saved(datasets, folder, split, key)
         elif streaming:
-            rows = _materialised(datasets, key, name, subset, split, revision)
+            rows = _materialised(datasets, key, name, subset, split, revision, own)
         else:
-            own = _cache_of(folder) if folder.is_dir() else None
             rows = datasets.load_dataset(name, subset, split=split, revision=revision, cache_dir=own)
     except DataError:
         raise
@@ -94,21 +92,20 @@ def table(key: str, path: str, subset: str | None, split: str, revision: str | N
 
 def _go_without_hub_if_unreachable(datasets: Any) -> None:
     """Ask once whether the hub answers. If not, only what was fetched before is taken, without try after try."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return
     try:
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=PATIENCE).close()
-    except urllib.error.HTTPError:
-        return  # it answers
-    except OSError:
+        get_session().head(constants.ENDPOINT, timeout=PATIENCE)  # with the library's own proxies and certificates
+    except Exception:  # whatever its client raises
+        sys.stderr.write("rlexp: the hub does not answer: what was fetched from it before is taken.\n")
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
-def _cache_of(folder: Path) -> str:
+def _cache_of(datasets: Any, folder: Path) -> str:
     """Return a cache for the library that goes by what stands in a folder's files: its own goes by their times."""
-    return str(root() / "datasets" / contents_of(files_in(folder)))
+    return str(Path(datasets.config.HF_DATASETS_CACHE) / "rlexp" / contents_of(files_in(folder)))
 
 
 def _saved(datasets: Any, folder: Path, split: str, key: str) -> Any:
@@ -124,7 +121,9 @@ def _saved(datasets: Any, folder: Path, split: str, key: str) -> Any:
     return loaded[name] if whole == (0, len(loaded[name])) else loaded[name].select(range(*whole))
 
 
-def _materialised(datasets: Any, key: str, name: str, subset: str | None, split: str, revision: str | None) -> Any:
+def _materialised(
+    datasets: Any, key: str, name: str, subset: str | None, split: str, revision: str | None, own: str | None
+) -> Any:
     """Take a streamed set whole, since the order of all rows must be known; `train[:1000]` takes its first rows."""
     part = re.fullmatch(r"(\w+)(?:\[:(\d+)\])?", split)
     if part is None:
@@ -133,7 +132,7 @@ def _materialised(datasets: Any, key: str, name: str, subset: str | None, split:
     stream = datasets.load_dataset(name, subset, split=base, revision=revision, streaming=True)
     if most:
         stream = stream.take(int(most))
-    return datasets.Dataset.from_generator(lambda: iter(stream), features=stream.features)
+    return datasets.Dataset.from_generator(lambda: iter(stream), features=stream.features, cache_dir=own)
 
 
 def _explained(key: str, at: str, name: str, subset: str | None, split: str, error: Exception) -> str:

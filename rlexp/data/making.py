@@ -24,7 +24,7 @@ from rlexp.cache import locked
 from rlexp.contents import unchanged
 from rlexp.data.recipe import Names, Problem, Recipe
 from rlexp.data.store import META, Appending, Store, damage, is_finished
-from rlexp.data.worker import Made, PartOf, made_beside
+from rlexp.data.worker import Ended, Made, PartOf, made_beside
 from rlexp.errors import DataError
 from rlexp.files import sync
 
@@ -84,6 +84,8 @@ def _make(place: Path, work: Work) -> None:
     if not is_finished(making):  # else its maker was killed before it had its name
         try:
             _write(making, work, place)
+        except Ended:  # what is made is kept: the next start goes on from it
+            raise
         except DataError:  # of rows that will have another key when they are mended
             shutil.rmtree(making, ignore_errors=True)
             raise

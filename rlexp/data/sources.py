@@ -155,7 +155,12 @@ class Tokenizing:
         )
 
     def _refuse_unknown_options(self, rows: RowTokenizer) -> None:
-        template = str(getattr(self.tokenizer, "chat_template", "")) if rows.chat.templated else ""
+        if not rows.chat.templated and self.cfg.template_options:
+            raise DataError(
+                f"data.template_options={dict(self.cfg.template_options)}: no chat template is used, so none takes "
+                f"them. Leave them out, or give a template (model.chat_template=FILE, data.template=auto)."
+            )
+        template = str(getattr(self.tokenizer, "chat_template", ""))
         for name, value in self.cfg.template_options.items():
             if not re.search(rf"\b{re.escape(str(name))}\b", template):
                 raise DataError(

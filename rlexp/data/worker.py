@@ -53,6 +53,10 @@ def received(pipe: BinaryIO) -> bytes:
     return body
 
 
+class Ended(DataError):
+    """A process is gone: the rows are not at fault."""
+
+
 class Worker:
     """A process that tokenizes, and the thread that hands it what to do, so that nobody waits with a full pipe.
 
@@ -88,7 +92,7 @@ class Worker:
         except EOFError:
             code = self.process.wait()
             hint = " If memory ran out, use fewer: data.workers=1." if code == -signal.SIGKILL else ""
-            raise DataError(f"a process that tokenizes ended (exit code {code}).{hint}") from None
+            raise Ended(f"a process that tokenizes ended (exit code {code}).{hint}") from None
         if isinstance(made, BaseException):
             raise made
         return made

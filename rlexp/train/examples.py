@@ -18,7 +18,7 @@ from rlexp.data.making import store_of
 from rlexp.data.mixture import Mixture
 from rlexp.data.recipe import Names
 from rlexp.data.sampler import Sampler
-from rlexp.data.sources import Tokenizing, splits_of
+from rlexp.data.sources import Split, Tokenizing, splits_of
 from rlexp.data.store import Store
 from rlexp.data.tokens import Encoder, Example, Outcome, Refused, RowTokenizer, counted, typed
 from rlexp.data.views import Joined, Places, drawn
@@ -128,11 +128,16 @@ def _stored(cfg: RowsDataConfig, tokenizing: Tokenizing, world: World) -> Exampl
     mine = found[leader]
     assert mine is not None
     stores = [Store(folder / "tokens" / key, names) for key, names, _ in mine]
-    commits = {f"{split.source.key}.path": version for (split, _), (_, _, version) in zip(splits, mine, strict=True)}
+    commits = {_path_key(split, held): version for (split, held), (_, _, version) in zip(splits, mine, strict=True)}
     train, held = ([store for store, (_, is_held) in zip(stores, splits, strict=True) if is_held is held]
                    for held in (False, True))  # fmt: skip
     examples = examples_of(cfg, train, held, weights_of(sources))
     return replace(examples, versions={key: commit for key, commit in commits.items() if commit is not None})
+
+
+def _path_key(split: Split, held: bool) -> str:
+    own = held and split.source.cfg.eval_path is not None
+    return f"{split.source.key}.{'eval_path' if own else 'path'}"
 
 
 def _machine(folder: Path) -> tuple[str, int, int] | str:

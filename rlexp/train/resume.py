@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -56,10 +57,11 @@ def refuse_other_versions(run_dir: Path, now: Mapping[str, str], force: Sequence
     before = folder.read(run_dir).get("data", {}).get("versions", {})
     for key, commit in now.items():
         if before.get(key, commit) != commit and not {key, key.partition(".")[0]} & set(force):
+            pin = f"{re.sub('(eval_)?path$', '', key)}revision"
             raise CheckpointError(
                 f"{key}: the set on the hub was at commit {before[key][:12]} when the run in {run_dir} was started, "
-                f"and is at {commit[:12]}. Its rows may have changed. Give {key.removesuffix('path')}revision="
-                f"{before[key]} to go on with the old ones, or say resume.force=[{key}]."
+                f"and is at {commit[:12]}. Its rows may have changed. Give {pin}={before[key]} "
+                f"resume.force=[{pin}] to go on with the old ones, or say resume.force=[{key}]."
             )
 
 
