@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlexp.errors import CheckpointError, ConfigError, DataError
+from rlexp.model.loading import byte_tokenizer
 from rlexp.types import Kind
 from tests.test_rows import SMALL, as_lines, assistant, cache, configured, ids, read, user, write_lines
 
@@ -228,6 +229,29 @@ def configured_sources(*overrides: str) -> None:
     from rlexp.config.load import compose_config
 
     compose_config(["data=hf", "launch.device=cpu", *overrides])
+
+
+def test_calls_of_tools_may_be_json_and_must_be_calls(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+
+    def row(calls: Any, answer: str = "yes") -> dict[str, Any]:
+        chosen = [{"role": "assistant", "content": "", "tool_calls": calls}, user("Well?"), assistant(answer)]
+        return {"prompt": "a", "chosen": chosen, "rejected": "no"}
+
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "({{ c.function.name }}){% endfor %}{% endfor %}"
+    )
+    for calls in ([call], json.dumps([call])):
+        made = read(write_lines(tmp_path, [row(calls)]), tokenizer=tokenizer).train[0]
+        assert "(add)" in tokenizer.decode(made.chosen)
+    for calls in (True, 3, "add", '{"name": "add"}', [json.dumps(call)]):
+        with pytest.raises(DataError, match=r":1: field `chosen` has a message \(number 1\) whose `tool_calls` is no"):
+            read(write_lines(tmp_path, [row(calls)]), tokenizer=tokenizer)
+    silent = [{"role": "assistant", "content": "", "tool_calls": []}]
+    with pytest.raises(DataError, match="ends with a message that is empty"):
+        read(write_lines(tmp_path, [{"prompt": "a", "chosen": silent, "rejected": "no"}]), tokenizer=tokenizer)
 
 
 def test_options_without_a_template_are_refused(tmp_path: Path) -> None:

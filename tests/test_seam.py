@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,10 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rlexp.data.chat import TODAY, Chat
 from rlexp.data.seam import Seam, Text
 from rlexp.data.tokens import APART, Example, Refused, RowTokenizer
+from rlexp.errors import DataError
 from rlexp.types import Row
 from tests.test_rows import assistant, user
 
@@ -278,6 +281,59 @@ def test_what_a_template_leaves_out_is_refused() -> None:
         (refused,) = RowTokenizer(tokenizer).sequences([row])
         assert isinstance(refused, Refused)
         assert said in refused.text
+
+
+CALLED: list[dict[str, Any]] = [
+    {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+]
+ADD = {"type": "function", "function": {"name": "add", "description": "It adds.", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer", "description": "1"},
+                                     "b": {"type": "integer", "description": "2"}}, "required": ["a"]}}}  # fmt: skip
+CALLING = [
+    {"role": "assistant", "content": "", "tool_calls": CALLED},
+    {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": "3"},
+    assistant("It is 3."),
+]
+
+
+@pytest.mark.parametrize(("name", "left_out"), [
+    *((name, None) for name in ("llama3_1", "llama3_2", "qwen2_5", "qwen3", "gemma4", "gptoss", "glm4moe")),
+    ("lfm2", "call of"), ("llama3", "tool"), ("phi3", "tool"), ("gemma3", "tool"), (CHATML, "tool"),
+])  # fmt: skip
+def test_a_name_that_stands_in_the_text_by_chance_is_no_tool(name: str, left_out: str | None) -> None:
+    """The question has the tool's name, and a template that writes tools, but no calls, writes it too."""
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.chat_template = template(name)
+    row = Row([user("Please add 1 and 2.")], (CALLING,), "x", tools=[ADD])
+    if left_out is None:
+        (text,) = Chat(tokenizer).texts(row)
+        assert "add" in text.parts[0][0]
+        return
+    with pytest.raises(DataError, match=f"leaves out the {left_out} 'add'"):
+        Chat(tokenizer).texts(row)
+
+
+def test_a_switch_that_a_template_takes_out_of_the_system_prompt_is_not_left_out() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content.replace('/no_think', '').rstrip() }}{% endfor %}"
+    )
+    talk = [{"role": "system", "content": "Be brief. /no_think"}, user("a")]
+    assert Chat(tokenizer).texts(Row(talk, ("b",), "x"))[0].prompt == "[system]Be brief.[user]a"
+
+
+def test_of_several_templates_none_may_be_for_a_row() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.chat_template = {"tool_use": CHATML, "other": CHATML}
+    with pytest.raises(DataError, match="the tokenizer has no chat template for it"):
+        Chat(tokenizer).texts(Row("a", ("b",), "x"))
+
+
+def test_the_day_is_written_in_every_way_as_python_writes_it() -> None:
+    asked = " ".join(TODAY)
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.chat_template = f"{{% set f = '{asked}' %}}{{{{ strftime_now(f) }}}}"
+    assert Chat(tokenizer).texts(Row("a", (), "x"))[0].prompt == datetime(2024, 7, 26).strftime(asked)
 
 
 @pytest.mark.parametrize("before", ["", "\n", "  \n ", "  {% if true %}\n", "\n{%- if true -%} "])

@@ -199,6 +199,12 @@ BITS = ("Hi", "there ", " \n", "\n\n", "é", "漢字", "🙂", "<think>a</think>
         "\t", " ", "ok.", "\n\nHuman: q", "<eos>", "\n\nAssistant: z", "</think>", "\u200d")  # fmt: skip
 
 
+TOOLS: tuple[Any, ...] = ([{"type": "function", "function": {"name": "f"}}], [{"name": "Hi"}], "[]", None, "x",
+                          [{"type": "web_search"}], [{"type": "function", "function": None}])  # fmt: skip
+CALLS: tuple[Any, ...] = ([{"function": {"name": "f", "arguments": {"a": 1}}}], [{"name": "Hi", "arguments": {}}], [],
+                          '[{"function": {"name": "f", "arguments": {}}}]', "f", True, ["f"], None)  # fmt: skip
+
+
 class Rows:
     """Draws rows that a run must take, leave out or cut."""
 
@@ -214,7 +220,8 @@ class Rows:
         for message in talk:
             if self.draw.random() < 0.1:
                 message |= self.draw.choice(({"name": None}, {"reasoning_content": self.text()},
-                                             {"content": [{"type": "text", "text": self.text()}]}))  # fmt: skip
+                                             {"content": [{"type": "text", "text": self.text()}]},
+                                             {"tool_calls": self.draw.choice(CALLS)}))  # fmt: skip
         if self.draw.random() < 0.1:
             talk.insert(self.draw.randrange(length + 1), {"role": self.draw.choice(("system", "user", "assistant")),
                                                           "content": self.text()})  # fmt: skip
@@ -237,7 +244,7 @@ class Rows:
         if self.draw.random() < 0.2:
             row["system"] = self.draw.choice(("Be brief.", "", None, 3))
         if self.draw.random() < 0.1:
-            row["tools"] = self.draw.choice(([{"type": "function", "function": {"name": "f"}}], "[]", None, "x"))
+            row["tools"] = self.draw.choice(TOOLS)
         if self.draw.random() < 0.1:
             row["chat_template_kwargs"] = self.draw.choice(({"enable_thinking": False}, '{"a": 1}', None, 4))
         if self.draw.random() < 0.1:
@@ -282,6 +289,16 @@ def test_a_token_with_a_space_of_another_part_is_not_trained_on(shared: Path, tm
     first, second = pairs
     assert first.chosen.tolist() == second.chosen.tolist()
     assert tokenizer.decode(first.chosen[first.chosen_mask]) == "yesFine then<|im_end|>"
+
+
+def test_a_template_may_ask_for_the_day_in_any_way(shared: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(TURNS) + "\n")
+    tokenizer = copy.deepcopy(smollm(shared))
+    tokenizer.chat_template = (
+        "\n {% set f = '%d %b %Y, %I:%M %p' %}{{ strftime_now(f) }}{{ strftime_now(\"%j\") }}" + tokenizer.chat_template
+    )
+    (pair,) = hold(configured(f"data.path={tmp_path}/rows.jsonl"), tokenizer)
+    assert tokenizer.decode(pair.prompt).startswith("\n 26 Jul 2024, 12:00 AM208<|im_start|>")
 
 
 def test_rows_that_differ_are_not_read_as_their_json(shared: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,12 +14,14 @@ from rlexp.types import Messages, Row
 
 # To a template that asks for the day it is always the same one, else tokens would change overnight.
 TODAY = {"%d": "26", "%-d": "26", "%e": "26", "%b": "Jul", "%B": "July", "%Y": "2024", "%m": "07", "%-m": "7",
-         "%y": "24", "%A": "Friday", "%a": "Fri", "%H": "00", "%M": "00", "%S": "00", "%F": "2024-07-26"}  # fmt: skip
+         "%y": "24", "%A": "Friday", "%a": "Fri", "%H": "00", "%M": "00", "%S": "00", "%I": "12", "%p": "AM",
+         "%j": "208", "%F": "2024-07-26", "%D": "07/26/24", "%x": "07/26/24", "%T": "00:00:00", "%%": "%"}  # fmt: skip
 SAME_DAY = (
     "{%- macro strftime_now(format) -%}{{ format"
     + "".join(f" | replace('{asked}', '{told}')" for asked, told in TODAY.items())
     + " }}{%- endmacro %}\n"  # the line ends here: a template's own first spaces mean what they mean at its beginning
 )
+SWITCH = re.compile(r"/(?:no_)?think\b|/system_override\b")  # a word to the template, which takes it out
 MARK = "\ue000rlexp\ue001"  # takes an answer's place, to find where a template puts it
 
 
@@ -42,7 +45,7 @@ class Chat:
         asked = _Rendering(self.tokenizer, row)
         messages = list(as_messages(row.prompt))
         prompt = asked.text(messages, asking=True)
-        asked.refuse_left_out(messages, prompt)
+        asked.refuse_left_out(messages, prompt, asking=True)
         texts = [_answered(asked, messages, prompt, as_answer(answer)) for answer in row.answers]
         return _with_one_prompt(texts) if texts else [Text(prompt)]
 
@@ -55,7 +58,10 @@ class _Rendering:
 
     def __post_init__(self) -> None:
         tools = {} if self.row.tools is None else {"tools": list(self.row.tools)}
-        template = self.tokenizer.get_chat_template(tools=self.row.tools)
+        try:
+            template = self.tokenizer.get_chat_template(tools=self.row.tools)
+        except ValueError as error:  # of several, none is for this row
+            raise DataError(f"the tokenizer has no chat template for it: {error}") from error
         dated = {"chat_template": SAME_DAY + template} if "strftime_now" in template else {}
         object.__setattr__(self, "extra", {**self.row.options, **tools, **dated})
 
@@ -68,19 +74,29 @@ class _Rendering:
             raise DataError(f"field `prompt`: the tokenizer's chat template raises: {error}") from error
         return str(said)
 
-    def refuse_left_out(self, messages: Messages, text: str) -> None:
-        """Refuse a row of which the template leaves out the system prompt, a tool, or a call of one."""
-        named = [
-            ("the system prompt", message["content"].strip()) for message in messages if message["role"] == "system"
+    def refuse_left_out(self, messages: Messages, text: str, *, asking: bool = False) -> None:
+        """Refuse a row of which the template leaves out the system prompt, a tool, or a call of one.
+
+        Whether a tool is written is seen by another name, since its own may stand in the text by chance.
+        """
+        for message in messages:
+            needed = SWITCH.sub("", message["content"]).strip()
+            if message["role"] == "system" and needed not in SWITCH.sub("", text):
+                raise _left_out(f"the system prompt {needed[:40]!r}")
+        renamed: dict[str, str] = {}
+        tools = [_renamed(tool, "the tool", renamed) for tool in self.row.tools or ()]
+        talk = [
+            {**message, "tool_calls": [_renamed(call, "the call of", renamed) for call in message["tool_calls"]]}
+            if "tool_calls" in message
+            else message
+            for message in messages
         ]
-        named += [("the tool", _name(tool)) for tool in self.row.tools or ()]
-        named += [("the call of", _name(call)) for message in messages for call in message.get("tool_calls") or ()]
-        for what, needed in named:
-            if needed not in text:
-                raise DataError(
-                    f"the chat template leaves out {what} {needed[:40]!r}. Give a template that writes it "
-                    f"(model.chat_template=FILE), or rows without it."
-                )
+        if renamed:
+            other = replace(self.row, tools=tools or None)
+            written = _Rendering(self.tokenizer, other).text(talk, asking=asking)
+            for name, what in renamed.items():
+                if name not in written:
+                    raise _left_out(what)
 
     def beginning(self, talk: Messages, place: int, whole: str, called: str | None = None) -> int:
         """Return where the answer at `place` begins in the whole text: after the template's call for it.
@@ -143,10 +159,22 @@ def _refuse_tools(row: Row) -> None:
         )
 
 
-def _name(tool: Any) -> str:
-    """Return the name of a tool, or of a call of one."""
-    inner = tool.get("function", tool) if isinstance(tool, Mapping) else {}
-    return str(inner.get("name", "")) if isinstance(inner, Mapping) else ""
+def _renamed(thing: Any, what: str, renamed: dict[str, str]) -> Any:
+    """Return a tool, or a call of one, with another name, and note what has that name."""
+    if isinstance(thing, Mapping) and isinstance(thing.get("function"), Mapping):
+        return {**thing, "function": _renamed(thing["function"], what, renamed)}
+    if not isinstance(thing, Mapping) or not thing.get("name"):
+        return thing
+    name = f"rlexp{len(renamed)}name"
+    renamed[name] = f"{what} {str(thing['name'])[:40]!r}"
+    return {**thing, "name": name}
+
+
+def _left_out(what: str) -> DataError:
+    return DataError(
+        f"the chat template leaves out {what}. Give a template that writes it (model.chat_template=FILE), or rows "
+        f"without it."
+    )
 
 
 def _with_one_prompt(texts: Sequence[Text]) -> list[Text]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -45,14 +47,28 @@ def _message(value: Any, number: int, field: str) -> dict[str, Any]:
     message = {str(key): each for key, each in value.items() if each is not None}
     if "role" not in message and "from" in message:
         message = {"role": message.pop("from"), "content": message.pop("value", None)} | message
+    if calls := _calls(message.pop("tool_calls", None), number, field):
+        message["tool_calls"] = calls
     role, content = message.get("role"), message.get("content")
     if isinstance(content, list):
         content = _joined(content, number, field)
-    if content is None and message.get("tool_calls"):
+    if content is None and calls:
         content = ""
     if not isinstance(role, str) or not isinstance(content, str):
         raise FieldError(field, _bad(number))
     return message | {"role": ROLES.get(role, role), "content": content}
+
+
+def _calls(value: Any, number: int, field: str) -> list[Mapping[str, Any]]:
+    """Return the calls of tools in a message; a table may hold them as JSON."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
+        raise FieldError(field, f"has a message (number {number}) whose `tool_calls` is no list of calls, or its JSON.")
+    return value
 
 
 def _bad(number: int) -> str:

@@ -5,13 +5,16 @@ One sequence at a time, and a mask for every answer. No code comes from the data
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
+from datetime import datetime
 from typing import Any
 
 import numpy as np
+from transformers.utils import chat_template_utils
 
 from rlexp.config.schema_data import BadRows, DataConfig, RowsDataConfig, TemplateUse, TooLong
 from rlexp.errors import DataError
@@ -19,6 +22,7 @@ from rlexp.prove.records import SIDES, Array, TokenPair
 from rlexp.prove.rows import ASSISTANT, Asked, Messages, Unusable, rows_of, sources_of
 
 HELD_OUT = 20261123  # the draw of held-out rows
+SWITCHES = re.compile(r"/no_think(?!\w)|/think(?!\w)|/system_override(?!\w)")  # words to a template
 STAND_IN = "\x02here\x03"  # takes an answer's place, to see what a template writes after it
 
 Parts = list[tuple[str, bool]]  # what follows the prompt, and whether it is trained on
@@ -175,7 +179,7 @@ class Writer:
         special = {*self.tokenizer.all_special_ids, *(number for number in added if added[number].special)}
         if len(answer) > 1 and not self.tokenizer.decode(answer[-1:]).strip():
             answer = answer[:-1] if answer[-1] not in special else answer
-        return answer[-1] in special
+        return bool(answer) and answer[-1] in special
 
     def _mask(self, text: str, first: int, tokens: int, parts: Parts) -> list[bool] | None:
         """Return which tokens after the first ones are trained on; None if one of them stands in two parts."""
@@ -224,6 +228,23 @@ class Writer:
         return None
 
 
+class _Day(datetime):
+    @classmethod
+    def now(cls, tz: Any = None) -> _Day:
+        return cls(2024, 7, 26, tzinfo=tz)
+
+
+@contextlib.contextmanager
+def _the_same_day() -> Iterator[None]:
+    """To a template that asks, it is always 26 July 2024: the library's clock stands still."""
+    clock = vars(chat_template_utils)
+    before, clock["datetime"] = clock["datetime"], _Day
+    try:
+        yield
+    finally:
+        clock["datetime"] = before
+
+
 class _Page:
     """A conversation as the template writes it."""
 
@@ -231,23 +252,36 @@ class _Page:
         self.tokenizer, self.row, self.talk = tokenizer, row, talk
         self.added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         self.whole = self.written(talk)
-        calls = [call for message in talk for call in message.get("tool_calls") or []]
-        named = [(each.get("function") or each)["name"] for each in [*row.extra.get("tools", []), *calls]]
-        for needed in [*named, *(message["content"].strip() for message in talk if message["role"] == "system")]:
-            if needed not in self.whole:
-                raise Unusable(f"{row.origin}: the template leaves out {needed!r}.")
+        self._refuse_silence()
 
-    def written(self, talk: Sequence[Mapping[str, Any]], *, asking: bool = False) -> str:
-        extra = dict(self.row.extra)
-        template = self.tokenizer.get_chat_template(tools=extra.get("tools"))
-        if "strftime_now" in template:  # the day is always the same
-            day = date(2024, 7, 26)
-            extra["chat_template"] = re.sub(
-                r"strftime_now\((['\"])(.*?)\1\)", lambda asked: repr(day.strftime(asked[2])), template
-            )
+    def _refuse_silence(self) -> None:
+        """Raise if the system prompt, a tool or a call leaves no trace: one at a time gets a name that is found."""
+        for message in self.talk:
+            if message["role"] == "system" and SWITCHES.sub("", message["content"]).strip() not in SWITCHES.sub(
+                "", self.whole
+            ):
+                raise Unusable(f"{self.row.origin}: the template leaves out the system prompt.")
+        calls = [call for message in self.talk for call in message.get("tool_calls", [])]
+        for number in range(len(self.row.extra.get("tools", [])) + len(calls)):
+            extra, talk = copy.deepcopy((self.row.extra, list(self.talk)))
+            thing = [*extra.get("tools", []), *(call for each in talk for call in each.get("tool_calls", []))][number]
+            while isinstance(thing, dict) and isinstance(thing.get("function"), dict):
+                thing = thing["function"]
+            if not isinstance(thing, dict) or not thing.get("name"):
+                continue
+            thing["name"] = "somethingelse"
+            if "somethingelse" not in self.written(talk, extra=extra):
+                raise Unusable(f"{self.row.origin}: the template leaves out a tool, or a call of one.")
+
+    def written(
+        self, talk: Sequence[Mapping[str, Any]], *, asking: bool = False, extra: Mapping[str, Any] | None = None
+    ) -> str:
         try:
-            return str(self.tokenizer.apply_chat_template(list(talk), tokenize=False, add_generation_prompt=asking,
-                                                          **extra))  # fmt: skip
+            with _the_same_day():
+                return str(self.tokenizer.apply_chat_template(
+                    list(talk), tokenize=False, add_generation_prompt=asking,
+                    **(self.row.extra if extra is None else extra),
+                ))  # fmt: skip
         except Exception as error:
             raise Unusable(f"{self.row.origin}: the chat template raises: {error}") from error
 

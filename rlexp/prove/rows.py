@@ -279,10 +279,15 @@ def _message(value: Any) -> dict[str, Any]:
         message["role"] = message.pop("from")
         text = message.pop("value", None)
         message.setdefault("content", text)
-    content = message.get("content", "" if message.get("tool_calls") else None)
+    calls = _of_json(message.pop("tool_calls", None)) or []
+    if not isinstance(calls, list) or any(not isinstance(call, Mapping) for call in calls):
+        raise Unusable("the calls of tools are no list of mappings.")
+    if calls:
+        message["tool_calls"] = calls
+    content = message.get("content", "" if calls else None)
     if isinstance(content, list):
         content = "".join(_text_of(part) for part in content)
-    if content is None and message.get("tool_calls"):
+    if content is None and calls:
         content = ""
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise Unusable("a message has no role or no content.")
