@@ -345,16 +345,24 @@ def test_a_step_that_takes_too_long_is_abandoned_whole(tmp_path: Path, how: str)
     assert run_json(tmp_path / "run")["status"] == "stopped"
 
 
-def test_a_stop_that_comes_while_an_object_is_freed_is_not_lost() -> None:
-    """Python drops what is raised there, and goes on."""
-    code = """
+@pytest.mark.parametrize("second", ["pass", "os.kill(os.getpid(), stops.PEER_FAILED)"])
+def test_a_stop_that_comes_while_an_object_is_freed_is_not_lost(second: str) -> None:
+    """Python drops what is raised there, and goes on; so also of a second stop that comes while it tells of the loss,
+    and it prints that one's traceback."""
+    code = f"""
 import os, signal, sys, time, weakref
 from rlexp.launch import stops
 
 class Freed:
     pass
 
+def while_it_tells(raise_again=stops._raise_again):
+    stops._raise_again = raise_again
+    {second}
+    raise_again()
+
 stops.hear_stops(under_launcher=True)
+stops._raise_again = while_it_tells
 held = Freed()
 gone = weakref.ref(held, lambda _: os.kill(os.getpid(), stops.END_NOW))
 try:

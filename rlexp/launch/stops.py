@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 
 from rlexp.config.cadence import BEFORE_END
 
@@ -73,15 +74,19 @@ class _Stops:
         self.grace: float | None = None  # seconds; set while a request lets the step finish
         self.watchdog: threading.Timer | None = None
 
-    def end(self, signum: int) -> None:
+    def end(self, signum: int, frame: FrameType | None) -> None:
+        """Raise what ends this process, where it is at work, unless it would be lost there."""
         self.ended = self.ended or Terminated(signum)
-        raise self.ended
+        if _tells_of_a_loss(frame):
+            _raise_again()
+        else:
+            raise self.ended
 
-    def ask(self, signum: signal.Signals) -> None:
+    def ask(self, signum: signal.Signals, frame: FrameType | None = None) -> None:
         """Remember the first request during training. A second SIGINT, or any request outside training, ends it."""
         first, self.asked = self.asked is None, self.asked or signum
         if self.grace is None:
-            self.end(signum)
+            self.end(signum, frame)
         elif first:
             signal.setitimer(signal.ITIMER_REAL, self.grace)
             # No handler runs while the rank waits in a collective that nobody else joins.
@@ -89,7 +94,7 @@ class _Stops:
             self.watchdog.daemon = True
             self.watchdog.start()
         elif signum is signal.SIGINT:
-            self.end(signum)
+            self.end(signum, frame)
 
 
 _stops = _Stops()
@@ -109,22 +114,35 @@ def held_back() -> Iterator[None]:
 def hear_stops(*, under_launcher: bool) -> None:
     """Install the handlers. A rank that rlexp's own launcher started leaves Ctrl-C to the launcher."""
     for asked in ASKING:
-        signal.signal(asked, lambda signum, _frame: _stops.ask(signal.Signals(signum)))
+        signal.signal(asked, lambda signum, frame: _stops.ask(signal.Signals(signum), frame))
     if under_launcher:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         meant = {passed_on: asked for asked, passed_on in PASSED_ON.items()}
         for passed_on in meant:
-            signal.signal(passed_on, lambda signum, _frame: _stops.ask(meant[signum]))
-        signal.signal(END_NOW, lambda _signum, _frame: _stops.end(_stops.asked or signal.SIGINT))
-        signal.signal(PEER_FAILED, lambda signum, _frame: _stops.end(signum))
+            signal.signal(passed_on, lambda signum, frame: _stops.ask(meant[signum], frame))
+        signal.signal(END_NOW, lambda _signum, frame: _stops.end(_stops.asked or signal.SIGINT, frame))
+        signal.signal(PEER_FAILED, lambda signum, frame: _stops.end(signum, frame))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ALL)
-    signal.signal(signal.SIGALRM, lambda _signum, _frame: _stops.end(_stops.asked or signal.SIGALRM))
-    told = sys.unraisablehook
-    sys.unraisablehook = lambda lost: _raise_again() if isinstance(lost.exc_value, Terminated) else told(lost)
+    signal.signal(signal.SIGALRM, lambda _signum, frame: _stops.end(_stops.asked or signal.SIGALRM, frame))
+    sys.unraisablehook = _lost
+
+
+def _lost(lost: sys.UnraisableHookArgs) -> None:
+    """Raise a stop again that came while an object was being freed, where Python drops what is raised."""
+    if isinstance(lost.exc_value, Terminated):
+        _raise_again()
+    else:
+        sys.__unraisablehook__(lost)
+
+
+def _tells_of_a_loss(frame: FrameType | None) -> bool:
+    """Whether a signal came inside `_lost`, where Python would drop what is raised once more, and print it."""
+    while frame is not None and frame.f_code is not _lost.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _raise_again() -> None:
-    """Raise a stop again, soon: it came while an object was being freed, where Python drops what is raised."""
     signal.setitimer(signal.ITIMER_REAL, AGAIN)
 
 
