@@ -256,10 +256,9 @@ class _Page:
 
     def _refuse_silence(self) -> None:
         """Raise if the system prompt, a tool or a call leaves no trace: one at a time gets a name that is found."""
+        plain = SWITCHES.sub("", self.whole)
         for message in self.talk:
-            if message["role"] == "system" and SWITCHES.sub("", message["content"]).strip() not in SWITCHES.sub(
-                "", self.whole
-            ):
+            if message["role"] == "system" and SWITCHES.sub("", message["content"]).strip() not in plain:
                 raise Unusable(f"{self.row.origin}: the template leaves out the system prompt.")
         calls = [call for message in self.talk for call in message.get("tool_calls", [])]
         for number in range(len(self.row.extra.get("tools", [])) + len(calls)):
