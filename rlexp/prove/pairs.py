@@ -275,8 +275,9 @@ class _Page:
     def written(
         self, talk: Sequence[Mapping[str, Any]], *, asking: bool = False, extra: Mapping[str, Any] | None = None
     ) -> str:
+        asks = "strftime_now" in str(self.tokenizer.chat_template)
         try:
-            with _the_same_day():
+            with _the_same_day() if asks else contextlib.nullcontext():
                 return str(self.tokenizer.apply_chat_template(
                     list(talk), tokenize=False, add_generation_prompt=asking,
                     **(self.row.extra if extra is None else extra),
