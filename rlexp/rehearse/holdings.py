@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -87,11 +87,12 @@ def mark_trunk(log: Log, trunk: nn.Module) -> None:
     trunk.register_forward_hook(after)
 
 
-def mark_modules(log: Log, live: LiveTensors, policy: nn.Module) -> None:
+def mark_modules(log: Log, live: LiveTensors, policy: nn.Module, settle: Callable[[], None] = lambda: None) -> None:
     """Tell the log in whose forward pass a storage is made: the innermost module's, by the model's own names.
 
     So too where activation checkpointing computes a layer again in the backward pass. Weights that an engine has
-    gathered, and still holds when the pass ends, are no activations.
+    gathered, and still holds when the pass ends, are no activations. `settle` is called before a recomputation's
+    holdings are noted.
     """
 
     def entering(name: str) -> Any:
@@ -113,6 +114,7 @@ def mark_modules(log: Log, live: LiveTensors, policy: nn.Module) -> None:
                 number: WEIGHTS for each in _of_module(module) if (number := live.number_of(each)) is not None
             }
             if log.phase == "backward":
+                settle()
                 log.recomputed.append((began.pop(), len(log.sizes)))
 
     outer: list[str] = []

@@ -55,7 +55,8 @@ def compare(ring: Kept, alone: Kept, ring_size: int, *, share: float | None = No
     `share` is the rank's part of their tokens. The layout's attention keeps up to `attention` times its share.
     """
     share = 1 / ring_size if share is None else share
-    over = _over(ring.forward, alone.forward, share) | _over(ring.again, alone.again, share)
+    forward, again = (_over(ring.forward, alone.forward, share), _over(ring.again, alone.again, share))
+    over = {name: max(forward.get(name, 0.0), again.get(name, 0.0)) for name in forward | again}
     meant = {name: times for name, times in over.items() if name in ring.attending and times <= NEARLY * attention}
     whole = {name: times for name, times in over.items() if name not in meant}
     return Sharding(ring_size, ring.total, alone.total, whole, meant)
