@@ -35,7 +35,7 @@ check: lint types
 
 # Random command lines, most of them wrong: each must compose, or be refused in one message.
 random-configs: $(VENV)/.ready
-	$(BIN)/python -m tests.random_configs 10000
+	$(BIN)/python -m tests.helpers.random_configs 10000
 
 # Starts a real Slurm as root on this machine (Debian or Ubuntu), and stops it again; elsewhere it says why not.
 test-slurm: $(VENV)/.ready
@@ -44,7 +44,7 @@ test-slurm: $(VENV)/.ready
 prove-slurm: $(VENV)/.ready
 	rm -f $(ROWS)
 	RLEXP_TEST_ROWS=$(ROWS) $(BIN)/python -m pytest -m "slurm and (prove or table)"
-	$(BIN)/python -m tests.slurm.table $(ROWS) --write docs/slurm.md
+	$(BIN)/python -m tests.helpers.slurm.table $(ROWS) --write docs/slurm.md
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

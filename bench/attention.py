@@ -22,8 +22,8 @@ from torch import Tensor
 from bench.measured import print_tables
 from bench.simulate import Alone, Clock, Sizes, Trace, in_ring, packed
 from bench.together import whole_ring
-from rlexp.ring.kernels.cpu_flash import CpuFlash
-from rlexp.ring.layouts import get_layout
+from rlexp.training.ring.kernels.cpu_flash import CpuFlash
+from rlexp.training.ring.layouts import get_layout
 
 HEADS, SIZE = 8, 64
 LONG = (8192,)

@@ -14,11 +14,11 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from rlexp.algos.base import PairLogps, PairLosses, PreferenceLoss
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.local import run_ranks
 from rlexp.launch.place import ON_CPU, Place, prepare_environment
+from rlexp.training.algos.base import PairLogps, PairLosses, PreferenceLoss
 
 LAYOUTS = (
     ("ring 1, micro-batch 1", "ring1", 1),
@@ -64,9 +64,9 @@ class Listening:
 def draw_rank(place: Place, configs: list[Config]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """For each configuration, the logged curve and the curve of rank 0's last micro-batches."""
     from rlexp.launch.place import join
-    from rlexp.train.build import build, unprobed
-    from rlexp.train.pair_task import PairTask
-    from rlexp.train.step import train_step
+    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.pair_task import PairTask
+    from rlexp.training.train.step import train_step
 
     join(place, "cpu", configs[0].launch.timeout_seconds)
     logged, elsewhere = [], []

@@ -35,24 +35,24 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.measured import print_tables
-from rlexp.checkpoint import folder
-from rlexp.checkpoint.saver import Saver
-from rlexp.checkpoint.tensors import Reader, share
+from rlexp.base.files import sync
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, OptimConfig
-from rlexp.engine.base import MOMENTS, set_lr, shape_of, trained
-from rlexp.engine.plain import PlainEngine
-from rlexp.files import sync
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import ON_CPU, Place, join, prepare_environment
-from rlexp.model.policy import Policy
-from rlexp.ring.groups import World
-from rlexp.train.build import build, unprobed
-from rlexp.train.run import Run
-from rlexp.train.step import train_step
-from rlexp.train.task import Task
-from rlexp.types import Shard, TokenLogps
+from rlexp.training.checkpoint import folder
+from rlexp.training.checkpoint.saver import Saver
+from rlexp.training.checkpoint.tensors import Reader, share
+from rlexp.training.engine.base import MOMENTS, set_lr, shape_of, trained
+from rlexp.training.engine.plain import PlainEngine
+from rlexp.training.model.policy import Policy
+from rlexp.training.ring.groups import World
+from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.parts import Run
+from rlexp.training.train.step import train_step
+from rlexp.training.train.task import Task
+from rlexp.training.types import Shard, TokenLogps
 
 TIMEOUT = 400.0  # seconds that any one start of ranks, or any one process, may take
 BASE = ("logger=none", "train.precision=fp32", "parallel=ring1")
@@ -459,7 +459,7 @@ def start() -> str:
     imports: dict[str, list[float]] = {name: [] for name in STARTED}
     for _ in range(STARTS):
         for name, overrides in STARTED.items():
-            modules = ["rlexp.__main__", "rlexp.launch.job", *PRELOAD, *(["deepspeed"] if name != "torch" else [])]
+            modules = ["rlexp.__main__", "rlexp.run.job", *PRELOAD, *(["deepspeed"] if name != "torch" else [])]
             totals[name].append(seconds_to_first_row(overrides))
             imports[name].append(seconds_to_import(modules))
     lines = ["| engine | first row: best | median | all runs | imports alone |", "| --- |" + " ---: |" * 4]

@@ -27,11 +27,11 @@ from bench.measured import print_tables
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.place import ON_CPU, Place, prepare_environment
-from rlexp.metrics.counted import TensorCount
-from rlexp.metrics.memory import Phases
-from rlexp.metrics.tensors import LiveTensors
-from rlexp.train.build import build, unprobed
-from rlexp.train.step import train_step
+from rlexp.training.metrics.live_tensors import LiveTensors
+from rlexp.training.metrics.memory import Phases
+from rlexp.training.metrics.tensor_count import TensorCount
+from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.step import train_step
 
 CPU = torch.device("cpu")
 COMMON = ("launch.device=cpu", "logger=none", "parallel=ring1", "train.batch_size=4", "data=long")

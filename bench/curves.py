@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from rlexp.base.engine_facts import ENGINES
 from rlexp.config.schema import Config
 from rlexp.curves.difference import LOSS_TOLERANCE, METRIC_TOLERANCE, compared
-from rlexp.engines import ENGINES
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import ON_CPU, Place, prepare_environment
-from rlexp.sinks.base import Sink, Sinks
-from rlexp.types import Floats, MetricRow
+from rlexp.training.sinks.base import Sink, Sinks
+from rlexp.training.types import Floats, MetricRow
 
 if TYPE_CHECKING:
-    from rlexp.rollout.bridge import Bridge
-    from rlexp.train.rollouts import Rollouts
-    from rlexp.train.task import Task
+    from rlexp.training.rollout.bridge import Bridge
+    from rlexp.training.train.rollout_supply import Rollouts
+    from rlexp.training.train.task import Task
 
 # Runs that draw their own samples log this beside the whole loss. It is a sum of advantages of both signs whose mean
 # vanishes: what remains may be only rounding (1e-18 with whitened advantages), and a relative difference says nothing.
@@ -76,9 +76,9 @@ def draw_rank(place: Place, configs: Sequence[Config]) -> list[Curve] | None:
 
 
 def _draw_one(config: Config, bridge: Bridge | None) -> Curve | None:
-    from rlexp.train.build import build, unprobed
-    from rlexp.train.loop import train_loop
-    from rlexp.train.sampling_rank import sample_for
+    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.loop import train_loop
+    from rlexp.training.train.sampling_rank import sample_for
 
     if bridge is not None and bridge.samples:
         sample_for(config, bridge)
@@ -105,7 +105,7 @@ class _Kept(Sink):
 
     def log(self, row: MetricRow) -> None:
         self.rows.append(row)
-        from rlexp.train.rollout_task import RolloutTask
+        from rlexp.training.train.rollout_task import RolloutTask
 
         task = self._task
         self.samples.append(task.batch(int(row["step"])).indices)
@@ -115,7 +115,7 @@ class _Kept(Sink):
 
 def drawn_of(rollouts: Rollouts) -> list[Drawn]:
     """The samples of the rollout that is held, of all ranks. A collective call."""
-    from rlexp.rollout.experience import fetch
+    from rlexp.training.rollout.experience import fetch
 
     samples = []
     for sample in fetch(rollouts.mine, range(rollouts.size), rollouts.host):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.measured import print_tables
-from rlexp.data.synthetic import CURT, THINGS, VERBS, WORDS
+from rlexp.training.dataset.synthetic import CURT, THINGS, VERBS, WORDS
 
 ROWS = (10_000, 100_000, 1_000_000)
 RANKS, EVERY = 2, 0.2
@@ -107,7 +107,7 @@ def look(root: int, store: Path, found: Found) -> None:
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
             held = rolled_up(pid)
             together += held["Pss"]
-            if b"rlexp.data.worker" in words or pid == root:
+            if b"rlexp.training.dataset.tokenize_worker" in words or pid == root:
                 continue
             found.own = max(found.own, held["Anonymous"])
             found.mapped = max(found.mapped, of_store(pid, store))

@@ -135,8 +135,8 @@ def _gradients(cases: Sequence[Case]) -> dict[Case, Gradients]:
 
 def gradients_rank(place: Place, configs: Sequence[Config]) -> list[Gradients] | None:
     from rlexp.launch.place import join
-    from rlexp.train.build import build, unprobed
-    from rlexp.train.step import train_step
+    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.step import train_step
 
     join(place, "cpu", 300.0)
     gradients: list[Gradients] = []

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = 3  # the exit code
-TESTS = "tests/test_gpu.py"
+TESTS = "tests/bench/test_gpu.py"
 ON_CPU = "RLEXP_GPU_TESTS_ON_CPU"  # lets the tests of a GPU run on the CPU
 Section = Callable[["Machine", Sequence[str] | None], tuple[str, list[str]]]  # its text, and what is wrong
 
@@ -155,7 +155,7 @@ SECTIONS: dict[str, Section] = {"tests": tests_section, "training": training, "r
 
 def predict(options: argparse.Namespace) -> int:
     from bench import gpu_longest
-    from rlexp.rehearse.quiet import quietly
+    from rlexp.preflight.quiet import quietly
 
     quietly()
     chosen = gpu_longest.options()

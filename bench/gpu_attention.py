@@ -43,9 +43,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.simulate import Alone, Clock, Sizes, Trace, in_ring, packed, timed
 from bench.tables import put
 from bench.together import whole_ring
-from rlexp.ring.kernels import available, get_kernel
-from rlexp.ring.kernels.base import BlockKernel, Call
-from rlexp.ring.layouts import get_layout
+from rlexp.training.ring.kernels import available, get_kernel
+from rlexp.training.ring.kernels.base import BlockKernel, Call
+from rlexp.training.ring.layouts import get_layout
 
 ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")

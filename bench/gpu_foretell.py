@@ -50,10 +50,10 @@ def foretell(asked: Sequence[Asked]) -> list[Foretold]:
 
 
 def main() -> None:
-    from rlexp.rehearse.quiet import quietly
+    from rlexp.preflight.quiet import quietly
 
     quietly()
-    from rlexp.rehearse.children import at_once
+    from rlexp.preflight.children import at_once
 
     question, answers = map(Path, sys.argv[1:])
     asked = pickle.loads(question.read_bytes())
@@ -65,7 +65,7 @@ def main() -> None:
 def _preload() -> None:
     """Import what is common to all. Without DeepSpeed, its engines fail one by one."""
     if find_spec("deepspeed") is not None:
-        from rlexp.rehearse.run import preload
+        from rlexp.preflight.rehearsal.rehearse import preload
 
         preload()
 
@@ -79,12 +79,12 @@ def _careful(asked: Asked) -> Any:
 
 
 def _one(asked: Asked) -> Any:
-    from rlexp.model.loading import load_config
-    from rlexp.rehearse.changes import seconds
-    from rlexp.rehearse.fit import predict_and_fit, with_length
-    from rlexp.rehearse.log import passes
-    from rlexp.rehearse.predict import Prediction, plan_of, predict
-    from rlexp.rehearse.run import rehearse
+    from rlexp.preflight.changes import seconds
+    from rlexp.preflight.fit import predict_and_fit, with_length
+    from rlexp.preflight.predict import Prediction, plan_of, predict
+    from rlexp.preflight.rehearsal.log import passes
+    from rlexp.preflight.rehearsal.rehearse import rehearse
+    from rlexp.training.model.loading import load_config
 
     cfg, tokens = asked.cfg, 0
     model = load_config(cfg.model, cfg.data.max_length)

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.tables import commit
-from rlexp.config.rehearsed import compose_elsewhere
+from rlexp.base.engine_facts import ENGINES
+from rlexp.base.errors import ConfigError, UserError
+from rlexp.base.files import write_text
+from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.schema import Config, Offload
-from rlexp.engines import ENGINES
-from rlexp.errors import ConfigError, UserError
-from rlexp.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 GPUS = 8
@@ -85,8 +85,8 @@ def predict_longest(
 
     With `engines`, predict only these now; what is refused is told of all.
     """
-    from rlexp.rehearse.children import at_once
-    from rlexp.rehearse.run import preload
+    from rlexp.preflight.children import at_once
+    from rlexp.preflight.rehearsal.rehearse import preload
 
     known = read(file)
 
@@ -113,7 +113,7 @@ def predict_longest(
 
 def _composed(words: Sequence[str], option: Option, ring: int) -> Config | str:
     """Return the configuration at the length to begin with, or why there is none."""
-    from rlexp.rehearse.fit import STEP
+    from rlexp.preflight.fit import STEP
 
     length = max(STEP * ring, FIRST[option.checkpointing] * ring // RINGS[0])
     try:
@@ -127,9 +127,9 @@ def _row(option: Option, rings: Sequence[int], words: Sequence[str], hints: dict
 
     `hints` has the bytes that a token of a rank adds: as many on every ring, and nearly as many in every engine.
     """
-    from rlexp.model.loading import load_config
-    from rlexp.rehearse.fit import STEP, fit_like, predict_and_fit, with_length
-    from rlexp.rehearse.predict import Found
+    from rlexp.preflight.fit import STEP, fit_like, predict_and_fit, with_length
+    from rlexp.preflight.predict import Found
+    from rlexp.training.model.loading import load_config
 
     found: Found | None = None
     tokens = 0  # of a rank

@@ -1,4 +1,4 @@
-"""Measure the rates by which a step is estimated, as shares of the data sheet's (`rlexp/rehearse/rates.py`).
+"""Measure the rates by which a step is estimated, as shares of the data sheet's (`rlexp/preflight/rehearsal/rates.py`).
 
 Shape letters: T tokens, E hidden size, V vocabulary, H query heads, G key/value heads, D head size.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.gpu_here import Machine
 from bench.simulate import Clock, Sizes, timed
-from rlexp.config.rehearsed import compose_elsewhere
+from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.schema import HardwareConfig
 from rlexp.launch.place import Place
 
@@ -121,9 +121,9 @@ class Timing:
         """Time each kernel that runs here; arithmetic as a rehearsal counts it."""
         import torch
 
-        from rlexp.rehearse.kernel import BACKWARD, FORWARD, pairs
-        from rlexp.ring.kernels import available
-        from rlexp.ring.kernels.base import Call
+        from rlexp.preflight.rehearsal.kernel_cost import BACKWARD, FORWARD, pairs
+        from rlexp.training.ring.kernels import available
+        from rlexp.training.ring.kernels.base import Call
 
         s = self.scale
         kernels = [k for k in available(self.device.type, torch.bfloat16, s.size) if k.name != "plain"]
@@ -145,8 +145,8 @@ class Timing:
         """Time the function that every policy's log-probabilities come from, in as many pieces as here."""
         import torch
 
-        from rlexp.model.head import Entropy, HeadLogps, logits_at_once
-        from rlexp.train.build import memory_of
+        from rlexp.training.model.head import Entropy, HeadLogps, logits_at_once
+        from rlexp.training.train.build import memory_of
 
         s = self.scale
         head = HeadLogps(1.0, Entropy.unasked, logits_at_once(memory_of(self.device)))
@@ -180,7 +180,7 @@ class Timing:
         """Time the fused kernel that merges a block: it reads and writes float32, and reads the block's bfloat16."""
         import torch
 
-        from rlexp.ring.kernels.fused import merge_rows
+        from rlexp.training.ring.kernels.fused import merge_rows
 
         s = self.scale
         block, out = self.drawn(s.tokens, s.heads, s.size), torch.zeros(s.tokens, s.heads, s.size, device=self.device)
@@ -230,8 +230,8 @@ def link_rank(place: Place, device: str) -> float:
     import torch.distributed as dist
 
     from rlexp.launch.place import join, part
-    from rlexp.ring.collectives import rotate
-    from rlexp.ring.groups import build_world
+    from rlexp.training.ring.collectives import rotate
+    from rlexp.training.ring.groups import build_world
 
     join(place, device, 300.0)
     ring = build_world(place.world_size).ring
@@ -250,13 +250,13 @@ def link_rank(place: Place, device: str) -> float:
 
 
 def _table(found: list[Rate], machine: Machine) -> Iterator[str]:
-    from rlexp.rehearse import rates
+    from rlexp.preflight.rehearsal import rates
 
     assumed = {"PRODUCTS": rates.PRODUCTS, "ATTENTION": rates.ATTENTION, "MEMORY": rates.MEMORY, "LINKS": rates.LINKS}
     stands = "" if machine.known else f", which is that of {machine.hardware}"
     yield (
         f"bf16, medians of {REPEATS}. The share is that of the data sheet's rate (`conf/hardware/`{stands}); an "
-        "estimate of a step assumes the last column (`rlexp/rehearse/rates.py`)."
+        "estimate of a step assumes the last column (`rlexp/preflight/rehearsal/rates.py`)."
     )
     yield ""
     yield "| what | rate | share | assumed |"

@@ -23,10 +23,10 @@ from typing import Any
 from bench.gpu_foretell import Asked, Foretold, foretell
 from bench.gpu_here import GIB, Machine
 from bench.gpu_longest import Option, options
+from rlexp.base.engine_facts import ENGINES
+from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.load import compose_config
-from rlexp.config.rehearsed import compose_elsewhere
 from rlexp.config.schema import Config
-from rlexp.engines import ENGINES
 from rlexp.launch.place import Place
 
 PHASES = ("build", "reference", "forward", "backward", "optimizer")
@@ -137,7 +137,7 @@ def write_model(folder: Path, shape: Shape, dtype: str) -> None:
     from safetensors.torch import save_file
 
     from rlexp.config.schema import HFModelConfig
-    from rlexp.model.loading import load_config, random_model
+    from rlexp.training.model.loading import load_config, random_model
 
     (folder / "config.json").write_text(json.dumps(shape.config(dtype)), encoding="utf-8")
     with torch.device("meta"):
@@ -274,10 +274,10 @@ def measured(cfg: Config) -> Any:
 
 def _allocated(cfg: Config, _rank: int, steps: int) -> Result:
     """Build and train; return the allocator's peak of each phase, and the seconds of each step."""
-    from rlexp.metrics.memory import Phases
-    from rlexp.rehearse.run import pairs_of
-    from rlexp.train.build import Sources, build, device_of, unprobed
-    from rlexp.train.step import train_step
+    from rlexp.preflight.rehearsal.rehearse import pairs_of
+    from rlexp.training.metrics.memory import Phases
+    from rlexp.training.train.build import Sources, build, device_of, unprobed
+    from rlexp.training.train.step import train_step
 
     device = device_of(cfg)
     told: dict[str, Any] = {}
@@ -293,10 +293,10 @@ def _allocated(cfg: Config, _rank: int, steps: int) -> Result:
 
 def _counted(cfg: Config, rank: int, steps: int) -> Result:
     """Do the same on the CPU, whose resident memory says little, and count the bytes of its tensors in a second run."""
-    from rlexp.model.loading import load_config
-    from rlexp.rehearse.log import passes
-    from rlexp.rehearse.predict import Prediction, plan_of
-    from rlexp.rehearse.run import count
+    from rlexp.preflight.predict import Prediction, plan_of
+    from rlexp.preflight.rehearsal.log import passes
+    from rlexp.preflight.rehearsal.rehearse import count
+    from rlexp.training.model.loading import load_config
 
     result = _allocated(cfg, rank, steps)
     model = load_config(cfg.model, cfg.data.max_length)

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlexp.ring.groups import Ring
-from rlexp.ring.kernels import Plain
-from rlexp.ring.layouts import Layout, get_layout
-from rlexp.ring.layouts.allgather import AllGather
-from rlexp.ring.layouts.ulysses import ROUND, Heads, Ulysses
-from rlexp.ring.rotation import Rotating, RotatingPlan
-from rlexp.types import Segment
+from rlexp.training.ring.groups import Ring
+from rlexp.training.ring.kernels import Plain
+from rlexp.training.ring.layouts import Layout, get_layout
+from rlexp.training.ring.layouts.allgather import AllGather
+from rlexp.training.ring.layouts.ulysses import ROUND, Heads, Ulysses
+from rlexp.training.ring.rotation import Rotating, RotatingPlan
+from rlexp.training.types import Segment
 
 RING, TOKENS, HEADS, INNER = 4, 32, 8, 2
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")

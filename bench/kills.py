@@ -27,11 +27,11 @@ from pathlib import Path
 from bench.curves import differences, excesses
 from bench.resume import curve_of
 from bench.tables import put
-from rlexp.checkpoint import folder
+from rlexp.base.errors import CheckpointError
 from rlexp.curves.difference import compared
-from rlexp.curves.rows import read_rows
-from rlexp.errors import CheckpointError
-from rlexp.launch.folder import git_commit
+from rlexp.curves.metrics_jsonl import read_rows
+from rlexp.launch.run_folder import git_commit
+from rlexp.training.checkpoint import folder
 
 STEPS, SAVE_EVERY, KEEP_LAST = 120, 2, 2
 # The learning rate is low, so that the loss stays away from 0. At a loss of 6e-4 (240 steps at 5e-4), two undisturbed

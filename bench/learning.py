@@ -30,7 +30,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import ON_CPU, Place, prepare_environment
-from rlexp.types import MetricRow
+from rlexp.training.types import MetricRow
 
 REWARD, ENTROPY, SAMPLES = "train/objective/scores", "train/policy/entropy_avg", "train/episode"
 UNTRAINED, LEARNED, FLOOR = (

@@ -14,7 +14,7 @@ import torch
 
 from bench.tables import put
 from rlexp.config.hardware import visible_gpus
-from rlexp.launch.folder import git_commit
+from rlexp.launch.run_folder import git_commit
 
 
 def print_tables(module: str, doc: str | None, tables: Mapping[str, Callable[[], str]], marker: str = "table") -> None:

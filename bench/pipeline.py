@@ -21,8 +21,8 @@ import matplotlib
 import numpy as np
 
 from bench import tables
-from rlexp.curves.rows import read_rows
-from rlexp.types import MetricRow
+from rlexp.curves.metrics_jsonl import read_rows
+from rlexp.training.types import MetricRow
 
 MODES = {
     "colocated": ("parallel=ring1", "launch.nproc=2", "train.micro_batch_size=16"),

@@ -25,15 +25,15 @@ import numpy as np
 
 from bench.curves import Curve, differences, excesses
 from bench.tables import put, signature
-from rlexp.checkpoint import folder as checkpoint
-from rlexp.checkpoint.tensors import Reader
 from rlexp.config.load import compose_config
 from rlexp.curves.difference import compared
-from rlexp.curves.rows import read_rows
-from rlexp.launch import folder
-from rlexp.launch.job import train_rank
+from rlexp.curves.metrics_jsonl import read_rows
+from rlexp.launch import run_folder
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.place import ON_CPU, Place, prepare_environment
+from rlexp.run.job import train_rank
+from rlexp.training.checkpoint import folder as checkpoint
+from rlexp.training.checkpoint.tensors import Reader
 
 STEPS, EPOCH = 7, 3  # 3 steps an epoch
 BASE = (
@@ -146,11 +146,11 @@ def run(where: Where, run_dir: Path, *more: str) -> Path:
     """Start or resume the run in a folder, as the command line does, but in this process."""
     cfg = compose_config([*BASE, *where.overrides(), *more])
     prepare_environment(ON_CPU)
-    folder.enter(cfg, run_dir)
+    run_folder.enter(cfg, run_dir)
     preload = (*PRELOAD, "deepspeed")
     outcome = run_ranks(quiet_rank, cfg.parallel.world_size, (str(run_dir),), preload=preload, timeout=300.0)[0]
-    folder.close(run_dir, outcome.status, outcome.reason)
-    folder.leave(run_dir)
+    run_folder.close(run_dir, outcome.status, outcome.reason)
+    run_folder.leave(run_dir)
     return run_dir
 
 

@@ -39,15 +39,15 @@ from bench.checkpoint import configured, join_world, on_ranks
 from bench.measured import print_tables
 from rlexp.config.schema import Config
 from rlexp.launch.place import ON_CPU, Place, prepare_environment
-from rlexp.metrics.memory import peak_bytes, reset_peak
-from rlexp.ring.groups import Ring, World
-from rlexp.rollout.colocated import Colocated
-from rlexp.rollout.deal import Request, deal, micro_batches
-from rlexp.rollout.sampling import PREFILL, Drawer
-from rlexp.train.build import build, unprobed
-from rlexp.train.rollout_task import RolloutTask
-from rlexp.train.run import Run
-from rlexp.types import Prompt, Sample
+from rlexp.training.metrics.memory import peak_bytes, reset_peak
+from rlexp.training.ring.groups import Ring, World
+from rlexp.training.rollout.colocated import Colocated
+from rlexp.training.rollout.deal import Request, deal, micro_batches
+from rlexp.training.rollout.sampling import PREFILL, Drawer
+from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.parts import Run
+from rlexp.training.train.rollout_task import RolloutTask
+from rlexp.training.types import Prompt, Sample
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 BASE = ("engine=torch", "loss=reinforce_pp", "data.fill=true", "data.too_long=truncate", "data.eval_size=0",

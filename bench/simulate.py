@@ -24,10 +24,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from rlexp.ring.groups import Ring
-from rlexp.ring.kernels.base import BlockKernel
-from rlexp.ring.layouts import Layout
-from rlexp.types import Segment
+from rlexp.training.ring.groups import Ring
+from rlexp.training.ring.kernels.base import BlockKernel
+from rlexp.training.ring.layouts import Layout
+from rlexp.training.types import Segment
 
 EVERYWHERE = math.inf  # bytes a second of a link that takes no time
 
@@ -244,10 +244,10 @@ def _numbers(count: int, dtype: torch.dtype) -> Tensor:
 def collectives_of(others: Any) -> Iterator[None]:
     """Replace the real collectives in every layout."""
     with (
-        mock.patch("rlexp.ring.rotation.rotate", others.rotate),
-        mock.patch("rlexp.ring.layouts.allgather.gather", others.gather),
-        mock.patch("rlexp.ring.layouts.allgather.sum_and_scatter", others.sum_and_scatter),
-        mock.patch("rlexp.ring.layouts.ulysses.exchange", others.exchange),
+        mock.patch("rlexp.training.ring.rotation.rotate", others.rotate),
+        mock.patch("rlexp.training.ring.layouts.allgather.gather", others.gather),
+        mock.patch("rlexp.training.ring.layouts.allgather.sum_and_scatter", others.sum_and_scatter),
+        mock.patch("rlexp.training.ring.layouts.ulysses.exchange", others.exchange),
     ):
         yield
 

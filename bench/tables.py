@@ -18,7 +18,9 @@ def put(page: Path, text: str, name: str = "table") -> None:
 
 def signature(module: str) -> str:
     """When, at which commit and by which command a table was measured."""
-    from rlexp.launch.folder import git_commit  # not at the top: bench.gpu_attention runs where only torch is installed
+    from rlexp.launch.run_folder import (
+        git_commit,  # not at the top: bench.gpu_attention runs where only torch is installed
+    )
 
     commit = (git_commit() or "unknown")[:12]
     return f"Measured {time.strftime('%Y-%m-%d')} at commit {commit}, CPU, by `python -m {module}`."
@@ -26,7 +28,7 @@ def signature(module: str) -> str:
 
 def commit(given: str | None = None) -> str:
     """Name the commit of the code, as in "commit 0123456789ab, with changes that are not committed"."""
-    from rlexp.launch.folder import git_commit
+    from rlexp.launch.run_folder import git_commit
 
     full = given or git_commit("rlexp", "conf", "bench") or "unknown"
     return f"commit {full[:12]}" + (", with changes that are not committed" if full.endswith("+dirty") else "")

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from bench.simulate import Sizes, collectives_of
-from rlexp.ring.groups import Ring
-from rlexp.ring.kernels.base import BlockKernel
-from rlexp.ring.layouts import Layout
-from rlexp.types import Segment
+from rlexp.training.ring.groups import Ring
+from rlexp.training.ring.kernels.base import BlockKernel
+from rlexp.training.ring.layouts import Layout
+from rlexp.training.types import Segment
 
 PATIENCE = 600.0  # seconds that a rank waits for another
 

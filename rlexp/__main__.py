@@ -12,31 +12,31 @@ from rlexp import __version__
 from rlexp.config import load
 from rlexp.config.explain import explain
 from rlexp.config.paths import conf_dir
-from rlexp.launch import launchers
+from rlexp.launch import hydra_launchers
 
 os.environ.setdefault("RLEXP_VERSION", __version__)
 load.register()
-launchers.register()
+hydra_launchers.register()
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
 def main(cfg: DictConfig) -> None:
     # One call of an importable function: submitit pickles `main` by value.
-    from rlexp.launch.job import run_job
+    from rlexp.run.job import run_job
 
     run_job(cfg)
 
 
 def cli() -> int:
-    from rlexp.sweep_end import end_sweeps
+    from rlexp.run.sweep_end import end_sweeps
 
     return end_sweeps(run())
 
 
 def run() -> int:
     """Run the command and return its exit code. User errors print one line; bugs keep their traceback."""
-    from rlexp.launch.job import run_as_joined_rank
     from rlexp.launch.local import Interrupted
+    from rlexp.run.job import run_as_joined_rank
 
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors are raised here instead of in Hydra's own report
     try:

@@ -20,9 +20,9 @@ from bench.gpu import ON_CPU
 from rlexp.config.hardware import TORCH_BUILT_FOR, visible_gpus
 from rlexp.config.schema import Device, LaunchConfig
 from rlexp.launch.place import prepare_environment
-from tests import warm
+from tests.helpers import warm
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 # Files with a fixture of the module that takes seconds to make.
 DEAR = {"test_damage", "test_engines", "test_page", "test_pipelined", "test_resume", "test_ring_flash_attn",

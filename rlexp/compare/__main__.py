@@ -15,16 +15,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlexp.compare import report as reports
+from rlexp.base.command import exit_code
+from rlexp.compare import comparison as reports
+from rlexp.compare.comparison import Report
 from rlexp.compare.families import sort_out
 from rlexp.compare.page import Payload
-from rlexp.compare.report import Report
+from rlexp.compare.read_runs import Sources
 from rlexp.compare.runs import LIVE, CompareError, Group
-from rlexp.compare.sources import Sources
 from rlexp.compare.table import table
 from rlexp.compare.threshold import first_above, remarks
 from rlexp.curves.difference import LOSSES
-from rlexp.errors import exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,7 +25,7 @@ from rlexp.curves.difference import (
     measured_floor,
     within_rounding,
 )
-from rlexp.curves.rollouts import Apart
+from rlexp.curves.rollouts_jsonl import Apart
 
 AGREE, APART, UNPROVEN, NONE = "agree", "apart", "unproven", "none"
 

@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from rlexp import files
+from rlexp.base import files
 from rlexp.compare.agreement import between, floor_of
 from rlexp.compare.families import Families
 from rlexp.compare.runs import Run

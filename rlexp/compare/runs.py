@@ -16,11 +16,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlexp.base.errors import UserError
 from rlexp.curves.difference import Column, Steps
-from rlexp.curves.rollouts import ROLLOUTS, Record
-from rlexp.curves.rows import METRICS, read_columns
-from rlexp.errors import UserError
-from rlexp.launch import folder, preflight, sweep, whereabouts
+from rlexp.curves.metrics_jsonl import METRICS, read_columns
+from rlexp.curves.rollouts_jsonl import ROLLOUTS, Record
+from rlexp.launch import preflight_check, rank_progress, run_folder, sweep
 
 CONFIG = "config.yaml"
 LIVE = ("running", "waiting")
@@ -117,12 +117,12 @@ class Reader:
         return Group(path.name, runs, list(plain.get("axes", [])))
 
     def run(self, path: Path) -> Run:
-        stamp = tuple(_stamp(path / name) for name in (METRICS, ROLLOUTS, "run.json", whereabouts.FILE))
+        stamp = tuple(_stamp(path / name) for name in (METRICS, ROLLOUTS, "run.json", rank_progress.FILE))
         key = (sum(each[0] for each in stamp), max(each[1] for each in stamp))
         known = self._known.get(path)
         if known is not None and known[0] == key:
             run = known[1]
-            run.status, run.reason = ended(folder.read(path))  # a killed process changes no file
+            run.status, run.reason = ended(run_folder.read(path))  # a killed process changes no file
             return run
         run = read_run(path)
         self._known[path] = (key, run)
@@ -169,7 +169,7 @@ def merge(groups: Iterable[Group]) -> Group:
 
 def read_run(path: Path) -> Run:
     """Read a run's folder, as far as its files are there and whole."""
-    known = folder.read(path)
+    known = run_folder.read(path)
     notes: list[str] = []
     where = str(path)
     steps, columns = read_columns(path / METRICS, notes)
@@ -177,7 +177,7 @@ def read_run(path: Path) -> Run:
     if not known:
         notes.append(f"{where}: has no run.json, so what its curve depends on is not known")
     status, reason = ended(known)
-    prediction = preflight.read(path)
+    prediction = preflight_check.read(path)
     return Run(
         shown(path.name),
         shown(path.resolve().name),
@@ -189,7 +189,7 @@ def read_run(path: Path) -> Run:
         config,
         known.get("identity", {}),
         known.get("sizes", {}),
-        whereabouts.read(path),
+        rank_progress.read(path),
         notes=notes,
         predicted=None if prediction is None else prediction.peak,
         total_steps=known.get("steps"),

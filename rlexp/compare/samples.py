@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rlexp.compare.runs import Run
 from rlexp.curves.difference import ROUNDING
-from rlexp.curves.rollouts import Apart
+from rlexp.curves.rollouts_jsonl import Apart
 
 
 def coarsest(runs: Sequence[Run]) -> str:

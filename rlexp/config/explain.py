@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from rlexp.config.keys import about_unknown, suggestion
-from rlexp.config.kinds import rule
-from rlexp.errors import ConfigError, UserError
+from rlexp.base.errors import ConfigError, UserError
+from rlexp.config.schema.keys import about_unknown, suggestion
+from rlexp.config.schema.value_kinds import rule
 
 # OmegaConf's words for a value of the wrong kind, used for keys outside our schema.
 _KINDS = {
@@ -37,7 +37,7 @@ def explain(error: BaseException) -> str | None:
     for link in links:
         # Hydra makes the run's folder before our job starts. Errors of the job itself are not meant here.
         through = _origin(link)
-        if isinstance(link, OSError) and link.filename and "/hydra/" in through and "launch/job.py" not in through:
+        if isinstance(link, OSError) and link.filename and "/hydra/" in through and "run/job.py" not in through:
             return (
                 f"hydra.run.dir: {link.filename} cannot be made ({link.strerror}). "
                 f"Give a writable folder: hydra.run.dir=FOLDER (hydra.sweep.dir=FOLDER for a sweep)."

@@ -14,15 +14,15 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from rlexp.config.contents import of_file, of_model
-from rlexp.config.keys import suggestion
+from rlexp.base.errors import CheckpointError, ConfigError
+from rlexp.base.file_hashes import contents_of, files_in, files_of
+from rlexp.config.content_ids import of_file, of_model
 from rlexp.config.load import to_plain
-from rlexp.config.rewards import reward_terms
 from rlexp.config.schema import Config, PolicyLossConfig, RewardConfig
-from rlexp.config.schema_data import DataConfig, RowsDataConfig
-from rlexp.config.sources import sources_of
-from rlexp.contents import contents_of, files_in, files_of
-from rlexp.errors import CheckpointError, ConfigError
+from rlexp.config.schema.data import DataConfig, RowsDataConfig
+from rlexp.config.schema.data_sources import sources_of
+from rlexp.config.schema.keys import suggestion
+from rlexp.config.schema.reward_terms import reward_terms
 
 GROUPS = ("data", "loss", "optim", "model", "reference")
 OF_SAMPLES = ("rollout", "reward")  # these too, if the run draws its own samples

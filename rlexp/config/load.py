@@ -13,17 +13,17 @@ from typing import Any, cast
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from rlexp.config import launchers, resolvers, schema, sizes
-from rlexp.config.checks import check
+from rlexp.base.errors import ConfigError
+from rlexp.base.files import write_text
+from rlexp.config import resolvers, schema, sizes
+from rlexp.config.checks.across_fields import check
 from rlexp.config.hardware import gpus_without_torch
-from rlexp.config.keys import about_unknown, all_keys
-from rlexp.config.kinds import check_kinds, with_names
 from rlexp.config.options import refuse_wrong_option
 from rlexp.config.paths import conf_dir
 from rlexp.config.resolvers import resolve_device
-from rlexp.config.schema import KINDS, Config, Device
-from rlexp.errors import ConfigError
-from rlexp.files import write_text
+from rlexp.config.schema import KINDS, Config, Device, launcher_keys
+from rlexp.config.schema.keys import about_unknown, all_keys
+from rlexp.config.schema.value_kinds import check_kinds, with_names
 
 _OPEN = re.compile(
     r"(engine\.overrides|logger\.axes|reward\.terms|data\.(columns|sources|template_options)|hydra\.launcher\.(environment|additional_parameters))[.=]"
@@ -34,7 +34,7 @@ _OPEN = re.compile(
 def register() -> None:
     """Register schema and resolvers, once, before Hydra composes."""
     schema.register()
-    launchers.register()
+    launcher_keys.register()
     resolvers.register()
 
 

@@ -11,9 +11,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlexp.config.kinds import is_list
+from rlexp.base.errors import ConfigError
 from rlexp.config.paths import conf_dir
-from rlexp.errors import ConfigError
+from rlexp.config.schema.value_kinds import is_list
 
 EMPTY = "''"
 MOST_DIGITS = 4300  # Python converts no longer ones

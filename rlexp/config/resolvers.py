@@ -9,14 +9,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rlexp import engines
+from rlexp.base import engine_facts
+from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
-from rlexp.config.cadence import BEFORE_END, seconds
 from rlexp.config.hardware import gpus_without_torch, visible_gpus
-from rlexp.config.models import smollm2_folder
+from rlexp.config.model_names import smollm2_folder
 from rlexp.config.paths import config_root
 from rlexp.config.schema import KINDS, LossConfig, PolicyLossConfig
-from rlexp.errors import ConfigError
+from rlexp.config.schema.cadence import BEFORE_END, seconds
 
 WIDTH = 110  # characters of a line of --help
 
@@ -54,7 +54,7 @@ def default_precision(device: str) -> str:
 
 
 def default_engine(precision: str) -> str:
-    return engines.default(getattr(precision, "value", precision))
+    return engine_facts.default(getattr(precision, "value", precision))
 
 
 def slurm_gpus(device: str, nproc: int) -> int | None:

@@ -10,9 +10,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from rlexp.config.bounds import check_number
+from rlexp.base.errors import ConfigError
 from rlexp.config.schema import Config
-from rlexp.errors import ConfigError
+from rlexp.config.schema.bounds import check_number
 
 
 def joined_world(env: Mapping[str, str] | None = None) -> int | None:

@@ -1,1 +1,1 @@
-"""From files to packs: rows, tokens, train batches, packing."""
+"""What training will see of a data set, before it trains."""

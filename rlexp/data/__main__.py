@@ -14,11 +14,11 @@ import json
 import sys
 from pathlib import Path
 
+from rlexp.base.command import Parser, exit_code, refuse_unwritable
+from rlexp.base.errors import ConfigError, UserError
+from rlexp.base.files import write_text
 from rlexp.config.explain import explain
 from rlexp.config.load import compose_config
-from rlexp.errors import ConfigError, UserError, exit_code
-from rlexp.files import write_text
-from rlexp.verify import Parser, refuse_unwritable
 
 
 def main() -> int:
@@ -54,9 +54,9 @@ def show(options: argparse.Namespace) -> int:
     cfg = compose_config(options.overrides)  # what is wrong with it is said before torch is imported
     refuse_unwritable(options.json)
     refuse_unwritable(options.html, "--html")
-    from rlexp.preview import draw, page
-    from rlexp.preview.answer import preview
-    from rlexp.preview.facts import plain
+    from rlexp.data import draw, page
+    from rlexp.data.answer import preview
+    from rlexp.data.facts import plain
 
     found = preview(cfg, options.samples)
     draw.show(found)

@@ -24,10 +24,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from rlexp.errors import UserError
-from rlexp.launch import reports as said
+from rlexp.base.errors import UserError
+from rlexp.launch import rank_reports as said
 from rlexp.launch.place import Place
-from rlexp.launch.reports import Report
+from rlexp.launch.rank_reports import Report
 from rlexp.launch.stops import (
     ASKING,
     END_NOW,
@@ -43,7 +43,7 @@ from rlexp.launch.stops import (
 
 GRACE = 2.0  # seconds for the other ranks to report their errors, once one has failed
 KILL_AFTER = 4.0  # seconds between SIGTERM and SIGKILL
-PRELOAD = ("torch", "torch.distributed", "transformers.models.llama.modeling_llama", "rlexp.train.rank")
+PRELOAD = ("torch", "torch.distributed", "transformers.models.llama.modeling_llama", "rlexp.training.train.rank")
 
 
 class RankFailed(UserError):

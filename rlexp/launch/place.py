@@ -14,7 +14,7 @@ from rlexp.config.schema import Device, LaunchConfig
 from rlexp.launch.slurm.meeting import meet
 
 if TYPE_CHECKING:  # at run time it would import torch, which the launcher does not need
-    from rlexp.rollout.bridge import Bridge
+    from rlexp.training.rollout.bridge import Bridge
 
 STEP = "slurm://"
 ON_CPU = LaunchConfig(device=Device.cpu)
@@ -86,7 +86,7 @@ def join(
     import torch
     import torch.distributed as dist
 
-    from rlexp.rollout import bridge
+    from rlexp.training.rollout import bridge
 
     timeout = timedelta(seconds=timeout_seconds)
     torch.set_num_threads(threads)

@@ -22,13 +22,13 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from rlexp.base.errors import ConfigError, FolderError, UserError
 from rlexp.config import load
 from rlexp.config.explain import chain, explain
 from rlexp.config.identity import curve_keys
 from rlexp.config.schema import Decay
-from rlexp.errors import ConfigError, FolderError, UserError
-from rlexp.launch import folder, preflight
-from rlexp.launch.preflight import DoesNotFitError, Verdict
+from rlexp.launch import preflight_check, run_folder
+from rlexp.launch.preflight_check import DoesNotFitError, Verdict
 from rlexp.launch.sweep import Job, Sweep
 
 SUBDIR = "hydra.sweep.subdir"
@@ -85,7 +85,7 @@ class SweepLauncher(Launcher):
         try:
             yield
         except UserError:
-            folder.drop_multirun(self.where)
+            run_folder.drop_multirun(self.where)
             raise
 
     def open(self) -> Sweep:
@@ -93,7 +93,7 @@ class SweepLauncher(Launcher):
         where = self.where
         if not _opened or _opened[-1].folder != where:
             where.mkdir(parents=True, exist_ok=True)
-            folder.claim(where, key="hydra.sweep.dir")
+            run_folder.claim(where, key="hydra.sweep.dir")
             _opened.append(
                 Sweep(where, str(OmegaConf.select(self.config, "hydra.runtime.choices.sweep") or where.name))
             )
@@ -130,7 +130,7 @@ class SweepLauncher(Launcher):
         try:
             cfg = load.from_hydra(plain, here=self.checked_here)
             where = sweep.folder / planned.job.folder
-            _, planned.verdict = preflight.prepared(cfg, where, here=self.checked_here, helping=False)
+            _, planned.verdict = preflight_check.prepared(cfg, where, here=self.checked_here, helping=False)
         except Exception as error:
             planned.refusal = refusal(error)
             if planned.refusal is None:
@@ -176,7 +176,7 @@ def refuse(sweep: Sweep, job: Job, refused: Refusal) -> None:
 
 def note_own_word(sweep: Sweep, job: Job) -> None:
     """Copy the end of a job from its run's folder into the ledger."""
-    run = folder.read(sweep.folder / job.folder)
+    run = run_folder.read(sweep.folder / job.folder)
     sweep.note(job, run.get("status", "failed"), run.get("reason"))
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-from rlexp.config.cadence import BEFORE_END
+from rlexp.config.schema.cadence import BEFORE_END
 
 # Signals that ask a run to stop.
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -15,10 +15,10 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
 from omegaconf import OmegaConf
 
-from rlexp.launch import folder, preflight
-from rlexp.launch.job import report_here
+from rlexp.launch import preflight_check, run_folder
+from rlexp.launch.failure import report_here
 from rlexp.launch.planning import Planned, SweepLauncher, done, refuse, say_how
-from rlexp.launch.reports import read_verdict
+from rlexp.launch.rank_reports import read_verdict
 from rlexp.launch.slurm.queue import Known, Silent
 from rlexp.launch.slurm.verdict import AGAIN
 from rlexp.launch.stops import Terminated, hear_stops, heard
@@ -146,10 +146,10 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
         """Write how a job ended into the ledger. The run's own folder comes first: Slurm knows only an exit code."""
         job, where = planned.job, sweep.folder / planned.job.folder
         verdict = read_verdict(where, job.job_id)
-        run = folder.read(where) if not verdict or queued_again(verdict) else verdict
+        run = run_folder.read(where) if not verdict or queued_again(verdict) else verdict
         cancelled = known is not None and known.state == "CANCELLED"
         last = ("finished", "failed") if cancelled else ("finished", "failed", "stopped")
-        predicted = preflight.read(where)
+        predicted = preflight_check.read(where)
         if predicted is not None and predicted.fits is False and run.get("status") == "failed":
             job.predicted = predicted.peak  # the job could tell its GPUs, and this machine could not
             sweep.note(job, "skipped", str(run.get("reason")).partition("\n")[0])
@@ -161,7 +161,7 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
             status, reason = self._without_a_word(job, known, begun=bool(run))
             sweep.note(job, status, reason)
             if run:  # else it says for ever that it runs, or will again
-                folder.record_end(where, status=status, reason=reason)
+                run_folder.record_end(where, status=status, reason=reason)
         if job.status != "finished":
             say_how(job)
 
@@ -220,12 +220,12 @@ def handed(sweep: Sweep, planned: Planned) -> None:
     if planned.verdict.fits is not None:
         where = sweep.folder / planned.job.folder
         where.mkdir(parents=True, exist_ok=True)
-        preflight.keep(where, planned.verdict)
+        preflight_check.keep(where, planned.verdict)
 
 
 def finished(sweep: Sweep, job: Job) -> bool:
     """Whether the job's run is already finished. A finished job is recorded, and not submitted again."""
-    run = folder.read(sweep.folder / job.folder)
+    run = run_folder.read(sweep.folder / job.folder)
     if run.get("status") != "finished":
         return False
     sweep.note(job, "finished", run.get("reason"))

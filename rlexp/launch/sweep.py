@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlexp.errors import ConfigError
-from rlexp.files import write_text
+from rlexp.base.errors import ConfigError
+from rlexp.base.files import write_text
 
 FILE = "sweep.json"
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from rlexp.errors import exit_code
+from rlexp.base.command import exit_code
 from rlexp.status import draw
 from rlexp.status.view import Look, StatusError, View
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlexp.launch.folder import LOCK, RANKS
+from rlexp.launch.run_folder import LOCK, RANKS
 
 LOCKS, PROCESSES = Path("/proc/locks"), Path("/proc")
 # Lines of processes that wait for a lock have an arrow in the second place, and do not match.

@@ -16,10 +16,10 @@ from rich.text import Text
 
 from rlexp.compare.table import number
 from rlexp.compare.table import peak as shown_peak
-from rlexp.launch import whereabouts
-from rlexp.sinks.legible import cut
+from rlexp.launch import rank_progress
 from rlexp.status.state import ILL, LOST, WELL
 from rlexp.status.view import Look, Row
+from rlexp.training.sinks.legible import cut
 
 STYLES = {"running": "cyan", "finished": "green", "failed": "bold red", LOST: "bold red", "stopped": "yellow",
           "waiting": "dim", "skipped": "dim"}  # fmt: skip
@@ -200,7 +200,7 @@ def last_seen(ranks: Sequence[dict[str, Any]]) -> str:
     doing: dict[str, list[int]] = {}
     for rank in ranks:
         died = f", where it died: {rank['died']}" if "died" in rank else ""
-        doing.setdefault(f"{whereabouts.seen(rank)}{died}", []).append(rank["rank"])
+        doing.setdefault(f"{rank_progress.seen(rank)}{died}", []).append(rank["rank"])
     parts = [f"rank{'s' * (len(alike) > 1)} {ranges(alike)} {what}" for what, alike in doing.items()]
     return f"last seen: {'; '.join(parts)}" if parts else ""
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlexp.base.errors import ConfigError
 from rlexp.compare.runs import LIVE, is_run, shown
-from rlexp.curves.rows import METRICS
-from rlexp.errors import ConfigError
-from rlexp.launch import folder, sweep, whereabouts
+from rlexp.curves.metrics_jsonl import METRICS
+from rlexp.launch import rank_progress, run_folder, sweep
 from rlexp.launch.slurm import queue
 from rlexp.launch.slurm.queue import Known, Silent
 from rlexp.launch.sweep import Job
-from rlexp.sinks.legible import plain as legible
 from rlexp.status import tail
 from rlexp.status.alive import Locks
 from rlexp.status.state import ILL, Evidence, state_of
 from rlexp.status.tail import Curve
+from rlexp.training.sinks.legible import plain as legible
 
 QUIET, STEPS = 300.0, 10  # a run is reported as silent after so many seconds and so many steps' time
 
@@ -102,7 +102,7 @@ class View:
         entries = list(_entries(self.path, locks))
         if not entries:
             raise _nothing(self.path)
-        runs = [folder.read(entry.folder) for entry in entries]
+        runs = [run_folder.read(entry.folder) for entry in entries]
         jobs = [_job_id(entry, known) for entry, known in zip(entries, runs, strict=True)]
         slurm, silent = self._ask([job for job in jobs if job is not None])
         rows = []
@@ -183,7 +183,7 @@ def _row(entry: Entry, seen: Evidence) -> Row:
         curve=curve,
         steps=steps,
         seconds_left=left,
-        ranks=whereabouts.read(entry.folder),
+        ranks=rank_progress.read(entry.folder),
         requeues=requeues if isinstance(requeues, list) else [],
         job_id=seen.job_id,
         slurm=seen.slurm,
@@ -200,7 +200,7 @@ def _to_be_run(seen: Evidence) -> bool:
 def _quiet(run: Path, curve: Curve) -> float | None:
     """Return for how long a run has written nothing, if that is long and its steps are not that slow."""
     last = 0.0
-    for name in (METRICS, whereabouts.FILE, "run.json"):
+    for name in (METRICS, rank_progress.FILE, "run.json"):
         try:
             last = max(last, (run / name).stat().st_mtime)
         except OSError:

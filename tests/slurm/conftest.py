@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.lab import Lab, guard
-from tests.slurm.machine import Unable
-from tests.slurm.shape import Shape
+from tests.helpers.slurm.lab import Lab, guard
+from tests.helpers.slurm.machine import Unable
+from tests.helpers.slurm.shape import Shape
 
 HERE = Path(__file__).resolve().parent
 

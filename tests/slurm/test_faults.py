@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.runs import steps_of
+from tests.helpers.runs import steps_of
+from tests.helpers.slurm.faults import STEPS, Fault, Part, Seen, run_parts
+from tests.helpers.slurm.lab import Lab
+from tests.helpers.slurm.shape import Shape
+from tests.helpers.slurm.table import write_row
 from tests.slurm.conftest import brought_up
-from tests.slurm.faults import STEPS, Fault, Part, Seen, run_parts
-from tests.slurm.lab import Lab
-from tests.slurm.shape import Shape
-from tests.slurm.table import write_row
 
 SOON = 30.0  # seconds from the fault until the job has ended in Slurm, and until the launcher has printed it
 PURPOSE = r"ZeroDivisionError: on purpose"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from bench.resume import curve_of
-from tests.runs import steps_of
-from tests.slurm.jobs import QUICK, Sweep, rank_pids, struck, wait_for
-from tests.slurm.lab import Lab
+from tests.helpers.runs import steps_of
+from tests.helpers.slurm.jobs import QUICK, Sweep, rank_pids, struck, wait_for
+from tests.helpers.slurm.lab import Lab
 
 
 @pytest.mark.prove

@@ -16,12 +16,12 @@ import pytest
 
 from bench import kills
 from bench.kills import Kill, look, moment, most_steps, phase_of, plan
-from tests.runs import run_json, steps_of
+from tests.helpers.runs import run_json, steps_of
+from tests.helpers.slurm.jobs import QUICK, Sweep, rank_pids, wait_for
+from tests.helpers.slurm.lab import Lab
+from tests.helpers.slurm.shape import Shape
+from tests.helpers.slurm.watched import again, apart, paced, taken, wrong_about
 from tests.slurm.conftest import brought_up
-from tests.slurm.jobs import QUICK, Sweep, rank_pids, wait_for
-from tests.slurm.lab import Lab
-from tests.slurm.shape import Shape
-from tests.slurm.watched import again, apart, paced, taken, wrong_about
 
 RANKS, SAVE_EVERY, SEED = 4, 2, 6
 RUN = (*QUICK, "parallel=ring2", "launch.nodes=2", "launch.nproc=2", "launch.rank_cpus=1", "train.batch_size=4",

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm import lab as lab_module
-from tests.slurm.lab import MARK, ROOT, Lab
-from tests.slurm.machine import HOSTS, Unable, environment, one_at_a_time, processes, wait_until
-from tests.slurm.shape import Shape
+from tests.helpers.slurm import lab as lab_module
+from tests.helpers.slurm.lab import MARK, ROOT, Lab
+from tests.helpers.slurm.machine import HOSTS, Unable, environment, one_at_a_time, processes, wait_until
+from tests.helpers.slurm.shape import Shape
 
 # Writes its place and its restarts to `said`, then works for as long as `hold` exists.
 RANK = 'echo "$SLURM_RESTART_COUNT $SLURMD_NODENAME $SLURM_PROCID" >> said; while [ -e hold ]; do sleep 0.1; done'
@@ -136,7 +136,7 @@ def hosts_without_labs() -> list[str]:
 
 
 def by_hand(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.slurm.lab", *args]
+    command = [sys.executable, "-m", "tests.helpers.slurm.lab", *args]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
 
 
@@ -195,7 +195,7 @@ def test_nothing_is_left(elsewhere: Path, tmp_path: Path) -> None:
 
 def test_a_lab_goes_with_the_tests_that_were_killed(elsewhere: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from tests.slurm.lab import *\n"
+        "import sys, time; from pathlib import Path; from tests.helpers.slurm.lab import *\n"
         f"lab = Lab(Path({str(elsewhere)!r}), Shape(nodes=1, accounting=False, name='hand')); lab.up(); guard(lab)\n"
         "print('up', flush=True); time.sleep(1000)"
     )

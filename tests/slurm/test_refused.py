@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import run_json, steps_of
-from tests.slurm.jobs import QUICK, Sweep, rank_pids, wait_for
-from tests.slurm.lab import Lab
+from tests.helpers.runs import run_json, steps_of
+from tests.helpers.slurm.jobs import QUICK, Sweep, rank_pids, wait_for
+from tests.helpers.slurm.lab import Lab
 
 POLL = "hydra.launcher.poll_seconds=1"
 RANKS = ("parallel=ring2", "launch.nproc=2", "train.max_steps=3")

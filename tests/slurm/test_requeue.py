@@ -16,15 +16,15 @@ import pytest
 
 from bench.curves import within
 from rlexp.curves.difference import compared
-from rlexp.sinks.wandb_read import read_offline
-from tests.runs import jobs_of, rows_of, run_json, steps_of
+from rlexp.training.sinks.wandb_read import read_offline
+from tests.helpers.runs import jobs_of, rows_of, run_json, steps_of
+from tests.helpers.slurm.jobs import QUICK, Sweep, wait_for
+from tests.helpers.slurm.lab import Lab
+from tests.helpers.slurm.shape import Shape
+from tests.helpers.slurm.table import write_row
+from tests.helpers.slurm.watched import Taken, again, apart, paced, starts, taken, waited, wrong_about
+from tests.helpers.wandb_server import WandbServer
 from tests.slurm.conftest import brought_up
-from tests.slurm.jobs import QUICK, Sweep, wait_for
-from tests.slurm.lab import Lab
-from tests.slurm.shape import Shape
-from tests.slurm.table import write_row
-from tests.slurm.watched import Taken, again, apart, paced, starts, taken, waited, wrong_about
-from tests.wandb_server import WandbServer
 
 STEPS, SAVE_EVERY, FIRST = 40, 4, 6  # nothing is disturbed before this step
 PACE = 0.25

@@ -15,11 +15,12 @@ import pytest
 
 from bench.curves import excesses
 from bench.resume import curve_of
-from tests.runs import run_json, steps_of
-from tests.slurm.jobs import QUICK, planted, struck, wait_for
-from tests.slurm.lab import Lab
+from tests.helpers.paths import ROOT
+from tests.helpers.runs import run_json, steps_of
+from tests.helpers.slurm.jobs import QUICK, planted, struck, wait_for
+from tests.helpers.slurm.lab import Lab
 
-LAUNCHERS = Path(__file__).resolve().parent.parent.parent / "launchers"
+LAUNCHERS = ROOT / "launchers"
 SIZES = {"srun.sh": ("--ntasks-per-node=1",), "torchrun.sh": ()}  # on two nodes each
 RING = {"srun.sh": "parallel=ring2", "torchrun.sh": "parallel=ring4"}
 STEPS = 5

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import jobs_of, run_json, steps_of
-from tests.slurm.jobs import QUICK, Sweep, wait_for
-from tests.slurm.lab import Lab
-from tests.slurm.watched import paced, taken
+from tests.helpers.runs import jobs_of, run_json, steps_of
+from tests.helpers.slurm.jobs import QUICK, Sweep, wait_for
+from tests.helpers.slurm.lab import Lab
+from tests.helpers.slurm.watched import paced, taken
 
 JOBS = (*QUICK, "parallel=ring1", "launch.nproc=1", "launch.rank_cpus=1",
         "train.max_steps=25", "hydra.launcher.poll_seconds=1", "hydra.launcher.array_parallelism=1",

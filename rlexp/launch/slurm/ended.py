@@ -17,12 +17,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlexp.checkpoint.folder import latest_first, step_of
-from rlexp.launch import folder, reports, whereabouts
+from rlexp.launch import rank_progress, rank_reports, run_folder
 from rlexp.launch.slurm import traces
 from rlexp.launch.slurm.meeting import job_id, run_dir, start_of_job
 from rlexp.launch.slurm.queue import Silent, ask
 from rlexp.launch.slurm.verdict import Facts, Verdict, ambiguous, judge, silent_ranks
+from rlexp.training.checkpoint.folder import latest_first, step_of
 
 ANSWER = 15.0  # seconds for a node to start a process, or for Slurm to answer
 SAME = 10.0  # seconds by which a rank's last sign of life may precede its node's restart, or clocks differ
@@ -34,7 +34,7 @@ REQUESTS = {"SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", 
 
 
 def gather(code: int, where: Path, retries: int, log: str, srun: str | None = None, torchrun: bool = False) -> Facts:
-    run = folder.read(where)
+    run = run_folder.read(where)
     log = log.replace("%j", job_id() or "")
     text = traces.text_of(srun or log.replace("%t", "0"))
     went, newest = traces.gone(text), latest_first(where)
@@ -48,7 +48,7 @@ def gather(code: int, where: Path, retries: int, log: str, srun: str | None = No
         code=code,
         status=run.get("status") if begun or (code == 0 and run.get("status") == "finished") else None,
         reason=run.get("reason") if begun else None,
-        reports=reports.read(where, start_of_job()),
+        reports=rank_reports.read(where, start_of_job()),
         gone=went,
         out_of_memory=traces.out_of_memory(text),
         world_size=max(int(os.environ.get("SLURM_NTASKS", "1")), run.get("sizes", {}).get("world_size", 1)),
@@ -102,26 +102,26 @@ def judge_and_record(facts: Facts, where: Path) -> Verdict:
     """Judge the job and write the verdict into its run's folder, also if the run had not begun."""
     if ambiguous(facts):
         silent = silent_ranks(facts)
-        last_seen = max((line["at"] for line in whereabouts.read(where) if line["rank"] in silent), default=0.0)
+        last_seen = max((line["at"] for line in rank_progress.read(where) if line["rank"] in silent), default=0.0)
         facts = replace(facts, nodes_answer=all_nodes_answer() and not a_node_came_back(last_seen))
     verdict = judge(facts)
     told: dict[str, Any] = {"status": verdict.status, "reason": verdict.reason}
     if verdict.requeue:
-        again = folder.requeue(os.environ.get("SLURM_JOB_ID"), verdict.requeue, facts.step)
-        told["requeues"] = [*folder.read(where).get("requeues", []), again]
-    reports.write_verdict(where, job_id(), told)
+        again = run_folder.requeue(os.environ.get("SLURM_JOB_ID"), verdict.requeue, facts.step)
+        told["requeues"] = [*run_folder.read(where).get("requeues", []), again]
+    rank_reports.write_verdict(where, job_id(), told)
     if is_ours(where):
-        folder.record_end(where, **told)
+        run_folder.record_end(where, **told)
     return verdict
 
 
 def is_ours(where: Path) -> bool:
     """Whether the run in this folder is this job's. If the folder was refused to the job, it holds another job's run. A
     start that found its run finished leaves run.json as it is."""
-    run = folder.read(where)
+    run = run_folder.read(where)
     if run.get("status") == "finished" and run.get("start") != start_of_job():
         return False
-    return run.get("job_id") == job_id() or (run.get("status") != "finished" and not folder.in_use(where))
+    return run.get("job_id") == job_id() or (run.get("status") != "finished" and not run_folder.in_use(where))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

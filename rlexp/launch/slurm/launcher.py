@@ -14,12 +14,12 @@ from typing import Any
 from hydra.core.utils import JobReturn
 from omegaconf import OmegaConf
 
-from rlexp.config.launchers import SlurmJobs
-from rlexp.errors import ConfigError
-from rlexp.files import replacing
-from rlexp.launch import folder
+from rlexp.base.errors import ConfigError
+from rlexp.base.files import replacing
+from rlexp.config.schema.launcher_keys import SlurmJobs
+from rlexp.launch import run_folder
 from rlexp.launch.planning import Planned, Refusal, done, refuse
-from rlexp.launch.slurm import keys, queue
+from rlexp.launch.slurm import key_checks, queue
 from rlexp.launch.slurm.limits import exceeded, kinds, partitions
 from rlexp.launch.slurm.meeting import RUN_DIR
 from rlexp.launch.slurm.queue import Known
@@ -32,12 +32,12 @@ class SlurmLauncher(Submitting):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         with self.nothing_begun():
-            keys.check(self.config.hydra.launcher, SlurmJobs)
-            keys.check_folder(str(self.where))
+            key_checks.check(self.config.hydra.launcher, SlurmJobs)
+            key_checks.check_folder(str(self.where))
             if self.params["dry_run"]:
                 return self.show(job_overrides, initial_job_idx)
             queue.needed()
-            keys.check_container(self.params)
+            key_checks.check_container(self.params)
         return super().launch(self._on_what_is_there(job_overrides), initial_job_idx)
 
     def _on_what_is_there(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
@@ -165,7 +165,7 @@ class SlurmLauncher(Submitting):
             names = ", ".join(planned.job.label for planned in size)
             text = self._batch(where, size, "rlexp-TOKEN").text(len(size))
             sys.stdout.write(f"# {len(size)} job{'s' * (len(size) > 1)}: {names}\n{text}\n")
-        folder.drop_multirun(where)
+        run_folder.drop_multirun(where)
         return [done() for _ in jobs]
 
 

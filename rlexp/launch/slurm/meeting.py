@@ -15,8 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlexp.errors import ConfigError, UserError
-from rlexp.files import write_text
+from rlexp.base.errors import ConfigError, UserError
+from rlexp.base.files import write_text
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rlexp.errors import ConfigError, UserError
+from rlexp.base.errors import ConfigError, UserError
 
 PATIENCE = 60.0  # seconds that a Slurm command may take: a busy controller is slow
 # States that a job may leave again. In all others it is over.

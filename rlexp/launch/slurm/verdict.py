@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlexp.launch import reports
-from rlexp.launch.reports import Report
+from rlexp.launch import rank_reports
+from rlexp.launch.rank_reports import Report
 from rlexp.launch.slurm.traces import EXITED_1, GOES_ON, Gone, last_error
 from rlexp.launch.stops import name_of, stopped_by
 
@@ -54,7 +54,7 @@ def judge(facts: Facts) -> Verdict:
     lost = [task for task in facts.gone if not task.by_stop and not _followed(facts, task)]
     killed = next((task for task in lost if task.rank in facts.over_limit), next(iter(lost), None))
     if causes:
-        return _failed(facts, _told(facts, reports.first_of(causes)))
+        return _failed(facts, _told(facts, rank_reports.first_of(causes)))
     if facts.status == "failed":
         return _failed(facts, facts.reason or "")
     if facts.code == 0 and facts.status in ("finished", "stopped"):
@@ -65,7 +65,7 @@ def judge(facts: Facts) -> Verdict:
         return _again(facts, "retry", _told(facts, killed_here[0]))
     if facts.node_failed or facts.nodes_answer is False:
         return _again(facts, "lost", _lost(facts))
-    if hung := reports.waited_for(facts.reports, facts.world_size, facts.run_dir, facts.log):
+    if hung := rank_reports.waited_for(facts.reports, facts.world_size, facts.run_dir, facts.log):
         return _again(facts, "retry", hung)
     if killed is not None:
         return _again(facts, "retry", _how_killed(facts, killed))
@@ -76,12 +76,12 @@ def judge(facts: Facts) -> Verdict:
     if facts.reports and (silent := silent_ranks(facts)):
         return _again(facts, "retry", _how_killed(facts, Gone(silent[0], "", "exited", early=True)))
     if facts.reports:  # every rank lost the others and could report it
-        return _again(facts, "retry", _told(facts, reports.first_of(facts.reports)))
+        return _again(facts, "retry", _told(facts, rank_reports.first_of(facts.reports)))
     return _again(facts, "retry", f"srun ended with code {facts.code}, and no rank said why. See {_log(facts, 0)}")
 
 
 def _lost(facts: Facts) -> str:
-    said = f": {_told(facts, reports.first_of(facts.reports))}" if facts.reports else f". See {_log(facts, 0)}"
+    said = f": {_told(facts, rank_reports.first_of(facts.reports))}" if facts.reports else f". See {_log(facts, 0)}"
     return f"a node or its network was lost{said}"
 
 
@@ -140,7 +140,7 @@ def _told(facts: Facts, report: Report) -> str:
     log = _log(facts, report.rank if report.task is None else report.task)
     if report.mistake is not None:
         return f"{report.text}\nIts log: {log}"
-    return reports.told(Report(report.rank, report.at, report.text, log=log), facts.run_dir)
+    return rank_reports.told(Report(report.rank, report.at, report.text, log=log), facts.run_dir)
 
 
 def _log(facts: Facts, task: int) -> str:

@@ -1,0 +1,48 @@
+"""What every command shares: how its options are read, which files it refuses to write, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rlexp.base.errors import ConfigError, UserError
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Run a command and return its exit code. User errors print one line; bugs keep their traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal without a × must not end the command
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        return command()
+    except BrokenPipeError:  # the reader has closed the pipe: it has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (UserError, OSError) as error:
+        sys.stderr.write(f"rlexp: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def refuse_unwritable(file: Path | None, option: str = "--json") -> None:
+    """Refuse a file that cannot be written, before spending minutes on its content."""
+    if file is None:
+        return
+    try:
+        file.touch()
+    except OSError as error:
+        raise ConfigError(
+            f"{option}={file}: cannot be written ({error.strerror}). Give a file in a folder where you may write."
+        ) from None
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong option like any other mistake of the user's."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ConfigError(f"{message}. See {self.prog} --help.")

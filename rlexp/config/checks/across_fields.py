@@ -1,0 +1,202 @@
+"""Rules across fields, checked once, before any process starts."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from rlexp.base import engine_facts
+from rlexp.base.engine_facts import ENGINES
+from rlexp.base.errors import ConfigError
+from rlexp.config import sizes
+from rlexp.config.checks.backend import check_backend
+from rlexp.config.checks.deepspeed import check_overrides
+from rlexp.config.checks.files import check_baseline
+from rlexp.config.checks.kernel import check_kernel
+from rlexp.config.checks.layout import check_layout, heads_of
+from rlexp.config.checks.model import check_pretrained
+from rlexp.config.checks.policy_loss import check_policy_loss
+from rlexp.config.checks.rewards import check_reward
+from rlexp.config.checks.rollout import check_rollout, minibatches
+from rlexp.config.hardware import visible_gpus
+from rlexp.config.schema import Config, Device, HFModelConfig, LoggerName, TinyModelConfig
+from rlexp.config.schema.bounds import check_bounds
+from rlexp.config.schema.cadence import BEFORE_END, save_cadence, seconds
+from rlexp.config.schema.data import ArithmeticDataConfig, RowsDataConfig, SyntheticDataConfig
+from rlexp.config.schema.data_sources import check_sources, has_held_out
+
+MOST_RANKS = 512  # on one machine
+
+
+def check(cfg: Config, *, here: bool = True) -> None:
+    """Refuse what cannot be run. With `here`, this machine runs it, and launch.device is resolved."""
+    check_bounds(cfg)
+    if here:
+        _check_launch(cfg)
+    else:
+        _check_cluster(cfg)
+    _check_derived(cfg)
+    check_engine(cfg)
+    _check_checkpoints(cfg)
+    _check_logger(cfg, here=here)
+    _check_hardware(cfg)
+    _check_groups(cfg, here=here)
+    heads = heads_of(cfg.model)
+    check_backend(cfg, heads, here=here)
+    check_layout(cfg, heads)
+    check_kernel(cfg, heads, here=here)
+    check_rollout(cfg, here=here)
+    check_policy_loss(cfg)
+    check_reward(cfg)
+
+
+def _check_launch(cfg: Config) -> None:
+    joined = sizes.joined_world() is not None
+    if not joined and cfg.launch.nproc > MOST_RANKS:
+        raise ConfigError(f"launch.nproc={cfg.launch.nproc}: one machine runs at most {MOST_RANKS} ranks. Use fewer.")
+    if cfg.launch.nodes > 1 and not joined:
+        raise ConfigError(
+            f"launch.nodes={cfg.launch.nodes}: this command starts ranks on this machine only. Start it on every "
+            f"node with torchrun or srun, or use hydra/launcher=slurm, or launch.nodes=1."
+        )
+    if cfg.launch.device is Device.cuda and not joined and cfg.launch.nproc > visible_gpus():
+        raise ConfigError(
+            f"launch.nproc={cfg.launch.nproc}: one GPU per rank, and {visible_gpus()} are visible. "
+            f"Use launch.nproc={visible_gpus()}, or launch.device=cpu."
+        )
+
+
+def _check_cluster(cfg: Config) -> None:
+    limit = seconds("launch.time_limit", cfg.launch.time_limit)
+    if cfg.resume.mode == "never":
+        raise ConfigError(
+            "resume.mode=never: a job that Slurm starts again must continue its run. Leave resume.mode=auto; for a "
+            "new run, give another hydra.sweep.dir=FOLDER."
+        )
+    if limit < cfg.launch.grace_seconds + 2 * BEFORE_END:
+        raise ConfigError(
+            f"launch.time_limit={cfg.launch.time_limit}: ends before the first step, since a run starts to save "
+            f"launch.grace_seconds={cfg.launch.grace_seconds:g} plus {BEFORE_END} s before its limit. Raise it, "
+            f"or lower launch.grace_seconds."
+        )
+
+
+def _check_derived(cfg: Config) -> None:
+    """Refuse derived values that were set by hand: the run would report sizes that it does not have."""
+    ranks = sizes.joined_world() or cfg.launch.nproc * cfg.launch.nodes
+    world_size = sizes.training_ranks(ranks, cfg.rollout.sampling_ranks)
+    dp_size = sizes.dp_size(world_size, cfg.parallel.ring_size)
+    grad_acc = sizes.grad_acc(cfg.train.batch_size, cfg.train.micro_batch_size, dp_size)
+    for key, value, derived, instead in (
+        ("parallel.world_size", cfg.parallel.world_size, world_size, "launch.nproc"),
+        ("parallel.dp_size", cfg.parallel.dp_size, dp_size, "launch.nproc or parallel.ring_size"),
+        ("train.grad_acc", cfg.train.grad_acc, grad_acc, "train.micro_batch_size"),
+        ("rollout.minibatches", cfg.rollout.minibatches, minibatches(cfg), "rollout.batch_size or train.batch_size"),
+    ):
+        if value != derived:
+            raise ConfigError(f"{key}={value}: is derived, and comes to {derived}. Set {instead} instead.")
+
+
+def check_engine(cfg: Config) -> None:
+    name, precision, offload = cfg.engine.name.value, cfg.train.precision.value, cfg.engine.offload.value
+    traits = ENGINES[name]
+    if precision not in traits.precisions:
+        able = engine_facts.able(lambda other: precision in other.precisions)
+        raise ConfigError(
+            f"engine={name}: with train.precision={precision} DeepSpeed would keep float32 masters. Use {able}, or "
+            f"train.precision=fp32. Without engine=, the run takes engine={engine_facts.default(precision)}."
+        )
+    if offload not in traits.offload:
+        able = engine_facts.able(lambda other: offload in other.offload)
+        raise ConfigError(f"engine.offload={offload}: engine={name} cannot. Use {able}, or engine.offload=none.")
+    if cfg.engine.overrides and traits.stage is None:
+        able = engine_facts.able(lambda other: other.stage is not None)
+        raise ConfigError(
+            f"engine.overrides={cfg.engine.overrides}: holds keys of DeepSpeed, and engine={name} is not DeepSpeed. "
+            f"Use {able}, or leave engine.overrides out."
+        )
+    check_overrides(cfg.engine.overrides)
+
+
+def _check_checkpoints(cfg: Config) -> None:
+    keep = cfg.checkpoint
+    save_cadence(keep.save_every)
+    if keep.keep_best and keep.best_metric.startswith("eval/") and cfg.train.eval_every is None:
+        raise ConfigError(
+            f"checkpoint.keep_best={keep.keep_best}: keeps by checkpoint.best_metric={keep.best_metric}, which is "
+            f"never measured. Give train.eval_every=N, or a metric of training."
+        )
+    if cfg.train.stop_after is not None and not keep.on_exit:
+        raise ConfigError(
+            f"train.stop_after={cfg.train.stop_after}: with checkpoint.on_exit=false what was trained would be lost. "
+            f"Leave checkpoint.on_exit=true."
+        )
+
+
+OPTIONAL_LOGGERS = (LoggerName.tensorboard, LoggerName.trackio)  # also the names of packages and extras
+
+
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _check_logger(cfg: Config, *, here: bool) -> None:
+    name, baseline = cfg.logger.name, cfg.logger.baseline
+    if here and name in OPTIONAL_LOGGERS and not installed(name.value):
+        raise ConfigError(
+            f"logger={name.value}: the package {name.value} is not installed. Install it with "
+            f"`pip install rlexp[{name.value}]`, or use logger=wandb or logger=none."
+        )
+    if cfg.logger.artifacts and name is not LoggerName.wandb:
+        raise ConfigError(f"logger.artifacts=true: is for W&B, and logger={name.value} keeps none. Use logger=wandb.")
+    if baseline is not None:
+        check_baseline("logger.baseline", baseline)
+
+
+def _check_hardware(cfg: Config) -> None:
+    memory, reserve = cfg.hardware.memory_gib, cfg.hardware.reserve_gib
+    if 0 < memory <= reserve:
+        raise ConfigError(
+            f"hardware.memory_gib={memory}: hardware.reserve_gib={reserve} leaves nothing of it. Give more memory, or "
+            f"a smaller reserve."
+        )
+
+
+def _check_groups(cfg: Config, *, here: bool) -> None:
+    if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
+        raise ConfigError(
+            f"optim.betas={cfg.optim.betas}: must be two numbers, each at least 0 and less than 1. "
+            f"For example: optim.betas=[0.9,0.999]."
+        )
+    if isinstance(cfg.data, RowsDataConfig):
+        check_sources(cfg.data)
+    match cfg.model:
+        case TinyModelConfig(heads=heads, kv_heads=kv_heads, hidden_size=hidden_size):
+            if heads % kv_heads:
+                raise ConfigError(
+                    f"model.kv_heads={kv_heads}: must divide model.heads={heads}. Use "
+                    f"model.kv_heads={sizes.listed(sizes.nearest(kv_heads, sizes.divisors(heads)))}."
+                )
+            if hidden_size % heads or hidden_size // heads % 2:
+                even = [each for each in (hidden_size // heads // 2 * 2, hidden_size // heads // 2 * 2 + 2) if each]
+                raise ConfigError(
+                    f"model.hidden_size={hidden_size}: must be an even multiple of model.heads={heads} "
+                    f"(rotary positions turn pairs of channels). Use "
+                    f"model.hidden_size={sizes.listed([heads * each for each in even])}."
+                )
+        case HFModelConfig() as model:
+            check_pretrained(model, here=here)
+    if cfg.train.eval_every is not None and not _has_eval(cfg):
+        raise ConfigError(
+            f"train.eval_every={cfg.train.eval_every}: there is no held-out data. "
+            f"Give data.eval_path=FILE, data.eval_split=NAME (data=hf) or data.eval_size=N, or leave train.eval_every "
+            f"out."
+        )
+
+
+def _has_eval(cfg: Config) -> bool:
+    match cfg.data:
+        case RowsDataConfig() as rows:
+            return has_held_out(rows)
+        case SyntheticDataConfig(eval_size=size) | ArithmeticDataConfig(eval_size=size):
+            return size > 0
+    return False

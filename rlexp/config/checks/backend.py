@@ -1,0 +1,45 @@
+"""The limits of parallel.backend=ring_flash_attn, with which the library ring-flash-attn computes attention."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from rlexp.base.errors import ConfigError
+from rlexp.config.checks.layout import Heads
+from rlexp.config.schema import BackendName, Config, Device, KernelName, LayoutName, Precision
+
+LAYOUTS = (LayoutName.zigzag, LayoutName.allgather)
+# Packages by a module of theirs. flash-attn 2 is known by its extension: flash-attn 4 has a folder flash_attn too.
+PACKAGES = {"ring_flash_attn": "ring-flash-attn", "flash_attn_2_cuda": "flash-attn"}
+MULTIPLE, LARGEST = 8, 256  # size of a head, in flash-attn
+NAMED = "parallel.backend=ring_flash_attn"
+INSTEAD = "or parallel.backend=native."
+
+
+def check_backend(cfg: Config, heads: Heads | None, *, here: bool = True) -> None:
+    """Refuse what the library cannot do. `heads` is None while unknown; with `here`, this machine runs it."""
+    if cfg.parallel.backend is BackendName.native:
+        return
+    layout, kernel, precision = cfg.parallel.layout, cfg.parallel.kernel, cfg.train.precision
+    if layout not in LAYOUTS:
+        why = "compares rlexp's own layouts only" if layout is LayoutName.auto else "is not one of its layouts"
+        able = " or ".join(f"parallel.layout={each.value}" for each in LAYOUTS)
+        raise ConfigError(f"{NAMED}: parallel.layout={layout.value} {why}. Use {able}, {INSTEAD}")
+    if kernel is not KernelName.auto:
+        raise ConfigError(
+            f"{NAMED}: always uses flash-attn's kernel, and parallel.kernel={kernel.value} names another. Leave "
+            f"parallel.kernel out, {INSTEAD}"
+        )
+    if cfg.launch.device is Device.cpu:
+        raise ConfigError(f"{NAMED}: runs on GPUs only, and launch.device=cpu. Use launch.device=cuda, {INSTEAD}")
+    if precision is not Precision.bf16:
+        raise ConfigError(f"{NAMED}: cannot compute in train.precision={precision.value}. Use bf16, {INSTEAD}")
+    if heads is not None and (heads.size % MULTIPLE or heads.size > LARGEST):
+        raise ConfigError(
+            f"{NAMED}: the model's heads are of size {heads.size}, and flash-attn needs a multiple of {MULTIPLE} up to "
+            f"{LARGEST}. Use parallel.backend=native."
+        )
+    missing = [name for module, name in PACKAGES.items() if here and find_spec(module) is None]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        raise ConfigError(f"{NAMED}: {' and '.join(missing)} {are} not installed. `pip install rlexp[ring]`, {INSTEAD}")

@@ -1,0 +1,73 @@
+"""Rules for the files and folders that a configuration names."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+
+from rlexp.base.errors import ConfigError, DataError
+
+ROWS = (".jsonl", ".json", ".ndjson", ".parquet", ".gz", ".zst")
+
+
+def check_rows(key: str, path: str) -> None:
+    file = expanded(key, path)
+    if is_dir(file):
+        raise DataError(f"{key}={path}: is a folder. Give a file of rows, or say data=hf for a folder.")
+    if not is_file(file):
+        raise DataError(f"{key}={path}: no such file. Give one that exists; relative paths start at {Path.cwd()}.")
+
+
+def check_rows_or_name(key: str, path: str) -> None:
+    """Rows may also be several files, a folder, or a data set of the hub, which is only looked up when it is read."""
+    if not path:
+        raise DataError(f"{key}={path}: is empty. Give a file, a folder or a hub name.")
+    file = expanded(key, path)
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or file.suffix in ROWS
+    if glob.has_magic(path):
+        if not any(map(is_file, map(Path, glob.glob(str(file))))):
+            raise DataError(f"{key}={path}: matches no file; relative paths start at {Path.cwd()}.")
+    elif looks_local and not is_file(file) and not is_dir(file):
+        raise DataError(
+            f"{key}={path}: no such file or folder. Give one that exists, or a hub name; relative paths start at "
+            f"{Path.cwd()}."
+        )
+
+
+def check_model_path(key: str, path: str) -> None:
+    """A hub name (`organization/name`) is only looked up when the model is loaded."""
+    if not path:
+        raise ConfigError(f"{key}={path}: is empty. Give a model's folder, or a hub name.")
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not is_dir(expanded(key, path)):
+        raise ConfigError(f"{key}={path}: no such folder. Give a model's folder, or a hub name.")
+
+
+def check_baseline(key: str, path: str) -> None:
+    """Only the folder around it must exist: the run itself may be about to begin."""
+    folder = expanded(key, path)
+    if not is_dir(folder.parent) or is_file(folder):
+        raise ConfigError(
+            f"{key}={path}: no such run folder. Give another run's folder; relative paths start at {Path.cwd()}."
+        )
+
+
+def expanded(key: str, path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{key}={path}: there is no such user here. Give the path without ~.") from None
+
+
+def is_dir(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that no file can have, or a folder that may not be read
+        return False
+
+
+def is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False

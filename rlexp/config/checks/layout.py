@@ -1,0 +1,174 @@
+"""A run's layout: the one that was named, if the heads fit, and the ones that `parallel.layout=auto` may choose from.
+
+`auto` is replaced by a layout's name before any rank starts (`launch/preflight_check.py`), which
+`preflight/fastest_layout.py` chooses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlexp.base.errors import ConfigError
+from rlexp.config.schema import Config, HFModelConfig, LayoutName, ModelConfig, TinyModelConfig
+from rlexp.config.sizes import divisors, listed, nearest
+
+
+@dataclass(frozen=True)
+class Heads:
+    queries: int
+    keys: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    layout: LayoutName
+    ulysses_size: int  # ranks that share out the heads
+    reason: str | None = None  # None if the layout was named
+
+    @property
+    def name(self) -> str:
+        groups = f" {self.ulysses_size} × zigzag" if self.layout is LayoutName.hybrid else ""
+        return f"{self.layout.value}{groups}"
+
+
+def check_layout(cfg: Config, heads: Heads | None) -> None:
+    """Refuse a layout that does not fit. `heads` is None while unknown."""
+    inner = cfg.parallel.ulysses_size
+    if inner is not None and cfg.parallel.layout is not LayoutName.hybrid:
+        raise ConfigError(
+            f"parallel.ulysses_size={inner}: belongs to parallel.layout=hybrid, and the layout is "
+            f"{cfg.parallel.layout.value}. Use parallel.layout=hybrid, or leave parallel.ulysses_size out."
+        )
+    if cfg.parallel.layout is not LayoutName.auto:
+        choose(cfg, heads)
+
+
+def choose(cfg: Config, heads: Heads | None) -> Choice:
+    """Return the layout that was named, or chosen before the ranks started; refuse one that does not fit."""
+    ring, inner, why = cfg.parallel.ring_size, cfg.parallel.ulysses_size, cfg.parallel.chosen
+    match cfg.parallel.layout:
+        case LayoutName.auto:
+            raise AssertionError("parallel.layout=auto: the launcher has not replaced it")
+        case LayoutName.ulysses:
+            _refuse_unless_shared("parallel.layout=ulysses", heads, ring, ring)
+            return Choice(LayoutName.ulysses, ring, why)
+        case LayoutName.hybrid:
+            if inner is None:
+                raise ConfigError(
+                    f"parallel.layout=hybrid: needs parallel.ulysses_size, the ranks that share out the heads. "
+                    f"Use parallel.ulysses_size={_fitting(heads, ring, ring)}, or parallel.layout=auto."
+                )
+            if inner < 1 or ring % inner:
+                raise ConfigError(
+                    f"parallel.ulysses_size={inner}: parallel.ring_size={ring} is no multiple of it. Use "
+                    f"parallel.ulysses_size={listed(nearest(inner, divisors(ring)))}."
+                )
+            _refuse_unless_shared(f"parallel.ulysses_size={inner}", heads, inner, ring)
+            return Choice(LayoutName.hybrid, inner, why)
+        case named:
+            return Choice(named, 1, why)
+
+
+def _refuse_unless_shared(what: str, heads: Heads | None, ranks: int, ring: int) -> None:
+    if heads is not None and heads.queries % ranks:
+        largest = _fitting(heads, ring, ranks)
+        instead = f"parallel.layout=hybrid parallel.ulysses_size={largest}" if largest > 1 else "parallel.layout=zigzag"
+        raise ConfigError(
+            f"{what}: the model has {heads.queries} heads, which {ranks} ranks cannot share out evenly. Use {instead}, "
+            f"or parallel.layout=auto."
+        )
+
+
+def _fitting(heads: Heads | None, ring: int, most: int) -> int:
+    """Return the largest number of ranks, up to `most`, that can share out the heads."""
+    return max(each for each in divisors(ring) if each <= most and (heads is None or heads.queries % each == 0))
+
+
+def heads_of(model: ModelConfig) -> Heads | None:
+    """Return the model's heads, or None for a hub model or a GGUF file: ranks learn them when they load it."""
+    if isinstance(model, TinyModelConfig):
+        return Heads(model.heads, model.kv_heads, model.hidden_size // model.heads)
+    described = _described(model)
+    return None if described is None else heads_in(described)
+
+
+def experts_in(model: ModelConfig) -> str | None:
+    """Return the number of experts as the model's config.json says it; None without experts, or for a hub model."""
+    described = _described(model) or {}
+    text = described.get("text_config")
+    for fields in (described, text if isinstance(text, dict) else {}):
+        for name, value in fields.items():
+            if "experts" in name and isinstance(value, int) and value:
+                return f"{name}={value}"
+    return None
+
+
+def _described(model: ModelConfig) -> dict[str, object] | None:
+    """Read the config.json of a model in a folder. A GGUF file has its own, which only ranks read."""
+    if not isinstance(model, HFModelConfig) or model.gguf is not None:
+        return None
+    try:
+        described = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return described if isinstance(described, dict) else None
+
+
+def heads_in(described: dict[str, object]) -> Heads | None:
+    """Read the heads from a model's config.json, with the size of the largest. A multimodal model describes its text
+    model apart."""
+    text = described.get("text_config")
+    fields = text if isinstance(text, dict) else described
+    named = {name: value for name, value in fields.items() if isinstance(value, int)}
+
+    def first(*names: str) -> int:
+        return next((named[name] for name in names if named.get(name)), 0)
+
+    heads = first("num_attention_heads", "n_head", "num_heads", "n_heads")
+    if heads < 1:
+        return None
+    size = first("head_dim") or first("hidden_size", "n_embd", "d_model") // heads
+    layers = fields.get("per_layer_config")  # in Gemma 4, some layers have larger heads
+    others = [layer.get("head_dim") for layer in layers.values()] if isinstance(layers, dict) else []
+    size = max(size, first("global_head_dim"), *(each for each in others if isinstance(each, int)))
+    return Heads(heads, first("num_key_value_heads") or heads, size) if size > 0 else None
+
+
+# ---- parallel.layout=auto ----
+
+
+def candidates(cfg: Config, heads: Heads | None) -> list[Choice]:
+    """Return the layouts that `auto` may take. Where there is one only, it has its reason."""
+    ring = cfg.parallel.ring_size
+    if ring == 1:
+        return [Choice(LayoutName.zigzag, 1, "a ring of one has nothing to share out")]
+    if heads is None:
+        return [Choice(LayoutName.zigzag, 1, "the model's heads are not known, and it takes any")]
+    sharing = [inner for inner in divisors(ring)[1:] if heads.queries % inner == 0]
+    shared = [Choice(LayoutName.ulysses if inner == ring else LayoutName.hybrid, inner) for inner in sharing]
+    return [Choice(LayoutName.zigzag, 1), Choice(LayoutName.allgather, 1), *shared]
+
+
+def with_layout(cfg: Config, choice: Choice) -> Config:
+    """Return the configuration with the layout that was chosen, and why."""
+    inner = choice.ulysses_size if choice.layout is LayoutName.hybrid else None
+    parallel = dataclasses.replace(cfg.parallel, layout=choice.layout, ulysses_size=inner, chosen=choice.reason)
+    return dataclasses.replace(cfg, parallel=parallel)
+
+
+def near(cfg: Config, ranks: int) -> bool:
+    """Say whether groups of so many neighbours in the ring are each on one node."""
+    return (cfg.parallel.world_size + cfg.rollout.sampling_ranks) // cfg.launch.nodes % ranks == 0
+
+
+def copied(heads: Heads, ranks: int) -> int:
+    """Return the key/value heads that are sent, so that each rank has those that its query heads need.
+
+    Each head goes to one rank or to several. If ranks and groups of heads do not nest, each query head gets a copy.
+    """
+    each, serves = heads.queries // ranks, heads.queries // heads.keys
+    return heads.queries if each % serves and serves % each else max(heads.keys, ranks)

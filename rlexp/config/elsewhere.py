@@ -1,0 +1,87 @@
+"""Compose a configuration as on hardware that is not here, to predict the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from rlexp.base.errors import ConfigError
+from rlexp.config.checks.rollout import is_policy_loss
+from rlexp.config.hardware import NAMES, assumed_gpus, hardware_here
+from rlexp.config.load import from_hydra, open_ended, register
+from rlexp.config.paths import conf_dir
+from rlexp.config.schema import Config, RolloutEngine, RolloutMode
+
+
+def compose_elsewhere(overrides: Sequence[str]) -> Config:
+    """Return the configuration that these overrides have on the hardware that they name."""
+    register()
+    given = [*overrides] if _names(overrides) else [f"hardware={_here()}", *overrides]
+    gpus = _gpus(given)
+    with assumed_gpus(gpus), initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = compose("config", overrides=open_ended(["launch.device=cuda", *given]))
+        cfg = from_hydra(composed, here=False)
+    _check(cfg, gpus)
+    return cfg
+
+
+def _names(overrides: Sequence[str]) -> bool:
+    return any(each.startswith("hardware=") and each != "hardware=auto" for each in overrides)
+
+
+def _here() -> str:
+    option = hardware_here()
+    if option is None:
+        raise ConfigError(
+            f"hardware=auto: no GPU is visible here, or none that is known. Name the hardware of the run: "
+            f"hardware={' or hardware='.join(dict.fromkeys(NAMES.values()))}."
+        )
+    return option
+
+
+def _gpus(overrides: Sequence[str]) -> int:
+    """Return the GPUs of a node of the hardware, read before the configuration is composed."""
+    option = [each.partition("=")[2] for each in overrides if each.startswith("hardware=")][-1]
+    file = conf_dir() / "hardware" / f"{option}.yaml"
+    described: Any = OmegaConf.load(file) if file.is_file() else {}
+    own = [each.partition("=")[2] for each in overrides if each.startswith("hardware.gpus=")]
+    return int(own[-1]) if own and own[-1].isdecimal() else int(described.get("gpus", 8))
+
+
+def _check(cfg: Config, gpus: int) -> None:
+    if cfg.launch.device.value != "cuda":
+        raise ConfigError(f"launch.device={cfg.launch.device.value}: preflight predicts runs on GPUs. Leave it out.")
+    if why := unrehearsable(cfg):
+        raise ConfigError(why)
+    if cfg.launch.nproc > gpus:
+        raise ConfigError(
+            f"launch.nproc={cfg.launch.nproc}: a node of hardware={cfg.hardware.name} has {gpus} GPUs, one for each "
+            f"rank. Use launch.nproc={gpus}, more launch.nodes, or hardware.gpus={cfg.launch.nproc}."
+        )
+    for key in ("memory_gib", "bf16_tflops", "fp32_tflops", "memory_tb_s", "link_gb_s", "network_gb_s"):
+        if not getattr(cfg.hardware, key):
+            raise ConfigError(f"hardware.{key}=0: a prediction needs it. Give a number greater than 0.")
+
+
+def unrehearsable(cfg: Config) -> str | None:
+    """Return why a run cannot be rehearsed, with what can be done; None if it can."""
+    rollout, hardware = cfg.rollout, cfg.hardware
+    if not is_policy_loss(cfg):
+        return None
+    if rollout.engine is RolloutEngine.vllm:
+        share = rollout.vllm_memory * hardware.memory_gib
+        kept = f"hardware.reserve_gib={hardware.reserve_gib + share:g}"
+        return (
+            f"rollout.engine=vllm: cannot be rehearsed. vLLM takes rollout.vllm_memory={rollout.vllm_memory:g} of each "
+            f"GPU, {share:.1f} GiB. For the rest, predict rollout.engine=native rollout.micro_batch_size=1 {kept}."
+        )
+    if rollout.mode is RolloutMode.pipelined:
+        return (
+            "rollout.mode=pipelined: cannot be rehearsed, since its ranks differ. With rollout=default preflight tells "
+            "what a rank holds that does both: a rank that only trains has no cache of keys and values, one that only "
+            "samples has weights and that cache alone."
+        )
+    return None

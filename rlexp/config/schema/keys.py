@@ -1,0 +1,66 @@
+"""All keys of the schema, and the nearest one to a key that does not exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+
+from rlexp.config.schema import KINDS, Config
+from rlexp.config.schema.launcher_keys import LocalJobs, SlurmJobs
+
+LAUNCHER = "hydra.launcher."
+APPENDED = ("experiment", "sweep")  # groups outside the defaults list
+
+
+def all_keys() -> dict[str, tuple[str, ...]]:
+    """Return each key with the options that have it (`data=jsonl`); with none if the key always exists."""
+    keys: dict[str, tuple[str, ...]] = {}
+    hints = typing.get_type_hints(Config)
+    for top in dataclasses.fields(Config):
+        keys[top.name] = ()
+        if not dataclasses.is_dataclass(hints[top.name]):
+            continue
+        kinds = KINDS.get(top.name, {"": hints[top.name]})
+        for kind, node in kinds.items():
+            for leaf in dataclasses.fields(node):
+                name = f"{top.name}.{leaf.name}"
+                keys[name] = (*keys.get(name, ()), *([f"{top.name}={kind}"] if kind else []))
+    return {key: () if set(owners) == _every_kind(key) else owners for key, owners in keys.items()}
+
+
+def launcher_keys() -> list[str]:
+    fields = [*dataclasses.fields(SlurmJobs), *dataclasses.fields(LocalJobs)]
+    return list(dict.fromkeys(f"{LAUNCHER}{field.name}" for field in fields))
+
+
+def _every_kind(key: str) -> set[str]:
+    group = key.partition(".")[0]
+    return {f"{group}={kind}" for kind in KINDS.get(group, {})}
+
+
+def about_unknown(key: str) -> str:
+    """Explain in one line why a key cannot be set: where it belongs, or the nearest key."""
+    if key.startswith(LAUNCHER):
+        near = suggestion(key, launcher_keys())
+        return (
+            f"{key}: no such key.{near} docs/slurm.md lists them. Give other options of sbatch in "
+            f"{LAUNCHER}additional_parameters."
+        )
+    keys = all_keys()
+    if key in APPENDED:
+        return f"{key}: is appended to the configuration: say +{key}=NAME."
+    if keys.get(key):
+        return f"{key}: belongs to {' and '.join(keys[key])}. Say {keys[key][0]} {key}=VALUE."
+    return f"{key}: no such key.{suggestion(key, [*keys, *APPENDED])} `python -m rlexp --cfg job` shows all keys."
+
+
+def suggestion(word: str, candidates: list[str]) -> str:
+    """Find the nearest key by spelling: by the whole key, or by its last part if the group is wrong or missing."""
+    others = [candidate for candidate in candidates if not word.startswith(candidate)]
+    close = difflib.get_close_matches(word, others, n=1, cutoff=0.6)
+    leaves = {candidate.rpartition(".")[2]: candidate for candidate in others}
+    leaf = difflib.get_close_matches(word.rpartition(".")[2], list(leaves), n=1, cutoff=0.75)
+    if leaf and (not close or difflib.SequenceMatcher(None, word, close[0]).ratio() < 0.8):
+        close = [leaves[leaf[0]]]
+    return f" Did you mean {close[0]}?" if close else ""

@@ -1,0 +1,117 @@
+"""The kind of value that each key takes, read off the schema: in words for messages, and checked where Hydra cannot.
+
+Hydra checks what a command line gives; what an interpolation comes to is only known when it is resolved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+from rlexp.base.errors import ConfigError
+from rlexp.config.schema import KINDS, Config
+from rlexp.config.schema.bounds import example
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_ENTRIES = {Any: bool | int | float | str | None, float: int | float}  # what stands for a kind inside a container
+_LIST, _MAPPING = "a list, as [ONE, TWO] or []", "a mapping, as {NAME: VALUE} or {}"
+
+
+def rule(key: str) -> str | None:
+    """`must be a whole number. For example: train.batch_size=8.`; None for a key that the schema does not have."""
+    group, _, leaf = key.partition(".")
+    hint = typing.get_type_hints(Config).get(group)
+    if hint is None:
+        return None
+    if not leaf:
+        if dataclasses.is_dataclass(hint):
+            return f"must be a group of keys. Choose {group}=OPTION, or set a key of it: {group}.KEY=VALUE."
+        return f"must be {_words(hint)}. {example(key, Config.__dataclass_fields__[group].default)}"
+    for owner in (*KINDS.get(group, {}).values(), hint):
+        if dataclasses.is_dataclass(owner) and leaf in owner.__dataclass_fields__:
+            field = owner.__dataclass_fields__[leaf]
+            return f"must be {_words(typing.get_type_hints(owner)[leaf])}. {example(key, field.default)}"
+    return None
+
+
+def is_list(key: str) -> bool:
+    said = rule(key)
+    return said is not None and said.startswith(f"must be {_LIST}")
+
+
+def _words(hint: Any) -> str:
+    plain, optional = _unwrapped(hint)
+    origin = typing.get_origin(plain)
+    if origin is list:
+        words = _LIST
+    elif origin is dict:
+        words = _MAPPING
+    elif isinstance(plain, type) and issubclass(plain, Enum):
+        words = f"one of {', '.join(each.name for each in plain)}"
+    else:
+        words = _WORDS[plain]
+    return f"{words}, or null" if optional else words
+
+
+def _unwrapped(hint: Any) -> tuple[Any, bool]:
+    if not isinstance(hint, types.UnionType):
+        return hint, False
+    (plain,) = [each for each in typing.get_args(hint) if each is not type(None)]
+    return plain, True
+
+
+def check_kinds(node: Any, prefix: str = "") -> None:
+    """Refuse a group, a list or a mapping that an interpolation has made something else, or that holds something else:
+    Hydra puts a mapping into a list of texts, and whole groups into `engine.overrides`."""
+    hints = typing.get_type_hints(type(node))
+    for field in dataclasses.fields(node):
+        key, value = f"{prefix}{field.name}", getattr(node, field.name)
+        plain, optional = _unwrapped(hints[field.name])
+        if value is None and optional:
+            continue
+        if not isinstance(value, (int, float) if plain is float else typing.get_origin(plain) or plain):
+            raise ConfigError(f"{key}={value}: {rule(key)}")
+        for where, each, hint in _misfits(key, value, plain):
+            raise ConfigError(f"{where}={_shown(each)}: must be {_entry_words(hint)}. Give it a plain value.")
+        if dataclasses.is_dataclass(value):
+            check_kinds(value, f"{key}.")
+
+
+def _misfits(key: str, value: Any, hint: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the entries of a list or mapping that are not of its kind. `Any` stands for what yaml can write."""
+    inside = Any if hint is Any else (typing.get_args(hint) or (None,))[-1]
+    if isinstance(value, list | dict) and inside is not None:
+        named = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, each in named:
+            yield from _misfits(f"{key}.{name}" if isinstance(value, dict) else f"{key}[{name}]", each, inside)
+    elif not isinstance(value, _ENTRIES.get(hint, hint)):
+        yield key, value, hint
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__}(…)" if dataclasses.is_dataclass(value) else str(value)
+
+
+def _entry_words(hint: Any) -> str:
+    return "a number, a text, true, false, null, or a list or mapping of these" if hint is Any else _words(hint)
+
+
+def with_names(node: Any) -> Any:
+    """Return a copy of a configuration in which an option that an interpolation has put into an open mapping is its
+    name, as in a file."""
+    values = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    groups = {name: with_names(value) for name, value in values.items() if dataclasses.is_dataclass(value)}
+    mappings = {name: _named(value) for name, value in values.items() if isinstance(value, dict)}
+    return dataclasses.replace(node, **groups, **mappings)
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_named(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _named(each) for name, each in value.items()}
+    return value.name if isinstance(value, Enum) else value

@@ -1,0 +1,93 @@
+"""metrics.jsonl: one row per optimizer step, as lines and as columns."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from rlexp.base import files
+from rlexp.curves.difference import Column, Steps
+
+if TYPE_CHECKING:  # importing it would import torch, which readers do without
+    from rlexp.training.types import MetricRow
+
+METRICS = "metrics.jsonl"
+
+
+def line_of(row: MetricRow) -> bytes:
+    return (json.dumps(row, allow_nan=False) + "\n").encode()
+
+
+def read_rows(path: Path) -> list[MetricRow]:
+    """Read the whole rows. A process that was killed may have left half a line at the end."""
+    return [json.loads(line) for line in whole_lines(path)]
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    if not path.exists():
+        return []
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def rewrite(path: Path, source: Path | None, upto: int) -> None:
+    """Write to `path` the rows of `source` up to a step."""
+    rows = read_rows(source) if source else []
+    write_lines(path, [line_of(row) for row in rows if row["step"] <= upto])
+
+
+def write_lines(path: Path, lines: Sequence[bytes]) -> None:
+    """Write all lines or none, and wait until they are on the disk."""
+    files.write_bytes(path, b"".join(lines), durable=True)
+
+
+def read_columns(path: Path, notes: list[str]) -> tuple[Steps, dict[str, Column]]:
+    """Read metrics.jsonl as steps and columns. A broken row is left out, and `notes` gets a line that says so."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return columns_of([])
+    if lines and not lines[-1].endswith(b"\n"):
+        notes.append(f"{path}: its last line is torn, and left out")
+        lines.pop()
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(orjson.loads(line))
+        except orjson.JSONDecodeError:
+            notes.append(f"{path}:{number}: is not JSON, and left out")
+    whole = [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    if len(whole) < len(rows):
+        notes.append(f"{path}: {len(rows) - len(whole)} rows have no step, and are left out")
+    return columns_of(whole)
+
+
+def columns_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Steps, dict[str, Column]]:
+    """Turn rows into steps, in order, and one column per metric. Where a step comes twice, the last row counts."""
+    latest = {row["step"]: row for row in rows}
+    steps = np.array(sorted(latest), dtype=np.int64)
+    alike: dict[tuple[str, ...], list[int]] = {}  # the places of rows with the same names: most rows have the same
+    for place, step in enumerate(steps.tolist()):
+        alike.setdefault(tuple(latest[step]), []).append(place)
+    columns: dict[str, Column] = {}
+    for names, places in alike.items():
+        block = _block([latest[step] for step in steps[places].tolist()], len(names))
+        for name, values in zip(names, block.T, strict=True):
+            if name != "step" and not np.isnan(values).all():
+                columns.setdefault(name, np.full(len(steps), np.nan))[places] = values
+    return steps, columns
+
+
+def _block(rows: Sequence[Mapping[str, Any]], width: int) -> Column:
+    """Return an array of rows × names, NaN for what is not a number."""
+    flat = itertools.chain.from_iterable(row.values() for row in rows)
+    try:
+        return np.fromiter(flat, np.float64, len(rows) * width).reshape(len(rows), width)
+    except (TypeError, ValueError):
+        numbers = [[v if isinstance(v, int | float) else np.nan for v in row.values()] for row in rows]
+        return np.array(numbers, dtype=np.float64).reshape(len(rows), width)

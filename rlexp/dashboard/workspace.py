@@ -1,0 +1,194 @@
+"""A workspace that compares runs in a W&B project, and what to look at without an account."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rlexp.base.errors import SinkError
+from rlexp.curves.difference import SAMPLED, SCORE
+from rlexp.training.sinks.baseline import PARITY
+from rlexp.training.sinks.wandb_account import NO_ACCOUNT, has_account, refusals
+from rlexp.training.sinks.wandb_read import STEP, fragments_beneath
+
+PHASES = ("data", "reference", "forward", "backward", "optimizer")
+BY_RING = "ring_size"  # a flat key in every run's configuration: W&B can group by flat keys only
+NEWEST = 50  # the most runs drawn
+TOGETHER = "wandb"  # a folder in the runs' folder, with links to what W&B wrote for each run
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    metric: str
+    by_ring: Literal["mean", "max"] | None = (
+        "mean"  # how the runs of one ring size become one line; None: a line per run
+    )
+    log_y: bool = False
+    bars: bool = False  # bars of the summary's values, not a line over the steps
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str
+    panels: tuple[Panel, ...]
+    sampled: bool = False  # only for runs that draw their own samples
+
+
+SECTIONS = (
+    Section(
+        "Loss",
+        (
+            Panel("Loss by ring size", "train/loss"),
+            Panel("Held-out loss by ring size", "eval/loss"),
+            Panel("Loss of each run", "train/loss", by_ring=None),
+            Panel("Reward margin by ring size", "train/rewards/margins"),
+        ),
+    ),
+    Section(
+        "Samples",
+        (
+            Panel("Score by ring size", SCORE),
+            Panel("Score of each run", SCORE, by_ring=None),
+            Panel("Divergence from the reference", "train/objective/kl"),
+            Panel("Entropy of the policy", "train/policy/entropy_avg"),
+            Panel("Ratio to the policy that drew them", "train/val/ratio"),
+            Panel("Tokens of an answer", "train/response/length"),
+            Panel("Answers that came to an end", "train/response/stopped"),
+        ),
+        sampled=True,
+    ),
+    Section("Difference to the baseline", (Panel("|loss − baseline's|", PARITY, by_ring=None, log_y=True),)),
+    Section(
+        "Memory",
+        (
+            Panel("Highest peak by ring size", "max/memory/peak_bytes", by_ring="max", bars=True),
+            Panel("Highest peak of tensors by ring size", "max/memory/tensors_peak_bytes", by_ring="max", bars=True),
+            *(Panel(f"Peak: {phase}", f"memory/{phase}_peak_bytes", by_ring="max") for phase in PHASES),
+        ),
+    ),
+    Section(
+        "Throughput",
+        (
+            Panel("Tokens per second", "train/tokens_per_second"),
+            Panel("Seconds per step", "train/step_seconds"),
+        ),
+    ),
+)
+
+
+def title_of(group: str | None) -> str:
+    return f"rlexp ring sizes, {group}" if group else "rlexp ring sizes"
+
+
+def planned(project: str, entity: str | None, group: str | None) -> str:
+    """Describe the workspace in words."""
+    where = f"{entity}/{project}" if entity else project
+    whose = f"the runs of group {group}" if group else "all runs"
+    lines = [f"workspace “{title_of(group)}” in the W&B project {where}, for {whose}:"]
+    for section in SECTIONS:
+        lines.append(f"  {section.name}{' (for runs that draw their own samples)' * section.sampled}")
+        for panel in section.panels:
+            how = f"{panel.by_ring} by {BY_RING}" if panel.by_ring else "each run"
+            over = "summary, bars" if panel.bars else f"over {STEP}"
+            lines.append(f"    {panel.title}: {panel.metric} ({how}, {over}{', logarithmic' * panel.log_y})")
+    return "\n".join(lines) + "\n"
+
+
+def workspace(project: str, entity: str, group: str | None, *, sampled: bool) -> Any:
+    import wandb_workspaces.reports.v2 as reports
+    import wandb_workspaces.workspaces as workspaces
+
+    def drawn(panel: Panel) -> Any:
+        groupby = reports.Config(BY_RING) if panel.by_ring else None
+        if panel.bars:
+            return reports.BarPlot(
+                title=panel.title,
+                metrics=[panel.metric],
+                groupby=groupby,
+                groupby_aggfunc=panel.by_ring,
+                orientation="v",
+            )
+        return reports.LinePlot(
+            title=panel.title,
+            x=STEP,
+            y=[panel.metric],
+            log_y=panel.log_y or None,
+            groupby=groupby,
+            groupby_aggfunc=panel.by_ring,
+            groupby_rangefunc="minmax" if panel.by_ring else None,
+        )
+
+    return workspaces.Workspace(
+        entity=entity,
+        project=project,
+        name=title_of(group),
+        sections=[
+            workspaces.Section(name=section.name, panels=[drawn(panel) for panel in section.panels], is_open=True)
+            for section in SECTIONS
+            if sampled or not section.sampled
+        ],
+        settings=workspaces.WorkspaceSettings(x_axis=STEP, max_runs=NEWEST),
+        runset_settings=workspaces.RunsetSettings(
+            filters=[workspaces.Metric("Group") == group] if group else "",
+            pinned_columns=[f"config:{BY_RING}.value", "summary:best/train/loss", "summary:max/memory/peak_bytes"],
+        ),
+    )
+
+
+def send(project: str, entity: str | None, group: str | None) -> str:
+    """Save the workspace in the user's project, and return its address."""
+    if not has_account():
+        raise SinkError(f"{project}: {NO_ACCOUNT}")
+    import wandb
+
+    with refusals(project):
+        api = wandb.Api()
+        entity = entity or api.default_entity
+    if not entity:
+        raise SinkError(f"{project}: this account has no default entity. Give --entity ENTITY.")
+    try:
+        with refusals(f"{entity}/{project}"):
+            _ = api.project(project, entity).id
+    except SinkError as error:
+        if not isinstance(error.__cause__, ValueError):
+            raise
+        raise SinkError(
+            f"{entity}/{project}: no such project, or this account may not see it. An online run creates it, and so "
+            f"does `wandb sync` of an offline run. --entity names its owner."
+        ) from None
+    with refusals(f"{entity}/{project}"):
+        runs = api.runs(f"{entity}/{project}", {"group": group} if group else {}, order="-created_at", lazy=False)
+        sampled = any(draws_samples(run.summary_metrics) for run in itertools.islice(runs, NEWEST))
+        return str(workspace(project, entity, group, sampled=sampled).save().url)
+
+
+def draws_samples(names: Iterable[str]) -> bool:
+    return any(name.startswith(SAMPLED) for name in names)
+
+
+def newest_report(runs: Path) -> Path | None:
+    """Return the newest report of a sweep or a comparison."""
+    paths = [*runs.glob("report.html"), *runs.glob("*/report.html"), *runs.glob("*/*/report.html")]
+    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def gather(runs: Path) -> Path | None:
+    """Link all that W&B wrote offline beneath a folder into one folder, since W&B's terminal view shows one folder."""
+    fragments = list(fragments_beneath(runs))
+    if not fragments:
+        return None
+    together = runs / TOGETHER
+    together.mkdir(exist_ok=True)
+    for link in together.iterdir():
+        if link.is_symlink() and not link.exists():
+            link.unlink()
+    for path in fragments:
+        with contextlib.suppress(FileExistsError):
+            (together / path.name).symlink_to(os.path.relpath(path, together))
+    return together

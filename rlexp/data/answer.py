@@ -1,0 +1,119 @@
+"""Put together what a preview says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlexp.base.errors import ConfigError
+from rlexp.config.model_names import called
+from rlexp.config.schema import Config, PolicyLossConfig
+from rlexp.data.facts import Lengths, Preview, Sample, Steps
+from rlexp.data.lengths import lengths_of
+from rlexp.data.read_rows import Rows, read_rows
+from rlexp.data.rings import rings_of
+from rlexp.data.samples import sample_of, special_ids
+from rlexp.data.sharing import sharing_of
+from rlexp.training.dataset.sampler import Sampler, total_steps
+from rlexp.training.model.loading import load_tokenizer
+from rlexp.training.train.examples import pair_sampler, prompt_sampler
+from rlexp.training.types import Kind
+
+ANSWERS = {Kind.pairs: ("chosen", "rejected"), Kind.unpaired: ("answer",), Kind.supervised: ("answer",),
+           Kind.prompts: ()}  # fmt: skip
+
+
+def preview(cfg: Config, samples: int) -> Preview:
+    """Read the rows, and look at them as training will."""
+    needs = Kind.prompts if isinstance(cfg.loss, PolicyLossConfig) else Kind.pairs
+    tokenizer = load_tokenizer(cfg.model)
+    rows = read_rows(cfg, needs, tokenizer)
+    problems = _problems(cfg, needs, rows)
+    said: dict[str, Any] = {
+        "loss": cfg.loss.name,
+        "needs": needs.value,
+        "kind": rows.kind.value,
+        "data": f"data={cfg.data.name}",
+        "model": called(cfg.model),
+        "max_length": cfg.data.max_length,
+        "packing": cfg.data.packing,
+        "sources": rows.sources,
+        "reasons": rows.reasons,
+    }
+    if not len(rows.lengths):
+        problems.append(f"No {_one(rows.kind)} is left to train on.")
+        return Preview(**said, problems=tuple(problems))
+    copies = cfg.rollout.n_samples if rows.kind is Kind.prompts else rows.lengths.shape[1] - 1
+    said |= {
+        "lengths": _lengths(rows, cfg.data.max_length - _room(cfg, rows.kind)),
+        "sharing": sharing_of(rows.hashes, rows.lengths, copies),
+    }
+    make = prompt_sampler if rows.kind is Kind.prompts else pair_sampler
+    try:
+        sampler = make(cfg, len(rows.examples.train), rows.examples.mixture)
+    except ConfigError as error:  # fewer than a batch
+        first = range(min(samples, len(rows.lengths)))
+        shown = _samples(rows, tuple(first), tokenizer)
+        return Preview(**said, samples=shown, problems=tuple(problems or [str(error)]))
+    rings, sampled = rings_of(cfg, rows, sampler)
+    said |= {
+        "steps": _steps(cfg, rows, sampler),
+        "rings": rings,
+        "sampled": sampled,
+        "samples": _samples(rows, sampler.batch(1).indices[:samples], tokenizer),
+    }
+    return Preview(**said, problems=tuple(problems))
+
+
+def _one(kind: Kind) -> str:
+    return {Kind.pairs: "pair", Kind.prompts: "prompt"}.get(kind, "answer")
+
+
+def _room(cfg: Config, kind: Kind) -> int:
+    return cfg.rollout.max_new_tokens if kind is Kind.prompts else 0
+
+
+def _problems(cfg: Config, needs: Kind, rows: Rows) -> list[str]:
+    other = [source for source in rows.sources if source.kind != needs.value]
+    if not other:
+        return []
+    named = ", ".join(dict.fromkeys(f"{source.key} ({source.path})" for source in other))
+    kinds = " and ".join(dict.fromkeys(source.kind for source in other))
+    return [
+        f"loss={cfg.loss.name} cannot train on the rows of {named}: they are {kinds}, and it needs {needs.value}. Give "
+        f"other rows or another loss, or name the columns: data.columns."
+    ]
+
+
+def _lengths(rows: Rows, most: int) -> tuple[Lengths, ...]:
+    """Describe each part, and whole sequences: a pair has two."""
+    lengths, answers = rows.lengths, ANSWERS[rows.kind]
+    if not answers:
+        return (lengths_of("prompt", lengths[:, 0], most),)
+    found = [lengths_of(name, lengths[:, place]) for place, name in enumerate(("prompt", *answers))]
+    return (*found, lengths_of("whole sequence", (lengths[:, :1] + lengths[:, 1:]).ravel(), most))
+
+
+def _steps(cfg: Config, rows: Rows, sampler: Sampler) -> Steps:
+    """Count the tokens of each step of the first epoch: of each rollout, where the policy draws the answers."""
+    drawn = rows.kind is Kind.prompts
+    copies = rows.lengths.shape[1] - 1
+    of_examples = rows.lengths[:, 0] * (cfg.rollout.n_samples if drawn else copies) + rows.lengths[:, 1:].sum(axis=1)
+    batches = sampler.batches(1, sampler.steps_per_epoch)
+    tokens = np.array([of_examples[np.array(batch.indices)].sum() for batch in batches], dtype=np.int64)
+    each = cfg.rollout.epochs * cfg.rollout.minibatches if drawn else 1
+    per_epoch = sampler.steps_per_epoch * each
+    run = total_steps(per_epoch, cfg.train.max_steps, cfg.train.epochs)
+    left_out = max(0, sampler.taken - sampler.steps_per_epoch * sampler.batch_size)
+    what = (f"prompts of a rollout of {sampler.batch_size} × {cfg.rollout.n_samples} samples, without the answers"
+            if drawn else "sequences, without padding")  # fmt: skip
+    return Steps(
+        per_epoch, cfg.train.batch_size, run, run / per_epoch, left_out, float(tokens.mean()), int(tokens.max()),
+        int(tokens.sum()), what,
+    )  # fmt: skip
+
+
+def _samples(rows: Rows, places: tuple[int, ...], tokenizer: Any) -> tuple[Sample, ...]:
+    special = special_ids(tokenizer)
+    return tuple(sample_of(rows.examples.train[place], tokenizer, special) for place in places)

@@ -1,0 +1,242 @@
+"""A preview as one html file that opens from disk: no script, no network, and every text of a row escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from string import Template
+
+from rlexp.compare.page import asset, content_policy
+from rlexp.data import tables
+from rlexp.data.facts import Lengths, Part, Piece, Preview, Ring, Sample, Source
+from rlexp.data.markup import Markup, element, joined
+from rlexp.data.tables import Table, share
+from rlexp.data.visible import one_line, visible
+
+WIDE, HIGH, BELOW = 320, 110, 18  # of a histogram, and of the line under it
+
+
+def render(facts: Preview) -> str:
+    """Return the whole page as text."""
+    style = f"{asset('base.css')}\n{_asset('preview.css')}"
+    return Template(_asset("preview.html")).substitute(
+        policy=content_policy((), style), style=style, title=joined(_title(facts)), body=_body(facts)
+    )
+
+
+def _asset(name: str) -> str:
+    return (files("rlexp.data") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _title(facts: Preview) -> str:
+    return f"What training will see: {facts.data}, loss={facts.loss}"
+
+
+def _body(facts: Preview) -> Markup:
+    parts = [_header(facts), _tiles(facts), _section("Sources", *_sources(facts))]
+    if facts.reasons:
+        listed = [element("li", line) for line in tables.lists(facts)]
+        about = [element("ul", *listed, class_="lines muted")] if listed else []
+        parts.append(_section("Not taken as read", _table(tables.reasons(facts), text=(0, 2)), *about))
+    if facts.lengths:
+        graphs = element("div", *map(_histogram, facts.lengths), class_="graphs")
+        note = element("p", tables.limits(facts), class_="muted note")
+        parts.append(_section("Lengths", graphs, _table(tables.lengths(facts)), note))
+    if facts.sharing is not None:
+        parts.append(_section("Shared prompts", _tokens(facts), *_lines(tables.sharing(facts))))
+    if facts.steps is not None:
+        parts.append(_section("Steps", *_lines(tables.steps(facts))))
+        parts.append(_section("Rings", _rings(facts), *_lines(tables.about_rings(facts), "muted note")))
+    if facts.samples:
+        parts.append(_section("Samples", _legend(), *map(_sample, range(1, 1 << 20), facts.samples)))
+    return joined(*parts)
+
+
+def _section(title: str, *inside: Markup) -> Markup:
+    name = title.lower().replace(" ", "-")
+    return element("section", element("h2", title, id=name), *inside, aria_labelledby=name, data_testid=name)
+
+
+def _lines(lines: Sequence[str], kind: str | None = None) -> Iterator[Markup]:
+    return (element("p", line, class_=kind) for line in lines)
+
+
+def _header(facts: Preview) -> Markup:
+    about = f"model {one_line(facts.model)}, data.max_length={facts.max_length:,}"
+    head = element("div", element("h1", _title(facts)), element("p", about, class_="muted"), class_="masthead")
+    word = element("span", "Training cannot start. " if facts.problems else "Ready. ", class_="word")
+    tone = "apart" if facts.problems else "agree"
+    said = element("div", element("p", word, one_line(facts.verdict), class_="headline"))
+    return element("header", head, element("div", said, class_=f"verdict tone-{tone}", data_testid="verdict"))
+
+
+def _tiles(facts: Preview) -> Markup:
+    train = [each for each in facts.sources if not each.held_out]
+    read, kept = sum(each.read for each in train), sum(each.kept for each in train)
+    tiles = [(f"{kept:,}", f"of {read:,} rows kept")]
+    if facts.lengths:
+        whole = facts.lengths[-1]
+        tiles.append((f"{whole.percentiles['50']:,}", f"tokens in the median {whole.part.removeprefix('whole ')}"))
+    if facts.steps is not None:
+        tiles.append((f"{facts.steps.per_epoch:,}", f"steps an epoch of {facts.steps.batch:,} samples"))
+        tiles.append((f"{facts.steps.tokens_per_epoch:,}", "tokens an epoch"))
+    own = next((ring for ring in facts.rings if ring.own and ring.packed is not None), None)
+    if own is not None:
+        used = own.packed if facts.packing else own.padded
+        tiles.append((share(used or 0.0, 1), f"of a pack is real tokens, at ring {own.size}"))
+    return element(
+        "dl",
+        *(element("div", element("dt", name), element("dd", value), class_="tile") for value, name in tiles),
+        class_="tiles",
+        data_testid="tiles",
+    )
+
+
+def _sources(facts: Preview) -> Iterator[Markup]:
+    epoch = sum(each.per_epoch or 0 for each in facts.sources)
+    several = sum(not each.held_out for each in facts.sources) > 1
+    for each in facts.sources:
+        name, shape, *rest = (line.strip() for line in tables.source_lines(each, epoch, several=several))
+        bar = _share_bar(each, epoch) if several and each.per_epoch is not None else None
+        yield element(
+            "div", element("h3", name, class_="name"), element("p", *_code(shape), class_="shape"),
+            *_lines(rest, "muted"), bar, class_="source",
+        )  # fmt: skip
+
+
+def _code(shape: str) -> Iterator[Markup]:
+    """Write what stands between backticks as code."""
+    for place, text in enumerate(shape.split("`")):
+        yield element("code", text) if place % 2 else joined(text)
+
+
+def _share_bar(source: Source, epoch: int) -> Markup:
+    return _bar([("fill", (source.per_epoch or 0) / max(1, epoch), None)], "share of an epoch's samples")
+
+
+def _bar(parts: Sequence[tuple[str, float, str | None]], label: str) -> Markup:
+    """Draw shares of a whole beside each other; each has a class, its size, and a text to point at."""
+    drawn, start = [], 0.0
+    for kind, size, text in parts:
+        title = element("title", text) if text else None
+        drawn.append(element("rect", title, class_=kind, x=f"{100 * start:.3f}%", y=0, width=f"{100 * size:.3f}%",
+                             height=12))  # fmt: skip
+        start += size
+    return element("svg", *drawn, class_="bar", role="img", aria_label=label, width="100%", height=12)
+
+
+def _tokens(facts: Preview) -> Markup:
+    """Draw what the tokens of all sequences are: prompts, further copies of them, answers."""
+    found = facts.sharing
+    assert found is not None
+    once = found.prompt_tokens - found.saved_across
+    kinds = (("fill", once, "prompts, each different one once"), ("fill-copies", found.saved_across, "further copies"),
+             ("fill-answers", found.tokens - found.prompt_tokens, "answers"))  # fmt: skip
+    shown = [(kind, count, f"{name}: {share(count, found.tokens)}") for kind, count, name in kinds if count]
+    bar = _bar([(kind, count / found.tokens, text) for kind, count, text in shown], "tokens of all sequences")
+    keys = [element("li", element("span", class_=f"key-{kind}"), text) for kind, _, text in shown]
+    return element("div", bar, element("ul", *keys, class_="keys"), class_="tokens")
+
+
+def _table(table: Table, text: Sequence[int] = (0,)) -> Markup:
+    def cells(row: Sequence[str], name: str) -> list[Markup]:
+        return [
+            element("th" if place == 0 and name == "td" else name, cell, scope="row" if place == 0 and name == "td"
+                    else None, class_=None if place in text else "number")
+            for place, cell in enumerate(row)
+        ]  # fmt: skip
+
+    rows = [
+        element("tr", *cells(row, "td"), class_="own" if place == table.strong else None)
+        for place, row in enumerate(table.rows)
+    ]
+    inside = element("table", element("thead", element("tr", *cells(table.head, "th"))), element("tbody", *rows))
+    return element("div", inside, class_="scroll framed")
+
+
+def _histogram(each: Lengths) -> Markup:
+    """Draw a histogram; a dashed line stands at the median."""
+    most, count = max(each.bars), len(each.bars)
+    width = WIDE / count
+    bars = []
+    for place, bar in enumerate(each.bars):
+        high = max(HIGH * bar / most, 1.5) if bar else 0.0
+        last = place + 1 == count and each.percentiles["max"] >= each.edges[-1]
+        upto = "and more" if last else f"– {each.edges[place + 1] - 1:,}"
+        title = element("title", f"{each.edges[place]:,} {upto} tokens: {bar:,}")
+        bars.append(element("rect", title, class_="fill", x=f"{place * width + 0.5:.2f}", y=f"{HIGH - high:.2f}",
+                            width=f"{max(width - 1, 0.5):.2f}", height=f"{high:.2f}"))  # fmt: skip
+    longer = each.percentiles["max"] >= each.edges[-1]
+    span = each.edges[-1] - each.edges[0]
+    middle = WIDE * min(1.0, (each.percentiles["50"] + 0.5 - each.edges[0]) / span)
+    line = element("line", element("title", f"median: {each.percentiles['50']:,}"), class_="median", x1=f"{middle:.2f}",
+                   x2=f"{middle:.2f}", y1=0, y2=HIGH)  # fmt: skip
+    ground = element("line", class_="ground", x1=0, x2=WIDE, y1=HIGH, y2=HIGH)
+    low = element("text", f"{each.edges[0]:,}", x=0, y=HIGH + BELOW - 4)
+    end = f"{each.edges[-2]:,} and more" if longer else f"{each.edges[-1]:,}"
+    high_ = element("text", end, x=WIDE, y=HIGH + BELOW - 4, text_anchor="end")
+    drawing = element("svg", *bars, line, ground, low, high_, viewBox=f"0 0 {WIDE} {HIGH + BELOW}", role="img",
+                      aria_label=f"histogram of the tokens of {each.part}")  # fmt: skip
+    half = each.percentiles["50"]
+    caption = element("figcaption", element("strong", each.part), element("span", f"median {half:,}", class_="muted"))
+    return element("figure", caption, drawing, class_="graph")
+
+
+def _rings(facts: Preview) -> Markup:
+    """Draw the table of rings, with a bar under each share of real tokens."""
+    table = tables.rings(facts)
+    rows = []
+    for place, (ring, cells) in enumerate(zip(facts.rings, table.rows, strict=True)):
+        drawn = []
+        for name, cell in zip(table.head, cells, strict=True):
+            value = _packing(ring, name)
+            kind = "fill" if (name == "packed") is facts.packing else "fill-copies"  # the run's own way, or the other
+            bar = _bar([(kind, value, None)], name) if value else None
+            drawn.append(element("th" if name == "ring" else "td", cell, bar, class_="number",
+                                 scope="row" if name == "ring" else None))  # fmt: skip
+        rows.append(element("tr", *drawn, class_="own" if place == table.strong else None))
+    head = element("tr", *(element("th", name, class_="number") for name in table.head))
+    inside = element("table", element("thead", head), element("tbody", *rows))
+    return element("div", inside, class_="scroll framed rings")
+
+
+def _packing(ring: Ring, column: str) -> float | None:
+    return {"packed": ring.packed, "padded": ring.padded}.get(column)
+
+
+# ---- samples ----
+
+
+def _legend() -> Markup:
+    example = (
+        element("span", "trained on", class_="t on"),
+        " ",
+        element("span", "special token", class_="t special"),
+        " ",
+        element("span", "not trained on", class_="t"),
+    )
+    tip = element("span", "Point at a token to see its id; shades show where one ends.", class_="muted")
+    return element("p", *example, " ", tip, class_="legend")
+
+
+def _sample(number: int, sample: Sample) -> Markup:
+    label = None if sample.label is None else f"label: {str(sample.label).lower()}"
+    expected = None if sample.expected is None else f"expected answer: {one_line(sample.expected)}"
+    about = [element("p", text, class_="muted") for text in (label, expected) if text is not None]
+    name = element("h3", f"{number}. {one_line(sample.origin)}", class_="name")
+    return element("article", name, *about, *map(_part, sample.parts), class_="sample", data_testid="sample")
+
+
+def _part(part: Part) -> Markup:
+    trained = f", {part.trained:,} trained on" if part.name != "prompt" else ""
+    head = element("p", element("strong", part.name), f" {part.tokens:,} tokens{trained}", class_="part")
+    return element("div", head, element("div", *map(_token, part.pieces), class_="text", dir="auto", tabindex=0,
+                                        role="group", aria_label=part.name))  # fmt: skip
+
+
+def _token(piece: Piece) -> Markup:
+    if piece.hidden:
+        return element("span", f"… {piece.hidden:,} tokens …", class_="gap")
+    kind = "t" + " on" * piece.trained + " special" * piece.special
+    ids = "id " + ", ".join(map(str, piece.ids)) if len(piece.ids) == 1 else "ids " + ", ".join(map(str, piece.ids))
+    return element("span", visible(piece.text), class_=kind, title=ids)

@@ -1,0 +1,178 @@
+"""What the packs of the first steps are like on rings of several sizes: padding, and how evenly a ring shares them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlexp.base.errors import ConfigError
+from rlexp.config import sizes
+from rlexp.config.checks.layout import choose, heads_of
+from rlexp.config.schema import Config, LayoutName
+from rlexp.data.facts import Ring, counted
+from rlexp.data.read_rows import Rows
+from rlexp.training.dataset.packing import pack_pairs, pack_sequences
+from rlexp.training.dataset.sampler import Batch, Sampler
+from rlexp.training.ring.layouts import Layout, get_layout
+from rlexp.training.train.build import build_layout
+from rlexp.training.train.rollout_supply import samples_of_step
+from rlexp.training.types import Completion, Kind, Pack, Pair, Prompt
+
+SIZES = (1, 2, 4, 8)
+STEPS = 32  # that are looked at
+MOST_SAMPLES, MOST_TOKENS = 2048, 1 << 22  # after which no further step is
+Example = Pair | Completion | Prompt
+
+
+@dataclass
+class _Seen:
+    """Sums over packs."""
+
+    real: int = 0
+    held: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # by whether sequences are packed
+    most_work: float = 0.0
+    mean_work: float = 0.0
+    most_tokens: int = 0
+    mean_tokens: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A ring of some size in this run, with as many replicas as the run's ranks make."""
+
+    size: int
+    replicas: int
+    layout: Layout
+    name: str
+    grad_acc: int
+
+
+def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[Ring, ...], str]:
+    """Return what each ring size makes of the first steps, and what was looked at, in words."""
+    own = cfg.parallel.ring_size
+    shapes: dict[int, _Shape | str] = {size: _shape(cfg, size) for size in sorted({*SIZES, own})}
+    batches = _batches(cfg, rows, sampler)
+    found = []
+    seen = {size: _Seen() for size, shape in shapes.items() if isinstance(shape, _Shape)}
+    for replicas in {shape.replicas for shape in shapes.values() if isinstance(shape, _Shape)}:
+        alike = [each for each in shapes.values() if isinstance(each, _Shape) and each.replicas == replicas]
+        for batch, example_of in batches:
+            for replica in range(replicas):
+                for indices in batch.micro_batches(replica, replicas, cfg.train.micro_batch_size):
+                    examples = [example_of(index) for index in indices]
+                    for each in alike:
+                        _look(cfg, each, examples, seen[each.size])
+    for size, shape in shapes.items():
+        if isinstance(shape, str):
+            found.append(Ring(size, size == own, why=shape))
+        else:
+            found.append(_ring(shape, seen[size], own=size == own))
+    return tuple(found), _words(cfg, rows.kind, batches)
+
+
+def _shape(cfg: Config, size: int) -> _Shape | str:
+    """Return the shape of a ring, or why this run cannot have it."""
+    world = cfg.parallel.world_size
+    replicas = world // size if world % size == 0 else 1
+    layout = LayoutName.zigzag if cfg.parallel.layout is LayoutName.auto else cfg.parallel.layout
+    parallel = dataclasses.replace(cfg.parallel, ring_size=size, layout=layout)
+    try:
+        grad_acc = sizes.grad_acc(cfg.train.batch_size, cfg.train.micro_batch_size, replicas)
+        choice = choose(dataclasses.replace(cfg, parallel=parallel), heads_of(cfg.model))
+    except ConfigError as error:
+        return str(error)
+    own = get_layout(choice.layout.value, choice.ulysses_size)
+    return _Shape(size, replicas, build_layout(cfg, own), choice.name, grad_acc)
+
+
+def _batches(cfg: Config, rows: Rows, sampler: Sampler) -> list[tuple[Batch, Callable[[int], Example]]]:
+    """Return the train batches that are looked at, each with how its samples are found."""
+    taken = []
+    samples = tokens = 0
+    for batch, example_of, size in _all_batches(cfg, rows, sampler):
+        taken.append((batch, example_of))
+        samples, tokens = samples + len(batch.indices), tokens + size
+        if len(taken) == STEPS or samples >= MOST_SAMPLES or tokens >= MOST_TOKENS:
+            break
+    return taken
+
+
+def _all_batches(cfg: Config, rows: Rows, sampler: Sampler) -> Iterator[tuple[Batch, Callable[[int], Example], int]]:
+    """Yield the train batches of an epoch with their tokens."""
+    examples = rows.examples.train
+    if rows.kind is not Kind.prompts:
+        for batch in sampler.batches(1, sampler.steps_per_epoch):
+            places = np.array(batch.indices)
+            copies = rows.lengths.shape[1] - 1
+            tokens = int(rows.lengths[places, 0].sum()) * copies + int(rows.lengths[places, 1:].sum())
+            yield batch, lambda index: examples[index], tokens
+        return
+    rollout = cfg.rollout
+    steps_each = rollout.epochs * rollout.minibatches
+    for step in range(1, sampler.steps_per_epoch * steps_each + 1):
+        prompts = sampler.batch((step - 1) // steps_each + 1).indices
+        batch = samples_of_step(rollout, cfg.seed, cfg.train.batch_size, step)
+        drawn = [prompts[place // rollout.n_samples] for place in batch.indices]
+        tokens = int(rows.lengths[drawn, 0].sum()) + len(drawn) * rollout.max_new_tokens
+
+        def example_of(place: int, prompts: Sequence[int] = prompts) -> Example:
+            return examples[prompts[place // rollout.n_samples]]
+
+        yield batch, example_of, tokens
+
+
+def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) -> None:
+    """Pack a micro-batch and deal it to the ring, as training does; and pack it the other way, to compare."""
+    for packing in (True, False):
+        pack = _packed(cfg, shape, examples, packing=packing)
+        seen.held[packing] += len(pack.tokens_T)
+        if packing is not cfg.data.packing:
+            continue
+        deal = shape.layout.deal(pack.segments, shape.size)
+        seen.real += pack.real_tokens
+        seen.most_work += max(deal.work)
+        seen.mean_work += sum(deal.work) / shape.size
+        seen.most_tokens += max(deal.real)
+        seen.mean_tokens += sum(deal.real) / shape.size
+
+
+def _packed(cfg: Config, shape: _Shape, examples: Sequence[Example], *, packing: bool) -> Pack:
+    multiple, unit = shape.layout.multiple(shape.size), shape.layout.unit(shape.size)
+    pairs = [example for example in examples if isinstance(example, Pair)]
+    if pairs:
+        return pack_pairs(pairs, multiple, unit=unit, packing=packing)
+    drawn = np.zeros(cfg.rollout.max_new_tokens, np.int32)
+    sequences = [
+        (example.tokens, drawn) if isinstance(example, Prompt) else (example.prompt, example.answer)
+        for example in examples
+        if not isinstance(example, Pair)
+    ]
+    return pack_sequences(sequences, multiple, unit=unit, packing=packing)
+
+
+def _ring(shape: _Shape, seen: _Seen, *, own: bool) -> Ring:
+    return Ring(
+        shape.size,
+        own,
+        shape.name,
+        shape.size * shape.replicas,
+        shape.replicas,
+        shape.grad_acc,
+        seen.real / seen.held[True],
+        seen.real / seen.held[False],
+        seen.most_work / seen.mean_work,
+        seen.most_tokens / seen.mean_tokens,
+    )
+
+
+def _words(cfg: Config, kind: Kind, batches: Sequence[tuple[Batch, Callable[[int], Example]]]) -> str:
+    samples = sum(len(batch.indices) for batch, _ in batches)
+    long = f", each answer with rollout.max_new_tokens={cfg.rollout.max_new_tokens}" if kind is Kind.prompts else ""
+    auto = "; parallel.layout=auto is chosen when the run starts" if cfg.parallel.layout is LayoutName.auto else ""
+    return (
+        f"the first {counted(len(batches), 'step')}: {counted(samples, 'sample')} in micro-batches of "
+        f"{cfg.train.micro_batch_size}{long}{auto}"
+    )

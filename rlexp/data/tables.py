@@ -1,0 +1,174 @@
+"""The tables of a preview, as text: the terminal and the page show the same cells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlexp.data.facts import Preview, Reason, Source, counted, epochs
+from rlexp.data.visible import one_line
+
+KEPT = "kept, but "
+
+
+@dataclass(frozen=True)
+class Table:
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    strong: int | None = None  # the row that is the run's own
+    left: int = 1  # columns of text; the others are numbers
+
+
+def share(part: float, whole: float) -> str:
+    """`12.3 %`, `100 %`, `< 0.1 %`."""
+    if not whole:
+        return "–"
+    percent = 100 * part / whole
+    if 0 < percent < 0.05:
+        return "< 0.1 %"
+    return f"{percent:.1f} %" if percent < 99.95 and percent else f"{percent:.0f} %"
+
+
+def source_lines(source: Source, epoch: int, *, several: bool) -> list[str]:
+    """Say what a source is and what is taken of it. `epoch`: the samples of all sources together."""
+    role = " (held out)" if source.held_out else ""
+    lines = [
+        f"{source.key}{role}: {one_line(source.path)}",
+        f"  {one_line(source.shape)}",
+        f"  {counted(source.read, 'row')} read, {source.kept:,} kept ({share(source.kept, source.read)}), "
+        f"{counted(source.tokens, 'token')}",
+    ]
+    if source.per_epoch is not None and source.taken != source.kept:
+        lines.append(
+            f"  {source.taken:,} of them to train on, and {source.kept - source.taken:,} held out by data.eval_size"
+        )
+    if several and source.per_epoch is not None:
+        weight = "" if source.weight is None else f"weight {source.weight:g}: "
+        passes = source.per_epoch / source.taken if source.taken else 0
+        lines.append(
+            f"  {weight}{source.per_epoch:,} samples an epoch ({share(source.per_epoch, epoch)} of all, "
+            f"each of its rows {passes:.2f} times)"
+        )
+    return lines
+
+
+def reasons(facts: Preview) -> Table:
+    several = len(facts.sources) > 1
+    rows = [
+        (_what(reason, named=several), f"{reason.count:,}", "–" if reason.first is None else one_line(reason.first))
+        for reason in sorted(facts.reasons, key=lambda each: (each.held_out, each.what.startswith(KEPT), -each.count))
+    ]
+    return Table(("rows that were", "count", "the first one"), tuple(rows), left=1)
+
+
+def _what(reason: Reason, *, named: bool) -> str:
+    what = reason.what if reason.what.startswith(KEPT) else f"left out: {reason.what}"
+    where = f" [{reason.key}{', held out' if reason.held_out else ''}]" if named else ""
+    return f"{what.removesuffix(', and left out by data.bad_rows=drop')}{where}"
+
+
+def lists(facts: Preview) -> list[str]:
+    """Say where rows are listed that were left out, and name the first."""
+    lines = []
+    for reason in facts.reasons:
+        if reason.file is not None:
+            lines += [f"{one_line(said)}" for said in reason.said]
+            lines.append(f"All {reason.count:,} are in {one_line(reason.file)}")
+    return lines
+
+
+def lengths(facts: Preview) -> Table:
+    names = list(facts.lengths[0].percentiles) if facts.lengths else []
+    head = ("tokens of", *(f"{name} %" if name.isdigit() else name for name in names), "mean")
+    rows = tuple(
+        (each.part, *(f"{each.percentiles[name]:,}" for name in names), f"{each.mean:,.1f}") for each in facts.lengths
+    )
+    return Table(head, rows)
+
+
+def limits(facts: Preview) -> str:
+    """Say how many sequences are as long as they may be."""
+    (whole,) = (each for each in facts.lengths if each.limit is not None)
+    bound = f"data.max_length={facts.max_length:,}"
+    if whole.limit != facts.max_length:
+        bound += f" − rollout.max_new_tokens = {whole.limit:,}"
+    count = whole.at_limit or 0
+    what = "prompts" if whole.part == "prompt" else "sequences"
+    return f"{count:,} of {whole.count:,} {what} ({share(count, whole.count)}) have all tokens of {bound}."
+
+
+def sharing(facts: Preview) -> list[str]:
+    found = facts.sharing
+    assert found is not None
+    of = "of all tokens" if facts.kind != "prompts" else "of the prompts' tokens"
+    if facts.kind == "prompts":
+        held = (
+            f"Each prompt stands in {counted(found.copies, 'sample')}: {found.prompt_tokens:,} tokens of prompts, "
+            f"beside the answers that are drawn."
+        )
+    else:
+        times = f"{found.copies} copies of its prompt, one for each answer" if found.copies > 1 else "its prompt once"
+        held = (
+            f"Each example holds {times}: prompts take {share(found.prompt_tokens, found.tokens)} of "
+            f"{found.tokens:,} tokens."
+        )
+    lines = [
+        f"{found.examples:,} examples have {counted(found.prompts, 'different prompt')}; {found.sharing:,} examples "
+        f"({share(found.sharing, found.examples)}) have a prompt that another one has too.",
+        held,
+    ]
+    if found.copies > 1:
+        lines.append(
+            f"One copy for each example would save {found.saved_within:,} tokens, "
+            f"{share(found.saved_within, found.tokens)} {of}."
+        )
+    if found.saved_across > found.saved_within:
+        lines.append(
+            f"One copy for all examples with the same prompt would save {found.saved_across:,} tokens, "
+            f"{share(found.saved_across, found.tokens)} {of}."
+        )
+    lines.append(
+        f"{counted(found.duplicates, 'example')} ({share(found.duplicates, found.examples)}) "
+        f"{'has' if found.duplicates == 1 else 'have'} the same tokens as an earlier one."
+    )
+    return lines
+
+
+def steps(facts: Preview) -> list[str]:
+    found = facts.steps
+    assert found is not None
+    drawn = facts.kind == "prompts"
+    sample, noun, whole = ("prompt", "rollout", "rollout") if drawn else ("sample", "step", "batch")
+    left = f"; the last {counted(found.left_out, sample)} fill no {whole}" if found.left_out else ""
+    return [
+        f"{counted(found.per_epoch, 'step')} an epoch, of {counted(found.batch, 'sample')} each{left}.",
+        f"{counted(found.run, 'step')} in this run, {epochs(found.epochs)}.",
+        f"Tokens of a {noun}: {found.tokens_mean:,.0f} on average, {found.tokens_most:,} at most; "
+        f"{found.tokens_per_epoch:,} an epoch ({found.measured}).",
+    ]
+
+
+def rings(facts: Preview) -> Table:
+    head = ("ring", "ranks", "replicas", "grad_acc", "packed", "padded", "attention", "tokens")
+    rows: list[Sequence[str]] = []
+    for ring in facts.rings:
+        if ring.packed is None or ring.padded is None or ring.work is None or ring.tokens is None:
+            rows.append((f"{ring.size}", *["–"] * 7))
+            continue
+        rows.append(
+            (f"{ring.size}", f"{ring.ranks}", f"{ring.replicas}", f"{ring.grad_acc}", f"{100 * ring.packed:.1f} %",
+             f"{100 * ring.padded:.1f} %", f"{ring.work:.3f}", f"{ring.tokens:.3f}")
+        )  # fmt: skip
+    own = next((place for place, ring in enumerate(facts.rings) if ring.own), None)
+    return Table(head, tuple(map(tuple, rows)), own, left=0)
+
+
+def about_rings(facts: Preview) -> list[str]:
+    own = next(ring for ring in facts.rings if ring.own)
+    lines = [
+        f"Of {facts.sampled}. Layout: {own.layout}.",
+        "packed, padded: real tokens / tokens held, with data.packing=true and with false (this run: "
+        f"{str(facts.packing).lower()}). attention, tokens: the busiest rank / the mean rank.",
+        "grad_acc: micro-batches of a replica in a step.",
+    ]
+    return lines + [f"Ring {ring.size}: {ring.why}" for ring in facts.rings if ring.why]

@@ -1,0 +1,37 @@
+"""Export a checkpoint as a model that transformers loads.
+
+python -m rlexp.export RUN                        the newest whole checkpoint, to RUN/model-step-…
+python -m rlexp.export RUN/checkpoints/step-00000050 --out FOLDER --dtype bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rlexp.base.command import exit_code
+from rlexp.config.schema import ExportDtype
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlexp.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("--out", type=Path, help="a new or empty folder for the model")
+    parser.add_argument("--dtype", choices=[each.value for each in ExportDtype], default=ExportDtype.auto.value)
+    options = parser.parse_args()
+    return exit_code(lambda: export(options))
+
+
+def export(options: argparse.Namespace) -> int:
+    from rlexp.export.checkpoint import export_checkpoint  # here, since this module imports torch
+
+    place = export_checkpoint(options.source, options.out, ExportDtype[options.dtype])
+    sys.stderr.write(f"done: {place}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""`launch.preflight`: what is decided before the ranks of a run start, from a rehearsal in a process of its own.
+
+A run whose prediction does not fit its device is refused; `engine=auto` becomes the first engine that fits, and
+`parallel.layout=auto` the fastest layout. The rehearsal (`preflight/judge.py`) needs torch and changes it, so it has
+its own process, and its time is bounded: where it fails, the run starts, and one line says that it was not rehearsed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlexp import __version__
+from rlexp.base.errors import UserError
+from rlexp.base.files import write_text
+from rlexp.config.checks.layout import Choice, candidates, with_layout
+from rlexp.config.elsewhere import unrehearsable
+from rlexp.config.gpu_descriptions import gpu_of
+from rlexp.config.load import to_plain
+from rlexp.config.schema import Config, Device, EngineName, HardwareConfig, LayoutName, Preflight
+
+FILE = "preflight.json"  # in a run's folder
+PREDICTING, HELPING = 180.0, 180.0  # seconds at most for the prediction, and for the changes that would help
+ENDING = 20.0  # seconds that the process may take beyond that
+GIB = 1 << 30
+FREE = ("seed", "logger", "checkpoint", "resume")  # groups on which no prediction depends
+NOT_REHEARSED = "the run was not rehearsed before it starts:"
+UNKNOWN = (
+    "the memory of its GPUs cannot be told here. hardware=OPTION or hardware.memory_gib=NUMBER tells it, and "
+    "launch.preflight=off says nothing of it."
+)
+ELSEWHERE = (
+    "this machine does not know the GPUs of the jobs, so each job is rehearsed when it starts. With hardware=OPTION "
+    "jobs that do not fit are not submitted."
+)
+OF_A_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_known: dict[str, Verdict] = {}
+_told: set[str] = set()
+
+
+class DoesNotFitError(UserError):
+    """A run that is predicted to need more memory than its device has. `reason` is the message without the table."""
+
+    def __init__(self, reason: str, verdict: Verdict) -> None:
+        super().__init__(f"{reason}\n\n{verdict.table}")
+        self.reason, self.verdict = reason, verdict
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rehearsal says of a run. Without `fits` the memory was not predicted, and `why` says why not."""
+
+    of: str = ""  # the fingerprint of the configuration
+    fits: bool | None = None
+    why: str = ""
+    limit: int = 0  # bytes
+    peak: int = 0  # bytes
+    phase: str = ""  # of the peak
+    peaks: dict[str, dict[str, int]] = field(default_factory=dict)  # bytes, by phase and kind
+    engine: str | None = None
+    engine_chosen: str | None = None  # why, where engine=auto chose it
+    layout: str | None = None
+    ulysses_size: int = 1
+    layout_chosen: str | None = None
+    table: str = ""
+    remedy: str = ""  # a sentence
+
+
+def prepared(
+    cfg: Config, run_dir: Path | None = None, *, here: bool = True, helping: bool = True
+) -> tuple[Config, Verdict]:
+    """Return the configuration with everything chosen, and the verdict on it; refuse a run that does not fit.
+
+    A verdict in the run's folder, or of this process, on the same configuration is taken again. With `here`, this
+    machine runs it. Without `helping` no change that would fit is looked for.
+    """
+    hardware, why_not = device_of(cfg, here=here)
+    if hardware is None and not here:
+        tell(why_not)
+        return cfg, Verdict()
+    if hardware is not None:
+        cfg = dataclasses.replace(cfg, hardware=hardware)
+    if cfg.parallel.layout is LayoutName.auto and cfg.parallel.ring_size == 1:
+        cfg = with_layout(cfg, candidates(cfg, None)[0])
+    if hardware is not None and (reason := unrehearsable(cfg)):
+        hardware, why_not = None, reason
+    if why_not:
+        tell(f"{NOT_REHEARSED} {why_not}" if here else why_not)
+    if hardware is None and cfg.parallel.layout is not LayoutName.auto:
+        return cfg, Verdict()
+    key = fingerprint(cfg, fitting=hardware is not None)
+    verdict = (
+        _known.get(key) or read(run_dir, key) or rehearsed(cfg, key, fitting=hardware is not None, helping=helping)
+    )
+    _known[key] = verdict
+    if hardware is not None and verdict.fits is None:
+        tell(f"{NOT_REHEARSED} {verdict.why}")
+    if verdict.fits is False:
+        raise refusal(cfg, verdict)
+    return chosen(cfg, verdict), verdict
+
+
+def laid_out(cfg: Config) -> Config:
+    """Return the configuration with the layout that parallel.layout=auto takes, whether or not the run fits."""
+    unasked = dataclasses.replace(cfg, launch=dataclasses.replace(cfg.launch, preflight=Preflight.off))
+    return dataclasses.replace(prepared(unasked)[0], launch=cfg.launch)
+
+
+def device_of(cfg: Config, *, here: bool = True) -> tuple[HardwareConfig | None, str]:
+    """Return the device whose memory is to suffice, or None; and what is to be told if it should be known, and is not.
+
+    On CPU nothing limits a rank, unless hardware.memory_gib says so.
+    """
+    hardware, unnamed = cfg.hardware, cfg.hardware.name == HardwareConfig().name
+    if cfg.launch.preflight is Preflight.off:
+        return None, ""
+    if cfg.launch.device is Device.cpu:
+        return (hardware if unnamed and hardware.memory_gib else None), ""
+    if not unnamed:
+        return (hardware if hardware.memory_gib else None), ""
+    found = gpu_of(hardware, here=here)
+    return found, "" if found else (UNKNOWN if here else ELSEWHERE)
+
+
+def chosen(cfg: Config, verdict: Verdict) -> Config:
+    """Return the configuration with the engine and the layout of the verdict."""
+    if cfg.parallel.layout is LayoutName.auto:
+        name = LayoutName(verdict.layout or "zigzag")
+        why = verdict.layout_chosen or f"it takes any heads; no other was rehearsed: {verdict.why}"
+        cfg = with_layout(cfg, Choice(name, verdict.ulysses_size, why))
+    if verdict.engine is not None and verdict.engine_chosen is not None:
+        engine = dataclasses.replace(cfg.engine, name=EngineName(verdict.engine), chosen=verdict.engine_chosen)
+        cfg = dataclasses.replace(cfg, engine=engine)
+        tell(f"engine=auto takes {verdict.engine}: {verdict.engine_chosen}")
+    return cfg
+
+
+def refusal(cfg: Config, verdict: Verdict) -> DoesNotFitError:
+    gpu = f"on {cfg.hardware.name}" if cfg.hardware.name != HardwareConfig().name else "on this GPU"
+    there = "by hardware.memory_gib" if cfg.launch.device is Device.cpu else gpu
+    engine = "" if verdict.engine_chosen is None else f"engine=auto: {verdict.engine_chosen}. "
+    reason = (
+        f"the run does not fit: it needs {size(verdict.peak)} at its peak ({verdict.phase}), and a rank may take "
+        f"{size(verdict.limit)} {there}. {engine}{verdict.remedy}To start it all the same: launch.preflight=off."
+    )
+    return DoesNotFitError(reason, verdict)
+
+
+# ---- the rehearsal ----
+
+
+def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Verdict:
+    """Rehearse the run in a process of its own."""
+    patience = min(PREDICTING, cfg.launch.timeout_seconds / 2)  # other ranks may wait for this one
+    help_for = HELPING if helping else 0.0
+    device = Device.cpu if cfg.launch.device is Device.cpu else Device.cuda  # auto: of jobs that run elsewhere
+    cfg = dataclasses.replace(cfg, launch=dataclasses.replace(cfg.launch, device=device))
+    asked = {"cfg": to_plain(cfg), "fitting": fitting, "seconds": patience, "helping": help_for}
+    around = {name: value for name, value in os.environ.items() if name not in OF_A_WORLD}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlexp.preflight.judge"], env=around | {"CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    limit = patience + help_for + ENDING
+    try:
+        said, complaints = process.communicate(json.dumps(asked), limit)
+    except subprocess.TimeoutExpired:
+        return Verdict(key, why=f"it took longer than {limit:g} seconds.")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    try:
+        answer = json.loads(said)
+    except ValueError:
+        last = (complaints.strip().splitlines() or ["it said nothing"])[-1]
+        return Verdict(key, why=f"it ended with status {process.returncode} ({last}).")
+    if "refused" in answer:
+        raise UserError(answer["refused"])
+    return Verdict(key, **answer)
+
+
+def fingerprint(cfg: Config, *, fitting: bool) -> str:
+    """Return a hash of all that a verdict depends on."""
+    plain = {group: value for group, value in to_plain(cfg).items() if group not in FREE}
+    launch = ("nproc", "nodes", "deterministic")
+    plain["launch"] = {key: plain["launch"][key] for key in launch} | {"cpu": cfg.launch.device is Device.cpu}
+    told = json.dumps([__version__, plain, fitting], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def read(run_dir: Path | None, key: str | None = None) -> Verdict | None:
+    """Return the verdict that a run's folder holds: with a key, only one by which that very configuration fits."""
+    try:
+        known = json.loads((run_dir / FILE).read_text(encoding="utf-8")) if run_dir is not None else {}
+        verdict = Verdict(**known)
+    except (OSError, ValueError, TypeError):
+        return None
+    if key is None:
+        return verdict if verdict.of else None
+    return verdict if verdict.of == key and verdict.fits else None
+
+
+def keep(run_dir: Path, verdict: Verdict) -> None:
+    """Write a prediction into the run's folder, for the report, and for when the run goes on. Without one, remove that
+    of an earlier start."""
+    try:
+        if verdict.fits is None:
+            (run_dir / FILE).unlink(missing_ok=True)
+            return
+        write_text(run_dir / FILE, json.dumps(dataclasses.asdict(verdict), indent=1) + "\n")
+    except OSError as error:  # a full disk must not keep the run from starting
+        sys.stderr.write(f"rlexp: {run_dir / FILE} could not be written ({error.strerror}).\n")
+
+
+def size(count: int) -> str:
+    """`76.6 GiB`, or `5.2 MiB` below one."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"
+
+
+def tell(line: str) -> None:
+    """Say something once in this process: the jobs of a sweep have much in common."""
+    if line and line not in _told:
+        _told.add(line)
+        sys.stderr.write(f"rlexp: {line}\n")

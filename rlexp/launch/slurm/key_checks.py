@@ -1,0 +1,88 @@
+"""Check the launcher's own keys before anything is submitted. Hydra checks only their types, and the cluster refuses a
+wrong one late."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlexp.base.errors import ConfigError
+from rlexp.config.schema.bounds import check_number
+from rlexp.config.schema.keys import about_unknown
+from rlexp.config.schema.launcher_keys import LocalJobs, SlurmJobs
+from rlexp.launch.slurm.queue import last_line
+
+PATIENCE = 60.0  # seconds for a container to start
+# Launcher keys that follow from keys of each job's configuration.
+_DERIVED = {"nodes": "launch.nodes", "tasks_per_node": "launch.nproc"}
+
+
+def check(given: DictConfig, known: type[SlurmJobs] | type[LocalJobs]) -> None:
+    """Check `given`, the launcher's composed configuration, against the keys of the class `known`."""
+    _known(given, known)
+    if known is SlurmJobs:
+        _follow(given)
+    params = {key: given[key] for key in given if not OmegaConf.is_interpolation(given, str(key))}
+    for field in dataclasses.fields(known):
+        check_number(f"hydra.launcher.{field.name}", params.get(field.name), field)
+    for name in params.get("environment", {}):
+        if not re.fullmatch(r"[A-Za-z_]\w*", str(name), flags=re.ASCII):
+            raise ConfigError(f"hydra.launcher.environment: {name} is no variable's name (letters, digits, _).")
+
+
+def check_folder(sweep: str) -> None:
+    """Refuse a % in the sweep's folder, since sbatch expands it in the paths of logs."""
+    if "%" in sweep:
+        raise ConfigError(f"hydra.sweep.dir={sweep}: Slurm expands a % in the paths of logs. Give a folder without.")
+
+
+def _known(given: DictConfig, known: type[Any]) -> None:
+    names = [field.name for field in dataclasses.fields(known)]
+    for key in map(str, given):
+        if key not in names:
+            raise ConfigError(about_unknown(f"hydra.launcher.{key}"))
+
+
+def _follow(given: DictConfig) -> None:
+    for key, owner in _DERIVED.items():
+        if not OmegaConf.is_interpolation(given, key):
+            raise ConfigError(
+                f"hydra.launcher.{key}={given[key]}: follows from each job's configuration. Give {owner}={given[key]}."
+            )
+
+
+def check_container(params: Mapping[str, Any]) -> None:
+    """Refuse a container whose Python does not have rlexp. Skipped where this machine cannot start the container."""
+    container = params["container"]
+    if not container or shutil.which(_first_word(container)) is None or _error(f"{container} true") is not None:
+        return
+    python = params["python"] or "python"
+    error = _error(f"{container} {shlex.quote(python)} -c 'import rlexp'")
+    if error is not None:
+        raise ConfigError(
+            f"hydra.launcher.container={container}: `{python} -c 'import rlexp'` fails in it ({error}). Install rlexp "
+            f"there, or name the Python that has it: hydra.launcher.python=PATH."
+        )
+
+
+def _first_word(command: str) -> str:
+    try:
+        return next(iter(shlex.split(command)), "")
+    except ValueError as error:
+        raise ConfigError(f"hydra.launcher.container={command}: is no command of a shell ({error}).") from None
+
+
+def _error(command: str) -> str | None:
+    """Return why a command fails; None if it succeeds."""
+    try:
+        answer = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {PATIENCE:g} s"
+    return (last_line(answer.stderr) or f"exit code {answer.returncode}") if answer.returncode else None

@@ -1,0 +1,161 @@
+"""All that preflight says of a configuration: its memory, what fits, what would help, and how long a step takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rlexp.base.errors import ConfigError, UserError
+from rlexp.config.elsewhere import compose_elsewhere
+from rlexp.config.schema import Config
+from rlexp.config.sizes import divisors
+from rlexp.preflight.changes import Change, cost, singles
+from rlexp.preflight.children import Calls, at_once
+from rlexp.preflight.fit import STEP, Longest, fit_like, predict_and_fit, room, with_length
+from rlexp.preflight.predict import Found, Prediction, plan_of, rehearsals
+from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
+from rlexp.preflight.rehearsal.log import Log
+from rlexp.preflight.rehearsal.rehearse import preload
+from rlexp.preflight.rehearsal.sharding import Sharding, compare, kept, of_attention
+from rlexp.preflight.remedy import attempt, first_that_fits, laid_out
+from rlexp.training.model.loading import load_config, random_model
+
+
+@dataclass(frozen=True)
+class Answer:
+    cfg: Config
+    parameters: int
+    prediction: Prediction
+    rings: dict[int, Longest | str]  # by ring size; a text says why there is no such ring
+    changes: Sequence[Change]
+    sharding: Sharding | None  # None for a ring of one
+    engine_chosen: str | None = None  # why engine=auto takes this engine
+
+    @property
+    def limit(self) -> int:
+        return room(self.cfg)
+
+    @property
+    def fits(self) -> bool:
+        return self.prediction.peak.bytes <= self.limit
+
+    @cached_property
+    def remedy(self) -> Change | None:
+        """The change that fits and takes the least time; None if the run fits, or no single change makes it fit."""
+        fitting = [change for change in self.changes if change.fits(self.limit)]
+        return None if self.fits else min(fitting, key=cost, default=None)
+
+
+def answer(overrides: Sequence[str]) -> Answer:
+    """Rehearse a configuration, then the same on other rings and with single changes."""
+    cfg = compose_elsewhere(overrides)
+    model = load_config(cfg.model, cfg.data.max_length)
+    preload()  # rehearsals are forked from this process
+    found: Answer
+    (found,) = at_once([answering(cfg, model, overrides)], len(os.sched_getaffinity(0)))
+    return found
+
+
+def answering(composed: Config, model: Any, overrides: Sequence[str]) -> Calls:
+    """Return the answer. A task of `children.at_once`."""
+    engine, rings = yield [first_that_fits(composed, model), other_rings(composed, overrides)]
+    cfg = yield from laid_out(engine.cfg, model)
+    changes = list(singles(engine.cfg, engines=engine.chosen is None))
+    known = engine.found.prediction if engine.found else None
+    fits = known is not None and known.peak.bytes <= room(cfg)
+    rank = known.rank if known and fits else None  # a change must fit only where the run does not
+    (asked, lengths), logs, *changed = yield [
+        lengths_that_fit(cfg, model, rings, engine.found),
+        logs_to_compare(cfg, model, engine.found),
+        *(attempt(each, model, room(cfg), rank) for _, each in changes),
+    ]
+    predicted = zip(changes, changed, strict=True)
+    tried = [*engine.others, *(Change.of(words, result) for (words, _), result in predicted)]
+    sharding = shared_out(cfg, model, *logs) if logs else None
+    return Answer(cfg, count_parameters(model), asked.prediction, lengths, tried, sharding, engine.chosen)
+
+
+def other_rings(cfg: Config, overrides: Sequence[str]) -> Calls:
+    """Return the configuration on each other ring that the ranks could have, by its size, or why there is none.
+
+    A task of `children.at_once`.
+    """
+    sizes = list(_ring_sizes(cfg))
+    composed = yield [(_composed, (overrides, f"parallel.ring_size={size}")) for size in sizes]
+    return dict(zip(sizes, composed, strict=True))
+
+
+def lengths_that_fit(cfg: Config, model: Any, rings: dict[int, Config | str], known: Found | None) -> Calls:
+    """Predict the run, and find the longest sequence on its ring and then on others. A task of `children.at_once`."""
+    asked, longest = yield from predict_and_fit(cfg, model, found=known)
+    there = [dataclasses.replace(each, engine=cfg.engine) for each in rings.values() if isinstance(each, Config)]
+    laid = yield [laid_out(each, model) for each in there]
+    others = [_as_long(each, cfg, longest) for each in laid]
+    slope = longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
+    found = yield [fit_like(each, model, slope / each.parallel.ring_size, asked) for each in others]
+    lengths: dict[int, Longest | str] = {size: each for size, each in rings.items() if isinstance(each, str)}
+    lengths |= {each.parallel.ring_size: result for each, result in zip(others, found, strict=True)}
+    return asked, dict(sorted((lengths | {cfg.parallel.ring_size: longest}).items()))
+
+
+def _as_long(other: Config, cfg: Config, longest: Longest) -> Config:
+    """Return another ring at the length that it probably fits: as many tokens a rank."""
+    size = other.parallel.ring_size
+    length = (longest.tokens or cfg.data.max_length) * size // cfg.parallel.ring_size
+    return with_length(other, max(STEP * size, length))
+
+
+def logs_to_compare(cfg: Config, model: Any, known: Found | None) -> Calls:
+    """Return logs of a few layers on the run's ring, which may be known, and with the same sequences on a ring of one.
+
+    None if that is the ring.
+    """
+    if cfg.parallel.ring_size == 1:
+        return None
+    layers = next(cycle_of(model).few(model.num_hidden_layers, FEWEST), model.num_hidden_layers)
+    if known is not None and known.log.layers == layers:
+        return [known.log, *(yield from rehearsals([plan_of(alone(cfg), model, 0, layers)]))]
+    return (yield from rehearsals(plan_of(each, model, 0, layers) for each in (cfg, alone(cfg))))
+
+
+def shared_out(cfg: Config, model: Any, ring: Log, one: Log) -> Sharding:
+    assert ring.layers == one.layers, "logs of other numbers of layers"
+    return compare(kept(ring), kept(one), cfg.parallel.ring_size, attention=of_attention(cfg, model))
+
+
+def alone(cfg: Config) -> Config:
+    """Return the configuration of one replica on a ring of one."""
+    parallel = dataclasses.replace(cfg.parallel, ring_size=1, world_size=cfg.parallel.dp_size, ulysses_size=None)
+    if cfg.parallel.layout.value in ("hybrid", "ulysses", "auto"):
+        parallel = dataclasses.replace(parallel, layout=type(cfg.parallel.layout).zigzag)
+    return dataclasses.replace(cfg, parallel=parallel)
+
+
+def count_parameters(model: Any) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in random_model(model, 2).parameters())
+
+
+def _ring_sizes(cfg: Config) -> Iterator[int]:
+    """Yield the other ring sizes that the ranks could have."""
+    size, world = 1, cfg.parallel.world_size
+    while size <= world:
+        if size in divisors(world) and size != cfg.parallel.ring_size:
+            yield size
+        size *= 2
+
+
+def _composed(overrides: Sequence[str], *words: str) -> Config | str:
+    """Return the configuration with other words, which replace those for the same key, or why there is none."""
+    keys = {each.partition("=")[0] for each in words}
+    kept = [each for each in overrides if each.lstrip("+").partition("=")[0] not in keys]
+    try:
+        return compose_elsewhere([*kept, *words])
+    except (ConfigError, UserError) as error:
+        return str(error)

@@ -1,0 +1,142 @@
+"""Changes of a configuration that need less memory, as words to type and as the configuration that they make."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rlexp.base.engine_facts import ENGINES
+from rlexp.base.errors import ConfigError, first_line
+from rlexp.config.checks.across_fields import check_engine
+from rlexp.config.checks.layout import check_layout, heads_of
+from rlexp.config.schema import Config, Device, EngineName, Offload
+from rlexp.launch.preflight_check import size
+from rlexp.preflight.predict import Found, Prediction
+from rlexp.preflight.rehearsal.longest_samples import smaller
+
+CHEAPEST = ("zero1", "zero2", "fsdp2", "zero3")  # engines, from the one that sends least to those that hold least
+
+Words = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of the configuration, with what follows from it. `refused` says why it cannot be made."""
+
+    words: str
+    prediction: Prediction | None = None
+    refused: str | None = None
+
+    @staticmethod
+    def of(words: str, result: Found | Exception) -> Change:
+        if isinstance(result, Exception):
+            return Change(words, refused=first_line(result))
+        return Change(words, result.prediction)
+
+    def fits(self, limit: int) -> bool:
+        return self.prediction is not None and self.prediction.peak.bytes <= limit
+
+
+def cost(change: Change) -> tuple[bool, float]:
+    """Order changes by their time. Offload comes last: the roofline has neither the way to the host nor the host's
+    optimizer step."""
+    took = seconds(change.prediction)
+    return offloads(change.words), math.inf if took is None else took
+
+
+def offloads(words: str) -> bool:
+    return "engine.offload" in words
+
+
+def seconds(prediction: Prediction | None) -> float | None:
+    """Return the estimated seconds of a step; None if no step was rehearsed."""
+    if prediction is None or prediction.build_alone:
+        return None
+    counts = prediction.counts()
+    return counts.seconds + counts.waited
+
+
+def needed(prediction: Prediction) -> str:
+    return "more than " * prediction.build_alone + size(prediction.peak.bytes)
+
+
+def engines_for(cfg: Config) -> list[Config]:
+    """Return the configuration with each engine that engine=auto may take, the default first."""
+    names = dict.fromkeys((cfg.engine.name.value, *CHEAPEST))
+    return [changed for name in names if (changed := with_engine(cfg, name)) is not None]
+
+
+def with_engine(cfg: Config, name: str) -> Config | None:
+    """Return the configuration with another engine; None if that engine cannot do what is asked."""
+    engine = dataclasses.replace(cfg.engine, name=EngineName(name), chosen=None)
+    return _checked(dataclasses.replace(cfg, engine=engine))
+
+
+def singles(cfg: Config, *, engines: bool = True) -> Iterator[tuple[str, Config]]:
+    """Yield single changes. Without `engines` the engine stays: all were tried."""
+    if not cfg.memory.checkpointing:
+        memory = dataclasses.replace(cfg.memory, checkpointing=True)
+        yield "memory.checkpointing=true", dataclasses.replace(cfg, memory=memory)
+    double = 2 * cfg.parallel.ring_size
+    if cfg.parallel.world_size % double == 0 and (wider := _checked(_with_ring(cfg, double))) is not None:
+        # On CPU the number of ranks follows the ring unless it is given.
+        ranks = f" launch.nproc={cfg.launch.nproc}" if cfg.launch.device is Device.cpu else ""
+        yield f"parallel.ring_size={double}{ranks}", wider
+    name = cfg.engine.name.value
+    held = CHEAPEST.index(name) if name in CHEAPEST else -1
+    for engine in CHEAPEST[held + 1 :] if engines else ():
+        if (other := with_engine(cfg, engine)) is not None:
+            yield f"engine={engine}", other
+    if cfg.engine.offload is Offload.none and "optimizer" in ENGINES[name].offload:
+        offloaded = dataclasses.replace(cfg.engine, offload=Offload.optimizer)
+        yield "engine.offload=optimizer", dataclasses.replace(cfg, engine=offloaded)
+    if cfg.train.micro_batch_size > 1 and cfg.train.micro_batch_size % 2 == 0:
+        yield f"train.micro_batch_size={cfg.train.micro_batch_size // 2}", _with_half_the_micro_batch(cfg)
+    for words in smaller(cfg):
+        key, _, value = words.removeprefix("rollout.").partition("=")
+        changed: dict[str, Any] = {key: int(value)}
+        yield words, dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, **changed))
+
+
+def pairs(cfg: Config, *, engines: bool = True) -> dict[Words, Config]:
+    """Return two changes at once. Two of the same key are the later one alone."""
+    found: dict[Words, Config] = {}
+    alone = {words for words, _ in singles(cfg, engines=engines)}
+    for first, changed in singles(cfg, engines=engines):
+        for second, twice in singles(changed, engines=engines):
+            words = (second,) if key_of(first) == key_of(second) else (first, second)
+            if set(words) <= alone and len(words) == 1:
+                continue
+            if not any(set(words) == set(known) for known in found):
+                found[words] = twice
+    return found
+
+
+def key_of(words: str) -> str:
+    return words.partition("=")[0]
+
+
+def _with_ring(cfg: Config, size: int) -> Config:
+    replicas = cfg.parallel.world_size // size
+    parallel = dataclasses.replace(cfg.parallel, ring_size=size, dp_size=replicas)
+    batches = cfg.train.batch_size // (cfg.train.micro_batch_size * replicas)
+    return dataclasses.replace(cfg, parallel=parallel, train=dataclasses.replace(cfg.train, grad_acc=batches))
+
+
+def _with_half_the_micro_batch(cfg: Config) -> Config:
+    train = dataclasses.replace(
+        cfg.train, micro_batch_size=cfg.train.micro_batch_size // 2, grad_acc=2 * cfg.train.grad_acc
+    )
+    return dataclasses.replace(cfg, train=train)
+
+
+def _checked(cfg: Config) -> Config | None:
+    try:
+        check_engine(cfg)
+        check_layout(cfg, heads_of(cfg.model))
+    except ConfigError:
+        return None
+    return cfg

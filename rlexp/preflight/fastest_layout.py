@@ -1,0 +1,113 @@
+"""`parallel.layout=auto`: the layout whose own code, rehearsed for one layer, needs the least time.
+
+Each layout attends to a pair of the longest sequences, forward and backward, on tensors without memory. The clock of
+the rehearsal counts operators, kernel launches and the bytes that computing does not hide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import torch
+
+from rlexp.config.checks.layout import Choice, Heads, candidates, near
+from rlexp.config.schema import Config, Device, KernelName, Precision
+from rlexp.preflight.children import Calls, at_once
+from rlexp.preflight.rehearsal.device import rehearsed_device
+from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
+from rlexp.preflight.rehearsal.log import Log
+from rlexp.preflight.rehearsal.mode import Rehearsing
+from rlexp.preflight.rehearsal.rates import Clock, Rates
+from rlexp.preflight.rehearsal.world import joined
+from rlexp.training.ring.groups import Ring, Traffic, build_world
+from rlexp.training.ring.kernels import BlockKernel, get_kernel
+from rlexp.training.ring.layouts import get_layout
+from rlexp.training.types import Segment
+
+DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32, Precision.fp64: torch.float64}
+
+
+def fastest(cfg: Config, heads: Heads | None) -> Choice:
+    """Choose the layout for a configuration with parallel.layout=auto."""
+    choice: Choice
+    (choice,) = at_once([choosing(cfg, heads)], len(os.sched_getaffinity(0)))
+    return choice
+
+
+def choosing(cfg: Config, heads: Heads | None) -> Calls:
+    """Choose the layout, as a task of `children.at_once`: a process that has rehearsed cannot rehearse a whole run."""
+    possible = candidates(cfg, heads)
+    if len(possible) == 1:
+        return possible[0]
+    assert heads is not None
+    seconds = yield [(seconds_of, (cfg, heads, choice)) for choice in possible]
+    ranked = sorted(zip(possible, seconds, strict=True), key=lambda item: item[1])
+    best, least = ranked[0]
+    told = ", ".join(f"{choice.name} {time / least:.2f}" for choice, time in ranked)
+    where = "one node" if near(cfg, cfg.parallel.ring_size) else "several nodes"
+    reason = f"{heads.queries} heads, {heads.keys} of keys, {cfg.data.max_length:,} tokens, {where}; rehearsed: {told}"
+    return dataclasses.replace(best, reason=reason)
+
+
+def seconds_of(cfg: Config, heads: Heads, choice: Choice) -> float:
+    """Rehearse one layer's attention over a layout; return the seconds that rank 0 needs."""
+    device = rehearsed_device() if cfg.launch.device is Device.cuda else torch.device("cpu")
+    ring_size, dtype = cfg.parallel.ring_size, DTYPES[cfg.train.precision]
+    log = Log(device.type, clock=Clock(Rates.of(cfg, ring_size)))
+    with joined(0, ring_size), (mode := Rehearsing(log)):
+        ring = watched(build_world(ring_size, inner_size=choice.ulysses_size).ring, cfg, log, mode)
+        layout = get_layout(choice.layout.value, choice.ulysses_size)
+        segments = pair(cfg.data.max_length, layout.multiple(ring_size))
+        plan = layout.plan(segments, ring, CountedKernel(kernel_of(cfg, dtype), log)).to(device)
+        tokens = len(layout.deal(segments, ring_size).places[0])
+        q, k, v = (
+            torch.empty(tokens, count, heads.size, device=device, dtype=dtype, requires_grad=True)
+            for count in (heads.queries, heads.keys, heads.keys)
+        )
+        out = plan.attend(q, k, v, 1.0)
+        forward = log.clock.now
+        out.backward(torch.empty_like(out))
+        log.enter("")  # waits for what is on its way
+    return log.clock.now + (forward if cfg.memory.checkpointing else 0.0)
+
+
+def watched(ring: Ring, cfg: Config, log: Log, mode: Rehearsing) -> Ring:
+    """Return the ring with links of the right kind: inner rings may be on one node where the whole ring is not."""
+
+    def over(part: Ring) -> Ring:
+        return dataclasses.replace(part, traffic=Traffic(watcher=Link(log, Rates.of(cfg, part.size).link)))
+
+    inner = over(ring.inner) if ring.inner is not None else None
+    outer = dataclasses.replace(ring.outer, traffic=over(ring).traffic) if ring.outer is not None else None
+    mode.told = {part.group.group_name for part in (ring, inner, outer) if part is not None and part.group is not None}
+    return dataclasses.replace(over(ring), inner=inner, outer=outer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A watcher of a ring whose bytes travel at a rate of their own."""
+
+    log: Log
+    rate: float
+
+    def leaving(self, size: int) -> float:
+        clock = self.log.clock
+        clock.link_free = max(clock.link_free, clock.now) + size / self.rate
+        return clock.link_free
+
+    def awaited(self, ticket: float) -> None:
+        self.log.awaited(ticket)
+
+
+def kernel_of(cfg: Config, dtype: torch.dtype) -> BlockKernel:
+    """Return a kernel that needs no package; those of one device launch alike."""
+    if cfg.launch.device is not Device.cuda:
+        return get_kernel("plain" if cfg.parallel.kernel is KernelName.plain else "cpu_flash", "cpu", dtype)
+    flash = dtype is torch.bfloat16 and cfg.parallel.kernel is not KernelName.plain
+    return get_kernel("torch_flash" if flash else "plain", "cuda", dtype)
+
+
+def pair(length: int, multiple: int) -> tuple[Segment, Segment]:
+    """Return the pack of two sequences of this length."""
+    return Segment(0, length, length), Segment(length, length, length + -2 * length % multiple)

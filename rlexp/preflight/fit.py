@@ -1,0 +1,157 @@
+"""Find the longest sequence that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from rlexp.config.schema import Config
+from rlexp.preflight.children import Calls
+from rlexp.preflight.predict import GIB, Found, Prediction, predict, predict_again, predict_fuller
+from rlexp.preflight.rehearsal.log import ACTIVATIONS, TEMPORARIES
+
+STEP = 1024  # tokens of a rank: a length that is closer to the longest is not looked for
+CLOSE = 0.99  # of the room: a length that fills as much is long enough
+TRIES = 6
+FIRST = 4096  # tokens for each rank of a ring, where nothing is known yet
+LEAP = 16  # times the longest known length, at most: while a peak does not depend on the length, any one seems to fit
+LONGEST = 1 << 26  # tokens; a rehearsal has the tokens of the whole batch on the host, as a real rank has
+
+
+@dataclass
+class Search:
+    """Peaks of all phases by length, and the lengths between which the longest one lies."""
+
+    limit: int  # bytes
+    granule: int  # tokens
+    peaks: dict[int, dict[str, int]] = field(default_factory=dict)
+
+    def peak(self, length: int) -> int:
+        return max(self.peaks[length].values())
+
+    @property
+    def best(self) -> int:
+        """The longest known length that fits; 0 if none is known."""
+        return max((length for length in self.peaks if self.peak(length) <= self.limit), default=0)
+
+    @property
+    def above(self) -> int | None:
+        return min((length for length in self.peaks if length > self.best), default=None)
+
+    @property
+    def done(self) -> bool:
+        best, above = self.best, self.above
+        close = best > 0 and self.peak(best) >= CLOSE * self.limit
+        return close or best >= LONGEST or (above is not None and above - best <= self.granule)
+
+    def reach(self) -> tuple[float, float] | None:
+        """Return where the first of the phases seems to reach the limit, and the bytes that a token adds to it.
+
+        A phase grows along a line, or does not grow at first. So a line through two lengths meets the limit too late
+        rather than too early, unless the limit lies between them: there is no better guess than the earliest.
+        """
+        near = [each for each in sorted(self.peaks) if each <= self.best][-2:]
+        near += [each for each in sorted(self.peaks) if each > self.best][:2]
+        found = []
+        for phase in self.peaks[near[0]]:
+            lines = [line for pair in pairwise(near) if (line := self._meets(phase, *pair)) is not None]
+            beyond = [line for line in lines if not line[2]]
+            if lines:
+                found.append(min(beyond or lines)[:2])
+        return min(found, default=None)
+
+    def _meets(self, phase: str, low: int, high: int) -> tuple[float, float, bool] | None:
+        """Return where the line of a phase meets the limit, its slope, and whether that is between the two lengths."""
+        first, second = self.peaks[low].get(phase, 0), self.peaks[high].get(phase, 0)
+        slope = (second - first) / (high - low)
+        if slope <= 0:
+            return None
+        meets = low + (self.limit - first) / slope
+        return meets, slope, low < meets < high
+
+    def guess(self, slope: float) -> int:
+        """Return where the limit seems to be, between what is known. `slope` helps where one length is known."""
+        best, above = self.best, self.above
+        near = min(self.peaks, key=lambda length: abs(self.peak(length) - self.limit))
+        leap = max(LEAP * max(self.peaks), FIRST * self.granule // STEP)
+        if (reached := self.reach()) is not None:
+            tokens = reached[0]
+        else:
+            tokens = near + (self.limit - self.peak(near)) / slope if slope > 0 else leap
+        inside = max(int(min(tokens, leap, LONGEST)) // self.granule * self.granule, best + self.granule)
+        return inside if above is None else min(inside, above - self.granule)
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence found that fits, with its peak in bytes; none if not even a short one does."""
+
+    tokens: int
+    peak: int
+    slope: float  # bytes that a token adds to the peak
+    phase: str = ""  # of the peak
+    exact: bool = True  # else the search ended before it came as close as it should
+
+    def plain(self) -> dict[str, float]:
+        return {"tokens": self.tokens, "peak_gib": round(self.peak / GIB, 2)}
+
+
+def room(cfg: Config) -> int:
+    """Return the bytes of a device that tensors may take."""
+    return int((cfg.hardware.memory_gib - cfg.hardware.reserve_gib) * GIB)
+
+
+def with_length(cfg: Config, length: int) -> Config:
+    """Change the length of prompt and answer together. An answer keeps its own, unless no prompt had room then."""
+    rollout, tokens = cfg.rollout, cfg.rollout.micro_batch_tokens
+    rollout = dataclasses.replace(
+        rollout,
+        max_new_tokens=min(rollout.max_new_tokens, length - 1),
+        micro_batch_tokens=None if tokens is None else max(tokens, length),
+    )
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, max_length=length), rollout=rollout)
+
+
+def predict_and_fit(cfg: Config, model: Any, slope: float = 0.0, found: Found | None = None) -> Calls:
+    """Predict a configuration at its own length, and find the longest one that fits. A task of `children.at_once`.
+
+    `slope` is a guess of the bytes that a token adds, and `found` the prediction, if they are known.
+    """
+    found = found or (yield from predict(cfg, model))
+    longest: Longest = yield from _longest(cfg, model, found, slope)
+    return found, longest
+
+
+def fit_like(cfg: Config, model: Any, slope: float, asked: Found) -> Calls:
+    """Find the longest sequence that fits, for another ring than the one asked; `slope` is a guess of the bytes that a
+    token adds. A task of `children.at_once`.
+    """
+    first = yield from predict_fuller(cfg, model, asked.prediction.rank, asked.grows, room(cfg))
+    longest: Longest = yield from _longest(cfg, model, first, slope)
+    return longest
+
+
+def _longest(cfg: Config, model: Any, found: Found, slope: float) -> Calls:
+    """Search from the configuration's own length, whose prediction is known."""
+    length = cfg.data.max_length
+    search = Search(room(cfg), STEP * cfg.parallel.ring_size)
+    if not slope and length >= FIRST * cfg.parallel.ring_size:
+        slope = _steepness(found.prediction, length)
+    predictions: dict[int, Prediction] = {}
+    for _ in range(1 + TRIES):
+        predictions[length] = found.prediction
+        search.peaks[length] = {phase: peak.bytes for phase, peak in found.prediction.peaks.items()}
+        if search.done or len(predictions) > TRIES:
+            break
+        length = search.guess(slope)
+        found = yield from predict_again(with_length(cfg, length), model, found, search.limit)
+    known = predictions[search.best or min(predictions)].peak
+    grows = search.reach()
+    return Longest(search.best, known.bytes, grows[1] if grows else slope, known.phase, search.done)
+
+
+def _steepness(prediction: Prediction, length: int) -> float:
+    """Return the bytes that a token adds at most: some of them do not depend on the length."""
+    return sum(prediction.peak.by_kind[kind] for kind in (ACTIVATIONS, TEMPORARIES)) / length

@@ -1,0 +1,163 @@
+"""Whether a run fits, which engine and layout `auto` takes, and what would help: asked by the launcher.
+
+python -m rlexp.preflight.judge < question
+
+The question and the answer are JSON (`launch/preflight_check.py`). Rehearsals change torch and DeepSpeed, so the
+launcher starts a process for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlexp.base.errors import ModelError, UserError, first_line
+from rlexp.config.checks.layout import Choice, heads_in, heads_of
+from rlexp.config.gpu_descriptions import TYPICAL, described
+from rlexp.config.load import from_plain
+from rlexp.config.schema import Config, HardwareConfig, HFModelConfig, LayoutName
+from rlexp.launch.preflight_check import size
+from rlexp.launch.stops import end_with_parent
+from rlexp.preflight.fastest_layout import fastest
+from rlexp.preflight.quiet import quietly
+
+
+class TimeUp(BaseException):
+    """The time for a rehearsal is over."""
+
+
+@dataclass(frozen=True)
+class Question:
+    cfg: Config
+    fitting: bool  # else only the layout is asked for
+    seconds: float  # for the prediction
+    helping: float  # seconds for finding changes that would help; 0: none are asked for
+
+
+def main() -> int:
+    end_with_parent()
+    out = os.dup(1)
+    os.dup2(2, 1)  # whatever torch or DeepSpeed print is no answer
+    quietly()
+    plain = json.load(sys.stdin)
+    question = Question(from_plain(plain.pop("cfg")), **plain)
+    answer = judge(question)
+    with os.fdopen(out, "w", encoding="utf-8") as file:
+        json.dump(answer, file)
+    return 0
+
+
+def judge(question: Question) -> dict[str, Any]:
+    """Answer a question; a rehearsal that fails is an answer too."""
+    answer: dict[str, Any] = {}
+    try:
+        with within(question.seconds):
+            helped = predicted(question, answer)
+    except TimeUp:
+        return answer | {"why": f"it took longer than {question.seconds:g} seconds."}
+    except UserError as error:
+        return answer | {"why": first_line(error)}
+    except Exception as error:
+        return answer | {"why": f"the rehearsal failed ({type(error).__name__}: {first_line(error)})."}
+    if helped is not None and question.helping:
+        try:
+            with within(question.helping):
+                answer["remedy"] = helped()
+        except TimeUp:
+            answer["remedy"] = f"No change that fits was found in {question.helping:g} seconds. "
+        except Exception as error:
+            answer["remedy"] = f"No change that fits was found ({type(error).__name__}: {first_line(error)}). "
+    return answer
+
+
+def predicted(question: Question, answer: dict[str, Any]) -> Callable[[], str] | None:
+    """Put the layout and the prediction into the answer. If the run does not fit, return what finds a remedy."""
+    cfg, heads = with_rates(question.cfg), heads_of(question.cfg.model)
+    if not question.fitting and heads is not None:  # no need to load transformers
+        answer |= of_layout(fastest(cfg, heads))
+        return None
+    from rlexp.training.model.loading import load_config
+
+    try:
+        model = load_config(cfg.model, cfg.data.max_length)
+    except ModelError as error:
+        if isinstance(cfg.model, HFModelConfig) and Path(cfg.model.path).expanduser().is_dir():
+            answer["refused"] = str(error)
+            return None
+        raise
+    if cfg.parallel.layout is LayoutName.auto:
+        answer |= of_layout(fastest(cfg, heads_in(model.to_dict())))
+    return fitting(cfg, model, answer) if question.fitting else None
+
+
+def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str] | None:
+    from rlexp.preflight import remedy, report
+    from rlexp.preflight.children import at_once
+    from rlexp.preflight.fit import room
+    from rlexp.preflight.rehearsal.rehearse import preload
+
+    preload()  # rehearsals are forked from this process
+    (taken,) = at_once([remedy.first_that_fits(cfg, model)], len(os.sched_getaffinity(0)))
+    asked = (taken.found or remedy.whole(remedy.tried([taken.cfg], model)[0])).prediction
+    peak, limit = asked.peak, room(cfg)
+    answer |= {
+        "fits": peak.bytes <= limit,
+        "limit": limit,
+        "peak": peak.bytes,
+        "phase": peak.phase,
+        "peaks": {phase: each.by_kind for phase, each in asked.peaks.items() if phase},
+        "engine": taken.cfg.engine.name.value,
+        "engine_chosen": taken.chosen,
+    }
+    if answer["fits"]:
+        return None
+    answer["table"] = report.table(asked)
+
+    def helped() -> str:
+        singles = remedy.changes_of(taken, model)
+        answer["table"] += report.changed([*taken.others, *singles], asked)
+        change = remedy.cheapest(taken, asked, singles, model)
+        if change is None or change.prediction is None:
+            return "None of the changes below makes it fit, nor do two of them together. "
+        return f"The cheapest change that fits: {change.words} ({size(change.prediction.peak.bytes)}). "
+
+    return helped
+
+
+def with_rates(cfg: Config) -> Config:
+    """Return the configuration with the rates of a common GPU where those of its own are not known: they rank changes,
+    and decide nothing."""
+    known = {key: value for key, value in vars(cfg.hardware).items() if value or key in ("memory_gib", "reserve_gib")}
+    return dataclasses.replace(cfg, hardware=HardwareConfig(**(described(TYPICAL) | known)))
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raise TimeUp in the block when so many seconds are over."""
+
+    def up(*_: Any) -> None:
+        raise TimeUp
+
+    before = signal.signal(signal.SIGALRM, up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def of_layout(choice: Choice) -> dict[str, Any]:
+    return {"layout": choice.layout.value, "ulysses_size": choice.ulysses_size, "layout_chosen": choice.reason}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Predict a run of many layers from rehearsals of a few."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rlexp.base.engine_facts import ENGINES
+from rlexp.config.checks.rollout import is_policy_loss
+from rlexp.config.schema import Config, Device
+from rlexp.preflight.align import Growth, Line, NotAlikeError, grown, grown_like, growth_of
+from rlexp.preflight.children import Calls
+from rlexp.preflight.rehearsal import memo
+from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
+from rlexp.preflight.rehearsal.log import KINDS, Counts, Log, Pass, passes, peak_of
+from rlexp.preflight.rehearsal.rates import Rates
+from rlexp.preflight.rehearsal.rehearse import Plan, rehearse
+
+GIB = 1 << 30
+# Layers from which on each adds the same to every peak, even where its work is in another order, and peaks go on along
+# straight lines. ZeRO-3 gathers up to three layers ahead.
+STEADY, STEADY_ZERO3 = 3, 5
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest sum of a phase, or of all."""
+
+    phase: str
+    by_kind: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.by_kind.values())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one rank does in a step, phase by phase."""
+
+    passes: Sequence[Pass]
+    layers: int
+    grad_acc: int  # micro-batches of a step; two are rehearsed
+    build_alone: bool = False  # the steps were not rehearsed: the build needs more than there is
+    rank: int = 0
+
+    @cached_property
+    def peaks(self) -> dict[str, Peak]:
+        """The peak of each phase."""
+        highest: dict[str, Peak] = {}
+        live = dict.fromkeys(KINDS, 0)
+        for each in self.passes:
+            at = Peak(each.phase, {kind: live[kind] + each.highest[kind] for kind in KINDS})
+            if each.phase not in highest or at.bytes > highest[each.phase].bytes:
+                highest[each.phase] = at
+            live = {kind: live[kind] + each.net[kind] for kind in KINDS}
+        return highest
+
+    def _first(self) -> list[bool]:
+        """Say which passes are of the first micro-batch, and so stand for those that are not rehearsed."""
+        phases = [each.phase for each in self.passes]
+        begin = phases.index("forward") if "forward" in phases else len(phases)
+        backward = phases.index("backward") if "backward" in phases else len(phases)
+        end = next((at for at in range(backward, len(phases)) if phases[at] != "backward"), len(phases))
+        return [begin <= at < end for at in range(len(phases))]
+
+    @property
+    def peak(self) -> Peak:
+        return max(self.peaks.values(), key=lambda peak: peak.bytes)
+
+    def counts(self, *phases: str) -> Counts:
+        """Add up the counts of these phases, or of all phases of the step."""
+        total = Counts()
+        for each, first in zip(self.passes, self._first(), strict=True):
+            if each.phase in phases or (not phases and each.phase not in ("build", "export")):
+                total += each.counts.times(self.grad_acc - 1 if first and self.grad_acc > 1 else 1)
+        return total.rounded()
+
+
+@dataclass(frozen=True)
+class Grows:
+    """What more layers add to the log of a few."""
+
+    layers: int  # of the larger log that was compared
+    period: int  # layers after which they are alike again
+    growth: Sequence[Growth | Line]
+
+    def times(self, model: Any) -> int:
+        return (int(model.num_hidden_layers) - self.layers) // self.period
+
+
+@dataclass(frozen=True)
+class Found:
+    """A prediction, and what it was told from."""
+
+    prediction: Prediction
+    grows: Grows | None  # None where all layers were rehearsed
+    log: Log  # of fewest layers
+
+
+def predict(
+    cfg: Config, model: Any, rank: int | None = None, known: Grows | None = None, limit: float = math.inf
+) -> Calls:
+    """Rehearse a few layers, and tell all others from them, or all layers if they differ.
+
+    `rank` is the one that holds most if it is not given, and `known` says how many layers were enough at another
+    length. Where all layers must be rehearsed, a build that needs more bytes than `limit` is enough. A task of
+    `children.at_once`; the result is a `Found`.
+    """
+    ranks = fullest(cfg) if rank is None else [rank]
+    layers = int(model.num_hidden_layers)
+    cycle, zero3 = cycle_of(model), cfg.engine.name.value == "zero3"
+    steady = STEADY_ZERO3 if zero3 else STEADY
+    fewest = steady if zero3 or (known is not None and known.layers - cycle.lead > steady) else FEWEST
+    logs: dict[int, Log] = {}
+    for few in cycle.few(layers, fewest) if alike(cfg) else ():
+        counts = [each for each in (few, few + cycle.period) if each not in logs]
+        more = yield from rehearsals(plan_of(cfg, model, ranks[0], each) for each in counts)
+        logs |= dict(zip(counts, more, strict=True))
+        with contextlib.suppress(NotAlikeError):
+            growth = growth_of(logs[few], logs[few + cycle.period], lines=few - cycle.lead >= steady)
+            grows = Grows(few + cycle.period, cycle.period, growth)
+            passed = grown(growth, grows.times(model))
+            again = None if is_policy_loss(cfg) else grows  # a layer's cache grows with the length
+            return Found(Prediction(passed, layers, cfg.train.grad_acc, rank=ranks[0]), again, logs[few])
+    whole = yield from rehearsals(dataclasses.replace(plan_of(cfg, model, each, None), limit=limit) for each in ranks)
+    log, rank = max(zip(whole, ranks, strict=True), key=lambda each: (each[0].build_alone, peak_of(each[0])))
+    return Found(Prediction(passes(log), layers, cfg.train.grad_acc, log.build_alone, rank), None, log)
+
+
+def fullest(cfg: Config) -> list[int]:
+    """Return the ranks of which one holds most: with ZeRO-1 and ZeRO-2 one of the last two. They keep the gradients of
+    the last layers and of the head, which come first, when the most activations are held. Else all hold the same.
+
+    Where there are few layers, another rank may hold more: 2 % were seen with two.
+    """
+    last = cfg.parallel.world_size - 1
+    return [last, last - 1] if last and ENGINES[cfg.engine.name.value].stage in (1, 2) else [0]
+
+
+def predict_fuller(cfg: Config, model: Any, first: int, known: Grows | None, limit: float) -> Calls:
+    """Predict the rank that holds most, or one that holds more bytes than `limit`, and `first` before the others.
+
+    Which one it is may change with the length. A task of `children.at_once`; the result is a `Found`.
+    """
+    fuller: Found | None = None
+    for rank in sorted(fullest(cfg), key=lambda rank: rank != first):
+        found: Found = yield from predict(cfg, model, rank, known)
+        if fuller is None or found.prediction.peak.bytes > fuller.prediction.peak.bytes:
+            fuller = found
+        if found.prediction.peak.bytes > limit:
+            break
+    return fuller
+
+
+def alike(cfg: Config) -> bool:
+    """Say whether the engine does the same for each layer: whether it gathers and shards them one by one.
+
+    With ZeRO-1 and ZeRO-2 a rank has one stretch of all parameters, which is a part of the embedding where there are
+    few layers, and the embedding with some layers where there are many. Replicated engines reduce buckets that begin in
+    one layer and end in another, and so do buckets of the user's own size.
+    """
+    return ENGINES[cfg.engine.name.value].sharded and not cfg.engine.overrides
+
+
+def predict_again(cfg: Config, model: Any, before: Found, limit: float) -> Calls:
+    """Predict the same run at another length, from one rehearsal where that is enough.
+
+    Of ranks that differ, one that holds more bytes than `limit` is enough. The result is a `Found`.
+    """
+    grows, rank = before.grows, before.prediction.rank
+    if grows is not None and not any(isinstance(each, Line) for each in grows.growth):
+        (log,) = yield from rehearsals([plan_of(cfg, model, rank, grows.layers)])
+        with contextlib.suppress(NotAlikeError):
+            passed = grown_like(log, grows.growth, grows.times(model))
+            return Found(Prediction(passed, int(model.num_hidden_layers), cfg.train.grad_acc, rank=rank), grows, log)
+    found: Found = yield from predict_fuller(cfg, model, rank, grows, limit)
+    return found
+
+
+def rehearsals(plans: Iterable[Plan]) -> Calls:
+    """Rehearse in processes of their own, which are forked with what others learned."""
+    logs: Sequence[Log] = yield [(rehearse, (plan,)) for plan in plans]
+    for log in logs:
+        memo.KNOWN.update(log.learned)
+        log.learned.clear()
+    return logs
+
+
+def plan_of(cfg: Config, model: Any, rank: int, layers: int | None) -> Plan:
+    micro_batches = min(cfg.train.grad_acc, 2)
+    batch = micro_batches * cfg.train.micro_batch_size * cfg.parallel.dp_size
+    few = dataclasses.replace(cfg.train, batch_size=batch, grad_acc=micro_batches)
+    return Plan(
+        dataclasses.replace(cfg, train=few), model, rank, layers, gpu=cfg.launch.device is not Device.cpu,
+        rates=Rates.of(cfg, cfg.parallel.ring_size),
+    )  # fmt: skip

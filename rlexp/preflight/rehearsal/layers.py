@@ -1,0 +1,89 @@
+"""A model's layers: after how many they are alike again, and the same model with fewer of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlexp.training.model.loading import random_model
+
+FEWEST = 2  # layers of the smallest rehearsal
+ONE_BY_ONE = 5  # tries; after these, many more layers at once
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """The layers from `lead` on repeat after `period` of them."""
+
+    lead: int
+    period: int
+
+    def few(self, layers: int, fewest: int) -> Iterator[int]:
+        """Yield numbers of layers to rehearse, each beside one period more, from which whole periods lead to all."""
+        few = self.lead + (layers - self.lead) % self.period + self.period * -(-fewest // self.period)
+        tries = 0
+        while few + self.period < layers:
+            yield few
+            tries += 1
+            few += self.period * (1 if tries < ONE_BY_ONE else 2**tries)
+
+
+_CYCLES: dict[str, Cycle] = {}
+
+
+def cycle_of(config: Any) -> Cycle:
+    """Return the shortest cycle of layers, by their parameters and by what the configuration lists for each."""
+    key = config.to_json_string()
+    if key not in _CYCLES:
+        _CYCLES[key] = cycle(_kinds(config))
+    return _CYCLES[key]
+
+
+def cycle(kinds: Sequence[Any]) -> Cycle:
+    """Return the cycle of layers of such kinds that is seen after the fewest layers."""
+    found = [Cycle(_lead(kinds, period), period) for period in range(1, len(kinds) + 1)]
+    return min(found, key=lambda each: each.lead + 2 * each.period)
+
+
+def _lead(kinds: Sequence[Any], period: int) -> int:
+    """Return from which layer on each is like the one a period later."""
+    apart = [place for place in range(len(kinds) - period) if kinds[place] != kinds[place + period]]
+    return apart[-1] + 1 if apart else 0
+
+
+def _kinds(config: Any) -> list[Any]:
+    """Return what a layer is, for each: what the configuration lists for it, and its parameters.
+
+    A model that does not say which of its modules are layers might have any: then no two are alike.
+    """
+    count = int(config.num_hidden_layers)
+    with torch.device("meta"):
+        model = random_model(config, 2)
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if len(layers) != count:
+        return list(range(count))
+    lists = [value for _, value in sorted(_listed(config).items())]
+    shapes = [[(name, tuple(each.shape)) for name, each in layer.named_parameters()] for layer in layers]
+    return [([each[place] for each in lists], shapes[place]) for place in range(count)]
+
+
+def _listed(config: Any) -> dict[str, Sequence[Any]]:
+    """Return what a configuration lists layer by layer."""
+    count = int(config.num_hidden_layers)
+    return {name: each for name, each in vars(config).items() if isinstance(each, list | tuple) and len(each) == count}
+
+
+def shortened(config: Any, layers: int | None) -> Any:
+    """Return the configuration of the same model with so many of its layers, the first ones."""
+    if layers is None or layers == config.num_hidden_layers:
+        return config
+    small = copy.deepcopy(config)
+    for name, each in _listed(config).items():
+        setattr(small, name, list(each[:layers]))
+    small.num_hidden_layers = layers
+    return small

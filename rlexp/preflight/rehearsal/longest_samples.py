@@ -1,0 +1,272 @@
+"""Rollouts in a rehearsal: the product's own drawing, scoring and credit, with the longest samples, each kind once.
+
+Every prompt and every answer is as long as the configuration allows, and no answer ends early. What repeats is
+rehearsed at its ends and counted as often as the run does it. Between two growths of the cache, all that a decoding
+step counts rises by the same amount from step to step, and its peak is in the last one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlexp.config.schema import Config, ModelRewardConfig, PolicyLossConfig, RewardConfig
+from rlexp.config.schema.reward_terms import reward_terms
+from rlexp.preflight.rehearsal.log import CACHE, Log
+from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
+from rlexp.training.dataset.sampler import Batch
+from rlexp.training.model.decoding import Decoding, KeyValues
+from rlexp.training.model.loading import random_reward_model
+from rlexp.training.model.placing import Placing, put_all
+from rlexp.training.model.reward_model import RewardModel
+from rlexp.training.ring.groups import World
+from rlexp.training.rollout.bridge import Bridge
+from rlexp.training.rollout.deal import Request
+from rlexp.training.rollout.host import Host
+from rlexp.training.rollout.rewards.weighted import ModelTerm, Rewards
+from rlexp.training.rollout.sampling import Drawer, Drawn
+from rlexp.training.rollout.scoring import RingRewardModel, Scorer, share_of
+from rlexp.training.train.build import build_policy_loss, unprobed
+from rlexp.training.train.build_rollouts import Parts, ring_reward_model
+from rlexp.training.train.examples import Examples
+from rlexp.training.train.parts import Run
+from rlexp.training.train.rollout_supply import Rollouts
+from rlexp.training.train.rollout_task import RolloutTask
+from rlexp.training.types import Ids, Pack, Prompt, Sample
+
+
+@dataclass(frozen=True)
+class Wordless:
+    """A tokenizer without words: every text is empty, and nothing ends an answer."""
+
+    vocabulary: dict[str, int] = field(default_factory=dict)
+    eos_token_id: int | None = None
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        return ""
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.vocabulary
+
+
+def rollout_task(mode: Counting, made: list[nn.Module]) -> Callable[..., RolloutTask]:
+    """Return what builds the task. Real ranks draw and score every sample, a rehearsal only those that differ.
+
+    `made` is given the reward models.
+    """
+
+    def task_of(cfg: Config, _tokenizer: Any, _world: World, bridge: Bridge | None) -> RolloutTask:
+        loss_cfg = cfg.loss
+        assert isinstance(loss_cfg, PolicyLossConfig)
+        loss = build_policy_loss(loss_cfg, cfg.rollout.importance_cap)
+        return RolloutTask(cfg, loss_cfg, loss, longest_prompts(cfg), bridge, parts_of(cfg, mode, made))
+
+    return task_of
+
+
+def parts_of(cfg: Config, mode: Counting, made: list[nn.Module]) -> Parts:
+    parts = Parts(
+        rewards=constant_rewards,
+        reward_model=functools.partial(longest_reward_model, log=mode.log, made=made),
+        drawer=functools.partial(LoggedDrawer, mode=mode),
+    )
+    if not isinstance(mode, Rehearsing):
+        return parts
+    share = share_of(cfg.rollout.score_batch_size, cfg.parallel.ring_size)
+    return dataclasses.replace(
+        parts,
+        drawer=functools.partial(ShortDrawer, mode=mode, share=share),
+        scorer=functools.partial(ShortScorer, log=mode.log, samples=per_rank(cfg)),
+        rollouts=AlikeRollouts,
+        host=lambda world: Host(world.size, dist.group.WORLD if world.size > 1 else None),
+    )
+
+
+def per_rank(cfg: Config) -> int:
+    """Return the samples that a rank draws for a rollout, on the rank that draws most."""
+    return -(-cfg.rollout.batch_size * cfg.rollout.n_samples // cfg.parallel.world_size)
+
+
+def drawn_at_once(cfg: Config) -> int:
+    """Return the longest samples that a rank draws at once."""
+    rollout, tokens = cfg.rollout, cfg.rollout.micro_batch_tokens
+    most = min(rollout.micro_batch_size, per_rank(cfg))
+    return most if tokens is None else max(1, min(most, tokens // cfg.data.max_length))
+
+
+def smaller(cfg: Config) -> Iterator[str]:
+    """Yield changes by which drawing or scoring a rollout needs less memory."""
+    if not isinstance(cfg.loss, PolicyLossConfig):
+        return
+    rollout, rows = cfg.rollout, drawn_at_once(cfg)
+    for fewer in sorted({rows // 2, 1}, reverse=True) if rows > 1 else ():
+        yield f"rollout.micro_batch_size={fewer}"
+    share = min(share_of(rollout.score_batch_size, cfg.parallel.ring_size), per_rank(cfg))
+    if share > 1:
+        yield f"rollout.score_batch_size={share // 2 * cfg.parallel.ring_size}"
+
+
+def longest_prompts(cfg: Config) -> Examples:
+    """Make the prompts of one rollout, each as long as its answers leave room for."""
+    tokens = np.zeros(cfg.data.max_length - cfg.rollout.max_new_tokens, dtype=np.int32)
+    prompts = [Prompt(index, tokens, "", None, f"prompt {index}") for index in range(cfg.rollout.batch_size)]
+    return Examples(prompts, [], Counter(), Counter())
+
+
+# ---- drawing ----
+
+
+class LoggedDrawer(Drawer):
+    """Tells the log where each forward pass begins and ends, and which memory is the cache's."""
+
+    def __init__(self, *, mode: Counting, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._mode, self._log = mode, mode.log
+
+    def _next(self, batch: Decoding) -> Tensor:
+        self._log.again()
+        logits_BV = super()._next(batch)
+        for held in batch.cache.tensors():
+            self._log.label(self._mode.number_of(held), CACHE)
+        self._log.again()
+        return logits_BV
+
+
+class ShortDrawer(LoggedDrawer):
+    """Draws one micro-batch of each kind, and of a walk the places that are not like others.
+
+    It returns as many samples as are scored: two shares of a micro-batch to score, and the rest.
+    """
+
+    def __init__(self, *, share: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._share = share
+        self._alike = 1  # micro-batches like the one that is drawn
+
+    def draw(self, micro_batches: Iterable[Sequence[Request]], rollout: int) -> Iterator[list[Sample]]:
+        micro_batches = list(micro_batches)
+        drawn = [sample for samples in super().draw(self._each_kind(micro_batches), rollout) for sample in samples]
+        whole, rest = divmod(sum(map(len, micro_batches)), self._share)
+        yield [drawn[number % len(drawn)] for number in range(min(whole, 2) * self._share + rest)]
+
+    def _each_kind(self, micro_batches: Sequence[Sequence[Request]]) -> Iterator[Sequence[Request]]:
+        kinds = [(len(part), len({request.prompt.index for request in part})) for part in micro_batches]
+        for kind, alike in Counter(kinds).items():
+            self._alike = alike
+            self._log.again(alike)
+            yield micro_batches[kinds.index(kind)]
+        self._log.again(1)
+
+    def _any_goes_on(self, *, mine: bool) -> bool:
+        super()._any_goes_on(mine=mine)
+        return mine  # all ranks draw as much
+
+    def _drawn(self, requests: Sequence[Request], rollout: int) -> Drawn:
+        super()._drawn(requests, rollout)
+        longest, rows = self._cfg.max_new_tokens, range(len(requests))
+        return Drawn(requests, [[0] * longest for _ in rows], [[1.0] * longest for _ in rows], [False for _ in rows])
+
+    def _walk(self, cache: KeyValues, places: range) -> Iterable[int]:
+        """Take the ends of each stretch in which the cache has the same room, each counted as half of the stretch."""
+        start, at = cache.length, 0
+        while at < len(places):
+            for number, times in self._stretch(cache, places, start, at):
+                cache.length = start + places[number]
+                self._log.again(times * self._alike)
+                yield places[number]
+                at = number + 1
+        self._log.again(self._alike)
+
+    def _stretch(self, cache: KeyValues, places: range, start: int, at: int) -> list[tuple[int, float]]:
+        """Return the next steps to take, with the number of steps that each stands for.
+
+        The first step, and one that makes the cache grow, stand for themselves. So does the last: it reads a shorter
+        piece of the prompt, or nothing.
+        """
+        room = next((held.shape[3] for held in cache.tensors()), 0)
+        until = min((room - start) // places.step, len(places) - 1) - 1
+        if at == 0 or until <= at:
+            return [(at, 1)]
+        half = (until - at + 1) / 2
+        return [(at, half), (until, half)]
+
+
+# ---- scoring ----
+
+
+@dataclass(frozen=True)
+class ShortScorer(Scorer):
+    """Scores two whole micro-batches and a smaller one, and counts the second as often as the run has more."""
+
+    log: Log
+    samples: int  # of this rank
+
+    def _chunks(self, mine: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
+        whole = self.samples // self.share
+        for number, chunk in enumerate(super()._chunks(mine)):
+            self.log.again(whole - 1 if number == 1 < whole else 1)
+            yield chunk
+        self.log.again(1)
+
+
+class AlikeRollouts(Rollouts):
+    def samples(self, batch: Batch) -> list[Sample]:
+        """Return a whole train batch: every sample is like those that were scored."""
+        return [self.mine[place % len(self.mine)] for place in batch.indices]
+
+
+# ---- rewards ----
+
+
+def constant_rewards(cfg: RewardConfig) -> Rewards:
+    """Judge every sample alike by rules and functions of its text; reward models run."""
+    terms = reward_terms(cfg)
+    own = [Constant(term.name) for term in terms if not isinstance(term.cfg, ModelRewardConfig)]
+    models = [ModelTerm(term.name, term.key, term.cfg) for term in terms if isinstance(term.cfg, ModelRewardConfig)]
+    return Rewards(own, models, {term.name: term.weight for term in terms})
+
+
+@dataclass(frozen=True)
+class Constant:
+    name: str
+
+    def submit(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            sample.terms[self.name] = 1.0
+
+    def collect(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def longest_reward_model(run: Run, term: ModelTerm, *, log: Log, made: list[nn.Module]) -> RingRewardModel:
+    """Build a reward model from its configuration alone, for sequences as long as it takes."""
+    longest = term.cfg.max_length or run.cfg.data.max_length
+
+    def load(cfg: ModelRewardConfig, key: str, max_length: int, placing: Placing) -> Any:
+        model = random_reward_model(cfg, key, max_length)
+        put_all(model, placing)
+        made.append(model)
+        return model
+
+    def encode(sample: Sample) -> tuple[Ids, Ids]:
+        answer = min(len(sample.answer), longest - 1)
+        return np.zeros(longest - answer, dtype=np.int32), np.zeros(answer, dtype=np.int32)
+
+    def score(pack: Pack) -> Tensor:
+        log.again()
+        scores_S = model.score(pack)
+        log.again()
+        return scores_S
+
+    make = functools.partial(RewardModel, load=load, load_tokenizer=lambda *_: Wordless({"another": 0}))
+    model = ring_reward_model(run, term, make=make, probing=unprobed)
+    return dataclasses.replace(model, encode=encode, score=score)

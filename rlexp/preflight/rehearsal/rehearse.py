@@ -1,0 +1,198 @@
+"""Rehearse one rank of a run: the product's own build and step, from the model's configuration alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rlexp.base.engine_facts import ENGINES
+from rlexp.config.schema import Config, PolicyLossConfig
+from rlexp.preflight.rehearsal.device import conversions, rehearsed_device
+from rlexp.preflight.rehearsal.holdings import label, mark_modules, mark_trunk
+from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
+from rlexp.preflight.rehearsal.layers import shortened
+from rlexp.preflight.rehearsal.log import Log, peak_of
+from rlexp.preflight.rehearsal.longest_samples import Wordless, rollout_task
+from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
+from rlexp.preflight.rehearsal.rates import Clock, Rates
+from rlexp.preflight.rehearsal.stand_ins import answering, fused_attention, uncounted_objects
+from rlexp.preflight.rehearsal.world import joined
+from rlexp.training.engine import rehearsed
+from rlexp.training.metrics.memory import Phases
+from rlexp.training.metrics.meter import Meter
+from rlexp.training.model.loading import random_model
+from rlexp.training.model.placing import Placing, put_all
+from rlexp.training.ring.groups import World
+from rlexp.training.ring.kernels import BlockKernel, get_kernel
+from rlexp.training.rollout.bridge import Bridge
+from rlexp.training.train.build import Sources, build, build_loss, unprobed
+from rlexp.training.train.examples import Examples
+from rlexp.training.train.pair_task import PairTask
+from rlexp.training.train.step import train_step
+from rlexp.training.types import Pair
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to rehearse: a configuration with its model's, as which rank, and with how many of the layers."""
+
+    cfg: Config
+    model: Any  # transformers' configuration
+    rank: int = 0
+    layers: int | None = None  # None: all
+    steps: int = 1
+    gpu: bool = True
+    rates: Rates | None = None
+    limit: float = math.inf  # bytes; a build that needs more is enough
+
+
+def preload() -> None:
+    """Import what every rehearsal needs and nothing has imported yet. Rehearsals are then forked from this process."""
+    from rlexp.training.engine import fsdp2, zero  # noqa: F401
+
+    zero.import_deepspeed()
+
+
+def rehearse(plan: Plan) -> Log:
+    """Build the run and take its first steps. Nothing is computed, and nothing is sent."""
+    device = rehearsed_device() if plan.gpu else torch.device("cpu")
+    layers = plan.layers or int(plan.model.num_hidden_layers)
+    log = Log(device.type, clock=Clock(plan.rates), layers=layers)
+    mode = Rehearsing(log)
+    with (
+        joined(plan.rank, plan.cfg.parallel.world_size),
+        conversions(),
+        answering(log),
+        fused_attention(log, plan.cfg.hardware.generation),
+        _deepspeed(plan),
+        mode,
+    ):
+        take_steps(plan, device, mode)
+    log.learned = mode.memo.learned
+    return log
+
+
+def _deepspeed(plan: Plan) -> contextlib.AbstractContextManager[None]:
+    if ENGINES[plan.cfg.engine.name.value].stage is None:
+        return contextlib.nullcontext()
+    if plan.gpu:
+        rehearsed.install(rehearsed_device())
+    return rehearsed.agreeing()
+
+
+def count(plan: Plan) -> Log:
+    """Build the same run on real tensors and ranks of the CPU, and take the same steps. A collective call."""
+    log = Log("cpu")
+    with (mode := Counting(log)):
+        take_steps(plan, torch.device("cpu"), mode)
+    return log
+
+
+def take_steps(plan: Plan, device: torch.device, mode: Counting) -> None:
+    log = mode.log
+    phases = LoggedPhases(device, log)
+    loaded: list[Any] = []
+    judging: list[nn.Module] = []
+    sources = Sources(
+        model_config=lambda *_: shortened(plan.model, plan.layers),
+        model=_random_models(plan, device, loaded, real=not isinstance(mode, Rehearsing)),
+        tokenizer=lambda _: Wordless(),
+        device=lambda _: device,
+        generation=lambda _: None,
+        memory=lambda _: int(plan.cfg.hardware.memory_gib * (1 << 30)) if plan.gpu else None,
+        kernel=lambda *args: CountedKernel((kernel_for if plan.gpu else get_kernel)(*args), log),
+        decoding_probe=unprobed,
+    )
+    drawing = isinstance(plan.cfg.loss, PolicyLossConfig)
+    with phases("build"):
+        task = build(
+            plan.cfg,
+            phases,
+            probing=unprobed,
+            task_of=rollout_task(mode, judging) if drawing else pairs_of,
+            sources=sources,
+        )
+        engine = task.run.engine
+        engine.fragments()  # makes the moments, as the first optimizer step does
+    log.build_alone = peak_of(log) > plan.limit
+    ring = task.run.world.ring
+    ring.traffic.watcher = log
+    mode.told = {each.group.group_name for each in (ring, ring.inner, ring.outer) if each is not None and each.group}
+    within = set(engine.policy.modules())
+    frozen = [model for model in loaded if model.base_model not in within]
+    for model in loaded:
+        mark_trunk(log, model.base_model)
+    mark_modules(log, mode, engine.policy)
+    label(log, mode, engine, [*frozen, *judging])
+    with uncounted_objects():
+        for step in range(1, 0 if log.build_alone else plan.steps + 1):
+            train_step(task, step)
+        if plan.cfg.checkpoint.export and not log.build_alone:
+            with phases("export"):
+                for _ in engine.weights():  # one after the other; the files are the host's
+                    pass
+    log.closed = True
+
+
+def _random_models(plan: Plan, device: torch.device, loaded: list[Any], *, real: bool) -> Callable[..., Any]:
+    """Return what stands in for loading a model, and adds each to `loaded`."""
+    saved_wide = getattr(plan.model, "dtype", None) is not torch.bfloat16  # then bfloat16 loses bits of the weights
+
+    def model_of(_cfg: Any, config: Any, max_length: int, placing: Placing | None, **kwargs: Any) -> Any:
+        with device if placing is None else torch.device("cpu"):  # each of ZeRO-3's pieces is made where it stays
+            model = random_model(config, max_length, **kwargs)
+        if placing is not None:
+            put_all(model, placing if real else dataclasses.replace(placing, loses=lambda *_: saved_wide))
+        if model.generation_config is not None:
+            model.generation_config.eos_token_id = None  # no answer ends before it is as long as it may be
+        loaded.append(model)
+        return model
+
+    return model_of
+
+
+class LoggedPhases(Phases):
+    """Phases that begin sections of a log."""
+
+    def __init__(self, device: torch.device, log: Log) -> None:
+        super().__init__(device)
+        self.log = log
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        before = self.log.phase
+        self.log.enter(phase)
+        try:
+            yield
+        finally:
+            self.log.enter(before)
+
+    def report(self, meter: Meter) -> None:
+        """Report nothing: the log has it all."""
+
+
+def kernel_for(name: str, _device: str, dtype: torch.dtype, _head_size: int | None) -> BlockKernel:
+    """Return the kernel that runs on a GPU without a package of its own, or the one that was named."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return get_kernel(("torch_flash" if half else "plain") if name == "auto" else name, "cuda", dtype)
+
+
+def pairs_of(cfg: Config, _tokenizer: Any, _world: World, _bridge: Bridge | None) -> PairTask:
+    return PairTask(cfg, Examples(longest_pairs(cfg), [], Counter(), Counter()), build_loss(cfg.loss))
+
+
+def longest_pairs(cfg: Config) -> Sequence[Pair]:
+    """Make one train batch of the longest pairs: half prompt and half answer."""
+    length = cfg.data.max_length
+    ids = np.zeros(length, dtype=np.int32)
+    prompt, answer = ids[: length // 2], ids[length // 2 :]
+    return [Pair(index, prompt, answer, answer, f"pair {index}") for index in range(cfg.train.batch_size)]

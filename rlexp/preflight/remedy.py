@@ -1,0 +1,122 @@
+"""The first engine that fits, and the cheapest change, or pair of changes, that makes a run fit."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlexp.config.checks.layout import heads_in, with_layout
+from rlexp.config.schema import Config, LayoutName
+from rlexp.launch.preflight_check import size
+from rlexp.preflight.changes import Change, cost, engines_for, needed, offloads, pairs, seconds, singles
+from rlexp.preflight.children import Calls, at_once
+from rlexp.preflight.fastest_layout import choosing
+from rlexp.preflight.fit import room
+from rlexp.preflight.predict import Found, Prediction, predict
+
+Result = Found | Exception
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A configuration with the engine that a run takes. `chosen` says why, and `others` are the engines that were tried
+    too, where engine=auto was given; else nothing has been predicted yet."""
+
+    cfg: Config
+    chosen: str | None = None
+    others: Sequence[Change] = ()
+    found: Found | None = None
+
+
+def first_that_fits(cfg: Config, model: Any) -> Calls:
+    """Return the run with the engine that was named, or with engine=auto the first that fits, or the smallest.
+
+    A task of `children.at_once`; the result is a `Taken`.
+    """
+    if cfg.engine.chosen is None:
+        return Taken(cfg)
+    options, limit = engines_for(cfg), room(cfg)
+    (first,) = yield [attempt(options[0], model, limit)]
+    if whole(first).prediction.peak.bytes <= limit:
+        return Taken(options[0], "the default, and it fits", (), first)
+    rest = yield [attempt(each, model, limit) for each in options[1:]]
+    names = [each.engine.name.value for each in options]
+    results: dict[str, Result] = dict(zip(names, [first, *rest], strict=True))
+    found = {name: each.prediction for name, each in results.items() if isinstance(each, Found)}
+    fitting = [name for name, each in found.items() if each.peak.bytes <= limit]
+    best = fitting[0] if fitting else min(found, key=lambda name: (found[name].build_alone, found[name].peak.bytes))
+    before = list(found)[: list(found).index(best)] if fitting else list(found)
+    needs = ", ".join(f"{name} needs {needed(found[name])}" for name in before)
+    fits = f"the first that fits, with {needed(found[best])} of {size(limit)}; {needs}"
+    others = [Change.of(f"engine={name}", result) for name, result in results.items() if name != best]
+    why = fits if fitting else f"no engine fits ({needs})"
+    return Taken(options[names.index(best)], why, others, None if found[best].build_alone else whole(results[best]))
+
+
+def cheapest(taken: Taken, asked: Prediction, single: Sequence[Change], model: Any) -> Change | None:
+    """Return the change, or the pair of changes, that fits and takes the least time; None if there is none.
+
+    Pairs are tried in the order of the time that their two changes take one by one.
+    """
+    limit = room(taken.cfg)
+    if fitting := [change for change in single if change.fits(limit)]:
+        return min(fitting, key=cost)
+    base = seconds(asked) or math.inf
+    slower = {each.words: took / base for each in single if (took := seconds(each.prediction)) is not None}
+
+    def guess(words: Sequence[str]) -> tuple[bool, float]:
+        return any(map(offloads, words)), math.prod(slower.get(each, 2.0) for each in words)
+
+    options = pairs(taken.cfg, engines=taken.chosen is None)
+    together = sorted(options, key=guess)
+    at_a_time = len(os.sched_getaffinity(0))
+    for start in range(0, len(together), at_a_time):
+        some = together[start : start + at_a_time]
+        results = tried([options[words] for words in some], model, limit)
+        both = [Change.of(" ".join(words), result) for words, result in zip(some, results, strict=True)]
+        if fitting := [change for change in both if change.fits(limit)]:
+            return min(fitting, key=cost)
+    return None
+
+
+def changes_of(taken: Taken, model: Any) -> list[Change]:
+    """Predict each single change."""
+    options = list(singles(taken.cfg, engines=taken.chosen is None))
+    results = tried([cfg for _, cfg in options], model, room(taken.cfg))
+    return [Change.of(words, result) for (words, _), result in zip(options, results, strict=True)]
+
+
+def tried(options: Sequence[Config], model: Any, limit: float = math.inf) -> list[Result]:
+    """Predict configurations side by side; for one that fails, return the error."""
+    return at_once([attempt(cfg, model, limit) for cfg in options], len(os.sched_getaffinity(0)))
+
+
+def attempt(cfg: Config, model: Any, limit: float, rank: int | None = None) -> Calls:
+    """Predict a configuration, or return the error. A task of `children.at_once`.
+
+    A build that alone needs more bytes than `limit` may be the whole answer. `rank` is the one that holds most if it is
+    not given.
+    """
+    try:
+        cfg = yield from laid_out(cfg, model)
+        found: Found = yield from predict(cfg, model, rank, limit=limit)
+    except Exception as error:
+        return error
+    return found
+
+
+def laid_out(cfg: Config, model: Any) -> Calls:
+    """Replace parallel.layout=auto by the layout that it takes. A task of `children.at_once`."""
+    if cfg.parallel.layout is not LayoutName.auto:
+        return cfg
+    choice = yield from choosing(cfg, heads_in(model.to_dict()))
+    return with_layout(cfg, choice)
+
+
+def whole(result: Result) -> Found:
+    if isinstance(result, Exception):
+        raise result
+    return result

@@ -1,0 +1,218 @@
+"""What preflight prints, and what it writes as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rlexp.config.checks.rollout import is_policy_loss
+from rlexp.config.schema import Config
+from rlexp.preflight.answer import Answer
+from rlexp.preflight.changes import Change, needed, seconds
+from rlexp.preflight.fit import Longest
+from rlexp.preflight.predict import GIB, Peak, Prediction
+from rlexp.preflight.rehearsal.log import KINDS, Counts
+from rlexp.preflight.rehearsal.longest_samples import drawn_at_once
+from rlexp.preflight.rehearsal.sharding import in_words
+
+PHASES = ("build", "rollout", "score", "forward", "reference", "backward", "optimizer", "export")
+HEADS = ("weights", "gradients", "optim.", "reference", "saved act.", "cache", "temp.", "comm.")
+
+
+def text(answer: Answer) -> str:
+    return "\n".join([*_head(answer), "", *_memory(answer.prediction), "", *_verdict(answer), *_fitting(answer), "",
+                      *_work(answer), "", *_sharding(answer), ""])  # fmt: skip
+
+
+def _head(answer: Answer) -> Iterator[str]:
+    cfg, hardware = answer.cfg, answer.cfg.hardware
+    parallel, train = cfg.parallel, cfg.train
+    offload = "" if cfg.engine.offload.value == "none" else f", offload {cfg.engine.offload.value}"
+    checkpointing = ", activation checkpointing" if cfg.memory.checkpointing else ""
+    yield (
+        f"rlexp preflight  {cfg.loss.name} on {answer.parameters / 1e9:.3g}B parameters ({train.precision.value}), "
+        f"engine {cfg.engine.name.value}{offload}{checkpointing}"
+    )
+    yield (
+        f"  ring of {parallel.ring_size} ({parallel.layout.value}) × {parallel.dp_size} = {parallel.world_size} × "
+        f"{hardware.name}, {hardware.memory_gib:g} GiB each, of which {hardware.reserve_gib:g} are kept free for "
+        f"CUDA, NCCL and fragmentation"
+    )
+    yield (
+        f"  train batch {train.batch_size} = {parallel.dp_size} × micro-batch {train.micro_batch_size} × "
+        f"{train.grad_acc}; every sequence {cfg.data.max_length:,} tokens, {_parts(cfg)}"
+    )
+    yield from _rollout(cfg)
+
+
+def _parts(cfg: Config) -> str:
+    longest = cfg.rollout.max_new_tokens
+    return f"its answer {longest:,}" if is_policy_loss(cfg) else "half prompt and half answer"
+
+
+def _rollout(cfg: Config) -> Iterator[str]:
+    if is_policy_loss(cfg):
+        rollout = cfg.rollout
+        steps = rollout.epochs * rollout.minibatches
+        yield (
+            f"  rollout of {rollout.batch_size} prompts × {rollout.n_samples} answers for {steps} "
+            f"step{'s' * (steps > 1)}, drawn by {rollout.engine.value} decoding {drawn_at_once(cfg)} at once on a rank"
+        )
+
+
+def table(prediction: Prediction) -> str:
+    """Return the memory by phase and kind."""
+    return "".join(f"{line}\n" for line in _memory(prediction))
+
+
+def changed(changes: Sequence[Change], asked: Prediction) -> str:
+    """Return what each change needs, beside what was asked."""
+    return "".join(f"{line}\n" for line in ("", *_changes(changes, asked)))
+
+
+def _memory(prediction: Prediction) -> Iterator[str]:
+    unit, name = (GIB, "GiB") if prediction.peak.bytes >= GIB else (1 << 20, "MiB")
+    yield f"peak memory of rank {prediction.rank} by phase, {name}"
+    kinds = [kind for kind in KINDS if any(peak.by_kind[kind] for peak in prediction.peaks.values())]
+    heads = [*(HEADS[KINDS.index(kind)] for kind in kinds), "total"]
+    yield f"  {'':10}" + "".join(f"{head:>12}" for head in heads)
+    for phase in PHASES:
+        if phase in prediction.peaks:
+            yield f"  {phase:10}" + _row(prediction.peaks[phase], kinds, unit)
+
+
+def _row(peak: Peak, kinds: Sequence[str], unit: int) -> str:
+    held = [*(peak.by_kind[kind] for kind in kinds), peak.bytes]
+    return "".join(f"{each / unit:12.2f}" if each else f"{'':>12}" for each in held)
+
+
+def _verdict(answer: Answer) -> Iterator[str]:
+    peak, limit = answer.prediction.peak, answer.limit
+    room = f"{peak.bytes / GIB:.1f} GiB at the peak ({peak.phase}), of {limit / GIB:.1f}"
+    if answer.fits:
+        yield f"fits: {room}."
+    else:
+        yield f"does not fit: {room}."
+    if answer.engine_chosen is not None:
+        yield f"engine=auto takes {answer.cfg.engine.name.value}: {answer.engine_chosen}."
+    if answer.remedy is not None and answer.remedy.prediction is not None:
+        there = answer.remedy.prediction.peak.bytes / GIB
+        yield f"cheapest change that fits: {answer.remedy.words} ({there:.1f} GiB)."
+
+
+def _fitting(answer: Answer) -> Iterator[str]:
+    if answer.rings:
+        yield ""
+        yield "longest sequence that fits, tokens (to 1 % of the memory, or to 1,024 a rank)"
+        for ring, found in answer.rings.items():
+            asked = "  (asked)" if ring == answer.cfg.parallel.ring_size else ""
+            yield f"  ring of {ring:<4}{_length(found)}{asked}"
+    if answer.changes:
+        yield ""
+        yield from _changes(answer.changes, answer.prediction)
+
+
+def _changes(changes: Sequence[Change], asked: Prediction) -> Iterator[str]:
+    yield "one change at a time" + " " * 21 + "peak   time of a step"
+    for change in changes:
+        yield f"  {change.words:30}" + _changed(change, seconds(asked))
+
+
+def _length(found: Longest | str) -> str:
+    if isinstance(found, str):
+        return f"not possible: {found}"
+    more = "" if found.exact else "  or more"
+    return f"{found.tokens:>12,}{more}" if found.tokens else "none"
+
+
+def _changed(change: Change, base: float | None) -> str:
+    if change.prediction is None:
+        return f"not possible: {change.refused}"
+    took = seconds(change.prediction)
+    if took is None or base is None:
+        return f"{needed(change.prediction)}, for its build alone"
+    return f"{needed(change.prediction):>13} {took / base:13.2f}×"
+
+
+def _work(answer: Answer) -> Iterator[str]:
+    counts = answer.prediction.counts()
+    total = seconds(answer.prediction)
+    sent = sum(counts.sent.values())
+    each = ", ".join(f"{name} {count / 1e9:.3g}" for name, count in sorted(counts.sent.items()) if count > 1e6)
+    yield "a step of a rank, with the rollout that it draws" if is_policy_loss(answer.cfg) else "a step of a rank"
+    yield f"  operations      {counts.flops:.3g} floating-point, in matrix products and attention"
+    yield f"  memory traffic  {counts.bytes / 1e9:,.0f} GB"
+    yield f"  sent            {sent / 1e9:,.3g} GB{f' ({each})' if each else ''}"
+    yield f"  launches        {counts.launches:,}"
+    yield (
+        f"  estimated time  {total:.3g} s, of which {counts.waited:.2g} s wait for bytes that computing does not hide "
+        f"(a roofline, not a measurement)"
+    )
+    if is_policy_loss(answer.cfg):
+        drawn, scored = (answer.prediction.counts(phase) for phase in ("rollout", "score"))
+        yield (
+            f"    of these       {drawn.seconds + drawn.waited:.3g} s draw a rollout and "
+            f"{scored.seconds + scored.waited:.3g} s score it"
+        )
+    yield from _waiting(answer)
+
+
+def _waiting(answer: Answer) -> Iterator[str]:
+    """Say where the host waits for the device."""
+    inside = answer.prediction.counts("data", "forward", "reference", "backward")
+    syncs = answer.prediction.counts().syncs
+    yield f"  host waits      {sum(syncs.values())} times a step, {_between(inside)} of them in micro-batches"
+    for place, count in sorted(syncs.items(), key=lambda item: (-item[1], item[0])):
+        yield f"    {count:>4} × {place}"
+
+
+def _between(counts: Counts) -> int:
+    return sum(counts.syncs.values())
+
+
+def _sharding(answer: Answer) -> Iterator[str]:
+    sharding = answer.sharding
+    if sharding is None:
+        yield "sharding: a ring of one has nothing to share out."
+        return
+    yield from in_words(sharding)
+
+
+def plain(answer: Answer) -> dict[str, Any]:
+    """Return the answer for --json."""
+    counts = answer.prediction.counts()
+    return {
+        "fits": answer.fits,
+        "room_gib": answer.limit / GIB,
+        "rank": answer.prediction.rank,
+        "peak_gib": answer.prediction.peak.bytes / GIB,
+        "peak_phase": answer.prediction.peak.phase,
+        "peaks_bytes": {phase: peak.by_kind for phase, peak in answer.prediction.peaks.items() if phase},
+        "longest": {str(size): _plain_longest(found) for size, found in answer.rings.items()},
+        "changes": {each.words: _plain_change(each) for each in answer.changes},
+        "engine": answer.cfg.engine.name.value,
+        "remedy": None if answer.remedy is None else answer.remedy.words,
+        "step": {
+            "flops": counts.flops,
+            "bytes": counts.bytes,
+            "sent_bytes": dict(counts.sent),
+            "launches": counts.launches,
+            "host_waits": dict(counts.syncs),
+            "estimated_seconds": seconds(answer.prediction),
+            "estimated_exposed_seconds": counts.waited,
+        },
+        "sharding": None if answer.sharding is None else answer.sharding.plain(),
+    }
+
+
+def _plain_longest(found: Longest | str) -> dict[str, Any]:
+    return {"refused": found} if isinstance(found, str) else found.plain()
+
+
+def _plain_change(change: Change) -> dict[str, Any]:
+    if change.prediction is None:
+        return {"refused": change.refused}
+    return {
+        "peak_gib": change.prediction.peak.bytes / GIB,
+        "estimated_seconds": seconds(change.prediction),
+    }

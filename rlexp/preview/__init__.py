@@ -1,1 +1,0 @@
-"""What training will see of a data set, before it trains."""

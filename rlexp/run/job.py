@@ -1,0 +1,210 @@
+"""One job: start the ranks that train from a composed configuration, here or in the world that a launcher made."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from omegaconf import DictConfig
+
+from rlexp.base.engine_facts import ENGINES
+from rlexp.base.errors import ConfigError
+from rlexp.config import load, sizes
+from rlexp.config.explain import explain
+from rlexp.config.paths import conf_dir
+from rlexp.config.schema import Config
+from rlexp.launch import preflight_check, rank_reports, run_folder
+from rlexp.launch.failure import report_of
+from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
+from rlexp.launch.place import Place, part, prepare_environment, threads_of
+from rlexp.launch.slurm import meeting
+from rlexp.launch.stops import Outcome, Terminated, deaf, end_with_parent, hear_stops, heard
+
+if TYPE_CHECKING:
+    from rlexp.training.rollout.bridge import Bridge
+
+
+def run_job(composed: DictConfig) -> None:
+    """Run one job; this is Hydra's job function. A user error in a single run prints one line and exits."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    hydra = HydraConfig.get()
+    run_dir = Path(hydra.runtime.output_dir)
+    try:
+        if hydra.mode is RunMode.MULTIRUN and under_torchrun():
+            raise ConfigError(NO_SWEEP)
+        if hydra.mode is RunMode.RUN and "Slurm" in str(hydra.launcher._target_):
+            raise ConfigError(NO_SINGLE_RUN.format(name=hydra.runtime.choices["hydra/launcher"]))
+        cfg = load.from_hydra(composed)
+        if sizes.joined_world() is None:
+            run_here(cfg, run_dir)
+        else:
+            run_joined(cfg, None if sizes.joined_rank() else run_dir)  # every rank of a submitit job passes here
+    except Exception as error:
+        run_folder.drop_if_empty(run_dir)
+        message = explain(error)
+        if message is None or hydra.mode is not RunMode.RUN:
+            raise
+        sys.stderr.write(f"rlexp: {message}\n")
+        sys.exit(1)
+
+
+def run_here(cfg: Config, run_dir: Path) -> None:
+    """Start the ranks on this machine and wait for them."""
+    cfg, verdict = preflight_check.prepared(cfg, run_dir)
+    if not run_folder.enter(cfg, run_dir):
+        sys.stderr.write(FINISHED.format(run_dir=run_dir))
+        return
+    preflight_check.keep(run_dir, verdict)
+    prepare_environment(cfg.launch)
+    preload = PRELOAD + (("deepspeed",) if ENGINES[cfg.engine.name.value].stage is not None else ())
+    try:
+        outcome: Outcome = run_ranks(
+            train_rank,
+            cfg.parallel.world_size + cfg.rollout.sampling_ranks,
+            (str(run_dir),),
+            device=cfg.launch.device.value,
+            log_dir=run_dir / "logs",
+            preload=preload,
+            grace=cfg.launch.grace_seconds,
+        )[0]
+    except Interrupted as stop:
+        run_folder.close(run_dir, "stopped", str(stop))
+        sys.stderr.write(f"\nrlexp: {stop}; the run is in {run_dir}\n")
+        sys.exit(stop.exit_code)
+    except RankFailed as error:
+        run_folder.close(run_dir, "failed", str(error))
+        raise error from None
+    except Exception as error:
+        run_folder.close(run_dir, "failed", str(error))
+        raise
+    run_folder.close(run_dir, outcome.status, outcome.reason)
+    if outcome.exit_code:
+        sys.exit(outcome.exit_code)
+
+
+FINISHED = "rlexp: {run_dir}: the run is finished. To train on, raise train.max_steps or train.epochs.\n"
+
+
+def train_rank(place: Place, run_dir: str) -> Outcome:
+    """Train as one rank that `run_here` started."""
+    from rlexp.training.train.rank import train
+
+    cfg = load.from_file(Path(run_dir) / "config.yaml")
+    return train(cfg, Path(run_dir), join_for(place, cfg))
+
+
+def join_for(place: Place, cfg: Config) -> Bridge | None:
+    from rlexp.launch.place import join
+
+    launch = cfg.launch
+    return join(
+        place, launch.device.value, launch.timeout_seconds, threads_of(launch),
+        sampling=cfg.rollout.sampling_ranks, interface=launch.interface,
+    )  # fmt: skip
+
+
+NO_SWEEP = "a sweep starts its own ranks. Start it without torchrun; to train one of its jobs, name that job's values."
+
+
+NO_SINGLE_RUN = (
+    "hydra/launcher={name}: is for sweeps, and a single run trains on this machine. Use -m, also for one job: "
+    "python -m rlexp -m hydra/launcher={name} ..."
+)
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def run_as_joined_rank(argv: list[str]) -> bool:
+    """Under torchrun or srun, run every rank other than 0. It composes without a run folder: rank 0 tells it which."""
+    rank = sizes.joined_rank()
+    if rank is not None and under_torchrun() and any(argument in ("-m", "--multirun") for argument in argv):
+        raise ConfigError(NO_SWEEP)
+    if not rank:
+        return False
+    if not any(argument.startswith("-") for argument in argv):  # only rank 0 answers --help and --cfg
+        from hydra import compose, initialize_config_dir
+        from hydra.types import RunMode
+
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            if compose("config", overrides=argv, return_hydra_config=True).hydra.mode is RunMode.MULTIRUN:
+                raise ConfigError(NO_SWEEP)
+            composed = compose("config", overrides=argv)
+        run_joined(load.from_hydra(composed), None)
+    return True
+
+
+def run_joined(cfg: Config, run_dir: Path | None) -> None:
+    """Train as one rank of the world that a launcher made. All ranks use rank 0's run folder and configuration."""
+    place = Place.joined()
+    assert place is not None
+    prepare_environment(cfg.launch)
+    hear_stops(under_launcher=False)
+    if under_torchrun():
+        end_with_parent()
+    claimed: Path | None = None  # only a folder that this rank has claimed may be closed by it
+    try:
+        from rlexp.training.ring.objects import from_rank0
+        from rlexp.training.train.rank import train
+
+        if run_dir is not None:
+            cfg, verdict = prepared_in_job(cfg, run_dir)
+        unfinished = run_dir is None or run_folder.enter(cfg, run_dir)
+        claimed = run_dir if unfinished else None
+        if claimed is not None:
+            preflight_check.keep(claimed, verdict)
+        bridge = join_for(place, cfg)
+        mine = (run_dir, unfinished, cfg)
+        run_dir, unfinished, cfg = bridge.agreed(mine) if bridge else from_rank0(mine, place.world_size)
+        assert run_dir is not None
+        closing = partial(run_folder.close, run_dir) if place.rank == 0 else None
+        if unfinished:
+            outcome = train(cfg, run_dir, bridge, closing)
+        else:
+            outcome = Outcome()
+            part()
+    except BaseException as error:
+        _leave(place, claimed, heard(error))
+    if place.rank == 0 and not unfinished:
+        sys.stderr.write(FINISHED.format(run_dir=run_dir))
+    if outcome.exit_code:
+        sys.stderr.flush()
+        os._exit(outcome.exit_code)
+
+
+def prepared_in_job(cfg: Config, run_dir: Path) -> tuple[Config, preflight_check.Verdict]:
+    """Choose what is left to choose, and refuse a run that does not fit. In a Slurm job, the verdict is left for the
+    launcher of the sweep, which could not tell the GPUs."""
+    try:
+        return preflight_check.prepared(cfg, run_dir, helping=meeting.run_dir() is None)
+    except preflight_check.DoesNotFitError as unfit:
+        if meeting.run_dir() is not None:
+            preflight_check.keep(run_dir, unfit.verdict)
+        raise
+
+
+def _leave(place: Place, run_dir: Path | None, error: BaseException) -> NoReturn:
+    """Report the error and end this rank at once. Hydra would catch it and exit with 0, and the other ranks would wait.
+    `run_dir` is the folder that rank 0 has claimed."""
+    if isinstance(error, Terminated):
+        if run_dir is not None:
+            run_folder.close(run_dir, "stopped", str(error))
+        os._exit(error.exit_code)
+    deaf()  # the launcher ends all ranks when one is gone; this one reports first, then ends by itself
+    report = report_of(place.rank, error)
+    sys.stderr.write(f"rlexp: rank {place.rank}: {report.text.rstrip()}\n")
+    sys.stderr.flush()
+    if (known := meeting.run_dir()) is not None:  # the batch script judges the reports of all ranks
+        rank_reports.write(known, meeting.start_of_job(), report)
+    elif run_dir is not None:
+        run_folder.close(run_dir, "failed", rank_reports.told(report, None))
+    if report.is_collateral:
+        time.sleep(rank_reports.PATIENCE if report.timed_out else rank_reports.LINGER)
+    os._exit(1)

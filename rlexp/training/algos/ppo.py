@@ -1,0 +1,66 @@
+"""PPO (Schulman et al. 2017, arXiv 1707.06347), as for language models in Ziegler et al. 2019 (arXiv 1909.08593)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlexp.training.algos.clipped import ClippedRatio
+from rlexp.training.algos.gae import gae
+from rlexp.training.algos.policy_loss import Outcomes, PolicyTerms, PolicyTokens, Spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPO(ClippedRatio):
+    """Advantages of single tokens from a critic (GAE), the clipped ratio, and the critic's own loss.
+
+    The critic's target is advantage + value, before the advantages are whitened. With policy = old, whitened advantages
+    and loss.normalize=token, the policy's term is 0, their mean; its gradient is not 0. While the critic is unchanged,
+    its term is half the mean square of the advantages before whitening.
+    """
+
+    gamma: float
+    lam: float
+    value_coef: float
+    value_clip: float | None
+
+    needs_critic: ClassVar[bool] = True
+
+    def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:  # noqa: ARG002
+        return outcomes.scores_N
+
+    def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> Spread:
+        assert values_L is not None
+        advantages_L = gae(self.rewards(credit, kl_L, kl_coef), values_L, self.gamma, self.lam)
+        return Spread(advantages_L, advantages_L + values_L.double())
+
+    def __call__(self, tokens: PolicyTokens, kl_coef: float) -> PolicyTerms:
+        """Add the critic's loss. `loss/value_avg` is logged without its coefficient, as TRL does."""
+        terms = super().__call__(tokens, kl_coef)
+        losses_t, clipped_t = self.value_losses(tokens)
+        value = (tokens.weight_t * losses_t).sum()
+        return replace(
+            terms,
+            loss=terms.loss + self.value_coef * value,
+            weighted=terms.weighted | {"loss/value_avg": value.detach()},
+            means_t=terms.means_t | {"val/clipfrac_avg": clipped_t},
+        )
+
+    def value_losses(self, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
+        """Return each token's value loss, and 1.0 where clipping decides it, else 0.0.
+
+        The loss is half the larger of two squared errors: that of the value, and that of the value held within
+        `value_clip` of the old one.
+        """
+        assert tokens.values_t is not None
+        assert tokens.old_values_t is not None
+        assert tokens.returns_t is not None
+        plain_t = (tokens.values_t - tokens.returns_t).square()
+        if self.value_clip is None:
+            return plain_t / 2, torch.zeros_like(plain_t)
+        held_t = tokens.values_t.clamp(tokens.old_values_t - self.value_clip, tokens.old_values_t + self.value_clip)
+        losses_t = torch.maximum(plain_t, (held_t - tokens.returns_t).square())
+        return losses_t / 2, (losses_t != plain_t).detach().to(plain_t.dtype)

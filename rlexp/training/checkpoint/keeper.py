@@ -1,0 +1,173 @@
+"""Decide when to save, which checkpoints to keep, and when the ranks stop."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlexp.base.errors import CheckpointError, ConfigError
+from rlexp.config.schema import Best, CheckpointConfig
+from rlexp.config.schema.cadence import save_cadence
+from rlexp.training.checkpoint import folder
+from rlexp.training.checkpoint.saver import Describe, Saver
+from rlexp.training.ring.groups import World
+from rlexp.training.ring.objects import from_rank0
+from rlexp.training.types import MetricRow
+
+SCORE = "score"  # key in a checkpoint's position: its value of `checkpoint.best_metric`
+
+
+class Keeper:
+    """Every rank must call the same methods after the same steps."""
+
+    def __init__(
+        self,
+        cfg: CheckpointConfig,
+        saver: Saver,
+        world: World,
+        device: torch.device,
+        run_dir: Path,
+        *,
+        describe: Callable[[int, dict[str, float]], Describe],
+        asked: Callable[[], signal.Signals | None],
+        say: Callable[[str], None],
+        saved: Callable[[int, Path], None],
+        saved_step: int = 0,
+    ) -> None:
+        self._cfg, self._saver, self._world, self._device, self._run_dir = cfg, saver, world, device, run_dir
+        self._describe, self._asked, self._say, self._saved = describe, asked, say, saved
+        self._steps, self._seconds = save_cadence(cfg.save_every)
+        self._since = time.monotonic()
+        self._prepared = False
+        self._saved_step = saved_step
+        self._scores = self._agreed_scores()
+        self._pruning: threading.Thread | None = None
+        self.failed: str | None = None  # why the last save failed, if it did
+
+    def after_step(self, row: MetricRow) -> signal.Signals | None:
+        """Save where a save is due. Return the signal by which all ranks now stop, if any rank was asked to."""
+        step, score = int(row["step"]), self._score(row)
+        stop, clock, writing = self._agree()
+        if not self._prepared and self._cfg.save_every is not None:
+            self._saver.prepare()
+        self._prepared = True
+        if self._saver.pending and not writing:
+            self._settle()
+        every = self._steps is not None and step % self._steps == 0
+        if every or clock or self._is_best(score):
+            self._save(step, score)
+        return signal.Signals(stop) if stop else None
+
+    def close(self, row: MetricRow | None) -> None:
+        """End the run with its last row, or None without one: save if configured, and wait for the save."""
+        self.settle()
+        for _ in range(2):  # a second try, since it is the last chance
+            if row is not None and self._cfg.on_exit and (self.failed or row["step"] != self._saved_step):
+                self._save(int(row["step"]), self._score(row))
+                self.settle()
+        if self._pruning is not None:
+            self._pruning.join()
+
+    def settle(self) -> None:
+        if self._saver.pending:
+            self._settle()
+
+    def _score(self, row: MetricRow) -> float | None:
+        """Return the value by which this step's checkpoint is kept. An unknown metric is refused at the first step that
+        should have it."""
+        if not self._cfg.keep_best:
+            return None
+        name = self._cfg.best_metric
+        family = f"{name.partition('/')[0]}/"
+        there = [each for each in row if each.startswith(family)]
+        if name not in row and (there or family != "eval/"):
+            raise ConfigError(
+                f"checkpoint.best_metric={name}: there is no such metric. There are {', '.join(there or row)}."
+            )
+        return row.get(name)
+
+    def _agree(self) -> tuple[int, bool, bool]:
+        """Agree, in one reduction a step, on any rank's signal, rank 0's clock, and whether any rank still writes."""
+        asked = self._asked()
+        due = self._seconds is not None and time.monotonic() - self._since >= self._seconds
+        mine = [float(asked or 0), float(due and self._world.rank == 0), float(self._saver.writing)]
+        wishes = torch.tensor(mine, device=self._device)
+        if self._world.size > 1:
+            dist.all_reduce(wishes, op=dist.ReduceOp.MAX)
+        stop, clock, writing = wishes.tolist()
+        return int(stop), bool(clock), bool(writing)
+
+    def _save(self, step: int, score: float | None) -> None:
+        if step == self._saved_step and not self.failed:
+            return
+        self.settle()  # a second save waits for the first
+        scored = {} if score is None else {self._cfg.best_metric: score}
+        self._saver.begin(step, self._describe(step, scored))
+        self._since, self._saved_step = time.monotonic(), step
+        if score is not None:
+            self._scores[step] = score
+
+    def _settle(self) -> None:
+        self.failed = self._saver.settle()
+        if self.failed:
+            self._scores.pop(self._saved_step, None)
+            if self._world.rank == 0:
+                self._say(
+                    f"rlexp: the checkpoint of step {self._saved_step} could not be saved ({self.failed}). "
+                    f"Training goes on, and saves again when the next save is due. {self._room()}\n"
+                )
+        elif self._world.rank == 0:
+            self._saved(self._saved_step, folder.folder_of(self._run_dir, self._saved_step))
+            if self._pruning is not None:
+                self._pruning.join()
+            doomed = self._doomed()
+            self._pruning = threading.Thread(target=_discard, args=(doomed,), daemon=True)
+            self._pruning.start()
+
+    def _room(self) -> str:
+        whole = folder.latest_first(self._run_dir)
+        return f"The run can resume from {whole[0].name}." if whole else "There is no checkpoint to resume from yet."
+
+    def _doomed(self) -> list[Path]:
+        there = folder.latest_first(self._run_dir)
+        best = self._best()
+        return [path for path in there[self._cfg.keep_last :] if folder.step_of(path) not in best]
+
+    def _best(self) -> list[int]:
+        """Return the steps of the best checkpoints. Among equals, the earlier wins."""
+        sign = -1 if self._cfg.best is Best.max else 1
+        return sorted(self._scores, key=lambda step: (sign * self._scores[step], step))[: self._cfg.keep_best]
+
+    def _is_best(self, score: float | None) -> bool:
+        if score is None or not math.isfinite(score):
+            return False
+        best = self._best()
+        if len(best) < self._cfg.keep_best:
+            return True
+        worst = self._scores[best[-1]]
+        return score > worst if self._cfg.best is Best.max else score < worst
+
+    def _agreed_scores(self) -> dict[int, float]:
+        """Return the scores of the existing checkpoints, as rank 0 reads them."""
+        scores: dict[int, float] = {}
+        if self._world.rank == 0 and self._cfg.keep_best:
+            for path in folder.latest_first(self._run_dir):
+                with contextlib.suppress(CheckpointError):  # a damaged checkpoint has no score
+                    score = folder.read_position(path).get(SCORE) or {}
+                    if self._cfg.best_metric in score:
+                        scores[folder.step_of(path)] = score[self._cfg.best_metric]
+        return from_rank0(scores, self._world.size)
+
+
+def _discard(doomed: list[Path]) -> None:
+    for path in doomed:
+        with contextlib.suppress(OSError):
+            folder.discard(path)

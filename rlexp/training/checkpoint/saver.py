@@ -1,0 +1,116 @@
+"""Write one checkpoint at a time, in the background of training.
+
+Training pauses while the state is copied to the host's memory. A thread of each rank then writes its files; collectives
+run only in the main threads. When every rank has written, at the end of a later step or of the run, all ranks tell
+rank 0 what they wrote, and rank 0 gives the folder its name. If a rank failed, all learn it, and the files are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlexp.base.files import sync
+from rlexp.training.checkpoint import folder
+from rlexp.training.checkpoint.tensors import HostCopy, share, write
+from rlexp.training.engine.base import Engine
+from rlexp.training.ring.groups import World
+from rlexp.training.ring.objects import from_rank0, gather_objects
+
+Describe = Callable[[Path], Sequence[Path]]  # writes a rank's other files; rank 0 writes the position
+
+
+class Saver:
+    def __init__(self, engine: Engine, world: World, run_dir: Path, facts: dict[str, Any]) -> None:
+        self._engine, self._world, self._run_dir, self._facts = engine, world, run_dir, facts
+        self._host = HostCopy()
+        self._thread: threading.Thread | None = None
+        self._preparing: threading.Thread | None = None
+        self._step = 0
+        self._files: dict[str, dict[str, Any]] = {}
+        self._error: str | None = None
+        self.stood_still = 0.0  # seconds that training paused at the last save
+
+    @property
+    def pending(self) -> bool:
+        """Whether a checkpoint is begun and not yet committed. The same on every rank."""
+        return self._thread is not None
+
+    @property
+    def writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def prepare(self) -> None:
+        """Allocate the host's memory in the background. Call it after the first step, when all state exists."""
+        fragments = share(self._engine, self._world.rank, self._world.size)
+
+        def work() -> None:
+            with contextlib.suppress(Exception):  # the save itself will fail in the same way, and report it
+                self._host.prepare(fragments)
+
+        self._preparing = threading.Thread(target=work, daemon=True)
+        self._preparing.start()
+
+    def begin(self, step: int, describe: Describe) -> None:
+        """Copy the state and start writing it. Returns as soon as training may change the state again."""
+        assert not self.pending, "the previous checkpoint is not settled yet"
+        began = time.monotonic()
+        if self._preparing is not None:
+            self._preparing.join()
+        self._step, self._files, self._error = step, {}, None
+        with self._handing_over():
+            tensors, starts = self._host.take(share(self._engine, self._world.rank, self._world.size))
+        self.stood_still = time.monotonic() - began
+
+        def work() -> None:
+            with self._handing_over():
+                if self._error is None:
+                    self._files = self._write(step, tensors, starts, describe)
+
+        self._thread = threading.Thread(target=work, name=f"checkpoint-{step}", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def _handing_over(self) -> Iterator[None]:
+        """Remember an error for `settle` to report. A failed save does not end training."""
+        try:
+            yield
+        except Exception as error:
+            self._error = f"rank {self._world.rank}: {type(error).__name__}: {error}"
+
+    def _write(self, step: int, tensors: Any, starts: dict[str, int], describe: Describe) -> dict[str, dict[str, Any]]:
+        place = folder.unfinished(self._run_dir, step)
+        place.mkdir(parents=True, exist_ok=True)
+        mine = place / f"state-{self._world.rank:05d}-of-{self._world.size:05d}.safetensors"
+        write(mine, tensors, starts)
+        written = [mine, *describe(place)]
+        for path in {*written, *(path.parent for path in written)}:
+            sync(path)
+        return {str(path.relative_to(place)): folder.described(path) for path in written}
+
+    def settle(self) -> str | None:
+        """Wait until all ranks have written, and commit. Return the error, equal on every rank. A collective call."""
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread = None
+        told = gather_objects((self._error, self._files), self._world.size)
+        failed = next((error for error, _ in told if error), None)
+        if self._world.rank == 0:
+            failed = self._commit(failed, {name: entry for _, files in told for name, entry in files.items()})
+        return from_rank0(failed, self._world.size)
+
+    def _commit(self, failed: str | None, files: dict[str, dict[str, Any]]) -> str | None:
+        if failed is None:
+            try:
+                folder.commit(self._run_dir, self._step, files, self._facts)
+                return None
+            except OSError as error:
+                failed = f"rank 0: {type(error).__name__}: {error}"
+        shutil.rmtree(folder.unfinished(self._run_dir, self._step), ignore_errors=True)
+        return failed

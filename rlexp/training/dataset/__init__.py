@@ -1,0 +1,1 @@
+"""From files to packs: rows, tokens, train batches, packing."""

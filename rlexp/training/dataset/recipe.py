@@ -1,0 +1,106 @@
+"""From a part of a source's rows to a block of examples: what every process that tokenizes does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlexp.training.dataset.messages import FieldError
+from rlexp.training.dataset.row_files import Part, Unreadable, parsed
+from rlexp.training.dataset.row_shapes import Shape
+from rlexp.training.dataset.store import Block, Facts, block_of
+from rlexp.training.dataset.tokens import Dropped, Encoder, Example, Refused
+from rlexp.training.types import Kind, Row
+
+UNUSABLE = "unusable, and left out by data.bad_rows=drop"
+Place = tuple[int, int]  # a file's number and a row's
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A row that stops a run."""
+
+    place: Place
+    said: str  # with the row's name
+    bad: bool  # the row's own fault; else it is too long
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names rows by the file they stand in: `pairs.jsonl:17`, the line, or the row where a file has no lines."""
+
+    files: tuple[str, ...]
+
+    def __call__(self, file: int, row: int) -> str:
+        return f"{self.files[file]}:{row}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How rows of one shape become examples."""
+
+    shape: Shape
+    encoder: Encoder
+    names: Names
+    drop_bad: bool
+    system: str | None
+    options: Mapping[str, Any]
+
+    @property
+    def kind(self) -> Kind:
+        return self.shape.kind
+
+    def block(self, file: int, part: Part) -> tuple[Block, list[Problem]]:
+        """Tokenize a part. A row that cannot be used is a problem, or left out and noted."""
+        places: list[Place] = []
+        rows: list[Row] = []
+        refused: list[tuple[Place, Refused]] = []
+        read = 0
+        for place, row in self._rows(file, part):
+            read += 1
+            if isinstance(row, Refused):
+                refused.append((place, row))
+            else:
+                places.append(place)
+                rows.append(row)
+        kept: list[tuple[int, int, Example]] = []
+        counts: Counter[str] = Counter()
+        firsts: dict[str, Sequence[int]] = {}
+        for place, outcome in zip(places, self.encoder.encode(rows), strict=True):
+            match outcome:
+                case Example(notes=notes):
+                    kept.append((*place, outcome))
+                case Dropped(reason=reason):
+                    notes = (reason,)
+                case Refused():
+                    refused.append((place, outcome))
+                    continue
+            counts.update(notes)
+            for note in notes:
+                firsts.setdefault(note, place)
+        refused.sort(key=lambda each: each[0])
+        bad = [(place, each) for place, each in refused if self.drop_bad and each.bad]
+        if bad:
+            counts[UNUSABLE] += len(bad)
+            firsts[UNUSABLE] = bad[0][0]
+        lines = [{"file": place[0], "row": place[1], "said": each.text} for place, each in bad]
+        problems = [Problem(place, each.said, each.bad) for place, each in refused if not (self.drop_bad and each.bad)]
+        return block_of(kept, lines, Facts(read, dict(counts), firsts, _highest(kept))), problems
+
+    def _rows(self, file: int, part: Part) -> Iterator[tuple[Place, Row | Refused]]:
+        for number, fields in parsed(part):
+            origin = self.names(file, number)
+            if isinstance(fields, Unreadable):
+                yield (file, number), Refused(origin, fields.rule)
+                continue
+            try:
+                row: Row | Refused = self.shape.row(fields, origin, self.system, self.options)
+            except FieldError as error:
+                row = Refused(origin, str(error))
+            yield (file, number), row
+
+
+def _highest(kept: Sequence[tuple[int, int, Example]]) -> Sequence[int]:
+    return max(((example.highest(), file, row) for file, row, example in kept), default=(-1, 0, 0), key=lambda t: t[0])

@@ -1,0 +1,242 @@
+"""Files of rows, read a part at a time: JSON lines, a JSON list, Parquet; plain, or compressed by gzip or zstd.
+
+A part is small and says nothing of a row but where it begins: the process that tokenizes it parses it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlexp.base.errors import DataError
+
+PART = 1 << 20  # bytes after which a part ends
+MOST_ROWS = 512  # of a part
+LONGEST = 1 << 28  # bytes of a line, or of an element of a JSON list
+OTHERS = {
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"PK\x03\x04": "zip",
+    b"\x89PNG": "a picture",
+    b"\xff\xd8\xff": "a picture",
+}
+READ = "JSON lines, a JSON list or Parquet, plain or compressed by gzip or zstd"
+COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows that stand together in a file: lines of JSON, or rows that are parsed already."""
+
+    first: int  # number of its first row, from 1
+    rows: Sequence[bytes | Mapping[str, Any] | Unreadable]
+    done: int  # how far its source was read for it, in bytes of the disk
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A row that is no JSON object, and why."""
+
+    rule: str
+
+
+def parts_of(path: Path) -> Iterator[Part]:
+    """Yield the parts of a file, in order. How it is cut depends on its content alone."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            other = next((name for magic, name in OTHERS.items() if start.startswith(magic)), None)
+            if other is not None:
+                raise DataError(f"{path}: is {other}, which is not read. Give {READ}.")
+            if start.startswith(b"PAR1"):
+                yield from _parquet(path)
+                return
+            file.seek(0)
+            stream = _opened(file, start)
+            if _is_list(stream):
+                yield from together(_elements(stream, path), lambda _rows: file.tell())
+            else:
+                yield from _lines(stream, file)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read ({' '.join(str(error).split())}).") from None
+
+
+def _opened(file: BinaryIO, start: bytes) -> io.BufferedReader:
+    codec = next((codec for magic, codec in COMPRESSED.items() if start.startswith(magic)), None)
+    raw: Any = file if codec is None else pa.CompressedInputStream(pa.PythonFile(file), codec)
+    return io.BufferedReader(raw, PART)
+
+
+def _is_list(stream: io.BufferedReader) -> bool:
+    """Look at the first characters that are no space: a list of objects. One line that is a list is a bad row."""
+    text = stream.peek(PART).removeprefix(codecs.BOM_UTF8).lstrip()
+    return text[:1] == b"[" and text[1:].lstrip()[:1] in (b"{", b"]", b"")
+
+
+def _lines(stream: io.BufferedReader, file: BinaryIO) -> Iterator[Part]:
+    rows: list[bytes] = []
+    size, first = 0, 1
+    while line := stream.readline(LONGEST):
+        if len(line) == LONGEST and not line.endswith(b"\n"):
+            raise DataError(
+                f"{file.name}:{first + len(rows)}: is longer than {LONGEST >> 20} MiB. Is it a file of rows?"
+            )
+        rows.append(line)
+        size += len(line)
+        if size >= PART or len(rows) == MOST_ROWS:
+            yield Part(first, rows, file.tell())
+            first, rows, size = first + len(rows), [], 0
+    if rows:
+        yield Part(first, rows, file.tell())
+
+
+def _elements(stream: io.BufferedReader, path: Path) -> Iterator[tuple[Mapping[str, Any] | Unreadable, int]]:
+    """Yield the elements of a JSON list with their sizes, without holding the list."""
+    text, number = _Text(stream), 1
+    try:
+        text.take()
+        while text.next() != "]":
+            if number > 1 and text.take() != ",":
+                raise DataError(f"{path}: a comma or ] must follow row {number - 1}.")
+            row, size = text.value()
+            yield _as_row(row), size
+            number += 1
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: row {number} is not UTF-8 text ({error.reason}).") from None
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise DataError(f"{path}: row {number} is not JSON ({reason}).") from None
+
+
+class _Text:
+    """The text of a stream, read as far as it is needed."""
+
+    def __init__(self, stream: io.BufferedReader) -> None:
+        self._stream, self._utf8 = stream, codecs.getincrementaldecoder("utf-8-sig")()
+        self._decoder = json.JSONDecoder()
+        self._text, self._at, self._ended = "", 0, False
+
+    def _more(self) -> bool:
+        if self._ended or len(self._text) - self._at > LONGEST:
+            return False
+        block = self._stream.read(max(PART, len(self._text) - self._at))  # at least as much again: linear in all
+        self._ended = not block
+        self._text, self._at = self._text[self._at :] + self._utf8.decode(block, final=self._ended), 0
+        return True
+
+    def next(self) -> str:
+        """Return the next character that is no space, and stay before it; "" at the end."""
+        while True:
+            while self._at < len(self._text):
+                if not self._text[self._at].isspace():
+                    return self._text[self._at]
+                self._at += 1
+            if not self._more():
+                return ""
+
+    def take(self) -> str:
+        mark = self.next()
+        self._at += 1
+        return mark
+
+    def value(self) -> tuple[Any, int]:
+        """Return the next value and the length of its text."""
+        self.next()
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+            except ValueError:
+                if not self._more():
+                    raise
+                continue
+            if end == len(self._text) and self._more():  # it may go on, as a number does
+                continue
+            size, self._at = end - self._at, end
+            return value, size
+
+
+def _parquet(path: Path) -> Iterator[Part]:
+    table, size = pq.ParquetFile(path), path.stat().st_size
+    rows = (row for batch in table.iter_batches(batch_size=MOST_ROWS) for row in rows_of(batch))
+    return together(rows, lambda read: size * read // max(1, table.metadata.num_rows))
+
+
+def rows_of(batch: pa.RecordBatch | pa.Table) -> Iterator[tuple[Mapping[str, Any] | Unreadable, int]]:
+    """Yield the rows of a batch of Arrow, each with its share of the batch's bytes."""
+    share = -(-batch.nbytes // max(1, batch.num_rows))
+    kinds = {column.name: column.type for column in batch.schema if _holds_json(column.type)}
+    for row in batch.to_pylist():
+        yield row | {name: _decoded(row[name], kind) for name, kind in kinds.items()}, share
+
+
+def _holds_json(kind: pa.DataType) -> bool:
+    """Say whether values are written as JSON: `datasets` does so where rows differ (a prompt as text or messages)."""
+    return isinstance(kind, pa.JsonType) or any(_holds_json(kind.field(at).type) for at in range(kind.num_fields))
+
+
+def _decoded(value: Any, kind: pa.DataType) -> Any:
+    if value is None or not _holds_json(kind):
+        return value
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_struct(kind):
+        return {name: _decoded(each, kind.field(name).type) for name, each in value.items()}
+    return [_decoded(each, kind.field(0).type) for each in value]
+
+
+def together(rows: Iterable[tuple[Mapping[str, Any] | Unreadable, int]], done: Callable[[int], int]) -> Iterator[Part]:
+    """Cut rows with their sizes into parts; `done` says how far the file was read after so many rows."""
+    taken: list[Mapping[str, Any] | Unreadable] = []
+    size, first = 0, 1
+    for row, bytes_ in rows:
+        taken.append(row)
+        size += bytes_
+        if size >= PART or len(taken) == MOST_ROWS:
+            yield Part(first, taken, done(first - 1 + len(taken)))
+            first, taken, size = first + len(taken), [], 0
+    if taken:
+        yield Part(first, taken, done(first - 1 + len(taken)))
+
+
+def parsed(part: Part) -> Iterator[tuple[int, Mapping[str, Any] | Unreadable]]:
+    """Yield the rows of a part with their numbers, without blank lines."""
+    for number, row in enumerate(part.rows, part.first):
+        if isinstance(row, bytes):
+            if row.strip():
+                yield number, _object(row)
+        else:
+            yield number, row
+
+
+def _object(line: bytes) -> Mapping[str, Any] | Unreadable:
+    try:
+        fields = orjson.loads(line.removeprefix(codecs.BOM_UTF8).rstrip())
+    except orjson.JSONDecodeError:
+        fields = _slowly(line)
+    return fields if isinstance(fields, Unreadable) else _as_row(fields)
+
+
+def _as_row(value: Any) -> Mapping[str, Any] | Unreadable:
+    return value if isinstance(value, dict) else Unreadable(f"must be a JSON object, not {type(value).__name__}.")
+
+
+def _slowly(line: bytes) -> Any:
+    """Read what is JSON for Python alone (NaN, long numbers), or say why it is none."""
+    try:
+        fields = json.loads(line.decode("utf-8-sig"))
+        json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is valid JSON, but not text
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        return Unreadable(f"is not UTF-8 text ({error.reason}). Give {READ}.")
+    except (ValueError, RecursionError) as error:
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        return Unreadable(f"is not JSON ({reason}). Give {READ}.")
+    return fields

@@ -1,0 +1,58 @@
+"""Generated preference pairs with a rule that a model can learn: the chosen answer is the courteous one.
+
+A request names some things, and both answers speak about them at random length. Lengths vary, so that packing and
+sharding are exercised.
+"""
+
+from __future__ import annotations
+
+import random
+
+from rlexp.training.types import Row
+
+THINGS = (
+    "tea",
+    "a lamp",
+    "two maps",
+    "the harbour",
+    "old coins",
+    "a violin",
+    "plums",
+    "snow",
+    "the gate",
+    "ink",
+)
+VERBS = ("describe", "count", "draw", "bring", "compare", "explain", "find")
+COURTEOUS = ("gladly", "thank you", "of course", "with pleasure", "you are welcome", "kindly")
+CURT = ("no", "whatever", "go away", "who cares", "not my job", "stop it")
+WORDS = ("salt", "river", "moon", "glass", "wood", "letter", "iron", "bread", "wind", "stone")
+FILLER = ("it is", "there are", "one sees", "we know", "near", "below", "and then", "some say")
+
+
+def generate(size: int, seed: int, split: str, words: int = 0) -> list[Row]:
+    """Return `size` pairs, fixed by (seed, split). Each request follows a text of `words` words, which has at least as
+    many tokens."""
+    random_ = random.Random(f"{split}-{seed}")
+    return [_pair(random_, f"synthetic {split} pair {number}", words) for number in range(size)]
+
+
+def generate_prompts(size: int, seed: int, split: str, words: int = 0) -> list[Row]:
+    """Return the prompts of the same pairs."""
+    return [Row(pair.prompt, (), pair.origin) for pair in generate(size, seed, split, words)]
+
+
+def _pair(random_: random.Random, origin: str, words: int) -> Row:
+    things = random_.sample(THINGS, k=random_.randint(1, 4))
+    prompt = f"Please {random_.choice(VERBS)} {', '.join(things)}.\n"
+    if words:
+        prompt = f"{' '.join(random_.choices(WORDS, k=words))}.\n{prompt}"
+    return Row(prompt, (_answer(random_, things, COURTEOUS), _answer(random_, things, CURT)), origin)
+
+
+def _answer(random_: random.Random, things: list[str], manner: tuple[str, ...]) -> str:
+    words = [random_.choice(manner)]
+    for _ in range(random_.randint(1, 6)):
+        words += [random_.choice(FILLER), random_.choice(things)]
+        if random_.random() < 0.4:
+            words.append(random_.choice(manner))
+    return " ".join(words) + "."

@@ -1,0 +1,214 @@
+"""Rows as token ids: a prompt is never trained on, an answer ends, and nothing is longer than data.max_length.
+
+Rows come in and go out in batches, since a tokenizer takes many texts at once much faster than one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rlexp.base.errors import DataError
+from rlexp.config.schema.data import TooLong
+from rlexp.training.dataset.chat import Chat
+from rlexp.training.dataset.messages import as_text
+from rlexp.training.dataset.seam import Seam, Text, Tokens
+from rlexp.training.types import Completion, Ids, Kind, Mask, Pair, Prompt, Row
+
+TRUNCATED = "kept, but truncated"
+APART = "kept, but tokenized apart where a token would span the edge of an answer"
+CHANGED = "kept, but the template calls for the answer in other words than it writes it"
+SAME = "chosen and rejected are the same"
+UNTRAINED = "no token to train on is left after truncation"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A tokenized row: its prompt, its answers, and which tokens of each are trained on (None: all)."""
+
+    row: Row
+    prompt: Ids
+    answers: tuple[Ids, ...]
+    masks: tuple[Mask | None, ...]
+    notes: tuple[str, ...] = ()
+
+    def longest(self) -> int:
+        return len(self.prompt) + max((len(answer) for answer in self.answers), default=0)
+
+    def highest(self) -> int:
+        return max(int(part.max(initial=0)) for part in (self.prompt, *self.answers))
+
+
+@dataclass(frozen=True)
+class Dropped:
+    row: Row
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A row that cannot be used; `text` goes on after the row's name."""
+
+    origin: str
+    text: str
+    bad: bool = True  # the row's own fault, which data.bad_rows=drop forgives
+
+    @property
+    def said(self) -> str:
+        return f"{self.origin}: {self.text}"
+
+
+Outcome = Example | Dropped | Refused
+
+
+class RowTokenizer:
+    """Writes rows as text, by the tokenizer's chat template if it has one, and tokenizes them to the answers' ends."""
+
+    def __init__(self, tokenizer: Any, *, use_template: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self.chat = Chat(tokenizer, use_template)
+        self.eos_id: int | None = tokenizer.eos_token_id
+
+    @functools.cached_property
+    def seam(self) -> Seam:
+        return Seam(self.tokenizer)
+
+    @functools.cached_property
+    def special(self) -> set[int]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {*self.tokenizer.all_special_ids, *(each for each, token in added.items() if token.special)}
+
+    def sequences(self, rows: Sequence[Row]) -> list[Example | Refused]:
+        texts: list[list[Text] | Refused] = [self._texts(row) for row in rows]
+        flat = [text for each in texts if isinstance(each, list) for text in each]
+        tokens = iter(self.seam.tokens(flat, leading=not self.chat.templated))
+        return [
+            each if isinstance(each, Refused) else self._example(row, each, [next(tokens) for _ in each])
+            for row, each in zip(rows, texts, strict=True)
+        ]
+
+    def with_answer(self, prompt: str, answer: str, origin: str) -> tuple[Ids, Ids]:
+        """Return the tokens of a prompt, and of an answer to its end."""
+        (made,) = self.sequences([Row(prompt, (answer,), origin)])
+        if isinstance(made, Refused):
+            raise DataError(made.said)
+        return made.prompt, made.answers[0]
+
+    def _texts(self, row: Row) -> list[Text] | Refused:
+        try:
+            return self.chat.texts(row)
+        except DataError as error:
+            return Refused(row.origin, str(error))
+
+    def _example(self, row: Row, texts: Sequence[Text], tokens: Sequence[Tokens]) -> Example | Refused:
+        prompt = tokens[0].prompt
+        if not len(prompt):
+            return Refused(row.origin, "field `prompt` has no tokens.")
+        ended = [self._ended(each) for each in tokens] if row.answers else []
+        notes = [APART] if any(each.apart for each in tokens) else []
+        notes += [CHANGED] if any(text.changed for text in texts) else []
+        answers = tuple(each.answer for each in ended)
+        return Example(row, prompt, answers, tuple(each.mask for each in ended), tuple(notes))
+
+    def _ended(self, tokens: Tokens) -> Tokens:
+        """Append the end-of-sequence token, unless the answer has it, or the template ended the turn with a special
+        token (and perhaps a newline)."""
+        if self.eos_id is None or self._ends(tokens.answer.tolist()[-2:]):
+            return tokens
+        mask = None if tokens.mask is None else np.append(tokens.mask, True)
+        return replace(tokens, answer=np.append(tokens.answer, np.int32(self.eos_id)), mask=mask)
+
+    def _ends(self, last: list[int]) -> bool:
+        if not self.chat.templated:
+            return last[-1:] == [self.eos_id]
+        if last and last[-1] in self.special:
+            return True
+        return len(last) == 2 and last[0] in self.special and not self.tokenizer.decode(last[1:]).strip()
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Tokenizes the rows of a data set. `room` is kept for the answers that a policy draws to a prompt."""
+
+    rows: RowTokenizer
+    max_length: int
+    too_long: TooLong
+    room: int = 0
+
+    def encode(self, rows: Sequence[Row]) -> list[Outcome]:
+        return [self._fitted(each) if isinstance(each, Example) else each for each in self.rows.sequences(rows)]
+
+    def _fitted(self, example: Example) -> Outcome:
+        row, most = example.row, self.max_length - self.room
+        if example.longest() > most:
+            match self.too_long:
+                case TooLong.error:
+                    return Refused(row.origin, self._too_long(example), bad=False)
+                case TooLong.drop:
+                    return Dropped(row, f"longer than data.max_length{' − rollout.max_new_tokens' * bool(self.room)}")
+                case TooLong.truncate:
+                    example = truncated(example, most, self.rows.tokenizer.bos_token_id)
+        if len(example.answers) == 2 and np.array_equal(*example.answers):
+            return Dropped(row, SAME)
+        if any(mask is not None and not mask.any() for mask in example.masks):
+            return Dropped(row, UNTRAINED)
+        return example
+
+    def _too_long(self, example: Example) -> str:
+        if self.room:
+            return (
+                f"the prompt has {example.longest()} tokens, and data.max_length − rollout.max_new_tokens leaves it "
+                f"{self.max_length - self.room}. Raise data.max_length, lower rollout.max_new_tokens, or say "
+                f"data.too_long=truncate or data.too_long=drop."
+            )
+        return (
+            f"{example.longest()} tokens, and data.max_length={self.max_length}. Raise it, or say "
+            f"data.too_long=truncate or data.too_long=drop."
+        )
+
+
+def truncated(example: Example, most: int, bos_id: int | None = None) -> Example:
+    """Cut the prompt at its start, keeping a begin-of-sequence token; then the answers at their end."""
+    room = max(1, most - max((len(answer) for answer in example.answers), default=0))
+    prompt = cut_from_start(example.prompt, room, bos_id)
+    rest = most - len(prompt)
+    answers = tuple(answer[:rest] for answer in example.answers)
+    masks = tuple(None if mask is None else mask[:rest] for mask in example.masks)
+    return replace(example, prompt=prompt, answers=answers, masks=masks, notes=(TRUNCATED, *example.notes))
+
+
+def cut_from_start(prompt: Ids, longest: int, bos_id: int | None = None) -> Ids:
+    """Return the last `longest` tokens. If the prompt starts with a begin-of-sequence token, it stays first."""
+    if len(prompt) <= longest or bos_id is None or prompt[0] != bos_id:
+        return prompt[-longest:]
+    return np.concatenate((prompt[:1], prompt[1:][len(prompt) - longest :]))
+
+
+def typed(kind: Kind, index: int, example: Example) -> Pair | Completion | Prompt:
+    """Return an example as the run takes it; `index` is its place in the whole data set."""
+    row = example.row
+    match kind:
+        case Kind.pairs:
+            (chosen, rejected), (ours, theirs) = example.answers, example.masks
+            return Pair(index, example.prompt, chosen, rejected, row.origin, ours, theirs)
+        case Kind.prompts:
+            return Prompt(index, example.prompt, as_text(row.prompt), row.expected, row.origin)
+        case Kind.unpaired | Kind.supervised:
+            return Completion(index, example.prompt, example.answers[0], row.origin, example.masks[0], row.label)
+
+
+def counted(outcomes: Sequence[Outcome]) -> Counter[str]:
+    """Count what was not taken as it was read, by reason."""
+    counts: Counter[str] = Counter()
+    for each in outcomes:
+        match each:
+            case Dropped(reason=reason):
+                counts[reason] += 1
+            case Example(notes=notes):
+                counts.update(notes)
+    return counts

@@ -1,0 +1,151 @@
+"""The interface of engines, and the contract on how losses are scaled.
+
+Each rank gives `backward` its part of
+
+    replica_loss_sum * world_size / global_count
+
+and the engine takes the *mean* of the gradients over all ranks. For a sequence loss, `replica_loss_sum` is the same on
+all ranks of a ring (the ring sum's backward is the identity, so each rank's gradient is the part of its own tokens).
+For a token loss, each rank holds the part of its tokens. Either way, the mean over the world of `world_size` times the
+parts is their sum: exactly the gradient of the train batch's loss. Nothing else may divide again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rlexp.base.engine_facts import ENGINES
+from rlexp.config.schema import OptimConfig, OptimName
+from rlexp.training.model.decoding import Decoding
+from rlexp.training.model.policy import CRITIC, Policy
+from rlexp.training.types import Shard, TokenLogps
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Consecutive elements of a flattened parameter that a rank holds, with their moments, as views to read and write.
+    A rank holds at most one fragment of a parameter; together the ranks hold every element."""
+
+    name: str
+    start: int  # in the flattened parameter
+    weight: Tensor  # in the optimizer's precision
+    moments: dict[str, Tensor]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors by kind: `weight`, then each of `MOMENTS`."""
+        yield "weight", self.weight
+        yield from self.moments.items()
+
+
+class Engine(Protocol):
+    name: str
+    policy: Policy
+    steps: int  # that the optimizer has taken
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds all of the training state."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are gathered during a forward pass, which is then a collective call."""
+
+    def forward(self, shard: Shard) -> TokenLogps: ...
+
+    def decode(self, batch: Decoding) -> Tensor:
+        """Return the (B, V) logits of each row's next token from the trained weights, without a gradient."""
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add to the gradient; with `last`, reduce it over the ranks. A collective call."""
+
+    def grad_norm(self) -> float:
+        """Return the norm of the whole accumulated gradient before clipping; inf if it is not finite. Collective."""
+
+    def step(self, lr: float) -> None:
+        """Clip, step the optimizer, and zero the gradients."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the whole gradient by parameter, between the last `backward` and `step`. A collective call."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole parameters in the optimizer's precision; frozen ones as they are.
+
+        A collective call: every rank iterates to the end. Only one parameter is whole at a time."""
+
+    def fragments(self) -> list[Fragment]:
+        """Return this rank's state of the trained parameters. Missing moments are created."""
+
+    def restored(self, steps: int) -> None:
+        """Bring all else in line after the fragments were written from a state at `steps`. A collective call."""
+
+
+class Named:
+    """An engine's name, with what `rlexp/base/engine_facts.py` says of that engine."""
+
+    name: str
+
+    @property
+    def replicated(self) -> bool:
+        return ENGINES[self.name].replicated
+
+    @property
+    def sharded(self) -> bool:
+        return ENGINES[self.name].sharded
+
+
+def parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, object]]:
+    """Group trained parameters: matrices decay, biases and norm gains do not; the critic may have its own rate."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in trained(policy).items():
+        decay = weight_decay if len(shape_of(parameter)) > 1 else 0.0
+        scale = policy.critic_lr_scale if name.startswith(CRITIC) else 1.0
+        groups.setdefault((decay, scale), []).append(parameter)
+    return [{"params": group, "weight_decay": decay, "lr_scale": scale} for (decay, scale), group in groups.items()]
+
+
+def optimizer_for(policy: Policy, optim: OptimConfig) -> torch.optim.Optimizer:
+    """Build torch's own optimizer, fused: nothing is compiled, and every engine steps by the same code."""
+    groups = parameter_groups(policy, optim.weight_decay)
+    if optim.name is OptimName.sgd:
+        return torch.optim.SGD(groups, lr=optim.lr)
+    betas = (optim.betas[0], optim.betas[1])
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=True)
+
+
+def moments_of(optimizer: torch.optim.Optimizer, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the optimizer's moments of a tensor. Missing ones are created as its first step would."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return {}
+    state = optimizer.state[tensor]
+    if not state:
+        set_steps(optimizer, tensor, 0)
+        state.update({moment: torch.zeros_like(tensor) for moment in MOMENTS})
+    return {moment: state[moment] for moment in MOMENTS}
+
+
+def set_steps(optimizer: torch.optim.Optimizer, tensor: Tensor, steps: int) -> None:
+    """Set AdamW's count of steps. A fused AdamW keeps it on the tensor's device."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        fused = any(group["fused"] for group in optimizer.param_groups)
+        optimizer.state[tensor]["step"] = torch.tensor(float(steps), device=tensor.device if fused else "cpu")
+
+
+def set_lr(optimizer: Any, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
+
+
+def shape_of(parameter: nn.Parameter) -> torch.Size:
+    """Return a parameter's whole shape. A parameter partitioned by DeepSpeed has an empty shape of its own."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def trained(policy: Policy) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in policy.named() if p.requires_grad}

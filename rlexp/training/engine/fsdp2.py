@@ -1,0 +1,169 @@
+"""torch's own sharding (FSDP2): an independent check of stage 3, and the only sharded engine with float64.
+
+Parameters are float32 (float64 in fp64) and sharded along their first dimension over all ranks. In bfloat16 the
+gathered copies are cast, and gradients are reduced in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rlexp.config.schema import OptimConfig
+from rlexp.training.engine.base import Fragment, Named, moments_of, optimizer_for, set_lr, set_steps, trained
+from rlexp.training.model.decoding import Decoding
+from rlexp.training.model.placing import take_exact
+from rlexp.training.model.policy import Policy, cast_parameters
+from rlexp.training.ring.groups import World
+from rlexp.training.types import Shard, TokenLogps
+
+
+class FSDP2Engine(Named):
+    name = "fsdp2"
+
+    def __init__(self, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
+        self.policy, self.world, self.steps = policy, world, 0
+        self.max_grad_norm = optim.max_grad_norm
+        cast_parameters(policy, torch.promote_types(dtype, torch.float32))
+        self.root = shard(policy, dtype, world)
+        self.parts = dict(policy.named())  # between a forward and a backward pass the policy has others
+        self.parameters = trained(policy)
+        self.optimizer = optimizer_for(policy, optim)
+        self._norm: float | None = None
+
+    def forward(self, shard: Shard) -> TokenLogps:
+        return _forward(self.root, shard)
+
+    @torch.no_grad()
+    def decode(self, batch: Decoding) -> Tensor:
+        logits_BV: Tensor = self.root(batch)
+        self.root.reshard()
+        return logits_BV
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Reduce each micro-batch's gradient to this rank's part, and accumulate it there in float32."""
+        self.root.set_is_last_backward(last)
+        loss.backward()
+        if last:
+            for parameter in self.parameters.values():
+                if parameter.grad is None:  # no rank has a gradient for it
+                    parameter.grad = torch.zeros_like(parameter)
+            self._norm = None
+
+    def grad_norm(self) -> float:
+        if self._norm is None:
+            local = [_local(parameter.grad) for parameter in self.parameters.values()]
+            square = sum(torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in local)
+            total = torch.as_tensor(square, dtype=torch.float64)
+            dist.all_reduce(total)
+            self._norm = math.sqrt(total) if bool(total.isfinite()) else math.inf
+        return self._norm
+
+    def step(self, lr: float) -> None:
+        clip = (self.grad_norm() + 1e-6) / self.max_grad_norm if self.max_grad_norm else 0.0
+        for parameter in self.parameters.values():
+            if clip > 1:
+                _local(parameter.grad).div_(clip)
+        set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._norm = None
+        self.steps += 1
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: _whole(parameter.grad) for name, parameter in self.parameters.items()}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.parts.items():
+            yield name, _whole(parameter.detach())
+
+    def fragments(self) -> list[Fragment]:
+        fragments = []
+        for name, parameter in self.parameters.items():
+            weight = _local(parameter.detach()).view(-1)
+            moments = {m: _local(t).view(-1) for m, t in moments_of(self.optimizer, parameter).items()}
+            if weight.numel():
+                fragments.append(Fragment(name, start=_start(parameter), weight=weight, moments=moments))
+        return fragments
+
+    def restored(self, steps: int) -> None:
+        for parameter in self.parameters.values():
+            set_steps(self.optimizer, parameter, steps)
+        self.steps = steps
+        self.root.reshard()  # weights gathered for an evaluation are older than those just written
+
+
+def shard(policy: Policy, dtype: torch.dtype, world: World) -> Any:
+    """Shard layer by layer, by the modules that transformers says must not be split; then the rest together."""
+    precision = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if dtype is torch.bfloat16:
+        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    # The run's device: by default FSDP takes the machine's.
+    parts = {name: take_exact(parameter) for name, parameter in policy.named_parameters()}
+    values = (*parts.values(), *policy.parameters())
+    device = next(value.device for value in values if value is not None and not value.is_meta)
+    mesh = init_device_mesh(device.type, (world.size,))
+    layers = set(policy.model._no_split_modules or ())  # the layers of a critic's trunk have the same names
+    for module in policy.modules():
+        if type(module).__name__ in layers and not isinstance(module, FSDPModule):
+            fully_shard(module, mesh=mesh, mp_policy=precision)
+    root = fully_shard(policy, mesh=mesh, mp_policy=precision)
+    _fill(root, parts)
+    return root
+
+
+def _fill(root: Any, parts: dict[str, Tensor | None]) -> None:
+    """Give the parameters without memory this rank's part of the weights."""
+    state: dict[str, Tensor] = {}
+    filled: dict[int, nn.Parameter] = {}  # a tied parameter has several names, of which the first has its part
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        if (part := parts.get(name)) is not None:
+            assert isinstance(parameter, DTensor)
+            local = part.view(parameter.to_local().shape)
+            made = DTensor.from_local(
+                local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+            )
+            filled[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+        if id(parameter) in filled:
+            state[name] = filled[id(parameter)]
+    root.load_state_dict(state, strict=False, assign=True)
+
+
+def frozen(policy: Policy, dtype: torch.dtype, world: World) -> Callable[[Shard], TokenLogps]:
+    """Shard a model that is not trained, and return its forward pass."""
+    root = shard(policy, dtype, world)
+    return lambda batch: _forward(root, batch)
+
+
+def _forward(root: Any, shard: Shard) -> TokenLogps:
+    """Run a forward pass. The root frees its gathered weights in the backward pass, or here if there is none."""
+    logps: TokenLogps = root(shard)
+    if not torch.is_grad_enabled():
+        root.reshard()
+    return logps
+
+
+def _local(tensor: Any) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+def _whole(tensor: Any) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor().clone()  # on one rank it is the sharded tensor itself
+
+
+def _start(parameter: nn.Parameter) -> int:
+    """Return where this rank's rows start in the flattened parameter."""
+    assert isinstance(parameter, DTensor)
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0] * math.prod(parameter.shape[1:])

@@ -1,0 +1,446 @@
+"""The only door to DeepSpeed, with its stages 0 to 3. DeepSpeed knows nothing about the ring.
+
+It gets no mpu, no mesh and no sequence parallelism of its own: each makes some stage silently wrong. To DeepSpeed every
+rank is a data-parallel rank whose gradients it averages; the scaling contract of `engine/base.py` does the rest.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import importlib
+import io
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlexp.base.engine_facts import ENGINES
+from rlexp.base.errors import ConfigError
+from rlexp.config.schema import EngineConfig, Offload, OptimConfig
+from rlexp.training.engine.base import (
+    Engine,
+    Fragment,
+    Named,
+    moments_of,
+    optimizer_for,
+    set_lr,
+    set_steps,
+    shape_of,
+    trained,
+)
+from rlexp.training.engine.plain import PlainEngine
+from rlexp.training.model.decoding import Decoding
+from rlexp.training.model.placing import gathered, take_exact
+from rlexp.training.model.policy import Policy
+from rlexp.training.ring.groups import World
+from rlexp.training.types import Shard, TokenLogps
+
+BUCKET = 50_000_000  # most elements of a gradient that are reduced together: 100 MB in bfloat16
+
+
+def import_deepspeed() -> Any:
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls collectives by names that torch deprecates since 2.13.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # Shim: on CPU, DeepSpeed compiles its shared-memory collectives at start. That takes 40 to 140 s, needs g++ and
+    # ninja, and hangs on a stale lock file (deepspeed/comm/torch.py, build_shm_op). gloo does all that is needed here.
+    # Remove this when DeepSpeed has a public switch for it.
+    # On a GPU nothing is asked: a look at one operator of DeepSpeed's tries all of them.
+    if not torch.cuda.is_available():
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _import_muon()
+    return deepspeed
+
+
+def _import_muon() -> None:
+    """Shim: import DeepSpeed's Muon without torch.compile, which it decorates functions with.
+
+    DeepSpeed compares every optimizer with its Muon. Importing the compiler takes 2 to 3 seconds of a core in every
+    rank, and Muon is not used here."""
+    from deepspeed.runtime import compiler
+
+    before, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    except ImportError:
+        pass  # another version of DeepSpeed: then the import takes its time
+    finally:
+        compiler.compile = before
+
+
+def _initialize(**arguments: Any) -> Any:
+    deepspeed = import_deepspeed()
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory tables at its start
+        engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
+    return engine
+
+
+def build_zero(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> Engine:
+    _refuse_wrong_values(cfg)
+    classes: dict[int | None, Any] = {0: Stage0, 1: Stage12, 2: Stage12, 3: Stage3}
+    engine: Engine = classes[ENGINES[cfg.name.value].stage](cfg, policy, optim, world, dtype)
+    return engine
+
+
+def _refuse_wrong_values(cfg: EngineConfig) -> None:
+    """Check the values of `engine.overrides` by DeepSpeed's own schema, before DeepSpeed starts."""
+    import_deepspeed()
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    try:
+        DeepSpeedZeroConfig(**ds_config(cfg, 0.0, torch.float32)["zero_optimization"])
+    except ValueError as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"engine.overrides={cfg.overrides}: DeepSpeed refuses it: {said}") from error
+
+
+class Stage0(PlainEngine):
+    """Stage 0: replicated weights, whose optimizer DeepSpeed steps.
+
+    DeepSpeed gets only the float32 masters: its own stage 0 in bfloat16 would accumulate gradients in bfloat16, and
+    start Adam at its second step. It would also reduce gradients only after the backward pass."""
+
+    def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
+        super().__init__(policy, optim, world, dtype)
+        self.name = cfg.name.value
+        holder = _Holder(self.masters, policy)
+        config = ds_config(cfg, optim.max_grad_norm, torch.float32, buffers_of(policy))
+        self.engine = _initialize(model=holder, optimizer=self.optimizer, config=config)
+        self.engine.enable_backward_allreduce = False
+
+    def forward(self, shard: Shard) -> TokenLogps:
+        logps: TokenLogps = self.engine(shard)
+        return logps
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        with self.reducing.during(last=last):
+            _backward(self.engine, loss, last)
+        self._norm = None
+
+    def _clip_and_step(self) -> None:
+        self.engine.step()
+
+
+class _Holder(nn.Module):
+    """The module that DeepSpeed sees at stage 0: the parameters to step, and a forward pass."""
+
+    def __init__(self, masters: dict[str, nn.Parameter], policy: Policy) -> None:
+        super().__init__()
+        for name, master in masters.items():
+            self.register_parameter(name.replace(".", "/"), master)
+        self._policy = [policy]  # in a list, to hide the model's own parameters from DeepSpeed
+
+    def forward(self, shard: Shard) -> TokenLogps:
+        logps: TokenLogps = self._policy[0](shard)
+        return logps
+
+
+class _Partitioned(Named, abc.ABC):
+    """The common part of stages 1 to 3."""
+
+    def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
+        self.name, self.policy, self.world, self.steps = cfg.name.value, policy, world, 0
+        self._utils = import_deepspeed().utils
+        self.engine = self._initialized(
+            model=policy,
+            optimizer=optimizer_for(policy, optim),
+            config=ds_config(cfg, optim.max_grad_norm, dtype, buffers_of(policy)),
+        )
+        if dtype is torch.bfloat16:
+            # DeepSpeed makes its float32 masters from bfloat16 weights: restore the bits that this loses.
+            self._restore_bits()
+
+    def _initialized(self, **arguments: Any) -> Any:
+        return _initialize(**arguments)
+
+    @abc.abstractmethod
+    def _restore_bits(self) -> None:
+        """Write the exact float32 weights into the masters. A collective call."""
+
+    def forward(self, shard: Shard) -> TokenLogps:
+        logps: TokenLogps = self.engine(shard)
+        return logps
+
+    @torch.no_grad()
+    def decode(self, batch: Decoding) -> Tensor:
+        logits_BV: Tensor = (self.engine if self.sharded else self.policy)(batch)
+        return logits_BV
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        _backward(self.engine, loss, last)
+
+    def step(self, lr: float) -> None:
+        set_lr(self.engine.optimizer, lr)
+        self.engine.step()
+        self.steps += 1
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: self._utils.safe_get_full_grad(p).detach().clone() for name, p in trained(self.policy).items()}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.policy.named():
+            if parameter.requires_grad:
+                yield name, self._utils.safe_get_full_fp32_param(parameter).detach()
+            else:
+                yield name, self._frozen(parameter)
+
+    def _frozen(self, parameter: nn.Parameter) -> Tensor:
+        return parameter.detach()
+
+    @abc.abstractmethod
+    def _weight_fragments(self) -> Iterator[Fragment]:
+        """Yield this rank's fragments of the masters, without moments."""
+
+
+class Stage12(_Partitioned):
+    """Stages 1 and 2: whole weights, and a partition of the flattened masters and their moments.
+
+    DeepSpeed's ZeRO optimizer attaches to each parameter a description of this rank's fragment.
+    """
+
+    def _initialized(self, **arguments: Any) -> Any:
+        """Shim: for stage 1 in bfloat16 with float32 gradients DeepSpeed takes its BF16_Optimizer, unless the optimizer
+        is offloaded. That one holds the whole float32 gradient from its start, and reduces it after the backward pass.
+        Its ZeRO optimizer does neither. Remove this when DeepSpeed takes it by itself."""
+        from deepspeed.runtime import engine as runtime
+
+        def asked(engine: Any, optimizer: Any) -> str:
+            chosen = before(engine, optimizer)
+            return str(runtime.ZERO_OPTIMIZATION if chosen == runtime.BFLOAT16 else chosen)
+
+        before = runtime.DeepSpeedEngine._do_optimizer_sanity_check
+        runtime.DeepSpeedEngine._do_optimizer_sanity_check = asked
+        try:
+            return super()._initialized(**arguments)
+        finally:
+            runtime.DeepSpeedEngine._do_optimizer_sanity_check = before
+
+    def _restore_bits(self) -> None:
+        mine = {fragment.name: fragment for fragment in self._weight_fragments()}
+        for name, parameter in self.policy.named():
+            part = take_exact(parameter)
+            if part is None or not parameter.requires_grad:  # on every rank alike: bfloat16 holds all bits, or suffices
+                continue
+            whole = gathered(part, parameter.numel(), parameter.device)
+            if name in mine:
+                fragment = mine[name]
+                fragment.weight.copy_(whole[fragment.start : fragment.start + fragment.weight.numel()])
+
+    def _mapped(self) -> Iterator[tuple[str, Any]]:
+        """Yield DeepSpeed's description of each fragment that this rank holds, by parameter."""
+        for name, parameter in trained(self.policy).items():
+            mapping = getattr(parameter, "_hp_mapping", None)
+            if mapping is not None:
+                yield name, mapping
+
+    def _weight_fragments(self) -> Iterator[Fragment]:
+        for name, mapping in self._mapped():
+            yield Fragment(name, mapping.lp_fragment_address.start, mapping.hp_fragment.detach(), {})
+
+    def fragments(self) -> list[Fragment]:
+        """Cut the moments from the flat ones. DeepSpeed's own functions find moments only after its first step, and
+        only in the first parameter group."""
+        moments = [moments_of(self.engine.optimizer.optimizer, partition) for partition in self._partitions()]
+        fragments = []
+        for fragment, (_, mapping) in zip(self._weight_fragments(), self._mapped(), strict=True):
+            place = mapping.hp_fragment_address
+            flat = moments[mapping.param_group_index]
+            mine = {moment: tensor.narrow(0, place.start, place.numel) for moment, tensor in flat.items()}
+            fragments.append(dataclasses.replace(fragment, moments=mine))
+        return fragments
+
+    def _partitions(self) -> list[Tensor]:
+        return [partition for group in self.engine.optimizer.optimizer.param_groups for partition in group["params"]]
+
+    def restored(self, steps: int) -> None:
+        for partition in self._partitions():
+            set_steps(self.engine.optimizer.optimizer, partition, steps)
+        self.steps = steps
+        self.engine.optimizer.update_lp_params()
+
+    def grad_norm(self) -> float:
+        """Before `step`, so that a gradient that is not finite stops the run before it does harm. DeepSpeed would
+        skip such a step in silence, and marks such a norm with −1."""
+        norm = float(self.engine.optimizer.scaled_global_norm())
+        return norm if math.isfinite(norm) and norm >= 0 else math.inf
+
+
+class Stage3(_Partitioned):
+    """Stage 3: each rank holds a piece of every parameter. Each module's parameters are gathered while it is used."""
+
+    def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
+        partition(policy, cfg)
+        self._exact = _cast_partitions(policy, dtype)
+        super().__init__(cfg, policy, optim, world, dtype)
+
+    def _restore_bits(self) -> None:
+        for fragment in self._weight_fragments():
+            fragment.weight.copy_(self._exact.pop(fragment.name)[: fragment.weight.numel()])
+        self._exact.clear()
+
+    def _partition_of(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
+        """Shim: return this rank's piece as a view. DeepSpeed's public functions copy it if the optimizer is offloaded.
+        Remove this when they do not."""
+        optimizer = self.engine.optimizer
+        piece, _ = optimizer._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=False, optim_state_key=moment
+        )
+        start = self.world.rank * piece.numel()
+        real = max(0, min(piece.numel(), shape_of(parameter).numel() - start))  # the last piece is padded
+        view: Tensor = piece.detach()[:real]
+        return view
+
+    def _weight_fragments(self) -> Iterator[Fragment]:
+        for name, parameter in trained(self.policy).items():
+            weight = self._partition_of(parameter)
+            start = self.world.rank * -(-shape_of(parameter).numel() // self.world.size)
+            if weight.numel():
+                yield Fragment(name, start, weight, {})
+
+    def fragments(self) -> list[Fragment]:
+        optimizer = self.engine.optimizer.optimizer
+        made = [moments_of(optimizer, flat) for flat in self.engine.optimizer.fp32_partitioned_groups_flat]
+        moments = list(made[0]) if made else []
+        parameters = trained(self.policy)
+        fragments = []
+        for fragment in self._weight_fragments():
+            mine = {moment: self._partition_of(parameters[fragment.name], moment) for moment in moments}
+            fragments.append(dataclasses.replace(fragment, moments=mine))
+        return fragments
+
+    def restored(self, steps: int) -> None:
+        """Shim: do what DeepSpeed's step does at its end (deepspeed/runtime/zero/stage3.py), which is not public."""
+        optimizer = self.engine.optimizer
+        optimizer._partition_all_parameters()  # small parameters stay gathered otherwise; the next pass gathers them
+        for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
+            set_steps(optimizer.optimizer, flat, steps)
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        self.steps = steps
+
+    def grad_norm(self) -> float:
+        """Compute the norm from the pieces' gradients: DeepSpeed has no norm before its step."""
+        local = [self._utils.safe_get_local_grad(parameter) for parameter in trained(self.policy).values()]
+        square = sum(torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in local)
+        total = torch.as_tensor(square, dtype=torch.float64, device=local[0].device)
+        dist.all_reduce(total)
+        return math.sqrt(total) if bool(total.isfinite()) else math.inf
+
+    def _frozen(self, parameter: nn.Parameter) -> Tensor:
+        with import_deepspeed().zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+
+def partition(policy: Policy, cfg: EngineConfig) -> None:
+    """Give each rank its piece of every parameter. A model that was loaded in pieces stays as it is."""
+    deepspeed = import_deepspeed()
+    if not all(hasattr(parameter, "ds_id") for parameter in policy.parameters()):
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
+        deepspeed.zero.Init(module=policy, config_dict_or_path=ds_config(cfg, 0.0, torch.float32))
+    head = policy.head
+    for parameter in head.parameters(recurse=False):
+        deepspeed.zero.register_external_parameter(policy.logps, parameter)
+
+
+def loading_config(cfg: EngineConfig) -> dict[str, Any]:
+    """Return the DeepSpeed configuration for loading a model in float32 pieces."""
+    _refuse_wrong_values(cfg)
+    import_deepspeed().init_distributed(dist_init_required=False, verbose=False)
+    return ds_config(cfg, 0.0, torch.float32)
+
+
+def _cast_partitions(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Cast the pieces to the dtype that computes, and return the exact float32 ones."""
+    exact: dict[str, Tensor] = {}
+    if dtype is torch.bfloat16:
+        for name, parameter in policy.named():
+            piece: Tensor = parameter.ds_tensor
+            exact[name] = piece.data
+            piece.data = piece.data.to(dtype)
+            parameter.data = parameter.data.to(dtype)
+    return exact
+
+
+def frozen(cfg: EngineConfig, policy: Policy, dtype: torch.dtype) -> Callable[[Shard], TokenLogps]:
+    """Cut a model that is not trained into stage 3's pieces, and return its forward pass."""
+    partition(policy, cfg)
+    _cast_partitions(policy, dtype)
+    engine = _initialize(model=policy, config=ds_config(cfg, 0.0, dtype, buffers_of(policy)))
+
+    def forward(shard: Shard) -> TokenLogps:
+        logps: TokenLogps = engine(shard)
+        return logps
+
+    return forward
+
+
+def _backward(engine: Any, loss: Tensor, last: bool) -> None:
+    # We set the boundary, so any number of micro-batches makes a step. The loss is already scaled.
+    engine.set_gradient_accumulation_boundary(last)
+    engine.backward(loss, scale_wrt_gas=False)
+
+
+def buffers_of(policy: Policy) -> dict[str, Any]:
+    """Return how much DeepSpeed reduces and gathers together, in elements, by the size of a layer.
+
+    Its own numbers, half a billion and a billion, are the same for all models: a small one gets buffers many times its
+    size. With these, each layer ends its buckets, and the next one is gathered while one computes. So all layers need
+    the same memory, which a rehearsal of a few can predict.
+    """
+    names = set(policy.model._no_split_modules or ())
+    layers = [module for module in policy.modules() if type(module).__name__ in names]
+    sizes = [[shape_of(parameter).numel() for parameter in layer.parameters()] for layer in layers] or [[BUCKET]]
+    layer = max(map(sum, sizes))
+    return {
+        "reduce_bucket_size": min(BUCKET, max(map(max, sizes))),
+        "overlap_comm": True,
+        "stage3_prefetch_bucket_size": layer,
+        "stage3_max_live_parameters": 3 * layer,
+        "stage3_max_reuse_distance": layer,
+    }
+
+
+def ds_config(
+    cfg: EngineConfig, max_grad_norm: float, dtype: torch.dtype, buffers: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": ENGINES[cfg.name.value].stage}
+    zero |= buffers or {}
+    if cfg.offload is not Offload.none:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if cfg.offload is Offload.all:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_grad_norm,  # the default is 1.0; 0 turns it off
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": dtype is torch.bfloat16},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": 1 << 60,
+        "wall_clock_breakdown": False,
+    }
+    return _merged(config, cfg.overrides)
+
+
+def _merged(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Merge the user's keys over ours. `config/checks/deepspeed.py` lists the keys that may be set."""
+    merged = dict(config)
+    for key, value in overrides.items():
+        below = merged.get(key)
+        merged[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,151 @@
+"""Memory peaks by phase: the allocator's on CUDA; on CPU the resident set's, and beside it the live tensors'.
+
+The resident set is the process's. For a small model it is the size of the libraries, on every ring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from rlexp.base.errors import OutOfMemory, is_out_of_memory
+from rlexp.training.metrics.meter import Meter
+from rlexp.training.metrics.tensor_count import TensorCount
+
+_CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+_RESET_PEAK = "5"  # proc(5): reset the peak resident set size
+REMEDY = "A larger parallel.ring_size, a smaller train.micro_batch_size or memory.checkpointing=true need less."
+REMEDIES = {
+    "rollout": "A smaller rollout.micro_batch_size, or rollout.micro_batch_tokens=N, needs less.",
+    "score": "A larger parallel.ring_size or a smaller rollout.score_batch_size needs less.",
+}
+
+
+class Phases:
+    """The memory peak of each phase of a step, on this rank. `tell` is called when a phase begins.
+
+    With a `count` there is also the peak of live tensors, for the phases in which they were counted.
+    """
+
+    def __init__(
+        self, device: torch.device, tell: Callable[..., None] | None = None, count: TensorCount | None = None
+    ) -> None:
+        self._device = device
+        self._tell = tell or (lambda **_facts: None)
+        self._count = count
+        self._peaks: dict[str, int] = {}
+        self._highest: dict[str, int] = {}  # over all steps
+        self._tensors: dict[str, int] = {}
+        self._highest_tensors: dict[str, int] = {}
+        self._step = 0
+        self._phase = ""
+
+    def begin(self, step: int) -> None:
+        self._step = step
+        self._peaks.clear()
+        self._tensors.clear()
+        if self._count is not None:
+            self._count.begin()
+
+    def choose(self, sizes: Sequence[int]) -> None:
+        """Say how many tokens each of the step's micro-batches has."""
+        if self._count is not None:
+            self._count.choose(sizes)
+
+    def throughout(self) -> contextlib.AbstractContextManager[None]:
+        """Stand around a rank's whole life."""
+        return contextlib.nullcontext() if self._count is None else self._count.throughout()
+
+    def micro_batch(self, place: int) -> contextlib.AbstractContextManager[None]:
+        """Stand around all that is done for a micro-batch."""
+        return contextlib.nullcontext() if self._count is None else self._count.micro_batch(place)
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Measure a phase. A phase inside another counts as part of it. After an exception it stays the current one."""
+        if self._phase:
+            yield
+            return
+        self._phase = phase
+        self._say(phase)
+        with contextlib.nullcontext() if self._count is None else self._count.phase(phase):
+            reset_peak(self._device)
+            if self._count is not None:
+                self._count.reset_peak()
+            try:
+                yield
+            except BaseException:
+                self._note(phase)
+                raise
+            self._note(phase)
+        self._phase = ""
+
+    def _note(self, phase: str) -> None:
+        _raise(phase, peak_bytes(self._device), self._peaks, self._highest)
+        if self._count is not None and self._count.on:
+            _raise(phase, self._count.peak, self._tensors, self._highest_tensors)
+
+    def _say(self, phase: str, **more: str) -> None:
+        tensors = {"tensors": self._highest_tensors} if self._highest_tensors else {}
+        self._tell(step=self._step, phase=phase, peaks=self._highest, **tensors, **more)
+
+    def report(self, meter: Meter) -> None:
+        """Add the step's peaks to the meter, whose reduction finds the largest over the ranks and its rank."""
+        for phase, peak in self._peaks.items():
+            meter.add_max(f"{phase}_peak", peak)
+        meter.add_max("peak", max(self._peaks.values()))
+        if self._count is not None:  # each rank chooses what it counts, and all give the same names
+            tensors = self._tensors if self._count.always else self._highest_tensors  # so far, where not all is counted
+            for phase in self._peaks:
+                meter.add_max(f"{phase}_tensors_peak", tensors.get(phase, -math.inf))
+            meter.add_max("tensors_peak", max(tensors.values(), default=-math.inf))
+        self._say("between steps")
+
+    def explained(self, error: BaseException, rank: int) -> OutOfMemory | None:
+        """Return the error to show for a failed allocation; None for any other error."""
+        if not is_out_of_memory(error):
+            return None
+        self._say(self._phase, died="out of memory")
+        where = f"in step {self._step}, in its {self._phase} phase" if self._phase else f"after step {self._step}"
+        if not self._step:
+            where = f"in its {self._phase or 'build'} phase"
+        peaks = ", ".join(self._shown(phase, peak) for phase, peak in self._highest.items()) or "none yet"
+        first = str(error).strip().partition("\n")[0]
+        return OutOfMemory(
+            f"rank {rank} ran out of memory {where} ({first}). "
+            f"Peaks so far: {peaks}. {REMEDIES.get(self._phase, REMEDY)}"
+        )
+
+    def _shown(self, phase: str, peak: int) -> str:
+        tensors = self._highest_tensors.get(phase)
+        return f"{phase} {peak / 1e9:.3g} GB" + (f" ({tensors / 1e9:.3g} GB of tensors)" if tensors else "")
+
+
+def _raise(phase: str, peak: int, *peaks: dict[str, int]) -> None:
+    for each in peaks:
+        each[phase] = max(peak, each.get(phase, 0))
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif _CLEAR_REFS.exists():
+        try:
+            _CLEAR_REFS.write_text(_RESET_PEAK)
+        except OSError:  # a container may forbid it: peaks are then those of the process so far
+            return
+
+
+def peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if _STATUS.exists():
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,108 @@
+"""Sums and counts over the micro-batches of a train batch, reduced over the ranks once per optimizer step.
+
+A sum is *sharded* over the ring (token sums: every rank of the ring holds the part of its own tokens, and the parts are
+added up) or *replicated* in it (sequence sums after the ring's all-reduce: every rank holds the same sum, which is
+counted once). Getting this wrong by a factor of the ring size is the classic defect, so every metric says which it is.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlexp.training.ring.groups import World
+
+
+class Spread(Enum):
+    SHARDED = "sharded"
+    REPLICATED = "replicated"
+
+
+SHARDED, REPLICATED = Spread.SHARDED, Spread.REPLICATED
+Value = Tensor | float
+
+
+class Meter:
+    """Sums, counts and maxima by name. Every rank must add the same names.
+
+    Until `reduce`, the device's values stay on the device and the host's on the host: adding one never waits.
+    """
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world = world
+        self.device = device
+        self._sums: dict[str, Value] = {}
+        self._counts: dict[str, Value] = {}
+        self._maxima: dict[str, Value] = {}
+
+    def add_mean(self, name: str, total: Value, count: Value, spread: Spread) -> None:
+        """Add a part of a mean. The mean that is logged is Σ total / Σ count over the whole train batch."""
+        self._add(self._sums, name, total, spread)
+        self._add(self._counts, name, count, spread)
+
+    def add_total(self, name: str, total: Value, spread: Spread) -> None:
+        self._add(self._sums, name, total, spread)
+
+    def add_max(self, name: str, value: Value) -> None:
+        """Add a value whose maximum over the ranks is logged; `<name>@rank` tells which rank has it."""
+        one, other = value, self._maxima.get(name, -math.inf)
+        if isinstance(other, Tensor):
+            one, other = other, one
+        self._maxima[name] = one.detach().double().clamp(min=other) if isinstance(one, Tensor) else max(one, other)
+
+    def _add(self, where: dict[str, Value], name: str, value: Value, spread: Spread) -> None:
+        if isinstance(value, Tensor):
+            value = value.detach().double()
+        if spread is REPLICATED and self.world.ring.rank != 0:
+            value = 0.0
+        where[name] = where[name] + value if name in where else value
+
+    def reduce(self) -> dict[str, float]:
+        """Gather all ranks' values in one collective, and add them up in the order of the ranks."""
+        names = (*self._sums, *self._counts, *self._maxima)
+        signature = float(zlib.crc32("\n".join(names).encode()))
+        mine = _on_host([signature, *self._sums.values(), *self._counts.values(), *self._maxima.values()])
+        gathered = _gather(mine.to(self.device), self.world)
+        assert (gathered[:, 0] == signature).all(), "ranks have metered different names"
+        sums = gathered[:, 1 : 1 + len(self._sums)].sum(0).tolist()
+        counts = gathered[:, 1 + len(self._sums) : 1 + len(self._sums) + len(self._counts)].sum(0).tolist()
+        return self._means(sums, counts) | self._largest(gathered[:, gathered.shape[1] - len(self._maxima) :])
+
+    def _means(self, sums: list[float], counts: list[float]) -> dict[str, float]:
+        count_of = dict(zip(self._counts, counts, strict=True))
+        values = {}
+        for name, total in zip(self._sums, sums, strict=True):
+            if name not in count_of:
+                values[name] = total
+            elif count_of[name]:
+                values[name] = total / count_of[name]
+        return values
+
+    def _largest(self, columns: Tensor) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for number, name in enumerate(self._maxima):
+            rank = int(columns[:, number].argmax())
+            if columns[rank, number] > -math.inf:  # -inf: no rank added a value
+                values[name], values[f"{name}@rank"] = float(columns[rank, number]), rank
+        return values
+
+
+def _on_host(values: Sequence[Value]) -> Tensor:
+    """Return the values in float64, by one copy from the device."""
+    computed = [value for value in values if isinstance(value, Tensor)]
+    known = iter(torch.stack(computed).tolist() if computed else [])
+    return torch.tensor([next(known) if isinstance(value, Tensor) else value for value in values], dtype=torch.float64)
+
+
+def _gather(mine: Tensor, world: World) -> Tensor:
+    if world.size == 1:
+        return mine.unsqueeze(0).cpu()
+    gathered = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(gathered, mine)
+    return torch.stack(gathered).cpu()

@@ -1,0 +1,301 @@
+"""Load a transformers model and its tokenizer from a run's configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+from transformers.utils.logging import disable_progress_bar
+
+from rlexp.base.errors import ModelError
+from rlexp.config.schema import (
+    HFModelConfig,
+    ModelConfig,
+    ModelRewardConfig,
+    Precision,
+    TinyModelConfig,
+    WeightsDtype,
+)
+from rlexp.training.model import hook, rope
+from rlexp.training.model.placing import Placing, arriving, put_all, round_all
+from rlexp.training.model.prepared import prepared
+
+ROUNDED = {
+    WeightsDtype.auto: None,
+    WeightsDtype.fp32: None,  # which is what weights are read in
+    WeightsDtype.bf16: torch.bfloat16,
+    WeightsDtype.fp16: torch.float16,
+}
+UNBOUNDED = 1 << 60  # data.max_length decides what is too long, not the tokenizer
+
+
+def load_config(cfg: ModelConfig, max_length: int) -> PreTrainedConfig:
+    match cfg:
+        case TinyModelConfig():
+            tokenizer = byte_tokenizer()
+            config: PreTrainedConfig = LlamaConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=cfg.hidden_size,
+                intermediate_size=cfg.intermediate_size,
+                num_hidden_layers=cfg.layers,
+                num_attention_heads=cfg.heads,
+                num_key_value_heads=cfg.kv_heads,
+                max_position_embeddings=max(2048, max_length),
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+                tie_word_embeddings=False,
+            )
+        case HFModelConfig():
+            config = _pretrained(AutoConfig, cfg)
+        case _:
+            raise AssertionError(cfg)
+    _without_dropout(config)
+    return config
+
+
+def load_model(
+    cfg: ModelConfig,
+    config: PreTrainedConfig,
+    max_length: int,
+    placing: Placing | None = None,
+    *,
+    float64: bool = False,
+) -> PreTrainedModel:
+    """Load the model, the same on every rank, with the ring's attention and without dropout. Its weights are float32,
+    and go where `placing` says, one by one; without it they stay on the host."""
+    hook.register()
+    match cfg:
+        case HFModelConfig():
+            dtype = ROUNDED[cfg.dtype]
+            if placing is not None:
+                placing = dataclasses.replace(placing, rounded=dtype)
+            with arriving(placing):
+                model, info = _pretrained(
+                    AutoModelForCausalLM,
+                    cfg,
+                    config=config,
+                    dtype=torch.float32,
+                    attn_implementation=hook.NAME,
+                    output_loading_info=True,
+                    **(_experts(config) if float64 else {}),
+                )
+            _refuse_random("model.path", cfg.path, info)
+        case _:
+            unset_hf_deepspeed_config()
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(cfg.seed)
+                model = random_model(config, max_length)
+            if placing is not None:
+                put_all(model, placing)
+            return model
+    model = _without_surprises(model, max_length)
+    if dtype is not None and placing is not None:
+        put_all(model, placing)  # also what no module was given by its name
+    elif dtype is not None:
+        round_all(model, dtype)
+    return model
+
+
+def random_model(config: PreTrainedConfig, max_length: int, *, float64: bool = False) -> PreTrainedModel:
+    """Make a model from its configuration alone, in float32, on torch's default device."""
+    hook.register()
+    options = _experts(config) if float64 else {}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=hook.NAME, **options)
+    return _without_surprises(model, max_length)
+
+
+def load_reward_model(cfg: ModelRewardConfig, key: str, max_length: int, placing: Placing) -> PreTrainedModel:
+    """Load a model that gives a sequence one number, with the ring's attention and without dropout.
+
+    `key` is the place of its configuration, for messages.
+    """
+    hook.register()
+    config, name = _reward_config(cfg, key), f"{key}.path"
+    unset_hf_deepspeed_config()  # it is whole on every rank, even where the engine shards the policy
+    with arriving(placing):
+        model, info = _from_hub(
+            AutoModelForSequenceClassification,
+            cfg.path,
+            cfg.trust_remote_code,
+            what="reward model",
+            key=name,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=hook.NAME,
+            output_loading_info=True,
+            **(_experts(config) if cfg.precision is Precision.fp64 else {}),
+        )
+    _refuse_random(name, cfg.path, info)
+    return _without_surprises(model, max_length)
+
+
+def random_reward_model(cfg: ModelRewardConfig, key: str, max_length: int) -> PreTrainedModel:
+    """Make a reward model from its configuration alone, in float32, on torch's default device."""
+    hook.register()
+    config = _reward_config(cfg, key)
+    options = _experts(config) if cfg.precision is Precision.fp64 else {}
+    model = AutoModelForSequenceClassification.from_config(
+        config, dtype=torch.float32, attn_implementation=hook.NAME, **options
+    )
+    return _without_surprises(model, max_length)
+
+
+def _reward_config(cfg: ModelRewardConfig, key: str) -> PreTrainedConfig:
+    name = f"{key}.path"
+    config: PreTrainedConfig = _from_hub(AutoConfig, cfg.path, cfg.trust_remote_code, what="reward model", key=name)
+    _without_dropout(config)
+    if config.num_labels != 1:
+        labels = ", ".join(map(str, list(config.id2label.values())[:4]))
+        raise ModelError(
+            f"{name}={cfg.path}: has {config.num_labels} labels ({labels}), and a reward is one number. Give a "
+            f"sequence-classification model with one label."
+        )
+    return config
+
+
+def load_reward_tokenizer(cfg: ModelRewardConfig, key: str) -> Any:
+    tokenizer = _from_hub(AutoTokenizer, cfg.path, cfg.trust_remote_code, what="tokenizer", key=f"{key}.path")
+    tokenizer.model_max_length = UNBOUNDED
+    return tokenizer
+
+
+def _refuse_random(key: str, path: str, info: dict[str, Any]) -> None:
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{key}={path}: has no weights for {', '.join(missing[:4])}{' …' if len(missing) > 4 else ''} "
+            f"({len(missing)} in all). They would be random. Give a folder with all weights."
+        )
+
+
+def _without_surprises(model: PreTrainedModel, max_length: int) -> PreTrainedModel:
+    rope.pin(model, max_length)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+@contextlib.contextmanager
+def in_pieces(config: dict[str, Any]) -> Iterator[None]:
+    """Load pretrained models parameter by parameter, each rank keeping its piece, as transformers does for ZeRO-3.
+
+    Random models are made whole, the same on every rank, and sharded later.
+    """
+
+    class Sharding:
+        def __init__(self) -> None:
+            self.config = config
+
+        def is_zero3(self) -> bool:
+            return True
+
+    sharding = Sharding()  # transformers keeps a weak reference
+    set_hf_deepspeed_config(sharding)
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+
+
+def from_config_options(cfg: ModelConfig, config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the options that make a float64 copy of a model from its configuration alone."""
+    trusted = {"trust_remote_code": True} if isinstance(cfg, HFModelConfig) and cfg.trust_remote_code else {}
+    return trusted | _experts(config)
+
+
+def _experts(config: PreTrainedConfig) -> dict[str, str]:
+    """Choose the experts' implementation for float64, in which the grouped matrix product has no kernel."""
+    return {"experts_implementation": "eager"} if is_mixture(config) else {}
+
+
+def is_mixture(config: PreTrainedConfig) -> bool:
+    """A built model's configuration also names how its experts are computed, whether it has any or not."""
+    return any("experts" in name and isinstance(value, int) and value > 0 for name, value in vars(config).items())
+
+
+def load_tokenizer(cfg: ModelConfig) -> Any:
+    match cfg:
+        case HFModelConfig():
+            tokenizer = _pretrained(AutoTokenizer, cfg, what="tokenizer")
+            tokenizer.model_max_length = UNBOUNDED
+            if cfg.chat_template is not None:
+                tokenizer.chat_template = Path(cfg.chat_template).expanduser().read_text(encoding="utf-8")
+            return tokenizer
+        case _:
+            return byte_tokenizer()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token per byte, and three for beginning, end and padding. It can be exported."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = ["<bos>", "<eos>", "<pad>"]
+    vocabulary = {token: number for number, token in enumerate([*specials, *alphabet])}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        model_max_length=UNBOUNDED,
+    )
+
+
+def _pretrained(factory: Any, cfg: HFModelConfig, **kwargs: Any) -> Any:
+    """Load from what is prepared of the model, in its revision."""
+    asked = prepared(cfg)
+    assert isinstance(asked, HFModelConfig)
+    revision = {} if asked.revision is None else {"revision": asked.revision}
+    return _from_hub(factory, asked.path, asked.trust_remote_code, **revision, **kwargs)
+
+
+def _from_hub(
+    factory: Any,
+    path: str,
+    trust_remote_code: bool,
+    *,
+    what: str = "causal model",
+    key: str = "model.path",
+    **kwargs: Any,
+) -> Any:
+    name = str(Path(path).expanduser()) if path.startswith("~") else path
+    disable_progress_bar()
+    try:
+        return factory.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
+    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
+        reason = textwrap.shorten(str(error), 300, placeholder=" …")
+        raise ModelError(
+            f"{key}={path}: no {what} can be loaded ({type(error).__name__}: {reason}). Give a hub name, or a folder "
+            f"to which transformers' save_pretrained wrote the model and its tokenizer."
+        ) from error
+
+
+def _without_dropout(config: PreTrainedConfig) -> None:
+    """Turn off random masks (dropout, a router's jitter, dropped layers): they would depend on the layout."""
+    for name, value in vars(config).items():
+        noisy = any(part in name for part in ("dropout", "pdrop", "jitter", "layerdrop", "drop_path"))
+        if noisy and isinstance(value, float):
+            setattr(config, name, 0.0)

@@ -1,0 +1,166 @@
+"""A causal model as a function from a shard to per-token log-probabilities, and from tokens to the next token's logits.
+
+Shape letters: t tokens of this rank, E hidden size; B rows that are decoded, q new tokens of each, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlexp.base.engine_facts import able
+from rlexp.base.errors import ModelError
+from rlexp.config.schema import Precision
+from rlexp.training.model.decoding import Decoding
+from rlexp.training.model.float64 import precise
+from rlexp.training.model.head import Entropy, HeadLogps
+from rlexp.training.types import Shard, TokenLogps
+
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
+CRITIC = "critic."  # the prefix of its parameters' names
+
+
+class Policy(nn.Module):
+    """The module that an engine wraps and steps: the model, and the critic if there is one."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        critic: Critic | None = None,
+        *,
+        temperature: float = 1.0,
+        entropy: Entropy = Entropy.unasked,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.critic = critic
+        self.critic_lr_scale = 1.0  # the critic's learning rate over the policy's
+        self.logps = HeadLogps(temperature, entropy)
+
+    def named(self) -> Iterator[tuple[str, Any]]:
+        """The model's parameters by its own names, then the critic's."""
+        yield from self.model.named_parameters()
+        if self.critic is not None:
+            for name, parameter in self.critic.named_parameters():
+                yield f"{CRITIC}{name}", parameter
+
+    @property
+    def head(self) -> nn.Linear:
+        return cast(nn.Linear, self.model.get_output_embeddings())
+
+    def forward(self, work: Shard | Decoding) -> TokenLogps | Tensor:
+        """Return log-probabilities of the shard's targets; while decoding, (B, V) logits of each row's next token.
+
+        Both enter here, since engines that gather parameters do so when the module that they wrap is called.
+        """
+        with precise(self.head.weight.dtype):
+            return self._next(work) if isinstance(work, Decoding) else self._logps(work)
+
+    def _logps(self, shard: Shard) -> TokenLogps:
+        head = self.head
+        hidden_tE = hidden_states(self.model.base_model, shard)
+        logps: TokenLogps = self.logps(head.weight, head.bias, hidden_tE, shard)
+        return logps if self.critic is None else logps._replace(values_t=self.critic(hidden_tE, shard))
+
+    def _next(self, batch: Decoding) -> Tensor:
+        head = self.head
+        hidden_BqE = self.model.base_model(
+            input_ids=batch.tokens_Bq, position_ids=batch.positions_Bq, use_cache=False, decoding=batch
+        ).last_hidden_state
+        batch.finished()
+        logits_BV: Tensor = self.logps(head.weight, head.bias, hidden_BqE[:, -1], None)
+        return logits_BV
+
+    def freeze(self, patterns: Sequence[str]) -> None:
+        """Exclude the parameters whose names match a pattern from training."""
+        names = [name for name, _ in self.model.named_parameters()]
+        for pattern in patterns:
+            frozen = set(fnmatch.filter(names, pattern))
+            if not frozen:
+                raise ModelError(
+                    f"model.freeze: {pattern!r} matches no parameter. Their names are like {names[0]} and {names[-1]}; "
+                    f"patterns are the shell's, as in 'model.layers.0.*'."
+                )
+            for name, parameter in self.model.named_parameters():
+                if name in frozen:
+                    parameter.requires_grad_(False)
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            raise ModelError(f"model.freeze={list(patterns)}: nothing is left to train. Freeze fewer parameters.")
+
+    def refuse_listed_experts(self, engine: str) -> None:
+        """Refuse models whose gradients differ in number between ranks, for engines that reduce them as they arrive."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.ModuleList) and "expert" in name.lower():
+                raise ModelError(
+                    f"engine={engine}: {type(self.model).__name__} keeps its experts in a list ({name}). A rank on "
+                    f"which no token chooses an expert has no gradient of it, and the others would wait. Use "
+                    f"{able(lambda traits: traits.replicated)}."
+                )
+
+    def recompute_activations(self) -> None:
+        """Keep only the input of each layer, and compute the layer again in the backward pass.
+
+        The recomputation runs in the autograd engine, where the forward pass's float64 mode is not active. So it enters
+        the mode itself, by the dtype that the weights have then.
+        """
+        # Shim: transformers renamed the method after 5.17. Remove it when 5.17 is no longer admitted.
+        models = [self.model] + ([self.critic.trunk] if self.critic is not None and self.critic.trunk else [])
+        for model in models:
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable(
+                {
+                    "use_reentrant": False,
+                    "context_fn": lambda: (contextlib.nullcontext(), precise(next(self.parameters()).dtype)),
+                }
+            )
+        self.train()  # transformers recomputes in training mode only; dropout is off
+
+
+class Critic(nn.Module):
+    """The value of each token: a row of weights over the hidden states of its own trunk, or of the policy's.
+
+    The row is initialized to zeros, so the first values are zero.
+    """
+
+    def __init__(self, hidden_size: int, trunk: PreTrainedModel | None) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = ValueHead(hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, hidden_tE: Tensor, shard: Shard) -> Tensor:
+        if self.trunk is not None:
+            hidden_tE = hidden_states(self.trunk, shard)
+        values_t: Tensor = self.head(hidden_tE).squeeze(-1)
+        return values_t
+
+
+class ValueHead(nn.Linear):
+    """A linear head in float32 (float64 for float64): it is one row, and bfloat16 would leave a value two digits."""
+
+    def forward(self, hidden_tE: Tensor) -> Tensor:
+        wide = torch.promote_types(hidden_tE.dtype, torch.float32)
+        return nn.functional.linear(hidden_tE.to(wide), self.weight.to(wide), self.bias.to(wide))
+
+
+def hidden_states(trunk: nn.Module, shard: Shard) -> Tensor:
+    hidden_tE: Tensor = trunk(
+        input_ids=shard.tokens_t.unsqueeze(0),
+        position_ids=shard.positions_t.unsqueeze(0),
+        use_cache=False,
+        ring_batch=shard.attention,
+    ).last_hidden_state.squeeze(0)
+    return hidden_tE
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters only: rotary tables and other buffers stay in float32, as transformers intends."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)

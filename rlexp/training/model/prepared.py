@@ -1,0 +1,158 @@
+"""Make of a model an ordinary folder in transformers' format, once per machine, where `model` asks for what changes
+files: a GGUF file is written as safetensors, and new tokens get rows in the embeddings.
+
+The folder is made beside its place, under a lock, and gets its name when it is whole and on the disk. Its name holds
+its source's contents and what was asked, so nothing stale is ever found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from rlexp.base import cache
+from rlexp.base.errors import ModelError, first_line
+from rlexp.base.files import sync, write_text
+from rlexp.config.content_ids import files_of_model, sampled
+from rlexp.config.model_names import called
+from rlexp.config.schema import HFModelConfig, ModelConfig
+from rlexp.training.model.export import export
+from rlexp.training.model.growing import grow
+
+FORMAT = 1  # to be raised when the same key means other files
+WHOLE = ".rlexp.json"  # in a folder that was made: each of its files with its size
+FROM_HUB = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
+Make = Callable[[Path], None]
+
+
+def prepared(cfg: ModelConfig) -> ModelConfig:
+    """Return the configuration of the same model as a folder, or hub name, that transformers loads as it is."""
+    if not isinstance(cfg, HFModelConfig):
+        return cfg
+    path = str(Path(cfg.path).expanduser()) if cfg.path.startswith("~") else cfg.path
+    cfg = dataclasses.replace(cfg, path=path)
+    if cfg.gguf is None and not cfg.add_tokens:
+        return cfg
+    folder = _folder(cfg)
+    if cfg.gguf is not None:
+        reason = f"model.gguf={cfg.gguf}"
+        folder = _made(reason, called(cfg), [_state_of(folder / cfg.gguf)], partial(_from_gguf, folder, cfg.gguf))
+    if cfg.add_tokens:
+        reason = f"model.add_tokens={cfg.add_tokens}"
+        state = [*map(_state_of, files_of_model(folder)), cfg.add_tokens]
+        grown = partial(grow, folder, cfg.add_tokens, trust_remote_code=cfg.trust_remote_code)
+        folder = _made(reason, called(cfg), state, grown)
+    return dataclasses.replace(cfg, path=str(folder), revision=None, gguf=None, add_tokens=[])
+
+
+def _folder(cfg: HFModelConfig) -> Path:
+    """Return the model's folder; a hub model is fetched."""
+    if os.path.isdir(cfg.path):  # which also takes what can be no path
+        return Path(cfg.path)
+    wanted = FROM_HUB if cfg.gguf is None else (cfg.gguf,)
+    try:
+        folder = Path(snapshot_download(cfg.path, revision=cfg.revision, allow_patterns=list(wanted)))
+        if cfg.gguf is None and not any(folder.glob("*.safetensors")):  # an old model
+            snapshot_download(cfg.path, revision=cfg.revision, allow_patterns=["*.bin"])
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.path={cfg.path}: is no folder, and cannot be fetched from the hub ({type(error).__name__}: "
+            f"{first_line(error)}). Give a model's folder, or a hub name and, if need be, its model.revision."
+        ) from error
+    if cfg.gguf is not None and not (folder / cfg.gguf).is_file():
+        raise ModelError(f"model.gguf={cfg.gguf}: no such file in model.path={cfg.path} on the hub.")
+    return folder
+
+
+def _state_of(file: Path) -> list[Any]:
+    """Tell a file from another of its name; samples alone might be the same in two files of weights."""
+    found = file.stat()
+    return [file.name, found.st_size, found.st_mtime_ns, sampled(file)]
+
+
+# ---- a folder, made once ----
+
+
+def _made(asked: str, name: str, state: list[Any], make: Make) -> Path:
+    """Return the folder that `make` writes, and make it if it is not here, or not whole. Others wait meanwhile."""
+    key = hashlib.sha256(json.dumps([FORMAT, state]).encode()).hexdigest()[:16]
+    place = cache.root() / "models" / f"{name.replace('/', '-')}-{key}"
+    if _is_whole(place):
+        return place
+    try:
+        with cache.locked(place):
+            if not _is_whole(place):
+                sys.stderr.write(f"rlexp: {asked}: the model is written once, to {place}\n")
+                _make(place, make)
+    except (OSError, SafetensorError) as error:  # safetensors so reports a full disk
+        raise ModelError(
+            f"{asked}: the model could not be written to {place} ({type(error).__name__}: {first_line(error)}). Make "
+            f"room there, or set RLEXP_CACHE to a folder that can be written to."
+        ) from error
+    return place
+
+
+def _make(place: Path, make: Make) -> None:
+    unfinished = place.with_name(f".{place.name}.unfinished")  # also of a process that was killed
+    for old in (unfinished, place):
+        if old.exists():
+            shutil.rmtree(old)
+    unfinished.mkdir()
+    try:
+        make(unfinished)
+        write_text(unfinished / WHOLE, json.dumps(_sizes(unfinished), indent=2) + "\n")
+        for path in (*unfinished.iterdir(), unfinished):
+            sync(path)
+        unfinished.replace(place)
+        sync(place.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _is_whole(place: Path) -> bool:
+    """Say whether a folder has every file in its size; a missing folder is not whole."""
+    try:
+        return bool(json.loads((place / WHOLE).read_text(encoding="utf-8")) == _sizes(place))
+    except (OSError, ValueError):
+        return False
+
+
+def _sizes(place: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(place.iterdir()) if path.name != WHOLE}
+
+
+# ---- GGUF ----
+
+
+def _from_gguf(folder: Path, name: str, place: Path) -> None:
+    """Write a GGUF file's model in float32, which holds every value of its blocks exactly, and its tokenizer."""
+    disable_progress_bar()
+    # The bar of this loading cannot be turned off, and writes line after line into a log.
+    quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+    try:
+        with quiet:
+            model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    except Exception as error:  # a reader of files from anywhere raises anything
+        raise ModelError(
+            f"model.gguf={name}: cannot be loaded from {folder} ({type(error).__name__}: {first_line(error)}). Give a "
+            f"whole GGUF file of an architecture that transformers reads from GGUF."
+        ) from error
+    del model.config.quantization_config  # it would claim that the weights are still in blocks
+    export(model, model.named_parameters(), torch.float32, tokenizer, place)

@@ -1,0 +1,92 @@
+"""What attention does between the calls of a kernel, in one kernel each on a GPU: merge a block, and add a gradient.
+
+On a GPU they are Triton kernels, which come with torch for CUDA. They are operators of torch, so a rehearsal counts
+them. Elsewhere, and in float64, they are written out in plain torch, to which the tests hold them.
+
+Shape letters: q query tokens, k key tokens, t tokens of a shard, H query heads, G key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlexp.training.ring.kernels.base import Rows, merge_plain
+
+
+def merge_rows(out_qHD: Tensor, lse_qH: Tensor, block_out_qHD: Tensor, block_lse_qH: Tensor) -> None:
+    """Add a block to the running output and log-sum-exp of the same queries, in place."""
+    if fused(out_qHD):
+        torch.ops.rlexp.merge(out_qHD, lse_qH, block_out_qHD, block_lse_qH)
+    else:
+        merge_plain(out_qHD, lse_qH, block_out_qHD, block_lse_qH)
+
+
+def add_keys(into_2tGD: Tensor, rows: Rows, dk_kGD: Tensor, dv_kGD: Tensor) -> None:
+    """Add a block's part of dk and dv to rows that are all different."""
+    there, index = (into_2tGD[:, rows], None) if isinstance(rows, slice) else (into_2tGD, rows)
+    if fused(into_2tGD):
+        torch.ops.rlexp.add_keys(there, index, dk_kGD, dv_kGD)
+    else:
+        _add_plain(there, index, dk_kGD, dv_kGD)
+
+
+def fused(accumulated: Tensor) -> bool:
+    return accumulated.device.type != "cpu" and accumulated.dtype is torch.float32
+
+
+def _add_plain(into: Tensor, rows: Tensor | None, dk: Tensor, dv: Tensor) -> None:
+    for there, grad in zip(into, (dk, dv), strict=True):
+        if rows is None:
+            there.add_(grad)
+        else:
+            there.index_add_(0, rows, grad.to(there.dtype))
+
+
+# ---- on a GPU ----
+
+
+@functools.cache
+def triton_kernels() -> Any:
+    """Import the kernels on first use: Triton takes seconds, and a CPU build of torch has none."""
+    from rlexp.training.ring.kernels import fused_triton
+
+    return fused_triton
+
+
+def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    triton_kernels().merge(out, lse, block_out, block_lse)
+
+
+def _add_keys(into: Tensor, rows: Tensor | None, dk: Tensor, dv: Tensor) -> None:
+    triton_kernels().add_keys(into, rows, dk, dv)
+
+
+def _merge_shapes(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    assert out.shape == block_out.shape
+    assert lse.shape == block_lse.shape == out.shape[:2]
+
+
+def _add_shapes(into: Tensor, rows: Tensor | None, dk: Tensor, dv: Tensor) -> None:
+    assert dk.shape == dv.shape
+    assert into.shape[2:] == dk.shape[1:]
+    assert len(dk) == (into.shape[1] if rows is None else len(rows))
+
+
+def _operators() -> torch.library.Library | None:
+    """Define the operators, unless this process has them already: a module may be imported anew."""
+    if hasattr(torch.ops.rlexp, "merge"):
+        return None
+    library = torch.library.Library("rlexp", "FRAGMENT")
+    library.define("merge(Tensor(a!) out, Tensor(b!) lse, Tensor block_out, Tensor block_lse) -> ()")
+    library.define("add_keys(Tensor(a!) into, Tensor? rows, Tensor dk, Tensor dv) -> ()")
+    for name, kernel, shapes in (("merge", _merge, _merge_shapes), ("add_keys", _add_keys, _add_shapes)):
+        library.impl(name, kernel, "CUDA")
+        torch.library.register_fake(f"rlexp::{name}", shapes, lib=library)
+    return library
+
+
+_OPERATORS = _operators()  # they go when their library does

@@ -1,0 +1,76 @@
+"""Exchange Python objects between ranks: few and small, such as names, counts and errors."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from rlexp.base.errors import UserError
+
+T = TypeVar("T")
+
+
+def gather_objects(mine: T, size: int, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return every rank's object, in the order of the group's ranks, on each of its `size` ranks. A collective call."""
+    if size == 1:
+        return [mine]
+    parts: list[Any] = [None] * size
+    dist.all_gather_object(parts, mine, group=group)
+    return parts
+
+
+def from_rank0(value: T, size: int) -> T:
+    """Return rank 0's object on every rank of the world. A collective call."""
+    values = [value]
+    if size > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def rank0_does(work: Callable[[], T], size: int, every: float) -> T:
+    """Run `work` on rank 0 and return its result on every rank, as `some_do` does. A collective call."""
+    result = some_do(work if size == 1 or dist.get_rank() == 0 else None, size, every)[0]
+    return cast(T, result)
+
+
+def some_do(work: Callable[[], T] | None, size: int, every: float) -> list[T | None]:
+    """Run `work` on the ranks that have some, in a thread, and return all results on every rank. A collective call.
+
+    The ranks meet every `every` seconds, so that no rank waits for longer in a collective call, however long the work
+    takes. The first rank's error is raised on every rank.
+    """
+    if size == 1:
+        return [work() if work is not None else None]
+    done: list[T] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            if work is not None:
+                done.append(work())
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="some_do", daemon=True)
+    if work is not None:
+        thread.start()
+    while True:
+        thread.join(every) if work is not None else None
+        if not any(gather_objects(thread.is_alive(), size)):
+            break
+    ended = gather_objects((done, [_told(each, dist.get_rank()) for each in failed]), size)
+    for rank, (_, errors) in enumerate(ended):
+        if errors:
+            raise failed[0] if rank == dist.get_rank() else errors[0]
+    return [result[0] if result else None for result, _ in ended]
+
+
+def _told(error: Exception, rank: int) -> Exception:
+    """Return an error as the other ranks raise it. A bug comes with its traceback, as text."""
+    if isinstance(error, UserError):
+        return error
+    return RuntimeError(f"rank {rank} failed:\n{''.join(traceback.format_exception(error)).rstrip()}")

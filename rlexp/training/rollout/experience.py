@@ -1,0 +1,72 @@
+"""A rollout's samples: each is in the host memory of one rank, and a table of numbers about all is on every rank.
+
+Shape letters: N samples of a rollout, T tokens of a pack, t of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlexp.training.ring.groups import Ring
+from rlexp.training.rollout.host import Host
+from rlexp.training.types import Floats, Pack, Sample, Shard
+
+Table = dict[str, Tensor]  # columns by name, each (N,) in float64, in the order of the samples' places
+
+
+def table_of(
+    mine: Sequence[Sample], total: int, host: Host, row_of: Callable[[Sample], Mapping[str, float]],
+    names: Sequence[str],
+) -> Table:  # fmt: skip
+    """Return the table of `row_of` for all samples, on every rank.
+
+    Each place belongs to exactly one rank, so the sum over the ranks is exact.
+    """
+    numbers = torch.zeros(len(names) + 1, total, dtype=torch.float64)
+    for sample in mine:
+        row = row_of(sample)
+        numbers[:, sample.place] = torch.tensor([*(row[name] for name in names), 1.0], dtype=torch.float64)
+    host.sum(numbers)
+    assert bool((numbers[-1] == 1).all()), "a sample has no rank, or several"
+    return dict(zip(names, numbers[:-1], strict=True))
+
+
+def fetch(mine: Sequence[Sample], places: Sequence[int], host: Host) -> list[Sample]:
+    """Return the samples at these places, in this order, on every rank. A collective call."""
+    wanted = set(places)
+    parts = host.gathered([sample for sample in mine if sample.place in wanted])
+    by_place = {sample.place: sample for part in parts for sample in part}
+    return [by_place[place] for place in places]
+
+
+def on_pack(pack: Pack, arrays: Sequence[Floats], dtype: torch.dtype) -> Tensor:
+    """Lay the values of each sequence's answer where its tokens are predicted, (T,); zero elsewhere."""
+    values_T = torch.zeros(len(pack.tokens_T), dtype=dtype)
+    if arrays:
+        values_T[trained_places(pack)] = torch.from_numpy(np.concatenate(arrays)).to(dtype)
+    return values_T
+
+
+def trained_places(pack: Pack) -> Tensor:
+    """Return the places in the pack whose targets are trained on, in their order."""
+    return (pack.sequence_T >= 0).nonzero().squeeze(-1)
+
+
+def off_pack(pack: Pack, shard: Shard, values_t: Tensor, ring: Ring) -> list[Floats]:
+    """Return the values of each sequence's answer from all ranks' tokens: the inverse of `on_pack`.
+
+    A collective call of the ring.
+    """
+    values_T = torch.zeros(len(pack.tokens_T), dtype=values_t.dtype, device=values_t.device)
+    values_T[shard.index_t] = values_t
+    if ring.size > 1:
+        dist.all_reduce(values_T, group=ring.group)
+    trained_n = trained_places(pack)
+    lengths = torch.bincount(pack.sequence_T[trained_n], minlength=pack.sequences).tolist()
+    answers = values_T.cpu()[trained_n].split(lengths) if pack.sequences else []
+    return [part.numpy() for part in answers]

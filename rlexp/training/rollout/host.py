@@ -1,0 +1,47 @@
+"""Process group for data in the host's memory, with a long timeout.
+
+One rank may still draw long answers, or wait for a slow reward, when the others are done. That is no hanging
+collective, so `launch.timeout_seconds` does not apply. A rank that dies closes its connections and is noticed at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlexp.training.ring.groups import World
+from rlexp.training.ring.objects import gather_objects
+from rlexp.training.rollout.bridge import PATIENCE
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Host:
+    """`group` is a gloo group, whatever device the ranks compute on; None if there is one rank."""
+
+    size: int
+    group: Any | None
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        self.sum(torch.zeros(1))
+
+    def sum(self, numbers: Tensor) -> None:
+        """Sum over all ranks, in place."""
+        if self.group is not None:
+            dist.all_reduce(numbers, group=self.group)
+
+    def gathered(self, mine: T) -> list[T]:
+        """Return every rank's object, on every rank."""
+        return gather_objects(mine, self.size, self.group)
+
+
+def build_host(world: World) -> Host:
+    """Build the group. A collective call of all ranks."""
+    several = world.size > 1
+    return Host(world.size, dist.new_group(backend="gloo", timeout=PATIENCE) if several else None)

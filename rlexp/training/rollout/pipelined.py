@@ -1,0 +1,145 @@
+"""The pipelined mode: some ranks draw the next rollout while the others train on this one.
+
+A whole rollout is drawn with one set of weights: those after the training on the rollout before the previous one. The
+delay is always the same, so the configuration alone fixes the curve, as in the colocated mode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlexp.base.errors import DrawError
+from rlexp.config.schema import RolloutConfig
+from rlexp.training.ring.groups import World
+from rlexp.training.rollout.bridge import Bridge
+from rlexp.training.rollout.colocated import Colocated
+from rlexp.training.rollout.deal import deal, micro_batches
+from rlexp.training.rollout.draws import Draws, Weights
+from rlexp.training.rollout.rewards.weighted import Rewards
+from rlexp.training.types import Prompt, Sample
+
+STOP = -1
+
+
+@dataclass
+class Ahead:
+    """A rollout that was requested, or restored from a checkpoint."""
+
+    number: int
+    samples: list[Sample] | None = None  # this rank's samples, once they have arrived
+
+
+@dataclass
+class Pipelined:
+    """On a training rank: requests rollouts and receives them."""
+
+    bridge: Bridge
+    world: World
+    weights: Weights
+    dtype: torch.dtype  # the dtype that the sampling ranks compute in
+    rollouts: int  # number of rollouts in the whole run
+    alone: Colocated  # draws the answers to held-out prompts, on the training ranks
+    seconds: float = 0.0  # time that the slowest sampling rank took for the last rollout
+    waited: float = 0.0  # time that this rank waited for it
+    spans: list[tuple[float, float]] = field(default_factory=list)  # each sampling rank's begin and end of drawing it
+    staleness: int = 0  # rollouts trained on since its weights were current
+    _ahead: Ahead | None = None
+
+    def draw(self, number: int, prompts: Sequence[Prompt], n_samples: int, rewards: Rewards) -> list[Sample]:
+        if number >= self.rollouts:  # held-out prompts: the sampling ranks are busy
+            return self.alone.draw(number, prompts, n_samples, rewards)
+        self.staleness = 1
+        if self._ahead is None:
+            self._ask(number)
+            self.staleness = 0
+        assert self._ahead is not None
+        assert self._ahead.number == number, (self._ahead.number, number)
+        mine = self._received()
+        refuse_other_prompts(mine, prompts, n_samples)
+        if number + 1 < self.rollouts:
+            self._ask(number + 1)
+        else:
+            self._ahead = None
+        rewards.submit(mine)
+        return mine
+
+    def _ask(self, number: int) -> None:
+        """Request a rollout and hand over the current weights."""
+        if self.bridge.rank == 0:
+            self.bridge.tell(number)
+        for _, weight in self.weights():
+            if self.bridge.rank == 0:
+                self.bridge.hand_over(weight.to(self.dtype))
+        self._ahead = Ahead(number)
+
+    def _received(self) -> list[Sample]:
+        """Wait for the rollout that is drawn ahead, and return this rank's samples of it."""
+        assert self._ahead is not None
+        if self._ahead.samples is None:
+            began = time.monotonic()
+            self.spans, mine = [], []
+            for sampler in range(self.bridge.sampling):
+                for message in self.bridge.shown(sampler):
+                    if isinstance(message, tuple):
+                        self.spans.append(message)
+                    else:
+                        mine += [s for s in message if s.place % self.world.size == self.world.rank]
+            self._ahead.samples = sorted(mine, key=lambda sample: sample.place)
+            self.waited = time.monotonic() - began
+            self.seconds = max(ended - began_at for began_at, ended in self.spans)
+        return self._ahead.samples
+
+    def waiting(self) -> list[Sample] | None:
+        return None if self._ahead is None else list(self._received())
+
+    def restore(self, number: int, waiting: list[Sample]) -> None:
+        self._ahead = Ahead(number, waiting)
+
+    def finish(self) -> None:
+        """Let the sampling ranks end."""
+        if self._ahead is not None:
+            self._received()
+        if self.bridge.rank == 0:
+            self.bridge.tell(STOP)
+
+
+def refuse_other_prompts(samples: Sequence[Sample], prompts: Sequence[Prompt], n_samples: int) -> None:
+    """Refuse answers to other prompts than this rank has: another machine reads other rows, or tokenizes otherwise."""
+    for sample in samples:
+        prompt = prompts[sample.place // n_samples]
+        if not np.array_equal(sample.prompt.tokens, prompt.tokens):
+            raise DrawError(
+                f"{prompt.origin}: a sampling rank drew an answer to another prompt ({sample.prompt.origin}). Give all "
+                f"machines the same rows and the same tokenizer."
+            )
+
+
+def serve(
+    bridge: Bridge, drawer: Draws, parameters: dict[str, Any], cfg: RolloutConfig,
+    prompts_of: Callable[[int], Sequence[Prompt]],
+) -> None:  # fmt: skip
+    """On a sampling rank: draw the rollouts that rank 0 requests, until it says stop."""
+    while (number := bridge.tell()) != STOP:
+        for parameter in parameters.values():
+            bridge.take_over(parameter.data)
+        drawer.renew(lambda: iter(parameters.items()))
+        began = time.time()
+        hand = deal(prompts_of(number), cfg.n_samples, bridge.sampling)[bridge.sampler]
+        parts = micro_batches(hand, cfg.micro_batch_size, cfg.micro_batch_tokens, cfg.max_new_tokens)
+        drawn = list(drawer.draw(parts, number))
+        span = (began, time.time())
+        for sampler in range(bridge.sampling):
+            if sampler != bridge.sampler:
+                for _ in bridge.shown(sampler):
+                    pass
+                continue
+            for samples in drawn:
+                bridge.show(sampler, samples)
+            bridge.show(sampler, span)
+            bridge.show(sampler)

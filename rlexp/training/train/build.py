@@ -1,0 +1,314 @@
+"""Make every choice of a run, once. What comes after branches on nothing but cadence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from rlexp.base.engine_facts import ENGINES
+from rlexp.config.checks.backend import check_backend
+from rlexp.config.checks.kernel import check_kernel
+from rlexp.config.checks.layout import choose, heads_in
+from rlexp.config.schema import (
+    BackendName,
+    Config,
+    CriticName,
+    Device,
+    DPOConfig,
+    DrGRPOConfig,
+    EngineConfig,
+    EngineName,
+    GRPOConfig,
+    GSPOConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    PolicyLossConfig,
+    PPOConfig,
+    Precision,
+    ReinforcePPConfig,
+    RLOOConfig,
+)
+from rlexp.training.algos.base import PreferenceLoss
+from rlexp.training.algos.dpo import DPO
+from rlexp.training.algos.dr_grpo import DrGRPO
+from rlexp.training.algos.grpo import GRPO
+from rlexp.training.algos.gspo import GSPO
+from rlexp.training.algos.policy_loss import PolicyLoss
+from rlexp.training.algos.ppo import PPO
+from rlexp.training.algos.reinforce_pp import ReinforcePP
+from rlexp.training.algos.rloo import RLOO
+from rlexp.training.dataset.sampler import total_steps
+from rlexp.training.engine.base import Engine, shape_of
+from rlexp.training.engine.plain import PlainEngine
+from rlexp.training.metrics.memory import Phases
+from rlexp.training.model.head import logits_at_once
+from rlexp.training.model.loading import in_pieces, load_config, load_model, load_tokenizer
+from rlexp.training.model.placing import Placing, by_rows, evenly, put_all
+from rlexp.training.model.policy import DTYPES, Critic, Policy
+from rlexp.training.model.probe import probe, probe_decoding
+from rlexp.training.ring.groups import World, build_world
+from rlexp.training.ring.kernels import BlockKernel, get_kernel
+from rlexp.training.ring.layouts import Layout, get_layout
+from rlexp.training.ring.layouts.ring_flash_attn import library_layout
+from rlexp.training.rollout.bridge import Bridge
+from rlexp.training.train.examples import read_pairs, read_prompts, refuse_foreign_tokens
+from rlexp.training.train.pair_task import PairTask
+from rlexp.training.train.parts import Reference, Run
+from rlexp.training.train.rollout_task import RolloutTask
+from rlexp.training.train.schedule import Schedule
+from rlexp.training.train.task import Needs, Task
+from rlexp.training.types import Shard, TokenLogps
+
+Probe = Callable[..., float]
+TaskOf = Callable[[Config, Any, World, Bridge | None], Task]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where a run's parts come from: disk or hub, and this machine. A rehearsal has others."""
+
+    model_config: Callable[..., Any] = field(default_factory=lambda: load_config)
+    model: Callable[..., Any] = field(default_factory=lambda: load_model)
+    tokenizer: Callable[[ModelConfig], Any] = field(default_factory=lambda: load_tokenizer)
+    device: Callable[[Config], torch.device] = field(default_factory=lambda: device_of)
+    generation: Callable[[Device], int | None] = field(default_factory=lambda: generation_of)
+    kernel: Callable[..., BlockKernel] = field(default_factory=lambda: get_kernel)
+    memory: Callable[[torch.device], int | None] = field(default_factory=lambda: memory_of)
+    decoding_probe: Callable[..., float] = field(default_factory=lambda: probe_decoding)
+
+
+def unprobed(*_: Any, **__: Any) -> float:
+    """Stand in for the probe where the model is known to work over a ring."""
+    return 0.0
+
+
+def build(
+    cfg: Config,
+    phases: Phases | None = None,
+    bridge: Bridge | None = None,
+    *,
+    probing: Probe = probe,
+    task_of: TaskOf | None = None,
+    sources: Sources | None = None,
+) -> Task:
+    """Build the same task on every rank; whatever is refused, all ranks refuse. A collective call.
+
+    `probing`, `task_of` and `sources` are seams: for a recorder that looks on, a task of one's own, and a rehearsal.
+    """
+    sources = sources or Sources()
+    torch.use_deterministic_algorithms(cfg.launch.deterministic)
+    model_config = sources.model_config(cfg.model, cfg.data.max_length)
+    heads = heads_in(model_config.to_dict())
+    check_backend(cfg, heads)
+    check_kernel(cfg, heads, generation=sources.generation(cfg.launch.device))
+    choice = choose(cfg, heads)
+    world = build_world(cfg.parallel.ring_size, timedelta(seconds=cfg.launch.timeout_seconds), choice.ulysses_size)
+    device = sources.device(cfg)
+    own_layout = get_layout(choice.layout.value, choice.ulysses_size)
+    dtype = DTYPES[cfg.train.precision]
+    kernel = sources.kernel(cfg.parallel.kernel.value, device.type, dtype, heads.size if heads else None)
+    tokenizer = sources.tokenizer(cfg.model)
+    task = (task_of or build_task)(cfg, tokenizer, world, bridge)
+    probing(
+        cfg.model, model_config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
+        device=device,
+    )  # fmt: skip
+    policy = build_policy(cfg, model_config, device, task.needs, placing_for(cfg, device, world), sources)
+    refuse_foreign_tokens(task.examples, policy.model.get_input_embeddings().num_embeddings)
+    if cfg.memory.checkpointing:
+        policy.recompute_activations()
+    run = Run(
+        cfg=cfg,
+        world=world,
+        device=device,
+        choice=choice,
+        layout=build_layout(cfg, own_layout),
+        kernel=kernel,
+        tokenizer=tokenizer,
+        schedule=build_schedule(cfg, task.steps_per_epoch),
+        engine=build_engine(cfg.engine, policy, cfg.optim, world, dtype),
+        parameters=sum(shape_of(parameter).numel() for parameter in policy.model.parameters()),
+        phases=phases or Phases(device),
+    )
+    reference = None
+    if task.needs.reference:  # after the engine, which needs more memory for a moment while it is built
+        placing = placing_for(cfg, device, world, frozen=True)
+        starting = build_policy(cfg, model_config, device, task.needs.frozen, placing, sources)
+        reference = build_reference(cfg, starting, dtype, world)
+    if task.needs.decoding:
+        sources.decoding_probe(cfg.model, model_config, cfg.data.max_length, device)
+    task.start(run, reference)
+    return task
+
+
+def build_task(cfg: Config, tokenizer: Any, world: World, bridge: Bridge | None) -> Task:
+    """Choose what is trained. A collective call: the ranks read the examples together."""
+    match cfg.loss:
+        case PolicyLossConfig() as loss_cfg:
+            loss = build_policy_loss(loss_cfg, cfg.rollout.importance_cap)
+            return RolloutTask(cfg, loss_cfg, loss, read_prompts(cfg, tokenizer, world), bridge)
+        case _:
+            return PairTask(cfg, read_pairs(cfg, tokenizer, world), build_loss(cfg.loss))
+
+
+def build_schedule(cfg: Config, steps_per_epoch: int) -> Schedule:
+    steps = total_steps(steps_per_epoch, cfg.train.max_steps, cfg.train.epochs)
+    return Schedule(cfg.optim.lr, cfg.optim.warmup_steps, steps, cfg.optim.decay)
+
+
+def generation_of(device: Device) -> int | None:
+    """Return the major compute capability of this rank's GPU."""
+    return torch.cuda.get_device_capability()[0] if device is Device.cuda and torch.cuda.is_available() else None
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Return the bytes of a GPU; None for a CPU."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+
+
+def build_layout(cfg: Config, own: Layout) -> Layout:
+    """Return our own layout, or the backend's layout of the same name.
+
+    A model is probed over our own in both cases, since probing is in float64; tests hold the backend's to ours.
+    """
+    match cfg.parallel.backend:
+        case BackendName.native:
+            return own
+        case BackendName.ring_flash_attn:
+            return library_layout(own.name)
+
+
+def device_of(cfg: Config) -> torch.device:
+    cuda = cfg.launch.device is Device.cuda
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def build_loss(cfg: LossConfig) -> PreferenceLoss:
+    match cfg:
+        case DPOConfig(beta=beta, label_smoothing=label_smoothing):
+            return DPO(beta, label_smoothing)
+        case _:
+            raise AssertionError(cfg)
+
+
+def build_policy_loss(cfg: PolicyLossConfig, importance_cap: float | None) -> PolicyLoss:
+    common: dict[str, Any] = {
+        "beta": cfg.beta,
+        "kl_in": cfg.kl_in,
+        "kl": cfg.kl,
+        "clip_low": cfg.clip_low,
+        "clip_high": cfg.clip_high,
+        "dual_clip": cfg.dual_clip,
+        "entropy": cfg.entropy,
+        "importance_cap": importance_cap,
+    }
+    match cfg:
+        case PPOConfig(gamma=gamma, lam=lam, value_coef=value_coef, value_clip=value_clip):
+            return PPO(**common, gamma=gamma, lam=lam, value_coef=value_coef, value_clip=value_clip)
+        case GRPOConfig():
+            return GRPO(**common)
+        case DrGRPOConfig():
+            return DrGRPO(**common)
+        case RLOOConfig():
+            return RLOO(**common)
+        case ReinforcePPConfig():
+            return ReinforcePP(**common)
+        case GSPOConfig():
+            return GSPO(**common)
+        case _:
+            raise AssertionError(cfg)
+
+
+def build_policy(
+    cfg: Config,
+    config: Any,
+    device: torch.device,
+    needs: Needs,
+    placing: Placing | None,
+    sources: Sources | None = None,
+) -> Policy:
+    """Load the starting weights: into their place, or in pieces from the first moment under ZeRO-3."""
+    sources = sources or Sources()
+    load, float64 = sources.model, cfg.train.precision is Precision.fp64
+    critic = None
+    with pieces_for(cfg.engine):
+        model = load(cfg.model, config, cfg.data.max_length, placing, float64=float64)
+        if needs.critic is not None:
+            own = needs.critic is CriticName.own
+            trunk = load(cfg.model, config, cfg.data.max_length, placing, float64=float64).base_model if own else None
+            critic = Critic(model.get_output_embeddings().in_features, trunk)
+    policy = Policy(model, critic, temperature=needs.temperature, entropy=needs.entropy)
+    if placing is None:
+        policy.to(device)
+    else:
+        put_all(policy, placing)
+    policy.critic_lr_scale = needs.critic_lr_scale
+    policy.logps.most = logits_at_once(sources.memory(device))
+    policy.freeze(cfg.model.freeze)
+    if not ENGINES[cfg.engine.name.value].replicated:
+        policy.refuse_listed_experts(cfg.engine.name.value)
+    return policy
+
+
+def placing_for(cfg: Config, device: torch.device, world: World, *, frozen: bool = False) -> Placing | None:
+    """Say where the weights go, by the engine that will hold them; None where it loads them in pieces itself."""
+    traits, dtype = ENGINES[cfg.engine.name.value], DTYPES[cfg.train.precision]
+    steps = torch.promote_types(dtype, torch.float32)
+    if traits.loads_pieces:
+        return None
+    if traits.sharded:
+        part = by_rows(world.rank, world.size)
+        return Placing(device, dtype if frozen else steps, part, whole=False)
+    if traits.replicated:  # its float32 masters are the weights that arrive
+        return Placing(device, dtype if frozen else steps)
+    return Placing(device, dtype, None if frozen else evenly(world.rank, world.size))
+
+
+def pieces_for(cfg: EngineConfig) -> contextlib.AbstractContextManager[Any]:
+    if not ENGINES[cfg.name.value].loads_pieces:
+        return contextlib.nullcontext()
+    from rlexp.training.engine.zero import loading_config
+
+    return in_pieces(loading_config(cfg))
+
+
+def build_engine(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> Engine:
+    match cfg.name:
+        case EngineName.torch:
+            return PlainEngine(policy, optim, world, dtype)
+        case EngineName.fsdp2:
+            from rlexp.training.engine.fsdp2 import FSDP2Engine
+
+            return FSDP2Engine(policy, optim, world, dtype)
+        case _:
+            from rlexp.training.engine.zero import build_zero  # here, since DeepSpeed takes seconds to import
+
+            return build_zero(cfg, policy, optim, world, dtype)
+
+
+def build_reference(cfg: Config, starting: Policy, dtype: torch.dtype, world: World) -> Reference:
+    """Freeze the starting weights, in the dtype that computes; in pieces where the engine holds them so."""
+    starting.eval().requires_grad_(False)
+    match cfg.engine.name:
+        case EngineName.zero3:
+            from rlexp.training.engine import zero
+
+            forward = zero.frozen(cfg.engine, starting, dtype)
+        case EngineName.fsdp2:
+            from rlexp.training.engine import fsdp2
+
+            forward = fsdp2.frozen(starting, dtype, world)
+        case _:
+            forward = starting
+
+    @torch.no_grad()
+    def reference(shard: Shard) -> TokenLogps:
+        return forward(shard)
+
+    return reference

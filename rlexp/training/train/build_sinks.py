@@ -1,0 +1,89 @@
+"""Build the sinks of a run, and describe its end. Rank 0 only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlexp.config.load import to_plain
+from rlexp.config.model_names import called
+from rlexp.config.schema import LoggerName
+from rlexp.curves.metrics_jsonl import read_rows
+from rlexp.curves.rollouts_jsonl import ROLLOUTS
+from rlexp.launch import run_folder
+from rlexp.launch.rank_progress import deaths
+from rlexp.launch.run_folder import derived_sizes
+from rlexp.launch.stops import heard
+from rlexp.training.checkpoint.folder import METRICS
+from rlexp.training.sinks.base import Ending, Sink, Sinks
+from rlexp.training.sinks.baseline import Baseline
+from rlexp.training.sinks.console import ConsoleSink
+from rlexp.training.sinks.jsonl import JsonlSink
+from rlexp.training.sinks.jsonl_rollouts import RolloutsSink
+from rlexp.training.sinks.run_names import new_id
+from rlexp.training.train.loop import Position, last_step
+from rlexp.training.train.parts import Run
+from rlexp.training.types import MetricRow
+
+TAG = 64  # most characters of a tag of W&B
+
+
+def build_sinks(run: Run, run_dir: Path, position: Position, curve: JsonlSink) -> Sinks:
+    logger, rows = run.cfg.logger, read_rows(run_dir / METRICS)  # up to where the run goes on
+    sinks: list[Sink] = [curve, RolloutsSink(run_dir / ROLLOUTS, position.step)]
+    if logger.progress:
+        sinks.append(ConsoleSink(last_step(run, position), first_step=position.step + 1))
+    match logger.name:
+        case LoggerName.wandb:
+            sinks.append(wandb_sink(run, run_dir, rows))
+        case LoggerName.tensorboard:
+            from rlexp.training.sinks.tensorboard import TensorBoardSink
+
+            sinks.append(TensorBoardSink(run_dir, rows))
+        case LoggerName.trackio:
+            from rlexp.training.sinks.trackio_run import TrackioSink
+
+            sinks.append(TrackioSink(logger, described(run, run_dir), run_id=run_id_of(run, run_dir), history=rows))
+        case LoggerName.none:
+            pass
+    baseline = Baseline(Path(logger.baseline).expanduser()) if logger.baseline is not None else None
+    return Sinks(sinks, baseline)
+
+
+def run_id_of(run: Run, run_dir: Path) -> str:
+    """Return the run's id; a new one is noted before anything is sent under it."""
+    run_id = run_folder.read(run_dir).get("wandb_id") or new_id(run.cfg.logger, run_dir)
+    run_folder.note(run_dir, wandb_id=run_id)
+    return str(run_id)
+
+
+def wandb_sink(run: Run, run_dir: Path, rows: Sequence[MetricRow]) -> Sink:
+    from rlexp.training.sinks.wandb_run import WandbFacts, WandbSink
+
+    cfg = run.cfg
+    tags = [cfg.loss.name, called(cfg.model)[:TAG], f"ring{run.world.ring.size}", cfg.train.precision.value]
+    facts = WandbFacts(
+        described(run, run_dir), tags, cfg.checkpoint.best_metric, cfg.checkpoint.best, cfg.train.precision
+    )
+    return WandbSink(cfg.logger, run_dir, facts, run_id=run_id_of(run, run_dir), history=rows)
+
+
+def described(run: Run, run_dir: Path) -> dict[str, object]:
+    """Return the configuration for dashboards: keys to group by are flat, without dots, which would read as levels."""
+    axes = {f"axis/{key.replace('.', '_')}": value for key, value in run.cfg.logger.axes.items()}
+    known = {"identity": run_folder.read(run_dir).get("identity")}
+    return to_plain(run.cfg) | derived_sizes(run.cfg) | axes | known
+
+
+def ending_of(error: BaseException, run: Run, run_dir: Path) -> Ending:
+    """Describe the end of a process by an error. A rank that died of memory has left a note in the run's folder."""
+    cause = run.phases.explained(error, run.world.rank) or heard(error)
+    reason = str(cause) or type(cause).__name__
+    facts: dict[str, float | int | str] = {}
+    for death in deaths(run_dir)[:1]:
+        facts = {f"memory/died_{what}": death[what] for what in ("step", "rank")} | {"memory/died_in": death["phase"]}
+        facts |= {f"memory/{phase}_peak_bytes": peak for phase, peak in death["peaks"].items()}
+        facts |= {f"memory/{phase}_tensors_peak_bytes": peak for phase, peak in death.get("tensors", {}).items()}
+        if death["rank"] != run.world.rank:
+            reason = f"rank {death['rank']} ran out of memory in its {death['phase']} phase, in step {death['step']}"
+    return Ending(getattr(cause, "exit_code", 1), reason, facts)

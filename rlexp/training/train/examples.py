@@ -1,0 +1,245 @@
+"""Read the examples of a run, tokenize them once per machine or on all ranks together, and cut them into batches."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlexp.base import cache
+from rlexp.base.errors import ConfigError, DataError
+from rlexp.config.schema import Config
+from rlexp.config.schema.data import ArithmeticDataConfig, DataConfig, RowsDataConfig, SyntheticDataConfig
+from rlexp.config.schema.data_sources import has_held_out, sources_of, weights_of
+from rlexp.training.dataset import arithmetic, synthetic
+from rlexp.training.dataset.mixture import Mixture
+from rlexp.training.dataset.recipe import Names
+from rlexp.training.dataset.sampler import Sampler
+from rlexp.training.dataset.sources import Split, Tokenizing, splits_of
+from rlexp.training.dataset.store import Store
+from rlexp.training.dataset.store_making import store_of
+from rlexp.training.dataset.tokens import Encoder, Example, Outcome, Refused, RowTokenizer, counted, typed
+from rlexp.training.dataset.views import Joined, Places, drawn
+from rlexp.training.ring.groups import World
+from rlexp.training.ring.objects import gather_objects, some_do
+from rlexp.training.types import Kind, Row
+
+EVERY = 2.0  # seconds between two meetings of the ranks while rows are tokenized
+KINDS = {Kind.pairs: "pair", Kind.prompts: "prompt", Kind.unpaired: "answer", Kind.supervised: "answer"}
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Tokenized examples: those to train on, and those held out."""
+
+    train: Sequence[Any]
+    held_out: Sequence[Any]
+    dropped: Counter[str]
+    held_out_dropped: Counter[str]
+    highest: tuple[int, str] = (-1, "")  # the highest token id, and a row that has it
+    mixture: Mixture | None = None  # of the examples to train on
+    versions: Mapping[str, str] = field(default_factory=dict)  # commits of sets of the hub, by the keys of their paths
+
+
+def read_examples(cfg: Config, kind: Kind, tokenizer: Any, world: World) -> Examples:
+    """Read the examples of a kind. A collective call: the first bad row is every rank's error."""
+    room = cfg.rollout.max_new_tokens if kind is Kind.prompts else 0
+    if isinstance(cfg.data, RowsDataConfig):
+        shown = cfg.logger.progress and world.rank == 0
+        examples = _stored(cfg.data, Tokenizing(cfg.data, tokenizer, kind, room, shown), world)
+    else:
+        examples = _generated(cfg.data, kind, Encoder(RowTokenizer(tokenizer), cfg.data.max_length, cfg.data.too_long,
+                                                      room), world)  # fmt: skip
+    word = KINDS[kind]
+    _refuse_empty(examples.train, examples.dropped, "data", word)
+    if holds_out(cfg.data):
+        _refuse_empty(examples.held_out, examples.held_out_dropped, "the held-out data", word)
+    return examples
+
+
+def read_pairs(cfg: Config, tokenizer: Any, world: World) -> Examples:
+    return read_examples(cfg, Kind.pairs, tokenizer, world)
+
+
+def read_prompts(cfg: Config, tokenizer: Any, world: World) -> Examples:
+    return read_examples(cfg, Kind.prompts, tokenizer, world)
+
+
+def holds_out(cfg: DataConfig) -> bool:
+    return has_held_out(cfg) if isinstance(cfg, RowsDataConfig) else getattr(cfg, "eval_size", 0) > 0
+
+
+def pair_sampler(cfg: Config, size: int, mixture: Mixture | None = None) -> Sampler:
+    """Cut the pairs into train batches."""
+    return Sampler(size, cfg.train.batch_size, cfg.seed, cfg.data.shuffle, cfg.data.drop_last, mixture=mixture)
+
+
+def prompt_sampler(cfg: Config, size: int, mixture: Mixture | None = None) -> Sampler:
+    """Cut the prompts into rollouts."""
+    return Sampler(
+        size, cfg.rollout.batch_size, cfg.seed, cfg.data.shuffle, key="rollout.batch_size", kind="prompt",
+        mixture=mixture,
+    )  # fmt: skip
+
+
+def _refuse_empty(examples: Sequence[Any], dropped: Counter[str], what: str, kind: str) -> None:
+    if not examples:
+        reasons = "; ".join(f"{count} {kind}s: {reason}" for reason, count in sorted(dropped.items()))
+        raise DataError(f"{what}: no {kind} is left ({reasons}).")
+
+
+def refuse_foreign_tokens(examples: Examples, vocabulary: int) -> None:
+    token, origin = examples.highest
+    if token >= vocabulary:
+        raise DataError(
+            f"{origin}: token {token} is not in the model's vocabulary of {vocabulary}. The tokenizer is not this "
+            f"model's, or the model's embedding was not resized to it."
+        )
+
+
+# ---- rows of files and of the hub: a store on every machine ----
+
+
+def _stored(cfg: RowsDataConfig, tokenizing: Tokenizing, world: World) -> Examples:
+    """Have one rank of each machine make the stores that are not there; all ranks then map them."""
+    sources = sources_of(cfg)
+    splits = [(split, held) for held in (False, True) for each in sources if (split := splits_of(each, held_out=held))]
+    folder = Path(cfg.cache).expanduser() if cfg.cache else cache.root()
+
+    def work() -> list[tuple[str, Names, str | None]]:
+        made = []
+        for split, _ in splits:
+            key, job = tokenizing.work(split)
+            store_of(folder, key, job)
+            made.append((key, job.names, job.version))
+        return made
+
+    machines = gather_objects(_machine(folder), world.size)
+    for machine in machines:
+        if isinstance(machine, str):
+            raise DataError(machine)
+    leader = machines.index(machines[world.rank])
+    found = some_do(work if leader == world.rank else None, world.size, EVERY)
+    _refuse_other_rows([[key for key, _, _ in each] for each in found if each is not None], splits)
+    mine = found[leader]
+    assert mine is not None
+    stores = [Store(folder / "tokens" / key, names) for key, names, _ in mine]
+    commits = {_path_key(split, held): version for (split, held), (_, _, version) in zip(splits, mine, strict=True)}
+    train, held = ([store for store, (_, is_held) in zip(stores, splits, strict=True) if is_held is held]
+                   for held in (False, True))  # fmt: skip
+    examples = examples_of(cfg, train, held, weights_of(sources))
+    return replace(examples, versions={key: commit for key, commit in commits.items() if commit is not None})
+
+
+def _path_key(split: Split, held: bool) -> str:
+    own = held and split.source.cfg.eval_path is not None
+    return f"{split.source.key}.{'eval_path' if own else 'path'}"
+
+
+def _machine(folder: Path) -> tuple[str, int, int] | str:
+    """Return what ranks share that can use one store: the kernel that runs them, and the cache folder. If there can be
+    no folder, return the error: all ranks raise it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        there = folder.stat()
+    except OSError as error:
+        return (
+            f"data.cache={folder}: cannot be made ({error.strerror}). Give a folder where you may write: "
+            f"data.cache=FOLDER."
+        )
+    return (BOOT.read_text() if BOOT.exists() else os.uname().nodename), there.st_dev, there.st_ino
+
+
+def _refuse_other_rows(keys: Sequence[Sequence[str]], splits: Sequence[Any]) -> None:
+    for each in keys:
+        for one, other, (split, _) in zip(keys[0], each, splits, strict=True):
+            if one != other:
+                raise DataError(
+                    f"{split.source.key}.path={split.path}: two machines have other rows there, or another tokenizer. "
+                    f"Give all of them the same files."
+                )
+
+
+def examples_of(
+    cfg: RowsDataConfig, train: Sequence[Store], held: Sequence[Store], weights: Sequence[float] | None
+) -> Examples:
+    """Join the stores of all sources, and hold some examples out if others are not."""
+    joined = Joined(train)
+    places = None
+    if cfg.eval_size:
+        if cfg.eval_size >= len(joined):
+            raise ConfigError(
+                f"data.eval_size={cfg.eval_size}: {len(joined)} rows are left to train on, so it would hold out all of "
+                f"them. Use data.eval_size={max(0, len(joined) // 10)} or so."
+            )
+        out = drawn(len(joined), cfg.eval_size)
+        places = Places(len(joined), out, held_out=False)
+    taken = Joined(train, places)
+    held_out = Joined(held) if places is None else Joined(train, Places(len(joined), places.out, held_out=True))
+    return Examples(
+        taken,
+        held_out,
+        _dropped(train),
+        _dropped(held),
+        max((store.highest() for store in (*train, *held)), default=(-1, "")),
+        _mixture(cfg, taken.sizes(), weights) if weights else None,
+    )
+
+
+def _mixture(cfg: RowsDataConfig, sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
+    mixture = Mixture(tuple(sizes), tuple(weights))
+    for source, count in zip(sources_of(cfg), mixture.counts, strict=True):
+        if not count:
+            raise ConfigError(
+                f"{source.key}.weight={source.cfg.weight:g}: no sample of this source is in an epoch, which ends after "
+                f"{mixture.taken} samples with the first source that is used up. Give it a larger weight, or leave it "
+                f"out."
+            )
+    return mixture
+
+
+def _dropped(stores: Sequence[Store]) -> Counter[str]:
+    return sum((Counter(store.facts.counts) for store in stores), start=Counter())
+
+
+# ---- generated rows: every rank tokenizes a part ----
+
+
+def _generated(cfg: DataConfig, kind: Kind, encoder: Encoder, world: World) -> Examples:
+    rows, held_rows = generated_rows(cfg, kind)
+    outcomes, held = (encode_shared(encoder, each, world) for each in (rows, held_rows))
+    train, held_out = (
+        [typed(kind, index, each) for index, each in enumerate(one for one in part if isinstance(one, Example))]
+        for part in (outcomes, held)
+    )
+    kept = [each for each in (*outcomes, *held) if isinstance(each, Example)]
+    highest = max(((each.highest(), each.row.origin) for each in kept), default=(-1, ""))
+    return Examples(train, held_out, counted(outcomes), counted(held), highest)
+
+
+def generated_rows(cfg: DataConfig, kind: Kind) -> tuple[list[Row], list[Row]]:
+    """Return the rows to train on, and those held out; a set of pairs has prompts too."""
+    match cfg:
+        case ArithmeticDataConfig(size=size, eval_size=eval_size, seed=seed, digits=digits):
+            train = arithmetic.generate(size, seed, "train", digits)
+            return train, arithmetic.generate(eval_size, seed, "eval", digits)
+        case SyntheticDataConfig(size=size, eval_size=eval_size, seed=seed):
+            make = synthetic.generate_prompts if kind is Kind.prompts else synthetic.generate
+            words = cfg.max_length if cfg.fill else 0
+            return make(size, seed, "train", words), make(eval_size, seed, "eval", words)
+        case _:
+            raise AssertionError(cfg)
+
+
+def encode_shared(encoder: Encoder, rows: Sequence[Row], world: World) -> list[Outcome]:
+    """Tokenize this rank's part of the rows and share it with all ranks; the first bad row is every rank's error."""
+    mine = rows[world.rank * len(rows) // world.size : (world.rank + 1) * len(rows) // world.size]
+    outcomes = [each for part in gather_objects(encoder.encode(mine), world.size) for each in part]
+    for each in outcomes:
+        if isinstance(each, Refused):
+            raise DataError(each.said)
+    return outcomes

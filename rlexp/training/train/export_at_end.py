@@ -1,0 +1,73 @@
+"""Write the trained model at the end of a run, while no rank waits for longer than `launch.timeout_seconds`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from rlexp.base.errors import CheckpointError
+from rlexp.base.files import sync
+from rlexp.config.schema import Precision
+from rlexp.launch import run_folder
+from rlexp.training.model.export import Export, dtype_of
+from rlexp.training.model.policy import CRITIC
+from rlexp.training.ring.objects import rank0_does
+from rlexp.training.train.parts import Run
+
+EVERY = 5.0  # seconds after which rank 0 says again that it is still writing
+
+T = TypeVar("T")
+
+
+def export_run(run: Run, run_dir: Path, step: int) -> None:
+    """Gather the parameters one by one; rank 0 writes a file whenever it holds all of its weights. A collective call.
+
+    The folder gets its name when it is whole. While rank 0 writes, the others hear from it again and again.
+    """
+    place, unfinished = run_dir / "model", run_dir / ".model-unfinished"
+    dtype = dtype_of(run.cfg.checkpoint.export_dtype, bf16=run.cfg.train.precision is Precision.bf16)
+    every = min(EVERY, run.cfg.launch.timeout_seconds / 4)
+    began: list[Export] = []  # on rank 0
+
+    def together(work: Callable[[], T]) -> T:
+        return rank0_does(partial(_explained, work, run_dir, unfinished), run.world.size, every)
+
+    def begin() -> frozenset[str]:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        began.append(Export(run.engine.policy.model, dtype, unfinished))
+        began[0].describe(run.tokenizer)
+        return began[0].pauses
+
+    def commit() -> None:
+        began[0].close()
+        if place.is_dir():
+            shutil.rmtree(place)
+        unfinished.replace(place)
+        sync(run_dir)
+        run_folder.note(run_dir, exported_step=step)
+
+    pauses = together(begin)
+    for name, weight in run.engine.weights():
+        if name.startswith(CRITIC):
+            continue
+        for out in began:
+            out.add(name, weight)
+        if name in pauses:
+            together(lambda: began[0].write())
+    together(commit)
+
+
+def _explained(work: Callable[[], T], run_dir: Path, unfinished: Path) -> T:
+    """Do a part of the work. A disk that is full is the user's to put right, and what was written only takes room."""
+    try:
+        return work()
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise CheckpointError(
+            f"{run_dir / 'model'}: the trained model could not be written ({type(error).__name__}: {error}). Training "
+            f"is done. Make room, and start the run again: it only writes the model. Or write it elsewhere: "
+            f"python -m rlexp.export {run_dir} --out FOLDER."
+        ) from error

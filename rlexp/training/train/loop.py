@@ -1,0 +1,57 @@
+"""The loop around the step: it branches on nothing but cadence."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlexp.training.sinks.base import Sinks
+from rlexp.training.train.parts import Run
+from rlexp.training.train.step import train_step
+from rlexp.training.train.task import Task
+from rlexp.training.types import MetricRow
+
+AfterStep = Callable[[MetricRow], signal.Signals | None]
+
+
+@dataclass
+class Position:
+    """How far a run has come. What it will do next follows from the seed."""
+
+    step: int = 0  # the last one taken
+    total_tokens: int = 0
+
+
+def train_loop(
+    task: Task, sinks: Sinks, position: Position | None = None, after_step: AfterStep | None = None
+) -> tuple[MetricRow | None, signal.Signals | None]:
+    """Train from the step after `position` to the last one, or until `after_step` says to stop.
+
+    `position` is moved along. Return the last row, and the signal that stopped the loop.
+    """
+    run, position = task.run, position or Position()
+    row: MetricRow | None = None
+    for step in range(position.step + 1, last_step(run, position) + 1):
+        values = train_step(task, step)
+        position.step, position.total_tokens = step, position.total_tokens + int(values["train/tokens"])
+        row = {"step": step, **values, "train/total_tokens": position.total_tokens}
+        if eval_due(run, step):
+            row |= task.evaluate(step)
+        if (facts := task.news(step)) is not None:
+            sinks.rollout(facts)
+        sinks.log(row)
+        stop = after_step(row) if after_step else None
+        if stop is not None and step < run.total_steps:
+            return row, stop
+    return row, None
+
+
+def last_step(run: Run, position: Position) -> int:
+    stop_after = run.cfg.train.stop_after
+    return run.total_steps if stop_after is None else min(run.total_steps, position.step + stop_after)
+
+
+def eval_due(run: Run, step: int) -> bool:
+    every = run.cfg.train.eval_every
+    return every is not None and (step % every == 0 or step == run.total_steps)

@@ -1,0 +1,86 @@
+"""The parts of a run that every task needs: the world, the layout, the engine, and how tokens are packed and held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlexp.config.checks.layout import Choice
+from rlexp.config.schema import BackendName, Config
+from rlexp.training.dataset.packing import pack_sequences
+from rlexp.training.engine.base import Engine
+from rlexp.training.metrics.memory import Phases
+from rlexp.training.model.policy import DTYPES
+from rlexp.training.ring.groups import World
+from rlexp.training.ring.kernels import BlockKernel
+from rlexp.training.ring.layouts import Layout, get_layout
+from rlexp.training.ring.shard import shard_pack
+from rlexp.training.train.schedule import Schedule
+from rlexp.training.types import Ids, Pack, Shard, TokenLogps
+
+Reference = Callable[[Shard], TokenLogps]  # the starting weights, frozen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Built on every rank from the same configuration. It knows nothing of what is trained: that is the task's."""
+
+    cfg: Config
+    world: World
+    device: torch.device
+    choice: Choice
+    layout: Layout
+    kernel: BlockKernel
+    tokenizer: Any
+    schedule: Schedule
+    engine: Engine
+    parameters: int
+    phases: Phases
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.cfg.train.precision]
+
+    @property
+    def total_steps(self) -> int:
+        return self.schedule.total_steps
+
+    @property
+    def own_layout(self) -> Layout:
+        """Our own layout of the same name: it runs in any precision, other backends' layouts do not."""
+        return get_layout(self.choice.layout.value, self.choice.ulysses_size)
+
+    @property
+    def attention(self) -> str:
+        """Layout and kernel, for people."""
+        native = self.cfg.parallel.backend is BackendName.native
+        return f"{self.choice.name}, {self.kernel.name if native else self.cfg.parallel.backend.value}"
+
+    @property
+    def padding(self) -> dict[str, Any]:
+        """The arguments of `pack_pairs` and `pack_sequences` that follow from the layout."""
+        size = self.world.ring.size
+        return {
+            "multiple": self.layout.multiple(size),
+            "unit": self.layout.unit(size),
+            "packing": self.cfg.data.packing,
+        }
+
+    def packed_tokens(self, lengths: Sequence[int]) -> int:
+        """Count the tokens of a pack of sequences, without what a layout pads."""
+        return sum(lengths) if self.cfg.data.packing else len(lengths) * max(lengths, default=0)
+
+    def pack(self, sequences: Sequence[tuple[Ids, Ids]]) -> Pack:
+        """Pack prompts with their answers."""
+        return pack_sequences(sequences, **self.padding)
+
+    def shard(self, pack: Pack) -> Shard:
+        """Return this rank's part of a pack, in the host's memory."""
+        return shard_pack(pack, self.world.ring, self.layout, self.kernel, self.cfg.data.max_length)
+
+    def hold(self, pack: Pack) -> Shard:
+        """Return this rank's part of a pack, on its device."""
+        return self.shard(pack).to(self.device)

@@ -1,0 +1,190 @@
+"""The life of a rank once it has joined: build, train, export, close."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rlexp import __version__
+from rlexp.base.errors import NonFiniteError
+from rlexp.config.model_names import called
+from rlexp.config.schema import Config, CountTensors, LoggerName
+from rlexp.launch import run_folder
+from rlexp.launch.place import part
+from rlexp.launch.rank_progress import Whereabouts
+from rlexp.launch.stops import Outcome, finishing_steps, stopped_by
+from rlexp.training.checkpoint.folder import METRICS, latest_first
+from rlexp.training.metrics.memory import Phases
+from rlexp.training.metrics.tensor_count import TensorCount
+from rlexp.training.ring.objects import from_rank0
+from rlexp.training.rollout.bridge import Bridge
+from rlexp.training.sinks.base import Ending, Sinks
+from rlexp.training.sinks.console import say
+from rlexp.training.sinks.jsonl import JsonlSink
+from rlexp.training.train.build import build, device_of
+from rlexp.training.train.build_sinks import build_sinks, ending_of
+from rlexp.training.train.export_at_end import export_run
+from rlexp.training.train.loop import Position, train_loop
+from rlexp.training.train.parts import Run
+from rlexp.training.train.resume import build_keeper, refuse_other_versions, resume
+from rlexp.training.train.sampling_rank import sample_for
+from rlexp.training.train.task import Task
+
+Closing = Callable[[str, str], None]  # writes down the status, and why
+
+
+def train(cfg: Config, run_dir: Path, bridge: Bridge | None = None, closing: Closing | None = None) -> Outcome:
+    """Train, or sample for the ranks that train; however it ends, `memory.jsonl` says how far each rank came.
+
+    Rank 0 calls `closing` while the others still wait: the first to leave with a code takes all others along.
+    """
+    run_folder.hold(run_dir)
+    if bridge is not None and bridge.samples:
+        return sample_for(cfg, bridge)
+    rank = dist.get_rank()  # asked here, since it cannot be asked once the ranks have parted
+    phases = Phases(device_of(cfg), Whereabouts(run_dir, rank).tell, tensor_count(cfg))
+    try:
+        with phases.throughout():
+            return train_watched(cfg, run_dir, phases, bridge, closing)
+    except Exception as error:
+        explained = phases.explained(error, rank)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def tensor_count(cfg: Config) -> TensorCount | None:
+    """Choose where live tensors are counted; None: nowhere."""
+    device = device_of(cfg)
+    match cfg.memory.count_tensors:
+        case CountTensors.always:
+            return TensorCount(device, always=True)
+        case CountTensors.auto if device.type == "cpu":
+            return TensorCount(device, always=False)
+        case _:
+            return None
+
+
+def train_watched(
+    cfg: Config, run_dir: Path, phases: Phases, bridge: Bridge | None = None, closing: Closing | None = None
+) -> Outcome:
+    with phases("build"):
+        task = build(cfg, phases, bridge)
+    run = task.run
+    first = run.world.rank == 0
+    position, came_from = resume(task, run_dir)
+    if position.step:
+        refuse_other_versions(run_dir, task.examples.versions, cfg.resume.force)
+    if position.step >= run.total_steps:
+        tell(run, f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
+        exported = run_folder.read(run_dir).get("exported_step") == position.step
+        if cfg.checkpoint.export and not from_rank0(exported, run.world.size):
+            export_run(run, run_dir, position.step)
+        return leave(task, Outcome(), closing)
+    curve = JsonlSink(run_dir / METRICS) if first else None
+    sinks = build_sinks(run, run_dir, position, curve) if curve else Sinks([])
+    if first:
+        run_folder.note(run_dir, **ledger(task), began_after_step=position.step)
+        say(header(task, run_dir) + came_from)
+    ending = Ending(1)
+    try:
+        keeper = build_keeper(task, run_dir, position, curve, sinks.saved)
+        with finishing_steps(cfg.launch.grace_seconds):
+            row, stop = train_loop(task, sinks, position, keeper.after_step)
+            keeper.close(row)
+        outcome = how_it_ended(run, position, stop, keeper.failed)
+        if outcome.status == "finished" and cfg.checkpoint.export:
+            export_run(run, run_dir, position.step)
+        ending = Ending(outcome.exit_code, outcome.reason)
+    except BaseException as error:
+        ending = ending_of(error, run, run_dir)
+        if isinstance(error, NonFiniteError):  # on all ranks alike, so what is being saved can be saved
+            keeper.settle()
+        raise
+    finally:
+        sinks.close(ending)
+        task.close()
+    tell(run, footer(run, run_dir, outcome))
+    return leave(task, outcome, closing)
+
+
+def leave(task: Task, outcome: Outcome, closing: Closing | None) -> Outcome:
+    task.finish()
+    if closing is not None:
+        closing(outcome.status, outcome.reason)
+    part()
+    return outcome
+
+
+def tell(run: Run, text: str) -> None:
+    if run.world.rank == 0:
+        say(text)
+
+
+def how_it_ended(run: Run, position: Position, stop: signal.Signals | None, failed: str | None) -> Outcome:
+    if failed is not None:
+        return Outcome("failed", f"the checkpoint of step {position.step} could not be saved: {failed}", 1)
+    if stop is not None:
+        return Outcome("stopped", stopped_by(stop), 128 + stop)
+    if position.step < run.total_steps:
+        return Outcome("stopped", f"train.stop_after={run.cfg.train.stop_after}")
+    return Outcome()
+
+
+def ledger(task: Task) -> dict[str, object]:
+    """Return what run.json says of the data and the length of the run."""
+    run = task.run
+    return {
+        "steps": run.total_steps,
+        "parameters": run.parameters,
+        "data": {
+            **task.counts(),
+            "versions": dict(task.examples.versions),
+            "not_as_read": dict(task.examples.dropped),
+            "eval_not_as_read": dict(task.examples.held_out_dropped),
+        },
+    }
+
+
+def header(task: Task, run_dir: Path) -> str:
+    run = task.run
+    cfg, world = run.cfg, run.world
+    replicas = f"{world.dp_size} replica{'s' * (world.dp_size > 1)}"
+    reasons = sorted(task.examples.dropped.items())
+    dropped = "".join(f"\n  {count} {task.kind}s: {reason}" for reason, count in reasons)
+    return (
+        f"rlexp {__version__}  {cfg.loss.name} on {called(cfg.model)} ({run.parameters:,} parameters, "
+        f"{cfg.train.precision.value}), engine {run.engine.name}\n"
+        f"  ring of {world.ring.size} ({run.attention}) × {replicas} = "
+        f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n{chosen(run)}"
+        f"  batch {cfg.train.batch_size} = {replicas} × micro-batch {cfg.train.micro_batch_size} × "
+        f"{cfg.train.grad_acc} accumulation step{'s' * (cfg.train.grad_acc > 1)}\n"
+        f"  {task.describe()}, {run.total_steps} steps, {task.steps_per_epoch} an epoch{dropped}\n"
+        f"  {run_dir}\n"
+    )
+
+
+def chosen(run: Run) -> str:
+    """Say why `auto` chose this layout."""
+    return f"  layout {run.choice.name}: {run.choice.reason}\n" if run.choice.reason else ""
+
+
+def sampling(run: Run) -> str:
+    ranks = run.cfg.rollout.sampling_ranks
+    return f", and {ranks} that sample{'s' * (ranks == 1)}" if ranks else ""
+
+
+def footer(run: Run, run_dir: Path, outcome: Outcome) -> str:
+    if outcome.status != "finished":
+        return f"{outcome.status}: {outcome.reason}; {run_dir} goes on from {latest(run_dir)}\n"
+    model = ", trained model in model/" if run.cfg.checkpoint.export else ""
+    wandb = ", W&B run in wandb/" if run.cfg.logger.name is LoggerName.wandb else ""
+    return f"done: {run_dir}  (curve in metrics.jsonl{wandb}{model})\n"
+
+
+def latest(run_dir: Path) -> str:
+    checkpoints = latest_first(run_dir)
+    return checkpoints[0].name if checkpoints else "its first step"

@@ -1,0 +1,181 @@
+"""Save a run's position, and take it up again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlexp.base.errors import CheckpointError
+from rlexp.config.identity import identity
+from rlexp.config.load import to_plain
+from rlexp.config.schema import Decay, Precision
+from rlexp.curves.metrics_jsonl import rewrite, write_lines
+from rlexp.launch import run_folder, stops
+from rlexp.training.checkpoint.folder import METRICS, MODEL, POSITION
+from rlexp.training.checkpoint.keeper import SCORE, Keeper
+from rlexp.training.checkpoint.restore import restore
+from rlexp.training.checkpoint.saver import Describe, Saver
+from rlexp.training.engine.base import MOMENTS, shape_of, trained
+from rlexp.training.model.export import save_description
+from rlexp.training.sinks.console import say
+from rlexp.training.sinks.jsonl import JsonlSink
+from rlexp.training.train.loop import Position
+from rlexp.training.train.parts import Run
+from rlexp.training.train.task import Task
+
+TASK = "rollouts"  # the key of the task's part of a position; checkpoints on disk have it under this name
+
+
+def resume(task: Task, run_dir: Path) -> tuple[Position, str]:
+    """Set engine, task and curve back to the newest checkpoint; return its position, and a note. A collective call."""
+    run = task.run
+    shapes = {name: shape_of(parameter) for name, parameter in trained(run.engine.policy).items()}
+    first = run.world.rank == 0
+    restored = restore(run.cfg.resume.mode, run_dir, run.engine, shapes, run.world, say)
+    if restored is None:
+        again = first and (run_dir / METRICS).exists()
+        if again:  # it ended before its first checkpoint
+            rewrite(run_dir / METRICS, None, 0)
+        return Position(), "  no checkpoint here yet: begins at step 1\n" if again else ""
+    path, saved = restored
+    position = Position(saved["step"], saved["total_tokens"])
+    task.restore(path, saved.get(TASK), position.step)
+    if not first:
+        return position, ""
+    rewrite(run_dir / METRICS, path / METRICS, position.step)
+    notes = [*_changes(run, saved), *run_folder.read(run_dir).get("forced", [])]
+    return position, "".join(f"  {line}\n" for line in (f"goes on from {path}, after step {position.step}", *notes))
+
+
+def refuse_other_versions(run_dir: Path, now: Mapping[str, str], force: Sequence[str]) -> None:
+    """Refuse to go on with a set of the hub that has changed since: other samples would follow."""
+    before = run_folder.read(run_dir).get("data", {}).get("versions", {})
+    for key, commit in now.items():
+        if before.get(key, commit) != commit and not {key, key.partition(".")[0]} & set(force):
+            pin = f"{re.sub('(eval_)?path$', '', key)}revision"
+            raise CheckpointError(
+                f"{key}: the set on the hub was at commit {before[key][:12]} when the run in {run_dir} was started, "
+                f"and is at {commit[:12]}. Its rows may have changed. Give {pin}={before[key]} "
+                f"resume.force=[{pin}] to go on with the old ones, or say resume.force=[{key}]."
+            )
+
+
+def _changes(run: Run, saved: dict[str, Any]) -> list[str]:
+    """Say what has changed: the layout, which moves no curve, and the length of the run, which may move it."""
+    then, here = saved["layout"], layout(run)  # a checkpoint of an older version has fewer names
+    lines = [f"{name} was {was}, and is {here[name]}" for name, was in then.items() if was != here[name]]
+    if saved["step"] > run.total_steps:
+        lines.append(f"it has taken {saved['step']} steps, and {run.total_steps} were asked for")
+    was, now, step = saved["schedule"]["total_steps"], run.total_steps, saved["step"] + 1
+    if was != now and run.schedule.decay is Decay.constant:
+        lines.append(f"the run was to end at step {was}, and ends at {now}; the learning rate does not depend on it")
+    elif was != now:
+        lines.append(
+            f"the run was to end at step {was}, and ends at {now}: the learning rate, {run.schedule.at(step):.3g} at "
+            f"step {step}, now falls until there. The steps before had the other schedule, so this is not the curve "
+            f"that {now} steps from the start would draw"
+        )
+    return lines
+
+
+def layout(run: Run) -> dict[str, Any]:
+    """Return what may change when a run goes on."""
+    cfg = run.cfg
+    return {
+        "world_size": run.world.size,
+        "ring_size": run.world.ring.size,
+        "attention": run.attention,
+        "engine": run.engine.name,
+        "precision": cfg.train.precision.value,
+        "micro_batch_size": cfg.train.micro_batch_size,
+        "packing": cfg.data.packing,
+    }
+
+
+def build_keeper(
+    task: Task, run_dir: Path, position: Position, curve: JsonlSink | None, saved: Callable[[int, Path], None]
+) -> Keeper:
+    """Build what saves checkpoints. Rank 0 gives its `curve`; `saved` is called for every complete checkpoint."""
+    run = task.run
+    if run.world.rank == 0:
+        check_space(run, run_dir)
+    facts = {
+        "parameters": {name: list(shape_of(parameter)) for name, parameter in trained(run.engine.policy).items()},
+        "layout": layout(run),
+    }
+    known = run_folder.read(run_dir) if run.world.rank == 0 else {}
+    if run.world.rank == 0 and "identity" not in known:  # run.json could not be written
+        known["identity"] = identity(run.cfg)
+
+    def describe(step: int, score: dict[str, float]) -> Describe:
+        """Collect the state between two steps; the function returned writes it while training goes on."""
+        saved = position_of(task, position, known) | {"step": step, SCORE: score}
+        lines = list(curve.lines) if curve else []
+        write_task = task.writer(step)
+
+        def write(place: Path) -> list[Path]:
+            written = write_task(place)
+            if run.world.rank == 0:
+                (place / POSITION).write_text(json.dumps(saved, indent=1), encoding="utf-8")
+                write_lines(place / METRICS, lines)
+                save_description(run.engine.policy.model, run.tokenizer, place / MODEL)
+                written += [place / POSITION, place / METRICS, *(place / MODEL).iterdir()]
+            return written
+
+        return write
+
+    return Keeper(
+        run.cfg.checkpoint,
+        Saver(run.engine, run.world, run_dir, facts),
+        run.world,
+        run.device,
+        run_dir,
+        describe=describe,
+        asked=stops.asked,
+        say=say,
+        saved=saved,
+        saved_step=position.step,
+    )
+
+
+def position_of(task: Task, position: Position, known: dict[str, Any]) -> dict[str, Any]:
+    """Return all that is needed to go on, beside weights and moments.
+
+    No random state is kept: whatever draws numbers in a step draws them from (seed, step).
+    """
+    run = task.run
+    return {
+        "step": position.step,
+        "epoch": position.step / task.steps_per_epoch,
+        "seed": run.cfg.seed,
+        "random": {"seeded_from": ["seed", "step"], "seed": run.cfg.seed, "step": position.step},
+        "total_tokens": position.total_tokens,
+        TASK: task.position(),
+        "optimizer_steps": run.engine.steps,
+        "schedule": dataclasses.asdict(run.schedule) | {"decay": run.schedule.decay.value},
+        "wandb_id": known.get("wandb_id"),
+        "identity": known.get("identity"),
+        "layout": layout(run),
+        "config": to_plain(run.cfg),
+    }
+
+
+def check_space(run: Run, run_dir: Path) -> None:
+    """Refuse to begin when a checkpoint would not fit on the disk."""
+    keep = run.cfg.checkpoint
+    if not keep.on_exit and keep.save_every is None:
+        return
+    sizes = [shape_of(parameter).numel() for parameter in trained(run.engine.policy).values()]
+    bytes_each = (8 if run.cfg.train.precision is Precision.fp64 else 4) * (1 + len(MOMENTS))
+    needed, free = sum(sizes) * bytes_each, shutil.disk_usage(run_dir).free
+    if needed > free:
+        raise CheckpointError(
+            f"hydra.run.dir={run_dir}: has {free / 1e9:.3g} GB free, and a checkpoint of this run takes "
+            f"{needed / 1e9:.3g} GB. Make room, give another folder, or do without: checkpoint.save_every=null "
+            f"checkpoint.on_exit=false."
+        )

@@ -1,0 +1,328 @@
+"""Get a run's samples, rollout by rollout: draw, judge and score them, give them advantages, and cut train batches.
+
+A rollout serves `rollout.epochs × rollout.minibatches` optimizer steps. A step's samples follow from (seed, rollout,
+epoch), and the tokens drawn from (seed, rollout, prompt, sample, position): nothing here knows the layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlexp.base.errors import CheckpointError
+from rlexp.config.schema import Overlong, PolicyLossConfig, RolloutConfig
+from rlexp.curves.rollouts_jsonl import digests
+from rlexp.training.algos.kl import KLController, estimate
+from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss
+from rlexp.training.dataset.sampler import Batch, Sampler
+from rlexp.training.metrics.memory import Phases
+from rlexp.training.ring.groups import World
+from rlexp.training.rollout import saved
+from rlexp.training.rollout.experience import Table, fetch, table_of
+from rlexp.training.rollout.host import Host
+from rlexp.training.rollout.rewards.weighted import Rewards
+from rlexp.training.rollout.scoring import Scorer
+from rlexp.training.sinks.base import RolloutFacts, Shown
+from rlexp.training.types import Prompt, Sample
+
+HELD_OUT = 1 << 40  # the rollout number under which held-out prompts are answered
+NOW, NEXT = "now", "next"  # a rollout that is trained on, and one drawn ahead
+ALIKE = 1e-9  # scores of a group this close, relatively, count as equal: a model's scores may differ by rounding
+
+
+class Source(Protocol):
+    """Draws samples. Its methods are collective calls of the training ranks."""
+
+    seconds: float  # the time the last rollout took: this rank's, or the slowest sampling rank's
+    waited: float  # the time this rank waited for the sampling ranks
+    spans: list[tuple[float, float]]  # when the rollout was drawn, by the clock
+    staleness: int  # rollouts trained on between the weights that drew it and now
+
+    def draw(self, number: int, prompts: Sequence[Prompt], n_samples: int, rewards: Rewards) -> list[Sample]:
+        """Return this rank's samples of rollout `number`, handing them to the rewards as they come.
+
+        All ranks together get the same samples, whichever rank draws them.
+        """
+
+    def waiting(self) -> list[Sample] | None:
+        """Return this rank's part of the samples drawn ahead, for a checkpoint."""
+
+    def restore(self, number: int, waiting: list[Sample]) -> None: ...
+
+    def finish(self) -> None:
+        """End the run."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A new rollout's values for the row of its first step, and its samples for the sinks."""
+
+    number: int
+    samples: list[Sample]  # this rank's
+    values: dict[str, float]
+    seconds: dict[str, float]  # this rank's, by phase
+    spans: dict[str, list[tuple[float, float]]]  # by the clock: when it was drawn, taken in and scored
+
+
+def samples_of_step(cfg: RolloutConfig, seed: int, train_batch: int, step: int) -> Batch:
+    """Return the samples of an optimizer step, by their places in its rollout."""
+    number, inner = divmod(step - 1, cfg.epochs * cfg.minibatches)
+    epoch, minibatch = divmod(inner, cfg.minibatches)
+    order = np.random.default_rng([seed, number, epoch]).permutation(cfg.batch_size * cfg.n_samples)
+    places = order[minibatch * train_batch : (minibatch + 1) * train_batch]
+    return Batch(step, epoch, tuple(int(place) for place in places))
+
+
+@dataclass
+class Rollouts:
+    """The state of a run's rollouts on this rank."""
+
+    cfg: RolloutConfig
+    loss_cfg: PolicyLossConfig
+    loss: PolicyLoss
+    seed: int
+    train_batch: int
+    prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+    sampler: Sampler
+    source: Source
+    rewards: Rewards
+    scorer: Scorer
+    world: World
+    host: Host
+    phases: Phases
+    controller: KLController = field(init=False)
+    number: int = -1  # the rollout at hand
+    mine: list[Sample] = field(default_factory=list)
+    kl_coef: float = 0.0  # the coefficient the rollout was made with
+    made: Made | None = None  # the last rollout, until `told` has shown it
+
+    def __post_init__(self) -> None:
+        self.controller = KLController(self.loss_cfg.beta, self.loss_cfg.kl_target, self.loss_cfg.kl_horizon)
+
+    @property
+    def steps_each(self) -> int:
+        return self.cfg.epochs * self.cfg.minibatches
+
+    @property
+    def size(self) -> int:
+        return self.cfg.batch_size * self.cfg.n_samples
+
+    def of_step(self, step: int) -> int:
+        return (step - 1) // self.steps_each
+
+    def batch(self, step: int) -> Batch:
+        return samples_of_step(self.cfg, self.seed, self.train_batch, step)
+
+    def samples(self, batch: Batch) -> list[Sample]:
+        """Return a whole train batch on every rank. A collective call."""
+        return fetch(self.mine, batch.indices, self.host)
+
+    def ensure(self, step: int) -> Made | None:
+        """Get the rollout that a step belongs to; return what is said of it if it is new. A collective call."""
+        number = self.of_step(step)
+        if number == self.number:
+            return None
+        began = time.monotonic()
+        prompts = [self.prompts[index] for index in self.sampler.batch(number + 1).indices]
+        with self.phases("rollout"):
+            self.mine = self.source.draw(number, prompts, self.cfg.n_samples, self.rewards)
+            self.host.meet()
+        drawn = time.monotonic()
+        with self.phases("score"):
+            model_scores = self.scorer.score(self.mine)
+            self._collect(self.mine, model_scores)
+            self.kl_coef, self.number = self.controller.beta, number
+            table = self._table(self.mine, self.size, scored=True)
+            self._give_credit(table)
+        values = self._values(table)
+        self.controller.update(values["objective/kl"], self.size)
+        seconds = {"rollout": drawn - began, "score": time.monotonic() - drawn}
+        seconds |= {"sampling": self.source.seconds, "waited": self.source.waited}
+        now = time.time()
+        scored = now - (time.monotonic() - drawn)
+        spans = {"sampling": self.source.spans, "taking": [(now - (time.monotonic() - began), scored)],
+                 "scoring": [(scored, now)]}  # fmt: skip
+        self.made = Made(number, self.mine, values, seconds, spans)
+        return self.made
+
+    def _collect(self, mine: Sequence[Sample], model_scores: dict[str, list[float]]) -> None:
+        self.rewards.collect()
+        for name, scores in model_scores.items():
+            self.rewards.add(name, mine, scores)
+        self.rewards.finish(mine)
+        for sample in mine:
+            if self.cfg.overlong is Overlong.penalty and not sample.stopped:
+                sample.score -= self.cfg.overlong_penalty
+            sample.counts = sample.stopped or self.cfg.overlong is not Overlong.mask
+
+    def _table(self, mine: Sequence[Sample], total: int, *, scored: bool) -> Table:
+        def row(sample: Sample) -> dict[str, float]:
+            numbers = {"score": sample.score, "length": float(len(sample.answer)), "stopped": float(sample.stopped)}
+            numbers |= {f"reward/{name}": sample.terms[name] for name in self.rewards.weights}
+            if scored:
+                assert sample.old is not None
+                numbers |= {"surprise": -float(sample.old.sum(dtype=np.float64))}
+                d_L = self._log_ratio(sample)
+                numbers |= {"kl": float(d_L.sum()), "kl_estimate": float(self._kl(d_L).sum())}
+            return numbers
+
+        names = ["score", "length", "stopped", *(f"reward/{name}" for name in self.rewards.weights)]
+        names += ["surprise", "kl", "kl_estimate"] if scored else []
+        return table_of(mine, total, self.host, row, names)
+
+    def _log_ratio(self, sample: Sample) -> Tensor:
+        """Return log(policy / reference) of each token, in float64; zeros without a reference."""
+        assert sample.old is not None
+        old_L = torch.from_numpy(sample.old).double()
+        if sample.reference is None:
+            return torch.zeros_like(old_L)
+        return old_L - torch.from_numpy(sample.reference).double()
+
+    def _kl(self, d_L: Tensor) -> Tensor:
+        return estimate(self.loss_cfg.kl, d_L)
+
+    def _give_credit(self, table: Table) -> None:
+        """Give this rank's samples their advantages by token, from the outcomes of all samples."""
+        group_N = torch.arange(self.size) // self.cfg.n_samples
+        credit_N = self.loss.credit(Outcomes(table["score"], table["kl_estimate"], group_N), self.kl_coef)
+        without_signal = without_signal_of(table["score"], self.cfg.n_samples)
+        for sample in self.mine:
+            values_L = None if sample.values is None else torch.from_numpy(sample.values).double()
+            kl_L = self._kl(self._log_ratio(sample))
+            spread = self.loss.spread(float(credit_N[sample.place]), kl_L, values_L, self.kl_coef)
+            sample.advantages = spread.advantages_L.numpy().astype(self.scorer.dtype)
+            if spread.returns_L is not None:
+                sample.returns = spread.returns_L.numpy().astype(self.scorer.dtype)
+            if self.loss_cfg.filter and bool(without_signal[sample.place]):
+                sample.counts = False
+
+    def _values(self, table: Table) -> dict[str, float]:
+        """Return the rollout's values under TRL's names, where it has one: means over samples of sums over tokens."""
+        mean = {name: float(column.mean()) for name, column in table.items()}
+        non_score = -self.kl_coef * mean["kl_estimate"]
+        values = {
+            "objective/scores": mean["score"],
+            "objective/scores_std": float(table["score"].std(correction=0)),
+            "objective/kl": mean["kl"],
+            "objective/entropy": mean["surprise"],
+            "objective/non_score_reward": non_score,
+            "objective/rlhf_reward": mean["score"] + non_score,
+            "objective/kl_coef": self.kl_coef,
+            "response/length": mean["length"],
+            "response/length_max": float(table["length"].max()),
+            "response/stopped": mean["stopped"],
+            "rollout/staleness": self.source.staleness,
+            "rollout/without_signal": float(without_signal_of(table["score"], self.cfg.n_samples).double().mean()),
+        }
+        values |= {name: value for name, value in mean.items() if name.startswith("reward/")}
+        if self.loss.needs_critic:
+            values |= {"val/explained_variance": self._explained_variance()}
+        return values
+
+    def _explained_variance(self) -> float:
+        """Return 1 − Var(returns − values) / Var(returns) over the rollout's tokens; 0 where all returns are equal."""
+
+        def sums(sample: Sample) -> dict[str, float]:
+            assert sample.returns is not None
+            assert sample.values is not None
+            returns = sample.returns.astype(np.float64)
+            error = returns - sample.values
+            return {"n": float(len(returns)), "r": returns.sum(), "rr": (returns**2).sum(), "e": error.sum(),
+                    "ee": (error**2).sum()}  # fmt: skip
+
+        table = table_of(self.mine, self.size, self.host, sums, ["n", "r", "rr", "e", "ee"])
+        n, r, rr, e, ee = (float(column.sum()) for column in table.values())
+        spread = rr - r * r / n
+        return 1 - (ee - e * e / n) / spread if spread > 1e-9 * rr else 0.0
+
+    def told(self, step: int) -> RolloutFacts | None:
+        """Return on rank 0, once, what the sinks are told of a rollout. A collective call."""
+        made, self.made = self.made, None
+        if made is None:
+            return None
+        due = self.cfg.show_every and made.number % self.cfg.show_every == 0
+        stride = max(1, self.size // self.cfg.show) if self.cfg.show else self.size
+        wanted = range(0, stride * self.cfg.show, stride) if due else range(0)
+        mine = [(s.place, digests(s.answer), shown(s) if s.place in wanted else None) for s in made.samples]
+        parts = self.host.gathered(mine)
+        if self.world.rank != 0:
+            return None
+        known = sorted((each for part in parts for each in part), key=lambda each: each[0])
+        indices = self.sampler.batch(made.number + 1).indices
+        table = [each[2] for each in known if each[2] is not None]
+        digested = [each[1] for each in known]
+        return RolloutFacts(made.number + 1, step, self.cfg.n_samples, indices, digested, table, made.spans)
+
+    def evaluate(self) -> dict[str, float]:
+        """Answer each held-out prompt once, with the same random numbers every time. A collective call."""
+        with self.phases("eval"):
+            mine = self.source.draw(HELD_OUT, self.eval_prompts, 1, self.rewards)
+            self.host.meet()
+            self._collect(mine, self.scorer.score_rewards(mine))
+            table = self._table(mine, len(self.eval_prompts), scored=False)
+        mean = {name: float(column.mean()) for name, column in table.items()}
+        renamed = {"score": "objective/scores", "length": "response/length", "stopped": "response/stopped"}
+        return {renamed.get(name, name): value for name, value in mean.items()}
+
+    def position(self) -> dict[str, Any]:
+        """Return what a checkpoint needs to know: small, and the same on every rank."""
+        sizes = {"size": self.size, "steps_each": self.steps_each}
+        return {"number": self.number, "kl_coef": self.kl_coef, "beta": self.controller.beta, **sizes}
+
+    def unfinished(self, step: int) -> dict[str, list[Sample]]:
+        """Return this rank's samples that steps after `step` will take, by the name of their file in a checkpoint.
+
+        Samples drawn ahead are copied: they may be scored while the checkpoint is being written.
+        """
+        waiting = self.source.waiting()
+        ahead = {} if waiting is None else {NEXT: [dataclasses.replace(sample) for sample in waiting]}
+        return ahead | ({NOW: list(self.mine)} if step % self.steps_each else {})
+
+    def restore(self, folder: Path, position: dict[str, Any], step: int) -> None:
+        rank, ranks = self.world.rank, self.world.size
+        was, now = (position["size"], position["steps_each"]), (self.size, self.steps_each)
+        if was != now and any(folder.glob(saved.PATTERN)):
+            raise CheckpointError(
+                f"rollout: {folder} has samples of a rollout of {was[0]} for {was[1]} optimizer steps, and a rollout "
+                f"is now of {now[0]} for {now[1]}. Give rollout.batch_size, n_samples and epochs, and train.batch_size "
+                f"their old values; resume.force cannot change them within a rollout."
+            )
+        self.controller.beta = position["beta"]
+        if step % self.steps_each:
+            self.number, self.kl_coef = position["number"], position["kl_coef"]
+            self.mine = saved.read(folder, NOW, self.prompts, rank, ranks)
+        if any(folder.glob(saved.PATTERN.replace("*", f"{NEXT}-*"))):
+            waiting = saved.read(folder, NEXT, self.prompts, rank, ranks)
+            self.source.restore(position["number"] + 1, waiting)
+
+    def finish(self) -> None:
+        """End the drawing after the last step. A collective call."""
+        self.source.finish()
+
+    def close(self) -> None:
+        """Release the rewards' processes, however the run ends."""
+        self.rewards.close()
+
+
+def shown(sample: Sample) -> Shown:
+    length = len(sample.answer)
+    return Shown(sample.prompt.text, sample.text, sample.score, sample.terms, length, sample.stopped)
+
+
+def without_signal_of(scores_N: Tensor, n_samples: int) -> Tensor:
+    """Return (N,): whether all answers to the sample's prompt scored the same; False for a single answer."""
+    if n_samples == 1:
+        return torch.zeros_like(scores_N, dtype=torch.bool)
+    groups = scores_N.view(-1, n_samples)
+    apart = groups.amax(1) - groups.amin(1)
+    alike = apart <= ALIKE * groups.abs().amax(1)
+    return alike.repeat_interleave(n_samples)

@@ -1,0 +1,299 @@
+"""Train on samples that the policy draws itself.
+
+Shape letters: B samples of the train batch, S sequences of a micro-batch, T tokens of its pack, t tokens of one rank.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlexp.base.errors import NonFiniteError
+from rlexp.config.schema import Config, PolicyLossConfig, PPOConfig
+from rlexp.training.algos.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens
+from rlexp.training.algos.weights import sequence_weight, token_weight
+from rlexp.training.algos.whiten import whiten
+from rlexp.training.dataset.sampler import Batch
+from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
+from rlexp.training.model.head import Entropy
+from rlexp.training.ring.collectives import ring_sum
+from rlexp.training.ring.groups import Ring
+from rlexp.training.rollout import saved
+from rlexp.training.rollout.bridge import Bridge
+from rlexp.training.rollout.experience import on_pack
+from rlexp.training.sinks.base import RolloutFacts
+from rlexp.training.train.build_rollouts import Parts, build_rollouts
+from rlexp.training.train.examples import Examples, prompt_sampler
+from rlexp.training.train.parts import Reference, Run
+from rlexp.training.train.rollout_supply import Rollouts
+from rlexp.training.train.sequence_sums import owners, sum_by_sequence
+from rlexp.training.train.task import Held, Needs, Step, Task
+from rlexp.training.types import Pack, Sample, Shard, TokenLogps, moved
+
+FASTEST = "time/sampling_fastest"
+
+
+class RolloutTask(Task):
+    kind = "prompt"
+    rollouts: Rollouts  # from `start` on
+
+    def __init__(
+        self,
+        cfg: Config,
+        loss_cfg: PolicyLossConfig,
+        loss: PolicyLoss,
+        examples: Examples,
+        bridge: Bridge | None = None,
+        parts: Parts | None = None,
+    ) -> None:
+        self.cfg = cfg.rollout
+        self.loss_cfg = loss_cfg
+        self.loss = loss
+        self.bridge = bridge  # to the ranks that only sample
+        self.parts = parts
+        self.needs = needs_of(cfg, loss_cfg, loss)
+        self.examples = examples
+        self.sampler = prompt_sampler(cfg, len(examples.train), examples.mixture)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.sampler.steps_per_epoch * self.cfg.epochs * self.cfg.minibatches
+
+    def start(self, run: Run, reference: Reference | None) -> None:
+        super().start(run, reference)
+        self.rollouts = build_rollouts(
+            run,
+            self.loss_cfg,
+            self.loss,
+            self.examples,
+            self.sampler,
+            reference=reference,
+            bridge=self.bridge,
+            parts=self.parts,
+        )
+
+    def batch(self, step: int) -> Batch:
+        return self.rollouts.batch(step)
+
+    def begin(self, step: int) -> RolloutStep:
+        return RolloutStep(self, step)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Answer the held-out prompts."""
+        values = {f"eval/{name}": value for name, value in self.rollouts.evaluate().items()}
+        bad = [name for name, value in values.items() if not math.isfinite(value)]
+        if bad:
+            raise NonFiniteError(f"step {step}: {', '.join(bad)} of the held-out prompts is not finite.")
+        return values
+
+    def news(self, step: int) -> RolloutFacts | None:
+        return self.rollouts.told(step)
+
+    def position(self) -> dict[str, Any]:
+        return self.rollouts.position()
+
+    def writer(self, step: int) -> Callable[[Path], list[Path]]:
+        unfinished, world = self.rollouts.unfinished(step), self.run.world
+
+        def write(folder: Path) -> list[Path]:
+            return [saved.write(folder, name, world.rank, world.size, mine) for name, mine in unfinished.items()]
+
+        return write
+
+    def restore(self, folder: Path, position: Any, step: int) -> None:
+        self.rollouts.restore(folder, position, step)
+
+    def finish(self) -> None:
+        self.rollouts.finish()
+
+    def close(self) -> None:
+        self.rollouts.close()
+
+    def describe(self) -> str:
+        cfg = self.cfg
+        return (
+            f"{super().describe()}, a rollout is {cfg.batch_size} × {cfg.n_samples} samples for "
+            f"{cfg.epochs} epoch{'s' * (cfg.epochs > 1)} × {cfg.minibatches} train batches"
+        )
+
+
+def needs_of(cfg: Config, loss_cfg: PolicyLossConfig, loss: PolicyLoss) -> Needs:
+    critic, lr_scale = None, 1.0
+    if isinstance(loss_cfg, PPOConfig):
+        critic = loss_cfg.critic
+        if loss_cfg.value_lr is not None:
+            lr_scale = loss_cfg.value_lr / cfg.optim.lr  # 0 is refused
+    return Needs(
+        reference=loss.needs_reference,
+        decoding=True,
+        critic=critic,
+        critic_lr_scale=lr_scale,
+        temperature=cfg.rollout.temperature,
+        entropy=Entropy.trained if loss_cfg.entropy else Entropy.logged,
+    )
+
+
+@dataclass(frozen=True)
+class HeldSamples(Held):
+    """The samples of a micro-batch, and what is known of their tokens beside the policy's answers."""
+
+    known: dict[str, Tensor | None]
+
+
+class RolloutStep(Step):
+    """The first step of a rollout draws it."""
+
+    def __init__(self, task: RolloutTask, number: int) -> None:
+        rollouts = task.rollouts
+        self.task = task
+        self.made = rollouts.ensure(number)
+        self.drawn_at = time.monotonic()
+        self.batch = task.batch(number)
+        with task.run.phases("data"):
+            self.weighed = Weighed.of(task, rollouts.samples(self.batch))
+        within = Batch(number, self.batch.epoch, tuple(range(len(self.batch.indices))))  # places in the train batch
+        world = task.run.world
+        self.micro_batches = within.micro_batches(world.replica, world.dp_size, task.run.cfg.train.micro_batch_size)
+
+    def tokens(self, indices: Sequence[int]) -> int:
+        samples = [self.weighed.samples[index] for index in indices]
+        return self.task.run.packed_tokens([len(sample.prompt.tokens) + len(sample.answer) for sample in samples])
+
+    def hold(self, indices: Sequence[int]) -> HeldSamples:
+        run = self.task.run
+        with run.phases("data"):
+            samples = [self.weighed.samples[index] for index in indices]
+            pack = run.pack([(sample.prompt.tokens, sample.answer) for sample in samples])
+            shard = run.shard(pack)
+            known = laid_out(self.task, self.weighed, indices, pack, shard)
+            there = {name: None if column is None else moved(column, run.device) for name, column in known.items()}
+            return HeldSamples(shard.to(run.device), there)
+
+    def loss(self, held: HeldSamples, meter: Meter) -> Tensor:
+        run, rollouts = self.task.run, self.task.rollouts
+        with run.phases("forward"):
+            said = run.engine.forward(held.shard)
+        tokens = tokens_of(held, said, run.world.ring)
+        terms = self.task.loss(tokens, rollouts.kl_coef)
+        note(terms, tokens, meter)
+        # A rank without a sample, or without a token that counts, still runs its graph: no collective waits for it.
+        everything = said.logps_t.sum() + (0.0 if said.values_t is None else said.values_t.sum())
+        return (terms.loss + 0.0 * everything) * run.world.size
+
+    def samples(self) -> list[str]:
+        return [sample.prompt.origin for sample in self.weighed.samples]
+
+    def measure(self, meter: Meter) -> None:
+        """Meter the seconds of the slowest rank by phase; of sampling, the fastest rank's too, with its sign turned."""
+        meter.add_max("time/train", time.monotonic() - self.drawn_at)
+        if self.made is not None:
+            for phase, seconds in self.made.seconds.items():
+                meter.add_max(f"time/{phase}", seconds)
+            meter.add_max(FASTEST, -self.made.seconds["sampling"])
+
+    def finish(self, values: dict[str, float]) -> None:
+        rollouts = self.task.rollouts
+        values["train/episode"] = (rollouts.number + 1) * rollouts.size
+        if self.made is not None:
+            values |= {f"train/{name}": value for name, value in self.made.values.items()}
+            values[f"train/{FASTEST}"] *= -1
+            spent = values["train/time/rollout"] + values["train/time/score"]
+            values["train/samples_per_second"] = rollouts.size / spent
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A train batch, with the weights of its tokens and samples in the loss."""
+
+    samples: Sequence[Sample]
+    advantages: Sequence[Tensor]
+    token_B: Tensor
+    sequence_B: Tensor
+
+    @staticmethod
+    def of(task: RolloutTask, samples: Sequence[Sample]) -> Weighed:
+        """Every rank has the whole train batch before its first micro-batch, and comes to the same numbers."""
+        cfg = task.loss_cfg
+        counts_B = torch.tensor([sample.counts for sample in samples])
+        lengths_B = torch.tensor([len(sample.answer) for sample in samples])
+        advantages = [torch.from_numpy(_there(sample.advantages)).double() for sample in samples]
+        if cfg.whiten:
+            advantages = whiten(advantages, counts_B)
+        token_B = token_weight(cfg.normalize, lengths_B, counts_B, task.cfg.max_new_tokens)
+        return Weighed(samples, advantages, token_B, sequence_weight(counts_B))
+
+
+def laid_out(
+    task: RolloutTask, batch: Weighed, indices: Sequence[int], pack: Pack, shard: Shard
+) -> dict[str, Tensor | None]:
+    """Lay out on the host what is known of the micro-batch's tokens, as this rank holds them."""
+    samples = [batch.samples[index] for index in indices]
+    dtype = torch.promote_types(task.run.dtype, torch.float32)
+    critic = task.needs.critic is not None
+
+    def spread(arrays: Sequence[np.ndarray]) -> Tensor:
+        return on_pack(pack, arrays, dtype)[shard.index_t]
+
+    def field(name: str) -> Tensor | None:
+        if samples and getattr(samples[0], name) is None:
+            return None
+        return spread([getattr(sample, name) for sample in samples])
+
+    lengths = [len(sample.answer) for sample in samples]
+    weights = [np.full(length, float(batch.token_B[index])) for index, length in zip(indices, lengths, strict=True)]
+    return {
+        "old_t": field("old"),
+        "behaviour_t": field("behaviour"),
+        "reference_t": field("reference") if task.loss.needs_reference else None,
+        "advantages_t": spread([batch.advantages[index].numpy() for index in indices]),
+        "old_values_t": field("values") if critic else None,
+        "returns_t": field("returns") if critic else None,
+        "weight_t": spread(weights),
+        "trained_t": spread([np.full(len(sample.answer), float(sample.counts)) for sample in samples]),
+        "sequence_t": owners(shard),
+        "weight_S": batch.sequence_B[torch.tensor(indices, dtype=torch.int64)].to(dtype),
+        "length_S": torch.tensor(lengths, dtype=dtype),
+    }
+
+
+def tokens_of(held: HeldSamples, said: TokenLogps, ring: Ring) -> PolicyTokens:
+    assert said.entropy_t is not None
+    known: dict[str, Any] = held.known
+    return PolicyTokens(
+        logps_t=said.logps_t,
+        entropy_t=said.entropy_t,
+        values_t=said.values_t,
+        **known,
+        by_sequence=lambda values_t: ring_sum(sum_by_sequence(values_t, held.shard), ring),
+    )
+
+
+@torch.no_grad()
+def note(terms: PolicyTerms, tokens: PolicyTokens, meter: Meter) -> None:
+    """Meter the parts of the loss as sums over the train batch, and means over its trained tokens."""
+    whole = sum(terms.replicated.values(), start=torch.zeros_like(terms.loss))
+    meter.add_total("loss", terms.loss - whole, SHARDED)
+    meter.add_total("loss", whole, REPLICATED)
+    for name, part in terms.weighted.items():
+        meter.add_total(name, part, SHARDED)
+    for name, part in terms.replicated.items():
+        meter.add_total(name, part, REPLICATED)
+    trained_t = tokens.trained_t
+    for name, value_t in terms.means_t.items():
+        meter.add_mean(name, (value_t * trained_t).sum(), trained_t.sum(), SHARDED)
+    for name, value_t in terms.peaks_t.items():
+        there_t = value_t.masked_fill(trained_t <= 0, -math.inf)
+        meter.add_max(name, there_t.max() if len(there_t) else -math.inf)
+
+
+def _there(array: np.ndarray | None) -> np.ndarray:
+    assert array is not None
+    return array

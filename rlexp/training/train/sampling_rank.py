@@ -1,0 +1,46 @@
+"""The life of a rank that only samples: it holds the policy and a cache, no engine, no critic and no reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from rlexp.config.schema import Config, EngineConfig, EngineName, RolloutEngine
+from rlexp.launch.place import part
+from rlexp.launch.stops import Outcome, finishing_steps
+from rlexp.training.model.loading import load_config, load_tokenizer
+from rlexp.training.model.placing import Placing
+from rlexp.training.model.policy import DTYPES
+from rlexp.training.ring.groups import ALONE, World
+from rlexp.training.rollout.bridge import Bridge
+from rlexp.training.rollout.pipelined import serve
+from rlexp.training.train.build import build_policy, device_of
+from rlexp.training.train.build_rollouts import build_drawer
+from rlexp.training.train.examples import prompt_sampler, read_prompts
+from rlexp.training.train.task import Needs
+from rlexp.training.types import Prompt
+
+
+def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
+    torch.use_deterministic_algorithms(cfg.launch.deterministic)
+    device = device_of(cfg)
+    tokenizer = load_tokenizer(cfg.model)
+    examples = read_prompts(cfg, tokenizer, World(0, 1, ALONE))
+    sampler = prompt_sampler(cfg, len(examples.train), examples.mixture)
+    whole = dataclasses.replace(cfg, engine=EngineConfig(EngineName.torch))  # whole on every rank: each samples alone
+    needs = Needs(temperature=cfg.rollout.temperature)
+    # vLLM has the weights on the device. These are handed over to it, and need not be there too.
+    at = torch.device("cpu") if cfg.rollout.engine is RolloutEngine.vllm else device
+    placing = Placing(at, DTYPES[cfg.train.precision])
+    policy = build_policy(whole, load_config(cfg.model, cfg.data.max_length), at, needs, placing)
+    policy.eval().requires_grad_(False)
+    drawer = build_drawer(cfg, torch.no_grad()(policy), policy.model, tokenizer, device)
+
+    def prompts_of(number: int) -> list[Prompt]:
+        return [examples.train[index] for index in sampler.batch(number + 1).indices]
+
+    with finishing_steps(cfg.launch.grace_seconds):  # the training ranks save what is being drawn
+        serve(bridge, drawer, dict(policy.model.named_parameters()), cfg.rollout, prompts_of)
+    part()
+    return Outcome()

@@ -1,0 +1,157 @@
+"""The interface between training and what is trained. A task is one file; nothing outside asks which one it is.
+
+`build` makes a task before there is a model: the task reads its examples and says what it needs of the models. Once the
+engine stands, `start` hands it the run. From then on `train_step` asks it for one `Step` after the other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from rlexp.config.schema import CriticName
+from rlexp.training.dataset.sampler import Batch
+from rlexp.training.metrics.meter import Meter
+from rlexp.training.model.head import Entropy
+from rlexp.training.sinks.base import RolloutFacts
+from rlexp.training.train.examples import Examples
+from rlexp.training.train.parts import Reference, Run
+from rlexp.training.types import Shard
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The needs of a task: of the trained model, and whether the starting weights must stand beside it."""
+
+    reference: bool = False
+    decoding: bool = False  # the model must draw tokens one by one
+    critic: CriticName | None = None
+    critic_lr_scale: float = 1.0  # the critic's learning rate relative to the policy's
+    temperature: float = 1.0  # log-probabilities are taken at this temperature
+    entropy: Entropy = Entropy.unasked
+
+    @property
+    def frozen(self) -> Needs:
+        """The needs of a copy that is not trained."""
+        return replace(self, critic=None, entropy=Entropy.unasked)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A micro-batch on its way to this rank's device. A task may add what its loss needs."""
+
+    shard: Shard
+
+
+class Step(ABC):
+    """One optimizer step of a task on this rank."""
+
+    batch: Batch
+    micro_batches: Sequence[Sequence[int]]  # this replica's samples; equally many micro-batches on every replica
+
+    def tokens(self, indices: Sequence[int]) -> int:
+        """Count the tokens of a micro-batch: what it takes in memory, relative to others."""
+        return len(indices)
+
+    @abstractmethod
+    def hold(self, indices: Sequence[int]) -> Held:
+        """Pack a micro-batch and start copying this rank's part to its device, without waiting for the device."""
+
+    @abstractmethod
+    def loss(self, held: Any, meter: Meter) -> Tensor:
+        """Return the loss of a micro-batch as the engine takes it.
+
+        The loss is this rank's share of the train batch's sum, divided by the train batch's count and multiplied by the
+        world size, since engines average over the ranks (`training/engine/base.py`). The metrics go to the meter.
+        """
+
+    @abstractmethod
+    def samples(self) -> Sequence[str]:
+        """Name the samples of the train batch, for errors."""
+
+    def samples_without_finite_loss(self) -> Sequence[str]:
+        """Name the samples to suspect when the loss is not finite. A collective call."""
+        return self.samples()
+
+    def measure(self, meter: Meter) -> None:
+        """Meter what is known only after the last micro-batch."""
+        return
+
+    def finish(self, values: dict[str, float]) -> None:
+        """Complete the values of the train batch, the same on every rank, after the reduction."""
+        return
+
+
+class Task(ABC):
+    """One kind of training: on pairs, or on samples that the policy draws itself."""
+
+    kind: ClassVar[str]  # the name of one example
+    examples: Examples
+    needs: Needs
+    run: Run  # from `start` on
+
+    @property
+    @abstractmethod
+    def steps_per_epoch(self) -> int: ...
+
+    def start(self, run: Run, reference: Reference | None) -> None:
+        """Take the run, whose engine stands, and the reference if the task needs one. A collective call."""
+        self.run = run
+
+    @abstractmethod
+    def batch(self, step: int) -> Batch:
+        """Return the samples of an optimizer step, by their places among the examples or in their rollout."""
+
+    @abstractmethod
+    def begin(self, step: int) -> Step:
+        """Begin optimizer step `step`, counted from 1. A collective call."""
+
+    @abstractmethod
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Return the values of the held-out examples. A collective call."""
+
+    def news(self, step: int) -> RolloutFacts | None:
+        """Return on rank 0 what the sinks are told beside the row. A collective call."""
+        return None
+
+    # ---- checkpoints ----
+
+    def position(self) -> dict[str, Any] | None:
+        """Return the task's part of the position: small, and the same on every rank."""
+        return None
+
+    def writer(self, step: int) -> Callable[[Path], list[Path]]:
+        """Return a function that writes this rank's part of the task's state and names the files.
+
+        Called between two steps; the function runs while training goes on.
+        """
+        return lambda _folder: []
+
+    def restore(self, folder: Path, position: Any, step: int) -> None:
+        """Take up what `position` and `writer` left in a checkpoint."""
+        return
+
+    # ---- the end ----
+
+    def finish(self) -> None:
+        """End well, after the last step. A collective call."""
+        return
+
+    def close(self) -> None:
+        """Release what the task holds, however the run ends."""
+        return
+
+    # ---- words ----
+
+    def describe(self) -> str:
+        """Say what is trained on, for the header."""
+        return f"{len(self.examples.train):,} {self.kind}s"
+
+    def counts(self) -> dict[str, int]:
+        """Count the examples, for run.json."""
+        return {f"{self.kind}s": len(self.examples.train), f"eval_{self.kind}s": len(self.examples.held_out)}

@@ -1,0 +1,192 @@
+"""The frozen dataclasses that rooms hand each other.
+
+Shape letters: T tokens of a pack, t tokens of one rank's shard, S sequences, P pairs, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ids = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]  # which tokens are trained on
+Messages = Sequence[Mapping[str, Any]]  # of a chat: `role`, `content`, and what else the template takes
+Floats = npt.NDArray[np.floating[Any]]
+MetricRow = dict[str, float | int]  # one optimizer step's values; `step` comes first
+
+
+class Kind(Enum):
+    """The kinds of examples, by what is trained on."""
+
+    pairs = "pairs"  # two answers to a prompt, of which one is preferred
+    unpaired = "unpaired"  # an answer, and whether it is good
+    supervised = "supervised"  # an answer to be learned
+    prompts = "prompts"  # none: the policy draws its own
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a data set as text: a prompt, and as many answers as its kind has; a pair has the chosen one first.
+
+    A text stands for one message: of the user in a prompt, of the assistant in an answer.
+    """
+
+    prompt: str | Messages
+    answers: tuple[str | Messages, ...]
+    origin: str  # for error messages
+    label: bool | None = None  # whether an unpaired answer is good
+    expected: str | None = None  # the right answer, for rules that check one
+    tools: Sequence[Any] | None = None  # that the template may describe
+    options: Mapping[str, Any] = field(default_factory=dict)  # for the template
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tokenized preference pair. `index` is its place in the data set, on every rank the same.
+
+    A mask says which tokens of an answer are trained on; None: all of them.
+    """
+
+    index: int
+    prompt: Ids
+    chosen: Ids
+    rejected: Ids
+    origin: str
+    chosen_mask: Mask | None = None
+    rejected_mask: Mask | None = None
+
+    def longest(self) -> int:
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A tokenized prompt with one answer; `label` says whether it is good, where rows say so."""
+
+    index: int
+    prompt: Ids
+    answer: Ids
+    origin: str
+    mask: Mask | None = None
+    label: bool | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A tokenized prompt. `index` is its place in the data set, on every rank the same."""
+
+    index: int
+    tokens: Ids
+    text: str
+    answer: str | None
+    origin: str
+
+
+@dataclass
+class Sample:
+    """An answer drawn to a prompt, and what is known of it so far.
+
+    It lives in the host's memory, on the rank that drew it. The arrays have one value for each token of the answer.
+    """
+
+    place: int  # in its rollout: the prompt's place × n_samples + its number
+    prompt: Prompt
+    number: int  # among the samples of its prompt
+    answer: Ids
+    stopped: bool  # by a token that ends an answer, not by the limit
+    text: str  # the answer, without the token that ended it
+    behaviour: Floats  # log-probabilities under the weights that drew it
+    score: float = math.nan
+    terms: dict[str, float] = field(default_factory=dict)  # the parts of the score, by reward
+    old: Floats | None = None  # log-probabilities before the first optimizer step on it
+    reference: Floats | None = None
+    values: Floats | None = None  # the critic's
+    advantages: Floats | None = None
+    returns: Floats | None = None
+    counts: bool = True  # it is trained on
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens of a pack that attends to itself, and to its parent as a whole.
+
+    A pack is a forest: a prompt with its answers is a root with children, whose positions go on from the root's
+    end. While every sequence has its own copy of the prompt, all segments are roots (`parent` is None).
+    """
+
+    start: int  # the place of its first token in the pack
+    length: int  # real tokens
+    padded: int  # tokens it takes up, with the padding at its end
+    parent: int | None = None  # the parent's place in the pack's list of segments
+
+
+@dataclass(frozen=True)
+class Pack:
+    """The sequences of one micro-batch, one after the other, before they are sharded over a ring.
+
+    `targets_T` is already shifted: the token that follows the one in `tokens_T`. `sequence_T` is the sequence
+    whose log-probability that target belongs to, or -1 where nothing is trained on (prompts, ends, padding).
+    """
+
+    tokens_T: Tensor  # int64
+    targets_T: Tensor  # int64
+    positions_T: Tensor  # int64
+    sequence_T: Tensor  # int64
+    segments: tuple[Segment, ...]
+    sequences: int  # S
+
+    @property
+    def real_tokens(self) -> int:
+        return sum(segment.length for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One ring rank's part of a pack, and what its attention needs to know of the rest."""
+
+    tokens_t: Tensor
+    targets_t: Tensor
+    positions_t: Tensor
+    sequence_t: Tensor
+    trained_n: Tensor  # the places in this shard whose targets are trained on
+    index_t: Tensor  # the place of each token in the pack
+    sequences: int
+    real_tokens: int  # on this rank
+    most_work: float  # attention work of the ring's busiest rank: pairs of a query and a key that it sees
+    mean_work: float  # mean attention work of the ring's ranks
+    attention: Any  # rlexp.training.ring.layout.RingBatch; opaque to every other room
+
+    def to(self, device: torch.device) -> Shard:
+        held = {each.name: getattr(self, each.name) for each in fields(self)}
+        there: dict[str, Any] = {
+            name: moved(value, device) for name, value in held.items() if isinstance(value, Tensor)
+        }
+        return replace(self, **there, attention=self.attention.to(device))
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device while the device goes on computing: from pinned memory, without a wait."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+class TokenLogps(NamedTuple):
+    """A model's output for a shard's targets, token by token; zero where nothing is trained on.
+
+    A tuple, not a dataclass: DeepSpeed hangs its hooks for the backward pass on the tensors that a model returns, and
+    finds them in tuples only.
+    """
+
+    logps_t: Tensor  # log-probability of the target
+    mean_logits_t: Tensor  # mean of the logits over the vocabulary, detached
+    entropy_t: Tensor | None = None  # entropy of the distribution of the target, where it is asked for
+    values_t: Tensor | None = None  # the critic's values, where there is a critic

@@ -1,0 +1,136 @@
+"""A recorded run beside the reference: the whole run, and one step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rlexp.config.schema import Config, DPOConfig
+from rlexp.verify.findings import Allowed, Clue, Finding, Gauge, shown
+from rlexp.verify.norms import relative
+from rlexp.verify.records import (
+    SIDES,
+    Array,
+    Expected,
+    Key,
+    Micro,
+    StepExpected,
+    StepSeen,
+    TensorFiles,
+    Trace,
+    Update,
+    joined,
+)
+
+
+@dataclass
+class Comparison:
+    """A recorded run, the reference, and the differences that rounding may cause."""
+
+    cfg: Config
+    traces: Sequence[Trace]  # by rank
+    expected: Expected
+    ran: TensorFiles  # gradients and weights of the run
+    meant: TensorFiles  # and of the reference
+    given_weights: Sequence[Mapping[str, Update]]  # see `reference.given_steps`
+    allowed: Allowed
+    gauge: Gauge = field(default_factory=Gauge)
+
+    @property
+    def loss(self) -> DPOConfig:
+        assert isinstance(self.cfg.loss, DPOConfig)
+        return self.cfg.loss
+
+    def heads(self) -> list[Trace]:
+        """The first rank of each replica."""
+        return [trace for trace in self.traces if trace.ring_rank == 0]
+
+    def ring(self, head: Trace) -> list[Trace]:
+        return [trace for trace in self.traces if trace.replica == head.replica]
+
+    def steps(self) -> Iterator[Step]:
+        taken = len(self.traces[0].steps)  # fewer if the run refused one
+        for place, expected in enumerate(self.expected.steps[:taken]):
+            yield Step(self, expected, place, [trace.steps[place] for trace in self.traces])
+
+
+@dataclass
+class Step:
+    """One optimizer step of a comparison."""
+
+    whole: Comparison
+    expected: StepExpected
+    place: int  # from 0
+    seen: Sequence[StepSeen]  # by rank
+
+    @property
+    def number(self) -> int:
+        return self.expected.number
+
+    @cached_property
+    def drift(self) -> float:
+        """Factor by which tolerances grow, because the weights before this step differ by more than is allowed.
+
+        Each earlier step was right, given its gradient. But Adam divides by the size of a gradient even where that size
+        is nothing but rounding, and a large learning rate multiplies the result. Such a difference is no defect, and
+        values computed with such weights may differ by the same factor: at least 1, at most 10,000.
+        """
+        ran, meant, before = self.whole.ran, self.whole.meant, self.number - 1
+        apart = max(relative(ran.read("weights", before, n), meant.read("weights", before, n))
+                    for n in meant.names("weights", before))  # fmt: skip
+        return min(1e4, max(1.0, apart / self.whole.allowed.weights))
+
+    def micros(self) -> Iterator[tuple[Trace, int, Micro]]:
+        """The micro-batches of each replica, as its first rank saw them."""
+        for head in self.whole.heads():
+            for place, micro in enumerate(head.steps[self.place].micros):
+                yield head, place, micro
+
+    def finding(self, stage: str, clue: Clue, quantity: str, got: Any, expected: Any, note: str = "") -> Finding:
+        return Finding(self.number, stage, clue, quantity, shown(got), shown(expected), note)
+
+    def by_sequence(self, values: str) -> dict[Key, Array]:
+        """Values of each answer's trained tokens, put together from the ring. What no rank computed stays NaN."""
+        whole: dict[Key, Array] = {}
+        for head, place, micro in self.micros():
+            parts = {
+                (sample, side): np.full(len(self.whole.expected.tokens[sample].answer(side)), np.nan)
+                for sample in micro.samples
+                for side in SIDES
+            }
+            for trace in self.whole.ring(head):
+                mine = trace.steps[self.place].micros[place]
+                got, owner, position = getattr(mine, values), mine.sequence_t, mine.positions_t
+                if got is None or position is None:
+                    continue
+                for number, (sample, side) in enumerate(parts):
+                    at = np.flatnonzero(owner == number)
+                    first = len(self.whole.expected.tokens[sample].prompt) - 1
+                    parts[sample, side][position[at] - first] = got[at]
+            expected = self.whole.expected.tokens
+            whole |= {(sample, side): part[expected[sample].trained(side)] for (sample, side), part in parts.items()}
+        return whole
+
+    def both(self, kind: str, name: str) -> tuple[Array, Array]:
+        """A parameter's tensor in this step: the run's, and the reference's."""
+        return self.whole.ran.read(kind, self.number, name), self.whole.meant.read(kind, self.number, name)
+
+    def first_wrong(self, quantity: str, got: Array, wanted: Array, least: float = 0.1) -> int | None:
+        """The first place where a value differs from what the run's earlier values give by arithmetic.
+
+        The difference is relative to the value, or to `least` if the value is smaller."""
+        if len(got) != len(wanted):
+            return 0
+        if not len(got):
+            return None
+        apart = np.abs(got - wanted) / np.maximum(least, np.abs(wanted))
+        exceeds = self.whole.gauge.exceeds(quantity, float(apart.max()), self.whole.allowed.given)
+        return int(np.flatnonzero(~(apart <= self.whole.allowed.given))[0]) if exceeds else None
+
+    def mean_loss(self) -> float:
+        """The loss of the train batch, from the losses of its pairs."""
+        return float(np.mean(joined([m.losses_P for _, _, m in self.micros() if m.losses_P is not None])))

@@ -1,0 +1,379 @@
+"""Find the room that the first difference points to, by trying parts of the run alone.
+
+This happens only after a failure. The ranks start once more, and each part gets inputs with a known answer: the ring's
+sum, the meter, the attention of the same micro-batches, and the gradient without an engine.
+
+Shape letters: T packed tokens, t tokens of this rank, H query heads, G key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlexp.base.engine_facts import ENGINES
+from rlexp.base.errors import UserError
+from rlexp.config.schema import Config, EngineName, Precision
+from rlexp.launch.place import Place, join, threads_of
+from rlexp.training.dataset.packing import pack_pairs
+from rlexp.training.engine.base import trained
+from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
+from rlexp.training.model.placing import Placing
+from rlexp.training.model.policy import DTYPES
+from rlexp.training.ring.collectives import ring_sum
+from rlexp.training.train.build import build, build_policy, unprobed
+from rlexp.training.train.pair_task import PairTask, by_pair
+from rlexp.training.train.parts import Run
+from rlexp.training.train.sequence_sums import sum_by_sequence
+from rlexp.training.train.task import Needs
+from rlexp.training.types import Pack, Pair, Shard
+from rlexp.verify.findings import Clue, Finding
+from rlexp.verify.records import TensorFiles
+from rlexp.verify.reference.one_process import softmax_attention
+
+LONGEST = 512  # tokens of a sequence in the attention that is tried alone
+# Allowed differences to the written-out ones, relative to the largest value; rounding is 100 times smaller.
+ATTENTION = {Precision.fp64: 1e-10, Precision.fp32: 1e-4, Precision.bf16: 1e-1}
+GRADIENT = {Precision.fp64: 1e-9, Precision.fp32: 1e-3, Precision.bf16: 3e-1}
+
+DATA, RING, MODEL, ALGOS = (f"rlexp/training/{name}/" for name in ("dataset", "ring", "model", "algos"))
+TRAIN, ENGINE, METRICS = (f"rlexp/training/{name}/" for name in ("train", "engine", "metrics"))
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Errors of parts of the run, tried alone; the largest over the ranks. If a part raised, its error is infinite."""
+
+    ring_sum: float
+    ring_sum_backward: float
+    meter: float
+    attention: float
+    attention_backward: float
+    gradient: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """The step that went wrong, to be tried again with the weights before it."""
+
+    cfg: Config
+    step: int
+    folder: Path  # the reference's weights and gradients
+
+
+def alone_rank(place: Place, case: Case) -> Alone:
+    first = case.cfg.launch
+    join(place, first.device.value, first.timeout_seconds, threads_of(first))
+    task = build(case.cfg, probing=unprobed)
+    assert isinstance(task, PairTask)
+    run = task.run
+    # In the same order on every rank: each has collectives.
+    forward, backward = _try(lambda: _ring_sum(run))
+    meter, _ = _try(lambda: (_meter(run), 0.0))
+    attention, attention_backward = _try(lambda: _attention(task, case))
+    gradient, _ = _try(lambda: (_gradient(task, case), 0.0))
+    mine = torch.tensor([forward, backward, meter, attention, attention_backward, gradient], dtype=torch.float64)
+    dist.all_reduce(mine.nan_to_num_(nan=torch.inf), op=dist.ReduceOp.MAX)
+    return Alone(*mine.tolist())
+
+
+def _try(part: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    """Try a part. A part with a defect may raise anything, which counts as an infinite error."""
+    try:
+        return part()
+    except (ArithmeticError, AssertionError, IndexError, LookupError, RuntimeError, TypeError, ValueError, UserError):
+        return torch.inf, torch.inf
+
+
+def _largest(*values: float) -> float:
+    """The largest value, where NaN counts as infinite; `max` would skip it."""
+    return max(value if value == value else torch.inf for value in values)
+
+
+def _ring_sum(run: Run) -> tuple[float, float]:
+    ring = run.world.ring
+    values = ((ring.rank + 1) * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, device=run.device)).requires_grad_()
+    weight = torch.tensor([5.0, 7.0, 11.0], dtype=torch.float64, device=run.device)
+    total = ring_sum(values, ring)
+    (total * weight).sum().backward()
+    assert values.grad is not None
+    expected = ring.size * (ring.size + 1) / 2 * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, device=run.device)
+    return float((total.detach() - expected).abs().max()), float((values.grad - weight).abs().max())
+
+
+def _meter(run: Run) -> float:
+    """Meter two micro-batches of known values: tokens by rank, pairs by replica."""
+    world, ring = run.world, run.world.ring
+    meter = Meter(world, run.device)
+    for micro in (1.0, 2.0):
+        meter.add_mean("sharded", torch.tensor(micro * (world.rank + 1)), world.rank + 2, SHARDED)
+        meter.add_mean("replicated", torch.tensor(micro * (world.replica + 1)), world.replica + 2, REPLICATED)
+        meter.add_total("total", world.rank + micro, SHARDED)
+        meter.add_max("largest", world.rank * micro)
+    values = meter.reduce()
+    ranks, replicas = range(world.size), range(world.size // ring.size)
+    expected = {
+        "sharded": sum(3.0 * (r + 1) for r in ranks) / sum(2.0 * (r + 2) for r in ranks),
+        "replicated": sum(3.0 * (r + 1) for r in replicas) / sum(2.0 * (r + 2) for r in replicas),
+        "total": sum(2.0 * r + 3.0 for r in ranks),
+        "largest": 2.0 * (world.size - 1),
+        "largest@rank": world.size - 1,
+    }
+    return _largest(*(abs(values.get(name, torch.inf) - value) for name, value in expected.items()))
+
+
+# ---- attention alone ----
+
+
+def _attention(task: PairTask, case: Case) -> tuple[float, float]:
+    """Try the run's layout and kernel on the step's micro-batches, with random queries, keys and values."""
+    worst = [0.0, 0.0]
+    for number, pairs in enumerate(_micro_batches(task, case.step)):
+        pack, index_t, shard = _placed(task, [_short(pair) for pair in pairs])
+        apart = _attention_of(task.run, pack, index_t, shard, seed=number)
+        worst = [_largest(a, b) for a, b in zip(worst, apart, strict=True)]
+    return worst[0], worst[1]
+
+
+def _micro_batches(task: PairTask, step: int) -> list[list[Pair]]:
+    return [[task.pairs[index] for index in indices] for indices in task.micro_batches(task.batch(step))]
+
+
+def _short(pair: Pair) -> Pair:
+    prompt = pair.prompt[: LONGEST // 2]
+    rest = LONGEST - len(prompt)
+    ours, theirs = (None if mask is None else mask[:rest] for mask in (pair.chosen_mask, pair.rejected_mask))
+    chosen, rejected = pair.chosen[:rest], pair.rejected[:rest]
+    return dataclasses.replace(
+        pair, prompt=prompt, chosen=chosen, rejected=rejected, chosen_mask=ours, rejected_mask=theirs
+    )
+
+
+def _placed(task: PairTask, pairs: Sequence[Pair]) -> tuple[Pack, Tensor, Shard]:
+    """The run's own shard of a pack, and the place in the pack of each token that this rank holds."""
+    pack = pack_pairs(pairs, **task.run.padding)
+    pack = dataclasses.replace(pack, tokens_T=torch.arange(len(pack.tokens_T)))
+    shard = task.run.hold(pack)
+    return pack, shard.tokens_t, shard
+
+
+def _attention_of(run: Run, pack: Pack, index_t: Tensor, shard: Shard, seed: int) -> tuple[float, float]:
+    heads, kv_heads, size = _head_shape(run.engine.policy.model.config)
+    generator = torch.Generator().manual_seed(seed)
+    dtype, scale = DTYPES[run.cfg.train.precision], size**-0.5
+    q, k, v, dout = (
+        torch.randn(len(pack.tokens_T), count, size, generator=generator, dtype=torch.float64).to(dtype)
+        for count in (heads, kv_heads, kv_heads, heads)
+    )
+    mine = [each[index_t.cpu()].to(run.device).requires_grad_() for each in (q, k, v)]
+    out = shard.attention.plan.attend(mine[0], mine[1], mine[2], scale)
+    out.backward(dout[index_t.cpu()].to(run.device).to(out.dtype))
+    got = [out.detach(), *(each.grad for each in mine)]
+    wanted = _attended(pack, q.double(), k.double(), v.double(), dout.double(), scale)
+    real = _real(pack)[index_t.cpu()]
+    apart = [_apart(a, b[index_t.cpu()], real) for a, b in zip(got, wanted, strict=True)]
+    return apart[0], _largest(*apart[1:])
+
+
+def _apart(got: Tensor | None, wanted: Tensor, real: Tensor) -> float:
+    assert got is not None
+    difference = (got.cpu().double() - wanted)[real]
+    return float(difference.abs().max() / wanted.abs().max()) if len(difference) else 0.0
+
+
+def _real(pack: Pack) -> Tensor:
+    real = torch.zeros(len(pack.tokens_T), dtype=torch.bool)
+    for segment in pack.segments:
+        real[segment.start : segment.start + segment.length] = True
+    return real
+
+
+def _attended(pack: Pack, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float) -> list[Tensor]:
+    """Attention's output and gradients by a written-out softmax, sequence by sequence, in float64."""
+    groups = q.shape[1] // k.shape[1]
+    out, grads = torch.zeros_like(q), [torch.zeros_like(each) for each in (q, k, v)]
+    for segment in pack.segments:
+        at = slice(segment.start, segment.start + segment.length)
+        if not segment.length:
+            continue
+        parts = [each[at].clone().requires_grad_() for each in (q, k, v)]
+        query, key, value = (part.transpose(0, 1) for part in parts)
+        wide = (each.repeat_interleave(groups, dim=0) for each in (key, value))
+        result = softmax_attention(query, next(wide), next(wide), scale).transpose(0, 1)
+        result.backward(dout[at])
+        out[at] = result.detach()
+        for grad, part in zip(grads, parts, strict=True):
+            assert part.grad is not None
+            grad[at] = part.grad
+    return [out, *grads]
+
+
+def _head_shape(config: Any) -> tuple[int, int, int]:
+    config = config.get_text_config()
+    heads = int(getattr(config, "num_attention_heads", 2))
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return heads, kv_heads, size
+
+
+# ---- the gradient without an engine ----
+
+
+def _gradient(task: PairTask, case: Case) -> float:
+    files = TensorFiles(case.folder)
+    worst = 0.0
+    for name, mine in without_engine(task, case.step, files).items():
+        wanted = torch.from_numpy(files.read("gradient", case.step, name).copy()).to(mine.device)
+        worst = _largest(worst, float((mine - wanted).norm() / (wanted.norm() or 1.0)))
+    return worst
+
+
+def without_engine(task: PairTask, step: int, weights: TensorFiles) -> dict[str, Tensor]:
+    """The gradient of a step by the run's model, packs and sums and torch's autograd, in the run's precision; the parts
+    of micro-batches and ranks are added up here, in float64. Weights are read from files, as they were before it."""
+    run, cfg = task.run, task.run.cfg
+    if ENGINES[cfg.engine.name.value].sharded:  # a reference of its own
+        cfg = dataclasses.replace(cfg, engine=dataclasses.replace(cfg.engine, name=EngineName.torch))
+    placing = Placing(run.device, DTYPES[cfg.train.precision])
+    policy = build_policy(cfg, run.engine.policy.model.config, run.device, Needs(), placing)
+    if cfg.memory.checkpointing:
+        policy.recompute_activations()
+    for name, parameter in policy.model.named_parameters():
+        parameter.data.copy_(torch.from_numpy(weights.read("weights", step - 1, name).copy()))
+    parameters = trained(policy)
+    whole = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+    count = len(task.batch(step).indices)
+    assert task.reference is not None
+    for pairs in _micro_batches(task, step):
+        shard = task.shard(pairs)
+        tokens = policy(shard)
+        logps = by_pair(ring_sum(sum_by_sequence(tokens.logps_t, shard), run.world.ring))
+        start = by_pair(ring_sum(sum_by_sequence(task.reference(shard).logps_t, shard), run.world.ring))
+        loss = task.loss(logps, start).losses_P.sum() * (run.world.size / count) + 0.0 * tokens.logps_t.sum()
+        parts = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        for total, part in zip(whole.values(), parts, strict=True):
+            if part is not None:
+                total += part.double() / run.world.size
+    for total in whole.values():
+        dist.all_reduce(total)
+    return whole
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The steps whose gradients to compute without an engine, the weights to read, and the folder to write to."""
+
+    cfg: Config
+    steps: int
+    weights: Path
+    folder: Path
+
+
+def parts_rank(place: Place, parts: Parts) -> None:
+    first = parts.cfg.launch
+    join(place, first.device.value, first.timeout_seconds, threads_of(first))
+    task = build(parts.cfg, probing=unprobed)
+    assert isinstance(task, PairTask)
+    weights, files = TensorFiles(parts.weights), TensorFiles(parts.folder)
+    for step in range(1, parts.steps + 1):
+        for name, gradient in without_engine(task, step, weights).items():
+            if place.rank == 0:
+                files.write("gradient", step, name, gradient.cpu().numpy())
+
+
+# ---- the room ----
+
+
+def room_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
+    """The room of a finding. `alone` is needed only where `needs_trial` says so."""
+    fixed = {
+        Clue.PAIRS: DATA,
+        Clue.SAMPLES: DATA,
+        Clue.EXECUTED: TRAIN,
+        Clue.TOKENS: DATA,
+        Clue.PACK: DATA,
+        Clue.SHARD: RING,
+        Clue.START: MODEL if cfg.train.precision is Precision.fp64 else ENGINE,
+        Clue.DTYPE: ENGINE,
+        Clue.STALE: ENGINE,
+        Clue.REFERENCE: ENGINE if ENGINES[cfg.engine.name.value].sharded else TRAIN,
+        Clue.LOSSES: ALGOS,
+        Clue.SLOPES: ALGOS,
+        Clue.HANDED: TRAIN,
+        Clue.TRAINED: MODEL,
+        Clue.PARTS: ENGINE,
+        Clue.RANKS: ENGINE,
+        Clue.RATE: TRAIN,
+        Clue.NORM: ENGINE,
+        Clue.WEIGHTS: ENGINE,
+        Clue.VALUES: ALGOS,
+        Clue.LOGITS: MODEL,
+        Clue.POSITION: TRAIN,
+        Clue.ABSENT: TRAIN,
+    }
+    if finding.clue in fixed:
+        return fixed[finding.clue]
+    assert alone is not None
+    precision = cfg.train.precision
+    match finding.clue:
+        case Clue.POLICY:
+            return RING if alone.attention > ATTENTION[precision] else MODEL
+        case Clue.SUMS:
+            return RING if alone.ring_sum > 0 else TRAIN
+        case Clue.GRADIENT:
+            if alone.ring_sum_backward > 0 or alone.attention_backward > ATTENTION[precision]:
+                return RING
+            return MODEL if alone.gradient > GRADIENT[precision] else ENGINE
+        case Clue.REDUCED:
+            return METRICS if alone.meter > 1e-9 else TRAIN
+        case _:
+            raise AssertionError(finding.clue)
+
+
+def needs_trial(finding: Finding) -> bool:
+    return finding.clue in (Clue.POLICY, Clue.SUMS, Clue.GRADIENT, Clue.REDUCED)
+
+
+def room_of_traceback(text: str) -> str | None:
+    """The innermost room in a rank's traceback."""
+    passed_through = "verify/|launch/|preflight/|training/model/float64|training/metrics/live_tensors"
+    rooms = re.findall(rf'File "[^"]*/(rlexp/(?!{passed_through})(?:training/)?\w+/)', text)
+    return rooms[-1] if rooms else None
+
+
+EVIDENCE: Mapping[Clue, str] = {
+    Clue.POLICY: "packs and shards are right",
+    Clue.SUMS: "each token's log-probability is right",
+    Clue.GRADIENT: "log-probabilities and losses are right",
+    Clue.REDUCED: "the values of each pair and token are right",
+}
+
+
+def evidence(finding: Finding, cfg: Config, alone: Alone) -> str:
+    """Say which parts were tried alone, and their results."""
+
+    def said(value: float, bound: float) -> str:
+        wrong = f"wrong by {value:.1g}" if value < 1e300 else "not a number, or raises an error"
+        return "right" if value <= bound else wrong
+
+    precision = cfg.train.precision
+    tried = {
+        Clue.POLICY: [("attention alone", alone.attention, ATTENTION[precision])],
+        Clue.SUMS: [("the ring's sum alone", alone.ring_sum, 0.0)],
+        Clue.GRADIENT: [
+            ("the backward of the ring's sum", alone.ring_sum_backward, 0.0),
+            ("the backward of attention", alone.attention_backward, ATTENTION[precision]),
+            ("the gradient without the engine", alone.gradient, GRADIENT[precision]),
+        ],
+        Clue.REDUCED: [("the meter alone", alone.meter, 1e-9)],
+    }
+    answers = [f"{what} is {said(value, bound)}" for what, value, bound in tried.get(finding.clue, [])]
+    return "; ".join(filter(None, [EVIDENCE.get(finding.clue, ""), *answers]))

@@ -1,0 +1,219 @@
+"""Fit the verification into memory, by leaving out the model's last layers if need be.
+
+In float64 every rank, and the reference, holds seven numbers per parameter (weight, reference model, gradient, two
+moments and two temporary copies) and the activations of one micro-batch. All must fit into 0.7 of the free memory. If
+they do not, as few of the last layers as possible are left out; at least two stay, and a pretrained model keeps the
+real weights of its first layers. Width and vocabulary never change. A model of which two layers do not fit is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlexp.base.errors import ModelError
+from rlexp.config.checks.layout import Choice, choose, heads_in
+from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, ModelConfig, TinyModelConfig
+from rlexp.launch.place import Place
+from rlexp.training.dataset.sampler import Batch, total_steps
+from rlexp.training.model.loading import load_config, load_tokenizer
+from rlexp.training.model.prepared import prepared
+from rlexp.training.ring.groups import ALONE, World
+from rlexp.training.train.examples import pair_sampler, read_pairs
+from rlexp.training.types import Pair
+
+NUMBERS = 7  # float64 numbers of a rank per parameter
+FILES = 2  # recorded runs whose gradients and weights are on disk at once
+SHARE = 0.7  # of the free memory
+LEAST = 2  # layers
+# float64 numbers per token and layer: 4,300 were measured with a width of 64 and an inner width of 172.
+PER_WIDTH, PER_INNER = 40, 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The size of a verification. `model` is an ordinary model of transformers, with all its layers or the first."""
+
+    steps: int
+    held_out: int
+    layers: int
+    of_layers: int
+    parameters: int
+    longest: int  # tokens of a sequence
+    need: int  # bytes
+    free: int
+    choice: Choice  # the run's own layout; the estimate depends on the precision, and float64 must not change it
+    model: ModelConfig
+
+    @property
+    def said(self) -> str | None:
+        """Say which layers were left out, if any."""
+        if self.layers == self.of_layers:
+            return None
+        return (
+            f"the model's first {self.layers} of {self.of_layers} layers: that many fit into {SHARE:g} of the "
+            f"{gigabytes(self.free)} of free memory (see docs/verify.md)"
+        )
+
+
+def plan_rank(place: Place, cfg: Config, steps: int, folder: Path) -> Plan:  # noqa: ARG001
+    free = free_on_gpu() if cfg.launch.device is Device.cuda else free_on_host()
+    return plan(cfg, steps, folder, free=free)
+
+
+def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> Plan:
+    """Read the data as the run will, so that its errors come first; then choose the number of layers."""
+    cfg = dataclasses.replace(cfg, model=prepared(cfg.model))
+    examples = read_pairs(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE))
+    pairs, held_out = examples.train, examples.held_out
+    sampler = pair_sampler(cfg, len(pairs), examples.mixture)
+    steps = min(steps, total_steps(sampler.steps_per_epoch, cfg.train.max_steps, cfg.train.epochs))
+    seen = [pairs[index] for batch in sampler.batches(1, steps) for index in batch.indices]
+    held_out = held_out[: held_out_of(cfg, len(held_out))]
+    longest = max(pair.longest() for pair in [*seen, *held_out])
+    config = load_config(cfg.model, cfg.data.max_length)
+    full = _layers(config)
+    tokens = _tokens_at_once(cfg, [*(sampler.batch(step) for step in range(1, steps + 1))], pairs)
+    count = _counter(config, tokens, cfg)
+    layers = full
+    while layers > LEAST and count(layers)[1] > SHARE * free:
+        layers -= 1
+    parameters, need = count(layers)
+    if need > SHARE * free:
+        raise ModelError(_refusal(cfg, layers, parameters, need, free))
+    _refuse_small_disk(parameters, steps, folder)
+    choice = choose(cfg, heads_in(config.to_dict()))
+    model = _cut(cfg.model, layers, folder) if layers < full else cfg.model
+    return Plan(steps, len(held_out), layers, full, parameters, longest, need, free, choice, model)
+
+
+def shrunk(cfg: Config, plan: Plan) -> Config:
+    """The configuration with the model that fits, and with the name of the run's layout instead of `auto`."""
+    inner = plan.choice.ulysses_size if plan.choice.layout is LayoutName.hybrid else None
+    parallel = dataclasses.replace(cfg.parallel, layout=plan.choice.layout, ulysses_size=inner)
+    return dataclasses.replace(cfg, parallel=parallel, model=plan.model)
+
+
+def held_out_of(cfg: Config, there: int) -> int:
+    """The number of held-out pairs: one whole batch and a short one show how values are added up."""
+    if cfg.train.eval_every is None:
+        return 0
+    return min(there, cfg.train.batch_size + -(-cfg.train.batch_size // 2))
+
+
+def _layers(config: Any) -> int:
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        raise ModelError(f"{type(config).__name__}: does not say how many layers it has, so it cannot be verified.")
+    return layers
+
+
+def _with_layers(config: Any, layers: int) -> Any:
+    config = copy.deepcopy(config)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "layer_types" in vars(config):  # elsewhere the number of layers implies it
+        config.layer_types = list(kinds[:layers])
+    config.num_hidden_layers = layers
+    return config
+
+
+def _tokens_at_once(cfg: Config, batches: list[Batch], pairs: Sequence[Pair]) -> int:
+    """Tokens at once: the largest micro-batch of every replica, and the reference's pair."""
+    micro = 0
+    for batch in batches:
+        for replica in range(cfg.parallel.dp_size):
+            for indices in batch.micro_batches(replica, cfg.parallel.dp_size, cfg.train.micro_batch_size):
+                micro = max(micro, sum(2 * pairs[index].longest() for index in indices))
+    return micro * (cfg.parallel.dp_size + 1)
+
+
+def _counter(config: Any, tokens: int, cfg: Config) -> Callable[[int], tuple[int, int]]:
+    """Return a function from layers to parameters and bytes. On GPUs each rank has a device of its own."""
+    text = config.get_text_config()
+    inner = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    per_token = PER_WIDTH * int(text.hidden_size) + PER_INNER * inner
+    holders = 2 if cfg.launch.device is Device.cuda else cfg.parallel.world_size + 1
+    trusted = (
+        {"trust_remote_code": True} if isinstance(cfg.model, HFModelConfig) and cfg.model.trust_remote_code else {}
+    )
+
+    def count(layers: int) -> tuple[int, int]:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(_with_layers(config, layers), dtype=torch.float32, **trusted)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return parameters, 8 * (holders * NUMBERS * parameters + tokens * layers * per_token)
+
+    return count
+
+
+def _refusal(cfg: Config, layers: int, parameters: int, need: int, free: int) -> str:
+    ranks = cfg.parallel.world_size
+    other = ", or verify the layout with model=tiny" if isinstance(cfg.model, HFModelConfig) else ", or a smaller model"
+    return (
+        f"model={cfg.model.name}: {layers} of its layers with its vocabulary ({parameters:,} parameters) need "
+        f"{gigabytes(need)} to be verified in float64 on {ranks} rank{'s' * (ranks > 1)} and the reference, but "
+        f"only {SHARE:g} of the {gigabytes(free)} that are free may be used. Use fewer ranks (launch.nproc), a smaller "
+        f"data.max_length or train.micro_batch_size, a machine with more memory{other}."
+    )
+
+
+def _refuse_small_disk(parameters: int, steps: int, folder: Path) -> None:
+    need, free = 8 * parameters * (2 * steps + 1) * FILES, shutil.disk_usage(folder).free
+    if need > SHARE * free:
+        raise ModelError(
+            f"TMPDIR={tempfile.gettempdir()}: gradients and weights of {steps} steps take {gigabytes(need)} there, but "
+            f"only {SHARE:g} of the {gigabytes(free)} that are free may be used. Set TMPDIR to a "
+            "larger disk, or use --steps 1."
+        )
+
+
+def _cut(model: ModelConfig, layers: int, folder: Path) -> ModelConfig:
+    """Leave out the last layers. Of a pretrained model, write the first ones with their real weights, and its
+    tokenizer."""
+    if isinstance(model, TinyModelConfig):
+        return dataclasses.replace(model, layers=layers)
+    assert isinstance(model, HFModelConfig)
+    place = folder / "model"
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    if model.revision is not None:
+        options |= {"revision": model.revision}
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # no warning about the unused weights of the other layers
+    try:
+        whole = AutoConfig.from_pretrained(model.path, **options)
+        cut = AutoModelForCausalLM.from_pretrained(
+            model.path, config=_with_layers(whole, layers), dtype=torch.float32, **options
+        )
+        cut.save_pretrained(place)
+        transformers.AutoTokenizer.from_pretrained(model.path, **options).save_pretrained(place)
+    finally:
+        transformers.logging.set_verbosity(before)
+    return dataclasses.replace(model, path=str(place), revision=None)
+
+
+def free_on_host() -> int:
+    """The memory that Linux says is available, or less if the container's limit is lower."""
+    facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(facts["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, int(most) - int(used.read_text()))
+    return free
+
+
+def free_on_gpu() -> int:
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def gigabytes(count: float) -> str:
+    return f"{count / 1e9:.3g} GB"

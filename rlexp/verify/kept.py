@@ -1,0 +1,147 @@
+"""What a rank keeps for the backward pass, counted on real tensors in the run's first micro-batch.
+
+The same micro-batch runs on a ring of one. A rank must keep its part of that, in every module: a model that gathers the
+sequence somewhere computes the right values, and its ring saves no memory there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rlexp.config.schema import Config, EngineName
+from rlexp.launch.place import Place, join, threads_of
+from rlexp.preflight.rehearsal.holdings import mark_modules
+from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
+from rlexp.preflight.rehearsal.log import Log
+from rlexp.preflight.rehearsal.mode import Counting
+from rlexp.preflight.rehearsal.sharding import Kept, Sharding, compare, kept, of_attention
+from rlexp.training.metrics.meter import Meter
+from rlexp.training.model.loading import load_config
+from rlexp.training.ring.kernels import get_kernel
+from rlexp.training.train.build import Sources, build, unprobed
+from rlexp.training.types import Shard, TokenLogps
+
+# Seconds in which nothing is freed, after which nothing will be. Gloo's threads let go of a collective's tensors later
+# than its end is known: one time in five, by up to 8 ms with 4 ranks on 2 cores.
+QUIET = 0.1
+
+
+@dataclass(frozen=True)
+class KeptOnRank:
+    kept: Kept
+    tokens: int  # of the rank in the micro-batch, padding included
+
+
+class Watch:
+    """Counts one forward and backward pass of an engine."""
+
+    def __init__(self, cfg: Config) -> None:
+        self.log = Log(cfg.launch.device.value)
+        self.alone = cfg.parallel.world_size == 1
+        self.tokens = 0
+        self.mode: Counting | None = None
+        self.over = False
+
+    @property
+    def sources(self) -> Sources:
+        """The run's own sources, but for a kernel that tells the log in which module it is called."""
+        return Sources(kernel=lambda *args: CountedKernel(get_kernel(*args), self.log))
+
+    def begin(self, engine: Any, shard: Shard) -> None:
+        """Begin to count. What exists already is known for what it is, and not counted as made."""
+        self.mode = Counting(self.log)
+        self.mode.__enter__()
+        self.mode.see([*engine.policy.parameters(), *engine.policy.buffers()])
+        mark_modules(self.log, self.mode, engine.policy, self.settle)
+        self.tokens = len(shard.tokens_t)
+
+    def settle(self) -> None:
+        """Wait until the transport has let go of what it sent and received."""
+        before = -1
+        while not self.alone and before < len(self.log.sizes):
+            before = len(self.log.sizes)
+            time.sleep(QUIET)
+
+    def end(self) -> None:
+        self.over = True
+        if self.mode is not None:
+            self.mode.__exit__(None, None, None)
+            self.mode = None
+
+    def found(self) -> KeptOnRank | None:
+        """Return what was counted; None if the run never came to a backward pass."""
+        self.end()
+        phases = {section.phase for section in self.log.sections}
+        return KeptOnRank(kept(self.log), self.tokens) if "backward" in phases else None
+
+
+class WatchedEngine:
+    """An engine whose first forward pass, and the backward pass after it, are watched."""
+
+    def __init__(self, engine: Any, watch: Watch) -> None:
+        self._engine, self._watch = engine, watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def forward(self, shard: Shard) -> TokenLogps:
+        watch = self._watch
+        if watch.over or watch.mode is not None:
+            tokens: TokenLogps = self._engine.forward(shard)
+            return tokens
+        watch.begin(self._engine, shard)
+        watch.log.enter("forward")
+        tokens = self._engine.forward(shard)
+        watch.settle()
+        watch.log.enter("loss")
+        return tokens
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        if self._watch.mode is not None:
+            self._watch.log.enter("backward")
+        self._engine.backward(loss, last=last)
+        if self._watch.mode is not None:
+            self._watch.log.enter("after")
+        self._watch.end()
+
+
+def alone_rank(place: Place, cfg: Config) -> tuple[KeptOnRank | None, float]:
+    """Run the first micro-batch in one process; also say how much more than its share attention keeps on the ring."""
+    join(place, cfg.launch.device.value, cfg.launch.timeout_seconds, threads_of(cfg.launch))
+    one = alone(cfg)
+    watch = Watch(one)
+    task = build(one, probing=unprobed, sources=watch.sources)
+    run = task.run
+    engine = WatchedEngine(run.engine, watch)
+    task.run = dataclasses.replace(run, engine=engine)
+    step = task.begin(1)
+    loss = step.loss(step.hold(step.micro_batches[0]), Meter(run.world, run.device))
+    engine.backward(loss, last=False)
+    return watch.found(), of_attention(cfg, load_config(cfg.model, cfg.data.max_length))
+
+
+def alone(cfg: Config) -> Config:
+    """Return the configuration of one rank, whose first micro-batch is that of the first replica."""
+    layout = type(cfg.parallel.layout).zigzag
+    parallel = dataclasses.replace(
+        cfg.parallel, ring_size=1, world_size=1, dp_size=1, layout=layout, ulysses_size=None
+    )  # fmt: skip
+    train = dataclasses.replace(cfg.train, grad_acc=-(-cfg.train.batch_size // cfg.train.micro_batch_size))
+    engine = dataclasses.replace(cfg.engine, name=EngineName.torch, overrides={})
+    return dataclasses.replace(cfg, parallel=parallel, train=train, engine=engine)
+
+
+def shared_out(ranks: Sequence[KeptOnRank | None], one: KeptOnRank | None, attention: float) -> Sharding | None:
+    """Compare the ranks of a ring with a ring of one, and return the comparison of the rank that keeps most."""
+    found = [
+        compare(each.kept, one.kept, len(ranks), share=each.tokens / one.tokens, attention=attention)
+        for each in ranks
+        if each is not None and one is not None and one.tokens > 0
+    ]
+    return max(found, key=lambda sharding: (len(sharding.whole), sharding.kept), default=None)

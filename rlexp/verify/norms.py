@@ -1,0 +1,55 @@
+"""Differences between two gradients, or two sets of weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlexp.verify.records import Array
+
+
+@dataclass(frozen=True)
+class Size:
+    """Norms of a parameter's gradient in the run and in the reference, of their difference, and the factor between."""
+
+    name: str
+    got: float
+    wanted: float
+    apart: float
+    factor: float
+    residue: float  # relative difference that remains without the factor
+
+
+def size_of(got: Array, wanted: Array, name: str) -> Size:
+    ours, theirs = np.asarray(got, np.float64).reshape(-1), np.asarray(wanted, np.float64).reshape(-1)
+    size, norm = float(np.linalg.norm(ours)), float(np.linalg.norm(theirs))
+    factor = float(ours @ theirs) / (norm * norm) if norm else math.nan
+    residue = float(np.linalg.norm(ours - factor * theirs)) / (size or 1.0)
+    return Size(name, size, norm, float(np.linalg.norm(ours - theirs)), factor, residue)
+
+
+def shares(sizes: Sequence[Size]) -> list[float]:
+    """‖a − b‖ / ‖b‖ of each parameter. A thousandth of the whole gradient is added to ‖b‖, since some gradients are
+    nothing but rounding: a softmax does not depend on a bias of the keys."""
+    whole = math.sqrt(sum(size.wanted**2 for size in sizes))
+    return [size.apart / (size.wanted + 1e-3 * whole or 1.0) for size in sizes]
+
+
+def common_factor(sizes: Sequence[Size]) -> str:
+    """Say so if all gradients are wrong by the same factor."""
+    factors = [size.factor for size in sizes if size.wanted]
+    if not factors or any(not size.residue < 1e-2 for size in sizes if size.wanted):
+        return ""
+    low, high = min(factors), max(factors)
+    factor = float(np.median(factors))
+    if not low > 0 or high / low > 1.01 or abs(factor - 1) < 1e-3:
+        return ""
+    return f"; all are {factor:.3f} times too large" if factor > 1 else f"; all are {factor:.4g} of what they should be"
+
+
+def relative(got: Array, wanted: Array) -> float:
+    """The largest difference, relative to the largest element."""
+    return float(np.abs(got - wanted).max()) / (float(np.abs(wanted).max()) or 1.0)

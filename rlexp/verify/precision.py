@@ -1,0 +1,214 @@
+"""Compare a run in float32 or bfloat16 with the float64 reference, beside the run's noise floor.
+
+Values that follow by arithmetic from the run's earlier values (losses, sums, metrics, the optimizer's step) are exact
+in every precision, and are checked exactly. Log-probabilities and gradients may differ by a measured multiple of the
+unit roundoff, or of the noise floor if that is more. See docs/verify.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlexp.config.schema import Device, Precision
+from rlexp.verify.compared import Comparison
+from rlexp.verify.findings import GRADIENT, LOGPS, LOSS, OPTIMIZER, Allowed, Clue, Finding
+from rlexp.verify.norms import Size, common_factor, relative, shares, size_of
+from rlexp.verify.records import Array, Key, TensorFiles
+
+UNIT = {Precision.fp32: 2.0**-24, Precision.bf16: 2.0**-9}
+GIVEN_PARTS = "gradient, given its parts"
+OF_PARTS = 1e-5  # on a GPU, where the order of additions varies, four units of roundoff
+OF_FLOOR = 8.0  # a run may differ from float64 by this many times its difference to another micro-batch size,
+MOST_FLOOR = 2.0  # but by no more than this many times the rounding bound: a defect may raise the floor too
+
+# For the stages; log-probabilities and gradients are bounded by `QUANTITIES` instead.
+OWN = {
+    precision: Allowed(
+        logp=math.inf,
+        loss=math.inf,
+        loss_of_sums=0.0,
+        gradient=math.inf,
+        weights=math.inf,
+        given=1e-12,
+        norm=1e-5,
+        updated=(1e-3, 2.0**-23),  # the optimizer works in float32 in both
+        metric=(math.inf, math.inf),
+    )
+    for precision in UNIT
+}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A kind of difference to the float64 reference, and its bound in units of roundoff."""
+
+    name: str
+    stage: str
+    clue: Clue
+    units: Mapping[Precision, float]
+    between: Callable[[Values, Values], float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A quantity's difference to the float64 reference, and to the same layout with another micro-batch size."""
+
+    quantity: str
+    own: float
+    floor: float | None
+    allowed: float
+
+
+@dataclass(frozen=True)
+class Values:
+    """The results of one step, of a run or of the reference."""
+
+    number: int
+    policy: Mapping[Key, Array]
+    reference: Mapping[Key, Array]
+    loss: float
+    files: TensorFiles
+
+
+def measure(run: Comparison, other: Comparison) -> tuple[list[Measured], Finding | None]:
+    """Return the table of a run, and the first quantity that rounding does not explain.
+
+    At the first step all weights are the same, so only rounding differs. Later two precisions move apart, as far as the
+    optimizer takes them: the difference of the weights is shown, and not judged.
+    """
+    unit = UNIT[run.cfg.train.precision]
+    steps = list(zip(_steps(run), _steps(other), _meant(run), strict=True))
+    table: list[Measured] = []
+    first: Finding | None = None
+    for quantity in QUANTITIES:
+        explained = quantity.units[run.cfg.train.precision] * unit
+        ours, others, meant = steps[0] if math.isfinite(explained) else steps[-1]
+        floor = quantity.between(others, ours)
+        allowed = max(explained, min(OF_FLOOR * floor, MOST_FLOOR * explained))
+        table.append(Measured(quantity.name, quantity.between(ours, meant), floor, allowed))
+        if first is None and not table[-1].own <= allowed:
+            first = _named(table[-1], quantity, ours, meant)
+    return table, first
+
+
+def given_parts(run: Comparison, parts: TensorFiles) -> tuple[Measured, Finding | None]:
+    """Compare the engine's gradients with the sum of autograd's for each micro-batch and rank, with the run's weights.
+
+    The rounding of the parts is in both. What remains is the sum, which every engine takes in float32."""
+    on_gpu = run.cfg.launch.device is Device.cuda
+    allowed = max(OF_PARTS, 4 * UNIT[run.cfg.train.precision]) if on_gpu else OF_PARTS
+    largest = 0.0
+    for step in (step.number for step in run.expected.steps):
+        sizes = [
+            size_of(run.ran.read("gradient", step, name), parts.read("gradient", step, name), name)
+            for name in parts.names("gradient", step)
+        ]
+        apart = shares(sizes)
+        most = max(apart, key=lambda share: math.inf if math.isnan(share) else share)
+        largest = max(largest, most)
+        if not most <= allowed:
+            worst = sizes[apart.index(most)]
+            what = f"{worst.name} (‖difference‖ / ‖gradient‖ = {most:.2g}), given the parts of the ranks, norm"
+            got, wanted = f"{worst.got:.9g}", f"{worst.wanted:.9g}"
+            note = common_factor(sizes).lstrip("; ")
+            finding = Finding(step, GRADIENT, Clue.PARTS, what, got, wanted, note)
+            return Measured(GIVEN_PARTS, most, None, allowed), finding
+    return Measured(GIVEN_PARTS, largest, None, allowed), None
+
+
+def _named(held: Measured, quantity: Quantity, got: Values, meant: Values) -> Finding:
+    """The finding, with the model whose log-probabilities differ, or the parameter whose gradient differs most."""
+    finding = Finding(
+        meant.number,
+        quantity.stage,
+        quantity.clue,
+        quantity.name,
+        f"{held.own:.2g} from float64",
+        f"{held.allowed:.2g} at most",
+        f"noise floor {held.floor:.2g}",
+    )
+    if finding.stage == LOGPS and quantity.between(replace(got, reference=meant.reference), meant) <= held.allowed:
+        return replace(finding, clue=Clue.REFERENCE, quantity=f"{finding.quantity}, of the reference model")
+    if finding.stage != GRADIENT:
+        return finding
+    sizes = list(_sizes(got, meant))
+    worst = max(sizes, key=lambda size: size.apart / (size.wanted or 1.0))
+    note = f"{finding.note}; worst: {worst.name}, norm {worst.got:.6g} against {worst.wanted:.6g}"
+    return replace(finding, note=note + common_factor(sizes))
+
+
+def _steps(run: Comparison) -> Iterator[Values]:
+    for step in run.steps():
+        policy, reference = step.by_sequence("policy_t"), step.by_sequence("reference_t")
+        yield Values(step.number, policy, reference, step.mean_loss(), run.ran)
+
+
+def _meant(run: Comparison) -> Iterator[Values]:
+    for step in run.expected.steps:
+        yield Values(step.number, step.policy, step.reference, step.loss, run.meant)
+
+
+def _sizes(a: Values, b: Values) -> Iterator[Size]:
+    for name in b.files.names("gradient", b.number):
+        yield size_of(a.files.read("gradient", a.number, name), b.files.read("gradient", b.number, name), name)
+
+
+def of_tokens(a: Values, b: Values) -> float:
+    """The largest difference of a token's log-probability, relative to max(1, |log-probability|)."""
+    return max(
+        float((np.abs(ours[key] - theirs[key]) / np.maximum(1.0, np.abs(theirs[key]))).max())
+        for ours, theirs in ((a.policy, b.policy), (a.reference, b.reference))
+        for key in theirs
+    )
+
+
+def of_pairs(a: Values, b: Values) -> float:
+    """The largest relative difference of a sequence's sum."""
+    return max(
+        abs(float(ours[key].sum() - theirs[key].sum())) / max(1.0, abs(float(theirs[key].sum())))
+        for ours, theirs in ((a.policy, b.policy), (a.reference, b.reference))
+        for key in theirs
+    )
+
+
+def of_loss(a: Values, b: Values) -> float:
+    return abs(a.loss - b.loss) / (abs(b.loss) or 1.0)
+
+
+def of_gradient(a: Values, b: Values) -> float:
+    """‖a − b‖ / ‖b‖ over all parameters together."""
+    sizes = list(_sizes(a, b))
+    return math.sqrt(sum(s.apart**2 for s in sizes)) / (math.sqrt(sum(s.wanted**2 for s in sizes)) or 1.0)
+
+
+def of_parameter(a: Values, b: Values) -> float:
+    """The largest ‖a − b‖ / ‖b‖ of a parameter; see `shares`."""
+    return max(shares(list(_sizes(a, b))))
+
+
+def of_weights(a: Values, b: Values) -> float:
+    """The largest difference relative to the largest weight of the parameter."""
+    pairs = (
+        (each.files.read("weights", each.number, name) for each in (a, b))
+        for name in b.files.names("weights", b.number)
+    )
+    return max(relative(*pair) for pair in pairs)
+
+
+def _units(fp32: float, bf16: float) -> dict[Precision, float]:
+    return {Precision.fp32: fp32, Precision.bf16: bf16}
+
+
+# Bounds in units of roundoff: the largest measured over layouts and models, with a margin (docs/verify.md).
+QUANTITIES = (
+    Quantity("log-probability of a token", LOGPS, Clue.POLICY, _units(1024, 512), of_tokens),
+    Quantity("log-probabilities per pair", LOGPS, Clue.POLICY, _units(32, 16), of_pairs),
+    Quantity("loss", LOSS, Clue.POLICY, _units(256, 32), of_loss),
+    Quantity("gradient", GRADIENT, Clue.GRADIENT, _units(512, 128), of_gradient),
+    Quantity("gradient of a parameter", GRADIENT, Clue.GRADIENT, _units(1024, 256), of_parameter),
+    Quantity("weights after the step", OPTIMIZER, Clue.WEIGHTS, _units(math.inf, math.inf), of_weights),
+)

@@ -1,0 +1,399 @@
+"""Rows as pairs of token ids, written a second time: templates, edges, ends, and which tokens are trained on.
+
+One sequence at a time, and a mask for every answer. No code comes from the data room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+from transformers.utils import chat_template_utils
+
+from rlexp.base.errors import DataError
+from rlexp.config.schema.data import BadRows, DataConfig, RowsDataConfig, TemplateUse, TooLong
+from rlexp.verify.records import SIDES, Array, TokenPair
+from rlexp.verify.reference.rows import ASSISTANT, Asked, Messages, Unusable, rows_of, sources_of
+
+HELD_OUT = 20261123  # the draw of held-out rows
+SWITCHES = re.compile(r"/no_think(?!\w)|/think(?!\w)|/system_override(?!\w)")  # words to a template
+STAND_IN = "\x02here\x03"  # takes an answer's place, to see what a template writes after it
+
+Parts = list[tuple[str, bool]]  # what follows the prompt, and whether it is trained on
+
+
+@dataclass(frozen=True)
+class PairSet:
+    """The pairs of a run in their order, and how many of those to train on come from each source."""
+
+    train: list[TokenPair]
+    held_out: list[TokenPair]
+    sizes: tuple[int, ...]
+
+
+def pairs_of(cfg: DataConfig, tokenizer: Any) -> PairSet:
+    """Read and tokenize the data set, without pairs that are dropped."""
+    train, held_out = _kept(cfg, tokenizer, held_out=False), _kept(cfg, tokenizer, held_out=True)
+    if isinstance(cfg, RowsDataConfig) and cfg.eval_size:
+        order = np.random.default_rng([HELD_OUT, len(train)]).permutation(len(train)).tolist()
+        out = set(order[: cfg.eval_size])
+        held_out = [pair for place, pair in enumerate(train) if place in out]
+        train = [pair for place, pair in enumerate(train) if place not in out]
+    sources = len(sources_of(cfg)) if isinstance(cfg, RowsDataConfig) else 1
+    sizes = tuple(sum(source == number for source, _ in train) for number in range(sources))
+    return PairSet([pair for _, pair in train], [pair for _, pair in held_out], sizes)
+
+
+def _kept(cfg: DataConfig, tokenizer: Any, *, held_out: bool) -> list[tuple[int, TokenPair]]:
+    """Return the pairs that are trained on or held out, each with the number of its source."""
+    of_rows = cfg if isinstance(cfg, RowsDataConfig) else None
+    writer = Writer(tokenizer, templates=of_rows is None or of_rows.template is TemplateUse.auto)
+    pairs = []
+    for row in rows_of(cfg, held_out=held_out):
+        try:
+            asked, source = (row, 0) if isinstance(row, Asked) else (row.asked(), row.source)
+            pair = writer.pair(asked)
+        except Unusable as error:
+            if of_rows is not None and of_rows.bad_rows is BadRows.drop:
+                continue
+            raise DataError(str(error)) from None
+        fitted = _fitted(cfg, pair, tokenizer.bos_token_id)
+        if fitted is not None:
+            pairs.append((source, fitted))
+    return pairs
+
+
+def _fitted(cfg: DataConfig, pair: TokenPair, begin: int | None) -> TokenPair | None:
+    """Return a pair as it is trained on; None if it is dropped."""
+    longest = len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
+    if longest > cfg.max_length:
+        if cfg.too_long is TooLong.error:
+            raise DataError(f"{pair.origin}: {longest} tokens are more than data.max_length={cfg.max_length}.")
+        if cfg.too_long is TooLong.drop:
+            return None
+        pair = _cut(pair, cfg.max_length, begin)
+    same = pair.chosen.tolist() == pair.rejected.tolist()
+    return None if same or not all(pair.trained(side).any() for side in SIDES) else pair
+
+
+def _cut(pair: TokenPair, most: int, begin: int | None) -> TokenPair:
+    """Cut a pair that is too long: keep the beginning of its answers, and the end of its prompt after its BOS token."""
+    room = max(1, most - max(len(pair.chosen), len(pair.rejected)))
+    prompt = pair.prompt.tolist()
+    if begin is not None and prompt[0] == begin:
+        tail = prompt[1:]
+        prompt = [begin, *tail[len(tail) - (room - 1) :]] if len(prompt) > room else prompt
+    else:
+        prompt = prompt[max(0, len(prompt) - room) :]
+    rest = most - len(prompt)
+    answers: dict[str, Any] = {side: pair.answer(side)[:rest] for side in SIDES}
+    answers |= {f"{side}_mask": pair.trained(side)[:rest] for side in SIDES}
+    return replace(pair, prompt=np.asarray(prompt, dtype=np.int64), **answers)
+
+
+# ---- a pair as text ----
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes rows as text, by the tokenizer's chat template if it has one and it may be used, and tokenizes them."""
+
+    tokenizer: Any
+    templates: bool = True
+
+    @property
+    def templated(self) -> bool:
+        return self.templates and bool(self.tokenizer.chat_template)
+
+    def pair(self, row: Asked) -> TokenPair:
+        write = self._by_template if self.templated else _as_paragraphs
+        written = {side: write(row, getattr(row, side)) for side in SIDES}
+        prompt = min((text for text, _ in written.values()), key=len)
+        tokens = {}
+        for side, (longer, parts) in written.items():
+            more: Parts = [(longer[len(prompt) :], False)] if longer != prompt else []
+            tokens[side] = self._tokens(prompt, [*more, *parts])
+        asked = tokens["chosen"][0]
+        if not asked:
+            raise Unusable(f"{row.origin}: the prompt has no tokens.")
+        chosen, rejected = (np.asarray(tokens[side][1], dtype=np.int64) for side in SIDES)
+        ours, theirs = (np.asarray(tokens[side][2], dtype=bool) for side in SIDES)
+        return TokenPair(np.asarray(asked, dtype=np.int64), chosen, rejected, row.origin, ours, theirs)
+
+    # ---- by the template ----
+
+    def _by_template(self, row: Asked, answer: str | Messages) -> tuple[str, Parts]:
+        asked = _messages(row.prompt, "user")
+        said = _messages(answer, ASSISTANT)
+        page = _Page(self.tokenizer, row, [*asked, *said])
+        if len(said) == 1:
+            start = page.begins(len(asked))
+            return page.whole[:start], [(page.whole[start:], True)]
+        spans = [(page.begins(place), page.ends(place))
+                 for place in range(len(asked), len(page.talk)) if page.talk[place]["role"] == ASSISTANT]  # fmt: skip
+        start = at = page.begins(len(asked))
+        parts: Parts = []
+        for begin, end in spans:
+            if begin < at:
+                raise Unusable(f"{row.origin}: the template changes the order of the messages.")
+            parts += [(page.whole[at:begin], False), (page.whole[begin:end], True)]
+            at = end
+        parts.append((page.whole[at:], False))
+        return page.whole[:start], [(text, trained) for text, trained in parts if text or trained]
+
+    # ---- as tokens ----
+
+    def _tokens(self, prompt: str, parts: Parts) -> tuple[list[int], list[int], list[bool]]:
+        """Return the tokens of a prompt and of what follows it, and which of these are trained on."""
+        asked = self._ids(prompt)
+        text = prompt + "".join(part for part, _ in parts)
+        whole = self._ids(text)
+        answer, mask = whole[len(asked) :], None
+        if whole[: len(asked)] == asked:
+            if all(trained for _, trained in parts):
+                mask = [True] * len(answer)
+            else:
+                mask = self._mask(text, len(prompt), len(asked), parts)
+        if mask is None:  # a token spans an edge
+            all_trained = all(trained for _, trained in parts)
+            pieces = [("".join(part for part, _ in parts), True)] if all_trained else parts
+            apart = [(self._after_something(part), trained) for part, trained in pieces]
+            answer = [token for tokens, _ in apart for token in tokens]
+            mask = [trained for tokens, trained in apart for _ in tokens]
+        end = self.tokenizer.eos_token_id
+        if end is not None and not self._ended(answer, end):
+            answer, mask = [*answer, end], [*mask, True]
+        return ([] if self.templated else self._leading()) + asked, answer, mask
+
+    def _ended(self, answer: Sequence[int], end: int) -> bool:
+        """Say whether an answer ends: by the end of sequence, or by a special token of its template, and a newline."""
+        if not self.templated:
+            return answer[-1:] == [end]
+        added = self.tokenizer.added_tokens_decoder
+        special = {*self.tokenizer.all_special_ids, *(number for number in added if added[number].special)}
+        if len(answer) > 1 and not self.tokenizer.decode(answer[-1:]).strip():
+            answer = answer[:-1] if answer[-1] not in special else answer
+        return bool(answer) and answer[-1] in special
+
+    def _mask(self, text: str, first: int, tokens: int, parts: Parts) -> list[bool] | None:
+        """Return which tokens after the first ones are trained on; None if one of them stands in two parts."""
+        owner = [-1] * first + [number for number, (part, _) in enumerate(parts) for _ in part]
+        mask = []
+        for begin, end in self._places(text)[tokens:]:
+            if begin == end or len(set(owner[begin:end])) > 1:
+                return None
+            mask.append(owner[begin] >= 0 and parts[owner[begin]][1])
+        return mask
+
+    def _places(self, text: str) -> list[tuple[int, int]]:
+        """Return the characters of each token. Some tokenizers do not count a token's spaces: they are those between
+        it and the token before."""
+        if isinstance(self.tokenizer, Bytes):
+            return self.tokenizer.places(text)
+        said = self.tokenizer(text, add_special_tokens=False)
+        found, before = [], 0
+        for place in range(len(said["input_ids"])):
+            begin, end = said.token_to_chars(place)
+            found.append((min(begin, before), end))
+            before = end
+        return found
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _leading(self) -> list[int]:
+        """Return the special tokens that the tokenizer puts before a text."""
+        if isinstance(self.tokenizer, Bytes):
+            return []
+        said = self.tokenizer("a", add_special_tokens=True, return_special_tokens_mask=True)
+        return list(said["input_ids"][: said["special_tokens_mask"].index(0)])
+
+    def _after_something(self, text: str) -> list[int]:
+        """Tokenize a text that goes on another. Some tokenizers put a space before a text: not after another one."""
+        alone = self._ids(text)
+        return alone if self._behind("a") in (None, self._ids("a")) else self._behind(text) or alone
+
+    def _behind(self, text: str) -> list[int] | None:
+        """Return the tokens of a text behind the first of a few others that no token joins to it."""
+        for other in ("\n", ".", "x", "1", getattr(self.tokenizer, "eos_token", None) or ""):
+            before, both = self._ids(other), self._ids(other + text)
+            if both[: len(before)] == before:
+                return both[len(before) :]
+        return None
+
+
+class _Day(datetime):
+    @classmethod
+    def now(cls, tz: Any = None) -> _Day:
+        return cls(2024, 7, 26, tzinfo=tz)
+
+
+@contextlib.contextmanager
+def _the_same_day() -> Iterator[None]:
+    """To a template that asks, it is always 26 July 2024: the library's clock stands still."""
+    clock = vars(chat_template_utils)
+    before, clock["datetime"] = clock["datetime"], _Day
+    try:
+        yield
+    finally:
+        clock["datetime"] = before
+
+
+class _Page:
+    """A conversation as the template writes it."""
+
+    def __init__(self, tokenizer: Any, row: Asked, talk: Messages) -> None:
+        self.tokenizer, self.row, self.talk = tokenizer, row, talk
+        self.added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        self.whole = self.written(talk)
+        self._refuse_silence()
+
+    def _refuse_silence(self) -> None:
+        """Raise if the system prompt, a tool or a call leaves no trace: one at a time gets a name that is found."""
+        plain = SWITCHES.sub("", self.whole)
+        for message in self.talk:
+            if message["role"] == "system" and SWITCHES.sub("", message["content"]).strip() not in plain:
+                raise Unusable(f"{self.row.origin}: the template leaves out the system prompt.")
+        calls = [call for message in self.talk for call in message.get("tool_calls", [])]
+        for number in range(len(self.row.extra.get("tools", [])) + len(calls)):
+            extra, talk = copy.deepcopy((self.row.extra, list(self.talk)))
+            thing = [*extra.get("tools", []), *(call for each in talk for call in each.get("tool_calls", []))][number]
+            while isinstance(thing, dict) and isinstance(thing.get("function"), dict):
+                thing = thing["function"]
+            if not isinstance(thing, dict) or not thing.get("name"):
+                continue
+            thing["name"] = "somethingelse"
+            if "somethingelse" not in self.written(talk, extra=extra):
+                raise Unusable(f"{self.row.origin}: the template leaves out a tool, or a call of one.")
+
+    def written(
+        self, talk: Sequence[Mapping[str, Any]], *, asking: bool = False, extra: Mapping[str, Any] | None = None
+    ) -> str:
+        asks = "strftime_now" in str(self.tokenizer.chat_template)
+        try:
+            with _the_same_day() if asks else contextlib.nullcontext():
+                return str(self.tokenizer.apply_chat_template(
+                    list(talk), tokenize=False, add_generation_prompt=asking,
+                    **(self.row.extra if extra is None else extra),
+                ))  # fmt: skip
+        except Exception as error:
+            raise Unusable(f"{self.row.origin}: the chat template raises: {error}") from error
+
+    def begins(self, place: int) -> int:
+        """Return where the answer at a place begins: after the template's call for it, or where the two part."""
+        call, plain = self.written(self.talk[:place], asking=True), self.written(self.talk[:place])
+        if self.whole.startswith(call):
+            return len(call)
+        parted = self._alike(call, self.whole)
+        if parted < len(plain) or not self.whole.startswith(plain):
+            raise Unusable(f"{self.row.origin}: the template changes the prompt when an answer follows.")
+        return parted
+
+    def ends(self, place: int) -> int:
+        """Return where the message at a place ends: behind what the template writes after it, whatever follows."""
+        without = [*self.talk[:place], {**self.talk[place], "content": STAND_IN}]
+        *_, ending = self.written(without).rpartition(STAND_IN)
+        before, _, rest = self.written([*without, *self.talk[place + 1 :]]).rpartition(STAND_IN)
+        shared = self._alike(ending, rest)
+        if self.whole.startswith(before) and self.whole.endswith(rest) and (shared or not ending):
+            return len(self.whole) - len(rest) + shared
+        alone = self.written(self.talk[: place + 1])
+        if not self.whole.startswith(alone):
+            raise Unusable(f"{self.row.origin}: it cannot be seen where message {place + 1} ends.")
+        return len(alone)
+
+    def _alike(self, one: str, other: str) -> int:
+        """Return how many characters two texts begin with alike; a special token is one character."""
+        marks = "|".join([*map(re.escape, self.added), "."])
+        length = 0
+        for ours, theirs in zip(re.finditer(marks, one, re.S), re.finditer(marks, other, re.S), strict=False):
+            if ours[0] != theirs[0]:
+                break
+            length = ours.end()
+        return length
+
+
+def _messages(said: str | Messages, role: str) -> Messages:
+    return [{"role": role, "content": said}] if isinstance(said, str) else said
+
+
+def _as_paragraphs(row: Asked, answer: str | Messages) -> tuple[str, Parts]:
+    """Write a row without a template: a text as it is, and messages as paragraphs that name who speaks."""
+    prompt = row.prompt
+    talk = [*_messages(prompt, "user"), *_messages(row.chosen, ASSISTANT), *_messages(row.rejected, ASSISTANT)]
+    if row.extra.get("tools") or any(message.get("tool_calls") for message in talk):
+        raise Unusable(f"{row.origin}: no template writes its tools.")
+    if not isinstance(prompt, str):
+        prompt = "".join(f"{_paragraph(message)}\n\n" for message in prompt) + "Assistant: "
+    said = _messages(answer, ASSISTANT)
+    parts: Parts = []
+    for place, message in enumerate(said):
+        if message["role"] != ASSISTANT:
+            parts.append((f"\n\n{_paragraph(message)}", False))
+            continue
+        if place:
+            parts.append(("\n\nAssistant: ", False))
+        parts.append((message["content"], True))
+    while not parts[-1][1]:
+        parts.pop()
+    joined: Parts = []
+    for text, trained in parts:  # paragraphs that are not trained on are one part
+        if joined and not trained and not joined[-1][1]:
+            joined[-1] = (joined[-1][0] + text, False)
+        else:
+            joined.append((text, trained))
+    return prompt, joined
+
+
+def _paragraph(message: Mapping[str, Any]) -> str:
+    return f"{message['role'].capitalize()}: {message['content']}"
+
+
+# ---- the tokenizer of model=tiny ----
+
+
+class Bytes:
+    """The tokenizer of `model=tiny`: three special tokens, then the bytes in the order of their visible stand-ins."""
+
+    chat_template = None
+    bos_token_id, eos_token_id = 0, 1
+    SPECIAL = ("<bos>", "<eos>", "<pad>")
+
+    def __init__(self) -> None:
+        visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        order = visible + [byte for byte in range(256) if byte not in visible]
+        self._ids = {byte: 3 + place for place, byte in enumerate(order)}
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:  # noqa: ARG002
+        ids: list[int] = []
+        for part in self._parts(text):
+            ids += [self.SPECIAL.index(part)] if part in self.SPECIAL else [self._ids[b] for b in part.encode()]
+        return {"input_ids": ids}
+
+    def places(self, text: str) -> list[tuple[int, int]]:
+        """Return the characters of each token: several bytes may be one character."""
+        found, at = [], 0
+        for part in self._parts(text):
+            for mark in [part] if part in self.SPECIAL else part:
+                found += [(at, at + len(mark))] * (1 if mark in self.SPECIAL else len(mark.encode()))
+                at += len(mark)
+        return found
+
+    def _parts(self, text: str) -> list[str]:
+        return [part for part in re.split("(<bos>|<eos>|<pad>)", text) if part]
+
+
+def trained_marks(pair: TokenPair, side: str, number: int) -> Array:
+    """Return the marks of a whole sequence: `number` at the places from which a trained token is predicted, else -1."""
+    marks = np.full(len(pair.sequence(side)), -1)
+    first = len(pair.prompt)
+    for place, trained in enumerate(pair.trained(side)):
+        if trained:
+            marks[first + place - 1] = number
+    return marks

@@ -1,0 +1,300 @@
+"""The rows of a data set, read a second time: from files to prompts with two answers each.
+
+Whole files are read at once, by Python's own json and gzip and by the `datasets` library. No code comes from the data
+room but the text of generated rows.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import gzip
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlexp.config.schema.data import DataConfig, HFDataConfig, RowsDataConfig, SourceConfig, SyntheticDataConfig
+from rlexp.training.dataset import synthetic  # only it has the text of generated rows
+
+Messages = list[dict[str, Any]]
+NAMES = {  # of columns: the first that has a value in a row
+    "prompt": ("prompt", "question", "instruction", "query"),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
+    "system": ("system", "system_prompt"),
+    "tools": ("tools",),
+    "options": ("options", "chat_template_kwargs"),
+}
+SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
+ASSISTANT = "assistant"
+
+
+class Unusable(Exception):
+    """A row that a run refuses, or leaves out with data.bad_rows=drop."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt with its two answers; a text is one message. `extra` goes to the chat template."""
+
+    prompt: str | Messages
+    chosen: str | Messages
+    rejected: str | Messages
+    origin: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A row as it was found, of which source it is, and how it is read; `declared` names columns by our fields."""
+
+    source: int
+    origin: str
+    fields: Any  # what is no mapping is no row
+    declared: Mapping[str, str]
+    system: str | None
+    options: Mapping[str, Any]
+
+    def asked(self) -> Asked:
+        if not isinstance(self.fields, Mapping):
+            raise Unusable(f"{self.origin}: is no JSON object.")
+        try:
+            return _asked(self)
+        except Unusable as error:
+            raise Unusable(f"{self.origin}: {error}") from None
+
+
+def rows_of(cfg: DataConfig, *, held_out: bool) -> list[Asked | Found]:
+    """Return the rows of all sources in their order."""
+    match cfg:
+        case SyntheticDataConfig():
+            size, split = (cfg.eval_size, "eval") if held_out else (cfg.size, "train")
+            made = synthetic.generate(size, cfg.seed, split, cfg.max_length if cfg.fill else 0)
+            return [Asked(str(r.prompt), str(r.answers[0]), str(r.answers[1]), r.origin) for r in made]
+        case RowsDataConfig():
+            found: list[Asked | Found] = []
+            for number, source in enumerate(sources_of(cfg)):
+                found += _of_source(cfg, number, source, held_out=held_out)
+            return found
+        case _:
+            raise AssertionError(cfg)
+
+
+def sources_of(cfg: DataConfig) -> list[SourceConfig]:
+    if isinstance(cfg, HFDataConfig) and cfg.sources:
+        return [SourceConfig(**keys) for keys in cfg.sources.values()]
+    known = {each.name for each in fields(SourceConfig)} & vars(cfg).keys()
+    return [SourceConfig(**{name: getattr(cfg, name) for name in known})]
+
+
+def _of_source(cfg: RowsDataConfig, number: int, source: SourceConfig, *, held_out: bool) -> list[Found]:
+    path, split = source.path, source.split
+    if held_out:
+        if source.eval_path is None and source.eval_split is None:
+            return []
+        path, split = source.eval_path or source.path, source.eval_split or "train"
+    rows = _rows_at(path, source.subset, split, source.revision)
+    system = source.system or cfg.system
+    return [Found(number, origin, row, source.columns, system, cfg.template_options) for origin, row in rows]
+
+
+# ---- files ----
+
+
+def _rows_at(path: str, subset: str | None, split: str, revision: str | None) -> list[tuple[str, Any]]:
+    """Return the rows of a file, of files that a pattern matches, of a folder or of a set of the hub, with names."""
+    place = Path(path).expanduser()
+    files = [place] if place.is_file() else sorted(p for p in map(Path, glob.glob(str(place))) if p.is_file())
+    if files:
+        return [(f"{file}:{number}", row) for file in files for number, row in _in_file(file)]
+    import datasets
+
+    datasets.disable_progress_bars()
+    if any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        rows = _saved(datasets.load_from_disk(str(place)), split)
+    else:
+        name = str(place) if place.is_dir() else path
+        rows = datasets.load_dataset(name, subset, split=split, revision=revision).to_list()
+    return [(f"{path}[{split}]:{number}", row) for number, row in enumerate(rows, 1)]
+
+
+def _saved(saved: Any, split: str) -> list[Any]:
+    """Return the rows of a split, or of a part of it: `train[:100]`, `train[10%:]`."""
+    named = re.fullmatch(r"([^\[]+)(?:\[([^:]*):([^:]*)\])?", split)
+    assert named is not None, split
+    rows: list[Any] = (saved[named[1]] if isinstance(saved, dict) else saved).to_list()
+
+    def place(said: str | None) -> int | None:
+        if not said:
+            return None
+        return round(len(rows) * int(said[:-1]) / 100) if said.endswith("%") else int(said)
+
+    return rows[place(named[2]) : place(named[3])]
+
+
+def _in_file(file: Path) -> list[tuple[int, Any]]:
+    content = file.read_bytes()
+    if content.startswith(b"PAR1"):
+        import datasets
+
+        return list(enumerate(datasets.Dataset(pq.read_table(file)).to_list(), 1))
+    if content.startswith(b"\x1f\x8b"):
+        content = gzip.decompress(content)
+    elif content.startswith(b"\x28\xb5\x2f\xfd"):
+        content = pa.input_stream(str(file), compression="zstd").read()
+    if re.match(rb"\s*\[\s*([{\]]|$)", content.removeprefix(codecs.BOM_UTF8)):
+        return list(enumerate(json.loads(content.decode("utf-8-sig")), 1))
+    return [(number, _of_line(line)) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+
+
+def _of_line(line: bytes) -> Any:
+    """Return the value of a line of JSON; None if it is none, or has half a character."""
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
+# ---- columns ----
+
+
+def _asked(row: Found) -> Asked:
+    names = {ours: [row.declared[ours]] if ours in row.declared else list(known) for ours, known in NAMES.items()}
+    own = {}
+    for ours, known in names.items():
+        values = [row.fields[name] for name in known if name in row.fields]
+        own[ours] = next((value for value in values if value is not None), None)
+    prompt, chosen, rejected = _parted(own["prompt"], _answer(own["chosen"]), _answer(own["rejected"]))
+    extra = dict(row.options)
+    options = _of_json(own["options"]) or {}
+    if not isinstance(options, Mapping):
+        raise Unusable("the template's options are no mapping.")
+    extra |= {str(name): value for name, value in options.items() if value is not None}
+    tools = _of_json(own["tools"]) or []
+    if not isinstance(tools, list):
+        raise Unusable("the tools are no list.")
+    if tools:
+        extra["tools"] = tools
+    return Asked(_after_system(prompt, own["system"], row.system), chosen, rejected, row.origin, extra)
+
+
+def _of_json(value: Any) -> Any:
+    if not isinstance(value, str) or not value:
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise Unusable("a text that is no JSON.") from error
+
+
+def _after_system(prompt: str | Messages, own: Any, of_all: str | None) -> str | Messages:
+    if own is not None and not isinstance(own, str):
+        raise Unusable("the system prompt is no text.")
+    system = own or of_all
+    if not system:
+        return prompt
+    talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return talk if talk[0]["role"] == "system" else [{"role": "system", "content": system}, *talk]
+
+
+# ---- prompts and answers ----
+
+
+def _parted(given: Any, chosen: str | Messages, rejected: str | Messages) -> tuple[str | Messages, ...]:
+    """Return the prompt and both answers. If both are whole conversations, the prompt is what they begin with alike."""
+    one, other = _conversation(chosen), _conversation(rejected)
+    if one is None and other is None:
+        if given is None:
+            raise Unusable("there is no prompt.")
+        called = re.fullmatch(r"(\n\nHuman:.*?)\n\nAssistant:\s*", given, re.DOTALL) if isinstance(given, str) else None
+        talk = _conversation(called[1]) if called else None
+        answers = [_to_its_last_answer(each) if isinstance(each, list) else each.removeprefix(" " * bool(talk))
+                   for each in (chosen, rejected)]  # fmt: skip
+        return (talk or _said(given), *answers)
+    if one is None or other is None:
+        raise Unusable("one answer is a whole conversation, and the other is not.")
+    shared = [place for place in range(1, min(len(one), len(other))) if one[:place] == other[:place]]
+    answered = [place for place in shared if one[place]["role"] == other[place]["role"] == ASSISTANT]
+    if not answered:
+        raise Unusable("the conversations share nothing before an answer.")
+    prompt = one[: answered[-1]]
+    if given is not None:
+        asked = _said(given)
+        texts = [asked] if isinstance(asked, str) else [message["content"] for message in asked]
+        if {text.strip() for text in texts} - {message["content"].strip() for message in prompt}:
+            raise Unusable("the prompt is not what the conversations share.")
+    return prompt, _to_its_last_answer(one[len(prompt) :]), _to_its_last_answer(other[len(prompt) :])
+
+
+def _to_its_last_answer(talk: Messages) -> Messages:
+    while talk[-1]["role"] != ASSISTANT:
+        talk = talk[:-1]
+    if talk[-1] == {"role": ASSISTANT, "content": ""}:
+        raise Unusable("the last answer is empty.")
+    return talk
+
+
+def _conversation(answer: str | Messages) -> Messages | None:
+    """Return an answer as messages, if it is a conversation from its beginning."""
+    if not isinstance(answer, str):
+        return None if answer[0]["role"] == ASSISTANT else answer
+    before, *turns = re.split(r"\n\n(Human|Assistant):", answer)
+    if before or turns[:1] != ["Human"]:
+        return None
+    return [{"role": "user" if who == "Human" else ASSISTANT, "content": said.removeprefix(" ")}
+            for who, said in zip(turns[::2], turns[1::2], strict=True)]  # fmt: skip
+
+
+def _answer(value: Any) -> str | Messages:
+    if value is None or isinstance(value, bool | int | float):
+        raise Unusable("an answer is no text.")
+    return _said(value)
+
+
+def _said(value: Any) -> str | Messages:
+    if isinstance(value, str):
+        if not value:
+            raise Unusable("a text is empty.")
+        return value
+    listed = [value] if isinstance(value, Mapping) else value
+    if not isinstance(listed, Sequence) or not listed:
+        raise Unusable("neither a text nor messages.")
+    return [_message(each) for each in listed]
+
+
+def _message(value: Any) -> dict[str, Any]:
+    """Return a message with the texts `role` and `content`; from/value says the same in other words."""
+    if not isinstance(value, Mapping):
+        raise Unusable("a message is no mapping.")
+    message = {str(key): each for key, each in value.items() if each is not None}
+    if "from" in message and "role" not in message:
+        message["role"] = message.pop("from")
+        text = message.pop("value", None)
+        message.setdefault("content", text)
+    calls = _of_json(message.pop("tool_calls", None)) or []
+    if not isinstance(calls, list) or any(not isinstance(call, Mapping) for call in calls):
+        raise Unusable("the calls of tools are no list of mappings.")
+    if calls:
+        message["tool_calls"] = calls
+    content = message.get("content", "" if calls else None)
+    if isinstance(content, list):
+        content = "".join(_text_of(part) for part in content)
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str) or not isinstance(message.get("role"), str):
+        raise Unusable("a message has no role or no content.")
+    return {**message, "role": SPEAKERS.get(message["role"], message["role"]), "content": content}
+
+
+def _text_of(part: Any) -> str:
+    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        raise Unusable("a part of a message is no text.")
+    return str(part["text"])

@@ -1,0 +1,146 @@
+"""The rules of a run, written out a second time from the documentation, on plain numbers.
+
+`verify` compares the product with them. No code comes from the data, ring, algos, train, engine or metrics rooms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from rlexp.config.schema import Config, Decay, DPOConfig, OptimConfig
+from rlexp.config.schema.data import RowsDataConfig
+from rlexp.verify.records import SIDES, Array
+from rlexp.verify.reference.rows import sources_of
+
+TIE = 2.0**-23  # relative to the log-probabilities: a smaller margin is a tie, and counts half
+
+
+# ---- which samples, and how fast; `sizes` are the pairs of each source ----
+
+
+def steps_per_epoch(cfg: Config, sizes: Sequence[int]) -> int:
+    whole, rest = divmod(sum(shares(cfg, sizes)), cfg.train.batch_size)
+    return whole + (1 if rest and not cfg.data.drop_last else 0)
+
+
+def total_steps(cfg: Config, sizes: Sequence[int]) -> int:
+    """The steps that both `train.max_steps` and `train.epochs` allow; one epoch if neither is given."""
+    by_epochs = steps_per_epoch(cfg, sizes) * (cfg.train.epochs or 1)
+    if cfg.train.max_steps is None:
+        return by_epochs
+    return cfg.train.max_steps if cfg.train.epochs is None else min(cfg.train.max_steps, by_epochs)
+
+
+def samples_of(cfg: Config, sizes: Sequence[int], step: int) -> tuple[int, ...]:
+    """The samples of an optimizer step; steps count from 1."""
+    an_epoch = steps_per_epoch(cfg, sizes)
+    epoch, place = (step - 1) // an_epoch, (step - 1) % an_epoch
+    order = order_of(cfg, sizes, epoch)
+    return tuple(order[place * cfg.train.batch_size :][: cfg.train.batch_size])
+
+
+def shares(cfg: Config, sizes: Sequence[int]) -> list[int]:
+    """The samples of each source in an epoch: all, or as the weights share them out until one source is used up."""
+    weights = weights_of(cfg)
+    if not weights:
+        return list(sizes)
+    least = min(range(len(sizes)), key=lambda source: sizes[source] / weights[source])
+    return [int(weight * sizes[least] / weights[least]) for weight in weights]
+
+
+def weights_of(cfg: Config) -> list[Fraction]:
+    given = [each.weight for each in sources_of(cfg.data)] if isinstance(cfg.data, RowsDataConfig) else []
+    return [Fraction(str(float(weight))) for weight in given if weight is not None]
+
+
+def order_of(cfg: Config, sizes: Sequence[int], epoch: int) -> list[int]:
+    """The samples of an epoch, from 0: a permutation of them all, or of each source's next ones."""
+    counts = shares(cfg, sizes)
+    if not weights_of(cfg):
+        samples = list(range(sum(sizes)))
+    elif cfg.data.shuffle:
+        samples = [sum(sizes[:source]) + place for source, count in enumerate(counts)
+                   for place in _next_ones(cfg.seed, source, sizes[source], epoch * count, count)]  # fmt: skip
+    else:  # spread over the epoch as evenly as each source's count allows
+        spread = [((place + 0.5) / count, source, (epoch * count + place) % sizes[source])
+                  for source, count in enumerate(counts) for place in range(count)]  # fmt: skip
+        return [sum(sizes[:source]) + place for _, source, place in sorted(spread, key=lambda each: each[:2])]
+    if cfg.data.shuffle:
+        samples = [samples[place] for place in np.random.default_rng([cfg.seed, epoch]).permutation(len(samples))]
+    return samples
+
+
+def _next_ones(seed: int, source: int, size: int, first: int, count: int) -> list[int]:
+    """Samples of a source that is gone through again and again, each time in an order of its own."""
+    rounds = range((first + count) // size + 1)
+    orders = [np.random.default_rng([seed, source, again, 1]).permutation(size).tolist() for again in rounds]
+    return [orders[place // size][place % size] for place in range(first, first + count)]
+
+
+def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
+    """Rise in equal steps, of which the first is above 0; then fall to 0 at the step after the last."""
+    warm = optim.warmup_steps
+    if step <= warm:
+        return optim.lr * step / (warm + 1)
+    left = 1.0 - (step - warm - 1) / max(1, steps - warm)
+    left = max(0.0, left)
+    shapes = {Decay.constant: 1.0, Decay.linear: left, Decay.cosine: (1 + math.cos(math.pi * (1 - left))) / 2}
+    return optim.lr * shapes[optim.decay]
+
+
+# ---- losses and logged values; `sums` are sums of the answers' log-probabilities ----
+
+
+def log_sigmoid(x: Array) -> Array:
+    values: Array = -np.logaddexp(0.0, -x)
+    return values
+
+
+def preference_losses(cfg: DPOConfig, sums: Mapping[str, Array]) -> Array:
+    """Equation 7 of arXiv 2305.18290, for labels that are wrong with probability `label_smoothing`."""
+    ratios = {side: sums[f"policy/{side}"] - sums[f"reference/{side}"] for side in SIDES}
+    z = cfg.beta * (ratios["chosen"] - ratios["rejected"])
+    wrong = cfg.label_smoothing
+    return -(1 - wrong) * log_sigmoid(z) - wrong * log_sigmoid(-z)
+
+
+def preference_slopes(cfg: DPOConfig, sums: Mapping[str, Array]) -> dict[str, Array]:
+    """Derivatives of the losses by the policy's sums. While policy and reference agree every loss is ln 2, even of a
+    wrong formula; only the derivative shows the mistake."""
+    ratios = {side: sums[f"policy/{side}"] - sums[f"reference/{side}"] for side in SIDES}
+    z = cfg.beta * (ratios["chosen"] - ratios["rejected"])
+    slope = cfg.beta * (
+        cfg.label_smoothing * np.exp(log_sigmoid(z)) - (1 - cfg.label_smoothing) * np.exp(log_sigmoid(-z))
+    )
+    return {"chosen": slope, "rejected": -slope}
+
+
+def rewards(cfg: DPOConfig, sums: Mapping[str, Array]) -> dict[str, Array]:
+    """Rewards of each pair. A margin within rounding of zero counts half."""
+    chosen, rejected = (cfg.beta * (sums[f"policy/{side}"] - sums[f"reference/{side}"]) for side in SIDES)
+    band = TIE * cfg.beta * sum(np.abs(part) for part in sums.values())
+    margin = chosen - rejected
+    won = np.where(np.abs(margin) <= band, 0.5, np.where(margin > 0, 1.0, 0.0))
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": margin,
+        "rewards/accuracies": won,
+    }
+
+
+def logged(
+    losses: Array, sums: Mapping[str, Array], values: Mapping[str, Array], logits: Mapping[str, Array], tokens: int
+) -> dict[str, float]:
+    """The logged values of a batch: means over its pairs, for logits over its answers' tokens."""
+    row = {name: float(np.mean(each)) for name, each in values.items()}
+    row["loss"] = float(np.mean(losses))
+    for side in SIDES:
+        row[f"logps/{side}"] = float(np.mean(sums[f"policy/{side}"]))
+        row[f"logits/{side}"] = float(np.mean(logits[side]))
+    row["tokens"] = tokens
+    return row

@@ -1,0 +1,208 @@
+"""The report of a verification: its scope, a table, the conclusion in words; and the same as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from rlexp.config.load import to_plain
+from rlexp.config.schema import Config, HFModelConfig, Precision
+from rlexp.preflight.rehearsal.sharding import in_words
+from rlexp.verify.verification import Failure, Verification, exact, refuse, verify
+
+WIDTH = 110
+# Rows of the table: their title, and their names in the gauge and among the measured quantities.
+ROWS = (
+    ("log-probability of a token", "log-probability of a token", "log-probability of a token"),
+    ("log-probabilities per pair", "sum of a sequence's log-probabilities", "log-probabilities per pair"),
+    ("loss", "loss", "loss"),
+    ("gradient, whole", "gradient, whole", "gradient"),
+    ("gradient of the worst parameter", "gradient of a parameter", "gradient of a parameter"),
+    ("gradient, given its parts", "", "gradient, given its parts"),
+    ("weights, given the gradient", "weights, given the gradient", None),
+    ("weights after the steps", "weights after the step", "weights after the step"),
+)
+
+
+def run(cfg: Config, steps: int, file: Path | None) -> int:
+    """Verify, print the report and return the exit code."""
+    refuse(cfg, steps)
+    sys.stdout.write(f"rlexp.verify  {subject(cfg)}\n")
+    sys.stdout.flush()
+    result = verify(cfg, steps, tell)
+    sys.stdout.write(report(cfg, result))
+    if file is not None:
+        file.write_text(json.dumps(as_json(cfg, result), indent=2) + "\n", encoding="utf-8")
+    return 0 if result.passed else 1
+
+
+def tell(line: str) -> None:
+    sys.stderr.write(f"  … {line}\n")
+    sys.stderr.flush()
+
+
+def subject(cfg: Config) -> str:
+    ring, replicas = cfg.parallel.ring_size, cfg.parallel.dp_size
+    model = cfg.model.path if isinstance(cfg.model, HFModelConfig) else cfg.model.name
+    return (
+        f"{cfg.loss.name} on {model}, data {cfg.data.name}\n"
+        f"  ring of {ring} × {replicas} replica{'s' * (replicas > 1)}, batch {cfg.train.batch_size} = {replicas} × "
+        f"micro-batch {cfg.train.micro_batch_size} × {cfg.train.grad_acc}, "
+        f"{'packed' if cfg.data.packing else 'padded'}; {cfg.train.precision.value}, engine {cfg.engine.name.value}\n"
+    )
+
+
+def report(cfg: Config, result: Verification) -> str:
+    return f"{scope(result)}\n{table(cfg, result)}{_sharding(result)}\n{conclusion(cfg, result)}\n"
+
+
+def _sharding(result: Verification) -> str:
+    """Say what the ring saves, and which modules it does not shard."""
+    lines = in_words(result.sharding) if result.sharding is not None else []
+    return "".join(["\n", *(f"  {line}\n" for line in lines)]) if lines else ""
+
+
+def scope(result: Verification) -> str:
+    plan, facts = result.plan, result.facts
+    if plan is None:
+        return ""
+    lines = [
+        f"  steps 1 to {plan.steps}{' of ' + str(facts['total_steps']) if facts else ''}, the longest sequence of "
+        f"{plan.longest} tokens; {plan.parameters:,} parameters"
+    ]
+    if plan.said:
+        lines.append(f"  shrunk: {plan.said}")
+    if plan.held_out:
+        lines.append(f"  held-out values: of the first {plan.held_out} pairs, after the last step")
+    if result.not_held:
+        lines.append(f"  not verified: {', '.join(result.not_held)}")
+    return "\n".join(lines) + "\n"
+
+
+def table(cfg: Config, result: Verification) -> str:
+    """Largest relative differences to the reference; `-` if a failure came first or nothing is checked."""
+    own = cfg.train.precision
+    heads = ["largest difference", "float64", "allowed"]
+    if own is not Precision.fp64:
+        heads += [own.value, "noise floor", "allowed"]
+    rows = [heads]
+    gauge = result.float64.gauge.largest if result.float64 else {}
+    measured = {each.quantity: each for each in result.measured}
+    allowed = _allowed()
+    for words, name, own_name in ROWS:
+        row = [words, _number(gauge.get(name)), _number(allowed.get(words))]
+        here = measured.get(own_name or "")
+        row += [_number(here.own), _number(here.floor), _number(here.allowed)] if here else ["-"] * 3
+        rows.append(row[: len(heads)])
+    metrics = [value for name, value in gauge.items() if name.startswith(("train/", "eval/"))]
+    last = ["logged metrics", _number(max(metrics, default=None)), _number(allowed["logged metrics"]), *["-"] * 3]
+    rows.append(last[: len(heads)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    return "".join(f"  {_line(row, widths)}\n" for row in rows) + _notes(cfg, result)
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = zip(row, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
+
+
+def _notes(cfg: Config, result: Verification) -> str:
+    lines = []
+    if result.measured:
+        lines.append(
+            f"{cfg.train.precision.value}: measured at the first step, where all weights are the same; rows with "
+            f"'given' at every step; weights after the last"
+        )
+    gauge = result.float64.gauge.largest if result.float64 else {}
+    if result.passed and gauge.get("weights after the step", 0.0) > _allowed()["weights after the steps"]:
+        lines.append(
+            "each step is right given its gradient; where the weights differ by more than is allowed, Adam has divided "
+            "by a gradient that is only rounding, and later values may differ by the same factor (docs/verify.md)"
+        )
+    return "".join(f"{_wrapped(line)}\n" for line in lines)
+
+
+def _wrapped(text: str) -> str:
+    """Wrap a paragraph; a traceback stays as it is."""
+    return text if "\n" in text else textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
+
+
+def _allowed() -> dict[str, float]:
+    from rlexp.verify.findings import FLOAT64
+
+    return {
+        "log-probability of a token": FLOAT64.logp,
+        "log-probabilities per pair": FLOAT64.logp,
+        "loss": FLOAT64.loss,
+        "gradient, whole": FLOAT64.gradient,
+        "gradient of the worst parameter": FLOAT64.gradient,
+        "weights, given the gradient": FLOAT64.updated[1],
+        "weights after the steps": FLOAT64.weights,
+        "logged metrics": FLOAT64.metric[0],
+    }
+
+
+def _number(value: float | None) -> str:
+    if value is None or math.isinf(value):
+        return "-"
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def conclusion(cfg: Config, result: Verification) -> str:
+    if result.failure is not None:
+        return f"{failure_in_words(result.failure)}\n({result.seconds:.0f} s)"
+    assert result.plan is not None
+    own, steps = cfg.train.precision, result.plan.steps
+    words = (
+        f"PASS: {steps} optimizer step{'s' * (steps > 1)} on this layout agree{'s' * (steps == 1)} with the "
+        f"plain one-process reference: the same samples and tokens, and in float64 the same log-probabilities, loss, "
+        f"gradient, weights and logged values up to rounding."
+    )
+    if not result.passed:
+        words = (
+            "FAIL: all values agree with the plain one-process reference, but the ring does not shard the modules "
+            "named above: a longer ring saves no memory there. Look for a gather over the ring in their code."
+        )
+    elif own is not Precision.fp64:
+        words += f" In {own.value} with engine={cfg.engine.name.value} only the rounding of {own.value} remains."
+    return "\n".join(textwrap.wrap(words, WIDTH)) + f"\n({result.seconds:.0f} s)"
+
+
+def failure_in_words(failure: Failure) -> str:
+    lines = [
+        f"FAIL at step {failure.step}, in {failure.precision}: the first difference is in the {failure.stage}.",
+        f"  {failure.quantity}",
+        f"    this run:  {failure.got}",
+        f"    reference: {failure.expected}",
+    ]
+    lines += [_wrapped(words) for words in (failure.note, failure.evidence) if words]
+    lines.append(f"  Look in {failure.room}")
+    return "\n".join(lines)
+
+
+def as_json(cfg: Config, result: Verification) -> dict[str, Any]:
+    gauge: Mapping[str, float] = result.float64.gauge.largest if result.float64 else {}
+    return {
+        "passed": result.passed,
+        "failure": dataclasses.asdict(result.failure) if result.failure else None,
+        "plan": dataclasses.asdict(result.plan, dict_factory=_by_value) if result.plan else None,
+        "shrunk": result.plan.said if result.plan else None,
+        **result.facts,
+        "float64": {"engine": exact(cfg).engine.name.value, "largest": dict(gauge)},
+        cfg.train.precision.value: [dataclasses.asdict(each) for each in result.measured],
+        "sharding": result.sharding.plain() if result.sharding is not None else None,
+        "not_verified": list(result.not_held),
+        "seconds": result.seconds,
+        "config": to_plain(cfg),
+    }
+
+
+def _by_value(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value.value if isinstance(value, Enum) else value for name, value in items}

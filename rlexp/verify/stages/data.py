@@ -1,0 +1,128 @@
+"""The data stage: samples, their tokens, the pack and its shards, all compared exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from rlexp.verify.compared import Step
+from rlexp.verify.findings import DATA, Clue, Finding
+from rlexp.verify.records import SIDES, Array, Micro, TokenPair, Trace
+from rlexp.verify.reference.pairs import trained_marks
+
+
+def data(step: Step) -> Iterator[Finding]:
+    yield from _samples(step)
+    for trace in step.whole.traces:
+        for micro in trace.steps[step.place].micros:
+            for sample in micro.samples:
+                yield from _tokens(step, trace.tokens[sample], step.whole.expected.tokens.get(sample), sample)
+    for head, place, micro in step.micros():
+        pairs = [step.whole.expected.tokens[sample] for sample in micro.samples]
+        where = f"micro-batch {place + 1} of replica {head.replica}"
+        yield from _pack(step, micro, pairs, where)
+        yield from _shards(step, head, place, micro, where)
+
+
+def _samples(step: Step) -> Iterator[Finding]:
+    heads = step.whole.heads()
+    taken = [sample for head in heads for micro in head.steps[step.place].micros for sample in micro.samples]
+    planned = [sample for head in heads for micro in head.steps[step.place].planned for sample in micro]
+    wanted = list(step.expected.samples)
+    clue = Clue.EXECUTED if planned == wanted else Clue.SAMPLES
+    if taken != wanted:
+        place = next((i for i, (a, b) in enumerate(zip(taken, wanted, strict=False)) if a != b), None)
+        if place is None:
+            yield step.finding(DATA, clue, "number of samples", len(taken), len(wanted))
+        else:
+            yield step.finding(DATA, clue, f"sample {place + 1}", f"pair {taken[place]}", f"pair {wanted[place]}")
+    for head in heads:
+        first = [micro.samples for micro in head.steps[step.place].micros]
+        for trace in step.whole.ring(head)[1:]:
+            theirs = [micro.samples for micro in trace.steps[step.place].micros]
+            if theirs != first:
+                where = f"samples of rank {trace.rank}, in the ring of rank {head.rank}"
+                yield step.finding(DATA, clue, where, theirs, first)
+
+
+def _tokens(step: Step, got: TokenPair, wanted: TokenPair | None, sample: int) -> Iterator[Finding]:
+    if wanted is None:
+        return
+    for part in ("prompt", *SIDES):
+        ours, theirs = getattr(got, part), getattr(wanted, part)
+        if len(ours) != len(theirs):
+            what = f"length of pair {sample} ({wanted.origin}), {part}"
+            yield step.finding(DATA, Clue.TOKENS, what, len(ours), len(theirs))
+        elif not np.array_equal(ours, theirs):
+            place = int(np.flatnonzero(ours != theirs)[0])
+            what = f"token {place} of pair {sample} ({wanted.origin}), {part}"
+            yield step.finding(DATA, Clue.TOKENS, what, int(ours[place]), int(theirs[place]))
+    for side in SIDES:
+        ours, theirs = got.trained(side), wanted.trained(side)
+        if len(ours) == len(theirs) and not np.array_equal(ours, theirs):
+            place = int(np.flatnonzero(ours != theirs)[0])
+            words = ("not trained on", "trained on")
+            what = f"mask at token {place} of pair {sample} ({wanted.origin}), {side}"
+            yield step.finding(DATA, Clue.TOKENS, what, words[int(ours[place])], words[int(theirs[place])])
+
+
+def _pack(step: Step, micro: Micro, pairs: Sequence[TokenPair], where: str) -> Iterator[Finding]:
+    pack = micro.pack
+    assert pack is not None
+    sequences = [(pair.sequence(side), pair, side) for pair in pairs for side in SIDES]
+    if pairs and len(pack.segments) != len(sequences):
+        yield step.finding(DATA, Clue.PACK, f"sequences in {where}", len(pack.segments), len(sequences))
+        return
+    end = 0
+    owned = np.zeros(len(pack.tokens_T), dtype=bool)
+    for number, (tokens, pair, side) in enumerate(sequences):
+        start, length, padded = pack.segments[number]
+        what = f"of sequence {number} in {where}"
+        if (start, length) != (end, len(tokens)) or padded < length or end + padded > len(pack.tokens_T):
+            said = f"{length} tokens at {start}, padded to {padded}"
+            yield step.finding(DATA, Clue.PACK, f"segment {what}", said, f"{len(tokens)} tokens at {end}")
+            return
+        end += padded
+        place = slice(start, start + length)
+        owner = trained_marks(pair, side, number)
+        predicting = np.flatnonzero(owner >= 0)  # the places before the tokens that are trained on
+        owned[start + predicting] = True
+        for name, got, wanted in (
+            ("token", pack.tokens_T[place], tokens),
+            ("position", pack.positions_T[place], np.arange(length)),
+            ("trained-on mark", pack.sequence_T[place], owner),
+            ("target", pack.targets_T[start + predicting], tokens[predicting + 1]),
+        ):
+            wrong = np.flatnonzero(got != wanted)
+            if len(wrong):
+                at = int(predicting[wrong[0]]) if name == "target" else int(wrong[0])
+                yield step.finding(DATA, Clue.PACK, f"{name} at place {at} {what}", got[wrong[0]], wanted[wrong[0]])
+    stray = np.flatnonzero((pack.sequence_T >= 0) & ~owned)
+    if len(stray):
+        yield step.finding(DATA, Clue.PACK, f"trained-on mark at {stray[0]} of {where}", "trained on", "padding")
+
+
+def _shards(step: Step, head: Trace, place: int, micro: Micro, where: str) -> Iterator[Finding]:
+    """Check that the ring's ranks together hold each token of the pack once, with its target and position."""
+    pack = micro.pack
+    assert pack is not None
+    ring = [trace.steps[step.place].micros[place] for trace in step.whole.ring(head)]
+    held = np.concatenate([_rows(m.tokens_t, m.targets_t, m.positions_t, m.sequence_t) for m in ring])
+    meant = _rows(pack.tokens_T, pack.targets_T, pack.positions_T, pack.sequence_T)
+    real = sum(length for _, length, _ in pack.segments)
+    if len(held) != len(meant):
+        yield step.finding(DATA, Clue.SHARD, f"tokens that the ring holds of {where}", len(held), len(meant))
+    elif not np.array_equal(held := held[np.lexsort(held.T)], meant := meant[np.lexsort(meant.T)]):
+        wrong = int(np.flatnonzero((held != meant).any(1))[0])
+        got, wanted = (
+            "token {}, target {}, position {}, of sequence {}".format(*rows[wrong]) for rows in (held, meant)
+        )
+        yield step.finding(DATA, Clue.SHARD, f"a token that the ring holds of {where}", got, wanted)
+    elif (counted := sum(m.real_tokens for m in ring)) != real:
+        yield step.finding(DATA, Clue.SHARD, f"real tokens that the ring counts of {where}", counted, real)
+
+
+def _rows(*columns: Array | None) -> Array:
+    tokens, targets, positions, owners = (np.asarray(column, dtype=np.int64) for column in columns)
+    return np.stack((tokens, np.where(owners >= 0, targets, 0), positions, owners), axis=1)

@@ -1,0 +1,52 @@
+"""Find where a recorded run and the reference first differ, stage by stage.
+
+data → log-probabilities → loss → gradient → optimizer → metrics, for each step. Where possible a stage is checked
+twice: against the reference, and *given* the run's own values before it (its own log-probabilities for its loss, its
+own gradient for its weights), which is exact in every precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from rlexp.config.schema import Precision
+from rlexp.verify.compared import Comparison
+from rlexp.verify.findings import DATA, GRADIENT, LOGPS, LOSS, METRICS, OPTIMIZER, Clue, Finding, worst_element
+from rlexp.verify.stages.data import data
+from rlexp.verify.stages.loss import logps, losses
+from rlexp.verify.stages.metrics import metrics
+from rlexp.verify.stages.update import gradient, optimizer
+
+STAGES = {DATA: data, LOGPS: logps, LOSS: losses, GRADIENT: gradient, OPTIMIZER: optimizer, METRICS: metrics}
+
+
+def differences(whole: Comparison) -> Iterator[Finding]:
+    """Yield all differences in order; usually none. The first is the one to report."""
+    yield from _start(whole)
+    for step in whole.steps():
+        for stage in STAGES.values():
+            yield from stage(step)
+    if (stopped := whole.traces[0].stopped) is not None:
+        last = len(whole.traces[0].steps)
+        yield Finding(last, METRICS, Clue.POSITION, "the run refuses to step", stopped, "everything is finite")
+
+
+def _start(whole: Comparison) -> Iterator[Finding]:
+    head = whole.traces[0]
+    if head.pairs != whole.expected.pairs:
+        yield Finding(1, DATA, Clue.PAIRS, "pairs in the data set", str(head.pairs), str(whole.expected.pairs))
+    if head.total_steps != whole.expected.total_steps:
+        got, wanted = str(head.total_steps), str(whole.expected.total_steps)
+        yield Finding(1, DATA, Clue.SAMPLES, "optimizer steps of the whole run", got, wanted)
+    if whole.cfg.train.precision is Precision.fp64 and head.dtypes != ("torch.float64",):
+        yield Finding(1, LOGPS, Clue.DTYPE, "precision of the parameters", ", ".join(head.dtypes), "torch.float64")
+    names, meant = whole.ran.names("weights", 0), whole.meant.names("weights", 0)
+    for name in sorted(set(names) ^ set(meant)):
+        there = ("is there", "is not there")
+        yield Finding(1, LOGPS, Clue.START, name, there[name not in names], there[name not in meant])
+    for name in names:
+        ours, theirs = whole.ran.read("weights", 0, name), whole.meant.read("weights", 0, name)
+        if ours.shape != theirs.shape or not np.array_equal(ours, theirs):
+            yield Finding(1, LOGPS, Clue.START, f"starting weight {name}", *worst_element(ours, theirs))

@@ -1,0 +1,101 @@
+"""The stages of log-probabilities and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from rlexp.verify.compared import Step
+from rlexp.verify.findings import LOGPS, LOSS, Clue, Finding, whole_factor
+from rlexp.verify.records import SIDES, Array, Key, Micro
+from rlexp.verify.reference import rules
+
+
+def logps(step: Step) -> Iterator[Finding]:
+    for name in dict.fromkeys(name for step in step.seen for name in step.stale):
+        yield step.finding(LOGPS, Clue.STALE, f"{name} as it computes", "another value", "what was stepped")
+    for clue, what, meant in (
+        (Clue.POLICY, "policy", step.expected.policy),
+        (Clue.REFERENCE, "reference", step.expected.reference),
+    ):
+        for key, got in step.by_sequence(f"{what}_t").items():
+            yield from _sequence(step, clue, what, key, got, meant[key])
+    yield from _sums(step)
+
+
+def _sequence(step: Step, clue: Clue, who: str, key: Key, got: Array, wanted: Array) -> Iterator[Finding]:
+    apart = np.abs(got - wanted) / np.maximum(1.0, np.abs(wanted))
+    sums = abs(got.sum() - wanted.sum()) / max(1.0, abs(wanted.sum()))
+    gauge, allowed = step.whole.gauge, step.whole.allowed.logp * step.drift
+    gauge.exceeds("sum of a sequence's log-probabilities", float(sums), allowed)
+    if gauge.exceeds("log-probability of a token", float(apart.max()), allowed):
+        sample, side = key
+        trained = np.flatnonzero(step.whole.expected.tokens[sample].trained(side))
+        at = int(np.flatnonzero(~(apart <= allowed))[0])
+        what = f"{who}, token {trained[at]} of pair {sample}, {side}"
+        note = f"{int((~(apart <= allowed)).sum())} of its {len(apart)} tokens differ"
+        yield step.finding(LOGPS, clue, what, got[at], wanted[at], note)
+
+
+def _sums(step: Step) -> Iterator[Finding]:
+    """Check the sums that each rank gave to the loss, given the log-probabilities of the tokens."""
+    for who in ("policy", "reference"):
+        tokens = step.by_sequence(f"{who}_t")
+        for trace in step.whole.traces:
+            for micro in trace.steps[step.place].micros:
+                for side in SIDES:
+                    got = micro.sums.get(f"{who}/{side}", np.zeros(0))
+                    wanted = np.array([tokens[sample, side].sum() for sample in micro.samples])
+                    wrong = step.first_wrong("sums, given the tokens", got, wanted)
+                    if wrong is not None:
+                        what = f"{who}, sum of pair {micro.samples[wrong]}, {side}, on rank {trace.rank}"
+                        yield step.finding(LOGPS, Clue.SUMS, what, got[wrong], wanted[wrong])
+
+
+def losses(step: Step) -> Iterator[Finding]:
+    world, count = len(step.whole.traces), len(step.expected.samples)
+    for trace in step.whole.traces:
+        micros = trace.steps[step.place].micros
+        for place, micro in enumerate(micros):
+            wanted = rules.preference_losses(step.whole.loss, micro.sums)
+            assert micro.losses_P is not None
+            wrong = step.first_wrong("losses, given the sums", micro.losses_P, wanted)
+            if wrong is not None:
+                what = f"loss of pair {micro.samples[wrong]}, given its log-probabilities"
+                yield step.finding(LOSS, Clue.LOSSES, what, micro.losses_P[wrong], wanted[wrong])
+            yield from _slopes(step, micro)
+            where = f"micro-batch {place + 1} on rank {trace.rank}"
+            handed = float(micro.losses_P.sum()) * world / count
+            got = math.nan if micro.handed is None else micro.handed
+            if step.first_wrong("loss handed to the engine", np.array([got]), np.array([handed])) is not None:
+                note = f"the sum of its losses × {world} ranks / {count} pairs" + whole_factor(got, handed)
+                yield step.finding(LOSS, Clue.HANDED, f"loss handed to the engine, {where}", got, handed, note)
+            if micro.last is not (place + 1 == len(micros)):
+                what = f"mark of the last micro-batch, {where}"
+                yield step.finding(LOSS, Clue.HANDED, what, micro.last, not micro.last)
+    yield from _mean_loss(step)
+
+
+def _slopes(step: Step, micro: Micro) -> Iterator[Finding]:
+    for side, wanted in rules.preference_slopes(step.whole.loss, micro.sums).items():
+        wrong = step.first_wrong("derivatives of losses, given the sums", micro.slopes[side], wanted)
+        if wrong is not None:
+            what = f"derivative of the loss of pair {micro.samples[wrong]} by its {side} log-probability"
+            yield step.finding(LOSS, Clue.SLOPES, what, micro.slopes[side][wrong], wanted[wrong])
+
+
+def _mean_loss(step: Step) -> Iterator[Finding]:
+    got, wanted, allowed = step.mean_loss(), step.expected.loss, step.whole.allowed
+    sizes = [
+        abs(float(values[sample, side].sum()))
+        for values in (step.expected.policy, step.expected.reference)
+        for sample in step.expected.samples
+        for side in SIDES
+    ]
+    margin = step.whole.loss.beta * sum(sizes) / len(step.expected.losses)
+    bound = step.drift * (allowed.loss + allowed.loss_of_sums * margin / (abs(wanted) or 1.0))
+    apart = abs(got - wanted) / (abs(wanted) or 1.0)
+    if step.whole.gauge.exceeds("loss", apart, bound):
+        yield step.finding(LOSS, Clue.POLICY, "loss of the train batch", got, wanted)

@@ -1,0 +1,87 @@
+"""The metrics stage: logged values, against the reference and given the run's values for each pair and token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlexp.curves.difference import OWN
+from rlexp.verify.compared import Step
+from rlexp.verify.findings import METRICS, Clue, Finding, whole_factor, worst_element
+from rlexp.verify.records import SIDES, joined
+from rlexp.verify.reference import rules
+
+
+def metrics(step: Step) -> Iterator[Finding]:
+    rel, absolute = (allowed * step.drift for allowed in step.whole.allowed.metric)
+    yield from _values(step)
+    given = counted(step)
+    for rank, row in enumerate(seen.row for seen in step.seen):
+        for name, wanted in step.expected.row.items():
+            if name not in row:
+                yield step.finding(METRICS, Clue.ABSENT, name, "is not logged", wanted)
+                continue
+            got = float(row[name])
+            clue = Clue.REDUCED if name in given or name.startswith("eval/") else Clue.POSITION
+            if name in given and step.first_wrong("metrics, given their parts", np.array([got]),
+                                               np.array([given[name]])) is not None:  # fmt: skip
+                note = f"on rank {rank}" + whole_factor(got, given[name])
+                yield step.finding(METRICS, clue, name, got, given[name], note)
+            scale = max(abs(got), abs(wanted))
+            apart = abs(got - wanted)
+            if step.whole.gauge.exceeds(name, apart / (scale or 1.0), math.inf) or apart > rel * scale + absolute:
+                note = f"on rank {rank}" + whole_factor(got, wanted)
+                yield step.finding(METRICS, clue, name, got, wanted, note)
+
+    yield from _layouts_own(step)
+
+
+def _values(step: Step) -> Iterator[Finding]:
+    for _, _, micro in step.micros():
+        wanted = rules.rewards(step.whole.loss, micro.sums)
+        for name, got in micro.values_P.items():
+            if name in wanted and (wrong := step.first_wrong(name, got, wanted[name])) is not None:
+                what = f"{name} of pair {micro.samples[wrong]}, given its log-probabilities"
+                yield step.finding(METRICS, Clue.VALUES, what, got[wrong], wanted[name][wrong])
+    for key, got in step.by_sequence("logits_t").items():
+        wanted_n = step.expected.logits[key]
+        apart = float((np.abs(got - wanted_n) / np.maximum(1.0, np.abs(wanted_n))).max())
+        if step.whole.gauge.exceeds("mean logit at a token", apart, step.whole.allowed.logp * step.drift):
+            what = f"mean logit at the worst token of pair {key[0]}, {key[1]}"
+            yield step.finding(METRICS, Clue.LOGITS, what, *worst_element(got, wanted_n))
+
+
+def _layouts_own(step: Step) -> Iterator[Finding]:
+    """Check the metrics that describe the layout itself, as far as they can be counted."""
+    seen = [step.micros for step in step.seen]
+    held = [sum(len(m.tokens_t) for m in micros if m.tokens_t is not None) for micros in seen]
+    for name, wanted in (
+        ("train/micro_batches", max(len(micros) for micros in seen)),
+        ("train/grad_acc", step.whole.cfg.train.grad_acc),
+        ("train/ring_tokens", max(held)),
+    ):
+        got = step.seen[0].row.get(name, wanted)
+        if got != wanted:
+            clue = Clue.REDUCED if name == "train/ring_tokens" else Clue.POSITION
+            yield step.finding(METRICS, clue, name, got, wanted)
+
+
+def counted(step: Step) -> dict[str, float]:
+    """The logged values of the batch, from the run's own values for each pair and token."""
+    micros = [micro for _, _, micro in step.micros()]
+    sums = {name: joined([m.sums[name] for m in micros if name in m.sums]) for name in micros[0].sums}
+    values = {name: joined([m.values_P[name] for m in micros]) for name in micros[0].values_P}
+    tokens = step.by_sequence("logits_t")
+    logits = {side: joined([v for (_, of), v in tokens.items() if of == side]) for side in SIDES}
+    real = sum(micro.real_tokens for trace in step.whole.traces for micro in trace.steps[step.place].micros)
+    losses = joined([m.losses_P for m in micros if m.losses_P is not None])
+    row = rules.logged(losses, sums, values, logits, real)
+    return {f"train/{name}": value for name, value in row.items()}
+
+
+def not_held(row: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """Logged values that nothing here recomputes, except those that describe the layout itself."""
+    return [name for name in row if name not in expected and not name.startswith(OWN)]

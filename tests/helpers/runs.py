@@ -1,0 +1,52 @@
+"""Read runs, sweeps and their processes from outside."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from tests.helpers import warm
+from tests.helpers.slurm.machine import below, processes, wait_until
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    """Return the whole lines of a curve; the last may be half written."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def steps_of(folder: Path) -> list[int]:
+    """Return the steps of a curve, as far as it is written."""
+    return [int(row["step"]) for row in rows_of(folder)] if (folder / "metrics.jsonl").exists() else []
+
+
+def run_json(folder: Path) -> dict:
+    return json.loads((folder / "run.json").read_text(encoding="utf-8"))
+
+
+def jobs_of(folder: Path) -> list[dict]:
+    """Return the jobs in a sweep's ledger."""
+    return json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["jobs"]
+
+
+def descendants(pid: int) -> list[int]:
+    """Return all processes below `pid`, without itself."""
+    return below(processes(), [pid])
+
+
+def gone(pids: Collection[int], within: float) -> bool:
+    return wait_until(lambda: not set(pids) & processes().keys(), within, every=0.1)
+
+
+def wait_for_steps(folder: Path, process: subprocess.Popen[str] | warm.Process, steps: int = 2) -> None:
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        path = folder / "run" / "metrics.jsonl"
+        if path.exists() and len(path.read_text().splitlines()) >= steps:
+            return
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.1)
+    raise AssertionError("no step within 240 s")

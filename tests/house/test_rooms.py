@@ -1,0 +1,114 @@
+"""The table in docs/imports.md and the code agree: what each module imports, one door to each package, no circle."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.imports import PACKAGE, PAGE, circles, imports_of, module_of, wrong_rows
+
+ONLY_HERE = {"deepspeed": "training/engine", "wandb": "training/sinks", "wandb_workspaces": "dashboard",
+             "trackio": "training/sinks", "vllm": "training/rollout", "transformers": "training/model",
+             "hydra": "config", "rich": "status"}  # fmt: skip
+# `verify` holds the product to transformers alone, so it goes round the product's own door to it.
+# Both commands that draw for the terminal use rich.
+BESIDE = {"hydra": {"launch", "run", "__main__"}, "transformers": {"verify"}, "rich": {"status/__main__", "data"},
+          "wandb": {"dashboard"}}  # fmt: skip
+
+
+# ---- the code as it is ----
+
+
+def test_the_table_says_what_each_module_imports() -> None:
+    assert wrong_rows(PACKAGE, PAGE) == []
+
+
+def test_no_file_and_no_module_imports_another_that_imports_it_back() -> None:
+    assert circles(PACKAGE) == []
+
+
+@pytest.mark.parametrize("package", ONLY_HERE)
+def test_a_package_has_one_door(package: str) -> None:
+    modules = {each.module for each in imports_of(PACKAGE) if each.to == package}
+    assert modules <= {ONLY_HERE[package]} | BESIDE.get(package, set())
+
+
+def test_functions_fit_a_screen() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"
+
+
+# ---- what is planted is found ----
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the code to plant things in."""
+    shutil.copytree(PACKAGE, tmp_path / "rlexp", ignore=shutil.ignore_patterns("__pycache__", "assets"))
+    shutil.copy(PAGE, tmp_path / "page.md")
+    return tmp_path
+
+
+def add(copy: Path, file: str, line: str) -> None:
+    path = copy / "rlexp" / file
+    path.write_text(path.read_text(encoding="utf-8") + f"\n{line}\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "circle"),
+    [
+        ("training/dataset/seam.py", "from rlexp.training.dataset.seam import Seam", None),  # itself: no circle
+        ("training/dataset/packing.py", "from rlexp.training.train.pair_task import PairTask", "dataset/packing.py"),
+        ("training/types.py", "def later():\n    import rlexp.training.ring.shard", "ring/shard.py"),
+        ("training/dataset/sampler.py", "if TYPE_CHECKING:\n    from rlexp.training.train import examples",
+         "train/examples.py"),
+        ("training/ring/layouts/zigzag.py", "import rlexp.training.ring.layouts", "layouts/__init__.py"),
+        ("launch/run_folder.py", "def later():\n    from rlexp.run import job", "run/job.py"),  # back up
+    ],
+)  # fmt: skip
+def test_a_planted_circle_is_found(copy: Path, file: str, line: str, circle: str | None) -> None:
+    add(copy, file, line)
+    found = circles(copy / "rlexp")
+    assert bool(found) == (circle is not None)
+    assert circle is None or any(circle in each for each in found)
+
+
+def test_a_planted_circle_of_modules_is_found(copy: Path) -> None:
+    """None of the files imports another back."""
+    (copy / "rlexp" / "training" / "train" / "leaf.py").write_text("", encoding="utf-8")
+    add(copy, "training/algos/kl.py", "from rlexp.training.train import leaf")
+    (found,) = circles(copy / "rlexp")
+    assert "training/train → training/algos" in found
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "name"),
+    [
+        ("training/algos/dpo.py", "import numpy", "numpy"),
+        ("launch/run_folder.py", "from rlexp.training.checkpoint.tensors import Reader", "checkpoint/tensors"),
+        ("training/engine/plain.py", "from rlexp.training.ring.layouts import get_layout", "ring/layouts"),
+        ("data/__main__.py", "import numpy", "numpy"),  # a command's row is its own, beside its module's
+    ],
+)
+def test_an_import_that_the_table_does_not_list_is_found(copy: Path, file: str, line: str, name: str) -> None:
+    add(copy, file, line)
+    (wrong,) = wrong_rows(copy / "rlexp", copy / "page.md")
+    assert wrong.startswith(f"{module_of(Path(file))}: the table says")
+    assert name in wrong
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [("| `rlexp/base/` |", "| `rlexp/base/` | numpy", "numpy"),
+     ("| `rlexp/base/` |", "| `rlexp/attic/` | numpy |\n| `rlexp/base/` |", "attic")],
+)  # fmt: skip
+def test_what_the_table_lists_and_no_module_imports_is_found(copy: Path, before: str, after: str, said: str) -> None:
+    page = copy / "page.md"
+    page.write_text(page.read_text(encoding="utf-8").replace(before, after, 1), encoding="utf-8")
+    (wrong,) = wrong_rows(copy / "rlexp", page)
+    assert said in wrong

@@ -1,0 +1,136 @@
+"""The search for the longest sequence finds it with few rehearsals, and for the rank that holds most."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlexp.config.schema import Config
+from rlexp.preflight import fit, predict
+from rlexp.preflight.children import at_once
+from rlexp.preflight.predict import GIB, Found, Prediction
+from rlexp.preflight.rehearsal.layers import shortened
+from rlexp.preflight.rehearsal.log import ACTIVATIONS, KINDS, OPTIMIZER, TEMPORARIES, Counts, Log, Pass
+from tests.preflight.test_rehearse import MODELS, alone, elsewhere
+
+ROOM = 76.6 * GIB  # of an h100
+CFG = elsewhere("parallel=ring8", "launch.nproc=8", "engine=zero1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What a run holds: always, at its optimizer step, and for each token."""
+
+    held: float
+    step: float
+    token: float
+
+    def at(self, tokens: int) -> Found:
+        nothing = dict.fromkeys(KINDS, 0)
+
+        def of(phase: str, **kinds: float) -> Pass:
+            return Pass(phase, nothing | {name: int(size) for name, size in kinds.items()}, nothing, Counts())
+
+        backward = of("backward", **{OPTIMIZER: self.held, ACTIVATIONS: self.token * tokens})
+        optimizer = of("optimizer", **{OPTIMIZER: self.held, TEMPORARIES: self.step})
+        return Found(Prediction([backward, optimizer], 32, 8), None, Log("cuda"))
+
+    @property
+    def longest(self) -> float:
+        return (ROOM - self.held) / self.token
+
+
+RUNS = {
+    "the peak grows from the start": Memory(40 * GIB, 0, 200_000),
+    "and leaves little room": Memory(74 * GIB, 0, 200_000),
+    "and has hardly anything before": Memory(2 * GIB, 0, 40_000),
+    "the optimizer's step is the peak of short sequences": Memory(40 * GIB, 20 * GIB, 200_000),
+    "and of long ones": Memory(20 * GIB, 50 * GIB, 20_000),
+    "nearly up to the limit": Memory(30 * GIB, 46 * GIB, 200_000),
+}
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[fit.Longest, list[int]]]:
+    def searched(memory: Memory, start: int, slope: float) -> tuple[fit.Longest, list[int]]:
+        tried: list[int] = []
+
+        def again(cfg: Config, *_: Any) -> Any:
+            tried.append(cfg.data.max_length)
+            yield []
+            return memory.at(cfg.data.max_length)
+
+        monkeypatch.setattr(fit, "predict_again", again)
+        ((_, longest),) = at_once([fit.predict_and_fit(fit.with_length(CFG, start), None, slope, memory.at(start))], 1)
+        return longest, tried
+
+    return searched
+
+
+@pytest.mark.parametrize("told", [0.0, 0.3, 1.0, 4.0], ids="{:g} of the slope is told".format)
+@pytest.mark.parametrize("start", [512, 2048, 131072])
+@pytest.mark.parametrize("name", RUNS)
+def test_the_longest_is_found(search: Any, name: str, start: int, told: float) -> None:
+    memory = RUNS[name]
+    longest, tried = search(memory, start, told * memory.token)
+    step = fit.STEP * CFG.parallel.ring_size
+    assert memory.at(longest.tokens).prediction.peak.bytes <= ROOM
+    assert longest.exact, tried
+    assert longest.peak >= fit.CLOSE * ROOM or memory.longest - longest.tokens <= step
+    assert len(tried) <= fit.TRIES
+
+
+def test_the_longest_fits_on_the_rank_that_is_fuller_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ZeRO-1 the last rank holds most of short sequences here, and the last but one of long ones."""
+    ranks = {7: Memory(50 * GIB, 0, 20_000), 6: Memory(49 * GIB, 0, 25_000), 0: Memory(40 * GIB, 0, 20_000)}
+
+    def predicted(cfg: Config, _model: Any, rank: int, *_: Any) -> Any:
+        yield []
+        found = ranks[rank].at(cfg.data.max_length)
+        return dataclasses.replace(found, prediction=dataclasses.replace(found.prediction, rank=rank))
+
+    monkeypatch.setattr(predict, "predict", predicted)
+    start = fit.with_length(CFG, 8192)
+    asked = dataclasses.replace(ranks[7].at(8192), prediction=dataclasses.replace(ranks[7].at(8192).prediction, rank=7))
+    ((_, longest),) = at_once([fit.predict_and_fit(start, None, 0.0, asked)], 1)
+    least = min(memory.longest for memory in ranks.values())
+    assert least == ranks[6].longest
+    assert longest.tokens <= least
+    assert ranks[6].at(longest.tokens).prediction.peak.bytes >= fit.CLOSE * ROOM
+
+
+def by_rank(cfg: Config) -> tuple[list[int], int, int]:
+    """Return each rank's peak for two layers of a model, and the peak that is predicted of a run, with its rank."""
+    from rlexp.training.model.loading import load_config
+
+    model = shortened(load_config(cfg.model, cfg.data.max_length), 2)
+    *each, shown = at_once([predict.predict(cfg, model, rank) for rank in (*range(cfg.parallel.world_size), None)], 2)
+    return [found.prediction.peak.bytes for found in each], shown.prediction.peak.bytes, shown.prediction.rank
+
+
+def test_the_rank_that_holds_most_is_shown() -> None:
+    """With ZeRO-2 each has other parameters. Here the last but one holds most: 8 % more than rank 0."""
+    shape = ("model=hf", f"model.path={MODELS / 'llama_8b'}", "memory.checkpointing=true", "data.max_length=4096")
+    held, peak, rank = alone(by_rank, elsewhere(*shape, "engine=zero2", "parallel=ring2", "launch.nproc=4"))
+    assert max(held) > 1.07 * held[0]
+    assert (peak, rank) == (max(held), held.index(max(held))) == (held[2], 2)
+
+
+def test_no_length_fits_where_none_does(search: Any) -> None:
+    longest, _ = search(Memory(80 * GIB, 0, 100_000), 4096, 0.0)
+    assert (longest.tokens, longest.exact) == (0, True)
+
+
+def test_no_length_is_tried_that_is_far_longer_than_what_is_known() -> None:
+    """While the peak is elsewhere than where sequences count, a line through what is known leads to any length."""
+    step, longest = fit.STEP, fit.LONGEST
+
+    def after(*known: int) -> int:
+        return fit.Search(1 << 40, step, {length: {"step": 1000 + n} for n, length in enumerate(known)}).guess(0.0)
+
+    assert after(step, 2 * step) == 2 * fit.LEAP * step
+    assert after(step // 2) == fit.LEAP * step // 2
+    assert after(longest // 4, longest // 2) == longest

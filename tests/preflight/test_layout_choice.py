@@ -1,0 +1,126 @@
+"""`parallel.layout=auto`: its choice and the reason it prints, and how a model's heads are known before it loads."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlexp.config.checks.layout import Choice, Heads, candidates, choose, copied, heads_of
+from rlexp.config.load import compose_config
+from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, Precision, TinyModelConfig
+from rlexp.config.sizes import divisors
+from rlexp.training.ring.layouts import ulysses
+from tests.preflight.test_rehearse import alone
+
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+
+
+LLAMA = Heads(32, 8, 128)
+
+
+def on_gpus(ring: int, length: int, nodes: int, layout: str = "auto", *words: str) -> Config:
+    """Return the configuration of a run on a cluster; choosing needs none."""
+    cfg = compose_config(["launch.device=cpu", f"parallel.ring_size={ring}", f"data.max_length={length}",
+                          f"parallel.layout={layout}", "hardware=h100", *words])  # fmt: skip
+    cfg.launch.device, cfg.train.precision, cfg.launch.nodes = Device.cuda, Precision.bf16, nodes
+    return cfg
+
+
+def fastest_of(*asked: tuple[Config, Heads]) -> list[Choice]:
+    from rlexp.preflight.fastest_layout import fastest
+
+    return [fastest(cfg, heads) for cfg, heads in asked]
+
+
+def test_auto_takes_the_layout_whose_rehearsal_is_fastest() -> None:
+    """The layouts' own code is counted: bytes, launches, and what computing hides."""
+    slow_links = on_gpus(8, 131072, 1, "auto", "hardware.link_gb_s=20")
+    near, two_nodes, unshared, slow = alone(
+        fastest_of,
+        (on_gpus(8, 8192, 1), LLAMA),
+        (on_gpus(16, 16384, 2), LLAMA),
+        (on_gpus(8, 2048, 1), Heads(27, 3, 64)),
+        (slow_links, LLAMA),
+    )
+    assert near.layout is LayoutName.ulysses, "links are fast, and there is nothing to merge"
+    assert (two_nodes.layout, two_nodes.ulysses_size) == (LayoutName.hybrid, 8), "heads inside a node, zigzag between"
+    assert unshared.layout is LayoutName.zigzag, "27 heads are not shared out among 8 ranks"
+    assert slow.layout in (LayoutName.zigzag, LayoutName.allgather), "an exchange is hidden by no computing"
+    for choice in (near, two_nodes, unshared, slow):
+        times = [float(each) for each in re.findall(r" (\d+\.\d\d)(?:,|$)", choice.reason or "")]
+        assert times == sorted(times)
+        assert f"rehearsed: {choice.name} 1.00" in (choice.reason or "")
+
+
+@pytest.mark.parametrize(("ring", "heads"), [(1, LLAMA), (8, None)])
+def test_without_a_choice_there_is_nothing_to_rehearse(ring: int, heads: Heads | None) -> None:
+    (only,) = candidates(on_gpus(ring, 8192, 1), heads)
+    assert only.layout is LayoutName.zigzag
+    assert only.reason
+
+
+def test_a_layout_that_was_named_has_no_reason() -> None:
+    assert choose(on_gpus(8, 8192, 1, "ulysses"), Heads(32, 8, 128)) == Choice(LayoutName.ulysses, 8)
+    assert choose(on_gpus(8, 8192, 1, "contiguous"), None) == Choice(LayoutName.contiguous, 1)
+
+
+@pytest.mark.parametrize(
+    ("described", "heads"),
+    [
+        ({"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}, Heads(32, 8, 128)),
+        ({"num_attention_heads": 16, "hidden_size": 1024}, Heads(16, 16, 64)),
+        ({"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 2048, "head_dim": 256}, Heads(8, 4, 256)),
+        ({"n_head": 12, "n_embd": 768}, Heads(12, 12, 64)),
+        ({"num_heads": 16, "hidden_size": 2048}, Heads(16, 16, 128)),  # GPT-Neo
+        ({"n_heads": 16, "d_model": 2048}, Heads(16, 16, 128)),  # MPT
+        ({"num_attention_heads": 8, "head_dim": 256, "global_head_dim": 512}, Heads(8, 8, 512)),
+        ({"num_attention_heads": 8, "head_dim": 64, "per_layer_config": {"5": {"head_dim": 128}}}, Heads(8, 8, 128)),
+        ({"text_config": {"num_attention_heads": 4, "hidden_size": 64}, "hidden_size": 9}, Heads(4, 4, 16)),
+        ({"d_model": 5}, None),
+        ([], None),
+    ],
+)
+def test_heads_are_read_from_the_models_description(described, heads, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    assert heads_of(HFModelConfig(name="hf", path=str(tmp_path))) == heads
+    assert heads_of(HFModelConfig(name="hf", path="some/model-of-the-hub")) is None
+    assert heads_of(TinyModelConfig(name="tiny")) == Heads(8, 2, 8)
+
+
+def test_heads_of_a_folder_are_refused_before_a_process_starts(rlexp: Shell, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"num_attention_heads": 6, "hidden_size": 48}', encoding="utf-8")
+    answer = rlexp("launch.device=cpu", "parallel=ring4", "parallel.layout=ulysses", "model=hf", "model.path=model")
+    assert answer.returncode == 1
+    assert answer.stderr == (
+        "rlexp: parallel.layout=ulysses: the model has 6 heads, which 4 ranks cannot share out evenly. Use "
+        "parallel.layout=hybrid parallel.ulysses_size=2, or parallel.layout=auto.\n"
+    )
+
+
+def test_a_run_says_which_layout_it_takes_and_why(rlexp: Shell, tmp_path: Path) -> None:
+    shown = rlexp("launch.device=cpu", "parallel=ring2", "parallel.layout=auto", "logger=none", "train.max_steps=1")
+    assert shown.returncode == 0, shown.stderr
+    why = r"layout \1: 8 heads, 2 of keys, 512 tokens, one node; rehearsed: \1 1\.00, "
+    said = rf"ring of 2 \((\w+), cpu_flash\).*\n  {why}"
+    taken = re.search(said, shown.stderr)
+    assert taken, shown.stderr
+    (config,) = tmp_path.glob("runs/*/config.yaml")
+    recorded = yaml.safe_load(config.read_text(encoding="utf-8"))["parallel"]
+    assert recorded["layout"] == taken.group(1), "every rank reads the choice from the run's configuration"
+    assert f"rehearsed: {taken.group(1)} 1.00" in recorded["chosen"]
+
+
+def test_the_heads_of_keys_that_ulysses_sends_are_counted_without_torch() -> None:
+    """A key/value head that several ranks need is sent to each. The configuration has no torch, so it counts itself."""
+    for heads in range(1, 49):
+        for keys in divisors(heads):
+            for ranks in divisors(heads):
+                sent = keys * ulysses.Heads(heads, keys, ranks).copies
+                assert copied(Heads(heads, keys, 1), ranks) == sent, (heads, keys, ranks)

@@ -1,0 +1,81 @@
+"""`python -m rlexp.preflight`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.paths import FILES
+
+MODELS = FILES / "models"
+LLAMA = ("model=hf", f"model.path={MODELS / 'llama_8b'}", "hardware=h100", "launch.nproc=8")
+GRPO = ("loss=grpo", "data=arithmetic", "reward.rule=arithmetic")
+TIMEOUT = 300
+
+
+def preflight(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlexp.preflight", *words], capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_an_8b_model_on_a_ring_of_8(tmp_path: Path) -> None:
+    """With ZeRO-1 a rank holds the whole gradient, and it does not fit; the change that is named does."""
+    file = tmp_path / "answer.json"
+    asked = (*LLAMA, "parallel=ring8", "engine=zero1", "data.max_length=16384")
+    told = preflight(*asked, "--json", str(file), code=1)
+    answer = json.loads(file.read_text(encoding="utf-8"))
+    assert not answer["fits"]
+    assert answer["peak_gib"] > answer["room_gib"]
+    assert f"cheapest change that fits: {answer['remedy']}" in told.stdout
+    assert answer["sharding"]["share"] == pytest.approx(1 / 8, rel=0.01)
+    assert answer["sharding"]["whole"] == {}
+    micro_batches = [place for place in answer["step"]["host_waits"] if "ring/" in place or "model/" in place]
+    assert micro_batches == []
+    again = preflight(*asked, answer["remedy"])
+    assert "\nfits: " in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("hardware=h900",), "hardware=h900: no such option"),
+        ((), "hardware=auto: no GPU is visible here"),
+        (
+            ("hardware=h100", "launch.nproc=16", "parallel.ring_size=16"),
+            "launch.nproc=16: a node of hardware=h100 has 8 GPUs",
+        ),
+        (("hardware=h100", "launch.nproc=8", "parallel.ring_size=16"), "parallel.ring_size=16"),
+        (
+            ("hardware=h100", *GRPO, "rollout.engine=vllm"),
+            "predict rollout.engine=native rollout.micro_batch_size=1 hardware.reserve_gib=",
+        ),
+        (
+            ("hardware=h100", "launch.nproc=2", *GRPO, "rollout=pipelined"),
+            "rollout.mode=pipelined: cannot be rehearsed",
+        ),
+        (("hardware=h100", "launch.device=cpu"), "launch.device=cpu: preflight predicts runs on GPUs"),
+        (("hardware=h100", "hardware.memory_gib=0"), "hardware.memory_gib=0: a prediction needs it"),
+        (("--jsn", "x"), "unrecognized arguments: --jsn"),
+    ],
+)
+def test_wrong_input_gets_one_message(words: tuple[str, ...], said: str) -> None:
+    told = preflight(*words, code=1)
+    assert told.stdout == ""
+    assert said in told.stderr
+    assert told.stderr.startswith("rlexp: ")
+    assert told.stderr.count("\n") == 1
+
+
+def test_a_config_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"not": "a model"}', encoding="utf-8")
+    told = preflight("model=hf", f"model.path={tmp_path}", "hardware=h100", "launch.nproc=8", code=1)
+    assert told.stderr.startswith(f"rlexp: model.path={tmp_path}: no causal model can be loaded")

@@ -1,0 +1,148 @@
+"""A run that draws its own samples stops, within a rollout or after it, and continues its curve on another layout."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.curves import Curve, excesses
+from bench.layouts import ROLLOUT
+from bench.resume import FLOAT64, Where, curve_of, run
+from rlexp.base.errors import CheckpointError
+from rlexp.curves.metrics_jsonl import read_rows
+from rlexp.launch import rank_progress
+from rlexp.training.checkpoint import folder as checkpoint
+from tests.helpers import warm
+from tests.helpers.runs import descendants, gone
+
+STEPS = 7
+EACH = 4  # steps of a rollout: 2 epochs × 2 train batches
+RUN = (*ROLLOUT, "loss.kl_target=0.05", "loss.kl_horizon=40")  # the controller's coefficient is part of the state
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    """Run to the end in one process, without a stop."""
+    curve = curve_of(run(FLOAT64[0], tmp_path_factory.mktemp("straight"), *RUN))
+    coefficients = [row["train/objective/kl_coef"] for row in curve.rows if "train/objective/kl_coef" in row]
+    assert len(set(coefficients)) == 2  # the coefficient moves
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "stop"),
+    [
+        (Where("torch", 2, 1, "fp64"), Where("fsdp2", 2, 2, "fp64"), 3),
+        (Where("fsdp2", 2, 2, "fp64"), Where("torch", 1, 1, "fp64"), 4),
+    ],
+    ids=["between mini-batches", "after a rollout's last step"],
+)
+def test_the_curve_goes_on(straight: Curve, tmp_path: Path, one: Where, other: Where, stop: int) -> None:
+    begun = run(one, tmp_path / "run", *RUN, f"train.stop_after={stop}")
+    last = checkpoint.latest_first(begun)[0]
+    kept = sorted(path.name for path in last.glob("rollout-*"))
+    ranks = one.ring_size * one.replicas
+    expected = [f"rollout-now-{rank:05d}-of-{ranks:05d}.npz" for rank in range(ranks)] if stop % EACH else []
+    assert kept == expected
+    assert {name for name in checkpoint.check_sizes(last)["files"] if name.startswith("rollout")} == set(expected)
+    curve = curve_of(run(other, begun, *RUN))
+    assert [row["step"] for row in curve.rows] == list(range(1, STEPS + 1))
+    assert excesses(straight, curve) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [1, 2, 5, 6])
+def test_a_stop_after_the_other_steps(straight: Curve, tmp_path: Path, stop: int) -> None:
+    one, other = FLOAT64[stop % len(FLOAT64)], FLOAT64[(2 * stop + 1) % len(FLOAT64)]
+    begun = run(one, tmp_path / "run", *RUN, f"train.stop_after={stop}")
+    assert excesses(straight, curve_of(run(other, begun, *RUN))) == []
+
+
+@pytest.mark.slow
+def test_a_stop_after_every_step(straight: Curve, tmp_path: Path) -> None:
+    """Each step runs on another layout, so samples move between ranks again and again."""
+    for where in itertools.islice(itertools.cycle(FLOAT64), STEPS):
+        run(where, tmp_path / "run", *RUN, "train.stop_after=1")
+    assert excesses(straight, curve_of(tmp_path / "run")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "reinforce_pp"])
+def test_other_algorithms_go_on_too(tmp_path: Path, loss: str) -> None:
+    """Algorithms without a critic; samples that do not count still do not count afterwards."""
+    args = (*RUN, f"loss={loss}", "loss.filter=true", "rollout.overlong=mask", "train.max_steps=4")
+    straight = curve_of(run(FLOAT64[0], tmp_path / "straight", *args))
+    begun = run(Where("torch", 2, 1, "fp64"), tmp_path / "run", *args, "train.stop_after=1")
+    assert excesses(straight, curve_of(run(Where("torch", 1, 2, "fp64"), begun, *args))) == []
+
+
+def test_damage_to_the_samples_is_refused(tmp_path: Path) -> None:
+    where = Where("torch", 2, 1, "fp64")
+    begun = run(where, tmp_path / "run", *RUN, "train.stop_after=2", "checkpoint.save_every=1")
+    last, before = checkpoint.latest_first(begun)
+    samples = last / "rollout-now-00001-of-00002.npz"
+    whole = samples.read_bytes()
+    samples.write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
+    manifest = checkpoint.check_sizes(last)
+    with pytest.raises(CheckpointError, match=samples.name):
+        checkpoint.check_contents(last, [samples.name], manifest)
+    samples.unlink()
+    with pytest.raises(CheckpointError, match=samples.name):
+        checkpoint.check_sizes(last)
+    run(where, begun, *RUN, "train.max_steps=3")  # from the previous checkpoint, whose samples are intact
+    assert [row["step"] for row in read_rows(begun / "metrics.jsonl")] == [1, 2, 3]
+    assert checkpoint.step_of(before) == 1
+
+
+def test_samples_are_no_pickle_and_stand_in_the_position(tmp_path: Path) -> None:
+    begun = run(Where("torch", 1, 1, "fp64"), tmp_path / "run", *RUN, "train.stop_after=1")
+    last = checkpoint.latest_first(begun)[0]
+    position = json.loads((last / "position.json").read_text())["rollouts"]
+    assert position["number"] == 0
+    assert position["kl_coef"] != position["beta"]  # the coefficient of this rollout, and of the next one
+    with np.load(last / "rollout-now-00000-of-00001.npz", allow_pickle=False) as file:
+        assert sorted(file["place"].tolist()) == list(range(16))
+        assert {"advantages", "returns", "old", "values", "reference", "behaviour"} <= set(file.files)
+        assert file["old"].dtype == np.float64
+
+
+# ---- killed while it samples ----
+
+
+def overrides(*args: str) -> list[str]:
+    quick = ("hydra.run.dir=run", "launch.device=cpu", "logger=none", "engine=torch", "train.precision=fp64")
+    saving = ("checkpoint.save_every=1", "checkpoint.export=false", "train.max_steps=5", "data.max_length=280")
+    return [*RUN, *quick, *saving, *LONG, *args]
+
+
+LONG = ("rollout.max_new_tokens=80", "rollout.stop=[]", "train.eval_every=null")  # a rollout takes a while
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
+def test_a_kill_while_sampling_loses_nothing(tmp_path: Path, victim: str) -> None:
+    """The kill comes in the second rollout, after four steps; the same command continues on another layout."""
+    process = warm.start("rlexp", overrides("parallel=ring2", "launch.nproc=4"), tmp_path)
+    deadline = time.monotonic() + 200
+    while not any(line["phase"] == "rollout" and line["step"] == 5 for line in rank_progress.read(tmp_path / "run")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    everyone = [process.pid, *descendants(process.pid)]
+    servers = [pid for pid in descendants(process.pid) if descendants(pid)]
+    os.kill(process.pid if victim == "launcher" else descendants(servers[0])[1], signal.SIGKILL)
+    process.wait(timeout=30)
+    assert gone(everyone, within=15)
+    assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) == 4
+    for folder, layout in (("run", ("parallel=ring1", "launch.nproc=2")), ("straight", ())):
+        answer = warm.run("rlexp", overrides(*layout, f"hydra.run.dir={folder}"), tmp_path, timeout=300)
+        assert answer.returncode == 0, answer.stderr
+        assert ("goes on from" in answer.stderr) == (folder == "run")
+    assert excesses(curve_of(tmp_path / "straight"), curve_of(tmp_path / "run")) == []

@@ -1,0 +1,254 @@
+"""Rows, tokens, the global sampler, packing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlexp.base.errors import ConfigError, DataError
+from rlexp.config.schema import HFModelConfig, TinyModelConfig
+from rlexp.config.schema.data import TooLong
+from rlexp.training.dataset import arithmetic, synthetic
+from rlexp.training.dataset.packing import pack_pairs
+from rlexp.training.dataset.sampler import Sampler, total_steps
+from rlexp.training.dataset.tokens import Encoder, Example, Refused, RowTokenizer, counted, truncated, typed
+from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
+from rlexp.training.types import Kind, Pair, Row
+
+
+def test_synthetic_pairs_are_seeded_and_the_splits_differ() -> None:
+    train, again = synthetic.generate(50, 3, "train"), synthetic.generate(50, 3, "train")
+    assert train == again
+    assert train != synthetic.generate(50, 4, "train")
+    held_out = {row.prompt + row.answers[0] for row in synthetic.generate(50, 3, "eval")}
+    assert not held_out & {row.prompt + row.answers[0] for row in train}
+
+
+def row(prompt, chosen: str, rejected: str) -> Row:
+    return Row(prompt, (chosen, rejected), "here:1")
+
+
+def encoded(
+    kind: Kind, tokenizer: Any, rows: Sequence[Row], longest: int, too_long: TooLong = TooLong.error, room: int = 0
+) -> tuple[list[Any], Counter[str]]:
+    """Return the examples, numbered, and the counts of what was not taken as it was read."""
+    outcomes = Encoder(RowTokenizer(tokenizer), longest, too_long, room).encode(rows)
+    for each in outcomes:
+        if isinstance(each, Refused):
+            raise DataError(each.said)
+    kept = [each for each in outcomes if isinstance(each, Example)]
+    return [typed(kind, index, each) for index, each in enumerate(kept)], counted(outcomes)
+
+
+def pairs_of(tokenizer: Any, rows: Sequence[Row], longest: int = 100, too_long: TooLong = TooLong.error) -> list[Pair]:
+    return encoded(Kind.pairs, tokenizer, rows, longest, too_long)[0]
+
+
+def test_byte_tokenizer_round_trips_every_byte() -> None:
+    tokenizer = byte_tokenizer()
+    text = "".join(chr(code) for code in range(1, 300)) + "日本 🙂\n"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_answers_end_and_messages_without_a_template_are_paragraphs() -> None:
+    tokenizer = byte_tokenizer()
+    messages = [{"role": "user", "content": "Hi"}]
+    (pair,) = pairs_of(tokenizer, [row(messages, "a", "b")])
+    assert tokenizer.decode(pair.prompt) == "User: Hi\n\nAssistant: "
+    assert pair.chosen.tolist() == [*tokenizer("a")["input_ids"], tokenizer.eos_token_id]
+
+
+def test_too_long_and_identical_pairs_follow_the_policy() -> None:
+    rows = [row("p" * 30, "same", "same"), row("p" * 30, "yes", "no"), row("p" * 300, "yes", "no"),
+            row("p", "a" * 400, "a" * 400 + "b")]  # fmt: skip
+    tokenizer = byte_tokenizer()
+    with pytest.raises(DataError, match=r"here:1: 304 tokens, and data.max_length=100.*truncate"):
+        pairs_of(tokenizer, rows)
+    kept, dropped = encoded(Kind.pairs, tokenizer, rows, 100, TooLong.drop)
+    assert len(kept) == 1
+    assert dropped == {"longer than data.max_length": 2, "chosen and rejected are the same": 1}
+    cut, counts = encoded(Kind.pairs, tokenizer, rows, 100, TooLong.truncate)
+    assert [pair.longest() for pair in cut] == [34, 100]  # the last became identical by its truncation
+    assert tokenizer.decode(cut[1].prompt) == "p" * 96
+    assert counts == {"kept, but truncated": 1, "chosen and rejected are the same": 2}
+    assert tokenizer.decode(cut[1].chosen) == "yes<eos>"
+
+
+def test_truncation_keeps_the_end_of_the_prompt_and_its_beginning_token() -> None:
+    prompt = np.array([1, *range(10, 30)], dtype=np.int32)
+    answers = np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)
+    mask = np.array([True, False, False, True, True])
+    whole = Example(row("", "", ""), prompt, answers, (mask, None))
+    assert truncated(whole, 12).prompt.tolist() == list(range(23, 30))
+    assert truncated(whole, 12, bos_id=1).prompt.tolist() == [1, *range(24, 30)]
+    short = truncated(whole, 4, bos_id=1)
+    assert short.prompt.tolist() == [1]
+    assert [answer.tolist() for answer in short.answers] == [[0, 1, 2], [0, 1, 2]]
+    assert short.masks[0].tolist() == [True, False, False]
+    assert short.masks[1] is None
+
+
+def test_an_end_token_within_an_answer_does_not_end_it() -> None:
+    tokenizer = byte_tokenizer()
+    chosen = pairs_of(tokenizer, [row("a", "one<eos>two three", "b")])[0].chosen
+    assert chosen.tolist().count(tokenizer.eos_token_id) == 2
+    assert chosen[-1] == tokenizer.eos_token_id
+
+
+def test_a_template_that_refuses_a_row_is_named() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"here:1: field `prompt`: the tokenizer's chat template raises: roles must"):
+        pairs_of(tokenizer, [row("a", "b", "c")])
+
+
+def test_the_chat_template_of_a_real_tokenizer(shared: Path) -> None:
+    tokenizer = load_tokenizer(HFModelConfig(path=str(shared / "models" / "smollm2-tokenizer")))
+    (pair,) = pairs_of(tokenizer, [row("Hello", "Good day.", "Hm.")])
+    assert tokenizer.decode(pair.prompt).endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(pair.chosen) == "Good day.<|im_end|>\n"  # its own end of turn, and no second one
+
+
+def test_the_sampler_is_a_permutation_by_seed_and_epoch() -> None:
+    sampler = Sampler(size=21, batch_size=4, seed=5)
+    assert sampler.steps_per_epoch == 5
+    epochs = [[i for step in range(1 + 5 * e, 6 + 5 * e) for i in sampler.batch(step).indices] for e in range(3)]
+    for epoch in epochs:
+        assert len(set(epoch)) == 20
+        assert set(epoch) <= set(range(21))
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert Sampler(21, 4, seed=5).batch(7) == sampler.batch(7)
+    assert Sampler(21, 4, seed=6).batch(7) != sampler.batch(7)
+    assert Sampler(21, 4, shuffle=False).batch(7).indices == (4, 5, 6, 7)
+
+
+@given(st.integers(8, 60), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.booleans())
+def test_every_layout_consumes_the_same_samples_in_the_same_steps(size, dp_size, micro, drop_last) -> None:
+    """Rule 1, with data sets whose size is no multiple of the batch, over three epochs."""
+    sampler = Sampler(size, batch_size=8, seed=1, drop_last=drop_last)
+    steps = total_steps(sampler.steps_per_epoch, None, 3)
+    assert steps == 3 * (size // 8 if drop_last else -(-size // 8))
+    for batch in sampler.batches(1, steps):
+        shares = [batch.micro_batches(replica, dp_size, micro) for replica in range(dp_size)]
+        assert len({len(share) for share in shares}) == 1, "a replica with fewer passes would hang the others"
+        flat = [index for share in shares for micro_batch in share for index in micro_batch]
+        assert flat == list(batch.indices)
+        assert len(batch.indices) == 8 or (not drop_last and batch.step % sampler.steps_per_epoch == 0)
+
+
+def test_less_data_than_a_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train.batch_size=8: the data set has 5 pairs.*drop_last=false"):
+        Sampler(5, 8)
+    assert Sampler(5, 8, drop_last=False).batch(1).indices
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "epochs", "expected"),
+    [(None, None, 10), (None, 3, 30), (7, None, 7), (25, 2, 20), (25, None, 25)],
+)
+def test_steps_and_epochs_both_bound_a_run(max_steps, epochs, expected) -> None:
+    assert total_steps(10, max_steps, epochs) == expected
+
+
+def test_a_pack_is_a_forest_of_roots_with_shifted_targets() -> None:
+    pairs = pairs_of(byte_tokenizer(), [row("ab", "xyz", "w"), row("c", "d", "ef")])
+    pack = pack_pairs(pairs, 8)
+    assert [(s.length, s.padded, s.parent) for s in pack.segments] == [
+        (6, 6, None),
+        (4, 4, None),
+        (3, 3, None),
+        (4, 11, None),  # the pack is padded as a whole
+    ]
+    assert pack.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, *[0] * 7]
+    assert pack.sequence_T.tolist()[:7] == [-1, 0, 0, 0, 0, -1, -1]
+    assert pack.sequence_T.tolist()[-8:] == [-1] * 8
+    assert pack.targets_T[1:5].tolist() == pairs[0].chosen.tolist()
+    assert [s.padded for s in pack_pairs(pairs, 8, packing=False).segments] == [6, 6, 6, 6]
+    assert [s.padded for s in pack_pairs(pairs, 16, packing=False).segments] == [6, 6, 6, 14]
+    assert [s.padded for s in pack_pairs(pairs, 1, packing=False).segments] == [6, 6, 6, 6]
+    assert pack.real_tokens == 17
+
+
+def test_each_answer_of_a_pack_has_its_own_mask() -> None:
+    prompt, chosen, rejected = (np.arange(3, 3 + n, dtype=np.int32) for n in (2, 4, 3))
+    ours, theirs = np.array([False, True, True, False]), np.array([True, False, True])
+    pack = pack_pairs([Pair(0, prompt, chosen, rejected, "", ours, theirs), Pair(1, prompt, chosen, rejected, "")], 1)
+    marks = pack.sequence_T.tolist()
+    assert marks[:6] == [-1, -1, 0, 0, -1, -1]  # the place before a trained token predicts it
+    assert marks[6:11] == [-1, 1, -1, 1, -1]
+    assert marks[11:17] == [-1, 2, 2, 2, 2, -1]
+    assert marks[17:] == [-1, 3, 3, 3, -1]
+
+
+def test_an_empty_micro_batch_is_padding_alone() -> None:
+    pack = pack_pairs([], 16)
+    assert pack.sequences == 0
+    assert pack.real_tokens == 0
+    assert len(pack.tokens_T) == 16
+    assert torch.equal(pack.sequence_T, torch.full((16,), -1))
+
+
+def test_a_prompt_is_tokenized_as_it_is_in_a_pair() -> None:
+    messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}]
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    for prompt in ("Hi.", messages):
+        for chat_template in (None, template):
+            tokenizer = byte_tokenizer()
+            tokenizer.chat_template = chat_template
+            (pair,) = pairs_of(tokenizer, [row(prompt, "a", "b")])
+            rows = [Row(prompt, (), "here:1", expected="7")]
+            (asked,), _ = encoded(Kind.prompts, tokenizer, rows, 100)
+            assert asked.tokens.tolist() == pair.prompt.tolist()
+            text = prompt if prompt == "Hi." else "User: Hi.\n\nAssistant: Yes?\n\nAssistant: "
+            assert (asked.text, asked.answer) == (text, "7")
+
+
+def test_a_prompt_longer_than_the_answer_leaves_room_for() -> None:
+    tokenizer = byte_tokenizer()
+    rows = [Row("p" * n, (), f"here:{n}") for n in (5, 12, 10)]
+    with pytest.raises(
+        DataError, match=r"here:12: the prompt has 12 tokens, and data.max_length − rollout.max_new_tok"
+    ):
+        encoded(Kind.prompts, tokenizer, rows, 14, room=4)
+    kept, dropped = encoded(Kind.prompts, tokenizer, rows, 14, TooLong.drop, room=4)
+    assert [len(prompt.tokens) for prompt in kept] == [5, 10]
+    assert dropped == {"longer than data.max_length − rollout.max_new_tokens": 1}
+    assert [prompt.index for prompt in kept] == [0, 1]
+    long = [Row("<bos>" + "a" * 9 + "b" * 4, (), "here")]
+    (cut,), counts = encoded(Kind.prompts, tokenizer, long, 14, TooLong.truncate, room=4)
+    assert tokenizer.decode(cut.tokens) == "<bos>" + "a" * 5 + "b" * 4
+    assert counts == {"kept, but truncated": 1}
+    with pytest.raises(DataError, match="here: field `prompt` has no tokens"):
+        encoded(Kind.prompts, tokenizer, [Row("", (), "here")], 14, room=4)
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+def test_generated_sums_come_to_their_answers(digits: int) -> None:
+    rows = arithmetic.generate(50, 3, "train", digits)
+    assert rows == arithmetic.generate(50, 3, "train", digits)
+    assert rows[:20] != arithmetic.generate(20, 3, "eval", digits)
+    for row in rows:
+        one, plus, other, equals = str(row.prompt).split(" ")
+        assert (plus, equals, int(row.expected or "")) == ("+", "=", int(one) + int(other))
+        assert max(len(one), len(other)) <= digits
+
+
+def test_generated_prompts_are_those_of_the_pairs() -> None:
+    pairs = synthetic.generate(5, 1, "train")
+    assert synthetic.generate_prompts(5, 1, "train") == [Row(pair.prompt, (), pair.origin) for pair in pairs]
+
+
+def test_tiny_has_the_tokenizer_it_says() -> None:
+    assert len(load_tokenizer(TinyModelConfig())) == 259
+    assert np.array_equal(byte_tokenizer()("é")["input_ids"], load_tokenizer(TinyModelConfig())("é")["input_ids"])

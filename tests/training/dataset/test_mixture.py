@@ -1,0 +1,151 @@
+"""Several sources in one order, and held-out rows: the same on every layout, every row before any again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlexp.training.dataset.mixture import Mixture
+from rlexp.training.dataset.sampler import Sampler
+from rlexp.training.dataset.views import Joined, Places, drawn
+from rlexp.training.model.loading import byte_tokenizer
+from tests.training.dataset.test_rows import cache, read, write_lines
+
+__all__ = ["cache"]  # a fixture of every test here too
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0.1, 0.5, 1.0, 2.0, 3.0])), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_weights_are_shares_and_no_row_comes_again_before_all_of_its_source(sources: Any, shuffle: bool) -> None:
+    sizes, weights = zip(*sources, strict=True)
+    mixture = Mixture(sizes, weights)
+    counts = mixture.counts
+    assert any(count == size for count, size in zip(counts, sizes, strict=True)), "an epoch uses one source up"
+    most = max(size / weight for size, weight in zip(sizes, weights, strict=True))
+    for count, size, weight in zip(counts, sizes, weights, strict=True):
+        assert count <= size
+        scale = min(s / w for s, w in zip(sizes, weights, strict=True))
+        assert abs(count - weight * scale) < 1 + 1e-9 * most
+    firsts = np.cumsum((0, *sizes))
+    seen: list[Counter[int]] = [Counter() for _ in sizes]
+    for epoch in range(7):
+        order = mixture.order(3, epoch, shuffle=shuffle)
+        source = np.searchsorted(firsts, order, side="right") - 1
+        assert [int((source == number).sum()) for number in range(len(sizes))] == list(counts)
+        for place, number in zip(order.tolist(), source.tolist(), strict=True):
+            seen[number][place] += 1
+        for times, size in zip(seen, sizes, strict=True):
+            assert max(times.values(), default=0) - (min(times.values()) if len(times) == size else 0) <= 1
+
+
+def test_each_source_and_each_round_has_an_order_of_its_own() -> None:
+    mixture = Mixture((30, 30), (1.0, 1.0))
+    epochs = [mixture.order(0, epoch, shuffle=True) for epoch in (0, 1)]
+    parts = [(order[order < 30].tolist(), (order[order >= 30] - 30).tolist()) for order in epochs]
+    assert parts[0][0] != parts[0][1]
+    longer = Mixture((30, 7), (1.0, 1.0))
+    assert longer._of_source(1, 7, 0, 0, shuffle=True).tolist() != longer._of_source(1, 7, 0, 1, shuffle=True).tolist()
+
+
+def test_without_shuffling_sources_take_turns_by_their_weights() -> None:
+    assert Mixture((4, 8), (1.0, 2.0)).order(0, 0, shuffle=False).tolist() == [4, 0, 5, 6, 1, 7, 8, 2, 9, 10, 3, 11]
+    assert Mixture((2, 9), (1.0, 1.0)).order(0, 1, shuffle=False).tolist() == [0, 4, 1, 5]
+
+
+def test_decimal_weights_take_all_rows_where_they_fit_exactly() -> None:
+    assert Mixture((700, 300), (0.7, 0.3)).counts == (700, 300)
+    assert Mixture((7, 3), (0.1, 0.2)).counts == (1, 3)
+
+
+@pytest.mark.parametrize("mixture", [None, Mixture((13, 8), (1.0, 2.0))])
+def test_a_step_s_batch_depends_on_the_seed_alone(mixture: Any) -> None:
+    sampler = Sampler(21, 4, seed=5, mixture=mixture)
+    steps = range(1, 3 * sampler.steps_per_epoch + 1)
+    batches = [sampler.batch(step).indices for step in steps]
+    assert [Sampler(21, 4, seed=5, mixture=mixture).batch(step).indices for step in reversed(steps)] == batches[::-1]
+    assert [Sampler(21, 4, seed=6, mixture=mixture).batch(step).indices for step in steps] != batches
+
+
+@given(st.integers(2, 60), st.data())
+def test_held_out_rows_and_the_others_are_all_rows_once(total: int, data: Any) -> None:
+    size = data.draw(st.integers(1, total - 1))
+    cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=3)))
+    out = drawn(total, size)
+    assert len(set(out.tolist())) == size
+    train, held = Places(total, out, held_out=False), Places(total, out, held_out=True)
+    places = [train[index] for index in range(len(train))], [held[index] for index in range(len(held))]
+    assert sorted([*places[0], *places[1]]) == list(range(total))
+    assert places[0] == sorted(places[0])
+    assert places[1] == out.tolist()
+    for cut in cuts:
+        assert train.before(cut) == sum(place < cut for place in places[0])
+    assert out.tolist() == drawn(total, size).tolist()
+
+
+def rows_of(name: str, count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"{name} {number}", "chosen": "yes", "rejected": "no"} for number in range(count)]
+
+
+def test_sources_with_weights_are_read_as_one_set(tmp_path: Path) -> None:
+    paths = []
+    for name, count in (("few", 4), ("many", 20)):
+        (tmp_path / name).mkdir()
+        paths.append(write_lines(tmp_path / name, rows_of(name, count)))
+    sources = [f"data.sources.few={{path: {paths[0]}, weight: 1, system: Few.}}",
+               f"data.sources.many={{path: {paths[1]}, weight: 2}}"]  # fmt: skip
+    from rlexp.config.load import compose_config
+    from rlexp.training.ring.groups import ALONE, World
+    from rlexp.training.train.examples import pair_sampler, read_pairs
+
+    cfg = compose_config(["data=hf", "launch.device=cpu", "logger.progress=false", "data.eval_size=3", *sources])
+    examples = read_pairs(cfg, byte_tokenizer(), World(0, 1, ALONE))
+    assert len(examples.train) == 21
+    assert len(examples.held_out) == 3
+    assert [pair.index for pair in examples.train] == list(range(21))
+    assert examples.mixture is not None
+    sampler = pair_sampler(cfg, len(examples.train), examples.mixture)
+    few = examples.mixture.sizes[0]
+    taken = [index for step in range(1, 2) for index in sampler.batch(step).indices]
+    assert sampler.taken == 3 * few
+    assert len(taken) == 8
+    texts = [byte_tokenizer().decode(pair.prompt) for pair in examples.train]
+    assert all(text.startswith("System: Few.\n\nUser: few") for text in texts[:few])
+    assert all(text.startswith("many") for text in texts[few:])
+    plain = read(paths[0], "data.eval_size=1")
+    assert (len(plain.train), len(plain.held_out), plain.mixture) == (3, 1, None)
+
+
+def test_a_weight_that_takes_no_row_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    one, other = write_lines(tmp_path / "a", rows_of("a", 40)), write_lines(tmp_path, rows_of("b", 20))
+    from rlexp.base.errors import ConfigError
+    from rlexp.config.load import compose_config
+    from rlexp.training.ring.groups import ALONE, World
+    from rlexp.training.train.examples import read_pairs
+
+    sources = [f"data.sources.a={{path: {one}, weight: 0.001}}", f"data.sources.b={{path: {other}, weight: 1}}"]
+    cfg = compose_config(["data=hf", "launch.device=cpu", "logger.progress=false", *sources])
+    with pytest.raises(ConfigError, match=r"data\.sources\.a\.weight=0\.001: no sample of this source is in an epoch"):
+        read_pairs(cfg, byte_tokenizer(), World(0, 1, ALONE))
+
+
+def test_sets_are_joined_and_numbered() -> None:
+    from rlexp.training.types import Prompt
+
+    sets = [[Prompt(0, np.zeros(1, np.int32), name, None, "") for name in names] for names in ("ab", "", "cde")]
+    joined = Joined(sets)
+    assert [(each.index, each.text) for each in joined] == [(0, "a"), (1, "b"), (2, "c"), (3, "d"), (4, "e")]
+    assert [each.text for each in joined[1:4]] == ["b", "c", "d"]
+    assert joined[-1].text == "e"
+    assert joined.sizes() == (2, 0, 3)
+    assert Joined(sets, Places(5, np.array([1, 4]), held_out=False)).sizes() == (1, 0, 2)
+    with pytest.raises(IndexError):
+        joined[5]

@@ -1,0 +1,334 @@
+"""Rows as people have them: every shape in every format gives the same tokens, and a bad row is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gzip
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlexp.base.errors import DataError
+from rlexp.config.load import compose_config
+from rlexp.config.schema import Config, HFModelConfig
+from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
+from rlexp.training.ring.groups import ALONE, World
+from rlexp.training.train.examples import Examples, read_examples
+from rlexp.training.types import Kind
+
+Rows = Sequence[dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test a cache of its own."""
+    monkeypatch.setenv("RLEXP_CACHE", str(tmp_path / "cache"))
+
+
+SMALL = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+# ---- every format ----
+
+
+def as_lines(rows: Rows) -> bytes:
+    return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+
+
+def write_lines(folder: Path, rows: Rows) -> str:
+    (folder / "rows.jsonl").write_bytes(as_lines(rows))
+    return str(folder / "rows.jsonl")
+
+
+def write_list(folder: Path, rows: Rows) -> str:
+    (folder / "rows.json").write_text(json.dumps(list(rows), ensure_ascii=False, indent=1), encoding="utf-8")
+    return str(folder / "rows.json")
+
+
+def write_gzip(folder: Path, rows: Rows) -> str:
+    half = len(rows) // 2
+    members = gzip.compress(as_lines(rows[:half])) + gzip.compress(as_lines(rows[half:]))  # as `cat a.gz b.gz` makes it
+    (folder / "rows.jsonl.gz").write_bytes(members)
+    return str(folder / "rows.jsonl.gz")
+
+
+def write_zstd(folder: Path, rows: Rows) -> str:
+    (folder / "rows.jsonl.zst").write_bytes(pa.compress(as_lines(rows), codec="zstd", asbytes=True))
+    return str(folder / "rows.jsonl.zst")
+
+
+def write_parquet(folder: Path, rows: Rows) -> str:
+    pq.write_table(pa.Table.from_pylist(list(rows)), folder / "rows.parquet", row_group_size=7)
+    return str(folder / "rows.parquet")
+
+
+def write_files(folder: Path, rows: Rows) -> str:
+    for number, part in enumerate((rows[: len(rows) // 3], rows[len(rows) // 3 :])):
+        (folder / f"part{number}.jsonl").write_bytes(as_lines(part))
+    return str(folder / "part*.jsonl")
+
+
+def write_saved(folder: Path, rows: Rows) -> str:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(list(rows))}).save_to_disk(folder / "saved")
+    return str(folder / "saved")
+
+
+def write_folder(folder: Path, rows: Rows) -> str:
+    (folder / "set").mkdir()
+    pq.write_table(pa.Table.from_pylist(list(rows)), folder / "set" / "train-00000-of-00001.parquet")
+    return str(folder / "set")
+
+
+FILES = (write_lines, write_list, write_gzip, write_zstd, write_parquet, write_files)
+FOLDERS = (write_saved, write_folder)
+
+
+# ---- every shape: what a row of one is, and what a reader must make of it ----
+
+
+def read(path: str, *overrides: str, tokenizer: Any = None, kind: Kind = Kind.pairs) -> Examples:
+    cfg = configured(kind, *overrides)
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path=path))
+    return read_examples(cfg, kind, tokenizer or byte_tokenizer(), World(0, 1, ALONE))
+
+
+@functools.cache
+def configured(kind: Kind, *overrides: str) -> Config:
+    of_kind = ["loss=grpo", "reward.text=a"] if kind is Kind.prompts else []
+    return compose_config([
+        "data=hf", "data.path=org/name", "data.max_length=200000", "launch.device=cpu", "logger.progress=false",
+        "rollout.max_new_tokens=1", *of_kind, *overrides,
+    ])  # fmt: skip
+
+
+def ids(examples: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return the token ids, masks and labels of examples, without where they came from."""
+    return [tuple(_plain(value) for name, value in vars(each).items() if name != "origin") for each in examples]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def theirs(messages: Rows) -> list[dict[str, str]]:
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    return [{"from": names[message["role"]], "value": message["content"]} for message in messages]
+
+
+def as_text(messages: Rows) -> str:
+    names = {"user": "Human", "assistant": "Assistant"}
+    return "".join(f"\n\n{names[message['role']]}: {message['content']}" for message in messages)
+
+
+# Each takes (the conversation before the answer, chosen, rejected), and writes the same pair in its own shape.
+PAIR_SHAPES: dict[str, Callable[[Rows, str, str], dict[str, Any]]] = {
+    "messages and texts": lambda talk, yes, no: {"prompt": talk, "chosen": yes, "rejected": no},
+    "messages": lambda talk, yes, no: {"prompt": talk, "chosen": [assistant(yes)], "rejected": [assistant(no)]},
+    "one message": lambda talk, yes, no: {"prompt": talk, "chosen": assistant(yes), "rejected": assistant(no)},
+    "whole conversations": lambda talk, yes, no: {
+        "chosen": [*talk, assistant(yes)],
+        "rejected": [*talk, assistant(no)],
+    },
+    "conversations with the prompt beside": lambda talk, yes, no: {
+        "prompt": talk[0]["content"],
+        "chosen": [*talk, assistant(yes)],
+        "rejected": [*talk, assistant(no)],
+        "score_chosen": 8.0,
+        "id": "x",
+    },
+    "from and value": lambda talk, yes, no: {
+        "chosen": theirs([*talk, assistant(yes)]),
+        "rejected": theirs([*talk, assistant(no)]),
+    },
+    "parts of text": lambda talk, yes, no: {
+        "prompt": [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in talk],
+        "chosen": yes,
+        "rejected": no,
+    },
+}
+# Only where no part begins with a space or a mark of a turn.
+DIALOGUE = {
+    "one text": lambda talk, yes, no: {
+        "chosen": as_text([*talk, assistant(yes)]),
+        "rejected": as_text([*talk, assistant(no)]),
+    },
+    "a prompt in one text": lambda talk, yes, no: {
+        "prompt": as_text(talk) + "\n\nAssistant:",
+        "chosen": f" {yes}",
+        "rejected": f" {no}",
+    },
+    "answers with a question behind them": lambda talk, yes, no: {
+        "prompt": talk,
+        "chosen": [assistant(yes), user("And?")],
+        "rejected": [assistant(no), user("Why?")],
+    },
+}
+
+TALKS = [
+    ([user("Hi")], "Yes.", "No!"),
+    ([user("Is it?"), assistant("What?"), user("This.")], "It is.", "It is not."),
+    ([user("naïve 日本 🙂"), assistant("é"), user("\t…")], "ok\nthen", "ok\nnever"),
+]
+
+
+@pytest.mark.parametrize("shape", {**PAIR_SHAPES, **DIALOGUE})
+def test_every_shape_of_pairs_gives_the_same_tokens_in_every_file(shape: str, tmp_path: Path) -> None:
+    expected = ids(read(write_lines(tmp_path, [PAIR_SHAPES["messages and texts"](*talk) for talk in TALKS])).train)
+    assert len(expected) == 3
+    rows = [{**PAIR_SHAPES, **DIALOGUE}[shape](*talk) for talk in TALKS]
+    for write in FILES:
+        assert ids(read(write(tmp_path, rows)).train) == expected, write.__name__
+
+
+@pytest.mark.parametrize("write", FOLDERS)
+def test_folders_are_read_by_the_datasets_library(write: Any, tmp_path: Path) -> None:
+    rows = [PAIR_SHAPES["messages"](*talk) for talk in TALKS]
+    expected = ids(read(write_lines(tmp_path, rows)).train)
+    place = write(tmp_path, rows)
+    first = read(place)
+    assert ids(first.train) == expected
+    assert first.train[2].origin == f"{place}[train]:3"
+    with pytest.raises(DataError, match=r"data\.split=valid: .* has no such split.*train"):
+        read(place, "data.split=valid")
+    for split, kept in (("train[:2]", expected[:2]), ("train[-1:]", expected[-1:]), ("train[50%:]", expected[2:])):
+        assert ids(read(place, f'data.split="{split}"').train) == [(at, *each[1:]) for at, each in enumerate(kept)]
+
+
+def test_a_folder_s_file_that_changed_with_its_old_time_is_read_anew(tmp_path: Path) -> None:
+    rows = [PAIR_SHAPES["messages"](*talk) for talk in TALKS]
+    place = Path(write_folder(tmp_path, rows))
+    (file,) = place.glob("*.parquet")
+    before, stat = ids(read(str(place)).train), file.stat()
+    pq.write_table(pa.Table.from_pylist(rows[:2]), file)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as `rsync -t` does
+    assert ids(read(str(place)).train) == before[:2]
+
+
+words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+talks = st.lists(words, min_size=1, max_size=4).map(
+    lambda texts: [
+        (user, assistant)[place % 2](text) for place, text in enumerate(texts[: (len(texts) - 1) // 2 * 2 + 1])
+    ]
+)
+
+
+@SMALL
+@given(
+    rows=st.lists(st.tuples(talks, words, words), min_size=1, max_size=6), shape=st.sampled_from(sorted(PAIR_SHAPES))
+)
+def test_any_pairs_in_any_shape_and_format_are_read_back_the_same(rows: Any, shape: str, tmp_path: Path) -> None:
+    plain = [PAIR_SHAPES["messages and texts"](*row) for row in rows]
+    if all(row["chosen"] == row["rejected"] for row in plain):
+        return
+    expected = ids(read(write_lines(tmp_path, plain)).train)
+    for write in FILES:
+        assert ids(read(write(tmp_path, [PAIR_SHAPES[shape](*row) for row in rows])).train) == expected
+
+
+@SMALL
+@given(rows=st.lists(st.tuples(talks, words, st.booleans()), min_size=1, max_size=6), kind=st.sampled_from([*Kind][1:]))
+def test_any_rows_of_other_kinds_are_read_back_the_same(rows: Any, kind: Kind, tmp_path: Path) -> None:
+    def row(talk: Rows, text: str, label: bool) -> dict[str, Any]:
+        match kind:
+            case Kind.unpaired:
+                return {"prompt": talk, "completion": text, "label": label}
+            case Kind.supervised:
+                return {"messages": [*talk, assistant(text)]}
+            case _:
+                return {"prompt": talk, "answer": text}
+
+    written = [row(*each) for each in rows]
+    expected = ids(read(write_lines(tmp_path, written), kind=kind).train)
+    assert len(expected) == len(rows)
+    for write in FILES[1:]:
+        assert ids(read(write(tmp_path, written), kind=kind).train) == expected
+    if kind is Kind.unpaired:
+        assert [each[-1] for each in expected] == [label for _, _, label in rows]
+
+
+def test_an_instruction_with_its_input_is_a_prompt(tmp_path: Path) -> None:
+    rows = [
+        {"instruction": "Add.", "input": "1, 2", "output": "3"},
+        {"instruction": "Say.", "input": "", "output": "A"},
+    ]
+    read_rows = read(write_lines(tmp_path, rows), kind=Kind.supervised).train
+    decode = byte_tokenizer().decode
+    assert [(decode(each.prompt), decode(each.answer)) for each in read_rows] == [
+        ("Add.\n\n1, 2", "3<eos>"),
+        ("Say.", "A<eos>"),
+    ]
+
+
+def test_columns_are_named_and_a_system_prompt_comes_first(tmp_path: Path) -> None:
+    rows = [
+        {"q": "Hi", "good": "a", "bad": "b", "system": "Be kind."},
+        {"q": "Oh", "good": "c", "bad": "d", "system": None},
+    ]
+    path = write_lines(tmp_path, rows)
+    named = ["data.columns.prompt=q", "data.columns.chosen=good", "data.columns.rejected=bad"]
+    pairs = read(path, *named, "data.system=Be brief.").train
+    decode = byte_tokenizer().decode
+    assert [decode(pair.prompt) for pair in pairs] == [
+        "System: Be kind.\n\nUser: Hi\n\nAssistant: ",
+        "System: Be brief.\n\nUser: Oh\n\nAssistant: ",
+    ]
+    assert [decode(pair.chosen) for pair in pairs] == ["a<eos>", "c<eos>"]
+
+
+def test_prompts_are_taken_from_rows_of_any_kind(tmp_path: Path) -> None:
+    """What is learned by reinforcement needs no answers; a right one may stand beside."""
+    for rows, expected in (
+        ([{"prompt": "2 + 2 =", "chosen": 3, "answer": 4}], [("2 + 2 =", "4")]),
+        ([{"question": "2 + 2?", "answer": "4"}], [("2 + 2?", "4")]),
+        ([{"messages": [user("a"), assistant("b")]}], [("User: a\n\nAssistant: ", None)]),
+        (
+            [{"messages": [user("a"), assistant("b"), user("c"), assistant("d"), user("e")]}],
+            [("User: a\n\nAssistant: b\n\nUser: c\n\nAssistant: ", None)],
+        ),
+        ([PAIR_SHAPES["whole conversations"](*TALKS[0])], [("User: Hi\n\nAssistant: ", None)]),
+    ):
+        prompts = read(write_lines(tmp_path, rows), kind=Kind.prompts).train
+        assert [(prompt.text, prompt.answer) for prompt in prompts] == expected
+
+
+# ---- the real sets ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["stories260K", "smollm2-tokenizer"])
+def test_real_pairs_have_the_same_tokens_in_every_shape_and_format(model: str, shared: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(HFModelConfig(path=str(shared / "models" / model)))
+    path = shared / "data" / "hh_helpful_base" / "test.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()][:300]
+    whole = read(str(path), tokenizer=tokenizer)
+    assert len(whole.train) + sum(whole.dropped[reason] for reason in whole.dropped if "kept" not in reason) == 2339
+    expected = ids(whole.train[:299])
+    for write, shape in zip(FILES + FOLDERS, [*PAIR_SHAPES, "messages"], strict=True):
+        written = write(tmp_path, [PAIR_SHAPES[shape](r["prompt"], r["chosen"], r["rejected"]) for r in rows])
+        assert ids(read(written, tokenizer=tokenizer).train)[:299] == expected, (write.__name__, shape)
+    squality = [json.loads(line) for line in (shared / "data" / "squality" / "pairs.jsonl").open(encoding="utf-8")]
+    named = "data.columns.prompt=question"
+    one, other = (read(write(tmp_path, squality), named, tokenizer=tokenizer) for write in (write_lines, write_parquet))
+    assert ids(one.train) == ids(other.train)
+    assert len(one.train) == 299

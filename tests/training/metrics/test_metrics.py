@@ -1,0 +1,99 @@
+"""Sums and counts over ranks: sharded sums are added over the ring, replicated ones counted once."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from rlexp.launch.place import Place
+from rlexp.launch.rank_progress import Whereabouts, last_seen, read
+from rlexp.training.metrics.memory import Phases, peak_bytes, reset_peak
+from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
+from rlexp.training.ring.groups import ALONE, World, build_world
+from rlexp.training.sinks.base import Ending
+from rlexp.training.sinks.jsonl import JsonlSink
+from tests.helpers.ranks import on_ranks
+
+
+def meter_rank(place: Place) -> dict[str, float]:
+    world = build_world(2)  # two replicas, a ring of two each
+    meter = Meter(world, torch.device("cpu"))
+    for _ in range(2):  # micro-batches
+        # A sequence sum: both ranks of a ring hold the same. Replica 0 has 3 sequences, replica 1 has 1.
+        total, count = ((6.0, 3), (10.0, 1))[world.replica]
+        meter.add_mean("sequence", torch.tensor(total), count, REPLICATED)
+        # A token sum: each rank holds the sum of its own tokens.
+        meter.add_mean("token", torch.tensor(float(place.rank)), torch.tensor(1 + place.rank), SHARDED)
+        meter.add_total("tokens", 5, SHARDED)
+        meter.add_total("sequences", count, REPLICATED)
+        meter.add_mean("nothing", torch.tensor(0.0), 0, SHARDED)
+    meter.add_max("peak", (3.0, 9.0, 4.0, 1.0)[place.rank])
+    return meter.reduce()
+
+
+def test_one_reduction_tells_sharded_from_replicated() -> None:
+    expected = {"sequence": 2 * 16 / 8, "token": 12 / 20, "tokens": 40.0, "sequences": 8.0, "peak": 9.0, "peak@rank": 1}
+    assert on_ranks(4, meter_rank) == [expected] * 4
+
+
+def test_the_memory_peak_is_of_the_step_alone() -> None:
+    cpu = torch.device("cpu")
+    size = 256 << 20
+    block = np.ones(size, dtype=np.uint8)
+    assert peak_bytes(cpu) > size
+    high = peak_bytes(cpu)
+    del block
+    reset_peak(cpu)
+    assert peak_bytes(cpu) < high - size // 2
+
+
+def test_each_phase_has_its_own_peak(tmp_path) -> None:
+    phases = Phases(torch.device("cpu"), Whereabouts(tmp_path, 1).tell)
+    phases.begin(7)
+    with phases("data"):
+        pass
+    with phases("forward"), phases("data"):  # a phase inside another counts as part of it
+        np.ones(256 << 20, dtype=np.uint8)
+    with phases("backward"):
+        pass
+    meter = Meter(World(0, 1, ALONE), torch.device("cpu"))
+    phases.report(meter)
+    peaks = meter.reduce()
+    assert peaks["forward_peak"] == peaks["peak"]
+    assert peaks["forward_peak"] - max(peaks["data_peak"], peaks["backward_peak"]) > 200 << 20
+    phases.begin(8)
+    with phases("data"):
+        pass
+    again = Meter(World(0, 1, ALONE), torch.device("cpu"))
+    phases.report(again)
+    assert set(again.reduce()) == {"data_peak", "data_peak@rank", "peak", "peak@rank"}  # of this step only
+    Whereabouts(tmp_path, 2).tell(step=9, phase="data", peaks={})
+    assert last_seen(tmp_path, 2) == "in step 9, in its data phase"
+    line, _ = read(tmp_path)  # rank 0 has written nothing
+    assert (line["rank"], line["step"]) == (1, 8)
+    assert line["peaks"]["forward"] == peaks["forward_peak"]
+
+
+def test_an_allocation_that_fails_is_told_with_its_phase(tmp_path) -> None:
+    phases = Phases(torch.device("cpu"), Whereabouts(tmp_path, 2).tell)
+    phases.begin(3)
+    with pytest.raises(RuntimeError) as failure, phases("backward"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    explained = str(phases.explained(failure.value, 2))
+    assert explained.startswith("rank 2 ran out of memory in step 3, in its backward phase (")
+    assert "parallel.ring_size" in explained
+    assert read(tmp_path)[0]["died"] == "out of memory"
+    assert last_seen(tmp_path, 2) == "in step 3, in its backward phase"
+    assert phases.explained(ValueError("something else"), 2) is None
+
+
+def test_rows_are_flushed_in_full_precision(tmp_path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.log({"step": 1, "train/loss": 0.1 + 0.2})
+    line = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")  # before it is closed
+    assert json.loads(line) == {"step": 1, "train/loss": 0.30000000000000004}
+    assert line.startswith('{"step"')
+    sink.close(Ending())

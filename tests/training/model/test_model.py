@@ -1,0 +1,310 @@
+"""transformers models over the ring: log-probabilities, the probe, pinned rotary angles, float64 throughout."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MiniMaxM3VLTextConfig,
+    MistralConfig,
+    MixtralConfig,
+    PhimoeConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from rlexp.base.errors import ModelError
+from rlexp.config.schema import HFModelConfig, TinyModelConfig
+from rlexp.launch.place import Place
+from rlexp.training.dataset.packing import pack_sequences
+from rlexp.training.model import rope
+from rlexp.training.model.float64 import StayFloat64
+from rlexp.training.model.loading import load_config, load_model, load_tokenizer
+from rlexp.training.model.policy import Policy, cast_parameters
+from rlexp.training.model.probe import probe
+from rlexp.training.model.small import small_config
+from rlexp.training.ring.groups import ALONE, build_world
+from rlexp.training.ring.kernels import CpuFlash
+from rlexp.training.ring.layouts import get_layout
+from rlexp.training.ring.shard import shard_pack
+from tests.conftest import ROOT
+from tests.helpers import warm
+from tests.helpers.ranks import on_ranks, seeded
+
+ZIGZAG = get_layout("zigzag")
+HOW = {"layout": ZIGZAG, "kernel": CpuFlash(), "max_length": 512, "device": torch.device("cpu")}
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 8,
+         "num_key_value_heads": 2, "vocab_size": 300, "head_dim": 8}  # fmt: skip
+
+WORK: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SMALL),
+    "llama with dynamic rope": LlamaConfig(
+        **SMALL,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    ),
+    "qwen3": Qwen3Config(**SMALL),
+    "mistral with a wide window": MistralConfig(**SMALL, sliding_window=4096),
+    "gpt2": GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=300),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+    "glm4 moe": Glm4MoeConfig(**SMALL, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+}
+REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
+    "mistral with a narrow window": (
+        MistralConfig(**SMALL, sliding_window=128),
+        "sliding_window=128 is shorter than",
+    ),
+    "gemma2": (Gemma2Config(**SMALL), "final_logit_softcapping=30.0; attn_logit_softcapping=50.0"),
+    "gemma3": (Gemma3TextConfig(**SMALL, sliding_window=256), "sliding_window=256 is shorter than"),
+    "a model with sparse blocks": (
+        MiniMaxM3VLTextConfig(**SMALL, num_local_experts=4, layer_types=["minimax_m3_sparse"] * 6),
+        "asks its attention for block_indices",
+    ),
+    "mamba": (MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=300), "mamba"),
+}
+
+
+def probe_rank(place: Place, config: PreTrainedConfig) -> float:
+    ring = build_world(place.world_size).ring
+    return probe(TinyModelConfig(), config, ring=ring, **HOW)
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_causal_decoders_work_without_being_named(name: str) -> None:
+    assert max(on_ranks(2, probe_rank, WORK[name])) < 1e-12
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_compute_is_refused_by_name(name: str) -> None:
+    config, said = REFUSED[name]
+    with pytest.raises(ModelError) as error:
+        probe(TinyModelConfig(), config, ring=ALONE, **HOW)
+    assert said in str(error.value)
+    assert config.model_type in str(error.value)
+
+
+# Shapes of large models: 70 and 235 billion parameters; a mixture whose first three layers are dense; heads whose size
+# follows from the width.
+LARGE: dict[str, PreTrainedConfig] = {
+    "llama 70b": LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, max_position_embeddings=131072,
+        rope_parameters={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, "low_freq_factor": 1.0,
+                         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    ),
+    "qwen3 235b-a22b": Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=94, num_attention_heads=64,
+        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,
+    ),
+    "glm 4.5": Glm4MoeConfig(
+        vocab_size=151552, hidden_size=5120, intermediate_size=12288, num_hidden_layers=92, num_attention_heads=96,
+        num_key_value_heads=8, head_dim=128, n_routed_experts=160, num_experts_per_tok=8, moe_intermediate_size=1536,
+        first_k_dense_replace=3, n_group=4, topk_group=2,
+    ),
+    "falcon 180b": FalconConfig(
+        vocab_size=65024, hidden_size=14848, num_hidden_layers=80, num_attention_heads=232, num_kv_heads=8,
+        new_decoder_architecture=True,
+    ),
+}  # fmt: skip
+PROBED = """
+import resource
+from tests.test_model import HOW, LARGE
+from rlexp.config.schema import TinyModelConfig
+from rlexp.model.probe import probe
+from rlexp.model.small import small_config
+from rlexp.ring.groups import ALONE
+for name in ("llama 70b", "qwen3 235b-a22b", "glm 4.5"):
+    assert probe(TinyModelConfig(), LARGE[name], ring=ALONE, **HOW) < 1e-12, name
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+def test_the_probe_of_a_large_model_is_small() -> None:
+    """70 and 235 billion parameters, in float64, with torch and transformers: below 2 GB. It takes 1 to 2 s of a core
+    each, since the copies have few parameters."""
+    answer = warm.run("-c", [PROBED], ROOT)
+    assert answer.returncode == 0, answer.stderr
+    assert int(answer.stdout.split()[-1]) < 2000
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_copy_keeps_what_the_probe_tests(name: str) -> None:
+    config = LARGE[name]
+    copy = small_config(TinyModelConfig(), config, {})
+    with torch.device("meta"):
+        whole, small = (AutoModelForCausalLM.from_config(each) for each in (config, copy))
+    parameters = sum(parameter.numel() for parameter in small.parameters())
+    for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok", "rope_parameters"):
+        assert getattr(copy, key, None) == getattr(config, key, None), key
+    modules = {type(module) for module in small.modules()}
+    assert modules == {type(module) for module in whole.modules()}
+    if name == "falcon 180b":  # its heads would shrink with its width
+        assert copy.hidden_size == config.hidden_size
+        assert copy.num_hidden_layers == 2
+        return
+    assert parameters < 30e6
+    assert copy.num_hidden_layers == (4 if "glm" in name else 2)
+    if "llama" not in name:
+        mixture = small.model.layers[-1].mlp
+        assert (mixture.experts.num_experts, mixture.gate.top_k) == (16, 8)
+
+
+def test_a_window_of_the_last_kind_of_layer_is_probed() -> None:
+    """A copy reaches as far as the first layer of each kind, whether or not the configuration lists kinds."""
+    kinds = ["full_attention"] * 4 + ["sliding_attention"] * 2
+    config = Qwen3Config(**SMALL, layer_types=kinds, use_sliding_window=True, sliding_window=128)
+    copy = small_config(TinyModelConfig(), config, {"sliding_window": 8})
+    assert (copy.num_hidden_layers, copy.layer_types, copy.sliding_window) == (5, kinds[:5], 8)
+    with pytest.raises(ModelError, match="sliding_window=128 is shorter than"):
+        probe(TinyModelConfig(), config, ring=ALONE, **HOW)
+
+
+def test_a_refusal_is_on_all_ranks_and_ends_them() -> None:
+    with pytest.raises(Exception, match=r"sliding_window=128 is shorter than data\.max_length=512"):
+        on_ranks(2, probe_rank, REFUSED["mistral with a narrow window"][0])
+
+
+def test_the_tiny_model_is_the_same_for_its_seed() -> None:
+    def weights(seed: int) -> torch.Tensor:
+        cfg = TinyModelConfig(seed=seed)
+        return torch.cat([p.flatten() for p in load_model(cfg, load_config(cfg, 512), 512).parameters()])
+
+    torch.manual_seed(1)
+    one = weights(0)
+    torch.manual_seed(2)
+    assert torch.equal(one, weights(0))
+    assert not torch.equal(one, weights(1))
+
+
+def shard_of(lengths: list[tuple[int, int]]):
+    sequences = [
+        (
+            torch.arange(3, 3 + p, dtype=torch.int32).numpy(),
+            torch.arange(50, 50 + a, dtype=torch.int32).numpy(),
+        )
+        for p, a in lengths
+    ]
+    return shard_pack(pack_sequences(sequences, 1), ALONE, ZIGZAG, CpuFlash(), 512)
+
+
+def test_pieces_of_the_logits_give_the_same_values_and_gradients() -> None:
+    cfg = TinyModelConfig()
+    model = load_model(cfg, load_config(cfg, 512), 512)
+    cast_parameters(model, torch.float64)
+    shard, results = shard_of([(5, 20), (3, 9)]), []
+    for limit in (1 << 24, 259 * 4):  # all at once; four tokens at a time, recomputed in the backward pass
+        policy = Policy(model)
+        policy.logps.most = limit
+        model.zero_grad()
+        tokens = policy(shard)
+        (tokens.logps_t * seeded(len(tokens.logps_t))).sum().backward()
+        results.append([tokens.logps_t.detach(), *(p.grad.clone() for p in model.parameters())])
+    for whole, pieces in zip(*results, strict=True):
+        assert torch.allclose(whole, pieces, rtol=1e-12, atol=1e-14)
+
+
+def test_a_shard_without_a_trained_token_touches_every_parameter() -> None:
+    cfg = TinyModelConfig()
+    model = load_model(cfg, load_config(cfg, 512), 512)
+    shard = shard_pack(pack_sequences([], 4), ALONE, ZIGZAG, CpuFlash(), 512)
+    tokens = Policy(model)(shard)
+    assert torch.equal(tokens.logps_t, torch.zeros(4))
+    tokens.logps_t.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any()
+
+
+def test_float64_stays_float64_through_a_norm() -> None:
+    """Without the mode a Llama norm computes in float32, and two layouts may round apart by 6e-8."""
+    cfg = TinyModelConfig()
+    norm = load_model(cfg, load_config(cfg, 512), 512).double().model.norm
+    x = seeded(4, 64)
+    expected = x / torch.sqrt((x * x).mean(-1, keepdim=True) + norm.variance_epsilon)
+    assert (norm(x) - expected).abs().max() > 1e-9
+    with StayFloat64():
+        assert (norm(x) - expected).abs().max() < 1e-14
+        assert x.to(torch.bfloat16).float().dtype is torch.float32
+
+
+def test_moving_rotary_angles_are_pinned_to_the_longest_sequence() -> None:
+    """A short input is rotated as within a sequence of max_length if pinned, and otherwise not."""
+    config = WORK["llama with dynamic rope"]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    long, short = torch.arange(512).unsqueeze(0), torch.arange(40).unsqueeze(0)
+    x = torch.zeros(1, 1, 64)
+    cos_long, _ = model.model.rotary_emb(x, long)
+    cos_before, _ = model.model.rotary_emb(x, short)
+    assert not torch.allclose(cos_before, cos_long[:, :40])
+    assert rope.pin(model, 512) == ["model.rotary_emb (dynamic)"]
+    cos_after, _ = model.model.rotary_emb(x, short)
+    assert torch.equal(cos_after, cos_long[:, :40])
+
+
+def test_buffers_keep_float32_when_parameters_are_cast() -> None:
+    cfg = TinyModelConfig()
+    model = load_model(cfg, load_config(cfg, 512), 512)
+    cast_parameters(model, torch.bfloat16)
+    assert model.model.rotary_emb.inv_freq.dtype is torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_noise_of_training_is_off() -> None:
+    config = PhimoeConfig(**SMALL, num_local_experts=4, router_jitter_noise=0.01, attention_dropout=0.1)
+    path = Path(tempfile.mkdtemp())
+    config.save_pretrained(path)
+    loaded = load_config(HFModelConfig(path=str(path)), 512)
+    assert (loaded.router_jitter_noise, loaded.attention_dropout) == (0.0, 0.0)
+
+
+def test_a_folder_without_all_weights_is_refused(tmp_path: Path) -> None:
+    cfg = TinyModelConfig()
+    model = load_model(cfg, load_config(cfg, 512), 512)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    hf = HFModelConfig(path=str(tmp_path))
+    with pytest.raises(ModelError, match=r"has no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(hf, load_config(hf, 512), 512)
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(ModelError, match="no causal model can be loaded"):
+        load_model(hf, load_config(hf, 512), 512)
+    with pytest.raises(ModelError, match="no tokenizer can be loaded"):
+        load_tokenizer(hf)
+
+
+def test_experts_in_a_list_are_refused_where_gradients_are_reduced_as_they_come() -> None:
+    """Such a model's gradients depend on the rank's tokens; transformers' own models keep experts in one tensor."""
+    listed = nn.Module()
+    listed.mlp = nn.Module()
+    listed.mlp.experts = nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])
+    with pytest.raises(ModelError, match=r"engine=zero2: Module keeps its experts in a list \(mlp.experts\)"):
+        Policy(listed).refuse_listed_experts("zero2")
+    Policy(nn.ModuleList([nn.Linear(2, 2)])).refuse_listed_experts("zero2")
+
+
+def test_what_freezes_fits_something_and_leaves_something() -> None:
+    small = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    policy = Policy(small)
+    policy.freeze(["0.*"])
+    assert [name for name, p in policy.model.named_parameters() if p.requires_grad] == ["1.weight", "1.bias"]
+    with pytest.raises(ModelError, match=r"model.freeze: 'embedding' matches no parameter. Their names are like"):
+        policy.freeze(["embedding"])
+    with pytest.raises(ModelError, match="nothing is left to train"):
+        policy.freeze(["1.*"])

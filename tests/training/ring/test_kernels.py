@@ -1,0 +1,437 @@
+"""The kernels for CUDA, over a mock: which is chosen, how it is called, and what becomes of its result.
+
+The real ones run in tests/bench/test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from rlexp.base import kernel_needs as needs
+from rlexp.base.errors import ConfigError
+from rlexp.config import hardware
+from rlexp.config.checks import kernel as checks
+from rlexp.config.checks.layout import heads_of
+from rlexp.config.load import compose_config
+from rlexp.config.schema import Device, HFModelConfig, KernelName, Precision, TinyModelConfig
+from rlexp.training.ring import kernels
+from rlexp.training.ring.kernels import (
+    BlockKernel,
+    Plain,
+    available,
+    computing_in,
+    flash_attn_2,
+    flash_attn_3,
+    flash_attn_4,
+    get_kernel,
+    torch_flash,
+    varlen,
+)
+from rlexp.training.ring.kernels.base import Call
+from rlexp.training.train import build
+from rlexp.verify.verification import exact
+from tests.helpers.mock_flash import MockFlash
+from tests.helpers.ranks import seeded
+
+HEADS, SIZE, SCALE = 8, 16, 0.25
+LSE = 1  # the place of the log-sum-exp among the five results of both passes
+FLASH = ("torch_flash", "flash_attn", "flash_attn_3", "flash_attn_4")
+# Queries and keys of each segment, and whether the call is causal.
+CALLS = {
+    "one sequence": ((37,), (37,), True),
+    "packed": ((5, 1, 31), (5, 1, 31), True),
+    "earlier keys": ((5, 8), (12, 3), False),
+    "one query each": ((1, 1, 1), (4, 2, 9), False),
+    "no keys at first": ((4, 6), (0, 9), False),
+    "no queries at last": ((4, 0), (3, 5), False),
+    "holes": ((4, 0, 2, 3, 0), (3, 5, 0, 7, 0), False),
+    "nothing meets": ((3, 0), (0, 4), False),
+    "no segment": ((), (), True),
+    "no query": ((0,), (6,), False),
+}
+
+
+@pytest.fixture
+def mock(monkeypatch: pytest.MonkeyPatch) -> Iterator[MockFlash]:
+    """A mock in the place of all four kernels."""
+    flash = MockFlash()
+    monkeypatch.setattr(torch_flash, "_forward", flash.aten_forward)
+    monkeypatch.setattr(torch_flash, "_backward", flash.aten_backward)
+    for name in ("flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, flash)
+    _forget()
+    yield flash
+    _forget()
+
+
+def _forget() -> None:
+    for module in (flash_attn_2, flash_attn_3, flash_attn_4):
+        module._interface.cache_clear()
+
+
+# ---- results ----
+
+
+def blocks(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], kv_heads: int) -> list[Tensor]:
+    """Return q, k, v, and the ring's output, its gradient, and a log-sum-exp that is larger than the block's."""
+    queries, keys = sum(q_lengths), sum(k_lengths)
+    found = [
+        seeded(tokens, heads, SIZE, seed=number, dtype=torch.bfloat16)
+        for number, (tokens, heads) in enumerate(
+            ((queries, HEADS), (keys, kv_heads), (keys, kv_heads), (queries, HEADS), (queries, HEADS))
+        )
+    ]
+    return [*found, math.log(1 + keys) + 1 + seeded(queries, HEADS, seed=9, dtype=torch.float32).abs()]
+
+
+def both_passes(kernel: BlockKernel, name: str, kv_heads: int, arrange: Any = lambda x: x) -> list[Tensor]:
+    q_lengths, k_lengths, causal = CALLS[name]
+    call = Call(q_lengths, k_lengths, causal=causal, scale=SCALE)
+    q, k, v, out, dout, lse = blocks(q_lengths, k_lengths, kv_heads)
+    q, k, v, out, dout, lse = (arrange(x) for x in (q, k, v, out, dout, lse))
+    return [*kernel.forward(q, k, v, call), *kernel.backward(dout, q, k, v, out, lse, call)]
+
+
+@pytest.mark.parametrize("name", FLASH)
+def test_equals_the_plain_kernel(mock: MockFlash, name: str) -> None:
+    """They agree to the rounding of bfloat16 results, 2⁻⁹ of each number.
+
+    The log-sum-exp, by whose exponential blocks are merged, is never rounded to bfloat16.
+    """
+    for call, (q_lengths, k_lengths, _) in CALLS.items():
+        for kv_heads in (HEADS, 2, 1):
+            before = mock.calls
+            got = both_passes(get_kernel(name, "cuda"), call, kv_heads)
+            assert mock.calls - before == 2 * any(q and k for q, k in zip(q_lengths, k_lengths, strict=True)), call
+            for part, (a, b) in enumerate(zip(got, both_passes(Plain(), call, kv_heads), strict=True)):
+                assert a.shape == b.shape
+                assert a.dtype == torch.float32 or (part != LSE and a.dtype == torch.bfloat16)
+                rtol = 1e-6 if part == LSE else 2**-8
+                assert torch.allclose(a.float(), b, rtol=rtol, atol=1e-5), (call, kv_heads, part)
+
+
+def test_the_cpu_kernel_equals_the_plain_one() -> None:
+    """They take the same calls in float32, and are 5.8e-7 apart at most."""
+    for call in CALLS:
+        for kv_heads in (HEADS, 2, 1):
+            got, expected = (both_passes(get_kernel(name, "cpu"), call, kv_heads) for name in ("cpu_flash", "plain"))
+            for part, (a, b) in enumerate(zip(got, expected, strict=True)):
+                assert a.shape == b.shape
+                assert torch.allclose(a, b, rtol=4e-6, atol=4e-6), (call, kv_heads, part)
+
+
+@pytest.mark.parametrize("name", FLASH)
+def test_any_memory_layout_is_passed_on_right(mock: MockFlash, name: str) -> None:
+    def permuted(x: Tensor) -> Tensor:
+        order = (2, 0, 1) if x.dim() == 3 else (1, 0)
+        back = (1, 2, 0) if x.dim() == 3 else (1, 0)
+        return x.permute(order).contiguous().permute(back)
+
+    for call in ("packed", "holes"):
+        kernel = get_kernel(name, "cuda")
+        for a, b in zip(both_passes(kernel, call, 2), both_passes(kernel, call, 2, permuted), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_one_sided_segments_are_left_out_without_a_copy_where_possible() -> None:
+    cpu = torch.device("cpu")
+    early = varlen.spans_of((4, 6), (0, 9), cpu)  # the first rank's two chunks, as in allgather
+    assert early is not None
+    assert (early.queries, early.keys) == (slice(4, 10), slice(None))
+    assert (early.cu_q.tolist(), early.cu_k.tolist(), early.max_q, early.max_k) == ([0, 6], [0, 9], 6, 9)
+    holes = varlen.spans_of((4, 0, 2, 3), (3, 5, 0, 7), cpu)
+    assert holes is not None
+    assert [at.tolist() for at in (holes.queries, holes.keys) if isinstance(at, Tensor)] == [
+        [0, 1, 2, 3, 6, 7, 8],
+        [0, 1, 2, *range(8, 15)],
+    ]
+    assert varlen.spans_of((4, 6), (0, 9), cpu) is early, "all layers of a model share it"
+    assert varlen.spans_of.cache_info().maxsize is not None
+
+
+BACKWARD = {"flash_attn": "_flash_attn_varlen_backward", "flash_attn_3": "_flash_attn_backward",
+            "flash_attn_4": "_flash_attn_bwd"}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_kernels_are_deterministic_where_that_is_asked_for(
+    mock: MockFlash, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """Their forward passes always are. torch's own backward pass takes no argument: it reads torch's global setting."""
+    seen: dict[str, Any] = {}
+    for name, function in BACKWARD.items():
+        own = getattr(mock, function)
+
+        def watched(*args: Any, own: Any = own, name: str = name, **kwargs: Any) -> Any:
+            seen[name] = kwargs["deterministic"]
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(mock, function, watched)
+    torch.use_deterministic_algorithms(asked)
+    try:
+        for name in FLASH:
+            both_passes(get_kernel(name, "cuda"), "packed", 2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {*FLASH} == {*BACKWARD, "torch_flash"}
+    assert seen == dict.fromkeys(BACKWARD, asked)
+    schema = torch.ops.aten._flash_attention_backward.default._schema
+    assert not any("deterministic" in argument.name for argument in schema.arguments)
+
+
+def test_torchs_operators_take_the_arguments_of_our_calls() -> None:
+    """Call their functions for shapes, which check the parameters; the log-sum-exp over the pack is (H, T)."""
+    meta = {"dtype": torch.bfloat16, "device": "meta"}
+    q, k = torch.empty(10, HEADS, SIZE, **meta), torch.empty(14, 2, SIZE, **meta)
+    cu = torch.tensor([0, 4, 10], dtype=torch.int32, device="meta")
+    out, lse, rng_state, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, k, cu, cu, 6, 9, 0.0, False, False, scale=1.0
+    )
+    assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((HEADS, 10), torch.float32)
+    assert (rng_state.shape, rng_state.dtype) == ((2,), torch.uint64)
+    kernel = get_kernel("torch_flash", "cuda")
+    call = Call((4, 6), (5, 9), causal=False, scale=1.0)
+    got_out, got_lse = kernel.forward(q, k, k, call)
+    assert (got_out.shape, got_lse.shape) == (q.shape, (10, HEADS))
+    grads = kernel.backward(q, q, k, k, q, got_lse, call)
+    assert [(grad.shape, grad.dtype) for grad in grads] == [(x.shape, torch.bfloat16) for x in (q, k, k)]
+
+
+# ---- the choice ----
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A mock of a machine: its GPU's generation, and the installed kernels."""
+
+    def mocked(major: int, *installed: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+        there = {"torch_flash", *({2: "flash_attn"}.get(number, f"flash_attn_{number}") for number in installed)}
+        monkeypatch.setattr(kernels, "installed", lambda name: name in there)
+
+    return mocked
+
+
+def test_auto_takes_the_fastest_kernel_available(machine: Any) -> None:
+    def names(dtype: torch.dtype, head_size: int | None = None) -> list[str]:
+        found = available("cuda", dtype, head_size)
+        assert get_kernel("auto", "cuda", dtype, head_size).name == found[0].name
+        return [kernel.name for kernel in found]
+
+    machine(9, 2, 3, 4)
+    assert names(torch.bfloat16) == ["flash_attn_3", "flash_attn", "torch_flash", "plain"]
+    assert names(torch.float16, 128) == names(torch.bfloat16)
+    assert names(torch.bfloat16, 12) == ["plain"]
+    assert names(torch.float32) == names(torch.float64) == ["plain"]
+    machine(10, 2, 3, 4)
+    assert names(torch.bfloat16) == ["flash_attn_4", "flash_attn", "torch_flash", "plain"]
+    assert names(torch.bfloat16, 256) == ["flash_attn", "torch_flash", "plain"]
+    machine(8, 3, 4)
+    assert names(torch.bfloat16) == ["torch_flash", "plain"]
+    machine(7, 2)
+    assert names(torch.bfloat16) == ["plain"]
+    assert get_kernel("auto", "cpu", torch.bfloat16).name == "cpu_flash"
+
+
+def test_every_name_has_a_kernel_with_its_dtypes() -> None:
+    for name in KernelName:
+        kernel = get_kernel(name.value, "cpu")
+        assert kernel.name == ("cpu_flash" if name is KernelName.auto else name.value)
+        half_only = name.value in needs.NEEDS
+        assert (torch.float64 in kernel.dtypes) is not half_only
+        assert computing_in(torch.bfloat16, kernel) is kernel
+        assert computing_in(torch.float64, kernel).name == ("plain" if half_only else kernel.name)
+        assert computing_in(torch.bfloat16, kernel, head_size=20).name == ("plain" if half_only else kernel.name)
+        assert computing_in(torch.bfloat16, kernel, head_size=64) is kernel
+    with pytest.raises(ValueError, match="no kernel flash"):
+        get_kernel("flash", "cpu")
+
+
+@pytest.mark.skipif(needs.installed("flash_attn_3"), reason="flash-attn 3 is there")
+@pytest.mark.parametrize("third", ["flash_attn_interface.py", "flash_attn_3/flash_attn_interface.py"])
+def test_an_installed_package_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, third: str) -> None:
+    for name, file in (
+        ("flash_attn", "flash_attn_2_cuda.py"),
+        ("flash_attn_3", third),
+        ("flash_attn_4", "flash_attn_4-4.0.0.dist-info/METADATA"),
+    ):
+        if needs.installed(name):
+            continue  # really
+        (tmp_path / name / file).parent.mkdir(parents=True)
+        (tmp_path / name / file).write_text("Name: flash-attn-4\nVersion: 4.0.0\n" if "dist" in file else "HERE = 3")
+        monkeypatch.syspath_prepend(tmp_path / name)
+        assert needs.installed(name)
+        _forget()
+    assert flash_attn_3._interface().HERE == 3
+    _forget()
+    assert needs.installed("torch_flash")
+    monkeypatch.setitem(needs.NEEDS, "a module", needs.Needs(range(1), modules=("no_such_module", "nor_this")))
+    monkeypatch.setitem(needs.NEEDS, "a package", needs.Needs(range(1), distribution="no-such-package"))
+    assert not needs.installed("a module")
+    assert not needs.installed("a package")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device", "precision", "said"),
+    [
+        ("cpu_flash", "cuda", "bf16", "parallel.kernel=cpu_flash: runs on CPU only, and launch.device=cuda. Use"),
+        *((name, "cpu", "bf16", f"{name}: runs on GPUs only, and launch.device=cpu. Use") for name in FLASH),
+        *((name, "cuda", "fp32", f"{name}: computes in 16 bits only, and train.precision=fp32. Use") for name in FLASH),
+        ("torch_flash", "cuda", "fp64", "train.precision=fp64. Use parallel.kernel=auto"),
+        ("flash_attn", "cuda", "bf16", "not installed. Install it with `pip install rlexp[flash]`"),
+        ("flash_attn_3", "cuda", "bf16", "not installed. Build it from the folder hopper"),
+        ("flash_attn_4", "cuda", "bf16", "not installed. Install it with `pip install flash-attn-4`"),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_cannot_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, device: str, precision: str, said: str
+) -> None:
+    cfg = compose_config(["launch.device=cpu"])
+    cfg.parallel.kernel, cfg.launch.device, cfg.train.precision = (
+        KernelName[kernel],
+        Device[device],
+        Precision[precision],
+    )
+    monkeypatch.setattr(checks, "installed", lambda _: False)
+    monkeypatch.setattr(checks, "gpu_generations", set)
+    with pytest.raises(ConfigError) as error:
+        checks.check_kernel(cfg, None)
+    assert said in str(error.value)
+    if "not installed" in said:
+        checks.check_kernel(cfg, None, here=False)  # on the nodes it may be
+        monkeypatch.setattr(checks, "installed", lambda _: True)
+        checks.check_kernel(cfg, None)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "there", "said"),
+    [
+        ("flash_attn_4", {9}, "of compute capability 10 to 11, and this machine's have 9. Use parallel.kernel=auto"),
+        ("flash_attn_3", {8, 10}, "of compute capability 9, and this machine's have 8 and 10."),
+        ("torch_flash", {7}, "of compute capability 8 and above, and this machine's have 7."),
+        ("flash_attn", {7, 8}, None),  # one of them can
+        ("flash_attn_3", set(), None),  # nobody can say
+    ],
+)
+def test_a_kernel_for_other_gpus_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, there: set[int], said: str | None
+) -> None:
+    """Otherwise flash-attn 4 would run forward on a Hopper, and fail in the first backward pass."""
+    cfg = compose_config(["launch.device=cpu"])
+    cfg.launch.device, cfg.train.precision, cfg.parallel.kernel = Device.cuda, Precision.bf16, KernelName[kernel]
+    monkeypatch.setattr(checks, "installed", lambda _: True)
+    monkeypatch.setattr(checks, "gpu_generations", lambda: there)
+    if said is None:
+        checks.check_kernel(cfg, None)
+        return
+    with pytest.raises(ConfigError) as error:
+        checks.check_kernel(cfg, None)
+    assert said in str(error.value)
+    checks.check_kernel(cfg, None, here=False)  # the nodes may have others
+    checks.check_kernel(cfg, None, generation=min(needs.NEEDS[kernel].generations))  # a rank knows its own
+    with pytest.raises(ConfigError, match="this machine's have 7"):
+        checks.check_kernel(cfg, None, generation=7)
+
+
+def test_the_driver_says_what_its_gpus_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the test's own nvidia-smi."""
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\n[ \"$1\" = --query-gpu=compute_cap ] && printf '9.0\\n9.0\\n12.1\\n[N/A]\\n'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hardware.gpu_generations() == {9, 12}
+    monkeypatch.setenv("PATH", "")
+    assert hardware.gpu_generations() == set()
+
+
+def test_sizes_of_heads_that_kernels_take() -> None:
+    taken = {name: [size for size in (4, 8, 12, 64, 128, 136, 256, 264) if needs.fits(name, size)] for name in FLASH}
+    assert taken.pop("flash_attn_4") == [8, 64, 128]
+    assert all(sizes == [8, 64, 128, 136, 256] for sizes in taken.values())
+    assert needs.fits("plain", 1)
+
+
+def test_heads_that_a_kernel_cannot_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = compose_config(["launch.device=cpu"])
+    cfg.launch.device, cfg.train.precision = Device.cuda, Precision.bf16
+    monkeypatch.setattr(checks, "installed", lambda _: True)
+    for hidden_size, kernel, most in (
+        (8 * 12, "torch_flash", 256),
+        (8 * 264, "flash_attn", 256),
+        (8 * 192, "flash_attn_4", 128),
+    ):
+        cfg.model = TinyModelConfig(name="tiny", hidden_size=hidden_size, heads=8, kv_heads=2)
+        cfg.parallel.kernel = KernelName[kernel]
+        with pytest.raises(
+            ConfigError, match=f"{kernel}: takes heads whose size is .* at most {most}, .* {hidden_size // 8}"
+        ):
+            checks.check_kernel(cfg, heads_of(cfg.model))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "there", "size", "said"),
+    [
+        ("flash_attn_3", False, 64, "its package is not installed"),
+        ("flash_attn_4", True, 192, "at most 128, and the model's is 192"),
+    ],
+)
+def test_ranks_refuse_what_was_unknown_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel: str, there: bool, size: int, said: str
+) -> None:
+    """A cluster's node may lack packages, and the heads of a model on the hub are unknown before it starts."""
+    cfg = compose_config(["launch.device=cpu"])
+    cfg.launch.device, cfg.train.precision, cfg.parallel.kernel = Device.cuda, Precision.bf16, KernelName[kernel]
+    cfg.model = HFModelConfig(name="hf", path="some/model-of-the-hub")
+    monkeypatch.setattr(checks, "installed", lambda _: there)
+    described = LlamaConfig(num_attention_heads=4, head_dim=size)
+    monkeypatch.setattr(build, "load_config", lambda *_: described)
+    with pytest.raises(ConfigError) as error:
+        build.build(cfg)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "exactly"), [("torch_flash", "plain"), ("auto", "auto"), ("cpu_flash", "cpu_flash")]
+)
+def test_verify_takes_a_kernel_that_computes_in_float64(kernel: str, exactly: str) -> None:
+    cfg = compose_config(["launch.device=cpu"])
+    cfg.parallel.kernel = KernelName[kernel]
+    assert exact(cfg).parallel.kernel is KernelName[exactly]
+    checks.check_kernel(exact(cfg), None)
+
+
+def test_refused_from_the_command_line() -> None:
+    with pytest.raises(ConfigError, match="torch_flash: runs on GPUs only"):
+        compose_config(["launch.device=cpu", "parallel.kernel=torch_flash"])
+
+
+def test_the_ring_needs_torch_alone() -> None:
+    """So a benchmark runs where only torch is installed."""
+    code = (
+        "import importlib, pkgutil, sys\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in {'hydra', 'omegaconf', 'deepspeed', 'wandb', 'transformers'}:\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "import rlexp.training.ring, rlexp.training.types\n"
+        "names = [each.name for each in pkgutil.walk_packages(rlexp.training.ring.__path__, 'rlexp.training.ring.')]\n"
+        "for name in sorted(names): importlib.import_module(name)\n"
+        "print(len(names), sorted(name for name in sys.modules if name.startswith('rlexp.config')))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert answer.returncode == 0, answer.stderr
+    count, _, config = answer.stdout.strip().partition(" ")
+    assert int(count) > 20
+    assert config == "[]"

@@ -1,0 +1,152 @@
+"""Runs that draw their own samples: how they stop, what they save, and what they do not hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlexp.base.errors import DrawError, NonFiniteError
+from rlexp.config.load import compose_config
+from rlexp.config.schema import Config
+from rlexp.launch.local import PRELOAD, run_ranks
+from rlexp.launch.place import Place
+from rlexp.training.checkpoint import folder as checkpoint
+from rlexp.training.rollout import saved
+from rlexp.training.train.rollout_supply import NEXT, Rollouts
+from rlexp.training.types import Prompt, Sample
+from tests.helpers import warm
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import run_json, wait_for_steps
+from tests.training.rollout.test_pipelined import BASE
+
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_a_pipelined_run_that_is_asked_to_stop_saves_what_is_being_drawn(tmp_path: Path) -> None:
+    """The sampling ranks receive the signal too, and the checkpoint waits for them."""
+    args = [*BASE, "hydra.run.dir=run", "train.max_steps=100000", "checkpoint.save_every=null", "train.eval_every=null"]
+    process = warm.start("rlexp", args, tmp_path)
+    wait_for_steps(tmp_path, process, 3)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143, said
+    assert run_json(tmp_path / "run")["reason"] == "stopped by SIGTERM"
+    [last] = checkpoint.latest_first(tmp_path / "run")
+    assert (last / "rollout-next-00000-of-00001.npz").exists()
+
+
+def sample(place: int) -> Sample:
+    prompt = Prompt(place, np.array([1, 2], dtype=np.int32), "p", None, "test")
+    answer = np.array([3, 4, 5], dtype=np.int32)
+    return Sample(place, prompt, 0, answer, stopped=True, text="a", behaviour=np.zeros(3))
+
+
+def test_what_waits_is_saved_as_it_was_while_it_is_scored(tmp_path: Path) -> None:
+    """A thread writes the files while training goes on to score the samples, one after the other."""
+    waiting = [sample(place) for place in range(3)]
+    run: Any = SimpleNamespace(source=SimpleNamespace(waiting=lambda: waiting), mine=[], steps_each=4)
+    unfinished = Rollouts.unfinished(run, 4)
+    waiting[0].old = np.zeros(3)
+    saved.write(tmp_path, NEXT, 0, 1, unfinished[NEXT])
+    again = saved.read(tmp_path, NEXT, [each.prompt for each in waiting], 0, 1)
+    assert [each.place for each in again] == [0, 1, 2]
+    assert all(each.old is None for each in again)
+
+
+def test_texts_take_what_they_take(tmp_path: Path) -> None:
+    """One long answer does not pad all others to its length, and every text that a tokenizer decodes is restored."""
+    texts = ["x" * 10_000, "", "\0 a\0", "é\ud800", *["short"] * 996]
+    samples = [dataclasses.replace(sample(place), text=text) for place, text in enumerate(texts)]
+    path = saved.write(tmp_path, NEXT, 0, 1, samples)
+    assert path.stat().st_size < 200_000
+    again = saved.read(tmp_path, NEXT, [each.prompt for each in samples], 0, 1)
+    assert [each.text for each in again] == texts
+
+
+def test_a_rank_that_cannot_draw_is_not_taken_for_all() -> None:
+    """A NonFiniteError leads to a collective call that completes the checkpoint; a DrawError may hit one rank only."""
+    assert not issubclass(DrawError, NonFiniteError)
+
+
+def has_reference(place: Place, cfg: Config) -> bool:
+    from rlexp.training.train.build import build, unprobed
+
+    task = build(cfg, probing=unprobed)
+    task.close()
+    return task.rollouts.scorer.reference is not None
+
+
+@pytest.mark.parametrize(("beta", "there"), [(0.0, False), (0.05, True)])
+def test_no_reference_is_held_that_nothing_asks(beta: float, there: bool) -> None:
+    cfg = compose_config(["launch.device=cpu", "logger=none", "engine=torch", "loss=grpo", f"loss.beta={beta}",
+                          "reward.rule=length", "data.size=16", "rollout.max_new_tokens=4"])  # fmt: skip
+    assert on_ranks(1, has_reference, cfg) == [there]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("loss.value_lr=1e-3", "optim.lr=0"), "loss.value_lr=0.001: is applied as a multiple of optim.lr"),
+        (("checkpoint.keep_best=1", "train.eval_every=1"), "checkpoint.best_metric=eval/loss: loss=ppo has no loss"),
+        (("data.size=2",), "the data set has 2 prompts, less than one batch. Use rollout.batch_size=2 or less, or more "
+                           "data."),
+    ],
+)  # fmt: skip
+def test_what_cannot_come_of_it_is_refused(rlexp: Shell, overrides: tuple[str, ...], said: str) -> None:
+    answer = rlexp(*BASE, "rollout=default", *overrides)
+    assert answer.returncode == 1
+    assert said in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_a_rollout_that_has_begun_keeps_its_size(rlexp: Shell) -> None:
+    """resume.force cannot change the size: the checkpoint holds the samples and the steps they serve."""
+    run = (*BASE, "rollout=default", "hydra.run.dir=run")
+    begun = rlexp(*run, "train.stop_after=1")
+    assert begun.returncode == 0, begun.stderr
+    again = rlexp(*run, "rollout.n_samples=4", "resume.force=[rollout]")
+    assert again.returncode == 1
+    assert "has samples of a rollout of 8 for 4 optimizer steps, and a rollout is now of 16 for 8." in again.stderr
+    assert "Traceback" not in again.stderr
+
+
+def patient_rank(place: Place, cfg: Config, seconds: float) -> float:
+    """Return the first step's score, where one rank draws its share longer than a collective may take."""
+    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.step import train_step
+
+    task = build(cfg, probing=unprobed)
+    drawn = task.rollouts.source.draw
+
+    def slowly(*args: Any) -> list[Sample]:
+        time.sleep(seconds * place.rank)
+        return drawn(*args)
+
+    task.rollouts.source.draw = slowly  # type: ignore[method-assign]
+    score = train_step(task, 1)["train/objective/scores"]
+    task.close()
+    return score
+
+
+def impatient(place: Place, cfg: Config, seconds: float) -> float:
+    from rlexp.launch.place import join
+
+    join(place, "cpu", 15.0)
+    return patient_rank(place, cfg, seconds)
+
+
+@pytest.mark.slow
+def test_a_rank_that_takes_longer_to_draw_is_waited_for() -> None:
+    cfg = compose_config(["launch.device=cpu", "logger=none", "engine=torch", "loss=rloo", "parallel=ring2",
+                          "reward.rule=length", "data.size=16", "rollout.max_new_tokens=4"])  # fmt: skip
+    scores = run_ranks(impatient, 2, (cfg, 20.0), preload=PRELOAD, timeout=240)
+    assert scores[0] == scores[1] > 0

@@ -1,0 +1,404 @@
+"""The product's pairs against the second writing of their rules: the same tokens and masks, of the same samples."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from rlexp.config.load import compose_config
+from rlexp.config.schema import Config
+from rlexp.training.dataset.mixture import Mixture
+from rlexp.training.dataset.sampler import Sampler
+from rlexp.training.model.loading import byte_tokenizer
+from rlexp.training.ring.groups import ALONE, World
+from rlexp.training.train.examples import pair_sampler, read_pairs
+from rlexp.training.types import Pair
+from rlexp.verify.records import SIDES, TokenPair
+from rlexp.verify.reference import rules
+from rlexp.verify.reference.pairs import PairSet, Writer, pairs_of
+from rlexp.verify.reference.rows import Asked
+from tests.helpers.faults import DATA_FAULTS, MIXED, Fault, one
+from tests.helpers.planting import Given, Seeing, plant
+from tests.training.dataset.test_rows import FILES, FOLDERS
+
+Row = dict[str, Any]
+Messages = list[dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep no tokens from one test to the next."""
+    monkeypatch.setenv("RLEXP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+
+
+def configured(*overrides: str) -> Config:
+    return compose_config(["launch.device=cpu", "logger=none", "data=hf", "data.max_length=8192", "train.batch_size=2",
+                           *overrides])  # fmt: skip
+
+
+def both(cfg: Config, tokenizer: Any) -> tuple[Sequence[Pair], Sequence[Pair], PairSet]:
+    """Read the pairs twice: those to train on and those held out by the product, and all by the textbook."""
+    tokenizer.model_max_length = 1 << 60
+    examples = read_pairs(cfg, tokenizer, World(0, 1, ALONE))
+    return examples.train, examples.held_out, pairs_of(cfg.data, tokenizer)
+
+
+def differences(ours: Sequence[Pair], meant: Sequence[TokenPair]) -> Iterator[str]:
+    if len(ours) != len(meant):
+        yield f"{len(ours)} pairs, not {len(meant)}"
+    for place, (pair, wanted) in enumerate(zip(ours, meant, strict=False)):
+        got = TokenPair(pair.prompt, pair.chosen, pair.rejected, pair.origin, pair.chosen_mask, pair.rejected_mask)
+        parts = {side: (got.answer(side), wanted.answer(side)) for side in SIDES}
+        parts |= {f"{side}'s mask": (got.trained(side), wanted.trained(side)) for side in SIDES}
+        for part, (ours_n, meant_n) in {"prompt": (got.prompt, wanted.prompt), **parts}.items():
+            if ours_n.tolist() != meant_n.tolist():
+                yield f"{part} of pair {place} ({wanted.origin}): {ours_n.tolist()}, not {meant_n.tolist()}"
+
+
+def hold(cfg: Config, tokenizer: Any) -> Sequence[Pair]:
+    train, held_out, meant = both(cfg, tokenizer)
+    assert next(differences(train, meant.train), None) is None
+    assert next(differences(held_out, meant.held_out), None) is None
+    return train
+
+
+# ---- conversations ----
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def text_only(row: Row) -> Row:
+    return {"prompt": row["prompt"][-1]["content"], "chosen": row["chosen"], "rejected": row["rejected"]}
+
+
+def answered(row: Row) -> tuple[Messages, Messages]:
+    chosen, rejected = ([*row["prompt"], assistant(row[side])] for side in SIDES)
+    return chosen, rejected
+
+
+def whole(row: Row) -> Row:
+    return dict(zip(SIDES, answered(row), strict=True))
+
+
+def dialogue(row: Row) -> Row:
+    named = {"user": "Human", "assistant": "Assistant"}
+    return {side: "".join(f"\n\n{named[each['role']]}: {each['content']}" for each in talk)
+            for side, talk in zip(SIDES, answered(row), strict=True)}  # fmt: skip
+
+
+def from_value(row: Row) -> Row:
+    named = {"user": "human", "assistant": "gpt"}
+    chosen, rejected = ([{"from": named[each["role"]], "value": each["content"]} for each in talk]
+                        for talk in answered(row))  # fmt: skip
+    return {"chosen": chosen, "rejected": rejected}
+
+
+def of_several_turns(row: Row) -> Row:
+    """Ask the first question only; all that follows is the answer."""
+    chosen, rejected = answered(row)
+    return {"prompt": chosen[:1], "chosen": chosen[1:], "rejected": rejected[1:]}
+
+
+def as_question(row: Row) -> Row:
+    asked = text_only(row)
+    return {"question": asked.pop("prompt"), **asked, "system_prompt": "Be brief."}
+
+
+SHAPES: tuple[Callable[[Row], Row], ...] = (text_only, whole, dialogue, from_value, of_several_turns, as_question)
+
+
+def hh(shared: Path, rows: int = 200) -> list[Row]:
+    lines = (shared / "data" / "hh_helpful_base" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:rows]
+    return [{name: json.loads(line)[name] for name in ("prompt", *SIDES)} for line in lines]
+
+
+@pytest.mark.parametrize("write", [*FILES, *FOLDERS])
+def test_real_pairs_in_every_format(write: Callable[[Path, Sequence[Row]], str], shared: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, [of_several_turns(row) for row in hh(shared, 40)])
+    cfg = configured(f"data.path='{path}'", "data.eval_size=7", "data.max_length=700", "data.too_long=truncate")
+    pairs = hold(cfg, AutoTokenizer.from_pretrained(shared / "models" / "stories260K"))
+    assert 25 < len(pairs) <= 40 - 7
+    assert any(pair.chosen_mask is not None and not pair.chosen_mask.all() for pair in pairs)
+
+
+# ---- templates ----
+
+MARKS = {  # special tokens that templates write
+    "qwen3": ("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma": ("<bos>", "<start_of_turn>", "<end_of_turn>"),
+    "phi3": ("<|user|>", "<|assistant|>", "<|end|>", "<|system|>"),
+}
+BEGINNINGS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>"}
+
+
+@functools.cache
+def smollm(shared: Path, template: str | None = "smollm", training: str = "") -> Any:
+    """Return SmolLM's tokenizer with one of TRL's templates, with its own, or with none."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "smollm2-tokenizer")
+    if template is None:
+        tokenizer.chat_template = None
+    elif template != "smollm":
+        trl = importlib.util.find_spec("trl")
+        assert trl is not None
+        assert trl.origin is not None
+        file = Path(trl.origin).parent / "chat_templates" / f"{template}{training}.jinja"
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        marks = [mark for mark in MARKS.get(template, ()) if mark not in tokenizer.get_vocab()]
+        tokenizer.add_special_tokens({"additional_special_tokens": marks})
+        tokenizer.bos_token = BEGINNINGS.get(template, tokenizer.bos_token)
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", ["smollm", "qwen3", "llama3", "gemma", None])
+def test_real_pairs_by_templates(template: str | None, shared: Path, tmp_path: Path) -> None:
+    """Two hundred pairs, each in one of the shapes."""
+    shapes = [shape for shape in SHAPES if (template, shape) != ("gemma", as_question)]  # it takes no system prompt
+    rows = [shapes[place % len(shapes)](row) for place, row in enumerate(hh(shared))]
+    sources = []
+    for shape in range(len(shapes)):
+        (tmp_path / f"{shape}.jsonl").write_text("\n".join(map(json.dumps, rows[shape :: len(shapes)])))
+        sources.append(f"data.sources.s{shape}.path={tmp_path}/{shape}.jsonl")
+    pairs = hold(configured(*sources), smollm(shared, template))
+    assert len(pairs) == 200
+    assert sum(pair.chosen_mask is not None for pair in pairs) > 15
+
+
+@pytest.mark.parametrize("template", ["qwen3", "gemma", "phi3"])
+def test_transformers_own_masks_agree(template: str, shared: Path) -> None:
+    """TRL marks in its templates what is trained on; transformers finds the mask of a conversation by these marks."""
+    tokenizer = smollm(shared, template, "_training")
+    for row in map(of_several_turns, hh(shared, 60)):
+        pair = Writer(tokenizer).pair(Asked(**row, origin="here"))
+        talk = [*row["prompt"], *row["chosen"]]
+        meant = tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        assert pair.sequence("chosen").tolist() == meant["input_ids"]
+        assert [0] * len(pair.prompt) + pair.trained("chosen").tolist() == meant["assistant_masks"]
+
+
+# ---- rows at random ----
+
+BITS = ("Hi", "there ", " \n", "\n\n", "é", "漢字", "🙂", "<think>a</think>b", "<|im_end|>", "Human: x", "x" * 9, "1 2",
+        "\t", " ", "ok.", "\n\nHuman: q", "<eos>", "\n\nAssistant: z", "</think>", "\u200d")  # fmt: skip
+
+
+TOOLS: tuple[Any, ...] = ([{"type": "function", "function": {"name": "f"}}], [{"name": "Hi"}], "[]", None, "x",
+                          [{"type": "web_search"}], [{"type": "function", "function": None}])  # fmt: skip
+CALLS: tuple[Any, ...] = ([{"function": {"name": "f", "arguments": {"a": 1}}}], [{"name": "Hi", "arguments": {}}], [],
+                          '[{"function": {"name": "f", "arguments": {}}}]', "f", True, ["f"], None)  # fmt: skip
+
+
+class Rows:
+    """Draws rows that a run must take, leave out or cut."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+
+    def text(self) -> str:
+        return "".join(self.draw.choices(BITS, k=self.draw.choice((0, 1, 1, 2, 3, 4))))
+
+    def talk(self, first: str, length: int) -> Messages:
+        roles = ("user", "assistant") if first == "user" else ("assistant", "user")
+        talk = [{"role": roles[place % 2], "content": self.text()} for place in range(length)]
+        for message in talk:
+            if self.draw.random() < 0.1:
+                message |= self.draw.choice(({"name": None}, {"reasoning_content": self.text()},
+                                             {"content": [{"type": "text", "text": self.text()}]},
+                                             {"tool_calls": self.draw.choice(CALLS)}))  # fmt: skip
+        if self.draw.random() < 0.1:
+            talk.insert(self.draw.randrange(length + 1), {"role": self.draw.choice(("system", "user", "assistant")),
+                                                          "content": self.text()})  # fmt: skip
+        return talk
+
+    def row(self) -> Row:
+        turns, other = self.draw.choice((1, 3, 5)), self.draw.choice((1, 3))
+        match self.draw.randrange(4):
+            case 0:
+                row: Row = {"prompt": self.text(), "chosen": self.text(), "rejected": self.text()}
+            case 1:
+                row = {"prompt": self.talk("user", other), "chosen": self.talk("assistant", turns),
+                       "rejected": self.talk("assistant", other)}  # fmt: skip
+            case 2:
+                before = self.talk("user", other)
+                row = {"chosen": before + self.talk("assistant", turns), "rejected": before + self.talk("assistant", 1)}
+            case _:
+                before = f"\n\nHuman: {self.text()}"
+                row = {side: f"{before}\n\nAssistant: {self.text()}" for side in SIDES}
+        if self.draw.random() < 0.2:
+            row["system"] = self.draw.choice(("Be brief.", "", None, 3))
+        if self.draw.random() < 0.1:
+            row["tools"] = self.draw.choice(TOOLS)
+        if self.draw.random() < 0.1:
+            row["chat_template_kwargs"] = self.draw.choice(({"enable_thinking": False}, '{"a": 1}', None, 4))
+        if self.draw.random() < 0.1:
+            row[self.draw.choice(("prompt", *SIDES))] = self.draw.choice((None, 3, [], "", [{"role": "user"}]))
+        return row
+
+
+@pytest.mark.parametrize("template", ["smollm", "qwen3", "llama3", "phi3", "glm4moe", None, "tiny", "stories260K"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+def test_rows_at_random(template: str | None, seed: int, shared: Path, tmp_path: Path) -> None:
+    """The same rows are left out, and the others have the same tokens and masks."""
+    match template:
+        case "tiny":
+            tokenizer = byte_tokenizer()
+        case "stories260K":
+            tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "stories260K")
+        case _:
+            tokenizer = smollm(shared, template)
+    rows = Rows(seed)
+    first = {"prompt": "a", "chosen": "b", "rejected": "c", "system": None, "tools": None}
+    drawn = [first, *(rows.row() for _ in range(150))]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, drawn)), encoding="utf-8")
+    how = ("data.bad_rows=drop", "data.too_long=truncate", f"data.max_length={rows.draw.choice((40, 70, 4096))}",
+           f"data.template={rows.draw.choice(('auto', 'auto', 'never'))}", "data.eval_size=9")  # fmt: skip
+    assert len(hold(configured(f"data.path={tmp_path}/rows.jsonl", *how), tokenizer)) > 30
+
+
+# ---- what the two writings once disagreed on ----
+
+TURNS = {"prompt": "Hi", "chosen": [assistant("yes"), user("more"), assistant("Fine then")],
+         "rejected": [assistant("no"), user("why?"), assistant("I say so")]}  # fmt: skip
+
+
+def test_a_token_with_a_space_of_another_part_is_not_trained_on(shared: Path, tmp_path: Path) -> None:
+    """A tokenizer whose offsets leave spaces out: " Fine" holds the space before the answer, as it shows otherwise."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(TURNS) + "\n")
+    pairs = []
+    for trim in (False, True):
+        tokenizer = copy.deepcopy(smollm(shared, None))
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
+        pairs += hold(configured(f"data.path={tmp_path}/rows.jsonl", f"data.cache={tmp_path}/{trim}"), tokenizer)
+    first, second = pairs
+    assert first.chosen.tolist() == second.chosen.tolist()
+    assert tokenizer.decode(first.chosen[first.chosen_mask]) == "yesFine then<|im_end|>"
+
+
+def test_a_template_may_ask_for_the_day_in_any_way(shared: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(TURNS) + "\n")
+    tokenizer = copy.deepcopy(smollm(shared))
+    tokenizer.chat_template = (
+        "\n {% set f = '%d %b %Y, %I:%M %p' %}{{ strftime_now(f) }}{{ strftime_now(\"%j\") }}" + tokenizer.chat_template
+    )
+    (pair,) = hold(configured(f"data.path={tmp_path}/rows.jsonl"), tokenizer)
+    assert tokenizer.decode(pair.prompt).startswith("\n26 Jul 2024, 12:00 AM208<|im_start|>")
+
+
+def test_rows_that_differ_are_not_read_as_their_json(shared: Path, tmp_path: Path) -> None:
+    """`datasets` writes a column as JSON if its values differ: a prompt as text here and as messages there."""
+    tools = [[{"name": "f", "args": {"x": 1}}], [{"name": "g", "args": {"y": "2"}}]]
+    rows = [{**TURNS, "tools": tools[0]}, {**TURNS, "prompt": [user("Hi")], "tools": tools[1]}]
+    import datasets
+
+    folder, tokenizer = tmp_path / "set", smollm(shared, "qwen3")
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    datasets.load_dataset(str(folder), split="train").to_parquet(str(tmp_path / "rows.parquet"))
+    for place in (folder, tmp_path / "rows.parquet"):
+        text, messages = hold(configured(f"data.path={place}"), tokenizer)
+        asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        for pair, name in ((text, "f"), (messages, "g")):
+            prompt = tokenizer.decode(pair.prompt)
+            assert prompt.endswith(asked)
+            assert f'"name": "{name}"' in prompt
+
+
+# ---- mixtures ----
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_mixtures_at_random(seed: int) -> None:
+    """Sizes, weights, epochs and batches at random: every step takes the same samples."""
+    draw = random.Random(seed)
+    sizes = [draw.randint(5, 40) for _ in range(draw.randint(1, 4))]
+    weights = [draw.choice((0.1, 0.3, 1.0, 2.5, 7.0)) for _ in sizes]
+    sources = [f"data.sources.s{n}={{path: org/name, weight: {weight}}}" for n, weight in enumerate(weights)]
+    flags = (f"data.shuffle={draw.random() < 0.7}".lower(), f"data.drop_last={draw.random() < 0.5}".lower())
+    cfg = configured(*sources, *flags, f"seed={seed}", "train.batch_size=1", "train.epochs=3")
+    sampler = pair_sampler(cfg, sum(sizes), Mixture(tuple(sizes), tuple(weights)))
+    assert sampler.steps_per_epoch == rules.steps_per_epoch(cfg, sizes)
+    for step in range(1, rules.total_steps(cfg, sizes) + 1):
+        assert sampler.batch(step).indices == rules.samples_of(cfg, sizes, step), step
+
+
+# ---- it finds defects ----
+
+
+def of_rows(name: str, target: str, change: Any) -> Fault:
+    return one(name, target, change, "data", "rlexp/training/dataset/", base=MIXED)
+
+
+TEMPLATES = (  # they need a tokenizer with a template, so no run of model=tiny reaches them
+    of_rows("no template", "dataset.chat:Chat.templated", lambda _original, _self: False),
+    of_rows("no call for the answer", "dataset.chat:_Rendering.text",
+            lambda original, self, messages, **_asking: original(self, messages)),
+    of_rows("turns begin at their roles", "dataset.chat:_Rendering.beginning",
+            lambda _, self, talk, place, _whole, _called=None: len(self.text(talk[:place]))),
+    of_rows("a turn ends before its end", "dataset.chat:_Rendering.turn",
+            lambda original, *args: ((turn := original(*args))[0], turn[1] - len("<|im_end|>\n"))),
+    of_rows("the options are not handed on", "dataset.chat:_Rendering.__post_init__",
+            lambda _, self: object.__setattr__(self, "extra", {})),
+    of_rows("two ends", "dataset.tokens:RowTokenizer._ends", lambda _original, _self, _last: False),
+)  # fmt: skip
+EDGES = (
+    of_rows("a prompt's last token goes on", "dataset.seam:Seam._joined",
+            Seeing({"np.array_equal": Given(lambda _equal, *_args: lambda *_arrays: True)})),
+    of_rows("no template is asked for", "dataset.chat:as_text", lambda original, prompt: f"{original(prompt)} "),
+)  # fmt: skip
+ON_ROWS = tuple(fault for fault in DATA_FAULTS if fault.overrides == MIXED and ":pack" not in fault.target)
+
+
+def planted(fault: Fault, cfg: Config, tokenizer: Any) -> bool:
+    """Say whether tokens, masks or samples differ with the defect."""
+    reached: list[bool] = []
+    Sampler._order.cache_clear()
+    undo = plant(f"rlexp.{fault.target}", fault.change, lambda: reached.append(True))
+    try:
+        examples = read_pairs(cfg, tokenizer, World(0, 1, ALONE))
+        sampler = pair_sampler(cfg, len(examples.train), examples.mixture)
+        ours = [sampler.batch(step).indices for step in (1, 2)]
+        train, held_out = list(examples.train), list(examples.held_out)
+    finally:
+        undo()
+        Sampler._order.cache_clear()
+    assert reached
+    meant = pairs_of(cfg.data, tokenizer)
+    if any(differences(train, meant.train)) or any(differences(held_out, meant.held_out)):
+        return True
+    return ours != [rules.samples_of(cfg, meant.sizes, step) for step in (1, 2)]
+
+
+@pytest.mark.parametrize("fault", ON_ROWS, ids=lambda fault: fault.name)
+def test_a_defect_in_rows_is_seen(fault: Fault) -> None:
+    assert planted(fault, compose_config(fault.overrides), byte_tokenizer())
+
+
+def test_without_a_defect_nothing_is_seen(shared: Path) -> None:
+    cfg, harmless = compose_config(MIXED), of_rows("none", "dataset.messages:turns", lambda turns, said: turns(said))
+    assert not planted(harmless, cfg, byte_tokenizer())
+    rendered = of_rows("none", "dataset.chat:_Rendering.text", lambda original, *args, **how: original(*args, **how))
+    assert not planted(rendered, cfg, smollm(shared, "qwen3"))
+
+
+@pytest.mark.parametrize("fault", [*TEMPLATES, *EDGES], ids=lambda fault: fault.name)
+def test_a_defect_at_templates_and_edges_is_seen(fault: Fault, shared: Path) -> None:
+    options = ["data.template_options={enable_thinking: false}"] if "options" in fault.name else []
+    cfg = compose_config([*MIXED, *options])
+    assert planted(fault, cfg, smollm(shared, None if fault in EDGES else "qwen3"))
