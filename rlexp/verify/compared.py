@@ -17,6 +17,7 @@ from rlexp.verify.records import (
     Array,
     Expected,
     Key,
+    Losses,
     Micro,
     StepExpected,
     StepSeen,
@@ -44,6 +45,16 @@ class Comparison:
     def loss(self) -> DPOConfig:
         assert isinstance(self.cfg.loss, DPOConfig)
         return self.cfg.loss
+
+    def apply_formula(self, given: Sequence[Losses]) -> None:
+        """Keep, for each micro-batch, what the formula alone makes of the sums of its step's whole train batch."""
+        for step, whole in zip(self.steps(), given, strict=True):
+            first = 0
+            for head, place, micro in step.micros():
+                pairs = slice(first, first + len(micro.samples))
+                first = pairs.stop
+                for trace in self.ring(head):
+                    trace.steps[step.place].micros[place].given = whole[pairs]
 
     def heads(self) -> list[Trace]:
         """The first rank of each replica."""
@@ -90,6 +101,11 @@ class Step:
             for place, micro in enumerate(head.steps[self.place].micros):
                 yield head, place, micro
 
+    def sums(self) -> dict[str, Array]:
+        """The sums that the run computed, of the whole train batch."""
+        micros = [micro.sums for _, _, micro in self.micros()]
+        return {name: joined([sums[name] for sums in micros if name in sums]) for name in micros[0]}
+
     def finding(self, stage: str, clue: Clue, quantity: str, got: Any, expected: Any, note: str = "") -> Finding:
         return Finding(self.number, stage, clue, quantity, shown(got), shown(expected), note)
 
@@ -133,4 +149,4 @@ class Step:
 
     def mean_loss(self) -> float:
         """The loss of the train batch, from the losses of its pairs."""
-        return float(np.mean(joined([m.losses_P for _, _, m in self.micros() if m.losses_P is not None])))
+        return float(np.mean(joined([m.losses.losses_P for _, _, m in self.micros() if m.losses is not None])))

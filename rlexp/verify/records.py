@@ -59,6 +59,19 @@ class PackSeen:
     segments: tuple[tuple[int, int, int], ...]  # start, length, padded
 
 
+@dataclass(frozen=True)
+class Losses:
+    """What the loss's formula makes of some pairs' sums, (P,)."""
+
+    losses_P: Array
+    slopes: dict[str, Array]  # derivatives of the losses by the policy's sums: chosen, rejected
+    values_P: dict[str, Array]  # the formula's other results
+
+    def __getitem__(self, pairs: slice) -> Losses:
+        slopes, values_P = ({name: each[pairs] for name, each in of.items()} for of in (self.slopes, self.values_P))
+        return Losses(self.losses_P[pairs], slopes, values_P)
+
+
 @dataclass
 class Micro:
     """One micro-batch as one rank saw it. Values that the run did not reach are None."""
@@ -74,11 +87,8 @@ class Micro:
     logits_t: Array | None = None  # mean over the vocabulary
     reference_t: Array | None = None
     sums: dict[str, Array] = field(default_factory=dict)  # the loss's arguments by name (policy/chosen, …), (P,)
-    losses_P: Array | None = None
-    slopes: dict[str, Array] = field(
-        default_factory=dict
-    )  # derivatives of the losses by the policy's sums: chosen, rejected
-    values_P: dict[str, Array] = field(default_factory=dict)  # the loss's other results
+    losses: Losses | None = None
+    given: Losses | None = None  # the same by the formula alone, from these sums
     handed: float | None = None  # the scalar given to the engine
     last: bool = False  # the engine's mark of the last micro-batch
 

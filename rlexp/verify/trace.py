@@ -20,18 +20,19 @@ from torch import Tensor
 from rlexp.base.errors import ModelError, NonFiniteError
 from rlexp.config.schema import Config
 from rlexp.launch.place import Place, join, threads_of
+from rlexp.training.algos.build import build_loss
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.probe import probe
 from rlexp.training.ring.groups import World
 from rlexp.training.sinks.base import Sink, Sinks
-from rlexp.training.train.build import build, build_loss
+from rlexp.training.train.build import build
 from rlexp.training.train.examples import read_pairs
 from rlexp.training.train.loop import train_loop
 from rlexp.training.train.pair_task import PairTask
 from rlexp.training.train.parts import Reference, Run
 from rlexp.training.types import MetricRow, Pack, Pair, Shard, TokenLogps
 from rlexp.verify.kept import Watch, WatchedEngine
-from rlexp.verify.records import SIDES, Array, Micro, PackSeen, StepSeen, TensorFiles, TokenPair, Trace, mark
+from rlexp.verify.records import SIDES, Array, Losses, Micro, PackSeen, StepSeen, TensorFiles, TokenPair, Trace, mark
 
 
 @dataclass(frozen=True)
@@ -217,15 +218,16 @@ class RecordedLoss:
         for who, logps in (("policy", policy), ("reference", reference)):
             if logps is not None:
                 micro.sums |= {f"{who}/chosen": array(logps.chosen_P), f"{who}/rejected": array(logps.rejected_P)}
-        micro.losses_P = array(result.losses_P)
+        slopes = {}
         if torch.is_grad_enabled():
             sums = (policy.chosen_P, policy.rejected_P)
-            slopes = torch.autograd.grad(result.losses_P.sum(), sums, retain_graph=True, allow_unused=True)
-            micro.slopes = {
+            found = torch.autograd.grad(result.losses_P.sum(), sums, retain_graph=True, allow_unused=True)
+            slopes = {
                 side: np.zeros(len(total)) if slope is None else array(slope)
-                for side, total, slope in zip(SIDES, sums, slopes, strict=True)
+                for side, total, slope in zip(SIDES, sums, found, strict=True)
             }
-        micro.values_P = {name: array(value_P) for name, value_P in result.metrics_P.items()}
+        values_P = {name: array(value_P) for name, value_P in result.metrics_P.items()}
+        micro.losses = Losses(array(result.losses_P), slopes, values_P)
         return result
 
 

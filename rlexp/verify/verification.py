@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rlexp.verify.findings import Finding
     from rlexp.verify.fit_memory import Plan
     from rlexp.verify.precision import Measured
-    from rlexp.verify.records import Expected, Trace, Update
+    from rlexp.verify.records import Array, Expected, Losses, Trace, Update
 
 OURS = (
     "rlexp.verify.trace",
@@ -211,17 +211,22 @@ class Verifier:
         from rlexp.verify.compared import Comparison
         from rlexp.verify.records import TensorFiles
 
-        lrs = [step.lr for step in self.expected.steps]
-        given = self.start("the optimizer, given its gradients", _given_rank, 1, cfg, len(lrs), lrs, folder)[0]
-        return Comparison(
+        comparison = Comparison(
             cfg=cfg,
             traces=traces,
             expected=self.expected,
             ran=TensorFiles(folder),
             meant=TensorFiles(self.folder / "reference"),
-            given_weights=given,
+            given_weights=[],
             allowed=allowed,
         )
+        lrs = [step.lr for step in self.expected.steps]
+        sums = [step.sums() for step in comparison.steps()]
+        comparison.given_weights, losses = self.start(
+            "loss and optimizer, given what the run computed", _given_rank, 1, cfg, lrs, sums, folder
+        )[0]
+        comparison.apply_formula(losses)
+        return comparison
 
     def first_failure(self, comparison: Comparison, precision: str) -> Failure | None:
         from rlexp.verify.stages.in_order import differences
@@ -305,10 +310,14 @@ def _expected_rank(_place: Any, cfg: Config, plan: Plan, folder: Path) -> Expect
     return expected_steps(cfg, plan.steps, plan.held_out, folder)
 
 
-def _given_rank(_place: Any, cfg: Config, steps: int, lrs: Sequence[float], folder: Path) -> list[Mapping[str, Update]]:
+def _given_rank(
+    _place: Any, cfg: Config, lrs: Sequence[float], sums: Sequence[Mapping[str, Array]], folder: Path
+) -> tuple[list[Mapping[str, Update]], list[Losses]]:
+    """Apply optimizer and formula to what the run computed, step by step."""
+    from rlexp.verify.reference.formula import losses_of
     from rlexp.verify.reference.one_process import given_steps
 
-    return list(given_steps(cfg, steps, lrs, folder))
+    return list(given_steps(cfg, len(lrs), lrs, folder)), [losses_of(cfg.loss, each) for each in sums]
 
 
 def exact(cfg: Config) -> Config:

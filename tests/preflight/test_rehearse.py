@@ -18,8 +18,8 @@ from rlexp.config.schema import Config
 from rlexp.launch.place import Place
 from rlexp.preflight.rehearsal.sharding import in_words
 from tests.helpers.faults import WHOLE_SEQUENCE
+from tests.helpers.faults.plant import plant
 from tests.helpers.paths import FILES
-from tests.helpers.planting import plant
 from tests.helpers.ranks import on_ranks
 
 ENGINES = ("torch", "zero0", "zero1", "zero2", "zero3", "fsdp2")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.planting import CannotPlant, Change, Given, Seeing, plant
+from tests.helpers.faults.plant import CannotPlant, Change, Given, Seeing, plant
 
 HERE = "tests.verify.test_planting"
 LIMIT = (3, 4)

@@ -11,8 +11,8 @@ import torch
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.training.model.loading import load_config, load_model
-from rlexp.verify.records import SIDES, TokenPair, joined
-from rlexp.verify.reference import rules as rules
+from rlexp.verify.records import SIDES, Losses, TokenPair, joined
+from rlexp.verify.reference import rules
 from rlexp.verify.reference.one_process import load_tokenizer
 from rlexp.verify.reference.pairs import pairs_of
 from tests.helpers import textbook
@@ -136,8 +136,9 @@ def logged(cfg: Config, weights: textbook.Weights, start: textbook.Weights, conf
         side: joined([textbook.answer_logits(weights, config, pair, side).mean(-1).numpy() for pair in pairs])
         for side in SIDES
     }
-    losses, values = rules.preference_losses(cfg.loss, sums), rules.rewards(cfg.loss, sums)
-    return rules.logged(losses, sums, values, means, sum(pair.tokens for pair in pairs))
+    beta = cfg.loss.beta
+    losses = Losses(textbook.preference_losses(sums, beta, cfg.loss.label_smoothing), {}, textbook.rewards(sums, beta))
+    return rules.logged(losses, sums, means, sum(pair.tokens for pair in pairs))
 
 
 def third_row_rank(place, cfg: Config) -> tuple:

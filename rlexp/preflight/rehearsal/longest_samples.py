@@ -22,6 +22,7 @@ from rlexp.config.schema import Config, ModelRewardConfig, PolicyLossConfig, Rew
 from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.preflight.rehearsal.log import CACHE, Log
 from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
+from rlexp.training.algos.build import build_policy_loss
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.model.decoding import Decoding, KeyValues
 from rlexp.training.model.loading import random_reward_model
@@ -34,7 +35,7 @@ from rlexp.training.rollout.host import Host
 from rlexp.training.rollout.rewards.weighted import ModelTerm, Rewards
 from rlexp.training.rollout.sampling import Drawer, Drawn
 from rlexp.training.rollout.scoring import RingRewardModel, Scorer, share_of
-from rlexp.training.train.build import build_policy_loss, unprobed
+from rlexp.training.train.build import unprobed
 from rlexp.training.train.build_rollouts import Parts, ring_reward_model
 from rlexp.training.train.examples import Examples
 from rlexp.training.train.parts import Run

@@ -26,6 +26,7 @@ from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
 from rlexp.preflight.rehearsal.rates import Clock, Rates
 from rlexp.preflight.rehearsal.stand_ins import answering, fused_attention, uncounted_objects
 from rlexp.preflight.rehearsal.world import joined
+from rlexp.training.algos.build import build_loss
 from rlexp.training.engine import rehearsed
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.meter import Meter
@@ -34,7 +35,7 @@ from rlexp.training.model.placing import Placing, put_all
 from rlexp.training.ring.groups import World
 from rlexp.training.ring.kernels import BlockKernel, get_kernel
 from rlexp.training.rollout.bridge import Bridge
-from rlexp.training.train.build import Sources, build, build_loss, unprobed
+from rlexp.training.train.build import Sources, build, unprobed
 from rlexp.training.train.examples import Examples
 from rlexp.training.train.pair_task import PairTask
 from rlexp.training.train.step import train_step

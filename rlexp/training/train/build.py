@@ -19,30 +19,14 @@ from rlexp.config.schema import (
     Config,
     CriticName,
     Device,
-    DPOConfig,
-    DrGRPOConfig,
     EngineConfig,
     EngineName,
-    GRPOConfig,
-    GSPOConfig,
-    LossConfig,
     ModelConfig,
     OptimConfig,
     PolicyLossConfig,
-    PPOConfig,
     Precision,
-    ReinforcePPConfig,
-    RLOOConfig,
 )
-from rlexp.training.algos.base import PreferenceLoss
-from rlexp.training.algos.dpo import DPO
-from rlexp.training.algos.dr_grpo import DrGRPO
-from rlexp.training.algos.grpo import GRPO
-from rlexp.training.algos.gspo import GSPO
-from rlexp.training.algos.policy_loss import PolicyLoss
-from rlexp.training.algos.ppo import PPO
-from rlexp.training.algos.reinforce_pp import ReinforcePP
-from rlexp.training.algos.rloo import RLOO
+from rlexp.training.algos.build import build_loss, build_policy_loss
 from rlexp.training.dataset.sampler import total_steps
 from rlexp.training.engine.base import Engine, shape_of
 from rlexp.training.engine.plain import PlainEngine
@@ -187,42 +171,6 @@ def build_layout(cfg: Config, own: Layout) -> Layout:
 def device_of(cfg: Config) -> torch.device:
     cuda = cfg.launch.device is Device.cuda
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-
-
-def build_loss(cfg: LossConfig) -> PreferenceLoss:
-    match cfg:
-        case DPOConfig(beta=beta, label_smoothing=label_smoothing):
-            return DPO(beta, label_smoothing)
-        case _:
-            raise AssertionError(cfg)
-
-
-def build_policy_loss(cfg: PolicyLossConfig, importance_cap: float | None) -> PolicyLoss:
-    common: dict[str, Any] = {
-        "beta": cfg.beta,
-        "kl_in": cfg.kl_in,
-        "kl": cfg.kl,
-        "clip_low": cfg.clip_low,
-        "clip_high": cfg.clip_high,
-        "dual_clip": cfg.dual_clip,
-        "entropy": cfg.entropy,
-        "importance_cap": importance_cap,
-    }
-    match cfg:
-        case PPOConfig(gamma=gamma, lam=lam, value_coef=value_coef, value_clip=value_clip):
-            return PPO(**common, gamma=gamma, lam=lam, value_coef=value_coef, value_clip=value_clip)
-        case GRPOConfig():
-            return GRPO(**common)
-        case DrGRPOConfig():
-            return DrGRPO(**common)
-        case RLOOConfig():
-            return RLOO(**common)
-        case ReinforcePPConfig():
-            return ReinforcePP(**common)
-        case GSPOConfig():
-            return GSPO(**common)
-        case _:
-            raise AssertionError(cfg)
 
 
 def build_policy(

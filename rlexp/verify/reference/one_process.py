@@ -1,10 +1,10 @@
 """The reference: the same steps in one process, in float64, written out plainly.
 
-It shares no code with dataset, ring, sampler, loss, step, engine or meter. Rows and tokens come from `rows.py` and
-`pairs.py`, samples, losses and their derivatives from `rules.py`. The model is transformers' own with its own SDPA, one
-sequence at a time, without padding; torch differentiates it. Clipping, AdamW and SGD are written out here. Only
-`precise` is shared: without it transformers would round to float32 in the middle of a float64 pass, and the reference
-would be wrong by 1e-8.
+It shares no code with dataset, ring, sampler, step, engine or meter. Rows and tokens come from `rows.py` and
+`pairs.py`, samples and rates from `rules.py`; log-probabilities and counts are its own. Only the loss's formula is the
+product's, applied to the whole batch at once (`formula.py`). The model is transformers' own with its own SDPA, one
+sequence at a time, without padding; torch differentiates it. Clipping, AdamW and SGD are written out here. `precise` is
+shared, since transformers would otherwise round to float32 in the middle of a float64 pass, an error of 1e-8.
 
 Shape letters: T tokens of one sequence, n of its answer, V vocabulary, E width, H heads.
 """
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -25,10 +26,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlexp.base.errors import ModelError, NonFiniteError
-from rlexp.config.schema import Config, Device, DPOConfig, HFModelConfig, OptimConfig, OptimName, TinyModelConfig
+from rlexp.config.schema import Config, Device, HFModelConfig, OptimConfig, OptimName, TinyModelConfig
 from rlexp.training.model.float64 import precise
 from rlexp.verify.records import SIDES, Array, Expected, Key, StepExpected, TensorFiles, TokenPair, Update, joined
 from rlexp.verify.reference import rules
+from rlexp.verify.reference.formula import losses_of
 from rlexp.verify.reference.pairs import Bytes, pairs_of
 
 LOGITS = 1 << 24  # elements of logits held at once
@@ -42,8 +44,7 @@ class Reference:
     """The trained model and the one it started as, stepped in one process."""
 
     def __init__(self, cfg: Config, tokenizer: Any) -> None:
-        assert isinstance(cfg.loss, DPOConfig)
-        self.cfg, self.loss = cfg, cfg.loss
+        self.cfg = cfg
         self.device = torch.device("cuda" if cfg.launch.device is Device.cuda else "cpu")
         self.policy, self.start = (load(cfg, self.device) for _ in range(2))
         self.parameters = dict(self.policy.named_parameters())
@@ -59,7 +60,7 @@ class Reference:
         """Take one optimizer step; write its gradient and the weights after it to files."""
         samples = rules.samples_of(self.cfg, self.data.sizes, number)
         batch = {sample: self.pairs[sample] for sample in samples}
-        expected = self._values(number, batch, len(samples))
+        expected = self._values(number, batch)
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in self.trained.items()
         }
@@ -90,69 +91,50 @@ class Reference:
         for name, parameter in self.parameters.items():
             files.write("weights", step, name, parameter.detach().cpu().numpy())
 
-    def _values(self, number: int, batch: Mapping[int, TokenPair], count: int) -> StepExpected:
-        """Log-probabilities, losses and logged values of a batch; with gradients enabled, also add up its gradient."""
-        policy: dict[Key, Array] = {}
-        reference: dict[Key, Array] = {}
-        logits: dict[Key, Array] = {}
-        losses: dict[int, float] = {}
+    def _values(self, number: int, batch: Mapping[int, TokenPair]) -> StepExpected:
+        """Log-probabilities, losses and logged values of a batch; with gradients enabled, also add up its gradient.
+
+        The formula sees the whole batch at once. So a pass without gradient comes first, and the pass with gradient
+        sends each sum's derivative backward, one sequence at a time.
+        """
+        values: dict[str, dict[Key, Array]] = {who: {} for who in ("policy", "reference", "logits")}
         for sample, pair in batch.items():
-            sums: dict[str, Tensor] = {}
             for side in SIDES:
-                logps_n, means_n = answer_logps(self.policy, pair, side, self.device)
                 with torch.no_grad():
+                    logps_n, means_n = answer_logps(self.policy, pair, side, self.device)
                     start_n, _ = answer_logps(self.start, pair, side, self.device)
-                sums |= {f"policy/{side}": logps_n.sum(), f"reference/{side}": start_n.sum()}
-                key = (sample, side)
-                policy[key], reference[key], logits[key] = (
-                    each.detach().cpu().numpy() for each in (logps_n, start_n, means_n)
-                )
-            known = {name: total.detach().reshape(1).cpu().numpy() for name, total in sums.items()}
-            losses[sample] = float(rules.preference_losses(self.loss, known)[0])
-            if torch.is_grad_enabled():
-                slopes = rules.preference_slopes(self.loss, known)
-                torch.autograd.backward(
-                    [sums[f"policy/{side}"] for side in SIDES],
-                    [torch.as_tensor(slopes[side][0] / count, device=self.device) for side in SIDES],
-                )
-        row = self._row(batch, policy, reference, logits, losses)
+                for who, each in (("policy", logps_n), ("reference", start_n), ("logits", means_n)):
+                    values[who][sample, side] = each.cpu().numpy()
+        sums = {
+            f"{who}/{side}": np.array([values[who][sample, side].sum() for sample in batch])
+            for who in ("policy", "reference")
+            for side in SIDES
+        }
+        losses = losses_of(self.cfg.loss, sums)
+        if torch.is_grad_enabled():
+            for place, pair in enumerate(batch.values()):
+                for side in SIDES:
+                    logps_n, _ = answer_logps(self.policy, pair, side, self.device)
+                    logps_n.sum().backward(torch.tensor(losses.slopes[side][place] / len(batch), device=self.device))
+        logits = {side: joined([values["logits"][sample, side] for sample in batch]) for side in SIDES}
+        row = rules.logged(losses, sums, logits, sum(pair.tokens for pair in batch.values()))
         return StepExpected(
             number=number,
             samples=tuple(batch),
-            policy=policy,
-            reference=reference,
-            logits=logits,
-            losses=losses,
+            policy=values["policy"],
+            reference=values["reference"],
+            logits=values["logits"],
+            losses=dict(zip(batch, losses.losses_P.tolist(), strict=True)),
             loss=row["loss"],
             grad_norm=0.0,
             lr=0.0,
             row=row,
         )
 
-    def _row(
-        self,
-        batch: Mapping[int, TokenPair],
-        policy: Mapping[Key, Array],
-        reference: Mapping[Key, Array],
-        logits: Mapping[Key, Array],
-        losses: Mapping[int, float],
-    ) -> dict[str, float]:
-        import numpy as np
-
-        sums = {
-            f"{who}/{side}": np.array([values[sample, side].sum() for sample in batch])
-            for who, values in (("policy", policy), ("reference", reference))
-            for side in SIDES
-        }
-        of_side = {side: joined([logits[sample, side] for sample in batch]) for side in SIDES}
-        tokens = sum(pair.tokens for pair in batch.values())
-        values = rules.rewards(self.loss, sums)
-        return rules.logged(np.array([losses[sample] for sample in batch]), sums, values, of_side, tokens)
-
     @torch.no_grad()
     def held_out(self, pairs: Sequence[TokenPair]) -> dict[str, float]:
         batch = dict(enumerate(pairs))
-        return self._values(0, batch, len(pairs)).row
+        return self._values(0, batch).row
 
 
 def expected_steps(cfg: Config, steps: int, held_out: int, folder: Path) -> Expected:

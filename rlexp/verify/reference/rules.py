@@ -1,6 +1,6 @@
 """The rules of a run, written out a second time from the documentation, on plain numbers.
 
-`verify` compares the product with them. No code comes from the data, ring, algos, train, engine or metrics rooms.
+`verify` compares the product with them. No code comes from the modules of training.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from fractions import Fraction
 
 import numpy as np
 
-from rlexp.config.schema import Config, Decay, DPOConfig, OptimConfig
+from rlexp.config.schema import Config, Decay, OptimConfig
 from rlexp.config.schema.data import RowsDataConfig
-from rlexp.verify.records import SIDES, Array
+from rlexp.verify.records import SIDES, Array, Losses
 from rlexp.verify.reference.rows import sources_of
-
-TIE = 2.0**-23  # relative to the log-probabilities: a smaller margin is a tie, and counts half
-
 
 # ---- which samples, and how fast; `sizes` are the pairs of each source ----
 
@@ -92,53 +89,13 @@ def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
     return optim.lr * shapes[optim.decay]
 
 
-# ---- losses and logged values; `sums` are sums of the answers' log-probabilities ----
+# ---- logged values; `sums` are sums of the answers' log-probabilities ----
 
 
-def log_sigmoid(x: Array) -> Array:
-    values: Array = -np.logaddexp(0.0, -x)
-    return values
-
-
-def preference_losses(cfg: DPOConfig, sums: Mapping[str, Array]) -> Array:
-    """Equation 7 of arXiv 2305.18290, for labels that are wrong with probability `label_smoothing`."""
-    ratios = {side: sums[f"policy/{side}"] - sums[f"reference/{side}"] for side in SIDES}
-    z = cfg.beta * (ratios["chosen"] - ratios["rejected"])
-    wrong = cfg.label_smoothing
-    return -(1 - wrong) * log_sigmoid(z) - wrong * log_sigmoid(-z)
-
-
-def preference_slopes(cfg: DPOConfig, sums: Mapping[str, Array]) -> dict[str, Array]:
-    """Derivatives of the losses by the policy's sums. While policy and reference agree every loss is ln 2, even of a
-    wrong formula; only the derivative shows the mistake."""
-    ratios = {side: sums[f"policy/{side}"] - sums[f"reference/{side}"] for side in SIDES}
-    z = cfg.beta * (ratios["chosen"] - ratios["rejected"])
-    slope = cfg.beta * (
-        cfg.label_smoothing * np.exp(log_sigmoid(z)) - (1 - cfg.label_smoothing) * np.exp(log_sigmoid(-z))
-    )
-    return {"chosen": slope, "rejected": -slope}
-
-
-def rewards(cfg: DPOConfig, sums: Mapping[str, Array]) -> dict[str, Array]:
-    """Rewards of each pair. A margin within rounding of zero counts half."""
-    chosen, rejected = (cfg.beta * (sums[f"policy/{side}"] - sums[f"reference/{side}"]) for side in SIDES)
-    band = TIE * cfg.beta * sum(np.abs(part) for part in sums.values())
-    margin = chosen - rejected
-    won = np.where(np.abs(margin) <= band, 0.5, np.where(margin > 0, 1.0, 0.0))
-    return {
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/margins": margin,
-        "rewards/accuracies": won,
-    }
-
-
-def logged(
-    losses: Array, sums: Mapping[str, Array], values: Mapping[str, Array], logits: Mapping[str, Array], tokens: int
-) -> dict[str, float]:
+def logged(losses: Losses, sums: Mapping[str, Array], logits: Mapping[str, Array], tokens: int) -> dict[str, float]:
     """The logged values of a batch: means over its pairs, for logits over its answers' tokens."""
-    row = {name: float(np.mean(each)) for name, each in values.items()}
-    row["loss"] = float(np.mean(losses))
+    row = {name: float(np.mean(each)) for name, each in losses.values_P.items()}
+    row["loss"] = float(np.mean(losses.losses_P))
     for side in SIDES:
         row[f"logps/{side}"] = float(np.mean(sums[f"policy/{side}"]))
         row[f"logits/{side}"] = float(np.mean(logits[side]))

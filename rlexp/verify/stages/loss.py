@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from rlexp.verify.compared import Step
 from rlexp.verify.findings import LOGPS, LOSS, Clue, Finding, whole_factor
-from rlexp.verify.records import SIDES, Array, Key, Micro
-from rlexp.verify.reference import rules
+from rlexp.verify.records import SIDES, Array, Key, Losses
 
 
 def logps(step: Step) -> Iterator[Finding]:
@@ -59,15 +58,16 @@ def losses(step: Step) -> Iterator[Finding]:
     for trace in step.whole.traces:
         micros = trace.steps[step.place].micros
         for place, micro in enumerate(micros):
-            wanted = rules.preference_losses(step.whole.loss, micro.sums)
-            assert micro.losses_P is not None
-            wrong = step.first_wrong("losses, given the sums", micro.losses_P, wanted)
+            assert micro.losses is not None
+            assert micro.given is not None
+            got_P, wanted_P = micro.losses.losses_P, micro.given.losses_P
+            wrong = step.first_wrong("losses, given the sums", got_P, wanted_P)
             if wrong is not None:
-                what = f"loss of pair {micro.samples[wrong]}, given its log-probabilities"
-                yield step.finding(LOSS, Clue.LOSSES, what, micro.losses_P[wrong], wanted[wrong])
-            yield from _slopes(step, micro)
+                what = f"loss of pair {micro.samples[wrong]}, given its train batch's log-probabilities"
+                yield step.finding(LOSS, Clue.LOSSES, what, got_P[wrong], wanted_P[wrong])
+            yield from _slopes(step, micro.samples, micro.losses, micro.given)
             where = f"micro-batch {place + 1} on rank {trace.rank}"
-            handed = float(micro.losses_P.sum()) * world / count
+            handed = float(got_P.sum()) * world / count
             got = math.nan if micro.handed is None else micro.handed
             if step.first_wrong("loss handed to the engine", np.array([got]), np.array([handed])) is not None:
                 note = f"the sum of its losses × {world} ranks / {count} pairs" + whole_factor(got, handed)
@@ -78,12 +78,12 @@ def losses(step: Step) -> Iterator[Finding]:
     yield from _mean_loss(step)
 
 
-def _slopes(step: Step, micro: Micro) -> Iterator[Finding]:
-    for side, wanted in rules.preference_slopes(step.whole.loss, micro.sums).items():
-        wrong = step.first_wrong("derivatives of losses, given the sums", micro.slopes[side], wanted)
+def _slopes(step: Step, samples: Sequence[int], got: Losses, given: Losses) -> Iterator[Finding]:
+    for side, wanted in given.slopes.items():
+        wrong = step.first_wrong("derivatives of losses, given the sums", got.slopes[side], wanted)
         if wrong is not None:
-            what = f"derivative of the loss of pair {micro.samples[wrong]} by its {side} log-probability"
-            yield step.finding(LOSS, Clue.SLOPES, what, micro.slopes[side][wrong], wanted[wrong])
+            what = f"derivative of the loss of pair {samples[wrong]} by its {side} log-probability"
+            yield step.finding(LOSS, Clue.SLOPES, what, got.slopes[side][wrong], wanted[wrong])
 
 
 def _mean_loss(step: Step) -> Iterator[Finding]:

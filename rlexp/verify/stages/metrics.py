@@ -11,7 +11,7 @@ import numpy as np
 from rlexp.curves.difference import OWN
 from rlexp.verify.compared import Step
 from rlexp.verify.findings import METRICS, Clue, Finding, whole_factor, worst_element
-from rlexp.verify.records import SIDES, joined
+from rlexp.verify.records import SIDES, Losses, joined
 from rlexp.verify.reference import rules
 
 
@@ -41,11 +41,13 @@ def metrics(step: Step) -> Iterator[Finding]:
 
 def _values(step: Step) -> Iterator[Finding]:
     for _, _, micro in step.micros():
-        wanted = rules.rewards(step.whole.loss, micro.sums)
-        for name, got in micro.values_P.items():
-            if name in wanted and (wrong := step.first_wrong(name, got, wanted[name])) is not None:
-                what = f"{name} of pair {micro.samples[wrong]}, given its log-probabilities"
-                yield step.finding(METRICS, Clue.VALUES, what, got[wrong], wanted[name][wrong])
+        assert micro.losses is not None
+        assert micro.given is not None
+        for name, wanted in micro.given.values_P.items():
+            got = micro.losses.values_P.get(name, np.zeros(0))
+            if (wrong := step.first_wrong(name, got, wanted)) is not None:
+                what = f"{name} of pair {micro.samples[wrong]}, given its train batch's log-probabilities"
+                yield step.finding(METRICS, Clue.VALUES, what, got[wrong], wanted[wrong])
     for key, got in step.by_sequence("logits_t").items():
         wanted_n = step.expected.logits[key]
         apart = float((np.abs(got - wanted_n) / np.maximum(1.0, np.abs(wanted_n))).max())
@@ -71,14 +73,13 @@ def _layouts_own(step: Step) -> Iterator[Finding]:
 
 def counted(step: Step) -> dict[str, float]:
     """The logged values of the batch, from the run's own values for each pair and token."""
-    micros = [micro for _, _, micro in step.micros()]
-    sums = {name: joined([m.sums[name] for m in micros if name in m.sums]) for name in micros[0].sums}
-    values = {name: joined([m.values_P[name] for m in micros]) for name in micros[0].values_P}
+    losses = [micro.losses for _, _, micro in step.micros() if micro.losses is not None]
+    values_P = {name: joined([each.values_P[name] for each in losses]) for name in losses[0].values_P}
+    whole = Losses(joined([each.losses_P for each in losses]), {}, values_P)
     tokens = step.by_sequence("logits_t")
     logits = {side: joined([v for (_, of), v in tokens.items() if of == side]) for side in SIDES}
     real = sum(micro.real_tokens for trace in step.whole.traces for micro in trace.steps[step.place].micros)
-    losses = joined([m.losses_P for m in micros if m.losses_P is not None])
-    row = rules.logged(losses, sums, values, logits, real)
+    row = rules.logged(whole, step.sums(), logits, real)
     return {f"train/{name}": value for name, value in row.items()}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlexp.training.model.head import Entropy, HeadLogps
 from rlexp.training.types import TokenLogps
-from tests.helpers.planting import Seeing, plant
+from tests.helpers.faults.plant import Seeing, plant
 from tests.helpers.ranks import seeded
 
 TEMPERATURE = 0.7

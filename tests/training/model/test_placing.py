@@ -12,7 +12,7 @@ from torch import nn
 
 from rlexp.config.load import compose_config
 from rlexp.launch.place import Place
-from tests.helpers.planting import plant
+from tests.helpers.faults.plant import plant
 from tests.helpers.ranks import on_ranks
 from tests.preflight.test_rehearse import alone, elsewhere, fast, plan
 

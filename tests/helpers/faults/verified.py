@@ -1,32 +1,24 @@
-"""Run `verify` with a defect in every rank that it starts.
-
-`python -m tests.helpers.planted` does it with every defect of tests/helpers/faults.py and prints a table of what was
-found; `python -m tests.helpers.planted NAME ...` does it with those named. The exit code is 1 unless each is found,
-with its stage and module.
-"""
+"""Run `verify` with a defect in every rank that it starts."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import pickle
 import shutil
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from rlexp.base.errors import UserError
 from rlexp.config.load import compose_config
 from rlexp.config.schema.data import RowsDataConfig
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.verify import verification as verifying
 from rlexp.verify.verification import Progress, Verification, verify
-from tests.helpers.faults import ALL_FAULTS, FAULTS, Fault, faulty_rank
+from tests.helpers.faults import faulty_rank
+from tests.helpers.faults.base import ALGOS, Fault
 
 # Imported once, in the process that ranks are forked from, by whichever defect comes first.
 SERVER = (*PRELOAD, *verifying.OURS, "deepspeed", "tests.helpers.faults")
@@ -43,14 +35,15 @@ def verify_planted(
 ) -> tuple[Verification, bool]:
     """Verify with the defect in every rank; return what came of it, and whether the defect was at work.
 
-    `references` is a folder that keeps float64 references: the reference of a configuration is computed once.
+    `references` is a folder that keeps float64 references: the reference of a configuration is computed once. A defect
+    of a loss is planted into the reference too, since it has the product's formula.
     """
     with tempfile.TemporaryDirectory(prefix="rlexp-planted-") as folder:
         reached = Path(folder) / "reached"
 
         def start(target: Callable[..., Any], ranks: int, args: Sequence[Any] = (), **options: Any) -> list[Any]:
             options |= {"preload": SERVER, "timeout": LONGEST}
-            if target is REFERENCE:
+            if target is REFERENCE and fault.room != ALGOS:
                 return _kept(references, args, options)
             return run_ranks(faulty_rank, ranks, (fault.name, reached, target, args), **options)
 
@@ -65,7 +58,8 @@ def verify_planted(
 def _kept(references: Path, args: Sequence[Any], options: dict[str, Any]) -> list[Any]:
     """Return the reference of a configuration, and put its files where they are asked for.
 
-    It is computed without a defect: no defect reaches what the reference imports, as tests/verify/test_verify.py shows.
+    It is computed without a defect: only those of losses reach what the reference imports, as
+    tests/verify/test_verify.py shows.
     """
     cfg, plan, folder = args
     if isinstance(cfg.data, RowsDataConfig):  # the reference keeps no tokens
@@ -79,50 +73,3 @@ def _kept(references: Path, args: Sequence[Any], options: dict[str, Any]) -> lis
     shutil.copytree(kept, folder)
     found: list[Any] = pickle.loads(answer.read_bytes())
     return found
-
-
-# ---- the table ----
-
-
-def examined(fault: Fault, references: Path, say: Progress) -> str:
-    """Return "yes" if the defect is found where it is, and otherwise what came of it."""
-    try:
-        verdict, reached = verify_planted(fault, references, say=say)
-    except UserError as error:
-        return f"no: raised {str(error).splitlines()[0]}"
-    failure = verdict.failure
-    if not reached:
-        return "no: not reached"
-    if failure is None:
-        return "no"
-    if (failure.stage, failure.room) != (fault.stage, fault.room) or fault.step not in (None, failure.step):
-        return f"no: at step {failure.step}, {failure.stage}, {failure.room}: {failure.quantity}, {failure.got}"
-    return "yes"
-
-
-def main(args: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.helpers.planted", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="defects of tests/helpers/faults.py; by default all of them"
-    )
-    parser.add_argument("--verbose", action="store_true", help="print the seconds of each start of ranks")
-    asked = parser.parse_args(args)
-    faults = [ALL_FAULTS[name] for name in asked.names] or FAULTS
-    say: Progress = (lambda line: print(line, file=sys.stderr, flush=True)) if asked.verbose else quiet
-    print("| defect | stage | room | found | seconds |\n|---|---|---|---|---|", flush=True)
-    found = 0
-    with tempfile.TemporaryDirectory(prefix="rlexp-references-") as references:
-        for fault in faults:
-            began = time.monotonic()
-            answer = examined(fault, Path(references), say)
-            found += answer == "yes"
-            seconds = time.monotonic() - began
-            print(f"| {fault.name} | {fault.stage} | {fault.room} | {answer} | {seconds:.1f} |", flush=True)
-    print(f"\n{found} of {len(faults)} defects were found, each with its stage and room.")
-    return 0 if found == len(faults) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

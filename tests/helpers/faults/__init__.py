@@ -1,0 +1,81 @@
+"""The defects that tests plant into the product, with the stage and room that `verify` must name.
+
+A defect names a function of the product (`target`) and what takes its place (`change`): a function that is called with
+the original and with the arguments of each call, or `Seeing`, under which the original finds other things behind names
+that it uses. It follows the product through new local names, new lines and new comments. If the target goes, or is no
+longer called, the defect's test fails and says so.
+
+`python -m tests.helpers.faults` plants every defect, each into ranks of its own, and prints what `verify` found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlexp.launch.place import Place
+from rlexp.training.ring.collectives import _all_gather as all_gather
+from tests.helpers.faults.algos import ALGOS_FAULTS
+from tests.helpers.faults.base import one
+from tests.helpers.faults.data import DATA_FAULTS
+from tests.helpers.faults.engine import ENGINE_FAULTS
+from tests.helpers.faults.metrics import METRICS_FAULTS
+from tests.helpers.faults.model import MODEL_FAULTS
+from tests.helpers.faults.own_precision import OWN_FAULTS
+from tests.helpers.faults.ring import RING_FAULTS
+from tests.helpers.faults.train import TRAIN_FAULTS
+
+FAULTS = (*DATA_FAULTS, *RING_FAULTS, *MODEL_FAULTS, *ALGOS_FAULTS, *TRAIN_FAULTS, *ENGINE_FAULTS, *METRICS_FAULTS,
+          *OWN_FAULTS)  # fmt: skip
+
+# Not a defect: `verify` is to believe that a model of six layers is too large for this machine.
+LITTLE_MEMORY = one("little memory", "verify.fit_memory:free_on_host", lambda _original: 120_000_000, "", "")
+
+
+class Whole(torch.autograd.Function):
+    """Gather the whole sequence on every rank and keep it. Values and gradients are those of the rank's own tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any) -> Any:
+        size = dist.get_world_size()
+        if size == 1:
+            return hidden.clone()
+        whole = hidden.new_empty(size, *hidden.shape)
+        all_gather(whole.view(-1), hidden.contiguous().view(-1))
+        ctx.save_for_backward(whole)
+        return whole[dist.get_rank()].clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+# Not a difference: the values are right, and each layer's MLP keeps the whole sequence on every rank of the ring.
+WHOLE_SEQUENCE = one("an MLP gathers the sequence", "transformers.models.llama.modeling_llama:LlamaMLP.forward",
+                     lambda original, self, hidden: original(self, Whole.apply(hidden)), "", "")  # fmt: skip
+
+# `make test` plants one of each stage, room and mechanism; they share one float64 reference. `make check` adds one of
+# each other pair of stage and room, and of the other layouts and engines. `make prove` plants all.
+FAST = (
+    "replicas overlap", "targets shifted after sharding", "not causal", "log-probability of the token itself",
+    "divided by the accumulation again", "a statistic of the micro-batch", "reduced over the ring only", "not clipped",
+    "replicated sums counted on every rank", "ZeRO-1 doubles the gradient",
+)  # fmt: skip
+CHECK = (
+    "a replica takes the other's pairs", "sums in float32", "bfloat16 copies are not renewed",
+    "keys do not move on in the backward", "the head does not hand its gradient down", "the next step's rate",
+    "mean logits", "rewards less their micro-batch's mean", "total tokens start anew", "FSDP2 does not accumulate",
+    "heads in another order", "gradients of gathered keys", "a pack ignores masks",
+)  # fmt: skip
+
+ALL_FAULTS = {fault.name: fault for fault in (*FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE)}
+
+
+def faulty_rank(place: Place, name: str, reached: Path, target: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Run a rank of the product with a defect. The file `reached` appears when the defect is at work."""
+    ALL_FAULTS[name].plant(reached.touch)
+    return target(place, *args)

@@ -1,0 +1,180 @@
+"""Defects of rows, tokens, batches and packs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlexp.training.dataset.tokens import Example
+from tests.helpers.faults.base import (
+    CUT,
+    CUT_ANSWERS,
+    DATA,
+    MIXED,
+    SHORT_BATCH,
+    one,
+)
+from tests.helpers.faults.plant import Change
+
+
+def answers_from(cut: Callable[[Any, int], Any]) -> Change:
+    """Cut the answers of a truncated pair by `cut(answer, tokens that are kept)`."""
+
+    def change(original: Any, whole: Example, *args: Any) -> Example:
+        kept: Example = original(whole, *args)
+        answers = zip(whole.answers, kept.answers, strict=True)
+        return replace(kept, answers=tuple(cut(answer, len(short)) for answer, short in answers))
+
+    return change
+
+
+def swapped(example: Example) -> Example:
+    return replace(example, answers=example.answers[::-1])
+
+
+def longer(original: Any, self: Any, rows: Any) -> Any:
+    return original(replace(self, max_length=self.max_length + 40), rows)
+
+
+def share_of(self: Any, dp_size: int) -> int:
+    """Return how many pairs a replica takes; the last replica may take fewer."""
+    return -(-len(self.indices) // dp_size)
+
+
+def overlapping(original: Any, self: Any, replica: int, dp_size: int, micro_batch_size: int) -> Any:
+    mine = self.indices[replica : replica + share_of(self, dp_size)]
+    return original(replace(self, indices=mine), 0, 1, micro_batch_size)
+
+
+def lost_tail(original: Any, self: Any, replica: int, dp_size: int, micro_batch_size: int) -> Any:
+    even = len(self.indices) // dp_size * dp_size
+    return original(replace(self, indices=self.indices[:even]), replica, dp_size, micro_batch_size)
+
+
+def lost_micro_batch(original: Any, self: Any, replica: int, dp_size: int, micro_batch_size: int) -> Any:
+    whole = share_of(self, dp_size) // micro_batch_size
+    return original(self, replica, dp_size, micro_batch_size)[:whole]
+
+
+def repacked(rewrite: Callable[[Any, Any, slice], None]) -> Change:
+    """Rewrite the tensors of a pack at the real tokens of each sequence: `rewrite(pack, sequence, place)`."""
+
+    def change(original: Any, *args: Any, **kwargs: Any) -> Any:
+        pack = original(*args, **kwargs)
+        for number, segment in enumerate(pack.segments[: pack.sequences]):
+            rewrite(pack, number, slice(segment.start, segment.start + segment.length))
+        return pack
+
+    return change
+
+
+def unshifted(pack: Any, _sequence: Any, at: slice) -> None:
+    pack.targets_T[at.start : at.stop - 1] = pack.tokens_T[at.start : at.stop - 1]
+
+
+def shifted_twice(pack: Any, _sequence: Any, at: slice) -> None:
+    pack.targets_T[at.start : at.stop - 2] = pack.tokens_T[at.start + 2 : at.stop]
+    pack.targets_T[at.stop - 2] = pack.targets_T[at.stop - 1]
+
+
+def with_prompt(pack: Any, sequence: Any, at: slice) -> None:
+    pack.sequence_T[at.start : at.stop - 1] = sequence
+
+
+def without_first(pack: Any, sequence: Any, at: slice) -> None:
+    pack.sequence_T[(pack.sequence_T == sequence).nonzero()[0]] = -1
+
+
+def with_end(pack: Any, sequence: Any, at: slice) -> None:
+    pack.sequence_T[at.stop - 1] = sequence
+
+
+def not_restarted(pack: Any, _sequence: Any, at: slice) -> None:
+    pack.positions_T[at] = torch.arange(at.start, at.stop)
+
+
+def off_by_one(pack: Any, _sequence: Any, at: slice) -> None:
+    pack.positions_T[at] += 1
+
+
+def padding_as_tokens(original: Any, *args: Any, **kwargs: Any) -> Any:
+    pack = original(*args, **kwargs)
+    return replace(pack, segments=tuple(replace(segment, length=segment.padded) for segment in pack.segments))
+
+
+def all_trained(original: Any, answer: Any) -> Iterator[tuple[str, bool]]:
+    return ((text, True) for text, _ in original(answer))
+
+
+def to_the_first_answer(_original: Any, one: Any, _other: Any) -> int:
+    return next(place for place, message in enumerate(one) if message["role"] == "assistant")
+
+
+def first_half_twice(original: Any, *args: Any, **kwargs: Any) -> Any:
+    order = original(*args, **kwargs)
+    half = len(order) // 2
+    order[half : 2 * half] = order[:half]
+    return order
+
+
+TOKENS, SAMPLER, PACKING = "dataset.tokens:", "dataset.sampler:", "dataset.packing:"
+MESSAGES, MIXTURE, VIEWS = "dataset.messages:", "dataset.mixture:Mixture.", "dataset.views:"
+DATA_FAULTS = (
+    one("no end of sequence", TOKENS + "RowTokenizer._ended", lambda _, _self, tokens: tokens, "data", DATA),
+    one("truncated at the wrong side", TOKENS + "cut_from_start",
+        lambda _original, prompt, longest, *_bos: prompt[:longest], "data", DATA, *CUT),
+    one("answers cut at their beginning", TOKENS + "truncated",
+        answers_from(lambda answer, kept: answer[len(answer) - kept :]), "data", DATA, *CUT_ANSWERS),
+    one("one token too many is kept", TOKENS + "truncated", answers_from(lambda answer, kept: answer[: kept + 1]),
+        "data", DATA, *CUT_ANSWERS),
+    one("chosen and rejected swapped", TOKENS + "RowTokenizer._example",
+        lambda original, *args: swapped(original(*args)), "data", DATA),
+    one("too long is not dropped", TOKENS + "Encoder.encode", longer, "data", DATA, "data.max_length=140",
+        "data.too_long=drop"),
+    one("another permutation", SAMPLER + "Sampler._order",
+        lambda original, self, epoch: original(replace(self, seed=epoch), self.seed), "data", DATA),
+    one("every epoch the same", SAMPLER + "Sampler._order", lambda original, self, _epoch: original(self, 0),
+        "data", DATA, "data.size=11", "train.epochs=2", step=2),
+    one("the seed is ignored", SAMPLER + "Sampler._order",
+        lambda original, self, epoch: original(replace(self, seed=0), epoch), "data", DATA),
+    one("not shuffled", SAMPLER + "Sampler._order",
+        lambda original, self, epoch: original(replace(self, shuffle=not self.shuffle), epoch), "data", DATA),
+    one("replicas overlap", SAMPLER + "Batch.micro_batches", overlapping, "data", DATA),
+    one("every replica has the same", SAMPLER + "Batch.micro_batches",
+        lambda original, self, _replica, *sizes: original(self, 0, *sizes), "data", DATA),
+    one("the tail of a replica is lost", SAMPLER + "Batch.micro_batches", lost_tail, "data", DATA, *SHORT_BATCH,
+        step=2),
+    one("the tail of a micro-batch is lost", SAMPLER + "Batch.micro_batches", lost_micro_batch, "data", DATA,
+        *SHORT_BATCH, step=2),
+    one("the short batch is dropped", SAMPLER + "Sampler.steps_per_epoch",
+        lambda _original, self: self.size // self.batch_size, "data", DATA, *SHORT_BATCH),
+    one("the run is longer", SAMPLER + "total_steps",
+        lambda original, steps_per_epoch, most, epochs: original(steps_per_epoch, most, epochs or 2), "data", DATA),
+    one("targets not shifted", PACKING + "pack_sequences", repacked(unshifted), "data", DATA),
+    one("targets shifted twice", PACKING + "pack_sequences", repacked(shifted_twice), "data", DATA),
+    one("prompts are trained on", PACKING + "pack_sequences", repacked(with_prompt), "data", DATA),
+    one("the first token of an answer is not", PACKING + "pack_sequences", repacked(without_first), "data", DATA),
+    one("the end predicts too", PACKING + "pack_sequences", repacked(with_end), "data", DATA),
+    one("positions do not restart", PACKING + "pack_sequences", repacked(not_restarted), "data", DATA),
+    one("positions off by one", PACKING + "pack_sequences", repacked(off_by_one), "data", DATA),
+    one("padding counts as tokens", PACKING + "pack_sequences", padding_as_tokens, "data", DATA),
+    one("sequences in another order", PACKING + "pack_pairs",
+        lambda original, pairs, *args, **kwargs: original(list(map(swapped, pairs)), *args, **kwargs), "data", DATA),
+    one("a pack ignores masks", PACKING + "pack_sequences",
+        lambda original, *args, **kwargs: original(*args, **kwargs | {"masks": ()}), "data", DATA, base=MIXED),
+    one("the user's turns are trained on", MESSAGES + "turns", all_trained, "data", DATA, base=MIXED),
+    one("another shared beginning", MESSAGES + "shared_beginning", to_the_first_answer, "data", DATA, base=MIXED),
+    one("no system prompt", MESSAGES + "with_system", lambda _, prompt, _system: prompt, "data", DATA, base=MIXED),
+    one("weights are ignored", MIXTURE + "counts", lambda _, self: self.sizes, "data", DATA, base=MIXED),
+    one("samples twice in an epoch", MIXTURE + "order", first_half_twice, "data", DATA, base=MIXED),
+    one("every epoch begins a source anew", MIXTURE + "_of_source",
+        lambda original, self, source, count, seed, _epoch, **how: original(self, source, count, seed, 0, **how),
+        "data", DATA, base=MIXED, step=2),
+    one("held-out rows are trained on", VIEWS + "Places.__getitem__",
+        lambda original, self, index: original(self, index) if self.held_out else index, "data", DATA, base=MIXED),
+    one("other rows are held out", VIEWS + "drawn", lambda _, _total, size: np.arange(size), "data", DATA, base=MIXED),
+)  # fmt: skip

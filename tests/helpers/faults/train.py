@@ -1,0 +1,179 @@
+"""Defects of the training step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rlexp.training.algos.base import PairLogps
+from rlexp.training.metrics.meter import REPLICATED
+from rlexp.training.model.policy import cast_parameters
+from rlexp.training.ring.groups import ALONE, World
+from rlexp.training.types import TokenLogps
+from tests.helpers.faults.base import (
+    EMPTY_REPLICA,
+    SHORT_BATCH,
+    TRAIN,
+    nothing,
+    one,
+)
+from tests.helpers.faults.plant import Altered, Change, Given, Seeing
+
+
+def scaled(factor: Callable[[Any, int], float]) -> Change:
+    """Multiply the loss of a micro-batch by a function of the step and its number of pairs."""
+
+    def change(original: Any, self: Any, held: Any, meter: Any) -> Any:
+        return original(self, held, meter) * factor(self, held.shard.sequences // 2)
+
+    return change
+
+
+def whole_batch(step: Any, _pairs: int) -> float:
+    return len(step.batch.indices) / float(step.task.run.cfg.train.batch_size)
+
+
+def every_one_last(original: Any, task: Any, number: int) -> Any:
+    def ending(backward: Any) -> Callable[..., None]:
+        return lambda loss, **_last: backward(loss, last=True)
+
+    return original(with_run(task, engine=Altered(task.run.engine, backward=ending)), number)
+
+
+def with_run(task: Any, **changes: Any) -> Any:
+    """Copy the task, with another run."""
+    other = copy.copy(task)
+    other.run = replace(task.run, **changes)
+    return other
+
+
+def one_too_few(original: Any, self: Any, *args: Any) -> None:
+    original(self, *args)
+    self.micro_batches = self.micro_batches[:-1]
+
+
+def of_replica_0(original: Any, self: Any, batch: Any) -> Any:
+    world = self.run.world
+    return original(with_run(self, world=replace(world, rank=world.ring.rank)), batch)
+
+
+def one_for_none(original: Any, *args: Any) -> Any:
+    losses_P = original(*args)
+    return losses_P if len(losses_P) else losses_P.new_ones(1) + losses_P.sum()
+
+
+def in_float32(original: Any, values_t: Any, shard: Any) -> Any:
+    return original(values_t.float(), shard).float().double()
+
+
+def own_reference(original: Any, self: Any, shard: Any, meter: Any) -> Any:
+    kept: list[TokenLogps] = []
+
+    def keeping(forward: Any) -> Callable[..., TokenLogps]:
+        return lambda shard: kept.append(forward(shard)) or kept[-1]
+
+    task = with_run(self, engine=Altered(self.run.engine, forward=keeping))
+    task.reference = lambda _shard: TokenLogps(*(None if value is None else value.detach() for value in kept[-1]))
+    return original(task, shard, meter)
+
+
+def learning(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Take the trained policy, which is built first, for the reference too."""
+    policies: list[Any] = []
+
+    def kept(build_policy: Any) -> Callable[..., Any]:
+        return lambda *args: policies.append(build_policy(*args)) or policies[-1]
+
+    def trained(_build_reference: Any) -> Callable[..., Any]:
+        return lambda *_args: torch.no_grad()(lambda shard: policies[0](shard))
+
+    names = Seeing({"build_policy": kept, "build_reference": trained})
+    return names.of(original, nothing)(*args, **kwargs)
+
+
+def starting_in_bfloat16(original: Any, cfg: Any, starting: Any, *args: Any) -> Any:
+    cast_parameters(starting, torch.bfloat16)
+    return original(cfg, starting, *args)
+
+
+def too_early(original: Any, self: Any, step: int) -> float:
+    steps = self.warmup_steps
+    return original(self, step) * ((steps + 1) / steps if step <= steps else 1.0)
+
+
+def next_rate(original: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+    schedule = Altered(run.schedule, at=lambda at: lambda step: at(step + 1))
+    return original(replace(run, schedule=schedule), *args, **kwargs)
+
+
+def per_pair(original: Any, meter: Any, tokens: Any, shard: Any) -> None:
+    def adding(add: Any) -> Callable[..., None]:
+        pairs = shard.sequences // 2
+        return lambda name, total, count, spread: add(name, total, pairs if "chosen" in name else count, spread)
+
+    original(Altered(meter, add_mean=adding), tokens, shard)
+
+
+def of_one_rank(original: Any, task: Any, step: Any, meter: Any, *args: Any) -> Any:
+    """Log the loss of this rank's own sums."""
+    own = copy.copy(meter)
+    own.world = World(0, 1, ALONE)
+    reducing = {"reduce": lambda reduce: lambda: reduce() | {"loss": own.reduce().get("loss", 0.0)}}
+    return original(task, step, Altered(meter, **reducing), *args)
+
+
+def forgetting(original: Any, task: Any, sinks: Any, position: Any = None, after_step: Any = None) -> Any:
+    from rlexp.training.train.loop import Position
+
+    position = position or Position()
+
+    def anew(take: Any) -> Callable[..., Any]:
+        return lambda *args: (setattr(position, "total_tokens", 0), take(*args))[1]
+
+    return Seeing({"train_step": anew}).of(original, nothing)(task, sinks, position, after_step)
+
+
+def last_pairs(Batch: Any, self: Any, _step: int) -> Callable[..., Any]:
+    total, size = len(self.eval_pairs), self.run.cfg.train.batch_size
+    return lambda step, epoch, _indices: Batch(step, epoch, tuple(range(max(0, total - size), total)))
+
+
+STEP, PAIRS, SCHEDULE = "train.step:", "train.pair_task:", "train.schedule:Schedule.at"
+TRAIN_FAULTS = (
+    one("the world is not in the scale", PAIRS + "PairStep.loss",
+        scaled(lambda step, _: 1 / step.task.run.world.size), "loss", TRAIN),
+    one("divided by the accumulation again", PAIRS + "PairStep.loss",
+        scaled(lambda step, _: 1 / len(step.micro_batches)), "loss", TRAIN),
+    one("mean of means", PAIRS + "PairStep.loss", scaled(lambda _, pairs: 1 / pairs), "loss", TRAIN),
+    one("divided by the whole batch", PAIRS + "PairStep.loss", scaled(whole_batch), "loss", TRAIN, *SHORT_BATCH,
+        step=2),
+    one("every micro-batch is the last", STEP + "train_step", every_one_last, "loss", TRAIN),
+    one("the last micro-batch is left out", PAIRS + "PairStep.__init__", one_too_few, "data", TRAIN),
+    one("a replica takes the other's pairs", PAIRS + "PairTask.micro_batches", of_replica_0, "data", TRAIN),
+    one("an empty replica adds", PAIRS + "PairTask.losses", one_for_none, "loss", TRAIN, *EMPTY_REPLICA, step=2),
+    one("sums in float32", "train.sequence_sums:sum_by_sequence", in_float32, "log-probabilities", TRAIN),
+    one("the sides of a pair swapped", PAIRS + "by_pair",
+        lambda original, values_S: PairLogps((right := original(values_S)).rejected_P, right.chosen_P),
+        "log-probabilities", TRAIN),
+    one("the policy is its own reference", PAIRS + "PairTask.losses", own_reference, "log-probabilities", TRAIN),
+    one("the reference learns", "train.build:build", learning, "log-probabilities", TRAIN, step=2),
+    one("the reference in float32", "train.build:build_reference", starting_in_bfloat16, "log-probabilities", TRAIN),
+    one("warm-up off by one", SCHEDULE, too_early, "optimizer", TRAIN),
+    one("decay off by one", SCHEDULE, lambda original, self, step: original(self, step + 1), "optimizer", TRAIN,
+        "optim.warmup_steps=0"),
+    one("the next step's rate", STEP + "optimize", next_rate, "optimizer", TRAIN),
+    one("tokens of one rank of the ring", STEP + "note_tokens", Seeing({"SHARDED": lambda _: REPLICATED}), "metrics",
+        TRAIN),
+    one("logits per pair", PAIRS + "note_logits", per_pair, "metrics", TRAIN),
+    one("loss of rank 0", STEP + "row_of", of_one_rank, "metrics", TRAIN),
+    one("epochs as whole numbers", STEP + "row_of",
+        lambda original, task, step, *args: original(task, step, *args) | {"train/epoch": float(step.batch.epoch)},
+        "metrics", TRAIN),
+    one("total tokens start anew", "train.loop:train_loop", forgetting, "metrics", TRAIN, step=2),
+    one("held-out pairs twice", PAIRS + "PairTask.evaluate", Seeing({"Batch": Given(last_pairs)}), "metrics", TRAIN,
+        "data.eval_size=13", "train.eval_every=1"),
+)  # fmt: skip

@@ -1,0 +1,127 @@
+"""Preference losses against arithmetic by hand, and against TRL. What is planted into a formula is found here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rlexp.config.schema import DPOConfig
+from rlexp.training.algos.base import PairLogps
+from rlexp.training.algos.build import build_loss
+from rlexp.training.algos.dpo import DPO
+from rlexp.training.algos.implicit_rewards import accuracies
+from rlexp.verify.records import SIDES
+from tests.helpers import textbook
+from tests.helpers.faults.algos import FORMULA_FAULTS
+from tests.helpers.faults.base import Fault
+
+
+def logps(chosen: list[float], rejected: list[float]) -> PairLogps:
+    return PairLogps(torch.tensor(chosen, dtype=torch.float64), torch.tensor(rejected, dtype=torch.float64))
+
+
+def test_dpo_by_hand() -> None:
+    policy, reference = logps([-10.0, -20.0], [-12.0, -15.0]), logps([-11.0, -19.0], [-11.0, -16.0])
+    result = DPO(beta=0.5)(policy, reference)
+    # margins of the log-ratios: (1 − (−1)) = 2 and (−1 − 1) = −2
+    expected = [math.log(1 + math.exp(-1.0)), math.log(1 + math.exp(1.0))]
+    assert result.losses_P.tolist() == pytest.approx(expected, rel=1e-15)
+    assert result.metrics_P["rewards/chosen"].tolist() == [0.5, -0.5]
+    assert result.metrics_P["rewards/rejected"].tolist() == [-0.5, 0.5]
+    assert result.metrics_P["rewards/margins"].tolist() == [1.0, -1.0]
+    assert result.metrics_P["rewards/accuracies"].tolist() == [1.0, 0.0]
+
+
+def test_label_smoothing_by_hand() -> None:
+    policy, reference = logps([-10.0], [-12.0]), logps([-11.0], [-11.0])
+    expected = 0.9 * math.log(1 + math.exp(-0.2)) + 0.1 * math.log(1 + math.exp(0.2))
+    assert float(DPO(0.1, label_smoothing=0.1)(policy, reference).losses_P) == pytest.approx(expected, rel=1e-14)
+
+
+def test_a_policy_that_is_its_reference_has_ln_2() -> None:
+    same = logps([-123.4, -5.6], [-78.9, -0.1])
+    result = DPO()(same, same)
+    assert result.losses_P.tolist() == pytest.approx([math.log(2)] * 2, rel=1e-15)
+    assert result.metrics_P["rewards/accuracies"].tolist() == [0.5, 0.5]
+
+
+def test_its_gradient_by_hand() -> None:
+    policy = logps([-10.0], [-12.0])
+    policy.chosen_P.requires_grad_()
+    policy.rejected_P.requires_grad_()
+    DPO(beta=0.5)(policy, logps([-11.0], [-11.0])).losses_P.sum().backward()
+    slope = -0.5 / (1 + math.exp(1.0))
+    assert float(policy.chosen_P.grad) == pytest.approx(slope, rel=1e-14)
+    assert float(policy.rejected_P.grad) == pytest.approx(-slope, rel=1e-14)
+
+
+def test_empty_micro_batch_has_no_losses() -> None:
+    empty = logps([], [])
+    assert DPO()(empty, empty).losses_P.shape == (0,)
+
+
+def test_a_margin_within_rounding_is_half_a_win() -> None:
+    magnitude = torch.full((4,), 100.0)
+    margins = torch.tensor([1e-6, -1e-6, 1e-4, -1e-4])
+    assert accuracies(margins, magnitude).tolist() == [0.5, 0.5, 1.0, 0.0]
+
+
+def test_the_loss_has_the_values_of_its_configuration() -> None:
+    assert build_loss(DPOConfig(beta=0.3, label_smoothing=0.2)) == DPO(beta=0.3, label_smoothing=0.2)
+
+
+def test_loss_and_derivative_equal_the_second_writing() -> None:
+    """The paper's formula in numpy, at random log-probabilities that lie far apart."""
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = (
+        PairLogps(*(9 * torch.randn(50, generator=generator, dtype=torch.float64) for _ in range(2))) for _ in range(2)
+    )
+    policy.chosen_P.requires_grad_()
+    policy.rejected_P.requires_grad_()
+    result = DPO(beta=0.3, label_smoothing=0.2)(policy, reference)
+    sums = {f"{who}/{side}": getattr(logps, f"{side}_P").detach().numpy()
+            for who, logps in (("policy", policy), ("reference", reference)) for side in SIDES}  # fmt: skip
+    losses, slopes = textbook.preference_losses(sums, 0.3, 0.2), textbook.preference_slopes(sums, 0.3, 0.2)
+    assert result.losses_P.tolist() == pytest.approx(losses, rel=1e-14)
+    result.losses_P.sum().backward()
+    for side, logps_P in (("chosen", policy.chosen_P), ("rejected", policy.rejected_P)):
+        assert logps_P.grad is not None
+        assert logps_P.grad.tolist() == pytest.approx(slopes[side], rel=1e-13)
+    for name, values in textbook.rewards(sums, 0.3).items():
+        assert result.metrics_P[name].tolist() == pytest.approx(values, rel=1e-14), name
+
+
+# ---- what is planted is found ----
+
+CHECKS = (
+    test_dpo_by_hand,
+    test_label_smoothing_by_hand,
+    test_a_policy_that_is_its_reference_has_ln_2,
+    test_its_gradient_by_hand,
+    test_the_loss_has_the_values_of_its_configuration,
+    test_loss_and_derivative_equal_the_second_writing,
+)
+
+
+@pytest.mark.parametrize("fault", FORMULA_FAULTS, ids=lambda fault: fault.name)
+def test_a_wrong_formula_is_found(fault: Fault) -> None:
+    reached: list[bool] = []
+    undo = fault.plant(lambda: reached.append(True))
+    try:
+        found = [check.__name__ for check in CHECKS if not passes(check)]
+    finally:
+        undo()
+    assert reached
+    assert found
+    assert all(map(passes, CHECKS))
+
+
+def passes(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except AssertionError:
+        return False
+    return True
