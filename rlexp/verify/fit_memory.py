@@ -8,7 +8,6 @@ real weights of its first layers. Width and vocabulary never change. A model of 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import shutil
 import tempfile
@@ -26,6 +25,7 @@ from rlexp.config.checks.layout import Choice, choose, heads_in
 from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, ModelConfig, TinyModelConfig
 from rlexp.launch.place import Place
 from rlexp.training.dataset.sampler import Batch, total_steps
+from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import load_config, load_tokenizer
 from rlexp.training.model.prepared import prepared
 from rlexp.training.ring.groups import ALONE, World
@@ -118,15 +118,6 @@ def _layers(config: Any) -> int:
     return layers
 
 
-def _with_layers(config: Any, layers: int) -> Any:
-    config = copy.deepcopy(config)
-    kinds = getattr(config, "layer_types", None)
-    if kinds and "layer_types" in vars(config):  # elsewhere the number of layers implies it
-        config.layer_types = list(kinds[:layers])
-    config.num_hidden_layers = layers
-    return config
-
-
 def _tokens_at_once(cfg: Config, batches: list[Batch], pairs: Sequence[Pair]) -> int:
     """Tokens at once: the largest micro-batch of every replica, and the reference's pair."""
     micro = 0
@@ -149,7 +140,7 @@ def _counter(config: Any, tokens: int, cfg: Config) -> Callable[[int], tuple[int
 
     def count(layers: int) -> tuple[int, int]:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(_with_layers(config, layers), dtype=torch.float32, **trusted)
+            model = AutoModelForCausalLM.from_config(first_layers(config, layers), dtype=torch.float32, **trusted)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return parameters, 8 * (holders * NUMBERS * parameters + tokens * layers * per_token)
 
@@ -192,7 +183,7 @@ def _cut(model: ModelConfig, layers: int, folder: Path) -> ModelConfig:
     try:
         whole = AutoConfig.from_pretrained(model.path, **options)
         cut = AutoModelForCausalLM.from_pretrained(
-            model.path, config=_with_layers(whole, layers), dtype=torch.float32, **options
+            model.path, config=first_layers(whole, layers), dtype=torch.float32, **options
         )
         cut.save_pretrained(place)
         transformers.AutoTokenizer.from_pretrained(model.path, **options).save_pretrained(place)

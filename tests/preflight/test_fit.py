@@ -12,8 +12,8 @@ from rlexp.config.schema import Config
 from rlexp.preflight import fit, predict
 from rlexp.preflight.children import at_once
 from rlexp.preflight.predict import GIB, Found, Prediction
-from rlexp.preflight.rehearsal.layers import shortened
 from rlexp.preflight.rehearsal.log import ACTIVATIONS, KINDS, OPTIMIZER, TEMPORARIES, Counts, Log, Pass
+from rlexp.training.model.first_layers import first_layers
 from tests.preflight.test_rehearse import MODELS, alone, elsewhere
 
 ROOM = 76.6 * GIB  # of an h100
@@ -106,7 +106,7 @@ def by_rank(cfg: Config) -> tuple[list[int], int, int]:
     """Return each rank's peak for two layers of a model, and the peak that is predicted of a run, with its rank."""
     from rlexp.training.model.loading import load_config
 
-    model = shortened(load_config(cfg.model, cfg.data.max_length), 2)
+    model = first_layers(load_config(cfg.model, cfg.data.max_length), 2)
     *each, shown = at_once([predict.predict(cfg, model, rank) for rank in (*range(cfg.parallel.world_size), None)], 2)
     return [found.prediction.peak.bytes for found in each], shown.prediction.peak.bytes, shown.prediction.rank
 

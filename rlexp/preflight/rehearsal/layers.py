@@ -1,14 +1,14 @@
-"""A model's layers: after how many they are alike again, and the same model with fewer of them."""
+"""After how many layers a model's layers are alike again."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from rlexp.training.model.first_layers import listed
 from rlexp.training.model.loading import random_model
 
 FEWEST = 2  # layers of the smallest rehearsal
@@ -67,23 +67,6 @@ def _kinds(config: Any) -> list[Any]:
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if len(layers) != count:
         return list(range(count))
-    lists = [value for _, value in sorted(_listed(config).items())]
+    lists = [value for _, value in sorted(listed(config).items())]
     shapes = [[(name, tuple(each.shape)) for name, each in layer.named_parameters()] for layer in layers]
     return [([each[place] for each in lists], shapes[place]) for place in range(count)]
-
-
-def _listed(config: Any) -> dict[str, Sequence[Any]]:
-    """Return what a configuration lists layer by layer."""
-    count = int(config.num_hidden_layers)
-    return {name: each for name, each in vars(config).items() if isinstance(each, list | tuple) and len(each) == count}
-
-
-def shortened(config: Any, layers: int | None) -> Any:
-    """Return the configuration of the same model with so many of its layers, the first ones."""
-    if layers is None or layers == config.num_hidden_layers:
-        return config
-    small = copy.deepcopy(config)
-    for name, each in _listed(config).items():
-        setattr(small, name, list(each[:layers]))
-    small.num_hidden_layers = layers
-    return small

@@ -19,7 +19,6 @@ from rlexp.config.schema import Config, PolicyLossConfig
 from rlexp.preflight.rehearsal.device import conversions, rehearsed_device
 from rlexp.preflight.rehearsal.holdings import label, mark_modules, mark_trunk
 from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
-from rlexp.preflight.rehearsal.layers import shortened
 from rlexp.preflight.rehearsal.log import Log, peak_of
 from rlexp.preflight.rehearsal.longest_samples import Wordless, rollout_task
 from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
@@ -30,6 +29,7 @@ from rlexp.training.algos.build import build_loss
 from rlexp.training.engine import rehearsed
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.meter import Meter
+from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import random_model
 from rlexp.training.model.placing import Placing, put_all
 from rlexp.training.ring.groups import World
@@ -104,7 +104,7 @@ def take_steps(plan: Plan, device: torch.device, mode: Counting) -> None:
     loaded: list[Any] = []
     judging: list[nn.Module] = []
     sources = Sources(
-        model_config=lambda *_: shortened(plan.model, plan.layers),
+        model_config=lambda *_: first_layers(plan.model, plan.layers),
         model=_random_models(plan, device, loaded, real=not isinstance(mode, Rehearsing)),
         tokenizer=lambda _: Wordless(),
         device=lambda _: device,

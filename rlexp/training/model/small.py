@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlexp.config.schema import ModelConfig
 from rlexp.training.model import hook
+from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import from_config_options
 
 VOCABULARY = 512
@@ -54,7 +55,7 @@ def small_config(cfg: ModelConfig, config: PreTrainedConfig, windows: Mapping[st
         layers = max(layers, _layers_with_all_kinds(like, config.num_hidden_layers))
     for name, window in windows.items():
         setattr(small, name, window)
-    return _first_layers(small, layers)
+    return first_layers(small, layers)
 
 
 def _without_memory(cfg: ModelConfig, config: PreTrainedConfig) -> PreTrainedModel | None:
@@ -151,11 +152,3 @@ def _layers_with_all_kinds(model: PreTrainedModel, number: int) -> int:
         kind = [(name, type(each).__name__, _facts(name, each)) for name, each in layer.named_modules()]
         firsts.setdefault(repr(kind), at)
     return max(firsts.values()) if len(firsts) <= MOST_KINDS else 0
-
-
-def _first_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == config.num_hidden_layers:
-            setattr(config, name, value[:layers])
-    config.num_hidden_layers = layers
-    return config

@@ -1,7 +1,6 @@
 """The loss's formula, applied apart from the run: to the reference's own sums, and to the sums that the run computed.
 
 The formula itself is the product's (`training/algos/`): tests of formulas hold it to the papers and to TRL.
-The formula itself is the product's (`training/algos/`), which its own tests hold to the papers and to TRL. What is
 judged here is all that surrounds it: which sums it is given, for which samples, and what becomes of its results.
 """
 
