@@ -16,8 +16,8 @@ import numpy as np
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import run_ranks
-from rlexp.launch.place import ON_CPU, Place, prepare_environment
 from rlexp.training.algos.base import PairLogps, PairLosses, PreferenceLoss
 
 LAYOUTS = (
@@ -61,14 +61,14 @@ class Listening:
         return result
 
 
-def draw_rank(place: Place, configs: list[Config]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def draw_rank(spec: RankSpec, configs: list[Config]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """For each configuration, the logged curve and the curve of rank 0's last micro-batches."""
-    from rlexp.launch.place import join
+    from rlexp.launch.joining import join
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.pair_task import PairTask
     from rlexp.training.train.step import train_step
 
-    join(place, "cpu", configs[0].launch.timeout_seconds)
+    join(spec, "cpu", configs[0].launch.timeout_seconds)
     logged, elsewhere = [], []
     for cfg in configs:
         task = build(cfg, probing=unprobed)

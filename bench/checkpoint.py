@@ -39,8 +39,8 @@ from rlexp.base.files import sync
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, OptimConfig
+from rlexp.launch.joining import ON_CPU, RankSpec, join, prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.launch.place import ON_CPU, Place, join, prepare_environment
 from rlexp.training.checkpoint import folder
 from rlexp.training.checkpoint.saver import Saver
 from rlexp.training.checkpoint.tensors import Reader, share
@@ -104,8 +104,8 @@ def on_ranks(target: Callable[..., Any], ranks: int, *args: Any) -> Any:
     return run_ranks(target, ranks, args, device=device, preload=(*PRELOAD, "deepspeed"), timeout=TIMEOUT)[0]
 
 
-def join_world(place: Place, cfg: Config) -> None:
-    join(place, cfg.launch.device.value, TIMEOUT, cfg.launch.torch_threads)
+def join_world(spec: RankSpec, cfg: Config) -> None:
+    join(spec, cfg.launch.device.value, TIMEOUT, cfg.launch.torch_threads)
 
 
 def slowest(values: Iterable[float]) -> list[float]:
@@ -193,9 +193,9 @@ def best(values: Iterable[float]) -> float:
     return min(values)
 
 
-def save_rank(place: Place, cfg: Config, work: str) -> Saved | None:
+def save_rank(spec: RankSpec, cfg: Config, work: str) -> Saved | None:
     """Save in each way in turn, so that all use the same disk under the same load."""
-    join_world(place, cfg)
+    join_world(spec, cfg)
     task = build(cfg, probing=unprobed)
     run = task.run
     train_step(task, 1)  # moments that are no pages of zeros
@@ -211,7 +211,7 @@ def save_rank(place: Place, cfg: Config, work: str) -> Saved | None:
         plain.append(bench.plain())
     bench.stager.close()
     dist.barrier()
-    return Saved(run.parameters, memcpy, plain[1:], saves) if place.rank == 0 else None
+    return Saved(run.parameters, memcpy, plain[1:], saves) if spec.rank == 0 else None
 
 
 class SaveBench:
@@ -418,8 +418,8 @@ def ratio(size: Steps, name: str) -> str:
     return f"{best(mine) / best(base):.2f} ({middle:.2f})"
 
 
-def step_rank(place: Place, configs: dict[str, Config], repeats: int) -> Steps | None:
-    join_world(place, next(iter(configs.values())))
+def step_rank(spec: RankSpec, configs: dict[str, Config], repeats: int) -> Steps | None:
+    join_world(spec, next(iter(configs.values())))
     tasks = {DDP: with_ddp(configs["torch"])} | {name: build(cfg) for name, cfg in configs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in tasks}
     for turn in range(1, WARM_UP + repeats + 1):
@@ -435,7 +435,7 @@ def step_rank(place: Place, configs: dict[str, Config], repeats: int) -> Steps |
         if not apart < AGREE:
             raise RuntimeError(f"step {turn}: the engines' losses differ by {apart:.1e}: {losses}")
     dist.barrier()
-    return Steps(tasks[DDP].run.parameters, seconds) if place.rank == 0 else None
+    return Steps(tasks[DDP].run.parameters, seconds) if spec.rank == 0 else None
 
 
 def with_ddp(cfg: Config) -> Task:

@@ -26,7 +26,7 @@ from bench.checkpoint import join_world, on_ranks
 from bench.measured import print_tables
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
-from rlexp.launch.place import ON_CPU, Place, prepare_environment
+from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.training.metrics.live_tensors import LiveTensors
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.tensor_count import TensorCount
@@ -60,9 +60,9 @@ def steps() -> str:
     return "\n".join(lines)
 
 
-def measured(place: Place, cfg: Config) -> tuple[float, ...]:
+def measured(spec: RankSpec, cfg: Config) -> tuple[float, ...]:
     """Return the median user time of a step: not counted, in chosen micro-batches, throughout; and of `find`."""
-    join_world(place, cfg)
+    join_world(spec, cfg)
     task = build(cfg, probing=unprobed)
     numbers = itertools.count(1)
 

@@ -11,8 +11,8 @@ import numpy as np
 from rlexp.base.engine_facts import ENGINES
 from rlexp.config.schema import Config
 from rlexp.curves.difference import LOSS_TOLERANCE, METRIC_TOLERANCE, compared
+from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.launch.place import ON_CPU, Place, prepare_environment
 from rlexp.training.sinks.base import Sink, Sinks
 from rlexp.training.types import Floats, MetricRow
 
@@ -66,13 +66,13 @@ def _ranks(config: Config) -> tuple[int, int]:
     return config.parallel.world_size, config.rollout.sampling_ranks
 
 
-def draw_rank(place: Place, configs: Sequence[Config]) -> list[Curve] | None:
-    from rlexp.launch.place import join
+def draw_rank(spec: RankSpec, configs: Sequence[Config]) -> list[Curve] | None:
+    from rlexp.launch.joining import join
 
     launch, sampling = configs[0].launch, configs[0].rollout.sampling_ranks
-    bridge = join(place, launch.device.value, launch.timeout_seconds, launch.torch_threads, sampling)
+    bridge = join(spec, launch.device.value, launch.timeout_seconds, launch.torch_threads, sampling)
     curves = [_draw_one(config, bridge) for config in configs]
-    return cast(list[Curve], curves) if place.rank == 0 else None
+    return cast(list[Curve], curves) if spec.rank == 0 else None
 
 
 def _draw_one(config: Config, bridge: Bridge | None) -> Curve | None:

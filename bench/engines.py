@@ -25,8 +25,8 @@ from bench.curves import Curve, differences, draw
 from bench.tables import put, signature
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.launch.place import ON_CPU, Place, prepare_environment
 
 Gradients = list[dict[str, npt.NDArray[np.float64]]]  # of each step, by parameter
 
@@ -133,12 +133,12 @@ def _gradients(cases: Sequence[Case]) -> dict[Case, Gradients]:
     return gradients
 
 
-def gradients_rank(place: Place, configs: Sequence[Config]) -> list[Gradients] | None:
-    from rlexp.launch.place import join
+def gradients_rank(spec: RankSpec, configs: Sequence[Config]) -> list[Gradients] | None:
+    from rlexp.launch.joining import join
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step
 
-    join(place, "cpu", 300.0)
+    join(spec, "cpu", 300.0)
     gradients: list[Gradients] = []
     for config in configs:
         task = build(config, probing=unprobed)
@@ -147,7 +147,7 @@ def gradients_rank(place: Place, configs: Sequence[Config]) -> list[Gradients] |
         for step in (1, 2):
             train_step(task, step)
         gradients.append([{name: grad.numpy() for name, grad in kept.items()} for kept in spy.kept])
-    return gradients if place.rank == 0 else None
+    return gradients if spec.rank == 0 else None
 
 
 class SpyEngine:

@@ -16,7 +16,7 @@ from bench.gpu_here import Machine
 from bench.simulate import Clock, Sizes, timed
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.schema import HardwareConfig
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 
 REPEATS = 10
 
@@ -68,7 +68,7 @@ def _alone(machine: Machine, hardware: HardwareConfig) -> list[Rate]:
     return list(found)
 
 
-def one_rank(_place: Place, hardware: HardwareConfig, device: str) -> list[Rate]:
+def one_rank(_spec: RankSpec, hardware: HardwareConfig, device: str) -> list[Rate]:
     import torch
 
     torch.set_num_threads(1)
@@ -225,16 +225,16 @@ def _between(machine: Machine, hardware: HardwareConfig) -> list[Rate]:
     return [Rate(f"a step of a ring of {machine.ring}", "LINKS", rate, "GB/s", hardware.link_gb_s)]
 
 
-def link_rank(place: Place, device: str) -> float:
+def link_rank(spec: RankSpec, device: str) -> float:
     import torch
     import torch.distributed as dist
 
-    from rlexp.launch.place import join, part
+    from rlexp.launch.joining import join, leave_world
     from rlexp.training.ring.collectives import rotate
     from rlexp.training.ring.groups import build_world
 
-    join(place, device, 300.0)
-    ring = build_world(place.world_size).ring
+    join(spec, device, 300.0)
+    ring = build_world(spec.world_size).ring
     size = LARGE.link if device == "cuda" else TINY.link
     buffer = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
     found = []
@@ -245,7 +245,7 @@ def link_rank(place: Place, device: str) -> float:
         if device == "cuda":
             torch.cuda.synchronize()
         found.append(time.perf_counter() - began)
-    part()
+    leave_world()
     return statistics.median(found[1:])
 
 

@@ -27,7 +27,7 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 
 PHASES = ("build", "reference", "forward", "backward", "optimizer")
 STEPS = 3  # the first is not timed: kernels are compiled, and collectives connect
@@ -206,8 +206,8 @@ def measure_all(trial: Trial, configs: dict[Option, Config], steps: int = STEPS)
 
 def _started(trial: Trial, configs: Sequence[Config], steps: int) -> tuple[list[Result], str | None]:
     """Start ranks for these configurations; return the results of those that ended well, and what stopped the ranks."""
+    from rlexp.launch.joining import prepare_environment
     from rlexp.launch.local import PRELOAD, Interrupted, run_ranks
-    from rlexp.launch.place import prepare_environment
 
     launch = configs[0].launch
     prepare_environment(launch)
@@ -234,25 +234,25 @@ def what_failed(text: str) -> str:
     return (named[0] if named else next(iter(text.strip().splitlines()), "no reason was given"))[:300]
 
 
-def measure_rank(place: Place, configs: Sequence[Config], steps: int, file: str) -> None:
+def measure_rank(spec: RankSpec, configs: Sequence[Config], steps: int, file: str) -> None:
     """Train one configuration after the other; stop early when one leaves memory behind."""
     import torch
 
-    from rlexp.launch.place import join, part
+    from rlexp.launch.joining import join, leave_world
 
     launch = configs[0].launch
-    join(place, launch.device.value, launch.timeout_seconds, launch.torch_threads)
+    join(spec, launch.device.value, launch.timeout_seconds, launch.torch_threads)
     for cfg in configs:
-        result = measured(cfg)(cfg, place.rank, steps)
-        if place.rank == 0:
+        result = measured(cfg)(cfg, spec.rank, steps)
+        if spec.rank == 0:
             with open(file, "a", encoding="utf-8") as out:
                 out.write(json.dumps(result) + "\n")
         gc.collect()
         if launch.device.value == "cuda":
             torch.cuda.empty_cache()
-        if _leaks(place.world_size):
+        if _leaks(spec.world_size):
             break
-    part()
+    leave_world()
 
 
 def _leaks(ranks: int) -> bool:

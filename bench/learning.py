@@ -28,8 +28,8 @@ from bench import tables
 from bench.curves import draw_rank
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.launch.place import ON_CPU, Place, prepare_environment
 from rlexp.training.types import MetricRow
 
 REWARD, ENTROPY, SAMPLES = "train/objective/scores", "train/policy/entropy_avg", "train/episode"
@@ -100,9 +100,9 @@ def learn(cfg: Config) -> Learned:
     return learned(said[0][0], sum(seconds for _, seconds in said))
 
 
-def timed_rank(place: Place, cfg: Config) -> tuple[list[MetricRow], float]:
+def timed_rank(spec: RankSpec, cfg: Config) -> tuple[list[MetricRow], float]:
     began = process_time()
-    curves = draw_rank(place, [cfg])
+    curves = draw_rank(spec, [cfg])
     return curves[0].rows if curves else [], process_time() - began
 
 

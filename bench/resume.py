@@ -29,8 +29,8 @@ from rlexp.config.load import compose_config
 from rlexp.curves.difference import compared
 from rlexp.curves.metrics_jsonl import read_rows
 from rlexp.launch import run_folder
+from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.launch.place import ON_CPU, Place, prepare_environment
 from rlexp.run.job import train_rank
 from rlexp.training.checkpoint import folder as checkpoint
 from rlexp.training.checkpoint.tensors import Reader
@@ -154,10 +154,10 @@ def run(where: Where, run_dir: Path, *more: str) -> Path:
     return run_dir
 
 
-def quiet_rank(place: Place, run_dir: str) -> Any:
+def quiet_rank(spec: RankSpec, run_dir: str) -> Any:
     with open(os.devnull, "w") as nowhere:  # rank 0 would write to the terminal
         os.dup2(nowhere.fileno(), 2)
-    return train_rank(place, run_dir)
+    return train_rank(spec, run_dir)
 
 
 def curve_of(run_dir: Path) -> Curve:

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from bench.checkpoint import configured, join_world, on_ranks
 from bench.measured import print_tables
 from rlexp.config.schema import Config
-from rlexp.launch.place import ON_CPU, Place, prepare_environment
+from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.training.metrics.memory import peak_bytes, reset_peak
 from rlexp.training.ring.groups import Ring, World
 from rlexp.training.rollout.colocated import Colocated
@@ -125,9 +125,9 @@ def memory() -> str:
     )
 
 
-def memory_rank(place: Place, cfg: Config) -> Peaks:
+def memory_rank(spec: RankSpec, cfg: Config) -> Peaks:
     give_back_at_once()
-    join_world(place, cfg)
+    join_world(spec, cfg)
     task = task_of(cfg)
     run, rollouts, prompts = task.run, task.rollouts, prompts_of(task)
     short = [Prompt(prompt.index, prompt.tokens[:8], "", None, "") for prompt in prompts[:1]]
@@ -210,10 +210,10 @@ def ranks() -> str:
     )
 
 
-def ranks_rank(place: Place, cfgs: dict[str, Config]) -> dict[str, list[Turn]]:
-    join_world(place, next(iter(cfgs.values())))
+def ranks_rank(spec: RankSpec, cfgs: dict[str, Config]) -> dict[str, list[Turn]]:
+    join_world(spec, next(iter(cfgs.values())))
     tasks = {name: task_of(cfg) for name, cfg in cfgs.items()}
-    ways = {ALONE: alone_of(tasks["torch"], place.rank)} | {name: ring_of(task) for name, task in tasks.items()}
+    ways = {ALONE: alone_of(tasks["torch"], spec.rank)} | {name: ring_of(task) for name, task in tasks.items()}
     turns: dict[str, list[Turn]] = {name: [] for name in ways}
     for turn in range(TURNS + 1):
         names = list(ways)
@@ -222,7 +222,7 @@ def ranks_rank(place: Place, cfgs: dict[str, Config]) -> dict[str, list[Turn]]:
             began, core = time.perf_counter(), time.process_time()
             ways[name]()
             taken = [time.perf_counter() - began, time.process_time() - core]
-            parts: list[Any] = [None] * place.world_size
+            parts: list[Any] = [None] * spec.world_size
             dist.all_gather_object(parts, taken)
             if turn:
                 turns[name].append(Turn([part[0] for part in parts], [part[1] for part in parts]))
@@ -289,8 +289,8 @@ def decoding() -> str:
     )
 
 
-def decoding_rank(place: Place, cfg: Config) -> Decoded:
-    join_world(place, cfg)
+def decoding_rank(spec: RankSpec, cfg: Config) -> Decoded:
+    join_world(spec, cfg)
     task = task_of(cfg)
     run, drawer, prompts = task.run, drawer_of(task), prompts_of(task)
     hand = deal(prompts, cfg.rollout.n_samples, 1)[0]
@@ -310,7 +310,7 @@ def decoding_rank(place: Place, cfg: Config) -> Decoded:
         spent[0], began = 0.0, time.perf_counter()
         samples = [sample for part in drawer.draw(parts, 0) for sample in part]
         whole.append((time.perf_counter() - began, spent[0]))
-        shard = run.hold(run.pack([(sample.prompt.tokens, sample.answer) for sample in samples]))
+        shard = run.to_device(run.pack([(sample.prompt.tokens, sample.answer) for sample in samples]))
         began = time.perf_counter()
         with torch.no_grad():
             run.engine.forward(shard)

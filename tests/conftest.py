@@ -19,7 +19,7 @@ from omegaconf.resolvers import oc
 from bench.gpu import ON_CPU
 from rlexp.config.hardware import TORCH_BUILT_FOR, visible_gpus
 from rlexp.config.schema import Device, LaunchConfig
-from rlexp.launch.place import prepare_environment
+from rlexp.launch.joining import prepare_environment
 from tests.helpers import warm
 from tests.helpers.paths import ROOT
 

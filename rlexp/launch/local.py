@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.errors import UserError
-from rlexp.launch import rank_reports as said
-from rlexp.launch.place import Place
+from rlexp.launch import rank_reports
+from rlexp.launch.joining import RankSpec
 from rlexp.launch.rank_reports import Report
 from rlexp.launch.stops import (
     ASKING,
@@ -34,10 +34,10 @@ from rlexp.launch.stops import (
     PASSED_ON,
     PEER_FAILED,
     Terminated,
-    deaf,
+    cause_of,
     hear_stops,
-    heard,
     held_back,
+    ignore_stops,
     name_of,
 )
 
@@ -96,11 +96,11 @@ def run_ranks(
         reason = PEER_FAILED
         try:
             for rank in range(world_size):
-                place = Place(rank, world_size, rank, f"file://{meeting}/store")
+                spec = RankSpec(rank, world_size, rank, f"file://{meeting}/store")
                 inbox, outbox = context.Pipe(duplex=False)
                 log = str(log_dir / f"rank{rank}.log") if log_dir and rank else (os.devnull if rank else None)
                 process = context.Process(
-                    target=_rank_main, args=(target, place, outbox, leash, log, pickle.dumps(tuple(args)))
+                    target=_rank_main, args=(target, spec, outbox, leash, log, pickle.dumps(tuple(args)))
                 )
                 with held_back():
                     process.start()
@@ -148,7 +148,7 @@ def _watch(ranks: list[_Rank], timeout: float | None, stop: _Stop, grace: float)
         if stop.asked and any(report.by_stop for report in reports):
             raise Interrupted(stop.asked)
         if reports and deadline is None:
-            deadline = now + (said.PATIENCE if reports[0].timed_out else GRACE)
+            deadline = now + (rank_reports.PATIENCE if reports[0].timed_out else GRACE)
         if deadline is not None and (now > deadline or len(reports) == len(pending)):
             return reports
         if give_up is not None and now > give_up:
@@ -181,14 +181,14 @@ def _read(rank: _Rank, number: int) -> None:
 
 
 def _failure(reports: list[Report], world_size: int, log_dir: Path | None) -> UserError:
-    first = said.first_of(reports)
+    first = rank_reports.first_of(reports)
     if first.mistake is not None:
         return first.mistake
     run_dir = log_dir.parent if log_dir else None
-    if (hung := said.waited_for(reports, world_size, run_dir)) is not None:
+    if (hung := rank_reports.waited_for(reports, world_size, run_dir)) is not None:
         return RankFailed(hung, first.rank)
     log = str(log_dir / f"rank{first.rank}.log") if log_dir and first.rank else None
-    return RankFailed(said.told(dataclasses.replace(first, log=log), run_dir), first.rank, killed=first.killed)
+    return RankFailed(rank_reports.told(dataclasses.replace(first, log=log), run_dir), first.rank, killed=first.killed)
 
 
 def _send(rank: _Rank, signum: int) -> None:
@@ -256,7 +256,7 @@ def _signals_raise() -> Iterator[_Stop]:
 
 def _rank_main(
     target: Callable[..., Any],
-    place: Place,
+    spec: RankSpec,
     outbox: Connection,
     leash: Connection,
     log: str | None,
@@ -273,15 +273,15 @@ def _rank_main(
         os.dup2(handle, 1)
         os.dup2(handle, 2)
     try:
-        say("value", target(place, *pickle.loads(args)))
+        say("value", target(spec, *pickle.loads(args)))
     except BaseException as error:
-        if isinstance(stop := heard(error), Terminated):
+        if isinstance(stop := cause_of(error), Terminated):
             os._exit(stop.exit_code)
-        deaf()  # the launcher may already be ending this rank; report first
+        ignore_stops()  # the launcher may already be ending this rank; report first
         mistake = error if isinstance(error, UserError) else None
         text = str(error) if mistake else traceback.format_exc()
-        say("report", Report(place.rank, time.monotonic(), text, mistake))
-        sys.stderr.write(text + "\n" if place.rank else "")
+        say("report", Report(spec.rank, time.monotonic(), text, mistake))
+        sys.stderr.write(text + "\n" if spec.rank else "")
         sys.stderr.flush()
         # Exit at once: peers that wait for this rank must see its connections close. The interpreter's normal exit
         # would tear the process group down, and may wait for the peers.

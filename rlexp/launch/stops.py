@@ -146,7 +146,7 @@ def _raise_again() -> None:
     signal.setitimer(signal.ITIMER_REAL, AGAIN)
 
 
-def deaf() -> None:
+def ignore_stops() -> None:
     """Ignore all stops: this rank is ending by itself and is about to report why."""
     for signum in (*ASKING, *PASSED_ON.values(), END_NOW, PEER_FAILED, signal.SIGALRM):
         signal.signal(signum, signal.SIG_IGN)
@@ -165,7 +165,7 @@ def time_is_up(grace: float) -> bool:
     return end.isdecimal() and time.time() > int(end) - grace - BEFORE_END
 
 
-def heard(error: BaseException) -> BaseException:
+def cause_of(error: BaseException) -> BaseException:
     """Return what really ended this rank. A signal comes before `error`, which may only follow from it: a peer that
     left first, or a `finally` block that failed when it was interrupted (OmegaConf has one)."""
     return _stops.ended or error

@@ -21,7 +21,7 @@ from rlexp.launch.planning import Planned, SweepLauncher, done, refuse, say_how
 from rlexp.launch.rank_reports import read_verdict
 from rlexp.launch.slurm.queue import Known, Silent
 from rlexp.launch.slurm.verdict import AGAIN
-from rlexp.launch.stops import Terminated, hear_stops, heard
+from rlexp.launch.stops import Terminated, cause_of, hear_stops
 from rlexp.launch.sweep import Job, Sweep
 
 SURE = 2  # answers in a row that a job is over, since a queue may miss a job that is being requeued
@@ -196,7 +196,7 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
             if returned.status is JobStatus.FAILED:
                 raise returned._return_value
         except BaseException as error:
-            if isinstance(stop := heard(error), Terminated):
+            if isinstance(stop := cause_of(error), Terminated):
                 os._exit(stop.exit_code)
             if isinstance(error, Exception):
                 report_here(error)

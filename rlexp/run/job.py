@@ -19,10 +19,10 @@ from rlexp.config.paths import conf_dir
 from rlexp.config.schema import Config
 from rlexp.launch import preflight_check, rank_reports, run_folder
 from rlexp.launch.failure import report_of
+from rlexp.launch.joining import RankSpec, leave_world, prepare_environment, threads_of
 from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
-from rlexp.launch.place import Place, part, prepare_environment, threads_of
 from rlexp.launch.slurm import meeting
-from rlexp.launch.stops import Outcome, Terminated, deaf, end_with_parent, hear_stops, heard
+from rlexp.launch.stops import Outcome, Terminated, cause_of, end_with_parent, hear_stops, ignore_stops
 
 if TYPE_CHECKING:
     from rlexp.training.rollout.bridge import Bridge
@@ -91,20 +91,20 @@ def run_here(cfg: Config, run_dir: Path) -> None:
 FINISHED = "rlexp: {run_dir}: the run is finished. To train on, raise train.max_steps or train.epochs.\n"
 
 
-def train_rank(place: Place, run_dir: str) -> Outcome:
+def train_rank(spec: RankSpec, run_dir: str) -> Outcome:
     """Train as one rank that `run_here` started."""
     from rlexp.training.train.rank import train
 
     cfg = load.from_file(Path(run_dir) / "config.yaml")
-    return train(cfg, Path(run_dir), join_for(place, cfg))
+    return train(cfg, Path(run_dir), join_for(spec, cfg))
 
 
-def join_for(place: Place, cfg: Config) -> Bridge | None:
-    from rlexp.launch.place import join
+def join_for(spec: RankSpec, cfg: Config) -> Bridge | None:
+    from rlexp.launch.joining import join
 
     launch = cfg.launch
     return join(
-        place, launch.device.value, launch.timeout_seconds, threads_of(launch),
+        spec, launch.device.value, launch.timeout_seconds, threads_of(launch),
         sampling=cfg.rollout.sampling_ranks, interface=launch.interface,
     )  # fmt: skip
 
@@ -143,8 +143,8 @@ def run_as_joined_rank(argv: list[str]) -> bool:
 
 def run_joined(cfg: Config, run_dir: Path | None) -> None:
     """Train as one rank of the world that a launcher made. All ranks use rank 0's run folder and configuration."""
-    place = Place.joined()
-    assert place is not None
+    spec = RankSpec.joined()
+    assert spec is not None
     prepare_environment(cfg.launch)
     hear_stops(under_launcher=False)
     if under_torchrun():
@@ -160,19 +160,19 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
         claimed = run_dir if unfinished else None
         if claimed is not None:
             preflight_check.keep(claimed, verdict)
-        bridge = join_for(place, cfg)
+        bridge = join_for(spec, cfg)
         mine = (run_dir, unfinished, cfg)
-        run_dir, unfinished, cfg = bridge.agreed(mine) if bridge else from_rank0(mine, place.world_size)
+        run_dir, unfinished, cfg = bridge.agreed(mine) if bridge else from_rank0(mine, spec.world_size)
         assert run_dir is not None
-        closing = partial(run_folder.close, run_dir) if place.rank == 0 else None
+        closing = partial(run_folder.close, run_dir) if spec.rank == 0 else None
         if unfinished:
             outcome = train(cfg, run_dir, bridge, closing)
         else:
             outcome = Outcome()
-            part()
+            leave_world()
     except BaseException as error:
-        _leave(place, claimed, heard(error))
-    if place.rank == 0 and not unfinished:
+        _leave(spec, claimed, cause_of(error))
+    if spec.rank == 0 and not unfinished:
         sys.stderr.write(FINISHED.format(run_dir=run_dir))
     if outcome.exit_code:
         sys.stderr.flush()
@@ -190,16 +190,16 @@ def prepared_in_job(cfg: Config, run_dir: Path) -> tuple[Config, preflight_check
         raise
 
 
-def _leave(place: Place, run_dir: Path | None, error: BaseException) -> NoReturn:
+def _leave(spec: RankSpec, run_dir: Path | None, error: BaseException) -> NoReturn:
     """Report the error and end this rank at once. Hydra would catch it and exit with 0, and the other ranks would wait.
     `run_dir` is the folder that rank 0 has claimed."""
     if isinstance(error, Terminated):
         if run_dir is not None:
             run_folder.close(run_dir, "stopped", str(error))
         os._exit(error.exit_code)
-    deaf()  # the launcher ends all ranks when one is gone; this one reports first, then ends by itself
-    report = report_of(place.rank, error)
-    sys.stderr.write(f"rlexp: rank {place.rank}: {report.text.rstrip()}\n")
+    ignore_stops()  # the launcher ends all ranks when one is gone; this one reports first, then ends by itself
+    report = report_of(spec.rank, error)
+    sys.stderr.write(f"rlexp: rank {spec.rank}: {report.text.rstrip()}\n")
     sys.stderr.flush()
     if (known := meeting.run_dir()) is not None:  # the batch script judges the reports of all ranks
         rank_reports.write(known, meeting.start_of_job(), report)

@@ -22,7 +22,7 @@ from torch import Tensor
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import UserError
 from rlexp.config.schema import Config, EngineName, Precision
-from rlexp.launch.place import Place, join, threads_of
+from rlexp.launch.joining import RankSpec, join, threads_of
 from rlexp.training.dataset.packing import pack_pairs
 from rlexp.training.engine.base import trained
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
@@ -69,9 +69,9 @@ class Case:
     folder: Path  # the reference's weights and gradients
 
 
-def alone_rank(place: Place, case: Case) -> Alone:
+def alone_rank(spec: RankSpec, case: Case) -> Alone:
     first = case.cfg.launch
-    join(place, first.device.value, first.timeout_seconds, threads_of(first))
+    join(spec, first.device.value, first.timeout_seconds, threads_of(first))
     task = build(case.cfg, probing=unprobed)
     assert isinstance(task, PairTask)
     run = task.run
@@ -161,7 +161,7 @@ def _placed(task: PairTask, pairs: Sequence[Pair]) -> tuple[Pack, Tensor, Shard]
     """The run's own shard of a pack, and the place in the pack of each token that this rank holds."""
     pack = pack_pairs(pairs, **task.run.padding)
     pack = dataclasses.replace(pack, tokens_T=torch.arange(len(pack.tokens_T)))
-    shard = task.run.hold(pack)
+    shard = task.run.to_device(pack)
     return pack, shard.tokens_t, shard
 
 
@@ -277,15 +277,15 @@ class Parts:
     folder: Path
 
 
-def parts_rank(place: Place, parts: Parts) -> None:
+def parts_rank(spec: RankSpec, parts: Parts) -> None:
     first = parts.cfg.launch
-    join(place, first.device.value, first.timeout_seconds, threads_of(first))
+    join(spec, first.device.value, first.timeout_seconds, threads_of(first))
     task = build(parts.cfg, probing=unprobed)
     assert isinstance(task, PairTask)
     weights, files = TensorFiles(parts.weights), TensorFiles(parts.folder)
     for step in range(1, parts.steps + 1):
         for name, gradient in without_engine(task, step, weights).items():
-            if place.rank == 0:
+            if spec.rank == 0:
                 files.write("gradient", step, name, gradient.cpu().numpy())
 
 

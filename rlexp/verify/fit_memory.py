@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlexp.base.errors import ModelError
 from rlexp.config.checks.layout import Choice, choose, heads_in
 from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, ModelConfig, TinyModelConfig
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.sampler import Batch, total_steps
 from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import load_config, load_tokenizer
@@ -66,7 +66,7 @@ class Plan:
         )
 
 
-def plan_rank(place: Place, cfg: Config, steps: int, folder: Path) -> Plan:  # noqa: ARG001
+def plan_rank(spec: RankSpec, cfg: Config, steps: int, folder: Path) -> Plan:  # noqa: ARG001
     free = free_on_gpu() if cfg.launch.device is Device.cuda else free_on_host()
     return plan(cfg, steps, folder, free=free)
 

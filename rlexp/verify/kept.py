@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from rlexp.config.schema import Config, EngineName
-from rlexp.launch.place import Place, join, threads_of
+from rlexp.launch.joining import RankSpec, join, threads_of
 from rlexp.preflight.rehearsal.holdings import mark_modules
 from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
 from rlexp.preflight.rehearsal.log import Log
@@ -111,9 +111,9 @@ class WatchedEngine:
         self._watch.end()
 
 
-def alone_rank(place: Place, cfg: Config) -> tuple[KeptOnRank | None, float]:
+def alone_rank(spec: RankSpec, cfg: Config) -> tuple[KeptOnRank | None, float]:
     """Run the first micro-batch in one process; also say how much more than its share attention keeps on the ring."""
-    join(place, cfg.launch.device.value, cfg.launch.timeout_seconds, threads_of(cfg.launch))
+    join(spec, cfg.launch.device.value, cfg.launch.timeout_seconds, threads_of(cfg.launch))
     one = alone(cfg)
     watch = Watch(one)
     task = build(one, probing=unprobed, sources=watch.sources)
@@ -121,7 +121,7 @@ def alone_rank(place: Place, cfg: Config) -> tuple[KeptOnRank | None, float]:
     engine = WatchedEngine(run.engine, watch)
     task.run = dataclasses.replace(run, engine=engine)
     step = task.begin(1)
-    loss = step.loss(step.hold(step.micro_batches[0]), Meter(run.world, run.device))
+    loss = step.loss(step.load(step.micro_batches[0]), Meter(run.world, run.device))
     engine.backward(loss, last=False)
     return watch.found(), of_attention(cfg, load_config(cfg.model, cfg.data.max_length))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlexp.base.errors import ModelError, NonFiniteError
 from rlexp.config.schema import Config
-from rlexp.launch.place import Place, join, threads_of
+from rlexp.launch.joining import RankSpec, join, threads_of
 from rlexp.training.algos.build import build_loss
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.probe import probe
@@ -46,10 +46,10 @@ class Job:
     counted: bool = False  # whether to count what a rank keeps for the backward pass
 
 
-def trace_rank(place: Place, jobs: Sequence[Job]) -> list[Trace]:
+def trace_rank(spec: RankSpec, jobs: Sequence[Job]) -> list[Trace]:
     first = jobs[0].cfg.launch
-    join(place, first.device.value, first.timeout_seconds, threads_of(first))
-    return [trace(place.rank, job) for job in jobs]
+    join(spec, first.device.value, first.timeout_seconds, threads_of(first))
+    return [trace(spec.rank, job) for job in jobs]
 
 
 def trace(rank: int, job: Job) -> Trace:
@@ -199,10 +199,10 @@ class RecordedPairs(PairTask):
 class RecordedRun(Run):
     recorder: Recorder
 
-    def hold(self, pack: Pack) -> Shard:
+    def to_device(self, pack: Pack) -> Shard:
         if self.recorder.trace.ring_rank == 0 and self.recorder.held is not None:
             self.recorder.held.pack = seen(pack)
-        return super().hold(pack)
+        return super().to_device(pack)
 
 
 class RecordedLoss:

@@ -31,8 +31,8 @@ from rlexp.config.schema import (
     PolicyLossConfig,
     Precision,
 )
+from rlexp.launch.joining import prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
-from rlexp.launch.place import prepare_environment
 from rlexp.launch.preflight_check import laid_out
 
 if TYPE_CHECKING:

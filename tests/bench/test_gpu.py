@@ -28,8 +28,8 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from rlexp.launch.joining import RankSpec, join
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.launch.place import Place, join
 from rlexp.training.model.head import Entropy, HeadLogps
 from rlexp.training.ring.kernels import Plain, available
 from rlexp.training.ring.kernels.base import BlockKernel, Call, merge_plain
@@ -66,9 +66,9 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, device: 
     return run_ranks(_joined, world_size, (device, function, args), device=device, preload=PRELOAD, timeout=500.0)
 
 
-def _joined(place: Place, device: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    join(place, device, 120.0)
-    return function(place, *args)
+def _joined(spec: RankSpec, device: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    join(spec, device, 120.0)
+    return function(spec, *args)
 
 
 def composed(*words: str, ring: int = 1, device: str = HERE) -> Config:
@@ -265,8 +265,8 @@ def test_an_engine_trains_as_the_cpu_does_in_float64(exact: Any, engine: str, ri
                 assert row["train/loss"] == pytest.approx(expected["train/loss"], rel=loss), precision
 
 
-def _train_all(place: Place, cfgs: Sequence[Config]) -> list[Any]:
-    return [train_steps(place, cfg, 2) for cfg in cfgs]
+def _train_all(spec: RankSpec, cfgs: Sequence[Config]) -> list[Any]:
+    return [train_steps(spec, cfg, 2) for cfg in cfgs]
 
 
 @rings
@@ -279,7 +279,7 @@ def test_the_host_waits_for_nothing_in_a_micro_batch(engine: str, ring: int) -> 
         assert watched == ["error", "default"]
 
 
-def _without_waiting(_place: Place, cfg: Config) -> list[str]:
+def _without_waiting(_spec: RankSpec, cfg: Config) -> list[str]:
     """Take two steps; in the second torch raises where the host waits. Return which modes were set."""
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step
@@ -332,9 +332,9 @@ def test_a_planted_wait_raises() -> None:
         on_ranks(1, _planted, cfg)
 
 
-def _planted(place: Place, cfg: Config) -> list[str]:
+def _planted(spec: RankSpec, cfg: Config) -> list[str]:
     plant("rlexp.training.model.policy:hidden_states", _asked, lambda: None)
-    return _without_waiting(place, cfg)
+    return _without_waiting(spec, cfg)
 
 
 def _asked(original: Any, *args: Any) -> Tensor:

@@ -28,8 +28,8 @@ from transformers import (
 from rlexp.base.errors import ModelError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from rlexp.launch.joining import RankSpec, join, part
 from rlexp.launch.local import run_ranks
-from rlexp.launch.place import Place, join, part
 from rlexp.training.checkpoint.folder import check_sizes, latest_first
 from rlexp.training.checkpoint.tensors import Reader
 from rlexp.training.model import export
@@ -278,10 +278,10 @@ SLOW = 1.8 * TIMEOUT  # seconds that the disk takes
 
 
 def exporting(
-    place: Place, cfg: Config, run_dir: Path, fault: str, every: float
+    spec: RankSpec, cfg: Config, run_dir: Path, fault: str, every: float
 ) -> tuple[str, dict[str, torch.Tensor]]:
     """Export without having trained, to a disk that has a fault. Return what this rank was told, and its weights."""
-    join(place, "cpu", TIMEOUT if fault == "slow" else 60)
+    join(spec, "cpu", TIMEOUT if fault == "slow" else 60)
     export.SHARD = PIECE
     exported.EVERY = every
     save, late = export.save_file, []

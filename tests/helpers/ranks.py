@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bench.engines import SpyEngine
 from rlexp.config.schema import Config
+from rlexp.launch.joining import RankSpec, join
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.launch.place import Place, join
 
 TIMEOUT = 240.0
 COLLECTIVE_TIMEOUT = 60.0
@@ -23,9 +23,9 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[
     return run_ranks(_joined, world_size, (function, args), preload=(*PRELOAD, "deepspeed"), timeout=TIMEOUT)
 
 
-def _joined(place: Place, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    join(place, "cpu", COLLECTIVE_TIMEOUT)
-    return function(place, *args)
+def _joined(spec: RankSpec, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    join(spec, "cpu", COLLECTIVE_TIMEOUT)
+    return function(spec, *args)
 
 
 class SpyLoss:
@@ -53,7 +53,7 @@ class Steps:
     weights: dict[str, Tensor]
 
 
-def train_steps(place: Place, cfg: Config, steps: int) -> Steps:
+def train_steps(spec: RankSpec, cfg: Config, steps: int) -> Steps:
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step
 

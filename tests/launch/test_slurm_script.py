@@ -19,7 +19,7 @@ from rlexp.config.schema.keys import launcher_keys
 from rlexp.config.schema.launcher_keys import SlurmJobs
 from rlexp.launch.slurm import preamble
 from rlexp.launch.slurm.key_checks import check_container
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import FILES, ROOT
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 DRY = ("-m", "hydra.launcher.dry_run=true", "hydra.sweep.dir=sw")
@@ -50,7 +50,7 @@ def test_a_dry_run_shows_what_would_be_sent(rlexp: Shell, tmp_path: Path, name: 
     assert answer.returncode == 0, answer.stderr
     assert list(tmp_path.iterdir()) == []
     shown = answer.stdout.replace(str(tmp_path), "/home/me").replace(sys.executable, "/venv/bin/python")
-    golden = ROOT / "tests" / "golden" / f"{name}.sbatch"
+    golden = FILES / "golden" / f"{name}.sbatch"
     if os.environ.get("RLEXP_GOLDEN") == "write":
         golden.write_text(shown, encoding="utf-8")
     assert shown == golden.read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.preflight.rehearsal.sharding import in_words
 from tests.helpers.faults import WHOLE_SEQUENCE
 from tests.helpers.faults.plant import plant
@@ -53,11 +53,11 @@ def plan(cfg: Config, rank: int, *, gpu: bool = False, **changes: Any) -> Any:
     return Plan(cfg, load_config(cfg.model, cfg.data.max_length), rank, gpu=gpu, **changes)
 
 
-def counted(place: Place, cfg: Config) -> Summary:
+def counted(spec: RankSpec, cfg: Config) -> Summary:
     from rlexp.preflight.rehearsal.log import passes
     from rlexp.preflight.rehearsal.rehearse import count
 
-    return summary(passes(count(plan(cfg, place.rank))))
+    return summary(passes(count(plan(cfg, spec.rank))))
 
 
 def rehearsed(cfg: Config, rank: int) -> Summary:
@@ -76,7 +76,7 @@ def alone(function: Callable[..., Any], *args: Any) -> Any:
     return on_ranks(1, parted, function, args)[0]
 
 
-def parted(_place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def parted(_spec: RankSpec, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     torch.distributed.destroy_process_group()
     return function(*args)
 

@@ -370,7 +370,7 @@ def planted(fault: Fault, cfg: Config, tokenizer: Any) -> bool:
     """Say whether tokens, masks or samples differ with the defect."""
     reached: list[bool] = []
     Sampler._order.cache_clear()
-    undo = plant(f"rlexp.{fault.target}", fault.change, lambda: reached.append(True))
+    undo = fault.plant(lambda: reached.append(True))
     try:
         examples = read_pairs(cfg, tokenizer, World(0, 1, ALONE))
         sampler = pair_sampler(cfg, len(examples.train), examples.mixture)

@@ -71,7 +71,7 @@ class Counting(LiveTensors):
                 self.log.leaving(sending[1])
         if not (received := operators.received(func, args)):
             return
-        of_the_model = not place().startswith("deepspeed/")  # which gathers weights, and a layer ahead
+        of_the_model = not calling_line().startswith("deepspeed/")  # which gathers weights, and a layer ahead
         for tensor in received:
             number = self.number_of(tensor)
             self.log.label(number, BUFFERS)
@@ -171,7 +171,7 @@ class Rehearsing(Counting):
 
     def _pay(self, cost: Cost) -> None:
         if cost.waits:
-            self.log.counts.syncs[f"{place()}: {cost.waits}"] += 1
+            self.log.counts.syncs[f"{calling_line()}: {cost.waits}"] += 1
         if cost.computes:
             self.log.computed(cost.flops, cost.bytes)
         if cost.passing:
@@ -193,7 +193,7 @@ class Rehearsing(Counting):
 
     def _asked(self, tensor: Tensor, dtype: torch.dtype | None = None) -> float | bool | int:
         if tensor.device.type == NAME:
-            self.log.counts.syncs[f"{place()}: a number of the device"] += 1
+            self.log.counts.syncs[f"{calling_line()}: a number of the device"] += 1
         dtype = dtype or tensor.dtype
         if dtype is torch.bool:
             return True
@@ -233,7 +233,7 @@ _INNER = (
 )  # files that are no place
 
 
-def place() -> str:
+def calling_line() -> str:
     """Return file and line of the innermost caller that is no part of torch, or of the rehearsal."""
     frame = sys._getframe(1)
     inner: Any = frame

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rlexp.preflight.rehearsal.device import NAME
 from rlexp.preflight.rehearsal.log import Log
-from rlexp.preflight.rehearsal.mode import place
+from rlexp.preflight.rehearsal.mode import calling_line
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
@@ -56,7 +56,7 @@ def answering(log: Log) -> contextlib.AbstractContextManager[None]:
 
     def numbers(tensor: FakeTensor, **_: Any) -> np.ndarray:
         if tensor.device.type == NAME:
-            log.counts.syncs[f"{place()}: numbers of the device"] += 1
+            log.counts.syncs[f"{calling_line()}: numbers of the device"] += 1
         kind = str(tensor.dtype).rpartition(".")[2]
         ones = tensor.dtype.is_floating_point or tensor.dtype is torch.bool
         return np.full(tuple(tensor.shape), ones, dtype="float32" if kind == "bfloat16" else kind)

@@ -61,7 +61,7 @@ class Sources:
     model: Callable[..., Any] = field(default_factory=lambda: load_model)
     tokenizer: Callable[[ModelConfig], Any] = field(default_factory=lambda: load_tokenizer)
     device: Callable[[Config], torch.device] = field(default_factory=lambda: device_of)
-    generation: Callable[[Device], int | None] = field(default_factory=lambda: generation_of)
+    generation: Callable[[Device], int | None] = field(default_factory=lambda: gpu_generation)
     kernel: Callable[..., BlockKernel] = field(default_factory=lambda: get_kernel)
     memory: Callable[[torch.device], int | None] = field(default_factory=lambda: memory_of)
     decoding_probe: Callable[..., float] = field(default_factory=lambda: probe_decoding)
@@ -146,7 +146,7 @@ def build_schedule(cfg: Config, steps_per_epoch: int) -> Schedule:
     return Schedule(cfg.optim.lr, cfg.optim.warmup_steps, steps, cfg.optim.decay)
 
 
-def generation_of(device: Device) -> int | None:
+def gpu_generation(device: Device) -> int | None:
     """Return the major compute capability of this rank's GPU."""
     return torch.cuda.get_device_capability()[0] if device is Device.cuda and torch.cuda.is_available() else None
 

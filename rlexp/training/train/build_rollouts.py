@@ -70,7 +70,7 @@ def build_rollouts(
         world=run.world,
         size=cfg.rollout.score_batch_size,
         pack=run.pack,
-        hold=run.hold,
+        hold=run.to_device,
         policy=run.engine.forward,
         reference=reference,
         reward_models=[parts.reward_model(run, term) for term in rewards.models],

@@ -13,7 +13,7 @@ from rlexp.curves.rollouts_jsonl import ROLLOUTS
 from rlexp.launch import run_folder
 from rlexp.launch.rank_progress import deaths
 from rlexp.launch.run_folder import derived_sizes
-from rlexp.launch.stops import heard
+from rlexp.launch.stops import cause_of
 from rlexp.training.checkpoint.folder import METRICS
 from rlexp.training.sinks.base import Ending, Sink, Sinks
 from rlexp.training.sinks.baseline import Baseline
@@ -77,7 +77,7 @@ def described(run: Run, run_dir: Path) -> dict[str, object]:
 
 def ending_of(error: BaseException, run: Run, run_dir: Path) -> Ending:
     """Describe the end of a process by an error. A rank that died of memory has left a note in the run's folder."""
-    cause = run.phases.explained(error, run.world.rank) or heard(error)
+    cause = run.phases.explained(error, run.world.rank) or cause_of(error)
     reason = str(cause) or type(cause).__name__
     facts: dict[str, float | int | str] = {}
     for death in deaths(run_dir)[:1]:

@@ -60,7 +60,7 @@ class PairTask(Task):
 
     def shard(self, pairs: Sequence[Pair]) -> Shard:
         """Return this rank's part of a micro-batch, on its device."""
-        return self.run.hold(pack_pairs(pairs, **self.run.padding))
+        return self.run.to_device(pack_pairs(pairs, **self.run.padding))
 
     def losses(self, shard: Shard, meter: Meter) -> Tensor:
         """Return the loss of each pair, the same on every rank of the ring; the metrics go to the meter."""
@@ -116,7 +116,7 @@ class PairStep(Step):
         lengths = [len(pair.prompt) + len(answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
         return self.task.run.packed_tokens(lengths)
 
-    def hold(self, indices: Sequence[int]) -> Held:
+    def load(self, indices: Sequence[int]) -> Held:
         task = self.task
         with task.run.phases("data"):
             return Held(task.shard([task.pairs[index] for index in indices]))

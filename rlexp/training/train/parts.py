@@ -81,6 +81,6 @@ class Run:
         """Return this rank's part of a pack, in the host's memory."""
         return shard_pack(pack, self.world.ring, self.layout, self.kernel, self.cfg.data.max_length)
 
-    def hold(self, pack: Pack) -> Shard:
+    def to_device(self, pack: Pack) -> Shard:
         """Return this rank's part of a pack, on its device."""
         return self.shard(pack).to(self.device)

@@ -13,7 +13,7 @@ from rlexp.base.errors import NonFiniteError
 from rlexp.config.model_names import called
 from rlexp.config.schema import Config, CountTensors, LoggerName
 from rlexp.launch import run_folder
-from rlexp.launch.place import part
+from rlexp.launch.joining import leave_world
 from rlexp.launch.rank_progress import Whereabouts
 from rlexp.launch.stops import Outcome, finishing_steps, stopped_by
 from rlexp.training.checkpoint.folder import METRICS, latest_first
@@ -115,7 +115,7 @@ def leave(task: Task, outcome: Outcome, closing: Closing | None) -> Outcome:
     task.finish()
     if closing is not None:
         closing(outcome.status, outcome.reason)
-    part()
+    leave_world()
     return outcome
 
 

@@ -167,7 +167,7 @@ class RolloutStep(Step):
         samples = [self.weighed.samples[index] for index in indices]
         return self.task.run.packed_tokens([len(sample.prompt.tokens) + len(sample.answer) for sample in samples])
 
-    def hold(self, indices: Sequence[int]) -> HeldSamples:
+    def load(self, indices: Sequence[int]) -> HeldSamples:
         run = self.task.run
         with run.phases("data"):
             samples = [self.weighed.samples[index] for index in indices]

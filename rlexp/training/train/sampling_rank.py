@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from rlexp.config.schema import Config, EngineConfig, EngineName, RolloutEngine
-from rlexp.launch.place import part
+from rlexp.launch.joining import leave_world
 from rlexp.launch.stops import Outcome, finishing_steps
 from rlexp.training.model.loading import load_config, load_tokenizer
 from rlexp.training.model.placing import Placing
@@ -42,5 +42,5 @@ def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
 
     with finishing_steps(cfg.launch.grace_seconds):  # the training ranks save what is being drawn
         serve(bridge, drawer, dict(policy.model.named_parameters()), cfg.rollout, prompts_of)
-    part()
+    leave_world()
     return Outcome()

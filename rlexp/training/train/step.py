@@ -58,7 +58,7 @@ def holding(run: Run, step: Step) -> Iterator[Held]:
     """Yield the step's micro-batches on their way to the device."""
     for place, indices in enumerate(step.micro_batches):
         with run.phases.micro_batch(place):
-            held = step.hold(indices)
+            held = step.load(indices)
         yield held
         del held  # the caller's to free
 

@@ -59,7 +59,7 @@ class Step(ABC):
         return len(indices)
 
     @abstractmethod
-    def hold(self, indices: Sequence[int]) -> Held:
+    def load(self, indices: Sequence[int]) -> Held:
         """Pack a micro-batch and start copying this rank's part to its device, without waiting for the device."""
 
     @abstractmethod

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.training.ring.collectives import _all_gather as all_gather
 from tests.helpers.faults.algos import ALGOS_FAULTS
 from tests.helpers.faults.base import one
@@ -75,7 +75,7 @@ CHECK = (
 ALL_FAULTS = {fault.name: fault for fault in (*FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE)}
 
 
-def faulty_rank(place: Place, name: str, reached: Path, target: Callable[..., Any], args: Sequence[Any]) -> Any:
+def faulty_rank(spec: RankSpec, name: str, reached: Path, target: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Run a rank of the product with a defect. The file `reached` appears when the defect is at work."""
     ALL_FAULTS[name].plant(reached.touch)
-    return target(place, *args)
+    return target(spec, *args)

@@ -21,7 +21,7 @@ import pytest
 
 from rlexp.base.errors import DataError
 from rlexp.config.schema import Config
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.store import TYPES, Appending, Facts, _mask, _runs, block_of
 from rlexp.training.dataset.tokenize_worker import Worker
 from rlexp.training.dataset.tokens import Example
@@ -135,12 +135,12 @@ def test_machines_make_a_store_each_and_must_have_the_same_rows(tmp_path: Path) 
     assert [told[: len(expected)] for told in on_ranks(2, as_machines, cfg, tmp_path)] == [expected] * 2
 
 
-def as_machines(place: Place, cfg: Config, folder: Path) -> Any:
-    mine = folder / str(place.rank)
+def as_machines(spec: RankSpec, cfg: Config, folder: Path) -> Any:
+    mine = folder / str(spec.rank)
     os.chdir(mine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examples, "BOOT", mine / "boot")
-        (mine / "boot").write_text(str(place.rank))
+        (mine / "boot").write_text(str(spec.rank))
         patch.setenv("RLEXP_CACHE", str(mine / "cache"))
         try:
             return ids(examples.read_examples(cfg, Kind.pairs, byte_tokenizer(), build_world(1)).train)

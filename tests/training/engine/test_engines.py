@@ -15,7 +15,7 @@ from torch import Tensor
 from bench import engines
 from rlexp.base.errors import UserError
 from rlexp.config.load import compose_config
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from tests.helpers.ranks import largest_gap, on_ranks, train_steps
 
 BASE = ("launch.device=cpu", "logger=none", "train.batch_size=8", "data.size=16", "data.eval_size=4", "optim.lr=1e-3")
@@ -36,8 +36,8 @@ def all_steps_of(several: Sequence[Sequence[str]], steps: int):
     return [list(results) for results in zip(*by_rank, strict=True)]
 
 
-def train_all(place: Place, cfgs, steps: int):
-    return [train_steps(place, cfg, steps) for cfg in cfgs]
+def train_all(spec: RankSpec, cfgs, steps: int):
+    return [train_steps(spec, cfg, steps) for cfg in cfgs]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_clipping_sees_the_whole_gradient(start: dict[str, Tensor]) -> None:
         assert moved == pytest.approx(expected, rel=1e-2), case
 
 
-def resumed_rank(place: Place, pairs: Sequence[tuple], folder: str) -> list[tuple]:
+def resumed_rank(spec: RankSpec, pairs: Sequence[tuple], folder: str) -> list[tuple]:
     """For each pair of configurations: the first takes two steps and saves; an engine of the second loads that and
     takes the third step, as the first does."""
     from rlexp.training.checkpoint.folder import folder_of, read_manifest
@@ -115,7 +115,7 @@ def resumed_rank(place: Place, pairs: Sequence[tuple], folder: str) -> list[tupl
     from rlexp.training.train.step import train_step
 
     def nothing_else(at: Path) -> list[Path]:
-        paths = [at / name for name in ("position.json", "metrics.jsonl")] if place.rank == 0 else []
+        paths = [at / name for name in ("position.json", "metrics.jsonl")] if spec.rank == 0 else []
         for path in paths:
             path.touch()
         return paths
@@ -173,7 +173,7 @@ def test_frozen_parameters_stay_and_the_others_do_not_notice_the_engine(start: d
             assert torch.equal(result.weights[EMBEDDING], start[EMBEDDING])
 
 
-def poor_rank(place: Place, cfgs) -> list[list[float]]:
+def poor_rank(spec: RankSpec, cfgs) -> list[list[float]]:
     """Two steps on pairs whose answers are one token: with a ring of 4, there are ranks without a trained token."""
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step
@@ -194,7 +194,7 @@ def test_a_rank_without_a_trained_token_does_not_hang_the_others(tmp_path: Path)
             assert norms == pytest.approx(exact, rel=1e-5), engine
 
 
-def pieces_rank(place: Place, cfg) -> tuple[int, int, int]:
+def pieces_rank(spec: RankSpec, cfg) -> tuple[int, int, int]:
     """Elements of the model, those that this rank holds of it, and those of the reference, before any pass."""
     from rlexp.training.ring.groups import build_world
     from rlexp.training.train import build
@@ -217,7 +217,7 @@ def test_under_zero3_a_pretrained_model_is_loaded_in_pieces(shared: Path) -> Non
         assert policy <= reference <= whole // 2 + 100  # rounded up, parameter by parameter
 
 
-def drawing_rank(place: Place, cfgs, steps: int) -> list[tuple]:
+def drawing_rank(spec: RankSpec, cfgs, steps: int) -> list[tuple]:
     """Return for each engine the answers of each rollout and of the held-out prompts, the rows, and the weights."""
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step
@@ -269,7 +269,7 @@ def test_every_engine_draws_and_learns_alike(overrides: tuple[str, ...]) -> None
     draw_alike(("torch", "zero0", "zero1", "zero2", "zero3", "fsdp2"), 4, "parallel=ring2", *overrides)
 
 
-def evaluated_rank(place: Place, cfgs) -> list[bool]:
+def evaluated_rank(spec: RankSpec, cfgs) -> list[bool]:
     """Whether an evaluation, after which some engines have their weights gathered, changes what `weights` says."""
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step
@@ -331,7 +331,7 @@ class Poison:
         return dataclasses.replace(result, losses_P=result.losses_P + bad)
 
 
-def poisoned_rank(place: Place, cfg, in_gradient: bool) -> tuple[str, bool]:
+def poisoned_rank(spec: RankSpec, cfg, in_gradient: bool) -> tuple[str, bool]:
     from rlexp.training.metrics.meter import Meter
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step

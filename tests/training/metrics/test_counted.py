@@ -12,7 +12,7 @@ from torch import Tensor
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, CountTensors
 from rlexp.curves.difference import compared
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.launch.rank_progress import Whereabouts, read
 from rlexp.training.metrics.live_tensors import LiveTensors
 from rlexp.training.metrics.memory import Phases
@@ -27,7 +27,7 @@ PHASES = ("forward", "reference", "backward")
 Row = dict[str, float]
 
 
-def run(_place: Place, cfg: Config, steps: int, longest: bool) -> list[Row]:
+def run(_spec: RankSpec, cfg: Config, steps: int, longest: bool) -> list[Row]:
     """Build a run as `rlexp` does, and take its first steps: on pairs of the greatest length, or the run's own."""
     from rlexp.preflight.rehearsal.rehearse import pairs_of
     from rlexp.training.train.build import build, unprobed

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.launch.rank_progress import Whereabouts, last_seen, read
 from rlexp.training.metrics.memory import Phases, peak_bytes, reset_peak
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
@@ -18,7 +18,7 @@ from rlexp.training.sinks.jsonl import JsonlSink
 from tests.helpers.ranks import on_ranks
 
 
-def meter_rank(place: Place) -> dict[str, float]:
+def meter_rank(spec: RankSpec) -> dict[str, float]:
     world = build_world(2)  # two replicas, a ring of two each
     meter = Meter(world, torch.device("cpu"))
     for _ in range(2):  # micro-batches
@@ -26,11 +26,11 @@ def meter_rank(place: Place) -> dict[str, float]:
         total, count = ((6.0, 3), (10.0, 1))[world.replica]
         meter.add_mean("sequence", torch.tensor(total), count, REPLICATED)
         # A token sum: each rank holds the sum of its own tokens.
-        meter.add_mean("token", torch.tensor(float(place.rank)), torch.tensor(1 + place.rank), SHARDED)
+        meter.add_mean("token", torch.tensor(float(spec.rank)), torch.tensor(1 + spec.rank), SHARDED)
         meter.add_total("tokens", 5, SHARDED)
         meter.add_total("sequences", count, REPLICATED)
         meter.add_mean("nothing", torch.tensor(0.0), 0, SHARDED)
-    meter.add_max("peak", (3.0, 9.0, 4.0, 1.0)[place.rank])
+    meter.add_max("peak", (3.0, 9.0, 4.0, 1.0)[spec.rank])
     return meter.reduce()
 
 

@@ -29,7 +29,7 @@ from transformers import (
 
 from rlexp.base.errors import ModelError
 from rlexp.config.schema import HFModelConfig, TinyModelConfig
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.packing import pack_sequences
 from rlexp.training.model import rope
 from rlexp.training.model.float64 import StayFloat64
@@ -78,8 +78,8 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
 }
 
 
-def probe_rank(place: Place, config: PreTrainedConfig) -> float:
-    ring = build_world(place.world_size).ring
+def probe_rank(spec: RankSpec, config: PreTrainedConfig) -> float:
+    ring = build_world(spec.world_size).ring
     return probe(TinyModelConfig(), config, ring=ring, **HOW)
 
 
@@ -122,11 +122,11 @@ LARGE: dict[str, PreTrainedConfig] = {
 }  # fmt: skip
 PROBED = """
 import resource
-from tests.test_model import HOW, LARGE
+from tests.training.model.test_model import HOW, LARGE
 from rlexp.config.schema import TinyModelConfig
-from rlexp.model.probe import probe
-from rlexp.model.small import small_config
-from rlexp.ring.groups import ALONE
+from rlexp.training.model.probe import probe
+from rlexp.training.model.small import small_config
+from rlexp.training.ring.groups import ALONE
 for name in ("llama 70b", "qwen3 235b-a22b", "glm 4.5"):
     assert probe(TinyModelConfig(), LARGE[name], ring=ALONE, **HOW) < 1e-12, name
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)

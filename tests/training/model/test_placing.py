@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rlexp.config.load import compose_config
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from tests.helpers.faults.plant import plant
 from tests.helpers.ranks import on_ranks
 from tests.preflight.test_rehearse import alone, elsewhere, fast, plan
@@ -65,7 +65,7 @@ def test_only_bits_that_are_lost_are_kept() -> None:
     assert torch.equal(kept, long[:2])
 
 
-def sizes_while_loading(_place: Place, path: str) -> tuple[int, int]:
+def sizes_while_loading(_spec: RankSpec, path: str) -> tuple[int, int]:
     """The largest storage that a parameter has once it is placed, and the model's largest; in elements."""
     from rlexp.config.schema import HFModelConfig
     from rlexp.training.model.loading import load_config, load_model
@@ -81,7 +81,7 @@ def test_a_pretrained_model_is_never_whole_where_it_is_sharded(shared: Path) -> 
     assert on_ranks(1, sizes_while_loading, str(shared / "models" / "stories260K"))[0][0] == 0
 
 
-def starting_weights(_place: Place, cfg) -> dict[str, torch.Tensor]:
+def starting_weights(_spec: RankSpec, cfg) -> dict[str, torch.Tensor]:
     from rlexp.training.train.build import build, unprobed
 
     return {name: weight.clone() for name, weight in build(cfg, probing=unprobed).run.engine.weights()}

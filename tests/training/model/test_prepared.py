@@ -28,7 +28,7 @@ from rlexp.config.checks.layout import heads_of
 from rlexp.config.load import compose_config
 from rlexp.config.model_names import called
 from rlexp.config.schema import HFModelConfig, TinyModelConfig, WeightsDtype
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.training.model import growing, loading, prepared
 from rlexp.training.model.export import export
 from rlexp.training.model.loading import byte_tokenizer, load_config, load_model, load_tokenizer
@@ -201,7 +201,7 @@ def test_a_torn_folder_is_made_again(harm: str, tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 from rlexp.config.schema import HFModelConfig
-from rlexp.model import {module}, prepared
+from rlexp.training.model import {module}, prepared
 {module}.{function} = lambda *_, **__: os.kill(os.getpid(), 9)
 prepared.prepared(HFModelConfig(path=sys.argv[-1], suggested_lr=0.0, add_tokens=["<tool>"]))
 """
@@ -220,7 +220,7 @@ def test_a_preparation_that_is_killed_is_done_again(module: str, function: str, 
     assert [path for path in cache.iterdir() if path.is_dir()] == [place]
 
 
-def prepare_at_once(_place: Place, path: str) -> tuple[str, int]:
+def prepare_at_once(_spec: RankSpec, path: str) -> tuple[str, int]:
     count = 0
     make = prepared._make
 
@@ -371,10 +371,10 @@ def test_new_tokens_of_a_gguf_file_are_added_to_the_folder_that_it_became(
     assert load_model(cfg, load_config(cfg, 512), 512).lm_head.weight.shape == (262, 32)
 
 
-def exported_beside_others(place: Place, folder: Path) -> None:
+def exported_beside_others(spec: RankSpec, folder: Path) -> None:
     """The last rank writes a model: the first to hold the lock may be any."""
     model = AutoModelForCausalLM.from_pretrained(folder)
-    if place.rank == 1:
+    if spec.rank == 1:
         (folder / "again").mkdir()
         tokenizer = AutoTokenizer.from_pretrained(folder)
         export(model, model.named_parameters(), torch.float32, tokenizer, folder / "again")

@@ -37,7 +37,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.model_names import called
 from rlexp.config.paths import conf_dir
 from rlexp.config.schema import Config, HFModelConfig, TinyModelConfig, WeightsDtype
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.training.model import loading
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.model.probe import probe
@@ -65,7 +65,7 @@ __all__ = ["cache"]  # a fixture of every test here too
 # ---- weights of a dtype ----
 
 
-def starting_weights(_place: Place, configs: Sequence[Config]) -> list[dict[str, torch.Tensor]]:
+def starting_weights(_spec: RankSpec, configs: Sequence[Config]) -> list[dict[str, torch.Tensor]]:
     """The weights from which each configuration trains, as this rank gathers them."""
     from rlexp.training.train.build import build, unprobed
 
@@ -284,8 +284,8 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 }  # fmt: skip
 
 
-def probe_families(place: Place, configs: dict[str, PreTrainedConfig], max_length: int) -> dict[str, float]:
-    ring = build_world(place.world_size).ring
+def probe_families(spec: RankSpec, configs: dict[str, PreTrainedConfig], max_length: int) -> dict[str, float]:
+    ring = build_world(spec.world_size).ring
     how: dict[str, Any] = HOW | {"max_length": max_length}
     return {name: probe(TinyModelConfig(), config, ring=ring, **how) for name, config in configs.items()}
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.training.ring.groups import Ring, build_world
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.kernels.base import Call
@@ -68,11 +68,9 @@ def cases(world: int, several: Sequence[int]) -> list[Case]:
     return [Case(*layout, kv_heads) for layout in layouts for kv_heads in several]
 
 
-def attend_rank(place: Place, lengths: tuple[int, ...], several: Sequence[Case], *how: Any) -> list[list[Tensor]]:
+def attend_rank(spec: RankSpec, lengths: tuple[int, ...], several: Sequence[Case], *how: Any) -> list[list[Tensor]]:
     """Attend in one case after the other."""
-    rings = {
-        inner: build_world(place.world_size, None, inner).ring for inner in dict.fromkeys(c.inner for c in several)
-    }
+    rings = {inner: build_world(spec.world_size, None, inner).ring for inner in dict.fromkeys(c.inner for c in several)}
     return [attend_part(rings[case.inner], lengths, case, *how) for case in several]
 
 
@@ -99,9 +97,9 @@ def attend_part(ring: Ring, lengths: tuple[int, ...], case: Case, dtype: torch.d
 
 
 def attend_in_ways(
-    place: Place, lengths: tuple[int, ...], several: Sequence[Case], ways: Sequence[Way]
+    spec: RankSpec, lengths: tuple[int, ...], several: Sequence[Case], ways: Sequence[Way]
 ) -> list[list[list[Tensor]]]:
-    return [attend_rank(place, lengths, several, *way) for way in ways]
+    return [attend_rank(spec, lengths, several, *way) for way in ways]
 
 
 def attend(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.training.ring.groups import Ring, build_world
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
@@ -28,12 +28,12 @@ from tests.training.ring.test_attention import (
 SMALL = ((1,), (3,), (2, 1), (5, 1, 1), (9,))
 
 
-def rings_of(place: Place, several: Sequence[Case]) -> dict[int, Ring]:
-    return {inner: build_world(place.world_size, None, inner).ring for inner in dict.fromkeys(c.inner for c in several)}
+def rings_of(spec: RankSpec, several: Sequence[Case]) -> dict[int, Ring]:
+    return {inner: build_world(spec.world_size, None, inner).ring for inner in dict.fromkeys(c.inner for c in several)}
 
 
-def small_rank(place: Place, several: Sequence[Case]) -> list[list[Tensor]]:
-    rings = rings_of(place, several)
+def small_rank(spec: RankSpec, several: Sequence[Case]) -> list[list[Tensor]]:
+    rings = rings_of(spec, several)
     return [
         attend_part(rings[case.inner], lengths, case, torch.float64, "cpu_flash")
         for case in several
@@ -71,9 +71,9 @@ def attend(
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.expand(out.shape))]
 
 
-def padding_rank(place: Place, several: Sequence[Case]) -> list[list[Tensor]]:
-    rings = rings_of(place, several)
-    nothing = (Segment(0, 0, place.world_size),)
+def padding_rank(spec: RankSpec, several: Sequence[Case]) -> list[list[Tensor]]:
+    rings = rings_of(spec, several)
+    nothing = (Segment(0, 0, spec.world_size),)
     return [attend(rings[case.inner], nothing, case, lambda x: x) for case in several]
 
 
@@ -93,8 +93,8 @@ ARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def arranged_rank(place: Place, several: Sequence[Case]) -> list[dict[str, list[Tensor]]]:
-    rings, segments = rings_of(place, several), forest((37, 1, 70), place.world_size)
+def arranged_rank(spec: RankSpec, several: Sequence[Case]) -> list[dict[str, list[Tensor]]]:
+    rings, segments = rings_of(spec, several), forest((37, 1, 70), spec.world_size)
     found = []
     for case in several:
         ring = rings[case.inner]

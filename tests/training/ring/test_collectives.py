@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from rlexp.config.load import compose_config
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.training.ring.collectives import exchange, gather, ring_sum, rotate, sum_and_scatter
 from rlexp.training.ring.groups import Ring, build_world
 from tests.helpers.ranks import on_ranks
 
 
-def sum_rank(place: Place) -> tuple[float, float, float, list[int]]:
+def sum_rank(spec: RankSpec) -> tuple[float, float, float, list[int]]:
     ring = build_world(2).ring
-    mine = torch.tensor(10.0**place.rank, dtype=torch.float64, requires_grad=True)
+    mine = torch.tensor(10.0**spec.rank, dtype=torch.float64, requires_grad=True)
     total = ring_sum(mine, ring)
     (total * 3).backward()
-    traveller = torch.tensor([float(place.rank)])
+    traveller = torch.tensor([float(spec.rank)])
     return float(total), float(mine.grad), float(rotate(traveller, ring).wait()), list(ring.ranks)
 
 
@@ -31,7 +31,7 @@ def test_ring_sum_adds_up_and_its_backward_is_the_identity() -> None:
     assert [result[3] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
-def kept_rank(place: Place) -> tuple[bool, bool]:
+def kept_rank(spec: RankSpec) -> tuple[bool, bool]:
     coming = rotate(torch.ones(1000), build_world(2).ring)
     sent = weakref.ref(coming.sent)
     under_way = sent() is not None
@@ -50,7 +50,7 @@ def test_a_ring_without_a_group_sends_nothing(collective) -> None:
         collective(torch.zeros(2, 3), Ring(0, (0, 1)))
 
 
-def counts_rank(place: Place, cfgs) -> list[tuple[dict[str, float], int]]:
+def counts_rank(spec: RankSpec, cfgs) -> list[tuple[dict[str, float], int]]:
     """Take one step of each configuration; its row, and the tokens of its batch with their padding."""
     from rlexp.training.dataset.packing import pack_pairs
     from rlexp.training.train.build import build, unprobed

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.verify.records import SIDES, TokenPair
 from tests.helpers.ranks import Steps, largest_gap, on_ranks, train_steps
@@ -39,14 +39,14 @@ Weights = dict[str, Tensor]
 class Ulysses:
     """DeepSpeed's model on the ranks of this world, each of which is given a part of every sequence."""
 
-    def __init__(self, cfg: Config, place: Place) -> None:
+    def __init__(self, cfg: Config, spec: RankSpec) -> None:
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, for a minute or two
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
-        self.rank, self.ranks = place.rank, place.world_size
+        self.rank, self.ranks = spec.rank, spec.world_size
         config = load_config(cfg.model, cfg.data.max_length)
         first = load_model(cfg.model, config, cfg.data.max_length).state_dict()
         self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
@@ -99,12 +99,12 @@ def norm(self: Any, hidden: Tensor) -> Tensor:
     return scaled
 
 
-def both_rank(place: Place, cfgs: list[Config], steps: int) -> tuple[list[Steps], list[tuple[float, Weights]]]:
+def both_rank(spec: RankSpec, cfgs: list[Config], steps: int) -> tuple[list[Steps], list[tuple[float, Weights]]]:
     """Return rlexp's steps for each configuration, and DeepSpeed's loss and gradient for each step."""
-    ours = [train_steps(place, cfg, steps) for cfg in cfgs]
+    ours = [train_steps(spec, cfg, steps) for cfg in cfgs]
     cfg = cfgs[0]
     batches = batches_of(cfg, steps)
-    ulysses = Ulysses(cfg, place)
+    ulysses = Ulysses(cfg, spec)
     with torch.no_grad():
         references = [ulysses.logps(batch)[1] for batch in batches]  # by the first weights
     theirs = []

@@ -24,7 +24,7 @@ from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.layout import Heads
 from rlexp.config.load import compose_config
 from rlexp.config.schema import BackendName, Config, LayoutName, Precision
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.packing import pack_sequences
 from rlexp.training.ring.groups import ALONE, Ring, build_world
 from rlexp.training.ring.kernels import Plain
@@ -72,7 +72,7 @@ class Attended:
     computed: float  # query-key pairs that flash-attn computes
 
 
-def attend_rank(place: Place, sizes: Sequence[int]) -> dict[tuple[int, torch.dtype], list[Attended]]:
+def attend_rank(spec: RankSpec, sizes: Sequence[int]) -> dict[tuple[int, torch.dtype], list[Attended]]:
     """Attend on rings of these sizes: all ranks, or one."""
     mock_flash.install()
     rings = {size: ALONE if size == 1 else build_world(size).ring for size in sizes}
@@ -242,11 +242,11 @@ def test_a_sequence_is_padded_to_what_the_layout_cuts_it_in() -> None:
 # ---- whole runs ----
 
 
-def run_rank(place: Place, configs: Sequence[Config]) -> list[Any]:
+def run_rank(spec: RankSpec, configs: Sequence[Config]) -> list[Any]:
     """Train two steps of each, without the check that the machine can run the backend: flash-attn is a mock."""
     mock_flash.install()
     with patch("rlexp.training.train.build.check_backend", lambda *_: None):
-        return [train_steps(place, cfg, 2) for cfg in configs]
+        return [train_steps(spec, cfg, 2) for cfg in configs]
 
 
 @library
@@ -290,7 +290,7 @@ def test_verify_takes_our_own_layout_in_float64() -> None:
 
 ENTERED = """
 import sys
-from tests import mock_flash
+from tests.helpers import mock_flash
 mock_flash.install()
 interface = sys.modules["flash_attn.flash_attn_interface"]
 interface._flash_attn_forward = interface._flash_attn_backward = None  # imported by modules that we do not use
@@ -298,7 +298,7 @@ try:
     import ring_flash_attn
 except ImportError as error:
     print("refused:", error)
-from rlexp.ring.past_adapter import functions
+from rlexp.training.ring.past_adapter import functions
 for name in ("zigzag", "llama3", "llama3_plan", "alone"):
     function = getattr(functions(), name)
     print(function.__module__, function.__name__)

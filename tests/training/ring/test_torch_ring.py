@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from tests.helpers.ranks import on_ranks
 from tests.training.ring.test_attention import (
     HEADS,
@@ -46,12 +46,12 @@ def home() -> Any:
     return None
 
 
-def theirs(place: Place, kv_heads: int, dtype: torch.dtype, balanced: bool) -> list[Tensor]:
+def theirs(spec: RankSpec, kv_heads: int, dtype: torch.dtype, balanced: bool) -> list[Tensor]:
     """Return the places in the sequence that this rank holds, and torch's result for its part of out, dq, dk, dv."""
     ring = home()
     ring._cp_options.enable_load_balance = balanced
     ring._cp_options.convert_to_f32 = dtype is not torch.float64
-    world, rank = place.world_size, place.rank
+    world, rank = spec.world_size, spec.rank
     chunks = torch.arange(LENGTH).chunk(2 * world if balanced else world)
     index = torch.cat((chunks[rank], chunks[2 * world - 1 - rank])) if balanced else chunks[rank]
     q, k, v, dout = (x[index].transpose(0, 1).unsqueeze(0) for x in inputs((LENGTH,), kv_heads, dtype)[0])
@@ -67,13 +67,13 @@ def theirs(place: Place, kv_heads: int, dtype: torch.dtype, balanced: bool) -> l
     return [index, *(x.squeeze(0).transpose(0, 1) for x in (out, *grads[:3]))]
 
 
-def both_rank(place: Place, several: list[Case], dtypes: list[torch.dtype]) -> list[tuple[dict, list]]:
+def both_rank(spec: RankSpec, several: list[Case], dtypes: list[torch.dtype]) -> list[tuple[dict, list]]:
     """Return for each dtype torch's results by key/value heads and token order, and ours case by case."""
     kinds = [(kv_heads, balanced) for kv_heads in {case.kv_heads for case in several} for balanced in (True, False)]
     return [
         (
-            {kind: theirs(place, kind[0], dtype, kind[1]) for kind in kinds},
-            attend_rank(place, (LENGTH,), several, dtype, "cpu_flash"),
+            {kind: theirs(spec, kind[0], dtype, kind[1]) for kind in kinds},
+            attend_rank(spec, (LENGTH,), several, dtype, "cpu_flash"),
         )
         for dtype in dtypes
     ]

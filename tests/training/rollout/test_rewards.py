@@ -48,7 +48,7 @@ from rlexp.config.schema import (
     SumRewardConfig,
 )
 from rlexp.config.schema.reward_terms import reward_terms
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.packing import pack_sequences
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
@@ -393,8 +393,8 @@ PARENT = """
 import sys
 import numpy as np
 from rlexp.config.schema import PythonRewardConfig
-from rlexp.rollout.rewards.build import build_reward
-from rlexp.types import Prompt, Sample
+from rlexp.training.rollout.rewards.build import build_reward
+from rlexp.training.types import Prompt, Sample
 none = np.zeros(0)
 drawn = Sample(0, Prompt(0, none, "", None, "here"), 0, none, True, sys.argv[1], none)
 rewards = build_reward(PythonRewardConfig(function="tests.helpers.reward_functions:hangs_and_holds_the_interpreter"))
@@ -573,9 +573,9 @@ def scores_over(model: RewardModel, ring: Ring, drawn: Sequence[Sample]) -> list
     return ring_sum(model(shard, last_places(pack)), ring).tolist()
 
 
-def ring_scores(place: Place, path: Path) -> list[list[float]]:
+def ring_scores(spec: RankSpec, path: Path) -> list[list[float]]:
     """Score the samples in one pack, then each in its own pack, then no sample."""
-    ring = build_world(place.world_size).ring
+    ring = build_world(spec.world_size).ring
     model = reward_model(path, precision=Precision.fp64)
     drawn = [sample(answer, prompt) for prompt, answer in TEXTS]
     alone = [score for each in drawn for score in scores_over(model, ring, [each])]

@@ -17,8 +17,8 @@ import pytest
 from rlexp.base.errors import DrawError, NonFiniteError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.launch.place import Place
 from rlexp.training.checkpoint import folder as checkpoint
 from rlexp.training.rollout import saved
 from rlexp.training.train.rollout_supply import NEXT, Rollouts
@@ -77,7 +77,7 @@ def test_a_rank_that_cannot_draw_is_not_taken_for_all() -> None:
     assert not issubclass(DrawError, NonFiniteError)
 
 
-def has_reference(place: Place, cfg: Config) -> bool:
+def has_reference(spec: RankSpec, cfg: Config) -> bool:
     from rlexp.training.train.build import build, unprobed
 
     task = build(cfg, probing=unprobed)
@@ -119,7 +119,7 @@ def test_a_rollout_that_has_begun_keeps_its_size(rlexp: Shell) -> None:
     assert "Traceback" not in again.stderr
 
 
-def patient_rank(place: Place, cfg: Config, seconds: float) -> float:
+def patient_rank(spec: RankSpec, cfg: Config, seconds: float) -> float:
     """Return the first step's score, where one rank draws its share longer than a collective may take."""
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step
@@ -128,7 +128,7 @@ def patient_rank(place: Place, cfg: Config, seconds: float) -> float:
     drawn = task.rollouts.source.draw
 
     def slowly(*args: Any) -> list[Sample]:
-        time.sleep(seconds * place.rank)
+        time.sleep(seconds * spec.rank)
         return drawn(*args)
 
     task.rollouts.source.draw = slowly  # type: ignore[method-assign]
@@ -137,11 +137,11 @@ def patient_rank(place: Place, cfg: Config, seconds: float) -> float:
     return score
 
 
-def impatient(place: Place, cfg: Config, seconds: float) -> float:
-    from rlexp.launch.place import join
+def impatient(spec: RankSpec, cfg: Config, seconds: float) -> float:
+    from rlexp.launch.joining import join
 
-    join(place, "cpu", 15.0)
-    return patient_rank(place, cfg, seconds)
+    join(spec, "cpu", 15.0)
+    return patient_rank(spec, cfg, seconds)
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ from rlexp.base.errors import ConfigError, ModelError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, RolloutConfig, RolloutEngine
 from rlexp.launch import run_folder
+from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import run_ranks
-from rlexp.launch.place import Place
 from rlexp.run import job
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.rollout.deal import Request
@@ -170,10 +170,10 @@ def test_models_whose_new_weights_it_would_not_take_are_refused(
         compose_config([*asked, "launch.device=cuda", "model=hf", f"model.path={tmp_path}"])
 
 
-def rank(place: Place, run_dir: str) -> list[tuple[dict[str, int], int, list[str] | None, list[str]]]:
+def rank(spec: RankSpec, run_dir: str) -> list[tuple[dict[str, int], int, list[str] | None, list[str]]]:
     """Train or sample with the stand-in; return what each engine of vLLM on this rank was made in and was given."""
     sys.modules["vllm"] = stand_in()
-    job.train_rank(place, run_dir)
+    job.train_rank(spec, run_dir)
     return [(each.place, each.world, each.described["architectures"], [*each.loaded]) for each in StandIn.made]
 
 

@@ -16,8 +16,8 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Best, Device, LaunchConfig, LoggerConfig, Precision, WandbMode
 from rlexp.curves.difference import compared
 from rlexp.launch import run_folder
+from rlexp.launch.joining import RankSpec, join, prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
-from rlexp.launch.place import Place, join, prepare_environment
 from rlexp.training.sinks.base import Ending
 from rlexp.training.sinks.run_names import new_id
 from rlexp.training.sinks.wandb_account import wandb_mode
@@ -260,7 +260,7 @@ def test_what_wandb_refuses_is_one_message(tmp_path: Path) -> None:
     assert "Traceback" not in answer.stderr
 
 
-def dying_rank(place: Place, run_dir: str) -> None:
+def dying_rank(spec: RankSpec, run_dir: str) -> None:
     """Rank 1 runs out of memory in the third step."""
     from rlexp.config import load
     from rlexp.training.train import loop
@@ -278,7 +278,7 @@ def dying_rank(place: Place, run_dir: str) -> None:
 
     loop.train_step = step
     cfg = load.from_file(Path(run_dir) / "config.yaml")
-    join(place, "cpu", 60)
+    join(spec, "cpu", 60)
     train_run(cfg, Path(run_dir))
 
 

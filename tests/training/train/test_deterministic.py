@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, RolloutConfig
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.training.rollout import choose
 from tests.helpers.ranks import Steps, on_ranks, train_steps
 
 
-def trained(place: Place, cfg: Config) -> tuple[Steps, bool]:
-    return train_steps(place, cfg, 2), torch.are_deterministic_algorithms_enabled()
+def trained(spec: RankSpec, cfg: Config) -> tuple[Steps, bool]:
+    return train_steps(spec, cfg, 2), torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize(

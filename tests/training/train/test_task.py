@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
-from rlexp.launch.place import Place
+from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.metrics.meter import SHARDED, Meter
 from rlexp.training.ring.groups import World
@@ -52,7 +52,7 @@ class Supervised(Task):
         held_out, meter = self.examples.held_out, Meter(self.run.world, self.run.device)
         whole = SupervisedStep(self, Batch(step, 0, tuple(range(len(held_out)))), held_out)
         for indices in whole.micro_batches:
-            whole.loss(whole.hold(indices), meter)
+            whole.loss(whole.load(indices), meter)
         return {f"eval/{name}": value for name, value in meter.reduce().items()}
 
 
@@ -65,9 +65,9 @@ class SupervisedStep(Step):
         self.count = sum(len(rows[index].chosen) for index in batch.indices)
         self.micro_batches = batch.micro_batches(world.replica, world.dp_size, task.run.cfg.train.micro_batch_size)
 
-    def hold(self, indices: Sequence[int]) -> Held:
+    def load(self, indices: Sequence[int]) -> Held:
         run = self.task.run
-        return Held(run.hold(run.pack([(self.rows[index].prompt, self.rows[index].chosen) for index in indices])))
+        return Held(run.to_device(run.pack([(self.rows[index].prompt, self.rows[index].chosen) for index in indices])))
 
     def loss(self, held: Held, meter: Meter) -> Tensor:
         run = self.task.run
@@ -79,7 +79,7 @@ class SupervisedStep(Step):
         return [self.rows[index].origin for index in self.batch.indices]
 
 
-def supervised_rank(place: Place, cfg: Config) -> tuple[list[dict], dict[str, Tensor], str]:
+def supervised_rank(spec: RankSpec, cfg: Config) -> tuple[list[dict], dict[str, Tensor], str]:
     from rlexp.training.sinks.base import Sink, Sinks
     from rlexp.training.train.build import build
     from rlexp.training.train.loop import train_loop

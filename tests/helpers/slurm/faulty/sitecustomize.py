@@ -263,7 +263,7 @@ def in_run(module: Any) -> None:
 
 CHANGES = {
     "rlexp.run.job": in_job,
-    "rlexp.launch.place": in_place,
+    "rlexp.launch.joining": in_place,
     "rlexp.training.train.loop": in_loop,
     "rlexp.training.model.policy": in_policy,
     "rlexp.training.engine.plain": in_engine,

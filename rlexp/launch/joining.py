@@ -21,7 +21,7 @@ ON_CPU = LaunchConfig(device=Device.cpu)
 
 
 @dataclass(frozen=True)
-class Place:
+class RankSpec:
     """Which rank this process is, and where the ranks meet: `env://`, a file on one machine, or a Slurm step."""
 
     rank: int
@@ -30,13 +30,13 @@ class Place:
     init_method: str
 
     @staticmethod
-    def joined() -> Place | None:
+    def joined() -> RankSpec | None:
         """Return the place that a launcher (torchrun, srun) gave this process; None without one."""
         world_size, rank = sizes.joined_world(), sizes.joined_rank()
         if world_size is None or rank is None:
             return None
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
-        return Place(rank, world_size, local_rank, "env://" if "MASTER_ADDR" in os.environ else STEP)
+        return RankSpec(rank, world_size, local_rank, "env://" if "MASTER_ADDR" in os.environ else STEP)
 
     def export(self) -> None:
         """Put the place into the environment, where libraries (DeepSpeed, W&B) read it."""
@@ -74,7 +74,7 @@ def _ranks_here(launch: LaunchConfig) -> int:
 
 
 def join(
-    place: Place,
+    spec: RankSpec,
     device: str,
     timeout_seconds: float,
     threads: int = 1,
@@ -91,29 +91,29 @@ def join(
     timeout = timedelta(seconds=timeout_seconds)
     torch.set_num_threads(threads)
     if device == "cuda":
-        own = place.local_rank % torch.cuda.device_count()  # a site may show a rank only its own GPU
+        own = spec.local_rank % torch.cuda.device_count()  # a site may show a rank only its own GPU
         torch.cuda.set_device(own)
-        place = dataclasses.replace(place, local_rank=own)  # as DeepSpeed reads it: it takes LOCAL_RANK for the GPU
+        spec = dataclasses.replace(spec, local_rank=own)  # as DeepSpeed reads it: it takes LOCAL_RANK for the GPU
         backend = "cpu:gloo,cuda:nccl"
     else:
         backend = "gloo"
-        if place.init_method.startswith("file://") and os.path.isdir("/sys/class/net/lo"):
+        if spec.init_method.startswith("file://") and os.path.isdir("/sys/class/net/lo"):
             # On one machine the ranks connect over loopback, even if the host name does not resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if place.init_method == STEP:
-        store: dist.Store = meet(place.rank, place.world_size, timeout_seconds, interface)
+    if spec.init_method == STEP:
+        store: dist.Store = meet(spec.rank, spec.world_size, timeout_seconds, interface)
     else:
-        store, _, _ = next(dist.rendezvous(place.init_method, place.rank, place.world_size, timeout=timeout))
-    training = place.world_size - sampling
-    if place.rank < training:
-        dataclasses.replace(place, world_size=training).export()
+        store, _, _ = next(dist.rendezvous(spec.init_method, spec.rank, spec.world_size, timeout=timeout))
+    training = spec.world_size - sampling
+    if spec.rank < training:
+        dataclasses.replace(spec, world_size=training).export()
         dist.init_process_group(
-            backend, store=dist.PrefixStore("training", store), rank=place.rank, world_size=training, timeout=timeout
+            backend, store=dist.PrefixStore("training", store), rank=spec.rank, world_size=training, timeout=timeout
         )
-    return bridge.build(store, place.rank, training, sampling) if sampling else None
+    return bridge.build(store, spec.rank, training, sampling) if sampling else None
 
 
-def part() -> None:
+def leave_world() -> None:
     """Leave the world together. A process that exits with an open process group sometimes aborts, because gloo's
     threads still free tensors after the interpreter is gone."""
     import torch.distributed as dist

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Device, LaunchConfig
-from rlexp.launch.place import Place, join, prepare_environment
+from rlexp.launch.joining import RankSpec, join, prepare_environment
 from rlexp.launch.slurm import meeting
 from rlexp.launch.stops import Terminated
 from rlexp.run import job
@@ -44,19 +44,19 @@ def slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slurm_step")
 def test_a_slurm_step_has_a_meeting_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Place.joined() == Place(rank=5, world_size=8, local_rank=1, init_method="slurm://")
+    assert RankSpec.joined() == RankSpec(rank=5, world_size=8, local_rank=1, init_method="slurm://")
     assert meeting.nodes() == ["gpu03", "gpu04"]  # the step's number of tasks, not the job's
     monkeypatch.setenv("MASTER_ADDR", "gpu03")  # an address that the user gives is used
-    place = Place.joined()
-    assert place is not None
-    assert place.init_method == "env://"
+    spec = RankSpec.joined()
+    assert spec is not None
+    assert spec.init_method == "env://"
 
 
 JOIN = """
 import os, sys, torch, torch.distributed as dist
-from rlexp.launch.place import Place, join
+from rlexp.launch.joining import RankSpec, join
 try:
-    join(Place.joined(), "cpu", float(sys.argv[1]), interface=sys.argv[2] or None)
+    join(RankSpec.joined(), "cpu", float(sys.argv[1]), interface=sys.argv[2] or None)
 except Exception as error:
     sys.exit(f"{type(error).__name__}: {error}")
 total = torch.tensor([float(os.environ["SLURM_JOB_ID"])])
@@ -98,7 +98,7 @@ def test_who_does_not_come_to_the_meeting_is_named(tmp_path: Path) -> None:
 def test_outside_of_a_launcher_there_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
-    assert Place.joined() is None
+    assert RankSpec.joined() is None
 
 
 @pytest.mark.parametrize("befalls", [RuntimeError("the network is down"), Terminated(signal.SIGTERM)])
@@ -115,15 +115,15 @@ def test_a_finished_run_stays_finished_whatever_befalls_who_asks(
         raise SystemExit(code)
 
     (tmp_path / "run.json").write_text('{"status": "finished"}', encoding="utf-8")
-    monkeypatch.setattr(Place, "joined", lambda: Place(0, 2, 0, "env://"))
+    monkeypatch.setattr(RankSpec, "joined", lambda: RankSpec(0, 2, 0, "env://"))
     for name, played in {
         "hear_stops": lambda **_: None,
-        "deaf": lambda: None,
+        "ignore_stops": lambda: None,
         "join_for": befall,
         "prepare_environment": lambda *_: None,
     }.items():
         monkeypatch.setattr(job, name, played)
-    monkeypatch.setattr(job.folder, "enter", lambda *_: unfinished)
+    monkeypatch.setattr(job.run_folder, "enter", lambda *_: unfinished)
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(SystemExit) as ended:
         job.run_joined(compose_config(["launch.device=cpu"]), tmp_path)
@@ -179,7 +179,7 @@ def test_deepspeed_reads_the_gpu_that_the_rank_has(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-    join(Place(0, 1, local_rank, f"file://{tmp_path}/store"), "cuda", 10.0)
+    join(RankSpec(0, 1, local_rank, f"file://{tmp_path}/store"), "cuda", 10.0)
     assert taken == [own]
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", str(own))
 
