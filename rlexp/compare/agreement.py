@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlexp.compare.families import Families, Family
-from rlexp.compare.runs import Run
+from rlexp.compare.runs import LoggedRun
 from rlexp.compare.samples import coarsest, excused, inexcusable, named, remark
 from rlexp.curves.difference import (
     EARLY,
@@ -54,8 +54,8 @@ class Divergence:
 class Agreement:
     """A run compared with its baseline."""
 
-    run: Run
-    baseline: Run
+    run: LoggedRun
+    baseline: LoggedRun
     status: str
     worst: float  # relative, over the losses
     metric: str
@@ -65,7 +65,7 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Conclusion:
     """The result of the whole comparison."""
 
     status: str
@@ -77,7 +77,7 @@ class Outcome:
         return [each.words for each in self.agreements]
 
 
-def between(run: Run, baseline: Run, metric: str) -> Difference:
+def between(run: LoggedRun, baseline: LoggedRun, metric: str) -> Difference:
     """Compare one metric of two runs, up to the first sample that rounding may have changed."""
     flipped = excused(run, baseline)
     return difference(
@@ -111,7 +111,7 @@ def floor_of(family: Family, metric: str, steps: Steps) -> Floor:
     return Floor(values, f"measured: {', '.join(run.label for run in noise)}", known)
 
 
-def is_noise(run: Run, baseline: Run) -> bool:
+def is_noise(run: LoggedRun, baseline: LoggedRun) -> bool:
     """Whether a run has its baseline's layout, with another micro-batch or packing."""
     same = all(run.sizes.get(key) == baseline.sizes.get(key) for key in ("world_size", "ring_size"))
     precision = run.precision == baseline.precision
@@ -122,7 +122,7 @@ def is_noise(run: Run, baseline: Run) -> bool:
     return bool(run.sizes) and same and precision and engine and layout and (micro or packing)
 
 
-def outcome_of(families: Families) -> Outcome:
+def outcome_of(families: Families) -> Conclusion:
     """Compare every run with the baseline of its family."""
     agreements = [
         agreement_of(run, family)
@@ -131,9 +131,9 @@ def outcome_of(families: Families) -> Outcome:
         if family.baseline is not None and len(run.steps)
     ]
     if not agreements:
-        return Outcome(NONE, "There is nothing to compare: each run is an experiment of its own.", [])
+        return Conclusion(NONE, "There is nothing to compare: each run is an experiment of its own.", [])
     status = next((s for s in (APART, UNPROVEN, NONE) if any(each.status == s for each in agreements)), AGREE)
-    return Outcome(status, _headline(status, agreements, families), agreements)
+    return Conclusion(status, _headline(status, agreements, families), agreements)
 
 
 def _headline(status: str, agreements: Sequence[Agreement], families: Families) -> str:
@@ -170,7 +170,7 @@ def _samples(agreements: Sequence[Agreement]) -> str:
     return f" {run.label} has {remark(first)}.{more}"
 
 
-def agreement_of(run: Run, family: Family) -> Agreement:
+def agreement_of(run: LoggedRun, family: Family) -> Agreement:
     """Compare a run's losses with its baseline's; in float64, every metric that a layout must not move."""
     baseline = family.baseline
     assert baseline is not None
@@ -209,7 +209,7 @@ def agreement_of(run: Run, family: Family) -> Agreement:
     return Agreement(run, baseline, APART if surely else UNPROVEN, worst[1], name, step, words + samples, flipped)
 
 
-def _where(run: Run, baseline: Run, shared: int) -> str:
+def _where(run: LoggedRun, baseline: LoggedRun, shared: int) -> str:
     """Say which part of the curve both runs have."""
     most = max(len(run.steps), len(baseline.steps))
     return f"at all {shared} steps" if shared == most else f"at the {shared} steps they share, of {most}"
@@ -223,7 +223,7 @@ def _size(gap: Difference) -> float:
     return float(gap.relative.max(initial=0.0))
 
 
-def _divergence(run: Run, name: str, gap: Difference, family: Family, precision: str) -> Divergence | None:
+def _divergence(run: LoggedRun, name: str, gap: Difference, family: Family, precision: str) -> Divergence | None:
     """Return where a metric first differs by more than rounding.
 
     A run that measures the noise is not compared with its own noise. Float64 has no noise but the promised tolerance.

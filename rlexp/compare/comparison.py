@@ -17,9 +17,9 @@ import numpy as np
 from rlexp import __version__
 from rlexp.base import files
 from rlexp.compare import page, samples
-from rlexp.compare.agreement import Outcome, between, floor_of, outcome_of
+from rlexp.compare.agreement import Conclusion, between, floor_of, outcome_of
 from rlexp.compare.families import Families, Family
-from rlexp.compare.runs import Group, Run, settings
+from rlexp.compare.runs import Group, LoggedRun, settings
 from rlexp.config.identity import GROUPS
 from rlexp.curves.difference import SCORE, Column, Steps, compared, on_steps
 
@@ -33,7 +33,7 @@ FIRST = (*("train/loss", SCORE, "eval/loss", "train/rewards/margins", "train/rew
 class Report:
     group: Group
     families: Families
-    outcome: Outcome
+    outcome: Conclusion
 
     @property
     def notes(self) -> list[str]:
@@ -82,14 +82,14 @@ def payload_of(report: Report, watch_seconds: float | None = None) -> page.Paylo
     )
 
 
-def metric_names(runs: Sequence[Run]) -> list[str]:
+def metric_names(runs: Sequence[LoggedRun]) -> list[str]:
     """Sort the metrics: losses first; then training, evaluation and the rest, each in the order of logging."""
     names = list(dict.fromkeys(name for run in runs for name in run.columns))
     families = list(dict.fromkeys(["train", "eval", *(name.partition("/")[0] for name in names)]))
     return sorted(names, key=lambda n: (FIRST.index(n) if n in FIRST else len(FIRST), families.index(n.split("/")[0])))
 
 
-def card(run: Run, report: Report) -> page.RunCard:
+def card(run: LoggedRun, report: Report) -> page.RunCard:
     family = report.families.of(run)
     agreement = next((each for each in report.outcome.agreements if each.run is run), None)
     baseline = family.baseline if family and family.others() else None  # a single run has no baseline
@@ -126,13 +126,13 @@ def card(run: Run, report: Report) -> page.RunCard:
     )
 
 
-def last(run: Run, name: str) -> float | None:
+def last(run: LoggedRun, name: str) -> float | None:
     values = run.column(name)
     values = values[~np.isnan(values)]
     return float(values[-1]) if len(values) else None
 
 
-def highest_peak(run: Run, of: str = "") -> page.Peak | None:
+def highest_peak(run: LoggedRun, of: str = "") -> page.Peak | None:
     """Return the highest peak of all steps, with the phase and rank of its step: of memory, or `tensors_`."""
     peaks = run.column(f"memory/{of}peak_bytes")
     if np.isnan(peaks).all():
@@ -145,24 +145,24 @@ def highest_peak(run: Run, of: str = "") -> page.Peak | None:
     return page.Peak(int(peaks[place]), None if np.isnan(rank) else int(rank), phase)
 
 
-def _steady(run: Run, name: str) -> Column:
+def _steady(run: LoggedRun, name: str) -> Column:
     """Return a metric without the first step, which allocates buffers and chooses kernels."""
     values = run.column(name)
     values = values[1:] if len(values) > 1 else values
     return values[~np.isnan(values)]
 
 
-def step_seconds(run: Run) -> float | None:
+def step_seconds(run: LoggedRun) -> float | None:
     seconds = _steady(run, "train/step_seconds")
     return float(np.median(seconds)) if len(seconds) else None
 
 
-def speed(run: Run) -> float | None:
+def speed(run: LoggedRun) -> float | None:
     tokens, seconds = _steady(run, "train/tokens").sum(), _steady(run, "train/step_seconds").sum()
     return float(tokens / seconds) if seconds > 0 and tokens > 0 else None
 
 
-def efficiency(run: Run, baseline: Run | None) -> float | None:
+def efficiency(run: LoggedRun, baseline: LoggedRun | None) -> float | None:
     """Return tokens per second and rank, divided by the baseline's."""
     if baseline is None or "world_size" not in run.sizes or "world_size" not in baseline.sizes:
         return None
@@ -172,7 +172,7 @@ def efficiency(run: Run, baseline: Run | None) -> float | None:
     return ours / run.sizes["world_size"] / (theirs / baseline.sizes["world_size"])
 
 
-def clock(run: Run) -> page.Clock | None:
+def clock(run: LoggedRun) -> page.Clock | None:
     """Return the tokens and seconds of training up to some steps."""
     if not len(run.steps):
         return None
@@ -252,7 +252,7 @@ def _smooth(value: Column, bounds: Steps) -> Column:
     return np.asarray(np.repeat(sums / np.diff(bounds), np.diff(bounds)), dtype=np.float64)
 
 
-def config_rows(runs: Sequence[Run]) -> list[page.ConfigRow]:
+def config_rows(runs: Sequence[LoggedRun]) -> list[page.ConfigRow]:
     """Return a row per configuration key. Keys that a sweep fills in for its jobs are left out."""
     flat = [settings(run) or {f"sizes.{key}": str(value) for key, value in run.sizes.items()} for run in runs]
     keys = [key for key in dict.fromkeys(key for each in flat for key in each) if not key.startswith(FROM_SWEEP)]
@@ -264,7 +264,7 @@ def config_rows(runs: Sequence[Run]) -> list[page.ConfigRow]:
     return rows
 
 
-def invariant(key: str, runs: Sequence[Run]) -> bool:
+def invariant(key: str, runs: Sequence[LoggedRun]) -> bool:
     known = {name for run in runs for name in run.identity}
     return key in known or (not known and key.partition(".")[0] in ("seed", *GROUPS))
 
@@ -307,7 +307,7 @@ def family_summary(family: Family) -> dict[str, Any]:
     }
 
 
-def run_summary(run: Run, known: page.RunCard) -> dict[str, Any]:
+def run_summary(run: LoggedRun, known: page.RunCard) -> dict[str, Any]:
     shown = {
         key: getattr(known, key)
         for key in (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlexp.compare.runs import CompareError, Group, Run
+from rlexp.compare.runs import CompareError, Group, LoggedRun
 from rlexp.config.identity import changes
 
 
@@ -15,10 +15,10 @@ from rlexp.config.identity import changes
 class Family:
     """Runs that should have one curve."""
 
-    baseline: Run | None  # None: it has no curve
-    runs: list[Run]  # including the baseline
+    baseline: LoggedRun | None  # None: it has no curve
+    runs: list[LoggedRun]  # including the baseline
 
-    def others(self) -> list[Run]:
+    def others(self) -> list[LoggedRun]:
         return [run for run in self.runs if run is not self.baseline]
 
 
@@ -28,7 +28,7 @@ class Families:
     forced: list[str]  # settings that differ although the runs are compared
     notes: list[str]
 
-    def of(self, run: Run) -> Family | None:
+    def of(self, run: LoggedRun) -> Family | None:
         return next((family for family in self.families if run in family.runs), None)
 
 
@@ -66,20 +66,20 @@ def why_nothing(group: Group) -> str:
     return f"no run has a step yet{f' ({reasons})' if reasons else ''}."
 
 
-def different(one: Run, other: Run) -> list[str]:
+def different(one: LoggedRun, other: LoggedRun) -> list[str]:
     """List the settings that differ and that curves depend on."""
     if not one.identity or not other.identity:
         return []
     return [f"{key} is {new} here and {old} there" for key, old, new in changes(depends(one), depends(other))]
 
 
-def depends(run: Run) -> dict[str, Any]:
+def depends(run: LoggedRun) -> dict[str, Any]:
     """Return what a run's curve depends on: its identity and, if the learning rate decays, its number of steps."""
     decays = run.identity.get("optim.decay", "constant") != "constant" and run.total_steps is not None
     return run.identity | ({"steps until which the learning rate falls": run.total_steps} if decays else {})
 
 
-def on_purpose(one: Run, other: Run, axes: Sequence[str]) -> bool:
+def on_purpose(one: LoggedRun, other: LoggedRun, axes: Sequence[str]) -> bool:
     """Whether a sweep made two runs differ: it gives them different baselines, or it varies just what differs."""
     if one.baseline is not None and other.baseline is not None:
         return one.baseline != other.baseline
@@ -87,8 +87,8 @@ def on_purpose(one: Run, other: Run, axes: Sequence[str]) -> bool:
     return all(any(key == axis or key.startswith(f"{axis}.") for axis in axes) for key in keys)
 
 
-def _by_experiment(runs: Sequence[Run]) -> list[list[Run]]:
-    families: dict[str, list[Run]] = {}
+def _by_experiment(runs: Sequence[LoggedRun]) -> list[list[LoggedRun]]:
+    families: dict[str, list[LoggedRun]] = {}
     for run in runs:
         known = {key: value["contents"] if is_file(value) else value for key, value in depends(run).items()}
         families.setdefault(json.dumps(known, sort_keys=True), []).append(run)
@@ -100,7 +100,7 @@ def is_file(value: Any) -> bool:
     return isinstance(value, dict) and "contents" in value
 
 
-def _named(drawn: Sequence[Run], runs: Sequence[Run], baseline: str) -> Run:
+def _named(drawn: Sequence[LoggedRun], runs: Sequence[LoggedRun], baseline: str) -> LoggedRun:
     matches = [run for run in runs if baseline in (run.name, run.label, run.name.rpartition("/")[2])]
     if len(matches) == 1 and len(matches[0].steps):
         return matches[0]
@@ -109,7 +109,9 @@ def _named(drawn: Sequence[Run], runs: Sequence[Run], baseline: str) -> Run:
     raise CompareError(f"--baseline {baseline}: {what}. The runs are {names}.")
 
 
-def _family(runs: list[Run], everything: Sequence[Run], chosen: Run | None, notes: list[str]) -> Family:
+def _family(
+    runs: list[LoggedRun], everything: Sequence[LoggedRun], chosen: LoggedRun | None, notes: list[str]
+) -> Family:
     """Choose the baseline: the run named by the user, or the sweep's baseline, or the first run with a curve."""
     if chosen in runs:
         return Family(chosen, runs)

@@ -13,7 +13,7 @@ import numpy as np
 from rlexp.base import files
 from rlexp.compare.agreement import between, floor_of
 from rlexp.compare.families import Families
-from rlexp.compare.runs import Run
+from rlexp.compare.runs import LoggedRun
 from rlexp.curves.difference import SCORE, Column, Steps
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8a6d00")
@@ -24,7 +24,7 @@ POINTS = 2000  # per curve: more than the picture has pixels
 EQUAL = 0.04  # the height, as a share of the axis, at which a difference of zero is marked
 
 
-def draw(runs: Sequence[Run], families: Families, headline: str, path: Path) -> None:
+def draw(runs: Sequence[LoggedRun], families: Families, headline: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -69,7 +69,7 @@ def draw(runs: Sequence[Run], families: Families, headline: str, path: Path) -> 
     plt.close(figure)
 
 
-def draw_floor(families: Families, axes: Any, runs: Sequence[Run]) -> None:
+def draw_floor(families: Families, axes: Any, runs: Sequence[LoggedRun]) -> None:
     """Draw the noise floor of the first family that is compared. Other families have a similar floor."""
     for family in families.families:
         if family.baseline is not None and family.others() and METRIC in family.baseline.columns:

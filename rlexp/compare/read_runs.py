@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.errors import SinkError
-from rlexp.compare.runs import SIZES, CompareError, Group, Reader, Run, merge
+from rlexp.compare.runs import SIZES, CompareError, Group, LoggedRun, Reader, merge
 from rlexp.curves.metrics_jsonl import columns_of
 from rlexp.training.sinks.wandb_read import WandbRun, read_offline, read_project
 
@@ -59,6 +59,6 @@ def from_wandb(title: str, wandb_runs: Sequence[WandbRun]) -> Group:
         axes += list(own)
         sizes = {key: int(each.config[key]) for key in SIZES if key in each.config}
         label = ", ".join(str(value) for value in own.values()) or each.name
-        run = Run(each.id, label, None, each.state, None, steps, columns, config, identity, sizes)
+        run = LoggedRun(each.id, label, None, each.state, None, steps, columns, config, identity, sizes)
         runs.append(run)
     return Group(title, runs, list(dict.fromkeys(axes)))

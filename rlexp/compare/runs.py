@@ -32,7 +32,7 @@ class CompareError(UserError):
 
 
 @dataclass(eq=False)
-class Run:
+class LoggedRun:
     """One run, equal only to itself. Each column has a value for each of `steps`, NaN where it is missing."""
 
     name: str
@@ -70,7 +70,7 @@ class Group:
     """The runs to compare. `axes` are the keys that a sweep varies on purpose."""
 
     title: str
-    runs: list[Run]
+    runs: list[LoggedRun]
     axes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -79,7 +79,7 @@ class Reader:
     """Read runs, and read a file again only when it has changed, so that a live report costs only what is new."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[tuple[int, int], Run]] = {}
+        self._known: dict[Path, tuple[tuple[int, int], LoggedRun]] = {}
 
     def group(self, path: Path) -> Group | None:
         """Read a sweep's folder, a run's, or a folder of runs; None where there is no run."""
@@ -105,7 +105,7 @@ class Reader:
         runs = []
         for job in jobs:
             where = folders[job.number]
-            run = self.run(where) if is_run(where) else Run(job.folder, job.label, where, job.status, job.reason)
+            run = self.run(where) if is_run(where) else LoggedRun(job.folder, job.label, where, job.status, job.reason)
             run.name, run.label = f"{path.name}/{job.folder}", job.label
             run.predicted = run.predicted or job.predicted
             if job.status in ("skipped", "failed") and run.status != "finished":
@@ -116,7 +116,7 @@ class Reader:
             runs.append(run)
         return Group(path.name, runs, list(plain.get("axes", [])))
 
-    def run(self, path: Path) -> Run:
+    def run(self, path: Path) -> LoggedRun:
         stamp = tuple(_stamp(path / name) for name in (METRICS, ROLLOUTS, "run.json", rank_progress.FILE))
         key = (sum(each[0] for each in stamp), max(each[1] for each in stamp))
         known = self._known.get(path)
@@ -167,7 +167,7 @@ def merge(groups: Iterable[Group]) -> Group:
     )
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> LoggedRun:
     """Read a run's folder, as far as its files are there and whole."""
     known = run_folder.read(path)
     notes: list[str] = []
@@ -178,7 +178,7 @@ def read_run(path: Path) -> Run:
         notes.append(f"{where}: has no run.json, so what its curve depends on is not known")
     status, reason = ended(known)
     prediction = preflight_check.read(path)
-    return Run(
+    return LoggedRun(
         shown(path.name),
         shown(path.resolve().name),
         path,
@@ -229,7 +229,7 @@ def alive(known: Mapping[str, Any]) -> bool:
     return Path(f"/proc/{known.get('pid')}").exists()
 
 
-def settings(run: Run) -> dict[str, str]:
+def settings(run: LoggedRun) -> dict[str, str]:
     """Return the configuration as flat keys with their values as text."""
     flat: dict[str, str] = {}
 

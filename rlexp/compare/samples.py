@@ -10,29 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlexp.compare.runs import Run
+from rlexp.compare.runs import LoggedRun
 from rlexp.curves.difference import ROUNDING
 from rlexp.curves.rollouts_jsonl import Apart
 
 
-def coarsest(runs: Sequence[Run]) -> str:
+def coarsest(runs: Sequence[LoggedRun]) -> str:
     return max((run.precision for run in runs), key=lambda precision: ROUNDING.get(precision, 1.0))
 
 
-def apart(run: Run, other: Run) -> Apart | None:
+def apart(run: LoggedRun, other: LoggedRun) -> Apart | None:
     """Return the first rollout that differs; None where, as far as is known, the runs' samples are the same."""
     if run.record is None or other.record is None:
         return None
     return run.record.apart(other.record)
 
 
-def excused(run: Run, other: Run) -> Apart | None:
+def excused(run: LoggedRun, other: LoggedRun) -> Apart | None:
     """Return where rounding may have changed a sample. From there on the two runs are not compared."""
     first = apart(run, other)
     return first if first is not None and first.token is not None and coarsest([run, other]) != "fp64" else None
 
 
-def inexcusable(run: Run, other: Run) -> Apart | None:
+def inexcusable(run: LoggedRun, other: LoggedRun) -> Apart | None:
     """Return the first difference in the samples, if rounding does not explain it."""
     first = apart(run, other)
     return first if first is not None and excused(run, other) is None else None

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlexp.compare.agreement import between
 from rlexp.compare.families import Families, Family
-from rlexp.compare.runs import CompareError, Run
+from rlexp.compare.runs import CompareError, LoggedRun
 from rlexp.compare.samples import excused, inexcusable, named, remark
 from rlexp.curves.difference import LOSSES, Column, Steps, compared, least_size, on_steps, relative
 
@@ -22,7 +22,9 @@ class Excess:
     words: str
 
 
-def first_above(families: Families, runs: Sequence[Run], limit: float, patterns: Sequence[str] | None) -> str | None:
+def first_above(
+    families: Families, runs: Sequence[LoggedRun], limit: float, patterns: Sequence[str] | None
+) -> str | None:
     """Name the first step, metric and pair of runs above the limit, or what could not be compared; None: it passes."""
     for run in runs:
         if not len(run.steps) and run.status != "skipped":
@@ -103,7 +105,9 @@ def _excesses(family: Family, name: str, limit: float) -> Iterator[Excess]:
         )
 
 
-def _excess_of_all(runs: Sequence[Run], name: str, limit: float, steps: Steps, values: Column) -> Iterator[Excess]:
+def _excess_of_all(
+    runs: Sequence[LoggedRun], name: str, limit: float, steps: Steps, values: Column
+) -> Iterator[Excess]:
     """Compare all runs at once; `values` has the shape runs × steps."""
     if not len(steps):
         return
@@ -117,7 +121,7 @@ def _excess_of_all(runs: Sequence[Run], name: str, limit: float, steps: Steps, v
         yield _excess(int(steps[place]), name, (one, other), ends, float(apart[place]), limit)
 
 
-def _excess_of_two(one: Run, other: Run, name: str, limit: float) -> Iterator[Excess]:
+def _excess_of_two(one: LoggedRun, other: LoggedRun, name: str, limit: float) -> Iterator[Excess]:
     """Compare two runs up to the first sample that differs."""
     gap = between(one, other, name)
     place = gap.first_above(limit)
@@ -127,7 +131,7 @@ def _excess_of_two(one: Run, other: Run, name: str, limit: float) -> Iterator[Ex
 
 
 def _excess(
-    step: int, name: str, pair: tuple[Run, Run], values: tuple[float, float], apart: float, limit: float
+    step: int, name: str, pair: tuple[LoggedRun, LoggedRun], values: tuple[float, float], apart: float, limit: float
 ) -> Excess:
     ends = [f"{value!r} in {run.name} ({run.label})" for run, value in zip(pair, values, strict=True)]
     return Excess(step, f"step {step}: {name} is {' and '.join(ends)}, {apart:.1e} apart, more than {limit:g}")

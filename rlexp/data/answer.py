@@ -9,7 +9,7 @@ import numpy as np
 from rlexp.base.errors import ConfigError
 from rlexp.config.model_names import called
 from rlexp.config.schema import Config, PolicyLossConfig
-from rlexp.data.facts import Lengths, Preview, Sample, Steps
+from rlexp.data.facts import Lengths, Preview, ShownSample, Steps
 from rlexp.data.lengths import lengths_of
 from rlexp.data.read_rows import Rows, read_rows
 from rlexp.data.rings import rings_of
@@ -114,6 +114,6 @@ def _steps(cfg: Config, rows: Rows, sampler: Sampler) -> Steps:
     )  # fmt: skip
 
 
-def _samples(rows: Rows, places: tuple[int, ...], tokenizer: Any) -> tuple[Sample, ...]:
+def _samples(rows: Rows, places: tuple[int, ...], tokenizer: Any) -> tuple[ShownSample, ...]:
     special = special_ids(tokenizer)
     return tuple(sample_of(rows.examples.train[place], tokenizer, special) for place in places)

@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from rlexp.data import tables
-from rlexp.data.facts import Lengths, Part, Piece, Preview, Sample
+from rlexp.data.facts import Lengths, Part, Piece, Preview, ShownSample
 from rlexp.data.tables import Table
 from rlexp.data.visible import one_line, visible
 
@@ -142,7 +142,7 @@ def legend(*, colours: bool) -> Text:
     return Text("⟦trained on⟧, everything else is not; ↵ is a newline")
 
 
-def samples(shown: Sequence[Sample], width: int, *, colours: bool) -> Iterator[RenderableType]:
+def samples(shown: Sequence[ShownSample], width: int, *, colours: bool) -> Iterator[RenderableType]:
     for number, sample in enumerate(shown, 1):
         label = "" if sample.label is None else f", label {str(sample.label).lower()}"
         expected = "" if sample.expected is None else f", expected answer {one_line(sample.expected)!r}"

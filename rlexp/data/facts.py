@@ -117,7 +117,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ShownSample:
     origin: str
     parts: tuple[Part, ...]
     label: bool | None = None
@@ -140,7 +140,7 @@ class Preview:
     steps: Steps | None = None
     rings: tuple[Ring, ...] = ()
     sampled: str = ""  # what the rings' packs were made of
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[ShownSample, ...] = ()
     problems: tuple[str, ...] = ()  # why the run cannot train on these rows
 
     @property

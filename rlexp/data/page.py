@@ -8,7 +8,7 @@ from string import Template
 
 from rlexp.compare.page import asset, content_policy
 from rlexp.data import tables
-from rlexp.data.facts import Lengths, Part, Piece, Preview, Ring, Sample, Source
+from rlexp.data.facts import Lengths, Part, Piece, Preview, Ring, ShownSample, Source
 from rlexp.data.markup import Markup, element, joined
 from rlexp.data.tables import Table, share
 from rlexp.data.visible import one_line, visible
@@ -219,7 +219,7 @@ def _legend() -> Markup:
     return element("p", *example, " ", tip, class_="legend")
 
 
-def _sample(number: int, sample: Sample) -> Markup:
+def _sample(number: int, sample: ShownSample) -> Markup:
     label = None if sample.label is None else f"label: {str(sample.label).lower()}"
     expected = None if sample.expected is None else f"expected answer: {one_line(sample.expected)}"
     about = [element("p", text, class_="muted") for text in (label, expected) if text is not None]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlexp.data.facts import Part, Piece, Sample
+from rlexp.data.facts import Part, Piece, ShownSample
 from rlexp.training.types import Completion, Ids, Mask, Pair, Prompt
 
 HEAD, TAIL = 1600, 800  # tokens of a part that are shown at least, if it is longer
@@ -15,18 +15,18 @@ CONTEXT = 4  # tokens before a part that decide how its first one is written
 UNFINISHED = "\ufffd"  # what a tokenizer makes of half a character
 
 
-def sample_of(example: Pair | Completion | Prompt, tokenizer: Any, special: frozenset[int]) -> Sample:
+def sample_of(example: Pair | Completion | Prompt, tokenizer: Any, special: frozenset[int]) -> ShownSample:
     decoder = _Decoder(tokenizer, special)
     match example:
         case Pair(prompt=prompt):
             answers = {"chosen": (example.chosen, example.chosen_mask),
                        "rejected": (example.rejected, example.rejected_mask)}  # fmt: skip
-            return Sample(example.origin, decoder.parts(prompt, answers))
+            return ShownSample(example.origin, decoder.parts(prompt, answers))
         case Completion(prompt=prompt):
             answers = {"answer": (example.answer, example.mask)}
-            return Sample(example.origin, decoder.parts(prompt, answers), label=example.label)
+            return ShownSample(example.origin, decoder.parts(prompt, answers), label=example.label)
         case Prompt(tokens=prompt):
-            return Sample(example.origin, decoder.parts(prompt, {}), expected=example.answer)
+            return ShownSample(example.origin, decoder.parts(prompt, {}), expected=example.answer)
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:

@@ -188,7 +188,9 @@ def _failure(reports: list[Report], world_size: int, log_dir: Path | None) -> Us
     if (hung := rank_reports.waited_for(reports, world_size, run_dir)) is not None:
         return RankFailed(hung, first.rank)
     log = str(log_dir / f"rank{first.rank}.log") if log_dir and first.rank else None
-    return RankFailed(rank_reports.told(dataclasses.replace(first, log=log), run_dir), first.rank, killed=first.killed)
+    return RankFailed(
+        rank_reports.in_words(dataclasses.replace(first, log=log), run_dir), first.rank, killed=first.killed
+    )
 
 
 def _send(rank: _Rank, signum: int) -> None:

@@ -28,7 +28,7 @@ from rlexp.config.explain import chain, explain
 from rlexp.config.identity import curve_keys
 from rlexp.config.schema import Decay
 from rlexp.launch import preflight_check, run_folder
-from rlexp.launch.preflight_check import DoesNotFitError, Verdict
+from rlexp.launch.preflight_check import Decision, DoesNotFitError
 from rlexp.launch.sweep import Job, Sweep
 
 SUBDIR = "hydra.sweep.subdir"
@@ -64,7 +64,7 @@ class Planned:
     overrides: list[str]  # the job's own, then those that the sweep adds
     config: DictConfig  # composed from the overrides
     refusal: Refusal | None = None
-    verdict: Verdict = field(default_factory=Verdict)  # what was predicted of it
+    verdict: Decision = field(default_factory=Decision)  # what was predicted of it
 
 
 class SweepLauncher(Launcher):

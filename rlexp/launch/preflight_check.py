@@ -31,7 +31,7 @@ FILE = "preflight.json"  # in a run's folder
 PREDICTING, HELPING = 180.0, 180.0  # seconds at most for the prediction, and for the changes that would help
 ENDING = 20.0  # seconds that the process may take beyond that
 GIB = 1 << 30
-FREE = ("seed", "logger", "checkpoint", "resume")  # groups on which no prediction depends
+UNPREDICTED = ("seed", "logger", "checkpoint", "resume")  # groups on which no prediction depends
 NOT_REHEARSED = "the run was not rehearsed before it starts:"
 UNKNOWN = (
     "the memory of its GPUs cannot be told here. hardware=OPTION or hardware.memory_gib=NUMBER tells it, and "
@@ -42,20 +42,20 @@ ELSEWHERE = (
     "jobs that do not fit are not submitted."
 )
 OF_A_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_known: dict[str, Verdict] = {}
+_known: dict[str, Decision] = {}
 _told: set[str] = set()
 
 
 class DoesNotFitError(UserError):
     """A run that is predicted to need more memory than its device has. `reason` is the message without the table."""
 
-    def __init__(self, reason: str, verdict: Verdict) -> None:
+    def __init__(self, reason: str, verdict: Decision) -> None:
         super().__init__(f"{reason}\n\n{verdict.table}")
         self.reason, self.verdict = reason, verdict
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """What a rehearsal says of a run. Without `fits` the memory was not predicted, and `why` says why not."""
 
     of: str = ""  # the fingerprint of the configuration
@@ -76,7 +76,7 @@ class Verdict:
 
 def prepared(
     cfg: Config, run_dir: Path | None = None, *, here: bool = True, helping: bool = True
-) -> tuple[Config, Verdict]:
+) -> tuple[Config, Decision]:
     """Return the configuration with everything chosen, and the verdict on it; refuse a run that does not fit.
 
     A verdict in the run's folder, or of this process, on the same configuration is taken again. With `here`, this
@@ -84,8 +84,8 @@ def prepared(
     """
     hardware, why_not = device_of(cfg, here=here)
     if hardware is None and not here:
-        tell(why_not)
-        return cfg, Verdict()
+        print_line(why_not)
+        return cfg, Decision()
     if hardware is not None:
         cfg = dataclasses.replace(cfg, hardware=hardware)
     if cfg.parallel.layout is LayoutName.auto and cfg.parallel.ring_size == 1:
@@ -93,16 +93,16 @@ def prepared(
     if hardware is not None and (reason := unrehearsable(cfg)):
         hardware, why_not = None, reason
     if why_not:
-        tell(f"{NOT_REHEARSED} {why_not}" if here else why_not)
+        print_line(f"{NOT_REHEARSED} {why_not}" if here else why_not)
     if hardware is None and cfg.parallel.layout is not LayoutName.auto:
-        return cfg, Verdict()
+        return cfg, Decision()
     key = fingerprint(cfg, fitting=hardware is not None)
     verdict = (
         _known.get(key) or read(run_dir, key) or rehearsed(cfg, key, fitting=hardware is not None, helping=helping)
     )
     _known[key] = verdict
     if hardware is not None and verdict.fits is None:
-        tell(f"{NOT_REHEARSED} {verdict.why}")
+        print_line(f"{NOT_REHEARSED} {verdict.why}")
     if verdict.fits is False:
         raise refusal(cfg, verdict)
     return chosen(cfg, verdict), verdict
@@ -130,7 +130,7 @@ def device_of(cfg: Config, *, here: bool = True) -> tuple[HardwareConfig | None,
     return found, "" if found else (UNKNOWN if here else ELSEWHERE)
 
 
-def chosen(cfg: Config, verdict: Verdict) -> Config:
+def chosen(cfg: Config, verdict: Decision) -> Config:
     """Return the configuration with the engine and the layout of the verdict."""
     if cfg.parallel.layout is LayoutName.auto:
         name = LayoutName(verdict.layout or "zigzag")
@@ -139,11 +139,11 @@ def chosen(cfg: Config, verdict: Verdict) -> Config:
     if verdict.engine is not None and verdict.engine_chosen is not None:
         engine = dataclasses.replace(cfg.engine, name=EngineName(verdict.engine), chosen=verdict.engine_chosen)
         cfg = dataclasses.replace(cfg, engine=engine)
-        tell(f"engine=auto takes {verdict.engine}: {verdict.engine_chosen}")
+        print_line(f"engine=auto takes {verdict.engine}: {verdict.engine_chosen}")
     return cfg
 
 
-def refusal(cfg: Config, verdict: Verdict) -> DoesNotFitError:
+def refusal(cfg: Config, verdict: Decision) -> DoesNotFitError:
     gpu = f"on {cfg.hardware.name}" if cfg.hardware.name != HardwareConfig().name else "on this GPU"
     there = "by hardware.memory_gib" if cfg.launch.device is Device.cpu else gpu
     engine = "" if verdict.engine_chosen is None else f"engine=auto: {verdict.engine_chosen}. "
@@ -157,7 +157,7 @@ def refusal(cfg: Config, verdict: Verdict) -> DoesNotFitError:
 # ---- the rehearsal ----
 
 
-def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Verdict:
+def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Decision:
     """Rehearse the run in a process of its own."""
     patience = min(PREDICTING, cfg.launch.timeout_seconds / 2)  # other ranks may wait for this one
     help_for = HELPING if helping else 0.0
@@ -173,7 +173,7 @@ def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Verdict
     try:
         said, complaints = process.communicate(json.dumps(asked), limit)
     except subprocess.TimeoutExpired:
-        return Verdict(key, why=f"it took longer than {limit:g} seconds.")
+        return Decision(key, why=f"it took longer than {limit:g} seconds.")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -182,26 +182,26 @@ def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Verdict
         answer = json.loads(said)
     except ValueError:
         last = (complaints.strip().splitlines() or ["it said nothing"])[-1]
-        return Verdict(key, why=f"it ended with status {process.returncode} ({last}).")
+        return Decision(key, why=f"it ended with status {process.returncode} ({last}).")
     if "refused" in answer:
         raise UserError(answer["refused"])
-    return Verdict(key, **answer)
+    return Decision(key, **answer)
 
 
 def fingerprint(cfg: Config, *, fitting: bool) -> str:
     """Return a hash of all that a verdict depends on."""
-    plain = {group: value for group, value in to_plain(cfg).items() if group not in FREE}
+    plain = {group: value for group, value in to_plain(cfg).items() if group not in UNPREDICTED}
     launch = ("nproc", "nodes", "deterministic")
     plain["launch"] = {key: plain["launch"][key] for key in launch} | {"cpu": cfg.launch.device is Device.cpu}
     told = json.dumps([__version__, plain, fitting], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
-def read(run_dir: Path | None, key: str | None = None) -> Verdict | None:
+def read(run_dir: Path | None, key: str | None = None) -> Decision | None:
     """Return the verdict that a run's folder holds: with a key, only one by which that very configuration fits."""
     try:
         known = json.loads((run_dir / FILE).read_text(encoding="utf-8")) if run_dir is not None else {}
-        verdict = Verdict(**known)
+        verdict = Decision(**known)
     except (OSError, ValueError, TypeError):
         return None
     if key is None:
@@ -209,7 +209,7 @@ def read(run_dir: Path | None, key: str | None = None) -> Verdict | None:
     return verdict if verdict.of == key and verdict.fits else None
 
 
-def keep(run_dir: Path, verdict: Verdict) -> None:
+def keep(run_dir: Path, verdict: Decision) -> None:
     """Write a prediction into the run's folder, for the report, and for when the run goes on. Without one, remove that
     of an earlier start."""
     try:
@@ -226,7 +226,7 @@ def size(count: int) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     """Say something once in this process: the jobs of a sweep have much in common."""
     if line and line not in _told:
         _told.add(line)

@@ -58,7 +58,7 @@ def first_of(reports: Sequence[Report]) -> Report:
     return min(reports, key=lambda report: (report.is_collateral, report.at))
 
 
-def told(report: Report, run_dir: Path | None) -> str:
+def in_words(report: Report, run_dir: Path | None) -> str:
     """Return the report as text for the user."""
     seen = last_seen(run_dir, report.rank) if run_dir is not None else ""
     lines = [f"rank {report.rank} failed: {report.text.rstrip()}"]
@@ -102,11 +102,11 @@ def write(run_dir: Path, start: str, report: Report) -> None:
         write_text(place, json.dumps(facts))
 
 
-def write_verdict(run_dir: Path, job: str | None, told: Mapping[str, Any]) -> None:
+def write_verdict(run_dir: Path, job: str | None, in_words: Mapping[str, Any]) -> None:
     """Write what became of a job, beside run.json, since run.json may belong to another job."""
     with contextlib.suppress(OSError):
         (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-        write_text(run_dir / FOLDER / "verdict.json", json.dumps({"job_id": job, **told}))
+        write_text(run_dir / FOLDER / "verdict.json", json.dumps({"job_id": job, **in_words}))
 
 
 def read_verdict(run_dir: Path, job: str | None) -> dict[str, Any]:

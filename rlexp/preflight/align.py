@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rlexp.preflight.rehearsal.log import KINDS, Counts, Log, Pass, Run, pass_of, runs
+from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts, Log, Pass, Stretch, pass_of, runs
 
 Array = npt.NDArray[np.int64]
 SMALL = 1 << 16  # bytes
@@ -47,7 +47,7 @@ class Larger:
 class Growth:
     """What further layers change in one phase."""
 
-    run: Run  # of the larger log
+    run: Stretch  # of the larger log
     pieces: Sequence[Repeated | Larger]
     counts: Counts
     ordered: bool = False  # the events are compared, and stand here, in order of size
@@ -57,7 +57,7 @@ class Growth:
 class Line:
     """What further layers add to the peak and the end of events that cannot be laid side by side."""
 
-    run: Run  # of the larger log; of a phase, the events between those that can
+    run: Stretch  # of the larger log; of a phase, the events between those that can
     slope: Pass
 
 
@@ -86,7 +86,7 @@ def grown_like(log: Log, growth: Sequence[Growth | Line], times: int) -> list[Pa
     return [_grown(_moved(run, each), times) for run, each in zip(found, growth, strict=True)]
 
 
-def _growth_in_any_order(smaller: Run, larger: Run, periods: float | None) -> list[Growth | Line]:
+def _growth_in_any_order(smaller: Stretch, larger: Stretch, periods: float | None) -> list[Growth | Line]:
     try:
         return [_growth(smaller, larger)]
     except NotAlikeError:
@@ -98,7 +98,7 @@ def _growth_in_any_order(smaller: Run, larger: Run, periods: float | None) -> li
             return _around_a_line(smaller, larger, periods)
 
 
-def _around_a_line(smaller: Run, larger: Run, periods: float) -> list[Growth | Line]:
+def _around_a_line(smaller: Stretch, larger: Stretch, periods: float) -> list[Growth | Line]:
     """Lay what comes before all layers and what comes after them side by side; between, the peak goes on along a line.
 
     `periods` is how many times the smaller run has what the larger one has once more.
@@ -112,22 +112,22 @@ def _around_a_line(smaller: Run, larger: Run, periods: float) -> list[Growth | L
     return [_growth(one, other), Line(high, _slope(pass_of(low), pass_of(high))), _growth(end, last)]
 
 
-def _cut(run: Run, start: int, stop: int) -> tuple[Run, Run, Run]:
+def _cut(run: Stretch, start: int, stop: int) -> tuple[Stretch, Stretch, Stretch]:
     """Cut a phase in three. The one in the middle has its counts."""
 
-    def part(of: slice, counts: Counts) -> Run:
-        return Run(run.phase, run.sizes[of], run.kinds[of], counts)
+    def part(of: slice, counts: Counts) -> Stretch:
+        return Stretch(run.phase, run.sizes[of], run.kinds[of], counts)
 
     return part(slice(start), Counts()), part(slice(start, stop), run.counts), part(slice(stop, None), Counts())
 
 
 def _slope(one: Pass, other: Pass) -> Pass:
-    highest = {kind: other.highest[kind] - one.highest[kind] for kind in KINDS}
-    net = {kind: other.net[kind] - one.net[kind] for kind in KINDS}
+    highest = {kind: other.highest[kind] - one.highest[kind] for kind in STORAGE_KINDS}
+    net = {kind: other.net[kind] - one.net[kind] for kind in STORAGE_KINDS}
     return Pass(other.phase, highest, net, other.counts - one.counts)
 
 
-def _ordered(run: Run) -> Run:
+def _ordered(run: Stretch) -> Stretch:
     """Put storages that are freed one after the other in order of size, and those that are made one after the other.
 
     The sum's highest points are between the two, and DeepSpeed frees the parameters of a layer in any order.
@@ -137,7 +137,7 @@ def _ordered(run: Run) -> Run:
     return dataclasses.replace(run, sizes=run.sizes[order], kinds=run.kinds[order])
 
 
-def _moved(run: Run, growth: Growth | Line) -> Growth:
+def _moved(run: Stretch, growth: Growth | Line) -> Growth:
     """Find the pieces in a phase of another run: where they stood, or behind the events that it has more."""
     if isinstance(growth, Line):
         raise NotAlikeError(f"{run.phase}: known by its peak alone")
@@ -163,7 +163,7 @@ def _moved(run: Run, growth: Growth | Line) -> Growth:
     return Growth(run, pieces, growth.counts)
 
 
-def _growth(smaller: Run, larger: Run) -> Growth:
+def _growth(smaller: Stretch, larger: Stretch) -> Growth:
     a, b = _paired(_tokens(smaller), _tokens(larger))
     pieces: list[Repeated | Larger] = []
     for what, (i, k), (j, m) in _differences(a, b):
@@ -181,11 +181,11 @@ def _growth(smaller: Run, larger: Run) -> Growth:
     return Growth(larger, pieces, larger.counts - smaller.counts)
 
 
-def _tokens(run: Run) -> Array:
+def _tokens(run: Stretch) -> Array:
     """Return what is compared: size and kind, or only whether it grows where it is small (lists of numbers, for each
     layer)."""
     signs = np.sign(run.sizes)
-    return np.where(np.abs(run.sizes) < SMALL, signs, len(KINDS) * run.sizes + signs * run.kinds)
+    return np.where(np.abs(run.sizes) < SMALL, signs, len(STORAGE_KINDS) * run.sizes + signs * run.kinds)
 
 
 def _paired(a: Array, b: Array) -> tuple[Array, Array]:
@@ -260,10 +260,10 @@ def _grown(growth: Growth | Line, times: int) -> Pass:
         done = piece.stop
     parts.append((run.sizes[done:], run.kinds[done:]))
     sizes, kinds = (np.concatenate(each) for each in zip(*parts, strict=True))
-    return pass_of(Run(run.phase, sizes, kinds, run.counts + growth.counts.times(times)))
+    return pass_of(Stretch(run.phase, sizes, kinds, run.counts + growth.counts.times(times)))
 
 
 def _further(start: Pass, slope: Pass, times: int) -> Pass:
-    highest = {kind: start.highest[kind] + times * slope.highest[kind] for kind in KINDS}
-    net = {kind: start.net[kind] + times * slope.net[kind] for kind in KINDS}
+    highest = {kind: start.highest[kind] + times * slope.highest[kind] for kind in STORAGE_KINDS}
+    net = {kind: start.net[kind] + times * slope.net[kind] for kind in STORAGE_KINDS}
     return Pass(start.phase, highest, net, start.counts + slope.counts.times(times))

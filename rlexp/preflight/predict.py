@@ -17,9 +17,9 @@ from rlexp.preflight.align import Growth, Line, NotAlikeError, grown, grown_like
 from rlexp.preflight.children import Calls
 from rlexp.preflight.rehearsal import memo
 from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
-from rlexp.preflight.rehearsal.log import KINDS, Counts, Log, Pass, passes, peak_of
+from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts, Log, Pass, passes, peak_of
 from rlexp.preflight.rehearsal.rates import Rates
-from rlexp.preflight.rehearsal.rehearse import Plan, rehearse
+from rlexp.preflight.rehearsal.rehearse import RehearsalPlan, rehearse
 
 GIB = 1 << 30
 # Layers from which on each adds the same to every peak, even where its work is in another order, and peaks go on along
@@ -53,12 +53,12 @@ class Prediction:
     def peaks(self) -> dict[str, Peak]:
         """The peak of each phase."""
         highest: dict[str, Peak] = {}
-        live = dict.fromkeys(KINDS, 0)
+        live = dict.fromkeys(STORAGE_KINDS, 0)
         for each in self.passes:
-            at = Peak(each.phase, {kind: live[kind] + each.highest[kind] for kind in KINDS})
+            at = Peak(each.phase, {kind: live[kind] + each.highest[kind] for kind in STORAGE_KINDS})
             if each.phase not in highest or at.bytes > highest[each.phase].bytes:
                 highest[each.phase] = at
-            live = {kind: live[kind] + each.net[kind] for kind in KINDS}
+            live = {kind: live[kind] + each.net[kind] for kind in STORAGE_KINDS}
         return highest
 
     def _first(self) -> list[bool]:
@@ -183,7 +183,7 @@ def predict_again(cfg: Config, model: Any, before: Found, limit: float) -> Calls
     return found
 
 
-def rehearsals(plans: Iterable[Plan]) -> Calls:
+def rehearsals(plans: Iterable[RehearsalPlan]) -> Calls:
     """Rehearse in processes of their own, which are forked with what others learned."""
     logs: Sequence[Log] = yield [(rehearse, (plan,)) for plan in plans]
     for log in logs:
@@ -192,11 +192,11 @@ def rehearsals(plans: Iterable[Plan]) -> Calls:
     return logs
 
 
-def plan_of(cfg: Config, model: Any, rank: int, layers: int | None) -> Plan:
+def plan_of(cfg: Config, model: Any, rank: int, layers: int | None) -> RehearsalPlan:
     micro_batches = min(cfg.train.grad_acc, 2)
     batch = micro_batches * cfg.train.micro_batch_size * cfg.parallel.dp_size
     few = dataclasses.replace(cfg.train, batch_size=batch, grad_acc=micro_batches)
-    return Plan(
+    return RehearsalPlan(
         dataclasses.replace(cfg, train=few), model, rank, layers, gpu=cfg.launch.device is not Device.cpu,
         rates=Rates.of(cfg, cfg.parallel.ring_size),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from rlexp.preflight.answer import Answer
 from rlexp.preflight.changes import Change, needed, seconds
 from rlexp.preflight.fit import Longest
 from rlexp.preflight.predict import GIB, Peak, Prediction
-from rlexp.preflight.rehearsal.log import KINDS, Counts
+from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts
 from rlexp.preflight.rehearsal.longest_samples import drawn_at_once
 from rlexp.preflight.rehearsal.sharding import in_words
 
@@ -73,8 +73,8 @@ def changed(changes: Sequence[Change], asked: Prediction) -> str:
 def _memory(prediction: Prediction) -> Iterator[str]:
     unit, name = (GIB, "GiB") if prediction.peak.bytes >= GIB else (1 << 20, "MiB")
     yield f"peak memory of rank {prediction.rank} by phase, {name}"
-    kinds = [kind for kind in KINDS if any(peak.by_kind[kind] for peak in prediction.peaks.values())]
-    heads = [*(HEADS[KINDS.index(kind)] for kind in kinds), "total"]
+    kinds = [kind for kind in STORAGE_KINDS if any(peak.by_kind[kind] for peak in prediction.peaks.values())]
+    heads = [*(HEADS[STORAGE_KINDS.index(kind)] for kind in kinds), "total"]
     yield f"  {'':10}" + "".join(f"{head:>12}" for head in heads)
     for phase in PHASES:
         if phase in prediction.peaks:

@@ -179,7 +179,7 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
         os._exit(outcome.exit_code)
 
 
-def prepared_in_job(cfg: Config, run_dir: Path) -> tuple[Config, preflight_check.Verdict]:
+def prepared_in_job(cfg: Config, run_dir: Path) -> tuple[Config, preflight_check.Decision]:
     """Choose what is left to choose, and refuse a run that does not fit. In a Slurm job, the verdict is left for the
     launcher of the sweep, which could not tell the GPUs."""
     try:
@@ -204,7 +204,7 @@ def _leave(spec: RankSpec, run_dir: Path | None, error: BaseException) -> NoRetu
     if (known := meeting.run_dir()) is not None:  # the batch script judges the reports of all ranks
         rank_reports.write(known, meeting.start_of_job(), report)
     elif run_dir is not None:
-        run_folder.close(run_dir, "failed", rank_reports.told(report, None))
+        run_folder.close(run_dir, "failed", rank_reports.in_words(report, None))
     if report.is_collateral:
         time.sleep(rank_reports.PATIENCE if report.timed_out else rank_reports.LINGER)
     os._exit(1)

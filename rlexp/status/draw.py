@@ -18,7 +18,7 @@ from rlexp.compare.table import number
 from rlexp.compare.table import peak as shown_peak
 from rlexp.launch import rank_progress
 from rlexp.status.state import ILL, LOST, WELL
-from rlexp.status.view import Look, Row
+from rlexp.status.view import JobRow, Look
 from rlexp.training.sinks.legible import cut
 
 STYLES = {"running": "cyan", "finished": "green", "failed": "bold red", LOST: "bold red", "stopped": "yellow",
@@ -32,7 +32,7 @@ UNLIMITED = 100_000  # columns where the output is a pipe
 @dataclass(frozen=True)
 class Column:
     name: str
-    cell: Callable[[Row], str]
+    cell: Callable[[JobRow], str]
     least: int  # if columns do not fit, those with the highest number are left out first
     right: bool = True
 
@@ -68,18 +68,18 @@ def columns(look: Look, *, bars: bool) -> list[Column]:
     return chosen_columns + (slurm if any(row.job_id for row in look.rows) else [])
 
 
-def status(row: Row) -> str:
+def status(row: JobRow) -> str:
     waits = row.state == "waiting" and row.slurm is not None and row.slurm.reason
     return f"waiting ({row.slurm.reason})" if waits and row.slurm else row.state
 
 
-def steps(row: Row) -> str:
+def steps(row: JobRow) -> str:
     if not row.steps:
         return str(row.curve.step or "–")
     return f"{row.curve.step}/{row.steps} ({row.curve.step / row.steps:.0%})"
 
 
-def limit(row: Row) -> float | None:
+def limit(row: JobRow) -> float | None:
     return row.slurm.seconds_left if row.slurm is not None and row.state == "running" else None
 
 
@@ -112,7 +112,7 @@ def page(look: Look, width: int, *, lines: int | None = None, bars: bool = False
     return Group(*parts, *([Text()] if below else []), *map(Text, below))
 
 
-def table(look: Look, rows: Sequence[Row], width: int, *, bars: bool) -> Table:
+def table(look: Look, rows: Sequence[JobRow], width: int, *, bars: bool) -> Table:
     shown = fitting(columns(look, bars=bars), look.rows, width)
     widths = _widths(shown, look.rows)
     room = max(1, width - sum(widths[1:]) - 2 * len(widths[1:]))  # for labels
@@ -125,7 +125,7 @@ def table(look: Look, rows: Sequence[Row], width: int, *, bars: bool) -> Table:
     return drawn
 
 
-def _cell(column: Column, row: Row) -> RenderableType:
+def _cell(column: Column, row: JobRow) -> RenderableType:
     if column is BARS:
         style = STYLES.get(row.state, "")
         bar = ProgressBar(row.steps, row.curve.step, width=BAR, complete_style=style, finished_style=style)
@@ -133,7 +133,7 @@ def _cell(column: Column, row: Row) -> RenderableType:
     return Text(column.cell(row), STYLES.get(row.state, "") if column.name == "status" else "")
 
 
-def shortened(rows: Sequence[Row], room: int) -> list[str]:
+def shortened(rows: Sequence[JobRow], room: int) -> list[str]:
     """Shorten labels so that they fit and still differ: to their beginnings, or ends, or else to the folders' names."""
     labels = [row.label for row in rows]
     for end in (False, True):
@@ -143,7 +143,7 @@ def shortened(rows: Sequence[Row], room: int) -> list[str]:
     return [cut(row.folder.name, room) for row in rows]
 
 
-def fitting(wanted: Sequence[Column], rows: Sequence[Row], width: int) -> list[Column]:
+def fitting(wanted: Sequence[Column], rows: Sequence[JobRow], width: int) -> list[Column]:
     """Leave out the least important columns until the others fit. A label is cut before a column is left out."""
     kept = list(wanted)
     while any(column.least for column in kept):
@@ -154,11 +154,11 @@ def fitting(wanted: Sequence[Column], rows: Sequence[Row], width: int) -> list[C
     return kept
 
 
-def _widths(shown: Sequence[Column], rows: Sequence[Row]) -> list[int]:
+def _widths(shown: Sequence[Column], rows: Sequence[JobRow]) -> list[int]:
     return [max(map(cell_len, (column.name, *map(column.cell, rows)))) for column in shown]
 
 
-def chosen(rows: Sequence[Row], room: int | None) -> list[Row]:
+def chosen(rows: Sequence[JobRow], room: int | None) -> list[JobRow]:
     """Return the most important rows that fit, in their order."""
     if room is None or len(rows) <= room:
         return list(rows)
@@ -166,7 +166,7 @@ def chosen(rows: Sequence[Row], room: int | None) -> list[Row]:
     return [row for row in rows if row in first]
 
 
-def counted(rows: Sequence[Row]) -> dict[str, int]:
+def counted(rows: Sequence[JobRow]) -> dict[str, int]:
     states = [row.state for row in rows]
     return {state: states.count(state) for state in dict.fromkeys(states)}
 
@@ -233,7 +233,7 @@ def plain(look: Look) -> dict[str, Any]:
     }
 
 
-def _plain(row: Row) -> dict[str, Any]:
+def _plain(row: JobRow) -> dict[str, Any]:
     peak, phase, rank = row.peak or (None, None, None)
     tensors, tensors_phase, tensors_rank = row.tensors or (None, None, None)
     return {

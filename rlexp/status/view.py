@@ -40,7 +40,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Row:
+class JobRow:
     """The state of one job."""
 
     label: str
@@ -80,7 +80,7 @@ class Row:
 @dataclass(frozen=True)
 class Look:
     title: str
-    rows: list[Row]
+    rows: list[JobRow]
     silent: str = ""  # why Slurm gave no answer
 
     @property
@@ -167,7 +167,7 @@ def _job_id(entry: Entry, known: dict[str, Any]) -> str | None:
     return job_id if isinstance(job_id, str) and re.fullmatch(r"\d+(_\d+)?", job_id) else None
 
 
-def _row(entry: Entry, seen: Evidence) -> Row:
+def _row(entry: Entry, seen: Evidence) -> JobRow:
     state, why = state_of(seen)
     curve, steps = tail.read(entry.folder / METRICS), seen.known.get("steps")
     steps = steps if type(steps) is int else None
@@ -175,7 +175,7 @@ def _row(entry: Entry, seen: Evidence) -> Row:
     if state == "running" and steps is not None and curve.step_seconds is not None:
         left = max(0, steps - curve.step) * curve.step_seconds
     requeues = seen.known.get("requeues")
-    return Row(
+    return JobRow(
         label=legible(entry.label),
         folder=entry.folder,
         state=state,

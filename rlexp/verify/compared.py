@@ -63,14 +63,14 @@ class Comparison:
     def ring(self, head: Trace) -> list[Trace]:
         return [trace for trace in self.traces if trace.replica == head.replica]
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[ComparedStep]:
         taken = len(self.traces[0].steps)  # fewer if the run refused one
         for place, expected in enumerate(self.expected.steps[:taken]):
-            yield Step(self, expected, place, [trace.steps[place] for trace in self.traces])
+            yield ComparedStep(self, expected, place, [trace.steps[place] for trace in self.traces])
 
 
 @dataclass
-class Step:
+class ComparedStep:
     """One optimizer step of a comparison."""
 
     whole: Comparison

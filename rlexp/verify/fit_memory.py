@@ -41,7 +41,7 @@ PER_WIDTH, PER_INNER = 40, 10
 
 
 @dataclass(frozen=True)
-class Plan:
+class VerifyPlan:
     """The size of a verification. `model` is an ordinary model of transformers, with all its layers or the first."""
 
     steps: int
@@ -66,12 +66,12 @@ class Plan:
         )
 
 
-def plan_rank(spec: RankSpec, cfg: Config, steps: int, folder: Path) -> Plan:  # noqa: ARG001
+def plan_rank(spec: RankSpec, cfg: Config, steps: int, folder: Path) -> VerifyPlan:  # noqa: ARG001
     free = free_on_gpu() if cfg.launch.device is Device.cuda else free_on_host()
     return plan(cfg, steps, folder, free=free)
 
 
-def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> Plan:
+def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> VerifyPlan:
     """Read the data as the run will, so that its errors come first; then choose the number of layers."""
     cfg = dataclasses.replace(cfg, model=prepared(cfg.model))
     examples = read_pairs(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE))
@@ -94,10 +94,10 @@ def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> Plan:
     _refuse_small_disk(parameters, steps, folder)
     choice = choose(cfg, heads_in(config.to_dict()))
     model = _cut(cfg.model, layers, folder) if layers < full else cfg.model
-    return Plan(steps, len(held_out), layers, full, parameters, longest, need, free, choice, model)
+    return VerifyPlan(steps, len(held_out), layers, full, parameters, longest, need, free, choice, model)
 
 
-def shrunk(cfg: Config, plan: Plan) -> Config:
+def shrunk(cfg: Config, plan: VerifyPlan) -> Config:
     """The configuration with the model that fits, and with the name of the run's layout instead of `auto`."""
     inner = plan.choice.ulysses_size if plan.choice.layout is LayoutName.hybrid else None
     parallel = dataclasses.replace(cfg.parallel, layout=plan.choice.layout, ulysses_size=inner)

@@ -36,14 +36,14 @@ def run(cfg: Config, steps: int, file: Path | None) -> int:
     refuse(cfg, steps)
     sys.stdout.write(f"rlexp.verify  {subject(cfg)}\n")
     sys.stdout.flush()
-    result = verify(cfg, steps, tell)
+    result = verify(cfg, steps, print_line)
     sys.stdout.write(report(cfg, result))
     if file is not None:
         file.write_text(json.dumps(as_json(cfg, result), indent=2) + "\n", encoding="utf-8")
     return 0 if result.passed else 1
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stderr.write(f"  … {line}\n")
     sys.stderr.flush()
 

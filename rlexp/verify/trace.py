@@ -36,7 +36,7 @@ from rlexp.verify.records import SIDES, Array, Losses, Micro, PackSeen, StepSeen
 
 
 @dataclass(frozen=True)
-class Job:
+class TraceJob:
     """A configuration to run and record. Rank 0 writes gradients and weights to `folder`."""
 
     cfg: Config
@@ -46,13 +46,13 @@ class Job:
     counted: bool = False  # whether to count what a rank keeps for the backward pass
 
 
-def trace_rank(spec: RankSpec, jobs: Sequence[Job]) -> list[Trace]:
+def trace_rank(spec: RankSpec, jobs: Sequence[TraceJob]) -> list[Trace]:
     first = jobs[0].cfg.launch
     join(spec, first.device.value, first.timeout_seconds, threads_of(first))
     return [trace(spec.rank, job) for job in jobs]
 
 
-def trace(rank: int, job: Job) -> Trace:
+def trace(rank: int, job: TraceJob) -> Trace:
     watch = Watch(job.cfg) if job.counted and job.cfg.parallel.ring_size > 1 else None
     recorder = Recorder(Trace(rank, job.cfg.parallel.ring_size), TensorFiles(job.folder), watch)
     task_of = partial(RecordedPairs, recorder, job.held_out)

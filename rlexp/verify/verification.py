@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rlexp.verify.compared import Comparison
     from rlexp.verify.diagnose import Alone
     from rlexp.verify.findings import Finding
-    from rlexp.verify.fit_memory import Plan
+    from rlexp.verify.fit_memory import VerifyPlan
     from rlexp.verify.precision import Measured
     from rlexp.verify.records import Array, Expected, Losses, Trace, Update
 
@@ -76,7 +76,7 @@ class Failure:
 class Verification:
     """The result of verifying one configuration."""
 
-    plan: Plan | None = None
+    plan: VerifyPlan | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     float64: Comparison | None = None
     measured: list[Measured] = field(default_factory=list)
@@ -155,7 +155,9 @@ class Verifier:
 
         result = Verification()
         try:
-            plan: Plan = self.start("reading the data, sizing the model", plan_rank, 1, self.cfg, steps, self.folder)[0]
+            plan: VerifyPlan = self.start(
+                "reading the data, sizing the model", plan_rank, 1, self.cfg, steps, self.folder
+            )[0]
             result.plan, self.cfg = plan, shrunk(self.cfg, plan)
             self._float64(result, plan)
             if result.agrees and self.cfg.train.precision is not Precision.fp64:
@@ -171,7 +173,7 @@ class Verifier:
 
     # ---- float64 ----
 
-    def _float64(self, result: Verification, plan: Plan) -> None:
+    def _float64(self, result: Verification, plan: VerifyPlan) -> None:
         from rlexp.verify.findings import FLOAT64
         from rlexp.verify.stages.metrics import not_held
 
@@ -194,14 +196,14 @@ class Verifier:
         _forget(ran[0])
 
     def recorded(
-        self, what: str, configs: Sequence[Config], plan: Plan, *, counted: bool = False
+        self, what: str, configs: Sequence[Config], plan: VerifyPlan, *, counted: bool = False
     ) -> tuple[list[list[Trace]], list[Path]]:
         """Run the configurations in one start of ranks. Return, for each, the traces of all ranks and a folder."""
-        from rlexp.verify.trace import Job, trace_rank
+        from rlexp.verify.trace import TraceJob, trace_rank
 
         folders = [Path(tempfile.mkdtemp(dir=self.folder)) for _ in configs]
         jobs = [
-            Job(bounded(cfg, plan), plan.steps, plan.held_out, folder, counted)
+            TraceJob(bounded(cfg, plan), plan.steps, plan.held_out, folder, counted)
             for cfg, folder in zip(configs, folders, strict=True)
         ]
         by_rank = self.start(what, trace_rank, self.cfg.parallel.world_size, jobs)
@@ -277,7 +279,7 @@ class Verifier:
 
     # ---- the run's own precision ----
 
-    def _own_precision(self, result: Verification, plan: Plan) -> None:
+    def _own_precision(self, result: Verification, plan: VerifyPlan) -> None:
         from rlexp.verify.diagnose import Parts, parts_rank
         from rlexp.verify.precision import OWN, given_parts, measure
         from rlexp.verify.records import TensorFiles
@@ -299,7 +301,7 @@ class Verifier:
         result.failure = self.located(comparison, finding, name) if finding else None
 
 
-def _expected_rank(_place: Any, cfg: Config, plan: Plan, folder: Path) -> Expected:
+def _expected_rank(_place: Any, cfg: Config, plan: VerifyPlan, folder: Path) -> Expected:
     """Run the reference with as many threads as the ranks had together."""
     import torch
 
@@ -331,7 +333,7 @@ def exact(cfg: Config) -> Config:
     return dataclasses.replace(cfg, engine=engine, parallel=parallel, train=train)
 
 
-def bounded(cfg: Config, plan: Plan) -> Config:
+def bounded(cfg: Config, plan: VerifyPlan) -> Config:
     """Stop the run after the planned steps and evaluate after the last. The schedule stays that of the whole run."""
     every = plan.steps if plan.held_out else None
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, stop_after=plan.steps, eval_every=every))

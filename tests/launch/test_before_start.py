@@ -18,7 +18,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, HardwareConfig
 from rlexp.launch import preflight_check
 from rlexp.launch.planning import refusal
-from rlexp.launch.preflight_check import DoesNotFitError, Verdict, prepared
+from rlexp.launch.preflight_check import Decision, DoesNotFitError, prepared
 from rlexp.launch.rank_reports import read_verdict
 from rlexp.launch.slurm.launcher import SlurmLauncher
 from rlexp.launch.sweep import Sweep
@@ -87,7 +87,7 @@ def test_gpus_whose_memory_cannot_be_told_stop_nothing(tmp_path: Path, monkeypat
 def test_the_gpus_of_a_login_node_are_not_those_of_its_jobs(
     two_gpus: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = judged(monkeypatch, Verdict(fits=True))
+    asked = judged(monkeypatch, Decision(fits=True))
     assert prepared(compose_config(TINY[:-1]), here=False)[1].fits is None
     assert asked == []
     assert capsys.readouterr().err == f"rlexp: {preflight_check.ELSEWHERE}\n"
@@ -177,11 +177,11 @@ def test_two_changes_are_tried_where_one_is_not_enough(two_gpus: None) -> None:
 # ---- a rehearsal that fails stops nothing ----
 
 
-def judged(monkeypatch: pytest.MonkeyPatch, verdict: Verdict) -> list[Config]:
+def judged(monkeypatch: pytest.MonkeyPatch, verdict: Decision) -> list[Config]:
     """Let a rehearsal answer this; return the configurations that it was asked about."""
     asked: list[Config] = []
 
-    def rehearsed(cfg: Config, key: str, **_: Any) -> Verdict:
+    def rehearsed(cfg: Config, key: str, **_: Any) -> Decision:
         asked.append(cfg)
         return dataclasses.replace(verdict, of=key)
 
@@ -211,7 +211,7 @@ def test_a_rehearsal_that_dies_stops_nothing(
 def test_what_cannot_be_rehearsed_is_started_with_one_line(
     two_gpus: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = judged(monkeypatch, Verdict(fits=True))
+    asked = judged(monkeypatch, Decision(fits=True))
     monkeypatch.setattr(preflight_check, "unrehearsable", lambda _: "it cannot be.")
     assert prepared(compose_config(TINY))[1].fits is None
     assert asked == []
@@ -222,7 +222,7 @@ def test_a_verdict_in_the_runs_folder_is_taken_again(
     two_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that goes on, or a job whose launcher has rehearsed it, does not rehearse again, if it is the same."""
-    asked = judged(monkeypatch, Verdict(fits=True, peak=7, engine="zero2", engine_chosen="a reason"))
+    asked = judged(monkeypatch, Decision(fits=True, peak=7, engine="zero2", engine_chosen="a reason"))
     cfg, verdict = prepared(compose_config(TINY), tmp_path)
     preflight_check.keep(tmp_path, verdict)
     assert (cfg.engine.name.value, cfg.engine.chosen, len(asked)) == ("zero2", "a reason", 1)
@@ -236,7 +236,7 @@ def test_a_verdict_in_the_runs_folder_is_taken_again(
     assert len(asked) == 2, "the length does"
     preflight_check.keep(tmp_path, dataclasses.replace(verdict, fits=False))
     assert preflight_check.read(tmp_path, verdict.of) is None, "a run that was refused is rehearsed again"
-    preflight_check.keep(tmp_path, Verdict())
+    preflight_check.keep(tmp_path, Decision())
     assert preflight_check.read(tmp_path) is None, "what was predicted of an earlier start is not of this one"
 
 
@@ -275,7 +275,7 @@ def test_a_job_that_is_handed_on_takes_its_verdict_along(
     from rlexp.launch.submitting import handed
 
     sweep = Sweep(tmp_path, "sw")
-    planned = Planned(sweep.add(0, "0", []), [], None, verdict=Verdict("a", fits=True))  # type: ignore[arg-type]
+    planned = Planned(sweep.add(0, "0", []), [], None, verdict=Decision("a", fits=True))  # type: ignore[arg-type]
     handed(sweep, planned)
     assert preflight_check.read(tmp_path / "0", "a") == planned.verdict
     assert preflight_check.read(tmp_path / "0", "b") is None
@@ -288,7 +288,7 @@ def test_a_job_that_was_refused_on_its_own_node_was_skipped(tmp_path: Path) -> N
     (tmp_path / "0").mkdir()
     reason = "rank 0 failed: the run does not fit: it needs 91.0 GiB\n\npeak memory of rank 0"
     (tmp_path / "0" / "run.json").write_text(json.dumps({"status": "failed", "reason": reason}), encoding="utf-8")
-    preflight_check.keep(tmp_path / "0", Verdict("a", fits=False, peak=91 << 30))
+    preflight_check.keep(tmp_path / "0", Decision("a", fits=False, peak=91 << 30))
     launcher = SlurmLauncher.__new__(SlurmLauncher)
     assert not read_verdict(tmp_path / "0", None)
     from rlexp.launch.planning import Planned
@@ -299,7 +299,7 @@ def test_a_job_that_was_refused_on_its_own_node_was_skipped(tmp_path: Path) -> N
 
 
 def test_a_refusal_for_memory_is_a_corner_of_the_grid() -> None:
-    refused = refusal(DoesNotFitError("it needs more", Verdict(fits=False, peak=5, table="a table")))
+    refused = refusal(DoesNotFitError("it needs more", Decision(fits=False, peak=5, table="a table")))
     assert refused is not None
     assert (refused.status, refused.reason, refused.predicted) == ("skipped", "it needs more", 5)
 

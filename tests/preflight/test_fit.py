@@ -12,7 +12,7 @@ from rlexp.config.schema import Config
 from rlexp.preflight import fit, predict
 from rlexp.preflight.children import at_once
 from rlexp.preflight.predict import GIB, Found, Prediction
-from rlexp.preflight.rehearsal.log import ACTIVATIONS, KINDS, OPTIMIZER, TEMPORARIES, Counts, Log, Pass
+from rlexp.preflight.rehearsal.log import ACTIVATIONS, OPTIMIZER, STORAGE_KINDS, TEMPORARIES, Counts, Log, Pass
 from rlexp.training.model.first_layers import first_layers
 from tests.preflight.test_rehearse import MODELS, alone, elsewhere
 
@@ -29,7 +29,7 @@ class Memory:
     token: float
 
     def at(self, tokens: int) -> Found:
-        nothing = dict.fromkeys(KINDS, 0)
+        nothing = dict.fromkeys(STORAGE_KINDS, 0)
 
         def of(phase: str, **kinds: float) -> Pass:
             return Pass(phase, nothing | {name: int(size) for name, size in kinds.items()}, nothing, Counts())

@@ -47,10 +47,10 @@ def summary(passes: Any) -> Summary:
 
 
 def plan(cfg: Config, rank: int, *, gpu: bool = False, **changes: Any) -> Any:
-    from rlexp.preflight.rehearsal.rehearse import Plan
+    from rlexp.preflight.rehearsal.rehearse import RehearsalPlan
     from rlexp.training.model.loading import load_config
 
-    return Plan(cfg, load_config(cfg.model, cfg.data.max_length), rank, gpu=gpu, **changes)
+    return RehearsalPlan(cfg, load_config(cfg.model, cfg.data.max_length), rank, gpu=gpu, **changes)
 
 
 def counted(spec: RankSpec, cfg: Config) -> Summary:

@@ -29,7 +29,7 @@ from rlexp.verify.reference.pairs import PairSet, Writer, pairs_of
 from rlexp.verify.reference.rows import Asked
 from tests.helpers.faults.base import MIXED, Fault, one
 from tests.helpers.faults.data import DATA_FAULTS
-from tests.helpers.faults.plant import Given, Seeing, plant
+from tests.helpers.faults.plant import Given, Seeing
 from tests.training.dataset.test_rows import FILES, FOLDERS
 
 Row = dict[str, Any]

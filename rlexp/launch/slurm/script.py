@@ -19,7 +19,7 @@ _OWN = ("_target_", "submitit_folder", "max_num_timeout", "retries", "dry_run", 
 SHARED = ("name", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "mem_gb", "timeout_min")
 
 
-class Batch(submitit.SlurmExecutor):
+class BatchScript(submitit.SlurmExecutor):
     """submitit's executor, which can also show its script, on any machine."""
 
     @classmethod
@@ -28,16 +28,16 @@ class Batch(submitit.SlurmExecutor):
 
     def text(self, jobs: int) -> str:
         """Return the script of an array of `jobs` jobs, or of a single job."""
-        alone = Batch(self.folder, python=self.python)
+        alone = BatchScript(self.folder, python=self.python)
         alone.parameters = self.parameters | ({"map_count": jobs} if jobs > 1 else {})
         shown: str = alone._make_submission_file_text(alone._submitit_command_str, "")
         return shown
 
 
-def batch(params: Mapping[str, Any], sweep: Path, folders: Sequence[str], comment: str) -> Batch:
+def batch(params: Mapping[str, Any], sweep: Path, folders: Sequence[str], comment: str) -> BatchScript:
     """Build the batch of the jobs in these folders of the sweep. `params` is their resolved launcher configuration."""
     folder = Path(params["submitit_folder"])
-    made = Batch(folder, python=python_of(params))
+    made = BatchScript(folder, python=python_of(params))
     given = {key: value for key, value in params.items() if key not in _OWN and value is not None}
     converted = made._convert_parameters({key: given.pop(key) for key in SHARED if key in given})
     extra = {"requeue": True, **given.pop("additional_parameters", {})}

@@ -140,7 +140,7 @@ def _told(facts: Facts, report: Report) -> str:
     log = _log(facts, report.rank if report.task is None else report.task)
     if report.mistake is not None:
         return f"{report.text}\nIts log: {log}"
-    return rank_reports.told(Report(report.rank, report.at, report.text, log=log), facts.run_dir)
+    return rank_reports.in_words(Report(report.rank, report.at, report.text, log=log), facts.run_dir)
 
 
 def _log(facts: Facts, task: int) -> str:

@@ -16,7 +16,7 @@ Array = npt.NDArray[np.int64]
 WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE = "weights", "gradients", "optimizer state", "reference"
 ACTIVATIONS, BUFFERS, TEMPORARIES = "saved activations", "communication buffers", "temporaries"
 CACHE = "cache of keys and values"
-KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE, ACTIVATIONS, CACHE, TEMPORARIES, BUFFERS)
+STORAGE_KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE, ACTIVATIONS, CACHE, TEMPORARIES, BUFFERS)
 
 
 @dataclass
@@ -152,12 +152,12 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Run:
+class Stretch:
     """The events of a phase from its begin to its end."""
 
     phase: str
     sizes: Array
-    kinds: Array  # places in KINDS
+    kinds: Array  # places in STORAGE_KINDS
     counts: Counts
 
 
@@ -205,13 +205,13 @@ def _by_life(made: str, freed: str | None) -> str:
     return ACTIVATIONS if made in ("forward", "data") and freed != made else TEMPORARIES
 
 
-def runs(log: Log) -> list[Run]:
+def runs(log: Log) -> list[Stretch]:
     """Return the events of each phase, one after the other; a phase may come again."""
-    kinds = np.array([KINDS.index(kind) for kind in kinds_of(log)], dtype=np.int64)
+    kinds = np.array([STORAGE_KINDS.index(kind) for kind in kinds_of(log)], dtype=np.int64)
     sizes = np.array(log.sizes, dtype=np.int64)
     ends = [*(section.first for section in log.sections[1:]), len(sizes)]
     return [
-        Run(
+        Stretch(
             section.phase,
             sizes[section.first : end],
             kinds[section.first : end],
@@ -230,11 +230,11 @@ def passes(log: Log) -> list[Pass]:
     return [pass_of(run) for run in runs(log)]
 
 
-def pass_of(run: Run) -> Pass:
+def pass_of(run: Stretch) -> Pass:
     highest = int(np.argmax(np.concatenate(([0], np.cumsum(run.sizes))))) if len(run.sizes) else 0
 
     def by_kind(until: int) -> dict[str, int]:
-        totals = np.bincount(run.kinds[:until], weights=run.sizes[:until], minlength=len(KINDS))
-        return {kind: int(total) for kind, total in zip(KINDS, totals, strict=True)}
+        totals = np.bincount(run.kinds[:until], weights=run.sizes[:until], minlength=len(STORAGE_KINDS))
+        return {kind: int(total) for kind, total in zip(STORAGE_KINDS, totals, strict=True)}
 
     return Pass(run.phase, by_kind(highest), by_kind(len(run.sizes)), run.counts)

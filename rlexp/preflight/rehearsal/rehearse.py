@@ -43,7 +43,7 @@ from rlexp.training.types import Pair
 
 
 @dataclass(frozen=True)
-class Plan:
+class RehearsalPlan:
     """What to rehearse: a configuration with its model's, as which rank, and with how many of the layers."""
 
     cfg: Config
@@ -63,7 +63,7 @@ def preload() -> None:
     zero.import_deepspeed()
 
 
-def rehearse(plan: Plan) -> Log:
+def rehearse(plan: RehearsalPlan) -> Log:
     """Build the run and take its first steps. Nothing is computed, and nothing is sent."""
     device = rehearsed_device() if plan.gpu else torch.device("cpu")
     layers = plan.layers or int(plan.model.num_hidden_layers)
@@ -82,7 +82,7 @@ def rehearse(plan: Plan) -> Log:
     return log
 
 
-def _deepspeed(plan: Plan) -> contextlib.AbstractContextManager[None]:
+def _deepspeed(plan: RehearsalPlan) -> contextlib.AbstractContextManager[None]:
     if ENGINES[plan.cfg.engine.name.value].stage is None:
         return contextlib.nullcontext()
     if plan.gpu:
@@ -90,7 +90,7 @@ def _deepspeed(plan: Plan) -> contextlib.AbstractContextManager[None]:
     return rehearsed.agreeing()
 
 
-def count(plan: Plan) -> Log:
+def count(plan: RehearsalPlan) -> Log:
     """Build the same run on real tensors and ranks of the CPU, and take the same steps. A collective call."""
     log = Log("cpu")
     with (mode := Counting(log)):
@@ -98,7 +98,7 @@ def count(plan: Plan) -> Log:
     return log
 
 
-def take_steps(plan: Plan, device: torch.device, mode: Counting) -> None:
+def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> None:
     log = mode.log
     phases = LoggedPhases(device, log)
     loaded: list[Any] = []
@@ -144,7 +144,7 @@ def take_steps(plan: Plan, device: torch.device, mode: Counting) -> None:
     log.closed = True
 
 
-def _random_models(plan: Plan, device: torch.device, loaded: list[Any], *, real: bool) -> Callable[..., Any]:
+def _random_models(plan: RehearsalPlan, device: torch.device, loaded: list[Any], *, real: bool) -> Callable[..., Any]:
     """Return what stands in for loading a model, and adds each to `loaded`."""
     saved_wide = getattr(plan.model, "dtype", None) is not torch.bfloat16  # then bfloat16 loses bits of the weights
 

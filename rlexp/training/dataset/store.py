@@ -33,7 +33,7 @@ Origin = Callable[[int, int], str]  # the name of a row, from its file's number 
 
 
 @dataclass(frozen=True)
-class Facts:
+class StoreFacts:
     """What happened to a part's rows, beside the examples that they became."""
 
     read: int = 0
@@ -41,9 +41,9 @@ class Facts:
     firsts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # file and row of the first by reason
     highest: Sequence[int] = (-1, 0, 0)  # the highest token id, with its file and row
 
-    def __add__(self, other: Facts) -> Facts:
+    def __add__(self, other: StoreFacts) -> StoreFacts:
         counts = Counter(self.counts) + Counter(other.counts)
-        return Facts(
+        return StoreFacts(
             self.read + other.read,
             dict(sorted(counts.items())),
             dict(sorted({**other.firsts, **self.firsts}.items())),
@@ -51,8 +51,8 @@ class Facts:
         )
 
     @staticmethod
-    def of(plain: Mapping[str, Any]) -> Facts:
-        return Facts(**plain)
+    def of(plain: Mapping[str, Any]) -> StoreFacts:
+        return StoreFacts(**plain)
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Block:
     """The examples of a part as they are appended."""
 
     arrays: Mapping[str, np.ndarray]  # `ends` and `extra_ends` count from the block's beginning
-    facts: Facts
+    facts: StoreFacts
 
 
-def block_of(kept: Sequence[tuple[int, int, Example]], bad: Sequence[Mapping[str, Any]], facts: Facts) -> Block:
+def block_of(kept: Sequence[tuple[int, int, Example]], bad: Sequence[Mapping[str, Any]], facts: StoreFacts) -> Block:
     """Lay out examples with their files and rows."""
     parts = [part for _, _, example in kept for part in (example.prompt, *example.answers)]
     extras = [_extra(example) for _, _, example in kept]
@@ -109,7 +109,7 @@ class Store(Sequence[Pair | Completion | Prompt]):
 
     def __init__(self, folder: Path, origin: Origin, first: int = 0) -> None:
         self.meta = json.loads((folder / META).read_text(encoding="utf-8"))
-        self.kind, self.facts = Kind(self.meta["kind"]), Facts.of(self.meta["facts"])
+        self.kind, self.facts = Kind(self.meta["kind"]), StoreFacts.of(self.meta["facts"])
         self.folder, self.origin, self.first = folder, origin, first
         self._arrays = {name: _mapped(folder / name, dtype) for name, dtype in TYPES.items()}
 
@@ -209,9 +209,9 @@ class Appending:
     def _total(self, name: str, dtype: Any) -> int:
         return self._files[name].size // np.dtype(dtype).itemsize
 
-    def _take_up(self) -> tuple[int, Facts]:
+    def _take_up(self) -> tuple[int, StoreFacts]:
         """Go back to the last block of the journal whose bytes are all there as they were written."""
-        blocks, facts, good = 0, Facts(), 0
+        blocks, facts, good = 0, StoreFacts(), 0
         reading = {name: _Checked(self.folder / name) for name in TYPES}
         with contextlib.ExitStack() as closing:
             for each in reading.values():
@@ -222,7 +222,7 @@ class Appending:
                     break
                 for name, (size, crc) in entry["files"].items():
                     self._files[name].size, self._files[name].crc = size, crc
-                blocks, facts, good = blocks + 1, facts + Facts.of(entry["facts"]), good + len(line)
+                blocks, facts, good = blocks + 1, facts + StoreFacts.of(entry["facts"]), good + len(line)
         for file in self._files.values():
             file.handle.truncate(file.size)
         self._journal.truncate(good)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass
-class Held:
+class HeldBytes:
     """Bytes on one kind of device."""
 
     live: int = 0
@@ -45,15 +45,15 @@ class LiveTensors(TorchDispatchMode):
     def __init__(self, changed: Callable[[int, str, int], None] | None = None, *, lasting: bool = False) -> None:
         super().__init__()
         self._lasting = lasting
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldBytes] = {}
         self._known: dict[int, tuple[Any, int, str, int]] = {}  # by address: a weak reference, number, device, bytes
         self._made = 0
         self._changed = changed or (lambda *_: None)
         self._resize: Any = None
 
-    def held(self, device: str) -> Held:
+    def held(self, device: str) -> HeldBytes:
         held = self._held.get(device)
-        return self._held.setdefault(device, Held()) if held is None else held
+        return self._held.setdefault(device, HeldBytes()) if held is None else held
 
     def reset_peaks(self) -> None:
         for held in self._held.values():

@@ -39,7 +39,7 @@ class Deal:
     work: tuple[float, ...]  # query-key pairs summed over heads: a rank that computes half of the heads counts half
 
 
-class Plan(Protocol):
+class AttentionPlan(Protocol):
     """The attention of one pack on one rank of a ring, worked out once for all layers of the model."""
 
     def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, scale: float) -> Tensor:
@@ -48,7 +48,7 @@ class Plan(Protocol):
         The result is (t, H, D) in the dtype of the queries, and differentiable.
         """
 
-    def to(self, device: torch.device) -> Plan: ...
+    def to(self, device: torch.device) -> AttentionPlan: ...
 
 
 class Layout(ABC):
@@ -68,7 +68,7 @@ class Layout(ABC):
     def deal(self, segments: Sequence[Segment], ring_size: int) -> Deal: ...
 
     @abstractmethod
-    def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel) -> Plan: ...
+    def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel) -> AttentionPlan: ...
 
 
 class RingBatch:
@@ -77,7 +77,7 @@ class RingBatch:
     Not a dataclass: in those FSDP looks for tensors, at every layer's call, and would go through all numbers of a plan.
     """
 
-    def __init__(self, plan: Plan, max_length: int) -> None:
+    def __init__(self, plan: AttentionPlan, max_length: int) -> None:
         self.plan = plan
         self.max_length = max_length  # of any sequence of the run; a model with a shorter window is refused
 

@@ -28,7 +28,7 @@ from rlexp.training.ring.objects import gather_objects, some_do
 from rlexp.training.types import Kind, Row
 
 EVERY = 2.0  # seconds between two meetings of the ranks while rows are tokenized
-KINDS = {Kind.pairs: "pair", Kind.prompts: "prompt", Kind.unpaired: "answer", Kind.supervised: "answer"}
+SAMPLE_NAMES = {Kind.pairs: "pair", Kind.prompts: "prompt", Kind.unpaired: "answer", Kind.supervised: "answer"}
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -54,7 +54,7 @@ def read_examples(cfg: Config, kind: Kind, tokenizer: Any, world: World) -> Exam
     else:
         examples = _generated(cfg.data, kind, Encoder(RowTokenizer(tokenizer), cfg.data.max_length, cfg.data.too_long,
                                                       room), world)  # fmt: skip
-    word = KINDS[kind]
+    word = SAMPLE_NAMES[kind]
     _refuse_empty(examples.train, examples.dropped, "data", word)
     if holds_out(cfg.data):
         _refuse_empty(examples.held_out, examples.held_out_dropped, "the held-out data", word)

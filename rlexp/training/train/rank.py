@@ -79,7 +79,7 @@ def train_watched(
     if position.step:
         refuse_other_versions(run_dir, task.examples.versions, cfg.resume.force)
     if position.step >= run.total_steps:
-        tell(run, f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
+        print_line(run, f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
         exported = run_folder.read(run_dir).get("exported_step") == position.step
         if cfg.checkpoint.export and not from_rank0(exported, run.world.size):
             export_run(run, run_dir, position.step)
@@ -107,7 +107,7 @@ def train_watched(
     finally:
         sinks.close(ending)
         task.close()
-    tell(run, footer(run, run_dir, outcome))
+    print_line(run, footer(run, run_dir, outcome))
     return leave(task, outcome, closing)
 
 
@@ -119,7 +119,7 @@ def leave(task: Task, outcome: Outcome, closing: Closing | None) -> Outcome:
     return outcome
 
 
-def tell(run: Run, text: str) -> None:
+def print_line(run: Run, text: str) -> None:
     if run.world.rank == 0:
         say(text)
 

@@ -244,7 +244,7 @@ class Rollouts:
         spread = rr - r * r / n
         return 1 - (ee - e * e / n) / spread if spread > 1e-9 * rr else 0.0
 
-    def told(self, step: int) -> RolloutFacts | None:
+    def facts_of(self, step: int) -> RolloutFacts | None:
         """Return on rank 0, once, what the sinks are told of a rollout. A collective call."""
         made, self.made = self.made, None
         if made is None:

@@ -95,7 +95,7 @@ class RolloutTask(Task):
         return values
 
     def news(self, step: int) -> RolloutFacts | None:
-        return self.rollouts.told(step)
+        return self.rollouts.facts_of(step)
 
     def position(self) -> dict[str, Any]:
         return self.rollouts.position()

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rlexp.verify.compared import Step
+from rlexp.verify.compared import ComparedStep
 from rlexp.verify.findings import DATA, Clue, Finding
 from rlexp.verify.records import SIDES, Array, Micro, TokenPair, Trace
 from rlexp.verify.reference.pairs import trained_marks
 
 
-def data(step: Step) -> Iterator[Finding]:
+def data(step: ComparedStep) -> Iterator[Finding]:
     yield from _samples(step)
     for trace in step.whole.traces:
         for micro in trace.steps[step.place].micros:
@@ -25,7 +25,7 @@ def data(step: Step) -> Iterator[Finding]:
         yield from _shards(step, head, place, micro, where)
 
 
-def _samples(step: Step) -> Iterator[Finding]:
+def _samples(step: ComparedStep) -> Iterator[Finding]:
     heads = step.whole.heads()
     taken = [sample for head in heads for micro in head.steps[step.place].micros for sample in micro.samples]
     planned = [sample for head in heads for micro in head.steps[step.place].planned for sample in micro]
@@ -46,7 +46,7 @@ def _samples(step: Step) -> Iterator[Finding]:
                 yield step.finding(DATA, clue, where, theirs, first)
 
 
-def _tokens(step: Step, got: TokenPair, wanted: TokenPair | None, sample: int) -> Iterator[Finding]:
+def _tokens(step: ComparedStep, got: TokenPair, wanted: TokenPair | None, sample: int) -> Iterator[Finding]:
     if wanted is None:
         return
     for part in ("prompt", *SIDES):
@@ -67,7 +67,7 @@ def _tokens(step: Step, got: TokenPair, wanted: TokenPair | None, sample: int) -
             yield step.finding(DATA, Clue.TOKENS, what, words[int(ours[place])], words[int(theirs[place])])
 
 
-def _pack(step: Step, micro: Micro, pairs: Sequence[TokenPair], where: str) -> Iterator[Finding]:
+def _pack(step: ComparedStep, micro: Micro, pairs: Sequence[TokenPair], where: str) -> Iterator[Finding]:
     pack = micro.pack
     assert pack is not None
     sequences = [(pair.sequence(side), pair, side) for pair in pairs for side in SIDES]
@@ -103,7 +103,7 @@ def _pack(step: Step, micro: Micro, pairs: Sequence[TokenPair], where: str) -> I
         yield step.finding(DATA, Clue.PACK, f"trained-on mark at {stray[0]} of {where}", "trained on", "padding")
 
 
-def _shards(step: Step, head: Trace, place: int, micro: Micro, where: str) -> Iterator[Finding]:
+def _shards(step: ComparedStep, head: Trace, place: int, micro: Micro, where: str) -> Iterator[Finding]:
     """Check that the ring's ranks together hold each token of the pack once, with its target and position."""
     pack = micro.pack
     assert pack is not None

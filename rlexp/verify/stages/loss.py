@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rlexp.verify.compared import Step
+from rlexp.verify.compared import ComparedStep
 from rlexp.verify.findings import LOGPS, LOSS, Clue, Finding, whole_factor
 from rlexp.verify.records import SIDES, Array, Key, Losses
 
 
-def logps(step: Step) -> Iterator[Finding]:
+def logps(step: ComparedStep) -> Iterator[Finding]:
     for name in dict.fromkeys(name for step in step.seen for name in step.stale):
         yield step.finding(LOGPS, Clue.STALE, f"{name} as it computes", "another value", "what was stepped")
     for clue, what, meant in (
@@ -24,7 +24,7 @@ def logps(step: Step) -> Iterator[Finding]:
     yield from _sums(step)
 
 
-def _sequence(step: Step, clue: Clue, who: str, key: Key, got: Array, wanted: Array) -> Iterator[Finding]:
+def _sequence(step: ComparedStep, clue: Clue, who: str, key: Key, got: Array, wanted: Array) -> Iterator[Finding]:
     apart = np.abs(got - wanted) / np.maximum(1.0, np.abs(wanted))
     sums = abs(got.sum() - wanted.sum()) / max(1.0, abs(wanted.sum()))
     gauge, allowed = step.whole.gauge, step.whole.allowed.logp * step.drift
@@ -38,7 +38,7 @@ def _sequence(step: Step, clue: Clue, who: str, key: Key, got: Array, wanted: Ar
         yield step.finding(LOGPS, clue, what, got[at], wanted[at], note)
 
 
-def _sums(step: Step) -> Iterator[Finding]:
+def _sums(step: ComparedStep) -> Iterator[Finding]:
     """Check the sums that each rank gave to the loss, given the log-probabilities of the tokens."""
     for who in ("policy", "reference"):
         tokens = step.by_sequence(f"{who}_t")
@@ -53,7 +53,7 @@ def _sums(step: Step) -> Iterator[Finding]:
                         yield step.finding(LOGPS, Clue.SUMS, what, got[wrong], wanted[wrong])
 
 
-def losses(step: Step) -> Iterator[Finding]:
+def losses(step: ComparedStep) -> Iterator[Finding]:
     world, count = len(step.whole.traces), len(step.expected.samples)
     for trace in step.whole.traces:
         micros = trace.steps[step.place].micros
@@ -78,7 +78,7 @@ def losses(step: Step) -> Iterator[Finding]:
     yield from _mean_loss(step)
 
 
-def _slopes(step: Step, samples: Sequence[int], got: Losses, given: Losses) -> Iterator[Finding]:
+def _slopes(step: ComparedStep, samples: Sequence[int], got: Losses, given: Losses) -> Iterator[Finding]:
     for side, wanted in given.slopes.items():
         wrong = step.first_wrong("derivatives of losses, given the sums", got.slopes[side], wanted)
         if wrong is not None:
@@ -86,7 +86,7 @@ def _slopes(step: Step, samples: Sequence[int], got: Losses, given: Losses) -> I
             yield step.finding(LOSS, Clue.SLOPES, what, got.slopes[side][wrong], wanted[wrong])
 
 
-def _mean_loss(step: Step) -> Iterator[Finding]:
+def _mean_loss(step: ComparedStep) -> Iterator[Finding]:
     got, wanted, allowed = step.mean_loss(), step.expected.loss, step.whole.allowed
     sizes = [
         abs(float(values[sample, side].sum()))

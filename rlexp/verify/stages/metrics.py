@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from rlexp.curves.difference import OWN
-from rlexp.verify.compared import Step
+from rlexp.verify.compared import ComparedStep
 from rlexp.verify.findings import METRICS, Clue, Finding, whole_factor, worst_element
 from rlexp.verify.records import SIDES, Losses, joined
 from rlexp.verify.reference import rules
 
 
-def metrics(step: Step) -> Iterator[Finding]:
+def metrics(step: ComparedStep) -> Iterator[Finding]:
     rel, absolute = (allowed * step.drift for allowed in step.whole.allowed.metric)
     yield from _values(step)
     given = counted(step)
@@ -39,7 +39,7 @@ def metrics(step: Step) -> Iterator[Finding]:
     yield from _layouts_own(step)
 
 
-def _values(step: Step) -> Iterator[Finding]:
+def _values(step: ComparedStep) -> Iterator[Finding]:
     for _, _, micro in step.micros():
         assert micro.losses is not None
         assert micro.given is not None
@@ -56,7 +56,7 @@ def _values(step: Step) -> Iterator[Finding]:
             yield step.finding(METRICS, Clue.LOGITS, what, *worst_element(got, wanted_n))
 
 
-def _layouts_own(step: Step) -> Iterator[Finding]:
+def _layouts_own(step: ComparedStep) -> Iterator[Finding]:
     """Check the metrics that describe the layout itself, as far as they can be counted."""
     seen = [step.micros for step in step.seen]
     held = [sum(len(m.tokens_t) for m in micros if m.tokens_t is not None) for micros in seen]
@@ -71,7 +71,7 @@ def _layouts_own(step: Step) -> Iterator[Finding]:
             yield step.finding(METRICS, clue, name, got, wanted)
 
 
-def counted(step: Step) -> dict[str, float]:
+def counted(step: ComparedStep) -> dict[str, float]:
     """The logged values of the batch, from the run's own values for each pair and token."""
     losses = [micro.losses for _, _, micro in step.micros() if micro.losses is not None]
     values_P = {name: joined([each.values_P[name] for each in losses]) for name in losses[0].values_P}

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rlexp.verify.compared import Step
+from rlexp.verify.compared import ComparedStep
 from rlexp.verify.findings import GRADIENT, OPTIMIZER, Clue, Finding, whole_factor, worst_element
 from rlexp.verify.norms import common_factor, relative, shares, size_of
 
 
-def gradient(step: Step) -> Iterator[Finding]:
+def gradient(step: ComparedStep) -> Iterator[Finding]:
     ran, meant = step.whole.ran, step.whole.meant
     names, wanted = ran.names("gradient", step.number), meant.names("gradient", step.number)
     there = {True: "is trained", False: "is frozen"}
@@ -33,7 +33,7 @@ def gradient(step: Step) -> Iterator[Finding]:
     yield from _ranks_agree(step, "gradient", GRADIENT)
 
 
-def _ranks_agree(step: Step, kind: str, stage: str) -> Iterator[Finding]:
+def _ranks_agree(step: ComparedStep, kind: str, stage: str) -> Iterator[Finding]:
     first, *others = (getattr(seen, f"{kind}_marks") for seen in step.seen)
     for trace, marks in zip(step.whole.traces[1:], others, strict=True):
         for name in first:
@@ -43,7 +43,7 @@ def _ranks_agree(step: Step, kind: str, stage: str) -> Iterator[Finding]:
                 return
 
 
-def optimizer(step: Step) -> Iterator[Finding]:
+def optimizer(step: ComparedStep) -> Iterator[Finding]:
     allowed = step.whole.allowed
     for name in ("lr", "train/learning_rate"):
         got = step.seen[0].lr if name == "lr" else step.seen[0].row.get(name, math.nan)
@@ -58,7 +58,7 @@ def optimizer(step: Step) -> Iterator[Finding]:
     yield from _ranks_agree(step, "weight", OPTIMIZER)
 
 
-def _weights(step: Step) -> Iterator[Finding]:
+def _weights(step: ComparedStep) -> Iterator[Finding]:
     """Check the weights given the run's own gradient, which is exact. The difference to the reference's weights is only
     measured: where a gradient is nothing but rounding, Adam's division by its size makes a large difference of it."""
     given = step.whole.given_weights[step.place]

@@ -22,7 +22,7 @@ import pytest
 from rlexp.base.errors import DataError
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
-from rlexp.training.dataset.store import TYPES, Appending, Facts, _mask, _runs, block_of
+from rlexp.training.dataset.store import TYPES, Appending, StoreFacts, _mask, _runs, block_of
 from rlexp.training.dataset.tokenize_worker import Worker
 from rlexp.training.dataset.tokens import Example
 from rlexp.training.model.loading import byte_tokenizer
@@ -402,7 +402,7 @@ def test_a_block_without_examples_and_one_without_tokens_fit_in(tmp_path: Path) 
     empty = np.zeros(0, np.int32)
     example = Example(Row("", (), "", expected="x"), np.array([5], np.int32), (), ())
     for kept in ([], [(0, 3, example)], [], [(0, 9, dataclasses.replace(example, prompt=empty))]):
-        making.append(block_of(kept, [], Facts(read=2)))
+        making.append(block_of(kept, [], StoreFacts(read=2)))
     making.finish(Kind.prompts, {})
     from rlexp.training.dataset.store import Store
 
