@@ -22,16 +22,19 @@ ROWS ?= $(CURDIR)/.slurm-rows.json
 GPU_PYTHON ?= $(BIN)/python
 GPU_MADE = $(filter $(BIN)/python,$(GPU_PYTHON))
 
-.PHONY: run test check random-configs test-slurm lint types prove prove-slurm gpu predict clean
+.PHONY: run test check random-configs test-slurm slurm-short lint types prove prove-slurm gpu predict clean
 
 run: $(VENV)/.ready
 	$(BIN)/python -m rlexp $(ARGS)
 
+# Three tiers. `make test`: five minutes on 2 cores. `.ci/run`: that, lint, types and one run on a real Slurm. `make
+# check`: everything but `make prove`; a browser on the PATH (chromium) lets it test the report's page too.
 test: $(VENV)/.ready
-	$(PYTEST) -m "not slow and not slurm and not gpu"
+	$(PYTEST) -m "not slow and not slurm and not gpu and not prove"
 
 check: lint types
 	$(PYTEST) -m "not prove and not slurm and not gpu" --durations=30
+	$(MAKE) --no-print-directory test-slurm
 
 # Random command lines, most of them wrong: each must compose, or be refused in one message.
 random-configs: $(VENV)/.ready
@@ -40,6 +43,9 @@ random-configs: $(VENV)/.ready
 # Starts a real Slurm as root on this machine (Debian or Ubuntu), and stops it again; elsewhere it says why not.
 test-slurm: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slurm and not prove" --durations=10
+
+slurm-short: $(VENV)/.ready
+	$(BIN)/python -m pytest -m "slurm and short"
 
 prove-slurm: $(VENV)/.ready
 	rm -f $(ROWS)

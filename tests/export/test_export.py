@@ -28,7 +28,7 @@ from transformers import (
 from rlexp.base.errors import ModelError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
-from rlexp.launch.joining import RankSpec, join, part
+from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.launch.local import run_ranks
 from rlexp.training.checkpoint.folder import check_sizes, latest_first
 from rlexp.training.checkpoint.tensors import Reader
@@ -303,7 +303,7 @@ def exporting(
         exported.export_run(run, run_dir, 3)
     except Exception as error:
         return f"{type(error).__name__}: {error}", weights
-    part()
+    leave_world()
     return "", weights
 
 

@@ -232,7 +232,7 @@ def test_one_after_the_other_in_one_run(pairs: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.prove)])
+@pytest.mark.parametrize("ranks", [pytest.param(4, marks=pytest.mark.short), pytest.param(8, marks=pytest.mark.prove)])
 def test_the_ring_sweep_draws_one_curve_with_the_local_one(pairs: Lab, tmp_path: Path, ranks: int) -> None:
     """Rings of 1, 2, 4 and 8 on two nodes, two jobs at a time; a ring that the ranks do not fill is skipped. The local
     launcher runs the smallest and the largest ring too."""
