@@ -18,10 +18,11 @@ from rlexp.base.errors import CheckpointError, ConfigError
 from rlexp.base.file_hashes import contents_of, files_in, files_of
 from rlexp.config.content_ids import of_file, of_model
 from rlexp.config.load import to_plain
-from rlexp.config.schema import Config, PolicyLossConfig, RewardConfig
+from rlexp.config.schema import Config, RewardConfig
 from rlexp.config.schema.data import DataConfig, RowsDataConfig
 from rlexp.config.schema.data_sources import sources_of
 from rlexp.config.schema.keys import suggestion
+from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.config.schema.reward_terms import reward_terms
 
 GROUPS = ("data", "loss", "optim", "model", "reference")

@@ -15,8 +15,9 @@ from rlexp.config import sizes
 from rlexp.config.hardware import gpus_without_torch, visible_gpus
 from rlexp.config.model_names import smollm2_folder
 from rlexp.config.paths import config_root
-from rlexp.config.schema import KINDS, LossConfig, PolicyLossConfig
+from rlexp.config.schema import KINDS
 from rlexp.config.schema.cadence import BEFORE_END, seconds
+from rlexp.config.schema.losses import LossConfig, PolicyLossConfig
 
 WIDTH = 110  # characters of a line of --help
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.model_names import called
-from rlexp.config.schema import Config, PolicyLossConfig
+from rlexp.config.schema import Config
+from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.data.facts import Lengths, Preview, ShownSample, Steps
 from rlexp.data.lengths import lengths_of
 from rlexp.data.read_rows import Rows, read_rows

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rlexp.config.schema import Config, DPOConfig
+from rlexp.config.schema import Config
+from rlexp.config.schema.losses import DPOConfig
 from rlexp.verify.findings import Allowed, Clue, Finding, Gauge, shown
 from rlexp.verify.norms import relative
 from rlexp.verify.records import (

@@ -20,17 +20,8 @@ from rlexp.base.errors import ConfigError, UserError
 from rlexp.base.kernel_needs import NEEDS
 from rlexp.config import sizes
 from rlexp.config.checks.across_fields import check
-from rlexp.config.schema import (
-    BackendName,
-    Config,
-    Device,
-    EngineName,
-    KernelName,
-    LoggerConfig,
-    LoggerName,
-    PolicyLossConfig,
-    Precision,
-)
+from rlexp.config.schema import BackendName, Config, Device, EngineName, KernelName, LoggerConfig, LoggerName, Precision
+from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.launch.joining import prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.preflight_check import laid_out

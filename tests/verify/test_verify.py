@@ -289,7 +289,8 @@ def test_a_long_pair_passes_on_a_ring_of_four(shared: Path, tmp_path: Path) -> N
 
 # What the reference imports of rlexp: the schema, the text of generated rows, the float64 mode, the losses' formulas,
 # and its own modules.
-OF_REFERENCE = {"base.errors", "config.schema", "config.schema.data", "training.algos.base", "training.algos.build",
+OF_REFERENCE = {"base.errors", "config.schema", *(f"config.schema.{name}" for name in ("data", "losses")),
+                "training.algos.base", "training.algos.build",
                 "training.dataset", "training.model.float64", "verify.records", "verify.reference",
                 *(f"verify.reference.{name}" for name in ("formula", "pairs", "rows"))}  # fmt: skip
 REFERENCE = ("records", *(f"reference/{name}" for name in ("one_process", "formula", "rules", "rows", "pairs")))

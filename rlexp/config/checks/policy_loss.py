@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rlexp.base.errors import ConfigError
-from rlexp.config.schema import (
-    Config,
+from rlexp.config.schema import Config
+from rlexp.config.schema.losses import (
     CriticName,
     DrGRPOConfig,
     GRPOConfig,

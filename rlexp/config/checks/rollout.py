@@ -7,8 +7,9 @@ import importlib.util
 from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
 from rlexp.config.checks.layout import experts_in
-from rlexp.config.schema import Config, Device, PolicyLossConfig, RolloutEngine, RolloutMode
+from rlexp.config.schema import Config, Device, RolloutEngine, RolloutMode
 from rlexp.config.schema.data import ArithmeticDataConfig
+from rlexp.config.schema.losses import PolicyLossConfig
 
 
 def is_policy_loss(cfg: Config) -> bool:

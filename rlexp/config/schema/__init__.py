@@ -1,8 +1,7 @@
 """The typed schema behind every configuration. The yaml files in `conf/` only choose values.
 
 A group with several kinds (`model`, `data`, `loss`, `reward`) has one class for each kind, listed in `KINDS`; the field
-`name` says which. Those of `data` stand in `schema_data.py`. A new loss needs one class here, one yaml file, one file
-in `algos/` and one `case` in `build.py`.
+`name` says which. Those of `data` and `loss` have files of their own.
 """
 
 from __future__ import annotations
@@ -22,6 +21,16 @@ from rlexp.config.schema.data import (
     HFDataConfig,
     JsonlDataConfig,
     SyntheticDataConfig,
+)
+from rlexp.config.schema.losses import (
+    DPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
+    GSPOConfig,
+    LossConfig,
+    PPOConfig,
+    ReinforcePPConfig,
+    RLOOConfig,
 )
 
 WEEK = 7 * 24 * 3600  # seconds
@@ -113,34 +122,6 @@ class WeightsDtype(Enum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
-
-
-class KLPlace(Enum):
-    """The place where the divergence from the reference enters."""
-
-    reward = "reward"
-    loss = "loss"
-
-
-class KLEstimator(Enum):
-    """Estimators of a token's divergence from d = log policy − log reference (joschu.net/blog/kl-approx.html)."""
-
-    k1 = "k1"  # d
-    k2 = "k2"  # d²/2
-    k3 = "k3"  # exp(−d) − 1 + d
-
-
-class Normalize(Enum):
-    """Loss normalizers. Every count is taken over the whole train batch."""
-
-    token = "token"  # the number of trained tokens
-    sequence = "sequence"  # each answer by its own tokens, and all by the number of answers
-    fixed = "fixed"  # rollout.max_new_tokens times the number of answers
-
-
-class CriticName(Enum):
-    own = "own"  # a second model, with the policy's weights at the start
-    shared = "shared"  # the policy's own layers
 
 
 class RolloutMode(Enum):
@@ -271,87 +252,6 @@ class HFModelConfig(ModelConfig):
     chat_template: str | None = None  # a jinja file that takes the place of the tokenizer's own template
     add_tokens: list[str] = field(default_factory=list)  # new tokens; the embeddings get rows for them
     trust_remote_code: bool = False
-
-
-@dataclass
-class LossConfig:
-    name: str = MISSING
-
-
-@dataclass
-class DPOConfig(LossConfig):
-    name: str = "dpo"
-    beta: float = number(0.1, above=0)
-    label_smoothing: float = number(0.0, least=0, below=0.5)
-
-
-@dataclass
-class PolicyLossConfig(LossConfig):
-    """Keys that all algorithms of reinforcement learning share."""
-
-    beta: float = number(0.05, least=0)  # weight of the divergence from the reference; with 0 there is no reference
-    kl_in: KLPlace = KLPlace.reward
-    kl: KLEstimator = KLEstimator.k1
-    kl_target: float | None = number(None, above=0)  # divergence of an answer that beta is adapted to reach
-    kl_horizon: int = number(10000, least=1)  # samples over which beta adapts
-    clip_low: float = number(0.2, above=0)
-    clip_high: float = number(0.2, above=0)
-    dual_clip: float | None = number(None, above=1, why=" (3 is usual)")  # dual-clip PPO (arXiv 1912.09729)
-    entropy: float = number(0.0, least=0)  # weight of the entropy bonus
-    whiten: bool = False  # normalize advantages over the train batch
-    normalize: Normalize = Normalize.token
-    filter: bool = False  # leave out a prompt if all its answers have the same score
-
-
-@dataclass
-class PPOConfig(PolicyLossConfig):
-    name: str = "ppo"
-    whiten: bool = True
-    gamma: float = number(1.0, least=0, most=1)
-    lam: float = number(0.95, least=0, most=1)
-    critic: CriticName = CriticName.own
-    value_lr: float | None = number(None, least=0)  # the critic's learning rate; null: optim.lr
-    value_coef: float = number(0.5, least=0)
-    value_clip: float | None = number(0.2, above=0)
-
-
-@dataclass
-class GRPOConfig(PolicyLossConfig):
-    name: str = "grpo"
-    kl_in: KLPlace = KLPlace.loss
-    kl: KLEstimator = KLEstimator.k3
-    normalize: Normalize = Normalize.sequence
-
-
-@dataclass
-class DrGRPOConfig(PolicyLossConfig):
-    name: str = "dr_grpo"
-    beta: float = number(0.0, least=0)
-    kl_in: KLPlace = KLPlace.loss
-    kl: KLEstimator = KLEstimator.k3
-    normalize: Normalize = Normalize.fixed
-
-
-@dataclass
-class RLOOConfig(PolicyLossConfig):
-    name: str = "rloo"
-    normalize: Normalize = Normalize.fixed
-
-
-@dataclass
-class ReinforcePPConfig(PolicyLossConfig):
-    name: str = "reinforce_pp"
-    whiten: bool = True
-
-
-@dataclass
-class GSPOConfig(PolicyLossConfig):
-    name: str = "gspo"
-    kl_in: KLPlace = KLPlace.loss
-    kl: KLEstimator = KLEstimator.k3
-    clip_low: float = number(3e-4, above=0)
-    clip_high: float = number(4e-4, above=0)
-    normalize: Normalize = Normalize.sequence
 
 
 @dataclass

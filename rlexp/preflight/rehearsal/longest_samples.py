@@ -18,7 +18,8 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlexp.config.schema import Config, ModelRewardConfig, PolicyLossConfig, RewardConfig
+from rlexp.config.schema import Config, ModelRewardConfig, RewardConfig
+from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.preflight.rehearsal.log import CACHE, Log
 from rlexp.preflight.rehearsal.mode import Counting, Rehearsing

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from rlexp.base.engine_facts import ENGINES
-from rlexp.config.schema import Config, PolicyLossConfig
+from rlexp.config.schema import Config
+from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.preflight.rehearsal.device import conversions, rehearsed_device
 from rlexp.preflight.rehearsal.holdings import label, mark_modules, mark_trunk
 from rlexp.preflight.rehearsal.kernel_cost import CountedKernel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlexp.config.schema import (
+from rlexp.config.schema.losses import (
     DPOConfig,
     DrGRPOConfig,
     GRPOConfig,

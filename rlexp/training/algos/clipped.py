@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rlexp.config.schema import KLEstimator, KLPlace
+from rlexp.config.schema.losses import KLEstimator, KLPlace
 from rlexp.training.algos.gae import token_rewards
 from rlexp.training.algos.kl import estimate
 from rlexp.training.algos.policy_loss import Outcomes, PolicyTerms, PolicyTokens, Spread

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlexp.config.schema import KLEstimator
+from rlexp.config.schema.losses import KLEstimator
 
 MOST = 0.2  # largest relative change of the coefficient after one rollout
 

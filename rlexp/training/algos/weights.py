@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlexp.config.schema import Normalize
+from rlexp.config.schema.losses import Normalize
 
 
 def token_weight(normalize: Normalize, length_B: Tensor, counts_B: Tensor, fixed: int) -> Tensor:

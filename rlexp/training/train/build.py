@@ -17,15 +17,14 @@ from rlexp.config.checks.layout import choose, heads_in
 from rlexp.config.schema import (
     BackendName,
     Config,
-    CriticName,
     Device,
     EngineConfig,
     EngineName,
     ModelConfig,
     OptimConfig,
-    PolicyLossConfig,
     Precision,
 )
+from rlexp.config.schema.losses import CriticName, PolicyLossConfig
 from rlexp.training.algos.build import build_loss, build_policy_loss
 from rlexp.training.dataset.sampler import total_steps
 from rlexp.training.engine.base import Engine, shape_of

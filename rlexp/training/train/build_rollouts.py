@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rlexp.base.errors import ModelError
 from rlexp.config.checks.layout import heads_in
-from rlexp.config.schema import Config, PolicyLossConfig, Precision, RewardConfig, RolloutEngine
+from rlexp.config.schema import Config, Precision, RewardConfig, RolloutEngine
+from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.training.algos.policy_loss import PolicyLoss
 from rlexp.training.dataset.sampler import Sampler
 from rlexp.training.engine.base import Engine

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from rlexp.base.errors import NonFiniteError
-from rlexp.config.schema import Config, PolicyLossConfig, PPOConfig
+from rlexp.config.schema import Config
+from rlexp.config.schema.losses import PolicyLossConfig, PPOConfig
 from rlexp.training.algos.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens
 from rlexp.training.algos.weights import sequence_weight, token_weight
 from rlexp.training.algos.whiten import whiten

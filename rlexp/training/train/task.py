@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from rlexp.config.schema import CriticName
+from rlexp.config.schema.losses import CriticName
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.head import Entropy

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rlexp.config.schema import LossConfig
+from rlexp.config.schema.losses import LossConfig
 from rlexp.training.algos.base import PairLogps
 from rlexp.training.algos.build import build_loss
 from rlexp.verify.records import SIDES, Array, Losses

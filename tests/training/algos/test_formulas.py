@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rlexp.config.schema import DPOConfig
+from rlexp.config.schema.losses import DPOConfig
 from rlexp.training.algos.base import PairLogps
 from rlexp.training.algos.build import build_loss
 from rlexp.training.algos.dpo import DPO

@@ -22,17 +22,9 @@ from torch import Tensor
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.policy_loss import check_policy_loss
-from rlexp.config.schema import (
-    KINDS,
-    Config,
-    CriticName,
-    DPOConfig,
-    KLEstimator,
-    KLPlace,
-    Normalize,
-    PolicyLossConfig,
-)
+from rlexp.config.schema import KINDS, Config
 from rlexp.config.schema.bounds import check_bounds
+from rlexp.config.schema.losses import CriticName, DPOConfig, KLEstimator, KLPlace, Normalize, PolicyLossConfig
 from rlexp.training.algos.clipped import ClippedRatio
 from rlexp.training.algos.dr_grpo import DrGRPO
 from rlexp.training.algos.gae import gae, returns_to_go, token_rewards

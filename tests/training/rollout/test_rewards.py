@@ -37,9 +37,7 @@ from rlexp.config.identity import changes, identity
 from rlexp.config.load import compose_config
 from rlexp.config.schema import (
     Config,
-    DPOConfig,
     ModelRewardConfig,
-    PPOConfig,
     Precision,
     PythonRewardConfig,
     RewardConfig,
@@ -47,6 +45,7 @@ from rlexp.config.schema import (
     RuleRewardConfig,
     SumRewardConfig,
 )
+from rlexp.config.schema.losses import DPOConfig, PPOConfig
 from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.packing import pack_sequences
