@@ -1,4 +1,4 @@
-"""The door: from Hydra's DictConfig, or a run's config.yaml, to one typed object. No other room sees yaml."""
+"""The door: from Hydra's DictConfig, or a run's config.yaml, to one typed object. No other module sees yaml."""
 
 from __future__ import annotations
 

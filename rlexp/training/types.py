@@ -1,4 +1,4 @@
-"""The frozen dataclasses that rooms hand each other.
+"""The frozen dataclasses that modules hand each other.
 
 Shape letters: T tokens of a pack, t tokens of one rank's shard, S sequences, P pairs, H heads, D head size.
 """
@@ -162,7 +162,7 @@ class Shard:
     real_tokens: int  # on this rank
     most_work: float  # attention work of the ring's busiest rank: pairs of a query and a key that it sees
     mean_work: float  # mean attention work of the ring's ranks
-    attention: Any  # rlexp.training.ring.layout.RingBatch; opaque to every other room
+    attention: Any  # rlexp.training.ring.layout.RingBatch; opaque to every other module
 
     def to(self, device: torch.device) -> Shard:
         held = {each.name: getattr(self, each.name) for each in fields(self)}

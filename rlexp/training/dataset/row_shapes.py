@@ -39,7 +39,7 @@ OPTIONAL = ("system", "tools", "options")  # of every form
 
 @dataclass(frozen=True)
 class Form:
-    """A form that rows have: the fields that they need and may have, in the words of this room."""
+    """A form that rows have: the fields that they need and may have, in the words of this file."""
 
     kind: Kind
     needs: tuple[str, ...]

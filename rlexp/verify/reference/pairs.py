@@ -1,6 +1,6 @@
 """Rows as pairs of token ids, written a second time: templates, edges, ends, and which tokens are trained on.
 
-One sequence at a time, and a mask for every answer. No code comes from the data room.
+One sequence at a time, and a mask for every answer. No code comes from training/dataset/.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rows of a data set, read a second time: from files to prompts with two answers each.
 
-Whole files are read at once, by Python's own json and gzip and by the `datasets` library. No code comes from the data
-room but the text of generated rows.
+Whole files are read at once, by Python's own json and gzip and by the `datasets` library. No code comes from
+training/dataset/ but the text of generated rows.
 """
 
 from __future__ import annotations
