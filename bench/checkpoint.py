@@ -39,9 +39,9 @@ from rlexp.base.files import sync
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, OptimConfig
+from rlexp.curves import checkpoint_folder
 from rlexp.launch.joining import ON_CPU, RankSpec, join, prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.training.checkpoint import folder
 from rlexp.training.checkpoint.saver import Saver
 from rlexp.training.checkpoint.tensors import Reader, share
 from rlexp.training.engine.base import MOMENTS, set_lr, shape_of, trained
@@ -269,7 +269,7 @@ class SaveBench:
         done, cpu = time.perf_counter() - began, time.process_time() - taken
         save = Save(*slowest([still, done, held, cpu]))
         if self.first and left:
-            if left.parent.name == folder.FOLDER and not self.state:
+            if left.parent.name == checkpoint_folder.FOLDER and not self.state:
                 self.state = whole_state(left)
             shutil.rmtree(left, ignore_errors=True)
         dist.barrier()
@@ -287,7 +287,7 @@ class SaveBench:
             lambda: self.saver.begin(self.step, describe),
             lambda: self.saver.writing,
             finish,
-            folder.folder_of(self.work, self.step),
+            checkpoint_folder.folder_of(self.work, self.step),
         )
 
     def whole(self) -> Save:
@@ -337,14 +337,14 @@ class SaveBench:
 
 def describe(place: Path) -> list[Path]:
     """Write empty stand-ins for the files beside the state, which take only a few kilobytes."""
-    (place / folder.MODEL).mkdir()
-    (place / folder.POSITION).write_text("{}", encoding="utf-8")
-    (place / folder.METRICS).write_text("", encoding="utf-8")
-    return [place / folder.POSITION, place / folder.METRICS]
+    (place / checkpoint_folder.MODEL).mkdir()
+    (place / checkpoint_folder.POSITION).write_text("{}", encoding="utf-8")
+    (place / checkpoint_folder.METRICS).write_text("", encoding="utf-8")
+    return [place / checkpoint_folder.POSITION, place / checkpoint_folder.METRICS]
 
 
 def whole_state(checkpoint: Path) -> dict[str, Tensor]:
-    reader = Reader(checkpoint, folder.check_sizes(checkpoint))
+    reader = Reader(checkpoint, checkpoint_folder.check_sizes(checkpoint))
     return {
         f"{kind}/{name}": reader.whole(kind, name).clone() for kind in ("weight", *MOMENTS) for name in reader.shapes
     }

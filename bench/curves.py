@@ -11,10 +11,11 @@ import numpy as np
 from rlexp.base.engine_facts import ENGINES
 from rlexp.config.schema import Config
 from rlexp.curves.difference import LOSS_TOLERANCE, METRIC_TOLERANCE, compared
+from rlexp.curves.metrics_jsonl import MetricRow
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.training.sinks.base import Sink, Sinks
-from rlexp.training.types import Floats, MetricRow
+from rlexp.training.types import Floats
 
 if TYPE_CHECKING:
     from rlexp.training.rollout.bridge import Bridge
@@ -67,10 +68,9 @@ def _ranks(config: Config) -> tuple[int, int]:
 
 
 def draw_rank(spec: RankSpec, configs: Sequence[Config]) -> list[Curve] | None:
-    from rlexp.launch.joining import join
+    from rlexp.run.job import join_for
 
-    launch, sampling = configs[0].launch, configs[0].rollout.sampling_ranks
-    bridge = join(spec, launch.device.value, launch.timeout_seconds, launch.torch_threads, sampling)
+    bridge = join_for(spec, configs[0])
     curves = [_draw_one(config, bridge) for config in configs]
     return cast(list[Curve], curves) if spec.rank == 0 else None
 

@@ -28,10 +28,10 @@ from bench.curves import differences, excesses
 from bench.resume import curve_of
 from bench.tables import put
 from rlexp.base.errors import CheckpointError
+from rlexp.curves import checkpoint_folder
 from rlexp.curves.difference import compared
 from rlexp.curves.metrics_jsonl import read_rows
 from rlexp.launch.run_folder import git_commit
-from rlexp.training.checkpoint import folder
 
 STEPS, SAVE_EVERY, KEEP_LAST = 120, 2, 2
 # The learning rate is low, so that the loss stays away from 0. At a loss of 6e-4 (240 steps at 5e-4), two undisturbed
@@ -201,7 +201,7 @@ def kill_often(run_dir: Path, draw: random.Random, times: int, tally: Tally) -> 
         tally.broken += [f"kill {number} ({kill}): {each}" for each in wrong]
         newest = max(now, default=0)
         if process.trains:
-            rows = read_rows(run_dir / folder.METRICS)
+            rows = read_rows(run_dir / checkpoint_folder.METRICS)
             tally.lost.append((int(rows[-1]["step"]) if rows else 0) - newest)
         whole = now
         print(
@@ -260,7 +260,7 @@ def strike(process: Process, kill: Kill, tally: Tally) -> list[str]:
 
 def moment(run_dir: Path, kill: Kill, over: Callable[[], bool]) -> Callable[[], bool]:
     """Return a check for the moment: enough steps, then a save that has come as far as aimed; or the run is over."""
-    room, curve = run_dir / folder.FOLDER, run_dir / folder.METRICS
+    room, curve = run_dir / checkpoint_folder.FOLDER, run_dir / checkpoint_folder.METRICS
     first = curve.stat().st_size if curve.exists() else 0
     row = 900  # bytes at most; a guess is enough, since the number of steps is random
     begun: list[Path] = []
@@ -287,7 +287,7 @@ def phase_of(run_dir: Path, trains: bool) -> str:
     """The phase in which the run was killed, from the files that it left."""
     if not trains:
         return PHASES[0]
-    left = [path.name for path in (run_dir / folder.FOLDER).glob(".*")]
+    left = [path.name for path in (run_dir / checkpoint_folder.FOLDER).glob(".*")]
     if any(name.startswith(".unfinished-") for name in left):
         return PHASES[2]
     return PHASES[3] if left else PHASES[1]
@@ -308,15 +308,17 @@ def resumed(process: Process, newest: int, number: int, tally: Tally) -> list[st
 def look(run_dir: Path, before: set[int]) -> tuple[set[int], list[str]]:
     """The steps of all whole checkpoints; and what is wrong: damaged checkpoints, and whole ones that are gone."""
     whole, wrong = set(), []
-    for path in folder.latest_first(run_dir):
-        step = folder.step_of(path)
+    for path in checkpoint_folder.latest_first(run_dir):
+        step = checkpoint_folder.step_of(path)
         try:
-            manifest = folder.check_sizes(path)
-            folder.check_contents(path, manifest["files"], manifest)
+            manifest = checkpoint_folder.check_sizes(path)
+            checkpoint_folder.check_contents(path, manifest["files"], manifest)
         except CheckpointError as error:
             wrong.append(str(error))
             continue
-        if folder.read_position(path)["step"] != step or not counts_to(path / folder.METRICS, step):
+        if checkpoint_folder.read_position(path)["step"] != step or not counts_to(
+            path / checkpoint_folder.METRICS, step
+        ):
             wrong.append(f"{path}: its position or its curve is not of that step")
         whole.add(step)
     lost = [step for step in before - whole if sum(newer > step for newer in whole) < KEEP_LAST]
@@ -329,19 +331,18 @@ def counts_to(curve: Path, step: int) -> bool:
 
 def left_over(run_dir: Path) -> list[str]:
     """Check that a finished run left nothing but its last checkpoints."""
-    there = {path.name for path in (run_dir / folder.FOLDER).iterdir()}
-    expected = {folder.folder_of(run_dir, STEPS - back * SAVE_EVERY).name for back in range(KEEP_LAST)}
+    there = {path.name for path in (run_dir / checkpoint_folder.FOLDER).iterdir()}
+    expected = {checkpoint_folder.folder_of(run_dir, STEPS - back * SAVE_EVERY).name for back in range(KEEP_LAST)}
     return [] if there == expected else [f"left behind: {sorted(there)}, and not {sorted(expected)}"]
 
 
 def compare(undisturbed: Path, killed: Path) -> tuple[dict[str, float], list[str]]:
     """The largest differences between the two curves and last weights, and the differences beyond rounding."""
-    if not counts_to(killed / folder.METRICS, STEPS):
-        return {}, [
-            f"metrics.jsonl does not have one row per step: {[r['step'] for r in read_rows(killed / folder.METRICS)]}"
-        ]
+    curve = killed / checkpoint_folder.METRICS
+    if not counts_to(curve, STEPS):
+        return {}, [f"metrics.jsonl does not have one row per step: {[row['step'] for row in read_rows(curve)]}"]
     for run_dir in (undisturbed, killed):
-        assert folder.step_of(folder.latest_first(run_dir)[0]) == STEPS, run_dir
+        assert checkpoint_folder.step_of(checkpoint_folder.latest_first(run_dir)[0]) == STEPS, run_dir
     one, other = curve_of(undisturbed), curve_of(killed)
     wrong = excesses(one, other)
     if one.rows[-1]["train/total_tokens"] != other.rows[-1]["train/total_tokens"]:

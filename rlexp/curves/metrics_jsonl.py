@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
@@ -14,10 +14,8 @@ import orjson
 from rlexp.base import files
 from rlexp.curves.difference import Column, Steps
 
-if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.training.types import MetricRow
-
 METRICS = "metrics.jsonl"
+MetricRow = dict[str, float | int]  # one optimizer step's values; `step` comes first
 
 
 def line_of(row: MetricRow) -> bytes:

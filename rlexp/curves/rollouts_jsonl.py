@@ -11,16 +11,14 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from rlexp.curves.difference import Steps
-
-if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.training.types import Ids
 
 ROLLOUTS = "rollouts.jsonl"
 PARTS = ("step", "n_samples", "prompts", "digests")
@@ -31,7 +29,7 @@ def sizes(length: int) -> list[int]:
     return [*(1 << power for power in range((length - 1).bit_length() if length else 0)), length]
 
 
-def digests(answer: Ids) -> list[int]:
+def digests(answer: npt.NDArray[np.int32]) -> list[int]:
     """Return an answer's length, then a CRC-32 of its tokens, as little-endian int32, up to each of `sizes`."""
     data = np.ascontiguousarray(answer, dtype="<i4").tobytes()
     crcs, crc, before = [len(answer)], 0, 0

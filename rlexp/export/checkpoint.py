@@ -11,7 +11,7 @@ from torch import Tensor
 from rlexp.base.errors import CheckpointError
 from rlexp.config.load import from_plain
 from rlexp.config.schema import Config, ExportDtype, Precision
-from rlexp.training.checkpoint import folder
+from rlexp.curves import checkpoint_folder
 from rlexp.training.checkpoint.tensors import Reader
 from rlexp.training.model.export import described, dtype_of, export
 from rlexp.training.model.loading import load_config, load_model
@@ -22,12 +22,12 @@ def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype) -> Pat
     """Write the model and return its folder."""
     checkpoint = _newest_whole(source)
     above = checkpoint.parent
-    place = out or (above.parent if above.name == folder.FOLDER else above) / f"model-{checkpoint.name}"
+    place = out or (above.parent if above.name == checkpoint_folder.FOLDER else above) / f"model-{checkpoint.name}"
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise CheckpointError(f"{place}: exists already. Give a new or empty folder: --out FOLDER.")
-    cfg = from_plain(folder.read_position(checkpoint)["config"])
-    reader = Reader(checkpoint, folder.read_manifest(checkpoint))
-    model, tokenizer = described(checkpoint / folder.MODEL, cfg.model)
+    cfg = from_plain(checkpoint_folder.read_position(checkpoint)["config"])
+    reader = Reader(checkpoint, checkpoint_folder.read_manifest(checkpoint))
+    model, tokenizer = described(checkpoint / checkpoint_folder.MODEL, cfg.model)
     chosen = dtype_of(dtype, bf16=cfg.train.precision is Precision.bf16)
     model, others = _others(cfg, model, {name for name in reader.shapes if not name.startswith(CRITIC)})
     names = [name for name, _ in model.named_parameters()]
@@ -44,10 +44,10 @@ def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype) -> Pat
 
 def _newest_whole(source: Path) -> Path:
     reasons = []
-    for checkpoint in folder.named(source):
+    for checkpoint in checkpoint_folder.named(source):
         try:
-            manifest = folder.check_sizes(checkpoint)
-            folder.check_contents(checkpoint, manifest["files"], manifest)
+            manifest = checkpoint_folder.check_sizes(checkpoint)
+            checkpoint_folder.check_contents(checkpoint, manifest["files"], manifest)
             return checkpoint
         except CheckpointError as error:
             reasons.append(str(error))

@@ -14,7 +14,7 @@ from rlexp.config.schema import Device, LaunchConfig
 from rlexp.launch.slurm.meeting import meet
 
 if TYPE_CHECKING:  # at run time it would import torch, which the launcher does not need
-    from rlexp.training.rollout.bridge import Bridge
+    import torch.distributed as dist
 
 STEP = "slurm://"
 ON_CPU = LaunchConfig(device=Device.cpu)
@@ -80,13 +80,13 @@ def join(
     threads: int = 1,
     sampling: int = 0,
     interface: str | None = None,
-) -> Bridge | None:
-    """Make this process a rank: set threads and device, and open the process group. The last `sampling` ranks only
-    sample; the ranks that train then have a world of their own, and a bridge connects the two."""
+) -> dist.Store:
+    """Make this process a rank: set threads and device, and open the process group. Return the store of all ranks.
+
+    The last `sampling` ranks only sample, and have no process group: the ranks that train have a world of their own.
+    """
     import torch
     import torch.distributed as dist
-
-    from rlexp.training.rollout import bridge
 
     timeout = timedelta(seconds=timeout_seconds)
     torch.set_num_threads(threads)
@@ -101,7 +101,7 @@ def join(
             # On one machine the ranks connect over loopback, even if the host name does not resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if spec.init_method == STEP:
-        store: dist.Store = meet(spec.rank, spec.world_size, timeout_seconds, interface)
+        store = meet(spec.rank, spec.world_size, timeout_seconds, interface)
     else:
         store, _, _ = next(dist.rendezvous(spec.init_method, spec.rank, spec.world_size, timeout=timeout))
     training = spec.world_size - sampling
@@ -110,7 +110,7 @@ def join(
         dist.init_process_group(
             backend, store=dist.PrefixStore("training", store), rank=spec.rank, world_size=training, timeout=timeout
         )
-    return bridge.build(store, spec.rank, training, sampling) if sampling else None
+    return store
 
 
 def leave_world() -> None:

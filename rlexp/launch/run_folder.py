@@ -21,9 +21,7 @@ from rlexp.base.files import write_text
 from rlexp.config import load
 from rlexp.config.identity import check_force, identity, refuse_changes
 from rlexp.config.schema import Config
-from rlexp.launch import rank_progress
-from rlexp.launch.slurm.meeting import job_id, start_of_job
-from rlexp.training.checkpoint.folder import (
+from rlexp.curves.checkpoint_folder import (
     NEVER,
     candidates,
     check_sizes,
@@ -32,6 +30,8 @@ from rlexp.training.checkpoint.folder import (
     step_of,
     sweep,
 )
+from rlexp.launch import rank_progress
+from rlexp.launch.slurm.meeting import job_id, start_of_job
 
 PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "omegaconf", "wandb", "numpy")
 

@@ -20,7 +20,6 @@ Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]  # which tokens are trained on
 Messages = Sequence[Mapping[str, Any]]  # of a chat: `role`, `content`, and what else the template takes
 Floats = npt.NDArray[np.floating[Any]]
-MetricRow = dict[str, float | int]  # one optimizer step's values; `step` comes first
 
 
 class Kind(Enum):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rlexp.base.errors import ModelError, NonFiniteError
 from rlexp.config.schema import Config
+from rlexp.curves.metrics_jsonl import MetricRow
 from rlexp.launch.joining import RankSpec, join, threads_of
 from rlexp.training.algos.build import build_loss
 from rlexp.training.metrics.meter import Meter
@@ -30,7 +31,7 @@ from rlexp.training.train.examples import read_pairs
 from rlexp.training.train.loop import train_loop
 from rlexp.training.train.pair_task import PairTask
 from rlexp.training.train.parts import Reference, Run
-from rlexp.training.types import MetricRow, Pack, Pair, Shard, TokenLogps
+from rlexp.training.types import Pack, Pair, Shard, TokenLogps
 from rlexp.verify.kept import Watch, WatchedEngine
 from rlexp.verify.records import SIDES, Array, Losses, Micro, PackSeen, StepSeen, TensorFiles, TokenPair, Trace, mark
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from rlexp.base.errors import CheckpointError, ConfigError
 from rlexp.config.schema import Best, CheckpointConfig
 from rlexp.config.schema.cadence import save_cadence
-from rlexp.training.checkpoint import folder
+from rlexp.curves import checkpoint_folder
+from rlexp.curves.metrics_jsonl import MetricRow
 from rlexp.training.checkpoint.saver import Describe, Saver
 from rlexp.training.ring.groups import World
 from rlexp.training.ring.objects import from_rank0
-from rlexp.training.types import MetricRow
 
 SCORE = "score"  # key in a checkpoint's position: its value of `checkpoint.best_metric`
 
@@ -125,7 +125,7 @@ class Keeper:
                     f"Training goes on, and saves again when the next save is due. {self._room()}\n"
                 )
         elif self._world.rank == 0:
-            self._saved(self._saved_step, folder.folder_of(self._run_dir, self._saved_step))
+            self._saved(self._saved_step, checkpoint_folder.folder_of(self._run_dir, self._saved_step))
             if self._pruning is not None:
                 self._pruning.join()
             doomed = self._doomed()
@@ -133,13 +133,13 @@ class Keeper:
             self._pruning.start()
 
     def _room(self) -> str:
-        whole = folder.latest_first(self._run_dir)
+        whole = checkpoint_folder.latest_first(self._run_dir)
         return f"The run can resume from {whole[0].name}." if whole else "There is no checkpoint to resume from yet."
 
     def _doomed(self) -> list[Path]:
-        there = folder.latest_first(self._run_dir)
+        there = checkpoint_folder.latest_first(self._run_dir)
         best = self._best()
-        return [path for path in there[self._cfg.keep_last :] if folder.step_of(path) not in best]
+        return [path for path in there[self._cfg.keep_last :] if checkpoint_folder.step_of(path) not in best]
 
     def _best(self) -> list[int]:
         """Return the steps of the best checkpoints. Among equals, the earlier wins."""
@@ -159,15 +159,15 @@ class Keeper:
         """Return the scores of the existing checkpoints, as rank 0 reads them."""
         scores: dict[int, float] = {}
         if self._world.rank == 0 and self._cfg.keep_best:
-            for path in folder.latest_first(self._run_dir):
+            for path in checkpoint_folder.latest_first(self._run_dir):
                 with contextlib.suppress(CheckpointError):  # a damaged checkpoint has no score
-                    score = folder.read_position(path).get(SCORE) or {}
+                    score = checkpoint_folder.read_position(path).get(SCORE) or {}
                     if self._cfg.best_metric in score:
-                        scores[folder.step_of(path)] = score[self._cfg.best_metric]
+                        scores[checkpoint_folder.step_of(path)] = score[self._cfg.best_metric]
         return from_rank0(scores, self._world.size)
 
 
 def _discard(doomed: list[Path]) -> None:
     for path in doomed:
         with contextlib.suppress(OSError):
-            folder.discard(path)
+            checkpoint_folder.discard(path)

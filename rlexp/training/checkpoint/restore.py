@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from rlexp.base.errors import CheckpointError
-from rlexp.training.checkpoint import folder, tensors
+from rlexp.curves import checkpoint_folder
+from rlexp.training.checkpoint import tensors
 from rlexp.training.engine.base import Engine
 from rlexp.training.ring.groups import World
 from rlexp.training.ring.objects import from_rank0, gather_objects
@@ -25,15 +26,15 @@ def restore(
     say: Callable[[str], None],
 ) -> tuple[Path, dict[str, Any]] | None:
     """Load the newest whole checkpoint; return its path and position, or None without one. A collective call."""
-    candidates = from_rank0(folder.candidates(mode, run_dir) if world.rank == 0 else [], world.size)
+    candidates = from_rank0(checkpoint_folder.candidates(mode, run_dir) if world.rank == 0 else [], world.size)
     damaged: list[Path] = []
     for path in candidates:
         reason = _agreed_fault(path, world)
         if reason is None:
             if world.rank == 0:
                 _set_aside(damaged, run_dir)
-            position = folder.read_position(path)
-            reader = tensors.Reader(path, folder.read_manifest(path))
+            position = checkpoint_folder.read_position(path)
+            reader = tensors.Reader(path, checkpoint_folder.read_manifest(path))
             tensors.load(engine, reader, shapes, position["optimizer_steps"])
             return path, position
         damaged.append(path)
@@ -42,8 +43,8 @@ def restore(
     if damaged:
         names = ", ".join(path.name for path in damaged)
         remedy = (
-            f"To begin at the first step, give another hydra.run.dir, or remove {run_dir / folder.FOLDER}."
-            if damaged[0].parent == run_dir / folder.FOLDER
+            f"To begin at the first step, give another hydra.run.dir, or remove {run_dir / checkpoint_folder.FOLDER}."
+            if damaged[0].parent == run_dir / checkpoint_folder.FOLDER
             else f"Give another checkpoint than resume.mode={mode}."
         )
         raise CheckpointError(f"{damaged[0].parent}: there is nothing to go on from: {names} is not whole. {remedy}")
@@ -53,18 +54,18 @@ def restore(
 def _set_aside(damaged: list[Path], run_dir: Path) -> None:
     """Rename this run's own damaged checkpoints. They would otherwise count as the newest when old ones are removed."""
     for path in damaged:
-        if path.parent == run_dir / folder.FOLDER:
+        if path.parent == run_dir / checkpoint_folder.FOLDER:
             with contextlib.suppress(OSError):
-                folder.set_aside(path)
+                checkpoint_folder.set_aside(path)
 
 
 def _agreed_fault(path: Path, world: World) -> str | None:
     """Let every rank check its part of the files. Return the first fault that any rank found."""
     fault = None
     try:
-        manifest = folder.check_sizes(path)
+        manifest = checkpoint_folder.check_sizes(path)
         names = sorted(manifest["files"])
-        folder.check_contents(path, names[world.rank :: world.size], manifest)
+        checkpoint_folder.check_contents(path, names[world.rank :: world.size], manifest)
     except CheckpointError as error:
         fault = str(error)
     except OSError as error:

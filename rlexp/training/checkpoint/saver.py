@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.files import sync
-from rlexp.training.checkpoint import folder
+from rlexp.curves import checkpoint_folder
 from rlexp.training.checkpoint.tensors import HostCopy, share, write
 from rlexp.training.engine.base import Engine
 from rlexp.training.ring.groups import World
@@ -84,14 +84,14 @@ class Saver:
             self._error = f"rank {self._world.rank}: {type(error).__name__}: {error}"
 
     def _write(self, step: int, tensors: Any, starts: dict[str, int], describe: Describe) -> dict[str, dict[str, Any]]:
-        place = folder.unfinished(self._run_dir, step)
+        place = checkpoint_folder.unfinished(self._run_dir, step)
         place.mkdir(parents=True, exist_ok=True)
         mine = place / f"state-{self._world.rank:05d}-of-{self._world.size:05d}.safetensors"
         write(mine, tensors, starts)
         written = [mine, *describe(place)]
         for path in {*written, *(path.parent for path in written)}:
             sync(path)
-        return {str(path.relative_to(place)): folder.described(path) for path in written}
+        return {str(path.relative_to(place)): checkpoint_folder.described(path) for path in written}
 
     def settle(self) -> str | None:
         """Wait until all ranks have written, and commit. Return the error, equal on every rank. A collective call."""
@@ -108,9 +108,9 @@ class Saver:
     def _commit(self, failed: str | None, files: dict[str, dict[str, Any]]) -> str | None:
         if failed is None:
             try:
-                folder.commit(self._run_dir, self._step, files, self._facts)
+                checkpoint_folder.commit(self._run_dir, self._step, files, self._facts)
                 return None
             except OSError as error:
                 failed = f"rank 0: {type(error).__name__}: {error}"
-        shutil.rmtree(folder.unfinished(self._run_dir, self._step), ignore_errors=True)
+        shutil.rmtree(checkpoint_folder.unfinished(self._run_dir, self._step), ignore_errors=True)
         return failed

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.training.types import MetricRow
+    from rlexp.curves.metrics_jsonl import MetricRow
 
 
 @dataclass(frozen=True)

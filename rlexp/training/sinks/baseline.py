@@ -15,7 +15,7 @@ from rlexp.curves.metrics_jsonl import METRICS
 from rlexp.training.sinks.console import say
 
 if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.training.types import MetricRow
+    from rlexp.curves.metrics_jsonl import MetricRow
 
 PARITY = "parity/loss_abs_diff"
 LOSS = "train/loss"

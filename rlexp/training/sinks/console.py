@@ -15,7 +15,7 @@ from rlexp.training.sinks import legible
 from rlexp.training.sinks.base import Ending, RolloutFacts, Sink
 
 if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.training.types import MetricRow
+    from rlexp.curves.metrics_jsonl import MetricRow
 
 LINES = 10  # per run, where there is no terminal
 

@@ -12,7 +12,7 @@ from rlexp.curves.metrics_jsonl import line_of, read_rows, write_lines
 from rlexp.training.sinks.base import Ending, Sink
 
 if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.training.types import MetricRow
+    from rlexp.curves.metrics_jsonl import MetricRow
 
 
 class LineFile:

@@ -11,13 +11,13 @@ from typing import Any, Concatenate, ParamSpec
 
 from rlexp.base.errors import SinkError
 from rlexp.config.schema import Best, LoggerConfig, Precision
+from rlexp.curves.metrics_jsonl import MetricRow
 from rlexp.training.sinks.base import Ending, RolloutFacts, Sink
 from rlexp.training.sinks.baseline import LOSS, PARITY, excess
 from rlexp.training.sinks.console import say
 from rlexp.training.sinks.run_names import name_of
 from rlexp.training.sinks.wandb_account import Mode, wandb_mode
 from rlexp.training.sinks.wandb_read import SAMPLES, STEP, last_step
-from rlexp.training.types import MetricRow
 
 TEXT_LINES, TEXT_LENGTH = 12, 1000  # the most of an alert's text
 # Errors that the client raises once its process is gone, besides ConnectionError. They have no public names.

@@ -8,13 +8,13 @@ from pathlib import Path
 from rlexp.config.load import to_plain
 from rlexp.config.model_names import called
 from rlexp.config.schema import LoggerName
-from rlexp.curves.metrics_jsonl import read_rows
+from rlexp.curves.checkpoint_folder import METRICS
+from rlexp.curves.metrics_jsonl import MetricRow, read_rows
 from rlexp.curves.rollouts_jsonl import ROLLOUTS
 from rlexp.launch import run_folder
 from rlexp.launch.rank_progress import deaths
 from rlexp.launch.run_folder import derived_sizes
 from rlexp.launch.stops import cause_of
-from rlexp.training.checkpoint.folder import METRICS
 from rlexp.training.sinks.base import Ending, Sink, Sinks
 from rlexp.training.sinks.baseline import Baseline
 from rlexp.training.sinks.console import ConsoleSink
@@ -23,7 +23,6 @@ from rlexp.training.sinks.jsonl_rollouts import RolloutsSink
 from rlexp.training.sinks.run_names import new_id
 from rlexp.training.train.loop import Position, last_step
 from rlexp.training.train.parts import Run
-from rlexp.training.types import MetricRow
 
 TAG = 64  # most characters of a tag of W&B
 

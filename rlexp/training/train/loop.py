@@ -6,11 +6,11 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rlexp.curves.metrics_jsonl import MetricRow
 from rlexp.training.sinks.base import Sinks
 from rlexp.training.train.parts import Run
 from rlexp.training.train.step import train_step
 from rlexp.training.train.task import Task
-from rlexp.training.types import MetricRow
 
 AfterStep = Callable[[MetricRow], signal.Signals | None]
 

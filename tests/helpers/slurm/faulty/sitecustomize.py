@@ -153,7 +153,7 @@ def around(holder: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable
 
 
 def in_place(module: Any) -> None:
-    """A rank that rlexp's own launcher forked learns its place only here."""
+    """A rank that rlexp's own launcher forked learns its number only here."""
 
     def wrap(join: Callable[..., Any]) -> Callable[..., Any]:
         def joined(place: Any, *args: Any, **kwargs: Any) -> Any:
