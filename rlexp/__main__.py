@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from rlexp import __version__
 from rlexp.config import load
-from rlexp.config.explain import explain
+from rlexp.config.explain import explained
 from rlexp.config.paths import conf_dir
 from rlexp.launch import hydra_launchers
 
@@ -30,11 +30,11 @@ def main(cfg: DictConfig) -> None:
 def cli() -> int:
     from rlexp.run.sweep_end import end_sweeps
 
-    return end_sweeps(run())
+    return end_sweeps(explained(run))
 
 
 def run() -> int:
-    """Run the command and return its exit code. User errors print one line; bugs keep their traceback."""
+    """Compose the configuration and train, and return the exit code."""
     from rlexp.launch.local import Interrupted
     from rlexp.run.job import run_as_joined_rank
 
@@ -45,14 +45,6 @@ def run() -> int:
             main()
     except Interrupted as stop:
         return stop.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        message = explain(error)
-        if message is None:
-            raise
-        sys.stderr.write(f"rlexp: {message}\n")
-        return 1
     return 0
 
 

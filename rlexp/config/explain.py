@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
@@ -19,6 +20,20 @@ _KINDS = {
     "to Dict[": "a mapping, as {NAME: VALUE} or {}",
     "is not Optional": "given: it cannot be null",
 }
+
+
+def explained(command: Callable[[], int]) -> int:
+    """Run a command and return its exit code. User errors print one message; bugs keep their traceback."""
+    try:
+        return command()
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        message = explain(error)
+        if message is None:
+            raise
+        sys.stderr.write(f"rlexp: {message}\n")
+        return 1
 
 
 def explain(error: BaseException) -> str | None:

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from rlexp.base.command import Parser, refuse_unwritable
-from rlexp.config.explain import explain
+from rlexp.config.explain import explained
 
 
 def main() -> int:
@@ -25,33 +25,23 @@ def main() -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the answer to this file")
-    try:
-        options = parser.parse_intermixed_args()
-        return preflight(options.overrides, options.json)
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        message = explain(error)
-        if message is None:
-            raise
-        sys.stderr.write(f"rlexp: {message}\n")
-        return 1
+    return explained(lambda: preflight(parser.parse_intermixed_args()))
 
 
-def preflight(overrides: list[str], file: Path | None) -> int:
+def preflight(options: argparse.Namespace) -> int:
     from rlexp.config.elsewhere import compose_elsewhere
     from rlexp.preflight.quiet import quietly
 
-    compose_elsewhere(overrides)  # what is wrong with it is said before torch is imported
-    refuse_unwritable(file)
+    compose_elsewhere(options.overrides)  # what is wrong with it is said before torch is imported
+    refuse_unwritable(options.json)
     quietly()
     from rlexp.preflight import report
     from rlexp.preflight.answer import answer
 
-    found = answer(overrides)
+    found = answer(options.overrides)
     sys.stdout.write(report.text(found))
-    if file is not None:
-        file.write_text(json.dumps(report.plain(found), indent=1) + "\n", encoding="utf-8")
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.plain(found), indent=1) + "\n", encoding="utf-8")
     return 0 if found.fits else 1
 
 

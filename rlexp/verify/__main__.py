@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from rlexp.base.command import Parser, refuse_unwritable
-from rlexp.config.explain import explain
+from rlexp.config.explain import explained
 from rlexp.config.load import compose_config
 
 
@@ -26,23 +26,19 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
+    return explained(lambda: run(parser.parse_intermixed_args()))
+
+
+def run(options: argparse.Namespace) -> int:
     from rlexp.launch.local import Interrupted
+    from rlexp.verify import report
 
+    cfg = compose_config(options.overrides)
+    refuse_unwritable(options.json)
     try:
-        options = parser.parse_intermixed_args()
-        from rlexp.verify.report import run
-
-        cfg = compose_config(options.overrides)
-        refuse_unwritable(options.json)
-        return run(cfg, options.steps, options.json)
+        return report.run(cfg, options.steps, options.json)
     except Interrupted as stop:
         return stop.exit_code
-    except Exception as error:
-        message = explain(error)
-        if message is None:
-            raise
-        sys.stderr.write(f"rlexp: {message}\n")
-        return 1
 
 
 if __name__ == "__main__":
