@@ -11,6 +11,8 @@ ARGS ?= parallel=ring8 launch.device=cpu
 # The model of `+experiment=dog`, if it is there.
 STORIES ?= $(addprefix --stories ,$(wildcard ../shared/models/stories260K))
 export OMP_NUM_THREADS ?= 1
+# Tests start many processes: bytecode is kept, so that they do not compile rlexp again.
+unexport PYTHONDONTWRITEBYTECODE
 # `make test` and `make check` run tests side by side. Many wait for other processes, so there are more workers than the
 # 2 cores that the suite is timed on.
 WORKERS ?= 4
