@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rlexp.training.dataset.tokens import Example
+from rlexp.training.types import Pair
 from tests.helpers.faults.base import (
     CUT,
     CUT_ANSWERS,
@@ -34,6 +35,12 @@ def answers_from(cut: Callable[[Any, int], Any]) -> Change:
 
 def swapped(example: Example) -> Example:
     return replace(example, answers=example.answers[::-1])
+
+
+def rejected_first(pair: Pair) -> Pair:
+    """Swap the answers of a pair, with their masks."""
+    return replace(pair, chosen=pair.rejected, rejected=pair.chosen, chosen_mask=pair.rejected_mask,
+                   rejected_mask=pair.chosen_mask)  # fmt: skip
 
 
 def longer(original: Any, self: Any, rows: Any) -> Any:
@@ -163,7 +170,8 @@ DATA_FAULTS = (
     one("positions off by one", PACKING + "pack_sequences", repacked(off_by_one), "data", DATA),
     one("padding counts as tokens", PACKING + "pack_sequences", padding_as_tokens, "data", DATA),
     one("sequences in another order", PACKING + "pack_pairs",
-        lambda original, pairs, *args, **kwargs: original(list(map(swapped, pairs)), *args, **kwargs), "data", DATA),
+        lambda original, pairs, *args, **kwargs: original(list(map(rejected_first, pairs)), *args, **kwargs), "data",
+        DATA),
     one("a pack ignores masks", PACKING + "pack_sequences",
         lambda original, *args, **kwargs: original(*args, **kwargs | {"masks": ()}), "data", DATA, base=MIXED),
     one("the user's turns are trained on", MESSAGES + "turns", all_trained, "data", DATA, base=MIXED),
