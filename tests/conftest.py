@@ -20,6 +20,7 @@ from bench.gpu import ON_CPU
 from rlexp.config.hardware import TORCH_BUILT_FOR, visible_gpus
 from rlexp.config.schema import Device, LaunchConfig
 from rlexp.launch.joining import prepare_environment
+from tests import tiers
 from tests.helpers import warm
 from tests.helpers.paths import ROOT
 
@@ -57,9 +58,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduler(config, log)
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a GPU where there is none, unless it is rehearsed on the CPU."""
+    """Leave the dear tests to `make check`, and leave out what needs a GPU where there is none, unless it is rehearsed
+    on the CPU."""
+    tiers.mark(items)
     if visible_gpus() or os.environ.get(ON_CPU):
         return
     left_out = [item for item in items if item.get_closest_marker("gpu")]

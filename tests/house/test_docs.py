@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def commands() -> list[str]:
+def commands(pages: Sequence[Path] = PAGES) -> list[str]:
     of_pages = []
-    for page in PAGES:
+    for page in pages:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
             lines = (line.partition("#")[0].strip() for line in block.splitlines())
             ours = re.compile(r"\brlexp\b|launchers/\w+\.sh")
@@ -30,7 +31,13 @@ def commands() -> list[str]:
     return sorted(set(of_pages))
 
 
-@pytest.mark.parametrize("command", commands())
+def cases() -> list[Any]:
+    """Return the commands of all pages; those of the README are quick enough for `make test`."""
+    first = commands(PAGES[:1])
+    return [*first, *(pytest.param(each, marks=pytest.mark.slow) for each in commands() if each not in first)]
+
+
+@pytest.mark.parametrize("command", cases())
 def test_every_command_composes(rlexp: Shell, tmp_path: Path, command: str) -> None:
     (tmp_path / "PAIRS.jsonl").write_text("{}\n", encoding="utf-8")
     words = shlex.split(command)

@@ -1,0 +1,242 @@
+"""Which tests `make test` leaves to `make check`, by name: the dear ones whose subject a cheaper test touches too.
+
+`make test` takes five minutes on 2 cores, and each feature keeps a test in it. `make check` ends with the dearest tests
+and their seconds. What a decorator marks as slow is not listed again. An entry that names no test is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+WHOLE = ("verify/test_textbook_rl",)  # files, below tests/
+
+# Of the cases of these tests, `make test` runs one in so many: they are alike in what they ask of the code.
+ONE_IN: Mapping[str, int] = {
+    "config/test_config::test_engines_and_checkpoints_are_checked_before_a_process_starts": 3,
+    "config/test_config::test_wrong_input_is_one_message": 3,
+    "house/test_wheel::test_its_configuration_composes": 3,
+    "launch/test_slurm_script::test_a_wrong_launcher_key_is_told_before_anything_is_handed_over": 3,
+    "launch/test_slurm_script::test_what_no_cluster_could_run_is_refused": 3,
+    "preflight/test_children::test_a_task_that_ends_with_an_error_has_its_own_result": 3,
+    "preflight/test_fit::test_the_longest_is_found": 6,
+    "preflight/test_preflight::test_wrong_input_gets_one_message": 3,
+    "training/dataset/test_bad_rows::test_sources_that_do_not_fit_are_refused_before_a_row_is_read": 3,
+    "training/model/test_model::test_causal_decoders_work_without_being_named": 3,
+    "training/model/test_pretrained::test_wrong_input_is_one_message": 3,
+    "training/ring/test_kernels::test_a_kernel_that_cannot_is_refused": 3,
+    "training/rollout/test_pipelined::test_a_split_that_cannot_be_is_refused": 2,
+    "training/rollout/test_rollout_faults::test_what_cannot_be_is_refused_before_a_process_starts": 3,
+    "verify/test_textbook_rows::test_a_defect_at_templates_and_edges_is_seen": 4,
+    "verify/test_textbook_rows::test_real_pairs_in_every_format": 4,
+    "verify/test_textbook_rows::test_rows_at_random": 4,
+    "verify/test_verify::test_a_mistake_is_one_message": 3,
+}
+
+SLOW: Mapping[str, tuple[str, ...]] = {
+    "bench/test_bench_attention": (
+        "test_a_table_that_fails_says_so_and_the_others_are_there",
+        "test_it_runs_on_cpu_where_only_torch_is_installed",
+        "test_it_says_that_there_is_no_gpu",
+    ),
+    "bench/test_bench_gpu": ("test_the_rates_are_rehearsed",),
+    "compare/test_compare": (
+        "test_other_metrics_are_held_where_asked",
+        "test_watching_redraws_until_the_runs_have_ended",
+    ),
+    "config/test_config": (
+        "test_a_ring_larger_than_the_gpus",
+        "test_help_lists_every_group",
+    ),
+    "curves/test_rollout_records": (
+        "test_a_loss_of_advantages_that_cancel_is_no_difference",
+        "test_curves_are_compared_up_to_the_first_sample_that_differs[bf16]",
+        "test_each_pair_is_held_as_far_as_its_own_samples_agree",
+        "test_in_float64_a_sample_that_differs_is_a_defect",
+        "test_the_first_rollout_differs_and_nothing_is_left",
+        "test_wandb_has_the_table_with_the_row_of_its_step",
+    ),
+    "dashboard/test_dashboard": (
+        "test_the_workspace_that_is_sent[True]",
+        "test_what_the_server_refuses_is_one_message",
+    ),
+    "house/test_wheel": (
+        "test_it_shows_what_slurm_would_be_sent_and_has_the_scripts",
+        "test_it_trains",
+    ),
+    "launch/test_before_start": (
+        "test_a_config_that_is_none_is_one_message",
+        "test_a_job_that_cannot_fit_is_skipped_and_the_others_run",
+        "test_a_run_that_cannot_fit_names_a_change_that_does",
+    ),
+    "launch/test_joining": ("test_who_does_not_come_to_the_meeting_is_named",),
+    "launch/test_sweep": (
+        "test_a_sweep_goes_on_and_says_what_was_not_run",
+        "test_every_job_is_told_what_is_its_own",
+    ),
+    "preflight/test_fit": ("test_the_rank_that_holds_most_is_shown",),
+    "preflight/test_layout_choice": (
+        "test_a_run_says_which_layout_it_takes_and_why",
+        "test_auto_takes_the_layout_whose_rehearsal_is_fastest",
+    ),
+    "preflight/test_memo": ("test_what_is_remembered_moves_no_event_and_no_count",),
+    "preflight/test_preflight": ("test_a_config_that_is_none_is_refused",),
+    "preflight/test_rehearse": (
+        "test_a_module_that_keeps_the_whole_sequence_is_named[ring4, checkpointing]",
+        "test_a_planted_wait_is_found_with_its_place[tokens are copied from pageable memory]",
+        "test_many_layers_follow_exactly_from_a_few",
+        "test_what_is_predicted_is_what_real_ranks_count[fsdp2-ring2-bf16-checkpointing]",
+        "test_what_is_predicted_is_what_real_ranks_count[zero0-ring2-bf16-checkpointing]",
+        "test_what_is_predicted_is_what_real_ranks_count[zero1-ring2-bf16-checkpointing]",
+        "test_what_is_predicted_is_what_real_ranks_count[zero2-ring2-bf16-checkpointing]",
+        "test_what_is_predicted_is_what_real_ranks_count[zero3-ring2-bf16-checkpointing]",
+        "test_what_is_sharded_is_not_named",
+    ),
+    "preflight/test_rehearse_rollouts": ("test_what_is_predicted_is_what_real_ranks_count",),
+    "run/test_cli": (
+        "test_a_held_out_loss_that_is_not_finite_is_said",
+        "test_a_killed_rank_ends_the_run_within_ten_seconds",
+        "test_a_ring_of_four_trains_and_says_so",
+        "test_a_trained_model_is_trained_on",
+        "test_fresh_processes_for_gpus_are_ranks_too",
+        "test_it_learns_the_rule_of_the_synthetic_pairs",
+        "test_under_torchrun_it_joins_what_is_there",
+    ),
+    "status/test_status": (
+        "test_a_sweep_that_has_ended",
+        "test_while_training_and_when_killed",
+    ),
+    "training/checkpoint/test_resume": (
+        "test_a_finished_run_has_nothing_to_do_until_it_is_made_longer",
+        "test_a_finished_run_without_a_checkpoint_is_not_written_over",
+        "test_a_run_that_ended_before_its_first_checkpoint_begins_again",
+        "test_a_signal_finishes_the_step_and_saves[SIGTERM]",
+        "test_a_signal_finishes_the_step_and_saves[SIGUSR1]",
+        "test_one_rank_alone_may_be_asked",
+        "test_the_curve_goes_on_in_float64[edge of an epoch]",
+        "test_the_last_and_the_best_are_kept",
+    ),
+    "training/checkpoint/test_rollout_resume": (
+        "test_damage_to_the_samples_is_refused",
+        "test_the_curve_goes_on",
+    ),
+    "training/dataset/test_bad_rows": (
+        "test_a_file_of_anything_is_read_or_refused_in_one_message",
+        "test_bad_rows_by_the_thousand_are_reported_together_and_all_listed",
+    ),
+    "training/dataset/test_store": (
+        "test_a_damaged_store_in_the_making_goes_on_from_what_is_whole[changed]",
+        "test_a_damaged_store_in_the_making_goes_on_from_what_is_whole[torn journal]",
+        "test_a_full_disk_is_one_message_and_it_goes_on_when_there_is_room",
+    ),
+    "training/engine/test_engines": (
+        "test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step[loss-zero1]",
+        "test_a_rank_without_a_trained_token_does_not_hang_the_others",
+        "test_bf16_adds_up_its_micro_batches_once",
+        "test_bf16_keeps_float32_masters",
+        "test_gradient_over_ring_and_replicas_is_exact[('ring1', 1, 8)]",
+        "test_weights_can_be_read_after_an_evaluation",
+    ),
+    "training/metrics/test_counted": (
+        "test_a_larger_ring_holds_fewer_bytes_as_predicted",
+        "test_counting_moves_no_number_and_its_choice_misses_nothing",
+    ),
+    "training/model/test_model": ("test_the_probe_of_a_large_model_is_small",),
+    "training/model/test_placing": ("test_a_planted_clone_of_all_weights_is_found",),
+    "training/model/test_pretrained": ("test_every_engine_starts_from_the_same_rounded_weights",),
+    "training/ring/test_attention": (
+        "test_bf16_is_as_exact_as_one_flash_call",
+        "test_calls_that_are_cut_are_the_whole_ones[too long for strips-2]",
+        "test_calls_that_are_cut_are_the_whole_ones[too long for strips-8]",
+        "test_equals_full_attention[4]",
+    ),
+    "training/ring/test_attention_edges": (
+        "test_any_arrangement_in_memory_is_the_same_attention",
+        "test_packs_smaller_than_the_ring",
+    ),
+    "training/ring/test_deepspeed_ulysses": ("test_deepspeed_s_ulysses_has_the_same_dpo_loss_and_gradient",),
+    "training/ring/test_fused": ("test_the_fused_kernels_equal_plain_torch",),
+    "training/ring/test_kernels": ("test_the_ring_needs_torch_alone",),
+    "training/ring/test_ring_flash_attn": (
+        "test_a_run_is_that_of_our_own_layouts",
+        "test_equals_full_attention[1]",
+        "test_the_functions_are_reached_past_the_adapter",
+    ),
+    "training/ring/test_torch_ring": ("test_torch_s_own_ring_attention_agrees[4]",),
+    "training/rollout/test_pipelined": ("test_a_step_behind_is_weighed_by_what_is_now_likely",),
+    "training/rollout/test_rollout_ends": (
+        "test_a_pipelined_run_that_is_asked_to_stop_saves_what_is_being_drawn",
+        "test_a_rollout_that_has_begun_keeps_its_size",
+    ),
+    "training/rollout/test_rollout_faults": (
+        "test_a_death_while_sampling_leaves_no_process[launcher]",
+        "test_a_prompt_longer_than_the_limit",
+        "test_a_rank_that_dies_while_rewards_are_judged_takes_their_workers_along",
+        "test_a_reward_that_fails_says_for_which_sample[hangs-said2]",
+        "test_a_reward_that_fails_says_for_which_sample[nan-said3]",
+        "test_a_reward_that_fails_says_for_which_sample[too_few-said4]",
+        "test_alike_scores_move_only_the_critic",
+        "test_empty_answers_that_are_all_alike_move_no_policy",
+        "test_without_a_group_of_use_nothing_is_trained_on",
+    ),
+    "training/sinks/test_wandb": (
+        "test_a_run_that_dies_of_memory_leaves_where",
+        "test_alerts_where_the_loss_leaves_its_baseline_and_where_the_run_fails",
+        "test_an_offline_run_read_back_is_its_curve",
+        "test_its_fragments_are_one_run_and_hold_each_step_once",
+        "test_offline_becomes_online_by_sync[one after the other]",
+        "test_what_wandb_refuses_is_one_message",
+    ),
+    "training/train/test_deterministic": ("test_two_runs_on_a_ring_of_two_have_the_same_bits",),
+    "training/train/test_invariance": (
+        "test_a_tail_is_the_same_on_every_layout",
+        "test_the_bug_report_draws_one_curve",
+    ),
+    "training/train/test_rollout_invariance": ("test_epochs_take_every_sample_once_in_another_order",),
+    "verify/test_faulty": ("test_a_rank_that_the_others_wait_for_is_named",),
+    "verify/test_textbook": ("test_first_step_equals_the_textbook[parallel=ring8 memory.checkpointing=true]",),
+    "verify/test_textbook_rows": (
+        "test_real_pairs_by_templates[None]",
+        "test_real_pairs_by_templates[gemma]",
+        "test_real_pairs_by_templates[llama3]",
+        "test_real_pairs_by_templates[qwen3]",
+    ),
+    "verify/test_verify": (
+        "test_a_mixture_of_conversations_passes",
+        "test_a_module_that_keeps_the_whole_sequence_is_named",
+        "test_a_pretrained_model_keeps_its_first_layers",
+        "test_a_shrunk_model_is_verified_and_said_to_be_shrunk",
+        "test_chat_messages_and_odd_texts_pass",
+        "test_float64_is_run_over_the_layout_that_the_run_takes",
+        "test_no_layout_keeps_the_whole_sequence",
+        "test_what_diverges_in_the_reference_too_is_the_users",
+    ),
+}
+
+
+def mark(items: Sequence[pytest.Item]) -> None:
+    """Mark tests as slow. Where all files of tests were collected, an entry without a test is an error."""
+    found: set[tuple[str, str]] = set()
+    cases: dict[str, int] = {}
+    for item in items:
+        file, _, name = item.nodeid.removeprefix("tests/").partition(".py::")
+        function = name.partition("[")[0]
+        entries = (
+            {("", file)} if file in WHOLE else {(file, each) for each in (name, function) if each in SLOW.get(file, ())}
+        )
+        if (few := ONE_IN.get(f"{file}::{function}")) is not None:
+            found.add((file, function))
+            cases[f"{file}::{function}"] = number = cases.get(f"{file}::{function}", -1) + 1
+            if number % few:
+                item.add_marker(pytest.mark.slow)
+        if entries:
+            found |= entries
+            item.add_marker(pytest.mark.slow)
+    listed = {(file, name) for file, names in SLOW.items() for name in names}
+    listed |= {("", file) for file in WHOLE} | {tuple(each.split("::")) for each in ONE_IN}
+    all_files = set((ROOT / "tests").rglob("test_*.py"))
+    if all_files <= {item.path for item in items} and (stale := sorted(listed - found)):
+        raise pytest.UsageError(f"tests/tiers.py names tests that are not there: {stale}")
