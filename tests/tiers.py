@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 
-WHOLE = ("verify/test_textbook_rl",)  # files, below tests/
+WHOLE = ("training/ring/test_ring_flash_attn", "verify/test_textbook_rl")  # files, below tests/
 
 # Of the cases of these tests, `make test` runs one in so many: they are alike in what they ask of the code.
 ONE_IN: Mapping[str, int] = {
@@ -160,11 +160,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "training/ring/test_deepspeed_ulysses": ("test_deepspeed_s_ulysses_has_the_same_dpo_loss_and_gradient",),
     "training/ring/test_fused": ("test_the_fused_kernels_equal_plain_torch",),
     "training/ring/test_kernels": ("test_the_ring_needs_torch_alone",),
-    "training/ring/test_ring_flash_attn": (
-        "test_a_run_is_that_of_our_own_layouts",
-        "test_equals_full_attention[1]",
-        "test_the_functions_are_reached_past_the_adapter",
-    ),
     "training/ring/test_torch_ring": ("test_torch_s_own_ring_attention_agrees[4]",),
     "training/rollout/test_pipelined": ("test_a_step_behind_is_weighed_by_what_is_now_likely",),
     "training/rollout/test_rollout_ends": (

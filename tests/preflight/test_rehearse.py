@@ -4,82 +4,28 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
-from rlexp.launch.joining import RankSpec
-from rlexp.preflight.rehearsal.sharding import in_words
-from tests.helpers.faults import WHOLE_SEQUENCE
-from tests.helpers.faults.plant import plant
-from tests.helpers.paths import FILES
 from tests.helpers.ranks import on_ranks
-
-ENGINES = ("torch", "zero0", "zero1", "zero2", "zero3", "fsdp2")
-SHORT = ("launch.device=cpu", "logger=none", "data.max_length=256", "train.batch_size=4", "train.max_steps=1")
-GPU = ("logger=none", "data.max_length=512", "train.max_steps=1", "hardware=h100")
-
-MODELS = FILES / "models"
-STEP = ("forward", "reference", "backward")
-PEAKS = (*STEP, "rollout", "score")
-Summary = dict[str, Any]
-
-
-def elsewhere(*words: str) -> Config:
-    return compose_elsewhere([*GPU, *words])
-
-
-def summary(passes: Any) -> Summary:
-    """Return the highest sum of each phase, and what is computed and sent in all."""
-    from rlexp.preflight.predict import Prediction
-
-    found = Prediction(passes, 0, 1)
-    peaks = {phase: peak.bytes for phase, peak in found.peaks.items() if phase in PEAKS}
-    counts = found.counts()
-    return {"peak": found.peak.bytes, "peaks": peaks, "flops": counts.flops, "sent": +counts.sent}
-
-
-def plan(cfg: Config, rank: int, *, gpu: bool = False, **changes: Any) -> Any:
-    from rlexp.preflight.rehearsal.rehearse import RehearsalPlan
-    from rlexp.training.model.loading import load_config
-
-    return RehearsalPlan(cfg, load_config(cfg.model, cfg.data.max_length), rank, gpu=gpu, **changes)
-
-
-def counted(spec: RankSpec, cfg: Config) -> Summary:
-    from rlexp.preflight.rehearsal.log import passes
-    from rlexp.preflight.rehearsal.rehearse import count
-
-    return summary(passes(count(plan(cfg, spec.rank))))
-
-
-def rehearsed(cfg: Config, rank: int) -> Summary:
-    return alone(_rehearsed, cfg, rank)
-
-
-def _rehearsed(cfg: Config, rank: int) -> Summary:
-    from rlexp.preflight.rehearsal.log import passes
-    from rlexp.preflight.rehearsal.rehearse import rehearse
-
-    return summary(passes(rehearse(plan(cfg, rank))))
-
-
-def alone(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in a process of its own that belongs to no world."""
-    return on_ranks(1, parted, function, args)[0]
-
-
-def parted(_spec: RankSpec, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    torch.distributed.destroy_process_group()
-    return function(*args)
-
+from tests.helpers.rehearsals import (
+    ENGINES,
+    MODELS,
+    SHORT,
+    Summary,
+    alone,
+    counted,
+    elsewhere,
+    fast,
+    rehearsed,
+    stretched,
+    summary,
+)
 
 FAST = {(2, "true", "bf16")}
 CHECK = {(2, "false", "fp32"), (4, "false", "bf16")}
@@ -98,11 +44,6 @@ def grid() -> list[Any]:
                      f"train.precision={precision}")  # fmt: skip
             cases.append(pytest.param(ring, words, id=name, marks=marks))
     return cases
-
-
-def fast(*engines: str) -> list[Any]:
-    """All engines, of which these are in `make test`."""
-    return [pytest.param(engine, marks=() if engine in engines else pytest.mark.slow) for engine in ENGINES]
 
 
 @pytest.mark.parametrize(("ring", "words"), grid())
@@ -160,37 +101,6 @@ def _predicted(cfg: Config, rank: int) -> Summary:
     return summary(found.prediction.passes)
 
 
-def stretched(cfg: Config) -> tuple[Summary, Summary]:
-    """Predict all layers from few, and rehearse all."""
-    from rlexp.preflight.children import at_once
-    from rlexp.preflight.predict import plan_of, predict
-    from rlexp.preflight.rehearsal.log import passes
-    from rlexp.preflight.rehearsal.rehearse import rehearse
-    from rlexp.training.model.loading import load_config
-
-    model = load_config(cfg.model, cfg.data.max_length)
-    calls: list[int] = []
-
-    def watched() -> Any:
-        task, answer = predict(cfg, model, 0), None
-        while True:
-            try:
-                asked = task.send(answer)
-            except StopIteration as end:
-                return end.value
-            calls.append(max(call[1][0].layers or model.num_hidden_layers for call in asked))
-            answer = yield asked
-
-    def whole() -> Any:
-        (log,) = yield [(rehearse, (plan_of(cfg, model, 0, None),))]
-        return log
-
-    found, log = at_once([watched(), whole()], 2)
-    all_of_them = cfg.engine.name.value not in ("zero3", "fsdp2")  # which treat all layers alike
-    assert (max(calls) == model.num_hidden_layers) == all_of_them
-    return summary(found.prediction.passes), summary(passes(log))
-
-
 @pytest.mark.parametrize("engine", fast("fsdp2"))
 @pytest.mark.parametrize("checkpointing", ["false", pytest.param("true", marks=[pytest.mark.slow, pytest.mark.prove])])
 def test_many_layers_follow_exactly_from_a_few(engine: str, checkpointing: str) -> None:
@@ -237,235 +147,6 @@ def test_an_8b_model_follows_from_a_few_layers(engine: str) -> None:
     assert (few["flops"], few["sent"]) == (whole["flops"], whole["sent"])
 
 
-# ---- what a GPU would do ----
-
-
-def gpu_step(cfg: Config, planted: str | None = None) -> dict[str, Any]:
-    """Rehearse a step on a GPU; return where the host waits, by phase, and the bytes of a parameter at each peak."""
-    from rlexp.preflight.predict import Prediction
-    from rlexp.preflight.rehearsal.log import passes
-    from rlexp.preflight.rehearsal.rehearse import rehearse
-
-    if planted is not None:
-        target, change = DEFECTS[planted]
-        plant(target, change, lambda: None)
-    found = Prediction(passes(rehearse(plan(cfg, 0, gpu=True))), 0, 1)
-    inside = {phase: sorted(found.counts(phase).syncs) for phase in ("data", "forward", "reference", "backward", "")}
-    return {"waits": inside, "peaks": {phase: peak.bytes for phase, peak in found.peaks.items()}}
-
-
-def item_in_the_loss(original: Any, self: Any, shard: Any, meter: Any) -> Tensor:
-    losses_P = original(self, shard, meter)
-    return losses_P * (1.0 if float(losses_P.sum()) > 0 else 2.0)
-
-
-def item_in_the_layers(original: Any, *args: Any) -> Tensor:
-    hidden_tE = original(*args)
-    return hidden_tE if bool(hidden_tE.isfinite().all()) else hidden_tE * 0
-
-
-def pageable(original: Any, tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device)
-
-
-DEFECTS = {
-    "a number of the loss is asked for": ("rlexp.training.train.pair_task:PairTask.losses", item_in_the_loss),
-    "a number of the hidden states is asked for": ("rlexp.training.model.policy:hidden_states", item_in_the_layers),
-    "tokens are copied from pageable memory": ("rlexp.training.types:moved", pageable),
-}
-
-
-@pytest.mark.parametrize(
-    ("engine", "layout"),
-    [
-        *(pytest.param(*each.values, "zigzag", marks=each.marks) for each in fast("torch", "zero1")),
-        *(pytest.param("torch", layout, marks=pytest.mark.slow) for layout in ("allgather", "ulysses")),
-    ],
-)
-def test_the_host_waits_for_nothing_in_a_micro_batch(engine: str, layout: str) -> None:
-    """From the first micro-batch's start to the last backward's end; the gradient's norm is asked for after that."""
-    words = ("launch.nproc=2", "parallel=ring2", "train.batch_size=2", f"engine={engine}", f"parallel.layout={layout}")
-    waits = alone(gpu_step, elsewhere(*words))["waits"]
-    # In its first step, ZeRO-3 asks whether all ranks call the modules in the same order.
-    first = "deepspeed/runtime/zero/utils.py"
-    inside = [place for phase in ("data", *STEP) for place in waits[phase] if not place.startswith(first)]
-    assert inside == []
-
-
-@pytest.mark.parametrize("defect", DEFECTS)
-def test_a_planted_wait_is_found_with_its_place(defect: str) -> None:
-    cfg = elsewhere("launch.nproc=2", "parallel=ring2", "train.batch_size=2", "engine=torch")
-    waits = alone(gpu_step, cfg, defect)["waits"]
-    assert any("tests/preflight/test_rehearse.py" in place for places in waits.values() for place in places), waits
-
-
-def launches(size: int, rank: int, lengths: tuple[int, ...]) -> tuple[int, int]:
-    """Count the kernels that attention launches in a layer's forward and backward pass."""
-    from rlexp.preflight.rehearsal.device import rehearsed_device
-    from rlexp.preflight.rehearsal.log import Log
-    from rlexp.preflight.rehearsal.mode import Rehearsing
-    from rlexp.preflight.rehearsal.rehearse import joined
-    from rlexp.training.ring.groups import build_world
-    from rlexp.training.ring.kernels import get_kernel
-    from rlexp.training.ring.layouts import get_layout
-    from tests.training.ring.test_attention import forest
-
-    device = rehearsed_device()
-    log = Log(device.type)
-    with joined(rank, size), Rehearsing(log):
-        ring = build_world(size).ring
-        plan = get_layout("zigzag").plan(forest(lengths, size), ring, get_kernel("torch_flash", "cuda", torch.bfloat16))
-        plan, tokens = plan.to(device), sum(lengths) // size
-        q, k, v = (torch.randn(tokens, heads, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
-                   for heads in (32, 8, 8))  # fmt: skip
-        log.enter("forward")
-        out = plan.attend(q, k, v, 1.0)
-        forward = log.counts.launches
-        log.enter("backward")
-        out.backward(torch.empty_like(out))
-        return forward, log.counts.launches
-
-
-def test_attention_launches_few_kernels() -> None:
-    """On a ring of 8, for a pair: 64 to 85 forward and 93 to 114 backward before blocks were merged by one kernel each,
-    and the parts of a shard were views. Rank 0 has most, since all other ranks' keys are between its chunks."""
-    assert alone(launches, 8, 0, (4096, 4096)) == (32, 51)
-    assert alone(launches, 8, 7, (4096, 4096)) == (24, 43)
-    assert alone(launches, 8, 0, (8192,)) == (19, 36)
-
-
-class Copies:
-    """The bytes that attention reads and writes outside of its kernel, in both passes."""
-
-    def __init__(self, log: Any) -> None:
-        from rlexp.preflight.rehearsal.memo import Cost
-        from rlexp.preflight.rehearsal.mode import Rehearsing
-
-        class OutsideOfTheKernel(Rehearsing):
-            def cost(self, func: Any, *args: Any) -> Cost:
-                return Cost() if "flash" in func._schema.name else super().cost(func, *args)
-
-        self.mode = OutsideOfTheKernel(log)
-
-
-def copied(layout: str, inner: int, heads: tuple[int, int], planted: bool = False) -> tuple[Any, Any]:
-    """Count launches and bytes of a layer's copies on a rank of a ring of 8 that holds 16,384 tokens.
-
-    Bytes are in those of one head: of its tokens in bfloat16. The queries, keys and values come as the rotary embedding
-    leaves them, one head after the other.
-    """
-    from rlexp.preflight.rehearsal.device import rehearsed_device
-    from rlexp.preflight.rehearsal.log import Log
-    from rlexp.preflight.rehearsal.rehearse import joined
-    from rlexp.training.ring.groups import build_world
-    from rlexp.training.ring.kernels import get_kernel
-    from rlexp.training.ring.layouts import get_layout
-    from tests.training.ring.test_attention import forest
-
-    if planted:
-        plant("rlexp.training.ring.layouts.ulysses:SharedHeads._to_heads", packed_twice, lambda: None)
-    device, tokens, queries, keys = rehearsed_device(), 16384, *heads
-    log = Log(device.type)
-    with joined(0, 8), Copies(log).mode:
-        ring = build_world(8, None, inner).ring
-        kernel = get_kernel("torch_flash", "cuda", torch.bfloat16)
-        plan = get_layout(layout, inner).plan(forest((4 * tokens, 4 * tokens), 8), ring, kernel).to(device)
-        given = (torch.randn(each, tokens, 128, device=device, dtype=torch.bfloat16) for each in (queries, keys, keys))
-        q, k, v = (each.transpose(0, 1).requires_grad_() for each in given)
-        log.enter("forward")
-        out = plan.attend(q, k, v, 1.0)
-        forward = log.counts
-        log.enter("backward")
-        out.backward(torch.empty_like(out))
-        one = tokens * 128 * 2
-        return tuple((each.launches, round(each.bytes / one)) for each in (forward, log.counts))
-
-
-def packed_twice(original: Any, self: Any, *tensors: Tensor, **copies: int) -> tuple[Tensor, ...]:
-    return tuple(each.clone() for each in original(self, *tensors, **copies))
-
-
-def test_ulysses_packs_straight_into_what_it_sends() -> None:
-    """Each element is read and written once to be sent; outputs are read and written once where they arrive.
-
-    Before that, it were 512 and 656 times a head's bytes, by 7 and 12 kernels.
-    """
-    queries, keys = 32, 8
-    sent, home = 2 * (queries + 2 * keys), 2 * queries
-    assert alone(copied, "ulysses", 1, (queries, keys)) == ((4, sent + home), (4, home + sent))
-    (_, forward), (_, backward) = alone(copied, "ulysses", 1, (queries, keys), True)
-    assert forward == 2 * sent + home
-    assert backward == 2 * home + sent
-
-
-@pytest.mark.slow
-def test_hybrid_packs_straight_into_what_it_sends() -> None:
-    """The rest is what its rings copy: parts of queries, keys that travel, outputs merged in float32. It were 1171 and
-    1588 times a head's bytes."""
-    (_, forward), (_, backward) = alone(copied, "hybrid", 2, (32, 8))
-    assert (forward, backward) == (1043, 1300)
-
-
-# ---- whether the ring shards the sequence ----
-
-
-def sharded(cfg: Config, planted: bool = False) -> Any:
-    """Compare what a rank keeps for its backward pass with a ring of one."""
-    from rlexp.preflight.answer import alone as on_a_ring_of_one
-    from rlexp.preflight.answer import shared_out
-    from rlexp.preflight.children import at_once
-    from rlexp.preflight.rehearsal.rehearse import rehearse
-    from rlexp.training.model.loading import load_config
-
-    if planted:
-        WHOLE_SEQUENCE.plant(lambda: None)
-
-    def rehearsing(each: Config) -> Any:
-        (log,) = yield [(rehearse, (plan(each, 0, gpu=True),))]
-        return log
-
-    one, ring = at_once([rehearsing(on_a_ring_of_one(cfg)), rehearsing(cfg)], 2)
-    return shared_out(cfg, load_config(cfg.model, cfg.data.max_length), ring, one)
-
-
-@pytest.mark.parametrize(
-    ("ring", "words"),
-    [
-        pytest.param(2, (), id="ring2"),
-        pytest.param(4, ("memory.checkpointing=true",), id="ring4, checkpointing"),
-        pytest.param(4, (), id="ring4", marks=pytest.mark.slow),
-        *(pytest.param(4, (f"engine={each}",), id=each, marks=pytest.mark.slow) for each in ENGINES[1:]),
-        pytest.param(2, ("parallel.layout=ulysses",), id="ulysses", marks=pytest.mark.slow),
-    ],
-)
-def test_a_module_that_keeps_the_whole_sequence_is_named(ring: int, words: tuple[str, ...]) -> None:
-    cfg = elsewhere(f"launch.nproc={ring}", f"parallel=ring{ring}", f"train.batch_size={ring}", "engine=torch", *words)
-    found = alone(sharded, cfg, True)
-    assert list(found.whole) == ["model.layers.*.mlp"]
-    assert any("model.layers.*.mlp keeps" in line for line in in_words(found))
-
-
-@pytest.mark.parametrize("checkpointing", ["false", "true"])
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(("engine=zero3",), id="zero3"),
-        *(pytest.param((f"engine={each}",), id=each, marks=pytest.mark.slow) for each in ENGINES if each != "zero3"),
-        *(pytest.param((f"parallel.layout={each}",), id=each, marks=pytest.mark.slow)
-          for each in ("contiguous", "allgather", "ulysses", "hybrid parallel.ulysses_size=2")),
-    ],
-)  # fmt: skip
-def test_what_is_sharded_is_not_named(words: tuple[str, ...], checkpointing: str) -> None:
-    """ZeRO-3 gathers weights a layer ahead; they are no activations. Ulysses keeps more, and the report says why."""
-    words = tuple(word for each in words for word in each.split())
-    ring = ("launch.nproc=4", "parallel=ring4", "train.batch_size=4", f"memory.checkpointing={checkpointing}")
-    found = alone(sharded, elsewhere(*ring, *words))
-    assert found.whole == {}
-    shared = words[0].endswith(("ulysses", "hybrid"))
-    assert list(found.meant) == (["model.layers.*.self_attn"] if shared else [])
-    assert found.share == pytest.approx(1 / 4, rel=0.15 if shared else 0.01)
-
-
 def mixed_up() -> str:
     from rlexp.preflight.rehearsal.device import rehearsed_device
     from rlexp.preflight.rehearsal.log import Log
@@ -486,10 +167,10 @@ def test_tensors_of_two_devices_raise_as_on_a_gpu() -> None:
 def test_a_step_counts_every_pass_of_every_micro_batch() -> None:
     """Two micro-batches are rehearsed, of any number; a backward pass has a part before its layers, and one behind."""
     from rlexp.preflight.predict import Prediction
-    from rlexp.preflight.rehearsal.log import KINDS, Counts, Pass
+    from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts, Pass
 
     def part(phase: str, flops: int) -> Pass:
-        nothing = dict.fromkeys(KINDS, 0)
+        nothing = dict.fromkeys(STORAGE_KINDS, 0)
         return Pass(phase, nothing, nothing, Counts(flops=flops))
 
     micro_batch = [part("forward", 1), part("forward", 10), part("backward", 100),

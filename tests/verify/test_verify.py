@@ -145,7 +145,7 @@ def test_the_command_fails_on_a_broken_copy_of_the_package(tmp_path: Path) -> No
     """The whole program as it is installed, with one function changed on disk."""
     for folder in ("rlexp", "conf", "launchers", "sweeps"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / "rlexp" / "engine" / "reducing.py").open("a", encoding="utf-8") as engine:
+    with (tmp_path / "rlexp" / "training" / "engine" / "reducing.py").open("a", encoding="utf-8") as engine:
         engine.write(SUMMED)
     done = subprocess.run(
         [sys.executable, "-m", "rlexp.verify", *FP64, "--steps", "1", "--json", "out.json"],

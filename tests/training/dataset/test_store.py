@@ -33,7 +33,7 @@ from tests.helpers.ranks import on_ranks
 from tests.training.dataset.test_rows import assistant, cache, configured, ids, read, user, write_lines
 
 __all__ = ["cache"]  # a fixture of every test here too
-ROOMS = str(Path(sys.modules["rlexp"].__file__ or "").parent / "data")
+PRODUCT = str(Path(sys.modules["rlexp"].__file__ or "").parent / "training" / "dataset")
 
 
 def written(folder: Path, count: int) -> str:
@@ -62,7 +62,7 @@ def lines_of(run: Callable[[], Any], last: int | None = None) -> int:
 
     def traced(frame: Any, event: str, _arg: Any) -> Any:
         nonlocal count
-        if not frame.f_code.co_filename.startswith(ROOMS):
+        if not frame.f_code.co_filename.startswith(PRODUCT):
             return None
         if event == "line":
             count += 1
