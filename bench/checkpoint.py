@@ -39,9 +39,9 @@ from rlexp.base.files import sync
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, OptimConfig
-from rlexp.curves import checkpoint_folder
 from rlexp.launch.joining import ON_CPU, RankSpec, join, prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
+from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint.saver import Saver
 from rlexp.training.checkpoint.tensors import Reader, share
 from rlexp.training.engine.base import MOMENTS, set_lr, shape_of, trained

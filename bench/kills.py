@@ -28,10 +28,10 @@ from bench.curves import differences, excesses
 from bench.resume import curve_of
 from bench.tables import put
 from rlexp.base.errors import CheckpointError
-from rlexp.curves import checkpoint_folder
-from rlexp.curves.difference import compared
-from rlexp.curves.metrics_jsonl import read_rows
 from rlexp.launch.run_folder import git_commit
+from rlexp.run_files import checkpoint_folder
+from rlexp.run_files.difference import compared
+from rlexp.run_files.metrics_jsonl import read_rows
 
 STEPS, SAVE_EVERY, KEEP_LAST = 120, 2, 2
 # The learning rate is low, so that the loss stays away from 0. At a loss of 6e-4 (240 steps at 5e-4), two undisturbed

@@ -28,9 +28,9 @@ from bench import tables
 from bench.curves import draw_rank
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
-from rlexp.curves.metrics_jsonl import MetricRow
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
+from rlexp.run_files.metrics_jsonl import MetricRow
 
 REWARD, ENTROPY, SAMPLES = "train/objective/scores", "train/policy/entropy_avg", "train/episode"
 UNTRAINED, LEARNED, FLOOR = (

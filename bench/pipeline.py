@@ -21,7 +21,7 @@ import matplotlib
 import numpy as np
 
 from bench import tables
-from rlexp.curves.metrics_jsonl import MetricRow, read_rows
+from rlexp.run_files.metrics_jsonl import MetricRow, read_rows
 
 MODES = {
     "colocated": ("parallel=ring1", "launch.nproc=2", "train.micro_batch_size=16"),

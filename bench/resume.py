@@ -26,13 +26,13 @@ import numpy as np
 from bench.curves import Curve, differences, excesses
 from bench.tables import put, signature
 from rlexp.config.load import compose_config
-from rlexp.curves import checkpoint_folder as checkpoint
-from rlexp.curves.difference import compared
-from rlexp.curves.metrics_jsonl import read_rows
 from rlexp.launch import run_folder
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.run.job import train_rank
+from rlexp.run_files import checkpoint_folder as checkpoint
+from rlexp.run_files.difference import compared
+from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.checkpoint.tensors import Reader
 
 STEPS, EPOCH = 7, 3  # 3 steps an epoch

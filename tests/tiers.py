@@ -51,7 +51,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_ring_larger_than_the_gpus",
         "test_help_lists_every_group",
     ),
-    "curves/test_rollout_records": (
+    "run_files/test_rollout_records": (
         "test_a_loss_of_advantages_that_cancel_is_no_difference",
         "test_curves_are_compared_up_to_the_first_sample_that_differs[bf16]",
         "test_each_pair_is_held_as_far_as_its_own_samples_agree",

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import LoggedRun
 from rlexp.compare.samples import coarsest, excused, inexcusable, named, remark
-from rlexp.curves.difference import (
+from rlexp.run_files.difference import (
     EARLY,
     LOSSES,
     MARGIN,
@@ -25,7 +25,7 @@ from rlexp.curves.difference import (
     measured_floor,
     within_rounding,
 )
-from rlexp.curves.rollouts_jsonl import Apart
+from rlexp.run_files.rollouts_jsonl import Apart
 
 AGREE, APART, UNPROVEN, NONE = "agree", "apart", "unproven", "none"
 

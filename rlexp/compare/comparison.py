@@ -21,7 +21,7 @@ from rlexp.compare.agreement import Conclusion, between, floor_of, outcome_of
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import Group, LoggedRun, settings
 from rlexp.config.identity import GROUPS
-from rlexp.curves.difference import SCORE, Column, Steps, compared, on_steps
+from rlexp.run_files.difference import SCORE, Column, Steps, compared, on_steps
 
 DRAWN = 1000  # the most steps of a metric on the page; a longer curve is thinned out
 KNOTS = 400  # of a run's clock

@@ -17,10 +17,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlexp.base.errors import UserError
-from rlexp.curves.difference import Column, Steps
-from rlexp.curves.metrics_jsonl import METRICS, read_columns
-from rlexp.curves.rollouts_jsonl import ROLLOUTS, Record
 from rlexp.launch import preflight_check, rank_progress, run_folder, sweep
+from rlexp.run_files.difference import Column, Steps
+from rlexp.run_files.metrics_jsonl import METRICS, read_columns
+from rlexp.run_files.rollouts_jsonl import ROLLOUTS, Record
 
 CONFIG = "config.yaml"
 LIVE = ("running", "waiting")

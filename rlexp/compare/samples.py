@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlexp.compare.runs import LoggedRun
-from rlexp.curves.difference import ROUNDING
-from rlexp.curves.rollouts_jsonl import Apart
+from rlexp.run_files.difference import ROUNDING
+from rlexp.run_files.rollouts_jsonl import Apart
 
 
 def coarsest(runs: Sequence[LoggedRun]) -> str:

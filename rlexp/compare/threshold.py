@@ -13,7 +13,7 @@ from rlexp.compare.agreement import between
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import CompareError, LoggedRun
 from rlexp.compare.samples import excused, inexcusable, named, remark
-from rlexp.curves.difference import LOSSES, Column, Steps, compared, least_size, on_steps, relative
+from rlexp.run_files.difference import LOSSES, Column, Steps, compared, least_size, on_steps, relative
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlexp.base.errors import CheckpointError
 from rlexp.config.load import from_plain
 from rlexp.config.schema import Config, ExportDtype, Precision
-from rlexp.curves import checkpoint_folder
+from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint.tensors import Reader
 from rlexp.training.model.export import described, dtype_of, export
 from rlexp.training.model.loading import load_config, load_model

@@ -21,7 +21,9 @@ from rlexp.base.files import write_text
 from rlexp.config import load
 from rlexp.config.identity import check_force, identity, refuse_changes
 from rlexp.config.schema import Config
-from rlexp.curves.checkpoint_folder import (
+from rlexp.launch import rank_progress
+from rlexp.launch.slurm.meeting import job_id, start_of_job
+from rlexp.run_files.checkpoint_folder import (
     NEVER,
     candidates,
     check_sizes,
@@ -30,8 +32,6 @@ from rlexp.curves.checkpoint_folder import (
     step_of,
     sweep,
 )
-from rlexp.launch import rank_progress
-from rlexp.launch.slurm.meeting import job_id, start_of_job
 
 PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "omegaconf", "wandb", "numpy")
 

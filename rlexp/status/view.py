@@ -11,11 +11,11 @@ from typing import Any
 
 from rlexp.base.errors import ConfigError
 from rlexp.compare.runs import LIVE, is_run, shown
-from rlexp.curves.metrics_jsonl import METRICS
 from rlexp.launch import rank_progress, run_folder, sweep
 from rlexp.launch.slurm import queue
 from rlexp.launch.slurm.queue import Known, Silent
 from rlexp.launch.sweep import Job
+from rlexp.run_files.metrics_jsonl import METRICS
 from rlexp.status import tail
 from rlexp.status.alive import Locks
 from rlexp.status.state import ILL, Evidence, state_of

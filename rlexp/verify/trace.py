@@ -19,8 +19,8 @@ from torch import Tensor
 
 from rlexp.base.errors import ModelError, NonFiniteError
 from rlexp.config.schema import Config
-from rlexp.curves.metrics_jsonl import MetricRow
 from rlexp.launch.joining import RankSpec, join, threads_of
+from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.algos.build import build_loss
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.probe import probe

@@ -28,9 +28,9 @@ from transformers import (
 from rlexp.base.errors import ModelError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
-from rlexp.curves.checkpoint_folder import check_sizes, latest_first
 from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.launch.local import run_ranks
+from rlexp.run_files.checkpoint_folder import check_sizes, latest_first
 from rlexp.training.checkpoint.tensors import Reader
 from rlexp.training.model import export
 from rlexp.training.model.loading import byte_tokenizer

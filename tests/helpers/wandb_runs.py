@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from rlexp.curves.checkpoint_folder import latest_first
+from rlexp.run_files.checkpoint_folder import latest_first
 from tests.helpers import warm
 
 ARGS = ("launch.device=cpu", "engine=torch", "checkpoint.export=false", "logger.progress=false", "train.batch_size=2",

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlexp.curves.difference import compared
 from rlexp.launch.local import run_ranks
+from rlexp.run_files.difference import compared
 from tests.helpers import warm
 from tests.helpers.launched import whereabouts
 from tests.helpers.paths import ROOT

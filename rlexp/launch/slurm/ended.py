@@ -17,12 +17,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlexp.curves.checkpoint_folder import latest_first, step_of
 from rlexp.launch import rank_progress, rank_reports, run_folder
 from rlexp.launch.slurm import traces
 from rlexp.launch.slurm.meeting import job_id, run_dir, start_of_job
 from rlexp.launch.slurm.queue import Silent, ask
 from rlexp.launch.slurm.verdict import Facts, Verdict, ambiguous, judge, silent_ranks
+from rlexp.run_files.checkpoint_folder import latest_first, step_of
 
 ANSWER = 15.0  # seconds for a node to start a process, or for Slurm to answer
 SAME = 10.0  # seconds by which a rank's last sign of life may precede its node's restart, or clocks differ

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from rlexp.base.errors import CheckpointError, ConfigError
 from rlexp.config.schema import Best, CheckpointConfig
 from rlexp.config.schema.cadence import save_cadence
-from rlexp.curves import checkpoint_folder
-from rlexp.curves.metrics_jsonl import MetricRow
+from rlexp.run_files import checkpoint_folder
+from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.checkpoint.saver import Describe, Saver
 from rlexp.training.ring.groups import World
 from rlexp.training.ring.objects import from_rank0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlexp.base.errors import CheckpointError
-from rlexp.curves import checkpoint_folder
+from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint import tensors
 from rlexp.training.engine.base import Engine
 from rlexp.training.ring.groups import World

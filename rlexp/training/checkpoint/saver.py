@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.files import sync
-from rlexp.curves import checkpoint_folder
+from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint.tensors import HostCopy, share, write
 from rlexp.training.engine.base import Engine
 from rlexp.training.ring.groups import World

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.curves.metrics_jsonl import MetricRow
+    from rlexp.run_files.metrics_jsonl import MetricRow
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RolloutFacts:
     step: int  # the first optimizer step on it
     n_samples: int  # per prompt
     prompts: Sequence[int]  # indices in the data set, by place
-    digests: Sequence[Sequence[int]]  # digests of all answers, by place (curves/rollouts_jsonl.py)
+    digests: Sequence[Sequence[int]]  # digests of all answers, by place (run_files/rollouts_jsonl.py)
     shown: Sequence[Shown] = ()  # empty where no table of samples is due
     spans: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # start and end of each stage
 

@@ -10,12 +10,12 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from rlexp.config.schema import Precision
-from rlexp.curves.difference import EARLY, least_size, within_rounding
-from rlexp.curves.metrics_jsonl import METRICS
+from rlexp.run_files.difference import EARLY, least_size, within_rounding
+from rlexp.run_files.metrics_jsonl import METRICS
 from rlexp.training.sinks.console import say
 
 if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.curves.metrics_jsonl import MetricRow
+    from rlexp.run_files.metrics_jsonl import MetricRow
 
 PARITY = "parity/loss_abs_diff"
 LOSS = "train/loss"

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from rlexp.curves.difference import SCORE
+from rlexp.run_files.difference import SCORE
 from rlexp.training.sinks import legible
 from rlexp.training.sinks.base import Ending, RolloutFacts, Sink
 
 if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.curves.metrics_jsonl import MetricRow
+    from rlexp.run_files.metrics_jsonl import MetricRow
 
 LINES = 10  # per run, where there is no terminal
 

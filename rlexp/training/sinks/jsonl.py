@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlexp.curves.metrics_jsonl import line_of, read_rows, write_lines
+from rlexp.run_files.metrics_jsonl import line_of, read_rows, write_lines
 from rlexp.training.sinks.base import Ending, Sink
 
 if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.curves.metrics_jsonl import MetricRow
+    from rlexp.run_files.metrics_jsonl import MetricRow
 
 
 class LineFile:

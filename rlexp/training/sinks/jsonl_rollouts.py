@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rlexp.curves.metrics_jsonl import whole_lines
+from rlexp.run_files.metrics_jsonl import whole_lines
 from rlexp.training.sinks.base import Ending, RolloutFacts, Sink
 from rlexp.training.sinks.jsonl import LineFile
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlexp.curves.metrics_jsonl import MetricRow
+from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.sinks import legible
 from rlexp.training.sinks.base import Ending, RolloutFacts, Sink
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlexp.config.schema import LoggerConfig
-from rlexp.curves.metrics_jsonl import MetricRow
+from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.sinks.base import Ending, Sink
 
 

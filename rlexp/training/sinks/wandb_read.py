@@ -15,7 +15,7 @@ from rlexp.base.errors import SinkError
 from rlexp.training.sinks.wandb_account import NO_ACCOUNT, has_account, refusals
 
 if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.curves.metrics_jsonl import MetricRow
+    from rlexp.run_files.metrics_jsonl import MetricRow
 
 STEP = "train/global_step"
 SAMPLES = "samples"  # a table: offline it appears as values such as `samples.nrows`

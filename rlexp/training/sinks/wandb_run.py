@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from rlexp.base.errors import SinkError
 from rlexp.config.schema import Best, LoggerConfig, Precision
-from rlexp.curves.metrics_jsonl import MetricRow
+from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.sinks.base import Ending, RolloutFacts, Sink
 from rlexp.training.sinks.baseline import LOSS, PARITY, excess
 from rlexp.training.sinks.console import say

@@ -8,13 +8,13 @@ from pathlib import Path
 from rlexp.config.load import to_plain
 from rlexp.config.model_names import called
 from rlexp.config.schema import LoggerName
-from rlexp.curves.checkpoint_folder import METRICS
-from rlexp.curves.metrics_jsonl import MetricRow, read_rows
-from rlexp.curves.rollouts_jsonl import ROLLOUTS
 from rlexp.launch import run_folder
 from rlexp.launch.rank_progress import deaths
 from rlexp.launch.run_folder import derived_sizes
 from rlexp.launch.stops import cause_of
+from rlexp.run_files.checkpoint_folder import METRICS
+from rlexp.run_files.metrics_jsonl import MetricRow, read_rows
+from rlexp.run_files.rollouts_jsonl import ROLLOUTS
 from rlexp.training.sinks.base import Ending, Sink, Sinks
 from rlexp.training.sinks.baseline import Baseline
 from rlexp.training.sinks.console import ConsoleSink

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlexp.curves.metrics_jsonl import MetricRow
+from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.sinks.base import Sinks
 from rlexp.training.train.parts import Run
 from rlexp.training.train.step import train_step

@@ -12,11 +12,11 @@ from rlexp import __version__
 from rlexp.base.errors import NonFiniteError
 from rlexp.config.model_names import called
 from rlexp.config.schema import Config, CountTensors, LoggerName
-from rlexp.curves.checkpoint_folder import METRICS, latest_first
 from rlexp.launch import run_folder
 from rlexp.launch.joining import leave_world
 from rlexp.launch.rank_progress import Whereabouts
 from rlexp.launch.stops import Outcome, finishing_steps, stopped_by
+from rlexp.run_files.checkpoint_folder import METRICS, latest_first
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.tensor_count import TensorCount
 from rlexp.training.ring.objects import from_rank0

@@ -14,9 +14,9 @@ from rlexp.base.errors import CheckpointError
 from rlexp.config.identity import identity
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Decay, Precision
-from rlexp.curves.checkpoint_folder import METRICS, MODEL, POSITION
-from rlexp.curves.metrics_jsonl import rewrite, write_lines
 from rlexp.launch import run_folder, stops
+from rlexp.run_files.checkpoint_folder import METRICS, MODEL, POSITION
+from rlexp.run_files.metrics_jsonl import rewrite, write_lines
 from rlexp.training.checkpoint.keeper import SCORE, Keeper
 from rlexp.training.checkpoint.restore import restore
 from rlexp.training.checkpoint.saver import Describe, Saver

@@ -20,7 +20,7 @@ from torch import Tensor
 from rlexp.base.errors import CheckpointError
 from rlexp.config.schema import Overlong, RolloutConfig
 from rlexp.config.schema.losses import PolicyLossConfig
-from rlexp.curves.rollouts_jsonl import digests
+from rlexp.run_files.rollouts_jsonl import digests
 from rlexp.training.algos.kl import KLController, estimate
 from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss
 from rlexp.training.dataset.sampler import Batch, Sampler

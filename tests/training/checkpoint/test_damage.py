@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlexp.base.errors import CheckpointError
-from rlexp.curves import checkpoint_folder as folder
+from rlexp.run_files import checkpoint_folder as folder
 from tests.helpers import warm
 
 QUICK = ("launch.device=cpu", "logger=none", "engine=torch", "train.precision=fp32", "parallel=ring2", "launch.nproc=2",

@@ -15,8 +15,8 @@ import pytest
 
 from bench.curves import Curve, differences, excesses
 from bench.resume import Where, curve_of, run
-from rlexp.curves import checkpoint_folder as checkpoint
-from rlexp.curves.metrics_jsonl import read_rows
+from rlexp.run_files import checkpoint_folder as checkpoint
+from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.sinks.base import Ending
 from rlexp.training.sinks.jsonl import JsonlSink
 from tests.helpers import warm

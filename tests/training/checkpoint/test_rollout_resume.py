@@ -16,9 +16,9 @@ from bench.curves import Curve, excesses
 from bench.layouts import ROLLOUT
 from bench.resume import FLOAT64, Where, curve_of, run
 from rlexp.base.errors import CheckpointError
-from rlexp.curves import checkpoint_folder as checkpoint
-from rlexp.curves.metrics_jsonl import read_rows
 from rlexp.launch import rank_progress
+from rlexp.run_files import checkpoint_folder as checkpoint
+from rlexp.run_files.metrics_jsonl import read_rows
 from tests.helpers import warm
 from tests.helpers.runs import descendants, gone
 

@@ -107,7 +107,7 @@ def test_clipping_sees_the_whole_gradient(start: dict[str, Tensor]) -> None:
 def resumed_rank(spec: RankSpec, pairs: Sequence[tuple], folder: str) -> list[tuple]:
     """For each pair of configurations: the first takes two steps and saves; an engine of the second loads that and
     takes the third step, as the first does."""
-    from rlexp.curves.checkpoint_folder import folder_of, read_manifest
+    from rlexp.run_files.checkpoint_folder import folder_of, read_manifest
     from rlexp.training.checkpoint.saver import Saver
     from rlexp.training.checkpoint.tensors import Reader, load
     from rlexp.training.engine.base import shape_of, trained

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, CountTensors
-from rlexp.curves.difference import compared
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.rank_progress import Whereabouts, read
+from rlexp.run_files.difference import compared
 from rlexp.training.metrics.live_tensors import LiveTensors
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.metrics.tensor_count import TensorCount
 from rlexp.training.ring.groups import ALONE, World
 from tests.helpers.ranks import on_ranks
-from tests.preflight.test_rehearse import SHORT, rehearsed
+from tests.helpers.rehearsals import SHORT, rehearsed
 
 CPU = torch.device("cpu")
 PHASES = ("forward", "reference", "backward")

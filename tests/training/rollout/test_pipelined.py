@@ -14,9 +14,9 @@ import pytest
 
 from bench.curves import differences, draw
 from rlexp.config.load import compose_config
-from rlexp.curves import checkpoint_folder as checkpoint
-from rlexp.curves.difference import compared
-from rlexp.curves.metrics_jsonl import read_rows
+from rlexp.run_files import checkpoint_folder as checkpoint
+from rlexp.run_files.difference import compared
+from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.checkpoint.tensors import Reader
 from tests.helpers import warm
 from tests.helpers.runs import descendants, gone, run_json, wait_for_steps

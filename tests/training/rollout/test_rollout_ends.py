@@ -17,9 +17,9 @@ import pytest
 from rlexp.base.errors import DrawError, NonFiniteError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
-from rlexp.curves import checkpoint_folder as checkpoint
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import PRELOAD, run_ranks
+from rlexp.run_files import checkpoint_folder as checkpoint
 from rlexp.training.rollout import saved
 from rlexp.training.train.rollout_supply import NEXT, Rollouts
 from rlexp.training.types import Prompt, Sample

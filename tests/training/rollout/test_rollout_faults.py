@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rlexp.curves.metrics_jsonl import read_rows
 from rlexp.launch import rank_progress
+from rlexp.run_files.metrics_jsonl import read_rows
 from tests.helpers import warm
 from tests.helpers.runs import descendants, gone, rows_of, run_json
 

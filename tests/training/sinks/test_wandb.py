@@ -14,10 +14,10 @@ import pytest
 from rlexp.base.errors import SinkError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Best, Device, LaunchConfig, LoggerConfig, Precision, WandbMode
-from rlexp.curves.difference import compared
 from rlexp.launch import run_folder
 from rlexp.launch.joining import RankSpec, join, prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
+from rlexp.run_files.difference import compared
 from rlexp.training.sinks.base import Ending
 from rlexp.training.sinks.run_names import new_id
 from rlexp.training.sinks.wandb_account import wandb_mode
