@@ -1,7 +1,8 @@
 """The loss's formula, applied apart from the run: to the reference's own sums, and to the sums that the run computed.
 
-The formula itself is the product's (`training/algos/`): tests of formulas hold it to the papers and to TRL.
-judged here is all that surrounds it: which sums it is given, for which samples, and what becomes of its results.
+The formula itself is the product's (`training/algos/`), and its own tests hold it to the papers and to TRL. What
+`verify` judges is all that surrounds it: which sums it is given, for which samples, and what becomes of its results.
+Shape letter: P pairs.
 """
 
 from __future__ import annotations
