@@ -43,10 +43,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_it_says_that_there_is_no_gpu",
     ),
     "bench/test_bench_gpu": ("test_the_rates_are_rehearsed",),
-    "compare/test_compare": (
-        "test_other_metrics_are_held_where_asked",
-        "test_watching_redraws_until_the_runs_have_ended",
-    ),
     "config/test_config": (
         "test_a_ring_larger_than_the_gpus",
         "test_help_lists_every_group",

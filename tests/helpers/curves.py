@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import socket
+import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,8 +21,8 @@ from rlexp.compare.runs import Reader
 from rlexp.config.identity import identity
 from rlexp.config.load import compose_config, to_file
 from rlexp.config.schema import Config
-from rlexp.curves.rollouts_jsonl import digests
 from rlexp.launch.run_folder import derived_sizes
+from rlexp.run_files.rollouts_jsonl import digests
 from rlexp.training.sinks.base import RolloutFacts
 from rlexp.training.sinks.jsonl_rollouts import line_of
 
@@ -33,6 +34,16 @@ Flip = tuple[int, int, int, int]
 def composed(*overrides: str) -> Config:
     """Compose each configuration once: most runs here are of a few."""
     return compose_config(["launch.device=cpu", "logger=none", *overrides])
+
+
+@functools.cache
+def written(*overrides: str) -> tuple[str, dict[str, Any]]:
+    """Return config.yaml, and what run.json says of the configuration."""
+    cfg = composed(*overrides)
+    with tempfile.TemporaryDirectory() as folder:
+        to_file(cfg, Path(folder) / "config.yaml")
+        text = (Path(folder) / "config.yaml").read_text(encoding="utf-8")
+    return text, {"sizes": derived_sizes(cfg), "identity": identity(cfg)}
 
 
 def a_run(
@@ -50,14 +61,13 @@ def a_run(
     `edit` changes rows, `facts` changes run.json. A run with `drawn` samples has the metrics of such a run, with those
     of a rollout in the row of its first step.
     """
-    cfg = composed(*overrides)
+    text, of_configuration = written(*overrides)
     folder.mkdir(parents=True)
-    to_file(cfg, folder / "config.yaml")
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
     known = {
         "status": "finished",
         "reason": "all steps are done",
-        "sizes": derived_sizes(cfg),
-        "identity": identity(cfg),
+        **of_configuration,
         "steps": total_steps,
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -73,7 +83,7 @@ def a_run(
         for name in row:
             if noise and name in ("train/loss", "eval/loss", "train/rewards/margins"):
                 row[name] *= 1 + noise * random.uniform(-1, 1)
-        row["train/step_seconds"] = 0.1 * cfg.parallel.ring_size
+        row["train/step_seconds"] = 0.1 * composed(*overrides).parallel.ring_size
         if edit:
             edit(row)
         lines.append(json.dumps(row) + "\n")
@@ -124,3 +134,19 @@ def report_of(folder: Path) -> reports.Report:
     group = Reader().group(folder)
     assert group is not None
     return reports.make(group, sort_out(group, baseline=None, force=False))
+
+
+def nudged(step: int, by: float, name: str = "train/loss") -> Edit:
+    """Return a change of a metric, from a step on."""
+
+    def edit(row: dict[str, Any]) -> None:
+        if row["step"] >= step and name in row:
+            row[name] += by
+
+    return edit
+
+
+def a_job(number: int, folder: str, axes: dict[str, str], *, baseline: int = 0, **facts: Any) -> dict[str, Any]:
+    """Return an entry of a sweep's ledger."""
+    known = {"number": number, "folder": folder, "overrides": [], "axes": axes, "baseline": baseline}
+    return known | {"status": "finished", "reason": None} | facts
