@@ -14,7 +14,7 @@ from rlexp.preflight.children import at_once
 from rlexp.preflight.predict import GIB, Found, Prediction
 from rlexp.preflight.rehearsal.log import ACTIVATIONS, OPTIMIZER, STORAGE_KINDS, TEMPORARIES, Counts, Log, Pass
 from rlexp.training.model.first_layers import first_layers
-from tests.preflight.test_rehearse import MODELS, alone, elsewhere
+from tests.helpers.rehearsals import MODELS, alone, elsewhere
 
 ROOM = 76.6 * GIB  # of an h100
 CFG = elsewhere("parallel=ring8", "launch.nproc=8", "engine=zero1")

@@ -16,7 +16,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, Precision, TinyModelConfig
 from rlexp.config.sizes import divisors
 from rlexp.training.ring.layouts import ulysses
-from tests.preflight.test_rehearse import alone
+from tests.helpers.rehearsals import alone
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -13,7 +13,7 @@ from rlexp.config.schema import Config
 from rlexp.preflight.rehearsal import memo
 from rlexp.preflight.rehearsal.log import Counts, Log
 from rlexp.preflight.rehearsal.mode import Rehearsing
-from tests.preflight.test_rehearse import alone, elsewhere, plan
+from tests.helpers.rehearsals import alone, elsewhere, plan
 
 aten = torch.ops.aten
 

@@ -9,23 +9,32 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from rlexp.preflight.rehearsal.sharding import in_words
+from tests.helpers.faults import WHOLE_SEQUENCE
+from tests.helpers.faults.plant import plant
+from tests.helpers.paths import ROOT
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rehearsals import (
     ENGINES,
     MODELS,
     SHORT,
+    STEP,
     Summary,
     alone,
     counted,
     elsewhere,
     fast,
+    plan,
     rehearsed,
     stretched,
     summary,
 )
+
+HERE = str(Path(__file__).relative_to(ROOT))
 
 FAST = {(2, "true", "bf16")}
 CHECK = {(2, "false", "fp32"), (4, "false", "bf16")}
@@ -145,6 +154,131 @@ def test_an_8b_model_follows_from_a_few_layers(engine: str) -> None:
     for phase, peak in whole["peaks"].items():
         assert few["peaks"][phase] == pytest.approx(peak, rel=5e-4), phase
     assert (few["flops"], few["sent"]) == (whole["flops"], whole["sent"])
+
+
+# ---- what a GPU would do ----
+
+
+def gpu_step(cfg: Config, planted: str | None = None) -> dict[str, Any]:
+    """Rehearse a step on a GPU; return where the host waits, by phase, and the bytes of a parameter at each peak."""
+    from rlexp.preflight.predict import Prediction
+    from rlexp.preflight.rehearsal.log import passes
+    from rlexp.preflight.rehearsal.rehearse import rehearse
+
+    if planted is not None:
+        target, change = DEFECTS[planted]
+        plant(target, change, lambda: None)
+    found = Prediction(passes(rehearse(plan(cfg, 0, gpu=True))), 0, 1)
+    inside = {phase: sorted(found.counts(phase).syncs) for phase in ("data", "forward", "reference", "backward", "")}
+    return {"waits": inside, "peaks": {phase: peak.bytes for phase, peak in found.peaks.items()}}
+
+
+def item_in_the_loss(original: Any, self: Any, shard: Any, meter: Any) -> Tensor:
+    losses_P = original(self, shard, meter)
+    return losses_P * (1.0 if float(losses_P.sum()) > 0 else 2.0)
+
+
+def item_in_the_layers(original: Any, *args: Any) -> Tensor:
+    hidden_tE = original(*args)
+    return hidden_tE if bool(hidden_tE.isfinite().all()) else hidden_tE * 0
+
+
+def pageable(original: Any, tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device)
+
+
+DEFECTS = {
+    "a number of the loss is asked for": ("rlexp.training.train.pair_task:PairTask.losses", item_in_the_loss),
+    "a number of the hidden states is asked for": ("rlexp.training.model.policy:hidden_states", item_in_the_layers),
+    "tokens are copied from pageable memory": ("rlexp.training.types:moved", pageable),
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout"),
+    [
+        *(pytest.param(*each.values, "zigzag", marks=each.marks) for each in fast("torch", "zero1")),
+        *(pytest.param("torch", layout, marks=pytest.mark.slow) for layout in ("allgather", "ulysses")),
+    ],
+)
+def test_the_host_waits_for_nothing_in_a_micro_batch(engine: str, layout: str) -> None:
+    """From the first micro-batch's start to the last backward's end; the gradient's norm is asked for after that."""
+    words = ("launch.nproc=2", "parallel=ring2", "train.batch_size=2", f"engine={engine}", f"parallel.layout={layout}")
+    waits = alone(gpu_step, elsewhere(*words))["waits"]
+    # In its first step, ZeRO-3 asks whether all ranks call the modules in the same order.
+    first = "deepspeed/runtime/zero/utils.py"
+    inside = [place for phase in ("data", *STEP) for place in waits[phase] if not place.startswith(first)]
+    assert inside == []
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_planted_wait_is_found_with_its_place(defect: str) -> None:
+    cfg = elsewhere("launch.nproc=2", "parallel=ring2", "train.batch_size=2", "engine=torch")
+    waits = alone(gpu_step, cfg, defect)["waits"]
+    assert any(HERE in place for places in waits.values() for place in places), waits
+
+
+# ---- whether the ring shards the sequence ----
+
+
+def sharded(cfg: Config, planted: bool = False) -> Any:
+    """Compare what a rank keeps for its backward pass with a ring of one."""
+    from rlexp.preflight.answer import alone as on_a_ring_of_one
+    from rlexp.preflight.answer import shared_out
+    from rlexp.preflight.children import at_once
+    from rlexp.preflight.rehearsal.rehearse import rehearse
+    from rlexp.training.model.loading import load_config
+
+    if planted:
+        WHOLE_SEQUENCE.plant(lambda: None)
+
+    def rehearsing(each: Config) -> Any:
+        (log,) = yield [(rehearse, (plan(each, 0, gpu=True),))]
+        return log
+
+    one, ring = at_once([rehearsing(on_a_ring_of_one(cfg)), rehearsing(cfg)], 2)
+    return shared_out(cfg, load_config(cfg.model, cfg.data.max_length), ring, one)
+
+
+@pytest.mark.parametrize(
+    ("ring", "words"),
+    [
+        pytest.param(2, (), id="ring2"),
+        pytest.param(4, ("memory.checkpointing=true",), id="ring4, checkpointing"),
+        pytest.param(4, (), id="ring4", marks=pytest.mark.slow),
+        *(pytest.param(4, (f"engine={each}",), id=each, marks=pytest.mark.slow) for each in ENGINES[1:]),
+        pytest.param(2, ("parallel.layout=ulysses",), id="ulysses", marks=pytest.mark.slow),
+    ],
+)
+def test_a_module_that_keeps_the_whole_sequence_is_named(ring: int, words: tuple[str, ...]) -> None:
+    cfg = elsewhere(f"launch.nproc={ring}", f"parallel=ring{ring}", f"train.batch_size={ring}", "engine=torch", *words)
+    found = alone(sharded, cfg, True)
+    assert list(found.whole) == ["model.layers.*.mlp"]
+    assert any("model.layers.*.mlp keeps" in line for line in in_words(found))
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("engine=zero3",), id="zero3"),
+        *(pytest.param((f"engine={each}",), id=each, marks=pytest.mark.slow) for each in ENGINES if each != "zero3"),
+        *(pytest.param((f"parallel.layout={each}",), id=each, marks=pytest.mark.slow)
+          for each in ("contiguous", "allgather", "ulysses", "hybrid parallel.ulysses_size=2")),
+    ],
+)  # fmt: skip
+def test_what_is_sharded_is_not_named(words: tuple[str, ...], checkpointing: str) -> None:
+    """ZeRO-3 gathers weights a layer ahead; they are no activations. Ulysses keeps more, and the report says why."""
+    words = tuple(word for each in words for word in each.split())
+    ring = ("launch.nproc=4", "parallel=ring4", "train.batch_size=4", f"memory.checkpointing={checkpointing}")
+    found = alone(sharded, elsewhere(*ring, *words))
+    assert found.whole == {}
+    shared = words[0].endswith(("ulysses", "hybrid"))
+    assert list(found.meant) == (["model.layers.*.self_attn"] if shared else [])
+    assert found.share == pytest.approx(1 / 4, rel=0.15 if shared else 0.01)
+
+
+# ---- what is like on a GPU ----
 
 
 def mixed_up() -> str:

@@ -18,7 +18,7 @@ from rlexp.config.schema import Config
 from rlexp.preflight.rehearsal.longest_samples import drawn_at_once, smaller
 from rlexp.preflight.rehearsal.stand_ins import fuses
 from tests.helpers.ranks import on_ranks
-from tests.preflight.test_rehearse import ENGINES, alone, counted, elsewhere, rehearsed, stretched
+from tests.helpers.rehearsals import ENGINES, alone, counted, elsewhere, rehearsed, stretched
 
 REWARD = ("data=arithmetic", "reward.rule=arithmetic")
 # Answers for which the cache grows; two kinds of micro-batches to draw, and of chunks to score.

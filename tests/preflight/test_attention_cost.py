@@ -1,0 +1,119 @@
+"""A rehearsal counts the kernels that attention launches, and the bytes that it copies, in a layer of a ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.faults.plant import plant
+from tests.helpers.rehearsals import alone
+
+
+def launches(size: int, rank: int, lengths: tuple[int, ...]) -> tuple[int, int]:
+    """Count the kernels that attention launches in a layer's forward and backward pass."""
+    from rlexp.preflight.rehearsal.device import rehearsed_device
+    from rlexp.preflight.rehearsal.log import Log
+    from rlexp.preflight.rehearsal.mode import Rehearsing
+    from rlexp.preflight.rehearsal.rehearse import joined
+    from rlexp.training.ring.groups import build_world
+    from rlexp.training.ring.kernels import get_kernel
+    from rlexp.training.ring.layouts import get_layout
+    from tests.training.ring.test_attention import forest
+
+    device = rehearsed_device()
+    log = Log(device.type)
+    with joined(rank, size), Rehearsing(log):
+        ring = build_world(size).ring
+        plan = get_layout("zigzag").plan(forest(lengths, size), ring, get_kernel("torch_flash", "cuda", torch.bfloat16))
+        plan, tokens = plan.to(device), sum(lengths) // size
+        q, k, v = (torch.randn(tokens, heads, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+                   for heads in (32, 8, 8))  # fmt: skip
+        log.enter("forward")
+        out = plan.attend(q, k, v, 1.0)
+        forward = log.counts.launches
+        log.enter("backward")
+        out.backward(torch.empty_like(out))
+        return forward, log.counts.launches
+
+
+def test_attention_launches_few_kernels() -> None:
+    """On a ring of 8, for a pair: 64 to 85 forward and 93 to 114 backward before blocks were merged by one kernel each,
+    and the parts of a shard were views. Rank 0 has most, since all other ranks' keys are between its chunks."""
+    assert alone(launches, 8, 0, (4096, 4096)) == (32, 51)
+    assert alone(launches, 8, 7, (4096, 4096)) == (24, 43)
+    assert alone(launches, 8, 0, (8192,)) == (19, 36)
+
+
+class Copies:
+    """The bytes that attention reads and writes outside of its kernel, in both passes."""
+
+    def __init__(self, log: Any) -> None:
+        from rlexp.preflight.rehearsal.memo import Cost
+        from rlexp.preflight.rehearsal.mode import Rehearsing
+
+        class OutsideOfTheKernel(Rehearsing):
+            def cost(self, func: Any, *args: Any) -> Cost:
+                return Cost() if "flash" in func._schema.name else super().cost(func, *args)
+
+        self.mode = OutsideOfTheKernel(log)
+
+
+def copied(layout: str, inner: int, heads: tuple[int, int], planted: bool = False) -> tuple[Any, Any]:
+    """Count launches and bytes of a layer's copies on a rank of a ring of 8 that holds 16,384 tokens.
+
+    Bytes are in those of one head: of its tokens in bfloat16. The queries, keys and values come as the rotary embedding
+    leaves them, one head after the other.
+    """
+    from rlexp.preflight.rehearsal.device import rehearsed_device
+    from rlexp.preflight.rehearsal.log import Log
+    from rlexp.preflight.rehearsal.rehearse import joined
+    from rlexp.training.ring.groups import build_world
+    from rlexp.training.ring.kernels import get_kernel
+    from rlexp.training.ring.layouts import get_layout
+    from tests.training.ring.test_attention import forest
+
+    if planted:
+        plant("rlexp.training.ring.layouts.ulysses:SharedHeads._to_heads", packed_twice, lambda: None)
+    device, tokens, queries, keys = rehearsed_device(), 16384, *heads
+    log = Log(device.type)
+    with joined(0, 8), Copies(log).mode:
+        ring = build_world(8, None, inner).ring
+        kernel = get_kernel("torch_flash", "cuda", torch.bfloat16)
+        plan = get_layout(layout, inner).plan(forest((4 * tokens, 4 * tokens), 8), ring, kernel).to(device)
+        given = (torch.randn(each, tokens, 128, device=device, dtype=torch.bfloat16) for each in (queries, keys, keys))
+        q, k, v = (each.transpose(0, 1).requires_grad_() for each in given)
+        log.enter("forward")
+        out = plan.attend(q, k, v, 1.0)
+        forward = log.counts
+        log.enter("backward")
+        out.backward(torch.empty_like(out))
+        one = tokens * 128 * 2
+        return tuple((each.launches, round(each.bytes / one)) for each in (forward, log.counts))
+
+
+def packed_twice(original: Any, self: Any, *tensors: Tensor, **copies: int) -> tuple[Tensor, ...]:
+    return tuple(each.clone() for each in original(self, *tensors, **copies))
+
+
+def test_ulysses_packs_straight_into_what_it_sends() -> None:
+    """Each element is read and written once to be sent; outputs are read and written once where they arrive.
+
+    Before that, it were 512 and 656 times a head's bytes, by 7 and 12 kernels.
+    """
+    queries, keys = 32, 8
+    sent, home = 2 * (queries + 2 * keys), 2 * queries
+    assert alone(copied, "ulysses", 1, (queries, keys)) == ((4, sent + home), (4, home + sent))
+    (_, forward), (_, backward) = alone(copied, "ulysses", 1, (queries, keys), True)
+    assert forward == 2 * sent + home
+    assert backward == 2 * home + sent
+
+
+@pytest.mark.slow
+def test_hybrid_packs_straight_into_what_it_sends() -> None:
+    """The rest is what its rings copy: parts of queries, keys that travel, outputs merged in float32. It were 1171 and
+    1588 times a head's bytes."""
+    (_, forward), (_, backward) = alone(copied, "hybrid", 2, (32, 8))
+    assert (forward, backward) == (1043, 1300)
