@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +94,65 @@ def test_loss_and_derivative_equal_the_second_writing() -> None:
         assert logps_P.grad.tolist() == pytest.approx(slopes[side], rel=1e-13)
     for name, values in textbook.rewards(sums, 0.3).items():
         assert result.metrics_P[name].tolist() == pytest.approx(values, rel=1e-14), name
+
+
+# ---- another implementation ----
+
+
+def trl_loss(tokens: Mapping[str, torch.Tensor], kind: str, beta: float, smoothing: float) -> torch.Tensor:
+    """Return the loss of TRL's DPOTrainer; its method is called without a trainer.
+
+    `tokens` holds log-probabilities of tokens, of the policy and of the reference: a row for each chosen answer, then one
+    for each rejected answer. The prompt is one token.
+    """
+    from trl import DPOTrainer
+
+    rows = tokens["policy"].shape[0]
+    mask = torch.ones(rows, tokens["policy"].shape[1] + 1, dtype=torch.int64)
+    mask[:, 0] = 0
+    nothing = torch.zeros_like(tokens["policy"]).detach()
+    model = lambda **_: SimpleNamespace(  # noqa: E731
+        log_probs=tokens["policy"], entropy=nothing, mean_logits=nothing, is_top1=nothing > 0
+    )
+    chosen, rejected = tokens["reference"].sum(1).chunk(2)
+    stub = SimpleNamespace(
+        model=SimpleNamespace(training=True), aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True,
+        f_divergence_type="reverse_kl", loss_types=[kind], loss_weights=[1.0], beta=beta, label_smoothing=smoothing,
+        use_weighting=False, _total_train_tokens=0, _tp_size=1, _metrics={"train": collections.defaultdict(list)},
+        accelerator=SimpleNamespace(device="cpu", gather=lambda each: each, gather_for_metrics=lambda each: each),
+    )  # fmt: skip
+    inputs = {"input_ids": mask, "attention_mask": torch.ones_like(mask), "completion_mask": mask,
+              "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}  # fmt: skip
+    return DPOTrainer._compute_loss(stub, model, inputs, False)
+
+
+@pytest.mark.slow  # importing TRL takes more than three seconds
+@pytest.mark.parametrize("beta", [0.1, 2.5])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_loss_and_gradient_are_trls(beta: float, smoothing: float) -> None:
+    """TRL's `sigmoid` ignores `label_smoothing`, so it is DPO without it only. Its `aot` orders pairs by their margins;
+    of one pair it is DPO with label smoothing."""
+    generator = torch.Generator().manual_seed(1)
+    pairs, length = 20, 7
+    tokens = {who: -3 * torch.rand(2 * pairs, length, generator=generator, dtype=torch.float64)
+              for who in ("policy", "reference")}  # fmt: skip
+    tokens["policy"].requires_grad_()
+    policy, reference = (PairLogps(*tokens[who].sum(1).chunk(2)) for who in ("policy", "reference"))
+    losses_P = DPO(beta, smoothing)(policy, reference).losses_P
+    (gradient,) = torch.autograd.grad(losses_P.sum(), tokens["policy"])
+    ours_P = losses_P.detach()
+    if smoothing == 0.0:
+        for ignored in (0.0, 0.4):
+            wanted = trl_loss(tokens, "sigmoid", beta, ignored)
+            assert float(ours_P.mean()) == pytest.approx(float(wanted.detach()), rel=1e-10)
+            (its,) = torch.autograd.grad(wanted, tokens["policy"])
+            torch.testing.assert_close(gradient / pairs, its, rtol=1e-10, atol=0)
+    for pair in range(pairs):
+        one = {who: each[[pair, pairs + pair]] for who, each in tokens.items()}
+        wanted = trl_loss(one, "aot", beta, smoothing)
+        assert float(ours_P[pair]) == pytest.approx(float(wanted.detach()), rel=1e-10)
+        (its,) = torch.autograd.grad(wanted, tokens["policy"])
+        torch.testing.assert_close(gradient[[pair, pairs + pair]], its[[pair, pairs + pair]], rtol=1e-10, atol=0)
 
 
 # ---- what is planted is found ----
