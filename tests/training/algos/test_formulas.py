@@ -102,8 +102,8 @@ def test_loss_and_derivative_equal_the_second_writing() -> None:
 def trl_loss(tokens: Mapping[str, torch.Tensor], kind: str, beta: float, smoothing: float) -> torch.Tensor:
     """Return the loss of TRL's DPOTrainer; its method is called without a trainer.
 
-    `tokens` holds log-probabilities of tokens, of the policy and of the reference: a row for each chosen answer, then one
-    for each rejected answer. The prompt is one token.
+    `tokens` holds log-probabilities of tokens, of the policy and of the reference: a row for each chosen answer, then
+    one for each rejected answer. The prompt is one token.
     """
     from trl import DPOTrainer
 

@@ -1,0 +1,67 @@
+"""Samples to judge, rewards that are built and closed, and the processes that they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rlexp.config.schema import (
+    PythonRewardConfig,
+    RewardConfig,
+)
+from rlexp.training.model.loading import byte_tokenizer
+from rlexp.training.rollout.rewards.build import build_reward
+from rlexp.training.rollout.rewards.weighted import Rewards
+from rlexp.training.types import Prompt, Sample
+from tests.helpers.runs import descendants
+
+TOKENIZER = byte_tokenizer()
+
+
+def ids(text: str) -> np.ndarray:
+    return np.asarray(TOKENIZER(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+
+def sample(text: str, prompt: str = "ask", answer: str | None = None, number: int = 0) -> Sample:
+    asked = Prompt(number + 10, ids(prompt), prompt, answer, f"rows.jsonl:{number + 1}")
+    return Sample(number, asked, number, ids(text), True, text, np.zeros(len(ids(text))))
+
+
+def samples(*texts: str) -> list[Sample]:
+    return [sample(text, number=number) for number, text in enumerate(texts)]
+
+
+def scored(rewards: Rewards, drawn: Sequence[Sample]) -> list[float]:
+    rewards.submit(drawn)
+    rewards.collect()
+    rewards.finish(drawn)
+    return [each.score for each in drawn]
+
+
+@contextlib.contextmanager
+def built(cfg: RewardConfig) -> Iterator[Rewards]:
+    rewards = build_reward(cfg)
+    try:
+        yield rewards
+    finally:
+        rewards.close()
+    assert not children(), "a reward's process outlived it"
+
+
+def children() -> list[int]:
+    """Return the child processes that run reward functions."""
+    found = []
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found += [pid] * (b"rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return found
+
+
+def function(name: str, timeout: float = 20.0, workers: int = 1) -> PythonRewardConfig:
+    return PythonRewardConfig(
+        function=f"tests.helpers.reward_functions:{name}", timeout_seconds=timeout, workers=workers
+    )  # fmt: skip
