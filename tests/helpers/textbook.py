@@ -12,10 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlexp.config.schema import Config
 from rlexp.verify.records import SIDES, Array, TokenPair
-from rlexp.verify.reference.one_process import softmax_attention
+from rlexp.verify.reference import rules
+from rlexp.verify.reference.one_process import load_tokenizer, softmax_attention
+from rlexp.verify.reference.pairs import pairs_of
 
 Weights = dict[str, Tensor]
+
+
+def batches_of(cfg: Config, steps: int) -> list[list[TokenPair]]:
+    """Return the pairs of the first train batches, read by the reference."""
+    data = pairs_of(cfg.data, load_tokenizer(cfg))
+    return [[data.train[place] for place in rules.samples_of(cfg, data.sizes, step)] for step in range(1, steps + 1)]
 
 
 def float64_weights(model: torch.nn.Module) -> Weights:

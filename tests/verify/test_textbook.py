@@ -18,6 +18,7 @@ from rlexp.verify.reference.pairs import pairs_of
 from tests.helpers import textbook
 from tests.helpers.ranks import Steps, largest_gap, on_ranks, train_steps
 from tests.helpers.squality import write_long_pairs
+from tests.helpers.textbook import batches_of
 
 # float64 with another order of additions. Gradients differed by 4.2e-15 with the tiny model; real ones have more terms.
 GRADIENT, LOGPS, LOSS = 1e-12, 1e-13, 1e-13
@@ -25,11 +26,6 @@ GRADIENT, LOGPS, LOSS = 1e-12, 1e-13, 1e-13
 
 def run_on(cfg: Config, steps: int) -> list[Steps]:
     return on_ranks(cfg.parallel.world_size, train_steps, cfg, steps)
-
-
-def batches_of(cfg: Config, steps: int) -> list[list[TokenPair]]:
-    data = pairs_of(cfg.data, load_tokenizer(cfg))
-    return [[data.train[place] for place in rules.samples_of(cfg, data.sizes, step)] for step in range(1, steps + 1)]
 
 
 def hold(cfg: Config, results: list[Steps]) -> None:

@@ -27,13 +27,11 @@ from rlexp.verify.records import SIDES, TokenPair
 from rlexp.verify.reference import rules
 from rlexp.verify.reference.pairs import PairSet, Writer, pairs_of
 from rlexp.verify.reference.rows import Asked
+from tests.helpers.conversations import SHAPES, Messages, Row, as_question, assistant, hh, of_several_turns, user
 from tests.helpers.faults.base import MIXED, Fault, one
 from tests.helpers.faults.data import DATA_FAULTS
 from tests.helpers.faults.plant import Given, Seeing
 from tests.training.dataset.test_rows import FILES, FOLDERS
-
-Row = dict[str, Any]
-Messages = list[dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
@@ -75,59 +73,6 @@ def hold(cfg: Config, tokenizer: Any) -> Sequence[Pair]:
 
 
 # ---- conversations ----
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
-
-
-def text_only(row: Row) -> Row:
-    return {"prompt": row["prompt"][-1]["content"], "chosen": row["chosen"], "rejected": row["rejected"]}
-
-
-def answered(row: Row) -> tuple[Messages, Messages]:
-    chosen, rejected = ([*row["prompt"], assistant(row[side])] for side in SIDES)
-    return chosen, rejected
-
-
-def whole(row: Row) -> Row:
-    return dict(zip(SIDES, answered(row), strict=True))
-
-
-def dialogue(row: Row) -> Row:
-    named = {"user": "Human", "assistant": "Assistant"}
-    return {side: "".join(f"\n\n{named[each['role']]}: {each['content']}" for each in talk)
-            for side, talk in zip(SIDES, answered(row), strict=True)}  # fmt: skip
-
-
-def from_value(row: Row) -> Row:
-    named = {"user": "human", "assistant": "gpt"}
-    chosen, rejected = ([{"from": named[each["role"]], "value": each["content"]} for each in talk]
-                        for talk in answered(row))  # fmt: skip
-    return {"chosen": chosen, "rejected": rejected}
-
-
-def of_several_turns(row: Row) -> Row:
-    """Ask the first question only; all that follows is the answer."""
-    chosen, rejected = answered(row)
-    return {"prompt": chosen[:1], "chosen": chosen[1:], "rejected": rejected[1:]}
-
-
-def as_question(row: Row) -> Row:
-    asked = text_only(row)
-    return {"question": asked.pop("prompt"), **asked, "system_prompt": "Be brief."}
-
-
-SHAPES: tuple[Callable[[Row], Row], ...] = (text_only, whole, dialogue, from_value, of_several_turns, as_question)
-
-
-def hh(shared: Path, rows: int = 200) -> list[Row]:
-    lines = (shared / "data" / "hh_helpful_base" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:rows]
-    return [{name: json.loads(line)[name] for name in ("prompt", *SIDES)} for line in lines]
 
 
 @pytest.mark.parametrize("write", [*FILES, *FOLDERS])
@@ -366,8 +311,16 @@ EDGES = (
 ON_ROWS = tuple(fault for fault in DATA_FAULTS if fault.overrides == MIXED and ":pack" not in fault.target)
 
 
-def planted(fault: Fault, cfg: Config, tokenizer: Any) -> bool:
-    """Say whether tokens, masks or samples differ with the defect."""
+@functools.cache
+def mixed(*options: str) -> Config:
+    return compose_config([*MIXED, *options])
+
+
+MEANT: dict[str, PairSet] = {}  # a configuration's pairs by the textbook, which no defect reaches
+
+
+def planted(fault: Fault, cfg: Config, tokenizer: Any, name: str) -> bool:
+    """Say whether tokens, masks or samples differ with the defect. `name` is the tokenizer's."""
     reached: list[bool] = []
     Sampler._order.cache_clear()
     undo = fault.plant(lambda: reached.append(True))
@@ -380,7 +333,8 @@ def planted(fault: Fault, cfg: Config, tokenizer: Any) -> bool:
         undo()
         Sampler._order.cache_clear()
     assert reached
-    meant = pairs_of(cfg.data, tokenizer)
+    key = f"{name} {cfg}"
+    meant = MEANT[key] if key in MEANT else MEANT.setdefault(key, pairs_of(cfg.data, tokenizer))
     if any(differences(train, meant.train)) or any(differences(held_out, meant.held_out)):
         return True
     return ours != [rules.samples_of(cfg, meant.sizes, step) for step in (1, 2)]
@@ -388,18 +342,18 @@ def planted(fault: Fault, cfg: Config, tokenizer: Any) -> bool:
 
 @pytest.mark.parametrize("fault", ON_ROWS, ids=lambda fault: fault.name)
 def test_a_defect_in_rows_is_seen(fault: Fault) -> None:
-    assert planted(fault, compose_config(fault.overrides), byte_tokenizer())
+    assert planted(fault, mixed(), byte_tokenizer(), "bytes")
 
 
 def test_without_a_defect_nothing_is_seen(shared: Path) -> None:
-    cfg, harmless = compose_config(MIXED), of_rows("none", "dataset.messages:turns", lambda turns, said: turns(said))
-    assert not planted(harmless, cfg, byte_tokenizer())
+    cfg, harmless = mixed(), of_rows("none", "dataset.messages:turns", lambda turns, said: turns(said))
+    assert not planted(harmless, cfg, byte_tokenizer(), "bytes")
     rendered = of_rows("none", "dataset.chat:_Rendering.text", lambda original, *args, **how: original(*args, **how))
-    assert not planted(rendered, cfg, smollm(shared, "qwen3"))
+    assert not planted(rendered, cfg, smollm(shared, "qwen3"), "qwen3")
 
 
 @pytest.mark.parametrize("fault", [*TEMPLATES, *EDGES], ids=lambda fault: fault.name)
 def test_a_defect_at_templates_and_edges_is_seen(fault: Fault, shared: Path) -> None:
     options = ["data.template_options={enable_thinking: false}"] if "options" in fault.name else []
-    cfg = compose_config([*MIXED, *options])
-    assert planted(fault, cfg, smollm(shared, None if fault in EDGES else "qwen3"))
+    template = None if fault in EDGES else "qwen3"
+    assert planted(fault, mixed(*options), smollm(shared, template), str(template))

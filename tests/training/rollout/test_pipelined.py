@@ -19,15 +19,10 @@ from rlexp.run_files.difference import compared
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.checkpoint.tensors import Reader
 from tests.helpers import warm
+from tests.helpers.rollout_runs import PIPELINED
 from tests.helpers.runs import descendants, gone, run_json, wait_for_steps
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
-# Three rollouts of 2 epochs × 2 train batches; the run uses half of the last one.
-BASE = ("launch.device=cpu", "logger=none", "logger.progress=false", "engine=torch", "train.precision=fp64", "loss=ppo",
-        "rollout=pipelined", "reward.rule=regex", "reward.pattern='[a-z]'", "train.batch_size=4",
-        "rollout.batch_size=4", "rollout.n_samples=2", "rollout.epochs=2", "rollout.max_new_tokens=6", "data.size=16",
-        "data.eval_size=4", "train.eval_every=5", "train.max_steps=10", "optim.lr=1e-3",
-        "checkpoint.export=false")  # fmt: skip
 LAYOUTS = (
     ("parallel=ring1",),
     ("parallel=ring1", "rollout.sampling_ranks=2", "rollout.micro_batch_size=3"),
@@ -51,7 +46,7 @@ def moved(row: dict[str, float], other: dict[str, float]) -> list[str]:
 
 
 def test_one_curve_whoever_samples() -> None:
-    straight, *others = draw([compose_config([*BASE, *layout]) for layout in LAYOUTS])
+    straight, *others = draw([compose_config([*PIPELINED, *layout]) for layout in LAYOUTS])
     assert [row.get("train/rollout/staleness") for row in straight.rows[::4]] == [0, 1, 1]
     assert sum("eval/objective/scores" in row for row in straight.rows) == 2
     for layout, curve in zip(LAYOUTS[1:], others, strict=True):
@@ -63,7 +58,7 @@ def test_one_curve_whoever_samples() -> None:
 def test_a_step_behind_is_weighed_by_what_is_now_likely() -> None:
     """Pipelined samples come from older weights than those being trained, and the ratio shows it; colocated ones do
     not."""
-    ahead, along = draw([compose_config([*BASE, *how]) for how in (("parallel=ring1",), ("rollout=default",))])
+    ahead, along = draw([compose_config([*PIPELINED, *how]) for how in (("parallel=ring1",), ("rollout=default",))])
     ratios = [[abs(row["train/val/behaviour_ratio"] - 1) for row in curve.rows] for curve in (ahead, along)]
     assert max(ratios[0][:4]) < 1e-12
     assert min(ratios[0][4:]) > 1e-6
@@ -74,7 +69,7 @@ def test_a_step_behind_is_weighed_by_what_is_now_likely() -> None:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run to the end without a stop."""
     place = tmp_path_factory.mktemp("straight")
-    warm.run("rlexp", [*BASE, "hydra.run.dir=run"], place, timeout=200).check_returncode()
+    warm.run("rlexp", [*PIPELINED, "hydra.run.dir=run"], place, timeout=200).check_returncode()
     return place / "run"
 
 
@@ -107,16 +102,16 @@ def same_run(one: Path, other: Path) -> list[str]:
 def test_a_run_that_stops_goes_on_with_what_was_drawn_ahead(
     straight: Path, rlexp: Shell, tmp_path: Path, stop: int, layout: tuple[str, ...]
 ) -> None:
-    first = rlexp(*BASE, "hydra.run.dir=run", f"train.stop_after={stop}")
+    first = rlexp(*PIPELINED, "hydra.run.dir=run", f"train.stop_after={stop}")
     assert first.returncode == 0, first.stderr
-    again = rlexp(*BASE, "hydra.run.dir=run", *layout)
+    again = rlexp(*PIPELINED, "hydra.run.dir=run", *layout)
     assert again.returncode == 0, again.stderr
     assert same_run(straight, tmp_path / "run") == []
 
 
 @pytest.mark.slow
 def test_a_rank_that_samples_is_killed_and_nothing_is_lost(straight: Path, rlexp: Shell, tmp_path: Path) -> None:
-    command = [*BASE, "hydra.run.dir=run", "checkpoint.save_every=1"]
+    command = [*PIPELINED, "hydra.run.dir=run", "checkpoint.save_every=1"]
     process = warm.start("rlexp", command, tmp_path)
     wait_for_steps(tmp_path, process, 2)
     ranks = descendants(process.pid)
@@ -141,7 +136,7 @@ def test_a_rank_that_samples_is_killed_and_nothing_is_lost(straight: Path, rlexp
     ],
 )
 def test_a_split_that_cannot_be_is_refused(rlexp: Shell, overrides: tuple[str, ...], said: str) -> None:
-    answer = rlexp(*BASE, *overrides)
+    answer = rlexp(*PIPELINED, *overrides)
     assert answer.returncode == 1
     assert said in answer.stderr
     assert "Traceback" not in answer.stderr

@@ -25,15 +25,21 @@ from rlexp.training.train.rollout_supply import NEXT, Rollouts
 from rlexp.training.types import Prompt, Sample
 from tests.helpers import warm
 from tests.helpers.ranks import on_ranks
+from tests.helpers.rollout_runs import PIPELINED
 from tests.helpers.runs import run_json, wait_for_steps
-from tests.training.rollout.test_pipelined import BASE
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_a_pipelined_run_that_is_asked_to_stop_saves_what_is_being_drawn(tmp_path: Path) -> None:
     """The sampling ranks receive the signal too, and the checkpoint waits for them."""
-    args = [*BASE, "hydra.run.dir=run", "train.max_steps=100000", "checkpoint.save_every=null", "train.eval_every=null"]
+    args = [
+        *PIPELINED,
+        "hydra.run.dir=run",
+        "train.max_steps=100000",
+        "checkpoint.save_every=null",
+        "train.eval_every=null",
+    ]
     process = warm.start("rlexp", args, tmp_path)
     wait_for_steps(tmp_path, process, 3)
     process.send_signal(signal.SIGTERM)
@@ -102,7 +108,7 @@ def test_no_reference_is_held_that_nothing_asks(beta: float, there: bool) -> Non
     ],
 )  # fmt: skip
 def test_what_cannot_come_of_it_is_refused(rlexp: Shell, overrides: tuple[str, ...], said: str) -> None:
-    answer = rlexp(*BASE, "rollout=default", *overrides)
+    answer = rlexp(*PIPELINED, "rollout=default", *overrides)
     assert answer.returncode == 1
     assert said in answer.stderr
     assert "Traceback" not in answer.stderr
@@ -110,7 +116,7 @@ def test_what_cannot_come_of_it_is_refused(rlexp: Shell, overrides: tuple[str, .
 
 def test_a_rollout_that_has_begun_keeps_its_size(rlexp: Shell) -> None:
     """resume.force cannot change the size: the checkpoint holds the samples and the steps they serve."""
-    run = (*BASE, "rollout=default", "hydra.run.dir=run")
+    run = (*PIPELINED, "rollout=default", "hydra.run.dir=run")
     begun = rlexp(*run, "train.stop_after=1")
     assert begun.returncode == 0, begun.stderr
     again = rlexp(*run, "rollout.n_samples=4", "resume.force=[rollout]")
