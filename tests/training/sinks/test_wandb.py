@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -28,8 +29,10 @@ from tests.helpers.slurm.machine import below, processes
 from tests.helpers.wandb_runs import ARGS, CLEAN, begin, curve_of, kill_after, records, train, values_of, wandb
 from tests.helpers.wandb_server import WandbServer
 
-STEPS, SAVED, KILLED = 24, 10, 17
-SAVING = (f"checkpoint.save_every={SAVED}", "optim.decay=constant")
+STEPS, SAVED, KILLED = 24, 10, 17  # of a run that is killed
+FEW = 6  # steps of a run that is not
+CONSTANT = "optim.decay=constant"
+SAVING = (f"checkpoint.save_every={SAVED}", CONSTANT)
 OFTEN = {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1"}  # seconds; after 15 nothing would have arrived before the kill
 SWEEP = (
     "logger.group=sweep", "logger.tags=[mine]", "logger.axes={parallel:ring2,data.max_length:'512'}",
@@ -37,30 +40,63 @@ SWEEP = (
 )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """A run that has ended: its folder, its steps, when it saved, and the steps that were sent and computed again."""
+
+    folder: Path
+    steps: int = FEW
+    saved: tuple[int, ...] = (FEW // 2, FEW)
+    again: range = range(0)
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run that others are compared with."""
-    place = tmp_path_factory.mktemp("wandb")
-    answer = train(place, "logger=none", f"train.max_steps={STEPS}", "optim.decay=constant", run="base")
+    return with_baseline(tmp_path_factory.mktemp("wandb"), FEW)
+
+
+def with_baseline(place: Path, steps: int) -> Path:
+    answer = train(place, "logger=none", f"train.max_steps={steps}", CONSTANT, run="base")
     assert answer.returncode == 0, answer.stderr
     return place
 
 
 @pytest.fixture(scope="module")
-def offline(base: Path) -> Path:
-    """A run that was killed and resumed."""
-    kill_after(KILLED, base, "parallel=ring2", *SAVING, *SWEEP)
-    answer = train(base, "parallel=ring1", f"train.max_steps={STEPS}", *SAVING, *SWEEP)
+def undisturbed(base: Path) -> Ran:
+    answer = train(base, f"train.max_steps={FEW}", f"checkpoint.save_every={FEW // 2}", CONSTANT, *SWEEP)
     assert answer.returncode == 0, answer.stderr
-    assert "goes on from" in answer.stderr
-    return base / "run"
+    return Ran(base / "run")
 
 
 @pytest.fixture(scope="module")
-def online(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WandbServer, Path]]:
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """A run that was killed and resumed."""
+    place = with_baseline(tmp_path_factory.mktemp("killed"), STEPS)
+    kill_after(KILLED, place, "parallel=ring2", *SAVING, *SWEEP)
+    answer = train(place, "parallel=ring1", f"train.max_steps={STEPS}", *SAVING, *SWEEP)
+    assert answer.returncode == 0, answer.stderr
+    assert "goes on from" in answer.stderr
+    return resumed(place)
+
+
+def resumed(place: Path) -> Ran:
+    return Ran(place / "run", STEPS, (2 * SAVED, STEPS), range(SAVED + 1, STEPS))
+
+
+BOTH = pytest.mark.parametrize("name", ["undisturbed", pytest.param("killed", marks=pytest.mark.slow)])
+
+
+@pytest.fixture
+def ran(name: str, request: pytest.FixtureRequest) -> Ran:
+    """The run of this name, made once."""
+    return request.getfixturevalue(name)
+
+
+@pytest.fixture(scope="module")
+def online(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WandbServer, Ran]]:
     """A run that was killed and resumed, with an account."""
-    place = tmp_path_factory.mktemp("online")
-    (place / "base").symlink_to(base / "base")
+    place = with_baseline(tmp_path_factory.mktemp("online"), STEPS)
     with WandbServer() as server:
         kill_after(KILLED, place, "parallel=ring2", *SAVING, *SWEEP, env=CLEAN | server.environment | OFTEN)
         arrived = len(server.rows)
@@ -69,7 +105,7 @@ def online(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
         assert answer.returncode == 0, answer.stderr
         assert "Tried to log" not in answer.stderr  # rows that W&B has are not sent again
         assert 0 < arrived < STEPS
-        yield server, place / "run"
+        yield server, resumed(place)
 
 
 @pytest.fixture
@@ -82,15 +118,16 @@ def account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     return monkeypatch
 
 
-def expect_rows(sent: list[dict], rows: list[dict]) -> None:
+def expect_rows(sent: list[dict], ran: Ran) -> None:
     """Expect each step once, in order, with every value.
 
     A step that was sent, lost by the kill and computed again has the values of the first time: its curve is the same
     up to rounding, and its speed and memory are those of the first time. Live tensors are counted anew.
     """
-    assert [row["train/global_step"] for row in sent] == [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    rows = curve_of(ran.folder)
+    assert [row["train/global_step"] for row in sent] == [row["step"] for row in rows] == list(range(1, ran.steps + 1))
     for one, other in zip(map(values_of, sent), map(values_of, rows), strict=True):
-        again = SAVED < other["train/global_step"] < STEPS
+        again = other["train/global_step"] in ran.again
         differing = {name for name in one.keys() ^ other.keys() if not (again and "tensors_peak" in name)}
         assert not differing
         assert again or one == other
@@ -98,8 +135,9 @@ def expect_rows(sent: list[dict], rows: list[dict]) -> None:
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)  # in float32; 4e-6 measured
 
 
-def expect_summary(summary: dict, rows: list[dict]) -> None:
+def expect_summary(summary: dict, ran: Ran) -> None:
     """Expect best, last and highest values of the run's whole life, not of its last process."""
+    rows = curve_of(ran.folder)
     told = {name: value for row in rows for name, value in values_of(row).items()}
     last = {name: value for name, value in told.items() if "tensors_peak" not in name}  # counted anew where it goes on
     assert {name: summary[name] for name in last} == last
@@ -119,28 +157,29 @@ def expect_config(config: dict, ring_size: int) -> None:
     assert config["optim"]["decay"] == "constant"
 
 
-def test_an_offline_run_read_back_is_its_curve(offline: Path) -> None:
-    (run,) = read_offline(offline)
-    rows = curve_of(offline)
-    expect_rows(run.rows, rows)
+@BOTH
+def test_an_offline_run_read_back_is_its_curve(ran: Ran) -> None:
+    (run,) = read_offline(ran.folder)
+    expect_rows(run.rows, ran)
     assert all(next(iter(row)) == "step" for row in run.rows)
     assert (run.group, run.state, run.name) == ("sweep", "finished", "run")
     expect_config(run.config, ring_size=1)
-    expect_summary(run.summary, rows)
-    assert read_offline(offline / "wandb") == [run]
+    expect_summary(run.summary, ran)
+    assert read_offline(ran.folder / "wandb") == [run]
 
 
-def test_its_fragments_are_one_run_and_hold_each_step_once(offline: Path) -> None:
-    fragments = sorted((offline / "wandb").glob("offline-run-*"))
-    run_id = json.loads((offline / "run.json").read_text(encoding="utf-8"))["wandb_id"]
+@pytest.mark.slow
+def test_its_fragments_are_one_run_and_hold_each_step_once(killed: Ran) -> None:
+    fragments = sorted((killed.folder / "wandb").glob("offline-run-*"))
+    run_id = json.loads((killed.folder / "run.json").read_text(encoding="utf-8"))["wandb_id"]
     assert len(fragments) == 2
     assert all(fragment.name.endswith(f"-{run_id}") for fragment in fragments)
     assert run_id.startswith("run-")
     steps = [item["item"]["train/global_step"] for fragment in fragments for item in records(fragment, "history")]
     assert steps == list(range(1, STEPS + 1))
-    killed, went_on = (read_offline(fragment)[0] for fragment in fragments)
-    assert killed.state == "unfinished"
-    assert killed.rows  # the client writes every second; at 15 s nothing would be there
+    unfinished, went_on = (read_offline(fragment)[0] for fragment in fragments)
+    assert unfinished.state == "unfinished"
+    assert unfinished.rows  # the client writes every second; at 15 s nothing would be there
     assert went_on.rows[-1]["step"] == STEPS
 
 
@@ -162,72 +201,80 @@ def test_a_client_that_is_ended_does_not_end_the_run(tmp_path: Path) -> None:
     assert [row["step"] for row in run.rows] == list(range(1, 123))
 
 
-def test_every_row_that_has_one_lies_beside_its_baseline(offline: Path, base: Path) -> None:
-    losses = [row["train/loss"] for row in curve_of(base / "base")]
-    for row, loss in zip(curve_of(offline), losses, strict=True):
+@BOTH
+def test_every_row_that_has_one_lies_beside_its_baseline(ran: Ran) -> None:
+    losses = [row["train/loss"] for row in curve_of(ran.folder.parent / "base")]
+    for row, loss in zip(curve_of(ran.folder), losses, strict=True):
         assert row["parity/loss_abs_diff"] == abs(row["train/loss"] - loss)
         assert row["parity/loss_abs_diff"] < 1e-5  # rounding in float32: 1e-7 measured
 
 
-def test_checkpoints_are_told_of_by_reference(offline: Path) -> None:
-    told = [a for fragment in sorted((offline / "wandb").glob("off*")) for a in records(fragment, "artifact")]
+@BOTH
+def test_checkpoints_are_told_of_by_reference(ran: Ran) -> None:
+    told = [a for fragment in sorted((ran.folder / "wandb").glob("off*")) for a in records(fragment, "artifact")]
     steps = [json.loads(artifact["metadata"])["step"] for artifact in told]
-    assert steps[-2:] == [2 * SAVED, STEPS]
+    assert steps[-2:] == [*ran.saved]
     assert {artifact["type"] for artifact in told} == {"checkpoint"}
     files = {entry["path"]: entry["ref"] for entry in told[-1]["manifest"]["contents"]}
-    assert files["manifest.json"] == (offline / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json").as_uri()
+    assert files["manifest.json"] == (ran.folder / "checkpoints" / f"step-{ran.steps:08d}" / "manifest.json").as_uri()
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["one command", "one after the other"])
-def test_offline_becomes_online_by_sync(
-    offline: Path, tmp_path: Path, account: pytest.MonkeyPatch, together: bool
-) -> None:
-    shutil.copytree(offline / "wandb", tmp_path / "wandb", symlinks=True)  # fragments that were sent are marked
+@pytest.mark.parametrize(
+    ("name", "together"),
+    [
+        ("undisturbed", True),
+        pytest.param("killed", True, marks=pytest.mark.slow),
+        pytest.param("killed", False, marks=pytest.mark.slow),
+    ],
+    ids=["one fragment", "one command", "one after the other"],
+)
+def test_offline_becomes_online_by_sync(ran: Ran, tmp_path: Path, account: pytest.MonkeyPatch, together: bool) -> None:
+    shutil.copytree(ran.folder / "wandb", tmp_path / "wandb", symlinks=True)  # fragments that were sent are marked
     fragments = [str(path) for path in sorted((tmp_path / "wandb").glob("offline-run-*"))]
     with WandbServer() as server:
         for each in [fragments] if together else [[path] for path in fragments]:
             wandb("sync", *each, env=CLEAN | server.environment)
         run = server.only
-        expect_rows(run.rows, curve_of(offline))
+        expect_rows(run.rows, ran)
         assert (run.group, run.shown, run.state) == ("sweep", "run", "finished")
         expect_config({key: each["value"] for key, each in run.config.items()}, ring_size=1)
-        expect_summary(run.summary, curve_of(offline))
+        expect_summary(run.summary, ran)
         for name, value in server.environment.items():
             account.setenv(name, value)
         (read,) = read_project("someone/rlexp")
-        expect_rows(read.rows, curve_of(offline))
+        expect_rows(read.rows, ran)
         assert (read.id, read.group, read.state) == (run.name, "sweep", "finished")
         expect_config(read.config, ring_size=1)
 
 
 @pytest.mark.slow
-def test_what_arrives_online(online: tuple[WandbServer, Path]) -> None:
+def test_what_arrives_online(online: tuple[WandbServer, Ran]) -> None:
     """A killed and resumed run is one run: each step once, every value, group, name, tags, configuration, summary."""
-    server, run_dir = online
-    run, rows = server.only, curve_of(run_dir)
-    expect_rows(run.rows, rows)
+    server, ran = online
+    run = server.only
+    expect_rows(run.rows, ran)
     assert (run.shown, run.group, run.state) == ("run", "sweep", "finished")
     assert {"dpo", "tiny", "ring1", "mine"} <= set(run.tags)
-    assert run.name == json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["wandb_id"]
+    assert run.name == json.loads((ran.folder / "run.json").read_text(encoding="utf-8"))["wandb_id"]
     assert {sent["jobType"] for sent in server.runs if sent["jobType"]} == {"train"}
     expect_config({key: each["value"] for key, each in run.config.items()}, ring_size=1)
-    expect_summary(run.summary, rows)
+    expect_summary(run.summary, ran)
     assert server.exit_codes == [0]
     assert server.alerts == []
     assert json.loads(server.artifacts[-1]["metadata"]) == {"step": STEPS}
 
 
 @pytest.mark.slow
-def test_a_project_online_read_back(online: tuple[WandbServer, Path], account: pytest.MonkeyPatch) -> None:
-    server, run_dir = online
+def test_a_project_online_read_back(online: tuple[WandbServer, Ran], account: pytest.MonkeyPatch) -> None:
+    server, ran = online
     for name, value in server.environment.items():
         account.setenv(name, value)
     (run,) = read_project("someone/rlexp")
     assert isinstance(run, WandbRun)
-    expect_rows(run.rows, curve_of(run_dir))
+    expect_rows(run.rows, ran)
     assert all(next(iter(row)) == "step" for row in run.rows)
     expect_config(run.config, ring_size=1)
-    expect_summary(run.summary, curve_of(run_dir))
+    expect_summary(run.summary, ran)
     with pytest.raises(SinkError, match=r"someone/nothing: .*Could not find project nothing"):
         read_project("someone/nothing")
     server.refused = "go away"
@@ -249,6 +296,9 @@ def test_alerts_where_the_loss_leaves_its_baseline_and_where_the_run_fails(base:
     assert (failed["title"], failed["severity"]) == ("The run has failed", "ERROR")
     assert "is not finite" in failed["text"]
     assert server.exit_codes == [1]
+    rows = curve_of(tmp_path / "run")
+    assert [values_of(row) for row in server.only.rows] == [values_of(row) for row in rows]
+    assert server.only.state == "failed"
 
 
 def test_what_wandb_refuses_is_one_message(tmp_path: Path) -> None:
