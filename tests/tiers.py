@@ -28,8 +28,6 @@ ONE_IN: Mapping[str, int] = {
     "training/model/test_model::test_causal_decoders_work_without_being_named": 3,
     "training/model/test_pretrained::test_wrong_input_is_one_message": 3,
     "training/ring/test_kernels::test_a_kernel_that_cannot_is_refused": 3,
-    "training/rollout/test_pipelined::test_a_split_that_cannot_be_is_refused": 2,
-    "training/rollout/test_rollout_faults::test_what_cannot_be_is_refused_before_a_process_starts": 3,
     "verify/test_textbook_rows::test_a_defect_at_templates_and_edges_is_seen": 4,
     "verify/test_textbook_rows::test_real_pairs_in_every_format": 4,
     "verify/test_textbook_rows::test_rows_at_random": 4,
@@ -115,10 +113,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_the_curve_goes_on_in_float64[edge of an epoch]",
         "test_the_last_and_the_best_are_kept",
     ),
-    "training/checkpoint/test_rollout_resume": (
-        "test_damage_to_the_samples_is_refused",
-        "test_the_curve_goes_on",
-    ),
     "training/dataset/test_bad_rows": (
         "test_a_file_of_anything_is_read_or_refused_in_one_message",
         "test_bad_rows_by_the_thousand_are_reported_together_and_all_listed",
@@ -129,11 +123,9 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_full_disk_is_one_message_and_it_goes_on_when_there_is_room",
     ),
     "training/engine/test_engines": (
-        "test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step[loss-zero1]",
         "test_a_rank_without_a_trained_token_does_not_hang_the_others",
         "test_bf16_adds_up_its_micro_batches_once",
         "test_bf16_keeps_float32_masters",
-        "test_gradient_over_ring_and_replicas_is_exact[('ring1', 1, 8)]",
         "test_weights_can_be_read_after_an_evaluation",
     ),
     "training/metrics/test_counted": (
@@ -182,7 +174,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_tail_is_the_same_on_every_layout",
         "test_the_bug_report_draws_one_curve",
     ),
-    "training/train/test_rollout_invariance": ("test_epochs_take_every_sample_once_in_another_order",),
     "verify/test_faulty": ("test_a_rank_that_the_others_wait_for_is_named",),
     "verify/test_textbook": ("test_first_step_equals_the_textbook[parallel=ring8 memory.checkpointing=true]",),
     "verify/test_textbook_rows": (

@@ -27,7 +27,7 @@ QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "engine=torch"
          "logger.progress=false", "train.batch_size=2", "data.size=24", "data.eval_size=2")  # fmt: skip
 
 
-FEWER = ("train.batch_size=4", "data.size=12", "data.eval_size=4")  # still 3 steps an epoch
+FEWER = ("train.batch_size=4", "data.size=12", "data.eval_size=4", "train.max_steps=5")  # still 3 steps an epoch
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Curve:
 @pytest.mark.parametrize(
     ("one", "other", "stop"),
     [
-        (Where("torch", 4, 1, "fp64"), Where("fsdp2", 2, 2, "fp64"), 1),
+        (Where("torch", 2, 1, "fp64"), Where("fsdp2", 1, 2, "fp64"), 1),
         (Where("fsdp2", 2, 2, "fp64"), Where("torch", 1, 1, "fp64"), 3),
-        pytest.param(Where("torch", 1, 1, "fp64"), Where("torch", 4, 1, "fp64"), 6, marks=pytest.mark.slow),
+        pytest.param(Where("torch", 1, 1, "fp64"), Where("torch", 4, 1, "fp64"), 4, marks=pytest.mark.slow),
     ],
     ids=["first step", "edge of an epoch", "before the last"],
 )
@@ -50,18 +50,18 @@ def test_the_curve_goes_on_in_float64(straight: Curve, tmp_path: Path, one: Wher
     assert steps_of(begun) == list(range(1, stop + 1))
     assert run_json(begun)["reason"] == f"train.stop_after={stop}"
     curve = curve_of(run(other, begun, *FEWER))
-    assert [row["step"] for row in curve.rows] == [1, 2, 3, 4, 5, 6, 7]
+    assert [row["step"] for row in curve.rows] == [1, 2, 3, 4, 5]
     assert excesses(straight, curve) == []
 
 
 @pytest.mark.slow
 def test_across_engines_twice_stopped_in_float32(straight: Curve, tmp_path: Path) -> None:
     place = tmp_path / "run"
-    for where in (Where("zero3", 2, 2, "fp32"), Where("zero1", 4, 1, "fp32")):
+    for where in (Where("zero3", 2, 2, "fp32"), Where("zero1", 4, 1, "fp32")):  # until steps 2 and 4
         run(where, place, *FEWER, "train.stop_after=2")
     curve = curve_of(run(Where("zero3", 1, 1, "fp32"), place, *FEWER))
     apart = differences(straight, curve)
-    assert len(curve.rows) == 7
+    assert len(curve.rows) == 5
     # 2.4e-7 measured, 4e-7 between undisturbed layouts in float32; a lost moment or a repeated step is 1e-3 and more.
     assert apart["train/loss"] < 4e-6
     assert apart["train/total_tokens"] == apart["train/epoch"] == 0

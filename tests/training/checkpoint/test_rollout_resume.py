@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -36,10 +37,32 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Curve:
     return curve
 
 
+ON_TWO = Where("torch", 2, 1, "fp64")
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks that stopped in its first rollout, after step 3, and saved each step. Do not change it."""
+    place = tmp_path_factory.mktemp("stopped") / "run"
+    return run(ON_TWO, place, *RUN, "train.stop_after=3", "checkpoint.save_every=1")
+
+
+def test_a_curve_goes_on_between_mini_batches(straight: Curve, stopped: Path, tmp_path: Path) -> None:
+    """The other rank count deals the samples out anew; the second rollout is drawn by the policy that goes on."""
+    begun = Path(shutil.copytree(stopped, tmp_path / "run"))
+    assert {path.name for path in checkpoint.latest_first(begun)[0].glob("rollout-*")} == {
+        f"rollout-now-{rank:05d}-of-00002.npz" for rank in (0, 1)
+    }
+    curve = curve_of(run(Where("torch", 1, 1, "fp64"), begun, *RUN))
+    assert [row["step"] for row in curve.rows] == list(range(1, STEPS + 1))
+    assert excesses(straight, curve) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other", "stop"),
     [
-        (Where("torch", 2, 1, "fp64"), Where("fsdp2", 2, 2, "fp64"), 3),
+        (ON_TWO, Where("fsdp2", 2, 2, "fp64"), 3),
         (Where("fsdp2", 2, 2, "fp64"), Where("torch", 1, 1, "fp64"), 4),
     ],
     ids=["between mini-batches", "after a rollout's last step"],
@@ -83,10 +106,9 @@ def test_other_algorithms_go_on_too(tmp_path: Path, loss: str) -> None:
     assert excesses(straight, curve_of(run(Where("torch", 1, 2, "fp64"), begun, *args))) == []
 
 
-def test_damage_to_the_samples_is_refused(tmp_path: Path) -> None:
-    where = Where("torch", 2, 1, "fp64")
-    begun = run(where, tmp_path / "run", *RUN, "train.stop_after=2", "checkpoint.save_every=1")
-    last, before = checkpoint.latest_first(begun)
+def test_damage_to_the_samples_is_refused(stopped: Path, tmp_path: Path) -> None:
+    begun = Path(shutil.copytree(stopped, tmp_path / "run"))
+    last, before, _ = checkpoint.latest_first(begun)
     samples = last / "rollout-now-00001-of-00002.npz"
     whole = samples.read_bytes()
     samples.write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
@@ -96,21 +118,23 @@ def test_damage_to_the_samples_is_refused(tmp_path: Path) -> None:
     samples.unlink()
     with pytest.raises(CheckpointError, match=samples.name):
         checkpoint.check_sizes(last)
-    run(where, begun, *RUN, "train.max_steps=3")  # from the previous checkpoint, whose samples are intact
+    run(ON_TWO, begun, *RUN, "train.max_steps=3")  # from the previous checkpoint, whose samples are intact
     assert [row["step"] for row in read_rows(begun / "metrics.jsonl")] == [1, 2, 3]
-    assert checkpoint.step_of(before) == 1
+    assert checkpoint.step_of(before) == 2
 
 
-def test_samples_are_no_pickle_and_stand_in_the_position(tmp_path: Path) -> None:
-    begun = run(Where("torch", 1, 1, "fp64"), tmp_path / "run", *RUN, "train.stop_after=1")
-    last = checkpoint.latest_first(begun)[0]
-    position = json.loads((last / "position.json").read_text())["rollouts"]
+def test_samples_are_no_pickle_and_stand_in_the_position(stopped: Path) -> None:
+    first = checkpoint.latest_first(stopped)[-1]
+    position = json.loads((first / "position.json").read_text())["rollouts"]
     assert position["number"] == 0
     assert position["kl_coef"] != position["beta"]  # the coefficient of this rollout, and of the next one
-    with np.load(last / "rollout-now-00000-of-00001.npz", allow_pickle=False) as file:
-        assert sorted(file["place"].tolist()) == list(range(16))
-        assert {"advantages", "returns", "old", "values", "reference", "behaviour"} <= set(file.files)
-        assert file["old"].dtype == np.float64
+    places: list[int] = []
+    for path in sorted(first.glob("rollout-now-*-of-00002.npz")):
+        with np.load(path, allow_pickle=False) as file:
+            places += file["place"].tolist()
+            assert {"advantages", "returns", "old", "values", "reference", "behaviour"} <= set(file.files)
+            assert file["old"].dtype == np.float64
+    assert sorted(places) == list(range(16))
 
 
 # ---- killed while it samples ----

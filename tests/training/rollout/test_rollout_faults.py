@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from rlexp.config.load import compose_config
 from rlexp.launch import rank_progress
 from rlexp.run_files.metrics_jsonl import read_rows
 from tests.helpers import warm
+from tests.helpers.refusals import refusal_of
 from tests.helpers.runs import descendants, gone, rows_of, run_json
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
@@ -125,7 +127,6 @@ def mute(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that ends every answer at once: all its tokens have one embedding, and only the end's head matches it."""
     import torch
 
-    from rlexp.config.load import compose_config
     from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 
     cfg = compose_config(["launch.device=cpu"]).model
@@ -289,15 +290,21 @@ def test_a_rank_that_dies_while_rewards_are_judged_takes_their_workers_along(rew
     ],
     ids=lambda each: each[0] if isinstance(each, tuple) else "",
 )
-def test_what_cannot_be_is_refused_before_a_process_starts(
-    rlexp: Shell, tmp_path: Path, args: tuple[str, ...], said: list[str]
-) -> None:
+def test_what_cannot_be_is_refused_by_its_composition(args: tuple[str, ...], said: list[str]) -> None:
+    """In one message, which is what the command prints."""
     own = list(RUN)
     if "loss=dpo" in args:
         own = [part for part in RUN if not part.startswith(("loss", "rollout", "reward"))]
     if "reward=python" in args:
         own = [part for part in RUN if not part.startswith("reward")]
-    answer = rlexp(*own, *args)
-    refused(answer, tmp_path, *said)
+    message = refusal_of([*(part for part in own if not part.startswith("hydra.")), *args])
+    assert "\n" not in message
+    for each in said:
+        assert each in message
+
+
+def test_what_cannot_be_is_refused_before_a_process_starts(rlexp: Shell, tmp_path: Path) -> None:
+    answer = rlexp(*RUN, "rollout.batch_size=7")
+    refused(answer, tmp_path, "train.batch_size=8", "rollout.batch_size=7", "Use train.batch_size=7 or 14")
     assert len(answer.stderr.splitlines()) == 1, answer.stderr
     assert not (tmp_path / "run").exists()

@@ -15,16 +15,17 @@ LATER = (
     *("ppo, divergence in the reward, adaptive", "ppo, entropy, dual clip, narrow", "ppo, overlong penalised"),
     *("ppo, temperature and top-k", "ppo, activations recomputed", "grpo, filtered", "ppo, generated sums"),
 )
-GRID = [
-    ROLLOUT_BASELINE,
-    RolloutCase(2, 2, 2, 3, 6),
-    RolloutCase(4, 1, 4, 16, 16, packing=False, tokens=200),
-    RolloutCase(1, 4, 2, 1, 1),
-]
+GRID = [RolloutCase(2, 2, 2, 3, 6), RolloutCase(4, 1, 4, 16, 16, packing=False, tokens=200)]
 
 
-def test_rollouts_do_not_move_with_the_layout() -> None:
-    baseline, *curves = draw([config_of(case) for case in GRID])
+@pytest.fixture(scope="module")
+def baseline() -> Curve:
+    """The run in one process."""
+    [curve] = draw([config_of(ROLLOUT_BASELINE)])
+    return curve
+
+
+def test_the_baseline_has_what_a_layout_could_move(baseline: Curve) -> None:
     assert len(baseline.rows) == STEPS
     assert [len(rollout) for rollout in baseline.drawn] == [16, 16]  # the second begins after step 4
     lengths = {len(sample.tokens) for rollout in baseline.drawn for sample in rollout}
@@ -32,14 +33,21 @@ def test_rollouts_do_not_move_with_the_layout() -> None:
     assert len(lengths) > 2
     assert baseline.drawn[0][0].tokens != baseline.drawn[0][1].tokens  # two samples of a prompt
     assert len({sample.score for sample in baseline.drawn[0]}) > 2
-    for case, curve in zip(GRID[1:], curves, strict=True):
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [GRID, pytest.param([RolloutCase(1, 4, 2, 1, 1)], marks=pytest.mark.slow)],
+    ids=["rings of 2 and 4", "replicas"],
+)
+def test_rollouts_do_not_move_with_the_layout(baseline: Curve, grid: list[RolloutCase]) -> None:
+    for case, curve in zip(grid, draw([config_of(case) for case in grid]), strict=True):
         assert curve.samples == baseline.samples
         assert excesses(baseline, curve) == [], case.label
 
 
-def test_epochs_take_every_sample_once_in_another_order() -> None:
-    [curve] = draw([config_of(ROLLOUT_BASELINE)])
-    first, second = curve.samples[0] + curve.samples[1], curve.samples[2] + curve.samples[3]
+def test_epochs_take_every_sample_once_in_another_order(baseline: Curve) -> None:
+    first, second = (baseline.samples[n] + baseline.samples[n + 1] for n in (0, 2))
     assert sorted(first) == sorted(second) == list(range(16))
     assert first != second
 
@@ -65,8 +73,8 @@ def test_the_whole_grid() -> None:
         assert excesses(baseline, curve) == [], case.label
 
 
-def test_the_comparison_sees_another_token_score_and_advantage() -> None:
-    curve = draw([config_of(ROLLOUT_BASELINE, "train.max_steps=1")])[0]
+def test_the_comparison_sees_another_token_score_and_advantage(baseline: Curve) -> None:
+    curve = dataclasses.replace(baseline, drawn=baseline.drawn[:1])
     sample = curve.drawn[0][3]
     moved = sample.advantages + np.eye(len(sample.advantages))[0] * 1e-9
     for other, said in (
