@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 
-WHOLE = ("training/ring/test_ring_flash_attn", "verify/test_textbook_rl")  # files, below tests/
+WHOLE = ("verify/test_textbook_rl",)  # files, below tests/
 
 # Of the cases of these tests, `make test` runs one in so many: they are alike in what they ask of the code.
 ONE_IN: Mapping[str, int] = {
@@ -135,16 +135,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "training/model/test_model": ("test_the_probe_of_a_large_model_is_small",),
     "training/model/test_placing": ("test_a_planted_clone_of_all_weights_is_found",),
     "training/model/test_pretrained": ("test_every_engine_starts_from_the_same_rounded_weights",),
-    "training/ring/test_attention": (
-        "test_bf16_is_as_exact_as_one_flash_call",
-        "test_calls_that_are_cut_are_the_whole_ones[too long for strips-2]",
-        "test_calls_that_are_cut_are_the_whole_ones[too long for strips-8]",
-        "test_equals_full_attention[4]",
-    ),
-    "training/ring/test_attention_edges": (
-        "test_any_arrangement_in_memory_is_the_same_attention",
-        "test_packs_smaller_than_the_ring",
-    ),
     "training/ring/test_deepspeed_ulysses": ("test_deepspeed_s_ulysses_has_the_same_dpo_loss_and_gradient",),
     "training/ring/test_fused": ("test_the_fused_kernels_equal_plain_torch",),
     "training/ring/test_kernels": ("test_the_ring_needs_torch_alone",),

@@ -21,7 +21,7 @@ def launches(size: int, rank: int, lengths: tuple[int, ...]) -> tuple[int, int]:
     from rlexp.training.ring.groups import build_world
     from rlexp.training.ring.kernels import get_kernel
     from rlexp.training.ring.layouts import get_layout
-    from tests.training.ring.test_attention import forest
+    from tests.helpers.attention import forest
 
     device = rehearsed_device()
     log = Log(device.type)
@@ -73,7 +73,7 @@ def copied(layout: str, inner: int, heads: tuple[int, int], planted: bool = Fals
     from rlexp.training.ring.groups import build_world
     from rlexp.training.ring.kernels import get_kernel
     from rlexp.training.ring.layouts import get_layout
-    from tests.training.ring.test_attention import forest
+    from tests.helpers.attention import forest
 
     if planted:
         plant("rlexp.training.ring.layouts.ulysses:SharedHeads._to_heads", packed_twice, lambda: None)

@@ -13,8 +13,7 @@ from rlexp.training.ring.groups import Ring, build_world
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.types import Segment
-from tests.helpers.ranks import on_ranks, seeded
-from tests.training.ring.test_attention import (
+from tests.helpers.attention import (
     HEADS,
     SIZE,
     Case,
@@ -24,6 +23,7 @@ from tests.training.ring.test_attention import (
     forest,
     put_together,
 )
+from tests.helpers.ranks import on_ranks, seeded
 
 SMALL = ((1,), (3,), (2, 1), (5, 1, 1), (9,))
 
@@ -41,14 +41,15 @@ def small_rank(spec: RankSpec, several: Sequence[Case]) -> list[list[Tensor]]:
     ]
 
 
-def test_packs_smaller_than_the_ring() -> None:
+@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_packs_smaller_than_the_ring(world: int) -> None:
     """Some ranks hold padding alone."""
-    several = cases(8, (2,))
-    results = zip(*on_ranks(8, small_rank, several), strict=True)
+    several = cases(world, (2,))
+    results = zip(*on_ranks(world, small_rank, several), strict=True)
     for case in several:
         for lengths in SMALL:
             expected = expected_of(lengths, case.kv_heads, torch.float64)
-            got = put_together(8, lengths, next(results), torch.float64)
+            got = put_together(world, lengths, next(results), torch.float64)
             for one, other in zip(got, expected, strict=True):
                 for part in range(4):
                     assert torch.allclose(one[part], other[part], rtol=0, atol=2e-14), (case, lengths, part)
@@ -107,10 +108,11 @@ def arranged_rank(spec: RankSpec, several: Sequence[Case]) -> list[dict[str, lis
     return found
 
 
-def test_any_arrangement_in_memory_is_the_same_attention() -> None:
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_any_arrangement_in_memory_is_the_same_attention(world: int) -> None:
     """Models permute, split and join heads; autograd passes gradients that are expanded without a copy."""
-    several = cases(4, (HEADS, 2))
-    for results in on_ranks(4, arranged_rank, several):
+    several = cases(world, (HEADS, 2))
+    for results in on_ranks(world, arranged_rank, several):
         for case, by_name in zip(several, results, strict=True):
             for name, tensors in by_name.items():
                 same = by_name[name.removesuffix(", spread")] if "of out" in name else by_name["as they come"]

@@ -5,6 +5,8 @@ The real ones run in tests/bench/test_gpu.py.
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from rlexp.config import hardware
 from rlexp.config.checks import kernel as checks
 from rlexp.config.checks.layout import heads_of
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Device, HFModelConfig, KernelName, Precision, TinyModelConfig
+from rlexp.config.schema import Config, Device, HFModelConfig, KernelName, Precision, TinyModelConfig
 from rlexp.training.ring import kernels
 from rlexp.training.ring.kernels import (
     BlockKernel,
@@ -211,6 +213,16 @@ def test_torchs_operators_take_the_arguments_of_our_calls() -> None:
 # ---- the choice ----
 
 
+@functools.cache
+def composed() -> Config:
+    return compose_config(["launch.device=cpu"])
+
+
+def a_config() -> Config:
+    """Return a configuration that a test may change."""
+    return copy.deepcopy(composed())
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A mock of a machine: its GPU's generation, and the installed kernels."""
@@ -297,7 +309,7 @@ def test_an_installed_package_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_kernel_that_cannot_is_refused(
     monkeypatch: pytest.MonkeyPatch, kernel: str, device: str, precision: str, said: str
 ) -> None:
-    cfg = compose_config(["launch.device=cpu"])
+    cfg = a_config()
     cfg.parallel.kernel, cfg.launch.device, cfg.train.precision = (
         KernelName[kernel],
         Device[device],
@@ -328,7 +340,7 @@ def test_a_kernel_for_other_gpus_is_refused(
     monkeypatch: pytest.MonkeyPatch, kernel: str, there: set[int], said: str | None
 ) -> None:
     """Otherwise flash-attn 4 would run forward on a Hopper, and fail in the first backward pass."""
-    cfg = compose_config(["launch.device=cpu"])
+    cfg = a_config()
     cfg.launch.device, cfg.train.precision, cfg.parallel.kernel = Device.cuda, Precision.bf16, KernelName[kernel]
     monkeypatch.setattr(checks, "installed", lambda _: True)
     monkeypatch.setattr(checks, "gpu_generations", lambda: there)
@@ -363,7 +375,7 @@ def test_sizes_of_heads_that_kernels_take() -> None:
 
 
 def test_heads_that_a_kernel_cannot_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = compose_config(["launch.device=cpu"])
+    cfg = a_config()
     cfg.launch.device, cfg.train.precision = Device.cuda, Precision.bf16
     monkeypatch.setattr(checks, "installed", lambda _: True)
     for hidden_size, kernel, most in (
@@ -390,7 +402,7 @@ def test_ranks_refuse_what_was_unknown_before_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel: str, there: bool, size: int, said: str
 ) -> None:
     """A cluster's node may lack packages, and the heads of a model on the hub are unknown before it starts."""
-    cfg = compose_config(["launch.device=cpu"])
+    cfg = a_config()
     cfg.launch.device, cfg.train.precision, cfg.parallel.kernel = Device.cuda, Precision.bf16, KernelName[kernel]
     cfg.model = HFModelConfig(name="hf", path="some/model-of-the-hub")
     monkeypatch.setattr(checks, "installed", lambda _: there)
@@ -405,7 +417,7 @@ def test_ranks_refuse_what_was_unknown_before_the_start(
     ("kernel", "exactly"), [("torch_flash", "plain"), ("auto", "auto"), ("cpu_flash", "cpu_flash")]
 )
 def test_verify_takes_a_kernel_that_computes_in_float64(kernel: str, exactly: str) -> None:
-    cfg = compose_config(["launch.device=cpu"])
+    cfg = a_config()
     cfg.parallel.kernel = KernelName[kernel]
     assert exact(cfg).parallel.kernel is KernelName[exactly]
     checks.check_kernel(exact(cfg), None)

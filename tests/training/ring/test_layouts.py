@@ -21,7 +21,7 @@ from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.ulysses import Heads
 from rlexp.training.ring.layouts.zigzag import zigzag
 from rlexp.training.ring.shard import shard_pack
-from tests.training.ring.test_attention import forest
+from tests.helpers.attention import forest
 
 ROTATING = ("zigzag", "contiguous")
 RINGS = st.sampled_from([1, 2, 3, 4, 8])

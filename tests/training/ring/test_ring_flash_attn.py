@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,8 +34,8 @@ from rlexp.training.ring.layouts.ring_flash_attn import library_layout
 from rlexp.training.types import Segment
 from rlexp.verify.verification import exact
 from tests.helpers import mock_flash
+from tests.helpers.attention import HEADS, SIZE, error, expected_of, flash_error_of, inputs
 from tests.helpers.ranks import largest_gap, on_ranks, seeded, train_steps
-from tests.training.ring.test_attention import HEADS, SIZE, error, expected_of, flash, inputs
 
 LAYOUTS = ("zigzag", "allgather")
 LENGTHS = (1, 3, 37, 16, 101, 64, 5)  # one token, shorter than the ring, prime, round
@@ -72,13 +73,12 @@ class Attended:
     computed: float  # query-key pairs that flash-attn computes
 
 
-def attend_rank(spec: RankSpec, sizes: Sequence[int]) -> dict[tuple[int, torch.dtype], list[Attended]]:
-    """Attend on rings of these sizes: all ranks, or one."""
+def attend_rank(spec: RankSpec) -> dict[torch.dtype, list[Attended]]:
+    """Attend on a ring of all ranks."""
     mock_flash.install()
-    rings = {size: ALONE if size == 1 else build_world(size).ring for size in sizes}
+    ring = ALONE if spec.world_size == 1 else build_world(spec.world_size).ring
     return {
-        (size, dtype): [attend_part(ring, name, kv_heads, lengths, dtype) for name, kv_heads in CASES]
-        for size, ring in rings.items()
+        dtype: [attend_part(ring, name, kv_heads, lengths, dtype) for name, kv_heads in CASES]
         for dtype, lengths in (FINE, COARSE)
     }
 
@@ -139,15 +139,17 @@ class Sent:
         )
 
 
-@pytest.fixture(scope="module")
-def attended() -> dict[tuple[int, torch.dtype], list[list[Attended]]]:
-    """By ring size and dtype, each rank's results in each case."""
-    found = {}
-    for world, sizes in ((2, (1, 2)), (4, (4,))):
-        by_rank = on_ranks(world, attend_rank, sizes)
-        for key in by_rank[0]:
-            found[key] = [list(results)[: key[0]] for results in zip(*(said[key] for said in by_rank), strict=True)]
-    return found
+@functools.cache
+def attended(size: int) -> dict[torch.dtype, list[list[Attended]]]:
+    """By dtype, each rank's results in each case."""
+    by_rank = on_ranks(size, attend_rank)
+    return {
+        dtype: [list(results) for results in zip(*(said[dtype] for said in by_rank), strict=True)]
+        for dtype in (FINE[0], COARSE[0])
+    }
+
+
+SIZES = pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 
 
 def put_together(lengths: tuple[int, ...], name: str, results: Sequence[Attended]) -> Parts:
@@ -159,13 +161,13 @@ def put_together(lengths: tuple[int, ...], name: str, results: Sequence[Attended
 
 
 @library
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_equals_full_attention(size: int, attended: Any) -> None:
+@SIZES
+def test_equals_full_attention(size: int) -> None:
     """In float64, but the library's zigzag merges outputs and sums gradients in float32.
 
     The largest difference measured is 3.3e-7 of the pack's largest element.
     """
-    for (name, kv_heads), results in zip(CASES, attended[size, torch.float64], strict=True):
+    for (name, kv_heads), results in zip(CASES, attended(size)[torch.float64], strict=True):
         got, expected = put_together(LENGTHS, name, results), expected_of(LENGTHS, kv_heads, torch.float64)
         for part in range(4):
             largest = max(tensors[part].abs().max() for tensors in expected)
@@ -174,25 +176,25 @@ def test_equals_full_attention(size: int, attended: Any) -> None:
 
 
 @library
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_bf16_is_about_as_exact_as_one_flash_call(size: int, attended: Any) -> None:
+@SIZES
+def test_bf16_is_about_as_exact_as_one_flash_call(size: int) -> None:
     """The error against float64 over the pack measured 0.24 to 0.98 times that of torch's own flash kernel.
 
     The mock does not round inside a block, as flash-attn does.
     """
-    for (name, kv_heads), results in zip(CASES, attended[size, torch.bfloat16], strict=True):
+    for (name, kv_heads), results in zip(CASES, attended(size)[torch.bfloat16], strict=True):
         got, expected = put_together(LONG, name, results), expected_of(LONG, kv_heads, torch.bfloat16)
-        theirs = error([flash(*arguments) for arguments in inputs(LONG, kv_heads, torch.bfloat16)], expected)
+        theirs = flash_error_of(LONG, kv_heads)
         ratios = (error(got, expected) / theirs).sqrt()
         assert (ratios < 1.05).all(), (name, kv_heads, ratios)
         assert (ratios > 0.1).all(), "a mock that rounds nothing would show nothing"
 
 
 @library
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_bytes_and_work_are_what_is_really_sent_and_computed(size: int, attended: Any) -> None:
+@SIZES
+def test_bytes_and_work_are_what_is_really_sent_and_computed(size: int) -> None:
     for dtype in (torch.float64, torch.bfloat16):
-        for case, results in zip(CASES, attended[size, dtype], strict=True):
+        for case, results in zip(CASES, attended(size)[dtype], strict=True):
             assert [each.counted for each in results] == [each.sent for each in results], case
             assert [each.work for each in results] == [each.computed for each in results], case
             assert all((each.sent > 0) == (size > 1) for each in results)
@@ -250,6 +252,7 @@ def run_rank(spec: RankSpec, configs: Sequence[Config]) -> list[Any]:
 
 
 @library
+@pytest.mark.slow
 def test_a_run_is_that_of_our_own_layouts() -> None:
     """Layouts that pad and cut differently, a reference model, and recomputed activations, in float64.
 
@@ -306,6 +309,7 @@ for name in ("zigzag", "llama3", "llama3_plan", "alone"):
 
 
 @library
+@pytest.mark.slow
 def test_the_functions_are_reached_past_the_adapter() -> None:
     """When the package itself can be imported again, `rlexp/training/ring/past_adapter.py` can be removed."""
     answer = subprocess.run([sys.executable, "-c", ENTERED], capture_output=True, text=True, timeout=60, check=False)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlexp.launch.joining import RankSpec
-from tests.helpers.ranks import on_ranks
-from tests.training.ring.test_attention import (
+from tests.helpers.attention import (
     HEADS,
     SIZE,
     Case,
@@ -26,6 +25,7 @@ from tests.training.ring.test_attention import (
     inputs,
     put_together,
 )
+from tests.helpers.ranks import on_ranks
 
 LENGTH = 592  # a multiple of 2 × 8, since torch's ranks hold equal chunks only
 # Relative to the largest element. Measured: ours to torch's 2.8e-15 and 5.7e-7, torch's to full attention 2.9e-15 and
