@@ -235,6 +235,14 @@ def test_wandb_has_the_table_with_the_row_of_its_step(tmp_path: Path, monkeypatc
 # ---- comparing ----
 
 
+@pytest.fixture
+def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the painting of curves.png, which takes most of a comparison's time; its curves are drawn as always."""
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda _figure, place, **_how: place.touch())
+
+
 def later(step: int, by: float = 0.3):
     def edit(row: dict) -> None:
         row["train/loss"] += by if row["step"] >= step else 0.0
@@ -245,6 +253,7 @@ def later(step: int, by: float = 0.3):
 SAID = "in step 9 sample 0 of prompt 31 differs between token 5 and 8 (1 of 8 samples)"
 
 
+@pytest.mark.usefixtures("unpainted")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_curves_are_compared_up_to_the_first_sample_that_differs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
@@ -274,6 +283,7 @@ def test_curves_are_compared_up_to_the_first_sample_that_differs(
     assert (scores.name, scores.steps.tolist()) == ("train/objective/scores", [1, 5, 9, 13, 17])
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_a_defect_before_the_sample_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a_run(tmp_path / "runs" / "a", drawn=drawn())
     a_run(tmp_path / "runs" / "b", "parallel=ring2", edit=later(8, 1e-4), drawn=drawn(flips=[FLIP]))
@@ -284,6 +294,7 @@ def test_a_defect_before_the_sample_is_found(tmp_path: Path, capsys: pytest.Capt
     assert SAID in " ".join(told.split())
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_the_first_rollout_differs_and_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = tmp_path / "runs"
     a_run(runs / "a", drawn=drawn())
@@ -297,6 +308,7 @@ def test_the_first_rollout_differs_and_nothing_is_left(tmp_path: Path, capsys: p
     assert "b (b) has nothing left to compare" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_a_metric_with_no_value_before_the_sample_is_no_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,6 +318,7 @@ def test_a_metric_with_no_value_before_the_sample_is_no_pass(
     assert "a (a) has nothing left to compare" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_in_float64_a_sample_that_differs_is_a_defect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs, fp64 = tmp_path / "runs", "train.precision=fp64"
     a_run(runs / "a", fp64, drawn=drawn())
@@ -325,6 +338,7 @@ def test_in_float64_a_sample_that_differs_is_a_defect(tmp_path: Path, capsys: py
     assert SAID in words
 
 
+@pytest.mark.usefixtures("unpainted")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -345,6 +359,7 @@ def test_what_rounding_does_not_choose_is_no_excuse(
     assert "FAILED: step 9: a (a) and b (b) have drawn different samples" in told
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_each_pair_is_held_as_far_as_its_own_samples_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two runs with the same flip are compared beyond the step where the third run's samples differ."""
     runs = tmp_path / "runs"
@@ -405,6 +420,7 @@ def test_a_live_report_sees_new_rollouts(tmp_path: Path) -> None:
 # ---- what differences of such runs are relative to ----
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_a_loss_of_advantages_that_cancel_is_no_difference(tmp_path: Path) -> None:
     """In the first step on a rollout the loss is only rounding."""
 

@@ -73,7 +73,7 @@ def test_training_equals_the_textbook() -> None:
     """Six steps with AdamW, clipping, warm-up and decay, two epochs of shuffled data."""
     cfg = compose_config(
         [*SMALL, "parallel=ring2", "launch.nproc=4", "optim.warmup_steps=2", "optim.max_grad_norm=0.5",
-         "optim.weight_decay=0.1", "optim.lr=1e-3", "train.max_steps=6"]
+         "optim.weight_decay=0.1", "optim.lr=1e-3", "train.max_steps=6", "train.batch_size=2", "data.size=6"]
     )  # fmt: skip
     result = run_on(cfg, 6)[0]
 

@@ -127,7 +127,7 @@ def test_real_pairs_by_templates(template: str | None, shared: Path, tmp_path: P
     assert sum(pair.chosen_mask is not None for pair in pairs) > 15
 
 
-@pytest.mark.parametrize("template", ["qwen3", "gemma", "phi3"])
+@pytest.mark.parametrize("template", ["qwen3", *(pytest.param(t, marks=pytest.mark.slow) for t in ("gemma", "phi3"))])
 def test_transformers_own_masks_agree(template: str, shared: Path) -> None:
     """TRL marks in its templates what is trained on; transformers finds the mask of a conversation by these marks."""
     tokenizer = smollm(shared, template, "_training")
@@ -269,7 +269,7 @@ def test_rows_that_differ_are_not_read_as_their_json(shared: Path, tmp_path: Pat
 # ---- mixtures ----
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 12))])
 def test_mixtures_at_random(seed: int) -> None:
     """Sizes, weights, epochs and batches at random: every step takes the same samples."""
     draw = random.Random(seed)

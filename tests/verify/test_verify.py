@@ -55,12 +55,13 @@ def tier(fault: Fault) -> list[pytest.MarkDecorator]:
 
 
 def test_every_stage_and_room_has_a_defect_in_the_fast_tiers() -> None:
+    """Each stage in `make test`, each pair of stage and room in `make check`."""
+
     def kinds(faults: Iterable[Fault]) -> set[tuple[str, str]]:
         return {(fault.stage, fault.room) for fault in faults}
 
     fast = kinds(ALL_FAULTS[name] for name in FAST)
     assert {stage for stage, _ in fast} == set(STAGES)
-    assert {room for _, room in fast} == {fault.room for fault in FAULTS}
     assert fast | kinds(ALL_FAULTS[name] for name in CHECK) == kinds(FAULTS)
 
 

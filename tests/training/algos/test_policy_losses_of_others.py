@@ -66,10 +66,17 @@ def test_ppo_is_a_batch_of_tensors_under_autograd() -> None:
     close(answers_of(tokens, tokens.values_t.grad), now.grad.flatten().tolist())
 
 
-def trl_loss(case: Case, name: str, cfg: PolicyLossConfig, advantages: Tensor) -> tuple[float, Tensor]:
-    """Return the loss of TRL's GRPOTrainer and its gradient; its method is called without a trainer."""
-    from trl import GRPOTrainer
+@pytest.fixture(scope="module")
+def trl() -> Any:
+    """TRL with its trainers, which take seconds to import."""
+    from trl import GRPOTrainer, RLOOTrainer
+    from trl.trainer import utils
 
+    return SimpleNamespace(GRPOTrainer=GRPOTrainer, RLOOTrainer=RLOOTrainer, nanstd=utils.nanstd)
+
+
+def trl_loss(trl: Any, case: Case, name: str, cfg: PolicyLossConfig, advantages: Tensor) -> tuple[float, Tensor]:
+    """Return the loss of TRL's GRPOTrainer and its gradient; its method is called without a trainer."""
     logps = padded(case, case.logps).requires_grad_()
     mask = padded(case, [[1.0] * length for length in case.lengths])
     stub = SimpleNamespace(
@@ -88,7 +95,7 @@ def trl_loss(case: Case, name: str, cfg: PolicyLossConfig, advantages: Tensor) -
         "advantages": advantages, "old_per_token_logps": padded(case, case.old),
         "ref_per_token_logps": padded(case, case.reference),
     }  # fmt: skip
-    loss = GRPOTrainer._compute_loss(stub, None, inputs)
+    loss = trl.GRPOTrainer._compute_loss(stub, None, inputs)
     loss.backward()
     assert logps.grad is not None
     return float(loss.detach()), logps.grad[mask > 0]
@@ -96,9 +103,7 @@ def trl_loss(case: Case, name: str, cfg: PolicyLossConfig, advantages: Tensor) -
 
 @pytest.mark.parametrize("changes", [{}, {"beta": 0.2, "clip_low": 0.1, "clip_high": 0.3}], ids=["defaults", "changed"])
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo"])
-def test_the_group_losses_are_trls(name: str, changes: dict[str, Any]) -> None:
-    from trl.trainer.utils import nanstd
-
+def test_the_group_losses_are_trls(trl: Any, name: str, changes: dict[str, Any]) -> None:
     cfg, case = configured(name, **changes), Case(counts=(True,) * 6, seed=7)
     loss = built(cfg)
     tokens = tokens_of(case, cfg, loss, cfg.beta)
@@ -107,17 +112,15 @@ def test_the_group_losses_are_trls(name: str, changes: dict[str, Any]) -> None:
     scores = tensor(case.scores).view(2, 3)
     advantages = scores - scores.mean(1, keepdim=True)
     if name != "dr_grpo":
-        advantages = advantages / (nanstd(scores, dim=1, keepdim=True) + 1e-4)
-    wanted, gradient = trl_loss(case, name, cfg, advantages.flatten())
+        advantages = advantages / (trl.nanstd(scores, dim=1, keepdim=True) + 1e-4)
+    wanted, gradient = trl_loss(trl, case, name, cfg, advantages.flatten())
     close(float(terms.loss.detach()), wanted)
     close(answers_of(tokens, tokens.logps_t.grad), gradient.tolist())
 
 
-def test_rloo_is_trls_at_the_old_policy() -> None:
+def test_rloo_is_trls_at_the_old_policy(trl: Any) -> None:
     """TRL clips the ratio of the whole answer. At the old policy the gradients agree, except that ours is divided by
     the fixed length."""
-    from trl import RLOOTrainer
-
     cfg, case = configured("rloo", beta=0.2), Case(counts=(True,) * 6)
     case.logps = [list(each) for each in case.old]
     loss = built(cfg)
@@ -137,6 +140,6 @@ def test_rloo_is_trls_at_the_old_policy() -> None:
         "advantages": (rewards - (rewards.sum(1, keepdim=True) - rewards) / 2).flatten(),
         "old_logps": (logps * mask).sum(1).detach(),
     }  # fmt: skip
-    RLOOTrainer._compute_loss(stub, None, inputs).backward()
+    trl.RLOOTrainer._compute_loss(stub, None, inputs).backward()
     assert logps.grad is not None
     close(answers_of(tokens, tokens.logps_t.grad), (logps.grad[mask > 0] / FIXED).tolist())

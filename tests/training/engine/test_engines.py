@@ -331,43 +331,44 @@ class Poison:
         return dataclasses.replace(result, losses_P=result.losses_P + bad)
 
 
-def poisoned_rank(spec: RankSpec, cfg) -> list[tuple[str, bool]]:
-    """Poison the loss, then the gradient; for each, return the message and whether the weights held."""
+def poisoned_rank(spec: RankSpec, cfgs) -> list[tuple[str, bool]]:
+    """For each configuration, poison the loss and then the gradient: the message, and whether the weights held."""
+    return [poisoned(cfg, in_gradient) for cfg in cfgs for in_gradient in (False, True)]
+
+
+def poisoned(cfg, in_gradient: bool) -> tuple[str, bool]:
     from rlexp.training.metrics.meter import Meter
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step
 
-    found = []
-    for in_gradient in (False, True):
-        task = build(cfg, probing=unprobed)
-        run, loss = task.run, task.loss
-        victim = task.batch(1).indices[5]
-        seen: list[float] = []
+    task = build(cfg, probing=unprobed)
+    run, loss = task.run, task.loss
+    victim = task.batch(1).indices[5]
+    seen: list[float] = []
 
-        def listening(policy, reference, loss=loss, seen=seen):
-            seen.append(float(policy.chosen_P[0]))
-            return loss(policy, reference)
+    def listening(policy, reference):
+        seen.append(float(policy.chosen_P[0]))
+        return loss(policy, reference)
 
-        task.loss = listening
-        with torch.no_grad():
-            task.losses(task.shard([task.pairs[victim]]), Meter(run.world, run.device))
-        before = {name: weight.clone() for name, weight in run.engine.weights()}
-        task.loss = Poison(loss, seen[0], in_gradient)
-        with pytest.raises(UserError) as error:
-            train_step(task, 1)
-        same = all(torch.equal(weight, before[name]) for name, weight in run.engine.weights())
-        found.append((str(error.value), same and task.pairs[victim].origin in str(error.value)))
-    return found
+    task.loss = listening
+    with torch.no_grad():
+        task.losses(task.shard([task.pairs[victim]]), Meter(run.world, run.device))
+    before = {name: weight.clone() for name, weight in run.engine.weights()}
+    task.loss = Poison(loss, seen[0], in_gradient)
+    with pytest.raises(UserError) as error:
+        train_step(task, 1)
+    same = all(torch.equal(weight, before[name]) for name, weight in run.engine.weights())
+    return str(error.value), same and task.pairs[victim].origin in str(error.value)
 
 
-@pytest.mark.parametrize("engine", ["zero1", "torch"])
-def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step(engine: str) -> None:
-    cfg = compose_config([*BASE, "parallel=ring2", "launch.nproc=4", "train.micro_batch_size=2", f"engine={engine}",
-                          "train.precision=fp32"])  # fmt: skip
-    for what, results in zip(("loss", "gradient"), zip(*on_ranks(4, poisoned_rank, cfg), strict=True), strict=True):
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step() -> None:
+    place = ("parallel=ring2", "launch.nproc=4", "train.micro_batch_size=2", "train.precision=fp32")
+    cfgs = [compose_config([*BASE, *place, f"engine={engine}"]) for engine in ("zero1", "torch")]
+    cases = [(cfg.engine.name.value, what) for cfg in cfgs for what in ("loss", "gradient")]
+    for case, results in zip(cases, zip(*on_ranks(4, poisoned_rank, cfgs), strict=True), strict=True):
         for message, held in results:
-            assert message == results[0][0]
-            assert message.startswith(f"step 1: the {what} is not finite. Samples: ")
-            assert held
-        if what == "loss":
-            assert results[0][0].count("synthetic train pair") == 1
+            assert message == results[0][0], case
+            assert message.startswith(f"step 1: the {case[1]} is not finite. Samples: "), case
+            assert held, case
+        if case[1] == "loss":
+            assert results[0][0].count("synthetic train pair") == 1, case

@@ -29,6 +29,7 @@ LAYOUTS = (
     ("parallel=ring1", "rollout.sampling_ranks=2", "rollout.micro_batch_size=3"),
     ("parallel=ring2", "rollout.sampling_ranks=1", "train.micro_batch_size=2"),
 )
+SHORT = ("rollout.epochs=1", "train.max_steps=5", "train.eval_every=3")  # three rollouts of 2 train batches
 REPLICAS = ("parallel=ring1", "launch.nproc=4", "rollout.sampling_ranks=2")
 
 
@@ -47,13 +48,13 @@ def moved(row: dict[str, float], other: dict[str, float]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "layouts",
-    [LAYOUTS, pytest.param((LAYOUTS[0], REPLICAS), marks=pytest.mark.slow)],
+    ("layouts", "more", "each"),
+    [(LAYOUTS, SHORT, 2), pytest.param((LAYOUTS[0], REPLICAS), (), 4, marks=pytest.mark.slow)],
     ids=["sampling ranks and a ring", "replicas"],
 )
-def test_one_curve_whoever_samples(layouts: tuple[tuple[str, ...], ...]) -> None:
-    straight, *others = draw([compose_config([*PIPELINED, *layout]) for layout in layouts])
-    assert [row.get("train/rollout/staleness") for row in straight.rows[::4]] == [0, 1, 1]
+def test_one_curve_whoever_samples(layouts: tuple[tuple[str, ...], ...], more: tuple[str, ...], each: int) -> None:
+    straight, *others = draw([compose_config([*PIPELINED, *more, *layout]) for layout in layouts])
+    assert [row.get("train/rollout/staleness") for row in straight.rows[::each]] == [0, 1, 1]
     assert sum("eval/objective/scores" in row for row in straight.rows) == 2
     for layout, curve in zip(layouts[1:], others, strict=True):
         assert [fault for a, b in zip(straight.rows, curve.rows, strict=True) for fault in moved(a, b)] == [], layout
