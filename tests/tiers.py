@@ -25,8 +25,6 @@ ONE_IN: Mapping[str, int] = {
     "preflight/test_fit::test_the_longest_is_found": 6,
     "preflight/test_preflight::test_wrong_input_gets_one_message": 3,
     "training/dataset/test_bad_rows::test_sources_that_do_not_fit_are_refused_before_a_row_is_read": 3,
-    "training/model/test_model::test_causal_decoders_work_without_being_named": 3,
-    "training/model/test_pretrained::test_wrong_input_is_one_message": 3,
     "training/ring/test_kernels::test_a_kernel_that_cannot_is_refused": 3,
     "verify/test_textbook_rows::test_a_defect_at_templates_and_edges_is_seen": 4,
     "verify/test_textbook_rows::test_real_pairs_in_every_format": 4,

