@@ -113,12 +113,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     ),
     "training/dataset/test_bad_rows": (
         "test_a_file_of_anything_is_read_or_refused_in_one_message",
-        "test_bad_rows_by_the_thousand_are_reported_together_and_all_listed",
-    ),
-    "training/dataset/test_store": (
-        "test_a_damaged_store_in_the_making_goes_on_from_what_is_whole[changed]",
-        "test_a_damaged_store_in_the_making_goes_on_from_what_is_whole[torn journal]",
-        "test_a_full_disk_is_one_message_and_it_goes_on_when_there_is_room",
     ),
     "training/engine/test_engines": (
         "test_a_rank_without_a_trained_token_does_not_hang_the_others",

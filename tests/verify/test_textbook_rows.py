@@ -31,7 +31,7 @@ from tests.helpers.conversations import SHAPES, Messages, Row, as_question, assi
 from tests.helpers.faults.base import MIXED, Fault, one
 from tests.helpers.faults.data import DATA_FAULTS
 from tests.helpers.faults.plant import Given, Seeing
-from tests.training.dataset.test_rows import FILES, FOLDERS
+from tests.helpers.rows import FILES, FOLDERS
 
 
 @pytest.fixture(autouse=True)

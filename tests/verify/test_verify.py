@@ -35,8 +35,8 @@ from tests.helpers.faults.base import ALGOS, FP64, MIXED, Fault
 from tests.helpers.faults.verified import quiet, verify_planted
 from tests.helpers.imports import imports_of
 from tests.helpers.paths import ROOT
+from tests.helpers.rows import FILES, FOLDERS
 from tests.helpers.squality import write_long_pairs
-from tests.training.dataset.test_rows import FILES, FOLDERS
 
 SMALL = ("launch.device=cpu", "logger=none", "data.size=24", "data.eval_size=0")
 

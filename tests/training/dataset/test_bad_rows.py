@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlexp.base.errors import CheckpointError, ConfigError, DataError
+from rlexp.training.dataset import row_files
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.types import Kind
-from tests.training.dataset.test_rows import (
+from tests.helpers.rows import (
     SMALL,
     as_lines,
     assistant,
@@ -119,25 +120,30 @@ def test_a_bad_row_of_another_kind_is_named(kind: Kind, row: dict, said: str, tm
         read(write_lines(tmp_path, [row]), kind=kind)
 
 
-def test_bad_rows_by_the_thousand_are_reported_together_and_all_listed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_bad_rows_by_the_thousand_are_reported_together_and_all_listed(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where other processes read them, which are started after four parts."""
+    monkeypatch.setattr(row_files, "MOST_ROWS", 128)
     random_ = random.Random(0)
     kinds = ["{", "[1]", '{"prompt": 1}', '{"prompt": "a", "chosen": "b", "rejected": ""}', "\ufeff", '"text"', "NaN"]
-    lines = [json.dumps({**GOOD, "prompt": f"number {number}"}) for number in range(9000)]
-    places = sorted(random_.sample(range(1, 9000), 3000))
+    lines = [json.dumps({**GOOD, "prompt": f"number {number}"}) for number in range(2200)]
+    places = sorted(random_.sample(range(1, 2200), 1200))
     for place in places:
         lines[place] = random_.choice(kinds)
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(DataError) as error:
-        read(str(path))
+        read(str(path), f"data.workers={workers}")
     said = str(error.value).splitlines()
-    assert said[0] == f"{path}: 3,000 rows cannot be used."
+    assert said[0] == f"{path}: 1,200 rows cannot be used."
     assert len(said) == 13
     listed = Path(said[11].rpartition(" ")[2]).read_text(encoding="utf-8").splitlines()
     assert [int(line.split(":")[1]) for line in listed] == [place + 1 for place in places]
     assert "data.bad_rows=drop" in said[-1]
-    kept = read(str(path), "data.bad_rows=drop", "data.workers=2")
-    assert len(kept.train) == 6000
+    kept = read(str(path), "data.bad_rows=drop", f"data.workers={workers}")
+    assert len(kept.train) == 1000
     assert kept.dropped == {"unusable, and left out by data.bad_rows=drop": len(listed)}
 
 

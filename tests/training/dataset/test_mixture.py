@@ -15,7 +15,7 @@ from rlexp.training.dataset.mixture import Mixture
 from rlexp.training.dataset.sampler import Sampler
 from rlexp.training.dataset.views import Joined, Places, drawn
 from rlexp.training.model.loading import byte_tokenizer
-from tests.training.dataset.test_rows import cache, read, write_lines
+from tests.helpers.rows import cache, read, write_lines
 
 __all__ = ["cache"]  # a fixture of every test here too
 

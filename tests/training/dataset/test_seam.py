@@ -23,7 +23,7 @@ from rlexp.training.dataset.seam import Seam, Text
 from rlexp.training.dataset.tokens import APART, Example, Refused, RowTokenizer
 from rlexp.training.types import Row
 from tests.helpers.paths import ROOT
-from tests.training.dataset.test_rows import assistant, user
+from tests.helpers.rows import assistant, user
 
 trl = pytest.importorskip("trl", reason="needs trl: pip install -e .[dev]")
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"

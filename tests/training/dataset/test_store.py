@@ -22,6 +22,7 @@ import pytest
 from rlexp.base.errors import DataError
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
+from rlexp.training.dataset import row_files
 from rlexp.training.dataset.store import TYPES, Appending, StoreFacts, _mask, _runs, block_of
 from rlexp.training.dataset.tokenize_worker import Worker
 from rlexp.training.dataset.tokens import Example
@@ -30,7 +31,7 @@ from rlexp.training.ring.groups import build_world
 from rlexp.training.train import examples
 from rlexp.training.types import Kind, Row
 from tests.helpers.ranks import on_ranks
-from tests.training.dataset.test_rows import assistant, cache, configured, ids, read, user, write_lines
+from tests.helpers.rows import assistant, cache, configured, ids, read, user, write_lines
 
 __all__ = ["cache"]  # a fixture of every test here too
 PRODUCT = str(Path(sys.modules["rlexp"].__file__ or "").parent / "training" / "dataset")
@@ -157,7 +158,7 @@ def processes() -> list[str]:
 
 
 def test_two_at_once_make_it_once(tmp_path: Path) -> None:
-    path, results = written(tmp_path, 2000), []
+    path, results = written(tmp_path, 1000), []
     made: list[int] = []
     finish = Appending.finish
 
@@ -201,8 +202,11 @@ def test_a_damaged_store_is_noticed_and_made_anew(name: str, harm: str, tmp_path
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "longer", "torn journal"])
-def test_a_damaged_store_in_the_making_goes_on_from_what_is_whole(harm: str, tmp_path: Path) -> None:
-    path = written(tmp_path, 1700)
+def test_a_damaged_store_in_the_making_goes_on_from_what_is_whole(
+    harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_files, "MOST_ROWS", 64)
+    path = written(tmp_path, 220)
     rows = ids(read(path).train)
     expected = stores(tmp_path / "cache")
     (place,) = (tmp_path / "cache" / "tokens").glob("[!.]*")
@@ -357,8 +361,12 @@ def test_other_rows_another_template_and_other_options_are_other_stores(tmp_path
     assert len({str(ids(each.train)) for each in (before, *others)}) == 5
 
 
-def test_a_full_disk_is_one_message_and_it_goes_on_when_there_is_room(tmp_path: Path, monkeypatch: Any) -> None:
-    path = written(tmp_path, 2500)
+@pytest.mark.parametrize("count", [1100, pytest.param(2500, marks=pytest.mark.slow)])
+def test_a_full_disk_is_one_message_and_it_goes_on_when_there_is_room(
+    count: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Of three parts that this process makes, or of five, of which others make the last."""
+    path = written(tmp_path, count)
     rows = ids(read(path).train)
     expected = stores(tmp_path / "cache")
     monkeypatch.setenv("RLEXP_CACHE", str(tmp_path / "full"))
