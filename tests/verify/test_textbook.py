@@ -59,7 +59,7 @@ SMALL = ("launch.device=cpu", "logger=none", "train.precision=fp64", "train.batc
         ("parallel=ring1", "train.micro_batch_size=4"),
         ("parallel=ring4", "train.micro_batch_size=2"),
         ("parallel=ring2", "launch.nproc=4", "data.packing=false"),
-        ("parallel=ring1", "launch.nproc=4"),
+        pytest.param(("parallel=ring1", "launch.nproc=4"), marks=pytest.mark.slow),
         ("parallel=ring8", "memory.checkpointing=true"),
     ],
     ids=lambda layout: " ".join(layout),

@@ -58,8 +58,8 @@ class Whole(torch.autograd.Function):
 WHOLE_SEQUENCE = one("an MLP gathers the sequence", "transformers.models.llama.modeling_llama:LlamaMLP.forward",
                      lambda original, self, hidden: original(self, Whole.apply(hidden)), "", "")  # fmt: skip
 
-# `make test` plants one of each stage, and one more of the ring; they share one float64 reference. `make check` adds one
-# of each other pair of stage and room, and of the other layouts and engines. `make prove` plants all.
+# `make test` plants one of each stage, and one more of the ring; they share one float64 reference. `make check` adds
+# one of each other pair of stage and room, and of the other layouts and engines. `make prove` plants all.
 FAST = (
     "replicas overlap", "targets shifted after sharding", "not causal", "divided by the accumulation again",
     "reduced over the ring only", "not clipped", "replicated sums counted on every rank",

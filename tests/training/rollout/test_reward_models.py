@@ -77,7 +77,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("reward") / "llama")
 
 
-@pytest.mark.parametrize("ring_size", [1, 2, 4])
+@pytest.mark.parametrize("ring_size", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_reward_model_says_over_a_ring_what_transformers_says(llama: Path, ring_size: int) -> None:
     plain = AutoModelForSequenceClassification.from_pretrained(llama, dtype=torch.float64, attn_implementation="sdpa")
     batch = TOKENIZER([prompt + answer for prompt, answer in TEXTS], padding=True, return_tensors="pt")

@@ -120,16 +120,30 @@ def first_losses(cfg: Config) -> tuple[float, float]:
     return mean([examples.train[index] for index in batch.indices]), mean(examples.held_out)
 
 
-def test_a_task_of_ones_own_trains_over_the_ring_like_any_other() -> None:
+RING = ("parallel=ring2", "launch.nproc=4", "train.micro_batch_size=2")
+Ranks = list[tuple[list[dict], dict[str, Tensor], str]]
+
+
+def several_rank(spec: RankSpec, cfgs: Sequence[Config]) -> Ranks:
+    return [supervised_rank(spec, cfg) for cfg in cfgs]
+
+
+@pytest.fixture(scope="module")
+def on_four() -> tuple[Ranks, Ranks]:
+    """What four ranks return of a run, and of one with a learning rate of 0."""
+    by_rank = on_ranks(4, several_rank, [compose_config([*BASE, *RING, *more]) for more in ((), ("optim.lr=0",))])
+    return [runs[0] for runs in by_rank], [runs[1] for runs in by_rank]
+
+
+def test_a_task_of_ones_own_trains_over_the_ring_like_any_other(on_four: tuple[Ranks, Ranks]) -> None:
     alone = compose_config([*BASE, "parallel=ring1"])
-    ring = compose_config([*BASE, "parallel=ring2", "launch.nproc=4", "train.micro_batch_size=2"])
     rows, weights, words = on_ranks(1, supervised_rank, alone)[0]
     assert words == "6 rows"
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[1]["train/epoch"] == 1.0
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
     assert rows[0]["train/loss"] == pytest.approx(first_losses(alone)[0], rel=1e-12)
-    for others, there, _ in on_ranks(4, supervised_rank, ring):
+    for others, there, _ in on_four[0]:
         for row, other in zip(rows, others, strict=True):
             for name in (
                 "train/loss",
@@ -143,7 +157,8 @@ def test_a_task_of_ones_own_trains_over_the_ring_like_any_other() -> None:
     assert [("eval/loss" in row) for row in rows] == [False, True, False, True]
 
 
-def test_an_evaluation_counts_every_held_out_row_once() -> None:
-    cfg = compose_config([*BASE, "parallel=ring2", "optim.lr=0"])
-    rows, _, _ = on_ranks(2, supervised_rank, cfg)[0]
-    assert rows[1]["eval/loss"] == pytest.approx(first_losses(cfg)[1], rel=1e-12)
+def test_an_evaluation_counts_every_held_out_row_once(on_four: tuple[Ranks, Ranks]) -> None:
+    """Three rows, of which one replica has one more than the other."""
+    expected = first_losses(compose_config([*BASE, *RING]))[1]
+    for rows, _, _ in on_four[1]:
+        assert rows[1]["eval/loss"] == pytest.approx(expected, rel=1e-12)
