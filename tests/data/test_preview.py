@@ -453,6 +453,7 @@ def test_facts_are_plain(known: Preview) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{n}{text}\n" * (n % 3 * 40 + 1), "chosen": text, "rejected": f"no {text}"}
             for n, text in enumerate(HOSTILE * 2)]  # fmt: skip
