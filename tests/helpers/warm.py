@@ -338,12 +338,26 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def compose_once() -> None:
+    """Parse what every configuration holds: parsers learn a grammar by its use, which takes half of composing."""
+    from omegaconf import _utils, base, grammar_parser
+    from omegaconf.resolvers import oc
+
+    from rlexp.config.load import compose_config
+
+    parsed = functools.cache(grammar_parser.parse)
+    for module in (grammar_parser, _utils, base, oc):  # all that have its name
+        module.parse = parsed
+    compose_config(["launch.device=cpu"])
+
+
 def main(listener: int, folder: str, owner: int) -> None:
     from rlexp.launch.local import PRELOAD
 
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # who needs the server first may have held signals back
     for name in (*PRELOAD, "hydra", "deepspeed", "rlexp.run.job"):
         importlib.import_module(name)
+    compose_once()
     gc.freeze()  # or each fork would write to, and so copy, every page of it
     try:
         with contextlib.suppress(ProcessLookupError):  # the owner has ended meanwhile
