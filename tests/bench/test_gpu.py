@@ -34,11 +34,11 @@ from rlexp.training.model.head import Entropy, HeadLogps
 from rlexp.training.ring.kernels import Plain, available
 from rlexp.training.ring.kernels.base import BlockKernel, Call, merge_plain
 from tests.conftest import Shell
+from tests.helpers.attention import CALLS
 from tests.helpers.faults.plant import plant
+from tests.helpers.models import Held
 from tests.helpers.ranks import largest_gap, seeded, train_steps
 from tests.helpers.runs import rows_of
-from tests.training.model.test_head import Held
-from tests.training.ring.test_kernels import CALLS
 
 pytestmark = pytest.mark.gpu
 

@@ -22,6 +22,19 @@ HEADS, SIZE = 8, 16
 # Largest difference relative to the largest element of the pack. Measured over all cases here: 1.6e-15, 3.7e-7.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6}
 Way = tuple[torch.dtype, str]  # the precision, and the kernel
+# Queries and keys of each segment, and whether the call is causal.
+CALLS = {
+    "one sequence": ((37,), (37,), True),
+    "packed": ((5, 1, 31), (5, 1, 31), True),
+    "earlier keys": ((5, 8), (12, 3), False),
+    "one query each": ((1, 1, 1), (4, 2, 9), False),
+    "no keys at first": ((4, 6), (0, 9), False),
+    "no queries at last": ((4, 0), (3, 5), False),
+    "holes": ((4, 0, 2, 3, 0), (3, 5, 0, 7, 0), False),
+    "nothing meets": ((3, 0), (0, 4), False),
+    "no segment": ((), (), True),
+    "no query": ((0,), (6,), False),
+}
 
 
 def forest(lengths: tuple[int, ...], multiple: int) -> tuple[Segment, ...]:

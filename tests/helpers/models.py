@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     PreTrainedConfig,
+    Qwen3MoeConfig,
 )
 
 from rlexp.config.load import compose_config
@@ -39,6 +44,30 @@ HOW: dict[str, Any] = {
     "device": torch.device("cpu"),
 }
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+
+# Shapes of large models: 70 and 235 billion parameters; a mixture whose first three layers are dense; heads whose size
+# follows from the width.
+LARGE: dict[str, PreTrainedConfig] = {
+    "llama 70b": LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, max_position_embeddings=131072,
+        rope_parameters={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, "low_freq_factor": 1.0,
+                         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    ),
+    "qwen3 235b-a22b": Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=94, num_attention_heads=64,
+        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,
+    ),
+    "glm 4.5": Glm4MoeConfig(
+        vocab_size=151552, hidden_size=5120, intermediate_size=12288, num_hidden_layers=92, num_attention_heads=96,
+        num_key_value_heads=8, head_dim=128, n_routed_experts=160, num_experts_per_tok=8, moe_intermediate_size=1536,
+        first_k_dense_replace=3, n_group=4, topk_group=2,
+    ),
+    "falcon 180b": FalconConfig(
+        vocab_size=65024, hidden_size=14848, num_hidden_layers=80, num_attention_heads=232, num_kv_heads=8,
+        new_decoder_architecture=True,
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +117,15 @@ def starting_weights(_spec: RankSpec, configs: Sequence[Config]) -> list[dict[st
 
     tasks = [build(cfg, probing=unprobed) for cfg in configs]
     return [{name: weight.double().clone() for name, weight in task.run.engine.weights()} for task in tasks]
+
+
+@dataclass
+class Held:
+    """What the head reads of a shard."""
+
+    sequence_t: Tensor
+    targets_t: Tensor
+
+    @property
+    def trained_n(self) -> Tensor:
+        return (self.sequence_t >= 0).nonzero().squeeze(-1)

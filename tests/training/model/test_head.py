@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from torch import Tensor
 
 from rlexp.training.model.head import Entropy, HeadLogps
 from rlexp.training.types import TokenLogps
 from tests.helpers.faults.plant import Seeing, plant
+from tests.helpers.models import Held
 from tests.helpers.ranks import seeded
 
 TEMPERATURE = 0.7
 PIECES = pytest.mark.parametrize("rows", [100, 2], ids=["at once", "some rows at a time"])
-
-
-@dataclass
-class Held:
-    """What the head reads of a shard."""
-
-    sequence_t: Tensor
-    targets_t: Tensor
-
-    @property
-    def trained_n(self) -> Tensor:
-        return (self.sequence_t >= 0).nonzero().squeeze(-1)
 
 
 def head(entropy: Entropy, rows: int, vocabulary: int = 11, temperature: float = TEMPERATURE) -> HeadLogps:

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
@@ -26,7 +25,6 @@ from transformers import (
     PhimoeConfig,
     PreTrainedConfig,
     Qwen3Config,
-    Qwen3MoeConfig,
 )
 
 from rlexp.base.errors import ModelError
@@ -45,7 +43,7 @@ from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.shard import shard_pack
 from tests.conftest import ROOT
 from tests.helpers import warm
-from tests.helpers.models import HOW
+from tests.helpers.models import HOW, LARGE
 from tests.helpers.ranks import on_ranks, seeded
 
 ZIGZAG = get_layout("zigzag")
@@ -99,33 +97,9 @@ def test_what_it_cannot_compute_is_refused_by_name(name: str) -> None:
     assert config.model_type in str(error.value)
 
 
-# Shapes of large models: 70 and 235 billion parameters; a mixture whose first three layers are dense; heads whose size
-# follows from the width.
-LARGE: dict[str, PreTrainedConfig] = {
-    "llama 70b": LlamaConfig(
-        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
-        num_key_value_heads=8, max_position_embeddings=131072,
-        rope_parameters={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, "low_freq_factor": 1.0,
-                         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
-    ),
-    "qwen3 235b-a22b": Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=94, num_attention_heads=64,
-        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,
-    ),
-    "glm 4.5": Glm4MoeConfig(
-        vocab_size=151552, hidden_size=5120, intermediate_size=12288, num_hidden_layers=92, num_attention_heads=96,
-        num_key_value_heads=8, head_dim=128, n_routed_experts=160, num_experts_per_tok=8, moe_intermediate_size=1536,
-        first_k_dense_replace=3, n_group=4, topk_group=2,
-    ),
-    "falcon 180b": FalconConfig(
-        vocab_size=65024, hidden_size=14848, num_hidden_layers=80, num_attention_heads=232, num_kv_heads=8,
-        new_decoder_architecture=True,
-    ),
-}  # fmt: skip
 PROBED = """
 import resource
-from tests.helpers.models import HOW
-from tests.training.model.test_model import LARGE
+from tests.helpers.models import HOW, LARGE
 from rlexp.config.schema import TinyModelConfig
 from rlexp.training.model.probe import probe
 from rlexp.training.model.small import small_config

@@ -25,7 +25,7 @@ from rlexp.launch.joining import RankSpec
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.verify.records import SIDES, TokenPair
 from tests.helpers.ranks import Steps, largest_gap, on_ranks, train_steps
-from tests.verify.test_textbook import batches_of
+from tests.helpers.textbook import batches_of
 
 # Plain gradient descent, so that the second step, where policy and reference differ, depends on these gradients only.
 COMMON = ("launch.device=cpu", "logger=none", "train.precision=fp64", "train.batch_size=4", "data.size=8", "optim=sgd",

@@ -42,25 +42,13 @@ from rlexp.training.ring.kernels import (
 from rlexp.training.ring.kernels.base import Call
 from rlexp.training.train import build
 from rlexp.verify.verification import exact
+from tests.helpers.attention import CALLS
 from tests.helpers.mock_flash import MockFlash
 from tests.helpers.ranks import seeded
 
 HEADS, SIZE, SCALE = 8, 16, 0.25
 LSE = 1  # the place of the log-sum-exp among the five results of both passes
 FLASH = ("torch_flash", "flash_attn", "flash_attn_3", "flash_attn_4")
-# Queries and keys of each segment, and whether the call is causal.
-CALLS = {
-    "one sequence": ((37,), (37,), True),
-    "packed": ((5, 1, 31), (5, 1, 31), True),
-    "earlier keys": ((5, 8), (12, 3), False),
-    "one query each": ((1, 1, 1), (4, 2, 9), False),
-    "no keys at first": ((4, 6), (0, 9), False),
-    "no queries at last": ((4, 0), (3, 5), False),
-    "holes": ((4, 0, 2, 3, 0), (3, 5, 0, 7, 0), False),
-    "nothing meets": ((3, 0), (0, 4), False),
-    "no segment": ((), (), True),
-    "no query": ((0,), (6,), False),
-}
 
 
 @pytest.fixture
