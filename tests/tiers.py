@@ -25,7 +25,6 @@ ONE_IN: Mapping[str, int] = {
     "preflight/test_fit::test_the_longest_is_found": 6,
     "preflight/test_preflight::test_wrong_input_gets_one_message": 3,
     "training/dataset/test_bad_rows::test_sources_that_do_not_fit_are_refused_before_a_row_is_read": 3,
-    "training/ring/test_kernels::test_a_kernel_that_cannot_is_refused": 3,
     "verify/test_textbook_rows::test_a_defect_at_templates_and_edges_is_seen": 4,
     "verify/test_textbook_rows::test_real_pairs_in_every_format": 4,
     "verify/test_textbook_rows::test_rows_at_random": 4,
@@ -111,9 +110,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_the_curve_goes_on_in_float64[edge of an epoch]",
         "test_the_last_and_the_best_are_kept",
     ),
-    "training/dataset/test_bad_rows": (
-        "test_a_file_of_anything_is_read_or_refused_in_one_message",
-    ),
+    "training/dataset/test_bad_rows": ("test_a_file_of_anything_is_read_or_refused_in_one_message",),
     "training/engine/test_engines": (
         "test_a_rank_without_a_trained_token_does_not_hang_the_others",
         "test_bf16_adds_up_its_micro_batches_once",
