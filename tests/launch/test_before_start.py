@@ -121,7 +121,7 @@ def test_a_run_that_cannot_fit_names_a_change_that_does(
     rlexp: Shell, tmp_path: Path, two_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped before any process starts; the change, typed, fits."""
-    asked = (*TINY, "engine=zero1")
+    asked = (*TINY, "engine=zero2")  # of which fewer changes are tried than of zero1
     told = rlexp(*asked, "hydra.run.dir=run", PATH=f"{tmp_path}/bin:/usr/bin:/bin")
     assert told.returncode == 1
     assert told.stdout == ""

@@ -64,6 +64,7 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[fit.Longest, 
             return memory.at(cfg.data.max_length)
 
         monkeypatch.setattr(fit, "predict_again", again)
+        monkeypatch.setattr("rlexp.preflight.children.gc.collect", lambda: 0)  # before a fork, and here is none
         ((_, longest),) = at_once([fit.predict_and_fit(fit.with_length(CFG, start), None, slope, memory.at(start))], 1)
         return longest, tried
 

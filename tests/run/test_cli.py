@@ -20,7 +20,7 @@ from rlexp.run_files.difference import compared
 from tests.helpers import warm
 from tests.helpers.launched import whereabouts
 from tests.helpers.paths import ROOT
-from tests.helpers.runs import descendants, gone, rows_of, run_json, wait_for_steps
+from tests.helpers.runs import descendants, gone, jobs_of, rows_of, run_json, wait_for_steps
 from tests.helpers.slurm.machine import wait_until
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
@@ -42,16 +42,15 @@ QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run")
 
 
 def test_a_ring_of_four_trains_and_says_so(shell: Shell, tmp_path: Path) -> None:
-    answer = shell(
-        *QUICK, "parallel=ring4", "train.max_steps=4", "train.eval_every=2", "data.size=40", "data.eval_size=4"
-    )
+    answer = shell(*QUICK, "parallel=ring4", "train.max_steps=2", "train.eval_every=2", "train.batch_size=4",
+                   "data.size=40", "data.eval_size=2")  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     assert "ring of 4 (zigzag, cpu_flash) × 1 replica = 4 ranks on cpu" in answer.stderr
-    assert "batch 8 = 1 replica × micro-batch 1 × 8 accumulation steps" in answer.stderr
+    assert "batch 4 = 1 replica × micro-batch 1 × 4 accumulation steps" in answer.stderr
     assert f"done: {tmp_path}/run" in answer.stderr
     assert "Warning" not in answer.stderr
     rows = rows_of(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows] == [1, 2]
     assert next(iter(rows[0])) == "step"
     assert rows[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
     names = {f"train/{name}" for name in TRAIN}
@@ -63,14 +62,14 @@ def test_a_ring_of_four_trains_and_says_so(shell: Shell, tmp_path: Path) -> None
         assert row["memory/peak_bytes"] == max(peaks)
         assert row["memory/peak_rank"] == peaks[max(peaks)]
     assert {"eval/loss", "eval/rewards/accuracies", "eval/logps/chosen"} <= set(rows[1])
-    assert rows[3]["train/total_tokens"] == sum(row["train/tokens"] for row in rows)
+    assert rows[1]["train/total_tokens"] == sum(row["train/tokens"] for row in rows)
     run = run_json(tmp_path / "run")
     assert (run["status"], run["reason"]) == ("finished", "all steps are done")
-    assert run["data"] == {"pairs": 40, "eval_pairs": 4, "versions": {}, "not_as_read": {}, "eval_not_as_read": {}}
-    assert run["steps"] == 4
+    assert run["data"] == {"pairs": 40, "eval_pairs": 2, "versions": {}, "not_as_read": {}, "eval_not_as_read": {}}
+    assert run["steps"] == 2
     assert "Writing" not in answer.stderr
     assert type(rows[0]["train/tokens"]) is int
-    sizes = {"world_size": 4, "ring_size": 4, "dp_size": 1, "batch_size": 8, "micro_batch_size": 1, "grad_acc": 8}
+    sizes = {"world_size": 4, "ring_size": 4, "dp_size": 1, "batch_size": 4, "micro_batch_size": 1, "grad_acc": 4}
     assert run["sizes"] == sizes
     assert run["versions"]["torch"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
@@ -227,12 +226,20 @@ def test_a_closed_terminal_does_not_end_a_run(tmp_path: Path) -> None:
 
 
 def test_the_ring_sweep_runs(rlexp: Shell, tmp_path: Path) -> None:
-    quick = ("launch.device=cpu", "launch.nproc=2", "logger=none", "train.max_steps=1", "engine=torch")
+    """Its ledger and its report tell of both rings."""
+    quick = ("launch.device=cpu", "launch.nproc=2", "logger=none", "train.max_steps=1", "engine=torch",
+             "model.layers=1", "data.size=40", "data.eval_size=0", "checkpoint.export=false")  # fmt: skip
     answer = rlexp(
         "-m", "+sweep=ring_sizes", "hydra/launcher=local", "parallel=ring1,ring2", "hydra.sweep.dir=s", *quick
     )
     assert answer.returncode == 0, answer.stderr
     assert [run_json(tmp_path / "s" / str(job))["sizes"]["ring_size"] for job in (0, 1)] == [1, 2]
+    assert [(job["label"], job["status"]) for job in jobs_of(tmp_path / "s")] == [
+        ("ring1", "finished"), ("ring2", "finished"),
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "s" / "summary.json").read_text(encoding="utf-8"))["verdict"]["status"] == "agree"
+    assert {"report.html", "curves.png"} <= {path.name for path in (tmp_path / "s").iterdir()}
+    assert "The 2 runs draw one curve" in answer.stdout
 
 
 # ---- how it dies ----
@@ -241,7 +248,7 @@ def test_the_ring_sweep_runs(rlexp: Shell, tmp_path: Path) -> None:
 ENDLESS = (*QUICK, "parallel=ring4", "train.max_steps=100000", "engine=torch", "train.micro_batch_size=8")
 
 
-def rank_pids(process: subprocess.Popen[str]) -> list[int]:
+def rank_pids(process: warm.Process) -> list[int]:
     """What the launcher's fork server has forked."""
     servers = [pid for pid in descendants(process.pid) if descendants(pid)]
     ranks = descendants(servers[0])
@@ -250,8 +257,7 @@ def rank_pids(process: subprocess.Popen[str]) -> list[int]:
 
 
 def test_a_killed_rank_ends_the_run_within_ten_seconds(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rlexp", *ENDLESS]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = warm.start("rlexp", ENDLESS, tmp_path)
     wait_for_steps(tmp_path, process)
     everyone = descendants(process.pid)
     victim = rank_pids(process)[2]
