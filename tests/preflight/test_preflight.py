@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.paths import FILES
+from tests.helpers import warm
+from tests.helpers.paths import FILES, ROOT
 
 MODELS = FILES / "models"
 LLAMA = ("model=hf", f"model.path={MODELS / 'llama_8b'}", "hardware=h100", "launch.nproc=8")
@@ -17,13 +18,30 @@ GRPO = ("loss=grpo", "data=arithmetic", "reward.rule=arithmetic")
 TIMEOUT = 300
 
 
-def preflight(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "rlexp.preflight", *words], capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
+def preflight(*words: str, code: int = 0, fresh: bool = True) -> subprocess.CompletedProcess[str]:
+    """What a new Python says, imports included, or one that has imported all already."""
+    if fresh:
+        command = [sys.executable, "-m", "rlexp.preflight", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    else:
+        done = warm.run("rlexp.preflight", words, ROOT, timeout=TIMEOUT)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done
+
+
+def test_a_small_model_on_a_ring_of_2(tmp_path: Path) -> None:
+    """It fits, a rank keeps its half of the sequence, and the host waits for nothing in a micro-batch."""
+    file = tmp_path / "answer.json"
+    words = ("model=tiny", "hardware=h100", "launch.nproc=2", "parallel=ring2", "engine=torch", "train.batch_size=2")
+    told = preflight(*words, "--json", str(file), fresh=False)
+    assert "\nfits: " in told.stdout
+    answer = json.loads(file.read_text(encoding="utf-8"))
+    assert answer["fits"]
+    assert 0 < answer["peak_gib"] < answer["room_gib"]
+    assert answer["sharding"]["share"] == pytest.approx(1 / 2, rel=0.02)
+    assert answer["sharding"]["whole"] == {}
+    assert [place for place in answer["step"]["host_waits"] if "ring/" in place or "model/" in place] == []
 
 
 @pytest.mark.slow
