@@ -12,7 +12,7 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.config.schema import Config
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.run_files.difference import LOSS_TOLERANCE, METRIC_TOLERANCE, compared
+from rlexp.run_files.curve_distance import LOSS_TOLERANCE, METRIC_TOLERANCE, compared
 from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.sinks.base import Sink, Sinks
 from rlexp.training.types import Floats

@@ -80,7 +80,7 @@ def _careful(asked: Asked) -> Any:
 
 def _one(asked: Asked) -> Any:
     from rlexp.preflight.changes import seconds
-    from rlexp.preflight.fit import predict_and_fit, with_length
+    from rlexp.preflight.longest_that_fits import predict_and_fit, with_length
     from rlexp.preflight.predict import Prediction, plan_of, predict
     from rlexp.preflight.rehearsal.log import passes
     from rlexp.preflight.rehearsal.rehearse import rehearse

@@ -113,7 +113,7 @@ def predict_longest(
 
 def _composed(words: Sequence[str], option: Option, ring: int) -> Config | str:
     """Return the configuration at the length to begin with, or why there is none."""
-    from rlexp.preflight.fit import STEP
+    from rlexp.preflight.longest_that_fits import STEP
 
     length = max(STEP * ring, FIRST[option.checkpointing] * ring // RINGS[0])
     try:
@@ -127,7 +127,7 @@ def _row(option: Option, rings: Sequence[int], words: Sequence[str], hints: dict
 
     `hints` has the bytes that a token of a rank adds: as many on every ring, and nearly as many in every engine.
     """
-    from rlexp.preflight.fit import STEP, fit_like, predict_and_fit, with_length
+    from rlexp.preflight.longest_that_fits import STEP, fit_like, predict_and_fit, with_length
     from rlexp.preflight.predict import Found
     from rlexp.training.model.loading import load_config
 

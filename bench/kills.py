@@ -30,7 +30,7 @@ from bench.tables import put
 from rlexp.base.errors import CheckpointError
 from rlexp.launch.run_folder import git_commit
 from rlexp.run_files import checkpoint_folder
-from rlexp.run_files.difference import compared
+from rlexp.run_files.curve_distance import compared
 from rlexp.run_files.metrics_jsonl import read_rows
 
 STEPS, SAVE_EVERY, KEEP_LAST = 120, 2, 2

@@ -31,7 +31,7 @@ from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.run.job import train_rank
 from rlexp.run_files import checkpoint_folder as checkpoint
-from rlexp.run_files.difference import compared
+from rlexp.run_files.curve_distance import compared
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.checkpoint.tensors import Reader
 

@@ -26,7 +26,7 @@ from tests.helpers.paths import ROOT
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 # Files with a fixture of the module that takes seconds to make.
-DEAR = {"test_agreement", "test_damage", "test_engines", "test_page", "test_pipelined", "test_policy_losses_of_others",
+DEAR = {"test_divergence", "test_damage", "test_engines", "test_page", "test_pipelined", "test_policy_losses_of_others",
         "test_resume", "test_ring_flash_attn", "test_rollout_invariance", "test_rollout_resume", "test_rooms",
         "test_task", "test_textbook_rl", "test_verify", "test_wandb", "test_wheel"}  # fmt: skip
 PARSED = functools.cache(grammar_parser.parse)  # the same few interpolations in every configuration

@@ -22,7 +22,7 @@ ONE_IN: Mapping[str, int] = {
     "launch/test_slurm_script::test_a_wrong_launcher_key_is_told_before_anything_is_handed_over": 3,
     "launch/test_slurm_script::test_what_no_cluster_could_run_is_refused": 3,
     "preflight/test_children::test_a_task_that_ends_with_an_error_has_its_own_result": 3,
-    "preflight/test_fit::test_the_longest_is_found": 6,
+    "preflight/test_longest_that_fits::test_the_longest_is_found": 6,
     "preflight/test_preflight::test_wrong_input_gets_one_message": 3,
     "training/dataset/test_bad_rows::test_sources_that_do_not_fit_are_refused_before_a_row_is_read": 3,
     "verify/test_textbook_rows::test_a_defect_at_templates_and_edges_is_seen": 4,
@@ -68,7 +68,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_sweep_goes_on_and_says_what_was_not_run",
         "test_every_job_is_told_what_is_its_own",
     ),
-    "preflight/test_fit": ("test_the_rank_that_holds_most_is_shown",),
+    "preflight/test_longest_that_fits": ("test_the_rank_that_holds_most_is_shown",),
     "preflight/test_layout_choice": (
         "test_a_run_says_which_layout_it_takes_and_why",
         "test_auto_takes_the_layout_whose_rehearsal_is_fastest",

@@ -24,7 +24,7 @@ from rlexp.compare.read_runs import Sources
 from rlexp.compare.runs import LIVE, CompareError, Group
 from rlexp.compare.table import table
 from rlexp.compare.threshold import first_above, remarks
-from rlexp.run_files.difference import LOSSES
+from rlexp.run_files.curve_distance import LOSSES
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,11 +17,11 @@ import numpy as np
 from rlexp import __version__
 from rlexp.base import files
 from rlexp.compare import page, samples
-from rlexp.compare.agreement import Conclusion, between, floor_of, outcome_of
+from rlexp.compare.divergence import Conclusion, between, floor_of, outcome_of
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import Group, LoggedRun, settings
 from rlexp.config.identity import GROUPS
-from rlexp.run_files.difference import SCORE, Column, Steps, compared, on_steps
+from rlexp.run_files.curve_distance import SCORE, Column, Steps, compared, on_steps
 
 DRAWN = 1000  # the most steps of a metric on the page; a longer curve is thinned out
 KNOTS = 400  # of a run's clock

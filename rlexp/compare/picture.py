@@ -11,10 +11,10 @@ import matplotlib
 import numpy as np
 
 from rlexp.base import files
-from rlexp.compare.agreement import between, floor_of
+from rlexp.compare.divergence import between, floor_of
 from rlexp.compare.families import Families
 from rlexp.compare.runs import LoggedRun
-from rlexp.run_files.difference import SCORE, Column, Steps
+from rlexp.run_files.curve_distance import SCORE, Column, Steps
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8a6d00")
 STYLES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)))

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlexp.base.errors import UserError
 from rlexp.launch import preflight_check, rank_progress, run_folder, sweep
-from rlexp.run_files.difference import Column, Steps
+from rlexp.run_files.curve_distance import Column, Steps
 from rlexp.run_files.metrics_jsonl import METRICS, read_columns
 from rlexp.run_files.rollouts_jsonl import ROLLOUTS, Record
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlexp.compare.runs import LoggedRun
-from rlexp.run_files.difference import ROUNDING
+from rlexp.run_files.curve_distance import ROUNDING
 from rlexp.run_files.rollouts_jsonl import Apart
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlexp.base.errors import SinkError
-from rlexp.run_files.difference import SAMPLED, SCORE
+from rlexp.run_files.curve_distance import SAMPLED, SCORE
 from rlexp.training.sinks.baseline import PARITY
 from rlexp.training.sinks.wandb_account import NO_ACCOUNT, has_account, refusals
 from rlexp.training.sinks.wandb_read import STEP, fragments_beneath

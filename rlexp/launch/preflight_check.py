@@ -1,8 +1,9 @@
 """`launch.preflight`: what is decided before the ranks of a run start, from a rehearsal in a process of its own.
 
 A run whose prediction does not fit its device is refused; `engine=auto` becomes the first engine that fits, and
-`parallel.layout=auto` the fastest layout. The rehearsal (`preflight/judge.py`) needs torch and changes it, so it has
-its own process, and its time is bounded: where it fails, the run starts, and one line says that it was not rehearsed.
+`parallel.layout=auto` the fastest layout. The rehearsal (`preflight/whether_it_fits.py`) needs torch and changes it, so
+it has its own process, and its time is bounded: where it fails, the run starts, and one line says that it was not
+rehearsed.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Decisio
     asked = {"cfg": to_plain(cfg), "fitting": fitting, "seconds": patience, "helping": help_for}
     around = {name: value for name, value in os.environ.items() if name not in OF_A_WORLD}
     process = subprocess.Popen(
-        [sys.executable, "-m", "rlexp.preflight.judge"], env=around | {"CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, "-m", "rlexp.preflight.whether_it_fits"], env=around | {"CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     limit = patience + help_for + ENDING

@@ -17,7 +17,7 @@ from rlexp.config.schema import Config
 from rlexp.config.sizes import divisors
 from rlexp.preflight.changes import Change, cost, singles
 from rlexp.preflight.children import Calls, at_once
-from rlexp.preflight.fit import STEP, Longest, fit_like, predict_and_fit, room, with_length
+from rlexp.preflight.longest_that_fits import STEP, Longest, fit_like, predict_and_fit, room, with_length
 from rlexp.preflight.predict import Found, Prediction, plan_of, rehearsals
 from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
 from rlexp.preflight.rehearsal.log import Log

@@ -14,7 +14,7 @@ from rlexp.launch.preflight_check import size
 from rlexp.preflight.changes import Change, cost, engines_for, needed, offloads, pairs, seconds, singles
 from rlexp.preflight.children import Calls, at_once
 from rlexp.preflight.fastest_layout import choosing
-from rlexp.preflight.fit import room
+from rlexp.preflight.longest_that_fits import room
 from rlexp.preflight.predict import Found, Prediction, predict
 
 Result = Found | Exception

@@ -9,7 +9,7 @@ from rlexp.config.checks.rollout import is_policy_loss
 from rlexp.config.schema import Config
 from rlexp.preflight.answer import Answer
 from rlexp.preflight.changes import Change, needed, seconds
-from rlexp.preflight.fit import Longest
+from rlexp.preflight.longest_that_fits import Longest
 from rlexp.preflight.predict import GIB, Peak, Prediction
 from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts
 from rlexp.preflight.rehearsal.longest_samples import drawn_at_once

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from rlexp.base import files
-from rlexp.run_files.difference import Column, Steps
+from rlexp.run_files.curve_distance import Column, Steps
 
 METRICS = "metrics.jsonl"
 MetricRow = dict[str, float | int]  # one optimizer step's values; `step` comes first

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from rlexp.run_files.difference import Steps
+from rlexp.run_files.curve_distance import Steps
 
 ROLLOUTS = "rollouts.jsonl"
 PARTS = ("step", "n_samples", "prompts", "digests")

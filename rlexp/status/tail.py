@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlexp.run_files.difference import SAMPLED, SCORE
+from rlexp.run_files.curve_distance import SAMPLED, SCORE
 
 ROWS = 50  # the rows from which pace and speed are computed
 BYTES, MOST = 1 << 16, 1 << 22  # bytes read at first, and at most, if the first do not have all values

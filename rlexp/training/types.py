@@ -161,7 +161,7 @@ class Shard:
     real_tokens: int  # on this rank
     most_work: float  # attention work of the ring's busiest rank: pairs of a query and a key that it sees
     mean_work: float  # mean attention work of the ring's ranks
-    attention: Any  # rlexp.training.ring.layout.RingBatch; opaque to every other module
+    attention: Any  # rlexp.training.ring.base.RingBatch; opaque to every other module
 
     def to(self, device: torch.device) -> Shard:
         held = {each.name: getattr(self, each.name) for each in fields(self)}

@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlexp.launch.local import run_ranks
-from rlexp.run_files.difference import compared
+from rlexp.run_files.curve_distance import compared
 from tests.helpers import warm
 from tests.helpers.launched import whereabouts
 from tests.helpers.paths import ROOT

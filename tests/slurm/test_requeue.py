@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench.curves import within
-from rlexp.run_files.difference import compared
+from rlexp.run_files.curve_distance import compared
 from rlexp.training.sinks.wandb_read import read_offline
 from tests.helpers.runs import jobs_of, rows_of, run_json, steps_of
 from tests.helpers.slurm.jobs import QUICK, Sweep, wait_for

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from rlexp.base.errors import ModelError
 from rlexp.training.model.decoding import Decoding, attend
-from rlexp.training.ring.layout import RingBatch
+from rlexp.training.ring.base import RingBatch
 
 NAME = "rlexp_ring"
 

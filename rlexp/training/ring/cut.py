@@ -14,7 +14,7 @@ from itertools import accumulate, chain, pairwise
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.layout import Deal
+from rlexp.training.ring.base import Deal
 from rlexp.training.types import Segment
 
 

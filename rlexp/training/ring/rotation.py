@@ -21,12 +21,12 @@ from torch import Tensor
 
 from rlexp.training.ring.alone import AlonePlan
 from rlexp.training.ring.attention import Attention, Kept
+from rlexp.training.ring.base import ALL, Deal, Layout, Part
 from rlexp.training.ring.collectives import rotate
 from rlexp.training.ring.cut import Cut
 from rlexp.training.ring.groups import Ring
 from rlexp.training.ring.kernels.base import BlockKernel, Call, Grads, Rows, accumulation_dtype
 from rlexp.training.ring.kernels.fused import add_keys, merge_rows
-from rlexp.training.ring.layout import ALL, Deal, Layout, Part
 from rlexp.training.ring.selection import Selection, add, parts_of, select
 from rlexp.training.types import Segment
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rlexp.training.ring.base import ALL, EARLY, LATE, Part
 from rlexp.training.ring.cut import Cut
 from rlexp.training.ring.kernels.base import Rows
-from rlexp.training.ring.layout import ALL, EARLY, LATE, Part
 from rlexp.training.types import moved
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rlexp.training.ring.base import Layout, RingBatch
 from rlexp.training.ring.groups import Ring
 from rlexp.training.ring.kernels.base import BlockKernel
-from rlexp.training.ring.layout import Layout, RingBatch
 from rlexp.training.types import Pack, Shard
 
 

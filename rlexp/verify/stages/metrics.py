@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlexp.run_files.difference import OWN
+from rlexp.run_files.curve_distance import OWN
 from rlexp.verify.compared import ComparedStep
 from rlexp.verify.findings import METRICS, Clue, Finding, whole_factor, worst_element
 from rlexp.verify.records import SIDES, Losses, joined

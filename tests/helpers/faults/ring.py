@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from rlexp.training.ring.base import ALL, EARLY, LATE
 from rlexp.training.ring.collectives import rotate
-from rlexp.training.ring.layout import ALL, EARLY, LATE
 from tests.helpers.faults.base import (
     RING,
     left_out,

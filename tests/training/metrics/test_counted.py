@@ -13,7 +13,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, CountTensors
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.rank_progress import Whereabouts, read
-from rlexp.run_files.difference import compared
+from rlexp.run_files.curve_distance import compared
 from rlexp.training.metrics.live_tensors import LiveTensors
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.meter import Meter

@@ -13,10 +13,10 @@ from rlexp.config.checks import layout as chosen
 from rlexp.config.load import compose_config
 from rlexp.config.schema import LayoutName
 from rlexp.training.dataset.packing import pack_sequences
+from rlexp.training.ring.base import EARLY, LATE
 from rlexp.training.ring.cut import cut
 from rlexp.training.ring.groups import Ring
 from rlexp.training.ring.kernels import Plain
-from rlexp.training.ring.layout import EARLY, LATE
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.ulysses import Heads
 from rlexp.training.ring.layouts.zigzag import zigzag

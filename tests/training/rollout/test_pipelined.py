@@ -15,7 +15,7 @@ import pytest
 from bench.curves import differences, draw
 from rlexp.config.load import compose_config
 from rlexp.run_files import checkpoint_folder as checkpoint
-from rlexp.run_files.difference import compared
+from rlexp.run_files.curve_distance import compared
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.checkpoint.tensors import Reader
 from tests.helpers import warm

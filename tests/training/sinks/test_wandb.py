@@ -18,7 +18,7 @@ from rlexp.config.schema import Best, Device, LaunchConfig, LoggerConfig, Precis
 from rlexp.launch import run_folder
 from rlexp.launch.joining import RankSpec, join, prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
-from rlexp.run_files.difference import compared
+from rlexp.run_files.curve_distance import compared
 from rlexp.training.sinks.base import Ending
 from rlexp.training.sinks.run_names import new_id
 from rlexp.training.sinks.wandb_account import wandb_mode

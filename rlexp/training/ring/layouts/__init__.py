@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlexp.training.ring.layout import Layout
+from rlexp.training.ring.base import Layout
 from rlexp.training.ring.layouts.allgather import AllGather
 from rlexp.training.ring.layouts.contiguous import Contiguous
 from rlexp.training.ring.layouts.hybrid import Hybrid

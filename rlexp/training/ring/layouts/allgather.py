@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from rlexp.training.ring.attention import Attention, Kept
+from rlexp.training.ring.base import ALL, Deal, Layout
 from rlexp.training.ring.collectives import Pending, gather, sum_and_scatter
 from rlexp.training.ring.cut import Cut
 from rlexp.training.ring.groups import Ring
 from rlexp.training.ring.kernels.base import BlockKernel, Call, Grads, accumulation_dtype
 from rlexp.training.ring.kernels.fused import merge_rows
-from rlexp.training.ring.layout import ALL, Deal, Layout
 from rlexp.training.ring.layouts.zigzag import zigzag
 from rlexp.training.ring.rotation import empty_output, widened
 from rlexp.training.ring.selection import Selection, add, parts_of, select

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlexp.training.ring.base import Deal, Layout
 from rlexp.training.ring.cut import seen
 from rlexp.training.ring.groups import Ring
 from rlexp.training.ring.kernels.base import BlockKernel
-from rlexp.training.ring.layout import Deal, Layout
 from rlexp.training.ring.past_adapter import functions
 from rlexp.training.types import Segment
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from rlexp.training.ring.alone import AlonePlan
 from rlexp.training.ring.attention import Attention, Kept
+from rlexp.training.ring.base import Deal, Layout
 from rlexp.training.ring.collectives import exchange
 from rlexp.training.ring.groups import Ring
 from rlexp.training.ring.kernels.base import BlockKernel, Grads, accumulation_dtype
-from rlexp.training.ring.layout import Deal, Layout
 from rlexp.training.ring.layouts.zigzag import Zigzag
 from rlexp.training.ring.rotation import RotatingPlan
 from rlexp.training.types import Segment

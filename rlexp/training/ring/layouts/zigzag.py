@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlexp.training.ring.base import ALL, EARLY, LATE
 from rlexp.training.ring.cut import Cut, cut
-from rlexp.training.ring.layout import ALL, EARLY, LATE
 from rlexp.training.ring.rotation import Block, Rotating
 from rlexp.training.types import Segment
 

@@ -1,6 +1,6 @@
 """Whether a run fits, which engine and layout `auto` takes, and what would help: asked by the launcher.
 
-python -m rlexp.preflight.judge < question
+python -m rlexp.preflight.whether_it_fits < question
 
 The question and the answer are JSON (`launch/preflight_check.py`). Rehearsals change torch and DeepSpeed, so the
 launcher starts a process for them.
@@ -101,7 +101,7 @@ def predicted(question: Question, answer: dict[str, Any]) -> Callable[[], str] |
 def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str] | None:
     from rlexp.preflight import remedy, report
     from rlexp.preflight.children import at_once
-    from rlexp.preflight.fit import room
+    from rlexp.preflight.longest_that_fits import room
     from rlexp.preflight.rehearsal.rehearse import preload
 
     preload()  # rehearsals are forked from this process

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rlexp.config.schema import Config
-from rlexp.preflight import fit, predict
+from rlexp.preflight import longest_that_fits as fit
+from rlexp.preflight import predict
 from rlexp.preflight.children import at_once
 from rlexp.preflight.predict import GIB, Found, Prediction
 from rlexp.preflight.rehearsal.log import ACTIVATIONS, OPTIMIZER, STORAGE_KINDS, TEMPORARIES, Counts, Log, Pass

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlexp.compare import comparison as reports
 from rlexp.compare.comparison import telling
-from rlexp.run_files.difference import difference
+from rlexp.run_files.curve_distance import difference
 from rlexp.run_files.metrics_jsonl import read_columns
 from tests.helpers.curves import a_job, a_run, compare, nudged, report_of
 

@@ -1,4 +1,4 @@
-"""Whether the curves agree, in words, and the first place where they do not."""
+"""Whether curves agree, and if not, where they part first and what that says: in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import LoggedRun
 from rlexp.compare.samples import coarsest, excused, inexcusable, named, remark
-from rlexp.run_files.difference import (
+from rlexp.run_files.curve_distance import (
     EARLY,
     LOSSES,
     MARGIN,
