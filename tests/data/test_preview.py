@@ -32,7 +32,7 @@ from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
 from rlexp.training.ring.groups import ALONE, Ring, World
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.ring.shard import shard_pack
+from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.train.examples import pair_sampler, read_pairs
 from rlexp.training.types import Completion, Pair
 from tests.helpers.browser import chromium, opened

@@ -29,7 +29,7 @@ from rlexp.training.model.small import small_config
 from rlexp.training.ring.groups import Ring
 from rlexp.training.ring.kernels import BlockKernel, computing_in
 from rlexp.training.ring.layouts import Layout
-from rlexp.training.ring.shard import shard_pack
+from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.types import Pack
 
 LENGTHS = ((5, 32), (1, 1), (9, 10), (2, 19))  # of prompt and answer; awkward for every ring

@@ -26,7 +26,7 @@ from rlexp.training.model.reward_model import RewardModel, last_places
 from rlexp.training.ring.groups import World
 from rlexp.training.ring.kernels import computing_in
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.ring.shard import shard_pack
+from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.colocated import Colocated
 from rlexp.training.rollout.draws import Draws

@@ -17,7 +17,7 @@ from rlexp.training.model.policy import DTYPES
 from rlexp.training.ring.groups import World
 from rlexp.training.ring.kernels import BlockKernel
 from rlexp.training.ring.layouts import Layout, get_layout
-from rlexp.training.ring.shard import shard_pack
+from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.train.schedule import Schedule
 from rlexp.training.types import Ids, Pack, Shard, TokenLogps
 

@@ -141,7 +141,7 @@ def other_neighbour(original: Any, rank: int, ring_size: int, size: int) -> Any:
     return original(rank, ring_size, size)[0], original((rank + 1) % size, ring_size, size)[1]
 
 
-SHARD, ZIGZAG, ROTATING = "ring.shard:shard_pack", "ring.layouts.zigzag:", "ring.rotation:RotatingPlan."
+SHARD, ZIGZAG, ROTATING = "ring.layouts.shard:shard_pack", "ring.layouts.zigzag:", "ring.rotation:RotatingPlan."
 MERGE_ROWS, RING_SUM = "ring.kernels.base:merge_plain", "ring.collectives:_RingSum."
 RING_FAULTS = (
     one("targets shifted after sharding", SHARD,

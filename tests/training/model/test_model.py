@@ -40,7 +40,7 @@ from rlexp.training.model.small import small_config
 from rlexp.training.ring.groups import ALONE, build_world
 from rlexp.training.ring.kernels import CpuFlash
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.ring.shard import shard_pack
+from rlexp.training.ring.layouts.shard import shard_pack
 from tests.conftest import ROOT
 from tests.helpers import warm
 from tests.helpers.models import HOW, LARGE

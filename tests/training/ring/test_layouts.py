@@ -18,9 +18,9 @@ from rlexp.training.ring.cut import cut
 from rlexp.training.ring.groups import Ring
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import get_layout
+from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.ring.layouts.ulysses import Heads
 from rlexp.training.ring.layouts.zigzag import zigzag
-from rlexp.training.ring.shard import shard_pack
 from tests.helpers.attention import forest
 
 ROTATING = ("zigzag", "contiguous")

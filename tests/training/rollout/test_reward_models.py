@@ -34,7 +34,7 @@ from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.groups import ALONE, Ring, build_world
 from rlexp.training.ring.kernels import CpuFlash
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.ring.shard import shard_pack
+from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.types import Sample
 from tests.conftest import Shell
 from tests.helpers.ranks import on_ranks

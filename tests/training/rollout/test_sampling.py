@@ -22,7 +22,7 @@ from rlexp.training.model.policy import Policy
 from rlexp.training.ring.groups import ALONE
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.ring.shard import shard_pack
+from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.rollout import sampling
 from rlexp.training.rollout.choose import choose, kept
 from rlexp.training.rollout.deal import Request, deal, micro_batches

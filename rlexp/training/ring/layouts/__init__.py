@@ -1,4 +1,7 @@
-"""Layouts: which tokens of a segment a rank holds, and which tokens of other ranks they attend to. One file each."""
+"""Layouts: which tokens of a segment a rank holds, and which tokens of other ranks they attend to. One file each.
+
+`shard.py` takes what a rank holds from a pack.
+"""
 
 from __future__ import annotations
 
