@@ -1,5 +1,5 @@
-"""What each module of the product imports, as the table in docs/imports.md says it. `python -m tests.helpers.imports`
-writes the table."""
+"""What each module of the product imports, as the table in docs/imports.md says it, and the layers of modules, as the
+picture in docs/architecture.md shows them. `python -m tests.helpers.imports` writes the table."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from pathlib import Path
 from tests.helpers.paths import ROOT
 
 PACKAGE, PAGE = ROOT / "rlexp", ROOT / "docs" / "imports.md"
+PICTURE = ROOT / "docs" / "architecture.md"
 GROUP = "training"  # a folder whose folders are modules of their own
 LATER = "; later: "  # in a cell of the table: what a module imports inside functions only
+ABOVE_ALL = {"__main__", "__init__", GROUP}  # the command `rlexp` starts in the package's own __main__.py
 FEW = 2  # a module that imports this many files of another, or fewer, has them named in the table
 
 
@@ -127,6 +129,37 @@ def cell_of(module: str, imports: list[Import]) -> str:
     top = {name(each) for each in theirs if each.top}
     later = {name(each) for each in theirs} - top
     return ", ".join(sorted(top)) + (LATER + ", ".join(sorted(later)) if later else "")
+
+
+def upward(package: Path, picture: Path) -> list[str]:
+    """Look for modules without a place in the picture, and for imports that do not lead to a line below."""
+    height = {module: -number for number, line in enumerate(layers_of(picture)) for module in line}
+    commands = layers_of(picture)[0]
+    parts = {(layer_of(each.module), layer_of(each.to), each.file) for each in imports_of(package)
+             if each.target.endswith(".py")}  # fmt: skip
+    wrong = {f"{module}: has no place in the picture" for pair in parts for module in pair[:2]
+             if module not in height and module not in ABOVE_ALL}  # fmt: skip
+    wrong |= {
+        f"{file}: {start} imports {end}, which is not below it"
+        for start, end, file in parts
+        if start != end and {start, end} <= height.keys() and height[end] >= height[start]
+        and not {start, end} <= commands
+    }  # fmt: skip
+    return sorted(wrong)
+
+
+def layer_of(module: str) -> str:
+    return module.removesuffix("/__main__").removesuffix("/__init__")
+
+
+def layers_of(picture: Path) -> list[set[str]]:
+    """Return the modules of each line of the picture, the highest first. All commands are one line."""
+    (text,) = re.findall(r"^```\n the commands.*?^```", picture.read_text(encoding="utf-8"), re.M | re.S)
+    commands, training, below = re.split(r"^ ─+$", text, flags=re.M)
+    in_line = re.compile(r"(?:^| )([a-z_]+)(?:/|\.py)(?= |$)")
+    lines = [{f"{GROUP}/{module}" for module in in_line.findall(line)} for line in training.splitlines()]
+    lines += [set(in_line.findall(line)) for line in below.splitlines()]
+    return [set(in_line.findall(commands)), *filter(None, lines)]
 
 
 def circles(package: Path) -> list[str]:

@@ -1,4 +1,5 @@
-"""The table in docs/imports.md and the code agree: what each module imports, one door to each package, no circle."""
+"""The table in docs/imports.md, the picture in docs/architecture.md and the code agree: what each module imports, only
+from modules below it, one door to each package, no circle."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.imports import PACKAGE, PAGE, circles, imports_of, module_of, wrong_rows
+from tests.helpers.imports import PACKAGE, PAGE, PICTURE, circles, imports_of, layers_of, module_of, upward, wrong_rows
 
 ONLY_HERE = {"deepspeed": "training/engine", "wandb": "training/sinks", "wandb_workspaces": "dashboard",
              "trackio": "training/sinks", "vllm": "training/rollout", "transformers": "training/model",
@@ -24,6 +25,11 @@ BESIDE = {"hydra": {"launch", "run", "__main__"}, "transformers": {"verify"}, "r
 
 def test_the_table_says_what_each_module_imports() -> None:
     assert wrong_rows(PACKAGE, PAGE) == []
+
+
+def test_a_module_imports_only_what_is_below_it_in_the_picture() -> None:
+    assert len(layers_of(PICTURE)) == 14
+    assert upward(PACKAGE, PICTURE) == []
 
 
 def test_no_file_and_no_module_imports_another_that_imports_it_back() -> None:
@@ -100,6 +106,26 @@ def test_an_import_that_the_table_does_not_list_is_found(copy: Path, file: str, 
     (wrong,) = wrong_rows(copy / "rlexp", copy / "page.md")
     assert wrong.startswith(f"{module_of(Path(file))}: the table says")
     assert name in wrong
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("launch/stops.py", "import rlexp.training.ring.groups", "launch imports training/ring"),
+        ("training/ring/cut.py", "from rlexp.training.algos import kl", "training/ring imports training/algos"),
+        ("training/metrics/meter.py", "def later():\n    import rlexp.training.sinks.base", "training/metrics imports"),
+        ("verify/attic/leaf.py", "import rlexp.attic", "attic: has no place"),
+        ("status/view.py", "import rlexp.verify.report", None),  # a command's part, used by another command
+    ],
+)
+def test_an_import_that_leads_up_is_found(copy: Path, file: str, line: str, said: str | None) -> None:
+    for new in (copy / "rlexp" / "attic.py", copy / "rlexp" / "verify" / "attic" / "leaf.py"):
+        new.parent.mkdir(exist_ok=True)
+        new.write_text("", encoding="utf-8")
+    add(copy, file, line)
+    found = upward(copy / "rlexp", PICTURE)
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
 
 
 @pytest.mark.parametrize(
