@@ -25,7 +25,7 @@ from rlexp.config.schema import Config, Offload
 ROOT = Path(__file__).resolve().parent.parent
 GPUS = 8
 RINGS = (8, 4, 2, 1)  # the longest first: it is found from a short one, and the others from it
-LLAMA = ("model=hf", f"model.path={ROOT / 'tests' / 'models' / 'llama_8b'}")
+LLAMA = ("model=hf", f"model.path={ROOT / 'tests' / 'files' / 'models' / 'llama_8b'}")
 # As large a batch that every ring accumulates gradients: with 8 pairs, a ring of 1 would not, and need less memory.
 ON = ("hardware=h100", f"launch.nproc={GPUS}", "logger=none", "train.batch_size=64")
 FIRST = {"true": 65536, "false": 16384}  # tokens of the first length on a ring of 8, with checkpointing or without

@@ -1,4 +1,4 @@
-"""`python -m rlexp [overrides]`: Hydra composes the configuration, rlexp/launch runs it. Imports no torch."""
+"""`python -m rlexp [overrides]`: Hydra composes the configuration, and `run/job.py` runs it. Imports no torch."""
 
 from __future__ import annotations
 

@@ -102,11 +102,11 @@ def write(run_dir: Path, start: str, report: Report) -> None:
         write_text(place, json.dumps(facts))
 
 
-def write_verdict(run_dir: Path, job: str | None, in_words: Mapping[str, Any]) -> None:
+def write_verdict(run_dir: Path, job: str | None, verdict: Mapping[str, Any]) -> None:
     """Write what became of a job, beside run.json, since run.json may belong to another job."""
     with contextlib.suppress(OSError):
         (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-        write_text(run_dir / FOLDER / "verdict.json", json.dumps({"job_id": job, **in_words}))
+        write_text(run_dir / FOLDER / "verdict.json", json.dumps({"job_id": job, **verdict}))
 
 
 def read_verdict(run_dir: Path, job: str | None) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from rlexp.config.schema import Config
-from rlexp.config.schema.losses import DPOConfig
 from rlexp.verify.findings import Allowed, Clue, Finding, Gauge, shown
 from rlexp.verify.norms import relative
 from rlexp.verify.records import (
@@ -38,14 +37,9 @@ class Comparison:
     expected: Expected
     ran: TensorFiles  # gradients and weights of the run
     meant: TensorFiles  # and of the reference
-    given_weights: Sequence[Mapping[str, Update]]  # see `reference.given_steps`
+    given_weights: Sequence[Mapping[str, Update]]  # see `one_process.given_steps`
     allowed: Allowed
     gauge: Gauge = field(default_factory=Gauge)
-
-    @property
-    def loss(self) -> DPOConfig:
-        assert isinstance(self.cfg.loss, DPOConfig)
-        return self.cfg.loss
 
     def apply_formula(self, given: Sequence[Losses]) -> None:
         """Keep, for each micro-batch, what the formula alone makes of the sums of its step's whole train batch."""
@@ -151,3 +145,8 @@ class ComparedStep:
     def mean_loss(self) -> float:
         """The loss of the train batch, from the losses of its pairs."""
         return float(np.mean(joined([m.losses.losses_P for _, _, m in self.micros() if m.losses is not None])))
+
+
+def value_at(values: Array, place: int) -> Any:
+    """Return a value to show, also where the run has returned none."""
+    return values[place] if place < len(values) else "is not returned"

@@ -343,9 +343,13 @@ def needs_trial(finding: Finding) -> bool:
 
 
 def room_of_traceback(text: str) -> str | None:
-    """The innermost room in a rank's traceback."""
-    passed_through = "verify/|launch/|preflight/|training/model/float64|training/metrics/live_tensors"
-    rooms = re.findall(rf'File "[^"]*/(rlexp/(?!{passed_through})(?:training/)?\w+/)', text)
+    """The innermost room in a rank's traceback. What all rooms call, or lies around them, is passed over."""
+    passed_over = r"verify/|launch/|preflight/|base/|training/(?:model/float64|metrics/live_tensors|types)\."
+    files = re.findall(r'File "[^"]*/rlexp/([^"]*)"', text)  # after the last /rlexp/: a checkout has that name too
+    rooms = [
+        f"rlexp/{room[0]}" for file in files
+        if not re.match(passed_over, file) and (room := re.match(r"(?:training/)?\w+/", file))
+    ]  # fmt: skip
     return rooms[-1] if rooms else None
 
 

@@ -66,7 +66,7 @@ class Allowed:
 
     logp: float  # of a token, relative to max(1, |logp|)
     loss: float  # relative to the loss
-    loss_of_sums: float  # added to it: relative to β times the log-probabilities whose difference is the margin
+    loss_of_sums: float  # added to it: relative to what the sums' own sizes would move (`stages/loss.py`)
     gradient: float  # ‖a − b‖ / ‖a‖ of a parameter; see `shares`
     weights: float  # largest difference relative to the largest weight of the parameter
     given: float  # values that follow by float64 arithmetic from the run's earlier values

@@ -22,6 +22,7 @@ from rlexp.config.load import compose_config
 from rlexp.launch.preflight_check import laid_out
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.verify import fit_memory
+from rlexp.verify.diagnose import room_of_traceback
 from rlexp.verify.records import TokenPair
 from rlexp.verify.reference.one_process import Optimizer, answer_logps, load, own_blocks, softmax_attention
 from rlexp.verify.reference.pairs import Bytes
@@ -89,6 +90,23 @@ def test_a_defect_is_found_and_its_room_named(fault: Fault, references: Path) ->
     if fault.step is not None:
         assert failure.step == fault.step
     assert fault.room in report(compose_config(fault.overrides), verdict)
+
+
+@pytest.mark.parametrize(
+    ("files", "room"),
+    [
+        (("training/train/step.py", "training/model/loading.py", "base/cache.py"), "rlexp/training/model/"),
+        (("training/train/rank.py", "training/train/step.py", "training/types.py"), "rlexp/training/train/"),
+        (("launch/local.py", "training/ring/layouts/zigzag.py", "training/metrics/live_tensors.py"),
+         "rlexp/training/ring/"),
+        (("launch/local.py", "config/load.py"), "rlexp/config/"),
+        (("launch/local.py", "verify/trace.py"), None),
+    ],
+)  # fmt: skip
+def test_a_traceback_points_to_the_innermost_room(files: tuple[str, ...], room: str | None) -> None:
+    text = "Traceback (most recent call last):\n"
+    text += "".join(f'  File "/home/me/rlexp/rlexp/{file}", line 7, in call\n    call()\n' for file in files)
+    assert room_of_traceback(text + "ZeroDivisionError: division by zero") == room
 
 
 # ---- it says whether the ring shards the sequence ----

@@ -1,4 +1,4 @@
-"""The keys of `data`: one class for each kind of data set, listed in `KINDS` of `schema.py`."""
+"""The keys of `data`: one class for each kind of data set, listed in `KINDS` of the schema."""
 
 from __future__ import annotations
 

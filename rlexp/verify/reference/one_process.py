@@ -225,7 +225,7 @@ def _made(cfg: Config, attention: str) -> Any:
 
 
 def _options(model: HFModelConfig) -> dict[str, Any]:
-    """Return options of transformers. What files must be changed for was prepared before (`shrink.plan`)."""
+    """Return options of transformers. What files must be changed for was prepared before (`fit_memory.plan`)."""
     assert (model.gguf, model.add_tokens) == (None, []), "the model was not prepared"
     return {"trust_remote_code": model.trust_remote_code, "revision": model.revision or "main"}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlexp.run_files.curve_distance import OWN
-from rlexp.verify.compared import ComparedStep
+from rlexp.verify.compared import ComparedStep, value_at
 from rlexp.verify.findings import METRICS, Clue, Finding, whole_factor, worst_element
 from rlexp.verify.records import SIDES, Losses, joined
 from rlexp.verify.reference import rules
@@ -47,7 +47,7 @@ def _values(step: ComparedStep) -> Iterator[Finding]:
             got = micro.losses.values_P.get(name, np.zeros(0))
             if (wrong := step.first_wrong(name, got, wanted)) is not None:
                 what = f"{name} of pair {micro.samples[wrong]}, given its train batch's log-probabilities"
-                yield step.finding(METRICS, Clue.VALUES, what, got[wrong], wanted[wrong])
+                yield step.finding(METRICS, Clue.VALUES, what, value_at(got, wrong), wanted[wrong])
     for key, got in step.by_sequence("logits_t").items():
         wanted_n = step.expected.logits[key]
         apart = float((np.abs(got - wanted_n) / np.maximum(1.0, np.abs(wanted_n))).max())
@@ -74,7 +74,8 @@ def _layouts_own(step: ComparedStep) -> Iterator[Finding]:
 def counted(step: ComparedStep) -> dict[str, float]:
     """The logged values of the batch, from the run's own values for each pair and token."""
     losses = [micro.losses for _, _, micro in step.micros() if micro.losses is not None]
-    values_P = {name: joined([each.values_P[name] for each in losses]) for name in losses[0].values_P}
+    everywhere = set.intersection(*(set(each.values_P) for each in losses))
+    values_P = {name: joined([each.values_P[name] for each in losses]) for name in everywhere}
     whole = Losses(joined([each.losses_P for each in losses]), {}, values_P)
     tokens = step.by_sequence("logits_t")
     logits = {side: joined([v for (_, of), v in tokens.items() if of == side]) for side in SIDES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -49,6 +50,17 @@ def less_its_mean(original: Any, self: Any, *logps: PairLogps) -> Any:
     return original(self, replace(policy, chosen_P=policy.chosen_P - mean), reference).losses_P
 
 
+CALLS = itertools.count()
+
+
+def of_some_only(original: Any, policy: PairLogps, *args: Any) -> Any:
+    """Leave a value out of every second micro-batch."""
+    values = original(policy, *args)
+    if len(policy.chosen_P) < 8 and next(CALLS) % 2:
+        del values["rewards/margins"]
+    return values
+
+
 # What surrounds a formula: `verify` has the same formula, and sees the whole train batch at once.
 ALGOS_FAULTS = (
     one("a statistic of the micro-batch", DPO, other_losses(less_its_mean), "loss", ALGOS),
@@ -61,6 +73,7 @@ ALGOS_FAULTS = (
     one("rewards less their micro-batch's mean", REWARDS + "implicit_rewards",
         lambda original, *args: (right := original(*args))
         | {"rewards/chosen": right["rewards/chosen"] - right["rewards/chosen"].mean()}, "metrics", ALGOS, step=2),
+    one("a value of some micro-batches only", REWARDS + "implicit_rewards", of_some_only, "metrics", ALGOS),
 )  # fmt: skip
 
 # Wrong formulas, which tests/training/algos/test_formulas.py finds by hand arithmetic and by TRL.

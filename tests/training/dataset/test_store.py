@@ -58,7 +58,7 @@ def stores(root: Path) -> dict[str, bytes]:
 
 
 def lines_of(run: Callable[[], Any], last: int | None = None) -> int:
-    """Run a function and count the lines of rlexp/data that it takes; the process kills itself at the last one."""
+    """Run a function and count the lines of training/dataset that it takes; the process kills itself at the last."""
     count = 0
 
     def traced(frame: Any, event: str, _arg: Any) -> Any:

@@ -109,7 +109,7 @@ def test_a_reward_that_fails_says_for_which_sample(rlexp: Shell, rewards: Path, 
     own = [part for part in RUN if not part.startswith(("reward.rule", "reward.pattern"))]
     answer = rlexp(*own, "parallel=ring2", *python)
     refused(answer, rewards, f"reward.function=grades:{function}", *said)
-    assert "rlexp/rollout" not in answer.stderr  # no traceback of rlexp
+    assert "rlexp/training/" not in answer.stderr  # no traceback of rlexp
     assert run_json(rewards / "run")["status"] == "failed"
 
 
