@@ -30,12 +30,13 @@ run: $(VENV)/.ready
 	$(BIN)/python -m rlexp $(ARGS)
 
 # Three tiers. `make test`: five minutes on 2 cores. `.ci/run`: that, lint, types and one run on a real Slurm. `make
-# check`: everything but `make prove`; a browser on the PATH (chromium) lets it test the report's page too.
+# check`: everything but `make prove`. It ends with what it left out, and why: without a browser on the PATH (chromium),
+# the report's page.
 test: $(VENV)/.ready
 	$(PYTEST) -m "not slow and not slurm and not gpu and not prove"
 
 check: lint types
-	$(PYTEST) -m "not prove and not slurm and not gpu" --durations=30
+	$(PYTEST) -m "not prove and not slurm and not gpu" --durations=30 -rs
 	$(MAKE) --no-print-directory test-slurm
 
 # Random command lines, most of them wrong: each must compose, or be refused in one message.

@@ -51,6 +51,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
+    if gone := DEAR - {path.stem for path in (ROOT / "tests").rglob("test_*.py")}:
+        raise pytest.UsageError(f"DEAR in tests/conftest.py names files that are not there: {sorted(gone)}")
+
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
@@ -63,7 +66,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the dear tests to `make check`, and leave out what needs a GPU where there is none, unless it is rehearsed
     on the CPU."""
-    tiers.mark(items)
+    tiers.mark(items, whole=not any("::" in each for each in config.args))
     if visible_gpus() or os.environ.get(ON_CPU):
         return
     left_out = [item for item in items if item.get_closest_marker("gpu")]
@@ -112,3 +115,11 @@ def shell(tmp_path: Path) -> Shell:
         )  # fmt: skip
 
     return run
+
+
+@pytest.fixture
+def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the painting of curves.png, which takes most of a comparison's time; its curves are drawn as always."""
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda _figure, place, **_how: place.touch())

@@ -1,4 +1,5 @@
-"""What every command shares: how its options are read, which files it refuses to write, and how it ends."""
+"""What commands share: a parser whose errors read like all others, which files they refuse to write, and how those end
+that only look at files. A command that composes a configuration ends by `config/explain.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from rlexp.base.errors import ConfigError, UserError
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code. User errors print one line; bugs keep their traceback."""
+    """Run a command that looks at files, and return its exit code. User errors and files that cannot be read print one
+    line, a closed pipe ends it quietly, and bugs keep their traceback."""
     for stream in (sys.stdout, sys.stderr):  # a terminal without a × must not end the command
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

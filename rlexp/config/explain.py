@@ -23,7 +23,8 @@ _KINDS = {
 
 
 def explained(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code. User errors print one message; bugs keep their traceback."""
+    """Run a command that composes a configuration, and return its exit code. What Hydra says of a mistake becomes one
+    message; bugs keep their traceback."""
     try:
         return command()
     except KeyboardInterrupt:

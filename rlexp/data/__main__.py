@@ -22,11 +22,11 @@ from rlexp.config.load import compose_config
 
 
 def main() -> int:
-    return exit_code(explained)
+    return exit_code(shown)
 
 
-def explained() -> int:
-    """Run the command; a mistake of the user's is one message."""
+def shown() -> int:
+    """Show the data. A mistake in the configuration is one message, as for a run; the rest is as for files."""
     try:
         return show(parse())
     except Exception as error:

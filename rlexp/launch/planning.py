@@ -53,7 +53,7 @@ def refusal(error: BaseException) -> Refusal | None:
     folders = any(isinstance(link, FolderError) for link in links)
     corner = not folders and any(isinstance(link, ConfigError) for link in links)
     if (unfit := next((link for link in links if isinstance(link, DoesNotFitError)), None)) is not None:
-        return Refusal("skipped", unfit.reason, unfit.verdict.peak)
+        return Refusal("skipped", unfit.reason, unfit.decision.peak)
     corner |= "ConfigError raised while resolving" in " ".join(map(str, links))  # OmegaConf keeps only the text
     return Refusal("skipped" if corner else "failed", reason)
 
@@ -64,7 +64,7 @@ class Planned:
     overrides: list[str]  # the job's own, then those that the sweep adds
     config: DictConfig  # composed from the overrides
     refusal: Refusal | None = None
-    verdict: Decision = field(default_factory=Decision)  # what was predicted of it
+    decision: Decision = field(default_factory=Decision)  # what was predicted of it
 
 
 class SweepLauncher(Launcher):
@@ -130,7 +130,7 @@ class SweepLauncher(Launcher):
         try:
             cfg = load.from_hydra(plain, here=self.checked_here)
             where = sweep.folder / planned.job.folder
-            _, planned.verdict = preflight_check.prepared(cfg, where, here=self.checked_here, helping=False)
+            _, planned.decision = preflight_check.prepared(cfg, where, here=self.checked_here, helping=False)
         except Exception as error:
             planned.refusal = refusal(error)
             if planned.refusal is None:

@@ -50,9 +50,9 @@ _told: set[str] = set()
 class DoesNotFitError(UserError):
     """A run that is predicted to need more memory than its device has. `reason` is the message without the table."""
 
-    def __init__(self, reason: str, verdict: Decision) -> None:
-        super().__init__(f"{reason}\n\n{verdict.table}")
-        self.reason, self.verdict = reason, verdict
+    def __init__(self, reason: str, decision: Decision) -> None:
+        super().__init__(f"{reason}\n\n{decision.table}")
+        self.reason, self.decision = reason, decision
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Decision:
 def prepared(
     cfg: Config, run_dir: Path | None = None, *, here: bool = True, helping: bool = True
 ) -> tuple[Config, Decision]:
-    """Return the configuration with everything chosen, and the verdict on it; refuse a run that does not fit.
+    """Return the configuration with everything chosen, and the decision on it; refuse a run that does not fit.
 
-    A verdict in the run's folder, or of this process, on the same configuration is taken again. With `here`, this
+    A decision in the run's folder, or of this process, on the same configuration is taken again. With `here`, this
     machine runs it. Without `helping` no change that would fit is looked for.
     """
     hardware, why_not = device_of(cfg, here=here)
@@ -98,15 +98,15 @@ def prepared(
     if hardware is None and cfg.parallel.layout is not LayoutName.auto:
         return cfg, Decision()
     key = fingerprint(cfg, fitting=hardware is not None)
-    verdict = (
+    decision = (
         _known.get(key) or read(run_dir, key) or rehearsed(cfg, key, fitting=hardware is not None, helping=helping)
     )
-    _known[key] = verdict
-    if hardware is not None and verdict.fits is None:
-        print_line(f"{NOT_REHEARSED} {verdict.why}")
-    if verdict.fits is False:
-        raise refusal(cfg, verdict)
-    return chosen(cfg, verdict), verdict
+    _known[key] = decision
+    if hardware is not None and decision.fits is None:
+        print_line(f"{NOT_REHEARSED} {decision.why}")
+    if decision.fits is False:
+        raise refusal(cfg, decision)
+    return chosen(cfg, decision), decision
 
 
 def laid_out(cfg: Config) -> Config:
@@ -131,28 +131,28 @@ def device_of(cfg: Config, *, here: bool = True) -> tuple[HardwareConfig | None,
     return found, "" if found else (UNKNOWN if here else ELSEWHERE)
 
 
-def chosen(cfg: Config, verdict: Decision) -> Config:
-    """Return the configuration with the engine and the layout of the verdict."""
+def chosen(cfg: Config, decision: Decision) -> Config:
+    """Return the configuration with the engine and the layout of the decision."""
     if cfg.parallel.layout is LayoutName.auto:
-        name = LayoutName(verdict.layout or "zigzag")
-        why = verdict.layout_chosen or f"it takes any heads; no other was rehearsed: {verdict.why}"
-        cfg = with_layout(cfg, Choice(name, verdict.ulysses_size, why))
-    if verdict.engine is not None and verdict.engine_chosen is not None:
-        engine = dataclasses.replace(cfg.engine, name=EngineName(verdict.engine), chosen=verdict.engine_chosen)
+        name = LayoutName(decision.layout or "zigzag")
+        why = decision.layout_chosen or f"it takes any heads; no other was rehearsed: {decision.why}"
+        cfg = with_layout(cfg, Choice(name, decision.ulysses_size, why))
+    if decision.engine is not None and decision.engine_chosen is not None:
+        engine = dataclasses.replace(cfg.engine, name=EngineName(decision.engine), chosen=decision.engine_chosen)
         cfg = dataclasses.replace(cfg, engine=engine)
-        print_line(f"engine=auto takes {verdict.engine}: {verdict.engine_chosen}")
+        print_line(f"engine=auto takes {decision.engine}: {decision.engine_chosen}")
     return cfg
 
 
-def refusal(cfg: Config, verdict: Decision) -> DoesNotFitError:
+def refusal(cfg: Config, decision: Decision) -> DoesNotFitError:
     gpu = f"on {cfg.hardware.name}" if cfg.hardware.name != HardwareConfig().name else "on this GPU"
     there = "by hardware.memory_gib" if cfg.launch.device is Device.cpu else gpu
-    engine = "" if verdict.engine_chosen is None else f"engine=auto: {verdict.engine_chosen}. "
+    engine = "" if decision.engine_chosen is None else f"engine=auto: {decision.engine_chosen}. "
     reason = (
-        f"the run does not fit: it needs {size(verdict.peak)} at its peak ({verdict.phase}), and a rank may take "
-        f"{size(verdict.limit)} {there}. {engine}{verdict.remedy}To start it all the same: launch.preflight=off."
+        f"the run does not fit: it needs {size(decision.peak)} at its peak ({decision.phase}), and a rank may take "
+        f"{size(decision.limit)} {there}. {engine}{decision.remedy}To start it all the same: launch.preflight=off."
     )
-    return DoesNotFitError(reason, verdict)
+    return DoesNotFitError(reason, decision)
 
 
 # ---- the rehearsal ----
@@ -190,7 +190,7 @@ def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Decisio
 
 
 def fingerprint(cfg: Config, *, fitting: bool) -> str:
-    """Return a hash of all that a verdict depends on."""
+    """Return a hash of all that a decision depends on."""
     plain = {group: value for group, value in to_plain(cfg).items() if group not in UNPREDICTED}
     launch = ("nproc", "nodes", "deterministic")
     plain["launch"] = {key: plain["launch"][key] for key in launch} | {"cpu": cfg.launch.device is Device.cpu}
@@ -199,25 +199,25 @@ def fingerprint(cfg: Config, *, fitting: bool) -> str:
 
 
 def read(run_dir: Path | None, key: str | None = None) -> Decision | None:
-    """Return the verdict that a run's folder holds: with a key, only one by which that very configuration fits."""
+    """Return the decision that a run's folder holds: with a key, only one by which that very configuration fits."""
     try:
         known = json.loads((run_dir / FILE).read_text(encoding="utf-8")) if run_dir is not None else {}
-        verdict = Decision(**known)
+        decision = Decision(**known)
     except (OSError, ValueError, TypeError):
         return None
     if key is None:
-        return verdict if verdict.of else None
-    return verdict if verdict.of == key and verdict.fits else None
+        return decision if decision.of else None
+    return decision if decision.of == key and decision.fits else None
 
 
-def keep(run_dir: Path, verdict: Decision) -> None:
+def keep(run_dir: Path, decision: Decision) -> None:
     """Write a prediction into the run's folder, for the report, and for when the run goes on. Without one, remove that
     of an earlier start."""
     try:
-        if verdict.fits is None:
+        if decision.fits is None:
             (run_dir / FILE).unlink(missing_ok=True)
             return
-        write_text(run_dir / FILE, json.dumps(dataclasses.asdict(verdict), indent=1) + "\n")
+        write_text(run_dir / FILE, json.dumps(dataclasses.asdict(decision), indent=1) + "\n")
     except OSError as error:  # a full disk must not keep the run from starting
         sys.stderr.write(f"rlexp: {run_dir / FILE} could not be written ({error.strerror}).\n")
 

@@ -217,10 +217,10 @@ def resources(planned: Planned) -> dict[str, Any]:
 
 def handed(sweep: Sweep, planned: Planned) -> None:
     """Write what was predicted of a job into its run's folder, so that the job need not rehearse again."""
-    if planned.verdict.fits is not None:
+    if planned.decision.fits is not None:
         where = sweep.folder / planned.job.folder
         where.mkdir(parents=True, exist_ok=True)
-        preflight_check.keep(where, planned.verdict)
+        preflight_check.keep(where, planned.decision)
 
 
 def finished(sweep: Sweep, job: Job) -> bool:

@@ -56,11 +56,11 @@ def run_job(composed: DictConfig) -> None:
 
 def run_here(cfg: Config, run_dir: Path) -> None:
     """Start the ranks on this machine and wait for them."""
-    cfg, verdict = preflight_check.prepared(cfg, run_dir)
+    cfg, decision = preflight_check.prepared(cfg, run_dir)
     if not run_folder.enter(cfg, run_dir):
         sys.stderr.write(FINISHED.format(run_dir=run_dir))
         return
-    preflight_check.keep(run_dir, verdict)
+    preflight_check.keep(run_dir, decision)
     prepare_environment(cfg.launch)
     preload = PRELOAD + (("deepspeed",) if ENGINES[cfg.engine.name.value].stage is not None else ())
     try:
@@ -157,11 +157,11 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
         from rlexp.training.train.rank import train
 
         if run_dir is not None:
-            cfg, verdict = prepared_in_job(cfg, run_dir)
+            cfg, decision = prepared_in_job(cfg, run_dir)
         unfinished = run_dir is None or run_folder.enter(cfg, run_dir)
         claimed = run_dir if unfinished else None
         if claimed is not None:
-            preflight_check.keep(claimed, verdict)
+            preflight_check.keep(claimed, decision)
         bridge = join_for(spec, cfg)
         mine = (run_dir, unfinished, cfg)
         run_dir, unfinished, cfg = bridge.agreed(mine) if bridge else from_rank0(mine, spec.world_size)
@@ -182,13 +182,13 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
 
 
 def prepared_in_job(cfg: Config, run_dir: Path) -> tuple[Config, preflight_check.Decision]:
-    """Choose what is left to choose, and refuse a run that does not fit. In a Slurm job, the verdict is left for the
+    """Choose what is left to choose, and refuse a run that does not fit. In a Slurm job, the decision is left for the
     launcher of the sweep, which could not tell the GPUs."""
     try:
         return preflight_check.prepared(cfg, run_dir, helping=meeting.run_dir() is None)
     except preflight_check.DoesNotFitError as unfit:
         if meeting.run_dir() is not None:
-            preflight_check.keep(run_dir, unfit.verdict)
+            preflight_check.keep(run_dir, unfit.decision)
         raise
 
 

@@ -292,7 +292,7 @@ class Verifier:
         result.failure = self.located(comparison, finding, name) if finding else None
 
 
-def _expected_rank(_place: Any, cfg: Config, plan: VerifyPlan, folder: Path) -> Expected:
+def _expected_rank(_spec: Any, cfg: Config, plan: VerifyPlan, folder: Path) -> Expected:
     """Run the reference with as many threads as the ranks had together."""
     import torch
 
@@ -304,7 +304,7 @@ def _expected_rank(_place: Any, cfg: Config, plan: VerifyPlan, folder: Path) -> 
 
 
 def _given_rank(
-    _place: Any, cfg: Config, lrs: Sequence[float], sums: Sequence[Mapping[str, Array]], folder: Path
+    _spec: Any, cfg: Config, lrs: Sequence[float], sums: Sequence[Mapping[str, Array]], folder: Path
 ) -> tuple[list[Mapping[str, Update]], list[Losses]]:
     """Apply optimizer and formula to what the run computed, step by step."""
     from rlexp.verify.reference.formula import losses_of

@@ -15,12 +15,3 @@ def two(tmp_path: Path) -> Path:
     a_run(tmp_path / "runs" / "one")
     a_run(tmp_path / "runs" / "four", "parallel=ring4", noise=2e-7)
     return tmp_path / "runs"
-
-
-@pytest.fixture
-def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the painting of curves.png, which takes most of a comparison's time; its curves are drawn as always."""
-
-    from matplotlib.figure import Figure
-
-    monkeypatch.setattr(Figure, "savefig", lambda _figure, place, **_how: place.touch())

@@ -92,8 +92,8 @@ def test_the_gpus_of_a_login_node_are_not_those_of_its_jobs(
     assert asked == []
     assert capsys.readouterr().err == f"rlexp: {preflight_check.ELSEWHERE}\n"
     for words in (("hardware=a100",), ("hardware.memory_gib=40",)):
-        _, verdict = prepared(compose_config([*TINY[:-1], *words]), here=False)
-        assert verdict.fits
+        _, decision = prepared(compose_config([*TINY[:-1], *words]), here=False)
+        assert decision.fits
     assert [each.hardware.bf16_tflops for each in asked] == [312, 989]
 
 
@@ -134,9 +134,9 @@ def test_a_run_that_cannot_fit_names_a_change_that_does(
     assert not (tmp_path / "run").exists(), "a refused run leaves no folder"
     change = re.search(r"The cheapest change that fits: (.*) \((\d\.\d) MiB\)\.", told.stderr)
     assert change is not None
-    cfg, verdict = prepared(compose_config([*asked, *change.group(1).split()]))
-    assert verdict.fits is True
-    assert f"{verdict.peak / MIB:.1f}" == change.group(2)
+    cfg, decision = prepared(compose_config([*asked, *change.group(1).split()]))
+    assert decision.fits is True
+    assert f"{decision.peak / MIB:.1f}" == change.group(2)
     assert cfg.hardware.name == "h100"
 
 
@@ -150,11 +150,11 @@ def test_engine_auto_takes_the_first_that_fits(two_gpus: None, capsys: pytest.Ca
     for engine in ("zero1", "zero2", "fsdp2", "zero3"):
         with pytest.raises(DoesNotFitError) as refused:
             prepared(compose_config([*sizes, f"engine={engine}", "hardware.memory_gib=0.001"]), helping=False)
-        peaks[engine] = refused.value.verdict.peak
+        peaks[engine] = refused.value.decision.peak
     assert peaks["zero2"] < peaks["zero1"]
     room = (peaks["zero1"] + peaks["zero2"]) / 2 / (1 << 30)
-    cfg, verdict = prepared(compose_config([*sizes, f"hardware.memory_gib={room}"]))
-    assert cfg.engine.name.value == verdict.engine == "zero2"
+    cfg, decision = prepared(compose_config([*sizes, f"hardware.memory_gib={room}"]))
+    assert cfg.engine.name.value == decision.engine == "zero2"
     assert f"; zero1 needs {preflight_check.size(peaks['zero1'])}" in (cfg.engine.chosen or "")
     assert f"engine=auto takes zero2: {cfg.engine.chosen}" in capsys.readouterr().err
     with pytest.raises(DoesNotFitError, match=r"no engine fits \(zero1 needs .*, zero2 needs .*, fsdp2 .*, zero3 .*\)"):
@@ -177,13 +177,13 @@ def test_two_changes_are_tried_where_one_is_not_enough(two_gpus: None) -> None:
 # ---- a rehearsal that fails stops nothing ----
 
 
-def judged(monkeypatch: pytest.MonkeyPatch, verdict: Decision) -> list[Config]:
+def judged(monkeypatch: pytest.MonkeyPatch, decision: Decision) -> list[Config]:
     """Let a rehearsal answer this; return the configurations that it was asked about."""
     asked: list[Config] = []
 
     def rehearsed(cfg: Config, key: str, **_: Any) -> Decision:
         asked.append(cfg)
-        return dataclasses.replace(verdict, of=key)
+        return dataclasses.replace(decision, of=key)
 
     monkeypatch.setattr(preflight_check, "rehearsed", rehearsed)
     return asked
@@ -193,8 +193,8 @@ def test_a_rehearsal_that_takes_too_long_stops_nothing(
     two_gpus: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(preflight_check, "PREDICTING", 0.01)
-    cfg, verdict = prepared(compose_config(TINY))
-    assert verdict.fits is None
+    cfg, decision = prepared(compose_config(TINY))
+    assert decision.fits is None
     assert cfg.engine.name.value == "zero1"
     said = "rlexp: the run was not rehearsed before it starts: it took longer than 0.01 seconds.\n"
     assert capsys.readouterr().err == said
@@ -218,24 +218,24 @@ def test_what_cannot_be_rehearsed_is_started_with_one_line(
     assert capsys.readouterr().err == "rlexp: the run was not rehearsed before it starts: it cannot be.\n"
 
 
-def test_a_verdict_in_the_runs_folder_is_taken_again(
+def test_a_decision_in_the_runs_folder_is_taken_again(
     two_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that goes on, or a job whose launcher has rehearsed it, does not rehearse again, if it is the same."""
     asked = judged(monkeypatch, Decision(fits=True, peak=7, engine="zero2", engine_chosen="a reason"))
-    cfg, verdict = prepared(compose_config(TINY), tmp_path)
-    preflight_check.keep(tmp_path, verdict)
+    cfg, decision = prepared(compose_config(TINY), tmp_path)
+    preflight_check.keep(tmp_path, decision)
     assert (cfg.engine.name.value, cfg.engine.chosen, len(asked)) == ("zero2", "a reason", 1)
     preflight_check._known.clear()
     assert prepared(compose_config([*TINY, "seed=3"]), tmp_path) == (
         dataclasses.replace(cfg, seed=3),
-        dataclasses.replace(verdict),
+        dataclasses.replace(decision),
     )
     assert len(asked) == 1, "the seed changes no prediction"
     prepared(compose_config([*TINY, "data.max_length=64"]), tmp_path)
     assert len(asked) == 2, "the length does"
-    preflight_check.keep(tmp_path, dataclasses.replace(verdict, fits=False))
-    assert preflight_check.read(tmp_path, verdict.of) is None, "a run that was refused is rehearsed again"
+    preflight_check.keep(tmp_path, dataclasses.replace(decision, fits=False))
+    assert preflight_check.read(tmp_path, decision.of) is None, "a run that was refused is rehearsed again"
     preflight_check.keep(tmp_path, Decision())
     assert preflight_check.read(tmp_path) is None, "what was predicted of an earlier start is not of this one"
 
@@ -268,21 +268,21 @@ def test_a_job_that_cannot_fit_is_skipped_and_the_others_run(rlexp: Shell, tmp_p
     assert f"{second['predicted'] / 1e9:.3g} GB" in answer.stdout
 
 
-def test_a_job_that_is_handed_on_takes_its_verdict_along(
+def test_a_job_that_is_handed_on_takes_its_decision_along(
     two_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rlexp.launch.planning import Planned
     from rlexp.launch.submitting import handed
 
     sweep = Sweep(tmp_path, "sw")
-    planned = Planned(sweep.add(0, "0", []), [], None, verdict=Decision("a", fits=True))  # type: ignore[arg-type]
+    planned = Planned(sweep.add(0, "0", []), [], None, decision=Decision("a", fits=True))  # type: ignore[arg-type]
     handed(sweep, planned)
-    assert preflight_check.read(tmp_path / "0", "a") == planned.verdict
+    assert preflight_check.read(tmp_path / "0", "a") == planned.decision
     assert preflight_check.read(tmp_path / "0", "b") is None
 
 
 def test_a_job_that_was_refused_on_its_own_node_was_skipped(tmp_path: Path) -> None:
-    """Where the launcher cannot tell the GPUs, the job predicts itself, and leaves its verdict."""
+    """Where the launcher cannot tell the GPUs, the job predicts itself, and leaves its decision."""
     sweep = Sweep(tmp_path, "sw")
     job = sweep.add(0, "0", [])
     (tmp_path / "0").mkdir()

@@ -235,14 +235,6 @@ def test_wandb_has_the_table_with_the_row_of_its_step(tmp_path: Path, monkeypatc
 # ---- comparing ----
 
 
-@pytest.fixture
-def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the painting of curves.png, which takes most of a comparison's time; its curves are drawn as always."""
-    from matplotlib.figure import Figure
-
-    monkeypatch.setattr(Figure, "savefig", lambda _figure, place, **_how: place.touch())
-
-
 def later(step: int, by: float = 0.3):
     def edit(row: dict) -> None:
         row["train/loss"] += by if row["step"] >= step else 0.0
