@@ -175,8 +175,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
 
 
 def mark(items: Sequence[pytest.Item], *, whole: bool) -> None:
-    """Mark tests as slow. Where files are collected whole, an entry that names no test of them is an error, and so is one
-    that names no file."""
+    """Mark tests as slow. An entry without a file is an error; without a test, too, if its file is collected whole."""
     found: set[tuple[str, str]] = set()
     cases: dict[str, int] = {}
     for item in items:

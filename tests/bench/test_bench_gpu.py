@@ -184,6 +184,12 @@ def test_the_page_has_a_row_for_every_engine_and_memory_option() -> None:
             assert f"engine={engine} cannot" in row[-1]
 
 
+def test_what_make_predict_asks_composes() -> None:
+    """Else each of its cells would be a refusal, and the page would say so."""
+    cfg = gpu_longest._composed((*gpu_longest.LLAMA, *gpu_longest.ON), Option("torch", "true", "none"), RINGS[0])
+    assert not isinstance(cfg, str), cfg
+
+
 def test_longer_rings_fit_longer_pairs_on_the_page() -> None:
     for row in rows(section(PAGE, "longest")):
         lengths = [int(cell.replace(",", "")) for cell in row[2:6] if re.fullmatch(r"[\d,]+", cell)]
