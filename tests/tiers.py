@@ -1,6 +1,6 @@
 """Which tests `make test` leaves to `make check`, by name: the dear ones whose subject a cheaper test touches too.
 
-`make test` takes five minutes on 2 cores, and each feature keeps a test in it. `make check` ends with the dearest tests
+`make test` takes five minutes on 2 cores, and each part of the product keeps a test in it. `make check` ends with the dearest tests
 and their seconds. What a decorator marks as slow is not listed again. An entry that names no test is an error.
 """
 
@@ -95,7 +95,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_trained_model_is_trained_on",
         "test_fresh_processes_for_gpus_are_ranks_too",
         "test_it_learns_the_rule_of_the_synthetic_pairs",
-        "test_under_torchrun_it_joins_what_is_there",
     ),
     "status/test_status": (
         "test_a_sweep_that_has_ended",
@@ -115,7 +114,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "training/engine/test_engines": (
         "test_a_rank_without_a_trained_token_does_not_hang_the_others",
         "test_bf16_adds_up_its_micro_batches_once",
-        "test_bf16_keeps_float32_masters",
         "test_weights_can_be_read_after_an_evaluation",
     ),
     "training/metrics/test_counted": (
@@ -126,7 +124,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "training/model/test_placing": ("test_a_planted_clone_of_all_weights_is_found",),
     "training/model/test_pretrained": ("test_every_engine_starts_from_the_same_rounded_weights",),
     "training/ring/test_deepspeed_ulysses": ("test_deepspeed_s_ulysses_has_the_same_dpo_loss_and_gradient",),
-    "training/ring/test_fused": ("test_the_fused_kernels_equal_plain_torch",),
     "training/ring/test_kernels": ("test_the_ring_needs_torch_alone",),
     "training/ring/test_torch_ring": ("test_torch_s_own_ring_attention_agrees[4]",),
     "training/rollout/test_pipelined": ("test_a_step_behind_is_weighed_by_what_is_now_likely",),
@@ -163,7 +160,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     ),
     "verify/test_verify": (
         "test_a_mixture_of_conversations_passes",
-        "test_a_module_that_keeps_the_whole_sequence_is_named",
         "test_a_pretrained_model_keeps_its_first_layers",
         "test_a_shrunk_model_is_verified_and_said_to_be_shrunk",
         "test_chat_messages_and_odd_texts_pass",

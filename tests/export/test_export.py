@@ -106,7 +106,6 @@ def test_a_tied_head_stays_tied(rlexp: Shell, tmp_path: Path, tied: Path) -> Non
         assert (place / "model" / "chat_template.jinja").read_text().startswith("{% for m in messages")
 
 
-@pytest.mark.slow
 def test_a_checkpoint_is_exported_by_hand(rlexp: Shell, tmp_path: Path, tied: Path) -> None:
     """It has another dtype, and frozen parameters, which come from the model that the run began with."""
     freeze = "model.freeze=['model.norm.*', 'model.layers.0.*']"
