@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -13,8 +12,6 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from omegaconf import _utils, base, grammar_parser
-from omegaconf.resolvers import oc
 
 from bench.gpu import ON_CPU
 from rlexp.config.hardware import TORCH_BUILT_FOR, visible_gpus
@@ -22,6 +19,7 @@ from rlexp.config.schema import Device, LaunchConfig
 from rlexp.launch.joining import prepare_environment
 from tests import tiers
 from tests.helpers import warm
+from tests.helpers.parsing import parse_once
 from tests.helpers.paths import ROOT
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
@@ -29,15 +27,13 @@ Shell = Callable[..., subprocess.CompletedProcess[str]]
 DEAR = {"test_divergence", "test_damage", "test_engines", "test_page", "test_pipelined", "test_policy_losses_of_others",
         "test_resume", "test_ring_flash_attn", "test_rollout_invariance", "test_rollout_resume", "test_rooms",
         "test_task", "test_textbook_rl", "test_verify", "test_wandb", "test_wheel"}  # fmt: skip
-PARSED = functools.cache(grammar_parser.parse)  # the same few interpolations in every configuration
 os.environ.setdefault(TORCH_BUILT_FOR, "cuda")  # tests play GPUs, by an nvidia-smi of their own
 os.environ.setdefault("RLEXP_CACHE", str(ROOT / ".pytest_cache" / "rlexp"))
 os.environ.setdefault("HF_DATASETS_CACHE", str(ROOT / ".pytest_cache" / "datasets"))
 prepare_environment(LaunchConfig(device=Device.cpu))
 warm.meet()  # before pytest-xdist starts its workers, which find the same server
 util.spawnv_passfds = warm.fork_server  # type: ignore[assignment]
-for module in (grammar_parser, _utils, base, oc):  # all that have its name: a third of the time of composing
-    module.parse = PARSED
+parse_once()
 # No deadline: a time would be the machine's, not the example's. The same examples in every run.
 settings.register_profile("busy", deadline=None, derandomize=True)
 settings.load_profile("busy")

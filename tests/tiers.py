@@ -15,7 +15,7 @@ from tests.helpers.paths import ROOT
 
 WHOLE = ("verify/test_textbook_rl",)  # files, below tests/
 
-# Of the cases of these tests, `make test` runs one in so many: they are alike in what they ask of the code.
+# `make test` runs one in so many cases of each of these tests: the cases are alike in what they ask of the code.
 ONE_IN: Mapping[str, int] = {
     "config/test_config::test_engines_and_checkpoints_are_checked_before_a_process_starts": 3,
     "config/test_config::test_wrong_input_is_one_message": 3,

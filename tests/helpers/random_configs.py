@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import omegaconf.grammar_parser
 from hydra import compose, initialize_config_dir
 
 from rlexp.config import load
@@ -27,6 +26,7 @@ from rlexp.config.explain import explain
 from rlexp.config.identity import curve_keys
 from rlexp.config.paths import conf_dir
 from rlexp.config.schema.keys import all_keys
+from tests.helpers.parsing import parse_once
 
 SECONDS = 20  # for one command line; most take a tenth of one
 GROUPS = sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir() and folder.name != "experiment")
@@ -232,23 +232,11 @@ def _key(override: str) -> str:
 
 @contextlib.contextmanager
 def ready() -> Iterator[None]:
-    """Hydra, initialized once. Interpolations are parsed once each, which halves the time."""
+    """Hydra, initialized once."""
     load.register()
-    plain = omegaconf.grammar_parser.parse
-    cached = functools.lru_cache(maxsize=4096)(plain)
-    users = [
-        module
-        for name, module in sys.modules.items()
-        if name.startswith("omegaconf") and vars(module).get("parse") is plain
-    ]
-    for module in users:
-        module.parse = cached
-    try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            yield
-    finally:
-        for module in users:
-            module.parse = plain
+    parse_once()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        yield
 
 
 @contextlib.contextmanager

@@ -340,14 +340,10 @@ def leave(code: int) -> NoReturn:
 
 def compose_once() -> None:
     """Parse what every configuration holds: parsers learn a grammar by its use, which takes half of composing."""
-    from omegaconf import _utils, base, grammar_parser
-    from omegaconf.resolvers import oc
-
     from rlexp.config.load import compose_config
+    from tests.helpers.parsing import parse_once
 
-    parsed = functools.cache(grammar_parser.parse)
-    for module in (grammar_parser, _utils, base, oc):  # all that have its name
-        module.parse = parsed
+    parse_once()
     compose_config(["launch.device=cpu"])
 
 

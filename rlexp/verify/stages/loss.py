@@ -99,8 +99,8 @@ def _mean_loss(step: ComparedStep) -> Iterator[Finding]:
 def _moved_by_sums(step: ComparedStep) -> float:
     """How far the mean loss moves if each sum of log-probabilities grows by its own size: the scale of its rounding.
 
-    Derivatives by the reference model's sums are taken to be as large as those by the policy's. Twice that, since the
-    derivatives of two correct runs differ too.
+    Derivatives by the reference model's sums are taken to be as large as those by the policy's. Twice that is returned:
+    for DPO at the first step, β times the log-probabilities, on which the bound was measured.
     """
     sums = step.sums()
     given = [micro.given for _, _, micro in step.micros() if micro.given is not None]

@@ -365,7 +365,7 @@ def test_other_rows_another_template_and_other_options_are_other_stores(tmp_path
 def test_a_full_disk_is_one_message_and_it_goes_on_when_there_is_room(
     count: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """Of three parts that this process makes, or of five, of which others make the last."""
+    """The store has three parts, which this process makes; or five, of which other processes make the last."""
     path = written(tmp_path, count)
     rows = ids(read(path).train)
     expected = stores(tmp_path / "cache")
