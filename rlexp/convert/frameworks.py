@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlexp.convert import trl
+from rlexp.convert import openrlhf, trl
 from rlexp.convert.read import Asked, read
 from rlexp.convert.rules import Conversion, ConvertError, Rule
 
@@ -20,6 +20,7 @@ class Framework:
 
 FRAMEWORKS: Mapping[str, Framework] = {
     "TRL": Framework(trl.RULES, trl.TRAINERS, trl.convert),
+    "OpenRLHF": Framework(openrlhf.RULES, openrlhf.TRAINERS, openrlhf.convert),
 }
 
 

@@ -48,9 +48,9 @@ def taken(names: str, key: str, why: str = "", *, default: Any = UNSAID, to: Cal
     return Rule(tuple(names.split()), Fate.TAKEN, key, why, default, to, trainers=tuple(of.split()))
 
 
-def worked_out(names: str, key: str, why: str, *, of: str = "", fate: Fate = Fate.TAKEN) -> Rule:
+def worked_out(names: str, key: str, why: str, *, of: str = "") -> Rule:
     """Make a rule: our key follows from this argument and others."""
-    return Rule(tuple(names.split()), fate, key, why, trainers=tuple(of.split()))
+    return Rule(tuple(names.split()), Fate.TAKEN, key, why, trainers=tuple(of.split()))
 
 
 def other(names: str, key: str, why: str, *, of: str = "") -> Rule:
@@ -148,35 +148,35 @@ class Conversion:
         return "; ".join(filter(None, [origin, why]))
 
     def settle(self) -> None:
-        """Apply the rules of single arguments, and list what no rule knows."""
+        """Take over what stands for itself, and decide the fate of all that is left."""
         for rule in self.rules:
-            if rule.convert is not None:
-                self._apply(rule)
+            if rule.fate is Fate.TAKEN and rule.convert is not None:
+                self._take(rule, rule.convert)
         for name, value in self.given.items():
             if name not in self.done:
-                known = self.by_name.get(name)
-                why = known.why if known else f"no argument of {self.framework}'s {self.trainer} that is known here"
-                self.lines[known.fate if known else Fate.ABSENT].append(Line(name, value, why))
+                self._explain(name, value)
 
-    def _apply(self, rule: Rule) -> None:
-        assert rule.convert is not None
+    def _take(self, rule: Rule, convert: Callable[[Any], Any]) -> None:
         said = self.name(rule.names[0])
-        if said in self.done or (said is None and rule.default is UNSAID):
-            return
         value = rule.default if said is None else self.given[said]
-        if rule.fate is Fate.TAKEN:
-            if value is None and said is not None:
-                self.done.add(said)
-                return
-            ours = rule.convert(value)
-            if isinstance(ours, Refused):
-                self.tell(Fate.ABSENT, rule.names[0], ours.why)
-            elif rule.key not in self.values:
-                self.put(rule.key, ours, rule.names[0], why=rule.why)
+        if said in self.done or value is UNSAID or value is None or rule.key in self.values:
             return
-        assert said is not None
-        harmless = rule.fate is Fate.ABSENT and value in rule.harmless
-        self.tell(Fate.NEEDLESS if harmless else rule.fate, rule.names[0], rule.why)
+        ours = convert(value)
+        if isinstance(ours, Refused):
+            self.tell(Fate.ABSENT, rule.names[0], ours.why)
+        else:
+            self.put(rule.key, ours, rule.names[0], why=rule.why)
+
+    def _explain(self, name: str, value: Any) -> None:
+        rule = self.by_name.get(name)
+        if rule is None:
+            why = f"no argument of {self.framework}'s {self.trainer} that is known here"
+            self.lines[Fate.ABSENT].append(Line(name, value, why))
+        elif rule.fate is Fate.TAKEN:  # it says nothing, or another of its names decides
+            self.lines[Fate.NEEDLESS].append(Line(name, value, "it sets nothing here"))
+        else:
+            harmless = rule.fate is Fate.ABSENT and value in rule.harmless
+            self.lines[Fate.NEEDLESS if harmless else rule.fate].append(Line(name, value, rule.why))
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,6 @@ def one_of(options: Mapping[Any, Any], what: str) -> Callable[[Any], Any]:
 def table_of(rules: Sequence[Rule]) -> Iterator[tuple[str, str, str]]:
     """Yield the rows of a page's table: their argument, our key, what differs."""
     for rule in rules:
-        names = " or ".join(f"`{name}`" for name in rule.names)
+        names = ", ".join(f"`{name}`" for name in rule.names)
         ours = rule.key if rule.fate in (Fate.TAKEN, Fate.OTHER) else rule.fate.value
         yield names, ours, rule.why
