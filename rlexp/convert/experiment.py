@@ -16,9 +16,18 @@ from rlexp.config.schema import Config
 from rlexp.convert.rules import Conversion, Fate, Line, Value
 
 WIDTH = 116
+SECRETS = (
+    "env",
+    "hub_token",
+    "token",
+    "use_wandb",
+    "logger.wandb.key",
+    "wandb_api_key",
+    "runtime-env-json",
+)  # never printed
 # Where a key has no say, its group comes in the order in which people think of a run.
-ORDER = ("seed", "launch", "parallel", "engine", "model", "data", "rollout", "reward", "loss", "train", "optim", "memory",
-         "checkpoint", "logger")  # fmt: skip
+ORDER = ("seed", "launch", "parallel", "engine", "model", "data", "rollout", "reward", "loss", "train", "optim",
+         "memory", "checkpoint", "logger")  # fmt: skip
 
 
 def text_of(conv: Conversion, name: str, file: str) -> str:
@@ -32,8 +41,11 @@ def text_of(conv: Conversion, name: str, file: str) -> str:
         lines += wrapped(note)
     for fate in (Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS):
         if conv.lines[fate]:
-            lines += ["#", f"# {fate.value[0].upper()}{fate.value[1:]}:", *(each for line in conv.lines[fate]
-                                                                            for each in _explained(line))]  # fmt: skip
+            lines += [
+                "#",
+                f"# {fate.value[0].upper()}{fate.value[1:]}:",
+                *(each for line in conv.lines[fate] for each in _explained(line)),
+            ]
     lines += ["", "defaults:"]
     for group, option in sorted(conv.choices.items(), key=lambda item: _place(item[0])):
         lines.append(_with_comment(f"  - override /{group}: {option.value}", option.origin))
@@ -47,12 +59,19 @@ def command(conv: Conversion, name: str) -> str:
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent=f"# {indent}", break_long_words=False,
-                         break_on_hyphens=False)  # fmt: skip
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent="# ",
+        subsequent_indent=f"# {indent}",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _explained(line: Line) -> list[str]:
-    return wrapped(f"  {line.name}: {scalar(line.value)}   {line.why}", indent="      ")
+    value = "…" if line.name.lower() in SECRETS else scalar(line.value)
+    return wrapped(f"  {line.name}: {value}   {line.why}", indent="      ")
 
 
 def scalar(value: Any) -> str:

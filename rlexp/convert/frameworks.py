@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlexp.convert import openrlhf, trl
+from rlexp.convert import axolotl, llamafactory, openrlhf, swift, trl
 from rlexp.convert.read import Asked, read
 from rlexp.convert.rules import Conversion, ConvertError, Rule
 
@@ -21,6 +21,9 @@ class Framework:
 FRAMEWORKS: Mapping[str, Framework] = {
     "TRL": Framework(trl.RULES, trl.TRAINERS, trl.convert),
     "OpenRLHF": Framework(openrlhf.RULES, openrlhf.TRAINERS, openrlhf.convert),
+    "ms-swift": Framework(swift.RULES, swift.TRAINERS, swift.convert),
+    "axolotl": Framework(axolotl.RULES, axolotl.TRAINERS, axolotl.convert),
+    "LLaMA-Factory": Framework(llamafactory.RULES, llamafactory.TRAINERS, llamafactory.convert),
 }
 
 

@@ -11,14 +11,19 @@ KEEP_ALL = 1_000_000
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw": "adamw", "sgd": "sgd"}
 DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 LOGGERS = ("wandb", "tensorboard", "trackio")
-METRICS = {"loss": "eval/loss", "eval_loss": "eval/loss", "eval_rewards/accuracies": "eval/rewards/accuracies",
-           "rewards/accuracies": "eval/rewards/accuracies"}  # fmt: skip
+METRICS = {
+    "loss": "eval/loss",
+    "eval_loss": "eval/loss",
+    "eval_rewards/accuracies": "eval/rewards/accuracies",
+    "rewards/accuracies": "eval/rewards/accuracies",
+}
 BY_STAGE = {0: "zero0", 1: "zero1", 2: "zero2", 3: "zero3"}
 
 RULES: tuple[Rule, ...] = (
     worked_out("per_device_train_batch_size", "train.micro_batch_size, train.batch_size",
                "for each GPU there; train.batch_size is that of all GPUs together, and the same on every layout"),
-    worked_out("gradient_accumulation_steps", "train.batch_size", "train.grad_acc follows from the batch, and is not set"),
+    worked_out("gradient_accumulation_steps", "train.batch_size",
+               "train.grad_acc follows from the batch, and is not set"),
     worked_out("learning_rate", "optim.lr", ""),
     taken("max_grad_norm", "optim.max_grad_norm", default=1.0),
     taken("weight_decay", "optim.weight_decay", default=0.0),
@@ -38,7 +43,8 @@ RULES: tuple[Rule, ...] = (
     absent("tf32", "there is no key for it"),
     taken("activation_checkpointing gradient_checkpointing", "memory.checkpointing", to=bool),
     needless("gradient_checkpointing_kwargs activation_checkpointing_kwargs", "the numbers are the same"),
-    worked_out("deepspeed", "engine, engine.offload", "the stage of its file; rlexp writes the rest of DeepSpeed's configuration"),
+    worked_out("deepspeed", "engine, engine.offload", "the stage of its file; rlexp writes the rest of DeepSpeed's "
+               "configuration"),
     worked_out("fsdp", "engine=fsdp2", ""),
     worked_out("fsdp_config", "engine=fsdp2", "FSDP2's settings are rlexp's own"),
     taken("seed", "seed", default=42),
@@ -91,7 +97,9 @@ def sizes(conv: Conversion, gpus: int, *, batch: int = 8) -> tuple[int, int]:
     steps = conv.whole("gradient_accumulation_steps", 1)
     why = f"{micro} × {steps} × {gpus} GPUs"
     conv.put("train.micro_batch_size", micro, "per_device_train_batch_size")
-    conv.put("train.batch_size", micro * steps * gpus, "per_device_train_batch_size", "gradient_accumulation_steps", why=why)
+    conv.put(
+        "train.batch_size", micro * steps * gpus, "per_device_train_batch_size", "gradient_accumulation_steps", why=why
+    )
     return micro, steps
 
 
@@ -105,9 +113,12 @@ def length(conv: Conversion, epochs: float = 3.0) -> int | None:
     conv.tell(Fate.NEEDLESS, "max_steps", "it sets no limit")
     passes = conv.get("num_train_epochs", epochs)
     if passes != int(passes):
-        conv.tell(Fate.OTHER, "num_train_epochs",
-                  "only whole epochs are counted here: give train.max_steps, once `python -m rlexp.data` has said how "
-                  "many steps an epoch has")  # fmt: skip
+        conv.tell(
+            Fate.OTHER,
+            "num_train_epochs",
+            "only whole epochs are counted here: give train.max_steps, once `python -m rlexp.data` has said how "
+            "many steps an epoch has",
+        )
         passes = max(1, math.floor(passes))
     conv.put("train.epochs", int(passes), "num_train_epochs")
     return None
@@ -118,7 +129,9 @@ def schedule(conv: Conversion, steps: int | None, *, decay: str = "linear") -> N
     if name in DECAYS:
         conv.put("optim.decay", DECAYS[name], "lr_scheduler_type")
     else:
-        conv.tell(Fate.ABSENT, "lr_scheduler_type", "the rate decays to 0 by a line or a cosine, or stays (optim.decay)")
+        conv.tell(
+            Fate.ABSENT, "lr_scheduler_type", "the rate decays to 0 by a line or a cosine, or stays (optim.decay)"
+        )
     ratio, warm = conv.get("warmup_ratio", 0), conv.get("warmup_steps", 0)
     argument = "warmup_steps" if warm else "warmup_ratio"
     share = warm if warm and warm < 1 else ratio if not warm else 0
@@ -127,9 +140,12 @@ def schedule(conv: Conversion, steps: int | None, *, decay: str = "linear") -> N
         conv.tell(Fate.NEEDLESS, "warmup_ratio", "lr_scheduler_type=constant has no warm-up")
         return
     if share and steps is None:
-        conv.tell(Fate.OTHER, argument,
-                  "a share of the run's steps there, a number of steps here: give optim.warmup_steps, once "
-                  "`python -m rlexp.data` has said how many steps an epoch has")  # fmt: skip
+        conv.tell(
+            Fate.OTHER,
+            argument,
+            "a share of the run's steps there, a number of steps here: give optim.warmup_steps, once "
+            "`python -m rlexp.data` has said how many steps an epoch has",
+        )
         conv.put("optim.warmup_steps", 0)
         return
     count = math.ceil(share * steps) if share and steps is not None else int(warm)
@@ -170,8 +186,12 @@ def saving(conv: Conversion, steps: int | None, *, every: int = 500) -> None:
     else:
         conv.tell(Fate.OTHER, "save_strategy", "checkpoint.save_every takes steps or a time: 500, 30m")
         conv.tell(Fate.NEEDLESS, "save_steps", f"save_strategy={strategy}")
-    conv.put("checkpoint.keep_last", conv.whole("save_total_limit", KEEP_ALL), "save_total_limit",
-             why="" if conv.get("save_total_limit") else "all are kept")  # fmt: skip
+    conv.put(
+        "checkpoint.keep_last",
+        conv.whole("save_total_limit", KEEP_ALL),
+        "save_total_limit",
+        why="" if conv.get("save_total_limit") else "all are kept",
+    )
     if conv.get("load_best_model_at_end") or conv.get("metric_for_best_model"):
         conv.put("checkpoint.keep_best", 1)
     metric = conv.get("metric_for_best_model")
@@ -229,7 +249,7 @@ def engine(conv: Conversion) -> None:
         else:
             conv.choose("engine", BY_STAGE[stage], "deepspeed", why="by the file's name")
     elif zero:
-        conv.choose("engine", BY_STAGE.get(zero.get("stage"), "zero1"), "deepspeed")
+        conv.choose("engine", BY_STAGE.get(int(zero.get("stage", 1)), "zero1"), "deepspeed")
         if (zero.get("offload_param") or {}).get("device") == "cpu":
             conv.put("engine.offload", "all", "deepspeed")
         elif (zero.get("offload_optimizer") or {}).get("device") == "cpu":
@@ -250,7 +270,9 @@ def device(conv: Conversion) -> None:
         conv.tell(Fate.NEEDLESS, "use_cpu", "launch.device=auto takes the GPUs that there are")
 
 
-def shared(conv: Conversion, *, epochs: float = 3.0, bf16: bool = False, decay: str = "linear", save: int = 500) -> None:
+def shared(
+    conv: Conversion, *, epochs: float = 3.0, bf16: bool = False, decay: str = "linear", save: int = 500
+) -> None:
     """All that follows from these arguments alone, but for the sizes."""
     steps = length(conv, epochs)
     schedule(conv, steps, decay=decay)
@@ -277,4 +299,8 @@ def kernel_of(value: Any) -> Any:
         return "plain"
     if "flash" in value:
         return "flash_attn_3" if "3" in value else "auto"
-    return "auto" if value in ("sdpa", "auto", "disabled") else Refused(f"{value} is not here; the fastest kernel is taken")
+    return (
+        "auto"
+        if value in ("sdpa", "auto", "disabled")
+        else Refused(f"{value} is not here; the fastest kernel is taken")
+    )

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from pathlib import PurePosixPath
-from typing import Any
 
 from rlexp.convert.huggingface import kernel_of
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Line, Rule, absent, needless, other, taken, worked_out
+from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "ppo")
 MOST_SAMPLES = 1_000_000  # their default: no limit
 PARTS = ("actor", "critic", "ref", "reward")
-DECAYS = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine",
-          "cosine_with_min_lr": "cosine", "cosine_warmup_with_min_lr": "cosine"}  # fmt: skip
+DECAYS = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine",
+}
 # Their estimator of advantages, and the loss here that has it.
-ESTIMATORS = {"gae": "ppo", "reinforce": "reinforce_pp", "reinforce_baseline": "dr_grpo", "rloo": "rloo",
-              "group_norm": "grpo", "dr_grpo": "dr_grpo"}  # fmt: skip
+ESTIMATORS = {
+    "gae": "ppo",
+    "reinforce": "reinforce_pp",
+    "reinforce_baseline": "dr_grpo",
+    "rloo": "rloo",
+    "group_norm": "grpo",
+    "dr_grpo": "dr_grpo",
+}
 BY_GROUP = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
 
 RULES: tuple[Rule, ...] = (
@@ -34,7 +45,8 @@ RULES: tuple[Rule, ...] = (
     absent("ds.lora.alpha lora_alpha ds.lora.target_modules target_modules ds.lora.dropout lora_dropout",
            "LoRA is not here"),
     absent("ds.load_in_4bit load_in_4bit", "weights are not quantized", False),
-    absent("model.aux_loss_coef actor.aux_loss_coef aux_loss_coef", "a mixture of experts has no loss of its own", 0, 0.0),
+    absent("model.aux_loss_coef actor.aux_loss_coef aux_loss_coef", "a mixture of experts has no loss of its own", 0,
+           0.0),
     # data
     worked_out("data.dataset data.prompt_dataset dataset prompt_data", "data=hf, data.path or data.sources", ""),
     worked_out("data.dataset_probs data.prompt_probs dataset_probs prompt_data_probs", "data.sources.NAME.weight",
@@ -52,7 +64,8 @@ RULES: tuple[Rule, ...] = (
     taken("data.tokenizer_chat_template tokenizer_chat_template", "model.chat_template"),
     worked_out("data.max_len max_len", "data.max_length", "tokens of prompt and answer together"),
     worked_out("prompt_max_len", "data.max_length", "there is one limit, for prompt and answer together"),
-    absent("data.image_key image_key data.max_images_per_prompt max_images_per_prompt", "images are not read", 0, "images"),
+    absent("data.image_key image_key data.max_images_per_prompt max_images_per_prompt", "images are not read", 0,
+           "images"),
     taken("ds.packing_samples packing_samples", "data.packing", default=False, to=bool),
     # sizes
     taken("train.batch_size train_batch_size", "train.batch_size", "of all GPUs, as here", default=128),
@@ -61,7 +74,8 @@ RULES: tuple[Rule, ...] = (
     taken("train.full_determinism_enable full_determinism", "launch.deterministic", to=bool),
     worked_out("ds.ring_attn_size ring_attn_size", "parallel.ring_size", ""),
     needless("ds.ring_attn_head_stride ring_head_stride", "the layout decides what is sent at once"),
-    absent("ds.tensor_parallel_size ds_tensor_parallel_size", "a model is not split across GPUs by tensor parallelism", 1),
+    absent("ds.tensor_parallel_size ds_tensor_parallel_size", "a model is not split across GPUs by tensor parallelism",
+           1),
     # the engine
     worked_out("ds.zero_stage zero_stage", "engine", ""),
     worked_out("ds.adam_offload adam_offload", "engine.offload=optimizer", ""),
@@ -69,7 +83,8 @@ RULES: tuple[Rule, ...] = (
              "the reference is held as the engine holds its weights"),
     absent("ds.zpg zpg", "ZeRO++'s partition is refused", 1),
     needless("ds.grad_accum_dtype grad_accum_dtype ds.overlap_comm overlap_comm ds.deepcompile deepcompile "
-             "ds.use_liger_kernel use_liger_kernel ds.experts_implementation ds.use_universal_ckpt use_ds_universal_ckpt "
+             "ds.use_liger_kernel use_liger_kernel ds.experts_implementation ds.use_universal_ckpt "
+             "use_ds_universal_ckpt "
              "ds.enable_sleep deepspeed_enable_sleep local_rank perf actor_init_on_gpu data.disable_fast_tokenizer "
              "disable_fast_tokenizer data.dataloader_num_workers dataloader_num_workers bos_token_id use_ms",
              "no number depends on it here"),
@@ -79,7 +94,8 @@ RULES: tuple[Rule, ...] = (
     worked_out("adam.betas actor.adam.betas adam_betas", "optim.betas", ""),
     taken("adam.eps actor.adam.eps", "optim.eps", default=1e-8),
     taken("adam.weight_decay actor.adam.weight_decay l2", "optim.weight_decay", default=0.0),
-    worked_out("lr_scheduler actor.lr_scheduler", "optim.decay", "the rate decays to 0; theirs, by default, to a tenth"),
+    worked_out("lr_scheduler actor.lr_scheduler", "optim.decay",
+               "the rate decays to 0; theirs, by default, to a tenth"),
     worked_out("lr_warmup_ratio actor.lr_warmup_ratio", "optim.warmup_steps", "steps, not a share of them"),
     other("min_lr_ratio actor.min_lr_ratio", "optim.decay", "the rate decays to 0"),
     taken("max_norm actor.max_norm", "optim.max_grad_norm", default=1.0),
@@ -87,7 +103,8 @@ RULES: tuple[Rule, ...] = (
            "actor.muon.ns_steps actor.muon.nesterov actor.muon.no_nesterov critic.muon.lr", "Muon is not here"),
     # length, checkpoints, logs
     worked_out("train.max_epochs max_epochs", "train.epochs, or rollout.epochs", "for PPO: passes over a rollout"),
-    worked_out("ckpt.output_dir save_path", "hydra.run.dir", "a run's folder; its trained model lies in model/ below it"),
+    worked_out("ckpt.output_dir save_path", "hydra.run.dir", "a run's folder; its trained model lies in model/ "
+               "below it"),
     needless("ckpt.path ckpt_path", "checkpoints lie in the run's folder"),
     worked_out("ckpt.save_steps save_steps", "checkpoint.save_every", "for PPO, theirs counts rollouts"),
     taken("ckpt.max_num max_ckpt_num", "checkpoint.keep_last", default=3),
@@ -131,9 +148,11 @@ RULES: tuple[Rule, ...] = (
     worked_out("actor.num_nodes actor_num_nodes", "launch.nodes", "", of="ppo"),
     worked_out("actor.num_gpus_per_node actor_num_gpus_per_node", "launch.nproc", "", of="ppo"),
     worked_out("vllm.num_engines vllm_num_engines", "rollout.engine=vllm", "each rank has its own", of="ppo"),
-    absent("vllm.tensor_parallel_size vllm_tensor_parallel_size", "a model is not split across GPUs to sample", 1, of="ppo"),
+    absent("vllm.tensor_parallel_size vllm_tensor_parallel_size", "a model is not split across GPUs to sample", 1,
+           of="ppo"),
     taken("vllm.gpu_memory_utilization vllm_gpu_memory_utilization", "rollout.vllm_memory", of="ppo"),
-    other("train.async_enable async_train", "rollout=pipelined", "some ranks sample the next rollout meanwhile", of="ppo"),
+    other("train.async_enable async_train", "rollout=pipelined", "some ranks sample the next rollout meanwhile",
+          of="ppo"),
     absent("train.partial_rollout_enable partial_rollout train.async_queue_size async_queue_size",
            "a rollout is drawn whole", False, of="ppo"),
     absent("train.agent_func_path agent_func_path", "agents of several turns are not here", of="ppo"),
@@ -142,7 +161,8 @@ RULES: tuple[Rule, ...] = (
                "its head must be called `score`", of="ppo"),
     worked_out("reward.remote_url remote_rm_url", "reward=python, reward.function",
                "the function gets other arguments: docs/rewards.md", of="ppo"),
-    other("critic.model_name_or_path critic_pretrain", "loss.critic", "the critic begins with the policy's weights", of="ppo"),
+    other("critic.model_name_or_path critic_pretrain", "loss.critic", "the critic begins with the policy's weights",
+          of="ppo"),
     absent("reward.normalize_enable normalize_reward", "scores are taken as they are; advantages are normalized", False,
            of="ppo"),
     absent("reward.clip_range reward_clip_range", "scores are taken as they are", [-10, 10], of="ppo"),
@@ -163,7 +183,8 @@ RULES: tuple[Rule, ...] = (
     worked_out("critic.value_clip value_clip", "loss.value_clip", "", of="ppo"),
     worked_out("critic.adam.lr critic_learning_rate", "loss.value_lr", "", of="ppo"),
     needless("critic.adam.betas critic.adam.eps critic.adam.weight_decay critic.lr_scheduler critic.lr_warmup_ratio "
-             "critic.min_lr_ratio critic.max_norm critic.optim critic.save_value_network critic.gradient_checkpointing_enable",
+             "critic.min_lr_ratio critic.max_norm critic.optim critic.save_value_network "
+             "critic.gradient_checkpointing_enable",
              "the critic is optimized with the policy", of="ppo"),
     worked_out("algo.advantage.gamma gamma", "loss.gamma", "", of="ppo"),
     worked_out("algo.advantage.lambd lambd", "loss.lam", "", of="ppo"),
@@ -174,7 +195,8 @@ RULES: tuple[Rule, ...] = (
            "use_icepop", "see rollout.importance_cap", False, of="ppo"),
     taken("actor.entropy_coef entropy_loss_coef", "loss.entropy", of="ppo"),
     absent("ptx_coef pretrain_data pretrain_data_probs", "no language-model loss is added", 0.05, of="ppo"),
-    absent("actor.freezing_steps freezing_actor_steps critic.freezing_steps", "policy and critic train from the start", -1,
+    absent("actor.freezing_steps freezing_actor_steps critic.freezing_steps", "policy and critic train from the start",
+           -1,
            of="ppo"),
     worked_out("algo.dynamic_filtering_enable dynamic_filtering", "loss.filter=true",
                "prompts with equal scores are left out, and no others are drawn for them", of="ppo"),
@@ -217,13 +239,21 @@ def _ranks(conv: Conversion) -> None:
     actor = conv.get("actor_num_gpus_per_node") if conv.trainer == "ppo" else None
     gpus = conv.gpus or actor or conv.get("num_gpus")
     if gpus is None:
-        conv.notes.append("GPUs: the file does not say how many there are. All that are visible are taken (launch.nproc).")
+        conv.notes.append(
+            "GPUs: the file does not say how many there are. All that are visible are taken (launch.nproc)."
+        )
         return
     nodes = conv.get("actor_num_nodes" if conv.trainer == "ppo" else "num_nodes", 1)
     names = ("actor_num_gpus_per_node", "num_gpus") if conv.trainer == "ppo" else ("num_gpus",)
-    conv.put("launch.nproc", conv.gpus // nodes if conv.gpus else gpus, *[n for n in names if conv.name(n)],
-             why="--gpus" if conv.gpus else "")  # fmt: skip
-    conv.put("launch.nodes", nodes, *[n for n in ("actor_num_nodes", "num_nodes") if n in conv.by_name and conv.name(n)])
+    conv.put(
+        "launch.nproc",
+        conv.gpus // nodes if conv.gpus else gpus,
+        *[n for n in names if conv.name(n)],
+        why="--gpus" if conv.gpus else "",
+    )
+    conv.put(
+        "launch.nodes", nodes, *[n for n in ("actor_num_nodes", "num_nodes") if n in conv.by_name and conv.name(n)]
+    )
 
 
 def _engine(conv: Conversion) -> None:
@@ -245,12 +275,13 @@ def _optimizer(conv: Conversion) -> None:
     conv.put("optim.betas", conv.get("adam.betas", [0.9, 0.95]), "adam.betas")
     name = conv.get("lr_scheduler", "cosine_with_min_lr")
     if name in DECAYS:
-        conv.put("optim.decay", DECAYS[name], "lr_scheduler", why="to 0; theirs ends at a tenth" if "min_lr" in name else "")
+        conv.put(
+            "optim.decay", DECAYS[name], "lr_scheduler", why="to 0; theirs ends at a tenth" if "min_lr" in name else ""
+        )
     else:
         conv.tell(Fate.ABSENT, "lr_scheduler", "the rate decays to 0 by a line or a cosine, or stays")
     ratio = conv.get("lr_warmup_ratio", 0.03)
-    conv.put("optim.warmup_steps", 0, "lr_warmup_ratio" if not conv.name("lr_warmup_ratio") else "max_epochs",
-             why=f"they take {ratio:g} of all steps: give their number") if ratio else None  # fmt: skip
+    conv.put("optim.warmup_steps", 0, why=f"theirs is {ratio:g} of all steps: give their number" if ratio else "")
     conv.tell(Fate.OTHER, "lr_warmup_ratio", "a share of the run's steps there, a number of steps here")
 
 
@@ -269,7 +300,7 @@ def _data(conv: Conversion) -> None:
         key = "data" if len(paths) == 1 else f"data.sources.source{number}"
         conv.put(f"{key}.path", path.partition("@")[0], "dataset")
         if "@" in path:
-            conv.lines[Fate.ABSENT].append(Line("dataset", path, "a folder within a set of the hub is not read (@)"))
+            conv.remark(Fate.ABSENT, "dataset", path, "a folder within a set of the hub is not read (@)")
         if len(paths) > 1 and len(weights) == len(paths):
             conv.put(f"{key}.weight", weights[number - 1], "dataset_probs")
         if not PurePosixPath(path).suffix:
@@ -281,23 +312,32 @@ def _data(conv: Conversion) -> None:
                 conv.put(f"{key}.columns.{ours}", theirs, f"{ours}_key")
     for name in ("prompt_key", "chosen_key", "rejected_key"):
         if name in conv.by_name:
-            conv.tell(Fate.NEEDLESS, name, "the column is found by its name") if conv.name(name) not in conv.done else None
-    if (most_said := conv.name("max_samples")) not in (None, *conv.done):
-        conv.tell(Fate.NEEDLESS if most >= MOST_SAMPLES else Fate.OTHER, "max_samples",
-                  "all rows are taken" if most >= MOST_SAMPLES else f"a file has no splits: cut it to {most} rows first")  # fmt: skip
-        conv.done.add(str(most_said))
-    conv.tell(Fate.NEEDLESS, "dataset_probs", "there is one set") if conv.name("dataset_probs") not in conv.done else None
+            conv.tell(Fate.NEEDLESS, name, "the column is found by its name")
+    conv.tell(
+        Fate.NEEDLESS if most >= MOST_SAMPLES else Fate.OTHER,
+        "max_samples",
+        "all rows are taken" if most >= MOST_SAMPLES else f"a file has no splits: cut it to {most} rows first",
+    )
+    conv.tell(Fate.NEEDLESS, "dataset_probs", "there is one set")
     conv.put("data.template", "auto" if conv.get("apply_chat_template") else "never", "apply_chat_template")
     default = 512 if conv.trainer == "dpo" else 2048
-    whole = conv.get("max_len") or (conv.get("prompt_max_len") and conv.get("prompt_max_len") + _new_tokens(conv)) or default
+    whole = (
+        conv.get("max_len")
+        or (conv.get("prompt_max_len") and conv.get("prompt_max_len") + _new_tokens(conv))
+        or default
+    )
     conv.put("data.max_length", whole, *(["prompt_max_len"] if conv.name("prompt_max_len") else ["max_len"]))
     conv.put("data.too_long", "truncate", why="another part is cut than by theirs: docs/data.md")
     if (path := conv.get("eval_dataset")) is not None:
         if path != said:
             conv.put("data.eval_path", path, "eval_dataset")
-        conv.put("data.eval_split", conv.get("eval_split", "test" if conv.trainer == "dpo" else "train"), "eval_split",
-                 "eval_dataset")  # fmt: skip
-    conv.tell(Fate.NEEDLESS, "eval_split", "nothing is evaluated") if conv.name("eval_split") not in conv.done else None
+        conv.put(
+            "data.eval_split",
+            conv.get("eval_split", "test" if conv.trainer == "dpo" else "train"),
+            "eval_split",
+            "eval_dataset",
+        )
+    conv.tell(Fate.NEEDLESS, "eval_split", "nothing is evaluated")
 
 
 def _new_tokens(conv: Conversion) -> int:
@@ -310,14 +350,19 @@ def _rollout(conv: Conversion) -> int:
     batch, passes = conv.whole("train_batch_size", 128), conv.whole("max_epochs", 1)
     if prompts * samples % batch:
         raise ConvertError(
-            f"train_batch_size={batch}: does not divide the {prompts * samples} answers of a rollout. OpenRLHF drops the "
+            f"train_batch_size={batch}: does not divide the {prompts * samples} answers of a rollout. OpenRLHF drops "
+            f"the "
             f"rest; rlexp takes whole train batches: give one that divides."
         )
     conv.put("rollout.epochs", passes, "max_epochs")
     conv.put("train.epochs", conv.whole("num_episodes", 1), "num_episodes")
     if conv.name("generate_max_len") is None:
         whole = conv.whole("max_len", 2048)
-        conv.put("rollout.max_new_tokens", whole // 2, why=f"theirs is what a prompt leaves of {whole} tokens; here it is fixed")
+        conv.put(
+            "rollout.max_new_tokens",
+            whole // 2,
+            why=f"theirs is what a prompt leaves of {whole} tokens; here it is fixed",
+        )
     if conv.get("vllm_num_engines"):
         conv.put("rollout.engine", "vllm", "vllm_num_engines")
     conv.tell(Fate.NEEDLESS, "vllm_num_engines", "samples are drawn by the model itself")
@@ -339,15 +384,24 @@ def _loss(conv: Conversion) -> None:
     conv.put("loss.kl_in", "loss" if in_loss else "reward", "use_kl_loss")
     conv.put("loss.kl", conv.get("kl_estimator", "k1"), "kl_estimator")
     if estimator in BY_GROUP and not in_loss and conv.get("init_kl_coef", 0.01):
-        conv.lines[Fate.OTHER].append(Line("advantage_estimator", estimator, "without use_kl_loss theirs subtracts the "
-                                           "divergence of each token after the baseline, ours that of the answer before it"))  # fmt: skip
+        conv.remark(
+            Fate.OTHER,
+            "advantage_estimator",
+            estimator,
+            "without use_kl_loss theirs subtracts the "
+            "divergence of each token after the baseline, ours that of the answer before it",
+        )
     clip = conv.get("eps_clip_low_high") or [conv.get("eps_clip", 0.2)] * 2
     names = ("eps_clip_low_high",) if conv.name("eps_clip_low_high") else ("eps_clip",)
     conv.put("loss.clip_low", clip[0], *names)
     conv.put("loss.clip_high", clip[1], *names)
-    conv.tell(Fate.NEEDLESS, "eps_clip", "eps_clip_low_high decides") if conv.name("eps_clip") not in conv.done else None
-    for name, key, default in (("value_clip", "value_clip", 0.5), ("gamma", "gamma", 1.0), ("lambd", "lam", 1.0),
-                               ("critic_learning_rate", "value_lr", 9e-6)):  # fmt: skip
+    conv.tell(Fate.NEEDLESS, "eps_clip", "eps_clip_low_high decides")
+    for name, key, default in (
+        ("value_clip", "value_clip", 0.5),
+        ("gamma", "gamma", 1.0),
+        ("lambd", "lam", 1.0),
+        ("critic_learning_rate", "value_lr", 9e-6),
+    ):
         if loss == "ppo":
             conv.put(f"loss.{key}", conv.get(name, default), name)
         else:
@@ -363,7 +417,8 @@ def _reward(conv: Conversion) -> None:
         conv.choose("reward", "python", "remote_rm_url")
         conv.put("reward.function", f"{module}:rewards", "remote_rm_url")
         conv.notes.append(
-            f"Rewards: OpenRLHF calls reward_func(queries, prompts, labels), rlexp f(prompts, answers, rows). Put a function "
+            f"Rewards: OpenRLHF calls reward_func(queries, prompts, labels), rlexp f(prompts, answers, rows). Put a "
+            f"function "
             f"`rewards` of our form into {module}.py, which calls the old one: docs/rewards.md."
         )
         conv.tell(Fate.NEEDLESS, "reward_pretrain", "the function decides")
@@ -378,7 +433,9 @@ def _reward(conv: Conversion) -> None:
             for key, value in {"kind": "model", "path": path.strip(), "weight": 1 / len(paths)}.items():
                 conv.put(f"reward.terms.model{number}.{key}", value, "reward_pretrain")
     else:
-        raise ConvertError("remote_rm_url: a reward model behind an address is not here. Give a model, or a function of Python.")
+        raise ConvertError(
+            "remote_rm_url: a reward model behind an address is not here. Give a model, or a function of Python."
+        )
 
 
 def _files(conv: Conversion, rollouts: int) -> None:
@@ -387,15 +444,19 @@ def _files(conv: Conversion, rollouts: int) -> None:
     if (folder := conv.get("save_path")) is not None:
         conv.on_command_line("hydra.run.dir", folder, "save_path")
     every = conv.whole("save_steps", -1)
-    conv.put("checkpoint.save_every", None if every < 1 else str(every * rollouts), "save_steps",
-             why=f"{every} rollouts" if every > 0 and conv.trainer == "ppo" else "")  # fmt: skip
+    conv.put(
+        "checkpoint.save_every",
+        None if every < 1 else str(every * rollouts),
+        "save_steps",
+        why=f"{every} rollouts" if every > 0 and conv.trainer == "ppo" else "",
+    )
     if conv.get("disable_ds_ckpt"):
         conv.put("checkpoint.save_every", None, "disable_ds_ckpt")
         conv.put("checkpoint.on_exit", False, "disable_ds_ckpt")
     evaluated = conv.whole("eval_steps", -1)
     if conv.get("eval_dataset") is not None and evaluated > 0:
         conv.put("train.eval_every", evaluated * rollouts, "eval_steps")
-    conv.tell(Fate.NEEDLESS, "eval_steps", "nothing is evaluated") if conv.name("eval_steps") not in conv.done else None
+    conv.tell(Fate.NEEDLESS, "eval_steps", "nothing is evaluated")
     key = conv.name("use_wandb")
     if key is not None:
         conv.choose("logger", "wandb", why=f"{key}, whose value is not written here: `wandb login`")

@@ -101,10 +101,14 @@ def _words(text: str) -> list[str]:
 
 def _with_variables(text: str) -> str:
     """Put in the values of plain variables (`MODEL=…`), and of arrays (`ARGS=( … )`) and here-documents."""
-    known = {name: value.strip("\"'") for name, value in re.findall(r"^\s*(?:export )?(\w+)=([^\s(][^\n]*)$", text, re.M)}
+    known = {
+        name: value.strip("\"'") for name, value in re.findall(r"^\s*(?:export )?(\w+)=([^\s(][^\n]*)$", text, re.M)
+    }
     known |= {name: " ".join(body.split()) for name, body in re.findall(r"^\s*(\w+)=\(([^)]*)\)", text, re.M)}
-    known |= {name: " ".join(body.split()) for name, _, body in re.findall(
-        r"read .*?(\w+) <<-?\s*['\"]?(\w+)['\"]?\n(.*?)\n\s*\2", text, re.S)}  # fmt: skip
+    known |= {
+        name: " ".join(body.split())
+        for name, _, body in re.findall(r"read .*?(\w+) <<-?\s*['\"]?(\w+)['\"]?\n(.*?)\n\s*\2", text, re.S)
+    }
     for _ in range(3):  # variables in variables
         text = re.sub(r"\$\{?(\w+)(?:\[@\])?\}?", lambda found: known.get(found[1], found[0]), text)
     return text
@@ -171,6 +175,8 @@ def _swift(words: Sequence[str]) -> Asked | None:
     for command in _commands(words):
         if "swift" in command and "rlhf" in command[command.index("swift") + 1 :]:
             given = _arguments(command[command.index("rlhf") + 1 :])
-            before = {name: plain(value) for name, _, value in (word.partition("=") for word in command) if name.isupper()}
+            before = {
+                name: plain(value) for name, _, value in (word.partition("=") for word in command) if name.isupper()
+            }
             return Asked("ms-swift", str(given.get("rlhf_type", "dpo")), given, before)
     return None

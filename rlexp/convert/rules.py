@@ -33,7 +33,9 @@ class Rule:
     key: str = ""  # ours, as the table of docs/coming_from.md shows it
     why: str = ""  # in one sentence, for the table and for the file that is written
     default: Any = UNSAID  # theirs, written where a file does not say it
-    convert: Callable[[Any], Any] | None = None  # from their value to ours; None: other code does it, with other arguments
+    convert: Callable[[Any], Any] | None = (
+        None  # from their value to ours; None: other code does it, with other arguments
+    )
     harmless: tuple[Any, ...] = ()  # values with which an argument that is not here changes nothing
     trainers: tuple[str, ...] = ()  # that have it; empty: all
 
@@ -42,8 +44,9 @@ def same(value: Any) -> Any:
     return value
 
 
-def taken(names: str, key: str, why: str = "", *, default: Any = UNSAID, to: Callable[[Any], Any] = same,
-          of: str = "") -> Rule:  # fmt: skip
+def taken(
+    names: str, key: str, why: str = "", *, default: Any = UNSAID, to: Callable[[Any], Any] = same, of: str = ""
+) -> Rule:
     """Make a rule: the value, or what `to` makes of it, is that of our key."""
     return Rule(tuple(names.split()), Fate.TAKEN, key, why, default, to, trainers=tuple(of.split()))
 
@@ -60,8 +63,9 @@ def other(names: str, key: str, why: str, *, of: str = "") -> Rule:
 
 def absent(names: str, why: str, *harmless: Any, of: str = "") -> Rule:
     """Make a rule: rlexp does not have it. With a harmless value, or none, nothing is lost."""
-    return Rule(tuple(names.split()), Fate.ABSENT, "", why, convert=same, harmless=(None, *harmless),
-                trainers=tuple(of.split()))  # fmt: skip
+    return Rule(
+        tuple(names.split()), Fate.ABSENT, "", why, convert=same, harmless=(None, *harmless), trainers=tuple(of.split())
+    )
 
 
 def needless(names: str, why: str, *, of: str = "") -> Rule:
@@ -135,11 +139,15 @@ class Conversion:
         self.command[key] = Value(value, self._origin(names, ""))
 
     def tell(self, fate: Fate, name: str, why: str) -> None:
-        """Say of an argument, if the file has it, that it was not taken over, or not as it was."""
+        """Say of an argument, if the file has it and nothing is said of it yet, what else becomes of it."""
         said = self.name(name)
-        if said is not None:
+        if said is not None and said not in self.done:
             self.done.add(said)
             self.lines[fate].append(Line(said, self.given[said], why))
+
+    def remark(self, fate: Fate, name: str, value: Any, why: str) -> None:
+        """Add a line on an argument that is taken over in part, or on a part of one."""
+        self.lines[fate].append(Line(name, value, why))
 
     def _origin(self, names: Sequence[str], why: str) -> str:
         said = [each for each in map(self.name, names) if each is not None]

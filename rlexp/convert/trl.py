@@ -22,16 +22,16 @@ TRAINERS = ("dpo", "grpo", "rloo", "ppo")
 # What a file of each trainer has and no other's; the file does not name its trainer.
 TELLTALE = {
     "dpo": "discopop_tau f_divergence_type f_alpha_divergence_coef label_smoothing ld_alpha loss_weights use_weighting "
-           "precompute_ref_log_probs reference_free rpo_alpha truncation_mode max_prompt_length_dpo",
+    "precompute_ref_log_probs reference_free rpo_alpha truncation_mode",
     "grpo": "scale_rewards delta importance_sampling_level top_entropy_quantile use_bias_correction_kl epsilon_high "
-            "mask_truncated_completions off_policy_mask_threshold",
+    "mask_truncated_completions off_policy_mask_threshold",
     "rloo": "normalize_advantages reward_clip_range rloo_k",
     "ppo": "kl_coef cliprange cliprange_value vf_coef gamma lam num_ppo_epochs num_mini_batches total_episodes "
-           "missing_eos_penalty sft_model_path reward_model_path",
+    "missing_eos_penalty sft_model_path reward_model_path",
     "sft": "packing packing_strategy assistant_only_loss completion_only_loss dataset_text_field",
     "reward": "center_rewards_coefficient",
     "kto": "desirable_weight undesirable_weight",
-}  # fmt: skip
+}
 DRAWN = "reward_funcs num_generations max_completion_length reward_weights num_iterations epsilon use_vllm"
 RL, DRAWING = "grpo rloo ppo", "grpo rloo"
 RATES = {"ppo": 3e-6}
@@ -87,19 +87,22 @@ RULES: tuple[Rule, ...] = (
     absent("rpo_alpha", "no likelihood of the chosen answer is added", 0, 0.0, of="dpo"),
     absent("reference_free force_use_ref_model generate_during_eval", "the reference is the model at the start", False,
            of="dpo"),
-    needless("precompute_ref_log_probs precompute_ref_batch_size label_pad_token_id use_logits_to_keep max_target_length",
+    needless("precompute_ref_log_probs precompute_ref_batch_size label_pad_token_id use_logits_to_keep "
+             "max_target_length",
              "the numbers are the same", of="dpo"),
     # samples
     taken("num_generations rloo_k", "rollout.n_samples", of=DRAWING),
     taken("max_completion_length response_length", "rollout.max_new_tokens", of=RL),
-    worked_out("steps_per_generation", "rollout.batch_size", "samples of a rollout are split into train batches", of=DRAWING),
+    worked_out("steps_per_generation", "rollout.batch_size", "samples of a rollout are split into train batches",
+               of=DRAWING),
     worked_out("generation_batch_size", "rollout.batch_size", "prompts, not answers", of=DRAWING),
     taken("num_iterations", "rollout.epochs", default=1, of=DRAWING),
     taken("temperature", "rollout.temperature", default=1.0, of=DRAWING),
     taken("top_p", "rollout.top_p", default=1.0, of=DRAWING),
     taken("top_k", "rollout.top_k", default=0, to=lambda value: value or 0, of=DRAWING),
     taken("min_p", "rollout.min_p", to=lambda value: value or 0.0, of=DRAWING),
-    absent("generation_kwargs", "rollout.stop, top_k, top_p, min_p and temperature are the choices here", {}, of=DRAWING),
+    absent("generation_kwargs", "rollout.stop, top_k, top_p, min_p and temperature are the choices here", {},
+           of=DRAWING),
     absent("repetition_penalty", "tokens are drawn by their likelihood alone", 1.0, 1, of=DRAWING),
     absent("num_generations_eval", "held-out prompts get rollout.n_samples answers", of=DRAWING),
     worked_out("use_vllm", "rollout.engine=vllm", "", of=DRAWING),
@@ -110,7 +113,8 @@ RULES: tuple[Rule, ...] = (
     needless("vllm_model_impl vllm_max_model_length vllm_max_model_len vllm_device vllm_dtype vllm_server_base_url "
              "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port cache_implementation",
              "no number depends on it", of=DRAWING),
-    absent("vllm_importance_sampling_correction", "rollout.importance_cap weighs samples that other weights drew", False,
+    absent("vllm_importance_sampling_correction", "rollout.importance_cap weighs samples that other weights drew",
+           False,
            of=DRAWING),
     absent("vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
            "vllm_importance_sampling_cap", "see rollout.importance_cap", of=DRAWING),
@@ -220,8 +224,12 @@ def _gpus(conv: Conversion) -> int:
 
 def _launcher(conv: Conversion, gpus: int) -> None:
     nodes = conv.whole("num_machines", 1)
-    conv.put("launch.nproc", gpus // nodes, *(["num_processes"] if conv.name("num_processes") else []),
-             why="" if conv.get("num_processes") == gpus else "--gpus")  # fmt: skip
+    conv.put(
+        "launch.nproc",
+        gpus // nodes,
+        *(["num_processes"] if conv.name("num_processes") else []),
+        why="" if conv.get("num_processes") == gpus else "--gpus",
+    )
     if nodes > 1:
         conv.put("launch.nodes", nodes, "num_machines")
     conv.tell(Fate.NEEDLESS, "num_machines", "it is 1")
@@ -231,7 +239,9 @@ def _launcher(conv: Conversion, gpus: int) -> None:
     elif "fsdp" in profile:
         conv.choose("engine", "fsdp2", "accelerate_config")
     else:
-        conv.tell(Fate.OTHER, "accelerate_config", "an engine holds the training state: engine=zero3, as docs/engines.md says")
+        conv.tell(
+            Fate.OTHER, "accelerate_config", "an engine holds the training state: engine=zero3, as docs/engines.md says"
+        )
     if (stage := conv.get("zero_stage")) is not None:
         conv.choose("engine", huggingface.BY_STAGE.get(stage, "zero1"), "zero_stage")
     for name, layout in (("parallelism_config_cp_size", None), ("parallelism_config_sp_size", "ulysses")):
@@ -253,7 +263,11 @@ def _data(conv: Conversion) -> None:
         raise ConvertError("dataset_name: is missing, and so is datasets; without them nothing says what to train on.")
     else:
         conv.put("data.path", conv.get("dataset_name"), "dataset_name")
-        for name, key in (("dataset_config", "subset"), ("dataset_train_split", "split"), ("dataset_streaming", "streaming")):
+        for name, key in (
+            ("dataset_config", "subset"),
+            ("dataset_train_split", "split"),
+            ("dataset_streaming", "streaming"),
+        ):
             if (value := conv.get(name)) is not None:
                 conv.put(f"data.{key}", value, name)
     held_out = conv.get("test_split_size")
@@ -273,24 +287,21 @@ def _source(conv: Conversion, key: str, source: dict[str, Any]) -> None:
         if source.get(theirs) is not None:
             conv.put(f"{key}.{ours}", source[theirs], "datasets")
     for name in source.keys() - {"path", "data_files", "name", "split", "fraction", "columns"}:
-        conv.lines[Fate.ABSENT].append(_line(f"datasets: {name}", source[name], "a source has no key of this kind"))
-
-
-def _line(name: str, value: Any, why: str) -> Any:
-    from rlexp.convert.rules import Line
-
-    return Line(name, value, why)
+        conv.remark(Fate.ABSENT, f"datasets: {name}", source[name], "a source has no key of this kind")
 
 
 def _dpo(conv: Conversion) -> None:
     losses = conv.get("loss_type", "sigmoid")
     conv.choose("loss", "dpo", "loss_type")
     if losses not in ("sigmoid", ["sigmoid"]):
-        conv.tell(Fate.ABSENT, "loss_type", "sigmoid is the preference loss here, and is what this file trains with")
-        conv.lines[Fate.ABSENT].append(_line("loss_type", losses, "sigmoid is the one preference loss here; it is taken"))
+        conv.remark(Fate.ABSENT, "loss_type", losses, "sigmoid is the one preference loss here; it is taken")
     smoothing = conv.get("label_smoothing", 0.0)
-    conv.put("loss.label_smoothing", smoothing, "label_smoothing",
-             why="TRL ignores it since 0.29; until then it meant the same" if smoothing else "")  # fmt: skip
+    conv.put(
+        "loss.label_smoothing",
+        smoothing,
+        "label_smoothing",
+        why="TRL ignores it since 0.29; until then it meant the same" if smoothing else "",
+    )
     conv.put("data.max_length", conv.get("max_length", LONG), "max_length")
     conv.put("data.too_long", "truncate", "truncation_mode", why="another part is cut than by TRL: docs/data.md")
     conv.tell(Fate.OTHER, "max_prompt_length", "data.max_length is one limit, for prompt and answer together")
@@ -302,19 +313,28 @@ def _grpo(conv: Conversion) -> None:
     loss = "gspo" if by_sequence else "grpo" if scale in ("group", True) else "dr_grpo"
     conv.choose("loss", loss, "importance_sampling_level" if by_sequence else "scale_rewards")
     if scale == "batch":
-        conv.lines[Fate.ABSENT].append(_line("scale_rewards", scale, "scores are normalized by group, or only centred"))
+        conv.remark(Fate.ABSENT, "scale_rewards", scale, "scores are normalized by group, or only centred")
     if by_sequence and (divisor != "grpo" or scale not in ("group", True)):
-        conv.lines[Fate.OTHER].append(_line("importance_sampling_level", "sequence",
-                                            "loss=gspo is TRL's with loss_type=grpo and scale_rewards=group"))  # fmt: skip
+        conv.remark(
+            Fate.OTHER,
+            "importance_sampling_level",
+            "sequence",
+            "loss=gspo is TRL's with loss_type=grpo and scale_rewards=group",
+        )
     conv.done.update(filter(None, map(conv.name, ("scale_rewards", "importance_sampling_level"))))
     conv.put("loss.normalize", DIVISORS.get(divisor, "token"), "loss_type")
     if divisor not in DIVISORS:
-        conv.lines[Fate.ABSENT].append(_line("loss_type", divisor, "grpo, dapo and dr_grpo are here; dapo's divisor is taken"))
+        conv.remark(Fate.ABSENT, "loss_type", divisor, "grpo, dapo and dr_grpo are here; dapo's divisor is taken")
     beta = conv.get("beta", 0.0)
     conv.put("loss.beta", beta, "beta")
     if beta and conv.get("use_bias_correction_kl", True):
-        conv.lines[Fate.OTHER].append(_line("beta", beta, "TRL 1.16 multiplies the divergence by the ratio, unless "
-                                            "use_bias_correction_kl is false; here it is k3 itself, as in TRL before"))  # fmt: skip
+        conv.remark(
+            Fate.OTHER,
+            "beta",
+            beta,
+            "TRL 1.16 multiplies the divergence by the ratio, unless "
+            "use_bias_correction_kl is false; here it is k3 itself, as in TRL before",
+        )
     conv.tell(Fate.NEEDLESS, "use_bias_correction_kl", "the divergence is k3 itself here")
     _clip(conv)
 
@@ -329,7 +349,8 @@ def _rloo(conv: Conversion) -> None:
     conv.choose("loss", "rloo")
     _clip(conv)
     conv.notes.append(
-        "RLOO: the advantages are TRL's. TRL clips the ratio of the whole answer, rlexp that of each token, and divides by "
+        "RLOO: the advantages are TRL's. TRL clips the ratio of the whole answer, rlexp that of each token, and "
+        "divides by "
         "rollout.max_new_tokens: with one step for each rollout the gradients differ by that factor alone."
     )
 
@@ -359,7 +380,8 @@ def _rewards(conv: Conversion) -> None:
     names = ("reward_funcs", "reward_model_name_or_path")
     if functions:
         conv.notes.append(
-            "Rewards: TRL calls f(prompts, completions, completion_ids, **columns), rlexp f(prompts, answers, rows). Write "
+            "Rewards: TRL calls f(prompts, completions, completion_ids, **columns), rlexp f(prompts, answers, rows). "
+            "Write "
             + " and ".join(f"{t['function'].partition(':')[0]}.py" for t in terms.values() if "function" in t)
             + " with functions of our form, which call the old ones: docs/rewards.md."
         )
@@ -390,15 +412,20 @@ def _rollout(conv: Conversion, gpus: int, micro: int, steps: int) -> None:
         _episodes(conv, batch)
     if drawn % answers:
         raise ConvertError(
-            f"num_generations={answers}: does not divide the {drawn} answers of a rollout (per_device_train_batch_size × "
+            f"num_generations={answers}: does not divide the {drawn} answers of a rollout "
+            f"(per_device_train_batch_size × "
             f"steps_per_generation × GPUs). TRL would refuse it too; check --gpus."
         )
     conv.put("rollout.batch_size", drawn // answers, why=f"prompts: {drawn} answers / {answers}")
     new = conv.whole("max_completion_length", 512 if conv.trainer != "ppo" else 53)
     conv.put("rollout.max_new_tokens", new, "max_completion_length")
     prompt = conv.get("max_prompt_length")
-    conv.put("data.max_length", new + (prompt or LONG), "max_prompt_length",
-             why="" if prompt else f"TRL has no limit of prompts; {LONG} tokens are allowed here")  # fmt: skip
+    conv.put(
+        "data.max_length",
+        new + (prompt or LONG),
+        "max_prompt_length",
+        why="" if prompt else f"TRL has no limit of prompts; {LONG} tokens are allowed here",
+    )
     if conv.trainer == "ppo":
         return
     if conv.get("mask_truncated_completions"):
@@ -426,7 +453,8 @@ def _generation(conv: Conversion, forward: int, steps: int) -> int:
         return forward * steps  # the weights do not change between the generations of a step
     if each % steps:
         raise ConvertError(
-            f"steps_per_generation={each}: is no multiple of gradient_accumulation_steps={steps}, so that a step would take "
+            f"steps_per_generation={each}: is no multiple of gradient_accumulation_steps={steps}, so that a step "
+            f"would take "
             f"samples of two generations. rlexp has whole train batches of one rollout: give a multiple."
         )
     return forward * each
