@@ -1,5 +1,5 @@
-"""The folders of configuration: ours beside the package in a checkout, or inside it in a wheel; and the user's own, in the
-folder where a command is typed."""
+"""The folders of configuration: ours, beside the package in a checkout or inside it in a wheel; and the user's own, in
+the folder where a command is typed."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, ne
 
 TRAINERS = ("dpo", "ppo")
 MOST_SAMPLES = 1_000_000  # their default: no limit
-PARTS = ("actor", "critic", "ref", "reward")
+FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst")
 DECAYS = {
     "constant": "constant",
     "constant_with_warmup": "constant",
@@ -303,7 +303,7 @@ def _data(conv: Conversion) -> None:
             conv.remark(Fate.ABSENT, "dataset", path, "a folder within a set of the hub is not read (@)")
         if len(paths) > 1 and len(weights) == len(paths):
             conv.put(f"{key}.weight", weights[number - 1], "dataset_probs")
-        if not PurePosixPath(path).suffix:
+        if PurePosixPath(path).suffix not in FILES:
             chosen = f"{split or 'train'}[:{most}]" if most < MOST_SAMPLES else split
             if chosen:
                 conv.put(f"{key}.split", chosen, "dataset_split", "max_samples")

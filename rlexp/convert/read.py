@@ -13,6 +13,7 @@ import yaml
 
 from rlexp.convert.rules import ConvertError
 
+SCRIPTS_OF_TRL = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_online": "online dpo"}
 TRAINERS_OF_TRL = ("dpo", "grpo", "rloo", "ppo", "sft", "reward", "kto")
 
 
@@ -96,6 +97,9 @@ def _words(text: str) -> list[str]:
             words += [*shlex.split(line, comments=True), "\n"]
         except ValueError:  # an open quote: of a script around the command
             words += [*line.replace('"', " ").replace("'", " ").split(), "\n"]
+    for word in words:
+        if word != text and re.search(r"(openrlhf\.cli|\btrl|\bswift)\b.* --", word, re.S):
+            return _words(word)  # a command in quotes: bash -c "…"
     return words
 
 
@@ -165,7 +169,7 @@ def _trl_command(words: Sequence[str]) -> Asked | None:
             if word == "trl" and command[place + 1 : place + 2] and command[place + 1] in TRAINERS_OF_TRL:
                 trainer, after = command[place + 1], place + 2
             elif found := re.fullmatch(r"(?:\S*/)?(?:trl/scripts|examples/scripts(?:/ppo)?)/(\w+?)\.py", word):
-                trainer, after = ("ppo" if found[1].startswith("ppo") else found[1]), place + 1
+                trainer, after = SCRIPTS_OF_TRL.get(found[1], found[1]), place + 1
             if trainer:
                 return Asked("TRL", trainer, _arguments(command[after:]), _arguments(command[:place]))
     return None

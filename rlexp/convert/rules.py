@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -204,9 +204,26 @@ def one_of(options: Mapping[Any, Any], what: str) -> Callable[[Any], Any]:
     return convert
 
 
-def table_of(rules: Sequence[Rule]) -> Iterator[tuple[str, str, str]]:
-    """Yield the rows of a page's table: their argument, our key, what differs."""
-    for rule in rules:
-        names = ", ".join(f"`{name}`" for name in rule.names)
-        ours = rule.key if rule.fate in (Fate.TAKEN, Fate.OTHER) else rule.fate.value
-        yield names, ours, rule.why
+NEEDLESS = "These need nothing here, since no number depends on them or rlexp always does it:"
+
+
+def table_of(rules: Sequence[Rule]) -> str:
+    """Return the table of a page: their argument, ours, and what differs; then what needs nothing."""
+    rows = ["| theirs | here | |", "| --- | --- | --- |"]
+    for fate in (Fate.TAKEN, Fate.OTHER, Fate.ABSENT):
+        rows += [
+            f"| {_quoted(rule.names)} | {_quoted(rule.key.split(', ')) if rule.key else fate.value} | {_differs(rule)} |"
+            for rule in rules
+            if rule.fate is fate
+        ]
+    needless = {name for rule in rules if rule.fate is Fate.NEEDLESS for name in rule.names}
+    return "\n".join(rows) + f"\n\n{NEEDLESS} {_quoted(sorted(needless))}.\n"
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _differs(rule: Rule) -> str:
+    of = ", ".join(rule.trainers)
+    return ": ".join(filter(None, [of, rule.why]))

@@ -382,7 +382,7 @@ def _rewards(conv: Conversion) -> None:
         conv.notes.append(
             "Rewards: TRL calls f(prompts, completions, completion_ids, **columns), rlexp f(prompts, answers, rows). "
             "Write "
-            + " and ".join(f"{t['function'].partition(':')[0]}.py" for t in terms.values() if "function" in t)
+            + " and ".join(sorted({f"{t['function'].partition(':')[0]}.py" for t in terms.values() if "function" in t}))
             + " with functions of our form, which call the old ones: docs/rewards.md."
         )
     weights = conv.get("reward_weights") if "reward_weights" in conv.by_name else None
@@ -416,7 +416,9 @@ def _rollout(conv: Conversion, gpus: int, micro: int, steps: int) -> None:
             f"(per_device_train_batch_size × "
             f"steps_per_generation × GPUs). TRL would refuse it too; check --gpus."
         )
-    conv.put("rollout.batch_size", drawn // answers, why=f"prompts: {drawn} answers / {answers}")
+    drawing = () if conv.trainer == "ppo" else ("steps_per_generation", "generation_batch_size")
+    sizes = [name for name in drawing if conv.name(name)]
+    conv.put("rollout.batch_size", drawn // answers, *sizes, why=f"prompts: {drawn} answers / {answers}")
     new = conv.whole("max_completion_length", 512 if conv.trainer != "ppo" else 53)
     conv.put("rollout.max_new_tokens", new, "max_completion_length")
     prompt = conv.get("max_prompt_length")
@@ -446,9 +448,6 @@ def _generation(conv: Conversion, forward: int, steps: int) -> int:
     each = conv.whole("steps_per_generation", steps)
     if (size := conv.get("generation_batch_size")) is not None:
         each = size // forward
-    for name in ("steps_per_generation", "generation_batch_size"):
-        if (said := conv.name(name)) is not None:
-            conv.done.add(said)
     if each < steps:
         return forward * steps  # the weights do not change between the generations of a step
     if each % steps:
