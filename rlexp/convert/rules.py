@@ -211,11 +211,9 @@ def table_of(rules: Sequence[Rule]) -> str:
     """Return the table of a page: their argument, ours, and what differs; then what needs nothing."""
     rows = ["| theirs | here | |", "| --- | --- | --- |"]
     for fate in (Fate.TAKEN, Fate.OTHER, Fate.ABSENT):
-        rows += [
-            f"| {_quoted(rule.names)} | {_quoted(rule.key.split(', ')) if rule.key else fate.value} | {_differs(rule)} |"
-            for rule in rules
-            if rule.fate is fate
-        ]
+        for rule in (rule for rule in rules if rule.fate is fate):
+            ours = _quoted(rule.key.split(", ")) if rule.key else fate.value
+            rows.append(f"| {_quoted(rule.names)} | {ours} | {_differs(rule)} |")
     needless = {name for rule in rules if rule.fate is Fate.NEEDLESS for name in rule.names}
     return "\n".join(rows) + f"\n\n{NEEDLESS} {_quoted(sorted(needless))}.\n"
 
