@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -12,7 +13,7 @@ from rlexp.base.errors import ConfigError
 from rlexp.config.checks.rollout import is_policy_loss
 from rlexp.config.hardware import NAMES, assumed_gpus, hardware_here
 from rlexp.config.load import from_hydra, open_ended, register
-from rlexp.config.paths import conf_dir
+from rlexp.config.paths import conf_dir, config_root
 from rlexp.config.schema import Config, RolloutEngine, RolloutMode
 
 
@@ -26,6 +27,15 @@ def compose_elsewhere(overrides: Sequence[str]) -> Config:
         cfg = from_hydra(composed, here=False)
     _check(cfg, gpus)
     return cfg
+
+
+def composed_for(overrides: Sequence[str], searched: Path) -> Config:
+    """Return the configuration that these overrides have on GPUs of any kind, with options of another folder too."""
+    register()
+    path = [f"file://{folder}" for folder in (config_root() / "launchers", config_root() / "sweeps", searched)]
+    with assumed_gpus(8), initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        found = f"hydra.searchpath=[{','.join(path)}]"
+        return from_hydra(compose("config", overrides=open_ended([found, *overrides])), here=False)
 
 
 def _names(overrides: Sequence[str]) -> bool:

@@ -127,7 +127,8 @@ def _unknown_option(text: str) -> str | None:
     group, _, option = missing.group(1).rpartition("/")
     options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
     listed = f" Options: {', '.join(options)}." if options else f" Choose one that exists: {group}=OPTION."
-    return f"{group}={option}: no such option.{suggestion(option, options)}{listed}"
+    own = " Your own are found in conf/experiment/ of the folder where you type." if group == "experiment" else ""
+    return f"{group}={option}: no such option.{suggestion(option, options)}{listed}{own}"
 
 
 def _bad_value(text: str, links: list[BaseException]) -> str | None:

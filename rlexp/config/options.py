@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlexp.base.errors import ConfigError
-from rlexp.config.paths import conf_dir
+from rlexp.config.paths import conf_dir, experiments
 from rlexp.config.schema.value_kinds import is_list
 
 EMPTY = "''"
@@ -47,6 +47,15 @@ def refuse_wrong_option(argument: str) -> None:
         raise ConfigError(f"{given}: the group is there already. Leave out the +, and choose {_choices(group)}.")
     if not all(_is_name(option) for option in _alternatives(value)):
         raise ConfigError(f"{given}: is no option of the group {group}. {choose}")
+    if group in APPENDED:
+        _refuse_two_of_a_name(given, _alternatives(value))
+
+
+def _refuse_two_of_a_name(given: str, names: list[Any]) -> None:
+    """Refuse a name that rlexp and the user both gave an experiment: Hydra would take rlexp's."""
+    for files in (experiments().get(str(name), []) for name in names):
+        if len(files) > 1:
+            raise ConfigError(f"{given}: rlexp has an experiment of this name too. Give {files[-1]} another name.")
 
 
 def _refuse_key_of_list(given: str) -> None:
@@ -75,6 +84,6 @@ def _is_name(option: Any) -> bool:
 
 
 def _choices(group: str) -> str:
-    names = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    names = sorted(experiments() if group in APPENDED else (p.stem for p in (conf_dir() / group).glob("*.yaml")))
     plus = "+" if group in APPENDED else ""
     return ", ".join(f"{plus}{group}={name}" for name in names)

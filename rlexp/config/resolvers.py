@@ -14,7 +14,7 @@ from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
 from rlexp.config.hardware import gpus_without_torch, visible_gpus
 from rlexp.config.model_names import smollm2_folder
-from rlexp.config.paths import config_root
+from rlexp.config.paths import config_root, experiments, own_conf_dir
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.cadence import BEFORE_END, seconds
 from rlexp.config.schema.losses import LossConfig, PolicyLossConfig
@@ -110,9 +110,12 @@ def groups() -> str:
     """List the groups and their options, for --help."""
     root = config_root()
     folders = {folder.name: folder for folder in sorted((root / "conf").iterdir()) if folder.is_dir()}
-    folders["+experiment"] = folders.pop("experiment")
-    folders |= {"+sweep": root / "sweeps" / "sweep", "hydra/launcher": root / "launchers" / "hydra" / "launcher"}
-    lines = [f"  {name}: {', '.join(sorted(p.stem for p in f.glob('*.yaml')))}" for name, f in folders.items()]
+    del folders["experiment"]
+    options = {name: [path.stem for path in folder.glob("*.yaml")] for name, folder in folders.items()}
+    options["+experiment"] = list(experiments())
+    for name, folder in (("+sweep", "sweeps/sweep"), ("hydra/launcher", "launchers/hydra/launcher")):
+        options[name] = [path.stem for path in (root / folder).glob("*.yaml")]
+    lines = [f"  {name}: {', '.join(sorted(names))}" for name, names in options.items()]
     return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False) for line in lines)
 
 
@@ -120,6 +123,7 @@ def register() -> None:
     resolvers: dict[str, Callable[..., Any]] = {
         "rlexp_root": lambda: str(config_root()),
         "rlexp_groups": groups,
+        "rlexp_own_conf": lambda: str(own_conf_dir()),
         "rlexp_smollm2": smollm2_folder,
         "rlexp_nproc": default_nproc,
         "rlexp_precision": default_precision,

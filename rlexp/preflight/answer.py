@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from rlexp.base.errors import ConfigError, UserError
 from rlexp.config.elsewhere import compose_elsewhere
+from rlexp.config.explain import explain
 from rlexp.config.schema import Config
 from rlexp.config.sizes import divisors
 from rlexp.preflight.changes import Change, cost, singles
@@ -157,5 +157,7 @@ def _composed(overrides: Sequence[str], *words: str) -> Config | str:
     kept = [each for each in overrides if each.lstrip("+").partition("=")[0] not in keys]
     try:
         return compose_elsewhere([*kept, *words])
-    except (ConfigError, UserError) as error:
-        return str(error)
+    except Exception as error:  # what a resolver refuses, as a batch that does not divide, comes as an error of Hydra's
+        if (message := explain(error)) is None:
+            raise
+        return message

@@ -31,11 +31,13 @@ def preflight(*words: str, code: int = 0, fresh: bool = True) -> subprocess.Comp
 
 
 def test_a_small_model_on_a_ring_of_2(tmp_path: Path) -> None:
-    """It fits, a rank keeps its half of the sequence, and the host waits for nothing in a micro-batch."""
+    """It fits, a rank keeps its half of the sequence, and the host waits for nothing in a micro-batch. A ring of one,
+    whose two replicas cannot share 3 pairs, is named with the reason."""
     file = tmp_path / "answer.json"
-    words = ("model=tiny", "hardware=h100", "launch.nproc=2", "parallel=ring2", "engine=torch", "train.batch_size=2")
+    words = ("model=tiny", "hardware=h100", "launch.nproc=2", "parallel=ring2", "engine=torch", "train.batch_size=3")
     told = preflight(*words, "--json", str(file), fresh=False)
     assert "\nfits: " in told.stdout
+    assert "train.batch_size=3: 2 replicas × train.micro_batch_size=1 need a multiple of 2." in told.stdout
     answer = json.loads(file.read_text(encoding="utf-8"))
     assert answer["fits"]
     assert 0 < answer["peak_gib"] < answer["room_gib"]

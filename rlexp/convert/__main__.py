@@ -1,0 +1,82 @@
+"""Convert the settings of another trainer into an experiment of rlexp.
+
+python -m rlexp.convert recipe.yaml --trainer dpo --gpus 8        TRL, axolotl, LLaMA-Factory
+python -m rlexp.convert train.sh --name mine                      a command of OpenRLHF, TRL or ms-swift
+
+It prints an experiment file in which every argument of theirs stands: taken over, or with the reason why it means
+something else, is not here, or needs nothing. With --name it is written to conf/experiment/NAME.yaml, where
+`python -m rlexp +experiment=NAME` finds it. The exit code is 0 if the experiment composes, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from rlexp.base.command import Parser, exit_code
+from rlexp.base.errors import ConfigError
+from rlexp.base.files import write_text
+from rlexp.convert.rules import Conversion, Fate
+
+FIRST = "mine"  # the name in the printed command, if none is given
+
+
+def main() -> int:
+    parser = Parser(
+        prog="python -m rlexp.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="a yaml file, or a shell script with the command")
+    parser.add_argument(
+        "--trainer", metavar="NAME", help="dpo, grpo, rloo or ppo, where the file does not say it (TRL)"
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="all GPUs of the run, where the file does not say it")
+    parser.add_argument("--name", metavar="NAME", help="write it to conf/experiment/NAME.yaml")
+    return exit_code(lambda: run(parser.parse_args()))
+
+
+def run(options: argparse.Namespace) -> int:
+    from rlexp.config.explain import explain
+    from rlexp.convert.experiment import command, composed, text_of
+    from rlexp.convert.frameworks import converted
+
+    if options.gpus is not None and options.gpus < 1:
+        raise ConfigError(f"--gpus={options.gpus}: must be at least 1.")
+    if options.name is not None and not re.fullmatch(r"[A-Za-z_][\w-]*", options.name):
+        raise ConfigError(f"--name={options.name}: must be letters, digits, _ and -. For example: --name mine.")
+    conv = converted(options.file, options.trainer, options.gpus)
+    name = options.name or FIRST
+    text = text_of(conv, name, options.file.name)
+    if options.name is None:
+        sys.stdout.write(text)
+    else:
+        file = Path("conf/experiment") / f"{name}.yaml"
+        if file.exists():
+            raise ConfigError(f"--name={name}: {file} is there already. Give another name, or remove it.")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, text)
+        sys.stderr.write(f"wrote {file}: {command(conv, name)}\n")
+    summarize(conv)
+    try:
+        composed(text, name)
+    except Exception as error:
+        message = explain(error)
+        if message is None:
+            raise
+        sys.stderr.write(f"rlexp: as it is, it does not run: {message}\n")
+        return 1
+    return 0
+
+
+def summarize(conv: Conversion) -> None:
+    """Name on the terminal what was not taken over."""
+    for fate in (Fate.OTHER, Fate.ABSENT):
+        if lines := conv.lines[fate]:
+            sys.stderr.write(f"{fate.value}: {', '.join(dict.fromkeys(line.name for line in lines))}\n")
+    for note in conv.notes:
+        sys.stderr.write(f"{note}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

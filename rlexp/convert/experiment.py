@@ -1,0 +1,119 @@
+"""Write a conversion as an experiment file, and compose it as on GPUs."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlexp.config.elsewhere import composed_for
+from rlexp.config.schema import Config
+from rlexp.convert.rules import Conversion, Fate, Line, Value
+
+WIDTH = 116
+SECRETS = (
+    "env",
+    "hub_token",
+    "token",
+    "use_wandb",
+    "logger.wandb.key",
+    "wandb_api_key",
+    "runtime-env-json",
+)  # never printed
+# Where a key has no say, its group comes in the order in which people think of a run.
+ORDER = ("seed", "launch", "parallel", "engine", "model", "data", "rollout", "reward", "loss", "train", "optim",
+         "memory", "checkpoint", "logger")  # fmt: skip
+
+
+def text_of(conv: Conversion, name: str, file: str) -> str:
+    """Return the experiment as yaml, with a comment for every argument."""
+    lines = [
+        "# @package _global_",
+        *wrapped(f"{conv.framework}'s {conv.trainer} of {file}, by python -m rlexp.convert."),
+        *wrapped(f"Command:  {command(conv, name)}"),
+    ]
+    for note in conv.notes:
+        lines += wrapped(note)
+    for fate in (Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS):
+        if conv.lines[fate]:
+            lines += [
+                "#",
+                f"# {fate.value[0].upper()}{fate.value[1:]}:",
+                *(each for line in conv.lines[fate] for each in _explained(line)),
+            ]
+    lines += ["", "defaults:"]
+    for group, option in sorted(conv.choices.items(), key=lambda item: _place(item[0])):
+        lines.append(_with_comment(f"  - override /{group}: {option.value}", option.origin))
+    lines += ["", *_groups(conv)]
+    return "\n".join(lines) + "\n"
+
+
+def command(conv: Conversion, name: str) -> str:
+    words = [f"{key}={value.value}" for key, value in conv.command.items()]
+    return shlex.join(["python", "-m", "rlexp", f"+experiment={name}", *words])
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent="# ",
+        subsequent_indent=f"# {indent}",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _explained(line: Line) -> list[str]:
+    value = "…" if line.name.lower() in SECRETS else scalar(line.value)
+    return wrapped(f"  {line.name}: {value}   {line.why}", indent="      ")
+
+
+def scalar(value: Any) -> str:
+    """Return a value as yaml writes it in one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...").replace("${", "\\${")
+
+
+def _groups(conv: Conversion) -> Iterator[str]:
+    """Yield the keys as nested yaml, group by group."""
+    tree: dict[str, Any] = {}
+    for key, value in conv.values.items():
+        *folders, leaf = key.split(".")
+        node = tree
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[leaf] = value
+    for group in sorted(tree, key=_place):
+        yield from _nested(group, tree[group], "")
+
+
+def _nested(name: str, node: Any, indent: str) -> Iterator[str]:
+    if isinstance(node, Value):
+        yield _with_comment(f"{indent}{name}: {scalar(node.value)}", node.origin)
+        return
+    yield f"{indent}{name}:"
+    for leaf, value in node.items():
+        yield from _nested(leaf, value, indent + "  ")
+
+
+def _place(group: str) -> int:
+    return ORDER.index(group) if group in ORDER else len(ORDER)
+
+
+def _with_comment(text: str, comment: str) -> str:
+    return f"{text}  # {comment}" if comment else text
+
+
+def composed(text: str, name: str) -> Config:
+    """Compose the experiment as on the GPUs that it names. What is wrong with it is an error of the configuration."""
+    with tempfile.TemporaryDirectory(prefix="rlexp-convert-") as folder:
+        file = Path(folder) / "experiment" / f"{name}.yaml"
+        file.parent.mkdir()
+        file.write_text(text, encoding="utf-8")
+        return composed_for([f"+experiment={name}"], Path(folder))

@@ -1,0 +1,465 @@
+"""OpenRLHF: `openrlhf.cli.train_dpo` and `train_ppo_ray`, in the dotted names since 0.10.2 and the flat ones before."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from rlexp.convert.huggingface import kernel_of
+from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
+
+TRAINERS = ("dpo", "ppo")
+MOST_SAMPLES = 1_000_000  # their default: no limit
+FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst")
+DECAYS = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine",
+}
+# Their estimator of advantages, and the loss here that has it.
+ESTIMATORS = {
+    "gae": "ppo",
+    "reinforce": "reinforce_pp",
+    "reinforce_baseline": "dr_grpo",
+    "rloo": "rloo",
+    "group_norm": "grpo",
+    "dr_grpo": "dr_grpo",
+}
+BY_GROUP = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
+
+RULES: tuple[Rule, ...] = (
+    # the model
+    worked_out("model.model_name_or_path actor.model_name_or_path pretrain", "model=hf, model.path", ""),
+    absent("ref.model_name_or_path ref_pretrain", "the reference is the model at the start"),
+    taken("ds.param_dtype param_dtype", "train.precision", default="bf16"),
+    worked_out("bf16", "train.precision", ""),
+    taken("ds.attn_implementation attn_implementation", "parallel.kernel", to=kernel_of),
+    needless("flash_attn", "the fastest kernel is taken"),
+    taken("model.gradient_checkpointing_enable actor.gradient_checkpointing_enable gradient_checkpointing",
+          "memory.checkpointing", default=False, to=bool),
+    needless("model.gradient_checkpointing_reentrant actor.gradient_checkpointing_reentrant "
+             "gradient_checkpointing_use_reentrant", "the numbers are the same"),
+    absent("ds.lora.rank lora_rank", "LoRA is not here: all weights are trained, with a smaller rate", 0),
+    absent("ds.lora.alpha lora_alpha ds.lora.target_modules target_modules ds.lora.dropout lora_dropout",
+           "LoRA is not here"),
+    absent("ds.load_in_4bit load_in_4bit", "weights are not quantized", False),
+    absent("model.aux_loss_coef actor.aux_loss_coef aux_loss_coef", "a mixture of experts has no loss of its own", 0,
+           0.0),
+    # data
+    worked_out("data.dataset data.prompt_dataset dataset prompt_data", "data=hf, data.path or data.sources", ""),
+    worked_out("data.dataset_probs data.prompt_probs dataset_probs prompt_data_probs", "data.sources.NAME.weight",
+               "an epoch ends with the first source that is used up, theirs with the last"),
+    worked_out("data.dataset_split data.prompt_split dataset_split train_split prompt_split", "data.split", ""),
+    worked_out("eval.dataset eval_dataset", "data.eval_path", ""),
+    worked_out("eval.split eval_split", "data.eval_split", "only with a set to evaluate"),
+    worked_out("data.max_samples max_samples", "data.split", "the first rows of a set"),
+    worked_out("data.prompt_key data.input_key prompt_key input_key", "data.columns.prompt", ""),
+    worked_out("data.chosen_key chosen_key", "data.columns.chosen", "", of="dpo"),
+    worked_out("data.rejected_key rejected_key", "data.columns.rejected", "", of="dpo"),
+    taken("data.label_key label_key", "data.columns.answer", of="ppo"),
+    worked_out("data.apply_chat_template apply_chat_template", "data.template", ""),
+    absent("data.input_template input_template", "rows are written by the tokenizer's template, or as they are"),
+    taken("data.tokenizer_chat_template tokenizer_chat_template", "model.chat_template"),
+    worked_out("data.max_len max_len", "data.max_length", "tokens of prompt and answer together"),
+    worked_out("prompt_max_len", "data.max_length", "there is one limit, for prompt and answer together"),
+    absent("data.image_key image_key data.max_images_per_prompt max_images_per_prompt", "images are not read", 0,
+           "images"),
+    taken("ds.packing_samples packing_samples", "data.packing", default=False, to=bool),
+    # sizes
+    taken("train.batch_size train_batch_size", "train.batch_size", "of all GPUs, as here", default=128),
+    worked_out("train.micro_batch_size micro_train_batch_size", "train.micro_batch_size", "of one ring, as here"),
+    taken("train.seed seed", "seed", default=42),
+    taken("train.full_determinism_enable full_determinism", "launch.deterministic", to=bool),
+    worked_out("ds.ring_attn_size ring_attn_size", "parallel.ring_size", ""),
+    needless("ds.ring_attn_head_stride ring_head_stride", "the layout decides what is sent at once"),
+    absent("ds.tensor_parallel_size ds_tensor_parallel_size", "a model is not split across GPUs by tensor parallelism",
+           1),
+    # the engine
+    worked_out("ds.zero_stage zero_stage", "engine", ""),
+    worked_out("ds.adam_offload adam_offload", "engine.offload=optimizer", ""),
+    needless("ref.offload ref_offload reward.offload ref_reward_offload offload",
+             "the reference is held as the engine holds its weights"),
+    absent("ds.zpg zpg", "ZeRO++'s partition is refused", 1),
+    needless("ds.grad_accum_dtype grad_accum_dtype ds.overlap_comm overlap_comm ds.deepcompile deepcompile "
+             "ds.use_liger_kernel use_liger_kernel ds.experts_implementation ds.use_universal_ckpt "
+             "use_ds_universal_ckpt "
+             "ds.enable_sleep deepspeed_enable_sleep local_rank perf actor_init_on_gpu data.disable_fast_tokenizer "
+             "disable_fast_tokenizer data.dataloader_num_workers dataloader_num_workers bos_token_id use_ms",
+             "no number depends on it here"),
+    # the optimizer
+    worked_out("optim actor.optim", "optim", "adam is adamw"),
+    taken("adam.lr actor.adam.lr learning_rate actor_learning_rate", "optim.lr"),
+    worked_out("adam.betas actor.adam.betas adam_betas", "optim.betas", ""),
+    taken("adam.eps actor.adam.eps", "optim.eps", default=1e-8),
+    taken("adam.weight_decay actor.adam.weight_decay l2", "optim.weight_decay", default=0.0),
+    worked_out("lr_scheduler actor.lr_scheduler", "optim.decay",
+               "the rate decays to 0; theirs, by default, to a tenth"),
+    worked_out("lr_warmup_ratio actor.lr_warmup_ratio", "optim.warmup_steps", "steps, not a share of them"),
+    other("min_lr_ratio actor.min_lr_ratio", "optim.decay", "the rate decays to 0"),
+    taken("max_norm actor.max_norm", "optim.max_grad_norm", default=1.0),
+    absent("muon.lr muon.momentum muon.ns_steps muon.nesterov muon.no_nesterov actor.muon.lr actor.muon.momentum "
+           "actor.muon.ns_steps actor.muon.nesterov actor.muon.no_nesterov critic.muon.lr", "Muon is not here"),
+    # length, checkpoints, logs
+    worked_out("train.max_epochs max_epochs", "train.epochs, or rollout.epochs", "for PPO: passes over a rollout"),
+    worked_out("ckpt.output_dir save_path", "hydra.run.dir", "a run's folder; its trained model lies in model/ "
+               "below it"),
+    needless("ckpt.path ckpt_path", "checkpoints lie in the run's folder"),
+    worked_out("ckpt.save_steps save_steps", "checkpoint.save_every", "for PPO, theirs counts rollouts"),
+    taken("ckpt.max_num max_ckpt_num", "checkpoint.keep_last", default=3),
+    absent("ckpt.max_mem max_ckpt_mem", "checkpoints are counted, not weighed"),
+    needless("ckpt.save_hf save_hf_ckpt", "`python -m rlexp.export` makes a model of any checkpoint"),
+    needless("ckpt.load_enable load_checkpoint", "a run continues if its folder has a checkpoint"),
+    worked_out("ckpt.disable_ds disable_ds_ckpt", "checkpoint.on_exit=false", ""),
+    absent("ckpt.best_metric_key best_metric_key", "see checkpoint.best_metric"),
+    worked_out("eval.steps eval_steps", "train.eval_every", "for PPO, theirs counts rollouts"),
+    needless("logger.logging_steps logging_steps", "every step is logged"),
+    worked_out("logger.wandb.key use_wandb", "logger=wandb", "log in with `wandb login`: a key is never written"),
+    taken("logger.wandb.org wandb_org", "logger.entity"),
+    taken("logger.wandb.group wandb_group", "logger.group"),
+    taken("logger.wandb.project wandb_project", "logger.project"),
+    taken("logger.wandb.run_name wandb_run_name", "logger.run_name"),
+    worked_out("logger.tensorboard_dir use_tensorboard", "logger=tensorboard", "in the run's folder"),
+    # DPO
+    taken("model.beta beta", "loss.beta", default=0.1, of="dpo"),
+    taken("model.label_smoothing label_smoothing", "loss.label_smoothing", default=0.0, of="dpo"),
+    absent("model.ipo_enable ipo", "IPO is not here", False, of="dpo"),
+    absent("model.nll_loss_coef nll_loss_coef", "no likelihood of the chosen answer is added", 0, 0.0, of="dpo"),
+    # samples
+    taken("rollout.batch_size rollout_batch_size", "rollout.batch_size", "prompts, as here", default=1024, of="ppo"),
+    taken("rollout.n_samples_per_prompt n_samples_per_prompt", "rollout.n_samples", default=1, of="ppo"),
+    taken("rollout.micro_batch_size micro_rollout_batch_size", "rollout.score_batch_size", of="ppo"),
+    taken("rollout.max_new_tokens max_new_tokens generate_max_len", "rollout.max_new_tokens", of="ppo"),
+    taken("rollout.temperature temperature", "rollout.temperature", default=1.0, of="ppo"),
+    taken("rollout.top_p top_p", "rollout.top_p", default=1.0, of="ppo"),
+    worked_out("train.num_episodes num_episodes", "train.epochs", "passes over the prompts", of="ppo"),
+    needless("train.dynamic_batch_enable use_dynamic_batch train.max_tokens_per_gpu train_max_tokens_per_gpu "
+             "rollout.max_tokens_per_gpu rollout_max_tokens_per_gpu",
+             "the batch of a step is the same whatever a micro-batch holds", of="ppo"),
+    needless("vllm.sync_backend vllm_sync_backend vllm.enforce_eager enforce_eager vllm.enable_sleep vllm_enable_sleep "
+             "vllm_sync_with_ray vllm.enable_prefix_caching enable_prefix_caching vllm_generate_batch_size "
+             "rollout.vllm_generate_batch_size vllm.vllm_generate_batch_size ref.num_nodes ref.num_gpus_per_node "
+             "ref_num_nodes ref_num_gpus_per_node critic.num_nodes critic.num_gpus_per_node critic_num_nodes "
+             "critic_num_gpus_per_node reward.num_nodes reward.num_gpus_per_node reward_num_nodes "
+             "reward_num_gpus_per_node train.colocate_all colocate_all_models train.colocate_actor_ref "
+             "colocate_actor_ref train.colocate_critic_reward colocate_critic_reward",
+             "all models are on the same ranks here", of="ppo"),
+    worked_out("actor.num_nodes actor_num_nodes", "launch.nodes", "", of="ppo"),
+    worked_out("actor.num_gpus_per_node actor_num_gpus_per_node", "launch.nproc", "", of="ppo"),
+    worked_out("vllm.num_engines vllm_num_engines", "rollout.engine=vllm", "each rank has its own", of="ppo"),
+    absent("vllm.tensor_parallel_size vllm_tensor_parallel_size", "a model is not split across GPUs to sample", 1,
+           of="ppo"),
+    taken("vllm.gpu_memory_utilization vllm_gpu_memory_utilization", "rollout.vllm_memory", of="ppo"),
+    other("train.async_enable async_train", "rollout=pipelined", "some ranks sample the next rollout meanwhile",
+          of="ppo"),
+    absent("train.partial_rollout_enable partial_rollout train.async_queue_size async_queue_size",
+           "a rollout is drawn whole", False, of="ppo"),
+    absent("train.agent_func_path agent_func_path", "agents of several turns are not here", of="ppo"),
+    # rewards
+    worked_out("reward.model_name_or_path reward_pretrain", "reward=model, reward.path",
+               "its head must be called `score`", of="ppo"),
+    worked_out("reward.remote_url remote_rm_url", "reward=python, reward.function",
+               "the function gets other arguments: docs/rewards.md", of="ppo"),
+    other("critic.model_name_or_path critic_pretrain", "loss.critic", "the critic begins with the policy's weights",
+          of="ppo"),
+    absent("reward.normalize_enable normalize_reward", "scores are taken as they are; advantages are normalized", False,
+           of="ppo"),
+    absent("reward.clip_range reward_clip_range", "scores are taken as they are", [-10, 10], of="ppo"),
+    absent("reward.overlong_buffer_len overlong_buffer_len reward.overlong_penalty_factor overlong_penalty_factor "
+           "reward.stop_properly_penalty_coef stop_properly_penalty_coef", "see rollout.overlong", of="ppo"),
+    absent("ds.value_head_prefix value_head_prefix", "a reward model's head is called `score`", "score", of="ppo"),
+    # the loss
+    worked_out("algo.advantage.estimator advantage_estimator", "loss", "gae is ppo, group_norm is grpo, …", of="ppo"),
+    worked_out("actor.policy_loss_type policy_loss_type", "loss=gspo", "", of="ppo"),
+    taken("algo.kl.init_coef init_kl_coef", "loss.beta", default=0.01, of="ppo"),
+    worked_out("algo.kl.estimator kl_estimator", "loss.kl", "", of="ppo"),
+    worked_out("algo.kl.use_loss use_kl_loss", "loss.kl_in", "", of="ppo"),
+    other("algo.kl.target kl_target algo.kl.horizon kl_horizon", "loss.kl_target",
+          "of a token there, of a whole answer here", of="ppo"),
+    worked_out("actor.eps_clip eps_clip", "loss.clip_low, loss.clip_high", "", of="ppo"),
+    worked_out("actor.eps_clip_low_high eps_clip_low_high", "loss.clip_low, loss.clip_high", "", of="ppo"),
+    taken("actor.dual_clip dual_clip", "loss.dual_clip", of="ppo"),
+    worked_out("critic.value_clip value_clip", "loss.value_clip", "", of="ppo"),
+    worked_out("critic.adam.lr critic_learning_rate", "loss.value_lr", "", of="ppo"),
+    needless("critic.adam.betas critic.adam.eps critic.adam.weight_decay critic.lr_scheduler critic.lr_warmup_ratio "
+             "critic.min_lr_ratio critic.max_norm critic.optim critic.save_value_network "
+             "critic.gradient_checkpointing_enable",
+             "the critic is optimized with the policy", of="ppo"),
+    worked_out("algo.advantage.gamma gamma", "loss.gamma", "", of="ppo"),
+    worked_out("algo.advantage.lambd lambd", "loss.lam", "", of="ppo"),
+    absent("algo.advantage.no_std_norm no_advantage_std_norm", "advantages are divided by their deviation too", False,
+           of="ppo"),
+    absent("algo.advantage.is_correction_enable enable_vllm_is_correction algo.advantage.is_correction_type "
+           "vllm_is_correction_type algo.advantage.is_correction_threshold vllm_is_truncated_threshold "
+           "use_icepop", "see rollout.importance_cap", False, of="ppo"),
+    taken("actor.entropy_coef entropy_loss_coef", "loss.entropy", of="ppo"),
+    absent("ptx_coef pretrain_data pretrain_data_probs", "no language-model loss is added", 0.05, of="ppo"),
+    absent("actor.freezing_steps freezing_actor_steps critic.freezing_steps", "policy and critic train from the start",
+           -1,
+           of="ppo"),
+    worked_out("algo.dynamic_filtering_enable dynamic_filtering", "loss.filter=true",
+               "prompts with equal scores are left out, and no others are drawn for them", of="ppo"),
+    absent("algo.dynamic_filtering_range dynamic_filtering_reward_range",
+           "a prompt is left out if all its scores are the same", [0, 1], of="ppo"),
+    absent("eval.temperature eval_temperature eval.n_samples_per_prompt eval_n_samples_per_prompt",
+           "held-out prompts are sampled as the others", of="ppo"),
+    # the launcher
+    worked_out("num_gpus", "launch.nproc", ""),
+    worked_out("num_nodes", "launch.nodes", ""),
+    needless("module include hostfile master_port master_addr address runtime-env-json working-dir",
+             "it tells the launcher how to start; `python -m rlexp` starts its own ranks"),
+)  # fmt: skip
+
+
+def convert(conv: Conversion) -> None:
+    _ranks(conv)
+    micro = 8 if conv.trainer == "dpo" else 1
+    conv.put("train.micro_batch_size", conv.whole("train.micro_batch_size", micro), "train.micro_batch_size")
+    conv.choose("model", "hf")
+    if (path := conv.get("pretrain")) is None:
+        raise ConvertError("pretrain: is missing, the model that is trained.")
+    conv.put("model.path", path, "pretrain")
+    conv.put("parallel.ring_size", conv.whole("ring_attn_size", 1), "ring_attn_size")
+    _engine(conv)
+    _optimizer(conv)
+    _data(conv)
+    if conv.trainer == "dpo":
+        conv.choose("loss", "dpo")
+        rollouts = 1
+    else:
+        rollouts = _rollout(conv)
+        _loss(conv)
+        _reward(conv)
+    _files(conv, rollouts)
+
+
+def _ranks(conv: Conversion) -> None:
+    """Set the ranks. The batch is that of all GPUs, so that they need not be known."""
+    actor = conv.get("actor_num_gpus_per_node") if conv.trainer == "ppo" else None
+    gpus = conv.gpus or actor or conv.get("num_gpus")
+    if gpus is None:
+        conv.notes.append(
+            "GPUs: the file does not say how many there are. All that are visible are taken (launch.nproc)."
+        )
+        return
+    nodes = conv.get("actor_num_nodes" if conv.trainer == "ppo" else "num_nodes", 1)
+    names = ("actor_num_gpus_per_node", "num_gpus") if conv.trainer == "ppo" else ("num_gpus",)
+    conv.put(
+        "launch.nproc",
+        conv.gpus // nodes if conv.gpus else gpus,
+        *[n for n in names if conv.name(n)],
+        why="--gpus" if conv.gpus else "",
+    )
+    conv.put(
+        "launch.nodes", nodes, *[n for n in ("actor_num_nodes", "num_nodes") if n in conv.by_name and conv.name(n)]
+    )
+
+
+def _engine(conv: Conversion) -> None:
+    stage = conv.whole("zero_stage", 2)
+    conv.choose("engine", f"zero{stage}", "zero_stage")
+    if conv.get("adam_offload") and stage:
+        conv.put("engine.offload", "optimizer", "adam_offload")
+    conv.tell(Fate.NEEDLESS, "adam_offload", "ZeRO 0 keeps the optimizer on the GPU")
+    conv.tell(Fate.NEEDLESS, "bf16", "it is the default of what computes on GPUs")
+
+
+def _optimizer(conv: Conversion) -> None:
+    if conv.get("optim", "adam") == "adam":
+        conv.choose("optim", "adamw", "optim")
+    else:
+        conv.tell(Fate.ABSENT, "optim", "adamw and sgd are the optimizers here; adamw is taken")
+    if conv.get("adam.lr") is None:
+        conv.put("optim.lr", 1e-5 if conv.trainer == "dpo" else 1e-6, "adam.lr")
+    conv.put("optim.betas", conv.get("adam.betas", [0.9, 0.95]), "adam.betas")
+    name = conv.get("lr_scheduler", "cosine_with_min_lr")
+    if name in DECAYS:
+        conv.put(
+            "optim.decay", DECAYS[name], "lr_scheduler", why="to 0; theirs ends at a tenth" if "min_lr" in name else ""
+        )
+    else:
+        conv.tell(Fate.ABSENT, "lr_scheduler", "the rate decays to 0 by a line or a cosine, or stays")
+    ratio = conv.get("lr_warmup_ratio", 0.03)
+    conv.put("optim.warmup_steps", 0, why=f"theirs is {ratio:g} of all steps: give their number" if ratio else "")
+    conv.tell(Fate.OTHER, "lr_warmup_ratio", "a share of the run's steps there, a number of steps here")
+
+
+def _data(conv: Conversion) -> None:
+    said = conv.get("dataset")
+    if said is None:
+        raise ConvertError(f"{'dataset' if conv.trainer == 'dpo' else 'prompt_data'}: is missing, what is trained on.")
+    conv.choose("data", "hf")
+    paths = [each.strip() for each in str(said).split(",")]
+    weights = [float(each) for each in str(conv.get("dataset_probs", "")).split(",") if each.strip()]
+    split, most = conv.get("dataset_split"), conv.get("max_samples", MOST_SAMPLES)
+    columns = {"prompt": conv.get("prompt_key", None if conv.trainer == "dpo" else "input")}
+    if conv.trainer == "dpo":
+        columns |= {"chosen": conv.get("chosen_key"), "rejected": conv.get("rejected_key")}
+    for number, path in enumerate(paths, start=1):
+        key = "data" if len(paths) == 1 else f"data.sources.source{number}"
+        conv.put(f"{key}.path", path.partition("@")[0], "dataset")
+        if "@" in path:
+            conv.remark(Fate.ABSENT, "dataset", path, "a folder within a set of the hub is not read (@)")
+        if len(paths) > 1 and len(weights) == len(paths):
+            conv.put(f"{key}.weight", weights[number - 1], "dataset_probs")
+        if PurePosixPath(path).suffix not in FILES:
+            chosen = f"{split or 'train'}[:{most}]" if most < MOST_SAMPLES else split
+            if chosen:
+                conv.put(f"{key}.split", chosen, "dataset_split", "max_samples")
+        for ours, theirs in columns.items():
+            if theirs and theirs != ours:
+                conv.put(f"{key}.columns.{ours}", theirs, f"{ours}_key")
+    for name in ("prompt_key", "chosen_key", "rejected_key"):
+        if name in conv.by_name:
+            conv.tell(Fate.NEEDLESS, name, "the column is found by its name")
+    conv.tell(
+        Fate.NEEDLESS if most >= MOST_SAMPLES else Fate.OTHER,
+        "max_samples",
+        "all rows are taken" if most >= MOST_SAMPLES else f"a file has no splits: cut it to {most} rows first",
+    )
+    conv.tell(Fate.NEEDLESS, "dataset_probs", "there is one set")
+    conv.put("data.template", "auto" if conv.get("apply_chat_template") else "never", "apply_chat_template")
+    default = 512 if conv.trainer == "dpo" else 2048
+    whole = (
+        conv.get("max_len")
+        or (conv.get("prompt_max_len") and conv.get("prompt_max_len") + _new_tokens(conv))
+        or default
+    )
+    conv.put("data.max_length", whole, *(["prompt_max_len"] if conv.name("prompt_max_len") else ["max_len"]))
+    conv.put("data.too_long", "truncate", why="another part is cut than by theirs: docs/data.md")
+    if (path := conv.get("eval_dataset")) is not None:
+        if path != said:
+            conv.put("data.eval_path", path, "eval_dataset")
+        conv.put(
+            "data.eval_split",
+            conv.get("eval_split", "test" if conv.trainer == "dpo" else "train"),
+            "eval_split",
+            "eval_dataset",
+        )
+    conv.tell(Fate.NEEDLESS, "eval_split", "nothing is evaluated")
+
+
+def _new_tokens(conv: Conversion) -> int:
+    return conv.whole("generate_max_len", 1024) if conv.trainer == "ppo" else 0
+
+
+def _rollout(conv: Conversion) -> int:
+    """Set the sizes of a rollout; return the steps that are taken on it."""
+    prompts, samples = conv.whole("rollout_batch_size", 1024), conv.whole("n_samples_per_prompt", 1)
+    batch, passes = conv.whole("train_batch_size", 128), conv.whole("max_epochs", 1)
+    if prompts * samples % batch:
+        raise ConvertError(
+            f"train_batch_size={batch}: does not divide the {prompts * samples} answers of a rollout. OpenRLHF drops "
+            f"the "
+            f"rest; rlexp takes whole train batches: give one that divides."
+        )
+    conv.put("rollout.epochs", passes, "max_epochs")
+    conv.put("train.epochs", conv.whole("num_episodes", 1), "num_episodes")
+    if conv.name("generate_max_len") is None:
+        whole = conv.whole("max_len", 2048)
+        conv.put(
+            "rollout.max_new_tokens",
+            whole // 2,
+            why=f"theirs is what a prompt leaves of {whole} tokens; here it is fixed",
+        )
+    if conv.get("vllm_num_engines"):
+        conv.put("rollout.engine", "vllm", "vllm_num_engines")
+    conv.tell(Fate.NEEDLESS, "vllm_num_engines", "samples are drawn by the model itself")
+    return passes * prompts * samples // batch
+
+
+def _loss(conv: Conversion) -> None:
+    estimator, in_loss = conv.get("advantage_estimator", "gae"), bool(conv.get("use_kl_loss"))
+    if estimator not in ESTIMATORS:
+        raise ConvertError(f"advantage_estimator={estimator}: is not here. Known are {', '.join(ESTIMATORS)}.")
+    gspo = conv.get("policy_loss_type", "ppo") == "gspo"
+    loss = "gspo" if gspo and estimator == "group_norm" else ESTIMATORS[estimator]
+    conv.choose("loss", loss, "advantage_estimator", "policy_loss_type")
+    if gspo and estimator != "group_norm":
+        conv.done.discard(conv.name("policy_loss_type") or "")
+        conv.tell(Fate.ABSENT, "policy_loss_type", "loss=gspo takes the advantages of group_norm")
+    conv.put("loss.normalize", "token", why="the mean over all tokens of the batch, as theirs")
+    conv.put("loss.whiten", estimator in ("gae", "reinforce", "reinforce_baseline"), "advantage_estimator")
+    conv.put("loss.kl_in", "loss" if in_loss else "reward", "use_kl_loss")
+    conv.put("loss.kl", conv.get("kl_estimator", "k1"), "kl_estimator")
+    if estimator in BY_GROUP and not in_loss and conv.get("init_kl_coef", 0.01):
+        conv.remark(
+            Fate.OTHER,
+            "advantage_estimator",
+            estimator,
+            "without use_kl_loss theirs subtracts the "
+            "divergence of each token after the baseline, ours that of the answer before it",
+        )
+    clip = conv.get("eps_clip_low_high") or [conv.get("eps_clip", 0.2)] * 2
+    names = ("eps_clip_low_high",) if conv.name("eps_clip_low_high") else ("eps_clip",)
+    conv.put("loss.clip_low", clip[0], *names)
+    conv.put("loss.clip_high", clip[1], *names)
+    conv.tell(Fate.NEEDLESS, "eps_clip", "eps_clip_low_high decides")
+    for name, key, default in (
+        ("value_clip", "value_clip", 0.5),
+        ("gamma", "gamma", 1.0),
+        ("lambd", "lam", 1.0),
+        ("critic_learning_rate", "value_lr", 9e-6),
+    ):
+        if loss == "ppo":
+            conv.put(f"loss.{key}", conv.get(name, default), name)
+        else:
+            conv.tell(Fate.NEEDLESS, name, f"loss={loss} has none of it")
+    if conv.get("dynamic_filtering"):
+        conv.put("loss.filter", True, "dynamic_filtering", why="no other prompts are drawn instead")
+
+
+def _reward(conv: Conversion) -> None:
+    model, function = conv.get("reward_pretrain"), conv.get("remote_rm_url")
+    if function is not None and str(function).endswith(".py"):
+        module = PurePosixPath(str(function)).stem
+        conv.choose("reward", "python", "remote_rm_url")
+        conv.put("reward.function", f"{module}:rewards", "remote_rm_url")
+        conv.notes.append(
+            f"Rewards: OpenRLHF calls reward_func(queries, prompts, labels), rlexp f(prompts, answers, rows). Put a "
+            f"function "
+            f"`rewards` of our form into {module}.py, which calls the old one: docs/rewards.md."
+        )
+        conv.tell(Fate.NEEDLESS, "reward_pretrain", "the function decides")
+    elif model is not None and function is None:
+        paths = str(model).split(",")
+        if len(paths) == 1:
+            conv.choose("reward", "model", "reward_pretrain")
+            conv.put("reward.path", model, "reward_pretrain")
+            return
+        conv.choose("reward", "sum", "reward_pretrain")
+        for number, path in enumerate(paths, start=1):
+            for key, value in {"kind": "model", "path": path.strip(), "weight": 1 / len(paths)}.items():
+                conv.put(f"reward.terms.model{number}.{key}", value, "reward_pretrain")
+    else:
+        raise ConvertError(
+            "remote_rm_url: a reward model behind an address is not here. Give a model, or a function of Python."
+        )
+
+
+def _files(conv: Conversion, rollouts: int) -> None:
+    if conv.trainer == "dpo":
+        conv.put("train.epochs", conv.whole("max_epochs", 1), "max_epochs")
+    if (folder := conv.get("save_path")) is not None:
+        conv.on_command_line("hydra.run.dir", folder, "save_path")
+    every = conv.whole("save_steps", -1)
+    conv.put(
+        "checkpoint.save_every",
+        None if every < 1 else str(every * rollouts),
+        "save_steps",
+        why=f"{every} rollouts" if every > 0 and conv.trainer == "ppo" else "",
+    )
+    if conv.get("disable_ds_ckpt"):
+        conv.put("checkpoint.save_every", None, "disable_ds_ckpt")
+        conv.put("checkpoint.on_exit", False, "disable_ds_ckpt")
+    evaluated = conv.whole("eval_steps", -1)
+    if conv.get("eval_dataset") is not None and evaluated > 0:
+        conv.put("train.eval_every", evaluated * rollouts, "eval_steps")
+    conv.tell(Fate.NEEDLESS, "eval_steps", "nothing is evaluated")
+    key = conv.name("use_wandb")
+    if key is not None:
+        conv.choose("logger", "wandb", why=f"{key}, whose value is not written here: `wandb login`")
+        conv.done.add(key)
+    else:
+        conv.choose("logger", "tensorboard" if conv.get("use_tensorboard") else "none", "use_tensorboard")

@@ -1,0 +1,466 @@
+"""TRL (1.16): `trl dpo`, `trl grpo`, `trl rloo`, and PPO as it was until 1.10. Older names are known too."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from rlexp.convert import huggingface
+from rlexp.convert.rules import (
+    Conversion,
+    ConvertError,
+    Fate,
+    Rule,
+    absent,
+    needless,
+    other,
+    taken,
+    worked_out,
+)
+
+TRAINERS = ("dpo", "grpo", "rloo", "ppo")
+# What a file of each trainer has and no other's; the file does not name its trainer.
+TELLTALE = {
+    "dpo": "discopop_tau f_divergence_type f_alpha_divergence_coef label_smoothing ld_alpha loss_weights use_weighting "
+    "precompute_ref_log_probs reference_free rpo_alpha truncation_mode",
+    "grpo": "scale_rewards delta importance_sampling_level top_entropy_quantile use_bias_correction_kl epsilon_high "
+    "mask_truncated_completions off_policy_mask_threshold",
+    "rloo": "normalize_advantages reward_clip_range rloo_k",
+    "ppo": "kl_coef cliprange cliprange_value vf_coef gamma lam num_ppo_epochs num_mini_batches total_episodes "
+    "missing_eos_penalty sft_model_path reward_model_path",
+    "sft": "packing packing_strategy assistant_only_loss completion_only_loss dataset_text_field",
+    "reward": "center_rewards_coefficient",
+    "kto": "desirable_weight undesirable_weight",
+}
+DRAWN = "reward_funcs num_generations max_completion_length reward_weights num_iterations epsilon use_vllm"
+RL, DRAWING = "grpo rloo ppo", "grpo rloo"
+RATES = {"ppo": 3e-6}
+DIVISORS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
+LONG = 1024
+
+RULES: tuple[Rule, ...] = (
+    *huggingface.RULES,
+    # the model
+    worked_out("model_name_or_path sft_model_path", "model=hf, model.path", ""),
+    taken("model_revision", "model.revision", to=lambda value: None if value == "main" else value),
+    taken("dtype torch_dtype", "model.dtype", "weights that are trained are float32 here", to=huggingface.dtype_of),
+    taken("attn_implementation", "parallel.kernel", to=huggingface.kernel_of),
+    taken("trust_remote_code", "model.trust_remote_code", to=bool),
+    absent("model_init_kwargs", "keys of model name the revision, the dtype and the tokenizer's additions", {}),
+    absent("use_peft", "LoRA is not here: all weights are trained, with a smaller rate", False),
+    *(absent(f"lora_{name}", "LoRA is not here") for name in (
+        "r", "alpha", "dropout", "target_modules", "target_parameters", "modules_to_save", "task_type")),
+    absent("use_rslora use_dora", "LoRA is not here", False),
+    absent("load_in_4bit load_in_8bit use_bnb_nested_quant bnb_4bit_quant_type bnb_4bit_quant_storage",
+           "weights are not quantized", False, "nf4"),
+    absent("router_aux_loss_coef", "the loss of a mixture of experts has no term of its own", 0, 0.0),
+    absent("sync_ref_model", "the reference is the model at the start", False),
+    needless("ref_model_mixup_alpha ref_model_sync_steps", "only with sync_ref_model"),
+    needless("disable_dropout", "there is no dropout here"),
+    needless("ignore_bias_buffers activation_offloading ds3_gather_for_generation pad_to_multiple_of padding_free "
+             "pad_token gradient_checkpointing_use_reentrant cast_lm_head_to_fp32", "no number depends on it here"),
+    # data
+    worked_out("dataset_name", "data=hf, data.path", ""),
+    worked_out("dataset_config", "data.subset", ""),
+    worked_out("dataset_train_split", "data.split", ""),
+    worked_out("dataset_test_split", "data.eval_split", "only if it is evaluated"),
+    worked_out("dataset_streaming streaming", "data.streaming", ""),
+    worked_out("datasets", "data.sources", "a fraction is a weight; it takes other rows in the next epoch here"),
+    worked_out("test_split_size", "data.eval_size", "a number of rows"),
+    taken("dataset_num_proc", "data.workers"),
+    worked_out("max_length", "data.max_length", "tokens of prompt and answer together", of="dpo"),
+    worked_out("max_prompt_length", "data.max_length", "there is one limit, for prompt and answer together"),
+    worked_out("truncation_mode", "data.too_long=truncate",
+               "the start of the prompt is cut first, then the end of the answers", of="dpo"),
+    absent("tools dataset_kwargs", "tools are a column of the rows"),
+    taken("chat_template_kwargs", "data.template_options", of=DRAWING),
+    taken("shuffle_dataset", "data.shuffle", to=bool, of=DRAWING),
+    # DPO
+    worked_out("loss_type", "loss=dpo", "sigmoid is here, others are not", of="dpo"),
+    taken("beta", "loss.beta", default=0.1, of="dpo"),
+    worked_out("label_smoothing", "loss.label_smoothing", "TRL ignores it for sigmoid since 0.29", of="dpo"),
+    absent("loss_weights", "there is one loss", [1.0], of="dpo"),
+    absent("ld_alpha", "every token of an answer counts alike", 1.0, of="dpo"),
+    absent("f_divergence_type", "the reverse KL is the divergence here", "reverse_kl", of="dpo"),
+    needless("f_alpha_divergence_coef discopop_tau", "only with losses that are not here", of="dpo"),
+    absent("use_weighting", "pairs weigh alike (WPO)", False, of="dpo"),
+    absent("rpo_alpha", "no likelihood of the chosen answer is added", 0, 0.0, of="dpo"),
+    absent("reference_free force_use_ref_model generate_during_eval", "the reference is the model at the start", False,
+           of="dpo"),
+    needless("precompute_ref_log_probs precompute_ref_batch_size label_pad_token_id use_logits_to_keep "
+             "max_target_length",
+             "the numbers are the same", of="dpo"),
+    # samples
+    taken("num_generations rloo_k", "rollout.n_samples", of=DRAWING),
+    taken("max_completion_length response_length", "rollout.max_new_tokens", of=RL),
+    worked_out("steps_per_generation", "rollout.batch_size", "samples of a rollout are split into train batches",
+               of=DRAWING),
+    worked_out("generation_batch_size", "rollout.batch_size", "prompts, not answers", of=DRAWING),
+    taken("num_iterations", "rollout.epochs", default=1, of=DRAWING),
+    taken("temperature", "rollout.temperature", default=1.0, of=DRAWING),
+    taken("top_p", "rollout.top_p", default=1.0, of=DRAWING),
+    taken("top_k", "rollout.top_k", default=0, to=lambda value: value or 0, of=DRAWING),
+    taken("min_p", "rollout.min_p", to=lambda value: value or 0.0, of=DRAWING),
+    absent("generation_kwargs", "rollout.stop, top_k, top_p, min_p and temperature are the choices here", {},
+           of=DRAWING),
+    absent("repetition_penalty", "tokens are drawn by their likelihood alone", 1.0, 1, of=DRAWING),
+    absent("num_generations_eval", "held-out prompts get rollout.n_samples answers", of=DRAWING),
+    worked_out("use_vllm", "rollout.engine=vllm", "", of=DRAWING),
+    worked_out("vllm_mode", "rollout.mode", "a server of vLLM's own is not here", of=DRAWING),
+    taken("vllm_gpu_memory_utilization", "rollout.vllm_memory", of=DRAWING),
+    absent("vllm_tensor_parallel_size", "a model is not split across GPUs to sample", 1, of=DRAWING),
+    absent("vllm_enable_sleep_mode", "vLLM keeps its memory", False, of=DRAWING),
+    needless("vllm_model_impl vllm_max_model_length vllm_max_model_len vllm_device vllm_dtype vllm_server_base_url "
+             "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port cache_implementation",
+             "no number depends on it", of=DRAWING),
+    absent("vllm_importance_sampling_correction", "rollout.importance_cap weighs samples that other weights drew",
+           False,
+           of=DRAWING),
+    absent("vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+           "vllm_importance_sampling_cap", "see rollout.importance_cap", of=DRAWING),
+    needless("use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config",
+             "no number depends on it", of=DRAWING),
+    worked_out("mask_truncated_completions", "rollout.overlong=mask", "", of=DRAWING),
+    worked_out("log_completions", "rollout.show_every", "", of=DRAWING),
+    taken("num_completions_to_print", "rollout.show", of=DRAWING),
+    needless("log_unique_prompts wandb_log_unique_prompts log_multimodal log_completions_hub_repo",
+             "a few samples of a rollout are shown", of=DRAWING),
+    absent("max_tool_calling_iterations", "answers call no tools while they are drawn", of=DRAWING),
+    # rewards
+    worked_out("reward_funcs", "reward=python, reward.function",
+               "the function gets other arguments: docs/rewards.md", of=DRAWING),
+    worked_out("reward_model_name_or_path reward_model_path", "reward=model, reward.path", "", of=RL),
+    worked_out("reward_weights", "reward.terms.NAME.weight", "", of=DRAWING),
+    absent("multi_objective_aggregation", "scores are added up, then normalized", "sum_then_normalize", of="grpo"),
+    # GRPO
+    worked_out("scale_rewards", "loss=grpo or loss=dr_grpo", "", of="grpo"),
+    worked_out("loss_type", "loss.normalize", "grpo is sequence, dapo is token, dr_grpo is fixed", of="grpo"),
+    worked_out("importance_sampling_level", "loss=gspo", "sequence, with loss_type=grpo", of="grpo"),
+    worked_out("beta", "loss.beta", "", of="grpo"),
+    worked_out("use_bias_correction_kl", "loss.kl", "", of="grpo"),
+    worked_out("epsilon", "loss.clip_low", "", of=DRAWING),
+    worked_out("epsilon_high", "loss.clip_high", "", of=DRAWING),
+    taken("delta", "loss.dual_clip", of="grpo"),
+    taken("entropy_coef", "loss.entropy", of="grpo"),
+    absent("use_adaptive_entropy", "the weight of the entropy is fixed", False, of="grpo"),
+    needless("entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target", "only with use_adaptive_entropy",
+             of="grpo"),
+    absent("top_entropy_quantile", "every token of an answer is trained on", 1.0, 1, of="grpo"),
+    absent("off_policy_mask_threshold", "samples are weighed, not left out", of="grpo"),
+    needless("sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg",
+             "only with losses that are not here", of="grpo"),
+    # RLOO
+    taken("beta", "loss.beta", default=0.05, of="rloo"),
+    absent("normalize_advantages", "loss.whiten normalizes over the train batch, by tokens", False, of="rloo"),
+    absent("reward_clip_range", "scores are taken as they are", of="rloo"),
+    # PPO
+    taken("kl_coef", "loss.beta", default=0.05, of="ppo"),
+    taken("kl_estimator", "loss.kl", default="k1", of="ppo"),
+    worked_out("cliprange", "loss.clip_low, loss.clip_high", "", of="ppo"),
+    taken("cliprange_value", "loss.value_clip", default=0.2, of="ppo"),
+    taken("vf_coef", "loss.value_coef", default=0.1, of="ppo"),
+    taken("gamma", "loss.gamma", default=1.0, of="ppo"),
+    taken("lam", "loss.lam", default=0.95, of="ppo"),
+    taken("num_ppo_epochs", "rollout.epochs", default=4, of="ppo"),
+    other("num_mini_batches", "rollout.minibatches",
+          "TRL takes one step for each of its PPO epochs, whatever this says; here train.batch_size decides", of="ppo"),
+    worked_out("total_episodes", "train.max_steps", "", of="ppo"),
+    worked_out("missing_eos_penalty", "rollout.overlong=penalty, rollout.overlong_penalty", "", of="ppo"),
+    needless("stop_token stop_token_id", "an answer ends with the end-of-sequence token", of="ppo"),
+    absent("whiten_rewards", "advantages are normalized (loss.whiten), rewards are not", False, of="ppo"),
+    needless("local_rollout_forward_batch_size num_sample_generations exp_name batch_size mini_batch_size "
+             "micro_batch_size local_batch_size num_total_batches", "no number depends on it", of="ppo"),
+    # the launcher
+    worked_out("num_processes", "launch.nproc", ""),
+    worked_out("num_machines", "launch.nodes", ""),
+    worked_out("accelerate_config config_file", "engine", "zero1, zero2, zero3, fsdp1 or fsdp2"),
+    worked_out("zero_stage", "engine", ""),
+    worked_out("parallelism_config_cp_size", "parallel.ring_size", ""),
+    worked_out("parallelism_config_sp_size", "parallel.ring_size, parallel.layout=ulysses", ""),
+    needless("machine_rank main_process_ip main_process_port mixed_precision gpu_ids use_deepspeed env config",
+             "it tells accelerate how to start; `python -m rlexp` starts its own ranks"),
+    absent("parallelism_config_tp_size", "a model is not split across GPUs by tensor parallelism", 1),
+)  # fmt: skip
+
+
+def trainer_of(given: dict[str, Any]) -> str | None:
+    """Return the trainer that a file is for, if an argument of it belongs to one trainer only."""
+    found = [name for name, words in TELLTALE.items() if set(words.split()) & given.keys()]
+    if not found and (given.get("loss_type") in DIVISORS or given.get("loss_type") == "bnpo"):
+        return "grpo"
+    if not found and given.get("loss_type") in ("sigmoid", ["sigmoid"]):
+        return "dpo"
+    return found[0] if len(found) == 1 else None
+
+
+def convert(conv: Conversion) -> None:
+    gpus = _gpus(conv)
+    _launcher(conv, gpus)
+    micro, steps = huggingface.sizes(conv, gpus)
+    huggingface.shared(conv, bf16=True)
+    conv.put("optim.lr", conv.get("learning_rate", RATES.get(conv.trainer, 1e-6)), "learning_rate")
+    if conv.name("activation_checkpointing") is None and conv.name("gradient_checkpointing") is None:
+        conv.put("memory.checkpointing", True, "gradient_checkpointing")
+    conv.choose("model", "hf")
+    conv.put("model.path", conv.get("model_name_or_path", conv.get("sft_model_path")), "model_name_or_path")
+    _data(conv)
+    {"dpo": _dpo, "grpo": _grpo, "rloo": _rloo, "ppo": _ppo}[conv.trainer](conv)
+    if conv.trainer == "dpo":
+        huggingface.drop_last(conv)
+    else:
+        _rewards(conv)
+        _rollout(conv, gpus, micro, steps)
+
+
+def _gpus(conv: Conversion) -> int:
+    gpus = conv.gpus or conv.get("num_processes")
+    if gpus is None:
+        raise ConvertError(
+            "per_device_train_batch_size: is the batch of one GPU, and the file does not say how many GPUs there are. "
+            "Say how many: --gpus=8."
+        )
+    return int(gpus)
+
+
+def _launcher(conv: Conversion, gpus: int) -> None:
+    nodes = conv.whole("num_machines", 1)
+    conv.put(
+        "launch.nproc",
+        gpus // nodes,
+        *(["num_processes"] if conv.name("num_processes") else []),
+        why="" if conv.get("num_processes") == gpus else "--gpus",
+    )
+    if nodes > 1:
+        conv.put("launch.nodes", nodes, "num_machines")
+    conv.tell(Fate.NEEDLESS, "num_machines", "it is 1")
+    profile = str(conv.get("accelerate_config", "")).rpartition("/")[2]
+    if (found := re.search(r"zero[123]", profile)) is not None:
+        conv.choose("engine", found[0], "accelerate_config")
+    elif "fsdp" in profile:
+        conv.choose("engine", "fsdp2", "accelerate_config")
+    else:
+        conv.tell(
+            Fate.OTHER, "accelerate_config", "an engine holds the training state: engine=zero3, as docs/engines.md says"
+        )
+    if (stage := conv.get("zero_stage")) is not None:
+        conv.choose("engine", huggingface.BY_STAGE.get(stage, "zero1"), "zero_stage")
+    for name, layout in (("parallelism_config_cp_size", None), ("parallelism_config_sp_size", "ulysses")):
+        if (size := conv.get(name, 1)) != 1:
+            conv.put("parallel.ring_size", size, name)
+            if layout:
+                conv.put("parallel.layout", layout, name)
+        conv.tell(Fate.NEEDLESS, name, "it is 1")
+
+
+def _data(conv: Conversion) -> None:
+    conv.choose("data", "hf")
+    sources = conv.get("datasets")
+    if sources:
+        for number, source in enumerate(sources, start=1):
+            _source(conv, f"data.sources.source{number}", source)
+        conv.tell(Fate.NEEDLESS, "dataset_name", "datasets decides")
+    elif conv.get("dataset_name") is None:
+        raise ConvertError("dataset_name: is missing, and so is datasets; without them nothing says what to train on.")
+    else:
+        conv.put("data.path", conv.get("dataset_name"), "dataset_name")
+        for name, key in (
+            ("dataset_config", "subset"),
+            ("dataset_train_split", "split"),
+            ("dataset_streaming", "streaming"),
+        ):
+            if (value := conv.get(name)) is not None:
+                conv.put(f"data.{key}", value, name)
+    held_out = conv.get("test_split_size")
+    if isinstance(held_out, int):
+        conv.put("data.eval_size", held_out, "test_split_size")
+    elif held_out is not None:
+        conv.tell(Fate.OTHER, "test_split_size", "a share of the rows there; data.eval_size is a number of rows")
+    elif huggingface.evaluates(conv) and not sources:
+        conv.put("data.eval_split", conv.get("dataset_test_split", "test"), "dataset_test_split")
+    conv.tell(Fate.NEEDLESS, "dataset_test_split", "nothing is evaluated")
+
+
+def _source(conv: Conversion, key: str, source: dict[str, Any]) -> None:
+    files, path = source.get("data_files"), source.get("path")
+    conv.put(f"{key}.path", files if files and path in ("json", "parquet") else path, "datasets")
+    for theirs, ours in (("name", "subset"), ("split", "split"), ("fraction", "weight")):
+        if source.get(theirs) is not None:
+            conv.put(f"{key}.{ours}", source[theirs], "datasets")
+    for name in source.keys() - {"path", "data_files", "name", "split", "fraction", "columns"}:
+        conv.remark(Fate.ABSENT, f"datasets: {name}", source[name], "a source has no key of this kind")
+
+
+def _dpo(conv: Conversion) -> None:
+    losses = conv.get("loss_type", "sigmoid")
+    conv.choose("loss", "dpo", "loss_type")
+    if losses not in ("sigmoid", ["sigmoid"]):
+        conv.remark(Fate.ABSENT, "loss_type", losses, "sigmoid is the one preference loss here; it is taken")
+    smoothing = conv.get("label_smoothing", 0.0)
+    conv.put(
+        "loss.label_smoothing",
+        smoothing,
+        "label_smoothing",
+        why="TRL ignores it since 0.29; until then it meant the same" if smoothing else "",
+    )
+    conv.put("data.max_length", conv.get("max_length", LONG), "max_length")
+    conv.put("data.too_long", "truncate", "truncation_mode", why="another part is cut than by TRL: docs/data.md")
+    conv.tell(Fate.OTHER, "max_prompt_length", "data.max_length is one limit, for prompt and answer together")
+
+
+def _grpo(conv: Conversion) -> None:
+    scale, divisor = conv.get("scale_rewards", "group"), conv.get("loss_type", "dapo")
+    by_sequence = conv.get("importance_sampling_level", "token") == "sequence"
+    loss = "gspo" if by_sequence else "grpo" if scale in ("group", True) else "dr_grpo"
+    conv.choose("loss", loss, "importance_sampling_level" if by_sequence else "scale_rewards")
+    if scale == "batch":
+        conv.remark(Fate.ABSENT, "scale_rewards", scale, "scores are normalized by group, or only centred")
+    if by_sequence and (divisor != "grpo" or scale not in ("group", True)):
+        conv.remark(
+            Fate.OTHER,
+            "importance_sampling_level",
+            "sequence",
+            "loss=gspo is TRL's with loss_type=grpo and scale_rewards=group",
+        )
+    conv.done.update(filter(None, map(conv.name, ("scale_rewards", "importance_sampling_level"))))
+    conv.put("loss.normalize", DIVISORS.get(divisor, "token"), "loss_type")
+    if divisor not in DIVISORS:
+        conv.remark(Fate.ABSENT, "loss_type", divisor, "grpo, dapo and dr_grpo are here; dapo's divisor is taken")
+    beta = conv.get("beta", 0.0)
+    conv.put("loss.beta", beta, "beta")
+    if beta and conv.get("use_bias_correction_kl", True):
+        conv.remark(
+            Fate.OTHER,
+            "beta",
+            beta,
+            "TRL 1.16 multiplies the divergence by the ratio, unless "
+            "use_bias_correction_kl is false; here it is k3 itself, as in TRL before",
+        )
+    conv.tell(Fate.NEEDLESS, "use_bias_correction_kl", "the divergence is k3 itself here")
+    _clip(conv)
+
+
+def _clip(conv: Conversion) -> None:
+    low = conv.get("epsilon", 0.2)
+    conv.put("loss.clip_low", low, "epsilon")
+    conv.put("loss.clip_high", conv.get("epsilon_high", low), "epsilon_high", "epsilon")
+
+
+def _rloo(conv: Conversion) -> None:
+    conv.choose("loss", "rloo")
+    _clip(conv)
+    conv.notes.append(
+        "RLOO: the advantages are TRL's. TRL clips the ratio of the whole answer, rlexp that of each token, and "
+        "divides by "
+        "rollout.max_new_tokens: with one step for each rollout the gradients differ by that factor alone."
+    )
+
+
+def _ppo(conv: Conversion) -> None:
+    conv.choose("loss", "ppo")
+    clip = conv.get("cliprange", 0.2)
+    conv.put("loss.clip_low", clip, "cliprange")
+    conv.put("loss.clip_high", clip, "cliprange")
+    conv.put("rollout.temperature", conv.get("temperature", 0.7) if "temperature" in conv.by_name else 0.7)
+    if (penalty := conv.get("missing_eos_penalty")) is not None:
+        conv.put("rollout.overlong", "penalty", "missing_eos_penalty")
+        conv.put("rollout.overlong_penalty", penalty, "missing_eos_penalty")
+    conv.notes.append("PPO: TRL's critic begins as the reward model, ours with the policy's weights (loss.critic).")
+
+
+def _rewards(conv: Conversion) -> None:
+    terms: dict[str, dict[str, Any]] = {}
+    if (model := conv.get("reward_model_name_or_path", conv.get("reward_model_path"))) is not None:
+        terms["model"] = {"kind": "model", "path": model}
+    functions = conv.get("reward_funcs", []) if "reward_funcs" in conv.by_name else []
+    for name in functions if isinstance(functions, list) else [functions]:
+        module, _, function = str(name).rpartition(".")
+        terms[function] = {"kind": "python", "function": f"{module or 'rewards'}:{function}"}
+    if not terms:
+        raise ConvertError("reward_funcs: is missing, and so is a reward model; without them nothing scores an answer.")
+    names = ("reward_funcs", "reward_model_name_or_path")
+    if functions:
+        conv.notes.append(
+            "Rewards: TRL calls f(prompts, completions, completion_ids, **columns), rlexp f(prompts, answers, rows). "
+            "Write "
+            + " and ".join(sorted({f"{t['function'].partition(':')[0]}.py" for t in terms.values() if "function" in t}))
+            + " with functions of our form, which call the old ones: docs/rewards.md."
+        )
+    weights = conv.get("reward_weights") if "reward_weights" in conv.by_name else None
+    if len(terms) == 1 and not weights:
+        ((_, term),) = terms.items()
+        conv.choose("reward", term.pop("kind"), *names)
+        for key, value in term.items():
+            conv.put(f"reward.{key}", value, *names)
+        return
+    conv.choose("reward", "sum", *names)
+    for place, (name, term) in enumerate(terms.items()):
+        for key, value in term.items():
+            conv.put(f"reward.terms.{name}.{key}", value, *names)
+        conv.put(f"reward.terms.{name}.weight", weights[place] if weights else 1.0, "reward_weights")
+
+
+def _rollout(conv: Conversion, gpus: int, micro: int, steps: int) -> None:
+    """Set the sizes of a rollout, in prompts and answers, from those of one GPU."""
+    batch = micro * steps * gpus
+    answers = conv.whole("num_generations", 8 if conv.trainer == "grpo" else 2) if conv.trainer != "ppo" else 1
+    drawn = batch
+    if conv.trainer != "ppo":
+        drawn = _generation(conv, micro * gpus, steps)
+        conv.put("rollout.n_samples", answers, "num_generations")
+    else:
+        conv.put("rollout.n_samples", 1)
+        _episodes(conv, batch)
+    if drawn % answers:
+        raise ConvertError(
+            f"num_generations={answers}: does not divide the {drawn} answers of a rollout "
+            f"(per_device_train_batch_size × "
+            f"steps_per_generation × GPUs). TRL would refuse it too; check --gpus."
+        )
+    drawing = () if conv.trainer == "ppo" else ("steps_per_generation", "generation_batch_size")
+    sizes = [name for name in drawing if conv.name(name)]
+    conv.put("rollout.batch_size", drawn // answers, *sizes, why=f"prompts: {drawn} answers / {answers}")
+    new = conv.whole("max_completion_length", 512 if conv.trainer != "ppo" else 53)
+    conv.put("rollout.max_new_tokens", new, "max_completion_length")
+    prompt = conv.get("max_prompt_length")
+    conv.put(
+        "data.max_length",
+        new + (prompt or LONG),
+        "max_prompt_length",
+        why="" if prompt else f"TRL has no limit of prompts; {LONG} tokens are allowed here",
+    )
+    if conv.trainer == "ppo":
+        return
+    if conv.get("mask_truncated_completions"):
+        conv.put("rollout.overlong", "mask", "mask_truncated_completions")
+    conv.tell(Fate.NEEDLESS, "mask_truncated_completions", "cut answers are kept")
+    conv.put("rollout.show_every", 10 if conv.get("log_completions") else 0, "log_completions")
+    if conv.get("use_vllm"):
+        conv.choose("rollout", "default")
+        conv.put("rollout.engine", "vllm", "use_vllm")
+    conv.tell(Fate.NEEDLESS, "use_vllm", "samples are drawn by the model itself")
+    if conv.get("vllm_mode") == "server":
+        conv.tell(Fate.OTHER, "vllm_mode", "rollout=pipelined gives some ranks to sampling, one rollout ahead")
+    conv.tell(Fate.NEEDLESS, "vllm_mode", "all ranks sample, then all train")
+
+
+def _generation(conv: Conversion, forward: int, steps: int) -> int:
+    """Return the answers that TRL draws at once, as a whole number of train batches."""
+    each = conv.whole("steps_per_generation", steps)
+    if (size := conv.get("generation_batch_size")) is not None:
+        each = size // forward
+    if each < steps:
+        return forward * steps  # the weights do not change between the generations of a step
+    if each % steps:
+        raise ConvertError(
+            f"steps_per_generation={each}: is no multiple of gradient_accumulation_steps={steps}, so that a step "
+            f"would take "
+            f"samples of two generations. rlexp has whole train batches of one rollout: give a multiple."
+        )
+    return forward * each
+
+
+def _episodes(conv: Conversion, batch: int) -> None:
+    if (episodes := conv.get("total_episodes")) is not None:
+        conv.values.pop("train.epochs", None)
+        count = -(-int(episodes) // batch) * conv.whole("num_ppo_epochs", 4)
+        conv.put("train.max_steps", count, "total_episodes", "num_ppo_epochs")

@@ -1,0 +1,256 @@
+"""`python -m rlexp.convert`: files of other trainers become experiments that compose, and nothing is dropped silently.
+
+The files in tests/files/foreign/ have the arguments of the trainers' own examples.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlexp.config.schema import KINDS, Config
+from rlexp.config.schema.keys import all_keys
+from rlexp.convert.experiment import composed, text_of
+from rlexp.convert.frameworks import FRAMEWORKS, converted
+from rlexp.convert.read import plain, read
+from rlexp.convert.rules import Conversion, ConvertError, Fate
+from tests.helpers import coming_from, warm
+from tests.helpers.models import saved
+from tests.helpers.paths import FILES
+
+FOREIGN = FILES / "foreign"
+# For each file: the trainer and the GPUs, where it does not say them, and what must come of it.
+GIVEN: dict[str, tuple[str | None, int | None]] = {
+    "trl_dpo.yaml": ("dpo", 8), "trl_grpo.yaml": ("grpo", None), "trl_gspo.sh": (None, None),
+    "trl_rloo.yaml": (None, None),
+    "openrlhf_dpo_ring.sh": (None, 8), "openrlhf_dapo.sh": (None, None), "openrlhf_ppo_slurm.sh": (None, None),
+    "axolotl_dpo.yaml": (None, 8), "swift_dpo.sh": (None, None), "llamafactory_dpo.yaml": (None, 8),
+}  # fmt: skip
+EXPECTED: dict[str, dict[str, Any]] = {
+    "trl_dpo.yaml": {
+        "loss.name": "dpo", "loss.beta": 0.1, "train.batch_size": 128, "train.micro_batch_size": 2, "train.grad_acc": 8,
+        "train.max_steps": 1000, "train.epochs": None, "train.eval_every": 50, "train.precision": "bf16", "seed": 42,
+        "data.max_length": 1024, "data.too_long": "truncate", "data.eval_split": "test", "data.drop_last": False,
+        "optim.lr": 5e-7, "memory.checkpointing": True, "checkpoint.save_every": "500", "logger.name": "none",
+    },
+    "trl_grpo.yaml": {
+        "loss.name": "grpo", "loss.beta": 0.0, "loss.normalize": "token", "engine.name": "zero2", "train.epochs": 3,
+        "train.batch_size": 32, "rollout.batch_size": 4, "rollout.n_samples": 8, "rollout.minibatches": 1,
+        "reward.function": "rewards:accuracy_reward",
+    },
+    "trl_gspo.sh": {
+        "loss.name": "gspo", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4, "loss.normalize": "sequence",
+        "engine.name": "zero3", "train.batch_size": 128, "rollout.batch_size": 64, "rollout.minibatches": 4,
+        "rollout.max_new_tokens": 1024, "reward.name": "sum",
+    },
+    "trl_rloo.yaml": {
+        "loss.name": "rloo", "loss.beta": 0.03, "train.batch_size": 2048, "rollout.batch_size": 2048,
+        "rollout.n_samples": 2, "rollout.minibatches": 2, "rollout.engine": "vllm", "reward.path": "org/reward",
+    },
+    "openrlhf_dpo_ring.sh": {
+        "loss.name": "dpo", "parallel.ring_size": 4, "parallel.dp_size": 2, "train.batch_size": 256,
+        "train.grad_acc": 128,
+        "engine.name": "zero3", "data.max_length": 8192, "optim.betas": [0.9, 0.95], "optim.lr": 5e-7,
+        "checkpoint.save_every": None, "logger.name": "wandb", "data.packing": True,
+    },
+    "openrlhf_dapo.sh": {
+        "loss.name": "grpo", "loss.kl_in": "loss", "loss.kl": "k3", "loss.beta": 1e-3, "loss.clip_high": 0.27,
+        "loss.filter": True, "loss.normalize": "token", "rollout.batch_size": 128, "rollout.n_samples": 8,
+        "rollout.minibatches": 8, "checkpoint.save_every": "160", "data.columns": {"prompt": "context_messages"},
+        "reward.function": "reward_func:rewards", "data.split": "train[:20000]",
+    },
+    "openrlhf_ppo_slurm.sh": {
+        "loss.name": "ppo", "loss.whiten": True, "loss.lam": 1.0, "loss.value_clip": 0.5, "loss.value_lr": 9e-6,
+        "loss.kl_in": "reward", "loss.kl_target": None, "launch.nproc": 4, "launch.nodes": 2,
+        "engine.offload": "optimizer",
+        "data.max_length": 1536, "rollout.max_new_tokens": 512, "rollout.minibatches": 8,
+    },
+    "axolotl_dpo.yaml": {
+        "loss.name": "dpo", "parallel.ring_size": 4, "train.batch_size": 16, "train.micro_batch_size": 2,
+        "data.columns": {"prompt": "conversation"}, "optim.lr": 2e-4, "optim.decay": "cosine", "train.epochs": 4,
+    },
+    "swift_dpo.sh": {
+        "loss.name": "dpo", "parallel.ring_size": 2, "launch.nproc": 4, "train.batch_size": 8, "engine.name": "zero3",
+        "optim.weight_decay": 0.1, "data.too_long": "drop", "data.max_length": 8192,
+    },
+    "llamafactory_dpo.yaml": {
+        "loss.name": "dpo", "train.batch_size": 64, "engine.name": "zero3", "data.max_length": 2048,
+        "data.path": "data/dpo_en_demo.json", "data.columns": {"prompt": "conversations"},
+    },
+}  # fmt: skip
+ABSENT: dict[str, set[str]] = {
+    "trl_dpo.yaml": {"lora_dropout", "neftune_noise_alpha", "push_to_hub", "grad_scale"},
+    "trl_grpo.yaml": set(),
+    "trl_gspo.sh": {"use_peft", "lora_target_modules"},
+    "trl_rloo.yaml": {"hub_token", "push_to_hub"},
+    "openrlhf_dpo_ring.sh": set(),
+    "openrlhf_dapo.sh": {"vllm.tensor_parallel_size"},
+    "openrlhf_ppo_slurm.sh": {"normalize_reward"},
+    "axolotl_dpo.yaml": {"optimizer", "evals_per_epoch", "saves_per_epoch"},
+    "swift_dpo.sh": {"rpo_alpha"},
+    "llamafactory_dpo.yaml": {"finetuning_type", "lora_rank"},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which the rewards and rows that the files name are."""
+    function = "def {}(prompts, answers, rows):\n    return [0.0] * len(answers)\n"
+    (tmp_path / "rewards.py").write_text(function.format("accuracy_reward") + function.format("think_format_reward"))
+    (tmp_path / "reward_func.py").write_text(function.format("rewards"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(
+        '{"dpo_en_demo": {"file_name": "dpo_en_demo.json", "columns": {"messages": "conversations"}}}'
+    )
+    (tmp_path / "data" / "dpo_en_demo.json").write_text("[]")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def conversion(file: str) -> Conversion:
+    return converted(FOREIGN / file, *GIVEN[file])
+
+
+def value(cfg: Config, key: str) -> Any:
+    node: Any = cfg
+    for part in key.split("."):
+        node = getattr(node, part)
+    return getattr(node, "name", node) if not isinstance(node, str | dict | list) else node
+
+
+@pytest.mark.parametrize("file", GIVEN)
+def test_an_example_of_theirs_composes(file: str, folder: Path) -> None:
+    conv = conversion(file)
+    cfg = composed(text_of(conv, "mine", file), "mine")
+    assert {key: value(cfg, key) for key in EXPECTED[file]} == EXPECTED[file]
+    assert {line.name for line in conv.lines[Fate.ABSENT]} == ABSENT[file]
+
+
+@pytest.mark.parametrize("file", GIVEN)
+def test_no_argument_is_dropped_silently(file: str, folder: Path) -> None:
+    """Each stands in the file that is written: behind a key, in the command, or with a reason."""
+    conv = conversion(file)
+    text = text_of(conv, "mine", file)
+    origins = " ".join(each.origin for each in (*conv.values.values(), *conv.choices.values(), *conv.command.values()))
+    for name in conv.given:
+        told = {line.name for lines in conv.lines.values() for line in lines}
+        assert name in told or re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", origins), name
+    assert all(f"  {line.name}: " in text for lines in conv.lines.values() for line in lines)
+    assert "SECRET" not in text
+    assert "hf_abcdefgh" not in text
+
+
+def test_every_key_that_a_rule_names_exists() -> None:
+    """So that a key which is renamed is renamed here too."""
+    keys = {*all_keys(), *KINDS, "hydra.run.dir", "engine", "optim", "logger"}
+    for framework in FRAMEWORKS.values():
+        for rule in framework.rules:
+            for each in re.findall(r"[a-z_]+(?:\.[a-zA-Z_]+)+", rule.key):
+                name = re.sub(r"\.(sources|terms)\.NAME.*|(\.columns|\.template_options)\..*", r".\1\2", each).replace(
+                    "..", "."
+                )
+                assert name in keys, (rule.names, each)
+
+
+def test_every_loss_comes_from_some_file() -> None:
+    """A loss that is new here has a name in other trainers too: their files must lead to it."""
+    from rlexp.convert import openrlhf
+
+    theirs = {*openrlhf.ESTIMATORS.values(), "gspo", "dpo", "grpo", "rloo", "ppo"}
+    assert theirs == set(KINDS["loss"])
+
+
+@pytest.mark.parametrize(
+    ("file", "trainer", "gpus", "said"),
+    [
+        ("trl_grpo.yaml", None, None, "does not say which trainer it is for. Say --trainer dpo, or grpo, or rloo."),
+        ("trl_dpo.yaml", "dpo", None, "does not say how many GPUs there are. Say how many: --gpus=8."),
+        ("trl_grpo.yaml", "sft", None, "is for TRL's sft, which rlexp does not have yet"),
+        ("openrlhf_dapo.sh", "dpo", None, "--trainer=dpo: "),
+        ("axolotl_dpo.yaml", None, 6, "context_parallel_size=4: does not divide --gpus=6."),
+        ("llamafactory_dpo.yaml", None, 8, "dataset_info.json, and there is none here"),
+    ],
+)
+def test_what_is_missing_is_said(file: str, trainer: str | None, gpus: int | None, said: str, tmp_path: Path,
+                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConvertError, match=re.escape(said)):
+        converted(FOREIGN / file, trainer, gpus)
+
+
+@pytest.mark.parametrize("content", ["", "just words", "[1, 2]", "a: [1", "key: value", "python train.py --lr 3", "\0"])
+def test_an_unknown_file_is_one_message(content: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(content, encoding="utf-8")
+    with pytest.raises(ConvertError, match="is none of the files that can be converted"):
+        read(tmp_path / "file")
+
+
+def test_texts_that_stand_for_numbers() -> None:
+    assert [plain(each) for each in ("5e-7", "3", "True", "none", "train[:5%]", "-1", "1.0")] == [
+        5e-7, 3, True, None, "train[:5%]", -1, 1.0
+    ]  # fmt: skip
+
+
+def test_a_share_of_the_steps_is_counted_where_they_are_known(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    lines = [
+        "model_name_or_path: org/model",
+        "dataset_name: org/pairs",
+        "warmup_ratio: 0.1",
+        "max_steps: 250",
+        "beta: 0.2",
+    ]
+    file.write_text("\n".join([*lines, "save_steps: 0.2", "num_processes: 2"]))
+    conv = converted(file, "dpo", None)
+    assert conv.values["optim.warmup_steps"].value == 25
+    assert conv.values["checkpoint.save_every"].value == "50"
+    file.write_text("\n".join([*lines[:3], "num_processes: 2", "num_train_epochs: 0.5"]))
+    conv = converted(file, "dpo", None)
+    assert {line.name for line in conv.lines[Fate.OTHER]} == {"warmup_ratio", "num_train_epochs"}
+    assert conv.values["train.epochs"].value == 1
+
+
+def command(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return warm.run("rlexp.convert", args, folder)
+
+
+def test_the_command_writes_an_experiment_that_trains(folder: Path) -> None:
+    """From the file to a run: on CPU, with a small model and our own pairs in place of the hub's."""
+    done = command(folder, str(FOREIGN / "trl_dpo.yaml"), "--gpus", "1", "--trainer", "dpo", "--name", "mine")
+    assert done.returncode == 0, done.stderr
+    assert "not here: lora_dropout, neftune_noise_alpha, push_to_hub, grad_scale" in done.stderr
+    assert (
+        "wrote conf/experiment/mine.yaml: python -m rlexp +experiment=mine hydra.run.dir=Qwen2-0.5B-DPO" in done.stderr
+    )
+    again = command(folder, str(FOREIGN / "trl_dpo.yaml"), "--gpus", "1", "--trainer", "dpo", "--name", "mine")
+    assert again.returncode == 1
+    assert "conf/experiment/mine.yaml is there already" in again.stderr
+    rows = [{"prompt": f"{n} and one?", "chosen": str(n + 1), "rejected": "no"} for n in range(20)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = (f"model.path={saved(folder / 'small')}", "data.path=rows.jsonl", "data.eval_split=null",
+             "hydra.run.dir=run", "train.max_steps=1", "train.eval_every=null", "launch.device=cpu",
+             "checkpoint.export=false")  # fmt: skip
+    run = warm.run("rlexp", ["+experiment=mine", *small], folder)
+    assert run.returncode == 0, run.stderr
+    assert "batch 16 = 1 replica × micro-batch 2 × 8 accumulation steps" in run.stdout + run.stderr
+
+
+def test_what_cannot_run_as_it_is_says_why(tmp_path: Path) -> None:
+    done = command(tmp_path, str(FOREIGN / "trl_grpo.yaml"), "--trainer", "grpo")
+    assert done.returncode == 1
+    assert done.stdout.startswith("# @package _global_")
+    assert (
+        "as it is, it does not run: reward.function=rewards:accuracy_reward: there is no module rewards" in done.stderr
+    )
+    wrong = command(tmp_path, "nothing.yaml")
+    assert (wrong.returncode, wrong.stderr) == (1, "rlexp: nothing.yaml: cannot be read (No such file or directory).\n")
+
+
+def test_the_page_has_the_tables_of_the_rules() -> None:
+    text = coming_from.PAGE.read_text(encoding="utf-8")
+    assert text == coming_from.with_tables(text), "stale: python -m tests.helpers.coming_from"

@@ -1,0 +1,33 @@
+srun --overlap --nodes=1 --ntasks=1 bash -c \
+"ray job submit --address=http://localhost:8265 --runtime-env-json='{\"working_dir\": \"/openrlhf\"}' \
+   -- python3 -m openrlhf.cli.train_ppo_ray \
+   --actor_num_nodes 2 \
+   --actor_num_gpus_per_node 4 \
+   --critic_num_nodes 1 \
+   --critic_num_gpus_per_node 4 \
+   --colocate_critic_reward \
+   --pretrain OpenRLHF/Llama-3-8b-sft-mixture \
+   --reward_pretrain OpenRLHF/Llama-3-8b-rm-mixture \
+   --save_path /openrlhf/examples/checkpoint/llama3-8b-rlhf \
+   --micro_train_batch_size 8 \
+   --train_batch_size 128 \
+   --micro_rollout_batch_size 16 \
+   --rollout_batch_size 1024 \
+   --max_samples 100000 \
+   --max_epochs 1 \
+   --prompt_max_len 1024 \
+   --generate_max_len 512 \
+   --zero_stage 3 \
+   --bf16 \
+   --actor_learning_rate 5e-7 \
+   --critic_learning_rate 9e-6 \
+   --init_kl_coef 0.01 \
+   --kl_target 0.1 \
+   --prompt_data OpenRLHF/prompt-collection-v0.1 \
+   --input_key context_messages \
+   --apply_chat_template \
+   --normalize_reward \
+   --adam_offload \
+   --packing_samples \
+   --gradient_checkpointing \
+   --use_wandb SECRET123" &>> log.txt
