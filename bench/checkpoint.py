@@ -83,7 +83,7 @@ COMMAND = ("parallel=ring8", "launch.device=cpu", "logger=none", "train.max_step
 STARTS = 3
 STARTED: dict[str, tuple[str, ...]] = {
     "torch": ("engine=torch",),
-    "zero1 (the default)": (),
+    "zero1 (`engine=auto` on a CPU)": (),
     "zero3": ("engine=zero3",),
 }
 

@@ -5,8 +5,8 @@
 #   sbatch launchers/srun.sh parallel=ring8 launch.device=cpu
 #   sbatch --partition=gpu --gpus-per-node=8 --ntasks-per-node=8 launchers/srun.sh parallel=ring16 model=hf model.path=DIR
 #
-# The run is in runs/slurm-JOB. To go on with another run, set RLEXP_RUN_DIR=FOLDER before sbatch. When the run's time is
-# nearly up, or it is pre-empted or requeued, it saves and later goes on in the same folder.
+# The run is in runs/slurm-JOB. To continue another run, set RLEXP_RUN_DIR=FOLDER before sbatch. When the run's time is
+# nearly up, or it is pre-empted or requeued, it saves, and later continues in the same folder.
 #SBATCH --job-name=rlexp
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4

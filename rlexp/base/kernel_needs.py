@@ -22,8 +22,8 @@ NEEDS = {
     "flash_attn": Needs(
         SINCE_AMPERE,
         modules=("flash_attn_2_cuda",),  # flash-attn 4 has a folder flash_attn too
-        install="Install it with `pip install rlexp[flash]`, which builds flash-attn where there is no wheel for your "
-        "torch",
+        install="Install it with `pip install -e '.[flash]'` in a checkout, which builds flash-attn where there is no "
+        "wheel for your torch",
     ),
     "flash_attn_3": Needs(
         HOPPER,

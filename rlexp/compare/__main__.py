@@ -4,7 +4,7 @@ python -m rlexp.compare runs/SWEEP                     compare the runs of a swe
 python -m rlexp.compare runs/A runs/B                  compare runs, folders of runs, or W&B offline folders
 python -m rlexp.compare entity/project                 compare the runs of a W&B project, online
 python -m rlexp.compare runs/SWEEP --fail-above 1e-6   exit with code 1 if losses are further apart
-python -m rlexp.compare runs/SWEEP --watch             repeat while runs go on
+python -m rlexp.compare runs/SWEEP --watch             repeat while runs continue
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--metrics", nargs="+", metavar="NAME",
                         help="metrics for --fail-above, such as 'train/*'; default: the losses")  # fmt: skip
     parser.add_argument("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS",
-                        help="repeat every SECONDS (default: 5) while runs go on")  # fmt: skip
+                        help="repeat every SECONDS (default: 5) while runs continue")  # fmt: skip
     return parser.parse_args(argv)
 
 

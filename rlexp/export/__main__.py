@@ -1,6 +1,6 @@
 """Export a checkpoint as a model that transformers loads.
 
-python -m rlexp.export RUN                        the newest whole checkpoint, to RUN/model-step-…
+python -m rlexp.export RUN                        the newest complete checkpoint, to RUN/model-step-…
 python -m rlexp.export RUN/checkpoints/step-00000050 --out FOLDER --dtype bf16
 """
 

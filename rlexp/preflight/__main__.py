@@ -3,9 +3,9 @@
 python -m rlexp.preflight model=hf model.path=FOLDER parallel=ring8 hardware=h100 launch.nproc=8
 python -m rlexp.preflight --json answer.json data.max_length=131072 memory.checkpointing=true hardware=h200
 
-The product's own code is built and stepped on tensors without memory, for one rank, from the model's config.json alone:
-no weights, no GPU, no network. The overrides are those of `python -m rlexp`; hardware=… names what is predicted. The
-exit code is 0 if the run fits, and 1 if it does not.
+The real training step runs on fake tensors without memory, for one rank, from the model's config.json alone: no
+weights, no GPU, no network. The overrides are those of `python -m rlexp`; hardware=… names the GPUs. The exit code is 0
+if the run fits, and 1 if it does not.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m rlexp.status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", metavar="FOLDER", help="a sweep, a run, or a folder of runs")
-    parser.add_argument("--watch", action="store_true", help="repeat while jobs go on, with progress bars")
+    parser.add_argument("--watch", action="store_true", help="repeat until all jobs have ended, with progress bars")
     parser.add_argument("--every", type=float, metavar="SECONDS", help=f"how often --watch looks; default: {EVERY:g}")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     return parser.parse_args(argv)

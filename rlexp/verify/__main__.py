@@ -5,7 +5,7 @@ python -m rlexp.verify --steps 5 --json result.json train.precision=bf16 engine=
 
 The first optimizer steps run on the chosen layout and in a plain one-process reference, in float64 and then in the
 run's own precision. The exit code is 0 if they agree; otherwise it is 1, and the report shows the first difference and
-the room whose code to look at. The overrides are those of `python -m rlexp`.
+the module whose code to look at. The overrides are those of `python -m rlexp`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find the room that the first difference points to, by trying parts of the run alone.
+"""Find the module that the first difference points to, by trying parts of the run alone.
 
 This happens only after a failure. The ranks start once more, and each part gets inputs with a known answer: the ring's
 sum, the meter, the attention of the same micro-batches, and the gradient without an engine.
@@ -289,11 +289,11 @@ def parts_rank(spec: RankSpec, parts: Parts) -> None:
                 files.write("gradient", step, name, gradient.cpu().numpy())
 
 
-# ---- the room ----
+# ---- the module ----
 
 
 def room_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
-    """The room of a finding. `alone` is needed only where `needs_trial` says so."""
+    """The module of a finding. `alone` is needed only where `needs_trial` says so."""
     fixed = {
         Clue.PAIRS: DATA,
         Clue.SAMPLES: DATA,
@@ -343,7 +343,7 @@ def needs_trial(finding: Finding) -> bool:
 
 
 def room_of_traceback(text: str) -> str | None:
-    """The innermost room in a rank's traceback. What all rooms call, or lies around them, is passed over."""
+    """The innermost module in a rank's traceback. What all modules call, or lies around them, is passed over."""
     passed_over = r"verify/|launch/|preflight/|base/|training/(?:model/float64|metrics/live_tensors|types)\."
     files = re.findall(r'File "[^"]*/rlexp/([^"]*)"', text)  # after the last /rlexp/: a checkout has that name too
     rooms = [

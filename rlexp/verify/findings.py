@@ -16,7 +16,7 @@ GRADIENT, OPTIMIZER, METRICS = "gradient", "optimizer", "metrics"
 
 
 class Clue(Enum):
-    """The comparison that found a difference; `diagnose.py` derives the room from it."""
+    """The comparison that found a difference; `diagnose.py` derives the module from it."""
 
     PAIRS = "the data set"
     SAMPLES = "the sampler's batch"

@@ -50,7 +50,7 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Failure:
-    """The first difference, and the room whose code it points to."""
+    """The first difference, and the module (`room`) whose code it points to."""
 
     precision: str
     step: int
@@ -241,7 +241,7 @@ class Verifier:
         return self.located(comparison, finding, precision)
 
     def located(self, comparison: Comparison, finding: Finding, precision: str) -> Failure:
-        """Find the room that a difference points to. If the difference alone does not say it, try parts of the run."""
+        """Find the module that a difference points to. If the difference alone does not say it, try parts."""
         from rlexp.verify.diagnose import Case, alone_rank, evidence, needs_trial, room_of, room_of_traceback
 
         alone: Alone | None = None

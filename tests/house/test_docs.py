@@ -18,6 +18,7 @@ from tests.helpers.imports import PACKAGE, modules_of
 from tests.helpers.paths import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GROUPS = ("Start", "Configure", "Operate", "Inside")  # of pages, as the README's headings name them
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -57,6 +58,30 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+
+
+def grouped() -> list[tuple[str, str]]:
+    """Return the pages that the README lists in its tables of pages, each with its group."""
+    text = PAGES[0].read_text(encoding="utf-8")
+    found = []
+    for group in GROUPS:
+        _, heading, section = text.partition(f"\n### {group}\n")
+        assert heading, group
+        rows = re.findall(r"^\|.*$", section.partition("\n#")[0], flags=re.MULTILINE)
+        found += [(page, group) for row in rows for page in re.findall(r"\]\(docs/([\w-]+\.md)\)", row)]
+    return found
+
+
+def test_the_readme_lists_each_page_once() -> None:
+    assert sorted(page for page, _ in grouped()) == [page.name for page in PAGES[1:]]
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
+def test_a_page_shows_the_group_that_the_readme_lists_it_in(page: Path) -> None:
+    own = dict(grouped())[page.name]
+    shown = (f"**{group}**" if group == own else f"[{group}](../README.md#{group.lower()})" for group in GROUPS)
+    title, empty, groups, *_ = page.read_text(encoding="utf-8").splitlines()
+    assert (title[:2], empty, groups) == ("# ", "", " · ".join(shown))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

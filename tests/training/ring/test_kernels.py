@@ -289,7 +289,7 @@ def test_an_installed_package_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path
         *((name, "cpu", "bf16", f"{name}: runs on GPUs only, and launch.device=cpu. Use") for name in FLASH),
         *((name, "cuda", "fp32", f"{name}: computes in 16 bits only, and train.precision=fp32. Use") for name in FLASH),
         ("torch_flash", "cuda", "fp64", "train.precision=fp64. Use parallel.kernel=auto"),
-        ("flash_attn", "cuda", "bf16", "not installed. Install it with `pip install rlexp[flash]`"),
+        ("flash_attn", "cuda", "bf16", "not installed. Install it with `pip install -e '.[flash]'`"),
         ("flash_attn_3", "cuda", "bf16", "not installed. Build it from the folder hopper"),
         ("flash_attn_4", "cuda", "bf16", "not installed. Install it with `pip install flash-attn-4`"),
     ],

@@ -369,14 +369,14 @@ def test_what_it_cannot_is_refused(monkeypatch: pytest.MonkeyPatch, overrides: s
     [
         (
             (),
-            "ring-flash-attn and flash-attn are not installed. `pip install rlexp[ring]`, or parallel.backend=nat",
+            "ring-flash-attn and flash-attn are not installed. Run `pip install -e '.[ring]'` in a checkout, or par",
         ),
-        (("ring_flash_attn",), "flash-attn is not installed. `pip install rlexp[ring]`"),
+        (("ring_flash_attn",), "flash-attn is not installed. Run `pip install -e '.[ring]'` in a checkout"),
         (
             ("ring_flash_attn", "flash_attn"),
-            "flash-attn is not installed. `pip install rlexp[ring]`",
+            "flash-attn is not installed. Run `pip install -e '.[ring]'` in a checkout",
         ),  # 4 is, and not 2
-        (("flash_attn_2_cuda",), "ring-flash-attn is not installed. `pip install rlexp[ring]`"),
+        (("flash_attn_2_cuda",), "ring-flash-attn is not installed. Run `pip install -e '.[ring]'` in a checkout"),
     ],
 )
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...], said: str) -> None:

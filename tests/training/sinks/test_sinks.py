@@ -155,7 +155,7 @@ def test_a_run_is_not_its_own_baseline_and_one_to_come_may_be(tmp_path: Path, mo
 @pytest.mark.parametrize("package", ["tensorboard", "trackio"])
 def test_a_package_that_is_not_there_is_named_before_a_start(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setattr(across_fields, "installed", lambda name: name != package)
-    with pytest.raises(ConfigError, match=rf"logger={package}: .*pip install rlexp\[{package}\]"):
+    with pytest.raises(ConfigError, match=rf"logger={package}: .*pip install -e '\.\[{package}\]'"):
         compose_config([*CPU, f"logger={package}"])
 
 
