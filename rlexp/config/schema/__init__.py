@@ -2,6 +2,9 @@
 
 A group with several kinds (`model`, `data`, `loss`, `reward`) has one class for each kind, listed in `KINDS`; the field
 `name` says which. Those of `data` and `loss` have files of their own.
+
+What a key, or an option of an Enum, means is said once: in the comment behind its field, or in the comment lines
+directly above it. docs/keys.md is made of these comments.
 """
 
 from __future__ import annotations
@@ -52,8 +55,8 @@ class Preflight(Enum):
 
 class Precision(Enum):
     fp32 = "fp32"  # float32 throughout
-    bf16 = "bf16"  # the model computes in bfloat16; master weights, gradients and optimizer state are float32
-    fp64 = "fp64"  # float64 throughout, to compare layouts exactly; engine=torch or engine=fsdp2
+    bf16 = "bf16"  # the model computes in bfloat16; the weights that are trained stay float32
+    fp64 = "fp64"  # float64 throughout, to compare layouts exactly
 
 
 class LayoutName(Enum):
@@ -152,7 +155,7 @@ class RuleName(Enum):
 
 
 class Decay(Enum):
-    constant = "constant"  # no decay
+    constant = "constant"  # it does not fall
     linear = "linear"  # along a straight line
     cosine = "cosine"  # along half a period of a cosine
 
@@ -171,10 +174,10 @@ class HardwareConfig:
     """
 
     name: str = "auto"  # the description of a GPU, chosen by hardware=NAME
-    # memory of a device in GiB, as torch reports it; 0: unknown. A run that needs more does not start
-    memory_gib: float = number(0.0, least=0, most=1e6)
+    # memory of a device in GiB, as torch reports it. A run that needs more does not start
+    memory_gib: float = number(0.0, least=0, most=MANY)
     # part of it in GiB that a run may not plan with: CUDA context, buffers of NCCL and cuBLAS, fragmentation
-    reserve_gib: float = number(0.0, least=0, most=1e6)
+    reserve_gib: float = number(0.0, least=0, most=MANY)
     gpus: int = number(8, least=1, most=MANY)  # GPUs of a node
     # major compute capability: 8 Ampere and Ada, 9 Hopper, 10 Blackwell
     generation: int = number(0, least=0, most=1000)
@@ -204,7 +207,7 @@ class LaunchConfig:
     time_limit: str = "4h"
     rank_cpus: int = number(2, least=1, most=4096)  # on a cluster: processors of each rank
     # on a cluster: memory of each rank, GB; null: the cluster's default
-    rank_memory_gb: float | None = number(None, above=0, most=1e6)
+    rank_memory_gb: float | None = number(None, above=0, most=MANY)
     # network interface to the other nodes, for gloo and NCCL; null: the one that reaches them
     interface: str | None = None
 
@@ -218,7 +221,7 @@ class TrainConfig:
     # the run ends after this many optimizer steps; with train.epochs too, at whichever comes first
     max_steps: int | None = number(None, least=1)
     epochs: int | None = number(None, least=1)  # the run ends after this many passes over the data
-    precision: Precision = MISSING  # the numbers that the model computes with
+    precision: Precision = MISSING  # the numbers that the model computes with; fp64 needs engine=torch or engine=fsdp2
     # evaluate on the held-out rows after every so many steps and after the last one; null: never
     eval_every: int | None = number(None, least=1)
     # end this process after so many more steps, and save; the same command then continues the run
@@ -237,15 +240,15 @@ class ParallelConfig:
     backend: BackendName = BackendName.native  # the code that runs attention over the ring
     world_size: int = MISSING  # ranks that train; derived, cannot be set
     dp_size: int = MISSING  # replicas that train on different samples; derived, cannot be set
-    chosen: str | None = None  # set by rlexp: why layout=auto took this layout; null if the layout was named
+    chosen: str | None = None  # set by rlexp: why parallel.layout=auto took this layout; null if the layout was named
 
 
 @dataclass
 class ModelConfig:
     name: str = MISSING  # the kind of the model, chosen by model=NAME
-    seed: int = 0  # for random weights
+    seed: int = 0  # fixes the random weights of model=tiny; other models are read from files
     suggested_lr: float = number(MISSING, least=0)  # the default of optim.lr
-    # parameters that are not trained, by name: ['model.embed_tokens.*', 'model.layers.0.*']
+    # parameters that are not trained, by name: `['model.embed_tokens.*', 'model.layers.0.*']`
     freeze: list[str] = field(default_factory=list)
 
 
@@ -329,7 +332,7 @@ class PythonRewardConfig(RewardConfig):
     """A function of the user, named by its import path and run in processes of its own."""
 
     name: str = "python"
-    function: str = MISSING  # the import path of a function of your own: package.module:function. Its code is run
+    function: str = MISSING  # the import path of a function of your own: `package.module:function`. Its code is run
     timeout_seconds: float = number(60.0, above=0, most=WEEK)  # seconds for one call of the function
     workers: int = number(1, least=1, most=4096)  # processes for each rank, which call the function
 
@@ -349,8 +352,7 @@ class SumRewardConfig(RewardConfig):
     """A weighted sum. Each term has a name of its own and the keys of its kind: `{kind: rule, weight: 1.0, …}`."""
 
     name: str = "sum"
-    # the rewards to add up, each under a name of its own: {NAME: {kind: rule, weight: 1.0, …}}. `kind` is rule, python
-    # or model; `weight` multiplies the score (1.0); the other keys are those of reward=KIND
+    # the rewards to add up, each under a name of its own: `{NAME: {kind: rule, weight: 1.0, …}}`
     terms: dict[str, Any] = field(default_factory=dict)
 
 
@@ -358,7 +360,7 @@ class SumRewardConfig(RewardConfig):
 class EngineConfig:
     name: EngineName = MISSING  # the engine, chosen by engine=NAME
     offload: Offload = Offload.none  # the part of the training state that is kept in the host's memory
-    # keys of DeepSpeed's own configuration: engine.overrides.KEY=VALUE
+    # keys of DeepSpeed's own configuration: `engine.overrides.KEY=VALUE`
     overrides: dict[str, Any] = field(default_factory=dict)
     chosen: str | None = None  # set by rlexp: why engine=auto took this engine; null if the engine was named
 
@@ -417,7 +419,7 @@ class CheckpointConfig:
     best_metric: str = "eval/loss"  # the metric that says which checkpoint is best, as metrics.jsonl names it
     best: Best = Best.min  # which value of that metric is best
     on_exit: bool = True  # save when the run ends, or is asked to stop
-    export: bool = True  # write the trained model to <run>/model when the run ends
+    export: bool = True  # write the trained model to `<run>/model` when the run ends
     export_dtype: ExportDtype = ExportDtype.auto  # dtype of that model's weights
 
 
@@ -466,7 +468,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # what is saved, and when
     resume: ResumeConfig = field(default_factory=ResumeConfig)  # how a run continues
     logger: LoggerConfig = field(default_factory=LoggerConfig)  # where metrics are shown
-    hardware: HardwareConfig = field(default_factory=HardwareConfig)  # the GPUs that a run is predicted on
+    # the GPUs that a run is predicted on; 0: as this machine's GPU
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
 
 KINDS: dict[str, dict[str, type]] = {

@@ -38,7 +38,7 @@ class BadRows(Enum):
 @dataclass
 class DataConfig:
     name: str = MISSING  # the kind of the data, chosen by data=NAME
-    # most tokens of prompt and answer together; of an answer that is drawn, rollout.max_new_tokens count
+    # most tokens of a prompt and an answer together; an answer that is drawn counts as rollout.max_new_tokens
     max_length: int = number(2048, least=2, why=PROMPT_AND_ANSWER)
     too_long: TooLong = TooLong.error  # how a longer sequence is handled
     shuffle: bool = True  # draw a new order of the rows for each epoch; false: the order in which they are given
@@ -49,7 +49,7 @@ class DataConfig:
 @dataclass
 class SyntheticDataConfig(DataConfig):
     name: str = "synthetic"
-    seed: int = 0  # for the pairs, not for their order
+    seed: int = 0  # fixes the pairs; `seed` fixes their order
     size: int = number(240, least=1)  # pairs to train on; with a loss of reinforcement learning their prompts
     eval_size: int = number(32, least=0)  # further pairs, which are held out
     fill: bool = False  # put data.max_length words before each request, to make long sequences
@@ -60,21 +60,21 @@ class RowsDataConfig(DataConfig):
     """Keys that all data sets of rows share."""
 
     eval_size: int = number(0, least=0)  # rows that are held out of those to train on, if no others are
-    # columns with names of their own, by our field: data.columns.prompt=question
+    # columns with names of their own, by our field: `data.columns.prompt=question`
     columns: dict[str, str] = field(default_factory=dict)
     system: str | None = None  # the system prompt of conversations without one; null: none
     template: TemplateUse = TemplateUse.auto  # whether rows are written by the tokenizer's chat template
-    # options of the chat template: data.template_options.enable_thinking=false
+    # options of the chat template: `data.template_options.enable_thinking=false`
     template_options: dict[str, Any] = field(default_factory=dict)
     bad_rows: BadRows = BadRows.error  # how a row that cannot be used is handled
-    cache: str | None = None  # folder of tokenized rows; null: tokens/ in the cache folder
+    cache: str | None = None  # folder of tokenized rows; null: `tokens/` in the cache folder
     workers: int | None = number(None, least=1, most=4096)  # processes that tokenize; null: one for each core
 
 
 @dataclass
 class JsonlDataConfig(RowsDataConfig):
     name: str = "jsonl"
-    path: str = MISSING  # a file of rows; required
+    path: str = MISSING  # a file of rows
     eval_path: str | None = None  # a file of rows that are held out; null: none
 
 
@@ -84,7 +84,7 @@ class SplitConfig:
 
     eval_path: str | None = None  # files, a folder or a data set of the hub with rows that are held out; null: none
     subset: str | None = None  # the subset (configuration) of a data set; null: its only one
-    split: str = "train"  # the split to train on; a part of one is quoted: 'data.split="train[:1000]"'
+    split: str = "train"  # the split to train on; a part of one is quoted: `'data.split="train[:1000]"'`
     eval_split: str | None = None  # the split that is held out; null: none
     revision: str | None = None  # a branch, tag or commit of a data set of the hub; null: its main branch
     streaming: bool = False  # read a data set of the hub row by row; all rows are still read before the first step
@@ -94,7 +94,7 @@ class SplitConfig:
 class SourceConfig(SplitConfig):
     """Where rows come from: a file, files (`data/*.parquet`), a folder, or a data set of the hub."""
 
-    path: str = MISSING  # a file, files ('sets/*.parquet'), a folder, or a data set of the hub; required
+    path: str = MISSING  # a file, files (`'sets/*.parquet'`), a folder, or a data set of the hub
     columns: dict[str, str] = field(default_factory=dict)  # columns with names of their own, by our field
     system: str | None = None  # the system prompt of this source's conversations without one; null: data.system
     # share of the samples, relative to the other sources' weights; null for all: every row is taken
@@ -106,16 +106,16 @@ class HFDataConfig(SplitConfig, RowsDataConfig):
     """Rows by the `datasets` library, from one source or from several with names: `{path: …, weight: 1.0, …}`."""
 
     name: str = "hf"
-    # a file, files ('sets/*.parquet'), a folder, or a data set of the hub; null with data.sources
+    # a file, files (`'sets/*.parquet'`), a folder, or a data set of the hub; null with data.sources
     path: str | None = None
-    # several sources, each under a name of its own: {NAME: {path: …, weight: 1.0, …}}
+    # several sources, each under a name of its own: `{NAME: {path: …, weight: 1.0, …}}`
     sources: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class ArithmeticDataConfig(DataConfig):
     name: str = "arithmetic"
-    seed: int = 0  # for the sums, not for their order
+    seed: int = 0  # fixes the sums; `seed` fixes their order
     size: int = number(1024, least=1)  # prompts to train on
     eval_size: int = number(64, least=0)  # further prompts, which are held out
     digits: int = number(1, least=1, most=100)  # most digits of each number in a sum

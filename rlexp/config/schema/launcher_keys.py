@@ -47,18 +47,18 @@ class SlurmJobs(SlurmQueueConf, Jobs):
     account: str | None = None  # the account that is charged; null: the user's default
     signal_delay_s: int = 120  # seconds before the time limit at which Slurm asks the job to stop
     max_num_timeout: int = 0  # has no effect: rlexp continues a job as often as needed
-    additional_parameters: dict[str, Any] = field(default_factory=dict)  # other options of sbatch: {exclusive: true}
+    additional_parameters: dict[str, Any] = field(default_factory=dict)  # other options of sbatch: `{exclusive: true}`
     array_parallelism: int = number(256, least=1)  # jobs of a sweep that run at once
     setup: list[str] | None = None  # lines of shell that run before the ranks start
     retries: int = number(0, least=0)  # starts after a rank was killed from outside; not requeues, nor lost nodes
     dry_run: bool = False  # show the jobs, and submit nothing
     poll_seconds: float = number(10.0, above=0)  # seconds between two queries of the queue, for all jobs together
     modules: list[str] = field(default_factory=list)  # each is loaded with `module load`
-    environment: dict[str, str] = field(default_factory=dict)  # variables that every rank gets: {NCCL_IB_HCA: mlx5}
-    container: str | None = None  # command before a rank's python: apptainer exec --nv IMAGE; null: no container
+    environment: dict[str, str] = field(default_factory=dict)  # variables that every rank gets: `{NCCL_IB_HCA: mlx5}`
+    container: str | None = None  # command before a rank's python: `apptainer exec --nv IMAGE`; null: no container
     python: str | None = None  # a rank's Python; null: this command's own, or `python` in a container
     interface: str | None = None  # network interface that the nodes share; null: the one that reaches them
-    srun_args: list[str] = field(default_factory=list)  # options of srun: ['--cpu-bind=cores']
+    srun_args: list[str] = field(default_factory=list)  # options of srun: `['--cpu-bind=cores']`
 
 
 @dataclass

@@ -69,7 +69,7 @@ class PolicyLossConfig(LossConfig):
     kl_horizon: int = number(10000, least=1)  # samples over which loss.beta adapts, with loss.kl_target
     clip_low: float = number(0.2, above=0)  # the ratio of new to old probability is clipped at 1 − clip_low
     clip_high: float = number(0.2, above=0)  # the same ratio is clipped at 1 + clip_high
-    # of a negative advantage, clip the ratio at this value too (dual-clip PPO, arXiv 1912.09729); null: no
+    # where the advantage is negative, clip the ratio at this value too (dual-clip PPO, arXiv 1912.09729); null: do not
     dual_clip: float | None = number(None, above=1, why=" (3 is usual)")
     entropy: float = number(0.0, least=0)  # weight of the entropy bonus, which rewards varied answers
     whiten: bool = False  # shift and scale the advantages of a train batch to mean 0 and variance 1
@@ -84,7 +84,7 @@ class PPOConfig(PolicyLossConfig):
     gamma: float = number(1.0, least=0, most=1)  # discount of later rewards, for each token
     # λ of generalized advantage estimation: 0 trusts the critic alone, 1 the rewards alone
     lam: float = number(0.95, least=0, most=1)
-    critic: CriticName = CriticName.own  # the model that predicts the score from each token on
+    critic: CriticName = CriticName.own  # the model that predicts, at each token, the rewards still to come
     value_lr: float | None = number(None, least=0)  # the critic's learning rate, with loss.critic=own; null: optim.lr
     value_coef: float = number(0.5, least=0)  # weight of the critic's loss
     # how far a predicted value may move from its old one before its loss is clipped; null: no clipping
