@@ -158,6 +158,15 @@ def test_what_is_changed_in_conf_is_seen(tmp_path: Path, file: str, old: str, ne
     assert [each.startswith(said or "") for each in missing(changed)] == [True] * (said is not None)
 
 
+def test_a_new_option_makes_the_page_stale_and_gets_its_keys(tmp_path: Path) -> None:
+    shutil.copytree(NOW.conf, tmp_path / "conf")
+    new = tmp_path / "conf" / "loss" / "new.yaml"
+    new.write_text("# A new loss.\ndefaults:\n  - /schema/loss/dpo@_here_\n  - _self_\n", encoding="utf-8")
+    changed = replace(NOW, conf=tmp_path / "conf")
+    assert "\n| `new` | A new loss. |\n" in page(changed)
+    assert headers(changed)[new].startswith("# A new loss.\n# Keys, with their defaults")
+
+
 SOURCE = """
 class One:
     behind: int = 1  # behind it

@@ -176,7 +176,7 @@ class HardwareConfig:
     name: str = "auto"  # the description of a GPU, chosen by hardware=NAME
     # memory of a device in GiB, as torch reports it. A run that needs more does not start
     memory_gib: float = number(0.0, least=0, most=MANY)
-    # part of it in GiB that a run may not plan with: CUDA context, buffers of NCCL and cuBLAS, fragmentation
+    # GiB of that memory that a run keeps free: CUDA context, buffers of NCCL and cuBLAS, fragmentation
     reserve_gib: float = number(0.0, least=0, most=MANY)
     gpus: int = number(8, least=1, most=MANY)  # GPUs of a node
     # major compute capability: 8 Ampere and Ada, 9 Hopper, 10 Blackwell
@@ -193,15 +193,16 @@ class HardwareConfig:
 @dataclass
 class LaunchConfig:
     device: Device = Device.auto  # where the ranks compute
-    nproc: int = number(MISSING, least=1, most=MANY)  # ranks on each node
-    nodes: int = number(1, least=1, most=MANY)  # machines that train together
+    nproc: int = number(MISSING, least=1, most=MANY)  # ranks (processes) on each node
+    nodes: int = number(1, least=1, most=MANY)  # nodes (machines) that train together
     # seconds that ranks wait for a rank that does not come, before the run ends with an error
     timeout_seconds: float = number(600.0, above=0, most=WEEK)
     # threads of each rank; beside a GPU at least its share of the cores
     torch_threads: int = number(1, least=1, most=4096)
-    deterministic: bool = False  # the same bits in every run on one layout, also on GPUs; it costs memory and time
+    # bit-identical results in every run on one layout, also on GPUs; it costs memory and time
+    deterministic: bool = False
     preflight: Preflight = Preflight.auto  # whether the memory of a run is predicted before its ranks start
-    # seconds for a run that was asked to stop to finish its step and save
+    # seconds that a run may take to finish its step and save, once it is asked to stop
     grace_seconds: float = number(120.0, above=0, most=WEEK)
     # on a cluster: time limit of a job (90m, 4h, 2d). The stopped job is queued again and continues
     time_limit: str = "4h"
@@ -286,7 +287,7 @@ class RolloutConfig:
     epochs: int = number(1, least=1)  # passes over the samples of a rollout before the next rollout
     minibatches: int = MISSING  # train batches in a rollout; derived, cannot be set
     micro_batch_size: int = number(16, least=1)  # samples that a rank draws at once
-    # most tokens of the samples drawn at once, with padding and all of max_new_tokens; null: no limit
+    # limit on the tokens of the samples drawn at once; padding counts, and each answer as max_new_tokens; null: none
     micro_batch_tokens: int | None = number(None, least=1)
     score_batch_size: int = number(8, least=1)  # samples in one forward pass of a ring that scores answers
     max_new_tokens: int = number(64, least=1)  # most tokens of an answer
@@ -301,7 +302,7 @@ class RolloutConfig:
     overlong: Overlong = Overlong.keep  # how an answer that reaches rollout.max_new_tokens without an end is handled
     # subtracted from the score of such an answer, with rollout.overlong=penalty
     overlong_penalty: float = number(1.0, least=0)
-    # largest importance weight of a token, which corrects for older sampling weights; null: no such weight
+    # limit on a token's importance weight, which corrects for samples drawn by older weights; null: no such weight
     importance_cap: float | None = number(None, above=0)
     # share of a GPU's memory that vLLM may take, with rollout.engine=vllm
     vllm_memory: float = number(0.4, above=0, below=1)
@@ -415,7 +416,7 @@ class ExportDtype(Enum):
 class CheckpointConfig:
     save_every: str | None = "30m"  # steps (50) or time (30s, 10m, 2h) between two checkpoints; null: at the end only
     keep_last: int = number(2, least=1)  # newest checkpoints to keep
-    keep_best: int = number(0, least=0)  # best checkpoints to keep besides, by checkpoint.best_metric
+    keep_best: int = number(0, least=0)  # further checkpoints to keep: the best ones by checkpoint.best_metric
     best_metric: str = "eval/loss"  # the metric that says which checkpoint is best, as metrics.jsonl names it
     best: Best = Best.min  # which value of that metric is best
     on_exit: bool = True  # save when the run ends, or is asked to stop

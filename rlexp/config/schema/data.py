@@ -60,7 +60,7 @@ class RowsDataConfig(DataConfig):
     """Keys that all data sets of rows share."""
 
     eval_size: int = number(0, least=0)  # rows that are held out of those to train on, if no others are
-    # columns with names of their own, by our field: `data.columns.prompt=question`
+    # which column holds a field, where it has another name: `data.columns.prompt=question`
     columns: dict[str, str] = field(default_factory=dict)
     system: str | None = None  # the system prompt of conversations without one; null: none
     template: TemplateUse = TemplateUse.auto  # whether rows are written by the tokenizer's chat template
@@ -95,7 +95,7 @@ class SourceConfig(SplitConfig):
     """Where rows come from: a file, files (`data/*.parquet`), a folder, or a data set of the hub."""
 
     path: str = MISSING  # a file, files (`'sets/*.parquet'`), a folder, or a data set of the hub
-    columns: dict[str, str] = field(default_factory=dict)  # columns with names of their own, by our field
+    columns: dict[str, str] = field(default_factory=dict)  # which column holds a field, where it has another name
     system: str | None = None  # the system prompt of this source's conversations without one; null: data.system
     # share of the samples, relative to the other sources' weights; null for all: every row is taken
     weight: float | None = number(None, above=0)

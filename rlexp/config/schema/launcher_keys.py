@@ -50,10 +50,11 @@ class SlurmJobs(SlurmQueueConf, Jobs):
     additional_parameters: dict[str, Any] = field(default_factory=dict)  # other options of sbatch: `{exclusive: true}`
     array_parallelism: int = number(256, least=1)  # jobs of a sweep that run at once
     setup: list[str] | None = None  # lines of shell that run before the ranks start
-    retries: int = number(0, least=0)  # starts after a rank was killed from outside; not requeues, nor lost nodes
+    # restarts after a rank hung or was killed from outside; requeues and lost nodes do not count
+    retries: int = number(0, least=0)
     dry_run: bool = False  # show the jobs, and submit nothing
     poll_seconds: float = number(10.0, above=0)  # seconds between two queries of the queue, for all jobs together
-    modules: list[str] = field(default_factory=list)  # each is loaded with `module load`
+    modules: list[str] = field(default_factory=list)  # modules that `module load` loads before the ranks start
     environment: dict[str, str] = field(default_factory=dict)  # variables that every rank gets: `{NCCL_IB_HCA: mlx5}`
     container: str | None = None  # command before a rank's python: `apptainer exec --nv IMAGE`; null: no container
     python: str | None = None  # a rank's Python; null: this command's own, or `python` in a container
