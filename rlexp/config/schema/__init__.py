@@ -2,6 +2,9 @@
 
 A group with several kinds (`model`, `data`, `loss`, `reward`) has one class for each kind, listed in `KINDS`; the field
 `name` says which. Those of `data` and `loss` have files of their own.
+
+What a key, or an option of an Enum, means is said once: in the comment behind its field, or in the comment lines
+directly above it. docs/keys.md is made of these comments.
 """
 
 from __future__ import annotations
@@ -38,48 +41,49 @@ LIKELIEST = " (a policy that always gives its likeliest answer has nothing to le
 
 
 class Device(Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+    auto = "auto"  # `cuda` on a machine with GPUs, else `cpu`
+    cpu = "cpu"  # each rank on processors
+    cuda = "cuda"  # each rank on a GPU of its own
 
 
 class Preflight(Enum):
     """Whether a run is rehearsed before it starts, so that one that cannot fit does not."""
 
-    auto = "auto"
-    off = "off"
+    auto = "auto"  # predict the memory, where a device's memory is known, and do not start a run that cannot fit
+    off = "off"  # start without a prediction
 
 
 class Precision(Enum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp64 = "fp64"
+    fp32 = "fp32"  # float32 throughout
+    bf16 = "bf16"  # the model computes in bfloat16; the weights that are trained stay float32
+    fp64 = "fp64"  # float64 throughout, to compare layouts exactly
 
 
 class LayoutName(Enum):
-    auto = "auto"
+    auto = "auto"  # the layout whose rehearsed step is the fastest; the run prints which one, and why
+    # each rank holds an early and a late part of each sequence, so work is even; keys and values rotate
     zigzag = "zigzag"
-    contiguous = "contiguous"
-    allgather = "allgather"
-    ulysses = "ulysses"
-    hybrid = "hybrid"
+    contiguous = "contiguous"  # each rank holds one part of each sequence; work is uneven: for comparison only
+    allgather = "allgather"  # as zigzag, but each rank gathers the keys and values of all ranks, one head at a time
+    ulysses = "ulysses"  # the ranks exchange tokens for heads; the ring size must divide the number of heads
+    hybrid = "hybrid"  # ulysses among parallel.ulysses_size neighbours, zigzag among these groups
 
 
 class KernelName(Enum):
-    auto = "auto"
-    cpu_flash = "cpu_flash"
-    torch_flash = "torch_flash"
-    flash_attn = "flash_attn"
-    flash_attn_3 = "flash_attn_3"
-    flash_attn_4 = "flash_attn_4"
-    plain = "plain"
+    auto = "auto"  # the fastest that fits device, precision and head size
+    cpu_flash = "cpu_flash"  # torch's flash attention for CPU
+    torch_flash = "torch_flash"  # torch's flash attention for GPU, bf16
+    flash_attn = "flash_attn"  # the package flash-attn 2: GPU, bf16
+    flash_attn_3 = "flash_attn_3"  # flash-attn 3: Hopper GPUs, bf16
+    flash_attn_4 = "flash_attn_4"  # flash-attn 4: Blackwell GPUs, bf16
+    plain = "plain"  # matrix products in torch: exact and slow, on any device, in any precision
 
 
 class BackendName(Enum):
     """The code that runs attention over the ring: ours, or the library ring-flash-attn."""
 
-    native = "native"
-    ring_flash_attn = "ring_flash_attn"
+    native = "native"  # rlexp's own layouts and kernels
+    ring_flash_attn = "ring_flash_attn"  # the library ring-flash-attn: GPU, bf16, layouts zigzag and allgather
 
 
 class EngineName(Enum):
@@ -94,9 +98,9 @@ class EngineName(Enum):
 class Offload(Enum):
     """The part of the training state that is kept in the host's memory."""
 
-    none = "none"
-    optimizer = "optimizer"
-    all = "all"
+    none = "none"  # everything stays on the device
+    optimizer = "optimizer"  # master weights and optimizer state in the host's memory; engines zero1, zero2, zero3
+    all = "all"  # the weights too; engine zero3
 
 
 class OptimName(Enum):
@@ -119,9 +123,9 @@ class WeightsDtype(Enum):
     """The dtype to which weights are rounded as they are read. The masters are float32 in any case."""
 
     auto = "auto"  # as in the files
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
+    fp32 = "fp32"  # float32
+    bf16 = "bf16"  # bfloat16
+    fp16 = "fp16"  # float16
 
 
 class RolloutMode(Enum):
@@ -130,15 +134,15 @@ class RolloutMode(Enum):
 
 
 class RolloutEngine(Enum):
-    native = "native"
-    vllm = "vllm"
+    native = "native"  # rlexp's own sampling, with the engine's weights
+    vllm = "vllm"  # vLLM, on GPUs; it must be installed
 
 
 class Overlong(Enum):
     """How an answer that reaches rollout.max_new_tokens without an end is handled."""
 
-    keep = "keep"
-    mask = "mask"  # the answer is not trained on
+    keep = "keep"  # trained on like any other answer
+    mask = "mask"  # not trained on; its score still counts in the mean of its prompt's answers
     penalty = "penalty"  # rollout.overlong_penalty is subtracted from its score
 
 
@@ -151,15 +155,15 @@ class RuleName(Enum):
 
 
 class Decay(Enum):
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
+    constant = "constant"  # it does not fall
+    linear = "linear"  # along a straight line
+    cosine = "cosine"  # along half a period of a cosine
 
 
 class WandbMode(Enum):
-    auto = "auto"
-    online = "online"
-    offline = "offline"
+    auto = "auto"  # the value of WANDB_MODE; without one, online if an API key is found, else offline
+    online = "online"  # rows are sent to W&B's server while the run trains
+    offline = "offline"  # rows stay in the run's folder; `wandb sync` sends them later
 
 
 @dataclass
@@ -169,131 +173,159 @@ class HardwareConfig:
     Rates are the data sheet's. `rlexp/preflight/rehearsal/rates.py` says what share of them a kernel reaches.
     """
 
-    name: str = "auto"
-    memory_gib: float = number(0.0, least=0, most=1e6)  # of a device, as torch reports it
-    reserve_gib: float = number(0.0, least=0, most=1e6)  # context, NCCL's and cuBLAS's buffers, fragmentation
-    gpus: int = number(8, least=1, most=MANY)  # on a node
-    generation: int = number(0, least=0, most=1000)  # major compute capability
-    bf16_tflops: float = number(0.0, least=0)
-    fp32_tflops: float = number(0.0, least=0)
-    fp64_tflops: float = number(0.0, least=0)
-    memory_tb_s: float = number(0.0, least=0)
-    link_gb_s: float = number(0.0, least=0)  # to another GPU of the node, in one direction
-    network_gb_s: float = number(0.0, least=0)  # to another node, per GPU, in one direction
-    launch_us: float = number(0.0, least=0)  # between the launches of two kernels
+    name: str = "auto"  # the description of a GPU, chosen by hardware=NAME
+    # memory of a device in GiB, as torch reports it. A run that needs more does not start
+    memory_gib: float = number(0.0, least=0, most=MANY)
+    # GiB of that memory that a run keeps free: CUDA context, buffers of NCCL and cuBLAS, fragmentation
+    reserve_gib: float = number(0.0, least=0, most=MANY)
+    gpus: int = number(8, least=1, most=MANY)  # GPUs of a node
+    # major compute capability: 8 Ampere and Ada, 9 Hopper, 10 Blackwell
+    generation: int = number(0, least=0, most=1000)
+    bf16_tflops: float = number(0.0, least=0)  # rate of bf16 matrix products, TFLOP/s, dense
+    fp32_tflops: float = number(0.0, least=0)  # rate of fp32, TFLOP/s
+    fp64_tflops: float = number(0.0, least=0)  # rate of fp64, TFLOP/s
+    memory_tb_s: float = number(0.0, least=0)  # rate of the device's memory, TB/s
+    link_gb_s: float = number(0.0, least=0)  # rate to another GPU of the node, GB/s in one direction
+    network_gb_s: float = number(0.0, least=0)  # rate to another node, per GPU, GB/s in one direction
+    launch_us: float = number(0.0, least=0)  # time between the launches of two kernels, µs
 
 
 @dataclass
 class LaunchConfig:
-    device: Device = Device.auto
-    nproc: int = number(MISSING, least=1, most=MANY)  # ranks on this machine
-    nodes: int = number(1, least=1, most=MANY)
-    timeout_seconds: float = number(600.0, above=0, most=WEEK)  # how long ranks wait for a rank that does not come
-    torch_threads: int = number(1, least=1, most=4096)  # per rank; beside a GPU at least its share of the cores
-    deterministic: bool = False  # the same bits in every run on one layout
-    preflight: Preflight = Preflight.auto  # predict the memory before the ranks start, where a device's is known
-    grace_seconds: float = number(120.0, above=0, most=WEEK)  # for a run asked to stop: to finish its step and save
-    # For a job on a cluster. Its nodes and ranks follow from the keys above.
-    time_limit: str = "4h"  # the job is then started again, and the run goes on
-    rank_cpus: int = number(2, least=1, most=4096)
-    rank_memory_gb: float | None = number(None, above=0, most=1e6)  # null: the cluster's default
-    interface: str | None = None  # network interface to the other nodes, for gloo and NCCL
+    device: Device = Device.auto  # where the ranks compute
+    nproc: int = number(MISSING, least=1, most=MANY)  # ranks (processes) on each node
+    nodes: int = number(1, least=1, most=MANY)  # nodes (machines) that train together
+    # seconds that ranks wait for a rank that does not come, before the run ends with an error
+    timeout_seconds: float = number(600.0, above=0, most=WEEK)
+    # threads of each rank; beside a GPU at least its share of the cores
+    torch_threads: int = number(1, least=1, most=4096)
+    # bit-identical results in every run on one layout, also on GPUs; it costs memory and time
+    deterministic: bool = False
+    preflight: Preflight = Preflight.auto  # whether the memory of a run is predicted before its ranks start
+    # seconds that a run may take to finish its step and save, once it is asked to stop
+    grace_seconds: float = number(120.0, above=0, most=WEEK)
+    # on a cluster: time limit of a job (90m, 4h, 2d). The stopped job is queued again and continues
+    time_limit: str = "4h"
+    rank_cpus: int = number(2, least=1, most=4096)  # on a cluster: processors of each rank
+    # on a cluster: memory of each rank, GB; null: the cluster's default
+    rank_memory_gb: float | None = number(None, above=0, most=MANY)
+    # network interface to the other nodes, for gloo and NCCL; null: the one that reaches them
+    interface: str | None = None
 
 
 @dataclass
 class TrainConfig:
-    batch_size: int = number(8, least=1, most=MANY)  # samples (pairs) per optimizer step, all devices together
-    micro_batch_size: int = number(1, least=1, most=MANY)  # samples per forward pass of one replica
-    grad_acc: int = MISSING  # derived
+    # samples in one optimizer step, on all devices together: pairs with loss=dpo, else answers
+    batch_size: int = number(8, least=1, most=MANY)
+    micro_batch_size: int = number(1, least=1, most=MANY)  # samples in one forward pass of one replica
+    grad_acc: int = MISSING  # forward passes of a replica in one optimizer step; derived, cannot be set
+    # the run ends after this many optimizer steps; with train.epochs too, at whichever comes first
     max_steps: int | None = number(None, least=1)
-    epochs: int | None = number(None, least=1)
-    precision: Precision = MISSING
+    epochs: int | None = number(None, least=1)  # the run ends after this many passes over the data
+    precision: Precision = MISSING  # the numbers that the model computes with; fp64 needs engine=torch or engine=fsdp2
+    # evaluate on the held-out rows after every so many steps and after the last one; null: never
     eval_every: int | None = number(None, least=1)
-    stop_after: int | None = number(None, least=1)  # end this process after so many steps, as a pre-emption does
+    # end this process after so many more steps, and save; the same command then continues the run
+    stop_after: int | None = number(None, least=1)
 
 
 @dataclass
 class ParallelConfig:
+    # ranks that share each sequence; they are one ring, and one replica of the model
     ring_size: int = number(1, least=1, most=MANY)
+    # which rank of a ring holds which tokens, and how they attend to each other's
     layout: LayoutName = LayoutName.zigzag
-    ulysses_size: int | None = number(None, least=1)  # ranks that share out the heads, with layout=hybrid
-    kernel: KernelName = KernelName.auto
-    backend: BackendName = BackendName.native
-    world_size: int = MISSING  # derived
-    dp_size: int = MISSING  # derived
-    chosen: str | None = None  # derived: why layout=auto took this one; null if the layout was named
+    # ranks that share out the heads, with parallel.layout=hybrid; it must divide the ring size
+    ulysses_size: int | None = number(None, least=1)
+    kernel: KernelName = KernelName.auto  # the code that computes attention on one rank
+    backend: BackendName = BackendName.native  # the code that runs attention over the ring
+    world_size: int = MISSING  # ranks that train; derived, cannot be set
+    dp_size: int = MISSING  # replicas that train on different samples; derived, cannot be set
+    chosen: str | None = None  # set by rlexp: why parallel.layout=auto took this layout; null if the layout was named
 
 
 @dataclass
 class ModelConfig:
-    name: str = MISSING
-    seed: int = 0  # for random weights
+    name: str = MISSING  # the kind of the model, chosen by model=NAME
+    seed: int = 0  # fixes the random weights of model=tiny; other models are read from files
     suggested_lr: float = number(MISSING, least=0)  # the default of optim.lr
-    freeze: list[str] = field(default_factory=list)  # name patterns of parameters that are not trained
+    # parameters that are not trained, by name: `['model.embed_tokens.*', 'model.layers.0.*']`
+    freeze: list[str] = field(default_factory=list)
 
 
 @dataclass
 class TinyModelConfig(ModelConfig):
     name: str = "tiny"
-    hidden_size: int = number(64, least=1)
-    intermediate_size: int = number(172, least=1)
-    layers: int = number(2, least=1)
-    heads: int = number(8, least=1, most=MANY)
-    kv_heads: int = number(2, least=1, most=MANY)
+    hidden_size: int = number(64, least=1)  # width of the model; an even multiple of model.heads
+    intermediate_size: int = number(172, least=1)  # width inside each feed-forward layer
+    layers: int = number(2, least=1)  # decoder layers
+    heads: int = number(8, least=1, most=MANY)  # heads of queries in each layer
+    kv_heads: int = number(2, least=1, most=MANY)  # heads of keys and values in each layer; it must divide model.heads
 
 
 @dataclass
 class HFModelConfig(ModelConfig):
     name: str = "hf"
     path: str = MISSING  # a folder, or a hub name
-    revision: str | None = None  # a hub model's branch, tag or commit
-    gguf: str | None = None  # a GGUF file in `path`; weights, configuration and tokenizer come from it
+    revision: str | None = None  # a hub model's branch, tag or commit; null: its main branch
+    # name of a GGUF file in model.path, which holds weights, configuration and tokenizer; null: none
+    gguf: str | None = None
+    # dtype to which weights are rounded as they are read; master weights are float32 in any case
     dtype: WeightsDtype = WeightsDtype.auto
-    chat_template: str | None = None  # a jinja file that takes the place of the tokenizer's own template
+    # a jinja file to use in place of the tokenizer's own template; null: the tokenizer's
+    chat_template: str | None = None
     add_tokens: list[str] = field(default_factory=list)  # new tokens; the embeddings get rows for them
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run Python code that comes with the model
 
 
 @dataclass
 class RolloutConfig:
-    mode: RolloutMode = RolloutMode.colocated
-    engine: RolloutEngine = RolloutEngine.native
-    batch_size: int = number(8, least=1, most=MANY)  # prompts
+    mode: RolloutMode = RolloutMode.colocated  # which ranks draw the samples, and when
+    engine: RolloutEngine = RolloutEngine.native  # the code that draws the samples
+    batch_size: int = number(8, least=1, most=MANY)  # prompts of a rollout
     n_samples: int = number(4, least=1, most=MANY)  # answers to each prompt
-    epochs: int = number(1, least=1)  # passes over the samples of a rollout
-    minibatches: int = MISSING  # derived: batch_size × n_samples / train.batch_size
+    epochs: int = number(1, least=1)  # passes over the samples of a rollout before the next rollout
+    minibatches: int = MISSING  # train batches in a rollout; derived, cannot be set
     micro_batch_size: int = number(16, least=1)  # samples that a rank draws at once
-    micro_batch_tokens: int | None = number(None, least=1)  # draw fewer at once, so that prompts and answers fit
-    score_batch_size: int = number(8, least=1)  # samples that a ring scores at once
-    max_new_tokens: int = number(64, least=1)
+    # limit on the tokens of the samples drawn at once; padding counts, and each answer as max_new_tokens; null: none
+    micro_batch_tokens: int | None = number(None, least=1)
+    score_batch_size: int = number(8, least=1)  # samples in one forward pass of a ring that scores answers
+    max_new_tokens: int = number(64, least=1)  # most tokens of an answer
+    # the logits are divided by it, in sampling and in training
     temperature: float = number(1.0, above=0, why=LIKELIEST)
-    top_k: int = number(0, least=0)  # 0: all tokens
+    top_k: int = number(0, least=0)  # draw from the k likeliest tokens only; 0: from all
+    # draw from the likeliest tokens that together have this probability; 1: from all
     top_p: float = number(1.0, above=0, most=1)
+    # draw only tokens with at least this multiple of the likeliest token's probability; 0: all
     min_p: float = number(0.0, least=0, most=1)
-    stop: list[str] = field(default_factory=list)  # an answer ends with the first of these texts
-    overlong: Overlong = Overlong.keep
+    stop: list[str] = field(default_factory=list)  # texts that end an answer: the first one that occurs
+    overlong: Overlong = Overlong.keep  # how an answer that reaches rollout.max_new_tokens without an end is handled
+    # subtracted from the score of such an answer, with rollout.overlong=penalty
     overlong_penalty: float = number(1.0, least=0)
-    importance_cap: float | None = number(None, above=0)  # largest importance weight of a token
-    vllm_memory: float = number(0.4, above=0, below=1)  # share of a GPU's memory that vLLM may take
+    # limit on a token's importance weight, which corrects for samples drawn by older weights; null: no such weight
+    importance_cap: float | None = number(None, above=0)
+    # share of a GPU's memory that vLLM may take, with rollout.engine=vllm
+    vllm_memory: float = number(0.4, above=0, below=1)
     sampling_ranks: int = MISSING  # ranks that only sample; 0 unless pipelined
-    show_every: int = number(10, least=0)  # rollouts between two tables of samples; 0: none
-    show: int = number(3, least=0)  # samples in the table
+    # show samples after every so many rollouts, in the terminal and in W&B; 0: never
+    show_every: int = number(10, least=0)
+    show: int = number(3, least=0)  # samples to show
 
 
 @dataclass
 class RewardConfig:
-    name: str = MISSING
+    name: str = MISSING  # the kind of the reward, chosen by reward=NAME
 
 
 @dataclass
 class RuleRewardConfig(RewardConfig):
     name: str = "rule"
-    rule: RuleName = RuleName.count
-    text: str = ""
-    most: int = number(1, least=1)
-    target: int = number(100, least=1)
-    pattern: str = ""
-    ignore_case: bool = False
+    rule: RuleName = RuleName.count  # what is scored
+    text: str = ""  # the text to count, with reward.rule=count
+    most: int = number(1, least=1)  # occurrences of reward.text that score 1, with reward.rule=count
+    target: int = number(100, least=1)  # characters of an answer that scores 1, with reward.rule=length
+    pattern: str = ""  # a regular expression of Python, with reward.rule=regex
+    ignore_case: bool = False  # take upper and lower case as equal, with reward.rule=count, regex or exact
 
 
 @dataclass
@@ -301,18 +333,19 @@ class PythonRewardConfig(RewardConfig):
     """A function of the user, named by its import path and run in processes of its own."""
 
     name: str = "python"
-    function: str = MISSING  # package.module:function
-    timeout_seconds: float = number(60.0, above=0, most=WEEK)  # for one call
-    workers: int = number(1, least=1, most=4096)  # processes for each rank
+    function: str = MISSING  # the import path of a function of your own: `package.module:function`. Its code is run
+    timeout_seconds: float = number(60.0, above=0, most=WEEK)  # seconds for one call of the function
+    workers: int = number(1, least=1, most=4096)  # processes for each rank, which call the function
 
 
 @dataclass
 class ModelRewardConfig(RewardConfig):
     name: str = "model"
-    path: str = MISSING
-    precision: Precision = Precision.fp32
-    max_length: int | None = number(None, least=2, why=PROMPT_AND_ANSWER)  # null: data.max_length
-    trust_remote_code: bool = False
+    path: str = MISSING  # the reward model: a folder, or a hub name
+    precision: Precision = Precision.fp32  # the numbers that the reward model computes with
+    # most tokens of prompt and answer, for a reward model with a tokenizer of its own; null: data.max_length
+    max_length: int | None = number(None, least=2, why=PROMPT_AND_ANSWER)
+    trust_remote_code: bool = False  # run Python code that comes with the reward model
 
 
 @dataclass
@@ -320,32 +353,37 @@ class SumRewardConfig(RewardConfig):
     """A weighted sum. Each term has a name of its own and the keys of its kind: `{kind: rule, weight: 1.0, …}`."""
 
     name: str = "sum"
+    # the rewards to add up, each under a name of its own: `{NAME: {kind: rule, weight: 1.0, …}}`
     terms: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class EngineConfig:
-    name: EngineName = MISSING
-    offload: Offload = Offload.none
-    overrides: dict[str, Any] = field(default_factory=dict)  # keys of DeepSpeed's configuration
-    chosen: str | None = None  # derived: why engine=auto took this one; null if the engine was named
+    name: EngineName = MISSING  # the engine, chosen by engine=NAME
+    offload: Offload = Offload.none  # the part of the training state that is kept in the host's memory
+    # keys of DeepSpeed's own configuration: `engine.overrides.KEY=VALUE`
+    overrides: dict[str, Any] = field(default_factory=dict)
+    chosen: str | None = None  # set by rlexp: why engine=auto took this engine; null if the engine was named
 
 
 @dataclass
 class OptimConfig:
-    name: OptimName = OptimName.adamw
-    lr: float = number(MISSING, least=0)
+    name: OptimName = OptimName.adamw  # the optimizer, chosen by optim=NAME
+    lr: float = number(MISSING, least=0)  # learning rate after the warm-up
+    # AdamW's two decay rates, of the mean of gradients and of their squares; each at least 0 and less than 1
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = number(1e-8, least=0)
-    weight_decay: float = number(0.0, least=0)
+    eps: float = number(1e-8, least=0)  # added to AdamW's divisor, so that it is not 0
+    weight_decay: float = number(0.0, least=0)  # decay of matrices; biases and the gains of norms do not decay
+    # first steps, in which the learning rate rises in a straight line to optim.lr
     warmup_steps: int = number(0, least=0)
-    decay: Decay = Decay.linear
-    max_grad_norm: float = number(1.0, least=0)  # 0 turns clipping off
+    decay: Decay = Decay.linear  # how the learning rate falls after the warm-up, to 0 at the end of the run
+    # the whole gradient is scaled down to this norm if it is larger; 0: never
+    max_grad_norm: float = number(1.0, least=0)
 
 
 @dataclass
 class ReferenceConfig:
-    name: ReferenceName = ReferenceName.model
+    name: ReferenceName = ReferenceName.model  # the reference model, chosen by reference=NAME
 
 
 class CountTensors(Enum):
@@ -353,78 +391,85 @@ class CountTensors(Enum):
 
     auto = "auto"  # on CPU only, in micro-batches that may hold more than any before: 4 % of a default run's time
     always = "always"  # in every step, on any device: twice the time of a small model's step
-    never = "never"
+    never = "never"  # nowhere
 
 
 @dataclass
 class MemoryConfig:
-    checkpointing: bool = False  # recompute each layer's activations in the backward pass
-    count_tensors: CountTensors = CountTensors.auto
+    checkpointing: bool = False  # recompute each layer's activations in the backward pass: less memory, more time
+    count_tensors: CountTensors = CountTensors.auto  # where a run counts the bytes of its live tensors
 
 
 class Best(Enum):
-    min = "min"
-    max = "max"
+    min = "min"  # the smallest
+    max = "max"  # the largest
 
 
 class ExportDtype(Enum):
     auto = "auto"  # bf16 after a run in bf16, else fp32
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
+    fp32 = "fp32"  # float32
+    bf16 = "bf16"  # bfloat16
+    fp16 = "fp16"  # float16
 
 
 @dataclass
 class CheckpointConfig:
-    save_every: str | None = "30m"  # steps (50) or time (10m); null: at the end only
-    keep_last: int = number(2, least=1)
-    keep_best: int = number(0, least=0)  # in addition, the best by `best_metric`
-    best_metric: str = "eval/loss"
-    best: Best = Best.min
-    on_exit: bool = True  # save when the run ends, or is asked to
-    export: bool = True  # write the trained model to <run>/model when the run ends
-    export_dtype: ExportDtype = ExportDtype.auto
+    save_every: str | None = "30m"  # steps (50) or time (30s, 10m, 2h) between two checkpoints; null: at the end only
+    keep_last: int = number(2, least=1)  # newest checkpoints to keep
+    keep_best: int = number(0, least=0)  # further checkpoints to keep: the best ones by checkpoint.best_metric
+    best_metric: str = "eval/loss"  # the metric that says which checkpoint is best, as metrics.jsonl names it
+    best: Best = Best.min  # which value of that metric is best
+    on_exit: bool = True  # save when the run ends, or is asked to stop
+    export: bool = True  # write the trained model to `<run>/model` when the run ends
+    export_dtype: ExportDtype = ExportDtype.auto  # dtype of that model's weights
 
 
 @dataclass
 class ResumeConfig:
-    mode: str = "auto"  # auto (from the run folder), never, or the path of a checkpoint or a run
-    force: list[str] = field(default_factory=list)  # keys that may differ from the run's start
+    # auto: continue from the checkpoints in the run's folder. never: refuse a folder that holds a run. The path of a
+    # checkpoint or a run: begin from it, unless the run's folder has checkpoints
+    mode: str = "auto"
+    # keys, or groups of keys, that may differ from those that the run began with
+    force: list[str] = field(default_factory=list)
 
 
 @dataclass
 class LoggerConfig:
-    name: LoggerName = LoggerName.wandb
-    mode: WandbMode = WandbMode.auto
-    project: str = "rlexp"
-    entity: str | None = None
-    group: str | None = None  # a sweep sets its folder's name
-    run_name: str | None = None
-    axes: dict[str, str] = field(default_factory=dict)  # keys that the sweep varies, with this job's values
-    baseline: str | None = None  # folder of the run that this run is compared with
-    tags: list[str] = field(default_factory=list)
-    progress: bool = True
-    artifacts: bool = False  # register every checkpoint with W&B, by reference
+    name: LoggerName = LoggerName.wandb  # where metrics go besides metrics.jsonl, chosen by logger=NAME
+    mode: WandbMode = WandbMode.auto  # whether W&B's rows are sent at once
+    project: str = "rlexp"  # the project in W&B or trackio
+    entity: str | None = None  # the user or team in W&B; null: the account's own
+    group: str | None = None  # runs that belong together; a sweep sets the name of its folder
+    run_name: str | None = None  # the run's name; null: its folder's. A sweep sets it
+    # the keys that a sweep varies, with this job's values; the sweep sets it
+    axes: dict[str, str] = field(default_factory=dict)
+    baseline: str | None = None  # folder of the run whose loss this run's is compared with; a sweep sets it
+    tags: list[str] = field(default_factory=list)  # tags in W&B, besides those for loss, model, ring size and precision
+    progress: bool = True  # show each step in the terminal, and a progress bar while rows are tokenized
+    artifacts: bool = False  # list every checkpoint in W&B as an artifact; the files stay where they are
 
 
 @dataclass
 class Config:
-    seed: int = number(0, least=0)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    seed: int = number(0, least=0)  # fixes the order of samples and the answers that are drawn, in every layout
+    launch: LaunchConfig = field(default_factory=LaunchConfig)  # processes, devices and nodes
+    train: TrainConfig = field(default_factory=TrainConfig)  # batch size, length and precision of the run
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how ranks share sequences
+    model: ModelConfig = field(default_factory=ModelConfig)  # the model that is trained
+    data: DataConfig = field(default_factory=DataConfig)  # the rows that it is trained on
+    loss: LossConfig = field(default_factory=LossConfig)  # what is minimized
+    engine: EngineConfig = field(default_factory=EngineConfig)  # how the training state is held and updated
+    optim: OptimConfig = field(default_factory=OptimConfig)  # the optimizer and the learning rate
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)  # the model that the policy is compared with
+    # how answers are drawn; only with a loss of reinforcement learning
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    # how answers are scored; only with a loss of reinforcement learning
     reward: RewardConfig = field(default_factory=RewardConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    resume: ResumeConfig = field(default_factory=ResumeConfig)
-    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)  # how memory is saved and measured
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # what is saved, and when
+    resume: ResumeConfig = field(default_factory=ResumeConfig)  # how a run continues
+    logger: LoggerConfig = field(default_factory=LoggerConfig)  # where metrics are shown
+    # the GPUs that a run is predicted on; 0: as this machine's GPU
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rlexp.base.errors import ConfigError
 
 LARGEST_INT = 2**63 - 1  # of every whole number, since torch and numpy count in 64 bits
-MANY = 1_000_000  # enough for any number of samples or ranks; their divisors are found at once
+MANY = 1_000_000  # enough for any number of samples, ranks or GiB; divisors are found at once
 
 
 @dataclass(frozen=True)

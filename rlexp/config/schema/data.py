@@ -16,42 +16,43 @@ PROMPT_AND_ANSWER = " (a prompt and an answer)"
 class TooLong(Enum):
     """How a sequence longer than `data.max_length` is handled."""
 
-    error = "error"
-    drop = "drop"
-    truncate = "truncate"
+    error = "error"  # the run ends with a message before it trains
+    drop = "drop"  # the row is left out and counted
+    truncate = "truncate"  # cut the prompt's start, then the end of the answers
 
 
 class TemplateUse(Enum):
     """Whether rows are written by the tokenizer's chat template."""
 
-    auto = "auto"  # if it has one
-    never = "never"
+    auto = "auto"  # by the template, if the tokenizer has one
+    never = "never"  # as they are: the rows already contain the final text
 
 
 class BadRows(Enum):
     """How a row that cannot be used is handled."""
 
-    error = "error"
-    drop = "drop"
+    error = "error"  # the run ends with a message that names the row
+    drop = "drop"  # the row is left out and counted
 
 
 @dataclass
 class DataConfig:
-    name: str = MISSING
-    max_length: int = number(2048, least=2, why=PROMPT_AND_ANSWER)  # tokens of prompt and answer together
-    too_long: TooLong = TooLong.error
-    shuffle: bool = True
-    drop_last: bool = True
-    packing: bool = True
+    name: str = MISSING  # the kind of the data, chosen by data=NAME
+    # most tokens of a prompt and an answer together; an answer that is drawn counts as rollout.max_new_tokens
+    max_length: int = number(2048, least=2, why=PROMPT_AND_ANSWER)
+    too_long: TooLong = TooLong.error  # how a longer sequence is handled
+    shuffle: bool = True  # draw a new order of the rows for each epoch; false: the order in which they are given
+    drop_last: bool = True  # leave out the last batch of an epoch if it is not full; false: train on it
+    packing: bool = True  # lay the sequences of a micro-batch end to end; false: pad them to the longest
 
 
 @dataclass
 class SyntheticDataConfig(DataConfig):
     name: str = "synthetic"
-    seed: int = 0  # for the pairs, not for their order
-    size: int = number(240, least=1)
-    eval_size: int = number(32, least=0)
-    fill: bool = False  # put max_length words before each request, to make long sequences
+    seed: int = 0  # fixes the pairs; `seed` fixes their order
+    size: int = number(240, least=1)  # pairs to train on; with a loss of reinforcement learning their prompts
+    eval_size: int = number(32, least=0)  # further pairs, which are held out
+    fill: bool = False  # put data.max_length words before each request, to make long sequences
 
 
 @dataclass
@@ -59,42 +60,45 @@ class RowsDataConfig(DataConfig):
     """Keys that all data sets of rows share."""
 
     eval_size: int = number(0, least=0)  # rows that are held out of those to train on, if no others are
-    columns: dict[str, str] = field(default_factory=dict)  # our field: the rows' column
-    system: str | None = None  # the system prompt of conversations without one
-    template: TemplateUse = TemplateUse.auto
-    template_options: dict[str, Any] = field(default_factory=dict)  # as `enable_thinking: false`
-    bad_rows: BadRows = BadRows.error
-    cache: str | None = None  # folder of tokenized rows; null: tokens/ in the cache folder
-    workers: int | None = number(None, least=1, most=4096)  # processes that tokenize; null: one a core
+    # which column holds a field, where it has another name: `data.columns.prompt=question`
+    columns: dict[str, str] = field(default_factory=dict)
+    system: str | None = None  # the system prompt of conversations without one; null: none
+    template: TemplateUse = TemplateUse.auto  # whether rows are written by the tokenizer's chat template
+    # options of the chat template: `data.template_options.enable_thinking=false`
+    template_options: dict[str, Any] = field(default_factory=dict)
+    bad_rows: BadRows = BadRows.error  # how a row that cannot be used is handled
+    cache: str | None = None  # folder of tokenized rows; null: `tokens/` in the cache folder
+    workers: int | None = number(None, least=1, most=4096)  # processes that tokenize; null: one for each core
 
 
 @dataclass
 class JsonlDataConfig(RowsDataConfig):
     name: str = "jsonl"
-    path: str = MISSING
-    eval_path: str | None = None
+    path: str = MISSING  # a file of rows
+    eval_path: str | None = None  # a file of rows that are held out; null: none
 
 
 @dataclass
 class SplitConfig:
     """Which rows of a source are trained on, and which are held out."""
 
-    eval_path: str | None = None
-    subset: str | None = None
-    split: str = "train"
-    eval_split: str | None = None
-    revision: str | None = None
-    streaming: bool = False
+    eval_path: str | None = None  # files, a folder or a data set of the hub with rows that are held out; null: none
+    subset: str | None = None  # the subset (configuration) of a data set; null: its only one
+    split: str = "train"  # the split to train on; a part of one is quoted: `'data.split="train[:1000]"'`
+    eval_split: str | None = None  # the split that is held out; null: none
+    revision: str | None = None  # a branch, tag or commit of a data set of the hub; null: its main branch
+    streaming: bool = False  # read a data set of the hub row by row; all rows are still read before the first step
 
 
 @dataclass
 class SourceConfig(SplitConfig):
     """Where rows come from: a file, files (`data/*.parquet`), a folder, or a data set of the hub."""
 
-    path: str = MISSING
-    columns: dict[str, str] = field(default_factory=dict)
-    system: str | None = None
-    weight: float | None = number(None, above=0)  # share of the samples, relative to the other sources'
+    path: str = MISSING  # a file, files (`'sets/*.parquet'`), a folder, or a data set of the hub
+    columns: dict[str, str] = field(default_factory=dict)  # which column holds a field, where it has another name
+    system: str | None = None  # the system prompt of this source's conversations without one; null: data.system
+    # share of the samples, relative to the other sources' weights; null for all: every row is taken
+    weight: float | None = number(None, above=0)
 
 
 @dataclass
@@ -102,14 +106,16 @@ class HFDataConfig(SplitConfig, RowsDataConfig):
     """Rows by the `datasets` library, from one source or from several with names: `{path: …, weight: 1.0, …}`."""
 
     name: str = "hf"
+    # a file, files (`'sets/*.parquet'`), a folder, or a data set of the hub; null with data.sources
     path: str | None = None
+    # several sources, each under a name of its own: `{NAME: {path: …, weight: 1.0, …}}`
     sources: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class ArithmeticDataConfig(DataConfig):
     name: str = "arithmetic"
-    seed: int = 0
-    size: int = number(1024, least=1)
-    eval_size: int = number(64, least=0)
-    digits: int = number(1, least=1, most=100)  # of each number in a sum
+    seed: int = 0  # fixes the sums; `seed` fixes their order
+    size: int = number(1024, least=1)  # prompts to train on
+    eval_size: int = number(64, least=0)  # further prompts, which are held out
+    digits: int = number(1, least=1, most=100)  # most digits of each number in a sum

@@ -16,8 +16,8 @@ from rlexp.config.schema.bounds import number
 class KLPlace(Enum):
     """The place where the divergence from the reference enters."""
 
-    reward = "reward"
-    loss = "loss"
+    reward = "reward"  # subtracted from the score, token by token
+    loss = "loss"  # a term of the loss
 
 
 class KLEstimator(Enum):
@@ -43,13 +43,15 @@ class CriticName(Enum):
 
 @dataclass
 class LossConfig:
-    name: str = MISSING
+    name: str = MISSING  # the loss, chosen by loss=NAME
 
 
 @dataclass
 class DPOConfig(LossConfig):
     name: str = "dpo"
+    # how strongly the policy is held near the reference: the factor of the margin in −log σ(beta · margin)
     beta: float = number(0.1, above=0)
+    # assumed share of pairs whose two answers are swapped (cDPO)
     label_smoothing: float = number(0.0, least=0, below=0.5)
 
 
@@ -57,17 +59,21 @@ class DPOConfig(LossConfig):
 class PolicyLossConfig(LossConfig):
     """Keys that all algorithms of reinforcement learning share."""
 
-    beta: float = number(0.05, least=0)  # weight of the divergence from the reference; with 0 there is no reference
-    kl_in: KLPlace = KLPlace.reward
+    # weight of the divergence from the reference; 0: none, and no reference model is held
+    beta: float = number(0.05, least=0)
+    kl_in: KLPlace = KLPlace.reward  # where the divergence from the reference enters
+    # estimate of a token's divergence, from d = log policy − log reference; not k1 with loss.kl_in=loss
     kl: KLEstimator = KLEstimator.k1
-    kl_target: float | None = number(None, above=0)  # divergence of an answer that beta is adapted to reach
-    kl_horizon: int = number(10000, least=1)  # samples over which beta adapts
-    clip_low: float = number(0.2, above=0)
-    clip_high: float = number(0.2, above=0)
-    dual_clip: float | None = number(None, above=1, why=" (3 is usual)")  # dual-clip PPO (arXiv 1912.09729)
-    entropy: float = number(0.0, least=0)  # weight of the entropy bonus
-    whiten: bool = False  # normalize advantages over the train batch
-    normalize: Normalize = Normalize.token
+    # divergence of an answer that loss.beta is adapted to reach; null: loss.beta stays
+    kl_target: float | None = number(None, above=0)
+    kl_horizon: int = number(10000, least=1)  # samples over which loss.beta adapts, with loss.kl_target
+    clip_low: float = number(0.2, above=0)  # the ratio of new to old probability is clipped at 1 − clip_low
+    clip_high: float = number(0.2, above=0)  # the same ratio is clipped at 1 + clip_high
+    # where the advantage is negative, clip the ratio at this value too (dual-clip PPO, arXiv 1912.09729); null: do not
+    dual_clip: float | None = number(None, above=1, why=" (3 is usual)")
+    entropy: float = number(0.0, least=0)  # weight of the entropy bonus, which rewards varied answers
+    whiten: bool = False  # shift and scale the advantages of a train batch to mean 0 and variance 1
+    normalize: Normalize = Normalize.token  # what the sum over tokens is divided by
     filter: bool = False  # leave out a prompt if all its answers have the same score
 
 
@@ -75,11 +81,13 @@ class PolicyLossConfig(LossConfig):
 class PPOConfig(PolicyLossConfig):
     name: str = "ppo"
     whiten: bool = True
-    gamma: float = number(1.0, least=0, most=1)
+    gamma: float = number(1.0, least=0, most=1)  # discount of later rewards, for each token
+    # λ of generalized advantage estimation: 0 trusts the critic alone, 1 the rewards alone
     lam: float = number(0.95, least=0, most=1)
-    critic: CriticName = CriticName.own
-    value_lr: float | None = number(None, least=0)  # the critic's learning rate; null: optim.lr
-    value_coef: float = number(0.5, least=0)
+    critic: CriticName = CriticName.own  # the model that predicts, at each token, the rewards still to come
+    value_lr: float | None = number(None, least=0)  # the critic's learning rate, with loss.critic=own; null: optim.lr
+    value_coef: float = number(0.5, least=0)  # weight of the critic's loss
+    # how far a predicted value may move from its old one before its loss is clipped; null: no clipping
     value_clip: float | None = number(0.2, above=0)
 
 

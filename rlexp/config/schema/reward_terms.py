@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
+
+from omegaconf import MISSING
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.schema import KINDS, RewardConfig, SumRewardConfig
@@ -12,6 +14,17 @@ from rlexp.config.schema.entries import typed_entry
 from rlexp.config.schema.keys import suggestion
 
 KINDS_OF_TERMS = {name: kind for name, kind in KINDS["reward"].items() if kind is not SumRewardConfig}
+
+
+@dataclass
+class TermConfig:
+    """Keys that a term has besides those of its kind."""
+
+    kind: str = MISSING  # the kind of the reward: rule, python or model; the term has the keys of reward=KIND too
+    weight: float = 1.0  # multiplies the term's score in the sum
+
+
+TERM_KEYS = tuple(field.name for field in fields(TermConfig))
 
 
 @dataclass(frozen=True)
@@ -47,9 +60,9 @@ def _term(name: str, keys: Any) -> RewardTerm:
     if kind not in KINDS_OF_TERMS:
         said = f"{key}.kind={kind}: no such kind.{suggestion(str(kind), kinds)}" if kind else f"{key}.kind: is missing."
         raise ConfigError(f"{said} Kinds: {', '.join(kinds)}.")
-    own = {str(leaf): value for leaf, value in keys.items() if leaf not in ("kind", "weight")}
-    cfg = typed_entry(key, KINDS_OF_TERMS[kind], own, f"a reward of kind {kind}", ("kind", "weight"))
-    return RewardTerm(name, _weight(key, keys.get("weight", 1.0)), key, cast(RewardConfig, cfg))
+    own = {str(leaf): value for leaf, value in keys.items() if leaf not in TERM_KEYS}
+    cfg = typed_entry(key, KINDS_OF_TERMS[kind], own, f"a reward of kind {kind}", TERM_KEYS)
+    return RewardTerm(name, _weight(key, keys.get("weight", TermConfig.weight)), key, cast(RewardConfig, cfg))
 
 
 def _weight(key: str, weight: Any) -> float:

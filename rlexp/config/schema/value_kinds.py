@@ -30,11 +30,11 @@ def rule(key: str) -> str | None:
     if not leaf:
         if dataclasses.is_dataclass(hint):
             return f"must be a group of keys. Choose {group}=OPTION, or set a key of it: {group}.KEY=VALUE."
-        return f"must be {_words(hint)}. {example(key, Config.__dataclass_fields__[group].default)}"
+        return f"must be {in_words(hint)}. {example(key, Config.__dataclass_fields__[group].default)}"
     for owner in (*KINDS.get(group, {}).values(), hint):
         if dataclasses.is_dataclass(owner) and leaf in owner.__dataclass_fields__:
             field = owner.__dataclass_fields__[leaf]
-            return f"must be {_words(typing.get_type_hints(owner)[leaf])}. {example(key, field.default)}"
+            return f"must be {in_words(typing.get_type_hints(owner)[leaf])}. {example(key, field.default)}"
     return None
 
 
@@ -43,7 +43,8 @@ def is_list(key: str) -> bool:
     return said is not None and said.startswith(f"must be {_LIST}")
 
 
-def _words(hint: Any) -> str:
+def in_words(hint: Any) -> str:
+    """Return the kind of value that a type takes: `a whole number, or null`."""
     plain, optional = _unwrapped(hint)
     origin = typing.get_origin(plain)
     if origin is list:
@@ -97,7 +98,7 @@ def _shown(value: Any) -> str:
 
 
 def _entry_words(hint: Any) -> str:
-    return "a number, a text, true, false, null, or a list or mapping of these" if hint is Any else _words(hint)
+    return "a number, a text, true, false, null, or a list or mapping of these" if hint is Any else in_words(hint)
 
 
 def with_names(node: Any) -> Any:

@@ -1,0 +1,12 @@
+"""python -m tests.helpers.keys: write docs/keys.md, and the keys into the yaml files of losses and rings."""
+
+from tests.helpers.keys.headers import headers
+from tests.helpers.keys.page import PAGE, page
+from tests.helpers.keys.rows import Schema, missing
+
+schema = Schema()
+if said := missing(schema):
+    raise SystemExit("\n".join(said))
+for path, text in headers(schema).items():
+    path.write_text(text, encoding="utf-8")
+PAGE.write_text(page(schema), encoding="utf-8")
