@@ -18,11 +18,13 @@ from rlexp.config.schema import KINDS, TrainConfig
 from rlexp.config.schema.bounds import number
 from rlexp.config.schema.keys import all_keys, launcher_keys
 from rlexp.config.schema.losses import DPOConfig
+from tests.helpers.keys.abilities import README, abilities, readme
 from tests.helpers.keys.defaults import shown
 from tests.helpers.keys.headers import headers
 from tests.helpers.keys.meanings import comments_of, meaning
 from tests.helpers.keys.page import PAGE, page
 from tests.helpers.keys.rows import Schema, groups, missing
+from tests.helpers.paths import ROOT
 
 WRITE = "run `python -m tests.helpers.keys`"
 NOW, SAID = Schema(), PAGE.read_text(encoding="utf-8")
@@ -64,7 +66,29 @@ def test_defaults_are_those_that_a_run_gets(options: list[str]) -> None:
                 assert said.partition(": ")[0] == told.partition(": ")[0], f"{each.name}.{row.leaf}"
 
 
+def test_the_readme_says_what_there_is() -> None:
+    assert readme() == README.read_text(encoding="utf-8"), WRITE
+
+
+def test_what_the_readme_calls_missing_is_missing() -> None:
+    """It fails where a loss, a task or an option has come that the README still lists as not there."""
+    there = {*all_keys(), *(f"{group}={option}" for group, options in KINDS.items() for option in options)}
+    there |= {f"{folder.name}={path.stem}" for folder in NOW.conf.iterdir() for path in folder.glob("*.yaml")}
+    probes = [(missed, probe) for row in abilities() for missed, probe in row.not_yet.items() if probe]
+    assert [(missed, name) for missed, probe in probes for name in there if probe in name] == []
+    refused = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").partition("| refused |")[2].partition("\n\n")[0]
+    for word in ("Gemma 3", "Gemma 2", "gpt-oss", "Mamba"):
+        assert word in refused
+    on_a_gpu = "No GPU has run this yet" not in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert on_a_gpu == ("no GPU has run it yet" not in README.read_text(encoding="utf-8"))
+
+
 # ---- what is planted is found ----
+
+
+def test_a_new_loss_is_in_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS["loss"], "planted", DPOConfig)
+    assert "`dpo`, `planted`" in readme()
 
 
 class Colour(Enum):

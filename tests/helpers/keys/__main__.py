@@ -1,5 +1,7 @@
-"""python -m tests.helpers.keys: write docs/keys.md, and the keys into the yaml files of losses and rings."""
+"""python -m tests.helpers.keys: write docs/keys.md, the README's table of abilities, and the keys in the yaml files of
+losses and rings."""
 
+from tests.helpers.keys.abilities import README, readme
 from tests.helpers.keys.headers import headers
 from tests.helpers.keys.page import PAGE, page
 from tests.helpers.keys.rows import Schema, missing
@@ -10,3 +12,4 @@ if said := missing(schema):
 for path, text in headers(schema).items():
     path.write_text(text, encoding="utf-8")
 PAGE.write_text(page(schema), encoding="utf-8")
+README.write_text(readme(), encoding="utf-8")
