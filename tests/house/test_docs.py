@@ -1,13 +1,13 @@
-"""What the pages say: commands compose, links lead somewhere, shown errors are the real ones."""
+"""What the pages say: links lead somewhere, shown errors are the real ones, tables agree with the code.
+Their commands are tested in `test_commands.py`."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,42 +15,11 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.config import sizes
 from rlexp.config.schema import KINDS
 from tests.helpers.imports import PACKAGE, modules_of
+from tests.helpers.pages import PAGES
 from tests.helpers.paths import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GROUPS = ("Start", "Configure", "Operate", "Inside")  # of pages, as the README's headings name them
 Shell = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def commands(pages: Sequence[Path] = PAGES) -> list[str]:
-    of_pages = []
-    for page in pages:
-        for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
-            lines = (line.partition("#")[0].strip() for line in block.splitlines())
-            ours = re.compile(r"\brlexp\b|launchers/\w+\.sh")
-            of_pages += [line for line in lines if ours.search(line) and not re.search(r"rlexp\.\w+", line)]
-    return sorted(set(of_pages))
-
-
-def cases() -> list[Any]:
-    """Return the commands of all pages; those of the README are quick enough for `make test`."""
-    first = commands(PAGES[:1])
-    return [*first, *(pytest.param(each, marks=pytest.mark.slow) for each in commands() if each not in first)]
-
-
-@pytest.mark.parametrize("command", cases())
-def test_every_command_composes(rlexp: Shell, tmp_path: Path, command: str) -> None:
-    (tmp_path / "PAIRS.jsonl").write_text("{}\n", encoding="utf-8")
-    words = shlex.split(command)
-    if words[0] == "torchrun":
-        words = words[words.index("-m") :]
-    begin = next(place for place, word in enumerate(words) if word == "rlexp" or word.endswith(".sh"))
-    args = words[begin + 1 :]
-    multirun = "-m" in args
-    args = [arg for arg in args if arg not in ("-m", "--cfg", "job", "--resolve")]
-    shown = rlexp("--cfg", "job", *([] if multirun else ["--resolve"]), *args)
-    assert shown.returncode == 0, shown.stderr
-    assert "ring_size" in shown.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
