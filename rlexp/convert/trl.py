@@ -308,7 +308,7 @@ def _dpo(conv: Conversion) -> None:
 
 
 def _grpo(conv: Conversion) -> None:
-    scale, divisor = conv.get("scale_rewards", "group"), conv.get("loss_type", "dapo")
+    scale, divisor = conv.given.get("scale_rewards", "group"), conv.get("loss_type", "dapo")  # none: only centred
     by_sequence = conv.get("importance_sampling_level", "token") == "sequence"
     loss = "gspo" if by_sequence else "grpo" if scale in ("group", True) else "dr_grpo"
     conv.choose("loss", loss, "importance_sampling_level" if by_sequence else "scale_rewards")
@@ -377,7 +377,7 @@ def _rewards(conv: Conversion) -> None:
         terms[function] = {"kind": "python", "function": f"{module or 'rewards'}:{function}"}
     if not terms:
         raise ConvertError("reward_funcs: is missing, and so is a reward model; without them nothing scores an answer.")
-    names = ("reward_funcs", "reward_model_name_or_path")
+    names = [name for name in ("reward_funcs", "reward_model_name_or_path") if name in conv.by_name]
     if functions:
         conv.notes.append(
             "Rewards: TRL calls f(prompts, completions, completion_ids, **columns), rlexp f(prompts, answers, rows). "

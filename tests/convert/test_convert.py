@@ -157,12 +157,76 @@ def test_every_key_that_a_rule_names_exists() -> None:
                 assert name in keys, (rule.names, each)
 
 
-def test_every_loss_comes_from_some_file() -> None:
-    """A loss that is new here has a name in other trainers too: their files must lead to it."""
-    from rlexp.convert import openrlhf
+# A file that leads to each loss: the trainer, and what such a file says beside the model and the rows.
+LEADING: dict[str, tuple[str, dict[str, Any]]] = {
+    "dpo": ("dpo", {"loss_type": "sigmoid"}),
+    "ppo": ("ppo", {"reward_model_path": "org/reward"}),
+    "grpo": ("grpo", {"scale_rewards": "group"}),
+    "dr_grpo": ("grpo", {"scale_rewards": "none"}),
+    "gspo": ("grpo", {"importance_sampling_level": "sequence"}),
+    "rloo": ("rloo", {}),
+    "reinforce_pp": ("openrlhf", {"advantage_estimator": "reinforce"}),
+}
+# Keys that no argument of another trainer sets. A new key belongs into a rule of theirs, or into this list.
+OURS_ALONE = {
+    "checkpoint": "export export_dtype",
+    "data": "bad_rows cache digits fill name revision seed size",
+    "engine": "chosen name overrides",
+    "launch": "grace_seconds interface preflight rank_cpus rank_memory_gb time_limit torch_threads",
+    "logger": "artifacts axes baseline mode name tags",
+    "loss": "kl_horizon name whiten",
+    "memory": "count_tensors",
+    "model": "freeze gguf heads hidden_size intermediate_size kv_heads layers name seed suggested_lr",
+    "optim": "name",
+    "parallel": "backend chosen dp_size ulysses_size world_size",
+    "reference": "name",
+    "resume": "force mode",
+    "reward": "ignore_case max_length most name pattern precision rule target text timeout_seconds trust_remote_code "
+    "workers",
+    "rollout": "importance_cap micro_batch_size micro_batch_tokens sampling_ranks stop",
+    "train": "grad_acc stop_after",
+}
+ALIKE = {"data_seed", "columns"}  # theirs shuffles, ours is for generated rows; theirs chooses columns, ours renames
 
-    theirs = {*openrlhf.ESTIMATORS.values(), "gspo", "dpo", "grpo", "rloo", "ppo"}
-    assert theirs == set(KINDS["loss"])
+
+@pytest.mark.parametrize("loss", KINDS["loss"])
+def test_a_file_leads_to_every_loss(loss: str, folder: Path) -> None:
+    """A loss that is new here has a name in other trainers too: one of their files must lead to it."""
+    assert loss in LEADING, f"no file of another trainer leads to loss={loss}: give it one in LEADING, and a rule"
+    trainer, said = LEADING[loss]
+    if trainer == "openrlhf":
+        words = ["--pretrain org/model --prompt_data org/prompts --remote_rm_url reward_func.py --num_gpus 8"]
+        words += [f"--{name} {value}" for name, value in said.items()]
+        (folder / "theirs.sh").write_text(f"python -m openrlhf.cli.train_ppo_ray {' '.join(words)}\n")
+        conv = converted(folder / "theirs.sh", None, 8)
+    else:
+        lines = ["model_name_or_path: org/model", "dataset_name: org/rows", "reward_funcs: rewards.accuracy_reward"]
+        lines += [f"{name}: {value}" for name, value in said.items()]
+        (folder / "theirs.yaml").write_text(
+            "\n".join(lines if trainer in ("grpo", "rloo") else [*lines[:2], *lines[3:]])
+        )
+        conv = converted(folder / "theirs.yaml", trainer, 8)
+    assert conv.choices["loss"].value == loss
+
+
+def test_every_key_is_in_a_rule_or_ours_alone() -> None:
+    named = {key.partition("=")[0] for each in FRAMEWORKS.values() for rule in each.rules
+             for key in re.split(", | or ", rule.key)}  # fmt: skip
+    named |= {"data.columns", "data.template_options", "data.sources", "reward.terms"} & {
+        ".".join(key.split(".")[:2]) for key in named
+    }
+    keys = {key for key in all_keys() if "." in key and not key.startswith("hardware.")}
+    ours = {f"{group}.{leaf}" for group, leaves in OURS_ALONE.items() for leaf in leaves.split()}
+    assert keys - named == ours
+    assert not ours & named
+
+
+def test_what_is_called_absent_is_absent() -> None:
+    """It fails where rlexp has come to have a key of the name that a rule calls not here."""
+    ours = {"_".join(key.split(".")[start:]) for key in all_keys() for start in (0, 1)}
+    for each in FRAMEWORKS.values():
+        names = {name.replace(".", "_") for rule in each.rules if rule.fate is Fate.ABSENT for name in rule.names}
+        assert names & ours <= ALIKE
 
 
 @pytest.mark.parametrize(
