@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from rlexp.convert import huggingface
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
+from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
 TRAINERS = ("dpo",)
 LEAST_BATCH = 16  # their accumulation, where none is given, is that which reaches it
@@ -32,7 +32,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("dataset", "data=hf, data.path or data.sources", "pairs with prompt, chosen and rejected"),
     absent("val_dataset", "name held-out rows by data.eval_path"),
     worked_out("split_dataset_ratio", "data.eval_size", "a number of rows"),
-    absent("columns", "data.columns.FIELD names a column"),
+    other("columns", "data.columns", "from column to field there, from field to column here"),
     taken("max_length", "data.max_length", "tokens of prompt and answer together"),
     worked_out("truncation_strategy", "data.too_long", ""),
     taken("packing padding_free", "data.packing", to=bool),
