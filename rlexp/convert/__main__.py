@@ -38,6 +38,7 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> int:
     from rlexp.config.explain import explain
+    from rlexp.config.paths import experiments
     from rlexp.convert.experiment import command, composed, text_of
     from rlexp.convert.frameworks import converted
 
@@ -45,6 +46,9 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--gpus={options.gpus}: must be at least 1.")
     if options.name is not None and not re.fullmatch(r"[A-Za-z_][\w-]*", options.name):
         raise ConfigError(f"--name={options.name}: must be letters, digits, _ and -. For example: --name mine.")
+    if files := experiments().get(options.name):
+        where = ", ".join(map(str, files))
+        raise ConfigError(f"--name={options.name}: there is such an experiment, {where}. Give another name.")
     conv = converted(options.file, options.trainer, options.gpus)
     name = options.name or FIRST
     text = text_of(conv, name, options.file.name)
@@ -52,8 +56,6 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.write(text)
     else:
         file = Path("conf/experiment") / f"{name}.yaml"
-        if file.exists():
-            raise ConfigError(f"--name={name}: {file} is there already. Give another name, or remove it.")
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, text)
         sys.stderr.write(f"wrote {file}: {command(conv, name)}\n")

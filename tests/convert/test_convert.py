@@ -293,7 +293,10 @@ def test_the_command_writes_an_experiment_that_trains(folder: Path) -> None:
     )
     again = command(folder, str(FOREIGN / "trl_dpo.yaml"), "--gpus", "1", "--trainer", "dpo", "--name", "mine")
     assert again.returncode == 1
-    assert "conf/experiment/mine.yaml is there already" in again.stderr
+    assert "--name=mine: there is such an experiment, " in again.stderr
+    ours = command(folder, str(FOREIGN / "trl_dpo.yaml"), "--name", "dog")
+    assert "--name=dog: there is such an experiment, " in ours.stderr
+    assert not (folder / "conf" / "experiment" / "dog.yaml").exists()
     rows = [{"prompt": f"{n} and one?", "chosen": str(n + 1), "rejected": "no"} for n in range(20)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = (f"model.path={saved(folder / 'small')}", "data.path=rows.jsonl", "data.eval_split=null",
