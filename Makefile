@@ -73,6 +73,7 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m bench.learning --write docs/learning.png --page docs/ppo.md $(STORIES)
 	$(BIN)/python -m bench.pipeline --write docs/pipeline.png --page docs/rollouts.md
 	$(BIN)/python -m bench.holding --write docs/layouts.png
+	$(BIN)/python -m bench.batch_picture --write docs/batch.png
 	$(BIN)/python -m bench.longest_picture --write docs/longest.png
 	$(BIN)/python -m bench.attention --write docs/measured/attention.md
 	$(BIN)/python -m bench.report_picture --write docs/report.png
@@ -81,6 +82,7 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m bench.rollout --write docs/measured/benchmarks.md
 	$(BIN)/python -m bench.counting --write docs/benchmarks.md
 	$(BIN)/python -m bench.data --write docs/data.md
+	$(BIN)/python -m bench.data_picture --write docs/data.png
 
 # Everything that GPUs can tell: tests, a short training of every engine, rates; predicted beside measured. Where there
 # is no GPU it says so and changes nothing.

@@ -92,7 +92,8 @@ def draw(lines: list[Line], path: Path) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.set(xlabel="ring size, of 8 GPUs", ylabel="tokens of the longest sequence")
     axes.set_title(
-        "The longest DPO pair that fits: Llama 8B on 8 × 80 GB\npredicted, not measured; the numbers are those of the longest ring",
+        "The longest DPO pair that fits: Llama 8B on 8 × 80 GB\n"
+        "predicted, not measured; the numbers are those of the longest ring",
         fontsize=12,
         loc="left",
     )
