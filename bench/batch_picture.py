@@ -59,7 +59,7 @@ def layout(ring: int) -> Layout:
     replicas = dp_size(GPUS, ring)
     accumulation = grad_acc(BATCH, MICRO, replicas)
     batch = Batch(step=1, epoch=0, indices=tuple(range(BATCH)))
-    work = {}
+    work: dict[tuple[int, int], tuple[int, ...]] = {}
     for replica in range(replicas):
         micro_batches = batch.micro_batches(replica, replicas, MICRO)
         assert len(micro_batches) == accumulation

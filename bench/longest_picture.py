@@ -44,6 +44,8 @@ def main() -> None:
     parser.add_argument("--table", type=Path, default=TABLE, help="the page with the table")
     options = parser.parse_args()
     lines = chosen(read(options.table))
+    if not lines:
+        raise SystemExit(f"{options.table}: no engine has a length for every ring yet. Run `make predict` to the end.")
     draw(lines, options.write)
     for line in lines:
         print(f"{options.write}: {line.label}")
