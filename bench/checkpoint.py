@@ -1,7 +1,7 @@
 """Measure the cost of checkpoints, engines and the start, each relative to a yardstick of the same run.
 
     python -m bench.checkpoint                      print the tables; 7 minutes on 2 idle cores, 15 on busy ones
-    python -m bench.checkpoint --write docs/benchmarks.md
+    python -m bench.checkpoint --write docs/measured/benchmarks.md
     python -m bench.checkpoint --only saving        or steps, or start
 
 Saving: seconds that training stands still, and seconds until the checkpoint is on disk and has its name, beside

@@ -1,7 +1,7 @@
 """Compare the engines with the plain one in float64: gradients, and twenty steps.
 
 python -m bench.engines                         print it
-python -m bench.engines --write docs/invariance.md
+python -m bench.engines --write docs/measured/invariance.md
 
 Gradients are taken with SGD and without clipping, since Adam and clipping both hide a wrong scale. They are those of a
 train batch in 1, 2 and 5 micro-batches, and of the epoch's short last batch, whose micro-batches are uneven.
@@ -49,7 +49,7 @@ COMMON = ("launch.device=cpu", "logger=none", f"train.batch_size={BATCH}", f"dat
           "data.drop_last=false", "data.eval_size=0", "data.max_length=512")  # fmt: skip
 PLAIN = ("optim=sgd", "optim.lr=0.05", "optim.max_grad_norm=0", "train.max_steps=2")
 ADAM = ("optim.lr=5e-4", f"train.max_steps={STEPS}")
-# float32 against float64: the largest ‖a − b‖ / ‖a‖ of any parameter's gradient. Measured: docs/invariance.md.
+# float32 against float64: the largest ‖a − b‖ / ‖a‖ of any parameter's gradient. Measured: docs/measured/invariance.md.
 TOLERANCE = 1e-6
 
 

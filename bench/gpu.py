@@ -1,10 +1,10 @@
-"""Learn from GPUs what rlexp does on them, by one command, and write it into docs/gpu.md: `make gpu`.
+"""Learn from GPUs what rlexp does on them, by one command, and write it into docs/measured/gpu.md: `make gpu`.
 
-python -m bench.gpu                                    on this machine's GPUs; prints every section
-python -m bench.gpu --write docs/gpu.md                and writes each into the page as soon as it is complete
-python -m bench.gpu --only training                    one section
-python -m bench.gpu --rehearse                         the same on two CPU ranks, small: it shows that all of it runs
-python -m bench.gpu --predict --write docs/gpu.md      no GPU: the longest pair that fits, by ring size
+python -m bench.gpu                                            on this machine's GPUs; prints every section
+python -m bench.gpu --write docs/measured/gpu.md               and writes each into the page as soon as it is complete
+python -m bench.gpu --only training                            one section
+python -m bench.gpu --rehearse                                 the same on two CPU ranks, small, to see that it runs
+python -m bench.gpu --predict --write docs/measured/gpu.md     no GPU: the longest pair that fits, by ring size
 
 With no GPU it says so and exits with 3. With a GPU it exits with 1 if a section failed, or found something wrong.
 --predict keeps its answers in a file (--state), and goes on where it was stopped.
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.gpu_here import machine, missing, stand_in
+from bench.kept_rows import page_of
 from bench.tables import commit, put
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def measure(options: argparse.Namespace) -> int:
             print(f"WRONG: {each}", file=sys.stderr, flush=True)
         if options.write:
             put(options.write, signed, name)
-            put(options.write, _headline(options, on), "about")
+            put(page_of(options.write), _headline(options, on), "about")
     return int(failed)
 
 

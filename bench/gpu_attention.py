@@ -1,9 +1,9 @@
 """Measure kernels and layouts on one GPU, without a network: the time of a ring of N, one rank at a time.
 
-    python -m bench.gpu_attention                                 all tables, on the first GPU
-    python -m bench.gpu_attention --write docs/benchmarks.md      and into the page
-    python -m bench.gpu_attention --quick                         short lengths, to see whether it runs
-    python -m bench.gpu_attention --device cpu --quick            the same without a GPU, on torch's CPU kernel
+    python -m bench.gpu_attention                                          all tables, on the first GPU
+    python -m bench.gpu_attention --write docs/measured/benchmarks.md      and into the page
+    python -m bench.gpu_attention --quick                                  short lengths, to see whether it runs
+    python -m bench.gpu_attention --device cpu --quick                     the same without a GPU, on torch's CPU kernel
 
 It needs torch, numpy and this checkout; rlexp's other requirements need not be installed. Every table is printed and
 written as soon as it is complete. If one fails, the page says how, and the next one begins.

@@ -1,7 +1,7 @@
 """Measure the invariance tables: the same run on every layout, in float64 and float32, and runs that draw samples.
 
 python -m bench.invariance                       print it
-python -m bench.invariance --write docs/invariance.md
+python -m bench.invariance --write docs/measured/invariance.md
 python -m bench.invariance --only layouts        every layout, in float64, float32 and bfloat16
 python -m bench.invariance --only rollouts       the runs that draw their own samples
 """

@@ -1,7 +1,7 @@
 """Measure the resume matrix: a run stops on one layout and resumes on another, for every pair of layouts.
 
 python -m bench.resume                          print it
-python -m bench.resume --write docs/invariance.md
+python -m bench.resume --write docs/measured/invariance.md
 
 Engines that compute in float64 must meet the tolerances of the curves. The others, in float32, may differ by ten times
 the noise floor: the difference of undisturbed runs on the same layouts. Runs stop in turn in the first step, at the end

@@ -1,7 +1,7 @@
 """Measure the cost of drawing and scoring answers: memory, balance, throughput, and overhead per token.
 
     python -m bench.rollout                         print the tables; 3 minutes on 2 idle cores, 15 on busy ones
-    python -m bench.rollout --write docs/benchmarks.md
+    python -m bench.rollout --write docs/measured/benchmarks.md
     python -m bench.rollout --only memory           or ranks, or decoding
 
 The floors, written down before any optimization (E hidden size, I intermediate size, G·D width of the keys, L layers, V

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
+from bench import kept_rows
+
 
 def put(page: Path, text: str, name: str = "table") -> None:
-    """Replace the table of this name. A page may have several."""
+    """Replace the table of this name. A page may have several. What another page keeps of them is copied there."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, _, rest = page.read_text(encoding="utf-8").partition(begin)
     _, marker, after = rest.partition(end)
     if not marker:
         raise SystemExit(f"{page}: has no {begin} … {end} to write between. Add both lines to it.")
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+    for problem in kept_rows.refresh(page):
+        print(f"{problem}. Keep another row.", file=sys.stderr)
 
 
 def signature(module: str) -> str:

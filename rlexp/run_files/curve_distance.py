@@ -17,12 +17,12 @@ OWN = (
     *("train/grad_acc", "train/micro_batches", "memory/", "parity/"),
     *("train/time/", "train/samples_per_second", "train/ring_balance"),
 )
-LOSS_TOLERANCE = 1e-12  # relative, for loss and weights in float64; measured: see docs/invariance.md
+LOSS_TOLERANCE = 1e-12  # relative, for loss and weights in float64; measured: docs/measured/invariance.md
 METRIC_TOLERANCE = (1e-9, 1e-11)  # relative and absolute, for the other metrics in float64
 LOSSES = ("train/loss", "eval/loss")
 SCORE = "train/objective/scores"  # of runs that draw their own samples, in the row of each rollout's first step
-# Relative rounding, measured over 10 steps of model=tiny and every layout: docs/invariance.md. Other metrics are
-# differences of large numbers, and lie up to fifty times further apart.
+# Relative rounding, measured over 10 steps of model=tiny and every layout: docs/measured/invariance.md. Other metrics
+# are differences of large numbers, and lie up to fifty times further apart.
 ROUNDING = {"fp64": 2.6e-14, "fp32": 4.0e-7, "bf16": 3.3e-3}
 OTHERS = 50.0
 MARGIN = 10.0  # times the noise floor: two roundings of one curve are no further apart

@@ -17,11 +17,12 @@ from bench import gpu, gpu_longest, gpu_training
 from bench.gpu_foretell import Foretold
 from bench.gpu_here import GIB, Machine
 from bench.gpu_longest import RINGS, Option
+from bench.kept_rows import page_of
 from rlexp.base.engine_facts import ENGINES
 from rlexp.config.schema import Offload
 from tests.helpers.paths import ROOT
 
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "docs" / "measured" / "gpu.md"
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 MARKERS = ("about", "longest", *gpu.SECTIONS)
 
@@ -199,7 +200,7 @@ def test_longer_rings_fit_longer_pairs_on_the_page() -> None:
 
 def test_the_page_says_that_no_gpu_has_run_it() -> None:
     measured = [name for name in gpu.SECTIONS if "Measured 20" in section(PAGE, name)]
-    assert section(PAGE, "about").startswith("**Measured.**" if measured else "**No GPU has run this yet.**")
+    assert section(page_of(PAGE), "about").startswith("**Measured.**" if measured else "**No GPU has run this yet.**")
 
 
 TINY = ("model=tiny", "model.layers=2", "hardware=h100", "launch.nproc=8", "logger=none", "hardware.memory_gib=0.2",

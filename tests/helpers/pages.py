@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.helpers.paths import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MEASURED = sorted((ROOT / "docs" / "measured").glob("*.md"))  # the long tables, and what wrote them
 
 
 def scripts(page: Path) -> list[str]:

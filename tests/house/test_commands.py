@@ -19,14 +19,14 @@ import pytest
 
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.load import compose_config
-from tests.helpers.pages import PAGES, commands, files
+from tests.helpers.pages import MEASURED, PAGES, commands, files
 from tests.helpers.paths import ROOT
 
 ROWS = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
 OF_OTHERS = ("wandb", "cat")  # programs of which nothing is checked but that they are these
 COMPOSING = ("rlexp", "rlexp.data", "rlexp.verify", "rlexp.preflight")
 SHOWN = [
-    pytest.param(each, id=f"{page.stem}-{place}") for page in PAGES
+    pytest.param(each, id=f"{page.parent.name}-{page.stem}-{place}") for page in (*PAGES, *MEASURED)
     for place, command in enumerate(commands(page)) for each in command.partition("\n")[0].split(" && ")
 ]  # fmt: skip
 

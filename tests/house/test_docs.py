@@ -11,22 +11,36 @@ from pathlib import Path
 
 import pytest
 
+from bench.kept_rows import page_of, refreshed
+from bench.tables import put
 from rlexp.base.engine_facts import ENGINES
 from rlexp.config import sizes
 from rlexp.config.schema import KINDS
 from tests.helpers.imports import PACKAGE, modules_of
-from tests.helpers.pages import PAGES
+from tests.helpers.pages import MEASURED, PAGES
 from tests.helpers.paths import ROOT
 
+REFERENCES = ("keys.md", "coming_from.md")  # pages whose generated tables list what exists, and measure nothing
+ROWS = 12  # of a measured table on a page, at most
 GROUPS = ("Start", "Configure", "Operate", "Inside")  # of pages, as the README's headings name them
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *MEASURED], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+            file, _, anchor = target.partition("#")
+            to = page.parent / file if file else page
+            assert to.exists(), target
+            assert not anchor or anchor in anchors(to), target
+
+
+def anchors(page: Path) -> list[str]:
+    """Return what GitHub calls the headings of a page in links."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def grouped() -> list[tuple[str, str]]:
@@ -51,6 +65,85 @@ def test_a_page_shows_the_group_that_the_readme_lists_it_in(page: Path) -> None:
     shown = (f"**{group}**" if group == own else f"[{group}](../README.md#{group.lower()})" for group in GROUPS)
     title, empty, groups, *_ = page.read_text(encoding="utf-8").splitlines()
     assert (title[:2], empty, groups) == ("# ", "", " · ".join(shown))
+
+
+@pytest.mark.parametrize("page", MEASURED, ids=lambda page: page.name)
+def test_a_measured_page_belongs_to_inside_and_to_a_page(page: Path) -> None:
+    title, empty, shown, _, *rest = page.read_text(encoding="utf-8").splitlines()
+    groups = [f"[{group}](../../README.md#{group.lower()})" for group in GROUPS[:-1]]
+    assert (title[:2], empty, shown) == ("# ", "", " · ".join([*groups, f"**{GROUPS[-1]}**"]))
+    assert f"](../{page.name}" in rest[0] + rest[1]
+    inside = PAGES[0].read_text(encoding="utf-8").partition("\n### Inside\n")[2]
+    assert inside.count(f"](docs/measured/{page.name})") == 1
+    assert f"](measured/{page.name}" in page_of(page).read_text(encoding="utf-8")
+
+
+# ---- rows that a page keeps of a measured table ----
+
+
+def wrongly_kept(page: Path) -> list[str]:
+    """Return the rows between markers that do not stand in the measured page, and markers that nothing closes."""
+    text = page.read_text(encoding="utf-8")
+    wrong, closed = [], 0
+    for file, heading, block in re.findall(r"<!-- from ([\w/.-]+)#(\S+): begin -->\n(.*?)<!--", text, flags=re.DOTALL):
+        measured = (page.parent / file).read_text(encoding="utf-8").splitlines()
+        wrong += [line for line in block.splitlines() if line not in measured]
+        closed += text.count(f"{block}<!-- from {file}#{heading}: end -->")
+    return wrong + ["a marker without its end"] * (2 * closed != text.count("<!-- from "))
+
+
+def long_tables(page: Path) -> list[str]:
+    """Return the names of generated blocks that have a table of too many rows."""
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"<!-- (.+?): begin -->\n(.*?)<!-- \1: end -->", text, flags=re.DOTALL)
+    return [name for name, block in found if re.search(rf"(^\|.*\n){{{ROWS + 3},}}", block, flags=re.MULTILINE)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_kept_rows_are_the_measured_ones(page: Path) -> None:
+    assert wrongly_kept(page) == []
+    assert refreshed(page) == (page.read_text(encoding="utf-8"), [])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in REFERENCES], ids=lambda page: page.name)
+def test_a_page_has_no_long_measured_table(page: Path) -> None:
+    assert long_tables(page) == [], f"write it into docs/{MEASURED[0].parent.name}/, and keep the rows that decide"
+
+
+HEAD = "| engine | ring | s |\n| --- | ---: | ---: |\n"
+KEPT = f"<!-- from measured/a.md#times: begin -->\n{HEAD}%s<!-- from measured/a.md#times: end -->\n"
+
+
+def planted(folder: Path, kept: str) -> tuple[Path, Path]:
+    (folder / "measured").mkdir()
+    page, measured = folder / "a.md", folder / "measured" / "a.md"
+    page.write_text(KEPT % kept, encoding="utf-8")
+    measured.write_text("## Other\n\n## Times\n\n<!-- table: begin -->\n<!-- table: end -->\n", encoding="utf-8")
+    return page, measured
+
+
+def test_a_table_that_is_measured_again_takes_the_kept_rows_along(tmp_path: Path) -> None:
+    page, measured = planted(tmp_path, "| zero1 | 2 | 5 |\n| | 4 | 6 |\n")
+    put(measured, f"{HEAD}| torch | 2 | 5 |\n| zero1 | 2 | 7 |\n| | 4 | 8 |\n| zero3 | 4 | 6 |")
+    assert page.read_text(encoding="utf-8") == KEPT % "| zero1 | 2 | 7 |\n| | 4 | 8 |\n"
+    assert wrongly_kept(page) == []
+
+
+def test_a_row_that_is_gone_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, measured = planted(tmp_path, "| zero1 | 2 | 5 |\n| zero2 | 2 | 6 |\n")
+    put(measured, f"{HEAD}| zero1 | 2 | 7 |\n| zero3 | 2 | 8 |")
+    assert "measured/a.md#times does not have, or has several times: | zero2 | 2 | 6 |" in capsys.readouterr().err
+    assert wrongly_kept(page) == ["| zero1 | 2 | 5 |", "| zero2 | 2 | 6 |"]
+
+
+def test_a_long_table_and_an_open_marker_are_seen(tmp_path: Path) -> None:
+    page, measured = planted(tmp_path, "")
+    put(measured, HEAD + "| torch | 2 | 5 |\n" * (ROWS + 1))
+    assert (long_tables(page), long_tables(measured)) == ([], ["table"])
+    put(measured, HEAD + "| torch | 2 | 5 |\n" * ROWS)
+    assert long_tables(measured) == []
+    page.write_text((KEPT % "").replace("end", "END"), encoding="utf-8")
+    assert wrongly_kept(page) == ["a marker without its end"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

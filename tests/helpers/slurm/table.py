@@ -1,7 +1,7 @@
-"""Write the tables of docs/slurm.md from what the tests measured: faults, and ways back into the queue.
+"""Write the tables of the docs on Slurm from what the tests measured: faults, and ways back into the queue.
 
 RLEXP_TEST_ROWS=rows.json python -m pytest -m "slurm and table"
-python -m tests.helpers.slurm.table rows.json --write docs/slurm.md
+python -m tests.helpers.slurm.table rows.json --write docs/measured/slurm.md
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.kept_rows import page_of
 from bench.tables import put
 from rlexp.launch.run_folder import git_commit
 
@@ -123,7 +124,9 @@ def requeues(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.helpers.slurm.table", description=__doc__)
     parser.add_argument("rows", type=Path, help="the file that the tests wrote, named by RLEXP_TEST_ROWS")
-    parser.add_argument("--write", type=Path, help="put the table into this page, between its markers")
+    parser.add_argument(
+        "--write", type=Path, help="put the faults into this page, and the ways back into its page in docs/"
+    )
     given = parser.parse_args()
     if not given.rows.exists():
         print(f"{given.rows}: no test has written rows. Without a Slurm the page stays as it is.", file=sys.stderr)
@@ -136,7 +139,7 @@ def main() -> int:
         if text:
             print(text)
             if given.write:
-                put(given.write, text, name)
+                put(given.write if name == "faults" else page_of(given.write), text, name)
     return 0
 
 

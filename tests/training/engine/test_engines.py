@@ -75,7 +75,7 @@ def hold_gradients(exact, layout: tuple[str, int, int], of: Sequence[str]) -> No
 
 @pytest.mark.slow
 def test_accumulation_and_uneven_micro_batches_in_every_engine() -> None:
-    """Part of the table of docs/invariance.md: SGD without clipping, so that nothing hides a wrong scale."""
+    """Part of the table of docs/measured/invariance.md: SGD without clipping, so that nothing hides a wrong scale."""
     cases = [engines.Case(*kind, 2, 2, acc) for kind in engines.KINDS for acc in (1, 5)]
     for case, gap in engines.gradient_differences(cases).items():
         assert gap <= engines.TOLERANCE, case

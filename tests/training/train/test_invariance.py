@@ -1,4 +1,4 @@
-"""The same run on a part of the grid of docs/invariance.md; `make prove` measures the whole grid."""
+"""The same run on a part of the grid of docs/measured/invariance.md; `make prove` measures the whole grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that draw their own samples give the same curves on every layout: a part of the tables in docs/invariance.md."""
+"""Runs that draw their own samples have the same curves on every layout: part of docs/measured/invariance.md."""
 
 from __future__ import annotations
 
