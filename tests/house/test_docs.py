@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.kept_rows import page_of, refreshed
+from bench.kept_rows import page_of, refreshed, slug
 from bench.tables import put
 from rlexp.base.engine_facts import ENGINES
 from rlexp.config import sizes
@@ -39,8 +39,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def anchors(page: Path) -> list[str]:
     """Return what GitHub calls the headings of a page in links."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
-    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    return [slug(heading) for heading in re.findall(r"^#+ .*$", text, flags=re.MULTILINE)]
 
 
 def grouped() -> list[tuple[str, str]]:
