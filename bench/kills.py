@@ -297,7 +297,7 @@ def resumed(process: Process, newest: int, number: int, tally: Tally) -> list[st
     """Check that the run resumed from the newest whole checkpoint and skipped none."""
     said = process.said()
     wrong = [line for line in said.splitlines() if "skipped a checkpoint" in line or "could not be saved" in line]
-    resumes = re.search(r"goes on from .*, after step (\d+)", said)
+    resumes = re.search(r"continues from .*, after step (\d+)", said)
     step = int(resumes[1]) if resumes else 0
     tally.resumed += bool(resumes)
     if step != newest:

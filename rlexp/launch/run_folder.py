@@ -185,7 +185,7 @@ def _check_identity(cfg: Config, run_dir: Path, before: dict[str, Any], now: dic
         return []  # the ranks report what is wrong with each of them
     if before.get("status") == "finished":
         raise FolderError(
-            f"hydra.run.dir={run_dir}: holds a finished run without a checkpoint to go on from, and it would be "
+            f"hydra.run.dir={run_dir}: holds a finished run without a checkpoint to continue from, and it would be "
             f"written over. Give another folder."
         )
     return refuse_changes(run_dir, before.get("identity", now), now, cfg.resume.force)

@@ -99,7 +99,7 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
                 self.waiting.remove(planned)
                 self.running[job_id] = planned
                 planned.job.job_id = job_id
-                sweep.note(planned.job, "running", f"goes on as job {job_id}")
+                sweep.note(planned.job, "running", f"continues as job {job_id}")
                 sys.stderr.write(f"{sweep.name}: {planned.job.label} is running already, as job {job_id}\n")
 
     def _run(self, sweep: Sweep) -> None:

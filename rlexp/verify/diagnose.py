@@ -292,7 +292,7 @@ def parts_rank(spec: RankSpec, parts: Parts) -> None:
 # ---- the module ----
 
 
-def room_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
+def module_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
     """The module of a finding. `alone` is needed only where `needs_trial` says so."""
     fixed = {
         Clue.PAIRS: DATA,
@@ -342,15 +342,15 @@ def needs_trial(finding: Finding) -> bool:
     return finding.clue in (Clue.POLICY, Clue.SUMS, Clue.GRADIENT, Clue.REDUCED)
 
 
-def room_of_traceback(text: str) -> str | None:
+def module_of_traceback(text: str) -> str | None:
     """The innermost module in a rank's traceback. What all modules call, or lies around them, is passed over."""
     passed_over = r"verify/|launch/|preflight/|base/|training/(?:model/float64|metrics/live_tensors|types)\."
     files = re.findall(r'File "[^"]*/rlexp/([^"]*)"', text)  # after the last /rlexp/: a checkout has that name too
-    rooms = [
-        f"rlexp/{room[0]}" for file in files
-        if not re.match(passed_over, file) and (room := re.match(r"(?:training/)?\w+/", file))
+    modules = [
+        f"rlexp/{module[0]}" for file in files
+        if not re.match(passed_over, file) and (module := re.match(r"(?:training/)?\w+/", file))
     ]  # fmt: skip
-    return rooms[-1] if rooms else None
+    return modules[-1] if modules else None
 
 
 EVIDENCE: Mapping[Clue, str] = {

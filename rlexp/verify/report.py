@@ -183,7 +183,7 @@ def failure_in_words(failure: Failure) -> str:
         f"    reference: {failure.expected}",
     ]
     lines += [_wrapped(words) for words in (failure.note, failure.evidence) if words]
-    lines.append(f"  Look in {failure.room}")
+    lines.append(f"  Look in {failure.module}")
     return "\n".join(lines)
 
 

@@ -50,7 +50,7 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Failure:
-    """The first difference, and the module (`room`) whose code it points to."""
+    """The first difference, and the module whose code it points to."""
 
     precision: str
     step: int
@@ -58,7 +58,7 @@ class Failure:
     quantity: str
     got: str
     expected: str
-    room: str
+    module: str
     note: str = ""
     evidence: str = ""
 
@@ -236,13 +236,13 @@ class Verifier:
                 quantity="the probe of the model",
                 got=refused or "",
                 expected="no difference",
-                room="rlexp/training/model/",
+                module="rlexp/training/model/",
             )
         return self.located(comparison, finding, precision)
 
     def located(self, comparison: Comparison, finding: Finding, precision: str) -> Failure:
         """Find the module that a difference points to. If the difference alone does not say it, try parts."""
-        from rlexp.verify.diagnose import Case, alone_rank, evidence, needs_trial, room_of, room_of_traceback
+        from rlexp.verify.diagnose import Case, alone_rank, evidence, module_of, module_of_traceback, needs_trial
 
         alone: Alone | None = None
         said = ""
@@ -253,12 +253,12 @@ class Verifier:
                 alone = answer[0]
                 said = evidence(finding, comparison.cfg, answer[0])
             except RankFailed as failed:
-                room = room_of_traceback(str(failed)) or "rlexp/"
-                return _failure(finding, precision, room, f"its parts cannot be tried alone: {_last_line(failed)}")
-        room = room_of(finding, comparison.cfg, alone)
+                module = module_of_traceback(str(failed)) or "rlexp/"
+                return _failure(finding, precision, module, f"its parts cannot be tried alone: {_last_line(failed)}")
+        module = module_of(finding, comparison.cfg, alone)
         refused = comparison.traces[0].refused
         probe = f"the probe of the model says: {refused}" if refused else ""
-        return _failure(finding, precision, room, "; ".join(filter(None, [said, probe])))
+        return _failure(finding, precision, module, "; ".join(filter(None, [said, probe])))
 
     # ---- the ring's use ----
 
@@ -356,7 +356,7 @@ def _facts(cfg: Config, trace: Trace) -> dict[str, Any]:
     }
 
 
-def _failure(finding: Finding, precision: str, room: str, said: str) -> Failure:
+def _failure(finding: Finding, precision: str, module: str, said: str) -> Failure:
     return Failure(
         precision=precision,
         step=finding.step,
@@ -364,7 +364,7 @@ def _failure(finding: Finding, precision: str, room: str, said: str) -> Failure:
         quantity=finding.quantity,
         got=finding.got,
         expected=finding.expected,
-        room=room,
+        module=module,
         note=finding.note,
         evidence=said,
     )
@@ -372,9 +372,9 @@ def _failure(finding: Finding, precision: str, room: str, said: str) -> Failure:
 
 def _crashed(failed: RankFailed, precision: str, exact_agrees: bool) -> Failure:
     """The failure of a run that raised an error of its own. If float64 agreed, the engine is the first suspect."""
-    from rlexp.verify.diagnose import ENGINE, room_of_traceback
+    from rlexp.verify.diagnose import ENGINE, module_of_traceback
 
-    room = room_of_traceback(str(failed)) or (ENGINE if exact_agrees else "rlexp/")
+    module = module_of_traceback(str(failed)) or (ENGINE if exact_agrees else "rlexp/")
     return Failure(
         precision=precision,
         step=1,
@@ -382,7 +382,7 @@ def _crashed(failed: RankFailed, precision: str, exact_agrees: bool) -> Failure:
         quantity="the run",
         got=_last_line(failed),
         expected="a step",
-        room=room,
+        module=module,
         note=str(failed),
     )
 

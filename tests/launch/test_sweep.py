@@ -94,7 +94,7 @@ def test_a_killed_sweep_is_taken_up_by_the_same_command(rlexp: Shell, tmp_path: 
     answer = rlexp(*sweep, timeout=250)
     assert answer.returncode == 0, answer.stderr
     assert (tmp_path / "sw" / "0" / "run.json").read_bytes() == first
-    assert "goes on from" in answer.stderr
+    assert "continues from" in answer.stderr
     assert all(steps_of(tmp_path / "sw" / str(job)) == list(range(1, 41)) for job in range(3))
     summary = json.loads((tmp_path / "sw" / "summary.json").read_text(encoding="utf-8"))
     assert summary["verdict"]["status"] == "agree"

@@ -165,7 +165,7 @@ def test_what_cannot_be_planted_says_so(target: str, change: Change, said: str) 
 
 
 def test_an_error_names_the_place_of_the_function() -> None:
-    """`verify` reads the room from a traceback."""
+    """`verify` reads the module from a traceback."""
     undo = plant(f"{HERE}:doubled", lambda _original, _value: 1 / 0, lambda: None)
     try:
         with pytest.raises(ZeroDivisionError) as raised:

@@ -22,7 +22,7 @@ from rlexp.config.load import compose_config
 from rlexp.launch.preflight_check import laid_out
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.verify import fit_memory
-from rlexp.verify.diagnose import room_of_traceback
+from rlexp.verify.diagnose import module_of_traceback
 from rlexp.verify.records import TokenPair
 from rlexp.verify.reference.one_process import Optimizer, answer_logps, load, own_blocks, softmax_attention
 from rlexp.verify.reference.pairs import Bytes
@@ -55,11 +55,11 @@ def tier(fault: Fault) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] if fault.name in CHECK else [pytest.mark.slow, pytest.mark.prove]
 
 
-def test_every_stage_and_room_has_a_defect_in_the_fast_tiers() -> None:
-    """Each stage in `make test`, each pair of stage and room in `make check`."""
+def test_every_stage_and_module_has_a_defect_in_the_fast_tiers() -> None:
+    """Each stage in `make test`, each pair of stage and module in `make check`."""
 
     def kinds(faults: Iterable[Fault]) -> set[tuple[str, str]]:
-        return {(fault.stage, fault.room) for fault in faults}
+        return {(fault.stage, fault.module) for fault in faults}
 
     fast = kinds(ALL_FAULTS[name] for name in FAST)
     assert {stage for stage, _ in fast} == set(STAGES)
@@ -80,20 +80,20 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name, marks=tier(fault)) for fault in FAULTS])
-def test_a_defect_is_found_and_its_room_named(fault: Fault, references: Path) -> None:
+def test_a_defect_is_found_and_its_module_named(fault: Fault, references: Path) -> None:
     steps = 1 if fault.name in FAST else 2  # some of the others are first seen at the second
     verdict, reached = verify_planted(fault, references, steps=steps)
     assert reached, "not reached: nothing calls what the defect replaces"
     failure = verdict.failure
     assert failure is not None, "not found"
-    assert (failure.stage, failure.room) == (fault.stage, fault.room), failure_in_words(failure)
+    assert (failure.stage, failure.module) == (fault.stage, fault.module), failure_in_words(failure)
     if fault.step is not None:
         assert failure.step == fault.step
-    assert fault.room in report(compose_config(fault.overrides), verdict)
+    assert fault.module in report(compose_config(fault.overrides), verdict)
 
 
 @pytest.mark.parametrize(
-    ("files", "room"),
+    ("files", "module"),
     [
         (("training/train/step.py", "training/model/loading.py", "base/cache.py"), "rlexp/training/model/"),
         (("training/train/rank.py", "training/train/step.py", "training/types.py"), "rlexp/training/train/"),
@@ -103,10 +103,10 @@ def test_a_defect_is_found_and_its_room_named(fault: Fault, references: Path) ->
         (("launch/local.py", "verify/trace.py"), None),
     ],
 )  # fmt: skip
-def test_a_traceback_points_to_the_innermost_room(files: tuple[str, ...], room: str | None) -> None:
+def test_a_traceback_points_to_the_innermost_module(files: tuple[str, ...], module: str | None) -> None:
     text = "Traceback (most recent call last):\n"
     text += "".join(f'  File "/home/me/rlexp/rlexp/{file}", line 7, in call\n    call()\n' for file in files)
-    assert room_of_traceback(text + "ZeroDivisionError: division by zero") == room
+    assert module_of_traceback(text + "ZeroDivisionError: division by zero") == module
 
 
 # ---- it says whether the ring shards the sequence ----
@@ -177,7 +177,7 @@ def test_the_command_fails_on_a_broken_copy_of_the_package(tmp_path: Path) -> No
     assert "all are 4.000 times too large" in done.stdout
     assert "Look in rlexp/training/engine/" in done.stdout
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert (found["passed"], found["failure"]["room"]) == (False, "rlexp/training/engine/")
+    assert (found["passed"], found["failure"]["module"]) == (False, "rlexp/training/engine/")
 
 
 SUMMED = """
@@ -332,7 +332,7 @@ def test_no_defect_but_of_losses_reaches_the_reference() -> None:
     reached = {f"verify/{name}.py" for name in REFERENCE}
     while more := {target for file, target in edges if file in reached and target.endswith(".py")} - reached:
         reached |= more
-    planted = {f"training/{f.target.partition(':')[0].replace('.', '/')}.py" for f in FAULTS if f.room != ALGOS}
+    planted = {f"training/{f.target.partition(':')[0].replace('.', '/')}.py" for f in FAULTS if f.module != ALGOS}
     assert not planted & reached
 
 

@@ -74,7 +74,7 @@ def exceeded(params: Mapping[str, Any], there: Sequence[Partition]) -> str | Non
         (int(params["nodes"]), nodes_of(ours), "launch.nodes={asked}: {where} has {has} nodes."),
         (float(params["timeout_min"]) * 60, max(each.seconds or float("inf") for each in ours),
          "launch.time_limit: {asked:g} s are more than {where} allows ({has:g} s). Give less: a run that is not done "
-         "then goes on in the same job, started again."),
+         "then continues in the same job, started again."),
     ):  # fmt: skip
         if asked > has:
             return told.format(asked=asked, has=has, where=where)

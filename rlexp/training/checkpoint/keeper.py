@@ -122,7 +122,7 @@ class Keeper:
             if self._world.rank == 0:
                 self._say(
                     f"rlexp: the checkpoint of step {self._saved_step} could not be saved ({self.failed}). "
-                    f"Training goes on, and saves again when the next save is due. {self._room()}\n"
+                    f"Training continues, and saves again when the next save is due. {self._room()}\n"
                 )
         elif self._world.rank == 0:
             self._saved(self._saved_step, checkpoint_folder.folder_of(self._run_dir, self._saved_step))

@@ -47,7 +47,7 @@ def restore(
             if damaged[0].parent == run_dir / checkpoint_folder.FOLDER
             else f"Give another checkpoint than resume.mode={mode}."
         )
-        raise CheckpointError(f"{damaged[0].parent}: there is nothing to go on from: {names} is not whole. {remedy}")
+        raise CheckpointError(f"{damaged[0].parent}: there is nothing to continue from: {names} is not whole. {remedy}")
     return None
 
 

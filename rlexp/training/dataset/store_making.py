@@ -63,7 +63,7 @@ def store_of(cache: Path, key: str, work: Work, first: int = 0) -> Store:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DataError(
                 f"data.cache={cache}: has no room for the tokens of {work.name} ({error.strerror}). Free some and "
-                f"start again: it goes on where it stopped. Or give another folder: data.cache=FOLDER."
+                f"start again: it continues where it stopped. Or give another folder: data.cache=FOLDER."
             ) from None
         raise DataError(
             f"data.cache={cache}: cannot be written ({error.strerror}). Give a folder where you may write: "

@@ -45,7 +45,7 @@ def while_it_lives(
                 raise
             self.gone = True
             say(
-                "rlexp: W&B's process has ended before the run. The run goes on without it; what W&B lacks is sent "
+                "rlexp: W&B's process has ended before the run. The run continues without it; what W&B lacks is sent "
                 "when the run is resumed.\n"
             )
 

@@ -179,7 +179,7 @@ def sampling(run: Run) -> str:
 
 def footer(run: Run, run_dir: Path, outcome: Outcome) -> str:
     if outcome.status != "finished":
-        return f"{outcome.status}: {outcome.reason}; {run_dir} goes on from {latest(run_dir)}\n"
+        return f"{outcome.status}: {outcome.reason}; {run_dir} continues from {latest(run_dir)}\n"
     model = ", trained model in model/" if run.cfg.checkpoint.export else ""
     wandb = ", W&B run in wandb/" if run.cfg.logger.name is LoggerName.wandb else ""
     return f"done: {run_dir}  (curve in metrics.jsonl{wandb}{model})\n"

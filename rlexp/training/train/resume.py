@@ -49,7 +49,7 @@ def resume(task: Task, run_dir: Path) -> tuple[Position, str]:
         return position, ""
     rewrite(run_dir / METRICS, path / METRICS, position.step)
     notes = [*_changes(run, saved), *run_folder.read(run_dir).get("forced", [])]
-    return position, "".join(f"  {line}\n" for line in (f"goes on from {path}, after step {position.step}", *notes))
+    return position, "".join(f"  {line}\n" for line in (f"continues from {path}, after step {position.step}", *notes))
 
 
 def refuse_other_versions(run_dir: Path, now: Mapping[str, str], force: Sequence[str]) -> None:

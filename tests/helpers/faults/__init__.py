@@ -1,4 +1,4 @@
-"""The defects that tests plant into the product, with the stage and room that `verify` must name.
+"""The defects that tests plant into the product, with the stage and module that `verify` must name.
 
 A defect names a function of the product (`target`) and what takes its place (`change`): a function that is called with
 the original and with the arguments of each call, or `Seeing`, under which the original finds other things behind names
@@ -59,7 +59,7 @@ WHOLE_SEQUENCE = one("an MLP gathers the sequence", "transformers.models.llama.m
                      lambda original, self, hidden: original(self, Whole.apply(hidden)), "", "")  # fmt: skip
 
 # `make test` plants one of each stage, and one more of the ring; they share one float64 reference. `make check` adds
-# one of each other pair of stage and room, and of the other layouts and engines. `make prove` plants all.
+# one of each other pair of stage and module, and of the other layouts and engines. `make prove` plants all.
 FAST = (
     "replicas overlap", "targets shifted after sharding", "not causal", "divided by the accumulation again",
     "reduced over the ring only", "not clipped", "replicated sums counted on every rank",

@@ -31,8 +31,8 @@ def examined(fault: Fault, references: Path, say: Progress) -> str:
         return "no: not reached"
     if failure is None:
         return "no"
-    if (failure.stage, failure.room) != (fault.stage, fault.room) or fault.step not in (None, failure.step):
-        return f"no: at step {failure.step}, {failure.stage}, {failure.room}: {failure.quantity}, {failure.got}"
+    if (failure.stage, failure.module) != (fault.stage, fault.module) or fault.step not in (None, failure.step):
+        return f"no: at step {failure.step}, {failure.stage}, {failure.module}: {failure.quantity}, {failure.got}"
     return "yes"
 
 
@@ -45,7 +45,7 @@ def main(args: Sequence[str]) -> int:
     asked = parser.parse_args(args)
     faults = [ALL_FAULTS[name] for name in asked.names] or FAULTS
     say: Progress = (lambda line: print(line, file=sys.stderr, flush=True)) if asked.verbose else quiet
-    print("| defect | stage | room | found | seconds |\n|---|---|---|---|---|", flush=True)
+    print("| defect | stage | module | found | seconds |\n|---|---|---|---|---|", flush=True)
     found = 0
     with tempfile.TemporaryDirectory(prefix="rlexp-references-") as references:
         for fault in faults:
@@ -53,8 +53,8 @@ def main(args: Sequence[str]) -> int:
             answer = examined(fault, Path(references), say)
             found += answer == "yes"
             seconds = time.monotonic() - began
-            print(f"| {fault.name} | {fault.stage} | {fault.room} | {answer} | {seconds:.1f} |", flush=True)
-    print(f"\n{found} of {len(faults)} defects were found, each with its stage and room.")
+            print(f"| {fault.name} | {fault.stage} | {fault.module} | {answer} | {seconds:.1f} |", flush=True)
+    print(f"\n{found} of {len(faults)} defects were found, each with its stage and module.")
     return 0 if found == len(faults) else 1
 
 

@@ -31,7 +31,7 @@ class Fault:
     target: str  # below rlexp.training, or in verify or transformers
     change: Change | Seeing
     stage: str
-    room: str
+    module: str
     overrides: tuple[str, ...] = FP64
     step: int | None = None  # at which it must first be seen
 
@@ -41,9 +41,9 @@ class Fault:
         return plant(where + self.target, self.change, mark)
 
 
-def one(name: str, target: str, change: Change | Seeing, stage: str, room: str, *more: str,
+def one(name: str, target: str, change: Change | Seeing, stage: str, module: str, *more: str,
         base: tuple[str, ...] = FP64, step: int | None = None) -> Fault:  # fmt: skip
-    return Fault(name, target, change, stage, room, (*base, *more), step)
+    return Fault(name, target, change, stage, module, (*base, *more), step)
 
 
 def nothing(*_args: Any, **_kwargs: Any) -> None:

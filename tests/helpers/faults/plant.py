@@ -42,7 +42,7 @@ def plant(target: str, change: Change, mark: Mark) -> Callable[[], None]:
 
     before = (function.__code__, function.__defaults__, function.__kwdefaults__)
     own = function.__code__
-    # Errors are to name the place of the function, since `verify` reads the room from a traceback.
+    # Errors are to name the place of the function, since `verify` reads the module from a traceback.
     function.__code__ = _trampoline.__code__.replace(
         co_freevars=own.co_freevars, co_filename=own.co_filename, co_name=own.co_name, co_firstlineno=own.co_firstlineno
     )

@@ -43,7 +43,7 @@ def verify_planted(
 
         def start(target: Callable[..., Any], ranks: int, args: Sequence[Any] = (), **options: Any) -> list[Any]:
             options |= {"preload": SERVER, "timeout": LONGEST}
-            if target is REFERENCE and fault.room != ALGOS:
+            if target is REFERENCE and fault.module != ALGOS:
                 return _kept(references, args, options)
             return run_ranks(faulty_rank, ranks, (fault.name, reached, target, args), **options)
 

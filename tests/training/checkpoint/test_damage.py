@@ -131,7 +131,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run: Path, check
     assert answer.returncode == 0, answer.stderr
     said = f"rlexp: skipped a checkpoint: {checkpoint}: {state.name} is not what was written (its SHA-256 differs).\n"
     assert said in answer.stderr
-    assert f"goes on from {folder.folder_of(run, 4)}, after step 4" in answer.stderr
+    assert f"continues from {folder.folder_of(run, 4)}, after step 4" in answer.stderr
     assert answer.stderr.count("skipped a checkpoint") == 1
     assert steps_of(run) == list(range(1, LONGER + 1))
     there = folder.latest_first(run)
@@ -152,7 +152,7 @@ def test_where_all_are_damaged_it_says_so_and_trains_nothing(run: Path) -> None:
     *skipped, error = answer.stderr.splitlines()
     assert [line.startswith(f"rlexp: skipped a checkpoint: {path}: ") for line, path in
             zip(skipped, (latest, middle, first), strict=True)] == [True] * 3  # fmt: skip
-    assert error.startswith(f"rlexp: {run / 'checkpoints'}: there is nothing to go on from")
+    assert error.startswith(f"rlexp: {run / 'checkpoints'}: there is nothing to continue from")
     assert "hydra.run.dir" in error
     assert (run / "metrics.jsonl").read_bytes() == before
 
@@ -191,7 +191,7 @@ def test_a_disk_that_fills_up_costs_a_checkpoint_and_no_step(finished: Path, tmp
         assert full.returncode == 1, full.stderr
         for step in (4, 6):
             assert f"rlexp: the checkpoint of step {step} could not be saved (" in full.stderr
-        assert "Training goes on, and saves again when the next save is due." in full.stderr
+        assert "Training continues, and saves again when the next save is due." in full.stderr
         assert "The run can resume from step-00000002." in full.stderr
         assert "No space left on device" in full.stderr
         assert steps_of(run) == list(range(1, STEPS + 1))
@@ -207,7 +207,7 @@ def test_a_disk_that_fills_up_costs_a_checkpoint_and_no_step(finished: Path, tmp
         assert mount("-o", f"remount,size={size * 8}", str(disk)).returncode == 0
         again = train(run, STEPS)
         assert again.returncode == 0, again.stderr
-        assert f"goes on from {folder.folder_of(run, 2)}, after step 2" in again.stderr
+        assert f"continues from {folder.folder_of(run, 2)}, after step 2" in again.stderr
         assert steps_of(run) == list(range(1, STEPS + 1))
         assert [folder.step_of(path) for path in folder.latest_first(run)] == [6, 4, 2]
         for path in folder.latest_first(run):

@@ -75,7 +75,7 @@ def test_a_finished_run_has_nothing_to_do_until_it_is_made_longer(rlexp: Shell, 
     assert "the run is finished. To train on, raise train.max_steps" in again.stderr
     longer = rlexp(*QUICK, "train.max_steps=5", "parallel=ring2", "parallel.layout=ulysses", "train.precision=fp32")
     assert longer.returncode == 0, longer.stderr
-    assert "goes on from" in longer.stderr
+    assert "continues from" in longer.stderr
     assert "world_size was 1, and is 2" in longer.stderr
     assert "attention was zigzag, cpu_flash, and is ulysses, cpu_flash" in longer.stderr
     assert "precision was fp64, and is fp32" in longer.stderr
@@ -188,7 +188,7 @@ def test_a_damaged_checkpoint_does_not_outlive_the_whole_ones(rlexp: Shell, tmp_
     assert [path.name for path in checkpoint.latest_first(tmp_path / "run")] == ["step-00000005"]
     other = rlexp(*QUICK, "train.max_steps=8")
     assert other.returncode == 0, other.stderr
-    assert "goes on from" in other.stderr
+    assert "continues from" in other.stderr
     assert steps_of(tmp_path / "run") == list(range(1, 9))
 
 
@@ -210,7 +210,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_written_over(rlexp: Shell) -
     assert rlexp(*QUICK, "train.max_steps=2", "checkpoint.on_exit=false").returncode == 0
     refused = rlexp(*QUICK, "train.max_steps=3")
     assert refused.returncode == 1
-    assert "holds a finished run without a checkpoint to go on from" in refused.stderr
+    assert "holds a finished run without a checkpoint to continue from" in refused.stderr
 
 
 @pytest.mark.slow
@@ -301,7 +301,7 @@ def test_under_torchrun_a_stop_is_a_request_and_a_finished_run_is_left_alone(tmp
     assert (run["status"], run["reason"]) == ("stopped", "stopped by SIGTERM")
     done = steps_of(tmp_path / "run")[-1]
     assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == done
-    for said in ("goes on from", "the run is finished. To train on"):
+    for said in ("continues from", "the run is finished. To train on"):
         answer = subprocess.run(
             [*torchrun, *QUICK, "parallel=ring2", f"train.max_steps={done + 1}"],
             cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,

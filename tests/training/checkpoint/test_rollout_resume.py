@@ -168,5 +168,5 @@ def test_a_kill_while_sampling_loses_nothing(tmp_path: Path, victim: str) -> Non
     for folder, layout in (("run", ("parallel=ring1", "launch.nproc=2")), ("straight", ())):
         answer = warm.run("rlexp", overrides(*layout, f"hydra.run.dir={folder}"), tmp_path, timeout=300)
         assert answer.returncode == 0, answer.stderr
-        assert ("goes on from" in answer.stderr) == (folder == "run")
+        assert ("continues from" in answer.stderr) == (folder == "run")
     assert excesses(curve_of(tmp_path / "straight"), curve_of(tmp_path / "run")) == []

@@ -377,7 +377,7 @@ def test_a_full_disk_is_one_message_and_it_goes_on_when_there_is_room(
             resource.RLIMIT_FSIZE, (len(expected[next(n for n in expected if "tokens" in n)]) // 2, hard)
         )
         with pytest.raises(
-            DataError, match=r"data\.cache=.*has no room for the tokens of .*it goes on where it stopped"
+            DataError, match=r"data\.cache=.*has no room for the tokens of .*it continues where it stopped"
         ):
             read(path)
     finally:

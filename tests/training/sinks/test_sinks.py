@@ -178,7 +178,9 @@ def in_float32(row: dict[str, float]) -> dict[str, float]:
     return {name: float(np.float32(value)) for name, value in values_of(row).items()}
 
 
-needs_tensorboard = pytest.mark.skipif(not importlib.util.find_spec("tensorboard"), reason="rlexp[tensorboard]")
+needs_tensorboard = pytest.mark.skipif(
+    not importlib.util.find_spec("tensorboard"), reason="pip install -e '.[tensorboard]'"
+)
 
 
 @needs_tensorboard
@@ -187,7 +189,7 @@ def test_tensorboard_has_the_curve_after_a_kill(tmp_path: Path) -> None:
     kill_after(9, tmp_path, "logger=tensorboard", *GOES_ON)
     answer = train(tmp_path, "logger=tensorboard", "train.max_steps=16", "train.eval_every=8", *GOES_ON)
     assert answer.returncode == 0, answer.stderr
-    assert "goes on from" in answer.stderr
+    assert "continues from" in answer.stderr
     rows = curve_of(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(1, 17))
     assert tensorboard_rows(tmp_path / "run") == list(map(in_float32, rows))
@@ -210,7 +212,7 @@ print(json.dumps({"name": run["name"], "rows": SQLiteStorage.get_logs("rlexp", r
 """
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("trackio"), reason="rlexp[trackio]")
+@pytest.mark.skipif(not importlib.util.find_spec("trackio"), reason="pip install -e '.[trackio]'")
 def test_trackio_has_the_curve_after_a_kill(tmp_path: Path) -> None:
     env = CLEAN | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
     kill_after(9, tmp_path, "logger=trackio", *GOES_ON, env=env)

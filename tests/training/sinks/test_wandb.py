@@ -80,7 +80,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     kill_after(KILLED, place, "parallel=ring2", *SAVING, *SWEEP)
     answer = train(place, "parallel=ring1", f"train.max_steps={STEPS}", *SAVING, *SWEEP)
     assert answer.returncode == 0, answer.stderr
-    assert "goes on from" in answer.stderr
+    assert "continues from" in answer.stderr
     return resumed(place)
 
 
