@@ -129,6 +129,13 @@ def test_what_no_cluster_could_run_is_refused(rlexp: Shell, wrong: str, said: st
         ("slurm", "hydra.launcher.retry=1", "hydra.launcher.retry: no such key. Did you mean hydra.launcher.retries?"),
         ("slurm", "hydra.launcher.nodes=3", "hydra.launcher.nodes=3: follows from each job's configuration. Give"),
         ("slurm", "+hydra.launcher.retry=1", "hydra.launcher.retry: no such key. Did you mean hydra.launcher.retries?"),
+        ("slurm", "hydra.launcher.comment=mine", "hydra.launcher.comment=mine: the comment of a job is rlexp's own"),
+        (
+            "slurm",
+            "hydra.launcher.additional_parameters={comment: mine}",
+            "hydra.launcher.additional_parameters.comment=mine: the comment of a job is rlexp's own",
+        ),
+        ("slurm", "hydra.launcher.max_num_timeout=3", "hydra.launcher.max_num_timeout=3: has no effect, since rlexp"),
         ("slurm_local", "hydra.launcher.jobs_at_once=0", "hydra.launcher.jobs_at_once=0: must be at least 1."),
         ("slurm_local", "hydra.launcher.poll_seconds=-1", "hydra.launcher.poll_seconds=-1.0: must be greater than 0."),
         ("slurm_local", "+hydra.launcher.retries=1", "hydra.launcher.retries: no such key."),

@@ -36,7 +36,7 @@ class SlurmJobs(SlurmQueueConf, Jobs):
     cpus_per_task: int = MISSING
     partition: str | None = None  # Slurm's partition; null: the cluster's default
     qos: str | None = None  # quality of service; null: the cluster's default
-    comment: str | None = None  # leave it null: rlexp finds its jobs by a comment of its own
+    comment: str | None = None  # must be null: rlexp finds its jobs in the queue by a comment of its own
     constraint: str | None = None  # features that the nodes must have
     exclude: str | None = None  # nodes that must not be used
     gres: str | None = None  # generic resources, as sbatch's --gres
@@ -46,7 +46,7 @@ class SlurmJobs(SlurmQueueConf, Jobs):
     mem_per_cpu: str | None = None  # memory for each processor, as 4G
     account: str | None = None  # the account that is charged; null: the user's default
     signal_delay_s: int = 120  # seconds before the time limit at which Slurm asks the job to stop
-    max_num_timeout: int = 0  # has no effect: rlexp continues a job as often as needed
+    max_num_timeout: int = 0  # must be 0: rlexp continues a job after its time limit as often as needed
     additional_parameters: dict[str, Any] = field(default_factory=dict)  # other options of sbatch: `{exclusive: true}`
     array_parallelism: int = number(256, least=1)  # jobs of a sweep that run at once
     setup: list[str] | None = None  # lines of shell that run before the ranks start
