@@ -131,6 +131,9 @@ def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
         (["data.eval_size=0", "train.eval_every=2"], "train.eval_every=2: there is no held-out data"),
         (["model=hf", "model.path=/nowhere/at/all"], "model.path=/nowhere/at/all: no such folder"),
         (["data.max_length=1"], "data.max_length=1"),
+        (["launch.time_limit=4"], "launch.time_limit=4: must be a time greater than 0 with its unit"),
+        (["engine.chosen=mine"], "engine.chosen=mine: rlexp sets it, with engine=auto. Leave it out."),
+        (["parallel.chosen=mine"], "parallel.chosen=mine: rlexp sets it, with parallel.layout=auto. Leave it out."),
     ],
 )
 def test_rules_across_fields(overrides: list[str], said: str) -> None:
