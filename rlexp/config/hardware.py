@@ -43,6 +43,13 @@ def visible_gpus() -> int:
 TORCH_BUILT_FOR = "RLEXP_TORCH_BUILT_FOR"  # overrules what torch says of itself, where GPUs are only played: cpu, cuda
 
 
+TORCH_WITHOUT_CUDA = (
+    "launch.device=cuda: the installed torch was built without CUDA, and cannot use this machine's GPUs. "
+    "Install a torch built for CUDA (on Linux `pip install --force-reinstall torch` takes one; "
+    "https://pytorch.org/get-started lists them), or use launch.device=cpu."
+)
+
+
 def gpus_without_torch() -> bool:
     """Return whether this machine has GPUs that the installed torch was not built for."""
     if _ASSUMED.get() is not None or visible_gpus() == 0:

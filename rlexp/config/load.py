@@ -29,6 +29,8 @@ _OPEN = re.compile(
     r"(engine\.overrides|logger\.axes|reward\.terms|data\.(columns|sources|template_options)|hydra\.launcher\.(environment|additional_parameters))[.=]"
 )
 
+BY_DEFAULT = "the default"  # engine.chosen in conf/engine/auto.yaml
+
 
 @functools.cache
 def register() -> None:
@@ -63,10 +65,21 @@ def from_hydra(cfg: DictConfig, *, here: bool = True) -> Config:
         raise ConfigError(f"{missing[0]}: has no value. Give it on the command line: {missing[0]}=VALUE.")
     typed = cast(Config, with_names(OmegaConf.to_object(cfg)))
     check_kinds(typed)
+    _refuse_own(typed)
     if here:
         typed = with_device_resolved(typed)
     check(typed, here=here)
     return typed
+
+
+def _refuse_own(cfg: Config) -> None:
+    """Refuse the reasons of choices that were not made: the run would report them."""
+    for key, chosen, auto in (
+        ("engine.chosen", cfg.engine.chosen, "engine=auto"),
+        ("parallel.chosen", cfg.parallel.chosen, "parallel.layout=auto"),
+    ):
+        if chosen not in (None, BY_DEFAULT):
+            raise ConfigError(f"{key}={chosen}: rlexp sets it, with {auto}. Leave it out.")
 
 
 def with_device_resolved(cfg: Config) -> Config:

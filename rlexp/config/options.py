@@ -17,6 +17,7 @@ from rlexp.config.schema.value_kinds import is_list
 
 EMPTY = "''"
 MOST_DIGITS = 4300  # Python converts no longer ones
+PLUGINS = ("hydra/launcher", "hydra/sweeper")  # groups of Hydra's own
 APPENDED = ("experiment",)  # the one folder of conf/ that stands in no defaults list
 
 
@@ -28,6 +29,7 @@ def refuse_wrong_option(argument: str) -> None:
         shown = argument.replace(digits.group(), f"{digits.group()[:9]}…")
         raise ConfigError(f"{shown}: has a number of {len(digits.group())} digits. Give it a smaller one.")
     _refuse_key_of_list(argument.lstrip("+~"))
+    _refuse_no_plugin(argument)
     group = argument.lstrip("+~").partition("=")[0].partition("@")[0]
     if argument.startswith("-") or not group.isidentifier() or not (conf_dir() / group).is_dir():
         return
@@ -64,6 +66,31 @@ def _refuse_key_of_list(given: str) -> None:
     if len(below) > 1 and is_list(f"{group}.{below[0]}") and not below[1].isdecimal():
         key = f"{group}.{below[0]}"
         raise ConfigError(f"{given}: {key} is a list and has no keys. Give the whole list: {key}=[ONE,TWO].")
+
+
+def _refuse_no_plugin(argument: str) -> None:
+    """Refuse `hydra.launcher=slurm`, `hydra/launcher=null` and the like, which Hydra answers with a traceback."""
+    given = argument.lstrip("+~")
+    key = given.partition("=")[0].partition("@")[0]
+    group = key.removesuffix("._target_").replace(".", "/")
+    if group not in PLUGINS and key != "hydra":
+        return
+    try:
+        override = OverridesParser.create().parse_override(argument)
+        value = override.value()
+    except HydraException:
+        return  # Hydra says itself what cannot be read
+    if override.is_delete():
+        raise ConfigError(f"{given}: keys cannot be deleted. Give it another value, or leave it out.")
+    choose = f"Choose one that exists: {group}=OPTION."
+    if "/" in key:
+        if not all(_is_name(option) for option in _alternatives(value)):
+            raise ConfigError(f"{given}: is no option of the group {group}. {choose}")
+    elif key.endswith("_target_") or (isinstance(value, dict) and "_target_" in value):
+        raise ConfigError(f"{given}: an option of {group} sets it. {choose}")
+    elif not isinstance(value, dict):
+        option = f" To choose an option: {group}={value if _is_name(value) else 'OPTION'}." if group in PLUGINS else ""
+        raise ConfigError(f"{given}: is a group of keys. Set one of them: {key}.KEY=VALUE.{option}")
 
 
 def _alternatives(value: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from rlexp.base import engine_facts
 from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
-from rlexp.config.hardware import gpus_without_torch, visible_gpus
+from rlexp.config.hardware import TORCH_WITHOUT_CUDA, gpus_without_torch, visible_gpus
 from rlexp.config.model_names import smollm2_folder
 from rlexp.config.paths import config_root, experiments, own_conf_dir
 from rlexp.config.schema import KINDS
@@ -28,11 +28,7 @@ def resolve_device(device: str) -> str:
     if device == "cuda" and visible_gpus() == 0:
         raise ConfigError("launch.device=cuda: no GPU is visible on this machine. Use launch.device=cpu, or auto.")
     if device == "cuda" and gpus_without_torch():
-        raise ConfigError(
-            "launch.device=cuda: the installed torch was built without CUDA, and cannot use this machine's GPUs. "
-            "Install a torch built for CUDA (on Linux `pip install --force-reinstall torch` takes one; "
-            "https://pytorch.org/get-started lists them), or use launch.device=cpu."
-        )
+        raise ConfigError(TORCH_WITHOUT_CUDA)
     if device == "auto":
         return "cuda" if visible_gpus() and not gpus_without_torch() else "cpu"
     return device

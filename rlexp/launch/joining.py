@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
+from rlexp.config.hardware import TORCH_WITHOUT_CUDA
 from rlexp.config.schema import Device, LaunchConfig
 from rlexp.launch.slurm.meeting import meet
 
@@ -91,7 +94,7 @@ def join(
     timeout = timedelta(seconds=timeout_seconds)
     torch.set_num_threads(threads)
     if device == "cuda":
-        own = spec.local_rank % torch.cuda.device_count()  # a site may show a rank only its own GPU
+        own = spec.local_rank % gpus_of_torch()  # a site may show a rank only its own GPU
         torch.cuda.set_device(own)
         spec = dataclasses.replace(spec, local_rank=own)  # as DeepSpeed reads it: it takes LOCAL_RANK for the GPU
         backend = "cpu:gloo,cuda:nccl"
@@ -111,6 +114,21 @@ def join(
             backend, store=dist.PrefixStore("training", store), rank=spec.rank, world_size=training, timeout=timeout
         )
     return store
+
+
+def gpus_of_torch() -> int:
+    """Return how many GPUs torch sees. It may see none where the driver shows some."""
+    import torch
+
+    if count := torch.cuda.device_count():
+        return count
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise ConfigError(TORCH_WITHOUT_CUDA)
+    raise ConfigError(
+        f"launch.device=cuda: torch {torch.__version__} sees no GPU on {socket.gethostname()}. Its driver may be older "
+        f"than this torch needs: `python -c 'import torch; torch.cuda.init()'` says why. Install a torch for that "
+        f"driver (https://pytorch.org/get-started lists them), or use launch.device=cpu."
+    )
 
 
 def leave_world() -> None:

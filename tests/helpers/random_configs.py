@@ -177,7 +177,7 @@ def _options(group: str) -> list[str]:
 
 REMEDIES = re.compile(
     r"\b(Use|Give|Leave|Say|Set|Choose|Quote|Unset|Raise|Add|Install|Start|Did you mean|Options|Kinds|Keys|For example"
-    r"|shows all keys|says how values are set)\b"
+    r"|lists (?:all|the) keys|says how values are set)\b"
 )
 VALUELESS = re.compile(
     r"no such key|has no value|belongs to|is there already|is appended|cannot be deleted|cannot be read as"

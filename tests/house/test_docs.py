@@ -16,6 +16,7 @@ from bench.tables import put
 from rlexp.base.engine_facts import ENGINES
 from rlexp.config import sizes
 from rlexp.config.schema import KINDS
+from rlexp.config.schema.keys import all_keys, launcher_keys
 from tests.helpers.imports import PACKAGE, modules_of
 from tests.helpers.pages import MEASURED, PAGES
 from tests.helpers.paths import ROOT
@@ -40,6 +41,15 @@ def anchors(page: Path) -> list[str]:
     """Return what GitHub calls the headings of a page in links."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     return [slug(heading) for heading in re.findall(r"^#+ .*$", text, flags=re.MULTILINE)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings(page: Path) -> None:
+    for target, heading in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            text = (page.parent / target if target else page).read_text(encoding="utf-8")
+            headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+            assert heading in [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings], target
 
 
 def grouped() -> list[tuple[str, str]]:
@@ -160,6 +170,16 @@ def test_usage_lists_every_group_and_option() -> None:
     folders.pop("experiment")
     assert {group: sorted(re.findall(r"`(\w+)`", options)) for group, options in rows.items()} == folders
     assert set(KINDS) <= set(rows)
+
+
+def test_pages_name_keys_that_exist() -> None:
+    groups = "|".join(key for key in all_keys() if "." not in key)
+    known = {*all_keys(), *launcher_keys()}
+    for page in (each for each in PAGES if each.name != "coming_from.md"):  # it names other trainers' keys
+        code = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL))
+        named = {key for each in code for key in re.findall(rf"^((?:{groups}|hydra\.launcher)\.[a-z_]+)\b", each)}
+        files = {name for name in named if name.endswith((".py", ".jsonl"))}
+        assert named - files <= known, page.name
 
 
 def test_the_engines_page_and_the_table_of_engines_agree() -> None:

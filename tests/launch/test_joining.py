@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlexp.base.errors import ConfigError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Device, LaunchConfig
 from rlexp.launch.joining import RankSpec, join, prepare_environment
@@ -182,6 +183,17 @@ def test_deepspeed_reads_the_gpu_that_the_rank_has(
     join(RankSpec(0, 1, local_rank, f"file://{tmp_path}/store"), "cuda", 10.0)
     assert taken == [own]
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", str(own))
+
+
+@pytest.mark.parametrize(("built_for", "said"), [(None, "was built without CUDA"), ("13.0", "Its driver may be older")])
+def test_gpus_that_torch_does_not_see_are_one_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built_for: str | None, said: str
+) -> None:
+    """The launcher counts the driver's GPUs. A rank finds out what torch sees."""
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=rf"^launch\.device=cuda: .*{said}.* use launch\.device=cpu\.$"):
+        join(RankSpec(0, 1, 0, f"file://{tmp_path}/store"), "cuda", 10.0)
 
 
 @pytest.mark.parametrize("gpu", [True, False])

@@ -3,7 +3,6 @@ difference before you commit it."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -12,11 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 
 from rlexp.base.errors import ConfigError
-from rlexp.config.schema.keys import launcher_keys
-from rlexp.config.schema.launcher_keys import SlurmJobs
 from rlexp.launch.slurm import preamble
 from rlexp.launch.slurm.key_checks import check_container
 from tests.helpers.paths import FILES, ROOT
@@ -129,6 +125,13 @@ def test_what_no_cluster_could_run_is_refused(rlexp: Shell, wrong: str, said: st
         ("slurm", "hydra.launcher.retry=1", "hydra.launcher.retry: no such key. Did you mean hydra.launcher.retries?"),
         ("slurm", "hydra.launcher.nodes=3", "hydra.launcher.nodes=3: follows from each job's configuration. Give"),
         ("slurm", "+hydra.launcher.retry=1", "hydra.launcher.retry: no such key. Did you mean hydra.launcher.retries?"),
+        ("slurm", "hydra.launcher.comment=mine", "hydra.launcher.comment=mine: the comment of a job is rlexp's own"),
+        (
+            "slurm",
+            "hydra.launcher.additional_parameters={comment: mine}",
+            "hydra.launcher.additional_parameters.comment=mine: the comment of a job is rlexp's own",
+        ),
+        ("slurm", "hydra.launcher.max_num_timeout=3", "hydra.launcher.max_num_timeout=3: has no effect, since rlexp"),
         ("slurm_local", "hydra.launcher.jobs_at_once=0", "hydra.launcher.jobs_at_once=0: must be at least 1."),
         ("slurm_local", "hydra.launcher.poll_seconds=-1", "hydra.launcher.poll_seconds=-1.0: must be greater than 0."),
         ("slurm_local", "+hydra.launcher.retries=1", "hydra.launcher.retries: no such key."),
@@ -199,17 +202,6 @@ def test_the_profile_that_the_page_shows_is_one(rlexp: Shell, tmp_path: Path) ->
     assert answer.returncode == 0, answer.stderr
     for line in ("#SBATCH --partition=gpu", "module load cuda/12.8", "export NCCL_SOCKET_IFNAME=ib0"):
         assert f"{line}\n" in answer.stdout
-
-
-def test_the_page_names_the_keys_there_are() -> None:
-    page = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
-    table = page.partition("| key of `hydra.launcher` |")[2].partition("\n\n")[0]
-    named = re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
-    assert {f"hydra.launcher.{name}" for name in named} <= set(launcher_keys())
-    own = {field.name for field in dataclasses.fields(SlurmJobs)} - {
-        field.name for field in dataclasses.fields(SlurmQueueConf)
-    }
-    assert own <= set(named)
 
 
 def with_profile(rlexp: Shell, folder: Path, text: str) -> subprocess.CompletedProcess[str]:

@@ -30,6 +30,7 @@ MOST_RANKS = 512  # on one machine
 def check(cfg: Config, *, here: bool = True) -> None:
     """Refuse what cannot be run. With `here`, this machine runs it, and launch.device is resolved."""
     check_bounds(cfg)
+    seconds("launch.time_limit", cfg.launch.time_limit)
     if here:
         _check_launch(cfg)
     else:

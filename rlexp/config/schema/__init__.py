@@ -42,7 +42,7 @@ LIKELIEST = " (a policy that always gives its likeliest answer has nothing to le
 
 class Device(Enum):
     auto = "auto"  # `cuda` on a machine with GPUs, else `cpu`
-    cpu = "cpu"  # each rank on processors
+    cpu = "cpu"  # all ranks on the CPU
     cuda = "cuda"  # each rank on a GPU of its own
 
 
@@ -60,7 +60,7 @@ class Precision(Enum):
 
 
 class LayoutName(Enum):
-    auto = "auto"  # the layout whose rehearsed step is the fastest; the run prints which one, and why
+    auto = "auto"  # the layout with the fastest predicted step; the run prints which one, and why
     # each rank holds an early and a late part of each sequence, so work is even; keys and values rotate
     zigzag = "zigzag"
     contiguous = "contiguous"  # each rank holds one part of each sequence; work is uneven: for comparison only
@@ -147,10 +147,10 @@ class Overlong(Enum):
 
 
 class RuleName(Enum):
-    count = "count"  # occurrences of reward.text / reward.most, at most 1
+    count = "count"  # occurrences of reward.text (without overlaps) / reward.most, at most 1
     length = "length"  # 1 − |characters − reward.target| / reward.target, at least 0
     regex = "regex"  # share of the answer's characters that reward.pattern matches
-    exact = "exact"  # 1 if the answer equals the row's answer
+    exact = "exact"  # 1 if the answer equals the row's answer, without the white space around either
     arithmetic = "arithmetic"  # 1 if the answer's last number is right: the row's answer, or else the prompt's sum
 
 
@@ -161,7 +161,7 @@ class Decay(Enum):
 
 
 class WandbMode(Enum):
-    auto = "auto"  # the value of WANDB_MODE; without one, online if an API key is found, else offline
+    auto = "auto"  # the value of WANDB_MODE; without one, online if WANDB_API_KEY or netrc has a key, else offline
     online = "online"  # rows are sent to W&B's server while the run trains
     offline = "offline"  # rows stay in the run's folder; `wandb sync` sends them later
 
@@ -195,21 +195,22 @@ class LaunchConfig:
     device: Device = Device.auto  # where the ranks compute
     nproc: int = number(MISSING, least=1, most=MANY)  # ranks (processes) on each node
     nodes: int = number(1, least=1, most=MANY)  # nodes (machines) that train together
-    # seconds that ranks wait for a rank that does not come, before the run ends with an error
+    # seconds that ranks wait for a missing rank, before the run ends with an error
     timeout_seconds: float = number(600.0, above=0, most=WEEK)
-    # threads of each rank; beside a GPU at least its share of the cores
+    # CPU threads of each rank; a rank with a GPU uses at least its share of the cores
     torch_threads: int = number(1, least=1, most=4096)
     # bit-identical results in every run on one layout, also on GPUs; it costs memory and time
     deterministic: bool = False
     preflight: Preflight = Preflight.auto  # whether the memory of a run is predicted before its ranks start
     # seconds that a run may take to finish its step and save, once it is asked to stop
     grace_seconds: float = number(120.0, above=0, most=WEEK)
-    # on a cluster: time limit of a job (90m, 4h, 2d). The stopped job is queued again and continues
+    # on a cluster: time limit of a job (90m, 4h, 2d). The stopped job is queued again, and has the full time again
     time_limit: str = "4h"
     rank_cpus: int = number(2, least=1, most=4096)  # on a cluster: processors of each rank
     # on a cluster: memory of each rank, GB; null: the cluster's default
     rank_memory_gb: float | None = number(None, above=0, most=MANY)
-    # network interface to the other nodes, for gloo and NCCL; null: the one that reaches them
+    # network interface to the other nodes, for gloo and NCCL; null: `hydra.launcher.interface`, or the one that
+    # reaches them
     interface: str | None = None
 
 
@@ -298,9 +299,10 @@ class RolloutConfig:
     top_p: float = number(1.0, above=0, most=1)
     # draw only tokens with at least this multiple of the likeliest token's probability; 0: all
     min_p: float = number(0.0, least=0, most=1)
-    stop: list[str] = field(default_factory=list)  # texts that end an answer: the first one that occurs
+    # texts that end an answer: the first one that occurs. The reward does not see it
+    stop: list[str] = field(default_factory=list)
     overlong: Overlong = Overlong.keep  # how an answer that reaches rollout.max_new_tokens without an end is handled
-    # subtracted from the score of such an answer, with rollout.overlong=penalty
+    # subtracted from the score of an answer that is too long, with rollout.overlong=penalty
     overlong_penalty: float = number(1.0, least=0)
     # limit on a token's importance weight, which corrects for samples drawn by older weights; null: no such weight
     importance_cap: float | None = number(None, above=0)
@@ -309,7 +311,7 @@ class RolloutConfig:
     sampling_ranks: int = MISSING  # ranks that only sample; 0 unless pipelined
     # show samples after every so many rollouts, in the terminal and in W&B; 0: never
     show_every: int = number(10, least=0)
-    show: int = number(3, least=0)  # samples to show
+    show: int = number(3, least=0)  # samples to show each time
 
 
 @dataclass
@@ -415,13 +417,15 @@ class ExportDtype(Enum):
 @dataclass
 class CheckpointConfig:
     save_every: str | None = "30m"  # steps (50) or time (30s, 10m, 2h) between two checkpoints; null: at the end only
-    keep_last: int = number(2, least=1)  # newest checkpoints to keep
-    keep_best: int = number(0, least=0)  # further checkpoints to keep: the best ones by checkpoint.best_metric
+    # newest checkpoints to keep; older ones are removed once a newer one is complete
+    keep_last: int = number(2, least=1)
+    # further checkpoints to keep: the best ones by checkpoint.best_metric. A step that is among them is always saved
+    keep_best: int = number(0, least=0)
     best_metric: str = "eval/loss"  # the metric that says which checkpoint is best, as metrics.jsonl names it
-    best: Best = Best.min  # which value of that metric is best
+    best: Best = Best.min  # which value of checkpoint.best_metric is best
     on_exit: bool = True  # save when the run ends, or is asked to stop
     export: bool = True  # write the trained model to `<run>/model` when the run ends
-    export_dtype: ExportDtype = ExportDtype.auto  # dtype of that model's weights
+    export_dtype: ExportDtype = ExportDtype.auto  # dtype of the weights in `<run>/model`
 
 
 @dataclass
@@ -456,7 +460,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)  # batch size, length and precision of the run
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how ranks share sequences
     model: ModelConfig = field(default_factory=ModelConfig)  # the model that is trained
-    data: DataConfig = field(default_factory=DataConfig)  # the rows that it is trained on
+    data: DataConfig = field(default_factory=DataConfig)  # the rows that the model is trained on
     loss: LossConfig = field(default_factory=LossConfig)  # what is minimized
     engine: EngineConfig = field(default_factory=EngineConfig)  # how the training state is held and updated
     optim: OptimConfig = field(default_factory=OptimConfig)  # the optimizer and the learning rate
@@ -469,7 +473,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # what is saved, and when
     resume: ResumeConfig = field(default_factory=ResumeConfig)  # how a run continues
     logger: LoggerConfig = field(default_factory=LoggerConfig)  # where metrics are shown
-    # the GPUs that a run is predicted on; 0: as this machine's GPU
+    # the GPUs for which a run is predicted; 0: as this machine's GPU
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
 

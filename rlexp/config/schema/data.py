@@ -18,7 +18,7 @@ class TooLong(Enum):
 
     error = "error"  # the run ends with a message before it trains
     drop = "drop"  # the row is left out and counted
-    truncate = "truncate"  # cut the prompt's start, then the end of the answers
+    truncate = "truncate"  # cut the prompt's start, after its begin-of-sequence token, then the end of the answers
 
 
 class TemplateUse(Enum):
@@ -59,7 +59,8 @@ class SyntheticDataConfig(DataConfig):
 class RowsDataConfig(DataConfig):
     """Keys that all data sets of rows share."""
 
-    eval_size: int = number(0, least=0)  # rows that are held out of those to train on, if no others are
+    # rows to hold out of those to train on, the same ones with any `seed`; only without eval_path and eval_split
+    eval_size: int = number(0, least=0)
     # which column holds a field, where it has another name: `data.columns.prompt=question`
     columns: dict[str, str] = field(default_factory=dict)
     system: str | None = None  # the system prompt of conversations without one; null: none

@@ -10,6 +10,7 @@ from rlexp.config.schema import KINDS, Config
 from rlexp.config.schema.launcher_keys import LocalJobs, SlurmJobs
 
 LAUNCHER = "hydra.launcher."
+PAGE = "docs/keys.md"
 APPENDED = ("experiment", "sweep")  # groups outside the defaults list
 
 
@@ -42,25 +43,32 @@ def _every_kind(key: str) -> set[str]:
 def about_unknown(key: str) -> str:
     """Explain in one line why a key cannot be set: where it belongs, or the nearest key."""
     if key.startswith(LAUNCHER):
-        near = suggestion(key, launcher_keys())
-        return (
-            f"{key}: no such key.{near} docs/slurm.md lists them. Give other options of sbatch in "
-            f"{LAUNCHER}additional_parameters."
-        )
+        near = suggestion(key, launcher_keys()) or f" {PAGE} lists the keys of launchers."
+        return f"{key}: no such key.{near} Give other options of sbatch in {LAUNCHER}additional_parameters."
     keys = all_keys()
     if key in APPENDED:
         return f"{key}: is appended to the configuration: say +{key}=NAME."
     if keys.get(key):
         return f"{key}: belongs to {' and '.join(keys[key])}. Say {keys[key][0]} {key}=VALUE."
-    return f"{key}: no such key.{suggestion(key, [*keys, *APPENDED])} `python -m rlexp --cfg job` shows all keys."
+    group = key.partition(".")[0]
+    listed = f"all keys of {group}" if group in keys and group != key else "all keys"
+    return f"{key}: no such key.{suggestion(key, [*keys, *APPENDED]) or f' {PAGE} lists {listed}.'}"
 
 
 def suggestion(word: str, candidates: list[str]) -> str:
     """Find the nearest key by spelling: by the whole key, or by its last part if the group is wrong or missing."""
     others = [candidate for candidate in candidates if not word.startswith(candidate)]
-    close = difflib.get_close_matches(word, others, n=1, cutoff=0.6)
-    leaves = {candidate.rpartition(".")[2]: candidate for candidate in others}
-    leaf = difflib.get_close_matches(word.rpartition(".")[2], list(leaves), n=1, cutoff=0.75)
-    if leaf and (not close or difflib.SequenceMatcher(None, word, close[0]).ratio() < 0.8):
+    own, likes = word.rpartition("."), difflib.get_close_matches(word, others, n=3, cutoff=0.6)
+    # A group that both share says nothing of the key in it: train.foo is not near train.epochs.
+    close = [
+        each for each in likes if each.rpartition(".")[0] != own[0] or _alike(each.rpartition(".")[2], own[2]) > 0.6
+    ]
+    leaves = {candidate.rpartition(".")[2]: candidate for candidate in reversed(others)}  # of two groups, the first
+    leaf = difflib.get_close_matches(own[2], list(leaves), n=1, cutoff=0.75)
+    if leaf and (not close or _alike(word, close[0]) < 0.8):
         close = [leaves[leaf[0]]]
     return f" Did you mean {close[0]}?" if close else ""
+
+
+def _alike(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()

@@ -36,7 +36,7 @@ class SlurmJobs(SlurmQueueConf, Jobs):
     cpus_per_task: int = MISSING
     partition: str | None = None  # Slurm's partition; null: the cluster's default
     qos: str | None = None  # quality of service; null: the cluster's default
-    comment: str | None = None  # leave it null: rlexp finds its jobs by a comment of its own
+    comment: str | None = None  # must be null: rlexp finds its jobs in the queue by a comment of its own
     constraint: str | None = None  # features that the nodes must have
     exclude: str | None = None  # nodes that must not be used
     gres: str | None = None  # generic resources, as sbatch's --gres
@@ -46,19 +46,21 @@ class SlurmJobs(SlurmQueueConf, Jobs):
     mem_per_cpu: str | None = None  # memory for each processor, as 4G
     account: str | None = None  # the account that is charged; null: the user's default
     signal_delay_s: int = 120  # seconds before the time limit at which Slurm asks the job to stop
-    max_num_timeout: int = 0  # has no effect: rlexp continues a job as often as needed
-    additional_parameters: dict[str, Any] = field(default_factory=dict)  # other options of sbatch: `{exclusive: true}`
+    max_num_timeout: int = 0  # must be 0: rlexp continues a job after its time limit as often as needed
+    # other options of sbatch: `{exclusive: true, mail-type: FAIL}`
+    additional_parameters: dict[str, Any] = field(default_factory=dict)
     array_parallelism: int = number(256, least=1)  # jobs of a sweep that run at once
     setup: list[str] | None = None  # lines of shell that run before the ranks start
     # restarts after a rank hung or was killed from outside; requeues and lost nodes do not count
     retries: int = number(0, least=0)
-    dry_run: bool = False  # show the jobs, and submit nothing
+    dry_run: bool = False  # print the batch scripts, and submit nothing; needs no Slurm
     poll_seconds: float = number(10.0, above=0)  # seconds between two queries of the queue, for all jobs together
     modules: list[str] = field(default_factory=list)  # modules that `module load` loads before the ranks start
     environment: dict[str, str] = field(default_factory=dict)  # variables that every rank gets: `{NCCL_IB_HCA: mlx5}`
     container: str | None = None  # command before a rank's python: `apptainer exec --nv IMAGE`; null: no container
     python: str | None = None  # a rank's Python; null: this command's own, or `python` in a container
-    interface: str | None = None  # network interface that the nodes share; null: the one that reaches them
+    # network interface that the nodes share, for gloo and NCCL; null: the one that reaches the other nodes
+    interface: str | None = None
     srun_args: list[str] = field(default_factory=list)  # options of srun: `['--cpu-bind=cores']`
 
 

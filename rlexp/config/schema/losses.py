@@ -51,7 +51,7 @@ class DPOConfig(LossConfig):
     name: str = "dpo"
     # how strongly the policy is held near the reference: the factor of the margin in −log σ(beta · margin)
     beta: float = number(0.1, above=0)
-    # assumed share of pairs whose two answers are swapped (cDPO)
+    # assumed share of pairs whose two answers are swapped (conservative DPO, cDPO)
     label_smoothing: float = number(0.0, least=0, below=0.5)
 
 
@@ -68,7 +68,7 @@ class PolicyLossConfig(LossConfig):
     kl_target: float | None = number(None, above=0)
     kl_horizon: int = number(10000, least=1)  # samples over which loss.beta adapts, with loss.kl_target
     clip_low: float = number(0.2, above=0)  # the ratio of new to old probability is clipped at 1 − clip_low
-    clip_high: float = number(0.2, above=0)  # the same ratio is clipped at 1 + clip_high
+    clip_high: float = number(0.2, above=0)  # the ratio of new to old probability is clipped at 1 + clip_high
     # where the advantage is negative, clip the ratio at this value too (dual-clip PPO, arXiv 1912.09729); null: do not
     dual_clip: float | None = number(None, above=1, why=" (3 is usual)")
     entropy: float = number(0.0, least=0)  # weight of the entropy bonus, which rewards varied answers

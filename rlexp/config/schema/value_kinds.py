@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from rlexp.base.errors import ConfigError
+from rlexp.config.paths import conf_dir
 from rlexp.config.schema import KINDS, Config
 from rlexp.config.schema.bounds import example
 
@@ -29,7 +30,8 @@ def rule(key: str) -> str | None:
         return None
     if not leaf:
         if dataclasses.is_dataclass(hint):
-            return f"must be a group of keys. Choose {group}=OPTION, or set a key of it: {group}.KEY=VALUE."
+            choose = f" Choose {group}=OPTION, or set" if (conf_dir() / group).is_dir() else " Set"
+            return f"must be a group of keys.{choose} a key of it: {group}.KEY=VALUE."
         return f"must be {in_words(hint)}. {example(key, Config.__dataclass_fields__[group].default)}"
     for owner in (*KINDS.get(group, {}).values(), hint):
         if dataclasses.is_dataclass(owner) and leaf in owner.__dataclass_fields__:

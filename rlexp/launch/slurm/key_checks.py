@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.schema.bounds import check_number
-from rlexp.config.schema.keys import about_unknown
+from rlexp.config.schema.keys import LAUNCHER, about_unknown
 from rlexp.config.schema.launcher_keys import LocalJobs, SlurmJobs
 from rlexp.launch.slurm.queue import last_line
 
@@ -29,6 +29,7 @@ def check(given: DictConfig, known: type[SlurmJobs] | type[LocalJobs]) -> None:
     _known(given, known)
     if known is SlurmJobs:
         _follow(given)
+        _own(given)
     params = {key: given[key] for key in given if not OmegaConf.is_interpolation(given, str(key))}
     for field in dataclasses.fields(known):
         check_number(f"hydra.launcher.{field.name}", params.get(field.name), field)
@@ -56,6 +57,23 @@ def _follow(given: DictConfig) -> None:
             raise ConfigError(
                 f"hydra.launcher.{key}={given[key]}: follows from each job's configuration. Give {owner}={given[key]}."
             )
+
+
+def _own(given: DictConfig) -> None:
+    """Refuse values that rlexp would overwrite, or that would overwrite its own."""
+    options = given.additional_parameters.get("comment")
+    for key, value in ((f"{LAUNCHER}comment", given.comment), (f"{LAUNCHER}additional_parameters.comment", options)):
+        if value is not None:
+            raise ConfigError(
+                f"{key}={value}: the comment of a job is rlexp's own, by which it finds its jobs in the queue. Leave "
+                f"it out. To mark your jobs, use {LAUNCHER}name=NAME, or "
+                f"{LAUNCHER}additional_parameters={{wckey: NAME}}."
+            )
+    if given.max_num_timeout != SlurmJobs.max_num_timeout:
+        raise ConfigError(
+            f"{LAUNCHER}max_num_timeout={given.max_num_timeout}: has no effect, since rlexp continues a job after its "
+            f"time limit as often as needed. Leave it out. {LAUNCHER}retries limits restarts after a failure."
+        )
 
 
 def check_container(params: Mapping[str, Any]) -> None:
