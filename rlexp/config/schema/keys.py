@@ -61,7 +61,7 @@ def suggestion(word: str, candidates: list[str]) -> str:
     own, likes = word.rpartition("."), difflib.get_close_matches(word, others, n=3, cutoff=0.6)
     # A group that both share says nothing of the key in it: train.foo is not near train.epochs.
     close = [
-        each for each in likes if each.rpartition(".")[0] != own[0] or _alike(each.rpartition(".")[2], own[2]) > 0.6
+        each for each in likes if each.rpartition(".")[0] != own[0] or _alike(each.rpartition(".")[2], own[2]) >= 0.5
     ]
     leaves = {candidate.rpartition(".")[2]: candidate for candidate in reversed(others)}  # of two groups, the first
     leaf = difflib.get_close_matches(own[2], list(leaves), n=1, cutoff=0.75)

@@ -23,9 +23,9 @@ class Jobs(BaseQueueConf):
     timeout_min: int = 60  # time limit of a job, minutes
     cpus_per_task: int | None = None  # processors of each rank
     gpus_per_node: int | None = None  # GPUs of each node; null: none
-    tasks_per_node: int = 1  # processes that start on each node
+    tasks_per_node: int = 1  # processes that start on each node; with slurm, set `launch.nproc` instead
     mem_gb: float | None = None  # memory of each node, GB; null: the cluster's default
-    nodes: int = 1  # nodes of a job
+    nodes: int = 1  # nodes of a job; with slurm, set `launch.nodes` instead
     name: str = "${hydra.job.name}"  # name of the jobs
     stderr_to_stdout: bool = False  # one log for both streams
 
