@@ -43,15 +43,6 @@ def anchors(page: Path) -> list[str]:
     return [slug(heading) for heading in re.findall(r"^#+ .*$", text, flags=re.MULTILINE)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_headings(page: Path) -> None:
-    for target, heading in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
-        if not target.startswith("http"):
-            text = (page.parent / target if target else page).read_text(encoding="utf-8")
-            headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
-            assert heading in [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings], target
-
-
 def grouped() -> list[tuple[str, str]]:
     """Return the pages that the README lists in its tables of pages, each with its group."""
     text = PAGES[0].read_text(encoding="utf-8")
