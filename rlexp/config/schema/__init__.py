@@ -197,7 +197,7 @@ class LaunchConfig:
     nodes: int = number(1, least=1, most=MANY)  # nodes (machines) that train together
     # seconds that ranks wait for a missing rank, before the run ends with an error
     timeout_seconds: float = number(600.0, above=0, most=WEEK)
-    # CPU threads of each rank; a rank with a GPU uses at least its share of the cores
+    # CPU threads of each rank; a rank with a GPU uses its share of the cores, if that is more
     torch_threads: int = number(1, least=1, most=4096)
     # bit-identical results in every run on one layout, also on GPUs; it costs memory and time
     deterministic: bool = False
@@ -297,7 +297,7 @@ class RolloutConfig:
     top_k: int = number(0, least=0)  # draw from the k likeliest tokens only; 0: from all
     # draw from the likeliest tokens that together have this probability; 1: from all
     top_p: float = number(1.0, above=0, most=1)
-    # draw only tokens with at least this multiple of the likeliest token's probability; 0: all
+    # draw only tokens whose probability is at least this fraction of the likeliest token's; 0: all
     min_p: float = number(0.0, least=0, most=1)
     # texts that end an answer: the first one that occurs. The reward does not see it
     stop: list[str] = field(default_factory=list)

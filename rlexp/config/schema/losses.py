@@ -32,7 +32,7 @@ class Normalize(Enum):
     """Loss normalizers. Every count is taken over the whole train batch."""
 
     token = "token"  # the number of trained tokens
-    sequence = "sequence"  # each answer by its own tokens, and all by the number of answers
+    sequence = "sequence"  # the mean over each answer's tokens, then the mean over answers
     fixed = "fixed"  # rollout.max_new_tokens times the number of answers
 
 
@@ -49,7 +49,7 @@ class LossConfig:
 @dataclass
 class DPOConfig(LossConfig):
     name: str = "dpo"
-    # how strongly the policy is held near the reference: the factor of the margin in −log σ(beta · margin)
+    # multiplies the log-ratios log π − log π_ref: a larger value keeps the policy nearer to the reference
     beta: float = number(0.1, above=0)
     # assumed share of pairs whose two answers are swapped (conservative DPO, cDPO)
     label_smoothing: float = number(0.0, least=0, below=0.5)
@@ -64,7 +64,7 @@ class PolicyLossConfig(LossConfig):
     kl_in: KLPlace = KLPlace.reward  # where the divergence from the reference enters
     # estimate of a token's divergence, from d = log policy − log reference; not k1 with loss.kl_in=loss
     kl: KLEstimator = KLEstimator.k1
-    # divergence of an answer that loss.beta is adapted to reach; null: loss.beta stays
+    # divergence per answer to which loss.beta is adapted; null: loss.beta is constant
     kl_target: float | None = number(None, above=0)
     kl_horizon: int = number(10000, least=1)  # samples over which loss.beta adapts, with loss.kl_target
     clip_low: float = number(0.2, above=0)  # the ratio of new to old probability is clipped at 1 − clip_low
