@@ -34,8 +34,8 @@ def main() -> None:
 
 def rows() -> str:
     lines = [
-        "| pairs | file, MB | cache | first step after, s | largest rank, own memory | its part of the store | "
-        "all processes together, at most | store, MB |",
+        "| pairs | file, MB | cache | seconds to step 1 | peak own memory of a rank | part of the store in its memory "
+        "| peak of all processes | store, MB |",
         "| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     with tempfile.TemporaryDirectory() as folder:

@@ -156,9 +156,11 @@ def test_shown_errors_are_the_real_ones(rlexp: Shell, page: Path) -> None:
 
 def test_usage_lists_every_group_and_option() -> None:
     text = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", text, flags=re.MULTILINE))
+    groups, _, experiments = text.partition("| `+experiment=` |")
+    row = re.compile(r"^\| `(\w+)` \| ([^|]*) \|", flags=re.MULTILINE)
+    rows = dict(row.findall(groups))
     folders = {f.name: sorted(p.stem for p in f.glob("*.yaml")) for f in (ROOT / "conf").iterdir() if f.is_dir()}
-    folders.pop("experiment")
+    assert sorted(name for name, _ in row.findall(experiments.partition("\n\n")[0])) == folders.pop("experiment")
     assert {group: sorted(re.findall(r"`(\w+)`", options)) for group, options in rows.items()} == folders
     assert set(KINDS) <= set(rows)
 

@@ -150,8 +150,8 @@ def test_a_new_key_makes_the_page_stale() -> None:
 @pytest.mark.parametrize(
     ("planted", "row"),
     [
-        (OtherDefault, "| `loss.beta` | `dpo` | `0.2` | a number, greater than 0 | how strongly"),
-        (OtherBound, "| `loss.beta` | `dpo` | `0.1` | a number, at least 0 | how strongly"),
+        (OtherDefault, "| `loss.beta` | `dpo` | `0.2` | a number, greater than 0 | multiplies the"),
+        (OtherBound, "| `loss.beta` | `dpo` | `0.1` | a number, at least 0 | multiplies the"),
     ],
 )
 def test_another_default_or_bound_makes_page_and_yaml_stale(planted: type, row: str) -> None:

@@ -55,7 +55,7 @@ class Preflight(Enum):
 
 class Precision(Enum):
     fp32 = "fp32"  # float32 throughout
-    bf16 = "bf16"  # the model computes in bfloat16; the weights that are trained stay float32
+    bf16 = "bf16"  # the model computes in bfloat16; trained weights stay float32
     fp64 = "fp64"  # float64 throughout, to compare layouts exactly
 
 
@@ -226,7 +226,7 @@ class TrainConfig:
     precision: Precision = MISSING  # the numbers that the model computes with; fp64 needs engine=torch or engine=fsdp2
     # evaluate on the held-out rows after every so many steps and after the last one; null: never
     eval_every: int | None = number(None, least=1)
-    # end this process after so many more steps, and save; the same command then continues the run
+    # end this process after so many more steps, and save; to continue, repeat the command with the same `hydra.run.dir`
     stop_after: int | None = number(None, least=1)
 
 
@@ -271,7 +271,7 @@ class HFModelConfig(ModelConfig):
     revision: str | None = None  # a hub model's branch, tag or commit; null: its main branch
     # name of a GGUF file in model.path, which holds weights, configuration and tokenizer; null: none
     gguf: str | None = None
-    # dtype to which weights are rounded as they are read; master weights are float32 in any case
+    # dtype to which weights are rounded as they are read; the weights that are trained are float32 (fp64: float64)
     dtype: WeightsDtype = WeightsDtype.auto
     # a jinja file to use in place of the tokenizer's own template; null: the tokenizer's
     chat_template: str | None = None
@@ -290,7 +290,7 @@ class RolloutConfig:
     micro_batch_size: int = number(16, least=1)  # samples that a rank draws at once
     # limit on the tokens of the samples drawn at once; padding counts, and each answer as max_new_tokens; null: none
     micro_batch_tokens: int | None = number(None, least=1)
-    score_batch_size: int = number(8, least=1)  # samples in one forward pass of a ring that scores answers
+    score_batch_size: int = number(8, least=1)  # answers in one forward pass of a ring, when answers are scored
     max_new_tokens: int = number(64, least=1)  # most tokens of an answer
     # the logits are divided by it, in sampling and in training
     temperature: float = number(1.0, above=0, why=LIKELIEST)

@@ -50,9 +50,9 @@ class DataConfig:
 class SyntheticDataConfig(DataConfig):
     name: str = "synthetic"
     seed: int = 0  # fixes the pairs; `seed` fixes their order
-    size: int = number(240, least=1)  # pairs to train on; with a loss of reinforcement learning their prompts
+    size: int = number(240, least=1)  # number of pairs to train on; reinforcement learning uses their prompts alone
     eval_size: int = number(32, least=0)  # further pairs, which are held out
-    fill: bool = False  # put data.max_length words before each request, to make long sequences
+    fill: bool = False  # begin each prompt with data.max_length words of filling text, to make long sequences
 
 
 @dataclass

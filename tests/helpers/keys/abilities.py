@@ -39,7 +39,7 @@ def abilities(conf: Path = ROOT / "conf") -> list[Ability]:
                  "a supervised term": "sft_weight"}),
         Ability("reinforcement learning", quoted(policies), {}),
         Ability("other training", "none", {"supervised fine-tuning": "loss=sft", "reward models": "loss=reward"}),
-        Ability("trained weights", "all, or all but those that `model.freeze` names",
+        Ability("trained weights", "all parameters; `model.freeze` excludes some",
                 {"LoRA": "adapter", "QLoRA": "quant"}),
         Ability("models", f"[most causal decoders](docs/models.md#which-models-work), {len(named)} of them by name: "
                 "Llama, Qwen 2.5 and 3, Mistral, Phi-4 mini, SmolLM …",
@@ -54,7 +54,7 @@ def abilities(conf: Path = ROOT / "conf") -> list[Ability]:
                 f"({quoted(name for name in KINDS['data'] if name in READ)}), generated rows "
                 f"({quoted(name for name in KINDS['data'] if name not in READ)})",
                 {"images and audio": "image"}),
-        Ability("GPUs", "written for, and rehearsed on tensors without memory",
+        Ability("GPUs", "the code is written, and checked on CPUs and on fake tensors",
                 {"**no GPU has run it yet**": ""}),
     ]  # fmt: skip
 

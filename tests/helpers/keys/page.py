@@ -105,7 +105,7 @@ def default(each: Group, row: Row) -> str:
     frequent, *others = sorted(
         by_default, key=lambda said: (-len(by_default[said]), each.chosen not in by_default[said])
     )
-    return "; ".join([frequent, *(f"{listed(by_default[said])}: {said}" for said in others)])
+    return frequent + "".join(f"<br>with {listed(by_default[said])}: {said}" for said in others)
 
 
 def values(each: Group, row: Row) -> str:
