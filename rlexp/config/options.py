@@ -18,7 +18,7 @@ from rlexp.config.schema.value_kinds import is_list
 EMPTY = "''"
 MOST_DIGITS = 4300  # Python converts no longer ones
 PLUGINS = ("hydra/launcher", "hydra/sweeper")  # groups of Hydra's own
-APPENDED = ("experiment",)  # the one folder of conf/ that stands in no defaults list
+APPENDED = ("experiment",)  # the one folder of conf/ that is in no defaults list
 
 
 def refuse_wrong_option(argument: str) -> None:

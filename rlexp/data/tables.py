@@ -103,7 +103,7 @@ def sharing(facts: Preview) -> list[str]:
     of = "of all tokens" if facts.kind != "prompts" else "of the prompts' tokens"
     if facts.kind == "prompts":
         held = (
-            f"Each prompt stands in {counted(found.copies, 'sample')}: {found.prompt_tokens:,} tokens of prompts, "
+            f"Each prompt is in {counted(found.copies, 'sample')}: {found.prompt_tokens:,} tokens of prompts, "
             f"beside the answers that are drawn."
         )
     else:

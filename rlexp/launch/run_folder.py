@@ -35,7 +35,7 @@ from rlexp.run_files.checkpoint_folder import (
 
 PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "omegaconf", "wandb", "numpy")
 
-KEPT = ("wandb_id", "steps", "exported_step", "requeues")  # keys of run.json that survive when a run goes on
+KEPT = ("wandb_id", "steps", "exported_step", "requeues")  # keys of run.json that survive when a run continues
 LOCK, RANKS = ".lock", ".ranks"
 PATIENCE = 15.0  # seconds that ranks of an earlier process get to end
 LOST = 180.0  # seconds for which a network file system may keep the locks of a lost node

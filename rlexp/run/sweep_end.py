@@ -24,7 +24,7 @@ def _end(sweep: Sweep, exit_code: int) -> int:
     compared = compare([str(sweep.folder)])
     if unfinished:
         states = ", ".join(f"{job.label} is {job.status}" for job in unfinished)
-        sys.stderr.write(f"rlexp: {states}. To go on, give the same command with hydra.sweep.dir={sweep.folder}\n")
+        sys.stderr.write(f"rlexp: {states}. To continue, give the same command with hydra.sweep.dir={sweep.folder}\n")
     if exit_code:
         return exit_code
     failed = any(job.status == "failed" or (job.status == "stopped" and not _as_asked(job)) for job in sweep.jobs)

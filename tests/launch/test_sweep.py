@@ -122,7 +122,7 @@ def test_a_killed_job_does_not_end_the_sweep(rlexp: Shell, tmp_path: Path) -> No
     assert [job["status"] for job in jobs] == ["failed", "finished"]
     assert "was killed by SIGKILL" in jobs[0]["reason"]
     assert re.search(r"It was last seen (in|after) step \d", jobs[0]["reason"])
-    assert "To go on, give the same command with hydra.sweep.dir=" in said
+    assert "To continue, give the same command with hydra.sweep.dir=" in said
     answer = rlexp(*sweep, timeout=250)
     assert answer.returncode == 0, answer.stderr
     assert [job["status"] for job in jobs_of(tmp_path / "sw")] == ["finished", "finished"]
@@ -222,7 +222,7 @@ def test_ctrl_c_ends_the_sweep_and_says_how_to_go_on(tmp_path: Path) -> None:
     said, told = process.communicate(timeout=100)
     assert process.returncode == 130
     assert [job["status"] for job in jobs_of(tmp_path / "sw")] == ["stopped", "waiting"]
-    assert "To go on, give the same command with hydra.sweep.dir=" in told
+    assert "To continue, give the same command with hydra.sweep.dir=" in told
     assert "stopped" in said
 
 

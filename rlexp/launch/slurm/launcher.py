@@ -146,7 +146,7 @@ class SlurmLauncher(Submitting):
 
     def left_behind(self, jobs: Sequence[str]) -> str:
         return (
-            f"The jobs go on without this command: {' '.join(jobs)}. The same command resumes the sweep; to end "
+            f"The jobs continue without this command: {' '.join(jobs)}. The same command resumes the sweep; to end "
             f"the jobs: scancel {' '.join(jobs)}"
         )
 

@@ -86,4 +86,4 @@ class SlurmLocalLauncher(Submitting):
         return planned.job.job_id  # recorded when the process starts
 
     def left_behind(self, jobs: Sequence[str]) -> str:
-        return f"The jobs go on without this command: {' '.join(jobs)}. The same command resumes the sweep."
+        return f"The jobs continue without this command: {' '.join(jobs)}. The same command resumes the sweep."

@@ -61,7 +61,7 @@ def refuse_other_versions(run_dir: Path, now: Mapping[str, str], force: Sequence
             raise CheckpointError(
                 f"{key}: the set on the hub was at commit {before[key][:12]} when the run in {run_dir} was started, "
                 f"and is at {commit[:12]}. Its rows may have changed. Give {pin}={before[key]} "
-                f"resume.force=[{pin}] to go on with the old ones, or say resume.force=[{key}]."
+                f"resume.force=[{pin}] to continue with the old ones, or say resume.force=[{key}]."
             )
 
 
