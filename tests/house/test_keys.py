@@ -86,9 +86,12 @@ def test_what_the_readme_calls_missing_is_missing() -> None:
 # ---- what is planted is found ----
 
 
-def test_a_new_loss_is_in_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KINDS["loss"], "planted", DPOConfig)
-    assert "`dpo`, `planted`" in readme()
+@pytest.mark.parametrize(
+    "group", [group for group in KINDS if group != "model"]
+)  # of models, those in conf/ are counted
+def test_a_new_option_is_in_the_readme(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS[group], "planted", type("Planted", (DPOConfig,), {}))
+    assert "`planted`" in readme()
 
 
 class Colour(Enum):

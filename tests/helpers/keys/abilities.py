@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlexp.config.schema import KINDS, EngineName, LayoutName, RolloutEngine
+from rlexp.config.schema import KINDS, EngineName, LayoutName, LoggerName, OptimName, RolloutEngine
 from rlexp.config.schema.losses import PolicyLossConfig
 from tests.helpers.keys.defaults import options_of
 from tests.helpers.paths import ROOT
@@ -49,11 +49,15 @@ def abilities(conf: Path = ROOT / "conf") -> list[Ability]:
                 {"tensor and pipeline parallelism": "tensor_parallel"}),
         Ability("layouts of a ring", quoted(each.value for each in LayoutName if each is not LayoutName.auto)
                 + "; `auto` takes the fastest", {}),
+        Ability("optimizers", quoted(each.value for each in OptimName), {}),
         Ability("answers are drawn by", quoted(each.value for each in RolloutEngine), {"SGLang": "sglang"}),
+        Ability("rewards", quoted(KINDS["reward"]), {}),
         Ability("rows", "JSON, JSON lines, Parquet; folders and the Hugging Face hub "
                 f"({quoted(name for name in KINDS['data'] if name in READ)}), generated rows "
                 f"({quoted(name for name in KINDS['data'] if name not in READ)})",
                 {"images and audio": "image"}),
+        Ability("metrics go to", "`metrics.jsonl`, and " + quoted(each.value for each in LoggerName
+                if each is not LoggerName.none), {}),
         Ability("GPUs", "the code is written, and checked on CPUs and on fake tensors",
                 {"**no GPU has run it yet**": ""}),
     ]  # fmt: skip
