@@ -50,9 +50,13 @@ def main() -> None:
     options = parser.parse_args()
     layouts = [layout(ring) for ring in RINGS]
     draw(layouts, options.write)
-    each_once = Counter(range(BATCH))
-    wrong = [one.ring for one in layouts if Counter(pair for pairs in one.work.values() for pair in pairs) != each_once]
-    sys.exit("\n".join(f"ring {ring}: not every pair is computed once" for ring in wrong) or None)
+    sys.exit("\n".join(f"ring {ring}: not every pair is computed once" for ring in wrong(layouts)) or None)
+
+
+def wrong(layouts: list[Layout]) -> list[int]:
+    """Return the rings with which a pair is not computed exactly once."""
+    once = Counter(range(BATCH))
+    return [one.ring for one in layouts if Counter(pair for pairs in one.work.values() for pair in pairs) != once]
 
 
 def layout(ring: int) -> Layout:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlexp.training.ring.alone import AlonePlan
 from rlexp.training.ring.groups import Ring
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import Layout, get_layout
@@ -64,11 +65,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.holding", description=__doc__)
     parser.add_argument("--write", type=Path, required=True, help="the picture, a PNG")
     options = parser.parse_args()
-    panels = {name: panels_of(get_layout(name, INNER if name == "hybrid" else RING)) for name in TITLES}
+    panels = panels_of_all()
     draw(panels, options.write)
+    sys.exit("\n".join(f"{each}: not every pair is computed once" for each in wrong(panels)) or None)
+
+
+def panels_of_all() -> dict[str, list[Panel]]:
+    return {name: panels_of(get_layout(name, INNER if name == "hybrid" else RING)) for name in TITLES}
+
+
+def wrong(panels: dict[str, list[Panel]]) -> list[str]:
+    """Return the panels in which a pair of a query and a key before it is not computed exactly once."""
     seen = np.tril(np.ones((TOKENS, TOKENS), dtype=int))
-    wrong = [f"{name}, heads {p.heads}" for name, parts in panels.items() for p in parts if (p.times != seen).any()]
-    sys.exit("\n".join(f"{each}: not every pair is computed once" for each in wrong) or None)
+    return [f"{name}, heads {p.heads}" for name, parts in panels.items() for p in parts if (p.times != seen).any()]
 
 
 def panels_of(layout: Layout) -> list[Panel]:
@@ -97,6 +106,10 @@ def computed(layout: Layout, rank: int, ring_size: int) -> Iterator[Computed]:
         return
     assert isinstance(layout, Rotating)
     plan = layout.plan(SEGMENTS, ring, Plain())
+    if isinstance(plan, AlonePlan):
+        own = places[rank][plan.own.index]
+        yield Computed(own, own, True, 0)
+        return
     assert isinstance(plan, RotatingPlan)
     for step in range(ring_size):
         source = (rank - step) % ring_size
@@ -184,8 +197,8 @@ def explain(axes: Any) -> None:
         axes.text(0.12, 0.885 - 0.08 * rank, f"rank {rank}", va="center", fontsize=10)
     text = (
         "Bars: who holds the token.\nSquare: who computes the pair of a query\nand a key that it sees.\n\n"
-        "Numbers, and paler: in which step of the ring\n(allgather: 0 own keys, 1 all that come before).\n\n"
-        "A ring waits in every step for its slowest\nrank: in a step, zigzag gives each the same."
+        "Number: the step of the ring; later steps are\npaler (allgather: 0 own keys, 1 all that come before).\n\n"
+        "In every step a ring waits for its slowest\nrank. With zigzag, all ranks have the same\nwork in a step."
     )
     axes.text(0.02, 0.52, text, va="top", fontsize=10)
     axes.set(xlim=(0, 1), ylim=(0, 1))

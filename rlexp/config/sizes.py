@@ -108,9 +108,13 @@ def grad_acc(batch_size: int, micro_batch_size: int, dp_size: int) -> int:
             micros = nearest(micro_batch_size, divisors(batch_size // dp_size))
             remedy += f" To keep {batch_size}, use train.micro_batch_size={listed(micros)}."
         else:
-            replicas = nearest(dp_size, [d for d in divisors(batch_size) if batch_size % (d * micro_batch_size) == 0])
+            replicas = [d for d in divisors(batch_size) if batch_size % (d * micro_batch_size) == 0]
             if replicas:
-                remedy += f" To keep {batch_size}, use {listed(replicas)} replicas (world size / parallel.ring_size)."
+                fewer = max(d for d in replicas if dp_size % d == 0)  # on the same ranks
+                remedy += (
+                    f" To keep {batch_size}, make parallel.ring_size {dp_size // fewer} times as large ({fewer} "
+                    f"replica{'s' * (fewer > 1)}), or take ranks for {listed(nearest(dp_size, replicas))} replicas."
+                )
         raise ConfigError(
             f"train.batch_size={batch_size}: {dp_size} replica{'s' * (dp_size > 1)} × train.micro_batch_size="
             f"{micro_batch_size} need a multiple of {unit}. {remedy}"

@@ -288,10 +288,11 @@ class RolloutConfig:
     epochs: int = number(1, least=1)  # passes over the samples of a rollout before the next rollout
     minibatches: int = MISSING  # train batches in a rollout; derived, cannot be set
     micro_batch_size: int = number(16, least=1)  # samples that a rank draws at once
-    # limit on the tokens of the samples drawn at once; padding counts, and each answer as max_new_tokens; null: none
+    # limit on the tokens of the samples drawn at once, where padding counts and each answer counts as
+    # rollout.max_new_tokens; null: no limit
     micro_batch_tokens: int | None = number(None, least=1)
     score_batch_size: int = number(8, least=1)  # answers in one forward pass of a ring, when answers are scored
-    max_new_tokens: int = number(64, least=1)  # most tokens of an answer
+    max_new_tokens: int = number(64, least=1)  # limit on the tokens of an answer
     # the logits are divided by it, in sampling and in training
     temperature: float = number(1.0, above=0, why=LIKELIEST)
     top_k: int = number(0, least=0)  # draw from the k likeliest tokens only; 0: from all
@@ -345,7 +346,7 @@ class ModelRewardConfig(RewardConfig):
     name: str = "model"
     path: str = MISSING  # the reward model: a folder, or a hub name
     precision: Precision = Precision.fp32  # the numbers that the reward model computes with
-    # most tokens of prompt and answer, for a reward model with a tokenizer of its own; null: data.max_length
+    # limit on the tokens of prompt and answer, for a reward model with a tokenizer of its own; null: data.max_length
     max_length: int | None = number(None, least=2, why=PROMPT_AND_ANSWER)
     trust_remote_code: bool = False  # run Python code that comes with the reward model
 
@@ -455,7 +456,9 @@ class LoggerConfig:
 
 @dataclass
 class Config:
-    seed: int = number(0, least=0)  # fixes the order of samples and the answers that are drawn, in every layout
+    seed: int = number(
+        0, least=0
+    )  # fixes the order of samples, and the random numbers with which answers are drawn; neither depends on the layout
     launch: LaunchConfig = field(default_factory=LaunchConfig)  # processes, devices and nodes
     train: TrainConfig = field(default_factory=TrainConfig)  # batch size, length and precision of the run
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how ranks share sequences

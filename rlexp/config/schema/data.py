@@ -38,7 +38,7 @@ class BadRows(Enum):
 @dataclass
 class DataConfig:
     name: str = MISSING  # the kind of the data, chosen by data=NAME
-    # most tokens of a prompt and an answer together; an answer that is drawn counts as rollout.max_new_tokens
+    # limit on the tokens of a prompt and an answer together; an answer that is drawn counts as rollout.max_new_tokens
     max_length: int = number(2048, least=2, why=PROMPT_AND_ANSWER)
     too_long: TooLong = TooLong.error  # how a longer sequence is handled
     shuffle: bool = True  # draw a new order of the rows for each epoch; false: the order in which they are given
@@ -59,7 +59,8 @@ class SyntheticDataConfig(DataConfig):
 class RowsDataConfig(DataConfig):
     """Keys that all data sets of rows share."""
 
-    # rows to hold out of those to train on, the same ones with any `seed`; only without eval_path and eval_split
+    # number of training rows that are held out instead, the same ones with any `seed`; not with eval_path or
+    # eval_split
     eval_size: int = number(0, least=0)
     # which column holds a field, where it has another name: `data.columns.prompt=question`
     columns: dict[str, str] = field(default_factory=dict)
@@ -119,4 +120,4 @@ class ArithmeticDataConfig(DataConfig):
     seed: int = 0  # fixes the sums; `seed` fixes their order
     size: int = number(1024, least=1)  # prompts to train on
     eval_size: int = number(64, least=0)  # further prompts, which are held out
-    digits: int = number(1, least=1, most=100)  # most digits of each number in a sum
+    digits: int = number(1, least=1, most=100)  # largest number of digits of each number in a sum
