@@ -48,7 +48,7 @@ def typed(script: str, clone: Path) -> str:
 @pytest.mark.timeout(2 * HOUR)
 def test_the_commands_of_the_readme_work_as_typed(clone: Path) -> None:
     said = typed("".join(scripts(clone / "README.md")), clone)
-    assert len(re.findall(r"^done: runs/", said, re.MULTILINE)) >= 3
+    assert len(re.findall(r"^done: .*/runs/", said, re.MULTILINE)) >= 3
     assert "PASS: 3 optimizer steps on this layout agree" in said
 
 
@@ -61,4 +61,6 @@ def test_the_commands_of_the_quickstart_work_as_typed(clone: Path) -> None:
     (loading,) = re.findall(r"^```python\n(from transformers.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
     said = typed("".join([*scripts(page), f"python - <<'LOAD'\n{loading}LOAD\n"]), clone)
     assert "fits: " in said
-    assert "Say hello in German." in said.rpartition("done: runs/first")[2]
+    _, trained, after = said.rpartition("/runs/first  (")
+    assert trained
+    assert "Say hello in German." in after
