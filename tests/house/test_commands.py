@@ -129,6 +129,11 @@ def test_a_command_that_is_none_is_found(wrong: str, folder: Path, monkeypatch: 
         test_a_command_is_one(wrong, folder, monkeypatch)
 
 
+@pytest.mark.parametrize("name", [Path(name).stem for page in PAGES for name in files(page) if name.endswith(".yaml")])
+def test_an_experiment_of_a_page_composes(name: str, folder: Path) -> None:
+    compose_config([f"+experiment={name}"])
+
+
 def test_blocks_of_python_compile() -> None:
     for page in PAGES:
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
