@@ -28,7 +28,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("base_model", "model=hf, model.path", ""),
     taken("revision_of_model", "model.revision"),
     taken("trust_remote_code", "model.trust_remote_code"),
-    needless("base_model_config tokenizer_config model_type tokenizer_type", "they are those of the model's folder"),
+    needless("base_model_config tokenizer_config model_type tokenizer_type", "the model's folder has them"),
     worked_out("chat_template", "model.chat_template", "by default the tokenizer's own"),
     absent("chat_template_jinja", "a template is a file: model.chat_template=FILE"),
     taken("chat_template_kwargs", "data.template_options"),

@@ -33,7 +33,7 @@ NOT_YET = {"sft": "loss=sft", "kto": "loss=kto", "rm": "loss=reward", "reward": 
 
 
 def converted(file: Path, trainer: str | None, gpus: int | None) -> Conversion:
-    """Read a file and decide the fate of each of its arguments."""
+    """Read a file and decide what becomes of each of its arguments."""
     asked = _with_yaml(read(file), file)
     framework = FRAMEWORKS[asked.framework]
     chosen = asked.trainer or trainer or (trl.trainer_of(asked.given) if asked.framework == "TRL" else None)

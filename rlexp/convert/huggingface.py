@@ -48,7 +48,7 @@ class HeldOut(Enum):
 
 RULES: tuple[Rule, ...] = (
     worked_out("per_device_train_batch_size", "train.micro_batch_size, train.batch_size",
-               "for each GPU there; train.batch_size is that of all GPUs together, and the same on every layout"),
+               "for each GPU there; train.batch_size counts all GPUs together, and is the same on every layout"),
     worked_out("gradient_accumulation_steps", "train.batch_size",
                "train.grad_acc follows from the batch, and is not set"),
     worked_out("learning_rate", "optim.lr", ""),
@@ -221,8 +221,8 @@ def _short_warmup(conv: Conversion, steps: int | None) -> None:
     conv.remark(
         Fate.OTHER,
         "warmup_steps",
-        None,
-        "their default is 3 % of the steps, at most 100: give optim.warmup_steps, once `python -m rlexp.data` has "
+        "3 %, at most 100",
+        "their default, a share of the run's steps: give optim.warmup_steps, once `python -m rlexp.data` has "
         "said how many steps an epoch has",
     )
 

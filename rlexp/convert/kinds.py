@@ -11,7 +11,6 @@ from enum import Enum
 from typing import Any
 
 from rlexp.config.schema import KINDS, Config
-from rlexp.config.schema.data import SourceConfig
 
 SOURCES = "data.sources."
 
@@ -29,9 +28,11 @@ def hints(key: str) -> tuple[type, ...]:
         return ()
     owners: tuple[Any, ...] = (*KINDS.get(group, {}).values(), top)
     if key.startswith(SOURCES):
-        owners, leaf = (SourceConfig,), key.removeprefix(SOURCES).partition(".")[2]
+        owners, leaf = (KINDS["data"]["hf"],), key.removeprefix(SOURCES).partition(".")[2]
     if not leaf:
         return _parts(top)
+    if key.startswith(SOURCES) and leaf == "weight":
+        return float, type(None)
     for owner in owners:
         if dataclasses.is_dataclass(owner) and leaf in owner.__dataclass_fields__:
             return _parts(typing.get_type_hints(owner)[leaf])

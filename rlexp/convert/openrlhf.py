@@ -240,7 +240,7 @@ def convert(conv: Conversion) -> None:
 
 
 def _ranks(conv: Conversion) -> None:
-    """Set the ranks. The batch is that of all GPUs, so that they need not be known."""
+    """Set the ranks. The batch counts all GPUs together, so that their number need not be known."""
     actor = conv.trainer == "ppo"
     each = ("actor_num_gpus_per_node", "num_gpus", "nproc_per_node") if actor else ("num_gpus", "nproc_per_node")
     nodes = "actor_num_nodes" if actor and conv.name("actor_num_nodes") else "num_nodes"
@@ -411,13 +411,15 @@ def _rollout(conv: Conversion) -> int:
     batch, passes = int(conv.whole("train_batch_size", 128, least=1)), int(conv.whole("max_epochs", 1, least=1))
     if prompts * samples % batch:
         raise ConvertError(
-            f"train_batch_size={batch}: does not divide the {prompts * samples} answers of a rollout. OpenRLHF drops "
-            f"the rest; rlexp takes whole train batches: give one that divides."
+            f"{conv.said('train_batch_size')}={batch}: does not divide the {prompts * samples} answers of a rollout. "
+            f"OpenRLHF drops the rest; rlexp takes whole train batches: give one that divides."
         )
     conv.put("rollout.epochs", passes, "max_epochs")
     conv.put("train.epochs", conv.whole("num_episodes", 1), "num_episodes")
-    if conv.name("generate_max_len") is None:
-        whole = conv.whole("max_len", 2048)
+    if conv.name("generate_max_len") is None and conv.name("prompt_max_len") is not None:
+        conv.put("rollout.max_new_tokens", 1024, "generate_max_len")
+    elif conv.name("generate_max_len") is None:
+        whole = conv.whole("max_len", 2048, least=2)
         conv.put(
             "rollout.max_new_tokens",
             whole // 2,

@@ -104,7 +104,7 @@ class Value:
 
 @dataclass
 class Conversion:
-    """One file on its way to an experiment."""
+    """One file that is being converted to an experiment."""
 
     framework: str
     trainer: str
@@ -130,6 +130,10 @@ class Conversion:
         """Return the name under which the file gives an argument; None if the trainer or the file does not have it."""
         rule = self.by_name.get(name)
         return next((each for each in rule.names if each in self.given), None) if rule else None
+
+    def said(self, name: str) -> str:
+        """Return the name of an argument for a message: the file's, if the file has it."""
+        return self.name(name) or name
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of an argument, or its default."""
@@ -245,7 +249,7 @@ class Conversion:
         return "; ".join(filter(None, [origin, why]))
 
     def settle(self) -> None:
-        """Take over the arguments that need no other one, and decide the fate of all that are left."""
+        """Take over the arguments that need no other one, and explain all that are left."""
         for rule in self.rules:
             if rule.fate is Fate.TAKEN and rule.convert is not None:
                 self._take(rule, rule.convert)

@@ -501,7 +501,7 @@ def _rollout(conv: Conversion, replicas: int, micro: int, steps: int) -> None:
         conv.put("rollout.n_samples", answers, "num_generations")
     if drawn % answers:
         raise ConvertError(
-            f"num_generations={answers}: does not divide the {drawn} answers of a rollout "
+            f"{conv.said('num_generations')}={answers}: does not divide the {drawn} answers of a rollout "
             f"(per_device_train_batch_size × steps_per_generation × GPUs). TRL would refuse it too; check --gpus."
         )
     drawing = () if ppo else ("steps_per_generation", "generation_batch_size")
@@ -562,8 +562,9 @@ def _generation(conv: Conversion, forward: int, steps: int) -> int:
     if each < steps:
         return forward * steps  # the weights do not change between the generations of a step
     if each % steps:
+        said = f"generation_batch_size={size}" if size is not None else f"steps_per_generation={each}"
         raise ConvertError(
-            f"steps_per_generation={each}: is no multiple of gradient_accumulation_steps={steps}, so that a step "
+            f"{said}: is no multiple of gradient_accumulation_steps={steps}, so that a step "
             f"would take samples of two generations. rlexp has whole train batches of one rollout: give a multiple."
         )
     return forward * each
