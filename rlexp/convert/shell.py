@@ -134,11 +134,16 @@ class _Reader:
         while self.at < len(self.text):
             char = self.text[self.at]
             redirection = re.compile(r"\d*(?:&>>?|>>?&?|<(?!<))|\d*<<-?|<<<").match(self.text, self.at)
-            if char in " \t\r" or char == "\n" or self._operator() or (redirection and not _goes_on(word, char)):
+            if char == "(" and word.text.endswith("=") and ASSIGNMENT.fullmatch(word.text):
+                word.array = self._array()
+            elif char in " \t\r" or char == "\n" or self._operator() or (redirection and not _goes_on(word, char)):
                 if word.begun:
                     yield word
                 word = _Word()
-            if char in " \t\r":
+            if word.array is not None:
+                yield word
+                word = _Word()
+            elif char in " \t\r":
                 self.at += 1
             elif char == "#" and not word.begun:
                 self.at = _end(self.text, "\n", self.at)
@@ -147,8 +152,6 @@ class _Reader:
             elif redirection and not _goes_on(word, char):
                 self.at = redirection.end()
                 yield from self._redirected(redirection[0])
-            elif char == "(" and self.text[self.at - 1 : self.at] == "=" and self.at:
-                yield from self._array()
             elif operator := self._operator():
                 self.at += len(operator)
                 yield _Operator(operator)
@@ -171,9 +174,8 @@ class _Reader:
             if operator.lstrip("0123456789") in ("<<", "<<-"):
                 yield _Operator(f"<<{found[1] or found[2] or found[3] or ''}")
 
-    def _array(self) -> Iterator[_Word]:
+    def _array(self) -> list[str]:
         """Read the elements of `NAME=( … )`, whose `NAME=` has just been read."""
-        name = re.search(r"(\w+\+?=)$", self.text[: self.at])
         self.at += 1
         inner = _Reader(self.text, self.known, self.exported)
         inner.at, elements = self.at, []
@@ -183,7 +185,7 @@ class _Reader:
             elif token.text == ")":
                 break
         self.at = inner.at
-        yield _Word(name[1] if name else "", True, None, elements)
+        return elements
 
     def _part(self, word: _Word) -> list[_Word]:
         """Read one part of a word: a quoted text, a variable or one character. A variable may make several words."""

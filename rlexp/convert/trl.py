@@ -248,35 +248,38 @@ def _ring(conv: Conversion) -> int:
 
 
 def _engine(conv: Conversion) -> None:
-    """Choose the engine by accelerate's arguments; the trainer's own come first."""
-    chosen = "engine" in conv.choices
-    for name in ("accelerate_config", "config_file"):
-        if conv.name(name) is None:
-            continue
-        profile = str(conv.get(name, "")).rpartition("/")[2]
-        if chosen:
+    """Choose the engine by accelerate's arguments, unless the trainer's own have chosen one. The first one decides."""
+    for name, choose in (
+        ("accelerate_config", _by_profile),
+        ("deepspeed_config_file", engines.from_deepspeed),
+        ("zero_stage", _by_stage),
+    ):
+        if "engine" in conv.choices:
             conv.tell(Fate.NEEDLESS, name, f"{conv.choices['engine'].origin} decides")
-        elif (found := re.search(r"zero([0-3])", profile)) is not None:
-            conv.choose("engine", f"zero{found[1]}", name)
-        elif "fsdp" in profile:
-            conv.choose("engine", "fsdp2", name)
-        else:
-            conv.tell(Fate.OTHER, name, "the engine holds the training state: engine=zero3, as docs/engines.md says")
-        break
-    if not chosen and conv.get("zero_stage") is not None:
-        stage = conv.whole("zero_stage")
-        if stage not in engines.BY_STAGE:
-            conv.refuse("zero_stage", "must be 0, 1, 2 or 3", "Give one of them.")
-        conv.choose("engine", engines.BY_STAGE[stage], "zero_stage")
-    if not chosen and conv.get("deepspeed_config_file"):
-        engines.from_deepspeed(conv, "deepspeed_config_file")
+        elif conv.get(name) is not None:
+            choose(conv, name)
     if "engine" not in conv.choices and conv.flag("use_fsdp"):
         conv.choose("engine", "fsdp2", "use_fsdp")
-    for name in ("zero_stage", "deepspeed_config_file", "use_fsdp"):
-        conv.tell(
-            Fate.NEEDLESS, name, "another argument chooses the engine" if conv.get(name) else "it is not asked for"
-        )
+    why = "another argument chooses the engine" if conv.flag("use_fsdp") else "it is not asked for"
+    conv.tell(Fate.NEEDLESS, "use_fsdp", why)
     engines.offload(conv, weights="offload_param_device", optimizer="offload_optimizer_device")
+
+
+def _by_profile(conv: Conversion, name: str) -> None:
+    profile = conv.text(name).rpartition("/")[2]
+    if (found := re.search(r"zero([0-3])", profile)) is not None:
+        conv.choose("engine", f"zero{found[1]}", name)
+    elif "fsdp" in profile:
+        conv.choose("engine", "fsdp2", name)
+    else:
+        conv.tell(Fate.OTHER, name, "the engine holds the training state: engine=zero3, as docs/engines.md says")
+
+
+def _by_stage(conv: Conversion, name: str) -> None:
+    stage = conv.whole(name)
+    if stage not in engines.BY_STAGE:
+        conv.refuse(name, "must be 0, 1, 2 or 3", "Give one of them.")
+    conv.choose("engine", engines.BY_STAGE[stage], name)
 
 
 def _model(conv: Conversion) -> None:
@@ -304,6 +307,8 @@ def _data(conv: Conversion) -> HeldOut:
     """Set the rows; return whether some are held out."""
     conv.choose("data", "hf")
     sources = conv.entries("datasets")
+    if not sources:
+        conv.tell(Fate.NEEDLESS, "datasets", "it is empty")
     for number, source in enumerate(sources, start=1):
         _source(conv, "data" if len(sources) == 1 else f"data.sources.source{number}", source)
     if sources:
@@ -370,7 +375,10 @@ def _dpo(conv: Conversion) -> None:
 
 def _grpo(conv: Conversion) -> None:
     scale, divisor = conv.given.get("scale_rewards", "group"), conv.get("loss_type", "dapo")  # none: only centred
-    by_sequence = conv.get("importance_sampling_level", "token") == "sequence"
+    level = conv.get("importance_sampling_level", "token")
+    if level not in ("token", "sequence"):
+        conv.refuse("importance_sampling_level", "must be token or sequence", "Give one of them.")
+    by_sequence = level == "sequence"
     by_group = scale in ("group", "true") or scale is True
     loss = "gspo" if by_sequence else "grpo" if by_group else "dr_grpo"
     conv.choose("loss", loss, "importance_sampling_level" if by_sequence else "scale_rewards")
@@ -386,7 +394,8 @@ def _grpo(conv: Conversion) -> None:
             "sequence",
             "loss=gspo is TRL's with loss_type=grpo and scale_rewards=group",
         )
-    conv.done.update(filter(None, map(conv.name, ("scale_rewards", "importance_sampling_level"))))
+    conv.tell(Fate.NEEDLESS, "scale_rewards", "importance_sampling_level=sequence decides")
+    conv.tell(Fate.NEEDLESS, "importance_sampling_level", "token is the level of every loss but gspo")
     known = isinstance(divisor, str) and divisor in DIVISORS
     conv.put("loss.normalize", DIVISORS[divisor] if known else "token", "loss_type")
     if not known:
