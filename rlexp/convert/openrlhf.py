@@ -33,7 +33,8 @@ BY_GROUP = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
 RULES: tuple[Rule, ...] = (
     # the model
     worked_out("model.model_name_or_path actor.model_name_or_path pretrain", "model=hf, model.path", ""),
-    absent("ref.model_name_or_path ref_pretrain", "the reference is the model at the start"),
+    absent("ref.model_name_or_path ref_pretrain", "the reference is the model at the start",
+           until="reference.path reference=hf"),
     taken("ds.param_dtype param_dtype", "train.precision", default="bf16"),
     worked_out("bf16", "train.precision", ""),
     taken("ds.attn_implementation attn_implementation", "parallel.kernel", to=kernel_of),
@@ -103,7 +104,8 @@ RULES: tuple[Rule, ...] = (
     other("min_lr_ratio actor.min_lr_ratio", "optim.decay", "the rate decays to 0"),
     taken("max_norm actor.max_norm", "optim.max_grad_norm", default=1.0),
     absent("muon.lr muon.momentum muon.ns_steps muon.nesterov muon.no_nesterov actor.muon.lr actor.muon.momentum "
-           "actor.muon.ns_steps actor.muon.nesterov actor.muon.no_nesterov critic.muon.lr", "Muon is not here"),
+           "actor.muon.ns_steps actor.muon.nesterov actor.muon.no_nesterov critic.muon.lr", "Muon is not here",
+           until="optim=muon"),
     # length, checkpoints, logs
     worked_out("train.max_epochs max_epochs", "train.epochs, or rollout.epochs", "for PPO: passes over a rollout"),
     worked_out("ckpt.output_dir save_path", "hydra.run.dir", "a run's folder; its trained model lies in model/ "
