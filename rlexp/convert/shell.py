@@ -15,6 +15,7 @@ NAME = re.compile(r"[A-Za-z_]\w*")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 DECLARES = ("export", "readonly", "declare", "typeset", "local")
 KEYWORDS = ("then", "else", "do", "if", "elif", "while", "!", "time", "{")
+DEEPEST = 3
 OPERATORS = ("&&", "||", "|&", ";;", "|", "&", ";", "\n", "(", ")")
 
 
@@ -58,8 +59,9 @@ def commands(text: str) -> Iterator[Command]:
 
 
 class _Reader:
-    def __init__(self, text: str, known: dict[str, list[str]], exported: dict[str, str]) -> None:
+    def __init__(self, text: str, known: dict[str, list[str]], exported: dict[str, str], depth: int = 0) -> None:
         self.text, self.at = text, 0
+        self.depth = depth  # of quoted commands within quoted commands
         self.known = known  # a variable has one element, an array any number
         self.exported = exported
         self.used: set[str] = set()
@@ -103,10 +105,10 @@ class _Reader:
                 names = [*given, *(word.text for word in rest)]
                 self.exported |= {name: " ".join(self.known[name]) for name in names if name in self.known}
             return
-        inner = [word for word in rest if _has_command(word.text)]
+        inner = [word for word in rest if self.depth < DEEPEST and _has_command(word.text)]
         if inner:
             for word in inner:
-                yield from _Reader(f"{word.text}\n", self.known, self.exported).commands()
+                yield from _Reader(f"{word.text}\n", self.known, self.exported, self.depth + 1).commands()
             return
         environment = {name: value for name, value in (self.exported | given).items() if name not in self.used}
         yield Command([word.made() for word in rest], environment)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -38,8 +41,24 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             " 2>&1 | tee log", ";", " &>> log")),
     ],
 )  # fmt: skip
-def test_words_are_those_of_bash(script: str, words: list[str]) -> None:
+def test_words_are_those_of_bash(script: str, words: list[str], tmp_path: Path) -> None:
     assert words in [command.words for command in commands(script)]
+    told = tmp_path / "told"
+    subprocess.run(["bash", "-c", f"c() {{ printf '%s\\0' c \"$@\" > '{told}'; }}\n{script}"], check=True, timeout=30,
+                   capture_output=True)  # fmt: skip
+    assert told.read_text(encoding="utf-8").split("\0")[:-1] == words
+
+
+def test_no_script_is_a_traceback() -> None:
+    """Pieces of scripts in any order: a quote that is open, a command inside itself."""
+    draw = random.Random(0)
+    pieces = [*"\"'$(){}\\\n# =1>|&;`<~é\t", "${", "X=", "$X", "--a", "<<EOF", "EOF", "$(", ">&2", "trl dpo --x", ":-"]
+    pieces += ["[@]", "+=", "\r\n", "read X "]
+    for _ in range(500):
+        script = "".join(draw.choices(pieces, k=draw.randint(1, 14)))
+        assert all(isinstance(word, str) for command in commands(script) for word in command.words)
+        with contextlib.suppress(ConvertError):
+            conversion(COMMAND + script, None, 8)
 
 
 @pytest.mark.parametrize(
