@@ -18,6 +18,7 @@ from rlexp.convert.rules import Conversion, Fate, Line, Value
 from rlexp.convert.secrets import masked
 
 WIDTH = 116
+NO_TEXTS = ("true", "false", "null", "nan", "inf")  # in Hydra's overrides, without quotes
 # The order of the groups: the one in which people think of a run. Other groups come last.
 ORDER = ("seed", "launch", "parallel", "engine", "model", "data", "rollout", "reward", "loss", "train", "optim",
          "memory", "checkpoint", "logger")  # fmt: skip
@@ -62,8 +63,9 @@ def _expanded(folder: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a text as Hydra reads it on a command line, without quotes where it needs none."""
-    return text if re.fullmatch(r"[\w./-]+", text, re.ASCII) else quoted(text)
+    """Return a text as Hydra reads it on a command line, without quotes where it needs none: 1e3 and true need them."""
+    plain = re.fullmatch(r"(?:\.{0,2}/)*[A-Za-z_][\w./-]*", text, re.ASCII) and text.lower() not in NO_TEXTS
+    return text if plain else quoted(text)
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.convert import axolotl, llamafactory, openrlhf, swift, trl
+from rlexp.convert.launchers import STARTS
 from rlexp.convert.read import Asked, mapping_of, plain, read, refuse_unknown
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule
 
@@ -71,6 +72,8 @@ def of_asked(asked: Asked, gpus: int | None) -> Conversion:
         conv.remark(Fate.NEEDLESS, name, value, "it is given again behind this, and the last one decides")
     for word in asked.positional:
         conv.remark(Fate.ABSENT, "a word without a name", word, "no argument's value")
+    if options := [word.partition("=")[0] for word in asked.around if word.startswith("--")]:
+        conv.remark(Fate.NEEDLESS, asked.around[0], " ".join(options), STARTS)
     framework.convert(conv)
     conv.settle()
     return conv

@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
 def convert(conv: Conversion) -> None:
     gpus = launchers.asked_for("per_device_train_batch_size", launchers.ranks(conv))
     huggingface.sizes(conv, gpus)
-    steps = huggingface.shared(conv)
+    steps = huggingface.shared(conv, bf16=conv.flag("pure_bf16"))
     huggingface.drop_last(conv)
     conv.put("optim.lr", conv.number("learning_rate", 5e-5), "learning_rate")
     conv.put("memory.checkpointing", not conv.flag("disable_gradient_checkpointing"), "disable_gradient_checkpointing")

@@ -30,6 +30,7 @@ class Asked:
     launcher: dict[str, Any] = field(default_factory=dict)  # arguments of accelerate, deepspeed, torchrun or ray
     environment: dict[str, Any] = field(default_factory=dict)  # variables that the script gives to the command
     positional: list[str] = field(default_factory=list)  # words of the command that are no argument's value
+    around: list[str] = field(default_factory=list)  # words of a command around this one: srun … bash -c
     again: list[tuple[str, Any]] = field(default_factory=list)  # values of arguments that a later one overrides
 
 
@@ -146,7 +147,7 @@ def _asked(command: Command) -> Asked | None:
             if framework == "ms-swift":
                 trainer = str(line.given.get("rlhf_type", "dpo"))
             return Asked(framework, trainer, line.given, before.given, dict(command.environment), line.positional,
-                         line.again)  # fmt: skip
+                         command.around, line.again)  # fmt: skip
     return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 NAME = re.compile(r"[A-Za-z_]\w*")
@@ -35,6 +35,7 @@ class Unknown(str):
 class Command:
     words: list[str]
     environment: dict[str, str] = field(default_factory=dict)  # variables that the script gives to this command
+    around: list[str] = field(default_factory=list)  # words of the command that has this one in quotes: srun bash -c
 
 
 @dataclass
@@ -108,7 +109,11 @@ class _Reader:
         inner = [word for word in rest if self.depth < DEEPEST and _has_command(word.text)]
         if inner:
             for word in inner:
-                yield from _Reader(f"{word.text}\n", self.known, self.exported, self.depth + 1).commands()
+                reader = _Reader(f"{word.text}\n", self.known, self.exported | given, self.depth + 1)
+                reader.used = self.used
+                around = [each.text for each in rest[: rest.index(word)]]
+                for command in reader.commands():
+                    yield replace(command, around=[*around, *command.around])
             return
         environment = {name: value for name, value in (self.exported | given).items() if name not in self.used}
         yield Command([word.made() for word in rest], environment)

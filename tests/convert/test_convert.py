@@ -18,7 +18,7 @@ from rlexp.config.schema.keys import all_keys
 from rlexp.convert.experiment import composed, overrides, text_of
 from rlexp.convert.frameworks import FRAMEWORKS, converted
 from rlexp.convert.read import plain, read
-from rlexp.convert.rules import Conversion, ConvertError, Fate
+from rlexp.convert.rules import NOTHING, Conversion, ConvertError, Fate
 from tests.helpers import coming_from, warm
 from tests.helpers.models import saved
 from tests.helpers.paths import FILES
@@ -133,13 +133,14 @@ def test_an_example_of_theirs_composes(file: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("file", GIVEN)
 def test_no_argument_is_dropped_silently(file: str, folder: Path) -> None:
-    """Each stands in the file that is written: behind a key, in the command, or with a reason."""
+    """Each is in the file that is written: behind a key, in the command, or with a reason."""
     conv = conversion(file)
     text = text_of(conv, "mine", file)
     origins = " ".join(each.origin for each in (*conv.values.values(), *conv.choices.values(), *conv.command.values()))
     for name in conv.given:
         told = {line.name for lines in conv.lines.values() for line in lines}
         assert name in told or re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", origins), name
+    assert not [line.name for lines in conv.lines.values() for line in lines if line.why == NOTHING]
     assert all(f"  {line.name}: " in text for lines in conv.lines.values() for line in lines)
     assert "SECRET" not in text
     assert "hf_abcdefgh" not in text

@@ -128,6 +128,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
     "template as a text": (OPENRLHF + "--tokenizer_chat_template '{% for m in messages %}{{ m }}'", None,
                            {"model.chat_template": None}, {OTHER: {"tokenizer_chat_template"}}),
     "rows of a file": (SWIFT + "--dataset /d/x.jsonl#500", None, {"data.path": "/d/x.jsonl", "data.split": None}, {}),
+    "weights in bfloat16": (FACTORY + "pure_bf16: true\n", None, {"train.precision": "bf16"}, {ABSENT: {"pure_bf16"}}),
     "null columns": (FACTORY.replace("d1", "d3"), None, {"data.path": "org/d"}, {}),
 }  # fmt: skip
 

@@ -121,6 +121,12 @@ def test_variables_before_a_command_are_read() -> None:
     assert values(conversion(f"{TRL}env: {{WANDB_PROJECT: zz}}\n", "dpo"))["logger.project"] == "zz"
 
 
+def test_what_is_around_a_quoted_command_is_told() -> None:
+    conv = conversion(f'export LR=1e-6\nA=1 srun --nodes 2 bash -c "{OPENRLHF} --learning_rate $LR"')
+    assert (values(conv)["optim.lr"], named(conv, Fate.NEEDLESS) & {"srun"}) == (1e-6, {"srun"})
+    assert named(conv, Fate.OTHER) & {"A", "LR"} == {"A"}
+
+
 def test_launchers_say_how_many_gpus_there_are() -> None:
     include = OPENRLHF.replace("deepspeed", "deepspeed --include localhost:4,5")
     script = f"torchrun --nproc_per_node 4 --nnodes 2 trl/scripts/{COMMAND[4:].replace('dpo', 'dpo.py', 1)}"

@@ -60,7 +60,8 @@ def test_a_name_with_key_or_token_may_hide_nothing() -> None:
     [
         ("out/lr=5e-7,beta=0.1", None), ("~/my runs/x", "HOME/my runs/x"), ("out (1)", None), ("a{b}", None),
         ("out/ünï:x", None), ("$HOME/ckpt", "HOME/ckpt"), ("it's", None), ("a\\", None), ("a${b}", None), ("[1]", None),
-        ("007", None), ("true", None), ("a #b", None), ("a\"b", None), ("a  b", None),
+        ("007", None), ("true", None), ("1e3", None), ("1_000", None), (".5", None), ("./out/x-1", None),
+        ("a #b", None), ("a\"b", None), ("a  b", None),
     ],
 )  # fmt: skip
 def test_the_command_names_the_folder_of_the_file(folder: str, given: str | None) -> None:
