@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from rlexp.base.errors import ConfigError
@@ -32,10 +33,15 @@ def compose_elsewhere(overrides: Sequence[str]) -> Config:
 def composed_for(overrides: Sequence[str], searched: Path) -> Config:
     """Return the configuration that these overrides have on GPUs of any kind, with options of another folder too."""
     register()
-    path = [f"file://{folder}" for folder in (config_root() / "launchers", config_root() / "sweeps", searched)]
+    path = [quoted(f"file://{folder}") for folder in (config_root() / "launchers", config_root() / "sweeps", searched)]
     with assumed_gpus(8), initialize_config_dir(str(conf_dir()), version_base="1.3"):
         found = f"hydra.searchpath=[{','.join(path)}]"
         return from_hydra(compose("config", overrides=open_ended([found, *overrides])), here=False)
+
+
+def quoted(text: str) -> str:
+    """Return a text in quotes, as Hydra reads it in an override: it may have spaces, commas, `=` and `${`."""
+    return QuotedString(text, Quote.single).with_quotes().replace("${", "\\${")
 
 
 def _names(overrides: Sequence[str]) -> bool:

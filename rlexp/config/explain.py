@@ -11,9 +11,11 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from rlexp.base.errors import ConfigError, UserError
+from rlexp.config.paths import experiments
 from rlexp.config.schema.keys import about_unknown, suggestion
 from rlexp.config.schema.value_kinds import rule
 
+HEADER = "# @package _global_"
 # OmegaConf's words for a value of the wrong kind, used for keys outside our schema.
 _KINDS = {
     "is not a ListConfig": "a list, as [ONE, TWO] or []",
@@ -70,7 +72,7 @@ def explain(error: BaseException) -> str | None:
         override = (error.override or "").lstrip("+")
         return f"{override}: cannot be read as key=value ({reason}). Quote values with special characters."
     text = "\n".join(dict.fromkeys(str(link).strip() for link in links if str(link).strip()))
-    told = _sweep(text) or _unknown_key(text) or _unknown_option(text) or _bad_value(text, links)
+    told = _sweep(text) or _headless(text) or _unknown_key(text) or _unknown_option(text) or _bad_value(text, links)
     return told or f"{' '.join(text.split())} `python -m rlexp --help` says how values are set."
 
 
@@ -96,6 +98,18 @@ def _sweep(text: str) -> str | None:
         f"{key}={value}: gives several values, as a sweep has them. Add -m to run them all, or give a list "
         f"({key}=[ONE,TWO]) or a quoted text (\"{key}='ONE,TWO'\")."
     )
+
+
+def _headless(text: str) -> str | None:
+    """Explain an experiment whose keys end up below `experiment`, since its first line does not say otherwise."""
+    found = re.search(r"In '(experiment|sweep)/([^']+)': ConfigKeyError", text)
+    if found is None or f"Key '{found.group(1)}' not in" not in text:
+        return None
+    group, name = found.groups()
+    files = experiments().get(name, []) if group == "experiment" else []
+    file = next((path for path in files if not path.read_text(encoding="utf-8").startswith(HEADER)), None)
+    empty = "is empty. " if file is not None and not file.read_text(encoding="utf-8").strip() else ""
+    return f'{file or f"{group}/{name}.yaml"}: {empty}{"Its" if empty else "its"} first line must be "{HEADER}".'
 
 
 def _unknown_key(text: str) -> str | None:

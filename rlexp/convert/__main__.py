@@ -3,8 +3,8 @@
 python -m rlexp.convert recipe.yaml --trainer dpo --gpus 8        TRL, axolotl, LLaMA-Factory
 python -m rlexp.convert train.sh --name mine                      a command of OpenRLHF, TRL or ms-swift
 
-It prints an experiment file in which every argument of theirs stands: taken over, or with the reason why it means
-something else, is not here, or needs nothing. With --name it is written to conf/experiment/NAME.yaml, where
+It prints an experiment file that has every argument of theirs: taken over, or with the reason why it means something
+else, is not here, or needs nothing. With --name it is written to conf/experiment/NAME.yaml, where
 `python -m rlexp +experiment=NAME` finds it. The exit code is 0 if the experiment composes, else 1.
 """
 
@@ -39,7 +39,7 @@ def main() -> int:
 def run(options: argparse.Namespace) -> int:
     from rlexp.config.explain import explain
     from rlexp.config.paths import experiments
-    from rlexp.convert.experiment import command, composed, text_of
+    from rlexp.convert.experiment import command, composed, overrides, text_of
     from rlexp.convert.frameworks import converted
 
     if options.gpus is not None and options.gpus < 1:
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         sys.stderr.write(f"wrote {file}: {command(conv, name)}\n")
     summarize(conv)
     try:
-        composed(text, name)
+        composed(text, name, overrides(conv))
     except Exception as error:
         message = explain(error)
         if message is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import PurePosixPath
 from typing import Any
 
-from rlexp.convert import huggingface
+from rlexp.convert import huggingface, launchers
+from rlexp.convert.huggingface import LORA_NOT_YET, LOSSES_NOT_YET
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
 
 TRAINERS = ("dpo",)
@@ -14,27 +16,33 @@ RING_FUNCTIONS = {"varlen_llama3": "allgather", "batch_zigzag": "zigzag", "batch
 # Their names of arguments that transformers has too.
 RENAMED = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"}
 
+KEPT = 4  # checkpoints
+# Keys of a source, and of a data set's columns.
+SOURCE = {"name": "subset", "split": "split", "revision": "revision", "field_messages": "columns.prompt",
+          "field_chosen": "columns.chosen", "field_rejected": "columns.rejected"}  # fmt: skip
+TOLD = {"path", "data_files", "ds_type", "type", "roles", "message_property_mappings", *SOURCE}
+
 RULES: tuple[Rule, ...] = (
     *(rule for rule in huggingface.RULES if not {"per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type",
-      "optim", "run_name", "report_to", "deepspeed", "save_strategy", "eval_strategy"} & set(rule.names)),
+      "optim", "run_name", "report_to", "deepspeed"} & set(rule.names)),
     worked_out("base_model", "model=hf, model.path", ""),
     taken("revision_of_model", "model.revision"),
-    taken("trust_remote_code", "model.trust_remote_code", to=bool),
-    needless("base_model_config tokenizer_config model_type tokenizer_type", "they are those of the model's folder"),
+    taken("trust_remote_code", "model.trust_remote_code"),
+    needless("base_model_config tokenizer_config model_type tokenizer_type", "the model's folder has them"),
     worked_out("chat_template", "model.chat_template", "by default the tokenizer's own"),
     absent("chat_template_jinja", "a template is a file: model.chat_template=FILE"),
     taken("chat_template_kwargs", "data.template_options"),
     absent("special_tokens", "the tokenizer's own special tokens are used", {}),
     taken("tokens", "model.add_tokens"),
-    absent("adapter", "LoRA is not here: all weights are trained, with a smaller rate"),
+    absent("adapter", "LoRA is not here: all weights are trained, with a smaller rate", until=LORA_NOT_YET),
     absent("lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear lora_modules_to_save peft_use_dora",
-           "LoRA is not here"),
-    absent("load_in_8bit load_in_4bit", "weights are not quantized", False),
+           "LoRA is not here", until=LORA_NOT_YET),
+    absent("load_in_8bit load_in_4bit", "weights are not quantized", False, until="quant"),
     worked_out("rl", "loss=dpo", ""),
-    taken("rl_beta", "loss.beta", default=0.1),
-    worked_out("trl", "loss, rollout", "its keys are those of TRL: convert a file of TRL"),
+    worked_out("rl_beta", "loss.beta", ""),
+    worked_out("trl", "loss.beta", "its beta comes before rl_beta; its other keys are for GRPO"),
     taken("dpo_label_smoothing", "loss.label_smoothing", default=0.0),
-    absent("dpo_loss_type", "sigmoid is the one preference loss here", ["sigmoid"], "sigmoid"),
+    absent("dpo_loss_type", huggingface.ONE_LOSS, ["sigmoid"], "sigmoid", until=LOSSES_NOT_YET),
     absent("dpo_loss_weights", "there is one loss", [1.0]),
     absent("dpo_use_weighting rpo_alpha dpo_use_logits_to_keep dpo_label_smoothing_mode", "it is not here", False, 0,
            0.0),
@@ -42,16 +50,17 @@ RULES: tuple[Rule, ...] = (
     worked_out("context_parallel_size sequence_parallel_degree", "parallel.ring_size", "any layout has the same curve"),
     worked_out("ring_attn_func", "parallel.layout", ""),
     needless("heads_k_stride dp_shard_size dp_replicate_size", "the layout and the engine decide"),
-    absent("tensor_parallel_size", "a model is not split across GPUs by tensor parallelism", 1),
+    absent("tensor_parallel_size", "a model is not split across GPUs by tensor parallelism", 1,
+           until="tensor_parallel"),
     worked_out("micro_batch_size", "train.micro_batch_size, train.batch_size",
                "for each GPU there; of all together here"),
     worked_out("num_epochs", "train.epochs", "whole passes over the data"),
     worked_out("lr_scheduler", "optim.decay", "linear, cosine, constant"),
     absent("cosine_min_lr_ratio cosine_constant_lr_ratio", "the rate decays to 0"),
-    worked_out("optimizer", "optim", "adamw and sgd"),
+    worked_out("optimizer", "optim", "adamw and sgd", until="optim=muon optim=adafactor optim=adamw_8bit"),
     worked_out("sequence_len", "data.max_length", "tokens of prompt and answer together"),
     worked_out("excess_length_strategy", "data.too_long", ""),
-    taken("sample_packing", "data.packing", default=False, to=bool),
+    taken("sample_packing", "data.packing", default=False),
     needless("eval_sample_packing pad_to_sequence_len", "held-out rows are packed as the others"),
     worked_out("datasets", "data=hf, data.path or data.sources", ""),
     absent("test_datasets", "name held-out rows by data.eval_path"),
@@ -64,42 +73,37 @@ RULES: tuple[Rule, ...] = (
              "the fastest kernel is taken"),
     worked_out("deepspeed", "engine, engine.offload", "the stage of its file"),
     worked_out("fsdp_version", "engine=fsdp2", ""),
-    absent("activation_offloading", "activations stay on the GPU", False),
+    absent("activation_offloading", "activations stay on the GPU", False, until="activation_offload"),
     worked_out("wandb_project", "logger=wandb, logger.project", ""),
     taken("wandb_entity", "logger.entity", to=lambda value: value or None),
     taken("wandb_name", "logger.run_name"),
     needless("wandb_watch wandb_log_model wandb_run_id strict plugins special auto_resume_from_checkpoints",
              "no number depends on it"),
-    worked_out("save_strategy", "checkpoint.save_every", ""),
-    worked_out("eval_strategy", "train.eval_every", ""),
-    worked_out("report_to", "logger", ""),
+    *launchers.VARIABLES,
 )  # fmt: skip
 
 
 def convert(conv: Conversion) -> None:
     _like_transformers(conv)
-    gpus = conv.gpus
-    if gpus is None:
-        raise ConvertError(
-            "micro_batch_size: is the batch of one GPU, and the file does not say how many. Say --gpus=8."
-        )
-    ring = conv.whole("context_parallel_size", 1)
-    _sizes(conv, gpus, ring)
+    gpus = launchers.asked_for("micro_batch_size", launchers.ranks(conv))
+    ring = int(conv.whole("context_parallel_size", 1, least=1))
+    _ring(conv, ring)
+    huggingface.sizes(conv, gpus, batch=1, name="micro_batch_size", ring=ring, ring_name="context_parallel_size")
     steps = huggingface.length(conv, 1.0)
-    huggingface.schedule(conv, steps, decay="cosine")
+    huggingface.schedule(conv, steps, decay="cosine", rounded=math.floor, short=True)
     huggingface.optimizer(conv)
     huggingface.precision(conv, bf16=True)
-    huggingface.saving(conv, steps)
-    huggingface.evaluation(conv, steps)
+    huggingface.saving(conv, steps, strategy="steps" if conv.get("save_steps") else "epoch", keep=KEPT)
     huggingface.device(conv)
     huggingface.drop_last(conv)
-    _engine(conv)
-    if conv.get("learning_rate") is None:
-        raise ConvertError("learning_rate: is missing. Give it one.")
-    conv.put("optim.lr", conv.get("learning_rate"), "learning_rate")
+    huggingface.engine(conv, "fsdp", "fsdp_config", "fsdp_version")
+    if conv.number("learning_rate") is None:
+        raise ConvertError("learning_rate: is missing, and axolotl has no default. Add it to the file, as "
+                           "learning_rate=5e-7.")  # fmt: skip
+    conv.put("optim.lr", conv.number("learning_rate"), "learning_rate")
     conv.choose("model", "hf")
-    conv.put("model.path", conv.get("base_model"), "base_model")
-    if (template := conv.get("chat_template")) not in (None, "tokenizer_default"):
+    conv.put("model.path", conv.needed("base_model", "the model that is trained", "Qwen/Qwen3-0.6B"), "base_model")
+    if (template := conv.text("chat_template")) not in (None, "tokenizer_default"):
         conv.tell(
             Fate.OTHER,
             "chat_template",
@@ -107,7 +111,10 @@ def convert(conv: Conversion) -> None:
         )
     conv.tell(Fate.NEEDLESS, "chat_template", "it is the tokenizer's own")
     conv.choose("loss", "dpo", "rl")
+    _beta(conv)
     _data(conv)
+    rows = huggingface.held_out(conv, "val_set_size")
+    huggingface.evaluation(conv, steps, rows, strategy="steps" if conv.get("eval_steps") else "no")
     _logger(conv)
 
 
@@ -115,97 +122,78 @@ def _like_transformers(conv: Conversion) -> None:
     """Let arguments that have another name here be found by the name that transformers has for them."""
     for theirs, general in RENAMED.items():
         conv.by_name[general] = conv.by_name[theirs]
-    if conv.given.get("bf16") == "auto":
-        conv.given = {**conv.given, "bf16": True}
+    given = {**conv.given}
+    if given.get("bf16") in ("auto", "full"):
+        if given["bf16"] == "full":
+            conv.remark(Fate.OTHER, "bf16", "full", "weights that are trained are float32; bf16 computes with them")
+        given["bf16"] = True
+    if given.get("gradient_checkpointing") == "offload":
+        conv.remark(Fate.ABSENT, "gradient_checkpointing", "offload", "activations stay on the GPU")
+        given["gradient_checkpointing"] = True
+    if given.get("save_steps") and "save_strategy" in given:
+        conv.remark(Fate.NEEDLESS, "save_strategy", given.pop("save_strategy"), "save_steps decides")
+    if given.get("eval_steps") and "eval_strategy" in given:
+        conv.remark(Fate.NEEDLESS, "eval_strategy", given.pop("eval_strategy"), "eval_steps decides")
+    conv.given = given
 
 
-def _sizes(conv: Conversion, gpus: int, ring: int) -> None:
-    micro, steps = conv.whole("micro_batch_size", 1), conv.whole("gradient_accumulation_steps", 1)
-    if gpus % ring:
-        raise ConvertError(f"context_parallel_size={ring}: does not divide --gpus={gpus}.")
-    conv.put("launch.nproc", gpus, why="--gpus")
+def _beta(conv: Conversion) -> None:
+    """Take beta: the one of `trl` comes first."""
+    section = conv.mapping("trl")
+    if section.get("beta") is not None:
+        conv.put("loss.beta", section["beta"], "trl", why="its beta")
+        conv.tell(Fate.NEEDLESS, "rl_beta", "the beta of trl decides")
+    else:
+        conv.put("loss.beta", conv.number("rl_beta", 0.1), "rl_beta")
+    for name in section.keys() - {"beta"}:
+        conv.remark(Fate.ABSENT, f"trl: {name}", section[name], "no argument of rl: dpo")
+    conv.tell(Fate.NEEDLESS, "trl", "its keys are listed one by one")
+
+
+def _ring(conv: Conversion, ring: int) -> None:
     conv.put("parallel.ring_size", ring, "context_parallel_size")
-    if (function := conv.get("ring_attn_func")) is not None and ring > 1:
-        conv.put("parallel.layout", RING_FUNCTIONS.get(str(function), "zigzag"), "ring_attn_func")
+    if (function := conv.text("ring_attn_func")) is not None and ring > 1:
+        if function not in RING_FUNCTIONS:
+            conv.remark(Fate.OTHER, "ring_attn_func", function, "no layout here has its name; any has the same curve")
+        conv.put("parallel.layout", RING_FUNCTIONS.get(function, "zigzag"), "ring_attn_func")
     conv.tell(Fate.NEEDLESS, "ring_attn_func", "there is no ring")
-    conv.put("train.micro_batch_size", micro, "micro_batch_size")
-    conv.put(
-        "train.batch_size",
-        micro * steps * gpus // ring,
-        "micro_batch_size",
-        "gradient_accumulation_steps",
-        why=f"{micro} × {steps} × {gpus} GPUs / ring of {ring}",
-    )
-
-
-def _engine(conv: Conversion) -> None:
-    if conv.get("deepspeed"):
-        huggingface.engine(conv)
-        if "offload" in str(conv.get("deepspeed")):
-            conv.put("engine.offload", "all" if "all" in str(conv.get("deepspeed")) else "optimizer", "deepspeed")
-    elif conv.get("fsdp") or conv.get("fsdp_config") or conv.get("fsdp_version"):
-        conv.choose("engine", "fsdp2", "fsdp", "fsdp_config", "fsdp_version")
 
 
 def _data(conv: Conversion) -> None:
     conv.choose("data", "hf")
-    sources: list[dict[str, Any]] = conv.get("datasets") or []
+    sources = conv.entries("datasets")
     if not sources:
-        raise ConvertError("datasets: is missing, what is trained on.")
+        raise ConvertError("datasets: is missing, and it names the rows to train on. Add it to the file, as "
+                           "datasets=[{path: org/pairs}].")  # fmt: skip
     for number, source in enumerate(sources, start=1):
-        key = "data" if len(sources) == 1 else f"data.sources.source{number}"
-        files = source.get("data_files")
-        conv.put(
-            f"{key}.path",
-            files
-            if files and source.get("ds_type") in ("json", "parquet", None) and PurePosixPath(str(files)).suffix
-            else source.get("path"),
-            "datasets",
-        )
-        for theirs, ours in (
-            ("name", "subset"),
-            ("split", "split"),
-            ("revision", "revision"),
-            ("field_messages", "columns.prompt"),
-            ("field_chosen", "columns.chosen"),
-            ("field_rejected", "columns.rejected"),
-        ):
-            value = source.get(theirs)
-            if value is not None and value != ours.rpartition(".")[2]:
-                conv.put(f"{key}.{ours}", value, "datasets")
-        known = {
-            "path",
-            "data_files",
-            "ds_type",
-            "name",
-            "split",
-            "revision",
-            "field_messages",
-            "field_chosen",
-            "field_rejected",
-            "type",
-            "roles",
-            "message_property_mappings",
-        }
-        for name in source.keys() - known:
-            conv.remark(Fate.ABSENT, f"datasets: {name}", source[name], "a source has no key of this kind")
-        if not str(source.get("type", "chat_template.default")).startswith("chat_template"):
-            conv.remark(Fate.OTHER, "datasets: type", source["type"], "rows are written by the tokenizer's template")
-    conv.put("data.max_length", conv.whole("sequence_len", 512), "sequence_len")
-    conv.put(
-        "data.too_long", TOO_LONG.get(str(conv.get("excess_length_strategy", "drop")), "drop"), "excess_length_strategy"
-    )
-    held_out = conv.get("val_set_size", 0)
-    if held_out >= 1:
-        conv.put("data.eval_size", int(held_out), "val_set_size")
-    elif held_out:
-        conv.tell(Fate.OTHER, "val_set_size", "a share of the rows there; data.eval_size is a number of rows")
-        conv.values.pop("train.eval_every", None)
-    conv.tell(Fate.NEEDLESS, "val_set_size", "no rows are held out")
+        _source(conv, "data" if len(sources) == 1 else f"data.sources.source{number}", source)
+    conv.put("data.max_length", conv.whole("sequence_len", 512, least=1), "sequence_len")
+    strategy = conv.text("excess_length_strategy", "drop")
+    if strategy not in TOO_LONG:
+        conv.refuse("excess_length_strategy", f"must be one of {', '.join(TOO_LONG)}", "Give one of them.")
+    conv.put("data.too_long", TOO_LONG[strategy], "excess_length_strategy")
+
+
+def _source(conv: Conversion, key: str, source: dict[str, Any]) -> None:
+    files, kind = source.get("data_files"), source.get("ds_type")
+    if files is None and source.get("path") is None:
+        conv.refuse("datasets", "must be a list of mappings, each with a path", "Give each one a path.")
+    of_file = files and kind in ("json", "parquet", None) and PurePosixPath(str(files)).suffix
+    conv.put(f"{key}.path", files if of_file else source.get("path"), "datasets")
+    for theirs, ours in SOURCE.items():
+        value = source.get(theirs)
+        if value is not None and value != ours.rpartition(".")[2]:
+            conv.put(f"{key}.{ours}", value, "datasets")
+    for name in source.keys() - TOLD:
+        conv.remark(Fate.ABSENT, f"datasets: {name}", source[name], "a source has no key of this kind")
+    if not str(source.get("type", "chat_template.default")).startswith("chat_template"):
+        conv.remark(Fate.OTHER, "datasets: type", source["type"], "rows are written by the tokenizer's template")
 
 
 def _logger(conv: Conversion) -> None:
-    project = conv.get("wandb_project")
+    project = conv.text("wandb_project")
+    huggingface.progress(conv)
     conv.choose("logger", "wandb" if project else "none", "wandb_project")
     if project:
         conv.put("logger.project", project, "wandb_project")
+    conv.tell(Fate.NEEDLESS, "wandb_project", "W&B is not asked for")

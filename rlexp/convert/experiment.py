@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlexp.config.elsewhere import composed_for
+from rlexp.config.elsewhere import composed_for, quoted
 from rlexp.config.schema import Config
 from rlexp.convert.rules import Conversion, Fate, Line, Value
+from rlexp.convert.secrets import masked
 
 WIDTH = 116
-SECRETS = (
-    "env",
-    "hub_token",
-    "token",
-    "use_wandb",
-    "logger.wandb.key",
-    "wandb_api_key",
-    "runtime-env-json",
-)  # never printed
-# Where a key has no say, its group comes in the order in which people think of a run.
+NO_TEXTS = ("true", "false", "null", "nan", "inf")  # in Hydra's overrides, without quotes
+# The order of the groups: the one in which people think of a run. Other groups come last.
 ORDER = ("seed", "launch", "parallel", "engine", "model", "data", "rollout", "reward", "loss", "train", "optim",
          "memory", "checkpoint", "logger")  # fmt: skip
 
@@ -35,7 +29,7 @@ def text_of(conv: Conversion, name: str, file: str) -> str:
     lines = [
         "# @package _global_",
         *wrapped(f"{conv.framework}'s {conv.trainer} of {file}, by python -m rlexp.convert."),
-        *wrapped(f"Command:  {command(conv, name)}"),
+        f"# Command:  {command(conv, name)}",
     ]
     for note in conv.notes:
         lines += wrapped(note)
@@ -54,8 +48,24 @@ def text_of(conv: Conversion, name: str, file: str) -> str:
 
 
 def command(conv: Conversion, name: str) -> str:
-    words = [f"{key}={value.value}" for key, value in conv.command.items()]
-    return shlex.join(["python", "-m", "rlexp", f"+experiment={name}", *words])
+    return shlex.join(["python", "-m", "rlexp", f"+experiment={name}", *overrides(conv)])
+
+
+def overrides(conv: Conversion) -> list[str]:
+    """Return the keys that belong on the command line, quoted for Hydra."""
+    return [f"{key}={_quoted(_expanded(str(value.value)))}" for key, value in conv.command.items()]
+
+
+def _expanded(folder: str) -> str:
+    """Return a folder with the home folder in place of ~ and $HOME, as a shell does it."""
+    home = re.sub(r"^\$(?:HOME\b|\{HOME\})", "~", folder)
+    return str(Path(home).expanduser()) if home.startswith("~") else folder
+
+
+def _quoted(text: str) -> str:
+    """Return a text as Hydra reads it on a command line, without quotes where it needs none: 1e3 and true need them."""
+    plain = re.fullmatch(r"(?:\.{0,2}/)*[A-Za-z_][\w./-]*", text, re.ASCII) and text.lower() not in NO_TEXTS
+    return text if plain else quoted(text)
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:
@@ -70,14 +80,23 @@ def wrapped(text: str, indent: str = "") -> list[str]:
 
 
 def _explained(line: Line) -> list[str]:
-    value = "…" if line.name.lower() in SECRETS else scalar(line.value)
+    value = scalar(masked(line.name.rpartition(": ")[2], line.value))
     return wrapped(f"  {line.name}: {value}   {line.why}", indent="      ")
 
 
 def scalar(value: Any) -> str:
     """Return a value as yaml writes it in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    text = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...").replace("${", "\\${")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of the kinds that yaml writes."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
 def _groups(conv: Conversion) -> Iterator[str]:
@@ -110,10 +129,11 @@ def _with_comment(text: str, comment: str) -> str:
     return f"{text}  # {comment}" if comment else text
 
 
-def composed(text: str, name: str) -> Config:
-    """Compose the experiment as on the GPUs that it names. What is wrong with it is an error of the configuration."""
+def composed(text: str, name: str, words: Sequence[str] = ()) -> Config:
+    """Compose the experiment with the words of its command, as on the GPUs that it names. What is wrong with it is an
+    error of the configuration."""
     with tempfile.TemporaryDirectory(prefix="rlexp-convert-") as folder:
         file = Path(folder) / "experiment" / f"{name}.yaml"
         file.parent.mkdir()
         file.write_text(text, encoding="utf-8")
-        return composed_for([f"+experiment={name}"], Path(folder))
+        return composed_for([f"+experiment={name}", *words], Path(folder))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlexp.convert import axolotl, llamafactory, openrlhf, swift, trl
-from rlexp.convert.read import Asked, read
-from rlexp.convert.rules import Conversion, ConvertError, Rule
+from rlexp.convert.launchers import STARTS
+from rlexp.convert.read import Asked, mapping_of, plain, read, refuse_unknown
+from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,15 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "axolotl": Framework(axolotl.RULES, axolotl.TRAINERS, axolotl.convert),
     "LLaMA-Factory": Framework(llamafactory.RULES, llamafactory.TRAINERS, llamafactory.convert),
 }
+OF_PYTHON = ("-m", "-u")  # options of `python -m trl`
+# Trainers whose files are recognized and refused, with the option of ours that would have them.
+NOT_YET = {"sft": "loss=sft", "kto": "loss=kto", "rm": "loss=reward", "reward": "loss=reward", "ipo": "loss=ipo",
+           "orpo": "loss=orpo", "simpo": "loss=simpo", "cpo": "loss=cpo"}  # fmt: skip
 
 
 def converted(file: Path, trainer: str | None, gpus: int | None) -> Conversion:
-    """Read a file and decide the fate of each of its arguments."""
-    asked = read(file)
+    """Read a file and decide what becomes of each of its arguments."""
+    asked = _with_yaml(read(file), file)
     framework = FRAMEWORKS[asked.framework]
     chosen = asked.trainer or trainer or (trl.trainer_of(asked.given) if asked.framework == "TRL" else None)
     if chosen is None:
@@ -41,12 +47,61 @@ def converted(file: Path, trainer: str | None, gpus: int | None) -> Conversion:
             f"{file}: is for {asked.framework}'s {chosen}, which rlexp does not have yet. It has "
             f"{', '.join(framework.trainers)} of {asked.framework}."
         )
-    conv = Conversion(asked.framework, chosen, asked.given | _launcher(asked), framework.rules, gpus)
+    return of_asked(replace(asked, trainer=chosen), gpus)
+
+
+def of_asked(asked: Asked, gpus: int | None) -> Conversion:
+    """Convert what a file asks for."""
+    framework, trainer = FRAMEWORKS[asked.framework], asked.trainer or ""
+    rules = [rule for rule in framework.rules if not rule.trainers or trainer in rule.trainers]
+    known = {name: rule for rule in rules for name in rule.names}
+    arguments = _spelled(asked.given, known)
+    launcher = {
+        name: value
+        for name, value in _spelled(asked.launcher, known).items()
+        if name not in arguments and name not in OF_PYTHON
+    }
+    variables = {name: value for name, value in asked.environment.items() if name not in arguments}
+    raw = {**launcher, **variables, **arguments}
+    for name, value in raw.items():
+        if name in known and known[name].fate is Fate.TAKEN:
+            refuse_unknown(name, value)
+    given = {name: plain(value) for name, value in raw.items()}
+    conv = Conversion(asked.framework, trainer, given, framework.rules, gpus, raw, frozenset(variables))
+    for name, value in asked.again:
+        conv.remark(Fate.NEEDLESS, name, value, "it is given again behind this, and the last one decides")
+    for word in asked.positional:
+        conv.remark(Fate.ABSENT, "a word without a name", word, "no argument's value")
+    if options := [word.partition("=")[0] for word in asked.around if word.startswith("--")]:
+        conv.remark(Fate.NEEDLESS, asked.around[0], " ".join(options), STARTS)
     framework.convert(conv)
     conv.settle()
     return conv
 
 
-def _launcher(asked: Asked) -> dict[str, object]:
-    """The arguments of accelerate or deepspeed that stand before the trainer's."""
-    return {name: value for name, value in asked.launcher.items() if name not in asked.given}
+def _spelled(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Return arguments with underscores, where the trainer takes dashes for them too."""
+    names = {name: name if name in known else name.replace("-", "_") for name in given}
+    return {names[name] if names[name] in known else name: value for name, value in given.items()}
+
+
+def _with_yaml(asked: Asked, file: Path) -> Asked:
+    """Put in the arguments of the yaml file that a command of TRL or ms-swift names. Those of the command win."""
+    if asked.framework == "TRL" and "config" in asked.given and asked.trainer is not None:
+        named = str(asked.given["config"])
+    elif asked.framework == "ms-swift" and asked.positional[:1] and asked.positional[0].endswith((".yaml", ".yml")):
+        named = asked.positional[0]
+    else:
+        return asked
+    found = next((path for path in (file.parent / named, Path(named)) if path.is_file()), None)
+    given = mapping_of(found.read_text(encoding="utf-8"), found) if found else None
+    if given is None:
+        raise ConvertError(
+            f"--config={named}: the rest of the arguments are in that file, and it is not here. Put it beside {file}, "
+            f"or convert it: python -m rlexp.convert {named} --trainer {asked.trainer}."
+        )
+    variables = given.pop("env", None)
+    line = {name: value for name, value in asked.given.items() if name != "config"}
+    positional = [word for word in asked.positional if word != named]
+    environment = {**(variables if isinstance(variables, dict) else {}), **asked.environment}
+    return replace(asked, given={**given, **line}, positional=positional, environment=environment)

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
-from rlexp.convert.rules import Conversion, Fate, Refused, Rule, absent, needless, one_of, other, taken, worked_out
+from rlexp.convert import engines
+from rlexp.convert.rules import (
+    Conversion,
+    ConvertError,
+    Fate,
+    Refused,
+    Rule,
+    absent,
+    needless,
+    one_of,
+    other,
+    taken,
+    worked_out,
+)
 
 KEEP_ALL = 1_000_000
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw": "adamw", "sgd": "sgd"}
@@ -17,11 +32,23 @@ METRICS = {
     "eval_rewards/accuracies": "eval/rewards/accuracies",
     "rewards/accuracies": "eval/rewards/accuracies",
 }
-BY_STAGE = {0: "zero0", 1: "zero1", 2: "zero2", 3: "zero3"}
+ONE_LOSS = "sigmoid is the one preference loss here"
+# Options of ours that would have a preference loss that is refused.
+LOSSES_NOT_YET = "loss=ipo loss=hinge loss=kto loss=orpo loss=simpo loss=sft loss=apo_zero loss=robust loss=bco_pair"
+LORA_NOT_YET = "adapter lora"
+
+
+class HeldOut(Enum):
+    """Rows to evaluate on."""
+
+    NONE = "none"
+    ROWS = "rows"
+    SHARE = "share"  # as many as a share of the rows is: unknown here
+
 
 RULES: tuple[Rule, ...] = (
     worked_out("per_device_train_batch_size", "train.micro_batch_size, train.batch_size",
-               "for each GPU there; train.batch_size is that of all GPUs together, and the same on every layout"),
+               "for each GPU there; train.batch_size counts all GPUs together, and is the same on every layout"),
     worked_out("gradient_accumulation_steps", "train.batch_size",
                "train.grad_acc follows from the batch, and is not set"),
     worked_out("learning_rate", "optim.lr", ""),
@@ -31,17 +58,18 @@ RULES: tuple[Rule, ...] = (
     worked_out("adam_beta2", "optim.betas", ""),
     taken("adam_epsilon", "optim.eps", default=1e-8),
     worked_out("lr_scheduler_type", "optim.decay", "linear, cosine, constant; with warm-up or without"),
-    absent("lr_scheduler_kwargs", "the rate decays to 0, by a line or a cosine", {}, {"num_cycles": 0.5}),
+    absent("lr_scheduler_kwargs", "the rate decays to 0, by a line or a cosine", {}, {"num_cycles": 0.5},
+           until="min_lr"),
     worked_out("warmup_steps", "optim.warmup_steps", "our first step has a small rate, theirs the rate 0"),
     worked_out("warmup_ratio", "optim.warmup_steps", "steps, not a share of them"),
     worked_out("num_train_epochs", "train.epochs", "whole passes over the data"),
     worked_out("max_steps", "train.max_steps", ""),
-    worked_out("optim", "optim", "adamw and sgd"),
+    worked_out("optim", "optim", "adamw and sgd", until="optim=muon optim=adafactor optim=adamw_8bit"),
     absent("optim_args optim_target_modules", "AdamW and SGD take the keys of optim only"),
     worked_out("bf16", "train.precision", "bf16 computes in bfloat16 over float32 weights"),
     absent("fp16", "fp32, bf16 and fp64 are the precisions here", False),
-    absent("tf32", "there is no key for it"),
-    taken("activation_checkpointing gradient_checkpointing", "memory.checkpointing", to=bool),
+    absent("tf32", "there is no key for it", until="tf32"),
+    taken("activation_checkpointing gradient_checkpointing", "memory.checkpointing"),
     needless("gradient_checkpointing_kwargs activation_checkpointing_kwargs", "the numbers are the same"),
     worked_out("deepspeed", "engine, engine.offload", "the stage of its file; rlexp writes the rest of DeepSpeed's "
                "configuration"),
@@ -49,7 +77,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("fsdp_config", "engine=fsdp2", "FSDP2's settings are rlexp's own"),
     taken("seed", "seed", default=42),
     absent("data_seed", "one seed decides the order of samples and all draws"),
-    taken("full_determinism", "launch.deterministic", to=bool),
+    taken("full_determinism", "launch.deterministic"),
     taken("ddp_timeout", "launch.timeout_seconds"),
     worked_out("use_cpu", "launch.device", ""),
     worked_out("output_dir", "hydra.run.dir", "a run's folder; its trained model lies in model/ below it"),
@@ -82,36 +110,51 @@ RULES: tuple[Rule, ...] = (
     absent("group_by_length", "packing takes samples in their order", False),
     absent("train_sampling_strategy", "samples are shuffled, or taken in their order (data.shuffle)", "random"),
     absent("label_smoothing_factor", "it belongs to a cross-entropy", 0, 0.0),
-    absent("neftune_noise_alpha", "no noise is added to embeddings (NEFTune)"),
-    absent("torch_compile torch_compile_backend torch_compile_mode", "models are not compiled", False),
+    absent("neftune_noise_alpha", "no noise is added to embeddings (NEFTune)", until="neftune"),
+    absent("torch_compile torch_compile_backend torch_compile_mode", "models are not compiled", False,
+           until="compile"),
     absent("auto_find_batch_size", "batches are never resized; `python -m rlexp.preflight` says what fits", False),
     absent("push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_revision",
-           "nothing is uploaded; the trained model lies in the run's folder", False),
+           "nothing is uploaded; the trained model lies in the run's folder", False, until="hub"),
     absent("ignore_data_skip", "a run continues with the samples that come next", False),
 )  # fmt: skip
 
 
-def sizes(conv: Conversion, gpus: int, *, batch: int = 8) -> tuple[int, int]:
-    """Set the batch of a step from those of one GPU; return the micro-batch and the accumulation."""
-    micro = conv.whole("per_device_train_batch_size", batch)
-    steps = conv.whole("gradient_accumulation_steps", 1)
-    why = f"{micro} × {steps} × {gpus} GPUs"
-    conv.put("train.micro_batch_size", micro, "per_device_train_batch_size")
-    conv.put(
-        "train.batch_size", micro * steps * gpus, "per_device_train_batch_size", "gradient_accumulation_steps", why=why
-    )
+def sizes(
+    conv: Conversion,
+    gpus: int,
+    *,
+    batch: int = 8,
+    name: str = "per_device_train_batch_size",
+    ring: int = 1,
+    ring_name: str = "sequence_parallel_size",
+    fill: int = 0,
+) -> tuple[int, int]:
+    """Set the batch of a step from the batch of one GPU; return the micro-batch and the accumulation. Where none is
+    given, the accumulation is the one that fills a batch of `fill` samples."""
+    if gpus % ring:
+        raise ConvertError(
+            f"{conv.name(ring_name)}={ring}: does not divide the {gpus} GPUs. Give a size that does, or another --gpus."
+        )
+    micro = conv.whole(name, batch, least=1)
+    replicas = gpus // ring
+    steps = conv.whole("gradient_accumulation_steps", max(1, math.ceil(fill / (micro * replicas))), least=1)
+    conv.put("train.micro_batch_size", micro, name)
+    shared = f" / ring of {ring}" if ring > 1 else ""
+    why = f"{micro} × {steps} × {gpus} GPUs{shared}"
+    conv.put("train.batch_size", micro * steps * replicas, name, "gradient_accumulation_steps", why=why)
     return micro, steps
 
 
 def length(conv: Conversion, epochs: float = 3.0) -> int | None:
     """Set how long the run is; return its steps, if they are known."""
-    most = conv.get("max_steps", -1)
-    if isinstance(most, int) and most > 0:
+    most = int(conv.whole("max_steps", -1))
+    if most > 0:
         conv.put("train.max_steps", most, "max_steps")
         conv.tell(Fate.NEEDLESS, "num_train_epochs", "max_steps decides")
         return most
     conv.tell(Fate.NEEDLESS, "max_steps", "it sets no limit")
-    passes = conv.get("num_train_epochs", epochs)
+    passes = conv.number("num_train_epochs", epochs, least=0)
     if passes != int(passes):
         conv.tell(
             Fate.OTHER,
@@ -124,21 +167,35 @@ def length(conv: Conversion, epochs: float = 3.0) -> int | None:
     return None
 
 
-def schedule(conv: Conversion, steps: int | None, *, decay: str = "linear") -> None:
-    name = conv.get("lr_scheduler_type", decay)
+def schedule(
+    conv: Conversion,
+    steps: int | None,
+    *,
+    decay: str = "linear",
+    rounded: Callable[[float], int] = math.ceil,
+    short: bool = False,
+) -> None:
+    """Set the decay and the warm-up. `short`: without either argument there is axolotl's own warm-up."""
+    name = conv.text("lr_scheduler_type", decay)
     if name in DECAYS:
         conv.put("optim.decay", DECAYS[name], "lr_scheduler_type")
     else:
         conv.tell(
             Fate.ABSENT, "lr_scheduler_type", "the rate decays to 0 by a line or a cosine, or stays (optim.decay)"
         )
-    ratio, warm = conv.get("warmup_ratio", 0), conv.get("warmup_steps", 0)
-    argument = "warmup_steps" if warm else "warmup_ratio"
-    share = warm if warm and warm < 1 else ratio if not warm else 0
+    ratio, warm = conv.number("warmup_ratio", 0, least=0), conv.number("warmup_steps", 0, least=0)
     if name == "constant":
         conv.tell(Fate.NEEDLESS, "warmup_steps", "lr_scheduler_type=constant has no warm-up")
         conv.tell(Fate.NEEDLESS, "warmup_ratio", "lr_scheduler_type=constant has no warm-up")
-        return
+    elif short and not ratio and not warm:
+        _short_warmup(conv, steps)
+    else:
+        _warmup(conv, steps, ratio, warm, rounded)
+
+
+def _warmup(conv: Conversion, steps: int | None, ratio: float, warm: float, rounded: Callable[[float], int]) -> None:
+    argument = "warmup_steps" if warm else "warmup_ratio"
+    share = warm if warm and warm < 1 else ratio if not warm else 0
     if share and steps is None:
         conv.tell(
             Fate.OTHER,
@@ -147,146 +204,197 @@ def schedule(conv: Conversion, steps: int | None, *, decay: str = "linear") -> N
             "`python -m rlexp.data` has said how many steps an epoch has",
         )
         conv.put("optim.warmup_steps", 0)
-        return
-    count = math.ceil(share * steps) if share and steps is not None else int(warm)
-    conv.put("optim.warmup_steps", count, argument, why=f"of {steps} steps" if share else "")
-    conv.tell(Fate.NEEDLESS, "warmup_ratio", "warmup_steps decides")
+    else:
+        count = rounded(share * steps) if share and steps is not None else int(warm)
+        conv.put("optim.warmup_steps", count, argument, why=f"of {steps} steps" if share else "")
+    conv.tell(Fate.NEEDLESS, "warmup_ratio", "warmup_steps decides" if warm else "it is 0")
     conv.tell(Fate.NEEDLESS, "warmup_steps", "it is 0")
 
 
-def optimizer(conv: Conversion) -> None:
-    name = conv.get("optim", "adamw_torch")
+def _short_warmup(conv: Conversion, steps: int | None) -> None:
+    """axolotl's: 3 % of the steps, at most 100, and 2 in place of 1."""
+    for name in ("warmup_ratio", "warmup_steps"):
+        conv.tell(Fate.NEEDLESS, name, "0 is their default of 3 % of the steps, at most 100")
+    if steps is not None:
+        count = min(int(0.03 * steps), 100)
+        conv.put("optim.warmup_steps", 2 if count == 1 else count, "warmup_steps", why=f"3 % of {steps} steps")
+        return
+    conv.put("optim.warmup_steps", 0)
+    conv.remark(
+        Fate.OTHER,
+        "warmup_steps",
+        "3 %, at most 100",
+        "their default, a share of the run's steps: give optim.warmup_steps, once `python -m rlexp.data` has "
+        "said how many steps an epoch has",
+    )
+
+
+def optimizer(conv: Conversion, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+    name = conv.text("optim", "adamw_torch")
     if name in OPTIMIZERS:
         conv.choose("optim", OPTIMIZERS[name], "optim")
     else:
         conv.tell(Fate.ABSENT, "optim", "adamw and sgd are the optimizers here; adamw is taken")
-    betas = [conv.get("adam_beta1", 0.9), conv.get("adam_beta2", 0.999)]
-    conv.put("optim.betas", betas, "adam_beta1", "adam_beta2")
+    first, second = conv.number("adam_beta1", betas[0]), conv.number("adam_beta2", betas[1])
+    conv.put("optim.betas", [first, second], "adam_beta1", "adam_beta2")
 
 
-def precision(conv: Conversion, *, bf16: bool) -> None:
-    half = conv.get("bf16", bf16 and not conv.get("fp16", False))
-    conv.put("train.precision", "bf16" if half or conv.get("fp16", False) else "fp32", "bf16")
+def precision(conv: Conversion, *, bf16: bool, name: str = "bf16") -> None:
+    """Set the precision: of `bf16`, else of the argument that `name` says has a default."""
+    half = conv.flag("bf16", bf16 and not conv.flag("fp16")) or conv.flag("fp16")
+    conv.put("train.precision", "bf16" if half else "fp32", "bf16", *([] if name == "bf16" else [name]))
 
 
-def saving(conv: Conversion, steps: int | None, *, every: int = 500) -> None:
-    if (folder := conv.get("output_dir")) is not None:
+def saving(conv: Conversion, steps: int | None, *, strategy: str = "steps", keep: int | None = None) -> None:
+    """Set when checkpoints are saved, and how many are kept; None: all."""
+    if (folder := conv.text("output_dir")) is not None:
         conv.on_command_line("hydra.run.dir", folder, "output_dir")
-    strategy, count = conv.get("save_strategy", "steps"), conv.get("save_steps", every)
-    if strategy in ("no", False):
+    said, count = conv.get("save_strategy", strategy), conv.number("save_steps", 500, least=0)
+    if said in ("no", False):
         conv.put("checkpoint.save_every", None, "save_strategy")
         conv.tell(Fate.NEEDLESS, "save_steps", "save_strategy=no")
-    elif strategy == "steps" and isinstance(count, float) and count < 1:
+    elif said == "steps" and 0 < count < 1:
         if steps is None:
             conv.tell(Fate.OTHER, "save_steps", "a share of the run's steps there; a number of steps, or a time, here")
         else:
-            conv.put("checkpoint.save_every", str(math.ceil(count * steps)), "save_steps", why=f"of {steps} steps")
-    elif strategy == "steps":
+            every = str(math.ceil(count * steps))
+            conv.put("checkpoint.save_every", every, "save_steps", "save_strategy", why=f"of {steps} steps")
+    elif said == "steps":
         conv.put("checkpoint.save_every", str(int(count)), "save_steps", "save_strategy")
     else:
-        conv.tell(Fate.OTHER, "save_strategy", "checkpoint.save_every takes steps or a time: 500, 30m")
-        conv.tell(Fate.NEEDLESS, "save_steps", f"save_strategy={strategy}")
-    conv.put(
-        "checkpoint.keep_last",
-        conv.whole("save_total_limit", KEEP_ALL),
-        "save_total_limit",
-        why="" if conv.get("save_total_limit") else "all are kept",
-    )
-    if conv.get("load_best_model_at_end") or conv.get("metric_for_best_model"):
+        why = "checkpoint.save_every takes steps or a time: 500, 30m"
+        if conv.name("save_strategy") is None:
+            conv.remark(Fate.OTHER, "save_strategy", said, f"their default; {why}")
+        conv.tell(Fate.OTHER, "save_strategy", why)
+        conv.tell(Fate.NEEDLESS, "save_steps", f"save_strategy={said}")
+    conv.tell(Fate.NEEDLESS, "save_strategy", "save_steps decides")
+    limit = int(conv.whole("save_total_limit", keep or 0))
+    kept = limit if limit > 0 else keep or KEEP_ALL
+    conv.put("checkpoint.keep_last", kept, "save_total_limit", why="all are kept" if kept == KEEP_ALL else "")
+    _best(conv)
+
+
+def _best(conv: Conversion) -> None:
+    metric = conv.text("metric_for_best_model")
+    if conv.flag("load_best_model_at_end") or metric:
         conv.put("checkpoint.keep_best", 1)
-    metric = conv.get("metric_for_best_model")
     if metric in METRICS:
         conv.put("checkpoint.best_metric", METRICS[metric], "metric_for_best_model")
     elif metric is not None:
         conv.tell(Fate.ABSENT, "metric_for_best_model", "checkpoint.best_metric takes a logged name, as eval/loss")
-    if (larger := conv.get("greater_is_better")) is not None:
-        conv.put("checkpoint.best", "max" if larger else "min", "greater_is_better")
+    if conv.get("greater_is_better") is not None:
+        conv.put("checkpoint.best", "max" if conv.flag("greater_is_better") else "min", "greater_is_better")
 
 
-def evaluates(conv: Conversion) -> bool:
-    return conv.get("eval_strategy", "no") not in ("no", False)
+def evaluates(conv: Conversion, strategy: str = "no") -> bool:
+    return conv.get("eval_strategy", strategy) not in ("no", False)
 
 
-def evaluation(conv: Conversion, steps: int | None) -> None:
-    """Set how often held-out rows are evaluated. Whether there are some is the data's affair."""
-    strategy = conv.get("eval_strategy", "no")
-    if not evaluates(conv):
+def held_out(conv: Conversion, name: str, *, share: bool = False) -> HeldOut:
+    """Hold out as many rows as an argument says. Less than 1 is a share of them, and so is all with `share`."""
+    size = conv.number(name, 0, least=0)
+    if size >= 1 and not share:
+        conv.put("data.eval_size", conv.whole(name, 0), name)
+        return HeldOut.ROWS
+    if size:
+        conv.tell(
+            Fate.OTHER,
+            name,
+            "a share of the rows there, a number of rows here: give data.eval_size=N, and train.eval_every",
+        )
+        return HeldOut.SHARE
+    conv.tell(Fate.NEEDLESS, name, "no rows are held out")
+    return HeldOut.NONE
+
+
+def evaluation(
+    conv: Conversion, steps: int | None, rows: HeldOut, *, strategy: str = "no", every: float | None = None
+) -> None:
+    """Set how often held-out rows are evaluated. `every` is the default of their eval_steps."""
+    said = conv.get("eval_strategy", strategy)
+    count = conv.number("eval_steps", every if every is not None else conv.number("logging_steps", 10), least=0)
+    if not evaluates(conv, strategy):
         conv.tell(Fate.NEEDLESS, "eval_strategy", "nothing is evaluated unless train.eval_every says so")
         conv.tell(Fate.NEEDLESS, "eval_steps", "nothing is evaluated")
-    elif strategy == "epoch":
-        conv.tell(Fate.OTHER, "eval_strategy", "train.eval_every counts steps; give those of an epoch")
+    elif rows is HeldOut.NONE:
+        conv.tell(Fate.NEEDLESS, "eval_strategy", "no rows are held out")
+        conv.tell(Fate.NEEDLESS, "eval_steps", "no rows are held out")
+    elif rows is HeldOut.SHARE:
+        conv.tell(Fate.OTHER, "eval_steps", "give train.eval_every, once data.eval_size holds out rows")
+        conv.tell(Fate.OTHER, "eval_strategy", "give train.eval_every, once data.eval_size holds out rows")
+    elif said == "epoch":
+        conv.tell(Fate.OTHER, "eval_strategy", "train.eval_every counts steps; give as many as an epoch has")
         conv.tell(Fate.NEEDLESS, "eval_steps", "eval_strategy=epoch")
+    elif count < 1 and steps is None:
+        conv.tell(Fate.OTHER, "eval_steps", "a share of the run's steps there; a number of steps here")
+        conv.tell(Fate.NEEDLESS, "eval_strategy", "eval_steps decides")
     else:
-        count = conv.get("eval_steps", conv.given.get("logging_steps", 10))
-        if isinstance(count, float) and count < 1:
-            if steps is None:
-                conv.tell(Fate.OTHER, "eval_steps", "a share of the run's steps there; a number of steps here")
-                return
-            count = math.ceil(count * steps)
-        conv.put("train.eval_every", int(count), "eval_steps", "eval_strategy")
+        number = math.ceil(count * (steps or 1)) if count < 1 else int(count)
+        conv.put("train.eval_every", number, "eval_steps", "eval_strategy")
 
 
-def logger(conv: Conversion) -> None:
-    said = conv.get("report_to", "none")
-    names = [each for each in (said if isinstance(said, list) else [said]) if each != "none"]
+def logger(conv: Conversion, default: str = "none") -> None:
+    names = [each for each in conv.texts("report_to") or [default] if each != "none"]
     known = [each for each in names if each in LOGGERS]
     conv.choose("logger", known[0] if known else "none", "report_to")
     if names != known[:1]:
-        conv.done.discard("report_to")
-        conv.tell(Fate.OTHER, "report_to", f"a run has one of {', '.join(LOGGERS)}, beside metrics.jsonl")
-    if (quiet := conv.get("disable_tqdm")) is not None:
-        conv.put("logger.progress", not quiet, "disable_tqdm")
+        why = f"a run has one of {', '.join(LOGGERS)}, beside metrics.jsonl"
+        conv.remark(Fate.OTHER, "report_to", conv.get("report_to"), why)
+    progress(conv)
 
 
-def engine(conv: Conversion) -> None:
-    """Take the stage of a DeepSpeed configuration, or FSDP."""
-    config = conv.get("deepspeed")
-    zero = (config or {}).get("zero_optimization", {}) if isinstance(config, dict) else {}
-    if isinstance(config, str):
-        stage = next((stage for stage in BY_STAGE if str(stage) in config.rpartition("/")[2]), None)
-        if stage is None:
-            conv.tell(Fate.OTHER, "deepspeed", "give engine=zero1, zero2 or zero3, as that file says")
-        else:
-            conv.choose("engine", BY_STAGE[stage], "deepspeed", why="by the file's name")
-    elif zero:
-        conv.choose("engine", BY_STAGE.get(int(zero.get("stage", 1)), "zero1"), "deepspeed")
-        if (zero.get("offload_param") or {}).get("device") == "cpu":
-            conv.put("engine.offload", "all", "deepspeed")
-        elif (zero.get("offload_optimizer") or {}).get("device") == "cpu":
-            conv.put("engine.offload", "optimizer", "deepspeed")
-    elif conv.get("fsdp") or conv.get("fsdp_config"):
-        conv.choose("engine", "fsdp2", "fsdp", "fsdp_config")
+def progress(conv: Conversion) -> None:
+    if conv.get("disable_tqdm") is not None:
+        conv.put("logger.progress", not conv.flag("disable_tqdm"), "disable_tqdm")
+
+
+def engine(conv: Conversion, *fsdp: str) -> None:
+    """Choose the engine by a DeepSpeed configuration, or FSDP."""
+    if conv.get("deepspeed"):
+        engines.from_deepspeed(conv)
+        for name in fsdp or ("fsdp", "fsdp_config"):
+            conv.tell(Fate.NEEDLESS, name, "deepspeed decides")
+        return
+    conv.tell(Fate.NEEDLESS, "deepspeed", "there is none")
+    engines.from_fsdp(conv, *(fsdp or ("fsdp", "fsdp_config")))
 
 
 def drop_last(conv: Conversion) -> None:
     """Keep the last, short batch of an epoch, as theirs do by default."""
-    conv.put("data.drop_last", bool(conv.get("dataloader_drop_last", False)), "dataloader_drop_last")
+    conv.put("data.drop_last", conv.flag("dataloader_drop_last"), "dataloader_drop_last")
 
 
 def device(conv: Conversion) -> None:
-    if conv.get("use_cpu"):
+    if conv.flag("use_cpu"):
         conv.put("launch.device", "cpu", "use_cpu")
     else:
         conv.tell(Fate.NEEDLESS, "use_cpu", "launch.device=auto takes the GPUs that there are")
 
 
 def shared(
-    conv: Conversion, *, epochs: float = 3.0, bf16: bool = False, decay: str = "linear", save: int = 500
-) -> None:
-    """All that follows from these arguments alone, but for the sizes."""
-    steps = length(conv, epochs)
+    conv: Conversion,
+    *,
+    bf16: bool = False,
+    decay: str = "linear",
+    name: str = "bf16",
+    betas: tuple[float, float] = (0.9, 0.999),
+    log: str = "none",
+) -> int | None:
+    """Convert what follows from these arguments alone, but for the sizes and the evaluation; return the steps of the
+    run, if they are known."""
+    steps = length(conv)
     schedule(conv, steps, decay=decay)
-    optimizer(conv)
-    precision(conv, bf16=bf16)
-    saving(conv, steps, every=save)
-    evaluation(conv, steps)
-    logger(conv)
+    optimizer(conv, betas)
+    precision(conv, bf16=bf16, name=name)
+    logger(conv, log)
+    saving(conv, steps)
     engine(conv)
     device(conv)
+    return steps
 
 
 def dtype_of(value: Any) -> Any:
-    """Return our name of a dtype that weights are read in."""
+    """Return our name of the dtype to which weights are rounded as they are read."""
     names = {"float32": "auto", "auto": "auto", "bfloat16": "bf16", "float16": "fp16"}
     return one_of(names, "dtype")(value)
 

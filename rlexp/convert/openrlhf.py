@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from rlexp.convert.huggingface import kernel_of
+from rlexp.convert import launchers
+from rlexp.convert.huggingface import LORA_NOT_YET, kernel_of
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "ppo")
@@ -32,19 +33,21 @@ BY_GROUP = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
 RULES: tuple[Rule, ...] = (
     # the model
     worked_out("model.model_name_or_path actor.model_name_or_path pretrain", "model=hf, model.path", ""),
-    absent("ref.model_name_or_path ref_pretrain", "the reference is the model at the start"),
+    absent("ref.model_name_or_path ref_pretrain", "the reference is the model at the start",
+           until="reference.path reference=hf"),
     taken("ds.param_dtype param_dtype", "train.precision", default="bf16"),
     worked_out("bf16", "train.precision", ""),
     taken("ds.attn_implementation attn_implementation", "parallel.kernel", to=kernel_of),
     needless("flash_attn", "the fastest kernel is taken"),
     taken("model.gradient_checkpointing_enable actor.gradient_checkpointing_enable gradient_checkpointing",
-          "memory.checkpointing", default=False, to=bool),
+          "memory.checkpointing", default=False),
     needless("model.gradient_checkpointing_reentrant actor.gradient_checkpointing_reentrant "
              "gradient_checkpointing_use_reentrant", "the numbers are the same"),
-    absent("ds.lora.rank lora_rank", "LoRA is not here: all weights are trained, with a smaller rate", 0),
+    absent("ds.lora.rank lora_rank", "LoRA is not here: all weights are trained, with a smaller rate", 0,
+           until=LORA_NOT_YET),
     absent("ds.lora.alpha lora_alpha ds.lora.target_modules target_modules ds.lora.dropout lora_dropout",
-           "LoRA is not here"),
-    absent("ds.load_in_4bit load_in_4bit", "weights are not quantized", False),
+           "LoRA is not here", until=LORA_NOT_YET),
+    absent("ds.load_in_4bit load_in_4bit", "weights are not quantized", False, until="quant"),
     absent("model.aux_loss_coef actor.aux_loss_coef aux_loss_coef", "a mixture of experts has no loss of its own", 0,
            0.0),
     # data
@@ -61,21 +64,22 @@ RULES: tuple[Rule, ...] = (
     taken("data.label_key label_key", "data.columns.answer", of="ppo"),
     worked_out("data.apply_chat_template apply_chat_template", "data.template", ""),
     absent("data.input_template input_template", "rows are written by the tokenizer's template, or as they are"),
-    taken("data.tokenizer_chat_template tokenizer_chat_template", "model.chat_template"),
+    worked_out("data.tokenizer_chat_template tokenizer_chat_template", "model.chat_template",
+               "the template itself there, a file with it here"),
     worked_out("data.max_len max_len", "data.max_length", "tokens of prompt and answer together"),
     worked_out("prompt_max_len", "data.max_length", "there is one limit, for prompt and answer together"),
     absent("data.image_key image_key data.max_images_per_prompt max_images_per_prompt", "images are not read", 0,
-           "images"),
-    taken("ds.packing_samples packing_samples", "data.packing", default=False, to=bool),
+           "images", until="image"),
+    taken("ds.packing_samples packing_samples", "data.packing", default=False),
     # sizes
     taken("train.batch_size train_batch_size", "train.batch_size", "of all GPUs, as here", default=128),
     worked_out("train.micro_batch_size micro_train_batch_size", "train.micro_batch_size", "of one ring, as here"),
     taken("train.seed seed", "seed", default=42),
-    taken("train.full_determinism_enable full_determinism", "launch.deterministic", to=bool),
+    taken("train.full_determinism_enable full_determinism", "launch.deterministic"),
     worked_out("ds.ring_attn_size ring_attn_size", "parallel.ring_size", ""),
     needless("ds.ring_attn_head_stride ring_head_stride", "the layout decides what is sent at once"),
     absent("ds.tensor_parallel_size ds_tensor_parallel_size", "a model is not split across GPUs by tensor parallelism",
-           1),
+           1, until="tensor_parallel"),
     # the engine
     worked_out("ds.zero_stage zero_stage", "engine", ""),
     worked_out("ds.adam_offload adam_offload", "engine.offload=optimizer", ""),
@@ -100,7 +104,8 @@ RULES: tuple[Rule, ...] = (
     other("min_lr_ratio actor.min_lr_ratio", "optim.decay", "the rate decays to 0"),
     taken("max_norm actor.max_norm", "optim.max_grad_norm", default=1.0),
     absent("muon.lr muon.momentum muon.ns_steps muon.nesterov muon.no_nesterov actor.muon.lr actor.muon.momentum "
-           "actor.muon.ns_steps actor.muon.nesterov actor.muon.no_nesterov critic.muon.lr", "Muon is not here"),
+           "actor.muon.ns_steps actor.muon.nesterov actor.muon.no_nesterov critic.muon.lr", "Muon is not here",
+           until="optim=muon"),
     # length, checkpoints, logs
     worked_out("train.max_epochs max_epochs", "train.epochs, or rollout.epochs", "for PPO: passes over a rollout"),
     worked_out("ckpt.output_dir save_path", "hydra.run.dir", "a run's folder; its trained model lies in model/ "
@@ -124,8 +129,9 @@ RULES: tuple[Rule, ...] = (
     # DPO
     taken("model.beta beta", "loss.beta", default=0.1, of="dpo"),
     taken("model.label_smoothing label_smoothing", "loss.label_smoothing", default=0.0, of="dpo"),
-    absent("model.ipo_enable ipo", "IPO is not here", False, of="dpo"),
-    absent("model.nll_loss_coef nll_loss_coef", "no likelihood of the chosen answer is added", 0, 0.0, of="dpo"),
+    absent("model.ipo_enable ipo", "IPO is not here", False, of="dpo", until="loss=ipo"),
+    absent("model.nll_loss_coef nll_loss_coef", "no likelihood of the chosen answer is added", 0, 0.0, of="dpo",
+           until="sft_weight"),
     # samples
     taken("rollout.batch_size rollout_batch_size", "rollout.batch_size", "prompts, as here", default=1024, of="ppo"),
     taken("rollout.n_samples_per_prompt n_samples_per_prompt", "rollout.n_samples", default=1, of="ppo"),
@@ -137,7 +143,7 @@ RULES: tuple[Rule, ...] = (
     needless("train.dynamic_batch_enable use_dynamic_batch train.max_tokens_per_gpu train_max_tokens_per_gpu "
              "rollout.max_tokens_per_gpu rollout_max_tokens_per_gpu",
              "the batch of a step is the same whatever a micro-batch holds", of="ppo"),
-    needless("vllm.sync_backend vllm_sync_backend vllm.enforce_eager enforce_eager vllm.enable_sleep vllm_enable_sleep "
+    needless("vllm.sync_backend vllm_sync_backend vllm.enforce_eager enforce_eager "
              "vllm_sync_with_ray vllm.enable_prefix_caching enable_prefix_caching vllm_generate_batch_size "
              "rollout.vllm_generate_batch_size vllm.vllm_generate_batch_size ref.num_nodes ref.num_gpus_per_node "
              "ref_num_nodes ref_num_gpus_per_node critic.num_nodes critic.num_gpus_per_node critic_num_nodes "
@@ -147,6 +153,8 @@ RULES: tuple[Rule, ...] = (
              "all models are on the same ranks here", of="ppo"),
     worked_out("actor.num_nodes actor_num_nodes", "launch.nodes", "", of="ppo"),
     worked_out("actor.num_gpus_per_node actor_num_gpus_per_node", "launch.nproc", "", of="ppo"),
+    absent("vllm.enable_sleep vllm_enable_sleep", "vLLM keeps its memory: rollout.vllm_memory is its share", False,
+           of="ppo"),
     worked_out("vllm.num_engines vllm_num_engines", "rollout.engine=vllm", "each rank has its own", of="ppo"),
     absent("vllm.tensor_parallel_size vllm_tensor_parallel_size", "a model is not split across GPUs to sample", 1,
            of="ppo"),
@@ -190,9 +198,13 @@ RULES: tuple[Rule, ...] = (
     worked_out("algo.advantage.lambd lambd", "loss.lam", "", of="ppo"),
     absent("algo.advantage.no_std_norm no_advantage_std_norm", "advantages are divided by their deviation too", False,
            of="ppo"),
-    absent("algo.advantage.is_correction_enable enable_vllm_is_correction algo.advantage.is_correction_type "
-           "vllm_is_correction_type algo.advantage.is_correction_threshold vllm_is_truncated_threshold "
-           "use_icepop", "see rollout.importance_cap", False, of="ppo"),
+    worked_out("algo.advantage.is_correction_enable enable_vllm_is_correction", "rollout.importance_cap",
+               "weighs samples that vLLM's own kernels drew", of="ppo"),
+    worked_out("algo.advantage.is_correction_type vllm_is_correction_type", "rollout.importance_cap",
+               "tis is here, others are not", of="ppo"),
+    worked_out("algo.advantage.is_correction_threshold vllm_is_truncated_threshold", "rollout.importance_cap",
+               "the upper limit", of="ppo"),
+    absent("use_icepop", "tokens with a large weight are not left out", False, of="ppo"),
     taken("actor.entropy_coef entropy_loss_coef", "loss.entropy", of="ppo"),
     absent("ptx_coef pretrain_data pretrain_data_probs", "no language-model loss is added", 0.05, of="ppo"),
     absent("actor.freezing_steps freezing_actor_steps critic.freezing_steps", "policy and critic train from the start",
@@ -205,22 +217,17 @@ RULES: tuple[Rule, ...] = (
     absent("eval.temperature eval_temperature eval.n_samples_per_prompt eval_n_samples_per_prompt",
            "held-out prompts are sampled as the others", of="ppo"),
     # the launcher
-    worked_out("num_gpus", "launch.nproc", ""),
-    worked_out("num_nodes", "launch.nodes", ""),
-    needless("module include hostfile master_port master_addr address runtime-env-json working-dir",
-             "it tells the launcher how to start; `python -m rlexp` starts its own ranks"),
+    *launchers.RULES,
 )  # fmt: skip
 
 
 def convert(conv: Conversion) -> None:
     _ranks(conv)
     micro = 8 if conv.trainer == "dpo" else 1
-    conv.put("train.micro_batch_size", conv.whole("train.micro_batch_size", micro), "train.micro_batch_size")
+    conv.put("train.micro_batch_size", conv.whole("train.micro_batch_size", micro, least=1), "train.micro_batch_size")
     conv.choose("model", "hf")
-    if (path := conv.get("pretrain")) is None:
-        raise ConvertError("pretrain: is missing, the model that is trained.")
-    conv.put("model.path", path, "pretrain")
-    conv.put("parallel.ring_size", conv.whole("ring_attn_size", 1), "ring_attn_size")
+    conv.put("model.path", conv.needed("pretrain", "the model that is trained", "Qwen/Qwen3-0.6B"), "pretrain")
+    conv.put("parallel.ring_size", conv.whole("ring_attn_size", 1, least=1), "ring_attn_size")
     _engine(conv)
     _optimizer(conv)
     _data(conv)
@@ -235,33 +242,30 @@ def convert(conv: Conversion) -> None:
 
 
 def _ranks(conv: Conversion) -> None:
-    """Set the ranks. The batch is that of all GPUs, so that they need not be known."""
-    actor = conv.get("actor_num_gpus_per_node") if conv.trainer == "ppo" else None
-    gpus = conv.gpus or actor or conv.get("num_gpus")
-    if gpus is None:
+    """Set the ranks. The batch counts all GPUs together, so that their number need not be known."""
+    actor = conv.trainer == "ppo"
+    each = ("actor_num_gpus_per_node", "num_gpus", "nproc_per_node") if actor else ("num_gpus", "nproc_per_node")
+    nodes = "actor_num_nodes" if actor and conv.name("actor_num_nodes") else "num_nodes"
+    if launchers.ranks(conv, *each, nodes=nodes) is None:
         conv.notes.append(
             "GPUs: the file does not say how many there are. All that are visible are taken (launch.nproc)."
         )
-        return
-    nodes = conv.get("actor_num_nodes" if conv.trainer == "ppo" else "num_nodes", 1)
-    names = ("actor_num_gpus_per_node", "num_gpus") if conv.trainer == "ppo" else ("num_gpus",)
-    conv.put(
-        "launch.nproc",
-        conv.gpus // nodes if conv.gpus else gpus,
-        *[n for n in names if conv.name(n)],
-        why="--gpus" if conv.gpus else "",
-    )
-    conv.put(
-        "launch.nodes", nodes, *[n for n in ("actor_num_nodes", "num_nodes") if n in conv.by_name and conv.name(n)]
-    )
+    for name in ("actor_num_nodes", "num_nodes", "num_gpus", "include"):
+        if name in conv.by_name:
+            conv.tell(Fate.NEEDLESS, name, "another argument says how many GPUs there are")
 
 
 def _engine(conv: Conversion) -> None:
-    stage = conv.whole("zero_stage", 2)
+    stage = conv.whole("zero_stage", 2, least=0)
+    if stage > 3:
+        conv.refuse("zero_stage", "must be 0, 1, 2 or 3", "Give one of them.")
     conv.choose("engine", f"zero{stage}", "zero_stage")
-    if conv.get("adam_offload") and stage:
+    offloads = conv.flag("adam_offload")
+    if offloads and stage:
         conv.put("engine.offload", "optimizer", "adam_offload")
-    conv.tell(Fate.NEEDLESS, "adam_offload", "ZeRO 0 keeps the optimizer on the GPU")
+    conv.tell(
+        Fate.NEEDLESS, "adam_offload", "ZeRO 0 keeps the optimizer on the GPU" if offloads else "nothing is offloaded"
+    )
     conv.tell(Fate.NEEDLESS, "bf16", "it is the default of what computes on GPUs")
 
 
@@ -272,36 +276,54 @@ def _optimizer(conv: Conversion) -> None:
         conv.tell(Fate.ABSENT, "optim", "adamw and sgd are the optimizers here; adamw is taken")
     if conv.get("adam.lr") is None:
         conv.put("optim.lr", 1e-5 if conv.trainer == "dpo" else 1e-6, "adam.lr")
-    conv.put("optim.betas", conv.get("adam.betas", [0.9, 0.95]), "adam.betas")
-    name = conv.get("lr_scheduler", "cosine_with_min_lr")
+    conv.put("optim.betas", _pair(conv, "adam.betas", [0.9, 0.95]), "adam.betas")
+    name = conv.text("lr_scheduler", "cosine_with_min_lr")
+    why = "the rate decays to 0 here, to a tenth there" if "min_lr" in name else ""
     if name in DECAYS:
-        conv.put(
-            "optim.decay", DECAYS[name], "lr_scheduler", why="to 0; theirs ends at a tenth" if "min_lr" in name else ""
-        )
+        conv.put("optim.decay", DECAYS[name], "lr_scheduler")
+        if why:
+            conv.remark(Fate.OTHER, "lr_scheduler", name, why if conv.name("lr_scheduler") else f"their default: {why}")
     else:
         conv.tell(Fate.ABSENT, "lr_scheduler", "the rate decays to 0 by a line or a cosine, or stays")
-    ratio = conv.get("lr_warmup_ratio", 0.03)
-    conv.put("optim.warmup_steps", 0, why=f"theirs is {ratio:g} of all steps: give their number" if ratio else "")
-    conv.tell(Fate.OTHER, "lr_warmup_ratio", "a share of the run's steps there, a number of steps here")
+    ratio = conv.number("lr_warmup_ratio", 0.03, least=0)
+    conv.put("optim.warmup_steps", 0)
+    if not ratio:
+        conv.tell(Fate.NEEDLESS, "lr_warmup_ratio", "it is 0")
+        return
+    why = "a share of the run's steps there, a number of steps here: give optim.warmup_steps"
+    conv.tell(Fate.OTHER, "lr_warmup_ratio", why)
+    if conv.name("lr_warmup_ratio") is None:
+        conv.remark(Fate.OTHER, "lr_warmup_ratio", ratio, f"their default: {why}")
+
+
+def _pair(conv: Conversion, name: str, default: list[float]) -> list[float]:
+    """Return two numbers."""
+    said = conv.get(name, default)
+    pair = said if isinstance(said, list | tuple) else []
+    if len(pair) != 2 or not all(isinstance(each, int | float) and not isinstance(each, bool) for each in pair):
+        conv.refuse(name, "must be two numbers", f"For example: {conv.name(name)}={default[0]} {default[1]}.")
+    return [float(each) for each in pair]
 
 
 def _data(conv: Conversion) -> None:
-    said = conv.get("dataset")
-    if said is None:
-        raise ConvertError(f"{'dataset' if conv.trainer == 'dpo' else 'prompt_data'}: is missing, what is trained on.")
+    paths = conv.texts("dataset", split=",")
+    if not paths:
+        said = "dataset" if conv.trainer == "dpo" else "prompt_data"
+        raise ConvertError(
+            f"{said}: is missing, and it names the rows to train on. Add it to the command, as --{said} org/rows."
+        )
     conv.choose("data", "hf")
-    paths = [each.strip() for each in str(said).split(",")]
-    weights = [float(each) for each in str(conv.get("dataset_probs", "")).split(",") if each.strip()]
-    split, most = conv.get("dataset_split"), conv.get("max_samples", MOST_SAMPLES)
-    columns = {"prompt": conv.get("prompt_key", None if conv.trainer == "dpo" else "input")}
+    weights = _probabilities(conv, len(paths))
+    split, most = conv.text("dataset_split"), int(conv.whole("max_samples", MOST_SAMPLES, least=1))
+    columns = {"prompt": conv.text("prompt_key", None if conv.trainer == "dpo" else "input")}
     if conv.trainer == "dpo":
-        columns |= {"chosen": conv.get("chosen_key"), "rejected": conv.get("rejected_key")}
+        columns |= {"chosen": conv.text("chosen_key"), "rejected": conv.text("rejected_key")}
     for number, path in enumerate(paths, start=1):
         key = "data" if len(paths) == 1 else f"data.sources.source{number}"
         conv.put(f"{key}.path", path.partition("@")[0], "dataset")
         if "@" in path:
             conv.remark(Fate.ABSENT, "dataset", path, "a folder within a set of the hub is not read (@)")
-        if len(paths) > 1 and len(weights) == len(paths):
+        if weights:
             conv.put(f"{key}.weight", weights[number - 1], "dataset_probs")
         if PurePosixPath(path).suffix not in FILES:
             chosen = f"{split or 'train'}[:{most}]" if most < MOST_SAMPLES else split
@@ -318,84 +340,161 @@ def _data(conv: Conversion) -> None:
         "max_samples",
         "all rows are taken" if most >= MOST_SAMPLES else f"a file has no splits: cut it to {most} rows first",
     )
-    conv.tell(Fate.NEEDLESS, "dataset_probs", "there is one set")
-    conv.put("data.template", "auto" if conv.get("apply_chat_template") else "never", "apply_chat_template")
-    default = 512 if conv.trainer == "dpo" else 2048
-    whole = (
-        conv.get("max_len")
-        or (conv.get("prompt_max_len") and conv.get("prompt_max_len") + _new_tokens(conv))
-        or default
-    )
-    conv.put("data.max_length", whole, *(["prompt_max_len"] if conv.name("prompt_max_len") else ["max_len"]))
+    conv.tell(Fate.NEEDLESS, "dataset_split", "a file has no splits")
+    conv.put("data.template", "auto" if conv.flag("apply_chat_template") else "never", "apply_chat_template")
+    _template(conv)
+    _lengths(conv)
+    _held_out(conv, paths)
+
+
+def _probabilities(conv: Conversion, sources: int) -> list[float]:
+    """Return the weights of several sets."""
+    said = conv.texts("dataset_probs", split=",")
+    if sources == 1:
+        conv.tell(Fate.NEEDLESS, "dataset_probs", "there is one set")
+        return []
+    try:
+        weights = [float(each) for each in said]
+    except ValueError:
+        weights = [-1.0]
+    if said and (len(weights) != sources or not all(0 < each < float("inf") for each in weights)):
+        conv.refuse("dataset_probs", f"must be {sources} numbers, one for each set", "Give them, as 0.5,0.5.")
+    return weights
+
+
+def _template(conv: Conversion) -> None:
+    template = conv.text("tokenizer_chat_template")
+    if template is None:
+        return
+    if "{" in template:
+        conv.tell(Fate.OTHER, "tokenizer_chat_template", "the template itself there, a file with it here: write it to "
+                  "a file, and give model.chat_template=FILE")  # fmt: skip
+    else:
+        conv.put("model.chat_template", template, "tokenizer_chat_template")
+
+
+def _lengths(conv: Conversion) -> None:
+    prompt, cut = conv.whole("prompt_max_len", least=1), conv.trainer == "ppo" and _new_tokens(conv)
+    if prompt or cut:  # until 0.9.7 of OpenRLHF; max_len was then the window of vLLM
+        new = conv.whole("generate_max_len", 1024, least=1) if conv.trainer == "ppo" else 0
+        why = f"{prompt or 1024} of a prompt and {new} of an answer" if new else ""
+        conv.put("data.max_length", (prompt or 1024) + new, "prompt_max_len", why=why)
+        conv.tell(Fate.NEEDLESS, "max_len", "prompt_max_len and generate_max_len decide")
+    else:
+        conv.put("data.max_length", conv.whole("max_len", 512 if conv.trainer == "dpo" else 2048, least=2), "max_len")
     conv.put("data.too_long", "truncate", why="another part is cut than by theirs: docs/data.md")
-    if (path := conv.get("eval_dataset")) is not None:
-        if path != said:
-            conv.put("data.eval_path", path, "eval_dataset")
-        conv.put(
-            "data.eval_split",
-            conv.get("eval_split", "test" if conv.trainer == "dpo" else "train"),
-            "eval_split",
-            "eval_dataset",
-        )
-    conv.tell(Fate.NEEDLESS, "eval_split", "nothing is evaluated")
 
 
-def _new_tokens(conv: Conversion) -> int:
-    return conv.whole("generate_max_len", 1024) if conv.trainer == "ppo" else 0
+def _new_tokens(conv: Conversion) -> bool:
+    return conv.name("generate_max_len") == "generate_max_len"
+
+
+def _held_out(conv: Conversion, paths: list[str]) -> None:
+    if (path := conv.text("eval_dataset")) is None:
+        conv.tell(Fate.NEEDLESS, "eval_split", "nothing is evaluated")
+        return
+    if path not in paths and len(paths) == 1:
+        conv.put("data.eval_path", path, "eval_dataset")
+    elif len(paths) > 1:
+        conv.tell(Fate.OTHER, "eval_dataset", "of several sets each has its own: data.sources.NAME.eval_path")
+        conv.tell(Fate.OTHER, "eval_split", "of several sets each has its own: data.sources.NAME.eval_split")
+        return
+    split = conv.text("eval_split", "test" if conv.trainer == "dpo" else "train")
+    if PurePosixPath(path).suffix in FILES:
+        conv.tell(Fate.NEEDLESS, "eval_split", "a file has no splits")
+    else:
+        conv.put("data.eval_split", split, "eval_split", "eval_dataset")
 
 
 def _rollout(conv: Conversion) -> int:
     """Set the sizes of a rollout; return the steps that are taken on it."""
-    prompts, samples = conv.whole("rollout_batch_size", 1024), conv.whole("n_samples_per_prompt", 1)
-    batch, passes = conv.whole("train_batch_size", 128), conv.whole("max_epochs", 1)
+    prompts = int(conv.whole("rollout_batch_size", 1024, least=1))
+    samples = int(conv.whole("n_samples_per_prompt", 1, least=1))
+    batch, passes = int(conv.whole("train_batch_size", 128, least=1)), int(conv.whole("max_epochs", 1, least=1))
     if prompts * samples % batch:
         raise ConvertError(
-            f"train_batch_size={batch}: does not divide the {prompts * samples} answers of a rollout. OpenRLHF drops "
-            f"the "
-            f"rest; rlexp takes whole train batches: give one that divides."
+            f"{conv.said('train_batch_size')}={batch}: does not divide the {prompts * samples} answers of a rollout. "
+            f"OpenRLHF drops the rest; rlexp takes whole train batches: give one that divides."
         )
     conv.put("rollout.epochs", passes, "max_epochs")
     conv.put("train.epochs", conv.whole("num_episodes", 1), "num_episodes")
-    if conv.name("generate_max_len") is None:
-        whole = conv.whole("max_len", 2048)
+    if conv.name("generate_max_len") is None and conv.name("prompt_max_len") is not None:
+        conv.put("rollout.max_new_tokens", 1024, "generate_max_len")
+    elif conv.name("generate_max_len") is None:
+        whole = conv.whole("max_len", 2048, least=2)
         conv.put(
             "rollout.max_new_tokens",
             whole // 2,
             why=f"theirs is what a prompt leaves of {whole} tokens; here it is fixed",
         )
-    if conv.get("vllm_num_engines"):
+    if conv.whole("vllm_num_engines", 0, least=0):
         conv.put("rollout.engine", "vllm", "vllm_num_engines")
     conv.tell(Fate.NEEDLESS, "vllm_num_engines", "samples are drawn by the model itself")
+    _importance(conv)
     return passes * prompts * samples // batch
 
 
+def _importance(conv: Conversion) -> None:
+    """Weigh samples of vLLM, if the file asks for it: the type tis is here, up to its upper threshold."""
+    enable, kind, limit = "enable_vllm_is_correction", "vllm_is_correction_type", "vllm_is_truncated_threshold"
+    said = conv.get(limit)
+    one = isinstance(said, int | float) and not isinstance(said, bool)
+    low, high = (0.0, conv.number(limit)) if one else _pair(conv, limit, [0.5, 5.0])
+    if not conv.flag(enable):
+        for name in (enable, kind, limit):
+            conv.tell(Fate.NEEDLESS, name, "no weight is asked for")
+        return
+    if conv.text(kind, "tis") != "tis":
+        for name in (kind, enable, limit):
+            conv.tell(Fate.ABSENT, name, "only the type tis is here: rollout.importance_cap")
+        return
+    conv.put("rollout.importance_cap", high, limit, enable, kind)
+    if low:
+        conv.remark(Fate.ABSENT, conv.name(limit) or limit, low, "a weight has no lower limit")
+
+
 def _loss(conv: Conversion) -> None:
-    estimator, in_loss = conv.get("advantage_estimator", "gae"), bool(conv.get("use_kl_loss"))
+    estimator, in_loss = conv.text("advantage_estimator", "gae"), conv.flag("use_kl_loss")
     if estimator not in ESTIMATORS:
-        raise ConvertError(f"advantage_estimator={estimator}: is not here. Known are {', '.join(ESTIMATORS)}.")
-    gspo = conv.get("policy_loss_type", "ppo") == "gspo"
+        conv.refuse("advantage_estimator", "is not here", f"Known are {', '.join(ESTIMATORS)}.")
+    gspo = conv.text("policy_loss_type", "ppo") == "gspo"
     loss = "gspo" if gspo and estimator == "group_norm" else ESTIMATORS[estimator]
     conv.choose("loss", loss, "advantage_estimator", "policy_loss_type")
     if gspo and estimator != "group_norm":
-        conv.done.discard(conv.name("policy_loss_type") or "")
-        conv.tell(Fate.ABSENT, "policy_loss_type", "loss=gspo takes the advantages of group_norm")
+        conv.remark(Fate.ABSENT, "policy_loss_type", "gspo", "loss=gspo takes the advantages of group_norm")
     conv.put("loss.normalize", "token", why="the mean over all tokens of the batch, as theirs")
     conv.put("loss.whiten", estimator in ("gae", "reinforce", "reinforce_baseline"), "advantage_estimator")
     conv.put("loss.kl_in", "loss" if in_loss else "reward", "use_kl_loss")
-    conv.put("loss.kl", conv.get("kl_estimator", "k1"), "kl_estimator")
-    if estimator in BY_GROUP and not in_loss and conv.get("init_kl_coef", 0.01):
+    conv.put("loss.kl", conv.text("kl_estimator", "k1"), "kl_estimator")
+    if estimator in BY_GROUP and not in_loss and conv.number("init_kl_coef", 0.01):
         conv.remark(
             Fate.OTHER,
             "advantage_estimator",
             estimator,
             "without use_kl_loss theirs subtracts the "
-            "divergence of each token after the baseline, ours that of the answer before it",
+            "divergence of each token after the baseline, ours subtracts the answer's before it",
         )
-    clip = conv.get("eps_clip_low_high") or [conv.get("eps_clip", 0.2)] * 2
-    names = ("eps_clip_low_high",) if conv.name("eps_clip_low_high") else ("eps_clip",)
-    conv.put("loss.clip_low", clip[0], *names)
-    conv.put("loss.clip_high", clip[1], *names)
+    pair = conv.name("eps_clip_low_high") is not None
+    clip = _pair(conv, "eps_clip_low_high", [0.2, 0.2]) if pair else [conv.number("eps_clip", 0.2)] * 2
+    for key, value in zip(("clip_low", "clip_high"), clip, strict=True):
+        conv.put(f"loss.{key}", value, "eps_clip_low_high" if pair else "eps_clip")
     conv.tell(Fate.NEEDLESS, "eps_clip", "eps_clip_low_high decides")
+    _critic(conv, loss, estimator)
+    if conv.flag("dynamic_filtering"):
+        conv.put("loss.filter", True, "dynamic_filtering", why="no other prompts are drawn instead")
+    conv.tell(Fate.NEEDLESS, "dynamic_filtering", "every prompt is trained on")
+
+
+def _critic(conv: Conversion, loss: str, estimator: str) -> None:
+    """Set what belongs to a critic; only gae has one."""
+    if loss == "ppo":
+        conv.put("loss.value_coef", 1.0, why="theirs adds the critic's loss as it is")
+        conv.notes.append(
+            "PPO: OpenRLHF's critic begins as the reward model or as critic_pretrain, ours with the policy's weights "
+            "(loss.critic)."
+        )
+    elif estimator == "reinforce" and conv.number("gamma", 1.0) != 1:
+        conv.tell(Fate.ABSENT, "gamma", f"loss={loss} discounts no reward")
     for name, key, default in (
         ("value_clip", "value_clip", 0.5),
         ("gamma", "gamma", 1.0),
@@ -403,63 +502,78 @@ def _loss(conv: Conversion) -> None:
         ("critic_learning_rate", "value_lr", 9e-6),
     ):
         if loss == "ppo":
-            conv.put(f"loss.{key}", conv.get(name, default), name)
+            conv.put(f"loss.{key}", conv.number(name, default), name)
         else:
-            conv.tell(Fate.NEEDLESS, name, f"loss={loss} has none of it")
-    if conv.get("dynamic_filtering"):
-        conv.put("loss.filter", True, "dynamic_filtering", why="no other prompts are drawn instead")
+            conv.tell(Fate.NEEDLESS, name, f"advantage_estimator={estimator} does not use it")
 
 
 def _reward(conv: Conversion) -> None:
-    model, function = conv.get("reward_pretrain"), conv.get("remote_rm_url")
-    if function is not None and str(function).endswith(".py"):
-        module = PurePosixPath(str(function)).stem
+    models, function = conv.texts("reward_pretrain", split=","), conv.text("remote_rm_url")
+    if function is not None and function.endswith(".py"):
+        module = PurePosixPath(function).stem
         conv.choose("reward", "python", "remote_rm_url")
         conv.put("reward.function", f"{module}:rewards", "remote_rm_url")
         conv.notes.append(
             f"Rewards: OpenRLHF calls reward_func(queries, prompts, labels), rlexp f(prompts, answers, rows). Put a "
-            f"function "
-            f"`rewards` of our form into {module}.py, which calls the old one: docs/rewards.md."
+            f"function `rewards` of our form into {module}.py, which calls the old one: docs/rewards.md."
         )
         conv.tell(Fate.NEEDLESS, "reward_pretrain", "the function decides")
-    elif model is not None and function is None:
-        paths = str(model).split(",")
-        if len(paths) == 1:
-            conv.choose("reward", "model", "reward_pretrain")
-            conv.put("reward.path", model, "reward_pretrain")
-            return
-        conv.choose("reward", "sum", "reward_pretrain")
-        for number, path in enumerate(paths, start=1):
-            for key, value in {"kind": "model", "path": path.strip(), "weight": 1 / len(paths)}.items():
-                conv.put(f"reward.terms.model{number}.{key}", value, "reward_pretrain")
-    else:
+    elif function is not None:
+        conv.refuse("remote_rm_url", "a reward behind an address is not here", "Give a model, or a function of Python.")
+    elif not models:
         raise ConvertError(
-            "remote_rm_url: a reward model behind an address is not here. Give a model, or a function of Python."
+            "reward_pretrain: is missing, and so is remote_rm_url; without them nothing scores an answer. Add one to "
+            "the command, as --reward_pretrain org/reward."
         )
+    elif len(models) == 1:
+        conv.choose("reward", "model", "reward_pretrain")
+        conv.put("reward.path", models[0], "reward_pretrain")
+    else:
+        conv.choose("reward", "sum", "reward_pretrain")
+        for number, path in enumerate(models, start=1):
+            for key, value in {"kind": "model", "path": path, "weight": 1 / len(models)}.items():
+                conv.put(f"reward.terms.model{number}.{key}", value, "reward_pretrain")
 
 
 def _files(conv: Conversion, rollouts: int) -> None:
+    """Set what is written and logged. `rollouts` is how many steps a rollout has."""
     if conv.trainer == "dpo":
-        conv.put("train.epochs", conv.whole("max_epochs", 1), "max_epochs")
-    if (folder := conv.get("save_path")) is not None:
+        conv.put("train.epochs", conv.whole("max_epochs", 1, least=1), "max_epochs")
+    if (folder := conv.text("save_path")) is not None:
         conv.on_command_line("hydra.run.dir", folder, "save_path")
-    every = conv.whole("save_steps", -1)
+    every = int(conv.whole("save_steps", -1))
     conv.put(
         "checkpoint.save_every",
         None if every < 1 else str(every * rollouts),
         "save_steps",
         why=f"{every} rollouts" if every > 0 and conv.trainer == "ppo" else "",
     )
-    if conv.get("disable_ds_ckpt"):
+    if conv.flag("disable_ds_ckpt"):
         conv.put("checkpoint.save_every", None, "disable_ds_ckpt")
         conv.put("checkpoint.on_exit", False, "disable_ds_ckpt")
-    evaluated = conv.whole("eval_steps", -1)
-    if conv.get("eval_dataset") is not None and evaluated > 0:
-        conv.put("train.eval_every", evaluated * rollouts, "eval_steps")
-    conv.tell(Fate.NEEDLESS, "eval_steps", "nothing is evaluated")
+    conv.tell(Fate.NEEDLESS, "disable_ds_ckpt", "checkpoints are saved")
+    _evaluation(conv, rollouts)
     key = conv.name("use_wandb")
-    if key is not None:
+    if key is not None and conv.get("use_wandb") not in (None, False):
         conv.choose("logger", "wandb", why=f"{key}, whose value is not written here: `wandb login`")
         conv.done.add(key)
+        conv.tell(Fate.NEEDLESS, "use_tensorboard", "a run has one logger, beside metrics.jsonl")
     else:
-        conv.choose("logger", "tensorboard" if conv.get("use_tensorboard") else "none", "use_tensorboard")
+        conv.tell(Fate.NEEDLESS, "use_wandb", "it is not asked for")
+        board = conv.get("use_tensorboard") not in (None, False)
+        conv.choose("logger", "tensorboard" if board else "none", "use_tensorboard")
+
+
+def _evaluation(conv: Conversion, rollouts: int) -> None:
+    every = int(conv.whole("eval_steps", -1))
+    if conv.get("eval_dataset") is None:
+        conv.tell(Fate.NEEDLESS, "eval_steps", "nothing is evaluated")
+    elif every > 0:
+        conv.put("train.eval_every", every * rollouts, "eval_steps")
+    elif conv.trainer == "dpo":
+        why = "once an epoch there: give train.eval_every, once `python -m rlexp.data` has said how many steps it has"
+        conv.tell(Fate.OTHER, "eval_steps", why)
+        if conv.name("eval_steps") is None:
+            conv.remark(Fate.OTHER, "eval_steps", -1, f"their default, {why}")
+    else:
+        conv.tell(Fate.NEEDLESS, "eval_steps", "nothing is evaluated")

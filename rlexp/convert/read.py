@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,13 @@ from typing import Any
 import yaml
 
 from rlexp.convert.rules import ConvertError
+from rlexp.convert.secrets import is_secret
+from rlexp.convert.shell import Command, Unknown, commands
 
 SCRIPTS_OF_TRL = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_online": "online dpo"}
 TRAINERS_OF_TRL = ("dpo", "grpo", "rloo", "ppo", "sft", "reward", "kto")
+RLHF_OF_SWIFT = "rlhf"
+NUMBER = re.compile(r"-?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,12 @@ class Asked:
 
     framework: str
     trainer: str | None
-    given: dict[str, Any]
-    launcher: dict[str, Any] = field(default_factory=dict)  # of accelerate, deepspeed or torchrun
+    given: dict[str, Any]  # as written: `plain` makes numbers of texts
+    launcher: dict[str, Any] = field(default_factory=dict)  # arguments of accelerate, deepspeed, torchrun or ray
+    environment: dict[str, Any] = field(default_factory=dict)  # variables that the script gives to the command
+    positional: list[str] = field(default_factory=list)  # words of the command that are no argument's value
+    around: list[str] = field(default_factory=list)  # words of a command around this one: srun … bash -c
+    again: list[tuple[str, Any]] = field(default_factory=list)  # values of arguments that a later one overrides
 
 
 def read(file: Path) -> Asked:
@@ -32,32 +39,74 @@ def read(file: Path) -> Asked:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConvertError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
-    words = _words(text)
-    for find in (_openrlhf, _trl_command, _swift):
-        if (asked := find(words)) is not None:
-            return asked
-    return _yaml(file, text)
+    given = mapping_of(text, file)
+    if given is not None:
+        return _of_mapping(file, given)
+    found = [asked for command in commands(text) if (asked := _asked(command)) is not None]
+    if len(found) > 1:
+        names = ", ".join(f"{each.framework}'s {each.trainer}" for each in found)
+        raise ConvertError(f"{file}: has {len(found)} commands ({names}). Leave one in it, and convert them in turn.")
+    if found:
+        return found[0]
+    raise ConvertError(f"{file}{_wrong_line(text)}: {_UNKNOWN}")
 
 
 # ---- yaml ----
 
 
-def _yaml(file: Path, text: str) -> Asked:
+class _Once(yaml.SafeLoader):
+    """A loader that refuses a key which a mapping has twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen and key.value != "<<":
+                line = key.start_mark.line + 1
+                raise ConvertError(f"line {line}: {key.value} is given twice. Leave one of them out.")
+            seen.add(str(getattr(key, "value", "")))
+        return super().construct_mapping(node, deep)
+
+
+def mapping_of(text: str, file: Path) -> dict[str, Any] | None:
+    """Return the mapping of a yaml file whose keys are names; None if the text is something else."""
     try:
-        given = yaml.safe_load(text)
+        given = yaml.load(text, _Once)
+    except ConvertError as error:
+        raise ConvertError(f"{file}, {error}") from None
+    except (yaml.YAMLError, ValueError):
+        return None
+    if not isinstance(given, dict) or not all(re.fullmatch(r"[A-Za-z_][\w.-]*", str(name)) for name in given):
+        return None
+    return {str(name): value for name, value in given.items()}
+
+
+def _wrong_line(text: str) -> str:
+    """Return the line at which a text is no yaml."""
+    try:
+        yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise ConvertError(f"{file}{where}: {_UNKNOWN}") from None
-    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
-        raise ConvertError(f"{file}: {_UNKNOWN}")
-    given = {name: plain(value) for name, value in given.items()}
+        return f", line {mark.line + 1}" if mark else ""
+    except ValueError:
+        return ""
+    return ""
+
+
+def _of_mapping(file: Path, given: dict[str, Any]) -> Asked:
     if "base_model" in given:
         return Asked("axolotl", str(given.get("rl") or "sft"), given)
     if "stage" in given:
         return Asked("LLaMA-Factory", str(given["stage"]), given)
-    if not {"model_name_or_path", "dataset_name", "datasets", "dataset_mixture", "output_dir"} & given.keys():
+    if "rlhf_type" in given and "model" in given:
+        return Asked("ms-swift", str(given["rlhf_type"]), given)
+    if not {"model_name_or_path", "sft_model_path", "dataset_name", "datasets", "dataset_mixture", "output_dir"} & {
+        *given
+    }:
         raise ConvertError(f"{file}: {_UNKNOWN}")
+    variables = given.get("env")
+    if isinstance(variables, dict):
+        rest = {name: value for name, value in given.items() if name != "env"}
+        return Asked("TRL", None, rest, environment={str(name): value for name, value in variables.items()})
     return Asked("TRL", None, given)
 
 
@@ -68,119 +117,108 @@ _UNKNOWN = (
 
 
 def plain(value: Any) -> Any:
-    """Return the number, truth value or nothing that a text stands for: YAML takes `5e-7` for a text."""
-    if not isinstance(value, str):
+    """Return the number, truth value or nothing that a text means: YAML takes `5e-7` for a text. `007` and `1_000`
+    remain texts."""
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if not isinstance(value, str) or isinstance(value, Unknown):
         return value
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
     if value.lower() in ("none", "null"):
         return None
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
+    if NUMBER.fullmatch(value) is None:
+        return value
+    return int(value) if re.fullmatch(r"-?\d+", value) else float(value)
 
 
 # ---- commands ----
 
 
-def _words(text: str) -> list[str]:
-    """Split a script into words: lines that go on are joined, comments left out, variables replaced by their values."""
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    text = re.sub(r"\\\s*\n", " ", "\n".join(lines))
-    text = _with_variables(text)
-    words: list[str] = []
-    for line in text.splitlines():
-        try:
-            words += [*shlex.split(line, comments=True), "\n"]
-        except ValueError:  # an open quote: of a script around the command
-            words += [*line.replace('"', " ").replace("'", " ").split(), "\n"]
-    for word in words:
-        if word != text and re.search(r"(openrlhf\.cli|\btrl|\bswift)\b.* --", word, re.S):
-            return _words(word)  # a command in quotes: bash -c "…"
-    return words
-
-
-def _with_variables(text: str) -> str:
-    """Put in the values of plain variables (`MODEL=…`), and of arrays (`ARGS=( … )`) and here-documents."""
-    known = {
-        name: value.strip("\"'") for name, value in re.findall(r"^\s*(?:export )?(\w+)=([^\s(][^\n]*)$", text, re.M)
-    }
-    known |= {name: " ".join(body.split()) for name, body in re.findall(r"^\s*(\w+)=\(([^)]*)\)", text, re.M)}
-    known |= {
-        name: " ".join(body.split())
-        for name, _, body in re.findall(r"read .*?(\w+) <<-?\s*['\"]?(\w+)['\"]?\n(.*?)\n\s*\2", text, re.S)
-    }
-    for _ in range(3):  # variables in variables
-        text = re.sub(r"\$\{?(\w+)(?:\[@\])?\}?", lambda found: known.get(found[1], found[0]), text)
-    return text
-
-
-def _arguments(words: Sequence[str]) -> dict[str, Any]:
-    """Read `--name value …` up to the end of the command. A name without a value is true."""
-    given: dict[str, Any] = {}
-    name = None
-    for word in words:
-        if word in ("\n", "&&", ";", "|", "&") or re.match(r"[&\d]?>", word):
-            break
-        if re.match(r"--[A-Za-z]", word):
-            name, equals, value = word[2:].partition("=")
-            given[name] = plain(value) if equals else True
-        elif name is not None:
-            _add(given, name, plain(word.rstrip("\"'")))
-    return given
-
-
-def _add(given: dict[str, Any], name: str, value: Any) -> None:
-    if given[name] is True:
-        given[name] = value
-    else:
-        given[name] = [*(given[name] if isinstance(given[name], list) else [given[name]]), value]
-
-
-def _commands(words: Sequence[str]) -> Iterator[list[str]]:
-    line: list[str] = []
-    for word in words:
-        if word == "\n":
-            yield line
-            line = []
-        else:
-            line.append(word)
-    yield line
-
-
-def _openrlhf(words: Sequence[str]) -> Asked | None:
-    for command in _commands(words):
-        for place, word in enumerate(command):
-            found = re.fullmatch(r"(?:\S*[/.])?(train_\w+?)(?:\.py)?", word)
-            if found and "openrlhf" in word:
-                trainer = {"train_ppo_ray": "ppo", "train_ppo": "ppo"}.get(found[1], found[1].removeprefix("train_"))
-                before = _arguments(command[:place])
-                return Asked("OpenRLHF", trainer, _arguments(command[place + 1 :]), before)
+def _asked(command: Command) -> Asked | None:
+    """Return what a command of a trainer asks for; None for any other command."""
+    words = command.words
+    for place, word in enumerate(words):
+        for find in (_openrlhf, _trl, _swift):
+            if (found := find(words, place, word)) is None:
+                continue
+            framework, trainer, after = found
+            line, before = _Arguments(words[after:]), _Arguments(words[:place])
+            if framework == "ms-swift":
+                trainer = str(line.given.get("rlhf_type", "dpo"))
+            return Asked(framework, trainer, line.given, before.given, dict(command.environment), line.positional,
+                         command.around, line.again)  # fmt: skip
     return None
 
 
-def _trl_command(words: Sequence[str]) -> Asked | None:
-    for command in _commands(words):
-        for place, word in enumerate(command):
-            trainer = None
-            if word == "trl" and command[place + 1 : place + 2] and command[place + 1] in TRAINERS_OF_TRL:
-                trainer, after = command[place + 1], place + 2
-            elif found := re.fullmatch(r"(?:\S*/)?(?:trl/scripts|examples/scripts(?:/ppo)?)/(\w+?)\.py", word):
-                trainer, after = SCRIPTS_OF_TRL.get(found[1], found[1]), place + 1
-            if trainer:
-                return Asked("TRL", trainer, _arguments(command[after:]), _arguments(command[:place]))
-    return None
+def _openrlhf(_: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
+    found = re.fullmatch(r"(?:\S*[/.])?(train_\w+?)(?:\.py)?", word)
+    if found is None or "openrlhf" not in word:
+        return None
+    trainer = {"train_ppo_ray": "ppo", "train_ppo": "ppo"}.get(found[1], found[1].removeprefix("train_"))
+    return "OpenRLHF", trainer, place + 1
 
 
-def _swift(words: Sequence[str]) -> Asked | None:
-    for command in _commands(words):
-        if "swift" in command and "rlhf" in command[command.index("swift") + 1 :]:
-            given = _arguments(command[command.index("rlhf") + 1 :])
-            before = {
-                name: plain(value) for name, _, value in (word.partition("=") for word in command) if name.isupper()
-            }
-            return Asked("ms-swift", str(given.get("rlhf_type", "dpo")), given, before)
-    return None
+def _trl(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
+    if word.rpartition("/")[2] == "trl" and words[place + 1 : place + 2] and words[place + 1] in TRAINERS_OF_TRL:
+        return "TRL", words[place + 1], place + 2
+    script = re.fullmatch(r"(?:\S*/)?(?:trl/scripts|examples/scripts(?:/ppo)?)/(\w+?)\.py|trl\.scripts\.(\w+)", word)
+    if script is None:
+        return None
+    name = script[1] or script[2]
+    return "TRL", SCRIPTS_OF_TRL.get(name, name), place + 1
+
+
+def _swift(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
+    if word.rpartition("/")[2] == "swift" and words[place + 1 : place + 2] == [RLHF_OF_SWIFT]:
+        return "ms-swift", "dpo", place + 2
+    return ("ms-swift", "dpo", place + 1) if re.search(r"swift/cli/rlhf\.py$", word) else None
+
+
+class _Arguments:
+    """The arguments of a command: `--name value …`. A name without a value is true."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.given: dict[str, Any] = {}
+        self.positional: list[str] = []
+        self.again: list[tuple[str, Any]] = []
+        name = None
+        for word in words:
+            if (option := re.match(r"--?[A-Za-z]", word)) is not None:
+                dashes = 2 if option[0].startswith("--") else 0
+                name, equals, value = word[dashes:].partition("=")
+                self._begin(name, _like(word, value) if equals else True)
+            elif word == "--":
+                name = None
+            elif name is not None:
+                self._add(name, word)
+            elif word != "\\":
+                self.positional.append(word)
+
+    def _begin(self, name: str, value: Any) -> None:
+        if name in self.given:
+            self.again.append((name, self.given.pop(name)))
+        self.given[name] = value
+
+    def _add(self, name: str, value: str) -> None:
+        before = self.given[name]
+        self.given[name] = value if before is True else [*(before if isinstance(before, list) else [before]), value]
+
+
+def _like(word: str, value: str) -> str:
+    """Return a part of a word; it is unknown if the word is."""
+    return Unknown.of(value, word.part) if isinstance(word, Unknown) else value
+
+
+def refuse_unknown(name: str, value: Any) -> None:
+    """Refuse a value that only bash could know."""
+    for each in value if isinstance(value, list) else [value]:
+        if not isinstance(each, Unknown) or is_secret(name):
+            continue
+        variable = re.fullmatch(r"\$\{?(\w+)\}?", each.part)
+        if variable is None or variable[1].isdigit():
+            raise ConvertError(f"{name}={each}: only bash knows what {each.part} is. Write the value in its place.")
+        raise ConvertError(
+            f"{name}={each}: {variable[1]} has no value in the script. Set it there, as {variable[1]}=VALUE, or write "
+            f"the value in its place."
+        )

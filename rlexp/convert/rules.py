@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 from rlexp.base.errors import UserError
+from rlexp.convert import kinds
+from rlexp.convert.secrets import masked
 
 
 class Fate(Enum):
@@ -22,6 +25,8 @@ class ConvertError(UserError):
 
 
 UNSAID = object()  # an argument without a default that has to be written
+NOTHING = "it sets nothing here"  # of an argument that no code read: a test refuses it
+UNKNOWN_VARIABLE = "an environment variable: give it to `python -m rlexp` too, whose ranks get the same"
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Rule:
     )
     harmless: tuple[Any, ...] = ()  # values with which an argument that is not here changes nothing
     trainers: tuple[str, ...] = ()  # that have it; empty: all
+    until: tuple[str, ...] = ()  # options and keys of ours with which a rule that refuses is no longer right
 
 
 def same(value: Any) -> Any:
@@ -47,13 +53,13 @@ def same(value: Any) -> Any:
 def taken(
     names: str, key: str, why: str = "", *, default: Any = UNSAID, to: Callable[[Any], Any] = same, of: str = ""
 ) -> Rule:
-    """Make a rule: the value, or what `to` makes of it, is that of our key."""
+    """Make a rule: our key takes their value, or what `to` makes of it."""
     return Rule(tuple(names.split()), Fate.TAKEN, key, why, default, to, trainers=tuple(of.split()))
 
 
-def worked_out(names: str, key: str, why: str, *, of: str = "") -> Rule:
+def worked_out(names: str, key: str, why: str, *, of: str = "", until: str = "") -> Rule:
     """Make a rule: our key follows from this argument and others."""
-    return Rule(tuple(names.split()), Fate.TAKEN, key, why, trainers=tuple(of.split()))
+    return Rule(tuple(names.split()), Fate.TAKEN, key, why, trainers=tuple(of.split()), until=tuple(until.split()))
 
 
 def other(names: str, key: str, why: str, *, of: str = "") -> Rule:
@@ -61,10 +67,18 @@ def other(names: str, key: str, why: str, *, of: str = "") -> Rule:
     return Rule(tuple(names.split()), Fate.OTHER, key, why, convert=same, trainers=tuple(of.split()))
 
 
-def absent(names: str, why: str, *harmless: Any, of: str = "") -> Rule:
-    """Make a rule: rlexp does not have it. With a harmless value, or none, nothing is lost."""
+def absent(names: str, why: str, *harmless: Any, of: str = "", until: str = "") -> Rule:
+    """Make a rule: rlexp does not have it. With a harmless value, or none, nothing is lost. `until` names the options
+    or keys of ours that would have it: a test fails once one exists."""
     return Rule(
-        tuple(names.split()), Fate.ABSENT, "", why, convert=same, harmless=(None, *harmless), trainers=tuple(of.split())
+        tuple(names.split()),
+        Fate.ABSENT,
+        "",
+        why,
+        convert=same,
+        harmless=(None, *harmless),
+        trainers=tuple(of.split()),
+        until=tuple(until.split()),
     )
 
 
@@ -85,18 +99,20 @@ class Line:
 @dataclass(frozen=True)
 class Value:
     value: Any
-    origin: str  # what stands behind it in the file: their argument, or that it is their default
+    origin: str  # the comment behind it in the file: their argument, or that it is their default
 
 
 @dataclass
 class Conversion:
-    """One file on its way to an experiment."""
+    """One file that is being converted to an experiment."""
 
     framework: str
     trainer: str
     given: Mapping[str, Any]  # arguments by name, as the file has them
     rules: Sequence[Rule]
-    gpus: int | None = None  # as the command line says it
+    gpus: int | None = None  # from the command line
+    raw: Mapping[str, Any] = field(default_factory=dict)  # texts that `given` has as numbers
+    environment: frozenset[str] = frozenset()  # names in `given` that are variables of the environment
     choices: dict[str, Value] = field(default_factory=dict)  # group → option
     values: dict[str, Value] = field(default_factory=dict)  # key → value
     command: dict[str, Value] = field(default_factory=dict)  # keys that belong on the command line
@@ -111,26 +127,103 @@ class Conversion:
     # ---- asking ----
 
     def name(self, name: str) -> str | None:
-        """Return the name under which the file gives an argument."""
-        return next((each for each in self.by_name[name].names if each in self.given), None)
+        """Return the name under which the file gives an argument; None if the trainer or the file does not have it."""
+        rule = self.by_name.get(name)
+        return next((each for each in rule.names if each in self.given), None) if rule else None
+
+    def said(self, name: str) -> str:
+        """Return the name of an argument for a message: the file's, if the file has it."""
+        return self.name(name) or name
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of an argument, or its default."""
         said = self.name(name)
         return default if said is None or self.given[said] is None else self.given[said]
 
-    def whole(self, name: str, default: int) -> int:
-        """Return a whole number."""
+    def refuse(self, name: str, rule: str, remedy: str) -> NoReturn:
+        """Refuse the value of an argument, which the message names as the file does."""
+        said = self.name(name) or name
+        raise ConvertError(f"{said}={masked(said, self.given.get(said))}: {rule}. {remedy}")
+
+    def _checked(self, name: str, default: Any, fit: Callable[[Any], Any]) -> Any:
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-            raise ConvertError(f"{self.name(name)}={value}: must be a whole number.")
-        return int(value)
+        if value is None:
+            return None
+        try:
+            return fit(value)
+        except kinds.WrongKind as wrong:
+            example = default if default not in (None, [], {}, "") else None
+            said = self.name(name)
+            remedy = f"For example: {said}={example}." if example is not None else f"Correct it, or leave {said} out."
+            self.refuse(name, str(wrong), remedy)
+
+    def whole(self, name: str, default: Any = None, least: float | None = None) -> Any:
+        """Return a whole number, or None if the file has none and there is no default."""
+        return self._checked(name, default, lambda value: kinds.whole(value, least))
+
+    def number(self, name: str, default: Any = None, least: float | None = None) -> Any:
+        return self._checked(name, default, lambda value: kinds.number(value, least))
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return bool(self._checked(name, default, kinds.flag))
+
+    def text(self, name: str, default: str | None = None) -> Any:
+        """Return a text as the file writes it: `007`, though that is a number too."""
+        said = self.name(name)
+        if said is not None and isinstance(self.raw.get(said), str) and self.given[said] is not None:
+            return self.raw[said]
+        return self._checked(name, default, kinds.text)
+
+    def texts(self, name: str, split: str | None = None) -> list[str]:
+        """Return a list of texts; a single one is a list of one, and `split` separates those in one text."""
+        value = self.get(name)
+        if not isinstance(value, list):
+            single = self.text(name)
+            value = [] if single is None else single.split(split) if split else [single]
+        return [str(each).strip() for each in self._checked(name, None, lambda _: [kinds.text(v) for v in value]) or []]
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        def fit(value: Any) -> dict[str, Any]:
+            if not isinstance(value, dict):
+                raise kinds.WrongKind("must be a mapping")
+            return {str(key): each for key, each in value.items()}
+
+        return self._checked(name, {}, fit) or {}
+
+    def entries(self, name: str) -> list[dict[str, Any]]:
+        """Return a list of mappings."""
+
+        def fit(value: Any) -> list[dict[str, Any]]:
+            if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+                raise kinds.WrongKind("must be a list of mappings, each with a path")
+            return value
+
+        return self._checked(name, None, fit) or []
+
+    def needed(self, name: str, what: str, example: str) -> str:
+        """Return a text without which there is no run."""
+        value = self.text(name)
+        if value is None:
+            raise ConvertError(f"{name}: is missing, and it names {what}. Add it to the file, as {name}={example}.")
+        return str(value)
 
     # ---- saying what becomes of arguments ----
 
     def put(self, key: str, value: Any, *names: str, why: str = "") -> None:
-        """Set our key. It comes from these arguments; where the file has none of them, from their default."""
-        self.values[key] = Value(value, self._origin(names, why))
+        """Set our key, from these arguments; if the file has none of them, from the first one's default."""
+        self.values[key] = Value(self._fitted(key, value, names), self._origin(names, why))
+
+    def _fitted(self, key: str, value: Any, names: Sequence[str]) -> Any:
+        said = next(filter(None, map(self.name, names)), None)
+        scalar = said is not None and value is self.given[said] and not isinstance(value, bool)
+        if scalar and kinds.hints(key)[:1] == (str,):
+            value = self.raw.get(said or "", value)
+        try:
+            return kinds.fitted(key, value)
+        except kinds.WrongKind as wrong:
+            if said is None:
+                raise ConvertError(f"{names[0] if names else key}={value}: {wrong}, for {key}.") from None
+            self.refuse(said, str(wrong), f"Correct it, or leave {said} out and set {key}.")
 
     def choose(self, group: str, option: str, *names: str, why: str = "") -> None:
         self.choices[group] = Value(option, self._origin(names, why))
@@ -156,7 +249,7 @@ class Conversion:
         return "; ".join(filter(None, [origin, why]))
 
     def settle(self) -> None:
-        """Take over what stands for itself, and decide the fate of all that is left."""
+        """Take over the arguments that need no other one, and explain all that are left."""
         for rule in self.rules:
             if rule.fate is Fate.TAKEN and rule.convert is not None:
                 self._take(rule, rule.convert)
@@ -166,8 +259,8 @@ class Conversion:
 
     def _take(self, rule: Rule, convert: Callable[[Any], Any]) -> None:
         said = self.name(rule.names[0])
-        value = rule.default if said is None else self.given[said]
-        if said in self.done or value is UNSAID or value is None or rule.key in self.values:
+        value = rule.default if said is None or self.given[said] is None else self.given[said]
+        if said in self.done or value is UNSAID or rule.key in self.values:
             return
         ours = convert(value)
         if isinstance(ours, Refused):
@@ -177,14 +270,30 @@ class Conversion:
 
     def _explain(self, name: str, value: Any) -> None:
         rule = self.by_name.get(name)
-        if rule is None:
-            why = f"no argument of {self.framework}'s {self.trainer} that is known here"
-            self.lines[Fate.ABSENT].append(Line(name, value, why))
-        elif rule.fate is Fate.TAKEN:  # it says nothing, or another of its names decides
-            self.lines[Fate.NEEDLESS].append(Line(name, value, "it sets nothing here"))
-        else:
-            harmless = rule.fate is Fate.ABSENT and value in rule.harmless
-            self.lines[Fate.NEEDLESS if harmless else rule.fate].append(Line(name, value, rule.why))
+        fate, why = Fate.ABSENT, f"no argument of {self.framework}'s {self.trainer} that is known here"
+        if name in self.environment and rule is None:
+            fate, why = Fate.OTHER, UNKNOWN_VARIABLE
+        elif rule is not None and rule.fate is Fate.TAKEN:
+            fate, why = Fate.NEEDLESS, self._why_nothing(rule, name, value)
+        elif rule is not None:
+            harmless = rule.fate is Fate.ABSENT and any(_equal(value, each) for each in rule.harmless)
+            fate, why = Fate.NEEDLESS if harmless else rule.fate, rule.why
+        self.lines[fate].append(Line(name, value, why))
+
+    def _why_nothing(self, rule: Rule, name: str, value: Any) -> str:
+        """Say why an argument that is taken over elsewhere sets nothing in this file."""
+        if value is None:
+            return "it is null: the default"
+        if self.name(name) != name:
+            return f"{self.name(name)} decides"
+        if rule.key in self.values:
+            return f"{self.values[rule.key].origin} decides"
+        return NOTHING
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Compare values; 1 is not true."""
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
 @dataclass(frozen=True)
@@ -198,13 +307,13 @@ def one_of(options: Mapping[Any, Any], what: str) -> Callable[[Any], Any]:
     """Return what converts a value by a table; any other is not here."""
 
     def convert(value: Any) -> Any:
-        wanted = value.lower() if isinstance(value, str) else value
+        wanted = value.lower() if isinstance(value, str) else None
         return options[wanted] if wanted in options else Refused(f"{what} {value} is not here")
 
     return convert
 
 
-NEEDLESS = "These need nothing here, since no number depends on them or rlexp always does it:"
+NEED_NOTHING = "These need nothing here, since no number depends on them or rlexp always does it:"
 
 
 def table_of(rules: Sequence[Rule]) -> str:
@@ -212,10 +321,16 @@ def table_of(rules: Sequence[Rule]) -> str:
     rows = ["| theirs | here | |", "| --- | --- | --- |"]
     for fate in (Fate.TAKEN, Fate.OTHER, Fate.ABSENT):
         for rule in (rule for rule in rules if rule.fate is fate):
-            ours = _quoted(rule.key.split(", ")) if rule.key else fate.value
+            ours = _listed(rule.key) if rule.key else fate.value
             rows.append(f"| {_quoted(rule.names)} | {ours} | {_differs(rule)} |")
     needless = {name for rule in rules if rule.fate is Fate.NEEDLESS for name in rule.names}
-    return "\n".join(rows) + f"\n\n{NEEDLESS} {_quoted(sorted(needless))}.\n"
+    return "\n".join(rows) + f"\n\n{NEED_NOTHING} {_quoted(sorted(needless))}.\n"
+
+
+def _listed(key: str) -> str:
+    """Quote each key that a rule names: `data.path` or `data.sources`."""
+    parts = re.split(r"(, or |, | or )", key)
+    return "".join(f"`{part}`" if place % 2 == 0 else part for place, part in enumerate(parts))
 
 
 def _quoted(names: Sequence[str]) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from rlexp.convert import huggingface
+from rlexp.convert import engines, huggingface, launchers
+from rlexp.convert.huggingface import LORA_NOT_YET, LOSSES_NOT_YET, HeldOut
 from rlexp.convert.rules import (
     Conversion,
     ConvertError,
@@ -19,41 +21,45 @@ from rlexp.convert.rules import (
 )
 
 TRAINERS = ("dpo", "grpo", "rloo", "ppo")
-# What a file of each trainer has and no other's; the file does not name its trainer.
+# Arguments that one trainer has and no other: a file does not name its trainer.
 TELLTALE = {
     "dpo": "discopop_tau f_divergence_type f_alpha_divergence_coef label_smoothing ld_alpha loss_weights use_weighting "
-    "precompute_ref_log_probs reference_free rpo_alpha truncation_mode",
-    "grpo": "scale_rewards delta importance_sampling_level top_entropy_quantile use_bias_correction_kl epsilon_high "
-    "mask_truncated_completions off_policy_mask_threshold",
+    "reference_free rpo_alpha",
+    "grpo": "scale_rewards delta importance_sampling_level top_entropy_quantile use_bias_correction_kl "
+    "off_policy_mask_threshold multi_objective_aggregation",
     "rloo": "normalize_advantages reward_clip_range rloo_k",
     "ppo": "kl_coef cliprange cliprange_value vf_coef gamma lam num_ppo_epochs num_mini_batches total_episodes "
-    "missing_eos_penalty sft_model_path reward_model_path",
-    "sft": "packing packing_strategy assistant_only_loss completion_only_loss dataset_text_field",
+    "missing_eos_penalty sft_model_path",
+    "sft": "packing_strategy assistant_only_loss completion_only_loss dataset_text_field",
     "reward": "center_rewards_coefficient",
     "kto": "desirable_weight undesirable_weight",
 }
-DRAWN = "reward_funcs num_generations max_completion_length reward_weights num_iterations epsilon use_vllm"
 RL, DRAWING = "grpo rloo ppo", "grpo rloo"
 RATES = {"ppo": 3e-6}
 DIVISORS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
 LONG = 1024
 
 RULES: tuple[Rule, ...] = (
-    *huggingface.RULES,
+    *(rule for rule in huggingface.RULES if rule.names != ("dataloader_drop_last",)),
+    worked_out("dataloader_drop_last", "data.drop_last", "", of="dpo"),
+    needless("dataloader_drop_last", "a rollout has whole train batches", of=RL),
     # the model
-    worked_out("model_name_or_path sft_model_path", "model=hf, model.path", ""),
+    worked_out("model_name_or_path", "model=hf, model.path", ""),
+    worked_out("sft_model_path", "model.path", "the policy and the reference", of="ppo"),
     taken("model_revision", "model.revision", to=lambda value: None if value == "main" else value),
     taken("dtype torch_dtype", "model.dtype", "weights that are trained are float32 here", to=huggingface.dtype_of),
     taken("attn_implementation", "parallel.kernel", to=huggingface.kernel_of),
-    taken("trust_remote_code", "model.trust_remote_code", to=bool),
+    taken("trust_remote_code", "model.trust_remote_code"),
     absent("model_init_kwargs", "keys of model name the revision, the dtype and the tokenizer's additions", {}),
-    absent("use_peft", "LoRA is not here: all weights are trained, with a smaller rate", False),
-    *(absent(f"lora_{name}", "LoRA is not here") for name in (
+    absent("use_peft", "LoRA is not here: all weights are trained, with a smaller rate", False,
+           until=LORA_NOT_YET),
+    *(absent(f"lora_{name}", "LoRA is not here", until=LORA_NOT_YET) for name in (
         "r", "alpha", "dropout", "target_modules", "target_parameters", "modules_to_save", "task_type")),
-    absent("use_rslora use_dora", "LoRA is not here", False),
+    absent("use_rslora use_dora", "LoRA is not here", False, until=LORA_NOT_YET),
     absent("load_in_4bit load_in_8bit use_bnb_nested_quant bnb_4bit_quant_type bnb_4bit_quant_storage",
-           "weights are not quantized", False, "nf4"),
-    absent("router_aux_loss_coef", "the loss of a mixture of experts has no term of its own", 0, 0.0),
+           "weights are not quantized", False, "nf4", until="quant"),
+    absent("router_aux_loss_coef", "the loss of a mixture of experts has no term of its own", 0, 0.0,
+           until="router aux_loss"),
     absent("sync_ref_model", "the reference is the model at the start", False),
     needless("ref_model_mixup_alpha ref_model_sync_steps", "only with sync_ref_model"),
     needless("disable_dropout", "there is no dropout here"),
@@ -74,9 +80,9 @@ RULES: tuple[Rule, ...] = (
                "the start of the prompt is cut first, then the end of the answers", of="dpo"),
     absent("tools dataset_kwargs", "tools are a column of the rows"),
     taken("chat_template_kwargs", "data.template_options", of=DRAWING),
-    taken("shuffle_dataset", "data.shuffle", to=bool, of=DRAWING),
+    taken("shuffle_dataset", "data.shuffle", of=DRAWING),
     # DPO
-    worked_out("loss_type", "loss=dpo", "sigmoid is here, others are not", of="dpo"),
+    worked_out("loss_type", "loss=dpo", "sigmoid is here, others are not", of="dpo", until=LOSSES_NOT_YET),
     taken("beta", "loss.beta", default=0.1, of="dpo"),
     worked_out("label_smoothing", "loss.label_smoothing", "TRL ignores it for sigmoid since 0.29", of="dpo"),
     absent("loss_weights", "there is one loss", [1.0], of="dpo"),
@@ -84,26 +90,27 @@ RULES: tuple[Rule, ...] = (
     absent("f_divergence_type", "the reverse KL is the divergence here", "reverse_kl", of="dpo"),
     needless("f_alpha_divergence_coef discopop_tau", "only with losses that are not here", of="dpo"),
     absent("use_weighting", "pairs weigh alike (WPO)", False, of="dpo"),
-    absent("rpo_alpha", "no likelihood of the chosen answer is added", 0, 0.0, of="dpo"),
+    absent("rpo_alpha", "no likelihood of the chosen answer is added", 0, 0.0, of="dpo", until="sft_weight"),
     absent("reference_free force_use_ref_model generate_during_eval", "the reference is the model at the start", False,
            of="dpo"),
     needless("precompute_ref_log_probs precompute_ref_batch_size label_pad_token_id use_logits_to_keep "
              "max_target_length",
              "the numbers are the same", of="dpo"),
     # samples
-    taken("num_generations rloo_k", "rollout.n_samples", of=DRAWING),
-    taken("max_completion_length response_length", "rollout.max_new_tokens", of=RL),
+    worked_out("num_generations rloo_k", "rollout.n_samples", "", of=DRAWING),
+    worked_out("max_completion_length response_length", "rollout.max_new_tokens", "", of=RL),
     worked_out("steps_per_generation", "rollout.batch_size", "samples of a rollout are split into train batches",
                of=DRAWING),
     worked_out("generation_batch_size", "rollout.batch_size", "prompts, not answers", of=DRAWING),
     taken("num_iterations", "rollout.epochs", default=1, of=DRAWING),
     taken("temperature", "rollout.temperature", default=1.0, of=DRAWING),
+    taken("temperature", "rollout.temperature", default=0.7, of="ppo"),
     taken("top_p", "rollout.top_p", default=1.0, of=DRAWING),
     taken("top_k", "rollout.top_k", default=0, to=lambda value: value or 0, of=DRAWING),
     taken("min_p", "rollout.min_p", to=lambda value: value or 0.0, of=DRAWING),
     absent("generation_kwargs", "rollout.stop, top_k, top_p, min_p and temperature are the choices here", {},
            of=DRAWING),
-    absent("repetition_penalty", "tokens are drawn by their likelihood alone", 1.0, 1, of=DRAWING),
+    absent("repetition_penalty", "tokens are drawn by their likelihood alone", 1.0, 1, of=DRAWING, until="repetition"),
     absent("num_generations_eval", "held-out prompts get rollout.n_samples answers", of=DRAWING),
     worked_out("use_vllm", "rollout.engine=vllm", "", of=DRAWING),
     worked_out("vllm_mode", "rollout.mode", "a server of vLLM's own is not here", of=DRAWING),
@@ -113,11 +120,13 @@ RULES: tuple[Rule, ...] = (
     needless("vllm_model_impl vllm_max_model_length vllm_max_model_len vllm_device vllm_dtype vllm_server_base_url "
              "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port cache_implementation",
              "no number depends on it", of=DRAWING),
-    absent("vllm_importance_sampling_correction", "rollout.importance_cap weighs samples that other weights drew",
-           False,
-           of=DRAWING),
-    absent("vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
-           "vllm_importance_sampling_cap", "see rollout.importance_cap", of=DRAWING),
+    worked_out("vllm_importance_sampling_correction", "rollout.importance_cap",
+               "weighs samples that vLLM's own kernels drew", of=DRAWING),
+    worked_out("vllm_importance_sampling_mode", "rollout.importance_cap", "token_truncate is here, others are not",
+               of=DRAWING),
+    worked_out("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", "rollout.importance_cap", "",
+               of=DRAWING),
+    absent("vllm_importance_sampling_clip_min", "a weight has no lower limit", of=DRAWING),
     needless("use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config",
              "no number depends on it", of=DRAWING),
     worked_out("mask_truncated_completions", "rollout.overlong=mask", "", of=DRAWING),
@@ -125,7 +134,7 @@ RULES: tuple[Rule, ...] = (
     taken("num_completions_to_print", "rollout.show", of=DRAWING),
     needless("log_unique_prompts wandb_log_unique_prompts log_multimodal log_completions_hub_repo",
              "a few samples of a rollout are shown", of=DRAWING),
-    absent("max_tool_calling_iterations", "answers call no tools while they are drawn", of=DRAWING),
+    absent("max_tool_calling_iterations", "answers call no tools while they are drawn", of=DRAWING, until="tool_call"),
     # rewards
     worked_out("reward_funcs", "reward=python, reward.function",
                "the function gets other arguments: docs/rewards.md", of=DRAWING),
@@ -171,163 +180,231 @@ RULES: tuple[Rule, ...] = (
     needless("local_rollout_forward_batch_size num_sample_generations exp_name batch_size mini_batch_size "
              "micro_batch_size local_batch_size num_total_batches", "no number depends on it", of="ppo"),
     # the launcher
-    worked_out("num_processes", "launch.nproc", ""),
-    worked_out("num_machines", "launch.nodes", ""),
+    worked_out("num_processes", "launch.nproc", "the GPUs of all machines together"),
+    *launchers.RULES,
     worked_out("accelerate_config config_file", "engine", "zero1, zero2, zero3, fsdp1 or fsdp2"),
+    worked_out("deepspeed_config_file", "engine, engine.offload", "as deepspeed"),
     worked_out("zero_stage", "engine", ""),
+    worked_out("offload_optimizer_device", "engine.offload=optimizer", ""),
+    worked_out("offload_param_device", "engine.offload=all", "with engine=zero3"),
+    worked_out("use_fsdp", "engine=fsdp2", ""),
     worked_out("parallelism_config_cp_size", "parallel.ring_size", ""),
     worked_out("parallelism_config_sp_size", "parallel.ring_size, parallel.layout=ulysses", ""),
-    needless("machine_rank main_process_ip main_process_port mixed_precision gpu_ids use_deepspeed env config",
-             "it tells accelerate how to start; `python -m rlexp` starts its own ranks"),
-    absent("parallelism_config_tp_size", "a model is not split across GPUs by tensor parallelism", 1),
+    needless("machine_rank main_process_ip main_process_port mixed_precision gpu_ids use_deepspeed env config "
+             "multi_gpu fsdp_version dynamo_backend", launchers.STARTS),
+    absent("parallelism_config_tp_size", "a model is not split across GPUs by tensor parallelism", 1,
+           until="tensor_parallel"),
 )  # fmt: skip
 
 
 def trainer_of(given: dict[str, Any]) -> str | None:
     """Return the trainer that a file is for, if an argument of it belongs to one trainer only."""
     found = [name for name, words in TELLTALE.items() if set(words.split()) & given.keys()]
-    if not found and (given.get("loss_type") in DIVISORS or given.get("loss_type") == "bnpo"):
+    loss = given.get("loss_type")
+    if not found and isinstance(loss, str) and loss in (*DIVISORS, "bnpo"):
         return "grpo"
-    if not found and given.get("loss_type") in ("sigmoid", ["sigmoid"]):
+    if not found and loss in ("sigmoid", ["sigmoid"]):
         return "dpo"
     return found[0] if len(found) == 1 else None
 
 
 def convert(conv: Conversion) -> None:
-    gpus = _gpus(conv)
-    _launcher(conv, gpus)
-    micro, steps = huggingface.sizes(conv, gpus)
-    huggingface.shared(conv, bf16=True)
-    conv.put("optim.lr", conv.get("learning_rate", RATES.get(conv.trainer, 1e-6)), "learning_rate")
-    if conv.name("activation_checkpointing") is None and conv.name("gradient_checkpointing") is None:
+    gpus = launchers.asked_for(conv.name("per_device_train_batch_size") or "per_device_train_batch_size",
+        launchers.ranks(conv, "nproc_per_node"),
+    )  # fmt: skip
+    ring = _ring(conv)
+    sized = huggingface.sizes(conv, gpus, ring=ring, ring_name=_ring_name(conv))
+    steps = huggingface.shared(conv, bf16=True)
+    _engine(conv)
+    conv.put("optim.lr", conv.number("learning_rate", RATES.get(conv.trainer, 1e-6)), "learning_rate")
+    if conv.name("activation_checkpointing") is None and "memory.checkpointing" not in conv.values:
         conv.put("memory.checkpointing", True, "gradient_checkpointing")
-    conv.choose("model", "hf")
-    conv.put("model.path", conv.get("model_name_or_path", conv.get("sft_model_path")), "model_name_or_path")
-    _data(conv)
+    _model(conv)
+    huggingface.evaluation(conv, steps, _data(conv))
     {"dpo": _dpo, "grpo": _grpo, "rloo": _rloo, "ppo": _ppo}[conv.trainer](conv)
     if conv.trainer == "dpo":
         huggingface.drop_last(conv)
     else:
         _rewards(conv)
-        _rollout(conv, gpus, micro, steps)
+        _rollout(conv, gpus // ring, *sized)
 
 
-def _gpus(conv: Conversion) -> int:
-    gpus = conv.gpus or conv.get("num_processes")
-    if gpus is None:
-        raise ConvertError(
-            "per_device_train_batch_size: is the batch of one GPU, and the file does not say how many GPUs there are. "
-            "Say how many: --gpus=8."
-        )
-    return int(gpus)
-
-
-def _launcher(conv: Conversion, gpus: int) -> None:
-    nodes = conv.whole("num_machines", 1)
-    conv.put(
-        "launch.nproc",
-        gpus // nodes,
-        *(["num_processes"] if conv.name("num_processes") else []),
-        why="" if conv.get("num_processes") == gpus else "--gpus",
+def _ring_name(conv: Conversion) -> str:
+    return next(
+        (name for name in ("parallelism_config_cp_size", "parallelism_config_sp_size") if conv.whole(name, 1) != 1),
+        "parallelism_config_cp_size",
     )
-    if nodes > 1:
-        conv.put("launch.nodes", nodes, "num_machines")
-    conv.tell(Fate.NEEDLESS, "num_machines", "it is 1")
-    profile = str(conv.get("accelerate_config", "")).rpartition("/")[2]
-    if (found := re.search(r"zero[123]", profile)) is not None:
-        conv.choose("engine", found[0], "accelerate_config")
+
+
+def _ring(conv: Conversion) -> int:
+    """Set the ring by accelerate's sizes for context and sequence parallelism."""
+    name = _ring_name(conv)
+    ring = int(conv.whole(name, 1, least=1))
+    if ring > 1:
+        conv.put("parallel.ring_size", ring, name)
+        if name == "parallelism_config_sp_size":
+            conv.put("parallel.layout", "ulysses", name)
+    for each in ("parallelism_config_cp_size", "parallelism_config_sp_size"):
+        conv.tell(Fate.NEEDLESS, each, "it is 1" if conv.whole(each, 1) == 1 else f"{name} decides")
+    return ring
+
+
+def _engine(conv: Conversion) -> None:
+    """Choose the engine by accelerate's arguments, unless the trainer's own have chosen one. The first one decides."""
+    for name, choose in (
+        ("accelerate_config", _by_profile),
+        ("deepspeed_config_file", engines.from_deepspeed),
+        ("zero_stage", _by_stage),
+    ):
+        if "engine" in conv.choices:
+            conv.tell(Fate.NEEDLESS, name, f"{conv.choices['engine'].origin} decides")
+        elif conv.get(name) is not None:
+            choose(conv, name)
+    if "engine" not in conv.choices and conv.flag("use_fsdp"):
+        conv.choose("engine", "fsdp2", "use_fsdp")
+    why = "another argument chooses the engine" if conv.flag("use_fsdp") else "it is not asked for"
+    conv.tell(Fate.NEEDLESS, "use_fsdp", why)
+    engines.offload(conv, weights="offload_param_device", optimizer="offload_optimizer_device")
+
+
+def _by_profile(conv: Conversion, name: str) -> None:
+    profile = conv.text(name).rpartition("/")[2]
+    if (found := re.search(r"zero([0-3])", profile)) is not None:
+        conv.choose("engine", f"zero{found[1]}", name)
     elif "fsdp" in profile:
-        conv.choose("engine", "fsdp2", "accelerate_config")
+        conv.choose("engine", "fsdp2", name)
     else:
-        conv.tell(
-            Fate.OTHER, "accelerate_config", "an engine holds the training state: engine=zero3, as docs/engines.md says"
+        conv.tell(Fate.OTHER, name, "the engine holds the training state: engine=zero3, as docs/engines.md says")
+
+
+def _by_stage(conv: Conversion, name: str) -> None:
+    stage = conv.whole(name)
+    if stage not in engines.BY_STAGE:
+        conv.refuse(name, "must be 0, 1, 2 or 3", "Give one of them.")
+    conv.choose("engine", engines.BY_STAGE[stage], name)
+
+
+def _model(conv: Conversion) -> None:
+    """Choose the model that is trained: TRL's PPO takes policy and reference from sft_model_path."""
+    conv.choose("model", "hf")
+    if conv.trainer == "ppo" and conv.get("sft_model_path") is not None:
+        conv.put("model.path", conv.text("sft_model_path"), "sft_model_path")
+        if conv.text("model_name_or_path") != conv.text("sft_model_path"):
+            conv.tell(Fate.OTHER, "model_name_or_path", "PPO takes the tokenizer from it; policy and reference are "
+                      "sft_model_path, whose own tokenizer is used here")  # fmt: skip
+        conv.tell(Fate.NEEDLESS, "model_name_or_path", "it is sft_model_path")
+        return
+    name = (
+        "sft_model_path" if conv.trainer == "ppo" and conv.get("model_name_or_path") is None else "model_name_or_path"
+    )
+    conv.put("model.path", conv.needed(name, "the model that is trained", "Qwen/Qwen3-0.6B"), name)
+    if conv.trainer == "ppo":
+        why = (
+            "TRL's PPO takes policy and reference from sft_model_path, which the file does not give; this one is taken"
         )
-    if (stage := conv.get("zero_stage")) is not None:
-        conv.choose("engine", huggingface.BY_STAGE.get(stage, "zero1"), "zero_stage")
-    for name, layout in (("parallelism_config_cp_size", None), ("parallelism_config_sp_size", "ulysses")):
-        if (size := conv.get(name, 1)) != 1:
-            conv.put("parallel.ring_size", size, name)
-            if layout:
-                conv.put("parallel.layout", layout, name)
-        conv.tell(Fate.NEEDLESS, name, "it is 1")
+        conv.remark(Fate.OTHER, "model_name_or_path", conv.get("model_name_or_path"), why)
 
 
-def _data(conv: Conversion) -> None:
+def _data(conv: Conversion) -> HeldOut:
+    """Set the rows; return whether some are held out."""
     conv.choose("data", "hf")
-    sources = conv.get("datasets")
+    sources = conv.entries("datasets")
+    if not sources:
+        conv.tell(Fate.NEEDLESS, "datasets", "it is empty")
+    for number, source in enumerate(sources, start=1):
+        _source(conv, "data" if len(sources) == 1 else f"data.sources.source{number}", source)
     if sources:
-        for number, source in enumerate(sources, start=1):
-            _source(conv, f"data.sources.source{number}", source)
-        conv.tell(Fate.NEEDLESS, "dataset_name", "datasets decides")
+        for name in ("dataset_name", "dataset_config", "dataset_train_split"):
+            conv.tell(Fate.NEEDLESS, name, "datasets decides")
     elif conv.get("dataset_name") is None:
-        raise ConvertError("dataset_name: is missing, and so is datasets; without them nothing says what to train on.")
+        raise ConvertError(
+            "dataset_name: is missing, and so is datasets; without them nothing says what to train on. Add it to the "
+            "file, as dataset_name=trl-lib/ultrafeedback_binarized."
+        )
     else:
-        conv.put("data.path", conv.get("dataset_name"), "dataset_name")
-        for name, key in (
-            ("dataset_config", "subset"),
-            ("dataset_train_split", "split"),
-            ("dataset_streaming", "streaming"),
-        ):
-            if (value := conv.get(name)) is not None:
-                conv.put(f"data.{key}", value, name)
-    held_out = conv.get("test_split_size")
-    if isinstance(held_out, int):
-        conv.put("data.eval_size", held_out, "test_split_size")
-    elif held_out is not None:
-        conv.tell(Fate.OTHER, "test_split_size", "a share of the rows there; data.eval_size is a number of rows")
-    elif huggingface.evaluates(conv) and not sources:
-        conv.put("data.eval_split", conv.get("dataset_test_split", "test"), "dataset_test_split")
-    conv.tell(Fate.NEEDLESS, "dataset_test_split", "nothing is evaluated")
+        conv.put("data.path", conv.text("dataset_name"), "dataset_name")
+        for name, key in (("dataset_config", "subset"), ("dataset_train_split", "split")):
+            if conv.get(name) is not None:
+                conv.put(f"data.{key}", conv.text(name), name)
+    if conv.flag("dataset_streaming"):
+        conv.put("data.streaming", True, "dataset_streaming")
+    conv.tell(Fate.NEEDLESS, "dataset_streaming", "rows are read from files")
+    rows = huggingface.held_out(conv, "test_split_size")
+    if rows is HeldOut.NONE and huggingface.evaluates(conv) and not sources:
+        conv.put("data.eval_split", conv.text("dataset_test_split", "test"), "dataset_test_split")
+        rows = HeldOut.ROWS
+    elif rows is HeldOut.NONE and huggingface.evaluates(conv):
+        why = "datasets has no held-out rows: give data.eval_size, or data.sources.NAME.eval_split"
+        conv.tell(Fate.OTHER, "eval_strategy", why)
+    conv.tell(Fate.NEEDLESS, "dataset_test_split", "test_split_size decides" if sources else "nothing is evaluated")
+    return rows
 
 
 def _source(conv: Conversion, key: str, source: dict[str, Any]) -> None:
     files, path = source.get("data_files"), source.get("path")
+    if files is None and path is None:
+        conv.refuse("datasets", "must be a list of mappings, each with a path", "Give each one a path.")
     conv.put(f"{key}.path", files if files and path in ("json", "parquet") else path, "datasets")
-    for theirs, ours in (("name", "subset"), ("split", "split"), ("fraction", "weight")):
+    known = {"name": "subset", "split": "split"} | ({"fraction": "weight"} if key != "data" else {})
+    for theirs, ours in known.items():
         if source.get(theirs) is not None:
             conv.put(f"{key}.{ours}", source[theirs], "datasets")
-    for name in source.keys() - {"path", "data_files", "name", "split", "fraction", "columns"}:
-        conv.remark(Fate.ABSENT, f"datasets: {name}", source[name], "a source has no key of this kind")
+    for name in source.keys() - {"path", "data_files", *known}:
+        why = "columns are found by their names: data.columns" if name == "columns" else "a source has no such key"
+        conv.remark(Fate.ABSENT, f"datasets: {name}", source[name], why)
 
 
 def _dpo(conv: Conversion) -> None:
     losses = conv.get("loss_type", "sigmoid")
     conv.choose("loss", "dpo", "loss_type")
     if losses not in ("sigmoid", ["sigmoid"]):
-        conv.remark(Fate.ABSENT, "loss_type", losses, "sigmoid is the one preference loss here; it is taken")
-    smoothing = conv.get("label_smoothing", 0.0)
-    conv.put(
-        "loss.label_smoothing",
-        smoothing,
-        "label_smoothing",
-        why="TRL ignores it since 0.29; until then it meant the same" if smoothing else "",
-    )
-    conv.put("data.max_length", conv.get("max_length", LONG), "max_length")
-    conv.put("data.too_long", "truncate", "truncation_mode", why="another part is cut than by TRL: docs/data.md")
+        conv.remark(Fate.ABSENT, "loss_type", losses, f"{huggingface.ONE_LOSS}; it is taken")
+    smoothing = conv.number("label_smoothing", 0.0)
+    if smoothing:
+        why = "TRL has ignored it with sigmoid since 0.29: as now, 0 is written. Before, it meant loss.label_smoothing"
+        conv.tell(Fate.OTHER, "label_smoothing", why)
+    conv.put("loss.label_smoothing", 0.0, "label_smoothing")
+    if conv.name("max_length") is not None and conv.get("max_length") is None:
+        conv.put("data.too_long", "error", "max_length")
+        why = "no limit there; data.max_length is a number here, and a longer row is an error that names it"
+        conv.remark(Fate.OTHER, "max_length", None, why)
+        conv.tell(Fate.NEEDLESS, "truncation_mode", "nothing is cut")
+    else:
+        conv.put("data.max_length", conv.whole("max_length", LONG, least=1), "max_length")
+        conv.put("data.too_long", "truncate", "truncation_mode", why="another part is cut than by TRL: docs/data.md")
     conv.tell(Fate.OTHER, "max_prompt_length", "data.max_length is one limit, for prompt and answer together")
 
 
 def _grpo(conv: Conversion) -> None:
     scale, divisor = conv.given.get("scale_rewards", "group"), conv.get("loss_type", "dapo")  # none: only centred
-    by_sequence = conv.get("importance_sampling_level", "token") == "sequence"
-    loss = "gspo" if by_sequence else "grpo" if scale in ("group", True) else "dr_grpo"
+    level = conv.get("importance_sampling_level", "token")
+    if level not in ("token", "sequence"):
+        conv.refuse("importance_sampling_level", "must be token or sequence", "Give one of them.")
+    by_sequence = level == "sequence"
+    by_group = scale in ("group", "true") or scale is True
+    loss = "gspo" if by_sequence else "grpo" if by_group else "dr_grpo"
     conv.choose("loss", loss, "importance_sampling_level" if by_sequence else "scale_rewards")
     if scale == "batch":
-        conv.remark(Fate.ABSENT, "scale_rewards", scale, "scores are normalized by group, or only centred")
-    if by_sequence and (divisor != "grpo" or scale not in ("group", True)):
+        why = "the scores of a whole batch have one deviation there; here they are only centred, and no longer scaled"
+        conv.remark(Fate.ABSENT, "scale_rewards", scale, why)
+    elif not by_group and scale not in ("none", None, False):
+        conv.refuse("scale_rewards", "must be group, batch or none", "Give one of them.")
+    if by_sequence and (divisor != "grpo" or not by_group):
         conv.remark(
             Fate.OTHER,
             "importance_sampling_level",
             "sequence",
             "loss=gspo is TRL's with loss_type=grpo and scale_rewards=group",
         )
-    conv.done.update(filter(None, map(conv.name, ("scale_rewards", "importance_sampling_level"))))
-    conv.put("loss.normalize", DIVISORS.get(divisor, "token"), "loss_type")
-    if divisor not in DIVISORS:
+    conv.tell(Fate.NEEDLESS, "scale_rewards", "importance_sampling_level=sequence decides")
+    conv.tell(Fate.NEEDLESS, "importance_sampling_level", "token is the level of every loss but gspo")
+    known = isinstance(divisor, str) and divisor in DIVISORS
+    conv.put("loss.normalize", DIVISORS[divisor] if known else "token", "loss_type")
+    if not known:
         conv.remark(Fate.ABSENT, "loss_type", divisor, "grpo, dapo and dr_grpo are here; dapo's divisor is taken")
-    beta = conv.get("beta", 0.0)
+    beta = conv.number("beta", 0.0)
     conv.put("loss.beta", beta, "beta")
-    if beta and conv.get("use_bias_correction_kl", True):
+    if beta and conv.flag("use_bias_correction_kl", True):
         conv.remark(
             Fate.OTHER,
             "beta",
@@ -340,28 +417,26 @@ def _grpo(conv: Conversion) -> None:
 
 
 def _clip(conv: Conversion) -> None:
-    low = conv.get("epsilon", 0.2)
+    low = conv.number("epsilon", 0.2)
     conv.put("loss.clip_low", low, "epsilon")
-    conv.put("loss.clip_high", conv.get("epsilon_high", low), "epsilon_high", "epsilon")
+    conv.put("loss.clip_high", conv.number("epsilon_high", low), "epsilon_high", "epsilon")
 
 
 def _rloo(conv: Conversion) -> None:
     conv.choose("loss", "rloo")
     _clip(conv)
     conv.notes.append(
-        "RLOO: the advantages are TRL's. TRL clips the ratio of the whole answer, rlexp that of each token, and "
-        "divides by "
-        "rollout.max_new_tokens: with one step for each rollout the gradients differ by that factor alone."
+        "RLOO: the advantages are TRL's. TRL clips the ratio of the whole answer, rlexp the ratio of each token, and "
+        "divides by rollout.max_new_tokens: with one step for each rollout the gradients differ by that factor alone."
     )
 
 
 def _ppo(conv: Conversion) -> None:
     conv.choose("loss", "ppo")
-    clip = conv.get("cliprange", 0.2)
+    clip = conv.number("cliprange", 0.2)
     conv.put("loss.clip_low", clip, "cliprange")
     conv.put("loss.clip_high", clip, "cliprange")
-    conv.put("rollout.temperature", conv.get("temperature", 0.7) if "temperature" in conv.by_name else 0.7)
-    if (penalty := conv.get("missing_eos_penalty")) is not None:
+    if (penalty := conv.number("missing_eos_penalty")) is not None:
         conv.put("rollout.overlong", "penalty", "missing_eos_penalty")
         conv.put("rollout.overlong_penalty", penalty, "missing_eos_penalty")
     conv.notes.append("PPO: TRL's critic begins as the reward model, ours with the policy's weights (loss.critic).")
@@ -369,28 +444,34 @@ def _ppo(conv: Conversion) -> None:
 
 def _rewards(conv: Conversion) -> None:
     terms: dict[str, dict[str, Any]] = {}
-    if (model := conv.get("reward_model_name_or_path", conv.get("reward_model_path"))) is not None:
-        terms["model"] = {"kind": "model", "path": model}
-    functions = conv.get("reward_funcs", []) if "reward_funcs" in conv.by_name else []
-    for name in functions if isinstance(functions, list) else [functions]:
-        module, _, function = str(name).rpartition(".")
-        terms[function] = {"kind": "python", "function": f"{module or 'rewards'}:{function}"}
+    functions = conv.texts("reward_funcs")
+    for name in functions:
+        module, _, function = name.rpartition(".")
+        terms[_unused(terms, name)] = {"kind": "python", "function": f"{module or 'rewards'}:{function}"}
+    models = [name for name in ("reward_model_name_or_path",) if conv.get(name) is not None]
+    for name in models:
+        terms[_unused(terms, "model")] = {"kind": "model", "path": conv.text(name)}
     if not terms:
-        raise ConvertError("reward_funcs: is missing, and so is a reward model; without them nothing scores an answer.")
-    names = [name for name in ("reward_funcs", "reward_model_name_or_path") if name in conv.by_name]
+        raise ConvertError(
+            "reward_funcs: is missing, and so is a reward model; without them nothing scores an answer. Add one to the "
+            "file, as reward_funcs=my_rewards.score."
+        )
+    names = [name for name in ("reward_funcs", "reward_model_name_or_path") if conv.name(name)]
     if functions:
+        files = sorted(
+            {f"{t['function'].partition(':')[0].replace('.', '/')}.py" for t in terms.values() if "path" not in t}
+        )
         conv.notes.append(
             "Rewards: TRL calls f(prompts, completions, completion_ids, **columns), rlexp f(prompts, answers, rows). "
-            "Write "
-            + " and ".join(sorted({f"{t['function'].partition(':')[0]}.py" for t in terms.values() if "function" in t}))
-            + " with functions of our form, which call the old ones: docs/rewards.md."
+            f"Write {' and '.join(files)} with functions of our form, which call the old ones: docs/rewards.md."
         )
-    weights = conv.get("reward_weights") if "reward_weights" in conv.by_name else None
+    weights = _weights(conv, len(terms))
     if len(terms) == 1 and not weights:
         ((_, term),) = terms.items()
         conv.choose("reward", term.pop("kind"), *names)
         for key, value in term.items():
             conv.put(f"reward.{key}", value, *names)
+        conv.tell(Fate.NEEDLESS, "reward_weights", "there is one reward")
         return
     conv.choose("reward", "sum", *names)
     for place, (name, term) in enumerate(terms.items()):
@@ -399,68 +480,109 @@ def _rewards(conv: Conversion) -> None:
         conv.put(f"reward.terms.{name}.weight", weights[place] if weights else 1.0, "reward_weights")
 
 
-def _rollout(conv: Conversion, gpus: int, micro: int, steps: int) -> None:
-    """Set the sizes of a rollout, in prompts and answers, from those of one GPU."""
-    batch = micro * steps * gpus
-    answers = conv.whole("num_generations", 8 if conv.trainer == "grpo" else 2) if conv.trainer != "ppo" else 1
-    drawn = batch
-    if conv.trainer != "ppo":
-        drawn = _generation(conv, micro * gpus, steps)
-        conv.put("rollout.n_samples", answers, "num_generations")
-    else:
+def _unused(terms: dict[str, dict[str, Any]], name: str) -> str:
+    """Return a name for a term of a reward: the last part of its path, or of more parts if two end alike."""
+    parts = [re.sub(r"\W", "_", part) for part in name.split(".")]
+    names = ["_".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+    names += [f"{names[-1]}{number}" for number in range(2, len(terms) + 3)]
+    return next(each for each in names if each not in terms)
+
+
+def _weights(conv: Conversion, terms: int) -> Sequence[float]:
+    said = conv.get("reward_weights") if "reward_weights" in conv.by_name else None
+    if said is None or said == []:
+        return []
+    weights = said if isinstance(said, list) else [said]
+    if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in weights):
+        conv.refuse("reward_weights", "must be a list of numbers", "Give one for each reward.")
+    if len(weights) != terms:
+        conv.refuse("reward_weights", f"has {len(weights)} weights for {terms} rewards", "Give one for each reward.")
+    return weights
+
+
+def _rollout(conv: Conversion, replicas: int, micro: int, steps: int) -> None:
+    """Set the sizes of a rollout, in prompts and answers, from the sizes of one GPU."""
+    batch, ppo = micro * steps * replicas, conv.trainer == "ppo"
+    answers = 1 if ppo else int(conv.whole("num_generations", 8 if conv.trainer == "grpo" else 2, least=1))
+    drawn = batch if ppo else _generation(conv, micro * replicas, steps)
+    if ppo:
         conv.put("rollout.n_samples", 1)
         _episodes(conv, batch)
+    else:
+        conv.put("rollout.n_samples", answers, "num_generations")
     if drawn % answers:
         raise ConvertError(
-            f"num_generations={answers}: does not divide the {drawn} answers of a rollout "
-            f"(per_device_train_batch_size × "
-            f"steps_per_generation × GPUs). TRL would refuse it too; check --gpus."
+            f"{conv.said('num_generations')}={answers}: does not divide the {drawn} answers of a rollout "
+            f"(per_device_train_batch_size × steps_per_generation × GPUs). TRL would refuse it too; check --gpus."
         )
-    drawing = () if conv.trainer == "ppo" else ("steps_per_generation", "generation_batch_size")
-    sizes = [name for name in drawing if conv.name(name)]
-    conv.put("rollout.batch_size", drawn // answers, *sizes, why=f"prompts: {drawn} answers / {answers}")
-    new = conv.whole("max_completion_length", 512 if conv.trainer != "ppo" else 53)
+    drawing = () if ppo else ("steps_per_generation", "generation_batch_size")
+    sized = [name for name in drawing if conv.name(name)]
+    conv.put("rollout.batch_size", drawn // answers, *sized, why=f"prompts: {drawn} answers / {answers}")
+    new = conv.whole("max_completion_length", 53 if ppo else 512, least=1)
     conv.put("rollout.max_new_tokens", new, "max_completion_length")
-    prompt = conv.get("max_prompt_length")
+    prompt = conv.whole("max_prompt_length", least=1)
     conv.put(
         "data.max_length",
         new + (prompt or LONG),
         "max_prompt_length",
         why="" if prompt else f"TRL has no limit of prompts; {LONG} tokens are allowed here",
     )
-    if conv.trainer == "ppo":
-        return
-    if conv.get("mask_truncated_completions"):
+    if not ppo:
+        _drawing(conv)
+
+
+def _drawing(conv: Conversion) -> None:
+    if conv.flag("mask_truncated_completions"):
         conv.put("rollout.overlong", "mask", "mask_truncated_completions")
     conv.tell(Fate.NEEDLESS, "mask_truncated_completions", "cut answers are kept")
-    conv.put("rollout.show_every", 10 if conv.get("log_completions") else 0, "log_completions")
-    if conv.get("use_vllm"):
+    conv.put("rollout.show_every", 10 if conv.flag("log_completions") else 0, "log_completions")
+    vllm = conv.flag("use_vllm")
+    if vllm:
         conv.choose("rollout", "default")
         conv.put("rollout.engine", "vllm", "use_vllm")
     conv.tell(Fate.NEEDLESS, "use_vllm", "samples are drawn by the model itself")
-    if conv.get("vllm_mode") == "server":
+    if vllm and conv.get("vllm_mode") == "server":
         conv.tell(Fate.OTHER, "vllm_mode", "rollout=pipelined gives some ranks to sampling, one rollout ahead")
     conv.tell(Fate.NEEDLESS, "vllm_mode", "all ranks sample, then all train")
+    _importance(conv, vllm)
+
+
+def _importance(conv: Conversion, vllm: bool) -> None:
+    """Weigh samples of vLLM as TRL does by default; only the mode token_truncate is here."""
+    names = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
+             "vllm_importance_sampling_clip_max")  # fmt: skip
+    mode, cap = conv.text(names[1], "sequence_mask"), conv.number(names[2], 3.0)
+    if not vllm or not conv.flag(names[0], True):
+        for name in names:
+            conv.tell(Fate.NEEDLESS, name, "no weight is asked for" if vllm else "vLLM draws no samples")
+    elif mode == "token_truncate":
+        conv.put("rollout.importance_cap", cap, *names)
+    else:
+        why = f"{mode} drops answers whose weight is above {cap:g}; rollout.importance_cap limits each token's weight"
+        if conv.name(names[1]) is None:
+            conv.remark(Fate.ABSENT, names[1], mode, f"their default: {why}")
+        for name in names:
+            conv.tell(Fate.ABSENT, name, why)
 
 
 def _generation(conv: Conversion, forward: int, steps: int) -> int:
     """Return the answers that TRL draws at once, as a whole number of train batches."""
-    each = conv.whole("steps_per_generation", steps)
-    if (size := conv.get("generation_batch_size")) is not None:
+    each = int(conv.whole("steps_per_generation", steps, least=1))
+    if (size := conv.whole("generation_batch_size", least=1)) is not None:
         each = size // forward
     if each < steps:
         return forward * steps  # the weights do not change between the generations of a step
     if each % steps:
+        said = f"generation_batch_size={size}" if size is not None else f"steps_per_generation={each}"
         raise ConvertError(
-            f"steps_per_generation={each}: is no multiple of gradient_accumulation_steps={steps}, so that a step "
-            f"would take "
-            f"samples of two generations. rlexp has whole train batches of one rollout: give a multiple."
+            f"{said}: is no multiple of gradient_accumulation_steps={steps}, so that a step "
+            f"would take samples of two generations. rlexp has whole train batches of one rollout: give a multiple."
         )
     return forward * each
 
 
 def _episodes(conv: Conversion, batch: int) -> None:
-    if (episodes := conv.get("total_episodes")) is not None:
+    if (episodes := conv.whole("total_episodes", least=1)) is not None:
         conv.values.pop("train.epochs", None)
-        count = -(-int(episodes) // batch) * conv.whole("num_ppo_epochs", 4)
+        count = -(-int(episodes) // batch) * int(conv.whole("num_ppo_epochs", 4, least=1))
         conv.put("train.max_steps", count, "total_episodes", "num_ppo_epochs")

@@ -14,11 +14,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from rlexp.base.errors import ConfigError, DataError
 from rlexp.config import hardware, load
 from rlexp.config.checks import across_fields, deepspeed
+from rlexp.config.elsewhere import composed_for
+from rlexp.config.explain import explain
 from rlexp.config.load import compose_config
 from rlexp.config.paths import conf_dir, config_root
 from rlexp.config.schema import KINDS
@@ -329,6 +332,23 @@ def test_wrong_input_is_one_message(rlexp: Shell, tmp_path: Path, case: str) -> 
     assert answer.stderr.startswith("rlexp: ")
     assert answer.stdout == ""
     assert not list(tmp_path.glob("runs/*")), "a refused run leaves no folder"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("train:\n  epochs: 1\n", "its first line must be"), ("# hello\n# @package _global_\n", "its first line must be"),
+     ("", "is empty. Its first line must be"), ("\n", "is empty. Its first line must be")],
+)  # fmt: skip
+def test_an_experiment_without_its_first_line_is_named(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "conf" / "experiment" / "own.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HydraException) as error:
+        composed_for(["+experiment=own"], tmp_path / "conf")
+    assert explain(error.value) == f'{file}: {said} "# @package _global_".'
 
 
 def test_a_ring_larger_than_the_gpus(rlexp: Shell, tmp_path: Path) -> None:

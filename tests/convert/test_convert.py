@@ -15,10 +15,10 @@ import pytest
 
 from rlexp.config.schema import KINDS, Config
 from rlexp.config.schema.keys import all_keys
-from rlexp.convert.experiment import composed, text_of
+from rlexp.convert.experiment import composed, overrides, text_of
 from rlexp.convert.frameworks import FRAMEWORKS, converted
 from rlexp.convert.read import plain, read
-from rlexp.convert.rules import Conversion, ConvertError, Fate
+from rlexp.convert.rules import NOTHING, Conversion, ConvertError, Fate
 from tests.helpers import coming_from, warm
 from tests.helpers.models import saved
 from tests.helpers.paths import FILES
@@ -87,7 +87,7 @@ ABSENT: dict[str, set[str]] = {
     "trl_dpo.yaml": {"lora_dropout", "neftune_noise_alpha", "push_to_hub", "grad_scale"},
     "trl_grpo.yaml": set(),
     "trl_gspo.sh": {"use_peft", "lora_target_modules"},
-    "trl_rloo.yaml": {"hub_token", "push_to_hub"},
+    "trl_rloo.yaml": {"hub_token", "push_to_hub", "vllm_importance_sampling_mode"},
     "openrlhf_dpo_ring.sh": set(),
     "openrlhf_dapo.sh": {"vllm.tensor_parallel_size"},
     "openrlhf_ppo_slurm.sh": {"normalize_reward"},
@@ -126,20 +126,21 @@ def value(cfg: Config, key: str) -> Any:
 @pytest.mark.parametrize("file", GIVEN)
 def test_an_example_of_theirs_composes(file: str, folder: Path) -> None:
     conv = conversion(file)
-    cfg = composed(text_of(conv, "mine", file), "mine")
+    cfg = composed(text_of(conv, "mine", file), "mine", overrides(conv))
     assert {key: value(cfg, key) for key in EXPECTED[file]} == EXPECTED[file]
     assert {line.name for line in conv.lines[Fate.ABSENT]} == ABSENT[file]
 
 
 @pytest.mark.parametrize("file", GIVEN)
 def test_no_argument_is_dropped_silently(file: str, folder: Path) -> None:
-    """Each stands in the file that is written: behind a key, in the command, or with a reason."""
+    """Each is in the file that is written: behind a key, in the command, or with a reason."""
     conv = conversion(file)
     text = text_of(conv, "mine", file)
     origins = " ".join(each.origin for each in (*conv.values.values(), *conv.choices.values(), *conv.command.values()))
     for name in conv.given:
         told = {line.name for lines in conv.lines.values() for line in lines}
         assert name in told or re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", origins), name
+    assert not [line.name for lines in conv.lines.values() for line in lines if line.why == NOTHING]
     assert all(f"  {line.name}: " in text for lines in conv.lines.values() for line in lines)
     assert "SECRET" not in text
     assert "hf_abcdefgh" not in text
@@ -183,7 +184,7 @@ OURS_ALONE = {
     "resume": "force mode",
     "reward": "ignore_case max_length most name pattern precision rule target text timeout_seconds trust_remote_code "
     "workers",
-    "rollout": "importance_cap micro_batch_size micro_batch_tokens sampling_ranks stop",
+    "rollout": "micro_batch_size micro_batch_tokens sampling_ranks stop",
     "train": "grad_acc stop_after",
 }
 ALIKE = {"data_seed"}  # theirs shuffles, ours is for generated rows
@@ -236,7 +237,7 @@ def test_what_is_called_absent_is_absent() -> None:
         ("trl_dpo.yaml", "dpo", None, "does not say how many GPUs there are. Say how many: --gpus=8."),
         ("trl_grpo.yaml", "sft", None, "is for TRL's sft, which rlexp does not have yet"),
         ("openrlhf_dapo.sh", "dpo", None, "--trainer=dpo: "),
-        ("axolotl_dpo.yaml", None, 6, "context_parallel_size=4: does not divide --gpus=6."),
+        ("axolotl_dpo.yaml", None, 6, "context_parallel_size=4: does not divide the 6 GPUs. "),
         ("llamafactory_dpo.yaml", None, 8, "dataset_info.json, and there is none here"),
     ],
 )

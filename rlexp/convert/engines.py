@@ -1,0 +1,128 @@
+"""The engine and what it offloads, from a DeepSpeed configuration or the settings of FSDP."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rlexp.convert.rules import Conversion, ConvertError, Fate
+
+BY_STAGE = {0: "zero0", 1: "zero1", 2: "zero2", 3: "zero3"}
+STAGE = re.compile(r"(?:zero|z|stage)[_-]?([0-3])(?!\d)", re.I)
+
+
+def from_deepspeed(conv: Conversion, name: str = "deepspeed") -> None:
+    """Choose the engine by a DeepSpeed configuration: a mapping, its JSON text, a file that is there, or the name of a
+    file."""
+    said = conv.get(name)
+    if said is None or said is False:
+        conv.tell(Fate.NEEDLESS, name, "there is none")
+        return
+    config = said if isinstance(said, dict) else _written(conv, name)
+    if config is not None:
+        _from_mapping(conv, name, config)
+    else:
+        _from_name(conv, name, conv.text(name))
+
+
+def _written(conv: Conversion, name: str) -> dict[str, Any] | None:
+    """Return the mapping of a JSON text or of a file that is there."""
+    said = conv.text(name)
+    text = said
+    if not said.lstrip().startswith("{"):
+        file = Path(said).expanduser()
+        if file.suffix != ".json" or not file.is_file():
+            return None
+        text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        config = json.loads(text)
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        conv.refuse(name, "is no configuration of DeepSpeed in JSON", "Correct it, or leave it out and set engine.")
+    return config
+
+
+def _from_mapping(conv: Conversion, name: str, config: dict[str, Any]) -> None:
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0 if not zero else 1) if isinstance(zero, dict) else None
+    if isinstance(stage, bool) or stage not in BY_STAGE:
+        raise ConvertError(
+            f"{conv.name(name)}: zero_optimization.stage={stage} must be 0, 1, 2 or 3. Give the stage in its place."
+        )
+    conv.choose("engine", BY_STAGE[int(stage)], name)
+    parts = {part: _device(zero, part) for part in ("param", "optimizer")}
+    if "nvme" in parts.values():
+        conv.remark(Fate.OTHER, name, "offload to nvme", "to the host's memory here, not to a disk")
+    _offload(conv, name, int(stage), weights=parts["param"] is not None, optimizer=parts["optimizer"] is not None)
+
+
+def _device(zero: dict[str, Any], part: str) -> str | None:
+    """Return where a part is offloaded to."""
+    said = zero.get(f"offload_{part}")
+    device = said.get("device") if isinstance(said, dict) else None
+    if device is None and zero.get("cpu_offload") and part == "optimizer":
+        return "cpu"  # the old key
+    return None if device in (None, "none") else str(device)
+
+
+def _from_name(conv: Conversion, name: str, file: str) -> None:
+    """Take the stage from the name of a file that is not here: zero3.json, ds_z2_offload_config.json."""
+    base = Path(file).name
+    found, offloads = STAGE.search(base), "offload" in base.lower()
+    if found is None:
+        also = ", and engine.offload=optimizer or all" if offloads else ""
+        conv.tell(Fate.OTHER, name, f"that file is not here: give engine=zero1, zero2 or zero3, as it says{also}")
+        return
+    stage = int(found[1])
+    conv.choose("engine", BY_STAGE[stage], name, why="by the file's name")
+    if offloads:
+        _offload(conv, name, stage, weights=stage == 3, optimizer=True)
+
+
+def offload(conv: Conversion, *, weights: str, optimizer: str) -> None:
+    """Take over accelerate's arguments for a device that holds a part of the training state."""
+    engine = conv.choices.get("engine")
+    stage = next((stage for stage, option in BY_STAGE.items() if engine and option == engine.value), 0)
+    said = {part: conv.text(part) not in (None, "none") for part in (weights, optimizer)}
+    _offload(conv, weights if said[weights] else optimizer, stage, weights=said[weights], optimizer=said[optimizer])
+    for part in (weights, optimizer):
+        conv.tell(Fate.NEEDLESS, part, "engine.offload says it" if said[part] else "nothing is offloaded")
+
+
+def _offload(conv: Conversion, name: str, stage: int, *, weights: bool, optimizer: bool) -> None:
+    if not (weights or optimizer):
+        return
+    if stage == 0:
+        conv.remark(Fate.ABSENT, name, "offload", "only engine=zero1, zero2 and zero3 offload")
+        return
+    if weights and not optimizer:
+        conv.remark(Fate.OTHER, name, "offload of weights alone", "engine.offload=all moves the optimizer's state too")
+    if weights and stage < 3:
+        conv.remark(Fate.ABSENT, name, "offload of weights", "only engine=zero3 offloads them")
+    if optimizer or stage == 3:
+        conv.put("engine.offload", "all" if weights and stage == 3 else "optimizer", name)
+
+
+def from_fsdp(conv: Conversion, *names: str) -> None:
+    """Choose FSDP2. `fsdp_config` may turn checkpointing on, and offload, which FSDP2 does not do here."""
+    given = [name for name in names if conv.name(name) and conv.get(name) not in (False, "", [], {})]
+    for name in names:
+        if name not in given:
+            conv.tell(Fate.NEEDLESS, name, "FSDP is not asked for")
+    if not given:
+        return
+    conv.choose("engine", "fsdp2", *given)
+    said = conv.get("fsdp_config")
+    config = said if isinstance(said, dict) else {}
+    if config.get("activation_checkpointing") or config.get("fsdp_activation_checkpointing"):
+        conv.put("memory.checkpointing", True, "fsdp_config", why="activation_checkpointing")
+    listed = conv.get("fsdp")
+    asked = "offload" in (listed if isinstance(listed, list) else str(listed or "").split())
+    keys = ("cpu_offload", "fsdp_cpu_offload", "offload_params", "fsdp_offload_params")
+    key = next((each for each in keys if config.get(each)), None)
+    if key or asked:
+        conv.remark(Fate.ABSENT, f"fsdp_config: {key}" if key else "fsdp: offload", True,
+                    "only engine=zero1, zero2 and zero3 offload: engine.offload")  # fmt: skip

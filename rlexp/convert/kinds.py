@@ -1,0 +1,114 @@
+"""Give a value the kind that our key takes, as the schema says it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from enum import Enum
+from typing import Any
+
+from rlexp.config.schema import KINDS, Config
+
+SOURCES = "data.sources."
+
+
+class WrongKind(Exception):
+    """A value that a key cannot take. The message is the rule: `must be a whole number`."""
+
+
+@functools.cache
+def hints(key: str) -> tuple[type, ...]:
+    """Return the kinds of value that a key takes; nothing for a key of an open mapping."""
+    group, _, leaf = key.partition(".")
+    top = typing.get_type_hints(Config).get(group)
+    if top is None:
+        return ()
+    owners: tuple[Any, ...] = (*KINDS.get(group, {}).values(), top)
+    if key.startswith(SOURCES):
+        owners, leaf = (KINDS["data"]["hf"],), key.removeprefix(SOURCES).partition(".")[2]
+    if not leaf:
+        return _parts(top)
+    if key.startswith(SOURCES) and leaf == "weight":
+        return float, type(None)
+    for owner in owners:
+        if dataclasses.is_dataclass(owner) and leaf in owner.__dataclass_fields__:
+            return _parts(typing.get_type_hints(owner)[leaf])
+    return ()
+
+
+def _parts(hint: Any) -> tuple[type, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def fitted(key: str, value: Any) -> Any:
+    """Return a value in the kind of our key."""
+    kinds = hints(key)
+    if not kinds or (value is None and type(None) in kinds):
+        return value if kinds or isinstance(value, bool | int | float | str | None) else _of_open(key, value)
+    kind: Any = next(each for each in kinds if each is not type(None))
+    if value is None:
+        raise WrongKind("needs a value")
+    if kind is bool:
+        return flag(value)
+    if kind is int:
+        return whole(value)
+    if kind is float:
+        return number(value)
+    if kind is str:
+        return text(value)
+    return _composed(kind, value)
+
+
+def _of_open(key: str, value: Any) -> Any:
+    if ".columns." in key:
+        return text(value)
+    raise WrongKind("must be a single value")
+
+
+def _composed(kind: Any, value: Any) -> Any:
+    origin = typing.get_origin(kind)
+    if origin is list:
+        inner = number if typing.get_args(kind) == (float,) else text
+        if not isinstance(value, list | tuple):
+            raise WrongKind("must be a list")
+        return [inner(each) for each in value]
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise WrongKind("must be a mapping")
+        return value
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        names = [each.value for each in kind]
+        if value not in names:
+            raise WrongKind(f"must be one of {', '.join(map(str, names))}")
+    return value
+
+
+def whole(value: Any, least: float | None = None) -> int:
+    made = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    limit = "" if least is None else f" of at least {least:g}"
+    if made is None or not math.isfinite(made) or made != int(made) or (least is not None and made < least):
+        raise WrongKind(f"must be a whole number{limit}")
+    return int(made)
+
+
+def number(value: Any, least: float | None = None) -> float:
+    made = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    limit = "" if least is None else f" of at least {least:g}"
+    if made is None or not math.isfinite(made) or (least is not None and made < least):
+        raise WrongKind(f"must be a number{limit}")
+    return made
+
+
+def flag(value: Any) -> bool:
+    if isinstance(value, bool) or value in (0, 1):
+        return bool(value)
+    raise WrongKind("must be true or false")
+
+
+def text(value: Any) -> str:
+    if isinstance(value, list | tuple | dict) or value is None:
+        raise WrongKind("must be a text")
+    return str(value)

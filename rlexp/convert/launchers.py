@@ -1,0 +1,107 @@
+"""The GPUs of a run, from arguments of accelerate, torchrun and deepspeed, and from the environment's variables."""
+
+from __future__ import annotations
+
+import re
+
+from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, needless, taken, worked_out
+
+OF_A_NODE = 8  # GPUs, where --gpus says more than one node has
+STARTS = "it tells the launcher how to start; `python -m rlexp` starts its own ranks"
+
+VARIABLES: tuple[Rule, ...] = (
+    worked_out("CUDA_VISIBLE_DEVICES", "launch.nproc", "as many as it lists, where nothing else says how many"),
+    taken("WANDB_PROJECT", "logger.project"),
+    taken("WANDB_ENTITY", "logger.entity"),
+    taken("WANDB_NAME", "logger.run_name"),
+    needless(
+        "MASTER_PORT MASTER_ADDR NODE_RANK PYTORCH_CUDA_ALLOC_CONF OMP_NUM_THREADS TOKENIZERS_PARALLELISM", STARTS
+    ),
+)
+RULES: tuple[Rule, ...] = (
+    worked_out("nproc_per_node num_gpus", "launch.nproc", "of torchrun and deepspeed: the GPUs of one machine"),
+    worked_out("include", "launch.nproc", "of deepspeed: localhost:4,5 are two GPUs"),
+    worked_out("num_machines nnodes num_nodes", "launch.nodes", ""),
+    needless("module hostfile master_port master_addr address runtime-env-json working-dir node_rank rdzv_backend "
+             "rdzv_endpoint standalone", STARTS),
+    *VARIABLES,
+)  # fmt: skip
+
+
+def ranks(conv: Conversion, *each: str, total: str = "num_processes", nodes: str = "num_machines") -> int | None:
+    """Set the ranks and return how many GPUs there are in all; None if nothing says it. `each` are the arguments that
+    count the GPUs of one node."""
+    several = conv.whole(nodes, 1, least=1)
+    named = next((name for name in each if conv.name(name)), None)
+    if conv.gpus is not None:
+        for name in (*each, total, "CUDA_VISIBLE_DEVICES", "include"):
+            if conv.name(name) is not None:
+                conv.tell(Fate.NEEDLESS, name, "--gpus decides")
+        return _from_command_line(conv, conv.gpus, several if conv.name(nodes) else None, nodes)
+    if conv.name(total) is not None:
+        gpus = conv.whole(total, 1, least=1)
+        _divides(total, gpus, several)
+        names: tuple[str, ...] = (total,)
+    elif named is not None:
+        gpus, names = conv.whole(named, 1, least=1) * several, (named,)
+    elif conv.name("include") is not None:
+        gpus, several = _included(conv.text("include"))
+        names = ("include",)
+    elif conv.name("CUDA_VISIBLE_DEVICES") is not None:
+        gpus = len([each for each in conv.text("CUDA_VISIBLE_DEVICES", "0").split(",") if each.strip()]) * several
+        names = ("CUDA_VISIBLE_DEVICES",)
+    else:
+        conv.tell(Fate.NEEDLESS, nodes, "--gpus says how many there are")
+        return None
+    conv.put("launch.nproc", max(1, gpus // several), *names)
+    conv.tell(Fate.NEEDLESS, "CUDA_VISIBLE_DEVICES", f"{conv.name(names[0])} says how many GPUs there are")
+    _put_nodes(conv, several, nodes)
+    return max(1, gpus)
+
+
+def _from_command_line(conv: Conversion, gpus: int, several: int | None, nodes: str) -> int:
+    if several is None and gpus > OF_A_NODE and gpus % OF_A_NODE == 0:
+        several = gpus // OF_A_NODE
+        conv.notes.append(
+            f"GPUs: --gpus={gpus} is taken for {several} nodes of {OF_A_NODE}. For others, set launch.nodes and "
+            f"launch.nproc."
+        )
+        conv.put("launch.nproc", OF_A_NODE, why=f"--gpus={gpus}")
+        conv.put("launch.nodes", several, why=f"--gpus={gpus}")
+        return gpus
+    if several is None and gpus > OF_A_NODE:
+        conv.notes.append(f"GPUs: --gpus={gpus} is taken for one node. For several, set launch.nodes and launch.nproc.")
+    _divides("--gpus", gpus, several or 1)
+    conv.put("launch.nproc", gpus // (several or 1), why="--gpus")
+    _put_nodes(conv, several or 1, nodes)
+    return gpus
+
+
+def _put_nodes(conv: Conversion, several: int, nodes: str) -> None:
+    if several > 1:
+        conv.put("launch.nodes", several, nodes)
+    conv.tell(Fate.NEEDLESS, nodes, "it is 1")
+
+
+def _divides(name: str, gpus: int, nodes: int) -> None:
+    if gpus % nodes:
+        raise ConvertError(f"{name}={gpus}: is no multiple of the {nodes} nodes. Give all GPUs of the run: --gpus=N.")
+
+
+def _included(text: str) -> tuple[int, int]:
+    """Return the GPUs and the nodes of deepspeed's `host:0,1@host2:0,1`."""
+    hosts = [each.partition(":")[2] for each in text.split("@")]
+    counts = [len(re.findall(r"\d+", each)) for each in hosts]
+    if not all(counts):
+        raise ConvertError(f"include={text}: does not list the GPUs of each host. Say how many in all: --gpus=8.")
+    return sum(counts), len(hosts)
+
+
+def asked_for(batch: str, gpus: int | None) -> int:
+    """Return the GPUs, without which the batch of a step is not known."""
+    if gpus is None:
+        raise ConvertError(
+            f"{batch}: is the batch of one GPU, and the file does not say how many GPUs there are. "
+            f"Say how many: --gpus=8."
+        )
+    return gpus

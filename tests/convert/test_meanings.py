@@ -1,0 +1,170 @@
+"""What single arguments of other trainers mean here, where a naive reading gives another run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlexp.convert.rules import ConvertError, Fate
+from rlexp.convert.trl import RULES, TELLTALE, trainer_of
+from tests.convert.texts import AXOLOTL, FACTORY, GRPO, OPENRLHF, PPO, RAY, SWIFT, TRL, conversion, named, values
+
+OTHER, ABSENT, NEEDLESS = Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS
+SHARED = (
+    "mask_truncated_completions: true\nnum_generations: 4\n", "epsilon_high: 0.3\n", "truncation_mode: keep_start\n",
+    "precompute_ref_log_probs: true\n", "packing: true\n",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(
+        json.dumps({"d1": {"file_name": "d1.json"}, "d3": {"hf_hub_url": "org/d", "columns": None}, "d4": {}, "d5": 3})
+    )
+    (tmp_path / "data" / "d1.json").write_text("[]")
+    (tmp_path / "ours.json").write_text('{"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}')
+    monkeypatch.chdir(tmp_path)
+
+
+DEEPSPEED: tuple[tuple[str, str | None, str | None], ...] = (
+    ("deepspeed_configs/zero3_bf16.json", "zero3", None),
+    ("ds/zero3_v2.json", "zero3", None),
+    ("deepspeed_configs/zero3_bf16_cpuoffload_all.json", "zero3", "all"),
+    ("deepspeed_configs/zero3_bf16_cpuoffload_params.json", "zero3", "all"),
+    ("ds_z3_offload_config.json", "zero3", "all"),
+    ("examples/deepspeed/ds_z2_offload_config.json", "zero2", "optimizer"),
+    ("zero2_offload", "zero2", "optimizer"),
+    ("zero3_offload", "zero3", "all"),
+    ("stage2.json", "zero2", None),
+    ("zero0", "zero0", None),
+    ("ds_offload.json", None, None),
+    ("ours.json", "zero1", "optimizer"),
+    ('{"zero_optimization": {"stage": 3}, "train_batch_size": 10}', "zero3", None),
+    ('{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}', "zero3", "all"),
+    ('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}', "zero2", "optimizer"),
+    ("{}", "zero0", None),
+)
+
+
+@pytest.mark.parametrize(("config", "engine", "offload"), DEEPSPEED)
+@pytest.mark.parametrize("base", [TRL, AXOLOTL, FACTORY, SWIFT])
+def test_a_deepspeed_configuration_is_one_engine_for_every_trainer(
+    base: str, config: str, engine: str | None, offload: str | None
+) -> None:
+    text = f"{base} --deepspeed '{config}'" if base == SWIFT else f"{base}deepspeed: '{config}'\n"
+    conv = conversion(text, "dpo" if base == TRL else None, 8)
+    assert (values(conv).get("engine"), values(conv).get("engine.offload")) == (engine, offload)
+    assert ("deepspeed" in named(conv, OTHER)) == (engine is None or "nvme" in config)
+
+
+# A file's text, its trainer (of TRL), and what comes of it: our keys, and arguments that are told to be something else.
+CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] = {
+    "ppo temperature": (PPO + "temperature: 0.9\n", "ppo", {"rollout.temperature": 0.9}, {}),
+    "ppo default temperature": (PPO, "ppo", {"rollout.temperature": 0.7}, {OTHER: {"model_name_or_path"}}),
+    "ppo policy": (PPO + "sft_model_path: org/sft\n", None, {"model.path": "org/sft", "reward.path": "org/r"},
+                   {OTHER: {"model_name_or_path"}}),
+    "axolotl beta of trl": (AXOLOTL + "rl_beta: 0.2\ntrl: {beta: 0.3, num_generations: 4}\n", None, {"loss.beta": 0.3},
+                            {ABSENT: {"trl: num_generations"}}),
+    "axolotl defaults": (AXOLOTL, None, {"checkpoint.keep_last": 4, "optim.warmup_steps": 0},
+                         {OTHER: {"save_strategy", "warmup_steps"}}),
+    "axolotl warm-up": (AXOLOTL + "max_steps: 1000\n", None, {"optim.warmup_steps": 30}, {}),
+    "axolotl long warm-up": (AXOLOTL + "max_steps: 100000\n", None, {"optim.warmup_steps": 100}, {}),
+    "axolotl short warm-up": (AXOLOTL + "max_steps: 60\n", None, {"optim.warmup_steps": 2}, {}),
+    "axolotl held-out rows": (AXOLOTL + "val_set_size: 200\neval_steps: 50\n", None,
+                              {"data.eval_size": 200, "train.eval_every": 50}, {}),
+    "axolotl held-out share": (AXOLOTL + "val_set_size: 0.05\neval_steps: 50\n", None,
+                               {"train.eval_every": None, "data.eval_size": None},
+                               {OTHER: {"val_set_size", "eval_steps"}}),
+    "axolotl fsdp": (AXOLOTL + "fsdp_config: {offload_params: true, activation_checkpointing: true}\n", None,
+                     {"engine": "fsdp2", "memory.checkpointing": True}, {ABSENT: {"fsdp_config: offload_params"}}),
+    "fsdp": (TRL + "fsdp: full_shard\nfsdp_config: {activation_checkpointing: true, cpu_offload: true}\n"
+             "gradient_checkpointing: false\n", "dpo", {"engine": "fsdp2", "memory.checkpointing": True},
+             {ABSENT: {"fsdp_config: cpu_offload"}}),
+    "accelerate offload": (TRL + "zero_stage: 3\noffload_optimizer_device: cpu\noffload_param_device: cpu\n", "dpo",
+                           {"engine": "zero3", "engine.offload": "all"}, {}),
+    "openrlhf once an epoch": (OPENRLHF + "--eval_dataset org/e --eval_steps -1", None,
+                               {"train.eval_every": None, "data.eval_path": "org/e"}, {OTHER: {"eval_steps"}}),
+    "openrlhf by default": (OPENRLHF + "--eval_dataset org/e", None, {"train.eval_every": None},
+                            {OTHER: {"eval_steps", "lr_warmup_ratio", "lr_scheduler"}}),
+    "swift share": (SWIFT + "--split_dataset_ratio 0.01 --eval_steps 100", None, {"train.eval_every": None},
+                    {OTHER: {"split_dataset_ratio", "eval_steps"}}),
+    "swift float32": (SWIFT + "--torch_dtype float32", None, {"train.precision": "fp32"}, {}),
+    "swift float16": (SWIFT + "--torch_dtype float16", None, {"train.precision": "bf16"}, {ABSENT: {"torch_dtype"}}),
+    "two rewards of one name": (
+        TRL + "reward_funcs: [m1.score, m2.score]\nreward_weights: [1.0, 0.5]\n", "grpo",
+        {"reward.terms.score.function": "m1:score", "reward.terms.m2_score.function": "m2:score",
+         "reward.terms.score.weight": 1.0, "reward.terms.m2_score.weight": 0.5}, {}),
+    "a function called model": (
+        TRL + "reward_funcs: [a.model]\nreward_model_name_or_path: org/r\n", "grpo",
+        {"reward.terms.model.function": "a:model", "reward.terms.model2.path": "org/r"}, {}),
+    "no limit of length": (TRL + "max_length: null\n", "dpo", {"data.max_length": None, "data.too_long": "error"},
+                           {OTHER: {"max_length"}}),
+    "steps as a float": (TRL + "max_steps: 1e3\n", "dpo", {"train.max_steps": 1000, "train.epochs": None}, {}),
+    "all checkpoints": (TRL + "save_total_limit: 0\n", "dpo", {"checkpoint.keep_last": 1_000_000}, {}),
+    "no held-out rows": (TRL + "datasets: [{path: a/b}, {path: c/d}]\neval_strategy: steps\n", "dpo",
+                         {"train.eval_every": None}, {OTHER: {"eval_strategy"}}),
+    "smoothing": (TRL + "label_smoothing: 0.1\n", "dpo", {"loss.label_smoothing": 0.0}, {OTHER: {"label_smoothing"}}),
+    "scale of a batch": (GRPO + "scale_rewards: batch\n", "grpo", {"loss": "dr_grpo"}, {ABSENT: {"scale_rewards"}}),
+    "vllm by default": (GRPO + "use_vllm: true\n", "grpo", {"rollout.importance_cap": None},
+                        {ABSENT: {"vllm_importance_sampling_mode"}}),
+    "vllm by token": (GRPO + "use_vllm: true\nvllm_importance_sampling_mode: token_truncate\n", "grpo",
+                      {"rollout.importance_cap": 3.0}, {}),
+    "context parallelism": (TRL + "parallelism_config_cp_size: 2\n", "dpo",
+                            {"train.batch_size": 32, "parallel.ring_size": 2}, {}),
+    "openrlhf lengths": (RAY + "--max_len 4096 --prompt_max_len 1024 --generate_max_len 512", None,
+                         {"data.max_length": 1536, "rollout.max_new_tokens": 512}, {NEEDLESS: {"max_len"}}),
+    "openrlhf gae": (RAY, None, {"loss": "ppo", "loss.value_coef": 1.0}, {}),
+    "openrlhf discount": (RAY + "--advantage_estimator reinforce --gamma 0.99", None, {"loss": "reinforce_pp"},
+                          {ABSENT: {"gamma"}}),
+    "openrlhf sleep": (RAY + "--vllm_enable_sleep", None, {}, {ABSENT: {"vllm_enable_sleep"}}),
+    "openrlhf weights": (RAY + "--enable_vllm_is_correction --vllm_is_truncated_threshold 0.5 4.0", None,
+                         {"rollout.importance_cap": 4.0}, {ABSENT: {"vllm_is_truncated_threshold"}}),
+    "openrlhf icepop": (RAY + "--enable_vllm_is_correction --vllm_is_correction_type icepop", None,
+                        {"rollout.importance_cap": None}, {ABSENT: {"vllm_is_correction_type"}}),
+    "template as a text": (OPENRLHF + "--tokenizer_chat_template '{% for m in messages %}{{ m }}'", None,
+                           {"model.chat_template": None}, {OTHER: {"tokenizer_chat_template"}}),
+    "rows of a file": (SWIFT + "--dataset /d/x.jsonl#500", None, {"data.path": "/d/x.jsonl", "data.split": None}, {}),
+    "weights in bfloat16": (FACTORY + "pure_bf16: true\n", None, {"train.precision": "bf16"}, {ABSENT: {"pure_bf16"}}),
+    "null columns": (FACTORY.replace("d1", "d3"), None, {"data.path": "org/d"}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_an_argument_means(case: str) -> None:
+    text, trainer, wanted, told = CASES[case]
+    conv = conversion(text, trainer, 8)
+    assert {key: values(conv).get(key) for key in wanted} == wanted
+    for fate, names in told.items():
+        assert names <= named(conv, fate), (fate, named(conv, fate))
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_an_argument_of_several_trainers_tells_no_trainer(shared: str) -> None:
+    with pytest.raises(ConvertError, match=r"does not say which trainer it is for. Say --trainer dpo"):
+        conversion(TRL + shared, None, 8)
+
+
+def test_a_telltale_argument_belongs_to_one_trainer() -> None:
+    """By our own rules, for the trainers that we have."""
+    rules = {name: {rule.trainers for rule in RULES if name in rule.names} for rule in RULES for name in rule.names}
+    for trainer, words in TELLTALE.items():
+        others = [rules.get(word, {(trainer,)}) - {(trainer,)} for word in words.split()]
+        shared = dict(zip(words.split(), others, strict=True)) | {"rloo_k": set()}
+        assert not any(shared.values()), shared
+
+
+@pytest.mark.parametrize(
+    ("loss", "trainer"), [(["sigmoid"], "dpo"), ("sigmoid", "dpo"), ("dapo", "grpo"), ("bnpo", "grpo"), (["a"], None)]
+)
+def test_a_loss_tells_its_trainer(loss: Any, trainer: str | None) -> None:
+    assert trainer_of({"loss_type": loss}) == trainer
+
+
+@pytest.mark.parametrize("name", ["d4", "d5", "d6"])
+def test_a_data_set_that_is_described_by_nothing_is_one_message(name: str) -> None:
+    with pytest.raises(ConvertError, match=f"dataset={name}: "):
+        conversion(FACTORY.replace("d1", name), None, 8)

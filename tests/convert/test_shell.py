@@ -1,0 +1,169 @@
+"""The reader of shell scripts: the words of a command are those that bash makes, and no argument is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rlexp.convert.read import plain, read
+from rlexp.convert.rules import ConvertError, Fate
+from rlexp.convert.shell import commands
+from tests.convert.texts import COMMAND, OPENRLHF, SWIFT, TRL, conversion, named, values, written
+from tests.helpers.paths import FILES
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("c --d org/x#500 --b 0.3", ["c", "--d", "org/x#500", "--b", "0.3"]),
+        ("LR=5e-7  # rate\nc --lr $LR \\\n  --b 0.5 # end\n", ["c", "--lr", "5e-7", "--b", "0.5"]),
+        ('M="a b"   # the policy\nc "$M" $M', ["c", "a b", "a", "b"]),
+        ("c --b ${B:-64} ${C:=4096} ${D-x/y}", ["c", "--b", "64", "4096", "x/y"]),
+        ("B=${B:-64}\nc $B", ["c", "64"]),
+        ("export A=1 LR=5e-7\nc ${LR} $A", ["c", "5e-7", "1"]),
+        ("X=(\n  --a 1 # one\n  --b 'q r'\n)\nX+=(--c)\nc \"${X[@]}\"", ["c", "--a", "1", "--b", "q r", "--c"]),
+        ("X=\"--a 1\"\nX+=' --b 2'\nc $X", ["c", "--a", "1", "--b", "2"]),
+        ("read -r -d '' X <<EOF\n  --a 1 \\\n  --b 2\nEOF\nc $X", ["c", "--a", "1", "--b", "2"]),
+        ("c --t \"{% for m in x %}{{ m['y'] }}\"", ["c", "--t", "{% for m in x %}{{ m['y'] }}"]),
+        ("c 'a  b' \"it's\" a\\ b \"\\$x\" ''", ["c", "a  b", "it's", "a b", "$x", ""]),
+        ("if [[ 1 ]]; then\n  c --a 1\nfi", ["c", "--a", "1"]),
+        *((f"c --b 0.5{end}", ["c", "--b", "0.5"]) for end in (
+            "; echo x", " && echo x", " || exit 1", " | tee log", " |& tee log", " > log 2>&1", " &> log &",
+            " 2>&1 | tee log", ";", " &>> log")),
+    ],
+)  # fmt: skip
+def test_words_are_those_of_bash(script: str, words: list[str], tmp_path: Path) -> None:
+    assert words in [command.words for command in commands(script)]
+    told = tmp_path / "told"
+    subprocess.run(["bash", "-c", f"c() {{ printf '%s\\0' c \"$@\" > '{told}'; }}\n{script}"], check=True, timeout=30,
+                   capture_output=True)  # fmt: skip
+    assert told.read_text(encoding="utf-8").split("\0")[:-1] == words
+
+
+def test_no_script_is_a_traceback() -> None:
+    """Pieces of scripts in any order: a quote that is open, a command inside itself."""
+    draw = random.Random(0)
+    pieces = [*"\"'$(){}\\\n# =1>|&;`<~é\t", "${", "X=", "$X", "--a", "<<EOF", "EOF", "$(", ">&2", "trl dpo --x", ":-"]
+    pieces += ["[@]", "+=", "\r\n", "read X "]
+    for _ in range(500):
+        script = "".join(draw.choices(pieces, k=draw.randint(1, 14)))
+        assert all(isinstance(word, str) for command in commands(script) for word in command.words)
+        with contextlib.suppress(ConvertError):
+            conversion(COMMAND + script, None, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{OPENRLHF} --learning_rate $LR", "learning_rate=$LR: LR has no value in the script. Set it there, as LR="),
+        (f"{OPENRLHF} --max_len $((8*16))", "max_len=$((8*16)): only bash knows what $((8*16)) is."),
+        (f"{OPENRLHF} --save_path out-$(date +%s)", "save_path=out-$(date +%s): only bash knows what $(date +%s) is."),
+        (f"{OPENRLHF} --pretrain $1", "pretrain=$1: only bash knows what $1 is."),
+        (f"{OPENRLHF}\n{OPENRLHF}", "has 2 commands (OpenRLHF's dpo, OpenRLHF's dpo). Leave one in it"),
+        (f"{TRL}beta: 0.1\nbeta: 0.5\n", "line 5: beta is given twice. Leave one of them out."),
+        ("trl dpo --config recipe.yaml --learning_rate 1e-6", "--config=recipe.yaml: the rest of the arguments are in"),
+    ],
+)
+def test_what_cannot_be_known_is_one_message(text: str, said: str) -> None:
+    with pytest.raises(ConvertError) as error:
+        conversion(text, "dpo" if text.startswith("model") else None, 8)
+    assert said in str(error.value)
+
+
+def test_a_secret_that_only_bash_knows_stops_nothing() -> None:
+    assert values(conversion(f"{OPENRLHF} --use_wandb $WANDB_TOKEN"))["logger"] == "wandb"
+
+
+@pytest.mark.parametrize(
+    ("script", "reached"),
+    [
+        (f"{SWIFT} --dataset AI-ModelScope/x#500 --beta 0.3", {"dataset": "AI-ModelScope/x#500", "beta": 0.3}),
+        (f"{OPENRLHF} -v --beta 0.5", {"dataset": "org/d", "-v": True, "beta": 0.5}),
+        (f"{OPENRLHF} --learning_rate '5e-7';", {"learning_rate": 5e-7}),
+        ("ray job submit --address=http://h:1 -- " + OPENRLHF.removeprefix("deepspeed "), {"address": "http://h:1"}),
+        (f"{COMMAND} --learning-rate 1e-6", {"learning_rate": 1e-6}),
+        (f"accelerate launch --num_processes 4 -m trl.scripts.{COMMAND[4:]}", {"num_processes": 4}),
+        (f"python -m {COMMAND}", {"dataset_name": "org/d"}),
+        (f"bash -c \"cd /x && {OPENRLHF} --beta 0.5 &>> log\"", {"beta": 0.5}),
+        (f"{COMMAND} --reward_weights 0.5 1", {"reward_weights": [0.5, 1]}),
+    ],
+)  # fmt: skip
+def test_arguments_reach_the_rules(script: str, reached: dict[str, object]) -> None:
+    given = conversion(script, None, 8).given
+    assert {name: given.get(name) for name in reached} == reached
+
+
+def test_an_example_has_the_arguments_that_its_text_has() -> None:
+    """The reader alone, by the words that begin with two dashes."""
+    for file in sorted((FILES / "foreign").glob("*.sh")):
+        asked, lines = read(file), file.read_text(encoding="utf-8").splitlines()
+        text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+        wanted = {word[2:].strip("\"'").partition("=")[0] for word in text.split() if word.startswith("--")} - {""}
+        outside = {"overlap", "nodes", "ntasks"}  # of srun, around the quotes
+        assert wanted - outside == set(asked.given) | (set(asked.launcher) - {"-m"}), file
+
+
+def test_variables_before_a_command_are_read() -> None:
+    conv = conversion(f"WANDB_PROJECT=zz CUDA_VISIBLE_DEVICES=0,1 FOO=1 {COMMAND}")
+    assert values(conv)["logger.project"] == "zz"
+    assert values(conv)["launch.nproc"] == 2
+    assert "FOO" in named(conv, Fate.OTHER)
+    assert values(conversion(f"export NPROC_PER_NODE=8\n{SWIFT.partition(' ')[2]}"))["launch.nproc"] == 8
+    assert values(conversion(f"{TRL}env: {{WANDB_PROJECT: zz}}\n", "dpo"))["logger.project"] == "zz"
+
+
+def test_what_is_around_a_quoted_command_is_told() -> None:
+    conv = conversion(f'export LR=1e-6\nA=1 srun --nodes 2 bash -c "{OPENRLHF} --learning_rate $LR"')
+    assert (values(conv)["optim.lr"], named(conv, Fate.NEEDLESS) & {"srun"}) == (1e-6, {"srun"})
+    assert named(conv, Fate.OTHER) & {"A", "LR"} == {"A"}
+
+
+def test_launchers_say_how_many_gpus_there_are() -> None:
+    include = OPENRLHF.replace("deepspeed", "deepspeed --include localhost:4,5")
+    script = f"torchrun --nproc_per_node 4 --nnodes 2 trl/scripts/{COMMAND[4:].replace('dpo', 'dpo.py', 1)}"
+    assert values(conversion(include))["launch.nproc"] == 2
+    assert {key: values(conversion(script)).get(f"launch.{key}") for key in ("nproc", "nodes")} == {
+        "nproc": 4,
+        "nodes": 2,
+    }
+    many = conversion(TRL, "dpo", 64)
+    assert (values(many)["launch.nproc"], values(many)["launch.nodes"]) == (8, 8)
+    assert "8 nodes of 8" in written(many)
+
+
+def test_a_command_with_a_yaml_has_the_arguments_of_both(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"{TRL}beta: 0.3\nlearning_rate: 1e-5\n")
+    conv = conversion("trl dpo --config recipe.yaml --learning_rate 1e-6")
+    assert (values(conv)["loss.beta"], values(conv)["optim.lr"]) == (0.3, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["my trl dpo run", "swift rlhf baseline", "openrlhf.cli.train_dpo"])
+def test_a_mapping_is_yaml_whatever_its_texts_say(name: str) -> None:
+    assert values(conversion(f"{TRL}run_name: {name}\n", "dpo"))["logger.run_name"] == name
+
+
+@pytest.mark.parametrize("text", ["0906_1200", "007", "2024_01_01", "1_000", "inf", "nan", "0x10"])
+def test_a_text_that_is_no_plain_number_is_a_text(text: str) -> None:
+    assert plain(text) == text
+    assert values(conversion(f"{OPENRLHF} --use_wandb x --wandb_run_name {text}"))["logger.run_name"] == text
+
+
+def test_a_number_where_a_text_belongs_is_as_it_is_written() -> None:
+    conv = conversion(f"{OPENRLHF} --wandb_run_name 1e3 --save_path 007")
+    assert values(conv)["logger.run_name"] == "1e3"
+    assert values(conv)["hydra.run.dir"] == "007"
+
+
+def test_the_last_of_two_values_decides_and_the_first_is_told() -> None:
+    conv = conversion(f"{OPENRLHF} --beta 0.1 --beta 0.5")
+    assert values(conv)["loss.beta"] == 0.5
+    assert "beta" in named(conv, Fate.NEEDLESS)

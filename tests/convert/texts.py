@@ -1,0 +1,46 @@
+"""Files of other trainers as short texts, and what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from rlexp.convert.experiment import text_of
+from rlexp.convert.frameworks import converted
+from rlexp.convert.rules import Conversion, Fate
+
+# A file with the least of each trainer: its arguments follow.
+TRL = "model_name_or_path: org/m\ndataset_name: org/d\nnum_processes: 8\n"
+GRPO = TRL + "reward_funcs: [a.b]\n"
+PPO = TRL + "reward_model_path: org/r\n"
+AXOLOTL = "base_model: org/m\nrl: dpo\nlearning_rate: 1e-5\ndatasets: [{path: org/d, type: chat_template.default}]\n"
+FACTORY = "model_name_or_path: org/m\nstage: dpo\nfinetuning_type: full\ndataset: d1\n"
+OPENRLHF = "deepspeed --module openrlhf.cli.train_dpo --pretrain org/m --dataset org/d "
+RAY = "python3 -m openrlhf.cli.train_ppo_ray --pretrain org/m --prompt_data org/p --reward_pretrain org/r "
+SWIFT = "NPROC_PER_NODE=4 swift rlhf --rlhf_type dpo --model org/m --tuner_type full --dataset org/d "
+COMMAND = "trl dpo --model_name_or_path org/m --dataset_name org/d "
+
+
+def conversion(text: str, trainer: str | None = None, gpus: int | None = None) -> Conversion:
+    """Convert a text as a file. Other files are looked for where the test runs."""
+    handle, name = tempfile.mkstemp(dir=Path.cwd(), text=True)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    try:
+        return converted(Path(name), trainer, gpus)
+    finally:
+        Path(name).unlink()
+
+
+def written(conv: Conversion) -> str:
+    return text_of(conv, "mine", "theirs")
+
+
+def values(conv: Conversion) -> dict[str, object]:
+    """Return our keys and options with their values."""
+    return {key: each.value for key, each in (*conv.choices.items(), *conv.values.items(), *conv.command.items())}
+
+
+def named(conv: Conversion, *fates: Fate) -> set[str]:
+    return {line.name for fate in fates for line in conv.lines[fate]}
