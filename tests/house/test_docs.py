@@ -21,7 +21,7 @@ from tests.helpers.imports import PACKAGE, modules_of
 from tests.helpers.pages import MEASURED, PAGES
 from tests.helpers.paths import ROOT
 
-REFERENCES = ("keys.md", "coming_from.md")  # pages whose generated tables list what exists, and measure nothing
+REFERENCES = ("README.md", "keys.md", "coming_from.md")  # their generated tables measure nothing
 ROWS = 12  # of a measured table on a page, at most
 GROUPS = ("Start", "Configure", "Operate", "Inside")  # of pages, as the README's headings name them
 Shell = Callable[..., subprocess.CompletedProcess[str]]
