@@ -71,7 +71,7 @@ RULES: tuple[Rule, ...] = (
            0),
     needless("flash_attention attn_implementation sdp_attention eager_attention xformers_attention",
              "the fastest kernel is taken"),
-    worked_out("deepspeed", "engine, engine.offload", "the stage of its file"),
+    worked_out("deepspeed", "engine, engine.offload", "the ZeRO stage of your file chooses the engine"),
     worked_out("fsdp_version", "engine=fsdp2", ""),
     absent("activation_offloading", "activations stay on the GPU", False, until="activation_offload"),
     worked_out("wandb_project", "logger=wandb, logger.project", ""),
