@@ -95,9 +95,13 @@ def fail_in_words(one: str, other: str) -> int:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("also", [(slow, (1,)), (fail, (2,)), (fail_in_words, ("a", "b"))])
-def test_a_task_that_ends_with_an_error_has_its_own_result(processes: int, also: Any) -> None:
-    """What it asked for at the same time is for nobody, whether it comes or fails."""
+@pytest.mark.parametrize(
+    ("also", "said"),
+    [((slow, (1,)), "no 1"), ((fail, (2,)), "no 2"), ((fail_in_words, ("a", "b")), "TwoWordsError: ab")],
+)
+def test_a_task_that_ends_with_an_error_has_its_own_result(processes: int, also: Any, said: str) -> None:
+    """What it asked for at the same time is for nobody, whether it comes or fails. Of two that fail side by side,
+    either may be the first."""
 
     def careful(*calls: Any) -> Any:
         try:
@@ -105,7 +109,9 @@ def test_a_task_that_ends_with_an_error_has_its_own_result(processes: int, also:
         except Exception as error:
             return f"refused: {error}"
 
-    assert at_once([careful((fail, (1,)), also), doubled(7)], processes) == ["refused: no 1", 14]
+    refused, other = at_once([careful((fail, (1,)), also), doubled(7)], processes)
+    assert refused in {"refused: no 1", f"refused: {said}" if processes > 1 else ""}
+    assert other == 14
     (told,) = at_once([careful((fail_in_words, ("a", "b")))], processes)
     assert told == "refused: TwoWordsError: ab"
 
