@@ -34,8 +34,8 @@ def main() -> None:
 
 def rows() -> str:
     lines = [
-        "| pairs | file, MB | cache | seconds to step 1 | peak own memory of a rank | part of the store in its memory "
-        "| peak of all processes | store, MB |",
+        "| pairs | file, MB | cache | seconds to step 1 | peak own memory of a rank "
+        "| mapped pages of the store in a rank | peak of all processes | store, MB |",
         "| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     with tempfile.TemporaryDirectory() as folder:

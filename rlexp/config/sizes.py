@@ -113,7 +113,7 @@ def grad_acc(batch_size: int, micro_batch_size: int, dp_size: int) -> int:
                 fewer = max(d for d in replicas if dp_size % d == 0)  # on the same ranks
                 remedy += (
                     f" To keep {batch_size}, make parallel.ring_size {dp_size // fewer} times as large ({fewer} "
-                    f"replica{'s' * (fewer > 1)}), or take ranks for {listed(nearest(dp_size, replicas))} replicas."
+                    f"replica{'s' * (fewer > 1)}), or launch ranks for {listed(nearest(dp_size, replicas))} replicas."
                 )
         raise ConfigError(
             f"train.batch_size={batch_size}: {dp_size} replica{'s' * (dp_size > 1)} × train.micro_batch_size="

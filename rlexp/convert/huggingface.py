@@ -58,7 +58,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("adam_beta2", "optim.betas", ""),
     taken("adam_epsilon", "optim.eps", default=1e-8),
     worked_out("lr_scheduler_type", "optim.decay", "linear, cosine, constant; with warm-up or without"),
-    absent("lr_scheduler_kwargs", "the rate decays to 0, by a line or a cosine", {}, {"num_cycles": 0.5},
+    absent("lr_scheduler_kwargs", "the rate is constant, or decays to 0 by a line or a cosine", {}, {"num_cycles": 0.5},
            until="min_lr"),
     worked_out("warmup_steps", "optim.warmup_steps", "the first step has a small rate here, and the rate 0 there"),
     worked_out("warmup_ratio", "optim.warmup_steps", "a number of steps, not a share of them"),

@@ -117,7 +117,7 @@ RULES: tuple[Rule, ...] = (
     needless("ckpt.save_hf save_hf_ckpt", "`python -m rlexp.export` makes a model of any checkpoint"),
     needless("ckpt.load_enable load_checkpoint", "a run continues if its folder has a checkpoint"),
     worked_out("ckpt.disable_ds disable_ds_ckpt", "checkpoint.on_exit=false", ""),
-    absent("ckpt.best_metric_key best_metric_key", "see checkpoint.best_metric"),
+    absent("ckpt.best_metric_key best_metric_key", "checkpoint.best_metric takes a metric of rlexp, such as eval/loss"),
     worked_out("eval.steps eval_steps", "train.eval_every", "for PPO, theirs counts rollouts"),
     needless("logger.logging_steps logging_steps", "every step is logged"),
     worked_out("logger.wandb.key use_wandb", "logger=wandb", "log in with `wandb login`: a key is never written"),

@@ -323,8 +323,14 @@ def table_of(rules: Sequence[Rule]) -> str:
         for rule in (rule for rule in rules if rule.fate is fate):
             ours = _listed(rule.key) if rule.key else fate.value
             rows.append(f"| {_quoted(rule.names)} | {ours} | {_differs(rule)} |")
-    needless = {name for rule in rules if rule.fate is Fate.NEEDLESS for name in rule.names}
-    return "\n".join(rows) + f"\n\n{NEED_NOTHING} {_quoted(sorted(needless))}.\n"
+    elsewhere = {name for rule in rules if rule.fate is not Fate.NEEDLESS for name in rule.names}
+    needless = {
+        f"`{name}`" + (f" ({', '.join(rule.trainers)})" if name in elsewhere else "")
+        for rule in rules
+        if rule.fate is Fate.NEEDLESS
+        for name in rule.names
+    }
+    return "\n".join(rows) + f"\n\n{NEED_NOTHING} {', '.join(sorted(needless))}.\n"
 
 
 def _listed(key: str) -> str:

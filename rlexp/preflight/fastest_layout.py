@@ -46,7 +46,8 @@ def choosing(cfg: Config, heads: Heads | None) -> Calls:
     best, least = ranked[0]
     told = ", ".join(f"{choice.name} {time / least:.2f}" for choice, time in ranked)
     where = "one node" if near(cfg, cfg.parallel.ring_size) else "several nodes"
-    reason = f"{heads.queries} heads, {heads.keys} of keys, {cfg.data.max_length:,} tokens, {where}; rehearsed: {told}"
+    shape = f"{heads.queries} query heads, {heads.keys} key/value heads, {cfg.data.max_length:,} tokens"
+    reason = f"{shape}, {where}; rehearsed: {told}"
     return dataclasses.replace(best, reason=reason)
 
 

@@ -107,7 +107,7 @@ def test_heads_of_a_folder_are_refused_before_a_process_starts(rlexp: Shell, tmp
 def test_a_run_says_which_layout_it_takes_and_why(rlexp: Shell, tmp_path: Path) -> None:
     shown = rlexp("launch.device=cpu", "parallel=ring2", "parallel.layout=auto", "logger=none", "train.max_steps=1")
     assert shown.returncode == 0, shown.stderr
-    why = r"layout \1: 8 heads, 2 of keys, 512 tokens, one node; rehearsed: \1 1\.00, "
+    why = r"layout \1: 8 query heads, 2 key/value heads, 512 tokens, one node; rehearsed: \1 1\.00, "
     said = rf"ring of 2 \((\w+), cpu_flash\).*\n  {why}"
     taken = re.search(said, shown.stderr)
     assert taken, shown.stderr

@@ -305,7 +305,8 @@ class RolloutConfig:
     overlong: Overlong = Overlong.keep  # how an answer that reaches rollout.max_new_tokens without an end is handled
     # subtracted from the score of an answer that is too long, with rollout.overlong=penalty
     overlong_penalty: float = number(1.0, least=0)
-    # limit on a token's importance weight, which corrects for samples drawn by older weights; null: no such weight
+    # limit on a token's importance weight, which corrects for samples drawn by older weights or by vLLM; null: no such
+    # weight
     importance_cap: float | None = number(None, above=0)
     # share of a GPU's memory that vLLM may take, with rollout.engine=vllm
     vllm_memory: float = number(0.4, above=0, below=1)
@@ -422,7 +423,9 @@ class CheckpointConfig:
     keep_last: int = number(2, least=1)
     # further checkpoints to keep: the best ones by checkpoint.best_metric. A step that is among them is always saved
     keep_best: int = number(0, least=0)
-    best_metric: str = "eval/loss"  # the metric that says which checkpoint is best, as metrics.jsonl names it
+    # the metric that says which checkpoint is best, as metrics.jsonl names it; reinforcement learning has no eval/loss:
+    # take eval/objective/scores with checkpoint.best=max
+    best_metric: str = "eval/loss"
     best: Best = Best.min  # which value of checkpoint.best_metric is best
     on_exit: bool = True  # save when the run ends, or is asked to stop
     export: bool = True  # write the trained model to `<run>/model` when the run ends

@@ -24,8 +24,8 @@ class TooLong(Enum):
 class TemplateUse(Enum):
     """Whether rows are written by the tokenizer's chat template."""
 
-    auto = "auto"  # by the template, if the tokenizer has one
-    never = "never"  # as they are: the rows already contain the final text
+    auto = "auto"  # use the tokenizer's template, if it has one
+    never = "never"  # use the text of the rows unchanged; it must be final
 
 
 class BadRows(Enum):
@@ -59,7 +59,7 @@ class SyntheticDataConfig(DataConfig):
 class RowsDataConfig(DataConfig):
     """Keys that all data sets of rows share."""
 
-    # number of training rows that are held out instead, the same ones with any `seed`; not with eval_path or
+    # number of rows that are held out and not trained on, the same ones with any `seed`; not with eval_path or
     # eval_split
     eval_size: int = number(0, least=0)
     # which column holds a field, where it has another name: `data.columns.prompt=question`

@@ -16,7 +16,7 @@ from rlexp.config.schema.bounds import number
 class KLPlace(Enum):
     """The place where the divergence from the reference enters."""
 
-    reward = "reward"  # subtracted from the score, token by token
+    reward = "reward"  # subtracted from the score: per token with `ppo` and `reinforce_pp`, else per answer
     loss = "loss"  # a term of the loss
 
 
@@ -31,9 +31,9 @@ class KLEstimator(Enum):
 class Normalize(Enum):
     """Loss normalizers. Every count is taken over the whole train batch."""
 
-    token = "token"  # the number of trained tokens
+    token = "token"  # their sum / the number of trained tokens
     sequence = "sequence"  # the mean over each answer's tokens, then the mean over answers
-    fixed = "fixed"  # rollout.max_new_tokens times the number of answers
+    fixed = "fixed"  # their sum / (the number of answers × rollout.max_new_tokens)
 
 
 class CriticName(Enum):
@@ -73,7 +73,7 @@ class PolicyLossConfig(LossConfig):
     dual_clip: float | None = number(None, above=1, why=" (3 is usual)")
     entropy: float = number(0.0, least=0)  # weight of the entropy bonus, which rewards varied answers
     whiten: bool = False  # shift and scale the advantages of a train batch to mean 0 and variance 1
-    normalize: Normalize = Normalize.token  # what the sum over tokens is divided by
+    normalize: Normalize = Normalize.token  # how the terms of the tokens are averaged over the train batch
     filter: bool = False  # leave out a prompt if all its answers have the same score
 
 
