@@ -48,7 +48,8 @@ class HeldOut(Enum):
 
 RULES: tuple[Rule, ...] = (
     worked_out("per_device_train_batch_size", "train.micro_batch_size, train.batch_size",
-               "theirs counts samples of a GPU; train.micro_batch_size counts those of a ring, train.batch_size all"),
+               "samples of one GPU there; here train.micro_batch_size has those of one ring, and train.batch_size "
+               "those of a whole step"),
     worked_out("gradient_accumulation_steps", "train.batch_size",
                "train.grad_acc follows from the batch, and is not set"),
     worked_out("learning_rate", "optim.lr", ""),

@@ -53,7 +53,7 @@ RULES: tuple[Rule, ...] = (
     # data
     worked_out("data.dataset data.prompt_dataset dataset prompt_data", "data=hf, data.path or data.sources", ""),
     worked_out("data.dataset_probs data.prompt_probs dataset_probs prompt_data_probs", "data.sources.NAME.weight",
-               "an epoch ends with the first source that is used up, theirs with the last"),
+               "an epoch ends when the first source is used up here, and when the last one is there"),
     worked_out("data.dataset_split data.prompt_split dataset_split train_split prompt_split", "data.split", ""),
     worked_out("eval.dataset eval_dataset", "data.eval_path", ""),
     worked_out("eval.split eval_split", "data.eval_split", "used only if an evaluation set is given"),
@@ -65,7 +65,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("data.apply_chat_template apply_chat_template", "data.template", ""),
     absent("data.input_template input_template", "rows are written by the tokenizer's template, or as they are"),
     worked_out("data.tokenizer_chat_template tokenizer_chat_template", "model.chat_template",
-               "the template itself there, a file with it here"),
+               "OpenRLHF takes the template as text, rlexp a file with it"),
     worked_out("data.max_len max_len", "data.max_length", "tokens of prompt and answer together"),
     worked_out("prompt_max_len", "data.max_length", "there is one limit, for prompt and answer together"),
     absent("data.image_key image_key data.max_images_per_prompt max_images_per_prompt", "images are not read", 0,

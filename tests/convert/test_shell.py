@@ -44,8 +44,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_words_are_those_of_bash(script: str, words: list[str], tmp_path: Path) -> None:
     assert words in [command.words for command in commands(script)]
     told = tmp_path / "told"
-    subprocess.run(["bash", "-c", f"c() {{ printf '%s\\0' c \"$@\" > '{told}'; }}\n{script}"], check=True, timeout=30,
-                   capture_output=True)  # fmt: skip
+    run = f"c() {{ printf '%s\\0' c \"$@\" > '{told}'; }}\n{script}\nwait"  # a command may be in the background
+    subprocess.run(["bash", "-c", run], check=True, timeout=30, capture_output=True, cwd=tmp_path)
     assert told.read_text(encoding="utf-8").split("\0")[:-1] == words
 
 

@@ -37,7 +37,7 @@ from rlexp.config.schema.losses import (
 )
 
 WEEK = 7 * 24 * 3600  # seconds
-LIKELIEST = " (a policy that always gives its likeliest answer has nothing to learn from)"
+LIKELIEST = " (with 0, all answers to a prompt would be the same)"
 
 
 class Device(Enum):
@@ -224,9 +224,10 @@ class TrainConfig:
     max_steps: int | None = number(None, least=1)
     epochs: int | None = number(None, least=1)  # the run ends after this many passes over the data
     precision: Precision = MISSING  # the numbers that the model computes with; fp64 needs engine=torch or engine=fsdp2
-    # evaluate on the held-out rows after every so many steps and after the last one; null: never
+    # number of steps between evaluations on the held-out rows; also evaluated after the last step; null: never
     eval_every: int | None = number(None, least=1)
-    # end this process after so many more steps, and save; to continue, repeat the command with the same `hydra.run.dir`
+    # stop after this many steps of this launch, and save, even if the run is not complete; to continue, repeat the
+    # command with the same `hydra.run.dir`
     stop_after: int | None = number(None, least=1)
 
 
@@ -300,7 +301,7 @@ class RolloutConfig:
     top_p: float = number(1.0, above=0, most=1)
     # draw only tokens whose probability is at least this fraction of the likeliest token's; 0: all
     min_p: float = number(0.0, least=0, most=1)
-    # texts that end an answer: the first one that occurs. The reward does not see it
+    # an answer ends at the first of these texts that it contains; the reward does not see that text
     stop: list[str] = field(default_factory=list)
     overlong: Overlong = Overlong.keep  # how an answer that reaches rollout.max_new_tokens without an end is handled
     # subtracted from the score of an answer that is too long, with rollout.overlong=penalty
@@ -311,7 +312,7 @@ class RolloutConfig:
     # share of a GPU's memory that vLLM may take, with rollout.engine=vllm
     vllm_memory: float = number(0.4, above=0, below=1)
     sampling_ranks: int = MISSING  # ranks that only sample; 0 unless pipelined
-    # show samples after every so many rollouts, in the terminal and in W&B; 0: never
+    # number of rollouts after which samples are shown again, in the terminal and in W&B; 0: never
     show_every: int = number(10, least=0)
     show: int = number(3, least=0)  # samples to show each time
 
@@ -463,7 +464,9 @@ class Config:
         0, least=0
     )  # fixes the order of samples, and the random numbers with which answers are drawn; neither depends on the layout
     launch: LaunchConfig = field(default_factory=LaunchConfig)  # processes, devices and nodes
-    train: TrainConfig = field(default_factory=TrainConfig)  # batch size, length and precision of the run
+    train: TrainConfig = field(
+        default_factory=TrainConfig
+    )  # batch size, number of steps or epochs, and precision of the run
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how ranks share sequences
     model: ModelConfig = field(default_factory=ModelConfig)  # the model that is trained
     data: DataConfig = field(default_factory=DataConfig)  # the rows that the model is trained on

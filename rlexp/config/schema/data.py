@@ -25,7 +25,7 @@ class TemplateUse(Enum):
     """Whether rows are written by the tokenizer's chat template."""
 
     auto = "auto"  # use the tokenizer's template, if it has one
-    never = "never"  # use the text of the rows unchanged; it must be final
+    never = "never"  # use the text of the rows unchanged: it already has the template's special tokens
 
 
 class BadRows(Enum):
@@ -52,7 +52,8 @@ class SyntheticDataConfig(DataConfig):
     seed: int = 0  # fixes the pairs; `seed` fixes their order
     size: int = number(240, least=1)  # number of pairs to train on; reinforcement learning uses their prompts alone
     eval_size: int = number(32, least=0)  # further pairs, which are held out
-    fill: bool = False  # begin each prompt with data.max_length words of filling text, to make long sequences
+    # begin each prompt with data.max_length words, to make long sequences; data.too_long=truncate then cuts them
+    fill: bool = False
 
 
 @dataclass
@@ -62,10 +63,11 @@ class RowsDataConfig(DataConfig):
     # number of rows that are held out and not trained on, the same ones with any `seed`; not with eval_path or
     # eval_split
     eval_size: int = number(0, least=0)
-    # which column holds a field, where it has another name: `data.columns.prompt=question`
+    # columns that have other names than rlexp's fields: `data.columns.prompt=problem` reads the field `prompt` from
+    # the column `problem`
     columns: dict[str, str] = field(default_factory=dict)
     system: str | None = None  # the system prompt of conversations without one; null: none
-    template: TemplateUse = TemplateUse.auto  # whether rows are written by the tokenizer's chat template
+    template: TemplateUse = TemplateUse.auto  # whether the tokenizer's chat template is applied to the rows
     # options of the chat template: `data.template_options.enable_thinking=false`
     template_options: dict[str, Any] = field(default_factory=dict)
     bad_rows: BadRows = BadRows.error  # how a row that cannot be used is handled
@@ -97,9 +99,9 @@ class SourceConfig(SplitConfig):
     """Where rows come from: a file, files (`data/*.parquet`), a folder, or a data set of the hub."""
 
     path: str = MISSING  # a file, files (`'sets/*.parquet'`), a folder, or a data set of the hub
-    columns: dict[str, str] = field(default_factory=dict)  # which column holds a field, where it has another name
+    columns: dict[str, str] = field(default_factory=dict)  # columns that have other names than rlexp's fields
     system: str | None = None  # the system prompt of this source's conversations without one; null: data.system
-    # share of the samples, relative to the other sources' weights; null for all: every row is taken
+    # share of the samples, relative to the other sources' weights; if no source has a weight, every row is taken
     weight: float | None = number(None, above=0)
 
 

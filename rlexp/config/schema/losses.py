@@ -16,7 +16,8 @@ from rlexp.config.schema.bounds import number
 class KLPlace(Enum):
     """The place where the divergence from the reference enters."""
 
-    reward = "reward"  # subtracted from the score: per token with `ppo` and `reinforce_pp`, else per answer
+    # the divergence is subtracted from the score, per token with `ppo` and `reinforce_pp`, else per answer
+    reward = "reward"
     loss = "loss"  # a term of the loss
 
 
@@ -31,9 +32,9 @@ class KLEstimator(Enum):
 class Normalize(Enum):
     """Loss normalizers. Every count is taken over the whole train batch."""
 
-    token = "token"  # their sum / the number of trained tokens
+    token = "token"  # sum over the trained tokens / their number
     sequence = "sequence"  # the mean over each answer's tokens, then the mean over answers
-    fixed = "fixed"  # their sum / (the number of answers × rollout.max_new_tokens)
+    fixed = "fixed"  # sum over the trained tokens / (number of answers × rollout.max_new_tokens)
 
 
 class CriticName(Enum):
