@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -33,11 +33,9 @@ def refuse_wrong_option(argument: str) -> None:
     group = argument.lstrip("+~").partition("=")[0].partition("@")[0]
     if argument.startswith("-") or not group.isidentifier() or not (conf_dir() / group).is_dir():
         return
-    try:
-        override = OverridesParser.create().parse_override(argument)
-        value = override.value()
-    except HydraException:
-        return  # Hydra says itself what cannot be read
+    if (parsed := _parsed(argument)) is None:
+        return
+    override, value = parsed
     if isinstance(value, dict) and override.package is None:
         return  # `engine={name: zero2}` sets keys
     given, choose = argument.lstrip("+~"), f"Choose one of its options: {_choices(group)}."
@@ -51,6 +49,15 @@ def refuse_wrong_option(argument: str) -> None:
         raise ConfigError(f"{given}: is no option of the group {group}. {choose}")
     if group in APPENDED:
         _refuse_two_of_a_name(given, _alternatives(value))
+
+
+def _parsed(argument: str) -> tuple[Override, Any] | None:
+    """Return an override and its value; None for what cannot be read, which Hydra says itself."""
+    try:
+        override = OverridesParser.create().parse_override(argument)
+        return override, override.value()
+    except HydraException:
+        return None
 
 
 def _refuse_two_of_a_name(given: str, names: list[Any]) -> None:
@@ -75,11 +82,9 @@ def _refuse_no_plugin(argument: str) -> None:
     group = key.removesuffix("._target_").replace(".", "/")
     if group not in PLUGINS and key != "hydra":
         return
-    try:
-        override = OverridesParser.create().parse_override(argument)
-        value = override.value()
-    except HydraException:
-        return  # Hydra says itself what cannot be read
+    if (parsed := _parsed(argument)) is None:
+        return
+    override, value = parsed
     if override.is_delete():
         raise ConfigError(f"{given}: keys cannot be deleted. Give it another value, or leave it out.")
     choose = f"Choose one that exists: {group}=OPTION."
