@@ -10,6 +10,7 @@ from rlexp.base.errors import ConfigError
 from rlexp.config.model_names import called
 from rlexp.config.schema import Config
 from rlexp.config.schema.losses import PolicyLossConfig
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.data.facts import Lengths, Preview, ShownSample, Steps
 from rlexp.data.lengths import lengths_of
 from rlexp.data.read_rows import Rows, read_rows
@@ -19,7 +20,6 @@ from rlexp.data.sharing import sharing_of
 from rlexp.training.dataset.sampler import Sampler, total_steps
 from rlexp.training.model.loading import load_tokenizer
 from rlexp.training.train.examples import pair_sampler, prompt_sampler
-from rlexp.training.types import Kind
 
 ANSWERS = {Kind.pairs: ("chosen", "rejected"), Kind.unpaired: ("answer",), Kind.supervised: ("answer",),
            Kind.prompts: ()}  # fmt: skip

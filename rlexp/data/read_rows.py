@@ -16,6 +16,7 @@ from rlexp.base.errors import DataError
 from rlexp.config.schema import Config
 from rlexp.config.schema.data import RowsDataConfig
 from rlexp.config.schema.data_sources import sources_of, weights_of
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.data.facts import Reason, Source
 from rlexp.data.sharing import blocks_of, hashes
 from rlexp.training.dataset.recipe import UNUSABLE
@@ -25,7 +26,7 @@ from rlexp.training.dataset.store_making import store_of
 from rlexp.training.dataset.views import Joined
 from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.examples import Examples, examples_of, generated_rows, read_examples
-from rlexp.training.types import Completion, Kind, Pair, Prompt
+from rlexp.training.types import Completion, Pair, Prompt
 
 SAID = 5  # unusable rows that are named
 

@@ -12,6 +12,7 @@ from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
 from rlexp.config.checks.layout import choose, heads_of
 from rlexp.config.schema import Config, LayoutName
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.data.facts import Ring, counted
 from rlexp.data.read_rows import Rows
 from rlexp.training.dataset.packing import pack_pairs, pack_sequences
@@ -19,7 +20,7 @@ from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.train.build import build_layout
 from rlexp.training.train.rollout_supply import samples_of_step
-from rlexp.training.types import Completion, Kind, Pack, Pair, Prompt
+from rlexp.training.types import Completion, Pack, Pair, Prompt
 
 SIZES = (1, 2, 4, 8)
 STEPS = 32  # that are looked at

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,15 +19,6 @@ Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]  # which tokens are trained on
 Messages = Sequence[Mapping[str, Any]]  # of a chat: `role`, `content`, and what else the template takes
 Floats = npt.NDArray[np.floating[Any]]
-
-
-class Kind(Enum):
-    """The kinds of examples, by what is trained on."""
-
-    pairs = "pairs"  # two answers to a prompt, of which one is preferred
-    unpaired = "unpaired"  # an answer, and whether it is good
-    supervised = "supervised"  # an answer to be learned
-    prompts = "prompts"  # none: the policy draws its own
 
 
 @dataclass(frozen=True)

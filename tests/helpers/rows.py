@@ -19,10 +19,10 @@ from hypothesis import HealthCheck, settings
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.examples import Examples, read_examples
-from rlexp.training.types import Kind
 
 Rows = Sequence[dict[str, Any]]
 SMALL = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

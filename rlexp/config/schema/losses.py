@@ -5,12 +5,14 @@ A new loss needs one class here, one yaml file, one file in `training/algos/` an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
 from rlexp.config.schema.bounds import number
+from rlexp.config.schema.row_kinds import Kind
 
 
 class KLPlace(Enum):
@@ -37,6 +39,18 @@ class Normalize(Enum):
     fixed = "fixed"  # sum over the trained tokens / (number of answers × rollout.max_new_tokens)
 
 
+class IPONormalize(Enum):
+    token = "token"  # per token, as the paper's authors have trained, and as in TRL
+    sequence = "sequence"  # of whole answers, as the paper writes it
+
+
+class Shift(Enum):
+    """The reward shift of BCO."""
+
+    none = "none"  # no shift, as in TRL
+    mean = "mean"  # the mean reward of all answers trained on so far, as in the paper
+
+
 class CriticName(Enum):
     own = "own"  # a second model, with the policy's weights at the start
     shared = "shared"  # the policy's own layers
@@ -44,21 +58,170 @@ class CriticName(Enum):
 
 @dataclass
 class LossConfig:
+    """A loss, with what everyone may ask of it before there is a model. The ClassVars are facts, not keys."""
+
+    rows: ClassVar[Kind] = Kind.pairs  # the rows that it is trained on
+    draws: ClassVar[bool] = False  # the policy draws the answers: the keys of `rollout` and `reward` count
+
     name: str = MISSING  # the loss, chosen by loss=NAME
 
 
 @dataclass
-class DPOConfig(LossConfig):
-    name: str = "dpo"
-    # multiplies the log-ratios log π − log π_ref: a larger value keeps the policy nearer to the reference
+class PreferenceConfig(LossConfig):
+    """Keys that all losses over pairs share. Which of them fit a loss is said in `fits`."""
+
+    fits: ClassVar[frozenset[str]] = frozenset({"wpo", "ld_alpha"})  # the modifiers that have a meaning for it
+    compares: ClassVar[bool] = True  # the policy is compared with a reference model
+
+    # scale of the rewards: a larger value keeps the policy nearer to the reference
     beta: float = number(0.1, above=0)
+    # weight of the chosen answers' negative log-likelihood per token, as in supervised training
+    sft_weight: float = number(0.0, least=0)
+    # weigh each pair by how probable its answers are for the policy (WPO, arXiv 2406.11827)
+    wpo: bool = False
+    # weight of an answer's log-probabilities beyond the shorter answer's length (LD-DPO, arXiv 2409.06411); 1: all count
+    ld_alpha: float = number(1.0, least=0, most=1)
+    # multiplies the rows' `margin`, by which the chosen answer's reward must exceed the other's (ODPO, arXiv 2402.10571)
+    margin_weight: float = number(0.0, least=0)
+
+
+ALL_MODIFIERS = frozenset({"wpo", "ld_alpha", "margin_weight"})
+OF_MARGINS = frozenset({"wpo", "margin_weight"})
+
+
+@dataclass
+class DPOConfig(PreferenceConfig):
+    name: str = "dpo"
+    fits: ClassVar[frozenset[str]] = ALL_MODIFIERS
     # assumed share of pairs whose two answers are swapped (conservative DPO, cDPO)
     label_smoothing: float = number(0.0, least=0, below=0.5)
 
 
 @dataclass
+class DPONormConfig(PreferenceConfig):
+    name: str = "dpo_norm"
+    fits: ClassVar[frozenset[str]] = OF_MARGINS
+    beta: float = number(5.0, above=0)
+    # assumed share of pairs whose two answers are swapped
+    label_smoothing: float = number(0.0, least=0, below=0.5)
+
+
+@dataclass
+class IPOConfig(PreferenceConfig):
+    name: str = "ipo"
+    fits: ClassVar[frozenset[str]] = frozenset({"wpo"})
+    normalize: IPONormalize = IPONormalize.token  # whether log-ratios are per token or of whole answers
+
+
+@dataclass
+class APOZeroConfig(PreferenceConfig):
+    name: str = "apo_zero"
+
+
+@dataclass
+class APODownConfig(PreferenceConfig):
+    name: str = "apo_down"
+
+
+@dataclass
+class SimPOConfig(PreferenceConfig):
+    name: str = "simpo"
+    fits: ClassVar[frozenset[str]] = frozenset({"margin_weight"})
+    compares: ClassVar[bool] = False
+    beta: float = number(2.0, above=0)
+    # the margin by which the chosen answer's reward should exceed the other's; the paper's γ
+    gamma: float = number(1.0, least=0)
+
+
+@dataclass
+class ORPOConfig(PreferenceConfig):
+    name: str = "orpo"
+    fits: ClassVar[frozenset[str]] = frozenset()
+    compares: ClassVar[bool] = False
+    sft_weight: float = number(1.0, least=0)
+
+
+@dataclass
+class CPOConfig(PreferenceConfig):
+    name: str = "cpo"
+    fits: ClassVar[frozenset[str]] = frozenset({"margin_weight"})
+    compares: ClassVar[bool] = False
+    sft_weight: float = number(1.0, least=0)
+    # assumed share of pairs whose two answers are swapped
+    label_smoothing: float = number(0.0, least=0, below=0.5)
+
+
+@dataclass
+class BCOPairConfig(PreferenceConfig):
+    name: str = "bco_pair"
+    shift: Shift = Shift.mean  # what is subtracted from the rewards
+
+
+@dataclass
+class HingeConfig(PreferenceConfig):
+    name: str = "hinge"
+    fits: ClassVar[frozenset[str]] = ALL_MODIFIERS
+
+
+@dataclass
+class RobustConfig(PreferenceConfig):
+    name: str = "robust"
+    fits: ClassVar[frozenset[str]] = ALL_MODIFIERS
+    # share of pairs whose two answers are swapped; the loss is unbiased if it is right
+    label_smoothing: float = number(0.1, least=0, below=0.5)
+
+
+@dataclass
+class AOTConfig(PreferenceConfig):
+    name: str = "aot"
+    fits: ClassVar[frozenset[str]] = frozenset()
+    # assumed share of pairs whose two answers are swapped
+    label_smoothing: float = number(0.0, least=0, below=0.5)
+
+
+@dataclass
+class AOTUnpairedConfig(AOTConfig):
+    name: str = "aot_unpaired"
+
+
+@dataclass
+class EXOPairConfig(PreferenceConfig):
+    name: str = "exo_pair"
+    # probability that the target gives the rejected answer
+    label_smoothing: float = number(1e-3, above=0, below=0.5)
+
+
+@dataclass
+class NCAPairConfig(PreferenceConfig):
+    name: str = "nca_pair"
+
+
+@dataclass
+class SPPOHardConfig(PreferenceConfig):
+    name: str = "sppo_hard"
+
+
+@dataclass
+class DiscoPOPConfig(PreferenceConfig):
+    name: str = "discopop"
+    # temperature with which the logistic and the exponential part are mixed
+    tau: float = number(0.05, above=0)
+
+
+@dataclass
+class MPOConfig(PreferenceConfig):
+    name: str = "mpo"
+    fits: ClassVar[frozenset[str]] = frozenset()
+    # the losses that are added, each {loss: NAME, weight: W} with other keys of that loss; beta is loss.beta
+    terms: list[Any] = field(default_factory=list)
+
+
+@dataclass
 class PolicyLossConfig(LossConfig):
     """Keys that all algorithms of reinforcement learning share."""
+
+    rows: ClassVar[Kind] = Kind.prompts
+    draws: ClassVar[bool] = True
 
     # weight of the divergence from the reference; 0: none, and no reference model is held
     beta: float = number(0.05, least=0)

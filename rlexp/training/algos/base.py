@@ -1,32 +1,66 @@
-"""Input and output of a preference loss. Shape letter: P pairs."""
+"""Input and output of a loss on given answers. Shape letter: E examples.
+
+A loss says what it `asks` for, and whoever calls it provides that. Its loss for a batch is the mean of `losses_E` over
+the examples of the train batch; no mean is taken here. A term that is an average over tokens is divided by
+`mean_tokens`, which is known before the first micro-batch, and becomes such a mean too.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class PairLogps:
-    """Summed log-probabilities of each pair's two answers."""
-
-    chosen_P: Tensor
-    rejected_P: Tensor
+Sides = Mapping[str, Tensor]  # by the name of an answer (chosen, rejected; or answer): a value of each example, (E,)
 
 
 @dataclass(frozen=True)
-class PairLosses:
-    """A loss for each pair, and the metrics to log for it. No mean is taken here: the step divides the sums by the
-    number of pairs in the train batch."""
+class Asks:
+    """What a loss needs to be given."""
 
-    losses_P: Tensor
-    metrics_P: dict[str, Tensor]
+    reference: bool = False  # the log-probabilities of a reference model
+    likelihoods: bool = False  # log Σ p² of each token's distribution, summed over the answer
+    mean_tokens: bool = False
+    whole_batch: bool = False  # all examples of the train batch at once
+    tail_weight: float = 1.0  # weight of tokens beyond the length of the example's shortest answer
+
+    def __or__(self, other: Asks) -> Asks:
+        return Asks(
+            self.reference or other.reference,
+            self.likelihoods or other.likelihoods,
+            self.mean_tokens or other.mean_tokens,
+            self.whole_batch or other.whole_batch,
+            min(self.tail_weight, other.tail_weight),
+        )
 
 
-class PreferenceLoss(Protocol):
+@dataclass(frozen=True)
+class Values:
+    """What is known of some examples, in float64: all of a train batch, or those of a micro-batch."""
+
+    logps: Sides  # log-probabilities of the answer's trained tokens, summed
+    reference: Sides | None  # the same under the reference model
+    tokens: Sides  # the number of these tokens
+    likelihoods: Sides | None = None  # see `Asks`; detached
+    margin_E: Tensor | None = None  # of the rows
+    mean_tokens: float = 1.0  # trained tokens of an example's first answer, averaged over the train batch
+    carried: Mapping[str, float] = field(default_factory=dict)  # what the loss left behind at the step before
+    held_out: bool = False  # nothing is learned from these examples
+
+
+@dataclass(frozen=True)
+class Losses:
+    """A loss for each example, and the metrics to log for it, detached."""
+
+    losses_E: Tensor
+    metrics_E: Mapping[str, Tensor]
+    carried: Mapping[str, float] = field(default_factory=dict)  # outlives the step: numbers, the same on every rank
+
+
+class Loss(Protocol):
     @property
-    def needs_reference(self) -> bool: ...
+    def asks(self) -> Asks: ...
 
-    def __call__(self, policy: PairLogps, reference: PairLogps | None) -> PairLosses: ...
+    def __call__(self, values: Values) -> Losses: ...

@@ -4,32 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlexp.config.schema.loss_terms import loss_terms
 from rlexp.config.schema.losses import (
     DPOConfig,
     DrGRPOConfig,
     GRPOConfig,
     GSPOConfig,
-    LossConfig,
     PolicyLossConfig,
     PPOConfig,
+    PreferenceConfig,
     ReinforcePPConfig,
     RLOOConfig,
 )
-from rlexp.training.algos.base import PreferenceLoss
 from rlexp.training.algos.dpo import DPO
 from rlexp.training.algos.dr_grpo import DrGRPO
 from rlexp.training.algos.grpo import GRPO
 from rlexp.training.algos.gspo import GSPO
 from rlexp.training.algos.policy_loss import PolicyLoss
 from rlexp.training.algos.ppo import PPO
+from rlexp.training.algos.preference import Formula, Preference, Term
 from rlexp.training.algos.reinforce_pp import ReinforcePP
 from rlexp.training.algos.rloo import RLOO
 
 
-def build_loss(cfg: LossConfig) -> PreferenceLoss:
+def build_loss(cfg: PreferenceConfig) -> Preference:
+    terms = [Term(term.name, term.weight, build_formula(term.cfg, cfg.margin_weight)) for term in loss_terms(cfg)]
+    return Preference(terms, sft_weight=cfg.sft_weight, wpo=cfg.wpo, ld_alpha=cfg.ld_alpha)
+
+
+def build_formula(cfg: PreferenceConfig, margin_weight: float = 0.0) -> Formula:
+    common: dict[str, Any] = {"beta": cfg.beta, "margin_weight": margin_weight}
     match cfg:
-        case DPOConfig(beta=beta, label_smoothing=label_smoothing):
-            return DPO(beta, label_smoothing)
+        case DPOConfig(label_smoothing=label_smoothing):
+            return DPO(**common, label_smoothing=label_smoothing)
         case _:
             raise AssertionError(cfg)
 

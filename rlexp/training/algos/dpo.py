@@ -5,26 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.nn.functional as F
+from torch import Tensor
 
-from rlexp.training.algos.base import PairLogps, PairLosses
-from rlexp.training.algos.implicit_rewards import implicit_rewards
+from rlexp.training.algos.base import Values
+from rlexp.training.algos.log_ratios import log_ratios, margins
+from rlexp.training.algos.preference import Formula
 
 
 @dataclass(frozen=True)
-class DPO:
+class DPO(Formula):
     """−log σ(β·margin). The margin is the chosen answer's log-ratio of policy to reference, less the rejected one's.
 
     With policy = reference the margin is 0 and every loss is ln 2.
     """
 
-    beta: float = 0.1
     label_smoothing: float = 0.0
-    needs_reference: bool = True
 
-    def __call__(self, policy: PairLogps, reference: PairLogps | None) -> PairLosses:
-        assert reference is not None
-        margin_P = (policy.chosen_P - reference.chosen_P) - (policy.rejected_P - reference.rejected_P)
-        logit_P = self.beta * margin_P
-        smoothing = self.label_smoothing
-        losses_P = -(1 - smoothing) * F.logsigmoid(logit_P) - smoothing * F.logsigmoid(-logit_P)
-        return PairLosses(losses_P, implicit_rewards(policy, reference, self.beta))
+    def losses(self, values: Values) -> Tensor:
+        return smoothed(margins(log_ratios(values), self.beta, values, self.margin_weight), self.label_smoothing)
+
+
+def smoothed(logit_P: Tensor, smoothing: float) -> Tensor:
+    """Return the logistic loss where a label is wrong with probability `smoothing`."""
+    return -(1 - smoothing) * F.logsigmoid(logit_P) - smoothing * F.logsigmoid(-logit_P)

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.messages import FieldError
 from rlexp.training.dataset.row_files import Part, Unreadable, parsed
 from rlexp.training.dataset.row_shapes import Shape
 from rlexp.training.dataset.store import Block, StoreFacts, block_of
 from rlexp.training.dataset.tokens import Dropped, Encoder, Example, Refused
-from rlexp.training.types import Kind, Row
+from rlexp.training.types import Row
 
 UNUSABLE = "unusable, and left out by data.bad_rows=drop"
 Place = tuple[int, int]  # a file's number and a row's

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlexp.base.errors import DataError
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.messages import (
     FieldError,
     as_answer,
@@ -24,7 +25,7 @@ from rlexp.training.dataset.messages import (
     shared_beginning,
 )
 from rlexp.training.dataset.messages import with_system as with_system_prompt
-from rlexp.training.types import Kind, Messages, Row
+from rlexp.training.types import Messages, Row
 
 Fields = Mapping[str, Any]
 ALIASES = {  # other names of our fields, in the order in which they are looked for

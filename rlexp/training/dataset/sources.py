@@ -19,6 +19,7 @@ from rlexp.base.errors import DataError
 from rlexp.base.file_hashes import contents, files_of
 from rlexp.config.schema.data import BadRows, RowsDataConfig, TemplateUse
 from rlexp.config.schema.data_sources import NamedSource
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset import hub
 from rlexp.training.dataset.recipe import Names, Recipe
 from rlexp.training.dataset.row_files import READ, Unreadable, parsed, parts_of
@@ -26,7 +27,6 @@ from rlexp.training.dataset.row_shapes import recognised
 from rlexp.training.dataset.store_making import Work
 from rlexp.training.dataset.tokenize_worker import PartOf
 from rlexp.training.dataset.tokens import Encoder, RowTokenizer
-from rlexp.training.types import Kind
 
 CODE = (
     "chat",

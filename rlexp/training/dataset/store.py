@@ -21,9 +21,10 @@ import numpy as np
 import orjson
 
 from rlexp.base.files import sync, write_text
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.messages import as_text
 from rlexp.training.dataset.tokens import Example, typed
-from rlexp.training.types import Completion, Ids, Kind, Mask, Pair, Prompt, Row
+from rlexp.training.types import Completion, Ids, Mask, Pair, Prompt, Row
 
 META, JOURNAL = "meta.json", "journal.jsonl"
 TYPES = {"tokens": np.int32, "ends": np.int64, "rows": np.int64, "extra": np.uint8, "extra_ends": np.int64,

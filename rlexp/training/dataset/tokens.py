@@ -15,10 +15,11 @@ import numpy as np
 
 from rlexp.base.errors import DataError
 from rlexp.config.schema.data import TooLong
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.chat import Chat
 from rlexp.training.dataset.messages import as_text
 from rlexp.training.dataset.seam import Seam, Text, Tokens
-from rlexp.training.types import Completion, Ids, Kind, Mask, Pair, Prompt, Row
+from rlexp.training.types import Completion, Ids, Mask, Pair, Prompt, Row
 
 TRUNCATED = "kept, but truncated"
 APART = "kept, but tokenized apart where a token would span the edge of an answer"

@@ -14,6 +14,7 @@ from rlexp.base.errors import ConfigError, DataError
 from rlexp.config.schema import Config
 from rlexp.config.schema.data import ArithmeticDataConfig, DataConfig, RowsDataConfig, SyntheticDataConfig
 from rlexp.config.schema.data_sources import has_held_out, sources_of, weights_of
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset import arithmetic, synthetic
 from rlexp.training.dataset.mixture import Mixture
 from rlexp.training.dataset.recipe import Names
@@ -25,7 +26,7 @@ from rlexp.training.dataset.tokens import Encoder, Example, Outcome, Refused, Ro
 from rlexp.training.dataset.views import Joined, Places, drawn
 from rlexp.training.ring.groups import World
 from rlexp.training.ring.objects import gather_objects, some_do
-from rlexp.training.types import Kind, Row
+from rlexp.training.types import Row
 
 EVERY = 2.0  # seconds between two meetings of the ranks while rows are tokenized
 SAMPLE_NAMES = {Kind.pairs: "pair", Kind.prompts: "prompt", Kind.unpaired: "answer", Kind.supervised: "answer"}

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlexp.base.errors import CheckpointError, ConfigError, DataError
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset import row_files
 from rlexp.training.model.loading import byte_tokenizer
-from rlexp.training.types import Kind
 from tests.helpers.rows import (
     SMALL,
     as_lines,

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from rlexp.base.errors import ConfigError, DataError
 from rlexp.config.schema import HFModelConfig, TinyModelConfig
 from rlexp.config.schema.data import TooLong
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset import arithmetic, synthetic
 from rlexp.training.dataset.packing import pack_pairs
 from rlexp.training.dataset.sampler import Sampler, total_steps
 from rlexp.training.dataset.tokens import Encoder, Example, Refused, RowTokenizer, counted, truncated, typed
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
-from rlexp.training.types import Kind, Pair, Row
+from rlexp.training.types import Pair, Row
 
 
 def test_synthetic_pairs_are_seeded_and_the_splits_differ() -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from rlexp.base.errors import DataError
 from rlexp.config.schema import HFModelConfig
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
-from rlexp.training.types import Kind
 from tests.helpers.rows import (
     FILES,
     FOLDERS,

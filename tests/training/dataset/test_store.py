@@ -21,6 +21,7 @@ import pytest
 
 from rlexp.base.errors import DataError
 from rlexp.config.schema import Config
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset import row_files
 from rlexp.training.dataset.store import TYPES, Appending, StoreFacts, _mask, _runs, block_of
@@ -29,7 +30,7 @@ from rlexp.training.dataset.tokens import Example
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.ring.groups import build_world
 from rlexp.training.train import examples
-from rlexp.training.types import Kind, Row
+from rlexp.training.types import Row
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rows import assistant, cache, configured, ids, read, user, write_lines
 

@@ -1,0 +1,77 @@
+"""The terms of a loss: one, or several with weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+from rlexp.base.errors import ConfigError
+from rlexp.config.schema import KINDS
+from rlexp.config.schema.bounds import check_bounds
+from rlexp.config.schema.entries import typed_entry
+from rlexp.config.schema.keys import suggestion
+from rlexp.config.schema.losses import MPOConfig, PreferenceConfig
+
+OF_THE_SUM = ("sft_weight", "wpo", "ld_alpha", "margin_weight")  # keys of the whole loss, not of a term
+TERMS = [
+    name
+    for name, kind in KINDS["loss"].items()
+    if issubclass(kind, PreferenceConfig) and not issubclass(kind, MPOConfig)
+]
+EXAMPLE = "'loss.terms=[{loss: dpo, weight: 0.8}, {loss: bco_pair, weight: 0.2}]'"
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    name: str
+    weight: float
+    cfg: PreferenceConfig
+
+
+def loss_terms(loss: PreferenceConfig) -> list[LossTerm]:
+    """Return the terms of a sum, or the single loss as one term."""
+    if not isinstance(loss, MPOConfig):
+        return [LossTerm(loss.name, 1.0, loss)]
+    if not loss.terms:
+        raise ConfigError(f"loss.terms: has no value, and loss={loss.name} adds its terms up. For example: {EXAMPLE}.")
+    terms = [_term(loss, f"loss.terms[{place}]", keys) for place, keys in enumerate(loss.terms)]
+    names = [term.name for term in terms]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ConfigError(
+                f"loss.terms[{place}].loss={name}: stands in the list twice. Give it once, with the sum of both weights."
+            )
+    if not any(term.weight for term in terms) and not loss.sft_weight:
+        raise ConfigError(
+            "loss.terms: all weights are 0, so nothing would be learned. Give at least one term a weight above 0."
+        )
+    return [term for term in terms if term.weight]
+
+
+def _term(loss: MPOConfig, key: str, keys: Any) -> LossTerm:
+    if not isinstance(keys, dict):
+        raise ConfigError(f"{key}={keys}: must be a group of keys. For example: {EXAMPLE}.")
+    name = keys.get("loss")
+    if name == "sft":
+        raise ConfigError(f"{key}.loss=sft: the likelihood of the chosen answers is not a term. Use loss.sft_weight.")
+    if name not in TERMS:
+        said = f"{key}.loss={name}: no such loss over pairs.{suggestion(str(name), TERMS)}" if name else (
+            f"{key}.loss: is missing.")  # fmt: skip
+        raise ConfigError(f"{said} Losses: {', '.join(TERMS)}.")
+    own = {str(leaf): value for leaf, value in keys.items() if leaf not in ("loss", "weight")}
+    for leaf in own:
+        if leaf in OF_THE_SUM:
+            raise ConfigError(f"{key}.{leaf}: belongs to the whole loss, and not to a term. Use loss.{leaf}.")
+    kind = KINDS["loss"][name]
+    cfg = cast(PreferenceConfig, typed_entry(key, kind, {"beta": loss.beta, **own}, f"loss={name}", ("loss", "weight")))
+    check_bounds(cfg, f"{key}.")
+    cfg.sft_weight = 0.0  # ORPO's and CPO's own default: here it is loss.sft_weight alone
+    return LossTerm(name, _weight(key, keys.get("weight", 1.0)), cfg)
+
+
+def _weight(key: str, weight: Any) -> float:
+    bad = isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight)
+    if bad or weight < 0:
+        raise ConfigError(f"{key}.weight={weight}: must be a number, at least 0. For example: {key}.weight=1.0.")
+    return float(weight)

@@ -1,0 +1,60 @@
+"""Log-ratios of policy and reference, and the rewards that they imply. Shape letter: P pairs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlexp.training.algos.base import Values
+
+# A margin is a tie within this many units of float32's last place, per unit of the log-probabilities' magnitude.
+# Largest difference measured between float32 and float64, with `model=tiny` over rings of 1 to 8: 0.09.
+TIE_ULPS = 1.0
+ULP = 2.0**-23  # float32's, in float64 too, so that a curve does not depend on the precision
+
+
+def log_ratios(values: Values) -> tuple[Tensor, Tensor]:
+    """Return log π − log π_ref of the chosen and of the rejected answers; log π alone without a reference."""
+    chosen_P, rejected_P = values.logps["chosen"], values.logps["rejected"]
+    if values.reference is None:
+        return chosen_P, rejected_P
+    return chosen_P - values.reference["chosen"], rejected_P - values.reference["rejected"]
+
+
+def log_ratios_per_token(values: Values) -> tuple[Tensor, Tensor]:
+    """Return the same, each divided by the number of the answer's trained tokens."""
+    chosen_P, rejected_P = log_ratios(values)
+    return chosen_P / values.tokens["chosen"].clamp(min=1), rejected_P / values.tokens["rejected"].clamp(min=1)
+
+
+def margins(ratios: tuple[Tensor, Tensor], beta: float, values: Values, margin_weight: float = 0.0) -> Tensor:
+    """Return the margin of the rewards, (P,), less what the rows ask for."""
+    margin_P = beta * (ratios[0] - ratios[1])
+    if not margin_weight:
+        return margin_P
+    assert values.margin_E is not None
+    return margin_P - margin_weight * values.margin_E
+
+
+@torch.no_grad()
+def implicit_rewards(ratios: tuple[Tensor, Tensor], values: Values, beta: float) -> dict[str, Tensor]:
+    """Return β times the log-ratios, and what is derived from them."""
+    chosen_P, rejected_P = (beta * ratio_P.detach() for ratio_P in ratios)
+    parts = [*values.logps.values(), *(values.reference or {}).values()]
+    magnitude_P = sum((part_P.detach().abs() for part_P in parts), start=torch.zeros_like(chosen_P))
+    return {
+        "rewards/chosen": chosen_P,
+        "rewards/rejected": rejected_P,
+        "rewards/accuracies": accuracies(chosen_P - rejected_P, beta * magnitude_P),
+        "rewards/margins": chosen_P - rejected_P,
+    }
+
+
+def accuracies(margins_P: Tensor, magnitude_P: Tensor) -> Tensor:
+    """Return 1 where the chosen answer is ahead, 0 where it is behind, and ½ within rounding of a tie.
+
+    A count of comparisons is not continuous. While policy and reference still agree, the margin's sign is that of a
+    rounding error, which differs between layouts.
+    """
+    band_P = TIE_ULPS * ULP * magnitude_P
+    return torch.where(margins_P.abs() <= band_P, 0.5, (margins_P > 0).to(margins_P.dtype))
