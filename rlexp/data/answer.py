@@ -9,8 +9,7 @@ import numpy as np
 from rlexp.base.errors import ConfigError
 from rlexp.config.model_names import called
 from rlexp.config.schema import Config
-from rlexp.config.schema.losses import PolicyLossConfig
-from rlexp.config.schema.row_kinds import Kind
+from rlexp.config.schema.row_kinds import EXAMPLE, SIDES, Kind
 from rlexp.data.facts import Lengths, Preview, ShownSample, Steps
 from rlexp.data.lengths import lengths_of
 from rlexp.data.read_rows import Rows, read_rows
@@ -19,15 +18,12 @@ from rlexp.data.samples import sample_of, special_ids
 from rlexp.data.sharing import sharing_of
 from rlexp.training.dataset.sampler import Sampler, total_steps
 from rlexp.training.model.loading import load_tokenizer
-from rlexp.training.train.examples import pair_sampler, prompt_sampler
-
-ANSWERS = {Kind.pairs: ("chosen", "rejected"), Kind.unpaired: ("answer",), Kind.supervised: ("answer",),
-           Kind.prompts: ()}  # fmt: skip
+from rlexp.training.train.examples import sampler_of
 
 
 def preview(cfg: Config, samples: int) -> Preview:
     """Read the rows, and look at them as training will."""
-    needs = Kind.prompts if isinstance(cfg.loss, PolicyLossConfig) else Kind.pairs
+    needs = cfg.loss.rows
     tokenizer = load_tokenizer(cfg.model)
     rows = read_rows(cfg, needs, tokenizer)
     problems = _problems(cfg, needs, rows)
@@ -43,16 +39,15 @@ def preview(cfg: Config, samples: int) -> Preview:
         "reasons": rows.reasons,
     }
     if not len(rows.lengths):
-        problems.append(f"No {_one(rows.kind)} is left to train on.")
+        problems.append(f"No {EXAMPLE[rows.kind]} is left to train on.")
         return Preview(**said, problems=tuple(problems))
     copies = cfg.rollout.n_samples if rows.kind is Kind.prompts else rows.lengths.shape[1] - 1
     said |= {
         "lengths": _lengths(rows, cfg.data.max_length - _room(cfg, rows.kind)),
         "sharing": sharing_of(rows.hashes, rows.lengths, copies),
     }
-    make = prompt_sampler if rows.kind is Kind.prompts else pair_sampler
     try:
-        sampler = make(cfg, len(rows.examples.train), rows.examples.mixture)
+        sampler = sampler_of(cfg, rows.kind, len(rows.examples.train), rows.examples.mixture)
     except ConfigError as error:  # fewer than a batch
         first = range(min(samples, len(rows.lengths)))
         shown = _samples(rows, tuple(first), tokenizer)
@@ -65,10 +60,6 @@ def preview(cfg: Config, samples: int) -> Preview:
         "samples": _samples(rows, sampler.batch(1).indices[:samples], tokenizer),
     }
     return Preview(**said, problems=tuple(problems))
-
-
-def _one(kind: Kind) -> str:
-    return {Kind.pairs: "pair", Kind.prompts: "prompt"}.get(kind, "answer")
 
 
 def _room(cfg: Config, kind: Kind) -> int:
@@ -89,7 +80,7 @@ def _problems(cfg: Config, needs: Kind, rows: Rows) -> list[str]:
 
 def _lengths(rows: Rows, most: int) -> tuple[Lengths, ...]:
     """Describe each part, and whole sequences: a pair has two."""
-    lengths, answers = rows.lengths, ANSWERS[rows.kind]
+    lengths, answers = rows.lengths, SIDES[rows.kind]
     if not answers:
         return (lengths_of("prompt", lengths[:, 0], most),)
     found = [lengths_of(name, lengths[:, place]) for place, name in enumerate(("prompt", *answers))]

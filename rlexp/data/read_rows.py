@@ -157,7 +157,7 @@ def _reasons(opened: _Opened) -> list[Reason]:
 
 
 def _generated(cfg: Config, kind: Kind, tokenizer: Any) -> Rows:
-    examples = read_examples(cfg, kind, tokenizer, World(0, 1, ALONE))
+    examples = read_examples(cfg, tokenizer, World(0, 1, ALONE))
     read = [len(rows) for rows in generated_rows(cfg.data, kind)]
     sources, reasons = [], []
     for held_out, kept, dropped in ((False, examples.train, examples.dropped),

@@ -15,7 +15,7 @@ from rlexp.config.schema import Config, LayoutName
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.data.facts import Ring, counted
 from rlexp.data.read_rows import Rows
-from rlexp.training.dataset.packing import pack_pairs, pack_sequences
+from rlexp.training.dataset.packing import pack_examples, pack_sequences
 from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.train.build import build_layout
@@ -142,15 +142,11 @@ def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) 
 
 def _packed(cfg: Config, shape: _Shape, examples: Sequence[Example], *, packing: bool) -> Pack:
     multiple, unit = shape.layout.multiple(shape.size), shape.layout.unit(shape.size)
-    pairs = [example for example in examples if isinstance(example, Pair)]
-    if pairs:
-        return pack_pairs(pairs, multiple, unit=unit, packing=packing)
+    given = [example for example in examples if not isinstance(example, Prompt)]
+    if given:
+        return pack_examples(given, multiple, unit=unit, packing=packing)
     drawn = np.zeros(cfg.rollout.max_new_tokens, np.int32)
-    sequences = [
-        (example.tokens, drawn) if isinstance(example, Prompt) else (example.prompt, example.answer)
-        for example in examples
-        if not isinstance(example, Pair)
-    ]
+    sequences = [(example.tokens, drawn) for example in examples if isinstance(example, Prompt)]
     return pack_sequences(sequences, multiple, unit=unit, packing=packing)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,19 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)  # for the template
 
 
+class Answered(Protocol):
+    """A tokenized prompt with answers, each with its mask."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def prompt(self) -> Ids: ...
+    @property
+    def origin(self) -> str: ...
+    @property
+    def answers(self) -> tuple[tuple[Ids, Mask | None], ...]: ...
+
+
 @dataclass(frozen=True)
 class Pair:
     """A tokenized preference pair. `index` is its place in the data set, on every rank the same.
@@ -52,6 +65,10 @@ class Pair:
     chosen_mask: Mask | None = None
     rejected_mask: Mask | None = None
 
+    @property
+    def answers(self) -> tuple[tuple[Ids, Mask | None], ...]:
+        return (self.chosen, self.chosen_mask), (self.rejected, self.rejected_mask)
+
     def longest(self) -> int:
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
@@ -66,6 +83,10 @@ class Completion:
     origin: str
     mask: Mask | None = None
     label: bool | None = None
+
+    @property
+    def answers(self) -> tuple[tuple[Ids, Mask | None], ...]:
+        return ((self.answer, self.mask),)
 
 
 @dataclass(frozen=True)
@@ -179,3 +200,4 @@ class TokenLogps(NamedTuple):
     mean_logits_t: Tensor  # mean of the logits over the vocabulary, detached
     entropy_t: Tensor | None = None  # entropy of the distribution of the target, where it is asked for
     values_t: Tensor | None = None  # the critic's values, where there is a critic
+    likelihoods_t: Tensor | None = None  # log Σ p² of the distribution of the target, detached, where it is asked for

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,18 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlexp.config.schema import Config, ModelRewardConfig, RewardConfig
-from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.preflight.rehearsal.log import CACHE, Log
 from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
-from rlexp.training.algos.build import build_policy_loss
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.model.decoding import Decoding, KeyValues
 from rlexp.training.model.loading import random_reward_model
 from rlexp.training.model.placing import Placing, put_all
 from rlexp.training.model.reward_model import RewardModel
-from rlexp.training.ring.groups import World
-from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.deal import Request
 from rlexp.training.rollout.host import Host
 from rlexp.training.rollout.rewards.weighted import ModelTerm, Rewards
@@ -38,11 +34,9 @@ from rlexp.training.rollout.sampling import Drawer, Drawn
 from rlexp.training.rollout.scoring import RingRewardModel, Scorer, share_of
 from rlexp.training.train.build import unprobed
 from rlexp.training.train.build_rollouts import Parts, ring_reward_model
-from rlexp.training.train.examples import Examples
 from rlexp.training.train.parts import Run
 from rlexp.training.train.rollout_supply import Rollouts
-from rlexp.training.train.rollout_task import RolloutTask
-from rlexp.training.types import Ids, Pack, Prompt, Sample
+from rlexp.training.types import Ids, Pack, Sample
 
 
 @dataclass(frozen=True)
@@ -59,22 +53,11 @@ class Wordless:
         return self.vocabulary
 
 
-def rollout_task(mode: Counting, made: list[nn.Module]) -> Callable[..., RolloutTask]:
-    """Return what builds the task. Real ranks draw and score every sample, a rehearsal only those that differ.
+def parts_of(cfg: Config, mode: Counting, made: list[nn.Module]) -> Parts:
+    """Return the parts of rollouts. Real ranks draw and score every sample, a rehearsal only those that differ.
 
     `made` is given the reward models.
     """
-
-    def task_of(cfg: Config, _tokenizer: Any, _world: World, bridge: Bridge | None) -> RolloutTask:
-        loss_cfg = cfg.loss
-        assert isinstance(loss_cfg, PolicyLossConfig)
-        loss = build_policy_loss(loss_cfg, cfg.rollout.importance_cap)
-        return RolloutTask(cfg, loss_cfg, loss, longest_prompts(cfg), bridge, parts_of(cfg, mode, made))
-
-    return task_of
-
-
-def parts_of(cfg: Config, mode: Counting, made: list[nn.Module]) -> Parts:
     parts = Parts(
         rewards=constant_rewards,
         reward_model=functools.partial(longest_reward_model, log=mode.log, made=made),
@@ -106,7 +89,7 @@ def drawn_at_once(cfg: Config) -> int:
 
 def smaller(cfg: Config) -> Iterator[str]:
     """Yield changes by which drawing or scoring a rollout needs less memory."""
-    if not isinstance(cfg.loss, PolicyLossConfig):
+    if not cfg.loss.draws:
         return
     rollout, rows = cfg.rollout, drawn_at_once(cfg)
     for fewer in sorted({rows // 2, 1}, reverse=True) if rows > 1 else ():
@@ -114,13 +97,6 @@ def smaller(cfg: Config) -> Iterator[str]:
     share = min(share_of(rollout.score_batch_size, cfg.parallel.ring_size), per_rank(cfg))
     if share > 1:
         yield f"rollout.score_batch_size={share // 2 * cfg.parallel.ring_size}"
-
-
-def longest_prompts(cfg: Config) -> Examples:
-    """Make the prompts of one rollout, each as long as its answers leave room for."""
-    tokens = np.zeros(cfg.data.max_length - cfg.rollout.max_new_tokens, dtype=np.int32)
-    prompts = [Prompt(index, tokens, "", None, f"prompt {index}") for index in range(cfg.rollout.batch_size)]
-    return Examples(prompts, [], Counter(), Counter())
 
 
 # ---- drawing ----

@@ -5,28 +5,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from rlexp.base.engine_facts import ENGINES
 from rlexp.config.schema import Config
-from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.preflight.rehearsal.device import conversions, rehearsed_device
 from rlexp.preflight.rehearsal.holdings import label, mark_modules, mark_trunk
 from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
 from rlexp.preflight.rehearsal.log import Log, peak_of
-from rlexp.preflight.rehearsal.longest_samples import Wordless, rollout_task
+from rlexp.preflight.rehearsal.longest_samples import Wordless, parts_of
 from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
 from rlexp.preflight.rehearsal.rates import Clock, Rates
 from rlexp.preflight.rehearsal.stand_ins import answering, fused_attention, uncounted_objects
 from rlexp.preflight.rehearsal.world import joined
-from rlexp.training.algos.build import build_loss
 from rlexp.training.engine import rehearsed
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.meter import Meter
@@ -37,10 +33,9 @@ from rlexp.training.ring.groups import World
 from rlexp.training.ring.kernels import BlockKernel, get_kernel
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.build import Sources, build, unprobed
-from rlexp.training.train.examples import Examples
-from rlexp.training.train.pair_task import PairTask
+from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.step import train_step
-from rlexp.training.types import Pair
+from rlexp.training.train.task import Task
 
 
 @dataclass(frozen=True)
@@ -114,15 +109,8 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
         kernel=lambda *args: CountedKernel((kernel_for if plan.gpu else get_kernel)(*args), log),
         decoding_probe=unprobed,
     )
-    drawing = isinstance(plan.cfg.loss, PolicyLossConfig)
     with phases("build"):
-        task = build(
-            plan.cfg,
-            phases,
-            probing=unprobed,
-            task_of=rollout_task(mode, judging) if drawing else pairs_of,
-            sources=sources,
-        )
+        task = build(plan.cfg, phases, probing=unprobed, task_of=longest_task(mode, judging), sources=sources)
         engine = task.run.engine
         engine.fragments()  # makes the moments, as the first optimizer step does
     log.build_alone = peak_of(log) > plan.limit
@@ -188,13 +176,11 @@ def kernel_for(name: str, _device: str, dtype: torch.dtype, _head_size: int | No
     return get_kernel(("torch_flash" if half else "plain") if name == "auto" else name, "cuda", dtype)
 
 
-def pairs_of(cfg: Config, _tokenizer: Any, _world: World, _bridge: Bridge | None) -> PairTask:
-    return PairTask(cfg, Examples(longest_pairs(cfg), [], Counter(), Counter()), build_loss(cfg.loss))
+def longest_task(mode: Counting, judging: list[nn.Module]) -> Callable[..., Task]:
+    """Return what makes the task of its longest examples. `judging` is given the reward models."""
 
+    def task_of(cfg: Config, _tokenizer: Any, _world: World, bridge: Bridge | None) -> Task:
+        kind = task_class(cfg.loss)
+        return kind.of(cfg, kind.longest(cfg), bridge, parts_of(cfg, mode, judging))
 
-def longest_pairs(cfg: Config) -> Sequence[Pair]:
-    """Make one train batch of the longest pairs: half prompt and half answer."""
-    length = cfg.data.max_length
-    ids = np.zeros(length, dtype=np.int32)
-    prompt, answer = ids[: length // 2], ids[length // 2 :]
-    return [Pair(index, prompt, answer, answer, f"pair {index}") for index in range(cfg.train.batch_size)]
+    return task_of

@@ -10,12 +10,14 @@ from rlexp.config.schema.losses import (
     DrGRPOConfig,
     GRPOConfig,
     GSPOConfig,
+    LossConfig,
     PolicyLossConfig,
     PPOConfig,
     PreferenceConfig,
     ReinforcePPConfig,
     RLOOConfig,
 )
+from rlexp.training.algos.base import Loss
 from rlexp.training.algos.dpo import DPO
 from rlexp.training.algos.dr_grpo import DrGRPO
 from rlexp.training.algos.grpo import GRPO
@@ -27,9 +29,13 @@ from rlexp.training.algos.reinforce_pp import ReinforcePP
 from rlexp.training.algos.rloo import RLOO
 
 
-def build_loss(cfg: PreferenceConfig) -> Preference:
-    terms = [Term(term.name, term.weight, build_formula(term.cfg, cfg.margin_weight)) for term in loss_terms(cfg)]
-    return Preference(terms, sft_weight=cfg.sft_weight, wpo=cfg.wpo, ld_alpha=cfg.ld_alpha)
+def build_loss(cfg: LossConfig) -> Loss:
+    match cfg:
+        case PreferenceConfig(margin_weight=margin_weight):
+            terms = [Term(term.name, term.weight, build_formula(term.cfg, margin_weight)) for term in loss_terms(cfg)]
+            return Preference(terms, sft_weight=cfg.sft_weight, wpo=cfg.wpo, ld_alpha=cfg.ld_alpha)
+        case _:
+            raise AssertionError(cfg)
 
 
 def build_formula(cfg: PreferenceConfig, margin_weight: float = 0.0) -> Formula:

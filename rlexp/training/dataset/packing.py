@@ -6,18 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from rlexp.training.types import Ids, Mask, Pack, Pair, Segment
+from rlexp.training.types import Answered, Floats, Ids, Mask, Pack, Segment
 
 
-def pack_pairs(pairs: Sequence[Pair], multiple: int, *, unit: int = 1, packing: bool = True, pad_id: int = 0) -> Pack:
-    """Pack 2P sequences: chosen 0, rejected 0, chosen 1, rejected 1, …, each with its own copy of the prompt.
+def pack_examples(
+    examples: Sequence[Answered], multiple: int, *, unit: int = 1, packing: bool = True, pad_id: int = 0
+) -> Pack:
+    """Pack the answers of each example, one after the other, each with its own copy of the prompt.
 
     The pack is padded to a multiple of `multiple`, which the layout can share out, and each sequence to a multiple of
     `unit`. With `packing=False` all sequences are padded to the longest of the micro-batch, as in a padded batch.
     """
-    sequences = [(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
-    masks = [mask for pair in pairs for mask in (pair.chosen_mask, pair.rejected_mask)]
+    sequences = [(example.prompt, answer) for example in examples for answer, _ in example.answers]
+    masks = [mask for example in examples for _, mask in example.answers]
     return pack_sequences(sequences, multiple, unit=unit, packing=packing, pad_id=pad_id, masks=masks)
 
 
@@ -58,3 +61,16 @@ def pack_sequences(
             owner[trained] = torch.from_numpy(np.where(mask, number, -1)) if mask is not None else number
         start += width
     return Pack(tokens, targets, positions, owner, tuple(segments), len(sequences))
+
+
+def on_pack(pack: Pack, arrays: Sequence[Floats], dtype: torch.dtype) -> Tensor:
+    """Lay the values of each sequence's answer where its tokens are predicted, (T,); zero elsewhere."""
+    values_T = torch.zeros(len(pack.tokens_T), dtype=dtype)
+    if arrays:
+        values_T[trained_places(pack)] = torch.from_numpy(np.concatenate(arrays)).to(dtype)
+    return values_T
+
+
+def trained_places(pack: Pack) -> Tensor:
+    """Return the places in the pack whose targets are trained on, in their order."""
+    return (pack.sequence_T >= 0).nonzero().squeeze(-1)

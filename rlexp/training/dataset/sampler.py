@@ -43,7 +43,7 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if self.steps_per_epoch == 0:
-            short = "more data, or data.drop_last=false" if self.kind == "pair" else "or more data"
+            short = "or more data" if self.kind == "prompt" else "more data, or data.drop_last=false"
             raise ConfigError(
                 f"{self.key}={self.batch_size}: the data set has {self.taken} {self.kind}s, less than one batch. "
                 f"Use {self.key}={self.taken} or less, {short}."

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlexp.training.dataset.packing import trained_places
 from rlexp.training.ring.groups import Ring
 from rlexp.training.rollout.host import Host
 from rlexp.training.types import Floats, Pack, Sample, Shard
@@ -42,19 +42,6 @@ def fetch(mine: Sequence[Sample], places: Sequence[int], host: Host) -> list[Sam
     parts = host.gathered([sample for sample in mine if sample.place in wanted])
     by_place = {sample.place: sample for part in parts for sample in part}
     return [by_place[place] for place in places]
-
-
-def on_pack(pack: Pack, arrays: Sequence[Floats], dtype: torch.dtype) -> Tensor:
-    """Lay the values of each sequence's answer where its tokens are predicted, (T,); zero elsewhere."""
-    values_T = torch.zeros(len(pack.tokens_T), dtype=dtype)
-    if arrays:
-        values_T[trained_places(pack)] = torch.from_numpy(np.concatenate(arrays)).to(dtype)
-    return values_T
-
-
-def trained_places(pack: Pack) -> Tensor:
-    """Return the places in the pack whose targets are trained on, in their order."""
-    return (pack.sequence_T >= 0).nonzero().squeeze(-1)
 
 
 def off_pack(pack: Pack, shard: Shard, values_t: Tensor, ring: Ring) -> list[Floats]:

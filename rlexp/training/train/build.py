@@ -24,8 +24,7 @@ from rlexp.config.schema import (
     OptimConfig,
     Precision,
 )
-from rlexp.config.schema.losses import CriticName, PolicyLossConfig
-from rlexp.training.algos.build import build_loss, build_policy_loss
+from rlexp.config.schema.losses import CriticName
 from rlexp.training.dataset.sampler import total_steps
 from rlexp.training.engine.base import Engine, shape_of
 from rlexp.training.engine.plain import PlainEngine
@@ -40,10 +39,9 @@ from rlexp.training.ring.kernels import BlockKernel, get_kernel
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.ring.layouts.ring_flash_attn import library_layout
 from rlexp.training.rollout.bridge import Bridge
-from rlexp.training.train.examples import read_pairs, read_prompts, refuse_foreign_tokens
-from rlexp.training.train.pair_task import PairTask
+from rlexp.training.train.choose_task import task_class
+from rlexp.training.train.examples import read_examples, refuse_foreign_tokens
 from rlexp.training.train.parts import Reference, Run
-from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.train.schedule import Schedule
 from rlexp.training.train.task import Needs, Task
 from rlexp.training.types import Shard, TokenLogps
@@ -131,13 +129,8 @@ def build(
 
 
 def build_task(cfg: Config, tokenizer: Any, world: World, bridge: Bridge | None) -> Task:
-    """Choose what is trained. A collective call: the ranks read the examples together."""
-    match cfg.loss:
-        case PolicyLossConfig() as loss_cfg:
-            loss = build_policy_loss(loss_cfg, cfg.rollout.importance_cap)
-            return RolloutTask(cfg, loss_cfg, loss, read_prompts(cfg, tokenizer, world), bridge)
-        case _:
-            return PairTask(cfg, read_pairs(cfg, tokenizer, world), build_loss(cfg.loss))
+    """Read the examples, and make of them what is trained. A collective call."""
+    return task_class(cfg.loss).of(cfg, read_examples(cfg, tokenizer, world), bridge)
 
 
 def build_schedule(cfg: Config, steps_per_epoch: int) -> Schedule:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlexp.base import cache
 from rlexp.base.errors import ConfigError, DataError
 from rlexp.config.schema import Config
 from rlexp.config.schema.data import ArithmeticDataConfig, DataConfig, RowsDataConfig, SyntheticDataConfig
 from rlexp.config.schema.data_sources import has_held_out, sources_of, weights_of
-from rlexp.config.schema.row_kinds import Kind
+from rlexp.config.schema.row_kinds import EXAMPLE, SIDES, Kind
 from rlexp.training.dataset import arithmetic, synthetic
 from rlexp.training.dataset.mixture import Mixture
 from rlexp.training.dataset.recipe import Names
@@ -29,7 +31,6 @@ from rlexp.training.ring.objects import gather_objects, some_do
 from rlexp.training.types import Row
 
 EVERY = 2.0  # seconds between two meetings of the ranks while rows are tokenized
-SAMPLE_NAMES = {Kind.pairs: "pair", Kind.prompts: "prompt", Kind.unpaired: "answer", Kind.supervised: "answer"}
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -46,8 +47,9 @@ class Examples:
     versions: Mapping[str, str] = field(default_factory=dict)  # commits of sets of the hub, by the keys of their paths
 
 
-def read_examples(cfg: Config, kind: Kind, tokenizer: Any, world: World) -> Examples:
-    """Read the examples of a kind. A collective call: the first bad row is every rank's error."""
+def read_examples(cfg: Config, tokenizer: Any, world: World) -> Examples:
+    """Read the examples that the loss is trained on. A collective call: the first bad row is every rank's error."""
+    kind = cfg.loss.rows
     room = cfg.rollout.max_new_tokens if kind is Kind.prompts else 0
     if isinstance(cfg.data, RowsDataConfig):
         shown = cfg.logger.progress and world.rank == 0
@@ -55,36 +57,33 @@ def read_examples(cfg: Config, kind: Kind, tokenizer: Any, world: World) -> Exam
     else:
         examples = _generated(cfg.data, kind, Encoder(RowTokenizer(tokenizer), cfg.data.max_length, cfg.data.too_long,
                                                       room), world)  # fmt: skip
-    word = SAMPLE_NAMES[kind]
+    word = EXAMPLE[kind]
     _refuse_empty(examples.train, examples.dropped, "data", word)
     if holds_out(cfg.data):
         _refuse_empty(examples.held_out, examples.held_out_dropped, "the held-out data", word)
     return examples
 
 
-def read_pairs(cfg: Config, tokenizer: Any, world: World) -> Examples:
-    return read_examples(cfg, Kind.pairs, tokenizer, world)
-
-
-def read_prompts(cfg: Config, tokenizer: Any, world: World) -> Examples:
-    return read_examples(cfg, Kind.prompts, tokenizer, world)
-
-
 def holds_out(cfg: DataConfig) -> bool:
     return has_held_out(cfg) if isinstance(cfg, RowsDataConfig) else getattr(cfg, "eval_size", 0) > 0
 
 
-def pair_sampler(cfg: Config, size: int, mixture: Mixture | None = None) -> Sampler:
-    """Cut the pairs into train batches."""
-    return Sampler(size, cfg.train.batch_size, cfg.seed, cfg.data.shuffle, cfg.data.drop_last, mixture=mixture)
+def sampler_of(cfg: Config, kind: Kind, size: int, mixture: Mixture | None = None) -> Sampler:
+    """Cut prompts into rollouts, or examples of any other kind into train batches."""
+    common: dict[str, Any] = {"seed": cfg.seed, "shuffle": cfg.data.shuffle, "kind": EXAMPLE[kind], "mixture": mixture}
+    if kind is Kind.prompts:
+        return Sampler(size, cfg.rollout.batch_size, key="rollout.batch_size", **common)
+    return Sampler(size, cfg.train.batch_size, drop_last=cfg.data.drop_last, **common)
 
 
-def prompt_sampler(cfg: Config, size: int, mixture: Mixture | None = None) -> Sampler:
-    """Cut the prompts into rollouts."""
-    return Sampler(
-        size, cfg.rollout.batch_size, cfg.seed, cfg.data.shuffle, key="rollout.batch_size", kind="prompt",
-        mixture=mixture,
-    )  # fmt: skip
+def longest_examples(cfg: Config) -> list[Any]:
+    """Make one train batch of the longest examples: half prompt and half answer."""
+    length, kind = cfg.data.max_length, cfg.loss.rows
+    prompt, answer = (np.zeros(size, dtype=np.int32) for size in (length // 2, length - length // 2))
+    example = Example(
+        Row("", ("",) * len(SIDES[kind]), ""), prompt, (answer,) * len(SIDES[kind]), (None,) * len(SIDES[kind])
+    )
+    return [typed(kind, index, example) for index in range(cfg.train.batch_size)]
 
 
 def _refuse_empty(examples: Sequence[Any], dropped: Counter[str], what: str, kind: str) -> None:

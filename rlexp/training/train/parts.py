@@ -61,7 +61,7 @@ class Run:
 
     @property
     def padding(self) -> dict[str, Any]:
-        """The arguments of `pack_pairs` and `pack_sequences` that follow from the layout."""
+        """The arguments of `pack_examples` and `pack_sequences` that follow from the layout."""
         size = self.world.ring.size
         return {
             "multiple": self.layout.multiple(size),

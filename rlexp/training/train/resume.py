@@ -28,7 +28,7 @@ from rlexp.training.train.loop import Position
 from rlexp.training.train.parts import Run
 from rlexp.training.train.task import Task
 
-TASK = "rollouts"  # the key of the task's part of a position; checkpoints on disk have it under this name
+TASK, TASK_BEFORE = "task", "rollouts"  # the key of the task's part of a position, and its name in older checkpoints
 
 
 def resume(task: Task, run_dir: Path) -> tuple[Position, str]:
@@ -44,7 +44,7 @@ def resume(task: Task, run_dir: Path) -> tuple[Position, str]:
         return Position(), "  no checkpoint here yet: begins at step 1\n" if again else ""
     path, saved = restored
     position = Position(saved["step"], saved["total_tokens"])
-    task.restore(path, saved.get(TASK), position.step)
+    task.restore(path, saved.get(TASK, saved.get(TASK_BEFORE)), position.step)
     if not first:
         return position, ""
     rewrite(run_dir / METRICS, path / METRICS, position.step)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,11 @@ from torch import Tensor
 from rlexp.base.errors import NonFiniteError
 from rlexp.config.schema import Config
 from rlexp.config.schema.losses import PolicyLossConfig, PPOConfig
+from rlexp.training.algos.build import build_policy_loss
 from rlexp.training.algos.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens
 from rlexp.training.algos.weights import sequence_weight, token_weight
 from rlexp.training.algos.whiten import whiten
+from rlexp.training.dataset.packing import on_pack
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.head import Entropy
@@ -29,15 +32,14 @@ from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.groups import Ring
 from rlexp.training.rollout import saved
 from rlexp.training.rollout.bridge import Bridge
-from rlexp.training.rollout.experience import on_pack
 from rlexp.training.sinks.base import RolloutFacts
 from rlexp.training.train.build_rollouts import Parts, build_rollouts
-from rlexp.training.train.examples import Examples, prompt_sampler
+from rlexp.training.train.examples import Examples, sampler_of
 from rlexp.training.train.parts import Reference, Run
 from rlexp.training.train.rollout_supply import Rollouts
 from rlexp.training.train.sequence_sums import owners, sum_by_sequence
 from rlexp.training.train.task import Held, Needs, Step, Task
-from rlexp.training.types import Pack, Sample, Shard, TokenLogps, moved
+from rlexp.training.types import Pack, Prompt, Sample, Shard, TokenLogps, moved
 
 FASTEST = "time/sampling_fastest"
 
@@ -47,22 +49,36 @@ class RolloutTask(Task):
     rollouts: Rollouts  # from `start` on
 
     def __init__(
-        self,
-        cfg: Config,
-        loss_cfg: PolicyLossConfig,
-        loss: PolicyLoss,
-        examples: Examples,
-        bridge: Bridge | None = None,
-        parts: Parts | None = None,
+        self, cfg: Config, examples: Examples, bridge: Bridge | None = None, parts: Parts | None = None
     ) -> None:
+        loss_cfg = cfg.loss
+        assert isinstance(loss_cfg, PolicyLossConfig)
+        loss = build_policy_loss(loss_cfg, cfg.rollout.importance_cap)
         self.cfg = cfg.rollout
         self.loss_cfg = loss_cfg
-        self.loss = loss
+        self.loss: PolicyLoss = loss
         self.bridge = bridge  # to the ranks that only sample
         self.parts = parts
         self.needs = needs_of(cfg, loss_cfg, loss)
         self.examples = examples
-        self.sampler = prompt_sampler(cfg, len(examples.train), examples.mixture)
+        self.sampler = sampler_of(cfg, cfg.loss.rows, len(examples.train), examples.mixture)
+
+    @classmethod
+    def of(
+        cls, cfg: Config, examples: Examples, bridge: Bridge | None = None, parts: Parts | None = None
+    ) -> RolloutTask:
+        return cls(cfg, examples, bridge, parts)
+
+    @classmethod
+    def longest(cls, cfg: Config) -> Examples:
+        """Make the prompts of one rollout, each as long as its answers leave room for."""
+        tokens = np.zeros(cfg.data.max_length - cfg.rollout.max_new_tokens, dtype=np.int32)
+        prompts = [Prompt(index, tokens, "", None, f"prompt {index}") for index in range(cfg.rollout.batch_size)]
+        return Examples(prompts, [], Counter(), Counter())
+
+    @classmethod
+    def longest_in_words(cls, cfg: Config) -> str:
+        return f"its answer {cfg.rollout.max_new_tokens:,}"
 
     @property
     def steps_per_epoch(self) -> int:

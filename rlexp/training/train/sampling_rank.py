@@ -17,7 +17,7 @@ from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.pipelined import serve
 from rlexp.training.train.build import build_policy, device_of
 from rlexp.training.train.build_rollouts import build_drawer
-from rlexp.training.train.examples import prompt_sampler, read_prompts
+from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.train.task import Needs
 from rlexp.training.types import Prompt
 
@@ -26,8 +26,8 @@ def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
     torch.use_deterministic_algorithms(cfg.launch.deterministic)
     device = device_of(cfg)
     tokenizer = load_tokenizer(cfg.model)
-    examples = read_prompts(cfg, tokenizer, World(0, 1, ALONE))
-    sampler = prompt_sampler(cfg, len(examples.train), examples.mixture)
+    examples = read_examples(cfg, tokenizer, World(0, 1, ALONE))
+    sampler = sampler_of(cfg, cfg.loss.rows, len(examples.train), examples.mixture)
     whole = dataclasses.replace(cfg, engine=EngineConfig(EngineName.torch))  # whole on every rank: each samples alone
     needs = Needs(temperature=cfg.rollout.temperature)
     # vLLM has the weights on the device. These are handed over to it, and need not be there too.

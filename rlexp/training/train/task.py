@@ -1,7 +1,8 @@
 """The interface between training and what is trained. A task is one file; nothing outside asks which one it is.
 
-`build` makes a task before there is a model: the task reads its examples and says what it needs of the models. Once the
-engine stands, `start` hands it the run. From then on `train_step` asks it for one `Step` after the other.
+A task's class says what preflight needs: its longest examples. `build` makes a task of examples before there is a
+model: the task says what it needs of the models. Once the engine stands, `start` hands it the run. From then on
+`train_step` asks it for one `Step` after the other.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
+from rlexp.config.schema import Config
 from rlexp.config.schema.losses import CriticName
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.head import Entropy
+from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import RolloutFacts
 from rlexp.training.train.examples import Examples
 from rlexp.training.train.parts import Reference, Run
@@ -30,6 +33,7 @@ class Needs:
 
     reference: bool = False
     decoding: bool = False  # the model must draw tokens one by one
+    likelihoods: bool = False  # for each token log Σ p² of its distribution
     critic: CriticName | None = None
     critic_lr_scale: float = 1.0  # the critic's learning rate relative to the policy's
     temperature: float = 1.0  # log-probabilities are taken at this temperature
@@ -38,7 +42,7 @@ class Needs:
     @property
     def frozen(self) -> Needs:
         """The needs of a copy that is not trained."""
-        return replace(self, critic=None, entropy=Entropy.unasked)
+        return replace(self, critic=None, entropy=Entropy.unasked, likelihoods=False)
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,28 @@ class Step(ABC):
 
 
 class Task(ABC):
-    """One kind of training: on pairs, or on samples that the policy draws itself."""
+    """One kind of training: on answers that the rows give, or on samples that the policy draws itself."""
 
-    kind: ClassVar[str]  # the name of one example
+    kind: str  # the name of one example
     examples: Examples
     needs: Needs
     run: Run  # from `start` on
+
+    @classmethod
+    @abstractmethod
+    def of(cls, cfg: Config, examples: Examples, bridge: Bridge | None = None, parts: Any = None) -> Task:
+        """Make the task of its examples. `bridge` leads to ranks that only sample; a rehearsal gives `parts` of its own
+        for what is drawn."""
+
+    @classmethod
+    @abstractmethod
+    def longest(cls, cfg: Config) -> Examples:
+        """Return the examples of one train batch, or rollout, as long as the configuration allows."""
+
+    @classmethod
+    @abstractmethod
+    def longest_in_words(cls, cfg: Config) -> str:
+        """Say how the tokens of such an example are divided."""
 
     @property
     @abstractmethod

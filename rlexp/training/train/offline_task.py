@@ -1,0 +1,322 @@
+"""Train on answers that the rows give: pairs, or any other kind of which a loss makes a value for each example.
+
+A loss that asks for the whole train batch (a sort, a mean over all answers) sees the values of all its examples at
+once. A pass without gradient collects them first, and autograd gives the derivative of the loss by each value; the pass
+with gradient sends these derivatives backward. With one micro-batch a replica, the pass with gradient is enough.
+
+Shape letters: E examples, S sequences (the answers of an example stand next to each other), t tokens of one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlexp.base.errors import NonFiniteError
+from rlexp.config.schema import Config
+from rlexp.config.schema.row_kinds import EXAMPLE, SIDES
+from rlexp.training.algos.base import Loss, Losses, Sides, Values
+from rlexp.training.algos.build import build_loss
+from rlexp.training.dataset.packing import on_pack, pack_examples
+from rlexp.training.dataset.sampler import Batch, Sampler
+from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
+from rlexp.training.ring.collectives import ring_sum
+from rlexp.training.ring.objects import gather_objects
+from rlexp.training.rollout.bridge import Bridge
+from rlexp.training.train.examples import Examples, longest_examples, sampler_of
+from rlexp.training.train.parts import Reference, Run
+from rlexp.training.train.sequence_sums import sum_by_sequence
+from rlexp.training.train.step import note_tokens
+from rlexp.training.train.task import Held, Needs, Step, Task
+from rlexp.training.train.whole_batch import WholeBatch, gathered, with_slopes
+from rlexp.training.types import Answered, Floats, TokenLogps, moved
+
+
+class OfflineTask(Task):
+    reference: Reference | None
+    carried: Mapping[str, float]  # what the loss left behind at the last step
+
+    def __init__(self, cfg: Config, examples: Examples) -> None:
+        self.kind, self.sides = EXAMPLE[cfg.loss.rows], SIDES[cfg.loss.rows]
+        self.loss = self.loss_of(cfg)
+        self.needs = Needs(reference=self.loss.asks.reference, likelihoods=self.loss.asks.likelihoods)
+        self.examples = examples
+        self.train: Sequence[Answered] = examples.train
+        self.held_out: Sequence[Answered] = examples.held_out
+        self.sampler: Sampler = sampler_of(cfg, cfg.loss.rows, len(self.train), examples.mixture)
+        self.carried = {}
+
+    @classmethod
+    def of(cls, cfg: Config, examples: Examples, bridge: Bridge | None = None, parts: Any = None) -> OfflineTask:  # noqa: ARG003
+        return cls(cfg, examples)
+
+    @classmethod
+    def loss_of(cls, cfg: Config) -> Loss:
+        """Build the loss. A task of one's own may have one that no configuration names."""
+        return build_loss(cfg.loss)
+
+    @classmethod
+    def longest(cls, cfg: Config) -> Examples:
+        return Examples(longest_examples(cfg), [], Counter(), Counter())
+
+    @classmethod
+    def longest_in_words(cls, cfg: Config) -> str:  # noqa: ARG003
+        return "half prompt and half answer"
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.sampler.steps_per_epoch
+
+    def start(self, run: Run, reference: Reference | None) -> None:
+        super().start(run, reference)
+        self.reference = reference
+
+    def batch(self, step: int) -> Batch:
+        return self.sampler.batch(step)
+
+    def begin(self, step: int) -> OfflineStep:
+        return OfflineStep(self, self.batch(step), self.train)
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Run the held-out examples once, in their order, by the code of training, as one batch."""
+        meter = Meter(self.run.world, self.run.device)
+        with self.run.phases("eval"):
+            whole = Batch(0, 0, tuple(range(len(self.held_out))))
+            OfflineStep(self, whole, self.held_out, held_out=True).evaluate(meter)
+        values = {f"eval/{name}": value for name, value in meter.reduce().items()}
+        bad = [name for name, value in values.items() if not math.isfinite(value)]
+        if bad:
+            raise NonFiniteError(
+                f"step {step}: {', '.join(bad)} of the held-out {self.kind}s is not finite. A smaller optim.lr?"
+            )
+        return values
+
+    def position(self) -> dict[str, Any] | None:
+        return {"carried": dict(self.carried)} if self.carried else None
+
+    def restore(self, folder: Path, position: Any, step: int) -> None:  # noqa: ARG002
+        self.carried = position["carried"] if position else {}
+
+    # ---- a micro-batch ----
+
+    def shard(self, examples: Sequence[Answered]) -> HeldExamples:
+        """Return this rank's part of a micro-batch, on its device, with what is known of the examples."""
+        run = self.run
+        pack = pack_examples(examples, **run.padding)
+        shard = run.shard(pack)
+        tail_t = None
+        if self.loss.asks.tail_weight < 1:
+            weights = [part for each in examples for part in tail_weights(each, self.loss.asks.tail_weight)]
+            tail_t = moved(on_pack(pack, weights, torch.float64)[shard.index_t], run.device)
+        counts = np.array([[trained_tokens(*answer) for answer in each.answers] for each in examples])
+        tokens_ES = torch.from_numpy(counts.reshape(len(examples), len(self.sides))).double().to(run.device)
+        given = [getattr(each, "margin", None) for each in examples]
+        margin_E = None if None in given else torch.tensor(given, dtype=torch.float64, device=run.device)
+        return HeldExamples(shard.to(run.device), self.by_side(tokens_ES.flatten()), margin_E, tail_t)
+
+    def by_side(self, values_S: Tensor) -> Sides:
+        return {side: values_S[place :: len(self.sides)] for place, side in enumerate(self.sides)}
+
+    def sums(self, values_t: Tensor, held: HeldExamples, *, weighted: bool = True) -> Sides:
+        """Add up the values of each answer's trained tokens over the ring."""
+        if weighted and held.tail_t is not None:
+            values_t = values_t * held.tail_t
+        return self.by_side(ring_sum(sum_by_sequence(values_t, held.shard), self.run.world.ring))
+
+    def reference_sums(self, held: HeldExamples) -> Sides | None:
+        if self.reference is None:
+            return None
+        with self.run.phases("reference"):
+            logps_t = self.reference(held.shard).logps_t
+        return self.sums(logps_t, held)
+
+    def note(self, meter: Meter, values: Values, losses: Losses, slopes: Sides | None) -> None:  # noqa: ARG002
+        """Meter the losses of a micro-batch's examples, and what belongs to them."""
+        values_E = {"loss": losses.losses_E, **losses.metrics_E}
+        values_E |= {f"logps/{side}": logps_E for side, logps_E in values.logps.items()}
+        for name, value_E in values_E.items():
+            meter.add_mean(name, value_E.sum(), len(losses.losses_E), REPLICATED)
+
+
+@dataclass(frozen=True)
+class HeldExamples(Held):
+    """The examples of a micro-batch, and what is known of them beside the models' answers."""
+
+    tokens: Sides  # trained tokens of each answer
+    margin_E: Tensor | None
+    tail_t: Tensor | None  # the weight of each token's log-probability
+
+
+class OfflineStep(Step):
+    """One train batch; or, with `held_out`, all held-out examples.
+
+    `micro_batches` holds places in the batch.
+    """
+
+    def __init__(
+        self, task: OfflineTask, batch: Batch, examples: Sequence[Answered], *, held_out: bool = False
+    ) -> None:
+        self.task, self.batch, self.held_out = task, batch, held_out
+        self.examples = [examples[index] for index in batch.indices]
+        self.count = len(self.examples)  # the loss's denominator, known before the first micro-batch
+        self.mean_tokens = mean_tokens(self.examples) if task.loss.asks.mean_tokens else 1.0
+        run, within = task.run, Batch(batch.step, batch.epoch, tuple(range(self.count)))
+        self.micro_batches = within.micro_batches(run.world.replica, run.world.dp_size, run.cfg.train.micro_batch_size)
+        self.whole: WholeBatch | None = None
+        self.carried: Mapping[str, float] = task.carried
+        self.kept: dict[Sequence[int], Sides | None] = {}  # the reference's sums, where they are known already
+        if task.loss.asks.whole_batch and len(self.micro_batches) > 1 and not held_out:
+            self.collect()
+
+    def tokens(self, indices: Sequence[int]) -> int:
+        examples = [self.examples[place] for place in indices]
+        lengths = [len(each.prompt) + len(answer) for each in examples for answer, _ in each.answers]
+        return self.task.run.packed_tokens(lengths)
+
+    def load(self, indices: Sequence[int]) -> HeldPlaces:
+        with self.task.run.phases("data"):
+            held = self.task.shard([self.examples[place] for place in indices])
+        return HeldPlaces(**vars(held), places=tuple(indices))
+
+    def loss(self, held: HeldPlaces, meter: Meter) -> Tensor:
+        values, tokens = self.values(held)
+        replica_loss_sum = self.judged(values, held, meter)
+        note_logits(meter, tokens, held, self.task)
+        if not held.places:  # a rank without a sample still runs its (empty) graph, so that no collective waits for it
+            replica_loss_sum = replica_loss_sum + 0.0 * tokens.logps_t.sum()
+        return replica_loss_sum * (self.task.run.world.size / self.count)
+
+    def values(self, held: HeldPlaces) -> tuple[Values, TokenLogps]:
+        """Run the models on a micro-batch."""
+        task = self.task
+        with task.run.phases("forward"):
+            tokens = task.run.engine.forward(held.shard)
+        likelihoods = None
+        if tokens.likelihoods_t is not None:
+            likelihoods = task.sums(tokens.likelihoods_t, held, weighted=False)
+        values = Values(
+            logps=task.sums(tokens.logps_t, held),
+            reference=self.kept[held.places] if held.places in self.kept else task.reference_sums(held),
+            tokens=held.tokens,
+            likelihoods=likelihoods,
+            margin_E=held.margin_E,
+            mean_tokens=self.mean_tokens,
+            carried=task.carried,
+            held_out=self.held_out,
+        )
+        return values, tokens
+
+    def judged(self, values: Values, held: HeldPlaces, meter: Meter) -> Tensor:
+        """Return the sum of the examples' losses, with the gradient that the train batch's loss has by their values."""
+        slopes = None
+        if self.task.loss.asks.whole_batch:
+            if self.whole is None:  # one micro-batch a replica
+                self.judge([(held.places, values)])
+            assert self.whole is not None
+            losses, slopes = self.whole.of_places(held.places, values)
+            total = with_slopes(losses, slopes, values)
+        else:
+            losses = self.task.loss(values)
+            total = losses.losses_E.sum()
+        self.task.note(meter, values, losses, slopes)
+        return total
+
+    # ---- losses that ask for the whole batch ----
+
+    @torch.no_grad()
+    def collect(self, meter: Meter | None = None) -> list[tuple[HeldPlaces, Values]]:
+        """Run all micro-batches without gradient, and evaluate the loss on the values of the whole batch."""
+        found = []
+        for indices in self.micro_batches:
+            held = self.load(indices)
+            values, tokens = self.values(held)
+            self.kept[held.places] = values.reference
+            if meter is not None:
+                note_logits(meter, tokens, held, self.task)
+                note_tokens(meter, held.shard)
+            found.append((held, values))
+        self.judge([(held.places, values) for held, values in found])
+        return found
+
+    def judge(self, parts: Sequence[tuple[Sequence[int], Values]]) -> None:
+        """Share the values of all replicas, and evaluate the loss on them. A collective call."""
+        values = gathered(parts, self.count, self.task.run.world)
+        self.whole = WholeBatch.of(self.task.loss, values)
+        self.carried = self.whole.losses.carried
+
+    def evaluate(self, meter: Meter) -> None:
+        if self.task.loss.asks.whole_batch:
+            for held, values in self.collect(meter):
+                self.judged(values, held, meter)
+            return
+        for indices in self.micro_batches:
+            held = self.load(indices)
+            values, tokens = self.values(held)
+            self.judged(values, held, meter)
+            note_logits(meter, tokens, held, self.task)
+            note_tokens(meter, held.shard)
+
+    # ---- the end of a step ----
+
+    def finish(self, values: dict[str, float]) -> None:  # noqa: ARG002
+        self.task.carried = self.carried
+
+    def samples(self) -> list[str]:
+        return [example.origin for example in self.examples]
+
+    @torch.no_grad()
+    def samples_without_finite_loss(self) -> list[str]:
+        """Run each example of this replica alone and look; then tell the other replicas.
+
+        Of a loss that asks for the whole batch, the values that it is given are looked at.
+        """
+        run, loss = self.task.run, self.task.loss
+        self.kept.clear()
+        mine = []
+        for indices in self.micro_batches:
+            for number in range(run.cfg.train.micro_batch_size):  # equally many passes on every replica
+                values, _ = self.values(self.load(indices[number : number + 1]))
+                sums = [*values.logps.values(), *(values.reference or {}).values()]
+                if not loss.asks.whole_batch:
+                    sums.append(loss(values).losses_E)
+                if not all(bool(each.isfinite().all()) for each in sums):
+                    mine.append(indices[number])
+        everywhere = {place for each in gather_objects(mine, run.world.size) for place in each}
+        return [self.examples[place].origin for place in sorted(everywhere)]
+
+
+@dataclass(frozen=True)
+class HeldPlaces(HeldExamples):
+    places: tuple[int, ...]  # of the examples in their batch
+
+
+def note_logits(meter: Meter, tokens: TokenLogps, held: HeldExamples, task: OfflineTask) -> None:
+    """Meter the mean logits of the answers' tokens."""
+    logits = task.by_side(sum_by_sequence(tokens.mean_logits_t, held.shard))
+    trained = task.by_side(sum_by_sequence(torch.ones_like(tokens.mean_logits_t), held.shard))
+    for side in task.sides:
+        meter.add_mean(f"logits/{side}", logits[side].sum(), trained[side].sum(), SHARDED)
+
+
+def mean_tokens(examples: Sequence[Answered]) -> float:
+    """Return the mean number of trained tokens of the examples' first answers."""
+    return max(1, sum(trained_tokens(*example.answers[0]) for example in examples)) / len(examples)
+
+
+def trained_tokens(answer: Any, mask: Any) -> int:
+    return len(answer) if mask is None else int(np.count_nonzero(mask))
+
+
+def tail_weights(example: Answered, weight: float) -> list[Floats]:
+    """Return the weight of each trained token of an example's answers: less beyond the length of the shortest."""
+    lengths = [trained_tokens(*answer) for answer in example.answers]
+    return [np.where(np.arange(length) < min(lengths), 1.0, weight) for length in lengths]

@@ -1,0 +1,89 @@
+"""A loss that is a function of all examples of a train batch, and its derivative by the values of each.
+
+Every rank evaluates it on the same numbers in the same order, so all come to the same result, to the bit. Shape letter:
+B examples of the train batch, E of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rlexp.training.algos.base import Loss, Losses, Sides, Values
+from rlexp.training.ring.groups import World
+from rlexp.training.ring.objects import gather_objects
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    losses: Losses  # of all examples, in the order of the batch
+    slopes: Sides  # derivative of the losses' sum by each answer's log-probabilities, (B,)
+
+    @staticmethod
+    def of(loss: Loss, values: Values) -> WholeBatch:
+        leaves = {side: logps_B.detach().requires_grad_() for side, logps_B in values.logps.items()}
+        with torch.enable_grad():
+            losses = loss(replace(values, logps=leaves))
+            slopes = torch.autograd.grad(losses.losses_E.sum(), list(leaves.values()), allow_unused=True)
+        by_side = {side: torch.zeros_like(leaf) if slope is None else slope
+                   for (side, leaf), slope in zip(leaves.items(), slopes, strict=True)}  # fmt: skip
+        return WholeBatch(replace(losses, losses_E=losses.losses_E.detach()), by_side)
+
+    def of_places(self, places: Sequence[int], values: Values) -> tuple[Losses, Sides]:
+        """Return the losses and derivatives of a micro-batch's examples, where its values are."""
+        device = next(iter(values.logps.values())).device
+        at = torch.tensor(places, dtype=torch.int64)
+
+        def mine(all_B: Tensor) -> Tensor:
+            return all_B[at].to(device)
+
+        metrics_E = {name: mine(each_B) for name, each_B in self.losses.metrics_E.items()}
+        losses = Losses(mine(self.losses.losses_E), metrics_E, self.losses.carried)
+        return losses, {side: mine(slope_B) for side, slope_B in self.slopes.items()}
+
+
+def with_slopes(losses: Losses, slopes: Sides, values: Values) -> Tensor:
+    """Return the sum of a micro-batch's losses; its gradient is that of the whole batch's sum by the values."""
+    moved = (slopes[side] * (logps_E - logps_E.detach()) for side, logps_E in values.logps.items())
+    return sum((each.sum() for each in moved), start=losses.losses_E.sum())
+
+
+def gathered(parts: Sequence[tuple[Sequence[int], Values]], count: int, world: World) -> Values:
+    """Return the values of all examples of the batch, in its order, in the host's memory. A collective call."""
+    mine = {place: _row(values, number) for places, values in parts for number, place in enumerate(places)}
+    rows = {place: row for part in gather_objects(mine, world.size) for place, row in part.items()}
+    some = parts[0][1]
+    columns = torch.tensor([rows[place] for place in range(count)], dtype=torch.float64).T
+    return _of_columns(list(columns), some)
+
+
+def _fields(values: Values) -> dict[str, Sides]:
+    """Return the values that differ between examples."""
+    fields: dict[str, Sides | None] = {
+        "logps": values.logps,
+        "reference": values.reference,
+        "tokens": values.tokens,
+        "likelihoods": values.likelihoods,
+        "margin_E": None if values.margin_E is None else {"": values.margin_E},
+    }
+    return {name: sides for name, sides in fields.items() if sides is not None}
+
+
+def _row(values: Values, number: int) -> list[float]:
+    return [float(each_E[number].detach()) for sides in _fields(values).values() for each_E in sides.values()]
+
+
+def _of_columns(columns: list[Tensor], like: Values) -> Values:
+    found = {name: {side: columns.pop(0) for side in sides} for name, sides in _fields(like).items()}
+    margins = found.get("margin_E")
+    return replace(
+        like,
+        logps=found["logps"],
+        reference=found.get("reference"),
+        tokens=found["tokens"],
+        likelihoods=found.get("likelihoods"),
+        margin_E=margins[""] if margins else None,
+    )
