@@ -69,9 +69,6 @@ class Pair:
     def answers(self) -> tuple[tuple[Ids, Mask | None], ...]:
         return (self.chosen, self.chosen_mask), (self.rejected, self.rejected_mask)
 
-    def longest(self) -> int:
-        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
-
 
 @dataclass(frozen=True)
 class Completion:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from rlexp.config.schema import Config
+from rlexp.config.schema.row_kinds import EXAMPLE, SIDES
 from rlexp.verify.findings import Allowed, Clue, Finding, Gauge, shown
 from rlexp.verify.norms import relative
 from rlexp.verify.records import (
-    SIDES,
     Array,
     Expected,
     Key,
@@ -46,10 +46,20 @@ class Comparison:
         for step, whole in zip(self.steps(), given, strict=True):
             first = 0
             for head, place, micro in step.micros():
-                pairs = slice(first, first + len(micro.samples))
-                first = pairs.stop
+                mine = slice(first, first + len(micro.samples))
+                first = mine.stop
                 for trace in self.ring(head):
-                    trace.steps[step.place].micros[place].given = whole[pairs]
+                    trace.steps[step.place].micros[place].given = whole[mine]
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The answers of an example."""
+        return SIDES[self.cfg.loss.rows]
+
+    @property
+    def word(self) -> str:
+        """The name of an example."""
+        return EXAMPLE[self.cfg.loss.rows]
 
     def heads(self) -> list[Trace]:
         """The first rank of each replica."""
@@ -109,9 +119,9 @@ class ComparedStep:
         whole: dict[Key, Array] = {}
         for head, place, micro in self.micros():
             parts = {
-                (sample, side): np.full(len(self.whole.expected.tokens[sample].answer(side)), np.nan)
+                (sample, side): np.full(len(self.whole.expected.tokens[sample].ids(side)), np.nan)
                 for sample in micro.samples
-                for side in SIDES
+                for side in self.whole.sides
             }
             for trace in self.whole.ring(head):
                 mine = trace.steps[self.place].micros[place]
@@ -143,8 +153,8 @@ class ComparedStep:
         return int(np.flatnonzero(~(apart <= self.whole.allowed.given))[0]) if exceeds else None
 
     def mean_loss(self) -> float:
-        """The loss of the train batch, from the losses of its pairs."""
-        return float(np.mean(joined([m.losses.losses_P for _, _, m in self.micros() if m.losses is not None])))
+        """The loss of the train batch, from the losses of its examples."""
+        return float(np.mean(joined([m.losses.losses_E for _, _, m in self.micros() if m.losses is not None])))
 
 
 def value_at(values: Array, place: int) -> Any:

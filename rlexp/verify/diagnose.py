@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,16 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import UserError
 from rlexp.config.schema import Config, EngineName, Precision
 from rlexp.launch.joining import RankSpec, join, threads_of
-from rlexp.training.dataset.packing import pack_pairs
+from rlexp.training.dataset.packing import pack_examples
 from rlexp.training.engine.base import trained
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.placing import Placing
 from rlexp.training.model.policy import DTYPES
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.train.build import build, build_policy, unprobed
-from rlexp.training.train.pair_task import PairTask, by_pair
+from rlexp.training.train.offline_task import OfflineTask
 from rlexp.training.train.parts import Run
-from rlexp.training.train.sequence_sums import sum_by_sequence
-from rlexp.training.train.task import Needs
-from rlexp.training.types import Pack, Pair, Shard
+from rlexp.training.types import Answered, Ids, Mask, Pack, Shard
 from rlexp.verify.findings import Clue, Finding
 from rlexp.verify.records import TensorFiles
 from rlexp.verify.reference.one_process import softmax_attention
@@ -73,7 +71,7 @@ def alone_rank(spec: RankSpec, case: Case) -> Alone:
     first = case.cfg.launch
     join(spec, first.device.value, first.timeout_seconds, threads_of(first))
     task = build(case.cfg, probing=unprobed)
-    assert isinstance(task, PairTask)
+    assert isinstance(task, OfflineTask)
     run = task.run
     # In the same order on every rank: each has collectives.
     forward, backward = _try(lambda: _ring_sum(run))
@@ -133,33 +131,42 @@ def _meter(run: Run) -> float:
 # ---- attention alone ----
 
 
-def _attention(task: PairTask, case: Case) -> tuple[float, float]:
+def _attention(task: OfflineTask, case: Case) -> tuple[float, float]:
     """Try the run's layout and kernel on the step's micro-batches, with random queries, keys and values."""
     worst = [0.0, 0.0]
-    for number, pairs in enumerate(_micro_batches(task, case.step)):
-        pack, index_t, shard = _placed(task, [_short(pair) for pair in pairs])
+    for number, examples in enumerate(_micro_batches(task, case.step)):
+        pack, index_t, shard = _placed(task, [_short(each) for each in examples])
         apart = _attention_of(task.run, pack, index_t, shard, seed=number)
         worst = [_largest(a, b) for a, b in zip(worst, apart, strict=True)]
     return worst[0], worst[1]
 
 
-def _micro_batches(task: PairTask, step: int) -> list[list[Pair]]:
-    return [[task.pairs[index] for index in indices] for indices in task.micro_batches(task.batch(step))]
+def _micro_batches(task: OfflineTask, step: int) -> list[list[Answered]]:
+    world, batch = task.run.world, task.batch(step)
+    mine = batch.micro_batches(world.replica, world.dp_size, task.run.cfg.train.micro_batch_size)
+    return [[task.train[index] for index in indices] for indices in mine]
 
 
-def _short(pair: Pair) -> Pair:
-    prompt = pair.prompt[: LONGEST // 2]
+@dataclass(frozen=True)
+class Short:
+    """The beginning of an example."""
+
+    index: int
+    prompt: Ids
+    origin: str
+    answers: tuple[tuple[Ids, Mask | None], ...]
+
+
+def _short(example: Answered) -> Short:
+    prompt = example.prompt[: LONGEST // 2]
     rest = LONGEST - len(prompt)
-    ours, theirs = (None if mask is None else mask[:rest] for mask in (pair.chosen_mask, pair.rejected_mask))
-    chosen, rejected = pair.chosen[:rest], pair.rejected[:rest]
-    return dataclasses.replace(
-        pair, prompt=prompt, chosen=chosen, rejected=rejected, chosen_mask=ours, rejected_mask=theirs
-    )
+    answers = ((answer[:rest], None if mask is None else mask[:rest]) for answer, mask in example.answers)
+    return Short(example.index, prompt, example.origin, tuple(answers))
 
 
-def _placed(task: PairTask, pairs: Sequence[Pair]) -> tuple[Pack, Tensor, Shard]:
+def _placed(task: OfflineTask, examples: Sequence[Answered]) -> tuple[Pack, Tensor, Shard]:
     """The run's own shard of a pack, and the place in the pack of each token that this rank holds."""
-    pack = pack_pairs(pairs, **task.run.padding)
+    pack = pack_examples(examples, **task.run.padding)
     pack = dataclasses.replace(pack, tokens_T=torch.arange(len(pack.tokens_T)))
     shard = task.run.to_device(pack)
     return pack, shard.tokens_t, shard
@@ -227,41 +234,56 @@ def _head_shape(config: Any) -> tuple[int, int, int]:
 # ---- the gradient without an engine ----
 
 
-def _gradient(task: PairTask, case: Case) -> float:
+def _gradient(task: OfflineTask, case: Case) -> float:
     files = TensorFiles(case.folder)
     worst = 0.0
-    for name, mine in without_engine(task, case.step, files).items():
+    *_, gradient = without_engine(task, case.step, files)
+    for name, mine in gradient.items():
         wanted = torch.from_numpy(files.read("gradient", case.step, name).copy()).to(mine.device)
         worst = _largest(worst, float((mine - wanted).norm() / (wanted.norm() or 1.0)))
     return worst
 
 
-def without_engine(task: PairTask, step: int, weights: TensorFiles) -> dict[str, Tensor]:
-    """The gradient of a step by the run's model, packs and sums and torch's autograd, in the run's precision; the parts
-    of micro-batches and ranks are added up here, in float64. Weights are read from files, as they were before it."""
+def without_engine(task: OfflineTask, steps: int, weights: TensorFiles) -> Iterator[dict[str, Tensor]]:
+    """Yield the gradient of each step by the run's model, packs and sums and torch's autograd, in the run's precision.
+
+    The parts of micro-batches and ranks are added up here, in float64. Weights are read from files, as they were before
+    each step.
+    """
     run, cfg = task.run, task.run.cfg
-    if ENGINES[cfg.engine.name.value].sharded:  # a reference of its own
+    if ENGINES[cfg.engine.name.value].sharded:  # a policy of its own
         cfg = dataclasses.replace(cfg, engine=dataclasses.replace(cfg.engine, name=EngineName.torch))
     placing = Placing(run.device, DTYPES[cfg.train.precision])
-    policy = build_policy(cfg, run.engine.policy.model.config, run.device, Needs(), placing)
+    policy = build_policy(cfg, run.engine.policy.model.config, run.device, task.needs, placing)
     if cfg.memory.checkpointing:
         policy.recompute_activations()
-    for name, parameter in policy.model.named_parameters():
-        parameter.data.copy_(torch.from_numpy(weights.read("weights", step - 1, name).copy()))
-    parameters = trained(policy)
+    alone: Any = Forward(policy)
+    task.run = dataclasses.replace(run, engine=alone)
+    for number in range(1, steps + 1):
+        for name, parameter in policy.model.named_parameters():
+            parameter.data.copy_(torch.from_numpy(weights.read("weights", number - 1, name).copy()))
+        yield _of_step(task, number, trained(policy))
+    task.run = run
+
+
+@dataclass(frozen=True)
+class Forward:
+    """As much of an engine as a forward pass needs."""
+
+    forward: Any
+
+
+def _of_step(task: OfflineTask, number: int, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    run = task.run
     whole = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
-    count = len(task.batch(step).indices)
-    assert task.reference is not None
-    for pairs in _micro_batches(task, step):
-        shard = task.shard(pairs)
-        tokens = policy(shard)
-        logps = by_pair(ring_sum(sum_by_sequence(tokens.logps_t, shard), run.world.ring))
-        start = by_pair(ring_sum(sum_by_sequence(task.reference(shard).logps_t, shard), run.world.ring))
-        loss = task.loss(logps, start).losses_P.sum() * (run.world.size / count) + 0.0 * tokens.logps_t.sum()
+    step = task.begin(number)
+    for places in step.micro_batches:
+        loss = step.loss(step.load(places), Meter(run.world, run.device))
         parts = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         for total, part in zip(whole.values(), parts, strict=True):
             if part is not None:
                 total += part.double() / run.world.size
+    step.finish({})
     for total in whole.values():
         dist.all_reduce(total)
     return whole
@@ -281,10 +303,10 @@ def parts_rank(spec: RankSpec, parts: Parts) -> None:
     first = parts.cfg.launch
     join(spec, first.device.value, first.timeout_seconds, threads_of(first))
     task = build(parts.cfg, probing=unprobed)
-    assert isinstance(task, PairTask)
+    assert isinstance(task, OfflineTask)
     weights, files = TensorFiles(parts.weights), TensorFiles(parts.folder)
-    for step in range(1, parts.steps + 1):
-        for name, gradient in without_engine(task, step, weights).items():
+    for step, gradients in enumerate(without_engine(task, parts.steps, weights), start=1):
+        for name, gradient in gradients.items():
             if spec.rank == 0:
                 files.write("gradient", step, name, gradient.cpu().numpy())
 
@@ -304,6 +326,7 @@ def module_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
         Clue.START: MODEL if cfg.train.precision is Precision.fp64 else ENGINE,
         Clue.DTYPE: ENGINE,
         Clue.STALE: ENGINE,
+        Clue.LIKELIHOODS: MODEL,
         Clue.REFERENCE: ENGINE if ENGINES[cfg.engine.name.value].sharded else TRAIN,
         Clue.LOSSES: ALGOS,
         Clue.SLOPES: ALGOS,

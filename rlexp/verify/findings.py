@@ -29,6 +29,7 @@ class Clue(Enum):
     STALE = "the weights that compute"
     POLICY = "the policy's log-probabilities"
     REFERENCE = "the reference model's log-probabilities"
+    LIKELIHOODS = "log Σ p² of the policy's distributions"
     SUMS = "sums of log-probabilities"
     LOSSES = "losses, given the sums"
     SLOPES = "the losses' derivatives, given the sums"

@@ -29,8 +29,8 @@ from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import load_config, load_tokenizer
 from rlexp.training.model.prepared import prepared
 from rlexp.training.ring.groups import ALONE, World
-from rlexp.training.train.examples import pair_sampler, read_pairs
-from rlexp.training.types import Pair
+from rlexp.training.train.examples import read_examples, sampler_of
+from rlexp.training.types import Answered
 
 NUMBERS = 7  # float64 numbers of a rank per parameter
 FILES = 2  # recorded runs whose gradients and weights are on disk at once
@@ -74,16 +74,16 @@ def plan_rank(spec: RankSpec, cfg: Config, steps: int, folder: Path) -> VerifyPl
 def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> VerifyPlan:
     """Read the data as the run will, so that its errors come first; then choose the number of layers."""
     cfg = dataclasses.replace(cfg, model=prepared(cfg.model))
-    examples = read_pairs(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE))
-    pairs, held_out = examples.train, examples.held_out
-    sampler = pair_sampler(cfg, len(pairs), examples.mixture)
+    examples = read_examples(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE))
+    train, held_out = examples.train, examples.held_out
+    sampler = sampler_of(cfg, cfg.loss.rows, len(train), examples.mixture)
     steps = min(steps, total_steps(sampler.steps_per_epoch, cfg.train.max_steps, cfg.train.epochs))
-    seen = [pairs[index] for batch in sampler.batches(1, steps) for index in batch.indices]
+    seen = [train[index] for batch in sampler.batches(1, steps) for index in batch.indices]
     held_out = held_out[: held_out_of(cfg, len(held_out))]
-    longest = max(pair.longest() for pair in [*seen, *held_out])
+    longest = max(map(length_of, [*seen, *held_out]))
     config = load_config(cfg.model, cfg.data.max_length)
     full = _layers(config)
-    tokens = _tokens_at_once(cfg, [*(sampler.batch(step) for step in range(1, steps + 1))], pairs)
+    tokens = _tokens_at_once(cfg, [*(sampler.batch(step) for step in range(1, steps + 1))], train)
     count = _counter(config, tokens, cfg)
     layers = full
     while layers > LEAST and count(layers)[1] > SHARE * free:
@@ -105,10 +105,14 @@ def shrunk(cfg: Config, plan: VerifyPlan) -> Config:
 
 
 def held_out_of(cfg: Config, there: int) -> int:
-    """The number of held-out pairs: one whole batch and a short one show how values are added up."""
+    """The number of held-out examples: one whole batch and a short one show how values are added up."""
     if cfg.train.eval_every is None:
         return 0
     return min(there, cfg.train.batch_size + -(-cfg.train.batch_size // 2))
+
+
+def length_of(example: Answered) -> int:
+    return len(example.prompt) + max(len(answer) for answer, _ in example.answers)
 
 
 def _layers(config: Any) -> int:
@@ -118,13 +122,14 @@ def _layers(config: Any) -> int:
     return layers
 
 
-def _tokens_at_once(cfg: Config, batches: list[Batch], pairs: Sequence[Pair]) -> int:
-    """Tokens at once: the largest micro-batch of every replica, and the reference's pair."""
+def _tokens_at_once(cfg: Config, batches: list[Batch], train: Sequence[Answered]) -> int:
+    """Tokens at once: the largest micro-batch of every replica, and the reference's example."""
     micro = 0
     for batch in batches:
         for replica in range(cfg.parallel.dp_size):
             for indices in batch.micro_batches(replica, cfg.parallel.dp_size, cfg.train.micro_batch_size):
-                micro = max(micro, sum(2 * pairs[index].longest() for index in indices))
+                examples = [train[index] for index in indices]
+                micro = max(micro, sum(len(each.answers) * length_of(each) for each in examples))
     return micro * (cfg.parallel.dp_size + 1)
 
 

@@ -1,28 +1,58 @@
 """Records of a run and of the reference, as plain arrays, which the launcher reads without torch.
 
-Shape letters: T packed tokens, t tokens of one rank, S sequences, P pairs.
+Shape letters: T packed tokens, t tokens of one rank, S sequences, E examples.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from rlexp.config.schema.row_kinds import SIDES as SIDES_OF
+from rlexp.config.schema.row_kinds import Kind
+
 Array = npt.NDArray[Any]
-SIDES = ("chosen", "rejected")
+SIDES = SIDES_OF[Kind.pairs]
 Key = tuple[int, str]  # a sequence: the sample and its side
 
 
+class TokenExample:
+    """An example as token ids, with the file and line it came from: a prompt, and an answer for each of its sides.
+
+    A mask says which tokens of an answer are trained on; None: all of them.
+    """
+
+    sides: ClassVar[tuple[str, ...]]
+    prompt: Array
+    origin: str
+    margin: float | None = None
+
+    def ids(self, side: str) -> Array:
+        answer: Array = getattr(self, side)
+        return answer
+
+    def trained(self, side: str) -> Array:
+        """Return, for each token of an answer, whether it is trained on."""
+        mask: Array | None = getattr(self, f"{side}_mask")
+        return np.ones(len(self.ids(side)), dtype=bool) if mask is None else mask
+
+    def sequence(self, side: str) -> Array:
+        return np.concatenate((self.prompt, self.ids(side)))
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(self.prompt) + len(self.ids(side)) for side in self.sides)
+
+
 @dataclass(frozen=True)
-class TokenPair:
-    """A pair as token ids, with the file and line it came from. A mask says which tokens of an answer are trained on;
-    None: all of them."""
+class TokenPair(TokenExample):
+    sides: ClassVar[tuple[str, ...]] = SIDES
 
     prompt: Array
     chosen: Array
@@ -30,22 +60,26 @@ class TokenPair:
     origin: str
     chosen_mask: Array | None = None
     rejected_mask: Array | None = None
+    margin: float | None = None
 
-    def answer(self, side: str) -> Array:
-        answer: Array = getattr(self, side)
-        return answer
 
-    def trained(self, side: str) -> Array:
-        """Return, for each token of an answer, whether it is trained on."""
-        mask: Array | None = getattr(self, f"{side}_mask")
-        return np.ones(len(self.answer(side)), dtype=bool) if mask is None else mask
+@dataclass(frozen=True)
+class TokenAnswer(TokenExample):
+    sides: ClassVar[tuple[str, ...]] = SIDES_OF[Kind.supervised]
 
-    def sequence(self, side: str) -> Array:
-        return np.concatenate((self.prompt, self.answer(side)))
+    prompt: Array
+    answer: Array
+    origin: str
+    answer_mask: Array | None = None
 
-    @property
-    def tokens(self) -> int:
-        return 2 * len(self.prompt) + len(self.chosen) + len(self.rejected)
+
+@dataclass(frozen=True)
+class Counts:
+    """What the reference counts of a batch's examples for the loss."""
+
+    tokens: Mapping[str, Array]  # trained tokens of each answer, by side
+    mean_tokens: float  # of the first answers
+    margins: Array | None
 
 
 @dataclass(frozen=True)
@@ -61,15 +95,15 @@ class PackSeen:
 
 @dataclass(frozen=True)
 class Losses:
-    """What the loss's formula makes of some pairs' sums, (P,)."""
+    """What the loss's formula makes of some examples' sums, (E,)."""
 
-    losses_P: Array
-    slopes: dict[str, Array]  # derivatives of the losses by the policy's sums: chosen, rejected
-    values_P: dict[str, Array]  # the formula's other results
+    losses_E: Array
+    slopes: dict[str, Array]  # derivatives of the losses' sum by the policy's sums, by side
+    values_E: dict[str, Array]  # the formula's other results
 
-    def __getitem__(self, pairs: slice) -> Losses:
-        slopes, values_P = ({name: each[pairs] for name, each in of.items()} for of in (self.slopes, self.values_P))
-        return Losses(self.losses_P[pairs], slopes, values_P)
+    def __getitem__(self, some: slice) -> Losses:
+        slopes, values_E = ({name: each[some] for name, each in of.items()} for of in (self.slopes, self.values_E))
+        return Losses(self.losses_E[some], slopes, values_E)
 
 
 @dataclass
@@ -86,7 +120,8 @@ class Micro:
     policy_t: Array | None = None  # log-probability of each target
     logits_t: Array | None = None  # mean over the vocabulary
     reference_t: Array | None = None
-    sums: dict[str, Array] = field(default_factory=dict)  # the loss's arguments by name (policy/chosen, …), (P,)
+    likelihoods_t: Array | None = None  # log Σ p² of each target's distribution
+    sums: dict[str, Array] = field(default_factory=dict)  # the loss's arguments by name (policy/chosen, …), (E,)
     losses: Losses | None = None
     given: Losses | None = None  # the same by the formula alone, from these sums
     handed: float | None = None  # the scalar given to the engine
@@ -112,15 +147,15 @@ class Trace:
 
     rank: int
     ring_size: int
-    pairs: int = 0  # in the data set
+    examples: int = 0  # in the data set
     parameters: int = 0
     total_steps: int = 0
     engine: str = ""
     layout: str = ""
     dtypes: tuple[str, ...] = ()  # of the model's parameters
     refused: str | None = None  # the probe's message, if it refused the model
-    tokens: dict[int, TokenPair] = field(default_factory=dict)  # samples that this rank has seen
-    held_tokens: dict[int, TokenPair] = field(default_factory=dict)
+    tokens: dict[int, TokenExample] = field(default_factory=dict)  # samples that this rank has seen
+    held_tokens: dict[int, TokenExample] = field(default_factory=dict)
     steps: list[StepSeen] = field(default_factory=list)
     held_out: list[Micro] = field(default_factory=list)
     stopped: str | None = None  # why the run refused a step: a value was not finite
@@ -144,6 +179,8 @@ class StepExpected:
     policy: dict[Key, Array]  # log-probability of each token that is trained on
     reference: dict[Key, Array]
     logits: dict[Key, Array]  # means over the vocabulary
+    likelihoods: dict[Key, Array]
+    counts: Counts
     losses: dict[int, float]
     loss: float
     grad_norm: float
@@ -155,11 +192,11 @@ class StepExpected:
 class Expected:
     """The reference's steps."""
 
-    pairs: int
+    examples: int
     total_steps: int
-    tokens: dict[int, TokenPair]
+    tokens: dict[int, TokenExample]
     steps: list[StepExpected]
-    held_tokens: dict[int, TokenPair] = field(default_factory=dict)
+    held_tokens: dict[int, TokenExample] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ recorded task is the product's, with its engine, reference, loss and shards wrap
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,19 +21,35 @@ from rlexp.base.errors import ModelError, NonFiniteError
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec, join, threads_of
 from rlexp.run_files.metrics_jsonl import MetricRow
-from rlexp.training.algos.build import build_loss
+from rlexp.training.algos.base import Losses as LossesOf
+from rlexp.training.algos.base import Sides, Values
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.probe import probe
 from rlexp.training.ring.groups import World
 from rlexp.training.sinks.base import Sink, Sinks
 from rlexp.training.train.build import build
-from rlexp.training.train.examples import read_pairs
+from rlexp.training.train.choose_task import task_class
+from rlexp.training.train.examples import read_examples
 from rlexp.training.train.loop import train_loop
-from rlexp.training.train.pair_task import PairTask
+from rlexp.training.train.offline_task import HeldExamples, OfflineStep, OfflineTask
 from rlexp.training.train.parts import Reference, Run
-from rlexp.training.types import Pack, Pair, Shard, TokenLogps
+from rlexp.training.types import Answered, Pack, Shard, TokenLogps
 from rlexp.verify.kept import Watch, WatchedEngine
-from rlexp.verify.records import SIDES, Array, Losses, Micro, PackSeen, StepSeen, TensorFiles, TokenPair, Trace, mark
+from rlexp.verify.records import (
+    Array,
+    Losses,
+    Micro,
+    PackSeen,
+    StepSeen,
+    TensorFiles,
+    TokenAnswer,
+    TokenExample,
+    TokenPair,
+    Trace,
+    mark,
+)
+
+TRAINING = "training"
 
 
 @dataclass(frozen=True)
@@ -56,9 +72,9 @@ def trace_rank(spec: RankSpec, jobs: Sequence[TraceJob]) -> list[Trace]:
 def trace(rank: int, job: TraceJob) -> Trace:
     watch = Watch(job.cfg) if job.counted and job.cfg.parallel.ring_size > 1 else None
     recorder = Recorder(Trace(rank, job.cfg.parallel.ring_size), TensorFiles(job.folder), watch)
-    task_of = partial(RecordedPairs, recorder, job.held_out)
+    task_of = partial(recorded_task, recorder, job.held_out)
     task = build(job.cfg, probing=recorder.probing, task_of=task_of, sources=watch.sources if watch else None)
-    assert isinstance(task, RecordedPairs)
+    assert isinstance(task, Recorded)
     try:
         train_loop(task, Sinks([recorder]))
     except ModelError:
@@ -93,6 +109,8 @@ class Recorder(Sink):
         self.held: Micro | None = None  # the one that was packed last: it may be the next
         self.of_shard: dict[int, Micro] = {}
         self.step = StepSeen()
+        self.pass_ = TRAINING
+        self.collected: list[Micro] = []  # of the pass that collects values for a loss of the whole batch
 
     def probing(self, *args: Any, **kwargs: Any) -> float:
         """Probe, but go on after a refusal: the run then shows where the difference comes from."""
@@ -102,28 +120,38 @@ class Recorder(Sink):
             self.trace.refused = str(error)
             return 0.0
 
-    def begin_run(self, run: Run, pairs: int) -> None:
-        self.trace.pairs, self.trace.parameters = pairs, run.parameters
+    def begin_run(self, run: Run, examples: int) -> None:
+        self.trace.examples, self.trace.parameters = examples, run.parameters
         self.trace.total_steps, self.trace.engine = run.total_steps, run.engine.name
         self.trace.layout = run.attention
         self.trace.dtypes = tuple(sorted({str(p.dtype) for p in run.engine.policy.parameters()}))
         self.write("weights", 0, run.engine.weights())
+
+    @contextlib.contextmanager
+    def passing(self, name: str) -> Iterator[None]:
+        """Say what a pass is for, other than training."""
+        if name == "collecting":
+            self.collected = []
+        self.pass_, before = name, self.pass_
+        try:
+            yield
+        finally:
+            self.pass_ = before
 
     @property
     def micro(self) -> Micro:
         assert self.now is not None
         return self.now
 
-    def begin(self, pairs: Sequence[Pair]) -> None:
-        training = torch.is_grad_enabled()
-        self.held = Micro(tuple(pair.index for pair in pairs))
-        (self.step.micros if training else self.trace.held_out).append(self.held)
-        (self.trace.tokens if training else self.trace.held_tokens).update(
-            {
-                p.index: TokenPair(p.prompt, p.chosen, p.rejected, p.origin, p.chosen_mask, p.rejected_mask)
-                for p in pairs
-            }
-        )
+    def begin(self, examples: Sequence[Answered], sides: Sequence[str]) -> None:
+        training = self.pass_ == TRAINING
+        self.held = Micro(tuple(each.index for each in examples))
+        if training and self.collected:  # the reference has computed already
+            self.held.reference_t = self.collected.pop(0).reference_t
+        places = {TRAINING: self.step.micros, "collecting": self.collected, "held out": self.trace.held_out}
+        places[self.pass_].append(self.held)
+        seen_tokens = self.trace.held_tokens if self.pass_ == "held out" else self.trace.tokens
+        seen_tokens.update({each.index: tokens_of(each, sides) for each in examples})
 
     def sharded(self, shard: Shard) -> None:
         assert self.held is not None
@@ -134,6 +162,26 @@ class Recorder(Sink):
 
     def computing(self, shard: Shard) -> None:
         self.now = self.of_shard.pop(id(shard))
+
+    def judged(self, values: Values, losses: LossesOf, slopes: Sides | None) -> None:
+        """Record what the loss was given of a micro-batch, and what it has made of it."""
+        if self.pass_ != TRAINING:
+            return
+        micro = self.micro
+        given = {"policy": values.logps, "reference": values.reference, "likelihoods": values.likelihoods}
+        for who, sides in given.items():
+            micro.sums |= {f"{who}/{side}": array(each) for side, each in (sides or {}).items()}
+        if slopes is None:
+            found = torch.autograd.grad(
+                losses.losses_E.sum(), list(values.logps.values()), retain_graph=True, allow_unused=True
+            )
+            slopes = {side: torch.zeros_like(each) if slope is None else slope
+                      for (side, each), slope in zip(values.logps.items(), found, strict=True)}  # fmt: skip
+        micro.losses = Losses(
+            array(losses.losses_E),
+            {side: array(slope) for side, slope in slopes.items()},
+            {name: array(value_E) for name, value_E in losses.metrics_E.items()},
+        )
 
     @property
     def number(self) -> int:
@@ -161,75 +209,68 @@ class Recorder(Sink):
         self.step = StepSeen()
 
 
-class RecordedPairs(PairTask):
-    """The product's task, with wrapped parts. Only the first `held_out` held-out pairs are evaluated."""
+class Recorded(OfflineTask):
+    """The product's task, with wrapped parts. Only the first `held_out` held-out examples are evaluated."""
 
-    def __init__(self, recorder: Recorder, held_out: int, cfg: Config, tokenizer: Any, world: World, _: Any) -> None:
-        super().__init__(cfg, read_pairs(cfg, tokenizer, world), build_loss(cfg.loss))
+    recorder: Recorder
+
+    def watched_by(self, recorder: Recorder, held_out: int) -> Recorded:
         self.recorder = recorder
-        self.loss = RecordedLoss(self.loss, recorder)
-        self.eval_pairs = self.eval_pairs[:held_out]
+        self.held_out = self.held_out[:held_out]
+        return self
 
     def start(self, run: Run, reference: Reference | None) -> None:
-        assert reference is not None
-        self.recorder.begin_run(run, len(self.pairs))
+        self.recorder.begin_run(run, len(self.train))
         values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
         watch = self.recorder.watch
         engine = run.engine if watch is None else WatchedEngine(run.engine, watch)
         values |= {"engine": RecordedEngine(engine, self.recorder)}
 
         def recorded_reference(shard: Shard) -> TokenLogps:
+            assert reference is not None
             tokens = reference(shard)
             self.recorder.micro.reference_t = array(tokens.logps_t)
             return tokens
 
-        super().start(RecordedRun(**values, recorder=self.recorder), recorded_reference)
+        recorded = None if reference is None else recorded_reference
+        super().start(RecordedRun(**values, recorder=self.recorder), recorded)
 
-    def shard(self, pairs: Sequence[Pair]) -> Shard:
-        self.recorder.begin(pairs)
-        shard = super().shard(pairs)
-        self.recorder.sharded(shard)
-        return shard
+    def begin(self, step: int) -> OfflineStep:
+        with self.recorder.passing("collecting"):  # the step's values, for a loss that asks for all of them at once
+            return super().begin(step)
 
-    def losses(self, shard: Shard, meter: Meter) -> Tensor:
-        self.recorder.computing(shard)
-        return super().losses(shard, meter)
+    def evaluate(self, step: int) -> dict[str, float]:
+        with self.recorder.passing("held out"):
+            return super().evaluate(step)
+
+    def shard(self, examples: Sequence[Answered]) -> HeldExamples:
+        self.recorder.begin(examples, self.sides)
+        held = super().shard(examples)
+        self.recorder.sharded(held.shard)
+        return held
+
+    def note(self, meter: Meter, values: Values, losses: LossesOf, slopes: Sides | None) -> None:
+        self.recorder.judged(values, losses, slopes)
+        super().note(meter, values, losses, slopes)
+
+
+def recorded_task(recorder: Recorder, held_out: int, cfg: Config, tokenizer: Any, world: World, _: Any) -> Recorded:
+    """Make the task that the loss has, recorded."""
+    task = task_class(cfg.loss)
+    assert issubclass(task, OfflineTask)
+    made = type(f"Recorded{task.__name__}", (Recorded, task), {})
+    watched: Recorded = made(cfg, read_examples(cfg, tokenizer, world)).watched_by(recorder, held_out)
+    return watched
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun(Run):
     recorder: Recorder
 
-    def to_device(self, pack: Pack) -> Shard:
+    def shard(self, pack: Pack) -> Shard:
         if self.recorder.trace.ring_rank == 0 and self.recorder.held is not None:
             self.recorder.held.pack = seen(pack)
-        return super().to_device(pack)
-
-
-class RecordedLoss:
-    def __init__(self, loss: Any, recorder: Recorder) -> None:
-        self._loss, self._recorder = loss, recorder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loss, name)
-
-    def __call__(self, policy: Any, reference: Any) -> Any:
-        result = self._loss(policy, reference)
-        micro = self._recorder.micro
-        for who, logps in (("policy", policy), ("reference", reference)):
-            if logps is not None:
-                micro.sums |= {f"{who}/chosen": array(logps.chosen_P), f"{who}/rejected": array(logps.rejected_P)}
-        slopes = {}
-        if torch.is_grad_enabled():
-            sums = (policy.chosen_P, policy.rejected_P)
-            found = torch.autograd.grad(result.losses_P.sum(), sums, retain_graph=True, allow_unused=True)
-            slopes = {
-                side: np.zeros(len(total)) if slope is None else array(slope)
-                for side, total, slope in zip(SIDES, sums, found, strict=True)
-            }
-        values_P = {name: array(value_P) for name, value_P in result.metrics_P.items()}
-        micro.losses = Losses(array(result.losses_P), slopes, values_P)
-        return result
+        return super().shard(pack)
 
 
 class RecordedEngine:
@@ -240,9 +281,12 @@ class RecordedEngine:
         return getattr(self._engine, name)
 
     def forward(self, shard: Shard) -> Any:
+        self._recorder.computing(shard)
         tokens = self._engine.forward(shard)
         self._recorder.micro.policy_t = array(tokens.logps_t)
         self._recorder.micro.logits_t = array(tokens.mean_logits_t)
+        if tokens.likelihoods_t is not None:
+            self._recorder.micro.likelihoods_t = array(tokens.likelihoods_t)
         return tokens
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -267,6 +311,15 @@ class RecordedEngine:
                 continue
             if not torch.equal(parameter.detach(), stepped.detach().to(parameter.dtype)):
                 yield name
+
+
+def tokens_of(example: Answered, sides: Sequence[str]) -> TokenExample:
+    """Copy an example's tokens, for the comparison."""
+    answers: dict[str, Any] = {}
+    for side, (answer, mask) in zip(sides, example.answers, strict=True):
+        answers |= {side: answer, f"{side}_mask": mask}
+    kind = TokenPair if len(sides) > 1 else TokenAnswer
+    return kind(prompt=example.prompt, origin=example.origin, **answers)
 
 
 def seen(pack: Pack) -> PackSeen:

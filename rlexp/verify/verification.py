@@ -21,7 +21,6 @@ from rlexp.base.kernel_needs import NEEDS
 from rlexp.config import sizes
 from rlexp.config.checks.across_fields import check
 from rlexp.config.schema import BackendName, Config, Device, EngineName, KernelName, LoggerConfig, LoggerName, Precision
-from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.launch.joining import prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.preflight_check import laid_out
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from rlexp.verify.findings import Finding
     from rlexp.verify.fit_memory import VerifyPlan
     from rlexp.verify.precision import Measured
-    from rlexp.verify.records import Array, Expected, Losses, Trace, Update
+    from rlexp.verify.records import Array, Counts, Expected, Losses, Trace, Update
 
 OURS = (
     "rlexp.verify.trace",
@@ -103,7 +102,7 @@ def refuse(cfg: Config, steps: int) -> None:
     """Refuse a configuration that cannot be verified, before anything is printed or started."""
     if steps < 1:
         raise ConfigError(f"--steps={steps}: must be at least 1.")
-    if isinstance(cfg.loss, PolicyLossConfig):
+    if cfg.loss.draws:
         raise ConfigError(
             f"loss={cfg.loss.name}: rlexp.verify has no reference for losses that draw their own samples. Verify the "
             f"model, the layout and the engine with loss=dpo on pairs (data=synthetic, data=jsonl or data=hf). See "
@@ -214,9 +213,9 @@ class Verifier:
             allowed=allowed,
         )
         lrs = [step.lr for step in self.expected.steps]
-        sums = [step.sums() for step in comparison.steps()]
+        given = [(step.sums(), step.expected.counts) for step in comparison.steps()]
         comparison.given_weights, losses = self.start(
-            "loss and optimizer, given what the run computed", _given_rank, 1, cfg, lrs, sums, folder
+            "loss and optimizer, given what the run computed", _given_rank, 1, cfg, lrs, given, folder
         )[0]
         comparison.apply_formula(losses)
         return comparison
@@ -304,13 +303,13 @@ def _expected_rank(_spec: Any, cfg: Config, plan: VerifyPlan, folder: Path) -> E
 
 
 def _given_rank(
-    _spec: Any, cfg: Config, lrs: Sequence[float], sums: Sequence[Mapping[str, Array]], folder: Path
+    _spec: Any, cfg: Config, lrs: Sequence[float], given: Sequence[tuple[Mapping[str, Array], Counts]], folder: Path
 ) -> tuple[list[Mapping[str, Update]], list[Losses]]:
     """Apply optimizer and formula to what the run computed, step by step."""
-    from rlexp.verify.reference.formula import losses_of
+    from rlexp.verify.reference.formula import loss_of, losses_of_steps
     from rlexp.verify.reference.one_process import given_steps
 
-    return list(given_steps(cfg, len(lrs), lrs, folder)), [losses_of(cfg.loss, each) for each in sums]
+    return list(given_steps(cfg, len(lrs), lrs, folder)), list(losses_of_steps(loss_of(cfg), given))
 
 
 def exact(cfg: Config) -> Config:
@@ -349,7 +348,7 @@ def _facts(cfg: Config, trace: Trace) -> dict[str, Any]:
     return {
         "parameters": trace.parameters,
         "layout": trace.layout,
-        "pairs": trace.pairs,
+        "examples": trace.examples,
         "total_steps": trace.total_steps,
         "ring_size": cfg.parallel.ring_size,
         "dp_size": cfg.parallel.dp_size,

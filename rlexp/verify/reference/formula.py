@@ -2,32 +2,69 @@
 
 The formula itself is the product's (`training/algos/`), and its own tests hold it to the papers and to TRL. What
 `verify` judges is all that surrounds it: which sums it is given, for which samples, and what becomes of its results.
-Shape letter: P pairs.
+Shape letter: E examples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
-from rlexp.config.schema.losses import LossConfig
-from rlexp.training.algos.base import PairLogps
-from rlexp.training.algos.build import build_loss
-from rlexp.verify.records import SIDES, Array, Losses
+from rlexp.config.schema import Config
+from rlexp.training.algos.base import Loss, Values
+from rlexp.training.train.choose_task import task_class
+from rlexp.training.train.offline_task import OfflineTask
+from rlexp.verify.records import Array, Counts, Losses
 
 
-def losses_of(loss: LossConfig, sums: Mapping[str, Array]) -> Losses:
-    """Return the losses of these pairs, their derivatives by the policy's sums, and what else the formula returns."""
-    policy, reference = (
-        [torch.tensor(sums[f"{who}/{side}"], dtype=torch.float64, requires_grad=who == "policy") for side in SIDES]
-        for who in ("policy", "reference")
+def loss_of(cfg: Config) -> Loss:
+    task = task_class(cfg.loss)
+    assert issubclass(task, OfflineTask)
+    return task.loss_of(cfg)
+
+
+def losses_of(
+    loss: Loss, sums: Mapping[str, Array], counts: Counts, carried: Mapping[str, float], *, held_out: bool = False
+) -> tuple[Losses, Mapping[str, float]]:
+    """Return the losses of a whole batch, their derivatives by the policy's sums, and what else the formula returns;
+    then what it leaves to the next step."""
+    sides = list(counts.tokens)
+    policy, reference, likelihoods = (_by_side(sums, who, sides) for who in ("policy", "reference", "likelihoods"))
+    assert policy is not None
+    for each in policy.values():
+        each.requires_grad_()
+    values = Values(
+        logps=policy,
+        reference=reference,
+        tokens={side: torch.tensor(each, dtype=torch.float64) for side, each in counts.tokens.items()},
+        likelihoods=likelihoods,
+        margin_E=None if counts.margins is None else torch.tensor(counts.margins, dtype=torch.float64),
+        mean_tokens=counts.mean_tokens,
+        carried=carried,
+        held_out=held_out,
     )
     with torch.enable_grad():
-        result = build_loss(loss)(PairLogps(*policy), PairLogps(*reference))
-        slopes = torch.autograd.grad(result.losses_P.sum(), policy)
-    return Losses(
-        losses_P=result.losses_P.detach().numpy(),
-        slopes={side: slope.numpy() for side, slope in zip(SIDES, slopes, strict=True)},
-        values_P={name: values_P.numpy() for name, values_P in result.metrics_P.items()},
-    )
+        result = loss(values)
+        slopes = torch.autograd.grad(result.losses_E.sum(), list(policy.values()), allow_unused=True)
+    found = Losses(
+        losses_E=result.losses_E.detach().numpy(),
+        slopes={side: (torch.zeros_like(policy[side]) if slope is None else slope).numpy()
+                for side, slope in zip(policy, slopes, strict=True)},
+        values_E={name: values_E.numpy() for name, values_E in result.metrics_E.items()},
+    )  # fmt: skip
+    return found, result.carried
+
+
+def losses_of_steps(loss: Loss, given: Sequence[tuple[Mapping[str, Array], Counts]]) -> Iterator[Losses]:
+    """Yield the same for one step after the other, from the first."""
+    carried: Mapping[str, float] = {}
+    for sums, counts in given:
+        losses, carried = losses_of(loss, sums, counts, carried)
+        yield losses
+
+
+def _by_side(sums: Mapping[str, Array], who: str, sides: Sequence[str]) -> dict[str, Tensor] | None:
+    found = {side: sums[f"{who}/{side}"] for side in sides if f"{who}/{side}" in sums}
+    return {side: torch.tensor(each, dtype=torch.float64) for side, each in found.items()} or None

@@ -28,10 +28,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rlexp.base.errors import ModelError, NonFiniteError
 from rlexp.config.schema import Config, Device, HFModelConfig, OptimConfig, OptimName, TinyModelConfig
 from rlexp.training.model.float64 import precise
-from rlexp.verify.records import SIDES, Array, Expected, Key, StepExpected, TensorFiles, TokenPair, Update, joined
+from rlexp.verify.records import Array, Expected, Key, StepExpected, TensorFiles, TokenExample, Update, joined
 from rlexp.verify.reference import rules
-from rlexp.verify.reference.formula import losses_of
-from rlexp.verify.reference.pairs import Bytes, pairs_of
+from rlexp.verify.reference.formula import loss_of, losses_of
+from rlexp.verify.reference.pairs import Bytes, examples_of
 
 LOGITS = 1 << 24  # elements of logits held at once
 SCORES = 1 << 26  # elements of a score matrix held at once
@@ -46,27 +46,29 @@ class Reference:
     def __init__(self, cfg: Config, tokenizer: Any) -> None:
         self.cfg = cfg
         self.device = torch.device("cuda" if cfg.launch.device is Device.cuda else "cpu")
-        self.policy, self.start = (load(cfg, self.device) for _ in range(2))
+        self.loss, self.carried = loss_of(cfg), dict[str, float]()
+        self.policy = load(cfg, self.device)
+        self.start = load(cfg, self.device) if self.loss.asks.reference else None
         self.parameters = dict(self.policy.named_parameters())
         for name, parameter in self.parameters.items():
             parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in cfg.model.freeze))
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        self.data = pairs_of(cfg.data, tokenizer)
-        self.pairs = self.data.train
+        self.data = examples_of(cfg, tokenizer)
+        self.examples = self.data.train
         self.optimizer = Optimizer(cfg.optim)
         self.total = rules.total_steps(cfg, self.data.sizes)
 
     def step(self, number: int, files: TensorFiles) -> StepExpected:
         """Take one optimizer step; write its gradient and the weights after it to files."""
         samples = rules.samples_of(self.cfg, self.data.sizes, number)
-        batch = {sample: self.pairs[sample] for sample in samples}
+        batch = {sample: self.examples[sample] for sample in samples}
         expected = self._values(number, batch)
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in self.trained.items()
         }
         expected.grad_norm = norm(gradients.values())
         if not math.isfinite(expected.loss + expected.grad_norm):
-            names = ", ".join(pair.origin for pair in list(batch.values())[:8])
+            names = ", ".join(example.origin for example in list(batch.values())[:8])
             raise NonFiniteError(
                 f"step {number}: the loss or its gradient is not finite, in the plain reference too. Its samples begin "
                 f"with {names}. A smaller optim.lr or a warm-up may help; or the samples are at fault."
@@ -91,40 +93,36 @@ class Reference:
         for name, parameter in self.parameters.items():
             files.write("weights", step, name, parameter.detach().cpu().numpy())
 
-    def _values(self, number: int, batch: Mapping[int, TokenPair]) -> StepExpected:
+    def _values(self, number: int, batch: Mapping[int, TokenExample]) -> StepExpected:
         """Log-probabilities, losses and logged values of a batch; with gradients enabled, also add up its gradient.
 
         The formula sees the whole batch at once. So a pass without gradient comes first, and the pass with gradient
         sends each sum's derivative backward, one sequence at a time.
         """
-        values: dict[str, dict[Key, Array]] = {who: {} for who in ("policy", "reference", "logits")}
-        for sample, pair in batch.items():
-            for side in SIDES:
-                with torch.no_grad():
-                    logps_n, means_n = answer_logps(self.policy, pair, side, self.device)
-                    start_n, _ = answer_logps(self.start, pair, side, self.device)
-                for who, each in (("policy", logps_n), ("reference", start_n), ("logits", means_n)):
-                    values[who][sample, side] = each.cpu().numpy()
-        sums = {
-            f"{who}/{side}": np.array([values[who][sample, side].sum() for sample in batch])
-            for who in ("policy", "reference")
-            for side in SIDES
-        }
-        losses = losses_of(self.cfg.loss, sums)
-        if torch.is_grad_enabled():
-            for place, pair in enumerate(batch.values()):
-                for side in SIDES:
-                    logps_n, _ = answer_logps(self.policy, pair, side, self.device)
-                    logps_n.sum().backward(torch.tensor(losses.slopes[side][place] / len(batch), device=self.device))
-        logits = {side: joined([values["logits"][sample, side] for sample in batch]) for side in SIDES}
-        row = rules.logged(losses, sums, logits, sum(pair.tokens for pair in batch.values()))
+        trained, asks = torch.is_grad_enabled(), self.loss.asks
+        values = self._tokens(batch)
+        sums, counts = self._sums(batch, values), rules.counts_of(list(batch.values()))
+        losses, carried = losses_of(self.loss, sums, counts, self.carried, held_out=not trained)
+        if trained:
+            self.carried = dict(carried)
+            for place, example in enumerate(batch.values()):
+                for side in example.sides:
+                    logps_n, *_ = answer_logps(self.policy, example, side, self.device)
+                    weight_n = torch.from_numpy(rules.token_weights(example, side, asks.tail_weight)).to(self.device)
+                    slope = torch.tensor(losses.slopes[side][place] / len(batch), device=self.device)
+                    (logps_n * weight_n).sum().backward(slope)
+        sides = next(iter(batch.values())).sides
+        logits = {side: joined([values["logits"][sample, side] for sample in batch]) for side in sides}
+        row = rules.logged(losses, sums, logits, sum(example.tokens for example in batch.values()))
         return StepExpected(
             number=number,
             samples=tuple(batch),
             policy=values["policy"],
             reference=values["reference"],
             logits=values["logits"],
-            losses=dict(zip(batch, losses.losses_P.tolist(), strict=True)),
+            likelihoods=values["likelihoods"],
+            counts=counts,
+            losses=dict(zip(batch, losses.losses_E.tolist(), strict=True)),
             loss=row["loss"],
             grad_norm=0.0,
             lr=0.0,
@@ -132,28 +130,55 @@ class Reference:
         )
 
     @torch.no_grad()
-    def held_out(self, pairs: Sequence[TokenPair]) -> dict[str, float]:
-        batch = dict(enumerate(pairs))
+    def _tokens(self, batch: Mapping[int, TokenExample]) -> dict[str, dict[Key, Array]]:
+        """What both models say of each trained token, as far as the loss asks for it."""
+        values: dict[str, dict[Key, Array]] = {who: {} for who in ("policy", "reference", "logits", "likelihoods")}
+        for sample, example in batch.items():
+            for side in example.sides:
+                logps_n, means_n, likelihoods_n = answer_logps(self.policy, example, side, self.device)
+                said = {"policy": logps_n, "logits": means_n}
+                if self.start is not None:
+                    said["reference"], *_ = answer_logps(self.start, example, side, self.device)
+                if self.loss.asks.likelihoods:
+                    said["likelihoods"] = likelihoods_n
+                for who, each in said.items():
+                    values[who][sample, side] = each.cpu().numpy()
+        return values
+
+    def _sums(self, batch: Mapping[int, TokenExample], values: Mapping[str, Mapping[Key, Array]]) -> dict[str, Array]:
+        """Add up the tokens of each answer, as the loss weighs them."""
+        beyond, sums = self.loss.asks.tail_weight, {}
+        for who in ("policy", "reference", "likelihoods"):
+            for side in next(iter(batch.values())).sides if values[who] else ():
+                weights = [rules.token_weights(example, side, 1.0 if who == "likelihoods" else beyond)
+                           for example in batch.values()]  # fmt: skip
+                tokens = [values[who][sample, side] for sample in batch]
+                sums[f"{who}/{side}"] = np.array([(a * b).sum() for a, b in zip(tokens, weights, strict=True)])
+        return sums
+
+    @torch.no_grad()
+    def held_out(self, examples: Sequence[TokenExample]) -> dict[str, float]:
+        batch = dict(enumerate(examples))
         return self._values(0, batch).row
 
 
 def expected_steps(cfg: Config, steps: int, held_out: int, folder: Path) -> Expected:
-    """Take the first `steps` optimizer steps, then evaluate the first `held_out` held-out pairs."""
+    """Take the first `steps` optimizer steps, then evaluate the first `held_out` held-out examples."""
     reference, files = Reference(cfg, load_tokenizer(cfg)), TensorFiles(folder)
     reference.write_weights(files, 0)
-    expected = Expected(pairs=len(reference.pairs), total_steps=reference.total, tokens={}, steps=[])
+    expected = Expected(examples=len(reference.examples), total_steps=reference.total, tokens={}, steps=[])
     total = 0
     for number in range(1, steps + 1):
         step = reference.step(number, files)
         total += int(step.row["tokens"])
         step.row["total_tokens"] = total
         step.row = {f"train/{name}": value for name, value in step.row.items()} | {"step": number}
-        expected.tokens |= {sample: reference.pairs[sample] for sample in step.samples}
+        expected.tokens |= {sample: reference.examples[sample] for sample in step.samples}
         expected.steps.append(step)
     if held_out:
-        pairs = reference.data.held_out[:held_out]
-        expected.held_tokens = dict(enumerate(pairs))
-        expected.steps[-1].row |= {f"eval/{name}": value for name, value in reference.held_out(pairs).items()}
+        examples = reference.data.held_out[:held_out]
+        expected.held_tokens = dict(enumerate(examples))
+        expected.steps[-1].row |= {f"eval/{name}": value for name, value in reference.held_out(examples).items()}
     return expected
 
 
@@ -251,12 +276,12 @@ def _refuse_other_head(model: Any, device: torch.device) -> None:
         raise ModelError(f"{type(model).__name__}: does more to its logits than its head, so it cannot be verified.")
 
 
-def answer_logps(model: Any, pair: TokenPair, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Log-probability of each trained token of the answer and the mean logit there, both (n,), from one sequence
-    alone."""
-    sequence = pair.sequence(side)
+def answer_logps(model: Any, example: TokenExample, side: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each trained token of the answer, the mean logit there, and log Σ p² there, each (n,), from
+    one sequence alone."""
+    sequence = example.sequence(side)
     tokens_T = torch.from_numpy(sequence).to(device)
-    first = len(pair.prompt)
+    first = len(example.prompt)
     with precise(torch.float64):
         hidden_TE = model.base_model(
             input_ids=tokens_T.unsqueeze(0),
@@ -271,15 +296,17 @@ def answer_logps(model: Any, pair: TokenPair, side: str, device: torch.device) -
             # A token is predicted from the hidden state before it.
             parts.append(checkpoint(_logps, head, hidden_TE[start - 1 : stop - 1], tokens_T[start:stop],
                                     use_reentrant=False))  # fmt: skip
-    logps, means = zip(*parts, strict=True)
-    trained_n = torch.from_numpy(pair.trained(side)).to(device)
-    return torch.cat(logps)[trained_n], torch.cat(means)[trained_n]
+    trained_n = torch.from_numpy(example.trained(side)).to(device)
+    logps_n, means_n, likelihoods_n = (torch.cat(each)[trained_n] for each in zip(*parts, strict=True))
+    return logps_n, means_n, likelihoods_n
 
 
-def _logps(head: nn.Module, hidden_nE: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor]:
+def _logps(head: nn.Module, hidden_nE: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits_nV = head(hidden_nE)
     assert logits_nV.dtype is torch.float64
-    return logits_nV.log_softmax(-1).gather(-1, tokens_n.unsqueeze(-1)).squeeze(-1), logits_nV.detach().mean(-1)
+    logps_n = logits_nV.log_softmax(-1).gather(-1, tokens_n.unsqueeze(-1)).squeeze(-1)
+    likelihoods_n = logits_nV.detach().softmax(-1).square().sum(-1).log()
+    return logps_n, logits_nV.detach().mean(-1), likelihoods_n
 
 
 # ---- attention written out ----

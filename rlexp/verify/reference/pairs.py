@@ -17,8 +17,10 @@ import numpy as np
 from transformers.utils import chat_template_utils
 
 from rlexp.base.errors import DataError
+from rlexp.config.schema import Config
 from rlexp.config.schema.data import BadRows, DataConfig, RowsDataConfig, TemplateUse, TooLong
-from rlexp.verify.records import SIDES, Array, TokenPair
+from rlexp.config.schema.row_kinds import Kind
+from rlexp.verify.records import SIDES, Array, TokenAnswer, TokenExample, TokenPair
 from rlexp.verify.reference.rows import ASSISTANT, Asked, Messages, Unusable, rows_of, sources_of
 
 HELD_OUT = 20261123  # the draw of held-out rows
@@ -29,15 +31,28 @@ Parts = list[tuple[str, bool]]  # what follows the prompt, and whether it is tra
 
 
 @dataclass(frozen=True)
-class PairSet:
-    """The pairs of a run in their order, and how many of those to train on come from each source."""
+class ExampleSet:
+    """The examples of a run in their order, and how many of those to train on come from each source."""
 
-    train: list[TokenPair]
-    held_out: list[TokenPair]
+    train: list[TokenExample]
+    held_out: list[TokenExample]
     sizes: tuple[int, ...]
 
 
-def pairs_of(cfg: DataConfig, tokenizer: Any) -> PairSet:
+def examples_of(cfg: Config, tokenizer: Any) -> ExampleSet:
+    """Return the examples that the loss is trained on: pairs, or their chosen answers."""
+    pairs = pairs_of(cfg.data, tokenizer)
+    if cfg.loss.rows is Kind.pairs:
+        return pairs
+    return replace(pairs, train=[*map(_chosen, pairs.train)], held_out=[*map(_chosen, pairs.held_out)])
+
+
+def _chosen(pair: TokenExample) -> TokenAnswer:
+    assert isinstance(pair, TokenPair)
+    return TokenAnswer(pair.prompt, pair.chosen, pair.origin, pair.chosen_mask)
+
+
+def pairs_of(cfg: DataConfig, tokenizer: Any) -> ExampleSet:
     """Read and tokenize the data set, without pairs that are dropped."""
     train, held_out = _kept(cfg, tokenizer, held_out=False), _kept(cfg, tokenizer, held_out=True)
     if isinstance(cfg, RowsDataConfig) and cfg.eval_size:
@@ -47,7 +62,7 @@ def pairs_of(cfg: DataConfig, tokenizer: Any) -> PairSet:
         train = [pair for place, pair in enumerate(train) if place not in out]
     sources = len(sources_of(cfg)) if isinstance(cfg, RowsDataConfig) else 1
     sizes = tuple(sum(source == number for source, _ in train) for number in range(sources))
-    return PairSet([pair for _, pair in train], [pair for _, pair in held_out], sizes)
+    return ExampleSet([pair for _, pair in train], [pair for _, pair in held_out], sizes)
 
 
 def _kept(cfg: DataConfig, tokenizer: Any, *, held_out: bool) -> list[tuple[int, TokenPair]]:
@@ -92,7 +107,7 @@ def _cut(pair: TokenPair, most: int, begin: int | None) -> TokenPair:
     else:
         prompt = prompt[max(0, len(prompt) - room) :]
     rest = most - len(prompt)
-    answers: dict[str, Any] = {side: pair.answer(side)[:rest] for side in SIDES}
+    answers: dict[str, Any] = {side: pair.ids(side)[:rest] for side in SIDES}
     answers |= {f"{side}_mask": pair.trained(side)[:rest] for side in SIDES}
     return replace(pair, prompt=np.asarray(prompt, dtype=np.int64), **answers)
 
@@ -389,11 +404,11 @@ class Bytes:
         return [part for part in re.split("(<bos>|<eos>|<pad>)", text) if part]
 
 
-def trained_marks(pair: TokenPair, side: str, number: int) -> Array:
+def trained_marks(example: TokenExample, side: str, number: int) -> Array:
     """Return the marks of a whole sequence: `number` at the places from which a trained token is predicted, else -1."""
-    marks = np.full(len(pair.sequence(side)), -1)
-    first = len(pair.prompt)
-    for place, trained in enumerate(pair.trained(side)):
+    marks = np.full(len(example.sequence(side)), -1)
+    first = len(example.prompt)
+    for place, trained in enumerate(example.trained(side)):
         if trained:
             marks[first + place - 1] = number
     return marks

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlexp.config.schema import Config, Decay, OptimConfig
 from rlexp.config.schema.data import RowsDataConfig
-from rlexp.verify.records import SIDES, Array, Losses
+from rlexp.verify.records import Array, Counts, Losses, TokenExample
 from rlexp.verify.reference.rows import sources_of
 
 # ---- which samples, and how fast; `sizes` are the pairs of each source ----
@@ -89,14 +89,35 @@ def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
     return optim.lr * shapes[optim.decay]
 
 
+# ---- what a loss is given of a batch's examples ----
+
+
+def counts_of(batch: Sequence[TokenExample]) -> Counts:
+    """Count the trained tokens of a whole batch."""
+    sides = batch[0].sides
+    tokens = {side: np.array([example.trained(side).sum() for example in batch], dtype=float) for side in sides}
+    margins = [example.margin for example in batch]
+    return Counts(
+        tokens=tokens,
+        mean_tokens=float(tokens[sides[0]].sum()) / len(batch),
+        margins=None if None in margins else np.array(margins, dtype=float),
+    )
+
+
+def token_weights(example: TokenExample, side: str, beyond: float) -> Array:
+    """The weight of each trained token of an answer in its sum: `beyond` after the length of the shortest answer."""
+    shortest = min(int(example.trained(each).sum()) for each in example.sides)
+    return np.array([1.0 if place < shortest else beyond for place in range(int(example.trained(side).sum()))])
+
+
 # ---- logged values; `sums` are sums of the answers' log-probabilities ----
 
 
 def logged(losses: Losses, sums: Mapping[str, Array], logits: Mapping[str, Array], tokens: int) -> dict[str, float]:
-    """The logged values of a batch: means over its pairs, for logits over its answers' tokens."""
-    row = {name: float(np.mean(each)) for name, each in losses.values_P.items()}
-    row["loss"] = float(np.mean(losses.losses_P))
-    for side in SIDES:
+    """The logged values of a batch: means over its examples, for logits over its answers' tokens."""
+    row = {name: float(np.mean(each)) for name, each in losses.values_E.items()}
+    row["loss"] = float(np.mean(losses.losses_E))
+    for side in logits:
         row[f"logps/{side}"] = float(np.mean(sums[f"policy/{side}"]))
         row[f"logits/{side}"] = float(np.mean(logits[side]))
     row["tokens"] = tokens

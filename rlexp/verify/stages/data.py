@@ -8,7 +8,7 @@ import numpy as np
 
 from rlexp.verify.compared import ComparedStep
 from rlexp.verify.findings import DATA, Clue, Finding
-from rlexp.verify.records import SIDES, Array, Micro, TokenPair, Trace
+from rlexp.verify.records import Array, Micro, TokenExample, Trace
 from rlexp.verify.reference.pairs import trained_marks
 
 
@@ -19,9 +19,9 @@ def data(step: ComparedStep) -> Iterator[Finding]:
             for sample in micro.samples:
                 yield from _tokens(step, trace.tokens[sample], step.whole.expected.tokens.get(sample), sample)
     for head, place, micro in step.micros():
-        pairs = [step.whole.expected.tokens[sample] for sample in micro.samples]
+        examples = [step.whole.expected.tokens[sample] for sample in micro.samples]
         where = f"micro-batch {place + 1} of replica {head.replica}"
-        yield from _pack(step, micro, pairs, where)
+        yield from _pack(step, micro, examples, where)
         yield from _shards(step, head, place, micro, where)
 
 
@@ -30,13 +30,13 @@ def _samples(step: ComparedStep) -> Iterator[Finding]:
     taken = [sample for head in heads for micro in head.steps[step.place].micros for sample in micro.samples]
     planned = [sample for head in heads for micro in head.steps[step.place].planned for sample in micro]
     wanted = list(step.expected.samples)
-    clue = Clue.EXECUTED if planned == wanted else Clue.SAMPLES
+    clue, word = Clue.EXECUTED if planned == wanted else Clue.SAMPLES, step.whole.word
     if taken != wanted:
         place = next((i for i, (a, b) in enumerate(zip(taken, wanted, strict=False)) if a != b), None)
         if place is None:
             yield step.finding(DATA, clue, "number of samples", len(taken), len(wanted))
         else:
-            yield step.finding(DATA, clue, f"sample {place + 1}", f"pair {taken[place]}", f"pair {wanted[place]}")
+            yield step.finding(DATA, clue, f"sample {place + 1}", f"{word} {taken[place]}", f"{word} {wanted[place]}")
     for head in heads:
         first = [micro.samples for micro in head.steps[step.place].micros]
         for trace in step.whole.ring(head)[1:]:
@@ -46,37 +46,38 @@ def _samples(step: ComparedStep) -> Iterator[Finding]:
                 yield step.finding(DATA, clue, where, theirs, first)
 
 
-def _tokens(step: ComparedStep, got: TokenPair, wanted: TokenPair | None, sample: int) -> Iterator[Finding]:
+def _tokens(step: ComparedStep, got: TokenExample, wanted: TokenExample | None, sample: int) -> Iterator[Finding]:
     if wanted is None:
         return
-    for part in ("prompt", *SIDES):
+    named = f"{step.whole.word} {sample} ({wanted.origin})"
+    for part in ("prompt", *wanted.sides):
         ours, theirs = getattr(got, part), getattr(wanted, part)
         if len(ours) != len(theirs):
-            what = f"length of pair {sample} ({wanted.origin}), {part}"
+            what = f"length of {named}, {part}"
             yield step.finding(DATA, Clue.TOKENS, what, len(ours), len(theirs))
         elif not np.array_equal(ours, theirs):
             place = int(np.flatnonzero(ours != theirs)[0])
-            what = f"token {place} of pair {sample} ({wanted.origin}), {part}"
+            what = f"token {place} of {named}, {part}"
             yield step.finding(DATA, Clue.TOKENS, what, int(ours[place]), int(theirs[place]))
-    for side in SIDES:
+    for side in wanted.sides:
         ours, theirs = got.trained(side), wanted.trained(side)
         if len(ours) == len(theirs) and not np.array_equal(ours, theirs):
             place = int(np.flatnonzero(ours != theirs)[0])
             words = ("not trained on", "trained on")
-            what = f"mask at token {place} of pair {sample} ({wanted.origin}), {side}"
+            what = f"mask at token {place} of {named}, {side}"
             yield step.finding(DATA, Clue.TOKENS, what, words[int(ours[place])], words[int(theirs[place])])
 
 
-def _pack(step: ComparedStep, micro: Micro, pairs: Sequence[TokenPair], where: str) -> Iterator[Finding]:
+def _pack(step: ComparedStep, micro: Micro, examples: Sequence[TokenExample], where: str) -> Iterator[Finding]:
     pack = micro.pack
     assert pack is not None
-    sequences = [(pair.sequence(side), pair, side) for pair in pairs for side in SIDES]
-    if pairs and len(pack.segments) != len(sequences):
+    sequences = [(each.sequence(side), each, side) for each in examples for side in each.sides]
+    if examples and len(pack.segments) != len(sequences):
         yield step.finding(DATA, Clue.PACK, f"sequences in {where}", len(pack.segments), len(sequences))
         return
     end = 0
     owned = np.zeros(len(pack.tokens_T), dtype=bool)
-    for number, (tokens, pair, side) in enumerate(sequences):
+    for number, (tokens, example, side) in enumerate(sequences):
         start, length, padded = pack.segments[number]
         what = f"of sequence {number} in {where}"
         if (start, length) != (end, len(tokens)) or padded < length or end + padded > len(pack.tokens_T):
@@ -85,7 +86,7 @@ def _pack(step: ComparedStep, micro: Micro, pairs: Sequence[TokenPair], where: s
             return
         end += padded
         place = slice(start, start + length)
-        owner = trained_marks(pair, side, number)
+        owner = trained_marks(example, side, number)
         predicting = np.flatnonzero(owner >= 0)  # the places before the tokens that are trained on
         owned[start + predicting] = True
         for name, got, wanted in (

@@ -35,8 +35,9 @@ def differences(whole: Comparison) -> Iterator[Finding]:
 
 def _start(whole: Comparison) -> Iterator[Finding]:
     head = whole.traces[0]
-    if head.pairs != whole.expected.pairs:
-        yield Finding(1, DATA, Clue.PAIRS, "pairs in the data set", str(head.pairs), str(whole.expected.pairs))
+    if head.examples != whole.expected.examples:
+        what = f"{whole.word}s in the data set"
+        yield Finding(1, DATA, Clue.PAIRS, what, str(head.examples), str(whole.expected.examples))
     if head.total_steps != whole.expected.total_steps:
         got, wanted = str(head.total_steps), str(whole.expected.total_steps)
         yield Finding(1, DATA, Clue.SAMPLES, "optimizer steps of the whole run", got, wanted)

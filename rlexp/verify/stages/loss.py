@@ -9,9 +9,10 @@ import numpy as np
 
 from rlexp.verify.compared import ComparedStep, value_at
 from rlexp.verify.findings import LOGPS, LOSS, Clue, Finding, whole_factor
-from rlexp.verify.records import SIDES, Array, Key, Losses, joined
+from rlexp.verify.records import Array, Key, Losses, joined
+from rlexp.verify.reference import rules
 
-WHO = ("policy", "reference")
+WHO = ("policy", "reference", "likelihoods")
 
 
 def logps(step: ComparedStep) -> Iterator[Finding]:
@@ -20,8 +21,9 @@ def logps(step: ComparedStep) -> Iterator[Finding]:
     for clue, what, meant in (
         (Clue.POLICY, "policy", step.expected.policy),
         (Clue.REFERENCE, "reference", step.expected.reference),
+        (Clue.LIKELIHOODS, "likelihoods", step.expected.likelihoods),
     ):
-        for key, got in step.by_sequence(f"{what}_t").items():
+        for key, got in step.by_sequence(f"{what}_t").items() if meant else ():
             yield from _sequence(step, clue, what, key, got, meant[key])
     yield from _sums(step)
 
@@ -35,44 +37,55 @@ def _sequence(step: ComparedStep, clue: Clue, who: str, key: Key, got: Array, wa
         sample, side = key
         trained = np.flatnonzero(step.whole.expected.tokens[sample].trained(side))
         at = int(np.flatnonzero(~(apart <= allowed))[0])
-        what = f"{who}, token {trained[at]} of pair {sample}, {side}"
+        what = f"{who}, token {trained[at]} of {step.whole.word} {sample}, {side}"
         note = f"{int((~(apart <= allowed)).sum())} of its {len(apart)} tokens differ"
         yield step.finding(LOGPS, clue, what, got[at], wanted[at], note)
 
 
 def _sums(step: ComparedStep) -> Iterator[Finding]:
     """Check the sums that each rank gave to the loss, given the log-probabilities of the tokens."""
-    for who in WHO:
-        tokens = step.by_sequence(f"{who}_t")
+    for who, meant in zip(WHO, (step.expected.policy, step.expected.reference, step.expected.likelihoods), strict=True):
+        if not meant:
+            continue
+        tokens = _weighted(step, who)
         for trace in step.whole.traces:
             for micro in trace.steps[step.place].micros:
-                for side in SIDES:
+                for side in step.whole.sides:
                     got = micro.sums.get(f"{who}/{side}", np.zeros(0))
                     wanted = np.array([tokens[sample, side].sum() for sample in micro.samples])
                     wrong = step.first_wrong("sums, given the tokens", got, wanted)
                     if wrong is not None:
-                        what = f"{who}, sum of pair {micro.samples[wrong]}, {side}, on rank {trace.rank}"
+                        named = f"{step.whole.word} {micro.samples[wrong]}"
+                        what = f"{who}, sum of {named}, {side}, on rank {trace.rank}"
                         yield step.finding(LOGPS, Clue.SUMS, what, value_at(got, wrong), wanted[wrong])
 
 
+def _weighted(step: ComparedStep, who: str) -> dict[Key, Array]:
+    """The run's values of each token, times their weights in the sum."""
+    beyond = 1.0 if who == "likelihoods" else getattr(step.whole.cfg.loss, "ld_alpha", 1.0)
+    tokens = step.by_sequence(f"{who}_t")
+    examples = step.whole.expected.tokens
+    return {key: got * rules.token_weights(examples[key[0]], key[1], beyond) for key, got in tokens.items()}
+
+
 def losses(step: ComparedStep) -> Iterator[Finding]:
-    world, count = len(step.whole.traces), len(step.expected.samples)
+    world, count, word = len(step.whole.traces), len(step.expected.samples), step.whole.word
     for trace in step.whole.traces:
         micros = trace.steps[step.place].micros
         for place, micro in enumerate(micros):
             assert micro.losses is not None
             assert micro.given is not None
-            got_P, wanted_P = micro.losses.losses_P, micro.given.losses_P
-            wrong = step.first_wrong("losses, given the sums", got_P, wanted_P)
+            got_E, wanted_E = micro.losses.losses_E, micro.given.losses_E
+            wrong = step.first_wrong("losses, given the sums", got_E, wanted_E)
             if wrong is not None:
-                what = f"loss of pair {micro.samples[wrong]}, given its train batch's log-probabilities"
-                yield step.finding(LOSS, Clue.LOSSES, what, value_at(got_P, wrong), wanted_P[wrong])
+                what = f"loss of {word} {micro.samples[wrong]}, given its train batch's log-probabilities"
+                yield step.finding(LOSS, Clue.LOSSES, what, value_at(got_E, wrong), wanted_E[wrong])
             yield from _slopes(step, micro.samples, micro.losses, micro.given)
             where = f"micro-batch {place + 1} on rank {trace.rank}"
-            handed = float(got_P.sum()) * world / count
+            handed = float(got_E.sum()) * world / count
             got = math.nan if micro.handed is None else micro.handed
             if step.first_wrong("loss handed to the engine", np.array([got]), np.array([handed])) is not None:
-                note = f"the sum of its losses × {world} ranks / {count} pairs" + whole_factor(got, handed)
+                note = f"the sum of its losses × {world} ranks / {count} {word}s" + whole_factor(got, handed)
                 yield step.finding(LOSS, Clue.HANDED, f"loss handed to the engine, {where}", got, handed, note)
             if micro.last is not (place + 1 == len(micros)):
                 what = f"mark of the last micro-batch, {where}"
@@ -84,7 +97,7 @@ def _slopes(step: ComparedStep, samples: Sequence[int], got: Losses, given: Loss
     for side, wanted in given.slopes.items():
         wrong = step.first_wrong("derivatives of losses, given the sums", got.slopes[side], wanted)
         if wrong is not None:
-            what = f"derivative of the loss of pair {samples[wrong]} by its {side} log-probability"
+            what = f"derivative of the losses by the {side} log-probability of {step.whole.word} {samples[wrong]}"
             yield step.finding(LOSS, Clue.SLOPES, what, got.slopes[side][wrong], wanted[wrong])
 
 
@@ -105,7 +118,8 @@ def _moved_by_sums(step: ComparedStep) -> float:
     sums = step.sums()
     given = [micro.given for _, _, micro in step.micros() if micro.given is not None]
     moved = [
-        np.abs(joined([each.slopes[side] for each in given])) * sum(np.abs(sums[f"{who}/{side}"]) for who in WHO)
-        for side in SIDES
+        np.abs(joined([each.slopes[side] for each in given]))
+        * sum(np.abs(sums[name]) for who in ("policy", "reference") if (name := f"{who}/{side}") in sums)
+        for side in step.whole.sides
     ]
     return 2 * float(np.mean(sum(moved)))

@@ -11,7 +11,7 @@ import numpy as np
 from rlexp.run_files.curve_distance import OWN
 from rlexp.verify.compared import ComparedStep, value_at
 from rlexp.verify.findings import METRICS, Clue, Finding, whole_factor, worst_element
-from rlexp.verify.records import SIDES, Losses, joined
+from rlexp.verify.records import Losses, joined
 from rlexp.verify.reference import rules
 
 
@@ -43,16 +43,16 @@ def _values(step: ComparedStep) -> Iterator[Finding]:
     for _, _, micro in step.micros():
         assert micro.losses is not None
         assert micro.given is not None
-        for name, wanted in micro.given.values_P.items():
-            got = micro.losses.values_P.get(name, np.zeros(0))
+        for name, wanted in micro.given.values_E.items():
+            got = micro.losses.values_E.get(name, np.zeros(0))
             if (wrong := step.first_wrong(name, got, wanted)) is not None:
-                what = f"{name} of pair {micro.samples[wrong]}, given its train batch's log-probabilities"
+                what = f"{name} of {step.whole.word} {micro.samples[wrong]}, given its train batch's log-probabilities"
                 yield step.finding(METRICS, Clue.VALUES, what, value_at(got, wrong), wanted[wrong])
     for key, got in step.by_sequence("logits_t").items():
         wanted_n = step.expected.logits[key]
         apart = float((np.abs(got - wanted_n) / np.maximum(1.0, np.abs(wanted_n))).max())
         if step.whole.gauge.exceeds("mean logit at a token", apart, step.whole.allowed.logp * step.drift):
-            what = f"mean logit at the worst token of pair {key[0]}, {key[1]}"
+            what = f"mean logit at the worst token of {step.whole.word} {key[0]}, {key[1]}"
             yield step.finding(METRICS, Clue.LOGITS, what, *worst_element(got, wanted_n))
 
 
@@ -74,11 +74,11 @@ def _layouts_own(step: ComparedStep) -> Iterator[Finding]:
 def counted(step: ComparedStep) -> dict[str, float]:
     """The logged values of the batch, from the run's own values for each pair and token."""
     losses = [micro.losses for _, _, micro in step.micros() if micro.losses is not None]
-    everywhere = set.intersection(*(set(each.values_P) for each in losses))
-    values_P = {name: joined([each.values_P[name] for each in losses]) for name in everywhere}
-    whole = Losses(joined([each.losses_P for each in losses]), {}, values_P)
+    everywhere = set.intersection(*(set(each.values_E) for each in losses))
+    values_E = {name: joined([each.values_E[name] for each in losses]) for name in everywhere}
+    whole = Losses(joined([each.losses_E for each in losses]), {}, values_E)
     tokens = step.by_sequence("logits_t")
-    logits = {side: joined([v for (_, of), v in tokens.items() if of == side]) for side in SIDES}
+    logits = {side: joined([v for (_, of), v in tokens.items() if of == side]) for side in step.whole.sides}
     real = sum(micro.real_tokens for trace in step.whole.traces for micro in trace.steps[step.place].micros)
     row = rules.logged(whole, step.sums(), logits, real)
     return {f"train/{name}": value for name, value in row.items()}
