@@ -18,7 +18,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import run_ranks
-from rlexp.training.algos.base import PairLogps, PairLosses, PreferenceLoss
+from rlexp.training.algos.base import Loss, Losses, Values
 
 LAYOUTS = (
     ("ring 1, micro-batch 1", "ring1", 1),
@@ -51,13 +51,13 @@ def main() -> None:
 class Listening:
     """A loss that remembers the mean of its last micro-batch."""
 
-    def __init__(self, loss: PreferenceLoss) -> None:
-        self.loss, self.needs_reference = loss, loss.needs_reference
+    def __init__(self, loss: Loss) -> None:
+        self.loss, self.asks = loss, loss.asks
         self.last = float("nan")
 
-    def __call__(self, policy: PairLogps, reference: PairLogps | None) -> PairLosses:
-        result = self.loss(policy, reference)
-        self.last = float(result.losses_P.detach().mean())
+    def __call__(self, values: Values) -> Losses:
+        result = self.loss(values)
+        self.last = float(result.losses_E.detach().mean())
         return result
 
 
@@ -65,14 +65,14 @@ def draw_rank(spec: RankSpec, configs: list[Config]) -> tuple[list[np.ndarray], 
     """For each configuration, the logged curve and the curve of rank 0's last micro-batches."""
     from rlexp.launch.joining import join
     from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.pair_task import PairTask
+    from rlexp.training.train.offline_task import OfflineTask
     from rlexp.training.train.step import train_step
 
     join(spec, "cpu", configs[0].launch.timeout_seconds)
     logged, elsewhere = [], []
     for cfg in configs:
         task = build(cfg, probing=unprobed)
-        assert isinstance(task, PairTask)
+        assert isinstance(task, OfflineTask)
         loss = task.loss = Listening(task.loss)
         curve = []
         for step in range(1, task.run.total_steps + 1):

@@ -16,7 +16,7 @@ from rlexp.preflight.align import Growth, Line, NotAlikeError, grown, grown_like
 from rlexp.preflight.children import Calls
 from rlexp.preflight.rehearsal import memo
 from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
-from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts, Log, Pass, passes, peak_of
+from rlexp.preflight.rehearsal.log import COLLECT, STORAGE_KINDS, Counts, Log, Pass, passes, peak_of
 from rlexp.preflight.rehearsal.rates import Rates
 from rlexp.preflight.rehearsal.rehearse import RehearsalPlan, rehearse
 
@@ -77,7 +77,8 @@ class Prediction:
         total = Counts()
         for each, first in zip(self.passes, self._first(), strict=True):
             if each.phase in phases or (not phases and each.phase not in ("build", "export")):
-                total += each.counts.times(self.grad_acc - 1 if first and self.grad_acc > 1 else 1)
+                more = self.grad_acc - 1 if first and self.grad_acc > 1 else 1
+                total += each.counts.times(self.grad_acc / 2 if each.phase == COLLECT else more)
         return total.rounded()
 
 

@@ -15,7 +15,7 @@ from rlexp.preflight.rehearsal.longest_samples import drawn_at_once
 from rlexp.preflight.rehearsal.sharding import in_words
 from rlexp.training.train.choose_task import task_class
 
-PHASES = ("build", "rollout", "score", "forward", "reference", "backward", "optimizer", "export")
+PHASES = ("build", "rollout", "score", "collect", "forward", "reference", "backward", "optimizer", "export")
 HEADS = ("weights", "gradients", "optim.", "reference", "saved act.", "cache", "temp.", "comm.")
 
 

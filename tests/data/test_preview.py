@@ -17,6 +17,7 @@ from rich.console import Console
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import HFModelConfig
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.data import draw, page
 from rlexp.data.__main__ import main
 from rlexp.data.answer import preview
@@ -25,7 +26,7 @@ from rlexp.data.lengths import lengths_of
 from rlexp.data.samples import sample_of, special_ids
 from rlexp.data.sharing import hashes
 from rlexp.data.visible import visible
-from rlexp.training.dataset.packing import pack_pairs
+from rlexp.training.dataset.packing import pack_examples
 from rlexp.training.dataset.recipe import UNUSABLE
 from rlexp.training.dataset.tokens import SAME, TRUNCATED
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
@@ -33,7 +34,7 @@ from rlexp.training.ring.groups import ALONE, Ring, World
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.shard import shard_pack
-from rlexp.training.train.examples import pair_sampler, read_pairs
+from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Completion, Pair
 from tests.helpers.browser import chromium, opened
 
@@ -131,11 +132,11 @@ def test_attention_is_the_work_of_the_products_shards(tmp_path: Path) -> None:
     kernel = get_kernel("plain", "cpu")
     cfg = compose_config(["launch.device=cpu", "parallel=ring2", "train.micro_batch_size=4"])
 
-    pairs = read_pairs(cfg, byte_tokenizer(), World(0, 1, ALONE)).train
+    pairs = read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE)).train
     most = mean = 0.0
-    for batch in pair_sampler(cfg, len(pairs)).batches(1, 30):
+    for batch in sampler_of(cfg, Kind.pairs, len(pairs)).batches(1, 30):
         for indices in batch.micro_batches(0, 1, 4):
-            pack = pack_pairs([pairs[index] for index in indices], 2)
+            pack = pack_examples([pairs[index] for index in indices], 2)
             shard = shard_pack(pack, Ring(0, (0, 1)), get_layout("zigzag"), kernel, 512)
             most, mean = most + shard.most_work, mean + shard.mean_work
     (own,) = (ring for ring in found.rings if ring.own)
@@ -258,7 +259,7 @@ def test_it_leaves_the_tokens_that_training_reads(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache" / "tokens").glob("*/meta.json"))) == 1
 
     cfg = compose_config(["launch.device=cpu", "data=jsonl", f"data.path={path}", f"data.cache={tmp_path / 'cache'}"])
-    read_pairs(cfg, byte_tokenizer(), World(0, 1, ALONE))
+    read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE))
     assert len(list((tmp_path / "cache" / "tokens").glob("*/meta.json"))) == 1
 
 

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from rlexp.config.schema.losses import LossConfig
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.ring.groups import ALONE, World
@@ -94,8 +95,27 @@ FOLDERS = (write_saved, write_folder)
 
 def read(path: str, *overrides: str, tokenizer: Any = None, kind: Kind = Kind.pairs) -> Examples:
     cfg = configured(kind, *overrides)
-    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path=path))
-    return read_examples(cfg, kind, tokenizer or byte_tokenizer(), World(0, 1, ALONE))
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path=path), loss=LOSSES[kind]())
+    return read_examples(cfg, tokenizer or byte_tokenizer(), World(0, 1, ALONE))
+
+
+class OfPairs(LossConfig):
+    rows = Kind.pairs
+
+
+class OfUnpaired(LossConfig):
+    rows = Kind.unpaired
+
+
+class OfSupervised(LossConfig):
+    rows = Kind.supervised
+
+
+class OfPrompts(LossConfig):
+    rows, draws = Kind.prompts, True
+
+
+LOSSES: dict[Kind, type[LossConfig]] = {each.rows: each for each in (OfPairs, OfUnpaired, OfSupervised, OfPrompts)}
 
 
 @functools.cache

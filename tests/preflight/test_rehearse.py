@@ -173,9 +173,9 @@ def gpu_step(cfg: Config, planted: str | None = None) -> dict[str, Any]:
     return {"waits": inside, "peaks": {phase: peak.bytes for phase, peak in found.peaks.items()}}
 
 
-def item_in_the_loss(original: Any, self: Any, shard: Any, meter: Any) -> Tensor:
-    losses_P = original(self, shard, meter)
-    return losses_P * (1.0 if float(losses_P.sum()) > 0 else 2.0)
+def item_in_the_loss(original: Any, *args: Any) -> Tensor:
+    total = original(*args)
+    return total * (1.0 if float(total) > 0 else 2.0)
 
 
 def item_in_the_layers(original: Any, *args: Any) -> Tensor:
@@ -188,7 +188,7 @@ def pageable(original: Any, tensor: Tensor, device: torch.device) -> Tensor:
 
 
 DEFECTS = {
-    "a number of the loss is asked for": ("rlexp.training.train.pair_task:PairTask.losses", item_in_the_loss),
+    "a number of the loss is asked for": ("rlexp.training.train.offline_task:OfflineStep.judged", item_in_the_loss),
     "a number of the hidden states is asked for": ("rlexp.training.model.policy:hidden_states", item_in_the_layers),
     "tokens are copied from pageable memory": ("rlexp.training.types:moved", pageable),
 }

@@ -17,11 +17,12 @@ from transformers import AutoTokenizer
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.mixture import Mixture
 from rlexp.training.dataset.sampler import Sampler
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.ring.groups import ALONE, World
-from rlexp.training.train.examples import pair_sampler, read_pairs
+from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Pair
 from rlexp.verify.records import SIDES, TokenPair
 from rlexp.verify.reference import rules
@@ -49,7 +50,7 @@ def configured(*overrides: str) -> Config:
 def both(cfg: Config, tokenizer: Any) -> tuple[Sequence[Pair], Sequence[Pair], PairSet]:
     """Read the pairs twice: those to train on and those held out by the product, and all by the textbook."""
     tokenizer.model_max_length = 1 << 60
-    examples = read_pairs(cfg, tokenizer, World(0, 1, ALONE))
+    examples = read_examples(cfg, tokenizer, World(0, 1, ALONE))
     return examples.train, examples.held_out, pairs_of(cfg.data, tokenizer)
 
 
@@ -278,7 +279,7 @@ def test_mixtures_at_random(seed: int) -> None:
     sources = [f"data.sources.s{n}={{path: org/name, weight: {weight}}}" for n, weight in enumerate(weights)]
     flags = (f"data.shuffle={draw.random() < 0.7}".lower(), f"data.drop_last={draw.random() < 0.5}".lower())
     cfg = configured(*sources, *flags, f"seed={seed}", "train.batch_size=1", "train.epochs=3")
-    sampler = pair_sampler(cfg, sum(sizes), Mixture(tuple(sizes), tuple(weights)))
+    sampler = sampler_of(cfg, Kind.pairs, sum(sizes), Mixture(tuple(sizes), tuple(weights)))
     assert sampler.steps_per_epoch == rules.steps_per_epoch(cfg, sizes)
     for step in range(1, rules.total_steps(cfg, sizes) + 1):
         assert sampler.batch(step).indices == rules.samples_of(cfg, sizes, step), step
@@ -325,8 +326,8 @@ def planted(fault: Fault, cfg: Config, tokenizer: Any, name: str) -> bool:
     Sampler._order.cache_clear()
     undo = fault.plant(lambda: reached.append(True))
     try:
-        examples = read_pairs(cfg, tokenizer, World(0, 1, ALONE))
-        sampler = pair_sampler(cfg, len(examples.train), examples.mixture)
+        examples = read_examples(cfg, tokenizer, World(0, 1, ALONE))
+        sampler = sampler_of(cfg, Kind.pairs, len(examples.train), examples.mixture)
         ours = [sampler.batch(step).indices for step in (1, 2)]
         train, held_out = list(examples.train), list(examples.held_out)
     finally:

@@ -17,6 +17,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE = "weights", "gradients", "optimizer st
 ACTIVATIONS, BUFFERS, TEMPORARIES = "saved activations", "communication buffers", "temporaries"
 CACHE = "cache of keys and values"
 STORAGE_KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE, ACTIVATIONS, CACHE, TEMPORARIES, BUFFERS)
+COLLECT = "collect"  # the phase in which a loss of the whole batch is given its values, once for all micro-batches
 
 
 @dataclass

@@ -17,7 +17,7 @@ from rlexp.config.schema import Config
 from rlexp.preflight.rehearsal.device import conversions, rehearsed_device
 from rlexp.preflight.rehearsal.holdings import label, mark_modules, mark_trunk
 from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
-from rlexp.preflight.rehearsal.log import Log, peak_of
+from rlexp.preflight.rehearsal.log import COLLECT, Log, peak_of
 from rlexp.preflight.rehearsal.longest_samples import Wordless, parts_of
 from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
 from rlexp.preflight.rehearsal.rates import Clock, Rates
@@ -151,7 +151,7 @@ def _random_models(plan: RehearsalPlan, device: torch.device, loaded: list[Any],
 
 
 class LoggedPhases(Phases):
-    """Phases that begin sections of a log."""
+    """Phases that begin sections of a log. What is inside the pass that collects values counts as part of it."""
 
     def __init__(self, device: torch.device, log: Log) -> None:
         super().__init__(device)
@@ -160,6 +160,9 @@ class LoggedPhases(Phases):
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         before = self.log.phase
+        if before == COLLECT:
+            yield
+            return
         self.log.enter(phase)
         try:
             yield

@@ -236,15 +236,16 @@ class OfflineStep(Step):
     def collect(self, meter: Meter | None = None) -> list[tuple[HeldPlaces, Values]]:
         """Run all micro-batches without gradient, and evaluate the loss on the values of the whole batch."""
         found = []
-        for indices in self.micro_batches:
-            held = self.load(indices)
-            values, tokens = self.values(held)
-            self.kept[held.places] = values.reference
-            if meter is not None:
-                note_logits(meter, tokens, held, self.task)
-                note_tokens(meter, held.shard)
-            found.append((held, values))
-        self.judge([(held.places, values) for held, values in found])
+        with self.task.run.phases("collect"):
+            for indices in self.micro_batches:
+                held = self.load(indices)
+                values, tokens = self.values(held)
+                self.kept[held.places] = values.reference
+                if meter is not None:
+                    note_logits(meter, tokens, held, self.task)
+                    note_tokens(meter, held.shard)
+                found.append((held, values))
+            self.judge([(held.places, values) for held, values in found])
         return found
 
     def judge(self, parts: Sequence[tuple[Sequence[int], Values]]) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlexp.training.algos.base import Loss, Losses, Sides, Values
 from rlexp.training.ring.groups import World
-from rlexp.training.ring.objects import gather_objects
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,19 @@ def with_slopes(losses: Losses, slopes: Sides, values: Values) -> Tensor:
 
 
 def gathered(parts: Sequence[tuple[Sequence[int], Values]], count: int, world: World) -> Values:
-    """Return the values of all examples of the batch, in its order, in the host's memory. A collective call."""
-    mine = {place: _row(values, number) for places, values in parts for number, place in enumerate(places)}
-    rows = {place: row for part in gather_objects(mine, world.size) for place, row in part.items()}
+    """Return the values of all examples of the batch, in its order, in the host's memory. A collective call.
+
+    Each place belongs to one rank alone, so the sum over the ranks is exact.
+    """
     some = parts[0][1]
-    columns = torch.tensor([rows[place] for place in range(count)], dtype=torch.float64).T
-    return _of_columns(list(columns), some)
+    rows = [torch.stack([each_E.detach() for each_E in _columns(values)]) for _, values in parts]
+    table = rows[0].new_zeros(len(rows[0]), count)
+    if world.ring.rank == 0:
+        for (places, _), row in zip(parts, rows, strict=True):
+            table[:, list(places)] = row
+    if world.size > 1:
+        dist.all_reduce(table)
+    return _of_columns(list(table.cpu()), some)
 
 
 def _fields(values: Values) -> dict[str, Sides]:
@@ -72,8 +79,8 @@ def _fields(values: Values) -> dict[str, Sides]:
     return {name: sides for name, sides in fields.items() if sides is not None}
 
 
-def _row(values: Values, number: int) -> list[float]:
-    return [float(each_E[number].detach()) for sides in _fields(values).values() for each_E in sides.values()]
+def _columns(values: Values) -> list[Tensor]:
+    return [each_E for sides in _fields(values).values() for each_E in sides.values()]
 
 
 def _of_columns(columns: list[Tensor], like: Values) -> Values:

@@ -169,7 +169,7 @@ DATA_FAULTS = (
     one("positions do not restart", PACKING + "pack_sequences", repacked(not_restarted), "data", DATA),
     one("positions off by one", PACKING + "pack_sequences", repacked(off_by_one), "data", DATA),
     one("padding counts as tokens", PACKING + "pack_sequences", padding_as_tokens, "data", DATA),
-    one("sequences in another order", PACKING + "pack_pairs",
+    one("sequences in another order", PACKING + "pack_examples",
         lambda original, pairs, *args, **kwargs: original(list(map(rejected_first, pairs)), *args, **kwargs), "data",
         DATA),
     one("a pack ignores masks", PACKING + "pack_sequences",

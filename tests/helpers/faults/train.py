@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from rlexp.training.algos.base import PairLogps
 from rlexp.training.metrics.meter import REPLICATED
 from rlexp.training.model.policy import cast_parameters
 from rlexp.training.ring.groups import ALONE, World
@@ -28,7 +27,7 @@ def scaled(factor: Callable[[Any, int], float]) -> Change:
     """Multiply the loss of a micro-batch by a function of the step and its number of pairs."""
 
     def change(original: Any, self: Any, held: Any, meter: Any) -> Any:
-        return original(self, held, meter) * factor(self, held.shard.sequences // 2)
+        return original(self, held, meter) * factor(self, len(held.places))
 
     return change
 
@@ -56,29 +55,31 @@ def one_too_few(original: Any, self: Any, *args: Any) -> None:
     self.micro_batches = self.micro_batches[:-1]
 
 
-def of_replica_0(original: Any, self: Any, batch: Any) -> Any:
-    world = self.run.world
-    return original(with_run(self, world=replace(world, rank=world.ring.rank)), batch)
+def of_replica_0(original: Any, self: Any, task: Any, *args: Any, **kwargs: Any) -> None:
+    world = task.run.world
+    original(self, with_run(task, world=replace(world, rank=world.ring.rank)), *args, **kwargs)
+    self.task = task
 
 
-def one_for_none(original: Any, *args: Any) -> Any:
-    losses_P = original(*args)
-    return losses_P if len(losses_P) else losses_P.new_ones(1) + losses_P.sum()
+def one_for_none(original: Any, self: Any, values: Any, held: Any, meter: Any) -> Any:
+    total = original(self, values, held, meter)
+    return total if held.places else total + 1.0
 
 
 def in_float32(original: Any, values_t: Any, shard: Any) -> Any:
     return original(values_t.float(), shard).float().double()
 
 
-def own_reference(original: Any, self: Any, shard: Any, meter: Any) -> Any:
+def own_reference(original: Any, self: Any, held: Any) -> Any:
     kept: list[TokenLogps] = []
 
     def keeping(forward: Any) -> Callable[..., TokenLogps]:
         return lambda shard: kept.append(forward(shard)) or kept[-1]
 
-    task = with_run(self, engine=Altered(self.run.engine, forward=keeping))
+    step, task = copy.copy(self), with_run(self.task, engine=Altered(self.task.run.engine, forward=keeping))
     task.reference = lambda _shard: TokenLogps(*(None if value is None else value.detach() for value in kept[-1]))
-    return original(task, shard, meter)
+    step.task = task
+    return original(step, held)
 
 
 def learning(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,12 +111,12 @@ def next_rate(original: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     return original(replace(run, schedule=schedule), *args, **kwargs)
 
 
-def per_pair(original: Any, meter: Any, tokens: Any, shard: Any) -> None:
+def per_pair(original: Any, meter: Any, tokens: Any, held: Any, task: Any) -> None:
     def adding(add: Any) -> Callable[..., None]:
-        pairs = shard.sequences // 2
+        pairs = held.shard.sequences // 2
         return lambda name, total, count, spread: add(name, total, pairs if "chosen" in name else count, spread)
 
-    original(Altered(meter, add_mean=adding), tokens, shard)
+    original(Altered(meter, add_mean=adding), tokens, held, task)
 
 
 def of_one_rank(original: Any, task: Any, step: Any, meter: Any, *args: Any) -> Any:
@@ -138,28 +139,29 @@ def forgetting(original: Any, task: Any, sinks: Any, position: Any = None, after
 
 
 def last_pairs(Batch: Any, self: Any, _step: int) -> Callable[..., Any]:
-    total, size = len(self.eval_pairs), self.run.cfg.train.batch_size
+    total, size = len(self.held_out), self.run.cfg.train.batch_size
     return lambda step, epoch, _indices: Batch(step, epoch, tuple(range(max(0, total - size), total)))
 
 
-STEP, PAIRS, SCHEDULE = "train.step:", "train.pair_task:", "train.schedule:Schedule.at"
+STEP, OFFLINE, SCHEDULE = "train.step:", "train.offline_task:", "train.schedule:Schedule.at"
 TRAIN_FAULTS = (
-    one("the world is not in the scale", PAIRS + "PairStep.loss",
+    one("the world is not in the scale", OFFLINE + "OfflineStep.loss",
         scaled(lambda step, _: 1 / step.task.run.world.size), "loss", TRAIN),
-    one("divided by the accumulation again", PAIRS + "PairStep.loss",
+    one("divided by the accumulation again", OFFLINE + "OfflineStep.loss",
         scaled(lambda step, _: 1 / len(step.micro_batches)), "loss", TRAIN),
-    one("mean of means", PAIRS + "PairStep.loss", scaled(lambda _, pairs: 1 / pairs), "loss", TRAIN),
-    one("divided by the whole batch", PAIRS + "PairStep.loss", scaled(whole_batch), "loss", TRAIN, *SHORT_BATCH,
+    one("mean of means", OFFLINE + "OfflineStep.loss", scaled(lambda _, pairs: 1 / pairs), "loss", TRAIN),
+    one("divided by the whole batch", OFFLINE + "OfflineStep.loss", scaled(whole_batch), "loss", TRAIN, *SHORT_BATCH,
         step=2),
     one("every micro-batch is the last", STEP + "train_step", every_one_last, "loss", TRAIN),
-    one("the last micro-batch is left out", PAIRS + "PairStep.__init__", one_too_few, "data", TRAIN),
-    one("a replica takes the other's pairs", PAIRS + "PairTask.micro_batches", of_replica_0, "data", TRAIN),
-    one("an empty replica adds", PAIRS + "PairTask.losses", one_for_none, "loss", TRAIN, *EMPTY_REPLICA, step=2),
+    one("the last micro-batch is left out", OFFLINE + "OfflineStep.__init__", one_too_few, "data", TRAIN),
+    one("a replica takes the other's pairs", OFFLINE + "OfflineStep.__init__", of_replica_0, "data", TRAIN),
+    one("an empty replica adds", OFFLINE + "OfflineStep.judged", one_for_none, "loss", TRAIN, *EMPTY_REPLICA, step=2),
     one("sums in float32", "train.sequence_sums:sum_by_sequence", in_float32, "log-probabilities", TRAIN),
-    one("the sides of a pair swapped", PAIRS + "by_pair",
-        lambda original, values_S: PairLogps((right := original(values_S)).rejected_P, right.chosen_P),
+    one("the sides of a pair swapped", OFFLINE + "OfflineTask.by_side",
+        lambda original, *args: dict(zip(right, reversed(right.values()), strict=True))
+        if (right := original(*args)) else right,
         "log-probabilities", TRAIN),
-    one("the policy is its own reference", PAIRS + "PairTask.losses", own_reference, "log-probabilities", TRAIN),
+    one("the policy is its own reference", OFFLINE + "OfflineStep.values", own_reference, "log-probabilities", TRAIN),
     one("the reference learns", "train.build:build", learning, "log-probabilities", TRAIN, step=2),
     one("the reference in float32", "train.build:build_reference", starting_in_bfloat16, "log-probabilities", TRAIN),
     one("warm-up off by one", SCHEDULE, too_early, "optimizer", TRAIN),
@@ -168,12 +170,12 @@ TRAIN_FAULTS = (
     one("the next step's rate", STEP + "optimize", next_rate, "optimizer", TRAIN),
     one("tokens of one rank of the ring", STEP + "note_tokens", Seeing({"SHARDED": lambda _: REPLICATED}), "metrics",
         TRAIN),
-    one("logits per pair", PAIRS + "note_logits", per_pair, "metrics", TRAIN),
+    one("logits per pair", OFFLINE + "note_logits", per_pair, "metrics", TRAIN),
     one("loss of rank 0", STEP + "row_of", of_one_rank, "metrics", TRAIN),
     one("epochs as whole numbers", STEP + "row_of",
         lambda original, task, step, *args: original(task, step, *args) | {"train/epoch": float(step.batch.epoch)},
         "metrics", TRAIN),
     one("total tokens start anew", "train.loop:train_loop", forgetting, "metrics", TRAIN, step=2),
-    one("held-out pairs twice", PAIRS + "PairTask.evaluate", Seeing({"Batch": Given(last_pairs)}), "metrics", TRAIN,
+    one("held-out pairs twice", OFFLINE + "OfflineTask.evaluate", Seeing({"Batch": Given(last_pairs)}), "metrics", TRAIN,
         "data.eval_size=13", "train.eval_every=1"),
 )  # fmt: skip

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from rlexp.training.algos.implicit_rewards import accuracies
 
 from rlexp.config.schema.losses import DPOConfig
 from rlexp.training.algos.base import PairLogps
 from rlexp.training.algos.build import build_loss
 from rlexp.training.algos.dpo import DPO
-from rlexp.training.algos.implicit_rewards import accuracies
 from rlexp.verify.records import SIDES
 from tests.helpers import textbook
 from tests.helpers.faults.algos import FORMULA_FAULTS

@@ -18,7 +18,7 @@ from rlexp.config.schema import HFModelConfig, TinyModelConfig
 from rlexp.config.schema.data import TooLong
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset import arithmetic, synthetic
-from rlexp.training.dataset.packing import pack_pairs
+from rlexp.training.dataset.packing import pack_examples
 from rlexp.training.dataset.sampler import Sampler, total_steps
 from rlexp.training.dataset.tokens import Encoder, Example, Refused, RowTokenizer, counted, truncated, typed
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
@@ -163,7 +163,7 @@ def test_steps_and_epochs_both_bound_a_run(max_steps, epochs, expected) -> None:
 
 def test_a_pack_is_a_forest_of_roots_with_shifted_targets() -> None:
     pairs = pairs_of(byte_tokenizer(), [row("ab", "xyz", "w"), row("c", "d", "ef")])
-    pack = pack_pairs(pairs, 8)
+    pack = pack_examples(pairs, 8)
     assert [(s.length, s.padded, s.parent) for s in pack.segments] == [
         (6, 6, None),
         (4, 4, None),
@@ -174,16 +174,18 @@ def test_a_pack_is_a_forest_of_roots_with_shifted_targets() -> None:
     assert pack.sequence_T.tolist()[:7] == [-1, 0, 0, 0, 0, -1, -1]
     assert pack.sequence_T.tolist()[-8:] == [-1] * 8
     assert pack.targets_T[1:5].tolist() == pairs[0].chosen.tolist()
-    assert [s.padded for s in pack_pairs(pairs, 8, packing=False).segments] == [6, 6, 6, 6]
-    assert [s.padded for s in pack_pairs(pairs, 16, packing=False).segments] == [6, 6, 6, 14]
-    assert [s.padded for s in pack_pairs(pairs, 1, packing=False).segments] == [6, 6, 6, 6]
+    assert [s.padded for s in pack_examples(pairs, 8, packing=False).segments] == [6, 6, 6, 6]
+    assert [s.padded for s in pack_examples(pairs, 16, packing=False).segments] == [6, 6, 6, 14]
+    assert [s.padded for s in pack_examples(pairs, 1, packing=False).segments] == [6, 6, 6, 6]
     assert pack.real_tokens == 17
 
 
 def test_each_answer_of_a_pack_has_its_own_mask() -> None:
     prompt, chosen, rejected = (np.arange(3, 3 + n, dtype=np.int32) for n in (2, 4, 3))
     ours, theirs = np.array([False, True, True, False]), np.array([True, False, True])
-    pack = pack_pairs([Pair(0, prompt, chosen, rejected, "", ours, theirs), Pair(1, prompt, chosen, rejected, "")], 1)
+    pack = pack_examples(
+        [Pair(0, prompt, chosen, rejected, "", ours, theirs), Pair(1, prompt, chosen, rejected, "")], 1
+    )
     marks = pack.sequence_T.tolist()
     assert marks[:6] == [-1, -1, 0, 0, -1, -1]  # the place before a trained token predicts it
     assert marks[6:11] == [-1, 1, -1, 1, -1]
@@ -192,7 +194,7 @@ def test_each_answer_of_a_pack_has_its_own_mask() -> None:
 
 
 def test_an_empty_micro_batch_is_padding_alone() -> None:
-    pack = pack_pairs([], 16)
+    pack = pack_examples([], 16)
     assert pack.sequences == 0
     assert pack.real_tokens == 0
     assert len(pack.tokens_T) == 16

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.mixture import Mixture
 from rlexp.training.dataset.sampler import Sampler
 from rlexp.training.dataset.views import Joined, Places, drawn
@@ -103,15 +104,15 @@ def test_sources_with_weights_are_read_as_one_set(tmp_path: Path) -> None:
                f"data.sources.many={{path: {paths[1]}, weight: 2}}"]  # fmt: skip
     from rlexp.config.load import compose_config
     from rlexp.training.ring.groups import ALONE, World
-    from rlexp.training.train.examples import pair_sampler, read_pairs
+    from rlexp.training.train.examples import read_examples, sampler_of
 
     cfg = compose_config(["data=hf", "launch.device=cpu", "logger.progress=false", "data.eval_size=3", *sources])
-    examples = read_pairs(cfg, byte_tokenizer(), World(0, 1, ALONE))
+    examples = read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE))
     assert len(examples.train) == 21
     assert len(examples.held_out) == 3
     assert [pair.index for pair in examples.train] == list(range(21))
     assert examples.mixture is not None
-    sampler = pair_sampler(cfg, len(examples.train), examples.mixture)
+    sampler = sampler_of(cfg, Kind.pairs, len(examples.train), examples.mixture)
     few = examples.mixture.sizes[0]
     taken = [index for step in range(1, 2) for index in sampler.batch(step).indices]
     assert sampler.taken == 3 * few
@@ -129,12 +130,12 @@ def test_a_weight_that_takes_no_row_is_refused(tmp_path: Path) -> None:
     from rlexp.base.errors import ConfigError
     from rlexp.config.load import compose_config
     from rlexp.training.ring.groups import ALONE, World
-    from rlexp.training.train.examples import read_pairs
+    from rlexp.training.train.examples import read_examples
 
     sources = [f"data.sources.a={{path: {one}, weight: 0.001}}", f"data.sources.b={{path: {other}, weight: 1}}"]
     cfg = compose_config(["data=hf", "launch.device=cpu", "logger.progress=false", *sources])
     with pytest.raises(ConfigError, match=r"data\.sources\.a\.weight=0\.001: no sample of this source is in an epoch"):
-        read_pairs(cfg, byte_tokenizer(), World(0, 1, ALONE))
+        read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE))
 
 
 def test_sets_are_joined_and_numbered() -> None:

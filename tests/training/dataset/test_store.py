@@ -145,7 +145,7 @@ def as_machines(spec: RankSpec, cfg: Config, folder: Path) -> Any:
         (mine / "boot").write_text(str(spec.rank))
         patch.setenv("RLEXP_CACHE", str(mine / "cache"))
         try:
-            return ids(examples.read_examples(cfg, Kind.pairs, byte_tokenizer(), build_world(1)).train)
+            return ids(examples.read_examples(cfg, byte_tokenizer(), build_world(1)).train)
         except DataError as error:
             return str(error)
 

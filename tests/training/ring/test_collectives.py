@@ -52,7 +52,7 @@ def test_a_ring_without_a_group_sends_nothing(collective) -> None:
 
 def counts_rank(spec: RankSpec, cfgs) -> list[tuple[dict[str, float], int]]:
     """Take one step of each configuration; its row, and the tokens of its batch with their padding."""
-    from rlexp.training.dataset.packing import pack_pairs
+    from rlexp.training.dataset.packing import pack_examples
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step
 
@@ -60,7 +60,7 @@ def counts_rank(spec: RankSpec, cfgs) -> list[tuple[dict[str, float], int]]:
     for cfg in cfgs:
         task = build(cfg, probing=unprobed)
         multiple = task.run.layout.multiple(task.run.world.ring.size)
-        padded = [len(pack_pairs([task.pairs[index]], multiple).tokens_T) for index in task.batch(1).indices]
+        padded = [len(pack_examples([task.pairs[index]], multiple).tokens_T) for index in task.batch(1).indices]
         counts.append((train_step(task, 1), sum(padded)))
     return counts
 

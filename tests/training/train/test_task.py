@@ -1,82 +1,76 @@
 """A new kind of training costs one file: supervised training on the chosen answers, as a user would add it.
 
-Nothing in the package knows of it: it goes through `build`, `train_step` and `train_loop` like any other task, over a
-ring, with accumulation, a short last batch and evaluation.
+Nothing in the package knows of it. It trains like any other, over a ring, with accumulation, a short last batch and
+evaluation; `rlexp.data` shows its rows, `rlexp.preflight` rehearses it, and `rlexp.verify` finds it right.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from rlexp.config.schema.losses import LossConfig
+from rlexp.config.schema.row_kinds import Kind
+from rlexp.data.answer import preview
 from rlexp.launch.joining import RankSpec
-from rlexp.training.dataset.sampler import Batch
-from rlexp.training.metrics.meter import SHARDED, Meter
+from rlexp.training.algos.base import Asks, Losses, Values
 from rlexp.training.ring.groups import World
-from rlexp.training.train.examples import pair_sampler, read_pairs
-from rlexp.training.train.task import Held, Needs, Step, Task
-from rlexp.training.types import Pair
+from rlexp.training.train.choose_task import TASKS
+from rlexp.training.train.examples import read_examples, sampler_of
+from rlexp.training.train.offline_task import OfflineTask
+from rlexp.training.types import Completion
+from rlexp.verify.verification import Verification, verify
+from tests.helpers.faults.plant import plant
 from tests.helpers.ranks import on_ranks
+
+# ---- the file ----
+
+
+@dataclass
+class SupervisedConfig(LossConfig):
+    rows: ClassVar[Kind] = Kind.supervised
+    name: str = "supervised"
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """−log π of the answers, per token of the train batch."""
+
+    asks: Asks = Asks(mean_tokens=True)
+
+    def __call__(self, values: Values) -> Losses:
+        nll_E = -values.logps["answer"] / values.mean_tokens
+        return Losses(nll_E, {"perplexity": nll_E.detach().exp()})
+
+
+class SupervisedTask(OfflineTask):
+    @classmethod
+    def loss_of(cls, cfg: Config) -> Supervised:
+        return Supervised()
+
+
+TASKS[SupervisedConfig] = SupervisedTask
+
+# ---- what is tried ----
 
 BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64", "train.batch_size=4", "data.size=6",
         "data.drop_last=false", "data.eval_size=3", "train.eval_every=2", "train.epochs=2",
         "optim.lr=1e-3")  # fmt: skip
+RING = ("parallel=ring2", "launch.nproc=4", "train.micro_batch_size=2")
 
 
-class Supervised(Task):
-    kind = "row"
-
-    def __init__(self, cfg: Config, tokenizer: Any, world: World, _bridge: Any) -> None:
-        self.needs = Needs()
-        self.examples = read_pairs(cfg, tokenizer, world)
-        self.sampler = pair_sampler(cfg, len(self.examples.train))
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.sampler.steps_per_epoch
-
-    def batch(self, step: int) -> Batch:
-        return self.sampler.batch(step)
-
-    def begin(self, step: int) -> SupervisedStep:
-        return SupervisedStep(self, self.batch(step), self.examples.train)
-
-    @torch.no_grad()
-    def evaluate(self, step: int) -> dict[str, float]:
-        held_out, meter = self.examples.held_out, Meter(self.run.world, self.run.device)
-        whole = SupervisedStep(self, Batch(step, 0, tuple(range(len(held_out)))), held_out)
-        for indices in whole.micro_batches:
-            whole.loss(whole.load(indices), meter)
-        return {f"eval/{name}": value for name, value in meter.reduce().items()}
-
-
-class SupervisedStep(Step):
-    """A loss per token: its sum over the train batch divided by the train batch's count of answer tokens."""
-
-    def __init__(self, task: Supervised, batch: Batch, rows: Sequence[Pair]) -> None:
-        world = task.run.world
-        self.task, self.batch, self.rows = task, batch, rows
-        self.count = sum(len(rows[index].chosen) for index in batch.indices)
-        self.micro_batches = batch.micro_batches(world.replica, world.dp_size, task.run.cfg.train.micro_batch_size)
-
-    def load(self, indices: Sequence[int]) -> Held:
-        run = self.task.run
-        return Held(run.to_device(run.pack([(self.rows[index].prompt, self.rows[index].chosen) for index in indices])))
-
-    def loss(self, held: Held, meter: Meter) -> Tensor:
-        run = self.task.run
-        loss = -run.engine.forward(held.shard).logps_t.sum() / self.count
-        meter.add_total("loss", loss, SHARDED)
-        return loss * run.world.size
-
-    def samples(self) -> list[str]:
-        return [self.rows[index].origin for index in self.batch.indices]
+def composed(*overrides: str) -> Config:
+    return dataclasses.replace(compose_config([*BASE, *overrides]), loss=SupervisedConfig())
 
 
 def supervised_rank(spec: RankSpec, cfg: Config) -> tuple[list[dict], dict[str, Tensor], str]:
@@ -90,7 +84,7 @@ def supervised_rank(spec: RankSpec, cfg: Config) -> tuple[list[dict], dict[str, 
         def log(self, row: dict) -> None:
             rows.append(row)
 
-    task = build(cfg, task_of=Supervised)
+    task = build(cfg)
     train_loop(task, Sinks([Keeping()]))
     assert task.position() is None
     return rows, {name: weight.clone() for name, weight in task.run.engine.weights()}, task.describe()
@@ -102,25 +96,24 @@ def first_losses(cfg: Config) -> tuple[float, float]:
     from rlexp.training.model.loading import load_config, load_model, load_tokenizer
     from rlexp.training.ring.groups import ALONE
 
-    examples = read_pairs(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE))
+    examples = read_examples(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE))
     model = load_model(cfg.model, load_config(cfg.model, cfg.data.max_length), cfg.data.max_length, float64=True)
     model.set_attn_implementation("sdpa")
 
-    def mean(pairs: Sequence[Pair]) -> float:
+    def mean(rows: Sequence[Completion]) -> float:
         total = 0.0
-        for pair in pairs:
-            tokens = torch.tensor([[*pair.prompt.tolist(), *pair.chosen.tolist()]])
+        for row in rows:
+            tokens = torch.tensor([[*row.prompt.tolist(), *row.answer.tolist()]])
             with torch.no_grad(), precise(torch.float64):
                 logps = model.double()(input_ids=tokens).logits[0, :-1].log_softmax(-1)
-            targets = tokens[0, len(pair.prompt) :]
-            total -= float(logps[len(pair.prompt) - 1 :].gather(1, targets[:, None]).sum())
-        return total / sum(len(pair.chosen) for pair in pairs)
+            targets = tokens[0, len(row.prompt) :]
+            total -= float(logps[len(row.prompt) - 1 :].gather(1, targets[:, None]).sum())
+        return total / sum(len(row.answer) for row in rows)
 
-    batch = pair_sampler(cfg, len(examples.train)).batch(1)
+    batch = sampler_of(cfg, Kind.supervised, len(examples.train)).batch(1)
     return mean([examples.train[index] for index in batch.indices]), mean(examples.held_out)
 
 
-RING = ("parallel=ring2", "launch.nproc=4", "train.micro_batch_size=2")
 Ranks = list[tuple[list[dict], dict[str, Tensor], str]]
 
 
@@ -131,14 +124,14 @@ def several_rank(spec: RankSpec, cfgs: Sequence[Config]) -> Ranks:
 @pytest.fixture(scope="module")
 def on_four() -> tuple[Ranks, Ranks]:
     """What four ranks return of a run, and of one with a learning rate of 0."""
-    by_rank = on_ranks(4, several_rank, [compose_config([*BASE, *RING, *more]) for more in ((), ("optim.lr=0",))])
+    by_rank = on_ranks(4, several_rank, [composed(*RING, *more) for more in ((), ("optim.lr=0",))])
     return [runs[0] for runs in by_rank], [runs[1] for runs in by_rank]
 
 
 def test_a_task_of_ones_own_trains_over_the_ring_like_any_other(on_four: tuple[Ranks, Ranks]) -> None:
-    alone = compose_config([*BASE, "parallel=ring1"])
+    alone = composed("parallel=ring1")
     rows, weights, words = on_ranks(1, supervised_rank, alone)[0]
-    assert words == "6 rows"
+    assert words == "6 answers"
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[1]["train/epoch"] == 1.0
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
@@ -147,6 +140,8 @@ def test_a_task_of_ones_own_trains_over_the_ring_like_any_other(on_four: tuple[R
         for row, other in zip(rows, others, strict=True):
             for name in (
                 "train/loss",
+                "train/perplexity",
+                "train/logps/answer",
                 "train/grad_norm",
                 "train/tokens",
                 *(["eval/loss"] if "eval/loss" in row else []),
@@ -159,6 +154,58 @@ def test_a_task_of_ones_own_trains_over_the_ring_like_any_other(on_four: tuple[R
 
 def test_an_evaluation_counts_every_held_out_row_once(on_four: tuple[Ranks, Ranks]) -> None:
     """Three rows, of which one replica has one more than the other."""
-    expected = first_losses(compose_config([*BASE, *RING]))[1]
+    expected = first_losses(composed(*RING))[1]
     for rows, _, _ in on_four[1]:
         assert rows[1]["eval/loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_preview_shows_its_rows() -> None:
+    shown = preview(composed(), samples=1)
+    assert shown.needs == shown.kind == "supervised"
+    assert not shown.problems
+    assert [each.part for each in shown.lengths] == ["prompt", "answer", "whole sequence"]
+    assert shown.steps is not None
+    assert shown.steps.run == 4
+
+
+def test_preflight_rehearses_it() -> None:
+    """An answer a sample is half of what a pair is: so are the tokens of the forward pass."""
+    from rlexp.preflight.children import at_once
+    from rlexp.preflight.predict import rehearsals
+    from rlexp.preflight.rehearsal.log import passes
+    from rlexp.preflight.rehearsal.rehearse import RehearsalPlan
+    from rlexp.training.model.loading import load_config
+
+    pairs = compose_elsewhere(["hardware=h100", "parallel=ring2", "launch.nproc=2", "train.batch_size=1"])
+    answers = dataclasses.replace(pairs, loss=SupervisedConfig())
+    plans = [RehearsalPlan(cfg, load_config(cfg.model, cfg.data.max_length)) for cfg in (pairs, answers)]
+    [logs] = at_once([rehearsals(plans)], 1)
+    of_pairs, of_answers = (
+        sum(each.counts.flops for each in passes(log) if each.phase == "forward") for log in logs
+    )
+    assert of_answers == pytest.approx(of_pairs / 2, rel=1e-6)
+
+
+def verified(tmp_path: Path, *overrides: str) -> Verification:
+    return verify(composed(*RING, "data.size=12", *overrides), 2, lambda _line: None)
+
+
+def test_verify_finds_it_right(tmp_path: Path) -> None:
+    result = verified(tmp_path)
+    assert result.passed, result.failure
+    assert result.float64 is not None
+    assert result.float64.gauge.largest["loss"] < 1e-12
+
+
+@pytest.mark.slow
+def test_verify_finds_a_count_of_the_micro_batch(tmp_path: Path) -> None:
+    def of_micro_batch(original: Any, values: Any) -> Any:
+        return original(dataclasses.replace(values, mean_tokens=float(values.tokens["answer"].mean())))
+
+    undo = plant("tests.training.train.test_task:Supervised.__call__", of_micro_batch, lambda: None)
+    try:
+        result = verified(tmp_path)
+    finally:
+        undo()
+    assert result.failure is not None
+    assert (result.failure.stage, result.failure.module) == ("loss", "rlexp/training/algos/")
