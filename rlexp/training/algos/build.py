@@ -6,27 +6,57 @@ from typing import Any
 
 from rlexp.config.schema.loss_terms import loss_terms
 from rlexp.config.schema.losses import (
+    AOTConfig,
+    AOTUnpairedConfig,
+    APODownConfig,
+    APOZeroConfig,
+    BCOPairConfig,
+    CPOConfig,
+    DiscoPOPConfig,
     DPOConfig,
+    DPONormConfig,
     DrGRPOConfig,
+    EXOPairConfig,
     GRPOConfig,
     GSPOConfig,
+    HingeConfig,
+    IPOConfig,
     LossConfig,
+    NCAPairConfig,
+    ORPOConfig,
     PolicyLossConfig,
     PPOConfig,
     PreferenceConfig,
     ReinforcePPConfig,
     RLOOConfig,
+    RobustConfig,
+    SimPOConfig,
+    SPPOHardConfig,
 )
+from rlexp.training.algos.aot import AOT, AOTUnpaired
+from rlexp.training.algos.apo import APODown, APOZero
 from rlexp.training.algos.base import Loss
+from rlexp.training.algos.bco_pair import BCOPair
+from rlexp.training.algos.cpo import CPO
+from rlexp.training.algos.discopop import DiscoPOP
 from rlexp.training.algos.dpo import DPO
+from rlexp.training.algos.dpo_norm import DPONorm
 from rlexp.training.algos.dr_grpo import DrGRPO
+from rlexp.training.algos.exo_pair import EXOPair
 from rlexp.training.algos.grpo import GRPO
 from rlexp.training.algos.gspo import GSPO
+from rlexp.training.algos.hinge import Hinge
+from rlexp.training.algos.ipo import IPO
+from rlexp.training.algos.nca_pair import NCAPair
+from rlexp.training.algos.orpo import ORPO
 from rlexp.training.algos.policy_loss import PolicyLoss
 from rlexp.training.algos.ppo import PPO
 from rlexp.training.algos.preference import Formula, Preference, Term
 from rlexp.training.algos.reinforce_pp import ReinforcePP
 from rlexp.training.algos.rloo import RLOO
+from rlexp.training.algos.robust import Robust
+from rlexp.training.algos.simpo import SimPO
+from rlexp.training.algos.sppo_hard import SPPOHard
 
 
 def build_loss(cfg: LossConfig) -> Loss:
@@ -43,6 +73,38 @@ def build_formula(cfg: PreferenceConfig, margin_weight: float = 0.0) -> Formula:
     match cfg:
         case DPOConfig(label_smoothing=label_smoothing):
             return DPO(**common, label_smoothing=label_smoothing)
+        case DPONormConfig(label_smoothing=label_smoothing):
+            return DPONorm(**common, label_smoothing=label_smoothing)
+        case IPOConfig(normalize=normalize):
+            return IPO(**common, normalize=normalize)
+        case APOZeroConfig():
+            return APOZero(**common)
+        case APODownConfig():
+            return APODown(**common)
+        case SimPOConfig(gamma=gamma):
+            return SimPO(**common, gamma=gamma)
+        case ORPOConfig():
+            return ORPO(**common)
+        case CPOConfig(label_smoothing=label_smoothing):
+            return CPO(**common, label_smoothing=label_smoothing)
+        case BCOPairConfig(shift=shift):
+            return BCOPair(**common, shift=shift)
+        case HingeConfig():
+            return Hinge(**common)
+        case RobustConfig(label_smoothing=label_smoothing):
+            return Robust(**common, label_smoothing=label_smoothing)
+        case AOTUnpairedConfig(label_smoothing=label_smoothing):  # an AOTConfig too
+            return AOTUnpaired(**common, label_smoothing=label_smoothing)
+        case AOTConfig(label_smoothing=label_smoothing):
+            return AOT(**common, label_smoothing=label_smoothing)
+        case EXOPairConfig(label_smoothing=label_smoothing):
+            return EXOPair(**common, label_smoothing=label_smoothing)
+        case NCAPairConfig():
+            return NCAPair(**common)
+        case SPPOHardConfig():
+            return SPPOHard(**common)
+        case DiscoPOPConfig(tau=tau):
+            return DiscoPOP(**common, tau=tau)
         case _:
             raise AssertionError(cfg)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from rlexp.training.algos.base import Values
-from rlexp.training.algos.log_ratios import log_ratios, margins
+from rlexp.training.algos.log_ratios import margins
+from rlexp.training.algos.logistic import logistic
 from rlexp.training.algos.preference import Formula
 
 
@@ -22,9 +22,4 @@ class DPO(Formula):
     label_smoothing: float = 0.0
 
     def losses(self, values: Values) -> Tensor:
-        return smoothed(margins(log_ratios(values), self.beta, values, self.margin_weight), self.label_smoothing)
-
-
-def smoothed(logit_P: Tensor, smoothing: float) -> Tensor:
-    """Return the logistic loss where a label is wrong with probability `smoothing`."""
-    return -(1 - smoothing) * F.logsigmoid(logit_P) - smoothing * F.logsigmoid(-logit_P)
+        return logistic(margins(values, self.beta, self.margin_weight), self.label_smoothing)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from rlexp.training.algos.base import Values
+from rlexp.training.algos.base import Sides, Values
 
 # A margin is a tie within this many units of float32's last place, per unit of the log-probabilities' magnitude.
 # Largest difference measured between float32 and float64, with `model=tiny` over rings of 1 to 8: 0.09.
@@ -21,15 +23,20 @@ def log_ratios(values: Values) -> tuple[Tensor, Tensor]:
     return chosen_P - values.reference["chosen"], rejected_P - values.reference["rejected"]
 
 
-def log_ratios_per_token(values: Values) -> tuple[Tensor, Tensor]:
-    """Return the same, each divided by the number of the answer's trained tokens."""
-    chosen_P, rejected_P = log_ratios(values)
-    return chosen_P / values.tokens["chosen"].clamp(min=1), rejected_P / values.tokens["rejected"].clamp(min=1)
+def per_token(values: Values) -> Values:
+    """Return the same with means over the answer's trained tokens in the place of sums."""
+
+    def means(sums: Sides) -> Sides:
+        return {side: sum_P / values.tokens[side].clamp(min=1) for side, sum_P in sums.items()}
+
+    reference = None if values.reference is None else means(values.reference)
+    return replace(values, logps=means(values.logps), reference=reference)
 
 
-def margins(ratios: tuple[Tensor, Tensor], beta: float, values: Values, margin_weight: float = 0.0) -> Tensor:
+def margins(values: Values, beta: float, margin_weight: float = 0.0) -> Tensor:
     """Return the margin of the rewards, (P,), less what the rows ask for."""
-    margin_P = beta * (ratios[0] - ratios[1])
+    chosen_P, rejected_P = log_ratios(values)
+    margin_P = beta * (chosen_P - rejected_P)
     if not margin_weight:
         return margin_P
     assert values.margin_E is not None
@@ -37,9 +44,9 @@ def margins(ratios: tuple[Tensor, Tensor], beta: float, values: Values, margin_w
 
 
 @torch.no_grad()
-def implicit_rewards(ratios: tuple[Tensor, Tensor], values: Values, beta: float) -> dict[str, Tensor]:
+def implicit_rewards(values: Values, beta: float) -> dict[str, Tensor]:
     """Return β times the log-ratios, and what is derived from them."""
-    chosen_P, rejected_P = (beta * ratio_P.detach() for ratio_P in ratios)
+    chosen_P, rejected_P = (beta * ratio_P.detach() for ratio_P in log_ratios(values))
     parts = [*values.logps.values(), *(values.reference or {}).values()]
     magnitude_P = sum((part_P.detach().abs() for part_P in parts), start=torch.zeros_like(chosen_P))
     return {

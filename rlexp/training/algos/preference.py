@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlexp.training.algos.base import Asks, Losses, Values
-from rlexp.training.algos.log_ratios import implicit_rewards, log_ratios
+from rlexp.training.algos.log_ratios import implicit_rewards
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Formula(ABC):
     def losses(self, values: Values) -> Tensor:
         """Return the loss of each pair, (P,)."""
 
-    def ratios(self, values: Values) -> tuple[Tensor, Tensor]:
-        """Return what the logged rewards are β times of: the log-ratios of the chosen and of the rejected answers."""
-        return log_ratios(values)
+    def rewarded(self, values: Values) -> Values:
+        """Return what the logged rewards are made of: these values, or their means over tokens."""
+        return values
 
     def logged(self, values: Values) -> Mapping[str, Tensor]:  # noqa: ARG002
         """Return metrics of its own, (P,)."""
@@ -72,7 +72,7 @@ class Preference:
         return reduce(Asks.__or__, (term.formula.asks for term in self.terms), own)
 
     def __call__(self, values: Values) -> Losses:
-        parts = {term.name: term.weight * term.formula.losses(values) for term in self.terms}
+        parts = {term.name: term.weight * term.formula.losses(shown(values, term.formula)) for term in self.terms}
         losses_P = sum(parts.values(), start=torch.zeros_like(values.tokens["chosen"]))
         metrics: dict[str, Tensor] = {}
         if self.wpo:
@@ -86,10 +86,15 @@ class Preference:
             metrics |= {f"loss/{name}": part_P.detach() for name, part_P in parts.items()}
         carried: dict[str, float] = {}
         for term in reversed(self.terms):  # the rewards are those of the first
-            formula = term.formula
-            metrics |= {**implicit_rewards(formula.ratios(values), values, formula.beta), **formula.logged(values)}
-            carried |= formula.carried(values)
+            formula, own = term.formula, shown(values, term.formula)
+            metrics |= {**implicit_rewards(formula.rewarded(own), formula.beta), **formula.logged(own)}
+            carried |= formula.carried(own)
         return Losses(losses_P, metrics, carried)
+
+
+def shown(values: Values, formula: Formula) -> Values:
+    """Return the values without a reference that only another term asks for."""
+    return values if formula.asks.reference else replace(values, reference=None)
 
 
 def on_policy_weight(values: Values) -> Tensor:

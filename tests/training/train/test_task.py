@@ -180,9 +180,7 @@ def test_preflight_rehearses_it() -> None:
     answers = dataclasses.replace(pairs, loss=SupervisedConfig())
     plans = [RehearsalPlan(cfg, load_config(cfg.model, cfg.data.max_length)) for cfg in (pairs, answers)]
     [logs] = at_once([rehearsals(plans)], 1)
-    of_pairs, of_answers = (
-        sum(each.counts.flops for each in passes(log) if each.phase == "forward") for log in logs
-    )
+    of_pairs, of_answers = (sum(each.counts.flops for each in passes(log) if each.phase == "forward") for log in logs)
     assert of_answers == pytest.approx(of_pairs / 2, rel=1e-6)
 
 

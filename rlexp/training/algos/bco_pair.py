@@ -1,0 +1,51 @@
+"""BCO on pairs (Jung et al. 2024, Binary Classifier Optimization, arXiv 2404.04656)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlexp.config.schema.losses import Shift
+from rlexp.training.algos.base import Asks, Values
+from rlexp.training.algos.log_ratios import log_ratios
+from rlexp.training.algos.logistic import logistic
+from rlexp.training.algos.preference import Formula
+
+REWARDS, ANSWERS = "bco_pair/rewards", "bco_pair/answers"  # their mean, and how many it is of
+
+
+@dataclass(frozen=True)
+class BCOPair(Formula):
+    """−log σ(chosen − δ) − log σ(−(rejected − δ)), of rewards.
+
+    δ is 0, or the mean reward of all answers that have been trained on, with those of this train batch. No gradient
+    passes through it.
+    """
+
+    shift: Shift = Shift.mean
+
+    @property
+    def asks(self) -> Asks:
+        return self.needs | Asks(whole_batch=self.shift is Shift.mean)
+
+    def losses(self, values: Values) -> Tensor:
+        chosen_P, rejected_P = (self.beta * ratio_P for ratio_P in log_ratios(values))
+        delta = self.carried(values).get(REWARDS, 0.0)
+        return logistic(chosen_P - delta) + logistic(delta - rejected_P)
+
+    def logged(self, values: Values) -> Mapping[str, Tensor]:
+        return {"bco_pair/shift": torch.full_like(values.tokens["chosen"], self.carried(values).get(REWARDS, 0.0))}
+
+    def carried(self, values: Values) -> Mapping[str, float]:
+        if self.shift is Shift.none:
+            return {}
+        before = {name: values.carried[name] for name in (REWARDS, ANSWERS) if name in values.carried}
+        rewards = self.beta * torch.cat(log_ratios(values)).detach()
+        if values.held_out or not len(rewards):
+            return before
+        answers = before.get(ANSWERS, 0.0) + len(rewards)
+        mean = before.get(REWARDS, 0.0)
+        return {REWARDS: mean + (float(rewards.sum()) - len(rewards) * mean) / answers, ANSWERS: answers}
