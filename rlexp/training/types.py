@@ -48,6 +48,8 @@ class Answered(Protocol):
     def origin(self) -> str: ...
     @property
     def answers(self) -> tuple[tuple[Ids, Mask | None], ...]: ...
+    @property
+    def margin(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Pair:
     origin: str
     chosen_mask: Mask | None = None
     rejected_mask: Mask | None = None
+    margin: float | None = None  # by which the chosen answer is better, where rows say so
 
     @property
     def answers(self) -> tuple[tuple[Ids, Mask | None], ...]:
@@ -80,6 +83,7 @@ class Completion:
     origin: str
     mask: Mask | None = None
     label: bool | None = None
+    margin: None = None  # of pairs alone
 
     @property
     def answers(self) -> tuple[tuple[Ids, Mask | None], ...]:

@@ -155,6 +155,7 @@ class Short:
     prompt: Ids
     origin: str
     answers: tuple[tuple[Ids, Mask | None], ...]
+    margin: float | None = None
 
 
 def _short(example: Answered) -> Short:

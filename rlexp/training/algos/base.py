@@ -22,7 +22,8 @@ class Asks:
 
     reference: bool = False  # the log-probabilities of a reference model
     likelihoods: bool = False  # log Σ p² of each token's distribution, summed over the answer
-    mean_tokens: bool = False
+    mean_tokens: bool = False  # see `Values`
+    margins: bool = False  # those of the rows
     whole_batch: bool = False  # all examples of the train batch at once
     tail_weight: float = 1.0  # weight of tokens beyond the length of the example's shortest answer
 
@@ -31,6 +32,7 @@ class Asks:
             self.reference or other.reference,
             self.likelihoods or other.likelihoods,
             self.mean_tokens or other.mean_tokens,
+            self.margins or other.margins,
             self.whole_batch or other.whole_batch,
             min(self.tail_weight, other.tail_weight),
         )

@@ -29,7 +29,7 @@ class BCOPair(Formula):
 
     @property
     def asks(self) -> Asks:
-        return self.needs | Asks(whole_batch=self.shift is Shift.mean)
+        return super().asks | Asks(whole_batch=self.shift is Shift.mean)
 
     def losses(self, values: Values) -> Tensor:
         chosen_P, rejected_P = (self.beta * ratio_P for ratio_P in log_ratios(values))

@@ -29,7 +29,7 @@ class Formula(ABC):
 
     @property
     def asks(self) -> Asks:
-        return self.needs
+        return self.needs | Asks(margins=self.margin_weight > 0)
 
     @abstractmethod
     def losses(self, values: Values) -> Tensor:

@@ -119,8 +119,9 @@ class OfflineTask(Task):
             tail_t = moved(on_pack(pack, weights, torch.float64)[shard.index_t], run.device)
         counts = np.array([[trained_tokens(*answer) for answer in each.answers] for each in examples])
         tokens_ES = torch.from_numpy(counts.reshape(len(examples), len(self.sides))).double().to(run.device)
-        given = [getattr(each, "margin", None) for each in examples]
-        margin_E = None if None in given else torch.tensor(given, dtype=torch.float64, device=run.device)
+        margin_E = None
+        if self.loss.asks.margins:
+            margin_E = torch.tensor([each.margin for each in examples], dtype=torch.float64, device=run.device)
         return HeldExamples(shard.to(run.device), self.by_side(tokens_ES.flatten()), margin_E, tail_t)
 
     def by_side(self, values_S: Tensor) -> Sides:

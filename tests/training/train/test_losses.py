@@ -1,0 +1,86 @@
+"""No loss over pairs moves with the layout: each against one process, in float64, with masks and a short last batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.curves import Curve, draw, excesses
+from bench.layouts import Case
+from rlexp.config.load import compose_config
+from rlexp.config.schema import KINDS, Config
+from rlexp.config.schema.losses import PreferenceConfig
+from tests.helpers.paths import FILES
+
+# 19 pairs, most of several turns: batches of 8, 8 and 3.
+BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64", "data=hf",
+        f"data.sources.messages.path={FILES}/rows/messages.jsonl",
+        f"data.sources.dialogues.path={FILES}/rows/dialogues.jsonl", "data.eval_size=9", "data.drop_last=false", "train.eval_every=2",
+        "train.epochs=1")  # fmt: skip
+# Each loss, with what else may be asked of it.
+LOSSES: dict[str, tuple[str, ...]] = {
+    "dpo": ("loss.label_smoothing=0.1",),
+    "dpo, supervised": ("loss=dpo", "loss.sft_weight=0.3"),
+    "dpo, WPO": ("loss=dpo", "loss.wpo=true"),
+    "dpo, LD-DPO": ("loss=dpo", "loss.ld_alpha=0.3"),
+    "dpo_norm": (),
+    "ipo": (),
+    "ipo, of answers": ("loss=ipo", "loss.normalize=sequence"),
+    "apo_zero": (),
+    "apo_down": (),
+    "simpo": (),
+    "orpo": (),
+    "cpo": (),
+    "bco_pair": (),
+    "bco_pair, no shift": ("loss=bco_pair", "loss.shift=none"),
+    "mpo": (),
+    "hinge": (),
+    "robust": (),
+    "aot": (),
+    "aot_unpaired": (),
+    "exo_pair": (),
+    "nca_pair": (),
+    "sppo_hard": (),
+    "discopop": (),
+}
+FEW = ("dpo, supervised", "dpo, LD-DPO", "ipo", "simpo", "bco_pair", "mpo", "aot")
+ALONE = Case(1, 1, 1, True)
+RING = Case(2, 2, 2, True)
+GRID = [Case(1, 1, 8, True), Case(1, 2, 1, True), RING, Case(2, 1, 8, True), Case(4, 1, 4, True), Case(4, 1, 1, False)]
+
+
+def configured(name: str, case: Case) -> Config:
+    chosen = LOSSES[name] if any(each.startswith("loss=") for each in LOSSES[name]) else (f"loss={name}", *LOSSES[name])
+    return compose_config([*BASE, *chosen, *case.overrides()])
+
+
+def agree(names: list[str], cases: list[Case]) -> None:
+    grid = [ALONE, *cases]
+    curves = draw([configured(name, case) for name in names for case in grid])
+    for place, name in enumerate(names):
+        baseline, *others = curves[place * len(grid) : (place + 1) * len(grid)]
+        holds_something(name, baseline)
+        for case, curve in zip(cases, others, strict=True):
+            assert curve.samples == baseline.samples
+            assert excesses(baseline, curve) == [], (name, case.label)
+
+
+def holds_something(name: str, curve: Curve) -> None:
+    assert [len(samples) for samples in curve.samples] == [8, 8, 3], name
+    assert all("train/rewards/accuracies" in row for row in curve.rows), name
+    assert sum("eval/loss" in row for row in curve.rows) == 2, name
+    assert curve.rows[0]["train/grad_norm"] > 0, name
+
+
+def test_every_loss_over_pairs_is_here() -> None:
+    here = {KINDS["loss"][configured(name, ALONE).loss.name] for name in LOSSES}
+    assert here == {kind for kind in KINDS["loss"].values() if issubclass(kind, PreferenceConfig)}
+
+
+def test_a_loss_of_each_kind_is_that_of_one_process() -> None:
+    agree(list(FEW), [RING])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_is_that_of_one_process(name: str) -> None:
+    agree([name], GRID)
