@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from rlexp.training.algos.base import PairLogps
 from rlexp.training.metrics.meter import REPLICATED
 from rlexp.training.model.policy import cast_parameters
 from rlexp.training.ring.groups import ALONE, World
@@ -157,7 +156,7 @@ TRAIN_FAULTS = (
     one("an empty replica adds", PAIRS + "PairTask.losses", one_for_none, "loss", TRAIN, *EMPTY_REPLICA, step=2),
     one("sums in float32", "train.sequence_sums:sum_by_sequence", in_float32, "log-probabilities", TRAIN),
     one("the sides of a pair swapped", PAIRS + "by_pair",
-        lambda original, values_S: PairLogps((right := original(values_S)).rejected_P, right.chosen_P),
+        lambda original, values_S: type(right := original(values_S))(right.rejected_P, right.chosen_P),
         "log-probabilities", TRAIN),
     one("the policy is its own reference", PAIRS + "PairTask.losses", own_reference, "log-probabilities", TRAIN),
     one("the reference learns", "train.build:build", learning, "log-probabilities", TRAIN, step=2),
