@@ -41,7 +41,7 @@ TYPES: list[tuple[str, str, dict[str, Any]]] = [
 
 @dataclass(frozen=True)
 class Tokens:
-    """Log-probabilities of tokens: a row for each chosen answer, then one for each rejected answer; 0 behind the end."""
+    """Log-probabilities of tokens: a row for each chosen answer, then one for each rejected one; 0 behind the end."""
 
     policy: Tensor
     reference: Tensor
@@ -53,7 +53,7 @@ class Tokens:
         lengths = self.mask.sum(1)
         shorter = torch.minimum(*lengths.chunk(2)).repeat(2)
         behind = torch.arange(LONGEST) >= shorter[:, None]
-        return self.mask * torch.where(behind, tail, 1.0)
+        return self.mask * (1 - (1 - tail) * behind.double())
 
 
 def tokens_at_random(seed: int = 1) -> Tokens:
@@ -158,7 +158,8 @@ def test_the_sum_of_losses_is_trls() -> None:
     same(tokens, ours.losses_E.mean(), trl_loss(tokens, ["sigmoid", "bco_pair", "sft"], [0.8, 0.2, 1.0], 0.1)[0])
 
 
-FITTING = [(kind, name, keys) for kind, name, keys in TYPES if "wpo" in LOSSES[name].fits]
+# TRL weighs in place, which torch cannot differentiate behind a hinge.
+FITTING = [(kind, name, keys) for kind, name, keys in TYPES if "wpo" in LOSSES[name].fits and kind != "hinge"]
 
 
 @pytest.mark.parametrize(("kind", "name", "keys"), FITTING, ids=[kind for kind, _, _ in FITTING])
@@ -197,9 +198,10 @@ def test_losses_of_trls_cpo_trainer(name: str, keys: dict[str, Any]) -> None:
     tokens = tokens_at_random()
     sums = tokens.policy.sum(1)
     logps = sums / tokens.mask.sum(1) if name == "simpo" else sums
-    stub = SimpleNamespace(alpha=0.0, beta=0.7, simpo_gamma=keys.get("gamma"), accelerator=SimpleNamespace(device="cpu"),
-                           loss_type="simpo" if name == "simpo" else "sigmoid",
-                           label_smoothing=keys.get("label_smoothing", 0.0))  # fmt: skip
+    stub = SimpleNamespace(
+        alpha=0.0, beta=0.7, simpo_gamma=keys.get("gamma"), label_smoothing=keys.get("label_smoothing", 0.0),
+        loss_type="simpo" if name == "simpo" else "sigmoid", accelerator=SimpleNamespace(device="cpu"),
+    )  # fmt: skip
     losses, chosen, rejected = CPOTrainer.cpo_loss(stub, *logps.chunk(2))
     ours = only_the_formula(LOSSES[name](beta=0.7, **keys), tokens)
     torch.testing.assert_close(ours.losses_E, losses, rtol=1e-10, atol=0)
