@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rlexp.config.schema import Config
-from rlexp.verify.records import SIDES, Array, TokenPair
+from rlexp.verify.records import SIDES, TokenPair
 from rlexp.verify.reference import rules
 from rlexp.verify.reference.one_process import load_tokenizer, softmax_attention
 from rlexp.verify.reference.pairs import pairs_of
+from tests.helpers.textbook_losses import preference_losses as preference_losses
+from tests.helpers.textbook_losses import rewards as rewards
 
 Weights = dict[str, Tensor]
 
@@ -105,48 +106,3 @@ def dpo_loss(policy: Mapping[str, Tensor], reference: Mapping[str, Tensor], beta
     """Equation 7 of arXiv 2305.18290, the mean over the batch."""
     chosen, rejected = (policy[side] - reference[side] for side in SIDES)
     return -torch.log(torch.sigmoid(beta * (chosen - rejected))).mean()
-
-
-# ---- on plain numbers; `sums` are sums of the answers' log-probabilities, as "policy/chosen" ----
-
-TIE = 2.0**-23  # relative to the log-probabilities: a smaller margin is a tie, and counts half
-
-
-def log_sigmoid(x: Array) -> Array:
-    values: Array = -np.logaddexp(0.0, -x)
-    return values
-
-
-def log_ratios(sums: Mapping[str, Array]) -> tuple[Array, Array]:
-    chosen, rejected = (sums[f"policy/{side}"] - sums[f"reference/{side}"] for side in SIDES)
-    return chosen, rejected
-
-
-def preference_losses(sums: Mapping[str, Array], beta: float, label_smoothing: float) -> Array:
-    """Equation 7 of arXiv 2305.18290, for labels that are wrong with probability `label_smoothing`."""
-    chosen, rejected = log_ratios(sums)
-    z = beta * (chosen - rejected)
-    return -(1 - label_smoothing) * log_sigmoid(z) - label_smoothing * log_sigmoid(-z)
-
-
-def preference_slopes(sums: Mapping[str, Array], beta: float, label_smoothing: float) -> dict[str, Array]:
-    """Derivatives of the losses by the policy's sums. While policy and reference agree every loss is ln 2, even of a
-    wrong formula; only the derivative shows the mistake."""
-    chosen, rejected = log_ratios(sums)
-    z = beta * (chosen - rejected)
-    slope = beta * (label_smoothing * np.exp(log_sigmoid(z)) - (1 - label_smoothing) * np.exp(log_sigmoid(-z)))
-    return {"chosen": slope, "rejected": -slope}
-
-
-def rewards(sums: Mapping[str, Array], beta: float) -> dict[str, Array]:
-    """Rewards of each pair. A margin within rounding of zero counts half."""
-    chosen, rejected = (beta * ratio for ratio in log_ratios(sums))
-    band = TIE * beta * sum(np.abs(part) for part in sums.values())
-    margin = chosen - rejected
-    won = np.where(np.abs(margin) <= band, 0.5, np.where(margin > 0, 1.0, 0.0))
-    return {
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/margins": margin,
-        "rewards/accuracies": won,
-    }
