@@ -15,6 +15,7 @@ from rlexp.verify.findings import Allowed, Clue, Finding, Gauge, shown
 from rlexp.verify.norms import relative
 from rlexp.verify.records import (
     Array,
+    Asked,
     Expected,
     Key,
     Losses,
@@ -55,6 +56,10 @@ class Comparison:
     def sides(self) -> tuple[str, ...]:
         """The answers of an example."""
         return SIDES[self.cfg.loss.rows]
+
+    @property
+    def asks(self) -> Asked:
+        return self.expected.asks
 
     @property
     def word(self) -> str:

@@ -329,6 +329,7 @@ def module_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
         Clue.STALE: ENGINE,
         Clue.LIKELIHOODS: MODEL,
         Clue.REFERENCE: ENGINE if ENGINES[cfg.engine.name.value].sharded else TRAIN,
+        Clue.COUNTS: TRAIN,
         Clue.LOSSES: ALGOS,
         Clue.SLOPES: ALGOS,
         Clue.HANDED: TRAIN,

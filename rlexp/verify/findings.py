@@ -31,6 +31,7 @@ class Clue(Enum):
     REFERENCE = "the reference model's log-probabilities"
     LIKELIHOODS = "log Σ p² of the policy's distributions"
     SUMS = "sums of log-probabilities"
+    COUNTS = "what the loss is given besides the sums"
     LOSSES = "losses, given the sums"
     SLOPES = "the losses' derivatives, given the sums"
     HANDED = "the loss handed to the engine"

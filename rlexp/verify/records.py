@@ -100,10 +100,11 @@ class Losses:
     losses_E: Array
     slopes: dict[str, Array]  # derivatives of the losses' sum by the policy's sums, by side
     values_E: dict[str, Array]  # the formula's other results
+    carried: Mapping[str, float] = field(default_factory=dict)  # what the step before left to it
 
     def __getitem__(self, some: slice) -> Losses:
         slopes, values_E = ({name: each[some] for name, each in of.items()} for of in (self.slopes, self.values_E))
-        return Losses(self.losses_E[some], slopes, values_E)
+        return Losses(self.losses_E[some], slopes, values_E, self.carried)
 
 
 @dataclass
@@ -122,6 +123,7 @@ class Micro:
     reference_t: Array | None = None
     likelihoods_t: Array | None = None  # log Σ p² of each target's distribution
     sums: dict[str, Array] = field(default_factory=dict)  # the loss's arguments by name (policy/chosen, …), (E,)
+    counts: Counts | None = None  # what else the loss is given
     losses: Losses | None = None
     given: Losses | None = None  # the same by the formula alone, from these sums
     handed: float | None = None  # the scalar given to the engine
@@ -134,6 +136,7 @@ class StepSeen:
 
     planned: tuple[tuple[int, ...], ...] = ()  # the sampler's micro-batches for this replica
     micros: list[Micro] = field(default_factory=list)
+    whole: dict[str, Array] | None = None  # the sums of the whole batch, where the loss is given them all at once
     lr: float = 0.0
     gradient_marks: dict[str, int] = field(default_factory=dict)
     weight_marks: dict[str, int] = field(default_factory=dict)
@@ -188,9 +191,20 @@ class StepExpected:
     row: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the loss asks for besides sums of log-probabilities."""
+
+    tail_weight: float
+    mean_tokens: bool
+    margins: bool
+
+
 @dataclass
 class Expected:
     """The reference's steps."""
+
+    asks: Asked
 
     examples: int
     total_steps: int

@@ -21,8 +21,8 @@ from rlexp.base.errors import ModelError, NonFiniteError
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec, join, threads_of
 from rlexp.run_files.metrics_jsonl import MetricRow
+from rlexp.training.algos.base import Loss, Sides, Values
 from rlexp.training.algos.base import Losses as LossesOf
-from rlexp.training.algos.base import Sides, Values
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.probe import probe
 from rlexp.training.ring.groups import World
@@ -37,6 +37,7 @@ from rlexp.training.types import Answered, Pack, Shard, TokenLogps
 from rlexp.verify.kept import Watch, WatchedEngine
 from rlexp.verify.records import (
     Array,
+    Counts,
     Losses,
     Micro,
     PackSeen,
@@ -168,9 +169,9 @@ class Recorder(Sink):
         if self.pass_ != TRAINING:
             return
         micro = self.micro
-        given = {"policy": values.logps, "reference": values.reference, "likelihoods": values.likelihoods}
-        for who, sides in given.items():
-            micro.sums |= {f"{who}/{side}": array(each) for side, each in (sides or {}).items()}
+        micro.sums = named_sums(values)
+        tokens = {side: array(each) for side, each in values.tokens.items()}
+        micro.counts = Counts(tokens, values.mean_tokens, None if values.margin_E is None else array(values.margin_E))
         if slopes is None:
             found = torch.autograd.grad(
                 losses.losses_E.sum(), list(values.logps.values()), retain_graph=True, allow_unused=True
@@ -181,6 +182,7 @@ class Recorder(Sink):
             array(losses.losses_E),
             {side: array(slope) for side, slope in slopes.items()},
             {name: array(value_E) for name, value_E in losses.metrics_E.items()},
+            values.carried,
         )
 
     @property
@@ -217,6 +219,7 @@ class Recorded(OfflineTask):
     def watched_by(self, recorder: Recorder, held_out: int) -> Recorded:
         self.recorder = recorder
         self.held_out = self.held_out[:held_out]
+        self.loss = RecordedLoss(self.loss, recorder)
         return self
 
     def start(self, run: Run, reference: Reference | None) -> None:
@@ -252,6 +255,13 @@ class Recorded(OfflineTask):
     def note(self, meter: Meter, values: Values, losses: LossesOf, slopes: Sides | None) -> None:
         self.recorder.judged(values, losses, slopes)
         super().note(meter, values, losses, slopes)
+
+
+def loss_of(cfg: Config) -> Loss:
+    """Build the loss as the product does, for the reference."""
+    task = task_class(cfg.loss)
+    assert issubclass(task, OfflineTask)
+    return task.loss_of(cfg)
 
 
 def recorded_task(recorder: Recorder, held_out: int, cfg: Config, tokenizer: Any, world: World, _: Any) -> Recorded:
@@ -311,6 +321,24 @@ class RecordedEngine:
                 continue
             if not torch.equal(parameter.detach(), stepped.detach().to(parameter.dtype)):
                 yield name
+
+
+def named_sums(values: Values) -> dict[str, Array]:
+    given = {"policy": values.logps, "reference": values.reference, "likelihoods": values.likelihoods}
+    return {f"{who}/{side}": array(each) for who, sides in given.items() for side, each in (sides or {}).items()}
+
+
+class RecordedLoss:
+    """Records what a loss is given that asks for the whole batch."""
+
+    def __init__(self, loss: Loss, recorder: Recorder) -> None:
+        self._loss, self._recorder = loss, recorder
+        self.asks = loss.asks
+
+    def __call__(self, values: Values) -> LossesOf:
+        if self.asks.whole_batch and self._recorder.pass_ != "held out":
+            self._recorder.step.whole = named_sums(values)
+        return self._loss(values)
 
 
 def tokens_of(example: Answered, sides: Sequence[str]) -> TokenExample:

@@ -296,18 +296,20 @@ def _expected_rank(_spec: Any, cfg: Config, plan: VerifyPlan, folder: Path) -> E
     import torch
 
     from rlexp.verify.reference.one_process import expected_steps
+    from rlexp.verify.trace import loss_of
 
     if cfg.launch.device is Device.cpu and plan.longest >= LONG:  # threads slow down short sequences
         torch.set_num_threads(min(os.cpu_count() or 1, cfg.parallel.world_size * cfg.launch.torch_threads))
-    return expected_steps(cfg, plan.steps, plan.held_out, folder)
+    return expected_steps(cfg, loss_of(cfg), plan.steps, plan.held_out, folder)
 
 
 def _given_rank(
     _spec: Any, cfg: Config, lrs: Sequence[float], given: Sequence[tuple[Mapping[str, Array], Counts]], folder: Path
 ) -> tuple[list[Mapping[str, Update]], list[Losses]]:
     """Apply optimizer and formula to what the run computed, step by step."""
-    from rlexp.verify.reference.formula import loss_of, losses_of_steps
+    from rlexp.verify.reference.formula import losses_of_steps
     from rlexp.verify.reference.one_process import given_steps
+    from rlexp.verify.trace import loss_of
 
     return list(given_steps(cfg, len(lrs), lrs, folder)), list(losses_of_steps(loss_of(cfg), given))
 

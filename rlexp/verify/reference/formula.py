@@ -12,17 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlexp.config.schema import Config
 from rlexp.training.algos.base import Loss, Values
-from rlexp.training.train.choose_task import task_class
-from rlexp.training.train.offline_task import OfflineTask
 from rlexp.verify.records import Array, Counts, Losses
-
-
-def loss_of(cfg: Config) -> Loss:
-    task = task_class(cfg.loss)
-    assert issubclass(task, OfflineTask)
-    return task.loss_of(cfg)
 
 
 def losses_of(
@@ -53,6 +44,7 @@ def losses_of(
         slopes={side: (torch.zeros_like(policy[side]) if slope is None else slope).numpy()
                 for side, slope in zip(policy, slopes, strict=True)},
         values_E={name: values_E.numpy() for name, values_E in result.metrics_E.items()},
+        carried=carried,
     )  # fmt: skip
     return found, result.carried
 

@@ -27,10 +27,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlexp.base.errors import ModelError, NonFiniteError
 from rlexp.config.schema import Config, Device, HFModelConfig, OptimConfig, OptimName, TinyModelConfig
+from rlexp.training.algos.base import Loss
 from rlexp.training.model.float64 import precise
-from rlexp.verify.records import Array, Expected, Key, StepExpected, TensorFiles, TokenExample, Update, joined
+from rlexp.verify.records import Array, Asked, Expected, Key, StepExpected, TensorFiles, TokenExample, Update, joined
 from rlexp.verify.reference import rules
-from rlexp.verify.reference.formula import loss_of, losses_of
+from rlexp.verify.reference.formula import losses_of
 from rlexp.verify.reference.pairs import Bytes, examples_of
 
 LOGITS = 1 << 24  # elements of logits held at once
@@ -43,10 +44,10 @@ FLOOR = 1e-6  # added to the norm when clipping, as by torch's clip_grad_norm_
 class Reference:
     """The trained model and the one it started as, stepped in one process."""
 
-    def __init__(self, cfg: Config, tokenizer: Any) -> None:
+    def __init__(self, cfg: Config, loss: Loss, tokenizer: Any) -> None:
         self.cfg = cfg
         self.device = torch.device("cuda" if cfg.launch.device is Device.cuda else "cpu")
-        self.loss, self.carried = loss_of(cfg), dict[str, float]()
+        self.loss, self.carried = loss, dict[str, float]()
         self.policy = load(cfg, self.device)
         self.start = load(cfg, self.device) if self.loss.asks.reference else None
         self.parameters = dict(self.policy.named_parameters())
@@ -162,11 +163,12 @@ class Reference:
         return self._values(0, batch).row
 
 
-def expected_steps(cfg: Config, steps: int, held_out: int, folder: Path) -> Expected:
+def expected_steps(cfg: Config, loss: Loss, steps: int, held_out: int, folder: Path) -> Expected:
     """Take the first `steps` optimizer steps, then evaluate the first `held_out` held-out examples."""
-    reference, files = Reference(cfg, load_tokenizer(cfg)), TensorFiles(folder)
+    reference, files = Reference(cfg, loss, load_tokenizer(cfg)), TensorFiles(folder)
     reference.write_weights(files, 0)
-    expected = Expected(examples=len(reference.examples), total_steps=reference.total, tokens={}, steps=[])
+    expected = Expected(examples=len(reference.examples), total_steps=reference.total, tokens={}, steps=[],
+                        asks=Asked(loss.asks.tail_weight, loss.asks.mean_tokens, loss.asks.margins))  # fmt: skip
     total = 0
     for number in range(1, steps + 1):
         step = reference.step(number, files)

@@ -62,7 +62,7 @@ def _sums(step: ComparedStep) -> Iterator[Finding]:
 
 def _weighted(step: ComparedStep, who: str) -> dict[Key, Array]:
     """The run's values of each token, times their weights in the sum."""
-    beyond = 1.0 if who == "likelihoods" else getattr(step.whole.cfg.loss, "ld_alpha", 1.0)
+    beyond = 1.0 if who == "likelihoods" else step.whole.asks.tail_weight
     tokens = step.by_sequence(f"{who}_t")
     examples = step.whole.expected.tokens
     return {key: got * rules.token_weights(examples[key[0]], key[1], beyond) for key, got in tokens.items()}
@@ -70,6 +70,7 @@ def _weighted(step: ComparedStep, who: str) -> dict[Key, Array]:
 
 def losses(step: ComparedStep) -> Iterator[Finding]:
     world, count, word = len(step.whole.traces), len(step.expected.samples), step.whole.word
+    yield from _given(step)
     for trace in step.whole.traces:
         micros = trace.steps[step.place].micros
         for place, micro in enumerate(micros):
@@ -91,6 +92,37 @@ def losses(step: ComparedStep) -> Iterator[Finding]:
                 what = f"mark of the last micro-batch, {where}"
                 yield step.finding(LOSS, Clue.HANDED, what, micro.last, not micro.last)
     yield from _mean_loss(step)
+
+
+def _given(step: ComparedStep) -> Iterator[Finding]:
+    """Check what the loss is given besides the sums of a micro-batch's examples: counts, and all sums at once."""
+    asks, counts, sums, word = step.whole.asks, step.expected.counts, step.sums(), step.whole.word
+    place_of = {sample: place for place, sample in enumerate(step.expected.samples)}
+    for trace in step.whole.traces:
+        seen = trace.steps[step.place]
+        for name, got in (seen.whole or {}).items():
+            if (wrong := step.first_wrong("sums of the whole batch", got, sums[name])) is not None:
+                what = f"{name} of {word} {step.expected.samples[wrong]}, as the loss is given it on rank {trace.rank}"
+                yield step.finding(LOSS, Clue.COUNTS, what, value_at(got, wrong), sums[name][wrong])
+        for micro in seen.micros:
+            assert micro.counts is not None
+            assert micro.losses is not None
+            assert micro.given is not None
+            at = [place_of[sample] for sample in micro.samples]
+            pairs = [(f"trained tokens of {{}}, {side}", micro.counts.tokens[side], counts.tokens[side][at])
+                     for side in step.whole.sides]  # fmt: skip
+            if asks.margins and counts.margins is not None and micro.counts.margins is not None:
+                pairs.append(("margin of {}", micro.counts.margins, counts.margins[at]))
+            for what, got, wanted in pairs:
+                if (wrong := step.first_wrong("counts", got, wanted)) is not None:
+                    named = what.format(f"{word} {micro.samples[wrong]}")
+                    yield step.finding(LOSS, Clue.COUNTS, named, value_at(got, wrong), wanted[wrong])
+            numbers = [(name, micro.losses.carried.get(name), value) for name, value in micro.given.carried.items()]
+            if asks.mean_tokens:
+                numbers.append(("mean of the trained tokens", micro.counts.mean_tokens, counts.mean_tokens))
+            for name, mean, meant in numbers:
+                if mean is None or step.first_wrong("counts", np.array([mean]), np.array([meant])) is not None:
+                    yield step.finding(LOSS, Clue.COUNTS, f"{name} that the loss is given", mean, meant)
 
 
 def _slopes(step: ComparedStep, samples: Sequence[int], got: Losses, given: Losses) -> Iterator[Finding]:
