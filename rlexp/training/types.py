@@ -179,3 +179,4 @@ class TokenLogps(NamedTuple):
     mean_logits_t: Tensor  # mean of the logits over the vocabulary, detached
     entropy_t: Tensor | None = None  # entropy of the distribution of the target, where it is asked for
     values_t: Tensor | None = None  # the critic's values, where there is a critic
+    likelihoods_t: Tensor | None = None  # log Σ p² of the distribution of the target, detached, where it is asked for

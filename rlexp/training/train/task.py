@@ -34,11 +34,12 @@ class Needs:
     critic_lr_scale: float = 1.0  # the critic's learning rate relative to the policy's
     temperature: float = 1.0  # log-probabilities are taken at this temperature
     entropy: Entropy = Entropy.unasked
+    likelihoods: bool = False  # log Σ p² of each token's distribution
 
     @property
     def frozen(self) -> Needs:
         """The needs of a copy that is not trained."""
-        return replace(self, critic=None, entropy=Entropy.unasked)
+        return replace(self, critic=None, entropy=Entropy.unasked, likelihoods=False)
 
 
 @dataclass(frozen=True)
