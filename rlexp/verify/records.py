@@ -30,6 +30,7 @@ class TokenPair:
     origin: str
     chosen_mask: Array | None = None
     rejected_mask: Array | None = None
+    margin: float | None = None  # by how much the chosen answer is better, where the row says so
 
     def answer(self, side: str) -> Array:
         answer: Array = getattr(self, side)
