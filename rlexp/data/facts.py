@@ -122,6 +122,7 @@ class ShownSample:
     parts: tuple[Part, ...]
     label: bool | None = None
     expected: str | None = None
+    margin: float | None = None
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,8 @@ def _legend() -> Markup:
 def _sample(number: int, sample: ShownSample) -> Markup:
     label = None if sample.label is None else f"label: {str(sample.label).lower()}"
     expected = None if sample.expected is None else f"expected answer: {one_line(sample.expected)}"
-    about = [element("p", text, class_="muted") for text in (label, expected) if text is not None]
+    margin = None if sample.margin is None else f"margin: {sample.margin:g}"
+    about = [element("p", text, class_="muted") for text in (label, expected, margin) if text is not None]
     name = element("h3", f"{number}. {one_line(sample.origin)}", class_="name")
     return element("article", name, *about, *map(_part, sample.parts), class_="sample", data_testid="sample")
 

@@ -21,7 +21,7 @@ def sample_of(example: Pair | Completion | Prompt, tokenizer: Any, special: froz
         case Pair(prompt=prompt):
             answers = {"chosen": (example.chosen, example.chosen_mask),
                        "rejected": (example.rejected, example.rejected_mask)}  # fmt: skip
-            return ShownSample(example.origin, decoder.parts(prompt, answers))
+            return ShownSample(example.origin, decoder.parts(prompt, answers), margin=example.margin)
         case Completion(prompt=prompt):
             answers = {"answer": (example.answer, example.mask)}
             return ShownSample(example.origin, decoder.parts(prompt, answers), label=example.label)

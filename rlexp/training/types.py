@@ -35,6 +35,7 @@ class Row:
     expected: str | None = None  # the right answer, for rules that check one
     tools: Sequence[Any] | None = None  # that the template may describe
     options: Mapping[str, Any] = field(default_factory=dict)  # for the template
+    margin: float | None = None  # by how much the chosen answer of a pair is better
 
 
 class Answered(Protocol):
@@ -66,7 +67,7 @@ class Pair:
     origin: str
     chosen_mask: Mask | None = None
     rejected_mask: Mask | None = None
-    margin: float | None = None  # by which the chosen answer is better, where rows say so
+    margin: float | None = None  # by how much the chosen answer is better, where rows say so
 
     @property
     def answers(self) -> tuple[tuple[Ids, Mask | None], ...]:

@@ -60,7 +60,7 @@ class TokenPair(TokenExample):
     origin: str
     chosen_mask: Array | None = None
     rejected_mask: Array | None = None
-    margin: float | None = None
+    margin: float | None = None  # by how much the chosen answer is better, where the row says so
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ def differences(ours: Sequence[Pair], meant: Sequence[TokenPair]) -> Iterator[st
     for place, (pair, wanted) in enumerate(zip(ours, meant, strict=False)):
         got = TokenPair(pair.prompt, pair.chosen, pair.rejected, pair.origin, pair.chosen_mask, pair.rejected_mask)
         parts = {side: (got.answer(side), wanted.answer(side)) for side in SIDES}
+        if pair.margin != wanted.margin:
+            yield f"margin of pair {place} ({wanted.origin}): {pair.margin}, not {wanted.margin}"
         parts |= {f"{side}'s mask": (got.trained(side), wanted.trained(side)) for side in SIDES}
         for part, (ours_n, meant_n) in {"prompt": (got.prompt, wanted.prompt), **parts}.items():
             if ours_n.tolist() != meant_n.tolist():
@@ -151,12 +153,15 @@ TOOLS: tuple[Any, ...] = ([{"type": "function", "function": {"name": "f"}}], [{"
 CALLS: tuple[Any, ...] = ([{"function": {"name": "f", "arguments": {"a": 1}}}], [{"name": "Hi", "arguments": {}}], [],
                           '[{"function": {"name": "f", "arguments": {}}}]', "f", True, ["f"], None)  # fmt: skip
 
+MARGINS: tuple[Any, ...] = (*(n / 10 for n in range(30)), 3, -1, 0, 1e308, -1e308, None, "1", True, float("nan"),
+                            10**400)  # fmt: skip
+
 
 class Rows:
     """Draws rows that a run must take, leave out or cut."""
 
     def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
+        self.draw, self.margins = random.Random(seed), random.Random(f"margins-{seed}")
 
     def text(self) -> str:
         return "".join(self.draw.choices(BITS, k=self.draw.choice((0, 1, 1, 2, 3, 4))))
@@ -196,6 +201,9 @@ class Rows:
             row["chat_template_kwargs"] = self.draw.choice(({"enable_thinking": False}, '{"a": 1}', None, 4))
         if self.draw.random() < 0.1:
             row[self.draw.choice(("prompt", *SIDES))] = self.draw.choice((None, 3, [], "", [{"role": "user"}]))
+        for name, share in (("margin", 0.3), ("score_chosen", 0.5), ("score_rejected", 0.5)):
+            if self.margins.random() < share:
+                row[name] = self.margins.choice(MARGINS)
         return row
 
 

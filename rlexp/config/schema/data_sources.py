@@ -16,6 +16,7 @@ from rlexp.config.schema.keys import suggestion
 
 FIELDS = (  # of rows, by which data.columns names columns
     "prompt", "chosen", "rejected", "completion", "label", "messages", "answer", "input", "system", "tools", "options",
+    "margin", "score_chosen", "score_rejected",
 )  # fmt: skip
 OF_ONE = ("path", "eval_path", "subset", "eval_split", "revision")  # keys that describe a single source
 

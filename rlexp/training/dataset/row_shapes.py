@@ -212,6 +212,32 @@ def _parsed(value: Any, name: str) -> Any:
 
 
 def _pairs(own: Fields) -> dict[str, Any]:
+    return {**_two_answers(own), "margin": _margin(own)}
+
+
+def _margin(own: Fields) -> float | None:
+    """Return by how much the chosen answer is better: as the row says, or the difference of both answers' scores."""
+    if own.get("margin") is not None:
+        margin = _number(own["margin"])
+        if margin is None:
+            raise FieldError("margin", "must be a finite number: by how much the chosen answer is better. Leave it out "
+                             "if it is not known.")  # fmt: skip
+        return margin
+    scores = [_number(own.get(f"score_{side}")) for side in ("chosen", "rejected")]
+    return None if scores[0] is None or scores[1] is None else _number(scores[0] - scores[1])
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer that no float is near
+        return None
+
+
+def _two_answers(own: Fields) -> dict[str, Any]:
     chosen, rejected = (_answer(own[name], name) for name in ("chosen", "rejected"))
     whole = tuple(_whole(answer) for answer in (chosen, rejected))
     if whole == (None, None) and own.get("prompt") is not None:
@@ -309,7 +335,7 @@ def _prompt(own: Fields) -> dict[str, Any]:
 
 
 FORMS = (
-    Form(Kind.pairs, ("chosen", "rejected"), _pairs, may=("prompt",)),
+    Form(Kind.pairs, ("chosen", "rejected"), _pairs, may=("prompt", "margin", "score_chosen", "score_rejected")),
     Form(Kind.unpaired, ("prompt", "completion", "label"), _unpaired),
     Form(Kind.supervised, ("messages",), _conversation),
     Form(Kind.supervised, ("prompt", "completion"), _completion, may=("input",)),

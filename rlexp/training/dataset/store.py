@@ -88,6 +88,8 @@ def _extra(example: Example) -> bytes:
         held = {"text": as_text(row.prompt), "expected": row.expected}
     if row.label is not None:
         held["label"] = row.label
+    if row.margin is not None:
+        held["margin"] = row.margin
     if any(mask is not None for mask in example.masks):
         held["masks"] = [None if mask is None else _runs(mask) for mask in example.masks]
     return orjson.dumps(held) if held else b""
@@ -137,7 +139,8 @@ class Store(Sequence[Pair | Completion | Prompt]):
         ]
         extra = self._extra(index)
         masks = tuple(map(_mask, extra.get("masks", [None] * (parts - 1))))
-        row = Row(extra.get("text", ""), (), self.origin_of(index), extra.get("label"), extra.get("expected"))
+        said: dict[str, Any] = {name: extra.get(name) for name in ("label", "expected", "margin")}
+        row = Row(extra.get("text", ""), (), self.origin_of(index), **said)
         return Example(row, ids[0], tuple(ids[1:]), masks)
 
     def _extra(self, index: int) -> dict[str, Any]:

@@ -32,8 +32,10 @@ FILLER = ("it is", "there are", "one sees", "we know", "near", "below", "and the
 def generate(size: int, seed: int, split: str, words: int = 0) -> list[Row]:
     """Return `size` pairs, fixed by (seed, split). Each request follows a text of `words` words, which has at least as
     many tokens."""
-    random_ = random.Random(f"{split}-{seed}")
-    return [_pair(random_, f"synthetic {split} pair {number}", words) for number in range(size)]
+    random_, margins = random.Random(f"{split}-{seed}"), random.Random(f"{split}-{seed}-margins")
+    return [
+        _pair(random_, f"synthetic {split} pair {number}", words, margins.randint(1, 8) / 4) for number in range(size)
+    ]
 
 
 def generate_prompts(size: int, seed: int, split: str, words: int = 0) -> list[Row]:
@@ -41,12 +43,13 @@ def generate_prompts(size: int, seed: int, split: str, words: int = 0) -> list[R
     return [Row(pair.prompt, (), pair.origin) for pair in generate(size, seed, split, words)]
 
 
-def _pair(random_: random.Random, origin: str, words: int) -> Row:
+def _pair(random_: random.Random, origin: str, words: int, margin: float) -> Row:
     things = random_.sample(THINGS, k=random_.randint(1, 4))
     prompt = f"Please {random_.choice(VERBS)} {', '.join(things)}.\n"
     if words:
         prompt = f"{' '.join(random_.choices(WORDS, k=words))}.\n{prompt}"
-    return Row(prompt, (_answer(random_, things, COURTEOUS), _answer(random_, things, CURT)), origin)
+    answers = _answer(random_, things, COURTEOUS), _answer(random_, things, CURT)
+    return Row(prompt, answers, origin, margin=margin)
 
 
 def _answer(random_: random.Random, things: list[str], manner: tuple[str, ...]) -> str:

@@ -196,7 +196,7 @@ def typed(kind: Kind, index: int, example: Example) -> Pair | Completion | Promp
     match kind:
         case Kind.pairs:
             (chosen, rejected), (ours, theirs) = example.answers, example.masks
-            return Pair(index, example.prompt, chosen, rejected, row.origin, ours, theirs)
+            return Pair(index, example.prompt, chosen, rejected, row.origin, ours, theirs, row.margin)
         case Kind.prompts:
             return Prompt(index, example.prompt, as_text(row.prompt), row.expected, row.origin)
         case Kind.unpaired | Kind.supervised:

@@ -45,9 +45,9 @@ class HeadLogps(nn.Module):
     module by module gathers them once, however many pieces this rank's tokens make.
     """
 
-    def __init__(self, temperature: float, entropy: Entropy, most: int = LOGITS) -> None:
+    def __init__(self, temperature: float, entropy: Entropy, most: int = LOGITS, *, likelihoods: bool = False) -> None:
         super().__init__()
-        self.temperature, self.entropy = temperature, entropy
+        self.temperature, self.entropy, self.likelihoods = temperature, entropy, likelihoods
         self.most = most
 
     def forward(
@@ -55,9 +55,11 @@ class HeadLogps(nn.Module):
     ) -> TokenLogps | Tensor:
         if shard is None:
             return logits_of(weight, bias, hidden_tE, self.temperature)
-        asked = _Asked(self.temperature, self.entropy, max(1, self.most // weight.shape[0]))
-        values: tuple[Tensor, ...] = _Pieces.apply(weight, bias, hidden_tE, shard.targets_t, shard.trained_n, asked)
-        return TokenLogps(*values)
+        asked = _Asked(self.temperature, self.entropy, max(1, self.most // weight.shape[0]), self.likelihoods)
+        logps_t, means_t, entropy_t, likelihoods_t = _Pieces.apply(
+            weight, bias, hidden_tE, shard.targets_t, shard.trained_n, asked
+        )
+        return TokenLogps(logps_t, means_t, entropy_t, likelihoods_t=likelihoods_t)
 
 
 def logits_of(weight: Tensor, bias: Tensor | None, hidden_nE: Tensor, temperature: float) -> Tensor:
@@ -75,6 +77,7 @@ class _Asked:
     temperature: float
     entropy: Entropy
     rows: int  # in a piece
+    likelihoods: bool
 
 
 class _Pieces(torch.autograd.Function):
@@ -90,9 +93,10 @@ class _Pieces(torch.autograd.Function):
         targets_t: Tensor,
         trained_n: Tensor,
         asked: _Asked,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         values = [hidden_tE.new_zeros(len(hidden_tE), dtype=wide(weight.dtype)) for _ in range(4)]
         logps_t, means_t, entropy_t, norms_t = values
+        likelihoods_t = torch.zeros_like(norms_t) if asked.likelihoods else None
         for at in trained_n.split(asked.rows):
             logits_nV = logits_of(weight, bias, hidden_tE.index_select(0, at), asked.temperature)
             chosen_n = logits_nV.gather(-1, targets_t.index_select(0, at).unsqueeze(-1)).squeeze(-1)
@@ -102,14 +106,15 @@ class _Pieces(torch.autograd.Function):
             means_t.index_copy_(0, at, logits_nV.mean(-1))
             if asked.entropy is not Entropy.unasked:
                 entropy_t.index_copy_(0, at, _entropy(logits_nV, norm_n))
+            if likelihoods_t is not None:  # last, since it uses the logits up
+                likelihoods_t.index_copy_(0, at, _likelihood(logits_nV, norm_n))
         ctx.save_for_backward(weight, bias, hidden_tE, targets_t, trained_n, norms_t, entropy_t)
         ctx.asked = asked
-        ctx.mark_non_differentiable(means_t)
-        if asked.entropy is Entropy.unasked:
-            return logps_t, means_t
+        untrained = [means_t] if likelihoods_t is None else [means_t, likelihoods_t]
         if asked.entropy is Entropy.logged:
-            ctx.mark_non_differentiable(means_t, entropy_t)
-        return logps_t, means_t, entropy_t
+            untrained.append(entropy_t)
+        ctx.mark_non_differentiable(*untrained)
+        return logps_t, means_t, None if asked.entropy is Entropy.unasked else entropy_t, likelihoods_t
 
     @staticmethod
     @once_differentiable
@@ -133,7 +138,7 @@ class _Pieces(torch.autograd.Function):
 
 
 def _logits_grads(
-    saved: tuple[Tensor, ...], asked: _Asked, logps_grad_t: Tensor, _: Any, entropy_grad_t: Tensor | None = None
+    saved: tuple[Tensor, ...], asked: _Asked, logps_grad_t: Tensor, _: Any, entropy_grad_t: Tensor | None, *__: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the tokens of each piece, and the gradient of their logits before the temperature.
 
@@ -171,6 +176,11 @@ class _Sum:
 
     def rounded(self) -> Tensor:
         return torch.zeros_like(self.weight) if self.total is None else self.total.to(self.weight.dtype)
+
+
+def _likelihood(logits_nV: Tensor, norm_n: Tensor) -> Tensor:
+    """Return log Σ p², the expected log-likelihood of a token drawn from p, with the logits' memory for its own."""
+    return logits_nV.sub_(norm_n.unsqueeze(-1)).mul_(2).logsumexp(-1)
 
 
 def _entropy(logits_nV: Tensor, norm_n: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ class Needs:
     critic_lr_scale: float = 1.0  # the critic's learning rate relative to the policy's
     temperature: float = 1.0  # log-probabilities are taken at this temperature
     entropy: Entropy = Entropy.unasked
+    likelihoods: bool = False  # log Σ p² of each token's distribution
 
     @property
     def frozen(self) -> Needs:

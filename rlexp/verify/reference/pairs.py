@@ -139,7 +139,7 @@ class Writer:
             raise Unusable(f"{row.origin}: the prompt has no tokens.")
         chosen, rejected = (np.asarray(tokens[side][1], dtype=np.int64) for side in SIDES)
         ours, theirs = (np.asarray(tokens[side][2], dtype=bool) for side in SIDES)
-        return TokenPair(np.asarray(asked, dtype=np.int64), chosen, rejected, row.origin, ours, theirs)
+        return TokenPair(np.asarray(asked, dtype=np.int64), chosen, rejected, row.origin, ours, theirs, row.margin)
 
     # ---- by the template ----
 

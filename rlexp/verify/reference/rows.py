@@ -11,6 +11,7 @@ import glob
 import gzip
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -30,9 +31,13 @@ NAMES = {  # of columns: the first that has a value in a row
     "system": ("system", "system_prompt"),
     "tools": ("tools",),
     "options": ("options", "chat_template_kwargs"),
+    "margin": ("margin",),
+    "score_chosen": ("score_chosen",),
+    "score_rejected": ("score_rejected",),
 }
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 ASSISTANT = "assistant"
+LARGEST = sys.float_info.max
 
 
 class Unusable(Exception):
@@ -48,6 +53,7 @@ class Asked:
     rejected: str | Messages
     origin: str
     extra: Mapping[str, Any] = field(default_factory=dict)
+    margin: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ def rows_of(cfg: DataConfig, *, held_out: bool) -> list[Asked | Found]:
         case SyntheticDataConfig():
             size, split = (cfg.eval_size, "eval") if held_out else (cfg.size, "train")
             made = synthetic.generate(size, cfg.seed, split, cfg.max_length if cfg.fill else 0)
-            return [Asked(str(r.prompt), str(r.answers[0]), str(r.answers[1]), r.origin) for r in made]
+            return [Asked(str(r.prompt), str(r.answers[0]), str(r.answers[1]), r.origin, margin=r.margin) for r in made]
         case RowsDataConfig():
             found: list[Asked | Found] = []
             for number, source in enumerate(sources_of(cfg)):
@@ -183,7 +189,24 @@ def _asked(row: Found) -> Asked:
         raise Unusable("the tools are no list.")
     if tools:
         extra["tools"] = tools
-    return Asked(_after_system(prompt, own["system"], row.system), chosen, rejected, row.origin, extra)
+    margin = _margin_of(own["margin"], own["score_chosen"], own["score_rejected"])
+    return Asked(_after_system(prompt, own["system"], row.system), chosen, rejected, row.origin, extra, margin)
+
+
+def _margin_of(said: Any, better: Any, worse: Any) -> float | None:
+    """Return the margin that a row says, or its scores' difference; what is no number leaves a row without scores."""
+    if said is not None:
+        if not _counts(said):
+            raise Unusable("the margin is no finite number.")
+        return float(said)
+    if not (_counts(better) and _counts(worse)):
+        return None
+    difference = float(better) - float(worse)
+    return difference if _counts(difference) else None
+
+
+def _counts(value: Any) -> bool:
+    return type(value) in (int, float) and -LARGEST <= value <= LARGEST  # false for NaN
 
 
 def _of_json(value: Any) -> Any:

@@ -29,6 +29,8 @@ def test_synthetic_pairs_are_seeded_and_the_splits_differ() -> None:
     train, again = synthetic.generate(50, 3, "train"), synthetic.generate(50, 3, "train")
     assert train == again
     assert train != synthetic.generate(50, 4, "train")
+    assert [row.margin for row in synthetic.generate(9, 3, "train", words=5)] == [row.margin for row in train[:9]]
+    assert len({row.margin for row in train}) > 4
     held_out = {row.prompt + row.answers[0] for row in synthetic.generate(50, 3, "eval")}
     assert not held_out & {row.prompt + row.answers[0] for row in train}
 

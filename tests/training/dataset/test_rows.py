@@ -204,6 +204,29 @@ def test_columns_are_named_and_a_system_prompt_comes_first(tmp_path: Path) -> No
     assert [decode(pair.chosen) for pair in pairs] == ["a<eos>", "c<eos>"]
 
 
+def test_a_pair_has_the_margin_that_its_row_says(tmp_path: Path) -> None:
+    pair = {"prompt": "Hi", "chosen": "a", "rejected": "b"}
+    said: list[tuple[dict[str, Any], float | None]] = [
+        ({"margin": 0.1}, 0.1),
+        ({"margin": -2}, -2.0),
+        ({"margin": None}, None),
+        ({}, None),
+        ({"score_chosen": 8.5, "score_rejected": 3}, 5.5),
+        ({"margin": 0, "score_chosen": 8.5, "score_rejected": 3}, 0.0),
+        ({"score_chosen": 8.5}, None),
+        ({"score_chosen": "good", "score_rejected": 3}, None),
+        ({"score_chosen": True, "score_rejected": 3}, None),
+    ]
+    rows = [{**pair, "prompt": f"Hi {number}", **more} for number, (more, _) in enumerate(said)]
+    for _ in ("made", "read again"):
+        assert [each.margin for each in read(write_lines(tmp_path, rows)).train] == [margin for _, margin in said]
+    numbers = [{**pair, "margin": 1.5}, {**pair, "margin": None}, {**pair, "margin": 2.0}]
+    for write in (*FILES, *FOLDERS):
+        assert [each.margin for each in read(write(tmp_path, numbers)).train] == [1.5, None, 2.0], write.__name__
+    (named,) = read(write_lines(tmp_path, [{**pair, "better": 3}]), "data.columns.margin=better").train
+    assert named.margin == 3.0
+
+
 def test_prompts_are_taken_from_rows_of_any_kind(tmp_path: Path) -> None:
     """What is learned by reinforcement needs no answers; a right one may stand beside."""
     for rows, expected in (

@@ -15,8 +15,10 @@ TEMPERATURE = 0.7
 PIECES = pytest.mark.parametrize("rows", [100, 2], ids=["at once", "some rows at a time"])
 
 
-def head(entropy: Entropy, rows: int, vocabulary: int = 11, temperature: float = TEMPERATURE) -> HeadLogps:
-    return HeadLogps(temperature, entropy, most=vocabulary * rows)
+def head(
+    entropy: Entropy, rows: int, vocabulary: int = 11, temperature: float = TEMPERATURE, *, likelihoods: bool = False
+) -> HeadLogps:
+    return HeadLogps(temperature, entropy, most=vocabulary * rows, likelihoods=likelihoods)
 
 
 def shard() -> Held:
@@ -48,6 +50,41 @@ def test_values_and_gradients_are_those_of_a_log_softmax(rows: int, entropy: Ent
     ours, theirs = (torch.autograd.grad(loss, [weight, bias, hidden]) for loss in losses)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+@PIECES
+@pytest.mark.parametrize("entropy", [Entropy.unasked, Entropy.logged, Entropy.trained])
+def test_the_expected_likelihood_is_that_of_a_softmax_and_changes_no_gradient(rows: int, entropy: Entropy) -> None:
+    """log Σ p² of the distribution that tokens are drawn from, without a gradient of its own."""
+    weight, bias, hidden = (seeded(*shape, seed=n).requires_grad_() for n, shape in enumerate([(11, 4), (11,), (6, 4)]))
+    held = shard()
+    p = ((hidden @ weight.T + bias) / TEMPERATURE).softmax(-1).detach()
+    saved: list[tuple[int, ...]] = []
+    gradients = []
+    for asked in (False, True):
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, to=sizes: (to.append(x.numel()), x)[1], lambda x: x):
+            said = head(entropy, rows, likelihoods=asked)(weight, bias, hidden, held)
+        saved.append(tuple(sizes))
+        loss = (seeded(6, seed=7) * said.logps_t).sum()
+        if entropy is Entropy.trained:
+            loss = loss + (seeded(6, seed=8) * said.entropy_t).sum()
+        gradients.append(torch.autograd.grad(loss, [weight, bias, hidden]))
+    assert said.values_t is None
+    assert not said.likelihoods_t.requires_grad
+    wanted = torch.where(held.sequence_t >= 0, p.square().sum(-1).log(), 0.0)
+    torch.testing.assert_close(said.likelihoods_t, wanted, rtol=1e-13, atol=1e-13)
+    assert saved[0] == saved[1]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_sure_distribution_has_the_likelihood_of_its_only_token() -> None:
+    """Its logits are large, and log Σ p² would be lost if it were a difference of their sums."""
+    held = Held(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[40000.0], [39999.0]])
+    said = head(Entropy.unasked, 1, 2, 1.0, likelihoods=True)(weight, None, hidden, held)
+    p = torch.tensor([1.0, 0.0], dtype=torch.float64).softmax(-1)
+    torch.testing.assert_close(said.likelihoods_t.double(), p.square().sum().log().view(1), rtol=0, atol=0.01)
 
 
 def test_a_rank_without_a_trained_token_has_gradients_of_zero() -> None:
