@@ -17,7 +17,7 @@ from rlexp.config.load import register
 from rlexp.config.schema import KINDS, TrainConfig
 from rlexp.config.schema.bounds import number
 from rlexp.config.schema.keys import all_keys, launcher_keys
-from rlexp.config.schema.losses import DPOConfig
+from rlexp.config.schema.losses import ALL_MODIFIERS, DPOConfig, PreferenceConfig
 from tests.helpers.keys.abilities import README, abilities, readme
 from tests.helpers.keys.defaults import shown
 from tests.helpers.keys.headers import headers
@@ -83,6 +83,13 @@ def test_what_the_readme_calls_missing_is_missing() -> None:
     assert on_a_gpu == ("no GPU has run it yet" not in README.read_text(encoding="utf-8"))
 
 
+def test_a_modifier_is_listed_where_it_fits() -> None:
+    texts = {path.stem: text for path, text in headers(NOW).items()}
+    for name, kind in KINDS["loss"].items():
+        for leaf in ALL_MODIFIERS:
+            assert (f"\n#   {leaf}: " in texts[name]) == (issubclass(kind, PreferenceConfig) and leaf in kind.fits)
+
+
 # ---- what is planted is found ----
 
 
@@ -116,12 +123,12 @@ class NewOption(TrainConfig):
 
 @dataclass
 class OtherDefault(DPOConfig):
-    beta: float = number(0.2, above=0)
+    label_smoothing: float = number(0.2, least=0, below=0.5)
 
 
 @dataclass
 class OtherBound(DPOConfig):
-    beta: float = number(0.1, least=0)
+    label_smoothing: float = number(0.0, least=0, below=0.6)
 
 
 def with_train(kind: type) -> Schema:
@@ -153,8 +160,8 @@ def test_a_new_key_makes_the_page_stale() -> None:
 @pytest.mark.parametrize(
     ("planted", "row"),
     [
-        (OtherDefault, "| `loss.beta` | `dpo` | `0.2` | a number, greater than 0 | multiplies the"),
-        (OtherBound, "| `loss.beta` | `dpo` | `0.1` | a number, at least 0 | multiplies the"),
+        (OtherDefault, "| `0`<br>with `dpo`: `0.2` | a number, at least 0 and less than 0.5 | assumed share"),
+        (OtherBound, "| `dpo` | `0` | a number, at least 0 and less than 0.6 | assumed share"),
     ],
 )
 def test_another_default_or_bound_makes_page_and_yaml_stale(planted: type, row: str) -> None:
@@ -213,4 +220,5 @@ def test_comments_are_read_behind_a_field_or_above_it() -> None:
 
 
 def test_a_field_that_is_declared_again_keeps_its_meaning() -> None:
-    assert meaning(OtherDefault, "beta") == meaning(DPOConfig, "beta") != meaning(KINDS["loss"]["ppo"], "beta")
+    said = meaning(DPOConfig, "label_smoothing")
+    assert meaning(OtherDefault, "label_smoothing") == said != meaning(KINDS["loss"]["robust"], "label_smoothing")

@@ -233,7 +233,7 @@ class LaunchConfig:
 
 @dataclass
 class TrainConfig:
-    # samples in one optimizer step, on all devices together: pairs with loss=dpo, else answers
+    # samples in one optimizer step, on all devices together: pairs with a loss over pairs, else answers
     batch_size: int = number(8, least=1, most=MANY)
     micro_batch_size: int = number(1, least=1, most=MANY)  # samples in one forward pass of one replica
     grad_acc: int = MISSING  # forward passes of a replica in one optimizer step; derived, cannot be set

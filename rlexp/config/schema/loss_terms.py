@@ -40,7 +40,7 @@ def loss_terms(loss: PreferenceConfig) -> list[LossTerm]:
     for place, name in enumerate(names):
         if name in names[:place]:
             raise ConfigError(
-                f"loss.terms[{place}].loss={name}: stands in the list twice. Give it once, with the sum of both weights."
+                f"loss.terms[{place}].loss={name}: stands in the list twice. Give it once, with both weights added up."
             )
     if not any(term.weight for term in terms) and not loss.sft_weight:
         raise ConfigError(

@@ -79,9 +79,11 @@ class PreferenceConfig(LossConfig):
     sft_weight: float = number(0.0, least=0)
     # weigh each pair by how probable its answers are for the policy (WPO, arXiv 2406.11827)
     wpo: bool = False
-    # weight of an answer's log-probabilities beyond the shorter answer's length (LD-DPO, arXiv 2409.06411); 1: all count
+    # weight of an answer's log-probabilities beyond the shorter answer's length (LD-DPO, arXiv 2409.06411); 1: all
+    # count alike
     ld_alpha: float = number(1.0, least=0, most=1)
-    # multiplies the rows' `margin`, by which the chosen answer's reward must exceed the other's (ODPO, arXiv 2402.10571)
+    # multiplies the rows' `margin`, by which the chosen answer's reward must exceed the other's (ODPO, arXiv
+    # 2402.10571)
     margin_weight: float = number(0.0, least=0)
 
 
@@ -102,7 +104,7 @@ class DPONormConfig(PreferenceConfig):
     name: str = "dpo_norm"
     fits: ClassVar[frozenset[str]] = OF_MARGINS
     beta: float = number(5.0, above=0)
-    # assumed share of pairs whose two answers are swapped
+    # assumed share of pairs whose two answers are swapped (conservative DPO, cDPO)
     label_smoothing: float = number(0.0, least=0, below=0.5)
 
 
@@ -110,6 +112,8 @@ class DPONormConfig(PreferenceConfig):
 class IPOConfig(PreferenceConfig):
     name: str = "ipo"
     fits: ClassVar[frozenset[str]] = frozenset({"wpo"})
+    # the difference of the log-ratios is moved to 1 / (2·beta); the paper's τ
+    beta: float = number(0.1, above=0)
     normalize: IPONormalize = IPONormalize.token  # whether log-ratios are per token or of whole answers
 
 
@@ -128,7 +132,7 @@ class SimPOConfig(PreferenceConfig):
     name: str = "simpo"
     fits: ClassVar[frozenset[str]] = frozenset({"margin_weight"})
     compares: ClassVar[bool] = False
-    beta: float = number(2.0, above=0)
+    beta: float = number(2.0, above=0)  # scale of the rewards, which are mean log-probabilities per token
     # the margin by which the chosen answer's reward should exceed the other's; the paper's γ
     gamma: float = number(1.0, least=0)
 
@@ -138,6 +142,7 @@ class ORPOConfig(PreferenceConfig):
     name: str = "orpo"
     fits: ClassVar[frozenset[str]] = frozenset()
     compares: ClassVar[bool] = False
+    beta: float = number(0.1, above=0)  # weight of the term of odds; the paper's λ
     sft_weight: float = number(1.0, least=0)
 
 
@@ -146,8 +151,9 @@ class CPOConfig(PreferenceConfig):
     name: str = "cpo"
     fits: ClassVar[frozenset[str]] = frozenset({"margin_weight"})
     compares: ClassVar[bool] = False
+    beta: float = number(0.1, above=0)  # scale of the rewards, which are log-probabilities of whole answers
     sft_weight: float = number(1.0, least=0)
-    # assumed share of pairs whose two answers are swapped
+    # assumed share of pairs whose two answers are swapped (conservative DPO, cDPO)
     label_smoothing: float = number(0.0, least=0, below=0.5)
 
 
@@ -175,7 +181,7 @@ class RobustConfig(PreferenceConfig):
 class AOTConfig(PreferenceConfig):
     name: str = "aot"
     fits: ClassVar[frozenset[str]] = frozenset()
-    # assumed share of pairs whose two answers are swapped
+    # assumed share of pairs whose two answers are swapped (conservative DPO, cDPO)
     label_smoothing: float = number(0.0, least=0, below=0.5)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlexp.config.schema import KINDS, EngineName, LayoutName, LoggerName, OptimName, RolloutEngine
-from rlexp.config.schema.losses import PolicyLossConfig
+from rlexp.config.schema.losses import LossConfig
 from tests.helpers.keys.defaults import options_of
 from tests.helpers.paths import ROOT
 
@@ -30,13 +30,13 @@ def quoted(names: Iterable[str]) -> str:
 
 def abilities(conf: Path = ROOT / "conf") -> list[Ability]:
     """Return the rows of the table, from the options that there are."""
-    policies = [name for name, kind in KINDS["loss"].items() if issubclass(kind, PolicyLossConfig)]
+    losses: dict[str, type[LossConfig]] = KINDS["loss"]
+    policies = [name for name, kind in losses.items() if kind.draws]
     pairs = [name for name in KINDS["loss"] if name not in policies]
     named = [name for name in options_of(conf / "model") if name not in UNNAMED]
     return [
-        Ability("preference losses", f"{quoted(pairs)}, with label smoothing",
-                {"IPO": "loss=ipo", "SimPO": "loss=simpo", "ORPO": "loss=orpo", "KTO": "loss=kto",
-                 "a supervised term": "sft_weight"}),
+        Ability("preference losses", f"{quoted(pairs)}; with label smoothing, a supervised term, WPO, LD-DPO, margins",
+                {"KTO": "loss=kto"}),
         Ability("reinforcement learning", quoted(policies), {}),
         Ability("other training", "none", {"supervised fine-tuning": "loss=sft", "reward models": "loss=reward"}),
         Ability("trained weights", "all parameters; `model.freeze` excludes some",

@@ -86,6 +86,10 @@ def yaml_text(value: Any) -> str:
             return re.sub(r"e-0", "e-", f"{value:.12g}")
         case "":
             return "''"
+        case [{}, *_]:
+            return f"[{', '.join(map(yaml_text, value))}]"
+        case {} if value:
+            return f"{{{', '.join(f'{key}: {yaml_text(each)}' for key, each in value.items())}}}"
         case _:
             return str(value)
 

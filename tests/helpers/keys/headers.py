@@ -12,6 +12,7 @@ SHOWN = ("loss", "parallel")  # groups whose files list their keys
 FIRST = "# Keys, with their defaults (docs/keys.md has those of all groups):"
 BY_RLEXP = "set by rlexp: "  # how the meaning of a key begins that nobody sets
 WIDTH = 120
+LONG = 40  # characters of a key with its default, beyond which its meaning does not move that of the others
 
 
 def headers(schema: Schema) -> dict[Path, str]:
@@ -39,12 +40,16 @@ def listed(each: Group, option: str) -> list[str]:
         and not is_choice(each, row)
         and not (row.meaning or "").startswith(BY_RLEXP)
     }
-    start = max(map(len, keys)) + 3
+    start = max(len(key) for key in keys if len(key) <= LONG) + 3
     return [
         line
         for key, said in keys.items()
         for line in textwrap.wrap(
-            said, WIDTH, initial_indent=key.ljust(start), subsequent_indent="#".ljust(start), break_on_hyphens=False
+            said,
+            WIDTH,
+            initial_indent=f"{key}   ".ljust(start),
+            subsequent_indent="#".ljust(start),
+            break_on_hyphens=False,
         )
     ]
 

@@ -1,4 +1,5 @@
-"""The groups of keys, and a row for each key. A key that means the same in several options of a group is one row."""
+"""The groups of keys, and a row for each key. A key that means the same in several options of a group, within the
+same bounds, is one row."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from rlexp.config.schema import KINDS, Config
 from rlexp.config.schema.bounds import Bounds
 from rlexp.config.schema.data import SourceConfig
 from rlexp.config.schema.launcher_keys import LocalJobs, SlurmJobs
+from rlexp.config.schema.losses import ALL_MODIFIERS, PreferenceConfig
 from rlexp.config.schema.reward_terms import KINDS_OF_TERMS, TermConfig
 from rlexp.config.schema.value_kinds import in_words
 from tests.helpers.keys.defaults import alone, defaults_of, files_of, kind_of, opening, options_of
@@ -140,13 +142,14 @@ def chosen_in(conf: Path, name: str) -> str | None:
 
 def rows(owners: Mapping[str, type], options: Sequence[Option]) -> list[Row]:
     """Return the rows, those that all options have first."""
-    made: dict[tuple[str, str | None], list[str]] = {}
-    fields = {}
+    made: dict[Any, list[str]] = {}
+    fields: dict[Any, dataclasses.Field[Any]] = {}
     for option, owner in owners.items():
         for field in dataclasses.fields(owner):
-            if not field.name.startswith("_"):
-                made.setdefault((field.name, meaning(owner, field.name)), []).append(option)
-                fields.setdefault((field.name, meaning(owner, field.name)), field)
+            if not field.name.startswith("_") and fits(owner, field.name):
+                key = (field.name, meaning(owner, field.name), field.metadata.get("bounds"))
+                made.setdefault(key, []).append(option)
+                fields.setdefault(key, field)
     defaults = {option.name: option.defaults for option in options}
     found = [
         row(owners[having[0]], fields[key], {each: defaults[each][key[0]] for each in having},
@@ -154,6 +157,11 @@ def rows(owners: Mapping[str, type], options: Sequence[Option]) -> list[Row]:
         for key, having in made.items()
     ]  # fmt: skip
     return sorted(found, key=lambda each: bool(each.owners))
+
+
+def fits(owner: type, leaf: str) -> bool:
+    """Return whether a key has a meaning for its owner: a loss refuses the modifiers that do not fit it."""
+    return leaf not in ALL_MODIFIERS or not issubclass(owner, PreferenceConfig) or leaf in owner.fits
 
 
 def row(owner: type, field: dataclasses.Field[Any], defaults: Mapping[str, str], owners: tuple[str, ...]) -> Row:
