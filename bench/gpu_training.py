@@ -305,7 +305,10 @@ def _counted(cfg: Config, rank: int, steps: int) -> Result:
 
 
 def _random(cfg: Config, *_: Any) -> Any:
-    """Make the task of its longest examples, with random tokens: products of equal numbers take a GPU less power, and so less time."""
+    """Make the task of its longest examples, with random tokens.
+
+    Products of equal numbers take a GPU less power, and so less time.
+    """
     import numpy as np
 
     from rlexp.training.train.choose_task import task_class

@@ -31,17 +31,15 @@ def _joined(spec: RankSpec, function: Callable[..., Any], args: Sequence[Any]) -
 class SpyLoss:
     """A loss that keeps the log-probabilities of each pair that it is given."""
 
-    needs_reference = True
-
     def __init__(self, loss: Any) -> None:
-        self._loss = loss
+        self._loss, self.asks = loss, loss.asks
         self.chosen: list[float] = []
         self.rejected: list[float] = []
 
-    def __call__(self, policy: Any, reference: Any) -> Any:
-        self.chosen += policy.chosen_P.tolist()
-        self.rejected += policy.rejected_P.tolist()
-        return self._loss(policy, reference)
+    def __call__(self, values: Any) -> Any:
+        self.chosen += values.logps["chosen"].tolist()
+        self.rejected += values.logps["rejected"].tolist()
+        return self._loss(values)
 
 
 @dataclasses.dataclass

@@ -97,7 +97,7 @@ def pair_logps(weights: Weights, config, pairs: Sequence[TokenPair]) -> dict[str
     for pair in pairs:
         for side in SIDES:
             logps_nV = answer_logits(weights, config, pair, side).log_softmax(-1)
-            answer_n = torch.from_numpy(pair.answer(side)[pair.trained(side)])
+            answer_n = torch.from_numpy(pair.ids(side)[pair.trained(side)])
             sums[side].append(logps_nV.gather(-1, answer_n.unsqueeze(-1)).sum())
     return {side: torch.stack(each) for side, each in sums.items()}
 

@@ -26,7 +26,7 @@ from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Pair
 from rlexp.verify.records import SIDES, TokenPair
 from rlexp.verify.reference import rules
-from rlexp.verify.reference.pairs import PairSet, Writer, pairs_of
+from rlexp.verify.reference.pairs import ExampleSet, Writer, pairs_of
 from rlexp.verify.reference.rows import Asked
 from tests.helpers.conversations import SHAPES, Messages, Row, as_question, assistant, hh, of_several_turns, user
 from tests.helpers.faults.base import MIXED, Fault, one
@@ -47,7 +47,7 @@ def configured(*overrides: str) -> Config:
                            *overrides])  # fmt: skip
 
 
-def both(cfg: Config, tokenizer: Any) -> tuple[Sequence[Pair], Sequence[Pair], PairSet]:
+def both(cfg: Config, tokenizer: Any) -> tuple[Sequence[Pair], Sequence[Pair], ExampleSet]:
     """Read the pairs twice: those to train on and those held out by the product, and all by the textbook."""
     tokenizer.model_max_length = 1 << 60
     examples = read_examples(cfg, tokenizer, World(0, 1, ALONE))
@@ -59,7 +59,7 @@ def differences(ours: Sequence[Pair], meant: Sequence[TokenPair]) -> Iterator[st
         yield f"{len(ours)} pairs, not {len(meant)}"
     for place, (pair, wanted) in enumerate(zip(ours, meant, strict=False)):
         got = TokenPair(pair.prompt, pair.chosen, pair.rejected, pair.origin, pair.chosen_mask, pair.rejected_mask)
-        parts = {side: (got.answer(side), wanted.answer(side)) for side in SIDES}
+        parts = {side: (got.ids(side), wanted.ids(side)) for side in SIDES}
         if pair.margin != wanted.margin:
             yield f"margin of pair {place} ({wanted.origin}): {pair.margin}, not {wanted.margin}"
         parts |= {f"{side}'s mask": (got.trained(side), wanted.trained(side)) for side in SIDES}
@@ -325,7 +325,7 @@ def mixed(*options: str) -> Config:
     return compose_config([*MIXED, *options])
 
 
-MEANT: dict[str, PairSet] = {}  # a configuration's pairs by the textbook, which no defect reaches
+MEANT: dict[str, ExampleSet] = {}  # a configuration's pairs by the textbook, which no defect reaches
 
 
 def planted(fault: Fault, cfg: Config, tokenizer: Any, name: str) -> bool:

@@ -33,7 +33,6 @@ class Needs:
 
     reference: bool = False
     decoding: bool = False  # the model must draw tokens one by one
-    likelihoods: bool = False  # for each token log Σ p² of its distribution
     critic: CriticName | None = None
     critic_lr_scale: float = 1.0  # the critic's learning rate relative to the policy's
     temperature: float = 1.0  # log-probabilities are taken at this temperature

@@ -176,6 +176,6 @@ TRAIN_FAULTS = (
         lambda original, task, step, *args: original(task, step, *args) | {"train/epoch": float(step.batch.epoch)},
         "metrics", TRAIN),
     one("total tokens start anew", "train.loop:train_loop", forgetting, "metrics", TRAIN, step=2),
-    one("held-out pairs twice", OFFLINE + "OfflineTask.evaluate", Seeing({"Batch": Given(last_pairs)}), "metrics", TRAIN,
-        "data.eval_size=13", "train.eval_every=1"),
+    one("held-out pairs twice", OFFLINE + "OfflineTask.evaluate", Seeing({"Batch": Given(last_pairs)}), "metrics",
+        TRAIN, "data.eval_size=13", "train.eval_every=1"),
 )  # fmt: skip

@@ -316,19 +316,17 @@ def test_bf16_keeps_float32_masters(start: dict[str, Tensor]) -> None:
 class Poison:
     """A loss that is not finite for one pair of the data set."""
 
-    needs_reference = True
-
     def __init__(self, loss, value: float, in_gradient: bool) -> None:
-        self.loss, self.value, self.in_gradient, self.calls = loss, value, in_gradient, 0
+        self.loss, self.value, self.in_gradient, self.asks = loss, value, in_gradient, loss.asks
 
-    def __call__(self, policy, reference):
-        result = self.loss(policy, reference)
-        hit = (policy.chosen_P - self.value).abs() < 1e-3  # in another pack it is rounded otherwise: 1e-5
+    def __call__(self, values):
+        result, chosen_P = self.loss(values), values.logps["chosen"]
+        hit = (chosen_P - self.value).abs() < 1e-3  # in another pack it is rounded otherwise: 1e-5
         bad = torch.where(hit, torch.nan, 0.0)
         if self.in_gradient:  # the value stays finite, its gradient does not
-            spoiled = result.losses_P + torch.where(hit, (policy.chosen_P - policy.chosen_P.detach()).abs().sqrt(), 0.0)
-            return dataclasses.replace(result, losses_P=spoiled)
-        return dataclasses.replace(result, losses_P=result.losses_P + bad)
+            spoiled = result.losses_E + torch.where(hit, (chosen_P - chosen_P.detach()).abs().sqrt(), 0.0)
+            return dataclasses.replace(result, losses_E=spoiled)
+        return dataclasses.replace(result, losses_E=result.losses_E + bad)
 
 
 def poisoned_rank(spec: RankSpec, cfgs) -> list[tuple[str, bool]]:
@@ -337,28 +335,21 @@ def poisoned_rank(spec: RankSpec, cfgs) -> list[tuple[str, bool]]:
 
 
 def poisoned(cfg, in_gradient: bool) -> tuple[str, bool]:
-    from rlexp.training.metrics.meter import Meter
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step
 
     task = build(cfg, probing=unprobed)
     run, loss = task.run, task.loss
     victim = task.batch(1).indices[5]
-    seen: list[float] = []
-
-    def listening(policy, reference):
-        seen.append(float(policy.chosen_P[0]))
-        return loss(policy, reference)
-
-    task.loss = listening
     with torch.no_grad():
-        task.losses(task.shard([task.pairs[victim]]), Meter(run.world, run.device))
+        held = task.shard([task.train[victim]])
+        seen = float(task.sums(run.engine.forward(held.shard).logps_t, held)["chosen"])
     before = {name: weight.clone() for name, weight in run.engine.weights()}
-    task.loss = Poison(loss, seen[0], in_gradient)
+    task.loss = Poison(loss, seen, in_gradient)
     with pytest.raises(UserError) as error:
         train_step(task, 1)
     same = all(torch.equal(weight, before[name]) for name, weight in run.engine.weights())
-    return str(error.value), same and task.pairs[victim].origin in str(error.value)
+    return str(error.value), same and task.train[victim].origin in str(error.value)
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step() -> None:

@@ -60,7 +60,7 @@ def counts_rank(spec: RankSpec, cfgs) -> list[tuple[dict[str, float], int]]:
     for cfg in cfgs:
         task = build(cfg, probing=unprobed)
         multiple = task.run.layout.multiple(task.run.world.ring.size)
-        padded = [len(pack_examples([task.pairs[index]], multiple).tokens_T) for index in task.batch(1).indices]
+        padded = [len(pack_examples([task.train[index]], multiple).tokens_T) for index in task.batch(1).indices]
         counts.append((train_step(task, 1), sum(padded)))
     return counts
 

@@ -14,11 +14,12 @@ from tests.helpers.paths import FILES
 # 19 pairs, most of several turns: batches of 8, 8 and 3.
 BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64", "data=hf",
         f"data.sources.messages.path={FILES}/rows/messages.jsonl",
-        f"data.sources.dialogues.path={FILES}/rows/dialogues.jsonl", "data.eval_size=9", "data.drop_last=false", "train.eval_every=2",
-        "train.epochs=1")  # fmt: skip
+        f"data.sources.dialogues.path={FILES}/rows/dialogues.jsonl", "data.eval_size=9", "data.drop_last=false",
+        "train.eval_every=2", "train.epochs=1")  # fmt: skip
 # Each loss, with what else may be asked of it.
 LOSSES: dict[str, tuple[str, ...]] = {
     "dpo": ("loss.label_smoothing=0.1",),
+    "dpo, margins": ("loss=dpo", "loss.margin_weight=0.5"),
     "dpo, supervised": ("loss=dpo", "loss.sft_weight=0.3"),
     "dpo, WPO": ("loss=dpo", "loss.wpo=true"),
     "dpo, LD-DPO": ("loss=dpo", "loss.ld_alpha=0.3"),
@@ -42,7 +43,7 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "sppo_hard": (),
     "discopop": (),
 }
-FEW = ("dpo, supervised", "dpo, LD-DPO", "ipo", "simpo", "bco_pair", "mpo", "aot")
+FEW = ("dpo, LD-DPO", "mpo", "aot")  # weighted tokens; counts and a carried mean; a sort of the whole batch
 ALONE = Case(1, 1, 1, True)
 RING = Case(2, 2, 2, True)
 GRID = [Case(1, 1, 8, True), Case(1, 2, 1, True), RING, Case(2, 1, 8, True), Case(4, 1, 4, True), Case(4, 1, 1, False)]
