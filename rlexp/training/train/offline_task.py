@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlexp.base.errors import NonFiniteError
+from rlexp.base.errors import DataError, NonFiniteError
 from rlexp.config.schema import Config
 from rlexp.config.schema.row_kinds import EXAMPLE, SIDES
 from rlexp.training.algos.base import Loss, Losses, Sides, Values
@@ -53,6 +53,8 @@ class OfflineTask(Task):
         self.held_out: Sequence[Answered] = examples.held_out
         self.sampler: Sampler = sampler_of(cfg, cfg.loss.rows, len(self.train), examples.mixture)
         self.carried = {}
+        if self.loss.asks.margins:
+            refuse_without_margin([*self.train, *self.held_out])
 
     @classmethod
     def of(cls, cfg: Config, examples: Examples, bridge: Bridge | None = None, parts: Any = None) -> OfflineTask:  # noqa: ARG003
@@ -118,10 +120,10 @@ class OfflineTask(Task):
             weights = [part for each in examples for part in tail_weights(each, self.loss.asks.tail_weight)]
             tail_t = moved(on_pack(pack, weights, torch.float64)[shard.index_t], run.device)
         counts = np.array([[trained_tokens(*answer) for answer in each.answers] for each in examples])
-        tokens_ES = torch.from_numpy(counts.reshape(len(examples), len(self.sides))).double().to(run.device)
+        tokens_ES = moved(torch.from_numpy(counts.reshape(len(examples), len(self.sides))).double(), run.device)
         margin_E = None
         if self.loss.asks.margins:
-            margin_E = torch.tensor([each.margin for each in examples], dtype=torch.float64, device=run.device)
+            margin_E = moved(torch.tensor([each.margin for each in examples], dtype=torch.float64), run.device)
         return HeldExamples(shard.to(run.device), self.by_side(tokens_ES.flatten()), margin_E, tail_t)
 
     def by_side(self, values_S: Tensor) -> Sides:
@@ -223,7 +225,7 @@ class OfflineStep(Step):
             if self.whole is None:  # one micro-batch a replica
                 self.judge([(held.places, values)])
             assert self.whole is not None
-            losses, slopes = self.whole.of_places(held.places, values)
+            losses, slopes = self.whole.of_places(held.places)
             total = with_slopes(losses, slopes, values)
         else:
             losses = self.task.loss(values)
@@ -252,7 +254,7 @@ class OfflineStep(Step):
     def judge(self, parts: Sequence[tuple[Sequence[int], Values]]) -> None:
         """Share the values of all replicas, and evaluate the loss on them. A collective call."""
         values = gathered(parts, self.count, self.task.run.world)
-        self.whole = WholeBatch.of(self.task.loss, values)
+        self.whole = WholeBatch.of(self.task.loss, values, self.task.run.device)
         self.carried = self.whole.losses.carried
 
     def evaluate(self, meter: Meter) -> None:
@@ -299,6 +301,15 @@ class OfflineStep(Step):
 @dataclass(frozen=True)
 class HeldPlaces(HeldExamples):
     places: tuple[int, ...]  # of the examples in their batch
+
+
+def refuse_without_margin(examples: Sequence[Answered]) -> None:
+    missing = next((each for each in examples if each.margin is None), None)
+    if missing is not None:
+        raise DataError(
+            f"{missing.origin}: has no `margin`, and loss.margin_weight is above 0. Give every row a number `margin`, "
+            f"or `score_chosen` and `score_rejected`; or leave loss.margin_weight out."
+        )
 
 
 def note_logits(meter: Meter, tokens: TokenLogps, held: HeldExamples, task: OfflineTask) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlexp.training.algos.base import Loss, Losses, Sides, Values
 from rlexp.training.ring.groups import World
+from rlexp.training.types import moved
 
 
 @dataclass(frozen=True)
@@ -23,32 +24,30 @@ class WholeBatch:
     slopes: Sides  # derivative of the losses' sum by each answer's log-probabilities, (B,)
 
     @staticmethod
-    def of(loss: Loss, values: Values) -> WholeBatch:
+    def of(loss: Loss, values: Values, device: torch.device) -> WholeBatch:
+        """Evaluate the loss in the host's memory; its results are on the device."""
         leaves = {side: logps_B.detach().requires_grad_() for side, logps_B in values.logps.items()}
         with torch.enable_grad():
             losses = loss(replace(values, logps=leaves))
             slopes = torch.autograd.grad(losses.losses_E.sum(), list(leaves.values()), allow_unused=True)
         by_side = {side: torch.zeros_like(leaf) if slope is None else slope
                    for (side, leaf), slope in zip(leaves.items(), slopes, strict=True)}  # fmt: skip
-        return WholeBatch(replace(losses, losses_E=losses.losses_E.detach()), by_side)
+        metrics_E = {name: moved(each_B, device) for name, each_B in losses.metrics_E.items()}
+        there = Losses(moved(losses.losses_E.detach(), device), metrics_E, losses.carried)
+        return WholeBatch(there, {side: moved(slope_B, device) for side, slope_B in by_side.items()})
 
-    def of_places(self, places: Sequence[int], values: Values) -> tuple[Losses, Sides]:
-        """Return the losses and derivatives of a micro-batch's examples, where its values are."""
-        device = next(iter(values.logps.values())).device
-        at = torch.tensor(places, dtype=torch.int64)
-
-        def mine(all_B: Tensor) -> Tensor:
-            return all_B[at].to(device)
-
-        metrics_E = {name: mine(each_B) for name, each_B in self.losses.metrics_E.items()}
-        losses = Losses(mine(self.losses.losses_E), metrics_E, self.losses.carried)
-        return losses, {side: mine(slope_B) for side, slope_B in self.slopes.items()}
+    def of_places(self, places: Sequence[int]) -> tuple[Losses, Sides]:
+        """Return the losses and derivatives of a micro-batch's examples, which follow each other in the batch."""
+        at = slice(places[0], places[-1] + 1) if places else slice(0, 0)
+        metrics_E = {name: each_B[at] for name, each_B in self.losses.metrics_E.items()}
+        losses = Losses(self.losses.losses_E[at], metrics_E, self.losses.carried)
+        return losses, {side: slope_B[at] for side, slope_B in self.slopes.items()}
 
 
 def with_slopes(losses: Losses, slopes: Sides, values: Values) -> Tensor:
     """Return the sum of a micro-batch's losses; its gradient is that of the whole batch's sum by the values."""
-    moved = (slopes[side] * (logps_E - logps_E.detach()) for side, logps_E in values.logps.items())
-    return sum((each.sum() for each in moved), start=losses.losses_E.sum())
+    parts = (slopes[side] * (logps_E - logps_E.detach()) for side, logps_E in values.logps.items())
+    return sum((each.sum() for each in parts), start=losses.losses_E.sum())
 
 
 def gathered(parts: Sequence[tuple[Sequence[int], Values]], count: int, world: World) -> Values:

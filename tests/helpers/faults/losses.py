@@ -71,24 +71,21 @@ def with_all_tokens(original: Any, self: Any, examples: Any) -> Any:
 
 
 def of_the_replica(original: Any, parts: Any, count: int, world: Any) -> Values:
-    """Take the examples of the first replica's rank for those of the whole batch."""
+    """Take the examples of this replica for those of all."""
     values = original(parts, count, world)
-    mine = [place for places, _ in parts for place in places]
-    at = torch.tensor([mine[place % len(mine)] if mine else place for place in range(count)])
+    mine = [place for places, _ in parts for place in places] or list(range(count))
+    at = torch.tensor([place if place in mine else mine[place % len(mine)] for place in range(count)])
 
     def taken(sides: Any) -> Any:
         return sides and {side: each[at] for side, each in sides.items()}
 
-    own = {place: number for number, place in enumerate(mine)}
-    logps = {side: torch.stack([each[place] if place in own else taken(values.logps)[side][place]
-                                for place in range(count)]) for side, each in values.logps.items()}  # fmt: skip
-    return replace(values, logps=logps, reference=taken(values.reference), tokens=taken(values.tokens))
+    return replace(values, logps=taken(values.logps), reference=taken(values.reference), tokens=taken(values.tokens))
 
 
-def own_losses_only(original: Any, self: Any, places: Any, values: Values) -> Any:
-    """Differentiate each loss by the values of its own example, as if others did not depend on them."""
-    losses, slopes = original(self, places, values)
-    return losses, {side: slope * (0.5 if side == "chosen" else 1.0) for side, slope in slopes.items()}
+def of_chosen_answers(original: Any, self: Any, places: Any) -> Any:
+    """Forget the derivatives by the rejected answers."""
+    losses, slopes = original(self, places)
+    return losses, {side: slope if side == "chosen" else 0 * slope for side, slope in slopes.items()}
 
 
 def forgetful(original: Any, self: Any, values: Any) -> None:
@@ -145,21 +142,20 @@ COUNTING = ("dpo_norm", "ipo", "simpo", "orpo")
 COUPLED = ("bco_pair", "mpo", "aot", "aot_unpaired")
 LOSS_FAULTS = (
     *in_each_loss(),
-    *(one(f"{name}: masked tokens are counted", OFFLINE + "OfflineTask.shard", with_all_tokens, "loss", ALGOS,
+    *(one(f"{name}: masked tokens are counted", OFFLINE + "OfflineTask.shard", with_all_tokens, "loss", TRAIN,
           *of(name), base=ON_ROWS) for name in COUNTING),
-    *(one(f"{name}: the whole batch is the replica's", WHOLE + "gathered", of_the_replica, "loss", ALGOS, *of(name),
-          step=None) for name in COUPLED),
-    *(one(f"{name}: another derivative", WHOLE + "WholeBatch.of_places", own_losses_only, "loss", ALGOS, *of(name))
+    *(one(f"{name}: the whole batch is the replica's", WHOLE + "gathered", of_the_replica, "loss", TRAIN, *of(name)) for name in COUPLED),
+    *(one(f"{name}: another derivative", WHOLE + "WholeBatch.of_places", of_chosen_answers, "loss", ALGOS, *of(name))
       for name in COUPLED),
     *(one(f"{name}: tokens of the micro-batch", OFFLINE + "OfflineStep.values", with_mean_tokens(of_micro_batch),
-          "loss", ALGOS, *of(name)) for name in ("dpo", "orpo", "cpo", "mpo")),
-    one("dpo: tokens of the replica", OFFLINE + "OfflineStep.values", with_mean_tokens(of_replica), "loss", ALGOS,
+          "loss", TRAIN, *of(name)) for name in ("dpo", "orpo", "cpo", "mpo")),
+    one("dpo: tokens of the replica", OFFLINE + "OfflineStep.values", with_mean_tokens(of_replica), "loss", TRAIN,
         *of("dpo")),
     one("dpo: the supervised term is not divided", OFFLINE + "OfflineStep.values",
-        with_mean_tokens(lambda *_: 1.0), "loss", ALGOS, *of("dpo")),
+        with_mean_tokens(lambda *_: 1.0), "loss", TRAIN, *of("dpo")),
     one("bco_pair: the shift learns", "algos.bco_pair:BCOPair.losses", through_the_shift, "loss", ALGOS,
         *of("bco_pair")),
-    one("bco_pair: the shift starts anew", OFFLINE + "OfflineStep.finish", forgetful, "loss", ALGOS, *of("bco_pair"),
+    one("bco_pair: the shift starts anew", OFFLINE + "OfflineStep.finish", forgetful, "loss", TRAIN, *of("bco_pair"),
         step=2),
     one("bco_pair: held-out pairs move the shift", OFFLINE + "OfflineTask.evaluate",
         Seeing({"OfflineStep": Given(lambda made, self, *_: lambda *args, **_kwargs: made(*args))}), "metrics", TRAIN,

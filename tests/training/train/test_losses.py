@@ -16,6 +16,9 @@ BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64", "data=hf",
         f"data.sources.messages.path={FILES}/rows/messages.jsonl",
         f"data.sources.dialogues.path={FILES}/rows/dialogues.jsonl", "data.eval_size=9", "data.drop_last=false",
         "train.eval_every=2", "train.epochs=1")  # fmt: skip
+# The rows have no margins, and generated pairs have.
+GENERATED = ("launch.device=cpu", "logger=none", "train.precision=fp64", "data.size=19", "data.eval_size=9",
+             "data.drop_last=false", "train.eval_every=2", "train.epochs=1")  # fmt: skip
 # Each loss, with what else may be asked of it.
 LOSSES: dict[str, tuple[str, ...]] = {
     "dpo": ("loss.label_smoothing=0.1",),
@@ -29,6 +32,7 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "apo_zero": (),
     "apo_down": (),
     "simpo": (),
+    "simpo, margins": ("loss=simpo", "loss.margin_weight=0.5"),
     "orpo": (),
     "cpo": (),
     "bco_pair": (),
@@ -51,7 +55,8 @@ GRID = [Case(1, 1, 8, True), Case(1, 2, 1, True), RING, Case(2, 1, 8, True), Cas
 
 def configured(name: str, case: Case) -> Config:
     chosen = LOSSES[name] if any(each.startswith("loss=") for each in LOSSES[name]) else (f"loss={name}", *LOSSES[name])
-    return compose_config([*BASE, *chosen, *case.overrides()])
+    base = GENERATED if "margin" in name else BASE
+    return compose_config([*base, *chosen, *case.overrides()])
 
 
 def agree(names: list[str], cases: list[Case]) -> None:
