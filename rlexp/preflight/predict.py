@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 from rlexp.base.engine_facts import ENGINES
-from rlexp.config.checks.rollout import is_policy_loss
 from rlexp.config.schema import Config, Device
 from rlexp.preflight.align import Growth, Line, NotAlikeError, grown, grown_like, growth_of
 from rlexp.preflight.children import Calls
@@ -126,7 +125,7 @@ def predict(
             growth = growth_of(logs[few], logs[few + cycle.period], lines=few - cycle.lead >= steady)
             grows = Grows(few + cycle.period, cycle.period, growth)
             passed = grown(growth, grows.times(model))
-            again = None if is_policy_loss(cfg) else grows  # a layer's cache grows with the length
+            again = None if cfg.loss.draws else grows  # a layer's cache grows with the length
             return Found(Prediction(passed, layers, cfg.train.grad_acc, rank=ranks[0]), again, logs[few])
     whole = yield from rehearsals(dataclasses.replace(plan_of(cfg, model, each, None), limit=limit) for each in ranks)
     log, rank = max(zip(whole, ranks, strict=True), key=lambda each: (each[0].build_alone, peak_of(each[0])))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rlexp.config.checks.rollout import is_policy_loss
 from rlexp.config.schema import Config
 from rlexp.preflight.answer import Answer
 from rlexp.preflight.changes import Change, needed, seconds
@@ -47,11 +46,11 @@ def _head(answer: Answer) -> Iterator[str]:
 
 def _parts(cfg: Config) -> str:
     longest = cfg.rollout.max_new_tokens
-    return f"its answer {longest:,}" if is_policy_loss(cfg) else "half prompt and half answer"
+    return f"its answer {longest:,}" if cfg.loss.draws else "half prompt and half answer"
 
 
 def _rollout(cfg: Config) -> Iterator[str]:
-    if is_policy_loss(cfg):
+    if cfg.loss.draws:
         rollout = cfg.rollout
         steps = rollout.epochs * rollout.minibatches
         yield (
@@ -139,7 +138,7 @@ def _work(answer: Answer) -> Iterator[str]:
     total = seconds(answer.prediction)
     sent = sum(counts.sent.values())
     each = ", ".join(f"{name} {count / 1e9:.3g}" for name, count in sorted(counts.sent.items()) if count > 1e6)
-    yield "a step of a rank, with the rollout that it draws" if is_policy_loss(answer.cfg) else "a step of a rank"
+    yield "a step of a rank, with the rollout that it draws" if answer.cfg.loss.draws else "a step of a rank"
     yield f"  operations      {counts.flops:.3g} floating-point, in matrix products and attention"
     yield f"  memory traffic  {counts.bytes / 1e9:,.0f} GB"
     yield f"  sent            {sent / 1e9:,.3g} GB{f' ({each})' if each else ''}"
@@ -148,7 +147,7 @@ def _work(answer: Answer) -> Iterator[str]:
         f"  estimated time  {total:.3g} s, of which {counts.waited:.2g} s wait for bytes that computing does not hide "
         f"(a roofline, not a measurement)"
     )
-    if is_policy_loss(answer.cfg):
+    if answer.cfg.loss.draws:
         drawn, scored = (answer.prediction.counts(phase) for phase in ("rollout", "score"))
         yield (
             f"    of these       {drawn.seconds + drawn.waited:.3g} s draw a rollout and "
