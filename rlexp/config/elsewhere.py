@@ -11,7 +11,6 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from rlexp.base.errors import ConfigError
-from rlexp.config.checks.rollout import is_policy_loss
 from rlexp.config.hardware import NAMES, assumed_gpus, hardware_here
 from rlexp.config.load import from_hydra, open_ended, register
 from rlexp.config.paths import conf_dir, config_root
@@ -85,7 +84,7 @@ def _check(cfg: Config, gpus: int) -> None:
 def unrehearsable(cfg: Config) -> str | None:
     """Return why a run cannot be rehearsed, with what can be done; None if it can."""
     rollout, hardware = cfg.rollout, cfg.hardware
-    if not is_policy_loss(cfg):
+    if not cfg.loss.draws:
         return None
     if rollout.engine is RolloutEngine.vllm:
         share = rollout.vllm_memory * hardware.memory_gib

@@ -22,7 +22,8 @@ from rlexp.config.schema import Config, RewardConfig
 from rlexp.config.schema.data import DataConfig, RowsDataConfig
 from rlexp.config.schema.data_sources import sources_of
 from rlexp.config.schema.keys import suggestion
-from rlexp.config.schema.losses import PolicyLossConfig
+from rlexp.config.schema.loss_terms import OF_THE_SUM, loss_terms
+from rlexp.config.schema.losses import MPOConfig
 from rlexp.config.schema.reward_terms import reward_terms
 
 GROUPS = ("data", "loss", "optim", "model", "reference")
@@ -51,12 +52,25 @@ def curve_keys(cfg: Config) -> dict[str, Any]:
     """Return the same, but with files by their names: nothing is read."""
     plain = to_plain(cfg)
     keys: dict[str, Any] = {"seed": cfg.seed, "train.batch_size": cfg.train.batch_size}
-    for group in (*GROUPS, *(OF_SAMPLES if isinstance(cfg.loss, PolicyLossConfig) else ())):
+    for group in (*GROUPS, *(OF_SAMPLES if cfg.loss.draws else ())):
         keys |= {f"{group}.{key}": value for key, value in plain[group].items() if f"{group}.{key}" not in FREE}
+    if isinstance(cfg.loss, MPOConfig):
+        keys |= _keys_of_sum(cfg.loss)
+        del keys["loss.terms"]
     if keys.pop("reward.terms", None):
         keys |= _keys_of_terms(cfg.reward)
     if keys.pop("data.sources", None):
         keys |= _keys_of_sources(cfg.data)
+    return keys
+
+
+def _keys_of_sum(loss: MPOConfig) -> dict[str, Any]:
+    """Return each key of each loss of a sum, given or not. The order of the terms counts for none but the metrics."""
+    keys: dict[str, Any] = {}
+    for term in loss_terms(loss):
+        own = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(term.cfg), enum_to_str=True))
+        own = {leaf: value for leaf, value in own.items() if leaf not in ("name", *OF_THE_SUM)}
+        keys |= {f"loss.terms.{term.name}.{leaf}": value for leaf, value in {"weight": term.weight, **own}.items()}
     return keys
 
 

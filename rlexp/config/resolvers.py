@@ -17,7 +17,7 @@ from rlexp.config.model_names import smollm2_folder
 from rlexp.config.paths import config_root, experiments, own_conf_dir
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.cadence import BEFORE_END, seconds
-from rlexp.config.schema.losses import LossConfig, PolicyLossConfig
+from rlexp.config.schema.losses import LossConfig
 
 WIDTH = 110  # characters of a line of --help
 
@@ -97,7 +97,8 @@ def default_importance_cap(mode: str) -> float | None:
 
 def minibatches(loss: str, batch_size: int, n_samples: int, train_batch: int) -> int:
     """Return the train batches per rollout; 1 if the loss draws no samples."""
-    if not issubclass(KINDS["loss"].get(loss, LossConfig), PolicyLossConfig):
+    losses: dict[str, type[LossConfig]] = KINDS["loss"]
+    if not losses.get(loss, LossConfig).draws:
         return 1
     return sizes.minibatches(batch_size, n_samples, train_batch)
 

@@ -17,11 +17,8 @@ from rlexp.config.schema.losses import (
 )
 
 
-def check_policy_loss(cfg: Config) -> None:
-    """Refuse values that do not fit together, or do not fit the rollout. Other losses pass."""
-    loss = cfg.loss
-    if not isinstance(loss, PolicyLossConfig):
-        return
+def check_policy_loss(cfg: Config, loss: PolicyLossConfig) -> None:
+    """Refuse values that do not fit together, or do not fit the rollout."""
     _check_divergence(loss)
     if isinstance(loss, GROUPED) and cfg.rollout.n_samples < 2:
         raise ConfigError(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.files import check_model_path
-from rlexp.config.checks.rollout import is_policy_loss
 from rlexp.config.schema import (
     Config,
     ModelRewardConfig,
@@ -25,7 +24,7 @@ from rlexp.config.schema.reward_terms import reward_terms
 
 def check_reward(cfg: Config) -> None:
     """Check each term by the rules of its kind. The data's answers are checked when the first one is scored."""
-    if not is_policy_loss(cfg):
+    if not cfg.loss.draws:
         return
     if type(cfg.reward) is RewardConfig:
         raise ConfigError(

@@ -9,23 +9,17 @@ from rlexp.config import sizes
 from rlexp.config.checks.layout import experts_in
 from rlexp.config.schema import Config, Device, RolloutEngine, RolloutMode
 from rlexp.config.schema.data import ArithmeticDataConfig
-from rlexp.config.schema.losses import PolicyLossConfig
-
-
-def is_policy_loss(cfg: Config) -> bool:
-    """Return whether the run draws its own samples."""
-    return isinstance(cfg.loss, PolicyLossConfig)
 
 
 def minibatches(cfg: Config) -> int:
-    if not is_policy_loss(cfg):
+    if not cfg.loss.draws:
         return 1
     return sizes.minibatches(cfg.rollout.batch_size, cfg.rollout.n_samples, cfg.train.batch_size)
 
 
 def check_rollout(cfg: Config, *, here: bool = True) -> None:
     rollout = cfg.rollout
-    if not is_policy_loss(cfg):
+    if not cfg.loss.draws:
         if isinstance(cfg.data, ArithmeticDataConfig):
             raise ConfigError(
                 f"data=arithmetic: has prompts and no pairs, and loss={cfg.loss.name} compares two answers. Use "

@@ -49,6 +49,11 @@ def loss_terms(loss: PreferenceConfig) -> list[LossTerm]:
     return [term for term in terms if term.weight]
 
 
+def compares(loss: PreferenceConfig) -> bool:
+    """Return whether the policy is compared with a reference model, in some term."""
+    return any(term.cfg.compares for term in loss_terms(loss))
+
+
 def _term(loss: MPOConfig, key: str, keys: Any) -> LossTerm:
     if not isinstance(keys, dict):
         raise ConfigError(f"{key}={keys}: must be a group of keys. For example: {EXAMPLE}.")

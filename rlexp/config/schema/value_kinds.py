@@ -104,12 +104,12 @@ def _entry_words(hint: Any) -> str:
 
 
 def with_names(node: Any) -> Any:
-    """Return a copy of a configuration in which an option that an interpolation has put into an open mapping is its
-    name, as in a file."""
+    """Return a copy of a configuration in which an option that an interpolation has put into an open mapping or list is
+    its name, as in a file."""
     values = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
     groups = {name: with_names(value) for name, value in values.items() if dataclasses.is_dataclass(value)}
-    mappings = {name: _named(value) for name, value in values.items() if isinstance(value, dict)}
-    return dataclasses.replace(node, **groups, **mappings)
+    opened = {name: _named(value) for name, value in values.items() if isinstance(value, dict | list)}
+    return dataclasses.replace(node, **groups, **opened)
 
 
 def _named(value: Any) -> Any:

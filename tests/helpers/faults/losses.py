@@ -144,7 +144,8 @@ LOSS_FAULTS = (
     *in_each_loss(),
     *(one(f"{name}: masked tokens are counted", OFFLINE + "OfflineTask.shard", with_all_tokens, "loss", TRAIN,
           *of(name), base=ON_ROWS) for name in COUNTING),
-    *(one(f"{name}: the whole batch is the replica's", WHOLE + "gathered", of_the_replica, "loss", TRAIN, *of(name)) for name in COUPLED),
+    *(one(f"{name}: the whole batch is the replica's", WHOLE + "gathered", of_the_replica, "loss", TRAIN, *of(name))
+      for name in COUPLED),
     *(one(f"{name}: another derivative", WHOLE + "WholeBatch.of_places", of_chosen_answers, "loss", ALGOS, *of(name))
       for name in COUPLED),
     *(one(f"{name}: tokens of the micro-batch", OFFLINE + "OfflineStep.values", with_mean_tokens(of_micro_batch),

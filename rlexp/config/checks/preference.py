@@ -1,0 +1,51 @@
+"""Rules across the fields of losses over pairs."""
+
+from __future__ import annotations
+
+from rlexp.base.errors import ConfigError
+from rlexp.config.schema import KINDS, Config
+from rlexp.config.schema.loss_terms import compares
+from rlexp.config.schema.losses import PreferenceConfig
+
+
+def check_preference(cfg: Config, loss: PreferenceConfig) -> None:
+    """Refuse modifiers that have no meaning for the loss, or none together, and terms that cannot be added up."""
+    _check_modifiers(loss)
+    _check_lengths(loss)
+    compared, path = compares(loss), getattr(cfg.reference, "path", None)
+    if path is not None and not compared:
+        raise ConfigError(
+            f"reference.path={path}: loss={loss.name} compares the policy with no reference model. Leave it out, or "
+            f"use a loss that does (loss=dpo, loss=ipo, …)."
+        )
+
+
+def _check_modifiers(loss: PreferenceConfig) -> None:
+    for leaf, value, neutral in (
+        ("wpo", str(loss.wpo).lower(), "false"),
+        ("ld_alpha", loss.ld_alpha, 1.0),
+        ("margin_weight", loss.margin_weight, 0.0),
+    ):
+        if value != neutral and leaf not in loss.fits:
+            fit = [f"loss={name}" for name, kind in KINDS["loss"].items()
+                   if issubclass(kind, PreferenceConfig) and leaf in kind.fits]  # fmt: skip
+            raise ConfigError(
+                f"loss.{leaf}={value}: has no meaning for loss={loss.name}. Leave it out, or use one of the losses "
+                f"that it fits: {', '.join(fit)}."
+            )
+
+
+def _check_lengths(loss: PreferenceConfig) -> None:
+    """Refuse what needs the log-probabilities of whole answers, where some tokens of the longer answer count less."""
+    if loss.ld_alpha == 1:
+        return
+    if loss.sft_weight:
+        raise ConfigError(
+            f"loss.ld_alpha={loss.ld_alpha}: the supervised term of loss.sft_weight={loss.sft_weight} learns chosen "
+            f"answers as a whole. Use loss.sft_weight=0, or loss.ld_alpha=1."
+        )
+    if loss.wpo:
+        raise ConfigError(
+            f"loss.ld_alpha={loss.ld_alpha}: the weights of loss.wpo=true are those of whole answers. Use "
+            f"loss.wpo=false, or loss.ld_alpha=1."
+        )
