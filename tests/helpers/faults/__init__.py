@@ -71,7 +71,9 @@ CHECK = (
     "keys do not move on in the backward", "the head does not hand its gradient down", "the next step's rate",
     "mean logits", "rewards less their micro-batch's mean", "a value of some micro-batches only",
     "total tokens start anew", "FSDP2 does not accumulate", "heads in another order", "gradients of gathered keys",
-    "a pack ignores masks",
+    "a pack ignores masks", "bco_pair: the whole batch is the replica's", "bco_pair: the shift starts anew",
+    "dpo: tokens of the replica", "apo_zero: the tail counts masked tokens", "dpo_norm: the weights of WPO learn",
+    "aot_unpaired: another derivative",
 )  # fmt: skip
 
 ALL_FAULTS = {fault.name: fault for fault in (*FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE)}

@@ -1,0 +1,30 @@
+"""`verify` passes for every loss over pairs. What it finds around each is in tests/helpers/faults/losses.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlexp.config.load import compose_config
+from rlexp.config.schema import KINDS
+from rlexp.config.schema.losses import PreferenceConfig
+from rlexp.verify.verification import verify
+from tests.helpers.faults.base import FP64
+from tests.helpers.faults.losses import LOSSES, of
+
+HELD_OUT = ("data.eval_size=13", "train.eval_every=1")
+
+
+def test_every_loss_over_pairs_is_verified() -> None:
+    assert set(LOSSES) == {name for name, kind in KINDS["loss"].items() if issubclass(kind, PreferenceConfig)}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("mpo", "simpo") else pytest.mark.slow) for name in LOSSES]
+)
+def test_verify_passes(name: str) -> None:
+    """On two replicas of a ring of 2, with micro-batches, for three steps and the held-out pairs after each."""
+    result = verify(compose_config([*FP64, *HELD_OUT, *of(name)]), 3, lambda _line: None)
+    assert result.passed, result.failure
+    assert not result.not_held
+    assert result.float64 is not None
+    assert result.float64.gauge.largest["loss"] <= 1e-12
