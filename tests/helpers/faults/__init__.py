@@ -72,7 +72,7 @@ CHECK = (
     "mean logits", "rewards less their micro-batch's mean", "a value of some micro-batches only",
     "total tokens start anew", "FSDP2 does not accumulate", "heads in another order", "gradients of gathered keys",
     "a pack ignores masks", "bco_pair: the whole batch is the replica's", "bco_pair: the shift starts anew",
-    "dpo: tokens of the replica", "apo_zero: the tail counts masked tokens", "dpo_norm: the weights of WPO learn",
+    "dpo: tokens of the replica", "apo_zero: the tail counts masked tokens",
     "aot_unpaired: another derivative",
 )  # fmt: skip
 

@@ -111,6 +111,30 @@ def added(logps: Sides) -> Sides:
     return {**logps, "rejected": -logps["rejected"]}
 
 
+def through_the_shift(original: Any, self: Any, values: Values) -> Any:
+    """Let the gradient pass through the mean of the rewards."""
+    shift = (
+        self.beta * torch.cat([values.logps[side] - values.reference[side] for side in ("chosen", "rejected")]).mean()
+    )
+    losses_E = original(self, values)
+    return losses_E + (shift - shift.detach()) * 0.1
+
+
+def learning_weights(original: Any, self: Any, values: Values) -> Any:
+    """Let the gradient pass through the weights of the pairs."""
+
+    def kept(_of: Any) -> Callable[..., Any]:
+        def weight(values: Values) -> Any:
+            means = [(values.logps[side] - values.likelihoods[side]) / values.tokens[side]
+                     for side in ("chosen", "rejected")]  # fmt: skip
+            return torch.exp(means[0] + means[1])
+
+        return weight
+
+    losses = Seeing({"on_policy_weight": kept}).of(original, lambda: None)(self, values)
+    return replace(losses, metrics_E={name: each.detach() for name, each in losses.metrics_E.items()})
+
+
 FORMULA_FAULTS = (
     *in_formulas(),
     one("the rejected answer is added", DPO,
@@ -135,6 +159,9 @@ FORMULA_FAULTS = (
         with_values(held_out=lambda _values: True), "", ALGOS),
     one("the shift forgets the batches before", "algos.bco_pair:BCOPair.carried",
         with_values(carried=lambda _values: {}), "", ALGOS),
+    one("the gradient passes through the shift", "algos.bco_pair:BCOPair.losses", through_the_shift, "", ALGOS),
+    one("the gradient passes through the weights of WPO", "algos.preference:Preference.__call__", learning_weights, "",
+        ALGOS),
     one("the shift learns of what is held out", "algos.bco_pair:BCOPair.carried",
         with_values(held_out=lambda _values: False), "", ALGOS),
     one("margins are not sorted", "algos.aot:of_the_same_rank",

@@ -93,31 +93,6 @@ def forgetful(original: Any, self: Any, values: Any) -> None:
     self.task.carried = {}
 
 
-def through_the_shift(original: Any, self: Any, values: Any) -> Any:
-    """Let the gradient pass through the mean of the rewards."""
-    shift = (
-        self.beta * torch.cat([values.logps[side] - values.reference[side] for side in ("chosen", "rejected")]).mean()
-    )
-    losses_E = original(self, values)
-    return losses_E + (shift - shift.detach()) * 0.1
-
-
-def learning_weights(original: Any, self: Any, values: Any) -> Any:
-    """Let the gradient pass through the weights of the pairs."""
-    weights: list[Any] = []
-
-    def kept(_of: Any) -> Callable[..., Any]:
-        def weight(values: Values) -> Any:
-            means = [(values.logps[side] - values.likelihoods[side]) / values.tokens[side]
-                     for side in ("chosen", "rejected")]  # fmt: skip
-            weights.append(torch.exp(means[0] + means[1]))
-            return weights[-1]
-
-        return weight
-
-    return Seeing({"on_policy_weight": kept}).of(original, lambda: None)(self, values)
-
-
 def tail_of_all(_original: Any, example: Any, weight: float) -> list[Any]:
     """Weigh tokens by their places among all of the answer's, with those that are masked."""
     lengths = [len(answer) for answer, _ in example.answers]
@@ -154,15 +129,11 @@ LOSS_FAULTS = (
         *of("dpo")),
     one("dpo: the supervised term is not divided", OFFLINE + "OfflineStep.values",
         with_mean_tokens(lambda *_: 1.0), "loss", TRAIN, *of("dpo")),
-    one("bco_pair: the shift learns", "algos.bco_pair:BCOPair.losses", through_the_shift, "loss", ALGOS,
-        *of("bco_pair")),
     one("bco_pair: the shift starts anew", OFFLINE + "OfflineStep.finish", forgetful, "loss", TRAIN, *of("bco_pair"),
         step=2),
     one("bco_pair: held-out pairs move the shift", OFFLINE + "OfflineTask.evaluate",
         Seeing({"OfflineStep": Given(lambda made, self, *_: lambda *args, **_kwargs: made(*args))}), "metrics", TRAIN,
         *of("bco_pair"), "data.eval_size=13", "train.eval_every=1"),
-    one("dpo_norm: the weights of WPO learn", "algos.preference:Preference.__call__", learning_weights, "loss", ALGOS,
-        *of("dpo_norm")),
     one("apo_zero: the tail counts masked tokens", OFFLINE + "tail_weights", tail_of_all, "log-probabilities", TRAIN,
         *of("apo_zero"), base=ON_ROWS),
 )  # fmt: skip

@@ -54,6 +54,20 @@ def test_the_curve_goes_on_in_float64(straight: Curve, tmp_path: Path, one: Wher
     assert excesses(straight, curve) == []
 
 
+@pytest.mark.parametrize("stop", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["in an epoch", "in the next one"])
+def test_what_a_loss_carries_over_goes_on_in_float64(tmp_path: Path, stop: int) -> None:
+    """The mean of all rewards so far of bco_pair, from a ring of 2 to a ring of 4. A mean that starts anew is seen."""
+    asked = (*FEWER, "loss=bco_pair", "train.eval_every=1")
+    straight = curve_of(run(Where("torch", 1, 1, "fp64"), tmp_path / "straight", *asked))
+    begun = run(Where("torch", 2, 1, "fp64"), tmp_path / "run", *asked, f"train.stop_after={stop}")
+    saved = json.loads((checkpoint.latest_first(begun)[0] / checkpoint.POSITION).read_text())
+    assert saved["task"]["carried"]["bco_pair/answers"] == 2 * 4 * stop
+    curve = curve_of(run(Where("torch", 4, 1, "fp64"), begun, *asked))
+    assert excesses(straight, curve) == []
+    shifts = [row["train/bco_pair/shift"] for row in straight.rows]
+    assert min(abs(one - other) for one, other in zip(shifts, shifts[1:], strict=False)) > 1e-6
+
+
 @pytest.mark.slow
 def test_across_engines_twice_stopped_in_float32(straight: Curve, tmp_path: Path) -> None:
     place = tmp_path / "run"
