@@ -43,7 +43,7 @@ def identity(cfg: Config) -> dict[str, Any]:
             keys[key] = {"path": str(value), "contents": _rows(str(value))}
         elif key == "model.chat_template" and value is not None:
             keys[key] = {"path": str(value), "contents": of_file(Path(value).expanduser())}
-        elif key in ("model.path", "reward.path") or re.fullmatch(r"reward\.terms\..*\.path", key):
+        elif re.fullmatch(r"(model|reference|reward|reward\.terms\..*)\.path", key) and value is not None:
             keys[key] = {"path": str(value), "contents": of_model(Path(value).expanduser())}
     return keys
 

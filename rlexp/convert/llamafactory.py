@@ -17,7 +17,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("stage", "loss=dpo", ""),
     worked_out("model_name_or_path", "model=hf, model.path", ""),
     taken("trust_remote_code", "model.trust_remote_code"),
-    absent("ref_model", "the reference is the model at the start", until="reference.path reference=hf"),
+    taken("ref_model", "reference.path"),
     absent("finetuning_type", "all weights are trained: LoRA is not here, and a full fine-tuning wants a smaller rate",
            "full", until=LORA_NOT_YET),
     absent("lora_rank lora_alpha lora_dropout lora_target use_rslora use_dora additional_target loraplus_lr_ratio",

@@ -33,8 +33,7 @@ BY_GROUP = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
 RULES: tuple[Rule, ...] = (
     # the model
     worked_out("model.model_name_or_path actor.model_name_or_path pretrain", "model=hf, model.path", ""),
-    absent("ref.model_name_or_path ref_pretrain", "the reference is the model at the start",
-           until="reference.path reference=hf"),
+    taken("ref.model_name_or_path ref_pretrain", "reference.path"),
     taken("ds.param_dtype param_dtype", "train.precision", default="bf16"),
     worked_out("bf16", "train.precision", ""),
     taken("ds.attn_implementation attn_implementation", "parallel.kernel", to=kernel_of),

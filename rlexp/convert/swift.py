@@ -17,7 +17,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("rlhf_type", "loss=dpo", ""),
     worked_out("model", "model=hf, model.path", ""),
     taken("model_revision", "model.revision"),
-    absent("ref_model", "the reference is the model at the start", until="reference.path reference=hf"),
+    taken("ref_model", "reference.path"),
     worked_out("torch_dtype", "train.precision", "bfloat16 is bf16, float32 is fp32"),
     absent("tuner_type train_type", "all weights are trained: LoRA is not here, and a full fine-tuning wants a "
            "smaller rate",

@@ -18,6 +18,7 @@ from rlexp.config.sizes import divisors
 from rlexp.preflight.changes import Change, cost, singles
 from rlexp.preflight.children import Calls, at_once
 from rlexp.preflight.longest_that_fits import STEP, Longest, fit_like, predict_and_fit, room, with_length
+from rlexp.preflight.other_reference import refuse_unlike_reference
 from rlexp.preflight.predict import Found, Prediction, plan_of, rehearsals
 from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
 from rlexp.preflight.rehearsal.log import Log
@@ -56,6 +57,7 @@ def answer(overrides: Sequence[str]) -> Answer:
     """Rehearse a configuration, then the same on other rings and with single changes."""
     cfg = compose_elsewhere(overrides)
     model = load_config(cfg.model, cfg.data.max_length)
+    refuse_unlike_reference(cfg, model)
     preload()  # rehearsals are forked from this process
     found: Answer
     (found,) = at_once([answering(cfg, model, overrides)], len(os.sched_getaffinity(0)))

@@ -102,8 +102,10 @@ def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str
     from rlexp.preflight import remedy, report
     from rlexp.preflight.children import at_once
     from rlexp.preflight.longest_that_fits import room
+    from rlexp.preflight.other_reference import refuse_unlike_reference
     from rlexp.preflight.rehearsal.rehearse import preload
 
+    refuse_unlike_reference(cfg, model)
     preload()  # rehearsals are forked from this process
     (taken,) = at_once([remedy.first_that_fits(cfg, model)], len(os.sched_getaffinity(0)))
     asked = (taken.found or remedy.whole(remedy.tried([taken.cfg], model)[0])).prediction

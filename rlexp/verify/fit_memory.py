@@ -22,7 +22,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlexp.base.errors import ModelError
 from rlexp.config.checks.layout import Choice, choose, heads_in
-from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, ModelConfig, TinyModelConfig
+from rlexp.config.checks.reference import model_of_reference
+from rlexp.config.schema import (
+    Config,
+    Device,
+    HFModelConfig,
+    LayoutName,
+    ModelConfig,
+    ReferenceConfig,
+    TinyModelConfig,
+)
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.sampler import Batch, total_steps
 from rlexp.training.model.first_layers import first_layers
@@ -54,6 +63,7 @@ class VerifyPlan:
     free: int
     choice: Choice  # the run's own layout; the estimate depends on the precision, and float64 must not change it
     model: ModelConfig
+    reference: ReferenceConfig  # its path is a folder that is loaded as it is
 
     @property
     def said(self) -> str | None:
@@ -73,7 +83,7 @@ def plan_rank(spec: RankSpec, cfg: Config, steps: int, folder: Path) -> VerifyPl
 
 def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> VerifyPlan:
     """Read the data as the run will, so that its errors come first; then choose the number of layers."""
-    cfg = dataclasses.replace(cfg, model=prepared(cfg.model))
+    cfg = dataclasses.replace(cfg, model=prepared(cfg.model), reference=_prepared_reference(cfg))
     examples = read_examples(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE))
     train, held_out = examples.train, examples.held_out
     sampler = sampler_of(cfg, cfg.loss.rows, len(train), examples.mixture)
@@ -94,14 +104,23 @@ def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> VerifyPlan:
     _refuse_small_disk(parameters, steps, folder)
     choice = choose(cfg, heads_in(config.to_dict()))
     model = _cut(cfg.model, layers, folder) if layers < full else cfg.model
-    return VerifyPlan(steps, len(held_out), layers, full, parameters, longest, need, free, choice, model)
+    return VerifyPlan(steps, len(held_out), layers, full, parameters, longest, need, free, choice, model, cfg.reference)
 
 
 def shrunk(cfg: Config, plan: VerifyPlan) -> Config:
     """The configuration with the model that fits, and with the name of the run's layout instead of `auto`."""
     inner = plan.choice.ulysses_size if plan.choice.layout is LayoutName.hybrid else None
     parallel = dataclasses.replace(cfg.parallel, layout=plan.choice.layout, ulysses_size=inner)
-    return dataclasses.replace(cfg, parallel=parallel, model=plan.model)
+    return dataclasses.replace(cfg, parallel=parallel, model=plan.model, reference=plan.reference)
+
+
+def _prepared_reference(cfg: Config) -> ReferenceConfig:
+    """Return what is compared with as an ordinary folder or hub name, which gets the policy's new tokens."""
+    if cfg.reference.path is None:
+        return cfg.reference
+    model = prepared(model_of_reference(cfg))
+    assert isinstance(model, HFModelConfig)
+    return dataclasses.replace(cfg.reference, path=model.path, revision=model.revision)
 
 
 def held_out_of(cfg: Config, there: int) -> int:
@@ -139,17 +158,24 @@ def _counter(config: Any, tokens: int, cfg: Config) -> Callable[[int], tuple[int
     inner = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     per_token = PER_WIDTH * int(text.hidden_size) + PER_INNER * inner
     holders = 2 if cfg.launch.device is Device.cuda else cfg.parallel.world_size + 1
+    other = 0  # parameters of a reference model that is not the starting model: it stays whole
+    if cfg.reference.path is not None:
+        other = _parameters(cfg, load_config(model_of_reference(cfg), cfg.data.max_length))
+
+    def count(layers: int) -> tuple[int, int]:
+        parameters = _parameters(cfg, first_layers(config, layers))
+        return parameters, 8 * (holders * (NUMBERS * parameters + other) + tokens * layers * per_token)
+
+    return count
+
+
+def _parameters(cfg: Config, config: Any) -> int:
     trusted = (
         {"trust_remote_code": True} if isinstance(cfg.model, HFModelConfig) and cfg.model.trust_remote_code else {}
     )
-
-    def count(layers: int) -> tuple[int, int]:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(first_layers(config, layers), dtype=torch.float32, **trusted)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        return parameters, 8 * (holders * NUMBERS * parameters + tokens * layers * per_token)
-
-    return count
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trusted)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _refusal(cfg: Config, layers: int, parameters: int, need: int, free: int) -> str:

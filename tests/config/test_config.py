@@ -118,6 +118,9 @@ def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
     assert load.from_file(tmp_path / "config.yaml") == cfg
 
 
+NAMED = ("model=hf", "model.path=org/name")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -133,6 +136,16 @@ def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
         (["model.hidden_size=60"], "model.hidden_size=60"),
         (["data.eval_size=0", "train.eval_every=2"], "train.eval_every=2: there is no held-out data"),
         (["model=hf", "model.path=/nowhere/at/all"], "model.path=/nowhere/at/all: no such folder"),
+        (["reference.path=org/name"], "reference.path=org/name: is a model of transformers, and model=tiny has"),
+        (["reference.revision=v2"], "reference.revision=v2: is of the model in reference.path, which is not given"),
+        ([*NAMED, "reference.path=/nowhere/at/all"], "reference.path=/nowhere/at/all: no such folder"),
+        ([*NAMED, "reference.path=/", "reference.revision=v2"], "reference.revision=v2: is for hub names"),
+        ([*NAMED, "reference.path=org/other", "reference.revision=' '"], "reference.revision=: is empty"),
+        ([*NAMED, "reference.path=org/other", "loss=simpo"], "loss=simpo compares the policy with no reference model."),
+        (
+            [*NAMED, "reference.path=org/other", "loss=grpo", "loss.beta=0", "reward.text=a"],
+            "reference.path=org/other: loss=grpo compares the policy with no reference model while loss.beta=0.",
+        ),
         (["data.max_length=1"], "data.max_length=1"),
         (["launch.time_limit=4"], "launch.time_limit=4: must be a time greater than 0 with its unit"),
         (["engine.chosen=mine"], "engine.chosen=mine: rlexp sets it, with engine=auto. Leave it out."),

@@ -286,6 +286,22 @@ def real(shared: Path, data: str, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
+def test_another_reference_model_passes(shared: Path, tmp_path: Path) -> None:
+    """One of another size, whose vocabulary is the policy's. With the starting weights in its place it would fail."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(f"{shared}/models/stories260K")
+    other = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    AutoModelForCausalLM.from_config(type(model.config)(**{**model.config.to_dict(), **other})).save_pretrained(
+        tmp_path
+    )
+    overrides = real(shared, f"{shared}/data/hh_helpful_base/test.jsonl", "parallel=ring2", "data.max_length=512",
+                     "data.too_long=drop", "train.batch_size=4", f"reference.path={tmp_path}")  # fmt: skip
+    verdict = verify(compose_config(overrides), 2, quiet)
+    assert verdict.passed, failure_in_words(verdict.failure)
+
+
+@pytest.mark.slow
 def test_a_real_model_on_real_pairs_passes(shared: Path) -> None:
     overrides = real(shared, f"{shared}/data/hh_helpful_base/test.jsonl", "parallel=ring4", "data.max_length=512",
                      "data.too_long=drop", "train.batch_size=4", "optim.lr=1e-4")  # fmt: skip

@@ -15,6 +15,7 @@ from rlexp.config.checks.kernel import check_kernel
 from rlexp.config.checks.layout import check_layout, heads_of
 from rlexp.config.checks.loss import check_loss
 from rlexp.config.checks.model import check_pretrained
+from rlexp.config.checks.reference import check_reference
 from rlexp.config.checks.rewards import check_reward
 from rlexp.config.checks.rollout import check_rollout, minibatches
 from rlexp.config.hardware import visible_gpus
@@ -45,6 +46,7 @@ def check(cfg: Config, *, here: bool = True) -> None:
     check_backend(cfg, heads, here=here)
     check_layout(cfg, heads)
     check_kernel(cfg, heads, here=here)
+    check_reference(cfg, here=here)
     check_rollout(cfg, here=here)
     check_loss(cfg)
     check_reward(cfg)

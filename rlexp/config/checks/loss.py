@@ -13,4 +13,4 @@ def check_loss(cfg: Config) -> None:
         case PolicyLossConfig() as loss:
             check_policy_loss(cfg, loss)
         case PreferenceConfig() as loss:
-            check_preference(cfg, loss)
+            check_preference(loss)

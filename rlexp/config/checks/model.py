@@ -24,17 +24,23 @@ def check_pretrained(model: HFModelConfig, *, here: bool) -> None:
     check_model_path("model.path", model.path)
     folder = Path(model.path).expanduser()
     local = is_dir(folder)
-    if model.revision is not None and local:
-        raise ConfigError(
-            f"model.revision={model.revision}: is for hub names, and model.path={model.path} is a folder. "
-            f"Leave model.revision out."
-        )
-    if model.revision is not None and not model.revision.strip():
-        raise ConfigError("model.revision=: is empty. Give a branch, a tag or a commit, or leave it out.")
+    check_revision("model", model.path, model.revision)
     _check_gguf(model, folder if local else None, here=here)
     _check_tokens(model, folder if local else None)
     if model.chat_template is not None:
         check_template("model.chat_template", model.chat_template)
+
+
+def check_revision(group: str, path: str, revision: str | None) -> None:
+    if revision is None:
+        return
+    if is_dir(Path(path).expanduser()):
+        raise ConfigError(
+            f"{group}.revision={revision}: is for hub names, and {group}.path={path} is a folder. "
+            f"Leave {group}.revision out."
+        )
+    if not revision.strip():
+        raise ConfigError(f"{group}.revision=: is empty. Give a branch, a tag or a commit, or leave it out.")
 
 
 # ---- the GGUF file ----

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from rlexp.base.errors import ConfigError
-from rlexp.config.schema import KINDS, Config
-from rlexp.config.schema.loss_terms import compares
+from rlexp.config.schema import KINDS
+from rlexp.config.schema.loss_terms import loss_terms
 from rlexp.config.schema.losses import PreferenceConfig
 
 
-def check_preference(cfg: Config, loss: PreferenceConfig) -> None:
+def check_preference(loss: PreferenceConfig) -> None:
     """Refuse modifiers that have no meaning for the loss, or none together, and terms that cannot be added up."""
     _check_modifiers(loss)
     _check_lengths(loss)
-    compared, path = compares(loss), getattr(cfg.reference, "path", None)
-    if path is not None and not compared:
-        raise ConfigError(
-            f"reference.path={path}: loss={loss.name} compares the policy with no reference model. Leave it out, or "
-            f"use a loss that does (loss=dpo, loss=ipo, …)."
-        )
+    loss_terms(loss)
 
 
 def _check_modifiers(loss: PreferenceConfig) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -284,6 +284,8 @@ class TinyModelConfig(ModelConfig):
 
 @dataclass
 class HFModelConfig(ModelConfig):
+    group: ClassVar[str] = "model"  # whose `path` names it, for messages
+
     name: str = "hf"
     path: str = MISSING  # a folder, or a hub name
     revision: str | None = None  # a hub model's branch, tag or commit; null: its main branch
@@ -406,6 +408,9 @@ class OptimConfig:
 @dataclass
 class ReferenceConfig:
     name: ReferenceName = ReferenceName.model  # the reference model, chosen by reference=NAME
+    # folder or hub name of the reference model, with model=hf; null: the weights that training starts from
+    path: str | None = None
+    revision: str | None = None  # a hub model's branch, tag or commit; null: its main branch
 
 
 class CountTensors(Enum):

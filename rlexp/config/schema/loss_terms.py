@@ -11,7 +11,7 @@ from rlexp.config.schema import KINDS
 from rlexp.config.schema.bounds import check_bounds
 from rlexp.config.schema.entries import typed_entry
 from rlexp.config.schema.keys import suggestion
-from rlexp.config.schema.losses import MPOConfig, PreferenceConfig
+from rlexp.config.schema.losses import LossConfig, MPOConfig, PolicyLossConfig, PreferenceConfig
 
 OF_THE_SUM = ("sft_weight", "wpo", "ld_alpha", "margin_weight")  # keys of the whole loss, not of a term
 TERMS = [
@@ -49,9 +49,15 @@ def loss_terms(loss: PreferenceConfig) -> list[LossTerm]:
     return [term for term in terms if term.weight]
 
 
-def compares(loss: PreferenceConfig) -> bool:
+def compares(loss: LossConfig) -> bool:
     """Return whether the policy is compared with a reference model, in some term."""
-    return any(term.cfg.compares for term in loss_terms(loss))
+    match loss:
+        case PreferenceConfig():
+            return any(term.cfg.compares for term in loss_terms(loss))
+        case PolicyLossConfig(beta=beta):
+            return beta > 0
+        case _:
+            return False
 
 
 def _term(loss: MPOConfig, key: str, keys: Any) -> LossTerm:

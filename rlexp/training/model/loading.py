@@ -100,7 +100,7 @@ def load_model(
                     output_loading_info=True,
                     **(_experts(config) if float64 else {}),
                 )
-            _refuse_random("model.path", cfg.path, info)
+            _refuse_random(f"{cfg.group}.path", cfg.path, info)
         case _:
             unset_hf_deepspeed_config()
             with torch.random.fork_rng(devices=[]):
@@ -269,7 +269,7 @@ def _pretrained(factory: Any, cfg: HFModelConfig, **kwargs: Any) -> Any:
     asked = prepared(cfg)
     assert isinstance(asked, HFModelConfig)
     revision = {} if asked.revision is None else {"revision": asked.revision}
-    return _from_hub(factory, asked.path, asked.trust_remote_code, **revision, **kwargs)
+    return _from_hub(factory, asked.path, asked.trust_remote_code, key=f"{cfg.group}.path", **revision, **kwargs)
 
 
 def _from_hub(
@@ -278,7 +278,7 @@ def _from_hub(
     trust_remote_code: bool,
     *,
     what: str = "causal model",
-    key: str = "model.path",
+    key: str,
     **kwargs: Any,
 ) -> Any:
     name = str(Path(path).expanduser()) if path.startswith("~") else path

@@ -72,8 +72,8 @@ def _folder(cfg: HFModelConfig) -> Path:
             snapshot_download(cfg.path, revision=cfg.revision, allow_patterns=["*.bin"])
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"model.path={cfg.path}: is no folder, and cannot be fetched from the hub ({type(error).__name__}: "
-            f"{first_line(error)}). Give a model's folder, or a hub name and, if need be, its model.revision."
+            f"{cfg.group}.path={cfg.path}: is no folder, and cannot be fetched from the hub ({type(error).__name__}: "
+            f"{first_line(error)}). Give a model's folder, or a hub name and, if need be, its {cfg.group}.revision."
         ) from error
     if cfg.gguf is not None and not (folder / cfg.gguf).is_file():
         raise ModelError(f"model.gguf={cfg.gguf}: no such file in model.path={cfg.path} on the hub.")

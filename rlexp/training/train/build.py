@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from rlexp.base.engine_facts import ENGINES
+from rlexp.base.errors import ModelError
+from rlexp.base.kernel_needs import fits
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.kernel import check_kernel
 from rlexp.config.checks.layout import choose, heads_in
+from rlexp.config.checks.reference import check_heads, model_of_reference
 from rlexp.config.schema import (
     BackendName,
     Config,
@@ -96,10 +99,12 @@ def build(
     kernel = sources.kernel(cfg.parallel.kernel.value, device.type, dtype, heads.size if heads else None)
     tokenizer = sources.tokenizer(cfg.model)
     task = (task_of or build_task)(cfg, tokenizer, world, bridge)
-    probing(
-        cfg.model, model_config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
-        device=device,
-    )  # fmt: skip
+    models = models_of(cfg, model_config, task.needs, kernel, sources)
+    for model, config in models:
+        probing(
+            model, config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
+            device=device,
+        )  # fmt: skip
     policy = build_policy(cfg, model_config, device, task.needs, placing_for(cfg, device, world), sources)
     refuse_foreign_tokens(task.examples, policy.model.get_input_embeddings().num_embeddings)
     if cfg.memory.checkpointing:
@@ -120,8 +125,9 @@ def build(
     reference = None
     if task.needs.reference:  # after the engine, which needs more memory for a moment while it is built
         placing = placing_for(cfg, device, world, frozen=True)
-        starting = build_policy(cfg, model_config, device, task.needs.frozen, placing, sources)
-        reference = build_reference(cfg, starting, dtype, world)
+        model, config = models[-1]
+        frozen = build_policy(replace(cfg, model=model), config, device, task.needs.frozen, placing, sources)
+        reference = build_reference(cfg, frozen, dtype, world)
     if task.needs.decoding:
         sources.decoding_probe(cfg.model, model_config, cfg.data.max_length, device)
     task.start(run, reference)
@@ -232,8 +238,37 @@ def build_engine(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: W
             return build_zero(cfg, policy, optim, world, dtype)
 
 
+def models_of(
+    cfg: Config, policy_config: Any, needs: Needs, kernel: BlockKernel, sources: Sources
+) -> list[tuple[ModelConfig, Any]]:
+    """Return the policy with its transformers configuration, and the model in reference.path with its own.
+
+    A reference model that cannot stand beside the policy is refused.
+    """
+    policy = (cfg.model, policy_config)
+    if cfg.reference.path is None or not needs.reference:
+        return [policy]
+    model = model_of_reference(cfg)
+    config = sources.model_config(model, cfg.data.max_length)
+    ours, theirs = (each.get_text_config().vocab_size for each in (policy_config, config))
+    if ours != theirs:
+        raise ModelError(
+            f"reference.path={model.path}: has a vocabulary of {theirs} tokens, and the policy of {ours}. Give a "
+            f"reference model with the policy's tokenizer."
+        )
+    heads = heads_in(config.to_dict())
+    check_heads(cfg, heads, here=False)
+    choose(cfg, heads)
+    if heads is not None and not fits(kernel.name, heads.size):
+        raise ModelError(
+            f"reference.path={model.path}: has heads of size {heads.size}, which the policy's kernel, {kernel.name}, "
+            f"does not take. Use parallel.kernel=plain."
+        )
+    return [policy, (model, config)]
+
+
 def build_reference(cfg: Config, starting: Policy, dtype: torch.dtype, world: World) -> Reference:
-    """Freeze the starting weights, in the dtype that computes; in pieces where the engine holds them so."""
+    """Freeze the reference's weights, in the dtype that computes; in pieces where the engine holds them so."""
     starting.eval().requires_grad_(False)
     match cfg.engine.name:
         case EngineName.zero3:

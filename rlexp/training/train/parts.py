@@ -21,7 +21,7 @@ from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.train.schedule import Schedule
 from rlexp.training.types import Ids, Pack, Shard, TokenLogps
 
-Reference = Callable[[Shard], TokenLogps]  # the starting weights, frozen
+Reference = Callable[[Shard], TokenLogps]  # the frozen model that the policy is compared with
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ Shape letters: T tokens of one sequence, n of its answer, V vocabulary, E width,
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,14 +43,14 @@ FLOOR = 1e-6  # added to the norm when clipping, as by torch's clip_grad_norm_
 
 
 class Reference:
-    """The trained model and the one it started as, stepped in one process."""
+    """The trained model, stepped in one process, and the one that it is compared with: as it started, or another."""
 
     def __init__(self, cfg: Config, loss: Loss, tokenizer: Any) -> None:
         self.cfg = cfg
         self.device = torch.device("cuda" if cfg.launch.device is Device.cuda else "cpu")
         self.loss, self.carried = loss, dict[str, float]()
         self.policy = load(cfg, self.device)
-        self.start = load(cfg, self.device) if self.loss.asks.reference else None
+        self.start = load(_of_reference(cfg), self.device) if self.loss.asks.reference else None
         self.parameters = dict(self.policy.named_parameters())
         for name, parameter in self.parameters.items():
             parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in cfg.model.freeze))
@@ -195,6 +196,15 @@ def load_tokenizer(cfg: Config) -> Any:
         tokenizer.chat_template = Path(cfg.model.chat_template).expanduser().read_text(encoding="utf-8")
     tokenizer.model_max_length = 1 << 60  # silence its warning: data.max_length decides
     return tokenizer
+
+
+def _of_reference(cfg: Config) -> Config:
+    """Return a configuration whose model is the one that the policy is compared with."""
+    if cfg.reference.path is None:
+        return cfg
+    assert isinstance(cfg.model, HFModelConfig)
+    other = dataclasses.replace(cfg.model, path=cfg.reference.path, revision=cfg.reference.revision)
+    return dataclasses.replace(cfg, model=other)
 
 
 def load(cfg: Config, device: torch.device, attention: str | None = None) -> Any:

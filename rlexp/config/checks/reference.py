@@ -1,0 +1,69 @@
+"""Rules for a reference model that is another than the one that training starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from rlexp.base.errors import ConfigError
+from rlexp.config.checks.backend import check_backend
+from rlexp.config.checks.files import check_model_path
+from rlexp.config.checks.kernel import check_kernel
+from rlexp.config.checks.layout import Heads, check_layout, heads_of
+from rlexp.config.checks.model import check_revision
+from rlexp.config.schema import Config, HFModelConfig
+from rlexp.config.schema.loss_terms import compares
+
+
+@dataclass
+class ReferenceModelConfig(HFModelConfig):
+    """The model in reference.path."""
+
+    group: ClassVar[str] = "reference"
+
+
+def check_reference(cfg: Config, *, here: bool = True) -> None:
+    """Refuse a reference model that is not there, that nothing is compared with, or that cannot run as the policy."""
+    path, revision = cfg.reference.path, cfg.reference.revision
+    if path is None:
+        if revision is not None:
+            raise ConfigError(
+                f"reference.revision={revision}: is of the model in reference.path, which is not given. Give it, or "
+                f"leave reference.revision out."
+            )
+        return
+    if not isinstance(cfg.model, HFModelConfig):
+        raise ConfigError(
+            f"reference.path={path}: is a model of transformers, and model={cfg.model.name} has a vocabulary of its "
+            f"own. Use model=hf model.path=FOLDER, or leave reference.path out."
+        )
+    if not compares(cfg.loss):
+        raise ConfigError(
+            f"reference.path={path}: loss={cfg.loss.name} compares the policy with no reference model"
+            f"{' while loss.beta=0' if cfg.loss.draws else ''}. Leave reference.path out."
+        )
+    check_model_path("reference.path", path)
+    check_revision("reference", path, revision)
+    check_heads(cfg, heads_of(model_of_reference(cfg)), here=here)
+
+
+def check_heads(cfg: Config, heads: Heads | None, *, here: bool = True) -> None:
+    """Refuse heads that the run's layout, kernel or backend cannot take. The message says whose they are."""
+    try:
+        check_backend(cfg, heads, here=here)
+        check_layout(cfg, heads)
+        check_kernel(cfg, heads, here=here)
+    except ConfigError as error:
+        raise ConfigError(f"reference.path={cfg.reference.path}: runs as the policy does. {error}") from None
+
+
+def model_of_reference(cfg: Config) -> ReferenceModelConfig:
+    """Return the configuration by which the model in reference.path is loaded: the policy's, at another place.
+
+    A GGUF file lies in model.path, and nothing of a reference is trained.
+    """
+    assert isinstance(cfg.model, HFModelConfig)
+    assert cfg.reference.path is not None
+    keys = {each.name: getattr(cfg.model, each.name) for each in fields(HFModelConfig)}
+    keys |= {"path": cfg.reference.path, "revision": cfg.reference.revision, "gguf": None, "freeze": []}
+    return ReferenceModelConfig(**keys)
