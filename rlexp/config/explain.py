@@ -163,7 +163,7 @@ def _bad_value(text: str, links: list[BaseException]) -> str | None:
             cause = reason.rpartition("resolving interpolation: ")[2]
             return f"{said}: cannot be resolved ({cause.rstrip('.')}). {_remedy(key)}"
         kind = next((kind for told, kind in _KINDS.items() if told in reason), None)
-        return f"{said}: {rule(key) or (f'must be {kind}.' if kind else f'{reason}. {_remedy(key)}')}"
+        return f"{said}: {rule(key, link.object_type) or (f'must be {kind}.' if kind else f'{reason}. {_remedy(key)}')}"
     return f"{override.group(1)}={override.group(2)}: cannot be set ({' '.join(text.split())})." if override else None
 
 

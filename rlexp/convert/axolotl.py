@@ -1,4 +1,4 @@
-"""axolotl: a yaml with `rl: dpo`."""
+"""axolotl: a yaml with `rl: dpo`, or ipo, orpo, simpo."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from pathlib import PurePosixPath
 from typing import Any
 
-from rlexp.convert import huggingface, launchers
-from rlexp.convert.huggingface import LORA_NOT_YET, LOSSES_NOT_YET
+from rlexp.convert import huggingface, launchers, preference
+from rlexp.convert.huggingface import LORA_NOT_YET
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
 
-TRAINERS = ("dpo",)
+TRAINERS = ("dpo", "ipo", "orpo", "simpo")
+OF_DPO = "dpo ipo"
 TOO_LONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 RING_FUNCTIONS = {"varlen_llama3": "allgather", "batch_zigzag": "zigzag", "batch_ring": "contiguous"}
 # Their names of arguments that transformers has too.
@@ -38,15 +39,21 @@ RULES: tuple[Rule, ...] = (
     absent("lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear lora_modules_to_save peft_use_dora",
            "LoRA is not here", until=LORA_NOT_YET),
     absent("load_in_8bit load_in_4bit", "weights are not quantized", False, until="quant"),
-    worked_out("rl", "loss=dpo", ""),
+    worked_out("rl", "loss", "dpo, ipo, orpo or simpo"),
     worked_out("rl_beta", "loss.beta", ""),
     worked_out("trl", "loss.beta", "its beta comes before rl_beta; its other keys are for GRPO"),
-    taken("dpo_label_smoothing", "loss.label_smoothing", default=0.0),
-    absent("dpo_loss_type", huggingface.ONE_LOSS, ["sigmoid"], "sigmoid", until=LOSSES_NOT_YET),
-    absent("dpo_loss_weights", "there is one loss", [1.0]),
-    absent("dpo_use_weighting rpo_alpha dpo_use_logits_to_keep dpo_label_smoothing_mode", "it is not here", False, 0,
-           0.0),
-    needless("precompute_ref_log_probs dpo_padding_free dpo_use_liger_kernel", "the numbers are the same"),
+    worked_out("orpo_alpha", "loss.beta", "it is TRL's beta", of="orpo"),
+    worked_out("dpo_label_smoothing", "loss.label_smoothing", "", of=OF_DPO),
+    worked_out("dpo_loss_type", "loss, loss.normalize, loss.shift", preference.TYPES, of=OF_DPO,
+               until=preference.NOT_YET),
+    worked_out("dpo_loss_weights", "loss.terms, loss.sft_weight", "", of=OF_DPO),
+    worked_out("dpo_use_weighting", "loss.wpo", "", of=OF_DPO),
+    worked_out("rpo_alpha", "loss.sft_weight", "", of=OF_DPO),
+    worked_out("cpo_alpha", "loss.sft_weight", "their default is 1", of="simpo"),
+    worked_out("simpo_gamma", "loss.gamma", "", of="simpo"),
+    absent("dpo_label_smoothing_mode", "it is not here", of=OF_DPO),
+    needless("precompute_ref_log_probs dpo_use_logits_to_keep dpo_padding_free dpo_use_liger_kernel",
+             "the numbers are the same"),
     worked_out("context_parallel_size sequence_parallel_degree", "parallel.ring_size", "any layout has the same curve"),
     worked_out("ring_attn_func", "parallel.layout", ""),
     needless("heads_k_stride dp_shard_size dp_replicate_size", "the layout and the engine decide"),
@@ -110,8 +117,8 @@ def convert(conv: Conversion) -> None:
             f"the tokenizer's own template is used; if it is not {template}, give a file: model.chat_template=FILE",
         )
     conv.tell(Fate.NEEDLESS, "chat_template", "it is the tokenizer's own")
-    conv.choose("loss", "dpo", "rl")
     _beta(conv)
+    _loss(conv)
     _data(conv)
     rows = huggingface.held_out(conv, "val_set_size")
     huggingface.evaluation(conv, steps, rows, strategy="steps" if conv.get("eval_steps") else "no")
@@ -143,11 +150,29 @@ def _beta(conv: Conversion) -> None:
     if section.get("beta") is not None:
         conv.put("loss.beta", section["beta"], "trl", why="its beta")
         conv.tell(Fate.NEEDLESS, "rl_beta", "the beta of trl decides")
+    elif conv.trainer == "orpo" and conv.get("rl_beta") is None:
+        conv.put("loss.beta", conv.number("orpo_alpha", 0.1), "orpo_alpha")
     else:
         conv.put("loss.beta", conv.number("rl_beta", 0.1), "rl_beta")
+    for name in ("orpo_alpha", "rl_beta"):
+        conv.tell(Fate.NEEDLESS, name, f"{conv.values['loss.beta'].origin} decides")
     for name in section.keys() - {"beta"}:
-        conv.remark(Fate.ABSENT, f"trl: {name}", section[name], "no argument of rl: dpo")
+        conv.remark(Fate.ABSENT, f"trl: {name}", section[name], f"no argument of rl: {conv.trainer}")
     conv.tell(Fate.NEEDLESS, "trl", "its keys are listed one by one")
+
+
+def _loss(conv: Conversion) -> None:
+    names = preference.Names("dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing", weighting="dpo_use_weighting")
+    match conv.trainer:
+        case "ipo":
+            preference.choose(conv, names, types=["ipo"], by="rl")
+        case "orpo":
+            preference.without_reference(conv, "orpo", by="rl", told=preference.OF_PROMPTS)
+        case "simpo":
+            preference.without_reference(conv, "simpo", by="rl", weight_name="cpo_alpha")
+        case _:
+            preference.choose(conv, names, smoothed=preference.SMOOTHED | {"dpo"})
+    conv.tell(Fate.NEEDLESS, "rl", "the loss is chosen")
 
 
 def _ring(conv: Conversion, ring: int) -> None:

@@ -29,8 +29,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
 }
 OF_PYTHON = ("-m", "-u")  # options of `python -m trl`
 # Trainers whose files are recognized and refused, with the option of ours that would have them.
-NOT_YET = {"sft": "loss=sft", "kto": "loss=kto", "rm": "loss=reward", "reward": "loss=reward", "ipo": "loss=ipo",
-           "orpo": "loss=orpo", "simpo": "loss=simpo", "cpo": "loss=cpo"}  # fmt: skip
+NOT_YET = {"sft": "loss=sft", "kto": "loss=kto", "rm": "loss=reward", "reward": "loss=reward"}
 
 
 def converted(file: Path, trainer: str | None, gpus: int | None) -> Conversion:

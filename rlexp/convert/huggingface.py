@@ -32,9 +32,6 @@ METRICS = {
     "eval_rewards/accuracies": "eval/rewards/accuracies",
     "rewards/accuracies": "eval/rewards/accuracies",
 }
-ONE_LOSS = "sigmoid is the one preference loss here"
-# Options of ours that would have a preference loss that is refused.
-LOSSES_NOT_YET = "loss=ipo loss=hinge loss=kto loss=orpo loss=simpo loss=sft loss=apo_zero loss=robust loss=bco_pair"
 LORA_NOT_YET = "adapter lora"
 
 

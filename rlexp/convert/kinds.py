@@ -20,13 +20,14 @@ class WrongKind(Exception):
 
 
 @functools.cache
-def hints(key: str) -> tuple[type, ...]:
-    """Return the kinds of value that a key takes; nothing for a key of an open mapping."""
+def hints(key: str, option: str = "") -> tuple[type, ...]:
+    """Return the kinds of value that a key takes, with this option of its group; nothing for one of an open mapping."""
     group, _, leaf = key.partition(".")
     top = typing.get_type_hints(Config).get(group)
     if top is None:
         return ()
-    owners: tuple[Any, ...] = (*KINDS.get(group, {}).values(), top)
+    options = KINDS.get(group, {})
+    owners: tuple[Any, ...] = (options.get(option), *options.values(), top)
     if key.startswith(SOURCES):
         owners, leaf = (KINDS["data"]["hf"],), key.removeprefix(SOURCES).partition(".")[2]
     if not leaf:
@@ -43,9 +44,9 @@ def _parts(hint: Any) -> tuple[type, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
-def fitted(key: str, value: Any) -> Any:
-    """Return a value in the kind of our key."""
-    kinds = hints(key)
+def fitted(key: str, value: Any, option: str = "") -> Any:
+    """Return a value in the kind of our key, with this option of its group."""
+    kinds = hints(key, option)
     if not kinds or (value is None and type(None) in kinds):
         return value if kinds or isinstance(value, bool | int | float | str | None) else _of_open(key, value)
     kind: Any = next(each for each in kinds if each is not type(None))
@@ -71,7 +72,7 @@ def _of_open(key: str, value: Any) -> Any:
 def _composed(kind: Any, value: Any) -> Any:
     origin = typing.get_origin(kind)
     if origin is list:
-        inner = number if typing.get_args(kind) == (float,) else text
+        inner: Any = {float: number, Any: _same}.get(typing.get_args(kind)[0], text)
         if not isinstance(value, list | tuple):
             raise WrongKind("must be a list")
         return [inner(each) for each in value]
@@ -83,6 +84,10 @@ def _composed(kind: Any, value: Any) -> Any:
         names = [each.value for each in kind]
         if value not in names:
             raise WrongKind(f"must be one of {', '.join(map(str, names))}")
+    return value
+
+
+def _same(value: Any) -> Any:
     return value
 
 

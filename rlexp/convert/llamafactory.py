@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlexp.convert import huggingface, launchers
-from rlexp.convert.huggingface import LORA_NOT_YET, LOSSES_NOT_YET
+from rlexp.convert import huggingface, launchers, preference
+from rlexp.convert.huggingface import LORA_NOT_YET
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
 
 TRAINERS = ("dpo",)
 
 RULES: tuple[Rule, ...] = (
     *huggingface.RULES,
-    worked_out("stage", "loss=dpo", ""),
+    worked_out("stage", "loss", ""),
     worked_out("model_name_or_path", "model=hf, model.path", ""),
     taken("trust_remote_code", "model.trust_remote_code"),
     taken("ref_model", "reference.path"),
@@ -24,9 +24,12 @@ RULES: tuple[Rule, ...] = (
            "LoRA is not here", until=LORA_NOT_YET),
     absent("quantization_bit quantization_method", "weights are not quantized", until="quant"),
     taken("pref_beta", "loss.beta", default=0.1),
-    absent("pref_loss", huggingface.ONE_LOSS, "sigmoid", until=LOSSES_NOT_YET),
-    taken("dpo_label_smoothing", "loss.label_smoothing", default=0.0),
-    absent("pref_ftx pref_bco_weight ld_alpha", "no other loss is added", 0, 0.0, until="sft_weight"),
+    worked_out("pref_loss", "loss", "sigmoid is dpo; hinge, ipo, orpo, simpo", until="loss=kto"),
+    worked_out("dpo_label_smoothing", "loss.label_smoothing", ""),
+    worked_out("pref_ftx", "loss.sft_weight", "a mean over each answer's tokens there, over the train batch's here"),
+    worked_out("pref_bco_weight", "loss=mpo, loss.terms", "the shift is the mean reward so far, as here"),
+    worked_out("simpo_gamma", "loss.gamma", ""),
+    worked_out("ld_alpha", "loss.ld_alpha", "of the policy alone there, of the reference too here"),
     worked_out("dataset", "data=hf, data.path or data.sources", "by dataset_info.json"),
     worked_out("dataset_dir", "data.path", ""),
     absent("eval_dataset", "name held-out rows by data.eval_path"),
@@ -59,9 +62,25 @@ def convert(conv: Conversion) -> None:
     conv.tell(
         Fate.OTHER, "template", "the tokenizer's own template is used; another is a file: model.chat_template=FILE"
     )
-    conv.choose("loss", "dpo", "stage")
+    _loss(conv)
     _data(conv)
     huggingface.evaluation(conv, steps, huggingface.held_out(conv, "val_size"))
+
+
+def _loss(conv: Conversion) -> None:
+    loss = conv.text("pref_loss", "sigmoid")
+    if loss in ("orpo", "simpo"):
+        preference.without_reference(conv, loss, by="pref_loss", weight_name="pref_ftx", weight=0.0,
+                                     added=float(loss == "orpo"), beta_name="pref_beta",
+                                     told=preference.OF_ANSWERS)  # fmt: skip
+    else:
+        names = preference.Names("pref_loss", "none", "dpo_label_smoothing", likelihood="pref_ftx")
+        preference.choose(conv, names, smoothed=frozenset({"dpo"}), told=preference.OF_ANSWERS,
+                          bco="pref_bco_weight")  # fmt: skip
+    conv.tell(Fate.NEEDLESS, "pref_bco_weight", "it is 0, or the loss has no reference")
+    for name in ("dpo_label_smoothing", "ld_alpha", "simpo_gamma"):
+        conv.tell(Fate.NEEDLESS, name, f"it changes nothing with pref_loss={loss}")
+    conv.tell(Fate.NEEDLESS, "stage", "the loss is chosen")
 
 
 def _data(conv: Conversion) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from rlexp.convert import launchers
+from rlexp.convert import launchers, preference
 from rlexp.convert.huggingface import LORA_NOT_YET, kernel_of
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
@@ -127,10 +127,10 @@ RULES: tuple[Rule, ...] = (
     worked_out("logger.tensorboard_dir use_tensorboard", "logger=tensorboard", "in the run's folder"),
     # DPO
     taken("model.beta beta", "loss.beta", default=0.1, of="dpo"),
-    taken("model.label_smoothing label_smoothing", "loss.label_smoothing", default=0.0, of="dpo"),
-    absent("model.ipo_enable ipo", "IPO is not here", False, of="dpo", until="loss=ipo"),
-    absent("model.nll_loss_coef nll_loss_coef", "no likelihood of the chosen answer is added", 0, 0.0, of="dpo",
-           until="sft_weight"),
+    worked_out("model.label_smoothing label_smoothing", "loss.label_smoothing", "", of="dpo"),
+    worked_out("model.ipo_enable ipo", "loss=ipo, loss.normalize=sequence", "", of="dpo"),
+    worked_out("model.nll_loss_coef nll_loss_coef", "loss.sft_weight",
+               "a mean over each answer's tokens there, over the train batch's here", of="dpo"),
     # samples
     taken("rollout.batch_size rollout_batch_size", "rollout.batch_size", "prompts, as here", default=1024, of="ppo"),
     taken("rollout.n_samples_per_prompt n_samples_per_prompt", "rollout.n_samples", default=1, of="ppo"),
@@ -231,13 +231,26 @@ def convert(conv: Conversion) -> None:
     _optimizer(conv)
     _data(conv)
     if conv.trainer == "dpo":
-        conv.choose("loss", "dpo")
+        _preference(conv)
         rollouts = 1
     else:
         rollouts = _rollout(conv)
         _loss(conv)
         _reward(conv)
     _files(conv, rollouts)
+
+
+def _preference(conv: Conversion) -> None:
+    smoothing = conv.number("label_smoothing", 0.0, least=0)
+    if conv.flag("ipo"):
+        conv.choose("loss", "ipo", "ipo")
+        conv.put("loss.normalize", "sequence", "ipo", why="of whole answers, as theirs")
+        conv.tell(Fate.NEEDLESS, "label_smoothing", "it changes nothing with ipo")
+    else:
+        conv.choose("loss", "dpo", "ipo")
+        conv.put("loss.label_smoothing", smoothing, "label_smoothing")
+    weight = conv.number("nll_loss_coef", 0.0, least=0)
+    preference.put_likelihood(conv, weight, "nll_loss_coef", preference.OF_ANSWERS)
 
 
 def _ranks(conv: Conversion) -> None:

@@ -215,11 +215,13 @@ class Conversion:
 
     def _fitted(self, key: str, value: Any, names: Sequence[str]) -> Any:
         said = next(filter(None, map(self.name, names)), None)
+        chosen = self.choices.get(key.partition(".")[0])
+        option = str(chosen.value) if chosen else ""
         scalar = said is not None and value is self.given[said] and not isinstance(value, bool)
-        if scalar and kinds.hints(key)[:1] == (str,):
+        if scalar and kinds.hints(key, option)[:1] == (str,):
             value = self.raw.get(said or "", value)
         try:
-            return kinds.fitted(key, value)
+            return kinds.fitted(key, value, option)
         except kinds.WrongKind as wrong:
             if said is None:
                 raise ConvertError(f"{names[0] if names else key}={value}: {wrong}, for {key}.") from None

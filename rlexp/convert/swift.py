@@ -1,20 +1,21 @@
-"""ms-swift: `swift rlhf --rlhf_type dpo …`."""
+"""ms-swift: `swift rlhf --rlhf_type dpo …`, and the types cpo, orpo and simpo."""
 
 from __future__ import annotations
 
 import re
 
-from rlexp.convert import huggingface, launchers
-from rlexp.convert.huggingface import LORA_NOT_YET, LOSSES_NOT_YET, HeldOut
+from rlexp.convert import huggingface, launchers, preference
+from rlexp.convert.huggingface import LORA_NOT_YET, HeldOut
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
-TRAINERS = ("dpo",)
+TRAINERS = ("dpo", "cpo", "orpo", "simpo")
+OF_CPO = "cpo simpo"
 LEAST_BATCH = 16  # where no accumulation is given, theirs is the smallest that reaches this batch
 TOO_LONG = {"delete": "drop", "left": "truncate"}
 
 RULES: tuple[Rule, ...] = (
     *huggingface.RULES,
-    worked_out("rlhf_type", "loss=dpo", ""),
+    worked_out("rlhf_type", "loss", "dpo, cpo, orpo or simpo"),
     worked_out("model", "model=hf, model.path", ""),
     taken("model_revision", "model.revision"),
     taken("ref_model", "reference.path"),
@@ -24,10 +25,16 @@ RULES: tuple[Rule, ...] = (
            "full", until=LORA_NOT_YET),
     absent("lora_rank lora_alpha lora_dropout target_modules", "LoRA is not here", until=LORA_NOT_YET),
     taken("beta", "loss.beta", default=0.1),
-    taken("label_smoothing", "loss.label_smoothing", default=0.0),
-    absent("loss_type", huggingface.ONE_LOSS, "sigmoid", until=LOSSES_NOT_YET),
-    absent("rpo_alpha", "no likelihood of the chosen answer is added", until="sft_weight"),
-    absent("ld_alpha loss_weights loss_scale", "it is not here"),
+    worked_out("label_smoothing", "loss.label_smoothing", "", of=f"dpo {OF_CPO}"),
+    worked_out("loss_type", "loss, loss.normalize, loss.shift", preference.TYPES, of="dpo", until=preference.NOT_YET),
+    worked_out("loss_weights", "loss.terms, loss.sft_weight", "", of="dpo"),
+    worked_out("rpo_alpha", "loss.sft_weight", "", of="dpo"),
+    worked_out("ld_alpha", "loss.ld_alpha", "", of="dpo"),
+    worked_out("discopop_tau", "loss.tau", "", of="dpo"),
+    worked_out("loss_type", "loss=cpo or loss=simpo", "hinge and ipo have a reference here", of=OF_CPO),
+    worked_out("cpo_alpha", "loss.sft_weight", "their default is 1, with simpo too", of=OF_CPO),
+    worked_out("simpo_gamma", "loss.gamma", "", of=OF_CPO),
+    absent("loss_scale", "the tokens of an answer weigh alike"),
     worked_out("dataset", "data=hf, data.path or data.sources", "pairs with prompt, chosen and rejected"),
     absent("val_dataset", "name held-out rows by data.eval_path"),
     worked_out("split_dataset_ratio", "data.eval_size", "a number of rows"),
@@ -66,11 +73,23 @@ def convert(conv: Conversion) -> None:
         conv.put("memory.checkpointing", True, "gradient_checkpointing")
     conv.choose("model", "hf")
     conv.put("model.path", conv.needed("model", "the model that is trained", "Qwen/Qwen3-0.6B"), "model")
-    conv.choose("loss", "dpo", "rlhf_type")
+    _loss(conv)
     _data(conv)
     rows = huggingface.held_out(conv, "split_dataset_ratio", share=True)
     evaluated = "steps" if rows is HeldOut.SHARE else "no"
     huggingface.evaluation(conv, steps, rows, strategy=evaluated, every=conv.number("save_steps", 500))
+
+
+def _loss(conv: Conversion) -> None:
+    if conv.trainer == "dpo":
+        preference.choose(conv, preference.Names(), smoothed=preference.SMOOTHED | {"dpo"})
+    elif conv.trainer == "orpo":
+        preference.without_reference(conv, "orpo", by="rlhf_type", told=preference.OF_PROMPTS)
+    else:
+        loss = preference.of_cpo(conv, "rlhf_type")
+        preference.without_reference(conv, loss, by="rlhf_type", weight_name="cpo_alpha", gamma=1.0,
+                                     beta=2.0 if conv.trainer == "simpo" else 0.1)  # fmt: skip
+    conv.tell(Fate.NEEDLESS, "rlhf_type", "the loss is chosen")
 
 
 def _data(conv: Conversion) -> None:

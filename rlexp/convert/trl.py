@@ -1,4 +1,4 @@
-"""TRL (1.16): `trl dpo`, `trl grpo`, `trl rloo`, and PPO as it was until 1.10. Older names are known too."""
+"""TRL (1.16): `trl dpo`, `trl grpo`, `trl rloo`, CPO, ORPO, and PPO as it was until 1.10. Older names are known too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlexp.convert import engines, huggingface, launchers
-from rlexp.convert.huggingface import LORA_NOT_YET, LOSSES_NOT_YET, HeldOut
+from rlexp.convert import engines, huggingface, launchers, preference
+from rlexp.convert.huggingface import LORA_NOT_YET, HeldOut
 from rlexp.convert.rules import (
     Conversion,
     ConvertError,
@@ -20,28 +20,29 @@ from rlexp.convert.rules import (
     worked_out,
 )
 
-TRAINERS = ("dpo", "grpo", "rloo", "ppo")
+TRAINERS = ("dpo", "grpo", "rloo", "ppo", "cpo", "orpo")
 # Arguments that one trainer has and no other: a file does not name its trainer.
 TELLTALE = {
-    "dpo": "discopop_tau f_divergence_type f_alpha_divergence_coef label_smoothing ld_alpha loss_weights use_weighting "
+    "dpo": "discopop_tau f_divergence_type f_alpha_divergence_coef ld_alpha loss_weights use_weighting "
     "reference_free rpo_alpha",
     "grpo": "scale_rewards delta importance_sampling_level top_entropy_quantile use_bias_correction_kl "
     "off_policy_mask_threshold multi_objective_aggregation",
     "rloo": "normalize_advantages reward_clip_range rloo_k",
     "ppo": "kl_coef cliprange cliprange_value vf_coef gamma lam num_ppo_epochs num_mini_batches total_episodes "
     "missing_eos_penalty sft_model_path",
+    "cpo": "cpo_alpha simpo_gamma",
     "sft": "packing_strategy assistant_only_loss completion_only_loss dataset_text_field",
     "reward": "center_rewards_coefficient",
     "kto": "desirable_weight undesirable_weight",
 }
-RL, DRAWING = "grpo rloo ppo", "grpo rloo"
+RL, DRAWING, PAIRS, OF_CPO = "grpo rloo ppo", "grpo rloo", "dpo cpo orpo", "cpo orpo"
 RATES = {"ppo": 3e-6}
 DIVISORS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
 LONG = 1024
 
 RULES: tuple[Rule, ...] = (
     *(rule for rule in huggingface.RULES if rule.names != ("dataloader_drop_last",)),
-    worked_out("dataloader_drop_last", "data.drop_last", "", of="dpo"),
+    worked_out("dataloader_drop_last", "data.drop_last", "", of=PAIRS),
     needless("dataloader_drop_last", "a rollout has whole train batches", of=RL),
     # the model
     worked_out("model_name_or_path", "model=hf, model.path", ""),
@@ -74,28 +75,36 @@ RULES: tuple[Rule, ...] = (
     worked_out("datasets", "data.sources", "a fraction is a weight; it takes other rows in the next epoch here"),
     worked_out("test_split_size", "data.eval_size", "a number of rows"),
     taken("dataset_num_proc", "data.workers"),
-    worked_out("max_length", "data.max_length", "tokens of prompt and answer together", of="dpo"),
+    worked_out("max_length", "data.max_length", "tokens of prompt and answer together", of=PAIRS),
     worked_out("max_prompt_length", "data.max_length", "there is one limit, for prompt and answer together"),
     worked_out("truncation_mode", "data.too_long=truncate",
-               "the start of the prompt is cut first, then the end of the answers", of="dpo"),
+               "the start of the prompt is cut first, then the end of the answers", of=PAIRS),
     absent("tools dataset_kwargs", "tools are a column of the rows"),
     taken("chat_template_kwargs", "data.template_options", of=DRAWING),
     taken("shuffle_dataset", "data.shuffle", of=DRAWING),
-    # DPO
-    worked_out("loss_type", "loss=dpo", "sigmoid is here, others are not", of="dpo", until=LOSSES_NOT_YET),
-    taken("beta", "loss.beta", default=0.1, of="dpo"),
-    worked_out("label_smoothing", "loss.label_smoothing", "TRL ignores it for sigmoid since 0.29", of="dpo"),
-    absent("loss_weights", "there is one loss", [1.0], of="dpo"),
-    absent("ld_alpha", "every token of an answer counts alike", 1.0, of="dpo"),
+    # DPO and its family
+    worked_out("loss_type", "loss, loss.normalize, loss.shift", preference.TYPES, of="dpo", until=preference.NOT_YET),
+    worked_out("loss_weights", "loss.terms, loss.sft_weight", "", of="dpo"),
+    taken("beta", "loss.beta", default=0.1, of=PAIRS),
+    worked_out("label_smoothing", "loss.label_smoothing", "TRL ignores it for sigmoid since 0.29", of="dpo cpo"),
+    worked_out("ld_alpha", "loss.ld_alpha", "", of="dpo"),
+    worked_out("discopop_tau", "loss.tau", "", of="dpo"),
+    worked_out("use_weighting", "loss.wpo", "", of="dpo"),
+    worked_out("rpo_alpha", "loss.sft_weight", "of older TRL", of="dpo"),
+    worked_out("loss_type", "loss=cpo or loss=simpo", "hinge and ipo have a reference here", of="cpo"),
+    worked_out("cpo_alpha", "loss.sft_weight", "", of="cpo"),
+    worked_out("simpo_gamma", "loss.gamma", "", of="cpo"),
+    absent("alpha", "a reward is a log-probability (AlphaPO is not here)", 0, 0.0, of="cpo"),
     absent("f_divergence_type", "the reverse KL is the divergence here", "reverse_kl", of="dpo"),
-    needless("f_alpha_divergence_coef discopop_tau", "only with losses that are not here", of="dpo"),
-    absent("use_weighting", "pairs weigh alike (WPO)", False, of="dpo"),
-    absent("rpo_alpha", "no likelihood of the chosen answer is added", 0, 0.0, of="dpo", until="sft_weight"),
-    absent("reference_free force_use_ref_model generate_during_eval", "the reference is the model at the start", False,
+    needless("f_alpha_divergence_coef", "only with another f_divergence_type", of="dpo"),
+    absent("reference_free force_use_ref_model", "the reference is the model at the start; loss=cpo has none", False,
            of="dpo"),
+    absent("generate_during_eval", "no answers are drawn for pairs", False, of=PAIRS),
     needless("precompute_ref_log_probs precompute_ref_batch_size label_pad_token_id use_logits_to_keep "
              "max_target_length",
              "the numbers are the same", of="dpo"),
+    needless("label_pad_token_id padding_value is_encoder_decoder max_completion_length", "the numbers are the same; "
+             "data.max_length is one limit", of=OF_CPO),
     # samples
     worked_out("num_generations rloo_k", "rollout.n_samples", "", of=DRAWING),
     worked_out("max_completion_length response_length", "rollout.max_new_tokens", "", of=RL),
@@ -203,7 +212,10 @@ def trainer_of(given: dict[str, Any]) -> str | None:
     loss = given.get("loss_type")
     if not found and isinstance(loss, str) and loss in (*DIVISORS, "bnpo"):
         return "grpo"
-    if not found and loss in ("sigmoid", ["sigmoid"]):
+    if not found and loss == "simpo":
+        return "cpo"
+    losses = [str(each) for each in (loss if isinstance(loss, list) else [loss])]
+    if not found and losses and all(each in (*preference.LOSSES, preference.SFT) for each in losses):
         return "dpo"
     return found[0] if len(found) == 1 else None
 
@@ -221,8 +233,10 @@ def convert(conv: Conversion) -> None:
         conv.put("memory.checkpointing", True, "gradient_checkpointing")
     _model(conv)
     huggingface.evaluation(conv, steps, _data(conv))
-    {"dpo": _dpo, "grpo": _grpo, "rloo": _rloo, "ppo": _ppo}[conv.trainer](conv)
-    if conv.trainer == "dpo":
+    families = {"dpo": _dpo, "cpo": _cpo, "orpo": _orpo, "grpo": _grpo, "rloo": _rloo, "ppo": _ppo}
+    families[conv.trainer](conv)
+    if conv.trainer in PAIRS.split():
+        _lengths(conv)
         huggingface.drop_last(conv)
     else:
         _rewards(conv)
@@ -355,15 +369,19 @@ def _source(conv: Conversion, key: str, source: dict[str, Any]) -> None:
 
 
 def _dpo(conv: Conversion) -> None:
-    losses = conv.get("loss_type", "sigmoid")
-    conv.choose("loss", "dpo", "loss_type")
-    if losses not in ("sigmoid", ["sigmoid"]):
-        conv.remark(Fate.ABSENT, "loss_type", losses, f"{huggingface.ONE_LOSS}; it is taken")
-    smoothing = conv.number("label_smoothing", 0.0)
-    if smoothing:
-        why = "TRL has ignored it with sigmoid since 0.29: as now, 0 is written. Before, it meant loss.label_smoothing"
-        conv.tell(Fate.OTHER, "label_smoothing", why)
-    conv.put("loss.label_smoothing", 0.0, "label_smoothing")
+    preference.choose(conv, preference.Names())
+
+
+def _cpo(conv: Conversion) -> None:
+    loss = preference.of_cpo(conv, "loss_type")
+    preference.without_reference(conv, loss, by="loss_type", weight_name="cpo_alpha")
+
+
+def _orpo(conv: Conversion) -> None:
+    preference.without_reference(conv, "orpo", told=preference.OF_PROMPTS)
+
+
+def _lengths(conv: Conversion) -> None:
     if conv.name("max_length") is not None and conv.get("max_length") is None:
         conv.put("data.too_long", "error", "max_length")
         why = "no limit there; data.max_length is a number here, and a longer row is an error that names it"

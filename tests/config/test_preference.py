@@ -37,6 +37,8 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "lengths that grow": (["loss.ld_alpha=1.5"], "loss.ld_alpha=1.5: must be at least 0 and at most 1."),
     "another loss's key": (["loss=ipo", "loss.gamma=1"], "loss.gamma: belongs to loss=simpo and loss=ppo."),
     "another loss's option": (["loss=bco_pair", "loss.shift=min"], "loss.shift=min: must be one of none, mean."),
+    "ipo's own choice": (["loss=ipo", "loss.normalize=fixed"], "fixed: must be one of token, sequence. For"),
+    "a choice of the same name": (["loss=grpo", "loss.normalize=x"], "must be one of token, sequence, fixed. For"),
     "wpo of a pack": (["loss=aot", "loss.wpo=true"], "loss.wpo=true: has no meaning for loss=aot. Leave it out, "),
     "lengths of means": (["loss=dpo_norm", "loss.ld_alpha=0.5"], "has no meaning for loss=dpo_norm."),
     "margin of ipo": (["loss=ipo", "loss.margin_weight=1"], "it fits: loss=dpo, loss=dpo_norm, loss=simpo, loss=cpo, "),

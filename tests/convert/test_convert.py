@@ -76,7 +76,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "swift_dpo.sh": {
         "loss.name": "dpo", "parallel.ring_size": 2, "launch.nproc": 4, "train.batch_size": 8, "engine.name": "zero3",
-        "optim.weight_decay": 0.1, "data.too_long": "drop", "data.max_length": 8192,
+        "optim.weight_decay": 0.1, "data.too_long": "drop", "data.max_length": 8192, "loss.sft_weight": 0.1,
     },
     "llamafactory_dpo.yaml": {
         "loss.name": "dpo", "train.batch_size": 64, "engine.name": "zero3", "data.max_length": 2048,
@@ -92,7 +92,7 @@ ABSENT: dict[str, set[str]] = {
     "openrlhf_dapo.sh": {"vllm.tensor_parallel_size"},
     "openrlhf_ppo_slurm.sh": {"normalize_reward"},
     "axolotl_dpo.yaml": {"optimizer", "evals_per_epoch", "saves_per_epoch"},
-    "swift_dpo.sh": {"rpo_alpha"},
+    "swift_dpo.sh": set(),
     "llamafactory_dpo.yaml": {"finetuning_type", "lora_rank"},
 }
 
@@ -161,6 +161,28 @@ def test_every_key_that_a_rule_names_exists() -> None:
 # A file that leads to each loss: the trainer, and what such a file says beside the model and the rows.
 LEADING: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {"loss_type": "sigmoid"}),
+    "dpo_norm": ("dpo", {"loss_type": "sigmoid_norm"}),
+    "mpo": ("dpo", {"loss_type": "[sigmoid, bco_pair, sft]", "loss_weights": "[0.8, 0.2, 1.0]"}),
+    **{
+        name: ("dpo", {"loss_type": name, "label_smoothing": 0.1})
+        for name in (
+            "ipo",
+            "apo_zero",
+            "apo_down",
+            "bco_pair",
+            "hinge",
+            "robust",
+            "aot",
+            "aot_unpaired",
+            "exo_pair",
+            "nca_pair",
+            "sppo_hard",
+            "discopop",
+        )
+    },
+    "cpo": ("cpo", {"cpo_alpha": 0.5}),
+    "simpo": ("cpo", {"loss_type": "simpo"}),
+    "orpo": ("orpo", {}),
     "ppo": ("ppo", {"reward_model_path": "org/reward"}),
     "grpo": ("grpo", {"scale_rewards": "group"}),
     "dr_grpo": ("grpo", {"scale_rewards": "none"}),
@@ -175,7 +197,7 @@ OURS_ALONE = {
     "engine": "chosen name overrides",
     "launch": "grace_seconds interface preflight rank_cpus rank_memory_gb time_limit torch_threads",
     "logger": "artifacts axes baseline mode name tags",
-    "loss": "kl_horizon name whiten",
+    "loss": "kl_horizon margin_weight name whiten",
     "memory": "count_tensors",
     "model": "freeze gguf heads hidden_size intermediate_size kv_heads layers name seed suggested_lr",
     "optim": "name",
@@ -208,6 +230,7 @@ def test_a_file_leads_to_every_loss(loss: str, folder: Path) -> None:
         )
         conv = converted(folder / "theirs.yaml", trainer, 8)
     assert conv.choices["loss"].value == loss
+    assert composed(text_of(conv, "mine", "theirs"), "mine", overrides(conv)).loss.name == loss
 
 
 def test_every_key_is_in_a_rule_or_ours_alone() -> None:

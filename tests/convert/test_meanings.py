@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlexp.config.schema import KINDS
+from rlexp.config.schema.losses import PreferenceConfig
+from rlexp.convert.experiment import composed, overrides
 from rlexp.convert.rules import ConvertError, Fate
 from rlexp.convert.trl import RULES, TELLTALE, trainer_of
-from tests.convert.texts import AXOLOTL, FACTORY, GRPO, OPENRLHF, PPO, RAY, SWIFT, TRL, conversion, named, values
+from tests.convert.texts import (
+    AXOLOTL,
+    FACTORY,
+    GRPO,
+    OPENRLHF,
+    PPO,
+    RAY,
+    SWIFT,
+    TRL,
+    conversion,
+    named,
+    values,
+    written,
+)
 
+OVER_PAIRS = [name for name, kind in KINDS["loss"].items() if issubclass(kind, PreferenceConfig)]
 OTHER, ABSENT, NEEDLESS = Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS
 SHARED = (
     "mask_truncated_completions: true\nnum_generations: 4\n", "epsilon_high: 0.3\n", "truncation_mode: keep_start\n",
@@ -108,6 +126,79 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
     "no held-out rows": (TRL + "datasets: [{path: a/b}, {path: c/d}]\neval_strategy: steps\n", "dpo",
                          {"train.eval_every": None}, {OTHER: {"eval_strategy"}}),
     "smoothing": (TRL + "label_smoothing: 0.1\n", "dpo", {"loss.label_smoothing": 0.0}, {OTHER: {"label_smoothing"}}),
+    "smoothing that counts": (TRL + "loss_type: robust\nlabel_smoothing: 0.2\n", "dpo",
+                              {"loss": "robust", "loss.label_smoothing": 0.2, "loss.sft_weight": 0.0}, {}),
+    "no smoothing of robust": (TRL + "loss_type: robust\n", "dpo", {"loss.label_smoothing": 0.0}, {}),
+    "no smoothing of exo": (TRL + "loss_type: exo_pair\nlabel_smoothing: 0\n", "dpo",
+                            {"loss": "exo_pair", "loss.label_smoothing": None}, {OTHER: {"label_smoothing"}}),
+    "ipo": (TRL + "loss_type: [ipo]\nlabel_smoothing: 0.1\n", "dpo", {"loss": "ipo", "loss.normalize": "token"},
+            {OTHER: {"label_smoothing"}}),
+    "aot of pairs, as it was called": (TRL + "loss_type: aot_pair\nld_alpha: 1.0\n", "dpo", {"loss": "aot_unpaired"},
+                                       {NEEDLESS: {"ld_alpha"}}),
+    "bco": (TRL + "loss_type: bco_pair\n", "dpo", {"loss": "bco_pair", "loss.shift": "none"}, {}),
+    "tau": (TRL + "loss_type: discopop\ndiscopop_tau: 0.1\n", "dpo", {"loss.tau": 0.1}, {}),
+    "tau of another": (TRL + "discopop_tau: 0.1\n", "dpo", {"loss.tau": None}, {NEEDLESS: {"discopop_tau"}}),
+    "mpo": (TRL + "loss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]\nlabel_smoothing: 0.1\n", "dpo",
+            {"loss": "mpo", "loss.sft_weight": 1.0, "loss.terms": [
+                {"loss": "dpo", "weight": 0.8, "label_smoothing": 0.0},
+                {"loss": "bco_pair", "weight": 0.2, "shift": "none"}]}, {OTHER: {"label_smoothing"}}),
+    "a weight of one loss": (TRL + "loss_type: ipo\nloss_weights: [2.0]\n", "dpo", {"loss": "mpo", "loss.terms": [
+        {"loss": "ipo", "weight": 2.0, "normalize": "token"}]}, {}),
+    "a loss twice": (TRL + "loss_type: [hinge, hinge]\nloss_weights: [1, 2]\n", "dpo",
+                     {"loss.terms": [{"loss": "hinge", "weight": 3.0}]}, {}),
+    "one loss and likelihood": (TRL + "loss_type: [apo_zero, sft]\n", "dpo",
+                                {"loss": "apo_zero", "loss.sft_weight": 1.0}, {}),
+    "rpo": (TRL + "rpo_alpha: 0.5\n", "dpo", {"loss": "dpo", "loss.sft_weight": 0.5}, {}),
+    "a loss that nobody knows": (TRL + "loss_type: [kto_pair, hinge]\n", "dpo", {"loss": "hinge"},
+                                 {ABSENT: {"loss_type"}}),
+    "wpo": (TRL + "use_weighting: true\n", "dpo", {"loss.wpo": True}, {}),
+    "wpo and likelihood": (TRL + "use_weighting: true\nrpo_alpha: 1.0\n", "dpo",
+                           {"loss.wpo": True, "loss.sft_weight": 1.0}, {OTHER: {"use_weighting"}}),
+    "wpo of aot": (TRL + "loss_type: aot\nuse_weighting: true\n", "dpo", {"loss.wpo": None},
+                   {ABSENT: {"use_weighting"}}),
+    "lengths": (TRL + "ld_alpha: 0.5\n", "dpo", {"loss.ld_alpha": 0.5}, {}),
+    "lengths of ipo": (TRL + "loss_type: ipo\nld_alpha: 0.5\n", "dpo", {"loss.ld_alpha": None}, {ABSENT: {"ld_alpha"}}),
+    "lengths and likelihood": (TRL + "ld_alpha: 0.5\nrpo_alpha: 1.0\n", "dpo", {"loss.ld_alpha": None},
+                               {ABSENT: {"ld_alpha"}}),
+    "cpo": (TRL + "cpo_alpha: 0.5\nlabel_smoothing: 0.1\nbeta: 0.2\n", None,
+            {"loss": "cpo", "loss.sft_weight": 0.5, "loss.label_smoothing": 0.1, "loss.beta": 0.2}, {}),
+    "cpo of hinge": (TRL + "loss_type: hinge\n", "cpo", {"loss": "cpo"}, {ABSENT: {"loss_type"}}),
+    "simpo": (TRL + "loss_type: simpo\nsimpo_gamma: 1.6\nbeta: 2.5\ncpo_alpha: 0\n", None,
+              {"loss": "simpo", "loss.gamma": 1.6, "loss.beta": 2.5, "loss.sft_weight": 0.0}, {}),
+    "orpo": (TRL + "beta: 0.2\nmax_length: 512\n", "orpo",
+             {"loss": "orpo", "loss.beta": 0.2, "loss.sft_weight": 1.0, "data.max_length": 512}, {}),
+    "openrlhf ipo": (OPENRLHF + "--ipo --nll_loss_coef 0.2 --label_smoothing 0.1", None,
+                     {"loss": "ipo", "loss.normalize": "sequence", "loss.sft_weight": 0.2},
+                     {NEEDLESS: {"label_smoothing"}}),
+    "openrlhf smoothing": (OPENRLHF + "--label_smoothing 0.1", None, {"loss": "dpo", "loss.label_smoothing": 0.1}, {}),
+    "swift smoothing": (SWIFT + "--label_smoothing 0.1", None, {"loss": "dpo", "loss.label_smoothing": 0.1}, {}),
+    "swift list": (SWIFT + "--loss_type sigmoid bco_pair sft --loss_weights 0.8 0.2 1", None,
+                   {"loss": "mpo", "loss.sft_weight": 1.0}, {}),
+    "swift simpo": (SWIFT.replace("type dpo", "type simpo"), None,
+                    {"loss": "simpo", "loss.gamma": 1.0, "loss.beta": 2.0, "loss.sft_weight": 1.0}, {}),
+    "swift cpo": (SWIFT.replace("type dpo", "type cpo") + "--cpo_alpha 0.5", None,
+                  {"loss": "cpo", "loss.beta": 0.1, "loss.sft_weight": 0.5}, {}),
+    "swift orpo": (SWIFT.replace("type dpo", "type orpo") + "--beta 0.3", None,
+                   {"loss": "orpo", "loss.beta": 0.3, "loss.sft_weight": 1.0}, {}),
+    "axolotl ipo": (AXOLOTL.replace("rl: dpo", "rl: ipo") + "rl_beta: 0.2\ndpo_label_smoothing: 0.1\n", None,
+                    {"loss": "ipo", "loss.beta": 0.2, "loss.normalize": "token"}, {OTHER: {"dpo_label_smoothing"}}),
+    "axolotl orpo": (AXOLOTL.replace("rl: dpo", "rl: orpo") + "orpo_alpha: 0.3\n", None,
+                     {"loss": "orpo", "loss.beta": 0.3, "loss.sft_weight": 1.0}, {}),
+    "axolotl orpo by rl_beta": (AXOLOTL.replace("rl: dpo", "rl: orpo") + "orpo_alpha: 0.3\nrl_beta: 0.2\n", None,
+                                {"loss.beta": 0.2}, {NEEDLESS: {"orpo_alpha"}}),
+    "axolotl simpo": (AXOLOTL.replace("dpo", "simpo", 1) + "rl_beta: 2.0\ncpo_alpha: 0.1\nsimpo_gamma: 0.8\n", None,
+                      {"loss": "simpo", "loss.gamma": 0.8, "loss.sft_weight": 0.1, "loss.beta": 2.0}, {}),
+    "axolotl hinge": (AXOLOTL + "dpo_loss_type: [hinge]\ndpo_use_weighting: true\n", None,
+                      {"loss": "hinge", "loss.wpo": True}, {}),
+    "factory orpo": (FACTORY + "pref_loss: orpo\npref_beta: 0.2\npref_ftx: 0.5\n", None,
+                     {"loss": "orpo", "loss.beta": 0.2, "loss.sft_weight": 1.5}, {}),
+    "factory simpo": (FACTORY + "pref_loss: simpo\n", None,
+                      {"loss": "simpo", "loss.beta": 0.1, "loss.gamma": 0.5, "loss.sft_weight": 0.0}, {}),
+    "factory mixed": (FACTORY + "pref_bco_weight: 0.25\npref_ftx: 0.1\ndpo_label_smoothing: 0.1\n", None,
+                      {"loss": "mpo", "loss.sft_weight": 0.1, "loss.terms": [
+                          {"loss": "dpo", "weight": 0.8, "label_smoothing": 0.1},
+                          {"loss": "bco_pair", "weight": 0.2, "shift": "mean"}]}, {}),
+    "factory ipo": (FACTORY + "pref_loss: ipo\n", None, {"loss": "ipo", "loss.normalize": "token"}, {}),
     "scale of a batch": (GRPO + "scale_rewards: batch\n", "grpo", {"loss": "dr_grpo"}, {ABSENT: {"scale_rewards"}}),
     "vllm by default": (GRPO + "use_vllm: true\n", "grpo", {"rollout.importance_cap": None},
                         {ABSENT: {"vllm_importance_sampling_mode"}}),
@@ -158,10 +249,60 @@ def test_a_telltale_argument_belongs_to_one_trainer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "trainer"), [(["sigmoid"], "dpo"), ("sigmoid", "dpo"), ("dapo", "grpo"), ("bnpo", "grpo"), (["a"], None)]
+    ("loss", "trainer"),
+    [
+        (["sigmoid"], "dpo"),
+        ("sigmoid", "dpo"),
+        ("dapo", "grpo"),
+        ("bnpo", "grpo"),
+        (["a"], None),
+        ("simpo", "cpo"),
+        (["sigmoid", "sft"], "dpo"),
+        (["dapo"], None),
+        ([["sigmoid"]], None),
+    ],
 )
 def test_a_loss_tells_its_trainer(loss: Any, trainer: str | None) -> None:
     assert trainer_of({"loss_type": loss}) == trainer
+
+
+@pytest.mark.parametrize(
+    "case", [case for case, (_, _, wanted, _) in CASES.items() if wanted.get("loss") in OVER_PAIRS]
+)
+def test_a_loss_over_pairs_composes(case: str) -> None:
+    text, trainer, wanted, _ = CASES[case]
+    conv = conversion(text, trainer, 8)
+    assert composed(written(conv), "mine", overrides(conv)).loss.name == wanted["loss"]
+
+
+@pytest.mark.parametrize(
+    ("text", "trainer", "said"),
+    [
+        (TRL, "orpo", "ORPO: the likelihood in theirs counts the tokens of the prompt too"),
+        (TRL + "loss_type: [sigmoid, sft]\n", "dpo", "a mean over the tokens of each micro-batch"),
+        (FACTORY + "pref_ftx: 1.0\n", None, "a mean over each answer's tokens"),
+        (OPENRLHF + "--nll_loss_coef 0.1", None, "a mean over each answer's tokens"),
+    ],
+)
+def test_a_likelihood_that_is_averaged_otherwise_is_told(text: str, trainer: str | None, said: str) -> None:
+    assert said in " ".join(conversion(text, trainer, 8).notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("loss_type: [sigmoid, sft]\nloss_weights: [1.0]\n", "loss_weights=[1.0]: has 1 weights for 2 losses."),
+        ("loss_weights: [-1.0]\n", "loss_weights=[-1.0]: must be a list of numbers of at least 0."),
+        (
+            "loss_type: sft\n",
+            "loss_type=sft: is supervised training on the chosen answers alone, which is not here yet",
+        ),
+        ("label_smoothing: x\n", "label_smoothing=x: must be a number of at least 0."),
+    ],
+)
+def test_a_wrong_sum_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ConvertError, match=re.escape(said)):
+        conversion(TRL + text, "dpo", 8)
 
 
 @pytest.mark.parametrize("name", ["d4", "d5", "d6"])

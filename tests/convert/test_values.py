@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rlexp.convert import axolotl
 from rlexp.convert.frameworks import FRAMEWORKS, of_asked
 from rlexp.convert.read import Asked
 from rlexp.convert.rules import NOTHING, Conversion, ConvertError
@@ -18,13 +19,19 @@ from rlexp.convert.rules import NOTHING, Conversion, ConvertError
 OF_TRL = {"model_name_or_path": "org/m", "dataset_name": "org/d", "num_processes": 8}
 LEAST: dict[tuple[str, str], dict[str, Any]] = {
     ("TRL", "dpo"): OF_TRL,
+    ("TRL", "cpo"): OF_TRL,
+    ("TRL", "orpo"): OF_TRL,
     ("TRL", "grpo"): {**OF_TRL, "reward_funcs": ["a.b"]},
     ("TRL", "rloo"): {**OF_TRL, "reward_funcs": ["a.b"]},
     ("TRL", "ppo"): {**OF_TRL, "reward_model_path": "r"},
     ("OpenRLHF", "dpo"): {"pretrain": "org/m", "dataset": "org/d"},
     ("OpenRLHF", "ppo"): {"pretrain": "org/m", "prompt_data": "org/d", "reward_pretrain": "org/r"},
     ("ms-swift", "dpo"): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4},
-    ("axolotl", "dpo"): {"base_model": "org/m", "rl": "dpo", "learning_rate": 1e-5, "datasets": [{"path": "org/d"}]},
+    ("ms-swift", "cpo"): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4, "rlhf_type": "cpo"},
+    ("ms-swift", "orpo"): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4, "rlhf_type": "orpo"},
+    ("ms-swift", "simpo"): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4, "rlhf_type": "simpo"},
+    **{("axolotl", rl): {"base_model": "org/m", "rl": rl, "learning_rate": 1e-5, "datasets": [{"path": "org/d"}]}
+       for rl in axolotl.TRAINERS},
     ("LLaMA-Factory", "dpo"): {"model_name_or_path": "org/m", "stage": "dpo", "dataset": "d"},
 }  # fmt: skip
 # Values that turn on what other arguments then belong to.
@@ -85,7 +92,7 @@ def test_an_argument_that_is_needed_is_asked_for_in_one_message(framework: str, 
     for name in LEAST[framework, trainer]:
         given = {key: value for key, value in LEAST[framework, trainer].items() if key != name}
         conv = convert(framework, trainer, given, None)
-        assert isinstance(conv, str) or name in ("num_processes", "rl", "stage", "NPROC_PER_NODE"), name
+        assert isinstance(conv, str) or name in ("num_processes", "rl", "rlhf_type", "stage", "NPROC_PER_NODE"), name
 
 
 @pytest.mark.parametrize(

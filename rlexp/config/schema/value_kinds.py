@@ -22,8 +22,11 @@ _ENTRIES = {Any: bool | int | float | str | None, float: int | float}  # what st
 _LIST, _MAPPING = "a list, as [ONE, TWO] or []", "a mapping, as {NAME: VALUE} or {}"
 
 
-def rule(key: str) -> str | None:
-    """`must be a whole number. For example: train.batch_size=8.`; None for a key that the schema does not have."""
+def rule(key: str, chosen: type | None = None) -> str | None:
+    """`must be a whole number. For example: train.batch_size=8.`; None for a key that the schema does not have.
+
+    `chosen` is the class of the option whose key it is, where options have keys of the same name.
+    """
     group, _, leaf = key.partition(".")
     hint = typing.get_type_hints(Config).get(group)
     if hint is None:
@@ -33,7 +36,7 @@ def rule(key: str) -> str | None:
             choose = f" Choose {group}=OPTION, or set" if (conf_dir() / group).is_dir() else " Set"
             return f"must be a group of keys.{choose} a key of it: {group}.KEY=VALUE."
         return f"must be {in_words(hint)}. {example(key, Config.__dataclass_fields__[group].default)}"
-    for owner in (*KINDS.get(group, {}).values(), hint):
+    for owner in (chosen, *KINDS.get(group, {}).values(), hint):
         if dataclasses.is_dataclass(owner) and leaf in owner.__dataclass_fields__:
             field = owner.__dataclass_fields__[leaf]
             return f"must be {in_words(typing.get_type_hints(owner)[leaf])}. {example(key, field.default)}"
@@ -77,7 +80,7 @@ def check_kinds(node: Any, prefix: str = "") -> None:
         if value is None and optional:
             continue
         if not isinstance(value, (int, float) if plain is float else typing.get_origin(plain) or plain):
-            raise ConfigError(f"{key}={value}: {rule(key)}")
+            raise ConfigError(f"{key}={value}: {rule(key, type(node))}")
         for where, each, hint in _misfits(key, value, plain):
             raise ConfigError(f"{where}={_shown(each)}: must be {_entry_words(hint)}. Give it a plain value.")
         if dataclasses.is_dataclass(value):

@@ -1,0 +1,233 @@
+"""The losses over pairs of other trainers, most of which are TRL's: what each is here, alone or in a sum."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlexp.config.schema import KINDS
+from rlexp.config.schema.losses import PreferenceConfig
+from rlexp.convert.rules import Conversion, Fate
+
+# Their names, and ours. TRL's `aot_pair` became `aot_unpaired`.
+LOSSES = {
+    "sigmoid": "dpo", "sigmoid_norm": "dpo_norm", "hinge": "hinge", "ipo": "ipo", "exo_pair": "exo_pair",
+    "nca_pair": "nca_pair", "robust": "robust", "bco_pair": "bco_pair", "sppo_hard": "sppo_hard", "aot": "aot",
+    "aot_unpaired": "aot_unpaired", "aot_pair": "aot_unpaired", "apo_zero": "apo_zero", "apo_down": "apo_down",
+    "discopop": "discopop",
+}  # fmt: skip
+SFT = "sft"
+TYPES = "the losses over pairs; several are loss=mpo with loss.terms, where sft is loss.sft_weight"
+NOT_YET = "loss=kto loss=sft"  # options of ours that would have what is refused
+SMOOTHED = frozenset({"robust", "exo_pair", "aot", "aot_unpaired"})  # with label_smoothing in TRL since 0.29
+IGNORED = (
+    "it changes nothing there with this loss: 0 is taken. In TRL before 0.29 it meant loss.label_smoothing with sigmoid"
+)
+OF_MICRO_BATCHES = (
+    "Supervised term: theirs is a mean over the tokens of each micro-batch, ours over the chosen answers' tokens of "
+    "the train batch (loss.sft_weight)."
+)
+OF_ANSWERS = (
+    "Supervised term: theirs is a mean over each answer's tokens, ours over the chosen answers' tokens of the train "
+    "batch (loss.sft_weight)."
+)
+OF_PROMPTS = (
+    "ORPO: the likelihood in theirs counts the tokens of the prompt too, ours those of the chosen answer alone "
+    "(loss.sft_weight)."
+)
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of their arguments."""
+
+    loss: str = "loss_type"
+    weights: str = "loss_weights"
+    smoothing: str = "label_smoothing"
+    tau: str = "discopop_tau"
+    weighting: str = "use_weighting"
+    lengths: str = "ld_alpha"
+    likelihood: str = "rpo_alpha"
+
+
+@dataclass
+class Asked:
+    """The losses that a file asks for, by our names."""
+
+    weights: dict[str, float] = field(default_factory=dict)
+    likelihood: float = 0.0
+
+    def add(self, loss: str, weight: float) -> None:
+        self.weights[loss] = self.weights.get(loss, 0.0) + weight
+
+
+def choose(
+    conv: Conversion,
+    names: Names,
+    *,
+    types: Sequence[str] = (),
+    smoothed: frozenset[str] = SMOOTHED,
+    told: str = OF_MICRO_BATCHES,
+    by: str = "",
+    bco: str = "",
+) -> None:
+    """Set the loss, and the keys that belong to it.
+
+    `types` are given where another argument (`by`) says the loss. `smoothed` are our losses to which their label
+    smoothing applies. `bco` names LLaMA-Factory's weight of a second term.
+    """
+    origins = (by,) if types else (names.loss, names.weights)
+    asked = _asked(conv, names, types)
+    likelihood_by = names.loss if asked.likelihood else names.likelihood
+    asked.likelihood += _number(conv, names.likelihood, 0.0)
+    second = _number(conv, bco, 0.0)
+    if second:
+        asked.weights = {loss: weight / (1 + second) for loss, weight in asked.weights.items()}
+        asked.add("bco_pair", second / (1 + second))
+        origins = (*origins, bco)
+    put_likelihood(conv, asked.likelihood, likelihood_by, told)
+    conv.tell(Fate.NEEDLESS, names.likelihood, "it is 0")
+    smoothing = _number(conv, names.smoothing, 0.0)
+    if smoothing and not smoothed & asked.weights.keys():
+        conv.tell(Fate.OTHER, names.smoothing, IGNORED)
+    shift = "mean" if second else "none"
+    own = {loss: _keys(conv, names, loss, smoothing if loss in smoothed else 0.0, shift) for loss in asked.weights}
+    if [*asked.weights.values()] == [1.0]:
+        (loss,) = asked.weights
+        conv.choose("loss", loss, *origins)
+        for leaf, (value, origin) in own[loss].items():
+            conv.put(f"loss.{leaf}", value, origin, why=WHY.get(leaf, ""))
+    else:
+        loss = "mpo"
+        conv.choose("loss", loss, *origins)
+        used = {origin: None for keys in own.values() for _, origin in keys.values()}
+        terms = [{"loss": name, "weight": weight, **{leaf: value for leaf, (value, _) in own[name].items()}}
+                 for name, weight in asked.weights.items()]  # fmt: skip
+        conv.put("loss.terms", terms, *origins, *used)
+    conv.tell(Fate.NEEDLESS, names.smoothing, "no label is smoothed")
+    conv.tell(Fate.NEEDLESS, names.loss, f"{by} says the loss")
+    conv.tell(Fate.NEEDLESS, names.weights, "there is one loss")
+    conv.tell(Fate.NEEDLESS, names.tau, "only with discopop")
+    _modifiers(conv, names, loss, asked.likelihood)
+
+
+def put_likelihood(conv: Conversion, weight: float, origin: str, told: str) -> None:
+    """Set the weight of the chosen answers' likelihood, and say how theirs is averaged."""
+    conv.put("loss.sft_weight", weight, *filter(None, [origin]), why="" if origin else "theirs has it by itself")
+    if weight:
+        conv.notes.append(told)
+
+
+WHY = {"normalize": "of mean log-probabilities, as theirs", "shift": "theirs has none"}
+
+
+def _asked(conv: Conversion, names: Names, types: Sequence[str]) -> Asked:
+    said = list(types) or conv.texts(names.loss) or ["sigmoid"]
+    asked, unknown = Asked(), []
+    weights = [1.0] * len(said) if types else _weights(conv, names, len(said))
+    for name, weight in zip(said, weights, strict=True):
+        if name == SFT:
+            asked.likelihood += weight
+        elif name in LOSSES:
+            asked.add(LOSSES[name], weight)
+        else:
+            unknown.append(name)
+    if unknown:
+        taken = "" if asked.weights else "; sigmoid is taken"
+        why = f"{', '.join(unknown)} is not here{taken}"
+        conv.remark(Fate.ABSENT, conv.said(names.loss), conv.get(names.loss), why)
+    if not asked.weights:
+        if asked.likelihood and not unknown:
+            conv.refuse(names.loss, "is supervised training on the chosen answers alone, which is not here yet",
+                        "Name another loss beside it.")  # fmt: skip
+        asked.add("dpo", 1.0)
+    return asked
+
+
+def _weights(conv: Conversion, names: Names, losses: int) -> Sequence[float]:
+    said = conv.get(names.weights)
+    if said is None or said == []:
+        return [1.0] * losses
+    weights = said if isinstance(said, list) else [said]
+    if not all(isinstance(each, int | float) and not isinstance(each, bool) and each >= 0 for each in weights):
+        conv.refuse(names.weights, "must be a list of numbers of at least 0", "Give one for each loss.")
+    if len(weights) != losses:
+        conv.refuse(names.weights, f"has {len(weights)} weights for {losses} losses", "Give one for each loss.")
+    return [float(each) for each in weights]
+
+
+def _keys(conv: Conversion, names: Names, loss: str, smoothing: float, shift: str) -> Mapping[str, tuple[Any, str]]:
+    """Return the keys of a loss that theirs sets, each with the argument that it is from."""
+    has = {each.name for each in dataclasses.fields(KINDS["loss"][loss])}
+    keys: dict[str, tuple[Any, str]] = {}
+    if "label_smoothing" in has:
+        keys["label_smoothing"] = (smoothing, names.smoothing)
+    if loss == "exo_pair" and not smoothing:  # theirs needs one too
+        conv.tell(Fate.OTHER, names.smoothing, "exo_pair needs one greater than 0: the paper's 0.001 is taken")
+        del keys["label_smoothing"]
+    if loss == "ipo":
+        keys["normalize"] = ("token", names.loss)
+    if loss == "bco_pair":
+        keys["shift"] = (shift, names.loss)
+    if loss == "discopop":
+        keys["tau"] = (_number(conv, names.tau, 0.05), names.tau)
+    return keys
+
+
+def _number(conv: Conversion, name: str, default: float) -> float:
+    """Return a number that the trainer may not have an argument for."""
+    return float(conv.number(name, default, least=0)) if name in conv.by_name else default
+
+
+def _modifiers(conv: Conversion, names: Names, loss: str, likelihood: float) -> None:
+    """Set what changes any loss that it fits."""
+    kind: type[PreferenceConfig] = KINDS["loss"][loss]
+    weighs = names.weighting in conv.by_name and conv.flag(names.weighting)
+    if weighs and "wpo" in kind.fits:
+        conv.put("loss.wpo", True, names.weighting)
+        if likelihood:
+            conv.remark(Fate.OTHER, names.weighting, True, "theirs weighs the likelihood too, ours the loss alone")
+    elif weighs:
+        conv.tell(Fate.ABSENT, names.weighting, f"loss={loss} has no weights of pairs")
+    conv.tell(Fate.NEEDLESS, names.weighting, "pairs weigh alike")
+    lengths = _number(conv, names.lengths, 1.0)
+    if lengths == 1:
+        conv.tell(Fate.NEEDLESS, names.lengths, "every token counts alike")
+    elif "ld_alpha" not in kind.fits:
+        conv.tell(Fate.ABSENT, names.lengths, f"loss={loss} counts every token of an answer alike")
+    elif likelihood or weighs:
+        conv.tell(Fate.ABSENT, names.lengths, "it does not go together with a likelihood of answers, or their weights")
+    else:
+        conv.put("loss.ld_alpha", lengths, names.lengths)
+
+
+def without_reference(
+    conv: Conversion, loss: str, *, by: str = "", weight_name: str = "", weight: float = 1.0, added: float = 0.0,
+    gamma: float = 0.5, beta: float = 0.1, told: str = OF_MICRO_BATCHES, beta_name: str = "beta",
+) -> None:  # fmt: skip
+    """Set orpo, simpo or cpo. `weight`, `gamma` and `beta` are their defaults; `added` is what they add to the weight
+    of the likelihood in any case."""
+    conv.choose("loss", loss, *filter(None, [by]))
+    if "loss.beta" not in conv.values:
+        conv.put("loss.beta", conv.number(beta_name, beta), beta_name)
+    if loss == "simpo":
+        conv.put("loss.gamma", conv.number("simpo_gamma", gamma), "simpo_gamma")
+    conv.tell(Fate.NEEDLESS, "simpo_gamma", "only with simpo")
+    put_likelihood(conv, added + _number(conv, weight_name, weight), weight_name, told)
+    smoothing = _number(conv, "label_smoothing", 0.0)
+    if loss == "cpo":
+        conv.put("loss.label_smoothing", smoothing, "label_smoothing")
+    elif smoothing:
+        conv.tell(Fate.ABSENT, "label_smoothing", f"loss={loss} has none")
+    conv.tell(Fate.NEEDLESS, "label_smoothing", "no label is smoothed")
+
+
+def of_cpo(conv: Conversion, by: str) -> str:
+    """Return our name of a loss of TRL's CPO, which has no reference."""
+    said = conv.text("loss_type", "simpo" if conv.trainer == "simpo" else "sigmoid")
+    if said not in ("sigmoid", "simpo"):
+        conv.tell(Fate.ABSENT, "loss_type", f"{said} without a reference is not here; cpo's sigmoid is taken")
+    conv.tell(Fate.NEEDLESS, "loss_type", f"{by} and it say the loss")
+    return "simpo" if said == "simpo" else "cpo"
