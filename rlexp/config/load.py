@@ -108,7 +108,8 @@ def _refuse_unknown(cfg: DictConfig) -> None:
         node = cfg._get_node(top)
         if not isinstance(node, DictConfig):
             continue
-        if top in KINDS and not OmegaConf.is_missing(node, "name") and node.name not in KINDS[top]:
+        named = top in KINDS and not OmegaConf.is_missing(node, "name")
+        if named and KINDS[top].get(node.name) is not OmegaConf.get_type(node):  # another option's keys
             options = ", ".join(KINDS[top])
             raise ConfigError(f"{top}.name={node.name}: is set by choosing {top}=OPTION. Options: {options}.")
         for leaf in map(str, node):

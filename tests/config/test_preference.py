@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from rlexp.base.errors import ConfigError
 from rlexp.config import load
-from rlexp.config.checks.preference import check_preference
+from rlexp.config.checks.reference import check_reference
 from rlexp.config.identity import curve_keys
 from rlexp.config.load import compose_config
-from rlexp.config.schema import KINDS
+from rlexp.config.schema import KINDS, HFModelConfig, ReferenceConfig
 from rlexp.config.schema.loss_terms import TERMS, compares, loss_terms
 from rlexp.config.schema.losses import ALL_MODIFIERS, BCOPairConfig, PreferenceConfig, Shift
 from rlexp.config.schema.row_kinds import Kind
@@ -110,13 +110,14 @@ def test_a_reference_is_refused_where_the_loss_has_none(loss: str) -> None:
     cfg = compose_config(["launch.device=cpu", f"loss={loss}"])
     assert isinstance(cfg.loss, PreferenceConfig)
     assert (cfg.loss.rows, cfg.loss.draws) == (Kind.pairs, False)
-    asked = cast(Any, SimpleNamespace(reference=SimpleNamespace(path="org/reference")))
     assert compares(cfg.loss) == (loss not in WITHOUT_REFERENCE)
     if compares(cfg.loss):
-        check_preference(asked, cfg.loss)
         return
+    asked = dataclasses.replace(
+        cfg, model=HFModelConfig(path="org/policy"), reference=ReferenceConfig(path="org/reference")
+    )
     with pytest.raises(ConfigError, match=f"^reference.path=org/reference: loss={loss} compares the policy with no"):
-        check_preference(asked, cfg.loss)
+        check_reference(asked)
 
 
 def test_a_sum_compares_if_one_of_its_terms_does() -> None:
