@@ -202,7 +202,7 @@ OURS_ALONE = {
     "model": "freeze gguf heads hidden_size intermediate_size kv_heads layers name seed suggested_lr",
     "optim": "name",
     "parallel": "backend chosen dp_size ulysses_size world_size",
-    "reference": "name",
+    "reference": "name revision",
     "resume": "force mode",
     "reward": "ignore_case max_length most name pattern precision rule target text timeout_seconds trust_remote_code "
     "workers",
