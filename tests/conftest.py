@@ -26,7 +26,7 @@ Shell = Callable[..., subprocess.CompletedProcess[str]]
 # Files with a fixture of the module that takes seconds to make.
 DEAR = {"test_divergence", "test_damage", "test_engines", "test_page", "test_pipelined", "test_policy_losses_of_others",
         "test_resume", "test_ring_flash_attn", "test_rollout_invariance", "test_rollout_resume", "test_rooms",
-        "test_task", "test_textbook_rl", "test_verify", "test_wandb", "test_wheel"}  # fmt: skip
+        "test_task", "test_textbook_rl", "test_trl_trainers", "test_verify", "test_wandb", "test_wheel"}  # fmt: skip
 os.environ.setdefault(TORCH_BUILT_FOR, "cuda")  # tests play GPUs, by an nvidia-smi of their own
 os.environ.setdefault("RLEXP_CACHE", str(ROOT / ".pytest_cache" / "rlexp"))
 os.environ.setdefault("HF_DATASETS_CACHE", str(ROOT / ".pytest_cache" / "datasets"))

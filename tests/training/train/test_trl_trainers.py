@@ -1,0 +1,183 @@
+"""Runs against TRL's own trainers: a real model on real pairs, from the text of a row to the gradient, in float32.
+
+TRL gets each train batch as one micro-batch: of a supervised term it takes the mean over micro-batches of their means
+over tokens.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bench.curves import draw, relative
+from rlexp.config.load import compose_config
+from rlexp.config.schema import Config
+from tests.helpers.paths import ROOT
+
+# TRL still says `gradient_checkpointing` where transformers has a new name.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+]
+
+STEPS, BATCH, LR, DECAY = 4, 8, 1e-4, 0.01
+LAYOUTS = {"one rank": (1, 8), "ring 2, micro-batch 2": (2, 2)}  # ring size, micro-batch
+# Largest relative differences, of the loss and of the gradient norm: the two add up in another order, in float32.
+FIRST = (1e-6, 1e-6)  # in the first step, with equal weights (measured: 4e-7, 3e-7)
+# Later, weights differ: AdamW's first step follows each gradient's sign, which rounding decides where it is near zero.
+LATER = (2e-5, 6e-5)  # measured: 3.8e-6, 1.2e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    ours: tuple[str, ...]
+    trainer: str
+    theirs: dict[str, Any]
+
+
+SUPERVISED = Case(("loss=dpo", "loss.sft_weight=0.2"), "DPO",
+                  {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2], "beta": 0.1})  # fmt: skip
+CASES = {
+    "dpo, supervised": SUPERVISED,
+    "dpo_norm": Case(("loss=dpo_norm",), "DPO", {"loss_type": ["sigmoid_norm"], "beta": 5.0}),
+    "simpo": Case(("loss=simpo",), "CPO", {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 1.0}),
+    "mpo": Case(("loss=mpo", "loss.sft_weight=1",
+                 "loss.terms=[{loss: dpo, weight: 0.8}, {loss: bco_pair, weight: 0.2, shift: none}]"), "DPO",
+                {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0], "beta": 0.1}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a run has logged of each optimizer step."""
+
+    tokens: list[int]
+    losses: list[float]
+    norms: list[float]
+
+    def apart(self, other: Steps, steps: int = STEPS) -> tuple[float, float]:
+        """Return the largest relative difference of the losses of the first steps, and of the gradient norms."""
+        assert self.tokens == other.tokens
+        assert len(self.losses) == len(other.losses) == STEPS
+        each = [(relative(a, b), relative(c, d))
+                for a, b, c, d in zip(self.losses, other.losses, self.norms, other.norms, strict=True)]  # fmt: skip
+        losses, norms = zip(*each[:steps], strict=True)
+        return max(losses), max(norms)
+
+    def hold(self, other: Steps) -> None:
+        for steps, most in ((1, FIRST), (STEPS, LATER)):
+            loss, norm = self.apart(other, steps)
+            print(f"until step {steps} the loss differs by {loss:.1e}, and the gradient norm by {norm:.1e}")
+            assert loss < most[0]
+            assert norm < most[1]
+
+
+def text(message: dict[str, str]) -> str:
+    return f"{'Question' if message['role'] == 'user' else 'Answer'}: {message['content']}\n"
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, str]]:
+    """Return pairs of HH as texts: the model has no chat template."""
+    with gzip.open(ROOT / "conf" / "experiment" / "hh_helpful.jsonl.gz", "rt", encoding="utf-8") as file:
+        pairs = [json.loads(next(file)) for _ in range(STEPS * BATCH)]
+    return [{"prompt": "".join(map(text, pair["prompt"])) + "Answer:",
+             "chosen": f" {pair['chosen']}", "rejected": f" {pair['rejected']}"} for pair in pairs]  # fmt: skip
+
+
+def configured(case: Case, model: Path, data: Path, ring: int, micro: int) -> Config:
+    return compose_config(
+        [*case.ours, "launch.device=cpu", "logger=none", "train.precision=fp32", "model=hf", f"model.path={model}",
+         "data=hf", f"data.path={data}", "data.shuffle=false", "data.max_length=512", "data.eval_size=0",
+         f"parallel=ring{ring}", f"train.batch_size={BATCH}", f"train.micro_batch_size={micro}", "train.epochs=1",
+         f"optim.lr={LR}", "optim.decay=constant", f"optim.weight_decay={DECAY}"]
+    )  # fmt: skip
+
+
+def ours_of(cases: Sequence[Case], model: Path, rows: Sequence[dict[str, str]], folder: Path) -> list[list[Steps]]:
+    """Return the steps of each case over each layout."""
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    curves = draw([configured(case, model, data, *layout) for case in cases for layout in LAYOUTS.values()])
+    steps = [Steps([int(row["train/tokens"]) for row in curve.rows], [row["train/loss"] for row in curve.rows],
+                   [row["train/grad_norm"] for row in curve.rows]) for curve in curves]  # fmt: skip
+    return [steps[place : place + len(LAYOUTS)] for place in range(0, len(steps), len(LAYOUTS))]
+
+
+def trainer_of(case: Case) -> tuple[Any, Any]:
+    if case.trainer == "CPO":
+        from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+        return CPOConfig, CPOTrainer
+    from trl import DPOConfig, DPOTrainer
+
+    return DPOConfig, DPOTrainer
+
+
+def trls(case: Case, model: Path, rows: Sequence[dict[str, str]], folder: Path, micro: int = BATCH) -> Steps:
+    """Train with TRL's trainer, in this process."""
+    of_arguments, of_trainer = trainer_of(case)
+    arguments = of_arguments(
+        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,
+        logging_steps=1, seed=0, num_train_epochs=1, train_sampling_strategy="sequential", max_length=512,
+        per_device_train_batch_size=micro, gradient_accumulation_steps=BATCH // micro,
+        learning_rate=LR, lr_scheduler_type="constant", optim="adamw_torch", adam_beta1=0.9, adam_beta2=0.999,
+        adam_epsilon=1e-8, weight_decay=DECAY, max_grad_norm=1.0, **case.theirs,
+    )  # fmt: skip
+    trainer = of_trainer(
+        model=AutoModelForCausalLM.from_pretrained(model), args=arguments, train_dataset=Dataset.from_list(list(rows)),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )  # fmt: skip
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    lengths = [length(row) for row in trainer.train_dataset]
+    tokens = [sum(lengths[place : place + BATCH]) for place in range(0, len(lengths), BATCH)]
+    return Steps(tokens, [float(entry["loss"]) for entry in logged], [float(entry["grad_norm"]) for entry in logged])
+
+
+def length(row: dict[str, Any]) -> int:
+    """Return the number of tokens of a pair as TRL keeps it."""
+    if "chosen_input_ids" in row:
+        return len(row["chosen_input_ids"]) + len(row["rejected_input_ids"])
+    return 2 * len(row["prompt_ids"]) + len(row["chosen_ids"]) + len(row["rejected_ids"])
+
+
+@pytest.fixture(scope="module")
+def model(shared: Path) -> Path:
+    pytest.importorskip("trl")
+    return shared / "models" / "stories260K"
+
+
+@pytest.fixture(scope="module")
+def ours(model: Path, rows: list[dict[str, str]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Steps]]:
+    return dict(zip(CASES, ours_of(list(CASES.values()), model, rows, tmp_path_factory.mktemp("ours")), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_is_that_of_trls_trainer(
+    name: str, ours: dict[str, list[Steps]], model: Path, rows: list[dict[str, str]], tmp_path: Path
+) -> None:
+    theirs = trls(CASES[name], model, rows, tmp_path)
+    for layout, steps in zip(LAYOUTS, ours[name], strict=True):
+        print(f"{name}, {layout}:")
+        steps.hold(theirs)
+
+
+def test_trls_supervised_term_moves_with_its_micro_batch_and_ours_does_not(
+    ours: dict[str, list[Steps]], model: Path, rows: list[dict[str, str]], tmp_path: Path
+) -> None:
+    whole, cut = (trls(SUPERVISED, model, rows, tmp_path, micro) for micro in (BATCH, 2))
+    loss, norm = whole.apart(cut)
+    print(f"TRL, micro-batch 2 and 8: the loss differs by {loss:.1e}, and the gradient norm by {norm:.1e}")
+    assert loss > 100 * LATER[0]  # measured: 1.7e-2 and 1.7e-3
+    assert norm > 10 * LATER[1]
+    one, other = ours["dpo, supervised"]
+    one.hold(other)
