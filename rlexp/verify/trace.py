@@ -346,8 +346,9 @@ def tokens_of(example: Answered, sides: Sequence[str]) -> TokenExample:
     answers: dict[str, Any] = {}
     for side, (answer, mask) in zip(sides, example.answers, strict=True):
         answers |= {side: answer, f"{side}_mask": mask}
-    kind = TokenPair if len(sides) > 1 else TokenAnswer
-    return kind(prompt=example.prompt, origin=example.origin, **answers)
+    if len(sides) == 1:
+        return TokenAnswer(prompt=example.prompt, origin=example.origin, **answers)
+    return TokenPair(prompt=example.prompt, origin=example.origin, margin=example.margin, **answers)
 
 
 def seen(pack: Pack) -> PackSeen:

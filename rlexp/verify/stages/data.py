@@ -59,6 +59,8 @@ def _tokens(step: ComparedStep, got: TokenExample, wanted: TokenExample | None, 
             place = int(np.flatnonzero(ours != theirs)[0])
             what = f"token {place} of {named}, {part}"
             yield step.finding(DATA, Clue.TOKENS, what, int(ours[place]), int(theirs[place]))
+    if got.margin != wanted.margin:
+        yield step.finding(DATA, Clue.TOKENS, f"margin of {named}", got.margin, wanted.margin)
     for side in wanted.sides:
         ours, theirs = got.trained(side), wanted.trained(side)
         if len(ours) == len(theirs) and not np.array_equal(ours, theirs):

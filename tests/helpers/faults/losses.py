@@ -70,6 +70,11 @@ def with_all_tokens(original: Any, self: Any, examples: Any) -> Any:
     return replace(held, tokens={side: lengths.get(side, tokens).to(tokens) for side, tokens in held.tokens.items()})
 
 
+def of_another_pair(original: Any, self: Any, examples: Any) -> Any:
+    held = original(self, examples)
+    return replace(held, margin_E=held.margin_E.roll(1))
+
+
 def of_the_replica(original: Any, parts: Any, count: int, world: Any) -> Values:
     """Take the examples of this replica for those of all."""
     values = original(parts, count, world)
@@ -129,6 +134,8 @@ LOSS_FAULTS = (
         *of("dpo")),
     one("dpo: the supervised term is not divided", OFFLINE + "OfflineStep.values",
         with_mean_tokens(lambda *_: 1.0), "loss", TRAIN, *of("dpo")),
+    one("dpo: the margin of another pair", OFFLINE + "OfflineTask.shard", of_another_pair, "loss", TRAIN, *of("dpo"),
+        "loss.margin_weight=0.5"),
     one("bco_pair: the shift starts anew", OFFLINE + "OfflineStep.finish", forgetful, "loss", TRAIN, *of("bco_pair"),
         step=2),
     one("bco_pair: held-out pairs move the shift", OFFLINE + "OfflineTask.evaluate",
