@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class OfflineTask(Task):
         self.sampler: Sampler = sampler_of(cfg, cfg.loss.rows, len(self.train), examples.mixture)
         self.carried = {}
         if self.loss.asks.margins:
-            refuse_without_margin([*self.train, *self.held_out])
+            refuse_without_margin(chain(self.train, self.held_out))
 
     @classmethod
     def of(cls, cfg: Config, examples: Examples, bridge: Bridge | None = None, parts: Any = None) -> OfflineTask:  # noqa: ARG003
@@ -169,9 +170,11 @@ class OfflineStep(Step):
         self, task: OfflineTask, batch: Batch, examples: Sequence[Answered], *, held_out: bool = False
     ) -> None:
         self.task, self.batch, self.held_out = task, batch, held_out
-        self.examples = [examples[index] for index in batch.indices]
-        self.count = len(self.examples)  # the loss's denominator, known before the first micro-batch
-        self.mean_tokens = mean_tokens(self.examples) if task.loss.asks.mean_tokens else 1.0
+        self.examples = examples
+        self.count = len(batch.indices)  # the loss's denominator, known before the first micro-batch
+        self.mean_tokens = 1.0
+        if task.loss.asks.mean_tokens:
+            self.mean_tokens = mean_tokens(map(self.example, range(self.count)), self.count)
         run, within = task.run, Batch(batch.step, batch.epoch, tuple(range(self.count)))
         self.micro_batches = within.micro_batches(run.world.replica, run.world.dp_size, run.cfg.train.micro_batch_size)
         self.whole: WholeBatch | None = None
@@ -180,14 +183,17 @@ class OfflineStep(Step):
         if task.loss.asks.whole_batch and len(self.micro_batches) > 1 and not held_out:
             self.collect()
 
+    def example(self, place: int) -> Answered:
+        return self.examples[self.batch.indices[place]]
+
     def tokens(self, indices: Sequence[int]) -> int:
-        examples = [self.examples[place] for place in indices]
+        examples = map(self.example, indices)
         lengths = [len(each.prompt) + len(answer) for each in examples for answer, _ in each.answers]
         return self.task.run.packed_tokens(lengths)
 
     def load(self, indices: Sequence[int]) -> HeldPlaces:
         with self.task.run.phases("data"):
-            held = self.task.shard([self.examples[place] for place in indices])
+            held = self.task.shard([*map(self.example, indices)])
         return HeldPlaces(**vars(held), places=tuple(indices))
 
     def loss(self, held: HeldPlaces, meter: Meter) -> Tensor:
@@ -275,7 +281,7 @@ class OfflineStep(Step):
         self.task.carried = self.carried
 
     def samples(self) -> list[str]:
-        return [example.origin for example in self.examples]
+        return [self.example(place).origin for place in range(self.count)]
 
     @torch.no_grad()
     def samples_without_finite_loss(self) -> list[str]:
@@ -295,7 +301,7 @@ class OfflineStep(Step):
                 if not all(bool(each.isfinite().all()) for each in sums):
                     mine.append(indices[number])
         everywhere = {place for each in gather_objects(mine, run.world.size) for place in each}
-        return [self.examples[place].origin for place in sorted(everywhere)]
+        return [self.example(place).origin for place in sorted(everywhere)]
 
 
 @dataclass(frozen=True)
@@ -303,7 +309,7 @@ class HeldPlaces(HeldExamples):
     places: tuple[int, ...]  # of the examples in their batch
 
 
-def refuse_without_margin(examples: Sequence[Answered]) -> None:
+def refuse_without_margin(examples: Iterable[Answered]) -> None:
     missing = next((each for each in examples if each.margin is None), None)
     if missing is not None:
         raise DataError(
@@ -320,9 +326,9 @@ def note_logits(meter: Meter, tokens: TokenLogps, held: HeldExamples, task: Offl
         meter.add_mean(f"logits/{side}", logits[side].sum(), trained[side].sum(), SHARDED)
 
 
-def mean_tokens(examples: Sequence[Answered]) -> float:
+def mean_tokens(examples: Iterable[Answered], count: int) -> float:
     """Return the mean number of trained tokens of the examples' first answers."""
-    return max(1, sum(trained_tokens(*example.answers[0]) for example in examples)) / len(examples)
+    return sum(trained_tokens(*example.answers[0]) for example in examples) / count
 
 
 def trained_tokens(answer: Any, mask: Any) -> int:

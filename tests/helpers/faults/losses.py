@@ -59,7 +59,7 @@ def of_micro_batch(_step: Any, held: Any) -> float:
 
 def of_replica(step: Any, _held: Any) -> float:
     mine = [place for places in step.micro_batches for place in places]
-    return float(np.mean([len(step.examples[place].answers[0][0]) for place in mine])) if mine else 1.0
+    return float(np.mean([len(step.example(place).answers[0][0]) for place in mine])) if mine else 1.0
 
 
 def with_all_tokens(original: Any, self: Any, examples: Any) -> Any:
