@@ -39,6 +39,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "another loss's option": (["loss=bco_pair", "loss.shift=min"], "loss.shift=min: must be one of none, mean."),
     "ipo's own choice": (["loss=ipo", "loss.normalize=fixed"], "fixed: must be one of token, sequence. For"),
     "a choice of the same name": (["loss=grpo", "loss.normalize=x"], "must be one of token, sequence, fixed. For"),
+    "a name set by hand": (["loss.name=ipo"], "loss.name=ipo: is set by choosing loss=OPTION. Options: dpo, dpo_norm,"),
     "wpo of a pack": (["loss=aot", "loss.wpo=true"], "loss.wpo=true: has no meaning for loss=aot. Leave it out, "),
     "lengths of means": (["loss=dpo_norm", "loss.ld_alpha=0.5"], "has no meaning for loss=dpo_norm."),
     "margin of ipo": (["loss=ipo", "loss.margin_weight=1"], "it fits: loss=dpo, loss=dpo_norm, loss=simpo, loss=cpo, "),
