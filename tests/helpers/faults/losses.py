@@ -36,7 +36,7 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "sppo_hard": (),
     "discopop": (),
 }
-ON_ROWS = tuple(word for word in MIXED if not word.startswith("train.batch_size=")) + ("train.batch_size=8",)
+ON_ROWS = (*(word for word in MIXED if not word.startswith("train.batch_size=")), "train.batch_size=8")
 
 
 def of(name: str) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ LOSS_FAULTS = (
     one("bco_pair: the shift starts anew", OFFLINE + "OfflineStep.finish", forgetful, "loss", TRAIN, *of("bco_pair"),
         step=2),
     one("bco_pair: held-out pairs move the shift", OFFLINE + "OfflineTask.evaluate",
-        Seeing({"OfflineStep": Given(lambda made, self, *_: lambda *args, **_kwargs: made(*args))}), "metrics", TRAIN,
+        Seeing({"OfflineStep": Given(lambda made, *_: lambda *args, **_kwargs: made(*args))}), "metrics", TRAIN,
         *of("bco_pair"), "data.eval_size=13", "train.eval_every=1"),
     one("apo_zero: the tail counts masked tokens", OFFLINE + "tail_weights", tail_of_all, "log-probabilities", TRAIN,
         *of("apo_zero"), base=ON_ROWS),

@@ -46,7 +46,7 @@ class SupervisedConfig(LossConfig):
 class Supervised:
     """−log π of the answers, per token of the train batch."""
 
-    asks: Asks = Asks(mean_tokens=True)
+    asks: ClassVar[Asks] = Asks(mean_tokens=True)
 
     def __call__(self, values: Values) -> Losses:
         nll_E = -values.logps["answer"] / values.mean_tokens
@@ -55,7 +55,7 @@ class Supervised:
 
 class SupervisedTask(OfflineTask):
     @classmethod
-    def loss_of(cls, cfg: Config) -> Supervised:
+    def loss_of(cls, _cfg: Config) -> Supervised:
         return Supervised()
 
 
