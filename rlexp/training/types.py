@@ -84,11 +84,14 @@ class Completion:
     origin: str
     mask: Mask | None = None
     label: bool | None = None
-    margin: None = None  # of pairs alone
 
     @property
     def answers(self) -> tuple[tuple[Ids, Mask | None], ...]:
         return ((self.answer, self.mask),)
+
+    @property
+    def margin(self) -> None:
+        return None
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,8 @@ def longest_examples(cfg: Config) -> list[Any]:
     """Make one train batch of the longest examples: half prompt and half answer."""
     length, kind = cfg.data.max_length, cfg.loss.rows
     prompt, answer = (np.zeros(size, dtype=np.int32) for size in (length // 2, length - length // 2))
-    example = Example(
-        Row("", ("",) * len(SIDES[kind]), ""), prompt, (answer,) * len(SIDES[kind]), (None,) * len(SIDES[kind])
-    )
+    sides = len(SIDES[kind])
+    example = Example(Row("", ("",) * sides, "", margin=0.0), prompt, (answer,) * sides, (None,) * sides)
     return [typed(kind, index, example) for index in range(cfg.train.batch_size)]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlexp.base.errors import ConfigError
-from rlexp.config.checks.policy_loss import check_policy_loss
+from rlexp.config.checks.loss import check_loss
 from rlexp.config.schema import Config
 from rlexp.config.schema.bounds import check_bounds
 from rlexp.config.schema.losses import CriticName, DPOConfig, KLEstimator, KLPlace, Normalize
@@ -153,7 +153,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 def _check(cfg: Config) -> None:
     check_bounds(cfg.loss, "loss.")
-    check_policy_loss(cfg)
+    check_loss(cfg)
 
 
 @pytest.mark.parametrize(("name", "changes", "says"), REFUSED, ids=lambda each: str(each)[:40])
@@ -166,19 +166,19 @@ def test_values_that_are_refused(name: str, changes: dict[str, Any], says: str) 
 @pytest.mark.parametrize("name", LOSSES)
 def test_one_answer_to_a_prompt_is_refused_where_it_learns_nothing(name: str) -> None:
     cfg = Config(loss=configured(name))
-    check_policy_loss(cfg)
+    check_loss(cfg)
     cfg.rollout.n_samples = 1
     if name in GROUPED:
         with pytest.raises(ConfigError, match=r"rollout\.n_samples=1: .* Use rollout\.n_samples=2 or more"):
-            check_policy_loss(cfg)
+            check_loss(cfg)
     else:
-        check_policy_loss(cfg)
+        check_loss(cfg)
         cfg.loss = configured(name, filter=True)
         with pytest.raises(ConfigError, match=r"rollout\.n_samples=1: with loss\.filter=true"):
-            check_policy_loss(cfg)
+            check_loss(cfg)
 
 
 def test_a_loss_of_pairs_is_not_looked_at() -> None:
     cfg = Config(loss=DPOConfig())
     cfg.rollout.n_samples = 1
-    check_policy_loss(cfg)
+    check_loss(cfg)

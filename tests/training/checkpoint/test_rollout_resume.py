@@ -125,7 +125,7 @@ def test_damage_to_the_samples_is_refused(stopped: Path, tmp_path: Path) -> None
 
 def test_samples_are_no_pickle_and_stand_in_the_position(stopped: Path) -> None:
     first = checkpoint.latest_first(stopped)[-1]
-    position = json.loads((first / "position.json").read_text())["rollouts"]
+    position = json.loads((first / "position.json").read_text())["task"]
     assert position["number"] == 0
     assert position["kl_coef"] != position["beta"]  # the coefficient of this rollout, and of the next one
     places: list[int] = []

@@ -81,7 +81,8 @@ def test_too_long_and_identical_pairs_follow_the_policy() -> None:
     assert len(kept) == 1
     assert dropped == {"longer than data.max_length": 2, "chosen and rejected are the same": 1}
     cut, counts = encoded(Kind.pairs, tokenizer, rows, 100, TooLong.truncate)
-    assert [pair.longest() for pair in cut] == [34, 100]  # the last became identical by its truncation
+    lengths = [len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in cut]
+    assert lengths == [34, 100]  # the last became identical by its truncation
     assert tokenizer.decode(cut[1].prompt) == "p" * 96
     assert counts == {"kept, but truncated": 1, "chosen and rejected are the same": 2}
     assert tokenizer.decode(cut[1].chosen) == "yes<eos>"

@@ -23,6 +23,7 @@ from rlexp.config.schema.losses import LossConfig
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.data.answer import preview
 from rlexp.launch.joining import RankSpec
+from rlexp.launch.local import run_ranks
 from rlexp.training.algos.base import Asks, Losses, Values
 from rlexp.training.ring.groups import World
 from rlexp.training.train.choose_task import TASKS
@@ -168,19 +169,23 @@ def test_the_preview_shows_its_rows() -> None:
     assert shown.steps.run == 4
 
 
-def test_preflight_rehearses_it() -> None:
-    """An answer a sample is half of what a pair is: so are the tokens of the forward pass."""
+def rehearsed_rank(_spec: RankSpec, cfgs: Sequence[Config]) -> list[float]:
+    """Return the operations of a rank's forward passes, from a process that has computed nothing yet."""
     from rlexp.preflight.children import at_once
     from rlexp.preflight.predict import rehearsals
     from rlexp.preflight.rehearsal.log import passes
     from rlexp.preflight.rehearsal.rehearse import RehearsalPlan
     from rlexp.training.model.loading import load_config
 
+    [logs] = at_once([rehearsals([RehearsalPlan(cfg, load_config(cfg.model, cfg.data.max_length)) for cfg in cfgs])], 1)
+    return [sum(each.counts.flops for each in passes(log) if each.phase == "forward") for log in logs]
+
+
+def test_preflight_rehearses_it() -> None:
+    """An answer a sample is half of what a pair is: so are the tokens of the forward pass."""
     pairs = compose_elsewhere(["hardware=h100", "parallel=ring2", "launch.nproc=2", "train.batch_size=1"])
     answers = dataclasses.replace(pairs, loss=SupervisedConfig())
-    plans = [RehearsalPlan(cfg, load_config(cfg.model, cfg.data.max_length)) for cfg in (pairs, answers)]
-    [logs] = at_once([rehearsals(plans)], 1)
-    of_pairs, of_answers = (sum(each.counts.flops for each in passes(log) if each.phase == "forward") for log in logs)
+    [(of_pairs, of_answers)] = run_ranks(rehearsed_rank, 1, ([pairs, answers],), timeout=120)
     assert of_answers == pytest.approx(of_pairs / 2, rel=1e-6)
 
 
