@@ -12,6 +12,7 @@ import os
 import torch
 
 from rlexp.config.checks.layout import Choice, Heads, candidates, near
+from rlexp.config.checks.reference import fits_reference
 from rlexp.config.schema import Config, Device, KernelName, Precision
 from rlexp.preflight.children import Calls, at_once
 from rlexp.preflight.rehearsal.device import rehearsed_device
@@ -37,7 +38,7 @@ def fastest(cfg: Config, heads: Heads | None) -> Choice:
 
 def choosing(cfg: Config, heads: Heads | None) -> Calls:
     """Choose the layout, as a task of `children.at_once`: a process that has rehearsed cannot rehearse a whole run."""
-    possible = candidates(cfg, heads)
+    possible = [each for each in candidates(cfg, heads) if fits_reference(cfg, each)]
     if len(possible) == 1:
         return possible[0]
     assert heads is not None

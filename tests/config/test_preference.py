@@ -53,10 +53,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["loss.ld_alpha=0.5", "loss.wpo=true"],
         "loss.ld_alpha=0.5: the weights of loss.wpo=true are those of whole answers. Use loss.wpo=false, or",
     ),
-    "no terms": (["loss=mpo", "loss.terms=[]"], "has no value, and loss=mpo adds its terms up. For example:"),
+    "no terms": (["loss=mpo", "loss.terms=[]"], "loss.terms=[]: has no term, and loss=mpo adds its terms up."),
     "nothing to learn": (
         [*terms("{loss:dpo,weight:0}", "{loss:ipo,weight:0}"), "loss.sft_weight=0"],
-        "loss.terms: all weights are 0, so nothing would be learned.",
+        "all weights are 0, so nothing would be learned.",
     ),
     "a term twice": (terms("{loss:dpo}", "{loss:ipo}", "{loss:dpo}"), "terms[2].loss=dpo: stands in the list twice."),
     "unknown term": (
@@ -70,8 +70,9 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "negative term": (terms("{loss:dpo,weight:-1}"), "loss.terms[0].weight=-1: must be a number, at least 0."),
     "a text for a weight": (terms("{loss:dpo,weight:x}"), "loss.terms[0].weight=x: must be a number, at least 0."),
     "a key of the sum": (
-        terms("{loss:dpo,wpo:true}"), "loss.terms[0].wpo: belongs to the whole loss, and not to a term. Use loss.wpo."
+        terms("{loss:dpo,sft_weight:2}"), "loss.terms[0].sft_weight=2: belongs to the whole loss, and not to a term."
     ),
+    "a modifier in a sum": (terms("{loss:dpo,wpo:true}"), "loss.terms[0].wpo=True: has no meaning in a sum of losses."),
     "a term's typo": (terms("{loss:dpo,bta:1}"), "loss.terms[0].bta: no such key of loss=dpo. Did you mean beta?"),
     "a term's scale": (terms("{loss:dpo,beta:0}"), "loss.terms[0].beta=0.0: must be greater than 0."),
     "a term's option": (terms("{loss:bco_pair,shift:most}"), "loss.terms[0].shift=most: "),

@@ -52,6 +52,9 @@ def grid() -> list[Any]:
             words = (f"engine={engine}", f"parallel.ring_size={ring}", f"memory.checkpointing={checkpointing}",
                      f"train.precision={precision}")  # fmt: skip
             cases.append(pytest.param(ring, words, id=name, marks=marks))
+    for asked in (("loss=mpo", "train.batch_size=4"), ("loss=dpo", "loss.wpo=true", "loss.margin_weight=1")):
+        words = ("engine=fsdp2", "parallel.ring_size=1", *asked)
+        cases.append(pytest.param(1, words, id=" ".join(asked), marks=[pytest.mark.slow]))
     return cases
 
 

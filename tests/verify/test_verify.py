@@ -326,8 +326,8 @@ def test_a_long_pair_passes_on_a_ring_of_four(shared: Path, tmp_path: Path) -> N
 # What the reference imports of rlexp: the schema, the text of generated rows, the float64 mode, the losses' formulas,
 # and its own modules.
 OF_REFERENCE = {"base.errors", "config.schema", *(f"config.schema.{name}" for name in ("data", "row_kinds")),
-                "training.algos.base", "training.dataset", "training.model.float64", "verify.records", "verify.reference",
-                *(f"verify.reference.{name}" for name in ("formula", "pairs", "rows"))}  # fmt: skip
+                "training.algos.base", "training.dataset", "training.model.float64", "verify.records",
+                "verify.reference", *(f"verify.reference.{name}" for name in ("formula", "pairs", "rows"))}  # fmt: skip
 REFERENCE = ("records", *(f"reference/{name}" for name in ("one_process", "formula", "rules", "rows", "pairs")))
 
 

@@ -16,12 +16,10 @@ def check_preference(loss: PreferenceConfig) -> None:
 
 
 def _check_modifiers(loss: PreferenceConfig) -> None:
-    for leaf, value, neutral in (
-        ("wpo", str(loss.wpo).lower(), "false"),
-        ("ld_alpha", loss.ld_alpha, 1.0),
-        ("margin_weight", loss.margin_weight, 0.0),
-    ):
-        if value != neutral and leaf not in loss.fits:
+    given = {"wpo": loss.wpo, "ld_alpha": loss.ld_alpha < 1, "margin_weight": loss.margin_weight > 0}
+    for leaf, asked in given.items():
+        if asked and leaf not in loss.fits:
+            value = str(getattr(loss, leaf)).lower()
             fit = [f"loss={name}" for name, kind in KINDS["loss"].items()
                    if issubclass(kind, PreferenceConfig) and leaf in kind.fits]  # fmt: skip
             raise ConfigError(

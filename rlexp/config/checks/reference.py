@@ -9,7 +9,7 @@ from rlexp.base.errors import ConfigError
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.files import check_model_path
 from rlexp.config.checks.kernel import check_kernel
-from rlexp.config.checks.layout import Heads, check_layout, heads_of
+from rlexp.config.checks.layout import Choice, Heads, check_layout, heads_of, with_layout
 from rlexp.config.checks.model import check_revision
 from rlexp.config.schema import Config, HFModelConfig
 from rlexp.config.schema.loss_terms import compares
@@ -55,6 +55,17 @@ def check_heads(cfg: Config, heads: Heads | None, *, here: bool = True) -> None:
         check_kernel(cfg, heads, here=here)
     except ConfigError as error:
         raise ConfigError(f"reference.path={cfg.reference.path}: runs as the policy does. {error}") from None
+
+
+def fits_reference(cfg: Config, choice: Choice) -> bool:
+    """Say whether the model in reference.path, if there is one, can run over a layout that `auto` may take."""
+    if cfg.reference.path is None:
+        return True
+    try:
+        check_heads(with_layout(cfg, choice), heads_of(model_of_reference(cfg)))
+    except ConfigError:
+        return False
+    return True
 
 
 def model_of_reference(cfg: Config) -> ReferenceModelConfig:

@@ -11,7 +11,7 @@ from rlexp.config.schema import KINDS
 from rlexp.config.schema.bounds import check_bounds
 from rlexp.config.schema.entries import typed_entry
 from rlexp.config.schema.keys import suggestion
-from rlexp.config.schema.losses import LossConfig, MPOConfig, PolicyLossConfig, PreferenceConfig
+from rlexp.config.schema.losses import LossConfig, MPOConfig, PreferenceConfig
 
 OF_THE_SUM = ("sft_weight", "wpo", "ld_alpha", "margin_weight")  # keys of the whole loss, not of a term
 TERMS = [
@@ -34,7 +34,9 @@ def loss_terms(loss: PreferenceConfig) -> list[LossTerm]:
     if not isinstance(loss, MPOConfig):
         return [LossTerm(loss.name, 1.0, loss)]
     if not loss.terms:
-        raise ConfigError(f"loss.terms: has no value, and loss={loss.name} adds its terms up. For example: {EXAMPLE}.")
+        raise ConfigError(
+            f"loss.terms=[]: has no term, and loss={loss.name} adds its terms up. For example: {EXAMPLE}."
+        )
     terms = [_term(loss, f"loss.terms[{place}]", keys) for place, keys in enumerate(loss.terms)]
     names = [term.name for term in terms]
     for place, name in enumerate(names):
@@ -44,7 +46,8 @@ def loss_terms(loss: PreferenceConfig) -> list[LossTerm]:
             )
     if not any(term.weight for term in terms) and not loss.sft_weight:
         raise ConfigError(
-            "loss.terms: all weights are 0, so nothing would be learned. Give at least one term a weight above 0."
+            f"loss.terms={loss.terms}: all weights are 0, so nothing would be learned. Give at least one term a weight "
+            f"above 0."
         )
     return [term for term in terms if term.weight]
 
@@ -54,10 +57,8 @@ def compares(loss: LossConfig) -> bool:
     match loss:
         case PreferenceConfig():
             return any(term.cfg.compares for term in loss_terms(loss))
-        case PolicyLossConfig(beta=beta):
-            return beta > 0
         case _:
-            return False
+            return loss.compares
 
 
 def _term(loss: MPOConfig, key: str, keys: Any) -> LossTerm:
@@ -71,9 +72,11 @@ def _term(loss: MPOConfig, key: str, keys: Any) -> LossTerm:
             f"{key}.loss: is missing.")  # fmt: skip
         raise ConfigError(f"{said} Losses: {', '.join(TERMS)}.")
     own = {str(leaf): value for leaf, value in keys.items() if leaf not in ("loss", "weight")}
-    for leaf in own:
+    for leaf, value in own.items():
+        if leaf == "sft_weight":
+            raise ConfigError(f"{key}.{leaf}={value}: belongs to the whole loss, and not to a term. Use loss.{leaf}.")
         if leaf in OF_THE_SUM:
-            raise ConfigError(f"{key}.{leaf}: belongs to the whole loss, and not to a term. Use loss.{leaf}.")
+            raise ConfigError(f"{key}.{leaf}={value}: has no meaning in a sum of losses. Leave it out.")
     kind = KINDS["loss"][name]
     cfg = cast(PreferenceConfig, typed_entry(key, kind, {"beta": loss.beta, **own}, f"loss={name}", ("loss", "weight")))
     check_bounds(cfg, f"{key}.")

@@ -65,13 +65,18 @@ class LossConfig:
 
     name: str = MISSING  # the loss, chosen by loss=NAME
 
+    @property
+    def compares(self) -> bool:
+        """Whether the policy is compared with a reference model."""
+        return False
+
 
 @dataclass
 class PreferenceConfig(LossConfig):
     """Keys that all losses over pairs share. Which of them fit a loss is said in `fits`."""
 
     fits: ClassVar[frozenset[str]] = frozenset({"wpo", "ld_alpha"})  # the modifiers that have a meaning for it
-    compares: ClassVar[bool] = True  # the policy is compared with a reference model
+    has_reference: ClassVar[bool] = True  # the policy is compared with a reference model
 
     # scale of the rewards: a larger value keeps the policy nearer to the reference
     beta: float = number(0.1, above=0)
@@ -85,6 +90,10 @@ class PreferenceConfig(LossConfig):
     # multiplies the rows' `margin`, by which the chosen answer's reward must exceed the other's (ODPO, arXiv
     # 2402.10571)
     margin_weight: float = number(0.0, least=0)
+
+    @property
+    def compares(self) -> bool:
+        return self.has_reference
 
 
 ALL_MODIFIERS = frozenset({"wpo", "ld_alpha", "margin_weight"})
@@ -131,7 +140,7 @@ class APODownConfig(PreferenceConfig):
 class SimPOConfig(PreferenceConfig):
     name: str = "simpo"
     fits: ClassVar[frozenset[str]] = frozenset({"margin_weight"})
-    compares: ClassVar[bool] = False
+    has_reference: ClassVar[bool] = False
     beta: float = number(2.0, above=0)  # scale of the rewards, which are mean log-probabilities per token
     # the margin by which the chosen answer's reward should exceed the other's; the paper's γ
     gamma: float = number(1.0, least=0)
@@ -141,7 +150,7 @@ class SimPOConfig(PreferenceConfig):
 class ORPOConfig(PreferenceConfig):
     name: str = "orpo"
     fits: ClassVar[frozenset[str]] = frozenset()
-    compares: ClassVar[bool] = False
+    has_reference: ClassVar[bool] = False
     beta: float = number(0.1, above=0)  # weight of the term of odds; the paper's λ
     sft_weight: float = number(1.0, least=0)
 
@@ -150,7 +159,7 @@ class ORPOConfig(PreferenceConfig):
 class CPOConfig(PreferenceConfig):
     name: str = "cpo"
     fits: ClassVar[frozenset[str]] = frozenset({"margin_weight"})
-    compares: ClassVar[bool] = False
+    has_reference: ClassVar[bool] = False
     beta: float = number(0.1, above=0)  # scale of the rewards, which are log-probabilities of whole answers
     sft_weight: float = number(1.0, least=0)
     # assumed share of pairs whose two answers are swapped (conservative DPO, cDPO)
@@ -245,6 +254,10 @@ class PolicyLossConfig(LossConfig):
     whiten: bool = False  # shift and scale the advantages of a train batch to mean 0 and variance 1
     normalize: Normalize = Normalize.token  # how the terms of the tokens are averaged over the train batch
     filter: bool = False  # leave out a prompt if all its answers have the same score
+
+    @property
+    def compares(self) -> bool:
+        return self.beta > 0
 
 
 @dataclass

@@ -179,9 +179,9 @@ class OfflineStep(Step):
         self.micro_batches = within.micro_batches(run.world.replica, run.world.dp_size, run.cfg.train.micro_batch_size)
         self.whole: WholeBatch | None = None
         self.carried: Mapping[str, float] = task.carried
-        self.kept: dict[Sequence[int], Sides | None] = {}  # the reference's sums, where they are known already
+        self.kept: list[Sides | None] = []  # the reference's sums of the micro-batches to come, if they are known
         if task.loss.asks.whole_batch and len(self.micro_batches) > 1 and not held_out:
-            self.collect()
+            self.kept = [values.reference for _, values in self.collect()]
 
     def example(self, place: int) -> Answered:
         return self.examples[self.batch.indices[place]]
@@ -197,15 +197,15 @@ class OfflineStep(Step):
         return HeldPlaces(**vars(held), places=tuple(indices))
 
     def loss(self, held: HeldPlaces, meter: Meter) -> Tensor:
-        values, tokens = self.values(held)
-        replica_loss_sum = self.judged(values, held, meter)
+        values, tokens = self.values(held, self.kept.pop(0) if self.kept else None)
+        replica_loss_sum = self.judged(values, held.places, meter)
         note_logits(meter, tokens, held, self.task)
         if not held.places:  # a rank without a sample still runs its (empty) graph, so that no collective waits for it
             replica_loss_sum = replica_loss_sum + 0.0 * tokens.logps_t.sum()
         return replica_loss_sum * (self.task.run.world.size / self.count)
 
-    def values(self, held: HeldPlaces) -> tuple[Values, TokenLogps]:
-        """Run the models on a micro-batch."""
+    def values(self, held: HeldExamples, reference: Sides | None = None) -> tuple[Values, TokenLogps]:
+        """Run the models on a micro-batch: the reference too, unless its sums are known already."""
         task = self.task
         with task.run.phases("forward"):
             tokens = task.run.engine.forward(held.shard)
@@ -214,7 +214,7 @@ class OfflineStep(Step):
             likelihoods = task.sums(tokens.likelihoods_t, held, weighted=False)
         values = Values(
             logps=task.sums(tokens.logps_t, held),
-            reference=self.kept[held.places] if held.places in self.kept else task.reference_sums(held),
+            reference=task.reference_sums(held) if reference is None else reference,
             tokens=held.tokens,
             likelihoods=likelihoods,
             margin_E=held.margin_E,
@@ -224,14 +224,14 @@ class OfflineStep(Step):
         )
         return values, tokens
 
-    def judged(self, values: Values, held: HeldPlaces, meter: Meter) -> Tensor:
+    def judged(self, values: Values, places: Sequence[int], meter: Meter) -> Tensor:
         """Return the sum of the examples' losses, with the gradient that the train batch's loss has by their values."""
         slopes = None
         if self.task.loss.asks.whole_batch:
             if self.whole is None:  # one micro-batch a replica
-                self.judge([(held.places, values)])
+                self.judge([(places, values)])
             assert self.whole is not None
-            losses, slopes = self.whole.of_places(held.places)
+            losses, slopes = self.whole.of_places(places)
             total = with_slopes(losses, slopes, values)
         else:
             losses = self.task.loss(values)
@@ -242,19 +242,21 @@ class OfflineStep(Step):
     # ---- losses that ask for the whole batch ----
 
     @torch.no_grad()
-    def collect(self, meter: Meter | None = None) -> list[tuple[HeldPlaces, Values]]:
-        """Run all micro-batches without gradient, and evaluate the loss on the values of the whole batch."""
-        found = []
+    def collect(self, meter: Meter | None = None) -> list[tuple[Sequence[int], Values]]:
+        """Run all micro-batches without gradient, and evaluate the loss on the values of the whole batch.
+
+        Return the values of this replica's micro-batches, which are few numbers: their tokens are not kept.
+        """
+        found: list[tuple[Sequence[int], Values]] = []
         with self.task.run.phases("collect"):
             for indices in self.micro_batches:
                 held = self.load(indices)
                 values, tokens = self.values(held)
-                self.kept[held.places] = values.reference
                 if meter is not None:
                     note_logits(meter, tokens, held, self.task)
                     note_tokens(meter, held.shard)
-                found.append((held, values))
-            self.judge([(held.places, values) for held, values in found])
+                found.append((held.places, values))
+            self.judge(found)
         return found
 
     def judge(self, parts: Sequence[tuple[Sequence[int], Values]]) -> None:
@@ -265,13 +267,13 @@ class OfflineStep(Step):
 
     def evaluate(self, meter: Meter) -> None:
         if self.task.loss.asks.whole_batch:
-            for held, values in self.collect(meter):
-                self.judged(values, held, meter)
+            for places, values in self.collect(meter):
+                self.judged(values, places, meter)
             return
         for indices in self.micro_batches:
             held = self.load(indices)
             values, tokens = self.values(held)
-            self.judged(values, held, meter)
+            self.judged(values, held.places, meter)
             note_logits(meter, tokens, held, self.task)
             note_tokens(meter, held.shard)
 
@@ -290,7 +292,6 @@ class OfflineStep(Step):
         Of a loss that asks for the whole batch, the values that it is given are looked at.
         """
         run, loss = self.task.run, self.task.loss
-        self.kept.clear()
         mine = []
         for indices in self.micro_batches:
             for number in range(run.cfg.train.micro_batch_size):  # equally many passes on every replica

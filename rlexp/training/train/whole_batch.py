@@ -37,11 +37,16 @@ class WholeBatch:
         return WholeBatch(there, {side: moved(slope_B, device) for side, slope_B in by_side.items()})
 
     def of_places(self, places: Sequence[int]) -> tuple[Losses, Sides]:
-        """Return the losses and derivatives of a micro-batch's examples, which follow each other in the batch."""
-        at = slice(places[0], places[-1] + 1) if places else slice(0, 0)
+        """Return the losses and derivatives of a micro-batch's examples."""
+        at = slice_of(places)
         metrics_E = {name: each_B[at] for name, each_B in self.losses.metrics_E.items()}
         losses = Losses(self.losses.losses_E[at], metrics_E, self.losses.carried)
         return losses, {side: slope_B[at] for side, slope_B in self.slopes.items()}
+
+
+def slice_of(places: Sequence[int]) -> slice:
+    """Return the places of a micro-batch, which follow each other in the batch."""
+    return slice(places[0], places[-1] + 1) if places else slice(0, 0)
 
 
 def with_slopes(losses: Losses, slopes: Sides, values: Values) -> Tensor:
@@ -60,7 +65,7 @@ def gathered(parts: Sequence[tuple[Sequence[int], Values]], count: int, world: W
     table = rows[0].new_zeros(len(rows[0]), count)
     if world.ring.rank == 0:
         for (places, _), row in zip(parts, rows, strict=True):
-            table[:, list(places)] = row
+            table[:, slice_of(places)] = row
     if world.size > 1:
         dist.all_reduce(table)
     return _of_columns(list(table.cpu()), some)

@@ -46,8 +46,8 @@ def of(name: str) -> tuple[str, ...]:
 def with_mean_tokens(other: Callable[[Any, Any], float]) -> Change:
     """Give the loss another mean of the tokens: `other(step, held)`."""
 
-    def change(original: Any, self: Any, held: Any) -> Any:
-        values, tokens = original(self, held)
+    def change(original: Any, self: Any, held: Any, *known: Any) -> Any:
+        values, tokens = original(self, held, *known)
         return replace(values, mean_tokens=other(self, held)), tokens
 
     return change

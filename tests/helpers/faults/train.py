@@ -61,16 +61,16 @@ def of_replica_0(original: Any, self: Any, task: Any, *args: Any, **kwargs: Any)
     self.task = task
 
 
-def one_for_none(original: Any, self: Any, values: Any, held: Any, meter: Any) -> Any:
-    total = original(self, values, held, meter)
-    return total if held.places else total + 1.0
+def one_for_none(original: Any, self: Any, values: Any, places: Any, meter: Any) -> Any:
+    total = original(self, values, places, meter)
+    return total if places else total + 1.0
 
 
 def in_float32(original: Any, values_t: Any, shard: Any) -> Any:
     return original(values_t.float(), shard).float().double()
 
 
-def own_reference(original: Any, self: Any, held: Any) -> Any:
+def own_reference(original: Any, self: Any, held: Any, *known: Any) -> Any:
     kept: list[TokenLogps] = []
 
     def keeping(forward: Any) -> Callable[..., TokenLogps]:
@@ -79,7 +79,7 @@ def own_reference(original: Any, self: Any, held: Any) -> Any:
     step, task = copy.copy(self), with_run(self.task, engine=Altered(self.task.run.engine, forward=keeping))
     task.reference = lambda _shard: TokenLogps(*(None if value is None else value.detach() for value in kept[-1]))
     step.task = task
-    return original(step, held)
+    return original(step, held, *known)
 
 
 def learning(original: Any, *args: Any, **kwargs: Any) -> Any:

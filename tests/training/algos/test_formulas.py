@@ -86,7 +86,7 @@ def test_a_policy_that_is_its_reference() -> None:
         "bco_pair": 2 * ln_2, "hinge": 1.0, "apo_zero": 1.0, "apo_down": 1.0, "ipo": 25.0, "sppo_hard": 50.0,
         "discopop": 0.846574, "exo_pair": 2.761231,
     }  # fmt: skip
-    assert set(expected) == {name for name, kind in LOSSES.items() if kind.compares}
+    assert set(expected) == {name for name, kind in LOSSES.items() if kind.has_reference}
     for name, value in expected.items():
         result = build_loss(LOSSES[name](beta=0.1))(values_of(same, same, sides([9.0, 2.0], [3.0, 4.0])))
         assert result.losses_E.tolist() == pytest.approx([value] * 2, rel=1e-6), name
@@ -229,7 +229,7 @@ def test_a_margin_of_the_rows() -> None:
 def test_what_a_loss_asks_for() -> None:
     for name, kind in LOSSES.items():
         asks = build_loss(kind(beta=0.5, sft_weight=0.0)).asks
-        assert asks.reference == kind.compares, name
+        assert asks.reference == kind.has_reference, name
         assert asks.whole_batch == (name in ("aot", "aot_unpaired", "bco_pair")), name
     assert not build_loss(LOSSES["bco_pair"](shift=Shift.none)).asks.whole_batch
 
