@@ -22,21 +22,21 @@ GENERATED = ("launch.device=cpu", "logger=none", "train.precision=fp64", "data.s
 # Each loss, with what else may be asked of it.
 LOSSES: dict[str, tuple[str, ...]] = {
     "dpo": ("loss.label_smoothing=0.1",),
-    "dpo, margins": ("loss=dpo", "loss.margin_weight=0.5"),
-    "dpo, supervised": ("loss=dpo", "loss.sft_weight=0.3"),
-    "dpo, WPO": ("loss=dpo", "loss.wpo=true"),
-    "dpo, LD-DPO": ("loss=dpo", "loss.ld_alpha=0.3"),
+    "dpo, margins": ("loss.margin_weight=0.5",),
+    "dpo, supervised": ("loss.sft_weight=0.3",),
+    "dpo, WPO": ("loss.wpo=true",),
+    "dpo, LD-DPO": ("loss.ld_alpha=0.3",),
     "dpo_norm": (),
     "ipo": (),
-    "ipo, of answers": ("loss=ipo", "loss.normalize=sequence"),
+    "ipo, of answers": ("loss.normalize=sequence",),
     "apo_zero": (),
     "apo_down": (),
     "simpo": (),
-    "simpo, margins": ("loss=simpo", "loss.margin_weight=0.5"),
+    "simpo, margins": ("loss.margin_weight=0.5",),
     "orpo": (),
     "cpo": (),
     "bco_pair": (),
-    "bco_pair, no shift": ("loss=bco_pair", "loss.shift=none"),
+    "bco_pair, no shift": ("loss.shift=none",),
     "mpo": (),
     "hinge": (),
     "robust": (),
@@ -53,10 +53,15 @@ RING = Case(2, 2, 2, True)
 GRID = [Case(1, 1, 8, True), Case(1, 2, 1, True), RING, Case(2, 1, 8, True), Case(4, 1, 4, True), Case(4, 1, 1, False)]
 
 
+def chosen(name: str) -> tuple[str, ...]:
+    """Return the loss, with what else is asked of it."""
+    loss, *_ = name.split(",")
+    return f"loss={loss}", *LOSSES[name]
+
+
 def configured(name: str, case: Case) -> Config:
-    chosen = LOSSES[name] if any(each.startswith("loss=") for each in LOSSES[name]) else (f"loss={name}", *LOSSES[name])
     base = GENERATED if "margin" in name else BASE
-    return compose_config([*base, *chosen, *case.overrides()])
+    return compose_config([*base, *chosen(name), *case.overrides()])
 
 
 def agree(names: list[str], cases: list[Case]) -> None:
@@ -78,8 +83,8 @@ def holds_something(name: str, curve: Curve) -> None:
 
 
 def test_every_loss_over_pairs_is_here() -> None:
-    here = {KINDS["loss"][configured(name, ALONE).loss.name] for name in LOSSES}
-    assert here == {kind for kind in KINDS["loss"].values() if issubclass(kind, PreferenceConfig)}
+    here = {chosen(name)[0].removeprefix("loss=") for name in LOSSES}
+    assert here == {name for name, kind in KINDS["loss"].items() if issubclass(kind, PreferenceConfig)}
 
 
 def test_a_loss_of_each_kind_is_that_of_one_process() -> None:

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.curves import draw, relative
 from rlexp.config.load import compose_config
@@ -124,6 +122,9 @@ def trainer_of(case: Case) -> tuple[Any, Any]:
 
 def trls(case: Case, model: Path, rows: Sequence[dict[str, str]], folder: Path, micro: int = BATCH) -> Steps:
     """Train with TRL's trainer, in this process."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     of_arguments, of_trainer = trainer_of(case)
     arguments = of_arguments(
         output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,
