@@ -13,9 +13,14 @@ from rlexp.base.errors import ConfigError
 from rlexp.config.schema.keys import suggestion
 
 
-def typed_entry(key: str, schema: type, own: Mapping[str, Any], what: str, beside: Sequence[str] = ()) -> Any:
-    """Convert an entry by its schema. Refuse unknown keys and values of a wrong type; `beside` names its other keys."""
-    known = [leaf.name for leaf in fields(schema) if leaf.name != "name"]
+def typed_entry(
+    key: str, schema: type, own: Mapping[str, Any], what: str, beside: Sequence[str] = (), hidden: Sequence[str] = ()
+) -> Any:
+    """Convert an entry by its schema. Refuse unknown keys and values of a wrong type.
+
+    `beside` names its other keys, and `hidden` those of the schema that it does not have.
+    """
+    known = [leaf.name for leaf in fields(schema) if leaf.name not in ("name", *hidden)]
     for leaf in own:
         if leaf not in known:
             raise ConfigError(

@@ -12,6 +12,7 @@ from rlexp.config.schema.launcher_keys import LocalJobs, SlurmJobs
 LAUNCHER = "hydra.launcher."
 PAGE = "docs/keys.md"
 APPENDED = ("experiment", "sweep")  # groups outside the defaults list
+NAMED = 4  # of the options that have a key
 
 
 def all_keys() -> dict[str, tuple[str, ...]]:
@@ -49,7 +50,10 @@ def about_unknown(key: str) -> str:
     if key in APPENDED:
         return f"{key}: is appended to the configuration: say +{key}=NAME."
     if keys.get(key):
-        return f"{key}: belongs to {' and '.join(keys[key])}. Say {keys[key][0]} {key}=VALUE."
+        owners = keys[key]
+        named = owners if len(owners) <= NAMED else (*owners[: NAMED - 1], f"{len(owners) - NAMED + 1} others")
+        listed = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
+        return f"{key}: belongs to {listed}. Say {owners[0]} {key}=VALUE."
     group = key.partition(".")[0]
     listed = f"all keys of {group}" if group in keys and group != key else "all keys"
     return f"{key}: no such key.{suggestion(key, [*keys, *APPENDED]) or f' {PAGE} lists {listed}.'}"

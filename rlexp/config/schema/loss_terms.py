@@ -78,7 +78,10 @@ def _term(loss: MPOConfig, key: str, keys: Any) -> LossTerm:
         if leaf in OF_THE_SUM:
             raise ConfigError(f"{key}.{leaf}={value}: has no meaning in a sum of losses. Leave it out.")
     kind = KINDS["loss"][name]
-    cfg = cast(PreferenceConfig, typed_entry(key, kind, {"beta": loss.beta, **own}, f"loss={name}", ("loss", "weight")))
+    cfg = cast(
+        PreferenceConfig,
+        typed_entry(key, kind, {"beta": loss.beta, **own}, f"loss={name}", ("loss", "weight"), OF_THE_SUM),
+    )
     check_bounds(cfg, f"{key}.")
     cfg.sft_weight = 0.0  # ORPO's and CPO's own default: here it is loss.sft_weight alone
     return LossTerm(name, _weight(key, keys.get("weight", 1.0)), cfg)
