@@ -19,6 +19,10 @@ WHOLE = ("verify/test_textbook_rl",)  # files, below tests/
 ONE_IN: Mapping[str, int] = {
     "config/test_config::test_engines_and_checkpoints_are_checked_before_a_process_starts": 3,
     "config/test_config::test_wrong_input_is_one_message": 3,
+    "config/test_preference::test_a_modifier_passes_where_it_fits_and_nowhere_else": 6,
+    "config/test_preference::test_a_reference_is_refused_where_the_loss_has_none": 6,
+    "config/test_preference::test_what_does_not_fit_is_refused_in_one_message": 3,
+    "convert/test_values::test_no_value_is_a_traceback_and_none_is_lost": 3,
     "house/test_wheel::test_its_configuration_composes": 3,
     "launch/test_slurm_script::test_a_wrong_launcher_key_is_told_before_anything_is_handed_over": 3,
     "launch/test_slurm_script::test_what_no_cluster_could_run_is_refused": 3,
@@ -152,6 +156,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_tail_is_the_same_on_every_layout",
         "test_the_bug_report_draws_one_curve",
     ),
+    "training/train/test_reference_model": ("test_every_engine_holds_it",),
     "verify/test_textbook": ("test_first_step_equals_the_textbook[parallel=ring8 memory.checkpointing=true]",),
     "verify/test_textbook_rows": (
         "test_real_pairs_by_templates[None]",

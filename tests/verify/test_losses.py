@@ -19,7 +19,7 @@ def test_every_loss_over_pairs_is_verified() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("mpo", "simpo") else pytest.mark.slow) for name in LOSSES]
+    "name", [pytest.param(name, marks=() if name == "mpo" else pytest.mark.slow) for name in LOSSES]
 )
 def test_verify_passes(name: str) -> None:
     """On two replicas of a ring of 2, with micro-batches, for three steps and the held-out pairs after each."""

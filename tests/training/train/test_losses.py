@@ -47,7 +47,7 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "sppo_hard": (),
     "discopop": (),
 }
-FEW = ("dpo, LD-DPO", "mpo", "aot")  # weighted tokens; counts and a carried mean; a sort of the whole batch
+FEW = ("mpo", "aot")  # counts, two terms and a carried mean; a sort of the whole batch
 ALONE = Case(1, 1, 1, True)
 RING = Case(2, 2, 2, True)
 GRID = [Case(1, 1, 8, True), Case(1, 2, 1, True), RING, Case(2, 1, 8, True), Case(4, 1, 4, True), Case(4, 1, 1, False)]
