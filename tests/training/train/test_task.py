@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -31,7 +30,6 @@ from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.train.offline_task import OfflineTask
 from rlexp.training.types import Completion
 from rlexp.verify.verification import Verification, verify
-from tests.helpers.faults.plant import plant
 from tests.helpers.ranks import on_ranks
 
 # ---- the file ----
@@ -61,6 +59,28 @@ class SupervisedTask(OfflineTask):
 
 
 TASKS[SupervisedConfig] = SupervisedTask
+
+
+@dataclass
+class WrongConfig(SupervisedConfig):
+    name: str = "wrong"
+
+
+class Wrong(Supervised):
+    """The same, with a count of the examples that it is shown together."""
+
+    def __call__(self, values: Values) -> Losses:
+        mean = float(values.tokens["answer"].mean()) if len(values.tokens["answer"]) else 1.0
+        return super().__call__(dataclasses.replace(values, mean_tokens=mean))
+
+
+class WrongTask(OfflineTask):
+    @classmethod
+    def loss_of(cls, _cfg: Config) -> Wrong:
+        return Wrong()
+
+
+TASKS[WrongConfig] = WrongTask
 
 # ---- what is tried ----
 
@@ -189,26 +209,19 @@ def test_preflight_rehearses_it() -> None:
     assert of_answers == pytest.approx(of_pairs / 2, rel=1e-6)
 
 
-def verified(tmp_path: Path, *overrides: str) -> Verification:
-    return verify(composed(*RING, "data.size=12", *overrides), 2, lambda _line: None)
+def verified(loss: LossConfig) -> Verification:
+    return verify(dataclasses.replace(composed(*RING, "data.size=12"), loss=loss), 2, lambda _line: None)
 
 
-def test_verify_finds_it_right(tmp_path: Path) -> None:
-    result = verified(tmp_path)
+def test_verify_finds_it_right() -> None:
+    result = verified(SupervisedConfig())
     assert result.passed, result.failure
     assert result.float64 is not None
     assert result.float64.gauge.largest["loss"] < 1e-12
 
 
 @pytest.mark.slow
-def test_verify_finds_a_count_of_the_micro_batch(tmp_path: Path) -> None:
-    def of_micro_batch(original: Any, values: Any) -> Any:
-        return original(dataclasses.replace(values, mean_tokens=float(values.tokens["answer"].mean())))
-
-    undo = plant("tests.training.train.test_task:Supervised.__call__", of_micro_batch, lambda: None)
-    try:
-        result = verified(tmp_path)
-    finally:
-        undo()
+def test_verify_finds_a_count_of_the_micro_batch() -> None:
+    result = verified(WrongConfig())
     assert result.failure is not None
     assert (result.failure.stage, result.failure.module) == ("loss", "rlexp/training/algos/")
