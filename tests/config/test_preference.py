@@ -55,8 +55,8 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "no terms": (["loss=mpo", "loss.terms=[]"], "loss.terms=[]: has no term, and loss=mpo adds its terms up."),
     "nothing to learn": (
-        [*terms("{loss:dpo,weight:0}", "{loss:ipo,weight:0}"), "loss.sft_weight=0"],
-        "all weights are 0, so nothing would be learned.",
+        terms("{loss:dpo,weight:0}", "{loss:ipo,weight:0}"),  # with the sum's own sft_weight, which is not 0
+        "all weights are 0, so no answers would be compared.",
     ),
     "a term twice": (terms("{loss:dpo}", "{loss:ipo}", "{loss:dpo}"), "terms[2].loss=dpo: stands in the list twice."),
     "unknown term": (

@@ -44,10 +44,10 @@ def loss_terms(loss: PreferenceConfig) -> list[LossTerm]:
             raise ConfigError(
                 f"loss.terms[{place}].loss={name}: stands in the list twice. Give it once, with both weights added up."
             )
-    if not any(term.weight for term in terms) and not loss.sft_weight:
+    if not any(term.weight for term in terms):
         raise ConfigError(
-            f"loss.terms={loss.terms}: all weights are 0, so nothing would be learned. Give at least one term a weight "
-            f"above 0."
+            f"loss.terms={loss.terms}: all weights are 0, so no answers would be compared. Give at least one term a "
+            f"weight above 0."
         )
     return [term for term in terms if term.weight]
 

@@ -266,7 +266,7 @@ OTHER = {  # values of keys that are not the default, to find a key that is not 
 
 
 def test_every_loss_equals_the_second_writing() -> None:
-    """Of every loss of the schema, with its own defaults and with other values; so that none is without."""
+    """Compare every loss of the schema, with its own defaults and with other values. None is without one."""
     for name, kind in LOSSES.items():
         own = {field.name for field in dataclasses.fields(kind)} & set(OTHER)
         for keys in ({}, {key: OTHER[key] for key in own}):
