@@ -74,11 +74,11 @@ def _loss(conv: Conversion) -> None:
                                      added=float(loss == "orpo"), beta_name="pref_beta",
                                      told=preference.OF_ANSWERS)  # fmt: skip
     else:
-        names = preference.Names("pref_loss", "none", "dpo_label_smoothing", likelihood="pref_ftx")
+        names = preference.Names("pref_loss", "", "dpo_label_smoothing", likelihood="pref_ftx", beta="pref_beta")
         preference.choose(conv, names, smoothed=frozenset({"dpo"}), told=preference.OF_ANSWERS,
                           bco="pref_bco_weight")  # fmt: skip
     conv.tell(Fate.NEEDLESS, "pref_bco_weight", "it is 0, or the loss has no reference")
-    for name in ("dpo_label_smoothing", "ld_alpha", "simpo_gamma"):
+    for name in ("dpo_label_smoothing", "simpo_gamma"):
         conv.tell(Fate.NEEDLESS, name, f"it changes nothing with pref_loss={loss}")
     conv.tell(Fate.NEEDLESS, "stage", "the loss is chosen")
 

@@ -44,12 +44,13 @@ class Names:
     """The names of their arguments."""
 
     loss: str = "loss_type"
-    weights: str = "loss_weights"
+    weights: str = "loss_weights"  # empty: there is none
     smoothing: str = "label_smoothing"
     tau: str = "discopop_tau"
     weighting: str = "use_weighting"
     lengths: str = "ld_alpha"
     likelihood: str = "rpo_alpha"
+    beta: str = "beta"
 
 
 @dataclass
@@ -103,7 +104,10 @@ def choose(
         loss = "mpo"
         conv.choose("loss", loss, *origins)
         used = {origin: None for keys in own.values() for _, origin in keys.values()}
-        terms = [{"loss": name, "weight": weight, **{leaf: value for leaf, (value, _) in own[name].items()}}
+        beta = conv.values["loss.beta"].value if "loss.beta" in conv.values else _number(conv, names.beta, 0.1)
+        scale = {name: {"beta": beta} if kind_of(name).own_beta() else {} for name in asked.weights}
+        terms = [{"loss": name, "weight": weight, **scale[name],
+                  **{leaf: value for leaf, (value, _) in own[name].items()}}
                  for name, weight in asked.weights.items()]  # fmt: skip
         conv.put("loss.terms", terms, *origins, *used)
     conv.tell(Fate.NEEDLESS, names.smoothing, "no label is smoothed")
@@ -111,6 +115,10 @@ def choose(
     conv.tell(Fate.NEEDLESS, names.weights, "there is one loss")
     conv.tell(Fate.NEEDLESS, names.tau, "only with discopop")
     _modifiers(conv, names, loss, asked.likelihood)
+
+
+def kind_of(loss: str) -> type[PreferenceConfig]:
+    return KINDS["loss"][loss]
 
 
 def put_likelihood(conv: Conversion, weight: float, origin: str, told: str) -> None:
@@ -130,18 +138,22 @@ def _asked(conv: Conversion, names: Names, types: Sequence[str]) -> Asked:
     for name, weight in zip(said, weights, strict=True):
         if name == SFT:
             asked.likelihood += weight
-        elif name in LOSSES:
-            asked.add(LOSSES[name], weight)
-        else:
+        elif name not in LOSSES:
             unknown.append(name)
+        elif weight:
+            asked.add(LOSSES[name], weight)
     if unknown:
         taken = "" if asked.weights else "; sigmoid is taken"
         why = f"{', '.join(unknown)} is not here{taken}"
         conv.remark(Fate.ABSENT, conv.said(names.loss), conv.get(names.loss), why)
     if not asked.weights:
+        by = names.weights if any(weight == 0 for weight in weights) else names.loss
+        remedy = "Name another loss beside it." if by == names.loss else "Give a loss over pairs a weight above 0."
         if asked.likelihood and not unknown:
-            conv.refuse(names.loss, "is supervised training on the chosen answers alone, which is not here yet",
-                        "Name another loss beside it.")  # fmt: skip
+            rule = "is supervised training on the chosen answers alone, which is not here yet"
+            conv.refuse(by, rule, remedy)
+        if not unknown:
+            conv.refuse(by, "all weights are 0", remedy)
         asked.add("dpo", 1.0)
     return asked
 
@@ -160,7 +172,7 @@ def _weights(conv: Conversion, names: Names, losses: int) -> Sequence[float]:
 
 def _keys(conv: Conversion, names: Names, loss: str, smoothing: float, shift: str) -> Mapping[str, tuple[Any, str]]:
     """Return the keys of a loss that theirs sets, each with the argument that it is from."""
-    has = {each.name for each in dataclasses.fields(KINDS["loss"][loss])}
+    has = {each.name for each in dataclasses.fields(kind_of(loss))}
     keys: dict[str, tuple[Any, str]] = {}
     if "label_smoothing" in has:
         keys["label_smoothing"] = (smoothing, names.smoothing)
@@ -183,7 +195,7 @@ def _number(conv: Conversion, name: str, default: float) -> float:
 
 def _modifiers(conv: Conversion, names: Names, loss: str, likelihood: float) -> None:
     """Set what changes any loss that it fits."""
-    kind: type[PreferenceConfig] = KINDS["loss"][loss]
+    kind = kind_of(loss)
     weighs = names.weighting in conv.by_name and conv.flag(names.weighting)
     if weighs and "wpo" in kind.fits:
         conv.put("loss.wpo", True, names.weighting)
@@ -192,15 +204,20 @@ def _modifiers(conv: Conversion, names: Names, loss: str, likelihood: float) -> 
     elif weighs:
         conv.tell(Fate.ABSENT, names.weighting, f"loss={loss} has no weights of pairs")
     conv.tell(Fate.NEEDLESS, names.weighting, "pairs weigh alike")
-    lengths = _number(conv, names.lengths, 1.0)
+    _lengths(conv, names.lengths, loss, whole=bool(likelihood or weighs))
+
+
+def _lengths(conv: Conversion, name: str, loss: str, *, whole: bool = False) -> None:
+    """Set the weight of what a longer answer has beyond the shorter one. `whole`: others need whole answers."""
+    lengths = _number(conv, name, 1.0)
     if lengths == 1:
-        conv.tell(Fate.NEEDLESS, names.lengths, "every token counts alike")
-    elif "ld_alpha" not in kind.fits:
-        conv.tell(Fate.ABSENT, names.lengths, f"loss={loss} counts every token of an answer alike")
-    elif likelihood or weighs:
-        conv.tell(Fate.ABSENT, names.lengths, "it does not go together with a likelihood of answers, or their weights")
+        conv.tell(Fate.NEEDLESS, name, "every token counts alike")
+    elif "ld_alpha" not in kind_of(loss).fits:
+        conv.tell(Fate.ABSENT, name, f"loss={loss} counts every token of an answer alike")
+    elif whole:
+        conv.tell(Fate.ABSENT, name, "it does not go together with a likelihood of answers, or their weights")
     else:
-        conv.put("loss.ld_alpha", lengths, names.lengths)
+        conv.put("loss.ld_alpha", lengths, name)
 
 
 def without_reference(
@@ -215,6 +232,8 @@ def without_reference(
     if loss == "simpo":
         conv.put("loss.gamma", conv.number("simpo_gamma", gamma), "simpo_gamma")
     conv.tell(Fate.NEEDLESS, "simpo_gamma", "only with simpo")
+    conv.tell(Fate.NEEDLESS, "ref_model", f"loss={loss} has no reference")
+    _lengths(conv, "ld_alpha", loss)
     put_likelihood(conv, added + _number(conv, weight_name, weight), weight_name, told)
     smoothing = _number(conv, "label_smoothing", 0.0)
     if loss == "cpo":

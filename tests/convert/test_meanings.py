@@ -143,7 +143,13 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
                 {"loss": "dpo", "weight": 0.8, "label_smoothing": 0.0},
                 {"loss": "bco_pair", "weight": 0.2, "shift": "none"}]}, {OTHER: {"label_smoothing"}}),
     "a weight of one loss": (TRL + "loss_type: ipo\nloss_weights: [2.0]\n", "dpo", {"loss": "mpo", "loss.terms": [
-        {"loss": "ipo", "weight": 2.0, "normalize": "token"}]}, {}),
+        {"loss": "ipo", "weight": 2.0, "beta": 0.1, "normalize": "token"}]}, {}),
+    "a sum of losses whose beta is their own": (
+        TRL + "loss_type: [sigmoid_norm, sigmoid]\nbeta: 3.0\n", "dpo", {"loss.beta": 3.0, "loss.terms": [
+            {"loss": "dpo_norm", "weight": 1.0, "beta": 3.0, "label_smoothing": 0.0},
+            {"loss": "dpo", "weight": 1.0, "label_smoothing": 0.0}]}, {}),
+    "a loss that weighs nothing": (TRL + "loss_type: [sigmoid, hinge, sft]\nloss_weights: [0, 1, 0]\n", "dpo",
+                                   {"loss": "hinge", "loss.terms": None, "loss.sft_weight": 0.0}, {}),
     "a loss twice": (TRL + "loss_type: [hinge, hinge]\nloss_weights: [1, 2]\n", "dpo",
                      {"loss.terms": [{"loss": "hinge", "weight": 3.0}]}, {}),
     "one loss and likelihood": (TRL + "loss_type: [apo_zero, sft]\n", "dpo",
@@ -198,6 +204,13 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
                       {"loss": "mpo", "loss.sft_weight": 0.1, "loss.terms": [
                           {"loss": "dpo", "weight": 0.8, "label_smoothing": 0.1},
                           {"loss": "bco_pair", "weight": 0.2, "shift": "mean"}]}, {}),
+    "factory simpo and what it has not": (
+        FACTORY + "pref_loss: simpo\nref_model: org/r\nld_alpha: 0.5\ndpo_label_smoothing: 0.1\n", None,
+        {"loss": "simpo", "reference.path": None, "loss.ld_alpha": None},
+        {NEEDLESS: {"ref_model", "dpo_label_smoothing"}, ABSENT: {"ld_alpha"}}),
+    "factory reference": (FACTORY + "ref_model: org/r\n", None, {"loss": "dpo", "reference.path": "org/r"}, {}),
+    "swift orpo without a reference": (SWIFT.replace("type dpo", "type orpo") + "--ref_model org/r", None,
+                                       {"loss": "orpo", "reference.path": None}, {NEEDLESS: {"ref_model"}}),
     "factory ipo": (FACTORY + "pref_loss: ipo\n", None, {"loss": "ipo", "loss.normalize": "token"}, {}),
     "scale of a batch": (GRPO + "scale_rewards: batch\n", "grpo", {"loss": "dr_grpo"}, {ABSENT: {"scale_rewards"}}),
     "vllm by default": (GRPO + "use_vllm: true\n", "grpo", {"rollout.importance_cap": None},
@@ -297,6 +310,12 @@ def test_a_likelihood_that_is_averaged_otherwise_is_told(text: str, trainer: str
             "loss_type: sft\n",
             "loss_type=sft: is supervised training on the chosen answers alone, which is not here yet",
         ),
+        (
+            "loss_type: [sigmoid, sft]\nloss_weights: [0, 1]\n",
+            "loss_weights=[0, 1]: is supervised training on the chosen answers alone, which is not here yet. Give a "
+            "loss over pairs a weight above 0.",
+        ),
+        ("loss_weights: [0]\n", "loss_weights=[0]: all weights are 0. Give a loss over pairs a weight above 0."),
         ("label_smoothing: x\n", "label_smoothing=x: must be a number of at least 0."),
     ],
 )
