@@ -18,6 +18,7 @@ from rlexp.data.samples import sample_of, special_ids
 from rlexp.data.sharing import sharing_of
 from rlexp.training.dataset.sampler import Sampler, total_steps
 from rlexp.training.model.loading import load_tokenizer
+from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import sampler_of
 
 
@@ -69,7 +70,8 @@ def _room(cfg: Config, kind: Kind) -> int:
 def _problems(cfg: Config, needs: Kind, rows: Rows) -> list[str]:
     other = [source for source in rows.sources if source.kind != needs.value]
     if not other:
-        return []
+        said = task_class(cfg.loss).unfit(cfg, rows.examples)
+        return [] if said is None else [said]
     named = ", ".join(dict.fromkeys(f"{source.key} ({source.path})" for source in other))
     kinds = " and ".join(dict.fromkeys(source.kind for source in other))
     return [

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from rlexp.base.errors import DataError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import HFModelConfig
 from rlexp.config.schema.row_kinds import Kind
@@ -34,6 +35,7 @@ from rlexp.training.ring.groups import ALONE, Ring, World
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.shard import shard_pack
+from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Completion, Pair
 from tests.helpers.browser import chromium, opened
@@ -86,6 +88,27 @@ def test_sources_and_what_was_not_taken(known: Preview) -> None:
     (listed,) = (reason for reason in known.reasons if reason.file)
     assert len(Path(str(listed.file)).read_text(encoding="utf-8").splitlines()) == 2
     assert [said.split(": ")[0].rpartition(":")[2] for said in listed.said] == ["6", "7"]
+
+
+def test_rows_lack_the_margins_that_a_loss_asks_for(tmp_path: Path) -> None:
+    """Training refuses them in the same words. Other losses do not look at them."""
+    margins: tuple[dict[str, Any], ...] = (
+        {"margin": 1}, {"margin": "much better"}, {"score_chosen": 8, "score_rejected": 3.5}, {"margin": 0},
+        {"score_chosen": "7.5", "score_rejected": 3})  # fmt: skip
+    rows = [{"prompt": f"p{place}", "chosen": "x", "rejected": "y", **each} for place, each in enumerate(margins)]
+    path, words = written(tmp_path, rows), ("train.batch_size=2", "data.eval_size=1")
+    assert of_file(path, *words).problems == ()
+    (said,) = of_file(path, *words, "loss.margin_weight=0.5").problems
+    assert said == (
+        f"{path}:2: has no margin, as 2 of 5 rows, and loss.margin_weight is above 0. Give every row `margin`, or both "
+        f'`score_chosen` and `score_rejected`, as numbers (1.5, and not "1.5"); or leave loss.margin_weight out.'
+    )
+    cfg = compose_config(["launch.device=cpu", "data=jsonl", f"data.path={path}", f"data.cache={tmp_path / 'cache'}",
+                          *words, "loss.margin_weight=0.5"])  # fmt: skip
+    with pytest.raises(DataError, match=f"^{re.escape(said)}$"):
+        task_class(cfg.loss).of(cfg, read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE)))
+    given_all = written(tmp_path, [{**each, "margin": 2} for each in rows], "all.jsonl")
+    assert of_file(given_all, *words, "loss.margin_weight=0.5").problems == ()
 
 
 def test_lengths(known: Preview) -> None:

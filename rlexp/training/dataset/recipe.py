@@ -88,7 +88,7 @@ class Recipe:
             firsts[UNUSABLE] = bad[0][0]
         lines = [{"file": place[0], "row": place[1], "said": each.text} for place, each in bad]
         problems = [Problem(place, each.said, each.bad) for place, each in refused if not (self.drop_bad and each.bad)]
-        return block_of(kept, lines, StoreFacts(read, dict(counts), firsts, _highest(kept))), problems
+        return block_of(kept, lines, StoreFacts(read, dict(counts), firsts, _highest(kept), _no_margin(kept))), problems
 
     def _rows(self, file: int, part: Part) -> Iterator[tuple[Place, Row | Refused]]:
         for number, fields in parsed(part):
@@ -105,3 +105,8 @@ class Recipe:
 
 def _highest(kept: Sequence[tuple[int, int, Example]]) -> Sequence[int]:
     return max(((example.highest(), file, row) for file, row, example in kept), default=(-1, 0, 0), key=lambda t: t[0])
+
+
+def _no_margin(kept: Sequence[tuple[int, int, Example]]) -> Sequence[int]:
+    without = [(file, row) for file, row, example in kept if example.row.margin is None]
+    return (len(without), *without[0]) if without else (0, 0, 0)

@@ -216,12 +216,10 @@ def _pairs(own: Fields) -> dict[str, Any]:
 
 
 def _margin(own: Fields) -> float | None:
-    """Return by how much the chosen answer is better: as the row says, or the difference of both answers' scores."""
-    if own.get("margin") is not None:
-        margin = _number(own["margin"])
-        if margin is None:
-            raise FieldError("margin", "must be a finite number: by how much the chosen answer is better. Leave it out "
-                             "if it is not known.")  # fmt: skip
+    """Return by how much the chosen answer is better: as the row says, or the difference of both answers' scores; None
+    if neither is a number. Few losses ask for it, and they refuse a pair that has none."""
+    margin = _number(own.get("margin"))
+    if margin is not None:
         return margin
     scores = [_number(own.get(f"score_{side}")) for side in ("chosen", "rejected")]
     return None if scores[0] is None or scores[1] is None else _number(scores[0] - scores[1])

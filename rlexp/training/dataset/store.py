@@ -41,6 +41,7 @@ class StoreFacts:
     counts: Mapping[str, int] = field(default_factory=dict)
     firsts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # file and row of the first by reason
     highest: Sequence[int] = (-1, 0, 0)  # the highest token id, with its file and row
+    no_margin: Sequence[int] = (0, 0, 0)  # the number of examples without one, with file and row of the first
 
     def __add__(self, other: StoreFacts) -> StoreFacts:
         counts = Counter(self.counts) + Counter(other.counts)
@@ -49,6 +50,7 @@ class StoreFacts:
             dict(sorted(counts.items())),
             dict(sorted({**other.firsts, **self.firsts}.items())),
             max(self.highest, other.highest, key=lambda each: each[0]),
+            (self.no_margin[0] + other.no_margin[0], *(self if self.no_margin[0] else other).no_margin[1:]),
         )
 
     @staticmethod
@@ -176,8 +178,15 @@ class Store(Sequence[Pair | Completion | Prompt]):
 
     def highest(self) -> tuple[int, str]:
         """Return the highest token id, and a row that has it."""
-        token, file, row = self.facts.highest
-        return int(token), self.origin(int(file), int(row))
+        return self._with_origin(self.facts.highest)
+
+    def no_margin(self) -> tuple[int, str]:
+        """Return the number of examples without a margin, and the row of the first."""
+        return self._with_origin(self.facts.no_margin)
+
+    def _with_origin(self, fact: Sequence[int]) -> tuple[int, str]:
+        number, file, row = map(int, fact)
+        return number, self.origin(file, row)
 
 
 def _mapped(path: Path, dtype: Any) -> np.ndarray:

@@ -43,6 +43,7 @@ class Examples:
     dropped: Counter[str]
     held_out_dropped: Counter[str]
     highest: tuple[int, str] = (-1, "")  # the highest token id, and a row that has it
+    no_margin: tuple[int, str] = (0, "")  # the number of those without a margin, and the row of the first
     mixture: Mixture | None = None  # of the examples to train on
     versions: Mapping[str, str] = field(default_factory=dict)  # commits of sets of the hub, by the keys of their paths
 
@@ -185,6 +186,7 @@ def examples_of(
         _dropped(train),
         _dropped(held),
         max((store.highest() for store in (*train, *held)), default=(-1, "")),
+        _no_margin([store.no_margin() for store in (*train, *held)]),
         _mixture(cfg, taken.sizes(), weights) if weights else None,
     )
 
@@ -199,6 +201,10 @@ def _mixture(cfg: RowsDataConfig, sizes: Sequence[int], weights: Sequence[float]
                 f"out."
             )
     return mixture
+
+
+def _no_margin(parts: Sequence[tuple[int, str]]) -> tuple[int, str]:
+    return sum(count for count, _ in parts), next((origin for count, origin in parts if count), "")
 
 
 def _dropped(stores: Sequence[Store]) -> Counter[str]:
@@ -217,7 +223,8 @@ def _generated(cfg: DataConfig, kind: Kind, encoder: Encoder, world: World) -> E
     )
     kept = [each for each in (*outcomes, *held) if isinstance(each, Example)]
     highest = max(((each.highest(), each.row.origin) for each in kept), default=(-1, ""))
-    return Examples(train, held_out, counted(outcomes), counted(held), highest)
+    no_margin = _no_margin([(1, each.row.origin) for each in kept if each.row.margin is None])
+    return Examples(train, held_out, counted(outcomes), counted(held), highest, no_margin)
 
 
 def generated_rows(cfg: DataConfig, kind: Kind) -> tuple[list[Row], list[Row]]:

@@ -13,7 +13,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,8 @@ class OfflineTask(Task):
         self.held_out: Sequence[Answered] = examples.held_out
         self.sampler: Sampler = sampler_of(cfg, cfg.loss.rows, len(self.train), examples.mixture)
         self.carried = {}
-        if self.loss.asks.margins:
-            refuse_without_margin(chain(self.train, self.held_out))
+        if (said := self.unfit(cfg, examples)) is not None:
+            raise DataError(said)
 
     @classmethod
     def of(cls, cfg: Config, examples: Examples, bridge: Bridge | None = None, parts: Any = None) -> OfflineTask:  # noqa: ARG003
@@ -73,6 +72,17 @@ class OfflineTask(Task):
     @classmethod
     def longest_in_words(cls, cfg: Config) -> str:  # noqa: ARG003
         return "half prompt and half answer"
+
+    @classmethod
+    def unfit(cls, cfg: Config, examples: Examples) -> str | None:
+        without, first = examples.no_margin
+        if not without or not cls.loss_of(cfg).asks.margins:
+            return None
+        return (
+            f"{first}: has no margin, as {without} of {len(examples.train) + len(examples.held_out)} rows, and "
+            f"loss.margin_weight is above 0. Give every row `margin`, or both `score_chosen` and `score_rejected`, as "
+            f'numbers (1.5, and not "1.5"); or leave loss.margin_weight out.'
+        )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -144,7 +154,8 @@ class OfflineTask(Task):
         return self.sums(logps_t, held)
 
     def note(self, meter: Meter, values: Values, losses: Losses, slopes: Sides | None) -> None:  # noqa: ARG002
-        """Meter the losses of a micro-batch's examples, and what belongs to them."""
+        """Meter the losses of a micro-batch's examples, and what belongs to them. `slopes` are the derivatives of a
+        whole batch's loss by their values; only `verify` looks at them."""
         values_E = {"loss": losses.losses_E, **losses.metrics_E}
         values_E |= {f"logps/{side}": logps_E for side, logps_E in values.logps.items()}
         for name, value_E in values_E.items():
@@ -181,6 +192,7 @@ class OfflineStep(Step):
         self.carried: Mapping[str, float] = task.carried
         self.kept: list[Sides | None] = []  # the reference's sums of the micro-batches to come, if they are known
         if task.loss.asks.whole_batch and len(self.micro_batches) > 1 and not held_out:
+            run.phases.choose([self.tokens(each) for each in self.micro_batches])
             self.kept = [values.reference for _, values in self.collect()]
 
     def example(self, place: int) -> Answered:
@@ -308,15 +320,6 @@ class OfflineStep(Step):
 @dataclass(frozen=True)
 class HeldPlaces(HeldExamples):
     places: tuple[int, ...]  # of the examples in their batch
-
-
-def refuse_without_margin(examples: Iterable[Answered]) -> None:
-    missing = next((each for each in examples if each.margin is None), None)
-    if missing is not None:
-        raise DataError(
-            f"{missing.origin}: has no `margin`, and loss.margin_weight is above 0. Give every row a number `margin`, "
-            f"or `score_chosen` and `score_rejected`; or leave loss.margin_weight out."
-        )
 
 
 def note_logits(meter: Meter, tokens: TokenLogps, held: HeldExamples, task: OfflineTask) -> None:

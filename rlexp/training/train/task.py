@@ -106,6 +106,11 @@ class Task(ABC):
         for what is drawn."""
 
     @classmethod
+    def unfit(cls, cfg: Config, examples: Examples) -> str | None:  # noqa: ARG003
+        """Say what the examples lack that the loss needs; None if nothing."""
+        return None
+
+    @classmethod
     @abstractmethod
     def longest(cls, cfg: Config) -> Examples:
         """Return the examples of one train batch, or rollout, as long as the configuration allows."""

@@ -54,13 +54,6 @@ GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
         ('{"chosen": "b", "rejected": "c"}', "field `prompt` is missing"),
         ('{"prompt": "a", "chosen": "b", "rejected": "c", "tools": "{"}', "field `tools` is a text, and not JSON"),
         ('{"prompt": "a", "chosen": "b", "rejected": "c", "system": 1}', "field `system` must be a text"),
-        *(
-            (
-                f'{{"prompt": "a", "chosen": "b", "rejected": "c", "margin": {margin}}}',
-                "field `margin` must be a finite",
-            )
-            for margin in ('"large"', "NaN", "-Infinity", "true", "[1]", "1" + "0" * 400)
-        ),
         (
             '{"prompt": "a", "chosen": [{"role": "assistant", "content": "", "tool_calls": [{}]}], "rejected": "c"}',
             "has tools, or calls of them, and no chat template writes them",

@@ -216,6 +216,11 @@ def test_a_pair_has_the_margin_that_its_row_says(tmp_path: Path) -> None:
         ({"score_chosen": 8.5}, None),
         ({"score_chosen": "good", "score_rejected": 3}, None),
         ({"score_chosen": True, "score_rejected": 3}, None),
+        ({"margin": "much better"}, None),
+        ({"margin": "2", "score_chosen": 8, "score_rejected": 3}, 5.0),
+        ({"margin": True}, None),
+        ({"margin": [1]}, None),
+        ({"margin": 10**400}, None),
     ]
     rows = [{**pair, "prompt": f"Hi {number}", **more} for number, (more, _) in enumerate(said)]
     for _ in ("made", "read again"):
