@@ -16,7 +16,7 @@ from rlexp.training.sinks.baseline import PARITY
 from rlexp.training.sinks.wandb_account import NO_ACCOUNT, has_account, refusals
 from rlexp.training.sinks.wandb_read import STEP, fragments_beneath
 
-PHASES = ("data", "reference", "forward", "backward", "optimizer")
+PHASES = ("collect", "data", "reference", "forward", "backward", "optimizer")
 BY_RING = "ring_size"  # a flat key in every run's configuration: W&B can group by flat keys only
 NEWEST = 50  # the most runs drawn
 TOGETHER = "wandb"  # a folder in the runs' folder, with links to what W&B wrote for each run

@@ -1,7 +1,8 @@
 """Run the product's own `build` and `train_loop` and record what every rank computes.
 
-`build` has two seams, for a task of one's own and for the probe; the product knows nothing else of the recording. The
-recorded task is the product's, with its engine, reference, loss and shards wrapped.
+`build` has two seams, for a task of one's own and for the probe, and the task gives `note` the derivatives of a whole
+batch's loss; the product knows nothing else of the recording. The recorded task is the product's, with its engine,
+reference, loss and shards wrapped.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from rlexp.config.schema import KINDS, HFModelConfig, ReferenceConfig
 from rlexp.config.schema.loss_terms import TERMS, compares, loss_terms
 from rlexp.config.schema.losses import ALL_MODIFIERS, BCOPairConfig, PreferenceConfig, Shift
 from rlexp.config.schema.row_kinds import Kind
+from rlexp.training.algos.build import build_formula
 from tests.helpers.refusals import refusal_of
 
 OVER_PAIRS = [name for name, kind in KINDS["loss"].items() if issubclass(kind, PreferenceConfig)]
@@ -58,24 +59,30 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         terms("{loss:dpo,weight:0}", "{loss:ipo,weight:0}"),  # with the sum's own sft_weight, which is not 0
         "all weights are 0, so no answers would be compared.",
     ),
-    "a term twice": (terms("{loss:dpo}", "{loss:ipo}", "{loss:dpo}"), "terms[2].loss=dpo: stands in the list twice."),
+    "a term twice": (terms("{loss:dpo}", "{loss:ipo}", "{loss:dpo}"), "terms.2.loss=dpo: stands in the list twice."),
     "unknown term": (
-        terms("{loss:hing}"), "loss.terms[0].loss=hing: no such loss over pairs. Did you mean hinge? Losses: dpo,"
+        terms("{loss:hing}"), "loss.terms.0.loss=hing: no such loss over pairs. Did you mean hinge? Losses: dpo,"
     ),
-    "a policy loss": (terms("{loss:ppo}"), "loss.terms[0].loss=ppo: no such loss over pairs."),
-    "a sum in a sum": (terms("{loss:mpo}"), "loss.terms[0].loss=mpo: no such loss over pairs."),
+    "a policy loss": (terms("{loss:ppo}"), "loss.terms.0.loss=ppo: no such loss over pairs."),
+    "a sum in a sum": (terms("{loss:mpo}"), "loss.terms.0.loss=mpo: no such loss over pairs."),
     "sft as a term": (terms("{loss:sft}"), "loss=sft: the likelihood of the chosen answers is not a term."),
-    "a term without a loss": (terms("{weight:1}"), "loss.terms[0].loss: is missing. Losses: dpo,"),
-    "a name alone": (terms("dpo"), "loss.terms[0]=dpo: must be a group of keys. For example: 'loss.terms=["),
-    "negative term": (terms("{loss:dpo,weight:-1}"), "loss.terms[0].weight=-1: must be a number, at least 0."),
-    "a text for a weight": (terms("{loss:dpo,weight:x}"), "loss.terms[0].weight=x: must be a number, at least 0."),
+    "a term without a loss": (terms("{weight:1}"), "loss.terms.0.loss: is missing. Losses: dpo,"),
+    "a name alone": (terms("dpo"), "loss.terms.0=dpo: must be a group of keys. For example: 'loss.terms=["),
+    "negative term": (terms("{loss:dpo,weight:-1}"), "loss.terms.0.weight=-1: must be a number, at least 0."),
+    "a text for a weight": (terms("{loss:dpo,weight:x}"), "loss.terms.0.weight=x: must be a number, at least 0."),
     "a key of the sum": (
-        terms("{loss:dpo,sft_weight:2}"), "loss.terms[0].sft_weight=2: belongs to the whole loss, and not to a term."
+        terms("{loss:dpo,sft_weight:2}"), "loss.terms.0.sft_weight=2: belongs to the whole loss, and not to a term."
     ),
-    "a modifier in a sum": (terms("{loss:dpo,wpo:true}"), "loss.terms[0].wpo=True: has no meaning in a sum of losses."),
-    "a term's typo": (terms("{loss:dpo,bta:1}"), "loss.terms[0].bta: no such key of loss=dpo. Did you mean beta?"),
-    "a term's scale": (terms("{loss:dpo,beta:0}"), "loss.terms[0].beta=0.0: must be greater than 0."),
-    "a term's option": (terms("{loss:bco_pair,shift:most}"), "loss.terms[0].shift=most: "),
+    "a modifier in a sum": (terms("{loss:dpo,wpo:true}"), "loss.terms.0.wpo=true: has no meaning in a sum of losses."),
+    "a term's typo": (terms("{loss:dpo,bta:1}"), "loss.terms.0.bta: no such key of loss=dpo. Did you mean beta?"),
+    "a term's scale": (terms("{loss:dpo,beta:0}"), "loss.terms.0.beta=0.0: must be greater than 0."),
+    "a term's option": (
+        terms("{loss:bco_pair,shift:most}"), "loss.terms.0.shift=most: must be one of none, mean. For example: "
+        "loss.terms.0.shift=mean."),
+    "a term's null": (
+        terms("{loss:dpo,beta:null}"), "loss.terms.0.beta=null: must be a number. For example: loss.terms.0.beta=0.1."),
+    "a huge scale": (terms(f"{{loss:dpo,beta:{'9' * 400}}}"), "999: must be a number. For example: loss.terms.0.beta="),
+    "a huge weight": (terms(f"{{loss:dpo,weight:{'9' * 400}}}"), "999: must be a number, at least 0. For example: "),
     "terms of another loss": (["loss.terms=[{loss:dpo}]"], "loss.terms: belongs to loss=mpo. Say loss=mpo loss.terms="),
     "prompts for pairs": (["loss=orpo", "data=arithmetic"], "data=arithmetic: has prompts and no pairs, and loss=orpo"),
     "a rollout of pairs": (["loss=cpo", "rollout=pipelined"], "rollout.mode=pipelined: loss=cpo draws no samples."),
@@ -143,14 +150,18 @@ def test_the_terms_of_a_sum_are_losses_of_their_own() -> None:
 
 
 def test_every_loss_can_be_a_term() -> None:
-    assert ["mpo", *TERMS] == ["mpo", *(name for name in OVER_PAIRS if name != "mpo")]
-    cfg = compose_config(["launch.device=cpu", *terms(*(f"{{loss:{name}}}" for name in TERMS))])
-    assert [term.cfg.sft_weight for term in loss_terms(cast(PreferenceConfig, cfg.loss))] == [0.0] * len(TERMS)
+    """loss.beta is the scale of those whose beta means what that of dpo means; the others keep their own default."""
+    cfg = compose_config(["launch.device=cpu", "loss.beta=0.7", *terms(*(f"{{loss:{name}}}" for name in TERMS))])
+    found = loss_terms(cast(PreferenceConfig, cfg.loss))
+    assert {term.cfg.sft_weight for term in found} == {0.0}
+    own = {"dpo_norm": 5.0, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1, "cpo": 0.1}
+    assert {term.name: term.cfg.beta for term in found} == {name: own.get(name, 0.7) for name in TERMS}
+    assert [build_formula(term.cfg).beta for term in found] == [term.cfg.beta for term in found]
 
 
 def test_an_option_that_an_interpolation_puts_into_a_term_is_its_name() -> None:
     overrides = ["loss=mpo", "loss.terms=[{loss:ipo,normalize:${logger.name}}]", "logger=none"]
-    assert refusal_of(overrides).startswith("loss.terms[0].normalize=none: ")
+    assert refusal_of(overrides).startswith("loss.terms.0.normalize=none: ")
 
 
 def test_a_curve_depends_on_each_key_of_each_term() -> None:

@@ -28,3 +28,13 @@ def test_verify_passes(name: str) -> None:
     assert not result.not_held
     assert result.float64 is not None
     assert result.float64.gauge.largest["loss"] <= 1e-12
+
+
+@pytest.mark.slow
+def test_a_pass_without_gradient_under_zero3_passes() -> None:
+    """ZeRO-3 gathers weights in each pass, in float32 at least; the last batch is short."""
+    words = ("launch.device=cpu", "logger=none", "train.precision=fp32", "engine=zero3", "data.size=13",
+             "data.drop_last=false", "train.batch_size=8", "train.micro_batch_size=1", "launch.nproc=4",
+             "parallel=ring2", "loss=mpo")  # fmt: skip
+    result = verify(compose_config(words), 2, lambda _line: None)
+    assert result.passed, result.failure

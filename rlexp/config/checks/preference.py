@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.schema import KINDS
+from rlexp.config.schema.bounds import as_typed
 from rlexp.config.schema.loss_terms import loss_terms
 from rlexp.config.schema.losses import PreferenceConfig
 
@@ -19,7 +20,7 @@ def _check_modifiers(loss: PreferenceConfig) -> None:
     given = {"wpo": loss.wpo, "ld_alpha": loss.ld_alpha < 1, "margin_weight": loss.margin_weight > 0}
     for leaf, asked in given.items():
         if asked and leaf not in loss.fits:
-            value = str(getattr(loss, leaf)).lower()
+            value = as_typed(getattr(loss, leaf))
             fit = [f"loss={name}" for name, kind in KINDS["loss"].items()
                    if issubclass(kind, PreferenceConfig) and leaf in kind.fits]  # fmt: skip
             raise ConfigError(

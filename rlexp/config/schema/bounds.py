@@ -81,5 +81,10 @@ def example(key: str, default: Any) -> str:
     """The remedy where any other value would do: the key with its default."""
     value = getattr(default, "value", default)
     if isinstance(value, str | int | float) and value not in ("", "???"):
-        return f"For example: {key}={str(value).lower() if isinstance(value, bool) else value}."
+        return f"For example: {key}={as_typed(value)}."
     return f"Give it another value, or leave {key} out for its default."
+
+
+def as_typed(value: Any) -> str:
+    """Return a value as a command line has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

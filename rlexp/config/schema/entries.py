@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -10,7 +11,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlexp.base.errors import ConfigError
+from rlexp.config.schema.bounds import as_typed, example
 from rlexp.config.schema.keys import suggestion
+from rlexp.config.schema.value_kinds import in_words
 
 
 def typed_entry(
@@ -27,13 +30,14 @@ def typed_entry(
                 f"{key}.{leaf}: no such key of {what}.{suggestion(leaf, [*known, *beside])} "
                 f"Keys: {', '.join([*beside, *known])}."
             )
-    node = OmegaConf.structured(schema)
+    node, hints = OmegaConf.structured(schema), typing.get_type_hints(schema)
     for leaf, value in own.items():
         try:
             node[leaf] = value
-        except OmegaConfBaseException as error:
-            reason = str(error).partition("\n")[0]
-            raise ConfigError(f"{key}.{leaf}={value}: {reason}. Give it another value.") from None
+        except (OmegaConfBaseException, OverflowError):  # the latter by a whole number that no float is near
+            rule, default = in_words(hints[leaf]), {each.name: each.default for each in fields(schema)}[leaf]
+            said = f"{key}.{leaf}={as_typed(value)}: must be {rule}."
+            raise ConfigError(f"{said} {example(f'{key}.{leaf}', default)}") from None
     missing = sorted(OmegaConf.missing_keys(node))
     if missing:
         raise ConfigError(f"{key}.{missing[0]}: has no value, and {what} needs one. Give {key}.{missing[0]}=VALUE.")

@@ -95,6 +95,11 @@ class PreferenceConfig(LossConfig):
     def compares(self) -> bool:
         return self.has_reference
 
+    @classmethod
+    def own_beta(cls) -> bool:
+        """Return whether its beta means something else than that of `dpo`: a term of `mpo` then keeps its own."""
+        return "beta" in cls.__annotations__
+
 
 ALL_MODIFIERS = frozenset({"wpo", "ld_alpha", "margin_weight"})
 OF_MARGINS = frozenset({"wpo", "margin_weight"})
@@ -227,7 +232,8 @@ class DiscoPOPConfig(PreferenceConfig):
 class MPOConfig(PreferenceConfig):
     name: str = "mpo"
     fits: ClassVar[frozenset[str]] = frozenset()
-    # the losses that are added, each {loss: NAME, weight: W} with other keys of that loss; beta is loss.beta
+    # the losses that are added, each {loss: NAME, weight: W} with other keys of that loss. A term's beta is loss.beta,
+    # but dpo_norm, ipo, simpo, orpo and cpo have their own default
     terms: list[Any] = field(default_factory=list)
 
 

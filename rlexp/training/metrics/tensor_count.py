@@ -16,15 +16,16 @@ import torch
 from rlexp.training.metrics.live_tensors import LiveTensors
 
 OF_MICRO_BATCHES = ("data", "forward", "reference", "backward")  # phases that are counted with their micro-batch
-OPTIMIZER = "optimizer"
+OF_STEPS = ("collect", "optimizer")  # phases that are counted in a step of which a micro-batch is counted
 
 
 class TensorCount:
     """The live tensors of this rank, counted `always`, or in chosen parts of a run.
 
     These parts are: in each step with more tokens in a micro-batch than any step counted before, its first, largest and
-    last micro-batch and the optimizer; and the first time of each other phase, such as a rollout. From the second step
-    on they are chosen anew, since the optimizer then has its state.
+    last micro-batch, the optimizer, and the pass that collects values for a loss of the whole batch; and the first time
+    of each other phase, such as a rollout. From the second step on they are chosen anew, since the optimizer then has
+    its state.
     """
 
     def __init__(self, device: torch.device, *, always: bool) -> None:
@@ -73,7 +74,7 @@ class TensorCount:
 
     @contextlib.contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        if phase == OPTIMIZER:
+        if phase in OF_STEPS:
             counted = bool(self._chosen)
         elif phase in OF_MICRO_BATCHES:
             counted = False

@@ -9,7 +9,10 @@ from bench.layouts import Case
 from rlexp.config.load import compose_config
 from rlexp.config.schema import KINDS, Config
 from rlexp.config.schema.losses import PreferenceConfig
+from rlexp.launch.joining import RankSpec
+from rlexp.training.types import Shard, TokenLogps
 from tests.helpers.paths import FILES
+from tests.helpers.ranks import on_ranks
 
 # 19 pairs, most of several turns: batches of 8, 8 and 3.
 BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64", "data=hf",
@@ -103,6 +106,32 @@ def test_replicas_without_a_pair_take_part_in_every_pass() -> None:
         ("launch.nproc=4", "parallel=ring2", "engine=fsdp2"))], timeout=240)  # fmt: skip
     for curve in others:
         assert excesses(baseline, curve) == []
+
+
+def test_the_reference_runs_once() -> None:
+    """For each micro-batch, also where a pass without gradient goes before the one with it."""
+    cfg = compose_config([*BASE, "loss=mpo", "train.micro_batch_size=4"])
+    ((micro_batches, runs),) = on_ranks(1, runs_of_the_reference, cfg)
+    assert (micro_batches, runs) == (2, 2)
+
+
+def runs_of_the_reference(_spec: RankSpec, cfg: Config) -> tuple[int, int]:
+    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.offline_task import OfflineTask
+    from rlexp.training.train.step import train_step
+
+    task = build(cfg, probing=unprobed)
+    assert isinstance(task, OfflineTask)
+    assert task.reference is not None
+    runs, reference = [], task.reference
+
+    def counted(shard: Shard) -> TokenLogps:
+        runs.append(len(shard.tokens_t))
+        return reference(shard)
+
+    task.reference = counted
+    train_step(task, 1)
+    return len(task.sampler.batch(1).indices) // cfg.train.micro_batch_size, len(runs)
 
 
 @pytest.mark.slow
