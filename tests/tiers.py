@@ -22,7 +22,9 @@ ONE_IN: Mapping[str, int] = {
     "config/test_preference::test_a_modifier_passes_where_it_fits_and_nowhere_else": 6,
     "config/test_preference::test_a_reference_is_refused_where_the_loss_has_none": 6,
     "config/test_preference::test_what_does_not_fit_is_refused_in_one_message": 3,
-    "convert/test_values::test_no_value_is_a_traceback_and_none_is_lost": 3,
+    "convert/test_convert::test_a_file_leads_to_every_loss": 3,
+    "convert/test_values::test_no_value_is_a_traceback_and_none_is_lost": 6,
+    "house/test_commands::test_a_command_is_one": 2,
     "house/test_wheel::test_its_configuration_composes": 3,
     "launch/test_slurm_script::test_a_wrong_launcher_key_is_told_before_anything_is_handed_over": 3,
     "launch/test_slurm_script::test_what_no_cluster_could_run_is_refused": 3,
@@ -95,6 +97,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "preflight/test_rehearse_rollouts": ("test_what_is_predicted_is_what_real_ranks_count",),
     "run/test_cli": (
         "test_a_held_out_loss_that_is_not_finite_is_said",
+        "test_a_closed_terminal_does_not_end_a_run",
         "test_a_killed_rank_ends_the_run_within_ten_seconds",
         "test_a_ring_of_four_trains_and_says_so",
         "test_a_trained_model_is_trained_on",
@@ -149,6 +152,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     ),
     "training/sinks/test_wandb": (
         "test_a_run_that_dies_of_memory_leaves_where",
+        "test_alerts_where_the_loss_leaves_its_baseline_and_where_the_run_fails",
         "test_what_wandb_refuses_is_one_message",
     ),
     "training/train/test_deterministic": ("test_two_runs_on_a_ring_of_two_have_the_same_bits",),
@@ -156,6 +160,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_tail_is_the_same_on_every_layout",
         "test_the_bug_report_draws_one_curve",
     ),
+    "training/train/test_losses": ("test_the_reference_runs_once",),
     "training/train/test_reference_model": ("test_every_engine_holds_it",),
     "verify/test_textbook": ("test_first_step_equals_the_textbook[parallel=ring8 memory.checkpointing=true]",),
     "verify/test_textbook_rows": (

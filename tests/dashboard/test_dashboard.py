@@ -24,7 +24,10 @@ METRICS = {
     "Memory": [
         "max/memory/peak_bytes",
         "max/memory/tensors_peak_bytes",
-        *(f"memory/{phase}_peak_bytes" for phase in ("data", "reference", "forward", "backward", "optimizer")),
+        *(
+            f"memory/{phase}_peak_bytes"
+            for phase in ("collect", "data", "reference", "forward", "backward", "optimizer")
+        ),
     ],
     "Throughput": ["train/tokens_per_second", "train/step_seconds"],
 }

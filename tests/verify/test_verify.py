@@ -255,14 +255,14 @@ def test_chat_messages_and_odd_texts_pass(tmp_path: Path) -> None:
     verdict = verified("data=jsonl", f"data.path={tmp_path}/rows.jsonl", "data.max_length=40", "data.too_long=truncate",
                        "train.batch_size=4", "train.precision=fp64", "parallel=ring2", base=SMALL[:2])  # fmt: skip
     assert verdict.passed, failure_in_words(verdict.failure)
-    assert verdict.facts["pairs"] < 24  # those with two equal answers are gone
+    assert verdict.facts["examples"] < 24  # those with two equal answers are gone
 
 
 def test_a_mixture_of_conversations_passes(tmp_path: Path) -> None:
     """Answers of several turns, of which the assistant's are trained on; two epochs, and values of held-out rows."""
     verdict = verified("train.eval_every=1", f"data.cache={tmp_path}", base=MIXED)
     assert verdict.passed, failure_in_words(verdict.failure)
-    assert verdict.facts["pairs"] == 16 + 12 - 5
+    assert verdict.facts["examples"] == 16 + 12 - 5
     assert not verdict.not_held
 
 

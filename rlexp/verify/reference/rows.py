@@ -194,10 +194,8 @@ def _asked(row: Found) -> Asked:
 
 
 def _margin_of(said: Any, better: Any, worse: Any) -> float | None:
-    """Return the margin that a row says, or its scores' difference; what is no number leaves a row without scores."""
-    if said is not None:
-        if not _counts(said):
-            raise Unusable("the margin is no finite number.")
+    """Return the margin that a row says, or its scores' difference; what is no number is not there."""
+    if _counts(said):
         return float(said)
     if not (_counts(better) and _counts(worse)):
         return None

@@ -199,7 +199,7 @@ def test_a_sum_of_losses() -> None:
 
 
 def test_a_term_without_reference_is_shown_none() -> None:
-    both = build_loss(MPOConfig(beta=0.5, terms=[{"loss": "cpo"}, {"loss": "dpo"}]))(PAIR)
+    both = build_loss(MPOConfig(beta=0.5, terms=[{"loss": "cpo", "beta": 0.5}, {"loss": "dpo"}]))(PAIR)
     assert float(both.losses_E) == pytest.approx(2 * softplus(-1.0), rel=1e-14)
     assert float(both.metrics_E["rewards/chosen"]) == -5.0  # CPO's
 
