@@ -18,9 +18,8 @@ def test_every_loss_over_pairs_is_verified() -> None:
     assert set(LOSSES) == {name for name, kind in KINDS["loss"].items() if issubclass(kind, PreferenceConfig)}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "mpo" else pytest.mark.slow) for name in LOSSES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSSES)
 def test_verify_passes(name: str) -> None:
     """On two replicas of a ring of 2, with micro-batches, for three steps and the held-out pairs after each."""
     result = verify(compose_config([*FP64, *HELD_OUT, *of(name)]), 3, lambda _line: None)
