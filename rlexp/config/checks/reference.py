@@ -32,15 +32,15 @@ def check_reference(cfg: Config, *, here: bool = True) -> None:
                 f"leave reference.revision out."
             )
         return
-    if not isinstance(cfg.model, HFModelConfig):
-        raise ConfigError(
-            f"reference.path={path}: is a model of transformers, and model={cfg.model.name} has a vocabulary of its "
-            f"own. Use model=hf model.path=FOLDER, or leave reference.path out."
-        )
     if not compares(cfg.loss):
         raise ConfigError(
             f"reference.path={path}: loss={cfg.loss.name} compares the policy with no reference model"
             f"{' while loss.beta=0' if cfg.loss.draws else ''}. Leave reference.path out."
+        )
+    if not isinstance(cfg.model, HFModelConfig):
+        raise ConfigError(
+            f"reference.path={path}: is a model of transformers, and model={cfg.model.name} has a vocabulary of its "
+            f"own. Use model=hf model.path=FOLDER, or leave reference.path out."
         )
     check_model_path("reference.path", path)
     check_revision("reference", path, revision)
