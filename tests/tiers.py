@@ -165,7 +165,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_tail_is_the_same_on_every_layout",
         "test_the_bug_report_draws_one_curve",
     ),
-    "training/train/test_losses": ("test_the_reference_runs_once",),
     "training/train/test_reference_model": ("test_every_engine_holds_it",),
     "verify/test_textbook": ("test_first_step_equals_the_textbook[parallel=ring8 memory.checkpointing=true]",),
     "verify/test_textbook_rows": (

@@ -74,7 +74,8 @@ def _loss(conv: Conversion) -> None:
                                      added=float(loss == "orpo"), beta_name="pref_beta",
                                      told=preference.OF_ANSWERS)  # fmt: skip
     else:
-        names = preference.Names("pref_loss", "", "dpo_label_smoothing", likelihood="pref_ftx", beta="pref_beta")
+        names = preference.Names("pref_loss", weights="", smoothing="dpo_label_smoothing", likelihood="pref_ftx",
+                                 beta="pref_beta")  # fmt: skip
         preference.choose(conv, names, smoothed=frozenset({"dpo"}), told=preference.OF_ANSWERS,
                           bco="pref_bco_weight")  # fmt: skip
     conv.tell(Fate.NEEDLESS, "pref_bco_weight", "it is 0, or the loss has no reference")

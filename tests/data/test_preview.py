@@ -100,8 +100,9 @@ def test_rows_lack_the_margins_that_a_loss_asks_for(tmp_path: Path) -> None:
     assert of_file(path, *words).problems == ()
     (said,) = of_file(path, *words, "loss.margin_weight=0.5").problems
     assert said == (
-        f"{path}:2: has no margin, as 2 of 5 rows, and loss.margin_weight is above 0. Give every row `margin`, or both "
-        f'`score_chosen` and `score_rejected`, as numbers (1.5, and not "1.5"); or leave loss.margin_weight out.'
+        f"{path}:2: has no margin, the first of 2 such rows in 5, and loss.margin_weight is above 0. Give every row "
+        '`margin`, or both `score_chosen` and `score_rejected`, as numbers (1.5, and not "1.5"); or leave '
+        "loss.margin_weight out."
     )
     cfg = compose_config(["launch.device=cpu", "data=jsonl", f"data.path={path}", f"data.cache={tmp_path / 'cache'}",
                           *words, "loss.margin_weight=0.5"])  # fmt: skip

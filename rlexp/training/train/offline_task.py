@@ -78,10 +78,11 @@ class OfflineTask(Task):
         without, first = examples.no_margin
         if not without or not cls.loss_of(cfg).asks.margins:
             return None
+        rows = len(examples.train) + len(examples.held_out)
         return (
-            f"{first}: has no margin, as {without} of {len(examples.train) + len(examples.held_out)} rows, and "
-            f"loss.margin_weight is above 0. Give every row `margin`, or both `score_chosen` and `score_rejected`, as "
-            f'numbers (1.5, and not "1.5"); or leave loss.margin_weight out.'
+            f"{first}: has no margin, the first of {without} such rows in {rows}, and loss.margin_weight is above 0. Give "
+            f'every row `margin`, or both `score_chosen` and `score_rejected`, as numbers (1.5, and not "1.5"); or leave '
+            f"loss.margin_weight out."
         )
 
     @property

@@ -108,6 +108,7 @@ def test_replicas_without_a_pair_take_part_in_every_pass() -> None:
         assert excesses(baseline, curve) == []
 
 
+@pytest.mark.slow
 def test_the_reference_runs_once() -> None:
     """For each micro-batch, also where a pass without gradient goes before the one with it."""
     cfg = compose_config([*BASE, "loss=mpo", "train.micro_batch_size=4"])
