@@ -80,9 +80,9 @@ class OfflineTask(Task):
             return None
         rows = len(examples.train) + len(examples.held_out)
         return (
-            f"{first}: has no margin, the first of {without} such rows in {rows}, and loss.margin_weight is above 0. Give "
-            f'every row `margin`, or both `score_chosen` and `score_rejected`, as numbers (1.5, and not "1.5"); or leave '
-            f"loss.margin_weight out."
+            f"{first}: has no margin, the first of {without} such rows in {rows}, and loss.margin_weight is above 0. "
+            f"Give every row `margin`, or both `score_chosen` and `score_rejected`, as numbers "
+            f'(1.5, and not "1.5"); or leave loss.margin_weight out.'
         )
 
     @property
