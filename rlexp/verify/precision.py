@@ -207,7 +207,7 @@ def _units(fp32: float, bf16: float) -> dict[Precision, float]:
 # Bounds in units of roundoff: the largest measured over layouts and models, with a margin (docs/verify.md).
 QUANTITIES = (
     Quantity("log-probability of a token", LOGPS, Clue.POLICY, _units(1024, 512), of_tokens),
-    Quantity("log-probabilities per pair", LOGPS, Clue.POLICY, _units(32, 16), of_pairs),
+    Quantity("log-probabilities per example", LOGPS, Clue.POLICY, _units(32, 16), of_pairs),
     Quantity("loss", LOSS, Clue.POLICY, _units(256, 32), of_loss),
     Quantity("gradient", GRADIENT, Clue.GRADIENT, _units(512, 128), of_gradient),
     Quantity("gradient of a parameter", GRADIENT, Clue.GRADIENT, _units(1024, 256), of_parameter),

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, HFModelConfig, Precision
+from rlexp.config.schema.row_kinds import EXAMPLE
 from rlexp.preflight.rehearsal.sharding import in_words
 from rlexp.verify.verification import Failure, Verification, exact, refuse, verify
 
@@ -21,7 +22,7 @@ WIDTH = 110
 # Rows of the table: their title, and their names in the gauge and among the measured quantities.
 ROWS = (
     ("log-probability of a token", "log-probability of a token", "log-probability of a token"),
-    ("log-probabilities per pair", "sum of a sequence's log-probabilities", "log-probabilities per pair"),
+    ("log-probabilities per example", "sum of a sequence's log-probabilities", "log-probabilities per example"),
     ("loss", "loss", "loss"),
     ("gradient, whole", "gradient, whole", "gradient"),
     ("gradient of the worst parameter", "gradient of a parameter", "gradient of a parameter"),
@@ -60,7 +61,7 @@ def subject(cfg: Config) -> str:
 
 
 def report(cfg: Config, result: Verification) -> str:
-    return f"{scope(result)}\n{table(cfg, result)}{_sharding(result)}\n{conclusion(cfg, result)}\n"
+    return f"{scope(cfg, result)}\n{table(cfg, result)}{_sharding(result)}\n{conclusion(cfg, result)}\n"
 
 
 def _sharding(result: Verification) -> str:
@@ -69,7 +70,7 @@ def _sharding(result: Verification) -> str:
     return "".join(["\n", *(f"  {line}\n" for line in lines)]) if lines else ""
 
 
-def scope(result: Verification) -> str:
+def scope(cfg: Config, result: Verification) -> str:
     plan, facts = result.plan, result.facts
     if plan is None:
         return ""
@@ -80,7 +81,7 @@ def scope(result: Verification) -> str:
     if plan.said:
         lines.append(f"  shrunk: {plan.said}")
     if plan.held_out:
-        lines.append(f"  held-out values: of the first {plan.held_out} pairs, after the last step")
+        lines.append(f"  held-out values: of the first {plan.held_out} {EXAMPLE[cfg.loss.rows]}s, after the last step")
     if result.not_held:
         lines.append(f"  not verified: {', '.join(result.not_held)}")
     return "\n".join(lines) + "\n"
@@ -139,7 +140,7 @@ def _allowed() -> dict[str, float]:
 
     return {
         "log-probability of a token": FLOAT64.logp,
-        "log-probabilities per pair": FLOAT64.logp,
+        "log-probabilities per example": FLOAT64.logp,
         "loss": FLOAT64.loss,
         "gradient, whole": FLOAT64.gradient,
         "gradient of the worst parameter": FLOAT64.gradient,

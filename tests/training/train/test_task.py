@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlexp.config.checks.layout import choose
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
@@ -29,6 +30,8 @@ from rlexp.training.train.choose_task import TASKS
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.train.offline_task import OfflineTask
 from rlexp.training.types import Completion
+from rlexp.verify.fit_memory import VerifyPlan
+from rlexp.verify.report import scope
 from rlexp.verify.verification import Verification, verify
 from tests.helpers.ranks import on_ranks
 
@@ -218,6 +221,14 @@ def test_verify_finds_it_right() -> None:
     assert result.passed, result.failure
     assert result.float64 is not None
     assert result.float64.gauge.largest["loss"] < 1e-12
+
+
+def test_verify_says_what_its_examples_are() -> None:
+    cfg = dataclasses.replace(composed(), loss=SupervisedConfig())
+    choice = choose(cfg, None)
+    plan = VerifyPlan(2, 3, 2, 2, 1, 64, 0, 0, choice, cfg.model, cfg.reference)
+    said = scope(cfg, Verification(plan))
+    assert "held-out values: of the first 3 answers" in said
 
 
 @pytest.mark.slow
