@@ -13,8 +13,8 @@ STORIES ?= $(addprefix --stories ,$(wildcard ../shared/models/stories260K))
 export OMP_NUM_THREADS ?= 1
 # Tests start many processes: bytecode is kept, so that they do not compile rlexp again.
 unexport PYTHONDONTWRITEBYTECODE
-# `make test` and `make check` run tests side by side. Many wait for other processes, so there is one worker more than the
-# 2 cores that the suite is timed on; each further one imports everything anew, which takes longer than it saves.
+# `make test` and `make check` run tests side by side. Many wait for other processes, so there is one worker more than
+# the 2 cores that the suite is timed on; each further one imports everything anew, which takes longer than it saves.
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
 # Measurements of the tests on Slurm, for the tables of docs/slurm.md and docs/measured/slurm.md.

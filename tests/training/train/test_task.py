@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlexp.config.checks.layout import choose
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
@@ -30,7 +29,6 @@ from rlexp.training.train.choose_task import TASKS
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.train.offline_task import OfflineTask
 from rlexp.training.types import Completion
-from rlexp.verify.fit_memory import VerifyPlan
 from rlexp.verify.report import scope
 from rlexp.verify.verification import Verification, verify
 from tests.helpers.ranks import on_ranks
@@ -213,7 +211,11 @@ def test_preflight_rehearses_it() -> None:
 
 
 def verified(loss: LossConfig) -> Verification:
-    return verify(dataclasses.replace(composed(*RING, "data.size=12"), loss=loss), 2, lambda _line: None)
+    return verify(verified_config(loss), 2, lambda _line: None)
+
+
+def verified_config(loss: LossConfig) -> Config:
+    return dataclasses.replace(composed(*RING, "data.size=12"), loss=loss)
 
 
 def test_verify_finds_it_right() -> None:
@@ -221,14 +223,7 @@ def test_verify_finds_it_right() -> None:
     assert result.passed, result.failure
     assert result.float64 is not None
     assert result.float64.gauge.largest["loss"] < 1e-12
-
-
-def test_verify_says_what_its_examples_are() -> None:
-    cfg = dataclasses.replace(composed(), loss=SupervisedConfig())
-    choice = choose(cfg, None)
-    plan = VerifyPlan(2, 3, 2, 2, 1, 64, 0, 0, choice, cfg.model, cfg.reference)
-    said = scope(cfg, Verification(plan))
-    assert "held-out values: of the first 3 answers" in said
+    assert "held-out values: of the first 3 answers," in scope(verified_config(SupervisedConfig()), result)
 
 
 @pytest.mark.slow
