@@ -25,7 +25,8 @@ Floats = npt.NDArray[np.floating[Any]]
 class Row:
     """A row of a data set as text: a prompt, and as many answers as its kind has; a pair has the chosen one first.
 
-    A text stands for one message: of the user in a prompt, of the assistant in an answer.
+    A text stands for one message: of the user in a prompt, of the assistant in an answer. With an empty prompt nothing
+    is asked: the answer is a text of its own, which no template writes.
     """
 
     prompt: str | Messages
@@ -51,6 +52,8 @@ class Answered(Protocol):
     def answers(self) -> tuple[tuple[Ids, Mask | None], ...]: ...
     @property
     def margin(self) -> float | None: ...
+    @property
+    def label(self) -> bool | None: ...
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,10 @@ class Pair:
     @property
     def answers(self) -> tuple[tuple[Ids, Mask | None], ...]:
         return (self.chosen, self.chosen_mask), (self.rejected, self.rejected_mask)
+
+    @property
+    def label(self) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -206,3 +213,4 @@ class TokenLogps(NamedTuple):
     entropy_t: Tensor | None = None  # entropy of the distribution of the target, where it is asked for
     values_t: Tensor | None = None  # the critic's values, where there is a critic
     likelihoods_t: Tensor | None = None  # log Σ p² of the distribution of the target, detached, where it is asked for
+    hits_t: Tensor | None = None  # 1 where the target is the most probable token, else 0, where it is asked for

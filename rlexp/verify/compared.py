@@ -14,6 +14,7 @@ from rlexp.config.schema.row_kinds import EXAMPLE, SIDES
 from rlexp.verify.findings import Allowed, Clue, Finding, Gauge, shown
 from rlexp.verify.norms import relative
 from rlexp.verify.records import (
+    MISMATCHED,
     Array,
     Asked,
     Expected,
@@ -27,6 +28,7 @@ from rlexp.verify.records import (
     Update,
     joined,
 )
+from rlexp.verify.reference import rules
 
 
 @dataclass
@@ -105,39 +107,43 @@ class ComparedStep:
                     for n in meant.names("weights", before))  # fmt: skip
         return min(1e4, max(1.0, apart / self.whole.allowed.weights))
 
-    def micros(self) -> Iterator[tuple[Trace, int, Micro]]:
-        """The micro-batches of each replica, as its first rank saw them."""
+    def micros(self, of: str = "micros") -> Iterator[tuple[Trace, int, Micro]]:
+        """The micro-batches of each replica, as its first rank saw them; or those with mismatched answers, `others`."""
         for head in self.whole.heads():
-            for place, micro in enumerate(head.steps[self.place].micros):
+            for place, micro in enumerate(getattr(head.steps[self.place], of)):
                 yield head, place, micro
 
     def sums(self) -> dict[str, Array]:
         """The sums that the run computed, of the whole train batch."""
         micros = [micro.sums for _, _, micro in self.micros()]
-        return {name: joined([sums[name] for sums in micros if name in sums]) for name in micros[0]}
+        sums = {name: joined([sums[name] for sums in micros if name in sums]) for name in micros[0]}
+        if self.expected.others:
+            policy, reference = (self.by_sequence(f"{who}_t", of="others") for who in ("policy", "reference"))
+            sums[MISMATCHED] = rules.log_ratios(policy, reference)
+        return sums
 
     def finding(self, stage: str, clue: Clue, quantity: str, got: Any, expected: Any, note: str = "") -> Finding:
         return Finding(self.number, stage, clue, quantity, shown(got), shown(expected), note)
 
-    def by_sequence(self, values: str) -> dict[Key, Array]:
+    def by_sequence(self, values: str, of: str = "micros") -> dict[Key, Array]:
         """Values of each answer's trained tokens, put together from the ring. What no rank computed stays NaN."""
         whole: dict[Key, Array] = {}
-        for head, place, micro in self.micros():
+        expected = self.expected.others if of == "others" else self.whole.expected.tokens
+        for head, place, micro in self.micros(of):
             parts = {
-                (sample, side): np.full(len(self.whole.expected.tokens[sample].ids(side)), np.nan)
+                (sample, side): np.full(len(expected[sample].ids(side)), np.nan)
                 for sample in micro.samples
                 for side in self.whole.sides
             }
             for trace in self.whole.ring(head):
-                mine = trace.steps[self.place].micros[place]
+                mine = getattr(trace.steps[self.place], of)[place]
                 got, owner, position = getattr(mine, values), mine.sequence_t, mine.positions_t
                 if got is None or position is None:
                     continue
                 for number, (sample, side) in enumerate(parts):
                     at = np.flatnonzero(owner == number)
-                    first = len(self.whole.expected.tokens[sample].prompt) - 1
+                    first = len(expected[sample].prompt) - 1
                     parts[sample, side][position[at] - first] = got[at]
-            expected = self.whole.expected.tokens
             whole |= {(sample, side): part[expected[sample].trained(side)] for (sample, side), part in parts.items()}
         return whole
 

@@ -156,6 +156,7 @@ class Short:
     origin: str
     answers: tuple[tuple[Ids, Mask | None], ...]
     margin: float | None = None
+    label: bool | None = None
 
 
 def _short(example: Answered) -> Short:
@@ -327,7 +328,7 @@ def module_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
         Clue.START: MODEL if cfg.train.precision is Precision.fp64 else ENGINE,
         Clue.DTYPE: ENGINE,
         Clue.STALE: ENGINE,
-        Clue.LIKELIHOODS: MODEL,
+        Clue.OF_TOKENS: MODEL,
         Clue.REFERENCE: ENGINE if ENGINES[cfg.engine.name.value].sharded else TRAIN,
         Clue.COUNTS: TRAIN,
         Clue.LOSSES: ALGOS,

@@ -29,7 +29,7 @@ class Clue(Enum):
     STALE = "the weights that compute"
     POLICY = "the policy's log-probabilities"
     REFERENCE = "the reference model's log-probabilities"
-    LIKELIHOODS = "log Σ p² of the policy's distributions"
+    OF_TOKENS = "log Σ p², entropy or hits of the policy's distributions"
     SUMS = "sums of log-probabilities"
     COUNTS = "what the loss is given besides the sums"
     LOSSES = "losses, given the sums"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from rlexp.config.schema.row_kinds import Kind
 Array = npt.NDArray[Any]
 SIDES = SIDES_OF[Kind.pairs]
 Key = tuple[int, str]  # a sequence: the sample and its side
+MISMATCHED = "log-ratios of mismatched answers"
 
 
 class TokenExample:
@@ -32,6 +33,10 @@ class TokenExample:
     prompt: Array
     origin: str
     margin: float | None = None
+    label: bool | None = None
+
+    def but(self, **parts: Any) -> TokenExample:
+        return replace(self, **parts)  # type: ignore[type-var]
 
     def ids(self, side: str) -> Array:
         answer: Array = getattr(self, side)
@@ -71,6 +76,7 @@ class TokenAnswer(TokenExample):
     answer: Array
     origin: str
     answer_mask: Array | None = None
+    label: bool | None = None  # whether the answer is good, where the row says so
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class Counts:
     tokens: Mapping[str, Array]  # trained tokens of each answer, by side
     mean_tokens: float  # of the first answers
     margins: Array | None
+    labels: Array | None  # 1 for a good answer, 0 for a bad one
 
 
 @dataclass(frozen=True)
@@ -100,11 +107,13 @@ class Losses:
     losses_E: Array
     slopes: dict[str, Array]  # derivatives of the losses' sum by the policy's sums, by side
     values_E: dict[str, Array]  # the formula's other results
+    weights_E: dict[str, Array] = field(default_factory=dict)  # of examples in the mean of a result, where they differ
     carried: Mapping[str, float] = field(default_factory=dict)  # what the step before left to it
 
     def __getitem__(self, some: slice) -> Losses:
-        slopes, values_E = ({name: each[some] for name, each in of.items()} for of in (self.slopes, self.values_E))
-        return Losses(self.losses_E[some], slopes, values_E, self.carried)
+        slopes, values_E, weights_E = ({name: each[some] for name, each in of.items()}
+                                       for of in (self.slopes, self.values_E, self.weights_E))  # fmt: skip
+        return Losses(self.losses_E[some], slopes, values_E, weights_E, self.carried)
 
 
 @dataclass
@@ -122,8 +131,11 @@ class Micro:
     logits_t: Array | None = None  # mean over the vocabulary
     reference_t: Array | None = None
     likelihoods_t: Array | None = None  # log Σ p² of each target's distribution
+    entropies_t: Array | None = None  # the distribution's entropy
+    hits_t: Array | None = None  # 1 where the target is the most probable token
     sums: dict[str, Array] = field(default_factory=dict)  # the loss's arguments by name (policy/chosen, …), (E,)
     counts: Counts | None = None  # what else the loss is given
+    mismatched: Array | None = None  # log-ratios of all the train batch's mismatched answers, as the loss is given them
     losses: Losses | None = None
     given: Losses | None = None  # the same by the formula alone, from these sums
     handed: float | None = None  # the scalar given to the engine
@@ -136,6 +148,8 @@ class StepSeen:
 
     planned: tuple[tuple[int, ...], ...] = ()  # the sampler's micro-batches for this replica
     micros: list[Micro] = field(default_factory=list)
+    others: list[Micro] = field(default_factory=list)  # with mismatched answers, where the loss asks for them
+    other_tokens: dict[int, TokenExample] = field(default_factory=dict)
     whole: dict[str, Array] | None = None  # the sums of the whole batch, where the loss is given them all at once
     lr: float = 0.0
     gradient_marks: dict[str, int] = field(default_factory=dict)
@@ -161,6 +175,8 @@ class Trace:
     held_tokens: dict[int, TokenExample] = field(default_factory=dict)
     steps: list[StepSeen] = field(default_factory=list)
     held_out: list[Micro] = field(default_factory=list)
+    held_others: list[Micro] = field(default_factory=list)  # the held-out examples with mismatched answers
+    held_other_tokens: dict[int, TokenExample] = field(default_factory=dict)
     stopped: str | None = None  # why the run refused a step: a value was not finite
     kept: Any = None  # for the backward pass of the first micro-batch: a `KeptOnRank`, which the reference must not see
 
@@ -183,6 +199,10 @@ class StepExpected:
     reference: dict[Key, Array]
     logits: dict[Key, Array]  # means over the vocabulary
     likelihoods: dict[Key, Array]
+    entropies: dict[Key, Array]
+    hits: dict[Key, Array]
+    others: dict[int, TokenExample]  # the samples with mismatched answers, where the loss asks for them
+    of_others: dict[str, dict[Key, Array]]  # what policy and reference say of them
     counts: Counts
     losses: dict[int, float]
     loss: float

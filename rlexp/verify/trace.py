@@ -32,7 +32,7 @@ from rlexp.training.train.build import build
 from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import read_examples
 from rlexp.training.train.loop import train_loop
-from rlexp.training.train.offline_task import HeldExamples, OfflineStep, OfflineTask
+from rlexp.training.train.offline_task import HeldExamples, OfflineTask
 from rlexp.training.train.parts import Reference, Run
 from rlexp.training.types import Answered, Pack, Shard, TokenLogps
 from rlexp.verify.kept import Watch, WatchedEngine
@@ -134,7 +134,7 @@ class Recorder(Sink):
         """Say what a pass is for, other than training."""
         if name == "collecting":
             self.collected = []
-        self.pass_, before = name, self.pass_
+        self.pass_, before = (name if self.pass_ == TRAINING else f"{name}, {self.pass_}"), self.pass_
         try:
             yield
         finally:
@@ -150,9 +150,14 @@ class Recorder(Sink):
         self.held = Micro(tuple(each.index for each in examples))
         if training and self.collected:  # the reference has computed already
             self.held.reference_t = self.collected.pop(0).reference_t
-        places = {TRAINING: self.step.micros, "collecting": self.collected, "held out": self.trace.held_out}
-        places[self.pass_].append(self.held)
-        seen_tokens = self.trace.held_tokens if self.pass_ == "held out" else self.trace.tokens
+        places, seen_tokens = {
+            TRAINING: (self.step.micros, self.trace.tokens),
+            "collecting": (self.collected, self.trace.tokens),
+            "mismatched": (self.step.others, self.step.other_tokens),
+            "held out": (self.trace.held_out, self.trace.held_tokens),
+            "mismatched, held out": (self.trace.held_others, self.trace.held_other_tokens),
+        }[self.pass_]
+        places.append(self.held)
         seen_tokens.update({each.index: tokens_of(each, sides) for each in examples})
 
     def sharded(self, shard: Shard) -> None:
@@ -172,7 +177,10 @@ class Recorder(Sink):
         micro = self.micro
         micro.sums = named_sums(values)
         tokens = {side: array(each) for side, each in values.tokens.items()}
-        micro.counts = Counts(tokens, values.mean_tokens, None if values.margin_E is None else array(values.margin_E))
+        margins, labels, micro.mismatched = (
+            None if each is None else array(each) for each in (values.margin_E, values.label_E, values.mismatched_B)
+        )
+        micro.counts = Counts(tokens, values.mean_tokens, margins, labels)
         if slopes is None:
             found = torch.autograd.grad(
                 losses.losses_E.sum(), list(values.logps.values()), retain_graph=True, allow_unused=True
@@ -183,6 +191,7 @@ class Recorder(Sink):
             array(losses.losses_E),
             {side: array(slope) for side, slope in slopes.items()},
             {name: array(value_E) for name, value_E in losses.metrics_E.items()},
+            {name: array(weight_E) for name, weight_E in losses.weights_E.items()},
             values.carried,
         )
 
@@ -239,9 +248,8 @@ class Recorded(OfflineTask):
         recorded = None if reference is None else recorded_reference
         super().start(RecordedRun(**values, recorder=self.recorder), recorded)
 
-    def begin(self, step: int) -> OfflineStep:
-        with self.recorder.passing("collecting"):  # the step's values, for a loss that asks for all of them at once
-            return super().begin(step)
+    def passing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self.recorder.passing(what)
 
     def evaluate(self, step: int) -> dict[str, float]:
         with self.recorder.passing("held out"):
@@ -296,8 +304,10 @@ class RecordedEngine:
         tokens = self._engine.forward(shard)
         self._recorder.micro.policy_t = array(tokens.logps_t)
         self._recorder.micro.logits_t = array(tokens.mean_logits_t)
-        if tokens.likelihoods_t is not None:
-            self._recorder.micro.likelihoods_t = array(tokens.likelihoods_t)
+        more = {"likelihoods_t": tokens.likelihoods_t, "entropies_t": tokens.entropy_t, "hits_t": tokens.hits_t}
+        for name, each in more.items():
+            if each is not None:
+                setattr(self._recorder.micro, name, array(each))
         return tokens
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -325,7 +335,8 @@ class RecordedEngine:
 
 
 def named_sums(values: Values) -> dict[str, Array]:
-    given = {"policy": values.logps, "reference": values.reference, "likelihoods": values.likelihoods}
+    given = {"policy": values.logps, "reference": values.reference, "likelihoods": values.likelihoods,
+             "entropies": values.entropies, "hits": values.hits}  # fmt: skip
     return {f"{who}/{side}": array(each) for who, sides in given.items() for side, each in (sides or {}).items()}
 
 
@@ -348,7 +359,7 @@ def tokens_of(example: Answered, sides: Sequence[str]) -> TokenExample:
     for side, (answer, mask) in zip(sides, example.answers, strict=True):
         answers |= {side: answer, f"{side}_mask": mask}
     if len(sides) == 1:
-        return TokenAnswer(prompt=example.prompt, origin=example.origin, **answers)
+        return TokenAnswer(prompt=example.prompt, origin=example.origin, label=example.label, **answers)
     return TokenPair(prompt=example.prompt, origin=example.origin, margin=example.margin, **answers)
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from rlexp.config.schema import Config
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.verify.records import SIDES, TokenPair
 from rlexp.verify.reference import rules
 from rlexp.verify.reference.one_process import load_tokenizer, softmax_attention
-from rlexp.verify.reference.pairs import pairs_of
+from rlexp.verify.reference.pairs import set_of
 from tests.helpers.textbook_losses import preference_losses as preference_losses
 from tests.helpers.textbook_losses import rewards as rewards
 
@@ -24,7 +25,7 @@ Weights = dict[str, Tensor]
 
 def batches_of(cfg: Config, steps: int) -> list[list[TokenPair]]:
     """Return the pairs of the first train batches, read by the reference."""
-    data = pairs_of(cfg.data, load_tokenizer(cfg))
+    data = set_of(cfg.data, Kind.pairs, load_tokenizer(cfg))
     return [[data.train[place] for place in rules.samples_of(cfg, data.sizes, step)] for step in range(1, steps + 1)]
 
 

@@ -43,6 +43,8 @@ class DataConfig:
     too_long: TooLong = TooLong.error  # how a longer sequence is handled
     shuffle: bool = True  # draw a new order of the rows for each epoch; false: the order in which they are given
     drop_last: bool = True  # leave out the last batch of an epoch if it is not full; false: train on it
+    # read each pair as two answers, a good and a bad one, for a loss that is trained on unpaired answers
+    unpair: bool = False
     packing: bool = True  # lay the sequences of a micro-batch end to end; false: pad them to the longest
 
 

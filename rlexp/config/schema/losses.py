@@ -238,6 +238,44 @@ class MPOConfig(PreferenceConfig):
 
 
 @dataclass
+class UnpairedConfig(LossConfig):
+    """Keys that all losses over single answers share, each of which is labelled good or bad."""
+
+    rows: ClassVar[Kind] = Kind.unpaired
+
+    # scale of the rewards: a larger value keeps the policy nearer to the reference
+    beta: float = number(0.1, above=0)
+    desirable_weight: float = number(1.0, above=0)  # weight of the good answers' losses
+    undesirable_weight: float = number(1.0, above=0)  # weight of the bad answers' losses
+
+    @property
+    def compares(self) -> bool:
+        return True
+
+
+@dataclass
+class KTOConfig(UnpairedConfig):
+    name: str = "kto"
+
+
+@dataclass
+class BCOConfig(UnpairedConfig):
+    name: str = "bco"
+    shift: Shift = Shift.mean  # what is subtracted from the rewards
+
+
+@dataclass
+class APOZeroUnpairedConfig(UnpairedConfig):
+    name: str = "apo_zero_unpaired"
+
+
+@dataclass
+class SFTConfig(LossConfig):
+    rows: ClassVar[Kind] = Kind.supervised
+    name: str = "sft"
+
+
+@dataclass
 class PolicyLossConfig(LossConfig):
     """Keys that all algorithms of reinforcement learning share."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlexp.training.algos.base import Values
 from rlexp.training.algos.log_ratios import log_ratios
 from rlexp.training.algos.preference import Formula
+from rlexp.training.algos.unpaired import Unpaired
 
 
 @dataclass(frozen=True)
@@ -28,3 +29,11 @@ class APODown(Formula):
     def losses(self, values: Values) -> Tensor:
         chosen_P, rejected_P = (self.beta * ratio_P for ratio_P in log_ratios(values))
         return torch.sigmoid(chosen_P) + torch.sigmoid(rejected_P - chosen_P)
+
+
+@dataclass(frozen=True)
+class APOZeroUnpaired(Unpaired):
+    """σ(−reward) of good answers, and σ(reward) of bad ones: APOZero's two terms, each of an answer of its own."""
+
+    def losses(self, ahead_E: Tensor) -> Tensor:
+        return torch.sigmoid(-ahead_E)

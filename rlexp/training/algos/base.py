@@ -24,6 +24,9 @@ class Asks:
     likelihoods: bool = False  # log Σ p² of each token's distribution, summed over the answer
     mean_tokens: bool = False  # see `Values`
     margins: bool = False  # those of the rows
+    entropies: bool = False  # entropy of each token's distribution, summed over the answer; detached
+    hits: bool = False  # how many of the answer's tokens are the most probable ones
+    mismatched: bool = False  # log-ratios of answers to other prompts, see `Values`
     whole_batch: bool = False  # all examples of the train batch at once
     tail_weight: float = 1.0  # weight of tokens beyond the length of the example's shortest answer
 
@@ -33,6 +36,9 @@ class Asks:
             self.likelihoods or other.likelihoods,
             self.mean_tokens or other.mean_tokens,
             self.margins or other.margins,
+            self.entropies or other.entropies,
+            self.hits or other.hits,
+            self.mismatched or other.mismatched,
             self.whole_batch or other.whole_batch,
             min(self.tail_weight, other.tail_weight),
         )
@@ -46,7 +52,11 @@ class Values:
     reference: Sides | None  # the same under the reference model
     tokens: Sides  # the number of these tokens
     likelihoods: Sides | None = None  # see `Asks`; detached
+    entropies: Sides | None = None  # see `Asks`
+    hits: Sides | None = None
     margin_E: Tensor | None = None  # of the rows
+    label_E: Tensor | None = None  # of the rows: 1 for a good answer, 0 for a bad one
+    mismatched_B: Tensor | None = None  # log π − log π_ref of answers to other prompts: all that the train batch has
     mean_tokens: float = 1.0  # trained tokens of an example's first answer, averaged over the train batch
     carried: Mapping[str, float] = field(default_factory=dict)  # what the loss left behind at the step before
     held_out: bool = False  # nothing is learned from these examples
@@ -58,6 +68,9 @@ class Losses:
 
     losses_E: Tensor
     metrics_E: Mapping[str, Tensor]
+    # The weight of each example in the mean of a metric; where none is given, it is 1. That of the loss is its share of
+    # the loss's denominator.
+    weights_E: Mapping[str, Tensor] = field(default_factory=dict)
     carried: Mapping[str, float] = field(default_factory=dict)  # outlives the step: numbers, the same on every rank
 
 

@@ -13,8 +13,7 @@ from rlexp.training.algos.base import Asks, Values
 from rlexp.training.algos.log_ratios import log_ratios
 from rlexp.training.algos.logistic import logistic
 from rlexp.training.algos.preference import Formula
-
-REWARDS, ANSWERS = "bco_pair/rewards", "bco_pair/answers"  # their mean, and how many it is of
+from rlexp.training.algos.reward_shift import moved_shift, shift_of
 
 
 @dataclass(frozen=True)
@@ -33,19 +32,14 @@ class BCOPair(Formula):
 
     def losses(self, values: Values) -> Tensor:
         chosen_P, rejected_P = (self.beta * ratio_P for ratio_P in log_ratios(values))
-        delta = self.carried(values).get(REWARDS, 0.0)
+        delta = shift_of(self.carried(values), "bco_pair")
         return logistic(chosen_P - delta) + logistic(delta - rejected_P)
 
     def logged(self, values: Values) -> Mapping[str, Tensor]:
-        return {"bco_pair/shift": torch.full_like(values.tokens["chosen"], self.carried(values).get(REWARDS, 0.0))}
+        shift = shift_of(self.carried(values), "bco_pair")
+        return {"bco_pair/shift": torch.full_like(values.tokens["chosen"], shift)}
 
     def carried(self, values: Values) -> Mapping[str, float]:
         if self.shift is Shift.none:
             return {}
-        before = {name: values.carried[name] for name in (REWARDS, ANSWERS) if name in values.carried}
-        rewards = self.beta * torch.cat(log_ratios(values)).detach()
-        if values.held_out or not len(rewards):
-            return before
-        answers = before.get(ANSWERS, 0.0) + len(rewards)
-        mean = before.get(REWARDS, 0.0)
-        return {REWARDS: mean + (float(rewards.sum()) - len(rewards) * mean) / answers, ANSWERS: answers}
+        return moved_shift(values, "bco_pair", self.beta * torch.cat(log_ratios(values)).detach())

@@ -10,6 +10,8 @@ from rlexp.config.schema.losses import (
     AOTUnpairedConfig,
     APODownConfig,
     APOZeroConfig,
+    APOZeroUnpairedConfig,
+    BCOConfig,
     BCOPairConfig,
     CPOConfig,
     DiscoPOPConfig,
@@ -21,6 +23,7 @@ from rlexp.config.schema.losses import (
     GSPOConfig,
     HingeConfig,
     IPOConfig,
+    KTOConfig,
     LossConfig,
     NCAPairConfig,
     ORPOConfig,
@@ -30,12 +33,15 @@ from rlexp.config.schema.losses import (
     ReinforcePPConfig,
     RLOOConfig,
     RobustConfig,
+    SFTConfig,
     SimPOConfig,
     SPPOHardConfig,
+    UnpairedConfig,
 )
 from rlexp.training.algos.aot import AOT, AOTUnpaired
-from rlexp.training.algos.apo import APODown, APOZero
+from rlexp.training.algos.apo import APODown, APOZero, APOZeroUnpaired
 from rlexp.training.algos.base import Loss
+from rlexp.training.algos.bco import BCO
 from rlexp.training.algos.bco_pair import BCOPair
 from rlexp.training.algos.cpo import CPO
 from rlexp.training.algos.discopop import DiscoPOP
@@ -47,6 +53,7 @@ from rlexp.training.algos.grpo import GRPO
 from rlexp.training.algos.gspo import GSPO
 from rlexp.training.algos.hinge import Hinge
 from rlexp.training.algos.ipo import IPO
+from rlexp.training.algos.kto import KTO
 from rlexp.training.algos.nca_pair import NCAPair
 from rlexp.training.algos.orpo import ORPO
 from rlexp.training.algos.policy_loss import PolicyLoss
@@ -55,8 +62,10 @@ from rlexp.training.algos.preference import Formula, Preference, Term
 from rlexp.training.algos.reinforce_pp import ReinforcePP
 from rlexp.training.algos.rloo import RLOO
 from rlexp.training.algos.robust import Robust
+from rlexp.training.algos.sft import SFT
 from rlexp.training.algos.simpo import SimPO
 from rlexp.training.algos.sppo_hard import SPPOHard
+from rlexp.training.algos.unpaired import Unpaired
 
 
 def build_loss(cfg: LossConfig) -> Loss:
@@ -64,6 +73,27 @@ def build_loss(cfg: LossConfig) -> Loss:
         case PreferenceConfig(margin_weight=margin_weight):
             terms = [Term(term.name, term.weight, build_formula(term.cfg, margin_weight)) for term in loss_terms(cfg)]
             return Preference(terms, sft_weight=cfg.sft_weight, wpo=cfg.wpo, ld_alpha=cfg.ld_alpha)
+        case UnpairedConfig():
+            return build_unpaired(cfg)
+        case SFTConfig():
+            return SFT()
+        case _:
+            raise AssertionError(cfg)
+
+
+def build_unpaired(cfg: UnpairedConfig) -> Unpaired:
+    common: dict[str, Any] = {
+        "beta": cfg.beta,
+        "desirable_weight": cfg.desirable_weight,
+        "undesirable_weight": cfg.undesirable_weight,
+    }
+    match cfg:
+        case KTOConfig():
+            return KTO(**common)
+        case BCOConfig(shift=shift):
+            return BCO(**common, shift=shift)
+        case APOZeroUnpairedConfig():
+            return APOZeroUnpaired(**common)
         case _:
             raise AssertionError(cfg)
 

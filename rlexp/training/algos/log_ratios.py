@@ -17,10 +17,12 @@ ULP = 2.0**-23  # float32's, in float64 too, so that a curve does not depend on 
 
 def log_ratios(values: Values) -> tuple[Tensor, Tensor]:
     """Return log π − log π_ref of the chosen and of the rejected answers; log π alone without a reference."""
-    chosen_P, rejected_P = values.logps["chosen"], values.logps["rejected"]
-    if values.reference is None:
-        return chosen_P, rejected_P
-    return chosen_P - values.reference["chosen"], rejected_P - values.reference["rejected"]
+    return log_ratio(values, "chosen"), log_ratio(values, "rejected")
+
+
+def log_ratio(values: Values, side: str) -> Tensor:
+    logps_E = values.logps[side]
+    return logps_E if values.reference is None else logps_E - values.reference[side]
 
 
 def per_token(values: Values) -> Values:

@@ -89,7 +89,7 @@ class Preference:
             formula, own = term.formula, shown(values, term.formula)
             metrics |= {**implicit_rewards(formula.rewarded(own), formula.beta), **formula.logged(own)}
             carried |= formula.carried(own)
-        return Losses(losses_P, metrics, carried)
+        return Losses(losses_P, metrics, carried=carried)
 
 
 def shown(values: Values, formula: Formula) -> Values:

@@ -38,6 +38,8 @@ class Chat:
 
     def texts(self, row: Row) -> list[Text]:
         """Return the prompt with each of its answers; the prompt alone where there is none."""
+        if not row.prompt:
+            return [Text("", tuple(turns(answer))) for answer in row.answers]
         if not self.templated:
             _refuse_tools(row)
             prompt = as_text(row.prompt)

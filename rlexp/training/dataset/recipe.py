@@ -11,7 +11,7 @@ from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.messages import FieldError
 from rlexp.training.dataset.row_files import Part, Unreadable, parsed
 from rlexp.training.dataset.row_shapes import Shape
-from rlexp.training.dataset.store import Block, StoreFacts, block_of
+from rlexp.training.dataset.store import Block, StoreFacts, block_of, labels_of
 from rlexp.training.dataset.tokens import Dropped, Encoder, Example, Refused
 from rlexp.training.types import Row
 
@@ -88,7 +88,9 @@ class Recipe:
             firsts[UNUSABLE] = bad[0][0]
         lines = [{"file": place[0], "row": place[1], "said": each.text} for place, each in bad]
         problems = [Problem(place, each.said, each.bad) for place, each in refused if not (self.drop_bad and each.bad)]
-        return block_of(kept, lines, StoreFacts(read, dict(counts), firsts, _highest(kept), _no_margin(kept))), problems
+        labels = labels_of(example.row for _, _, example in kept)
+        facts = StoreFacts(read, dict(counts), firsts, _highest(kept), _no_margin(kept), labels)
+        return block_of(kept, lines, facts), problems
 
     def _rows(self, file: int, part: Part) -> Iterator[tuple[Place, Row | Refused]]:
         for number, fields in parsed(part):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlexp.base.errors import DataError
@@ -36,6 +36,10 @@ ALIASES = {  # other names of our fields, in the order in which they are looked 
     "options": ("chat_template_kwargs",),
 }
 OPTIONAL = ("system", "tools", "options")  # of every form
+HELD = (  # kinds that rows of another kind hold: a prompt alone, or a pair's chosen answer alone
+    *((Kind.prompts, other) for other in (Kind.pairs, Kind.unpaired, Kind.supervised)),
+    (Kind.supervised, Kind.pairs),
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Form:
     needs: tuple[str, ...]
     read: Callable[[Fields], dict[str, Any]]  # the row's part of `Row`, from our fields
     may: tuple[str, ...] = ()
+    asks: bool = True  # its rows have prompts
 
     @property
     def words(self) -> str:
@@ -59,26 +64,31 @@ def recognised(fields: Fields, wanted: Kind | None, columns: Mapping[str, str], 
             raise DataError(
                 f"data.columns.{ours}={theirs}: {origin} has no such column, but {_listed(fields)}. Name one of them."
             )
-    for form in FORMS:
-        if wanted in (None, form.kind) and (found := _columns(form, fields, columns)) is not None:
-            return Shape(form, found, dict(columns))
+    fitting = [Shape(form, found, dict(columns)) for form in FORMS if (found := _columns(form, fields, columns))]
+    if (shape := _preferred(fitting, wanted)) is not None:
+        return shape
     for form in FORMS:
         if form.kind is wanted and (missing := _missing_beside_others(form, fields, columns)):
             raise DataError(f"{origin}: field `{missing}` is missing; the row has {_listed(fields)}.")
-    other = next((form for form in FORMS if _columns(form, fields, columns) is not None), None)
-    if wanted is Kind.prompts and other is not None:
-        found = _columns(other, fields, columns)
-        assert found is not None
-        return Shape(other, found, dict(columns), prompts=True)
     needed = " or ".join(" and ".join(f"`{need}`" for need in form.needs) for form in FORMS if form.kind is wanted)
     if wanted is None:
         raise DataError(f"{origin}: no shape of rows that is known. It has {_listed(fields)}. Name its columns: "
                         f"data.columns.prompt=…, data.columns.chosen=…, as docs/data.md says.")  # fmt: skip
-    is_other = f", which make its rows {other.kind.value}" if other else ""
+    others = [shape.kind for shape in fitting][:1]
+    is_other = "".join(f", which make its rows {other.value}" for other in others)
+    halves = (wanted, others) == (Kind.unpaired, [Kind.pairs])
     raise DataError(
-        f"{origin}: the run needs {wanted.value}, with {needed}, and the row has {_listed(fields)}{is_other}. Give "
-        f"other rows or another loss, or name the columns: data.columns.{_first_missing(wanted, fields)}=COLUMN."
+        f"{origin}: the run needs {wanted.value}, with {needed}, and the row has {_listed(fields)}{is_other}. "
+        f"{'Read each pair as two answers (data.unpair=true), give' if halves else 'Give'} other rows or another loss, "
+        f"or name the columns: data.columns.{_first_missing(wanted, fields)}=COLUMN."
     )
+
+
+def _preferred(fitting: Sequence[Shape], wanted: Kind | None) -> Shape | None:
+    """Return the first shape of the wanted kind, else of one that holds it; a text without a prompt comes last."""
+    own = [shape for shape in fitting if wanted in (None, shape.kind)]
+    more = [replace(shape, taken=wanted) for shape in fitting if shape.form.asks and (wanted, shape.kind) in HELD]
+    return next(iter(sorted([*own, *more], key=lambda shape: not shape.form.asks)), None)
 
 
 def _missing_beside_others(form: Form, fields: Fields, declared: Mapping[str, str]) -> str | None:
@@ -123,11 +133,11 @@ class Shape:
     form: Form
     columns: Mapping[str, str]
     declared: Mapping[str, str]
-    prompts: bool = False  # only their prompts are taken
+    taken: Kind | None = None  # what is taken of them, if it is less: their prompts, or their chosen answers
 
     @property
     def kind(self) -> Kind:
-        return Kind.prompts if self.prompts else self.form.kind
+        return self.taken or self.form.kind
 
     def words(self) -> str:
         """Say it as a person would: "pairs: `prompt` from `question`, `chosen`, `rejected`"."""
@@ -146,9 +156,14 @@ class Shape:
             own[ours] = next((value for value in values if value is not None), None)
         try:
             parts = self.form.read(own)
-            if self.prompts:
-                parts = _prompt_alone(self.form.kind, parts)
-            prompt = with_system_prompt(parts.pop("prompt"), _system(own) or system)
+            match self.taken:
+                case Kind.prompts:
+                    parts = _prompt_alone(self.form.kind, parts)
+                case Kind.supervised:
+                    parts = {"prompt": parts["prompt"], "answers": parts["answers"][:1]}
+            prompt = parts.pop("prompt")
+            if self.form.asks:
+                prompt = with_system_prompt(prompt, _system(own) or system)
             return Row(prompt, origin=origin, tools=_tools(own), options={**options, **_options(own)}, **parts)
         except FieldError as error:  # the user knows the column
             raise FieldError(self.columns.get(error.field, error.field), error.rule) from None
@@ -323,6 +338,13 @@ def _conversation(own: Fields) -> dict[str, Any]:
     return {"prompt": prompt, "answers": (answer,)}
 
 
+def _text(own: Fields) -> dict[str, Any]:
+    text = own["text"]
+    if not isinstance(text, str) or not text:
+        raise FieldError("text", "must be a text that is not empty.")
+    return {"prompt": "", "answers": (text,)}
+
+
 def _prompt(own: Fields) -> dict[str, Any]:
     answer = own.get("answer")
     is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
@@ -338,4 +360,5 @@ FORMS = (
     Form(Kind.supervised, ("messages",), _conversation),
     Form(Kind.supervised, ("prompt", "completion"), _completion, may=("input",)),
     Form(Kind.prompts, ("prompt",), _prompt, may=("answer",)),
+    Form(Kind.supervised, ("text",), _text, asks=False),
 )

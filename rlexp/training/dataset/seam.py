@@ -57,7 +57,8 @@ class Seam:
         self.alone = anchored is None or np.array_equal(anchored, plain)
 
     def tokens(self, texts: Sequence[Text], *, leading: bool) -> list[Tokens]:
-        """Tokenize sequences, all at once. `leading`: the prompt begins with the tokenizer's own special tokens."""
+        """Tokenize sequences, all at once. `leading`: the prompt begins with the tokenizer's own special tokens, as any
+        text without a prompt does."""
         prompts = {text.prompt: place for place, text in enumerate(texts)}
         distinct = list(prompts)
         wholes = [text.whole for text in texts if text.parts]
@@ -69,7 +70,8 @@ class Seam:
         for text in texts:
             prompt = of_prompt[text.prompt]
             made = self._joined(text, prompt, next(of_whole)) if text.parts else Tokens(prompt, prompt[:0])
-            found.append(Tokens(np.concatenate((before, made.prompt)), made.answer, made.mask, made.apart))
+            first = before if text.prompt else self.leading
+            found.append(Tokens(np.concatenate((first, made.prompt)), made.answer, made.mask, made.apart))
         return found
 
     def _joined(self, text: Text, prompt: Ids, whole: Ids) -> Tokens:

@@ -12,7 +12,7 @@ import contextlib
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, overload
@@ -42,6 +42,7 @@ class StoreFacts:
     firsts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # file and row of the first by reason
     highest: Sequence[int] = (-1, 0, 0)  # the highest token id, with its file and row
     no_margin: Sequence[int] = (0, 0, 0)  # the number of examples without one, with file and row of the first
+    labels: Sequence[int] = (0, 0)  # of unpaired answers: how many are good, and how many bad
 
     def __add__(self, other: StoreFacts) -> StoreFacts:
         counts = Counter(self.counts) + Counter(other.counts)
@@ -51,6 +52,7 @@ class StoreFacts:
             dict(sorted({**other.firsts, **self.firsts}.items())),
             max(self.highest, other.highest, key=lambda each: each[0]),
             (self.no_margin[0] + other.no_margin[0], *(self if self.no_margin[0] else other).no_margin[1:]),
+            [ours + theirs for ours, theirs in zip(self.labels, other.labels, strict=True)],
         )
 
     @staticmethod
@@ -81,6 +83,12 @@ def block_of(kept: Sequence[tuple[int, int, Example]], bad: Sequence[Mapping[str
         },
         facts,
     )
+
+
+def labels_of(rows: Iterable[Row]) -> tuple[int, int]:
+    """Count the good answers, and the bad ones, of rows that have labels."""
+    labels = [row.label for row in rows if row.label is not None]
+    return labels.count(True), labels.count(False)
 
 
 def _extra(example: Example) -> bytes:

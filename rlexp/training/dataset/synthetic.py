@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.types import Row
 
 THINGS = (
@@ -38,9 +39,23 @@ def generate(size: int, seed: int, split: str, words: int = 0) -> list[Row]:
     ]
 
 
-def generate_prompts(size: int, seed: int, split: str, words: int = 0) -> list[Row]:
-    """Return the prompts of the same pairs."""
-    return [Row(pair.prompt, (), pair.origin) for pair in generate(size, seed, split, words)]
+def generate_of(kind: Kind, size: int, seed: int, split: str, words: int = 0) -> list[Row]:
+    """Return the same pairs as rows of another kind: their prompts, their chosen answers, or one answer of each, by
+    turns a good and a bad one."""
+    return [_taken(kind, pair, place) for place, pair in enumerate(generate(size, seed, split, words))]
+
+
+def _taken(kind: Kind, pair: Row, place: int) -> Row:
+    match kind:
+        case Kind.pairs:
+            return pair
+        case Kind.prompts:
+            return Row(pair.prompt, (), pair.origin)
+        case Kind.supervised:
+            return Row(pair.prompt, pair.answers[:1], pair.origin)
+        case Kind.unpaired:
+            good = place % 2 == 0
+            return Row(pair.prompt, (pair.answers[0 if good else 1],), pair.origin, label=good)
 
 
 def _pair(random_: random.Random, origin: str, words: int, margin: float) -> Row:

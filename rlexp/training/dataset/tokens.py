@@ -107,10 +107,13 @@ class RowTokenizer:
             return Refused(row.origin, str(error))
 
     def _example(self, row: Row, texts: Sequence[Text], tokens: Sequence[Tokens]) -> Example | Refused:
+        ended = [self._ended(each) for each in tokens] if row.answers else []
+        if not row.prompt:
+            ended = [_first_apart(each) for each in ended]
+            tokens = ended
         prompt = tokens[0].prompt
         if not len(prompt):
             return Refused(row.origin, "field `prompt` has no tokens.")
-        ended = [self._ended(each) for each in tokens] if row.answers else []
         notes = [APART] if any(each.apart for each in tokens) else []
         notes += [CHANGED] if any(text.changed for text in texts) else []
         answers = tuple(each.answer for each in ended)
@@ -130,6 +133,13 @@ class RowTokenizer:
         if last and last[-1] in self.special:
             return True
         return len(last) == 2 and last[0] in self.special and not self.tokenizer.decode(last[1:]).strip()
+
+
+def _first_apart(tokens: Tokens) -> Tokens:
+    """Take the first token of a text for its prompt, unless a special token leads it: nothing predicts the first."""
+    if len(tokens.prompt):
+        return tokens
+    return replace(tokens, prompt=tokens.answer[:1], answer=tokens.answer[1:])
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,9 @@ class Encoder:
                     example = truncated(example, most, self.rows.tokenizer.bos_token_id)
         if len(example.answers) == 2 and np.array_equal(*example.answers):
             return Dropped(row, SAME)
-        if any(mask is not None and not mask.any() for mask in example.masks):
+        if not all(len(answer) for answer in example.answers) or any(
+            mask is not None and not mask.any() for mask in example.masks
+        ):
             return Dropped(row, UNTRAINED)
         return example
 
@@ -174,13 +186,22 @@ class Encoder:
 
 
 def truncated(example: Example, most: int, bos_id: int | None = None) -> Example:
-    """Cut the prompt at its start, keeping a begin-of-sequence token; then the answers at their end."""
-    room = max(1, most - max((len(answer) for answer in example.answers), default=0))
-    prompt = cut_from_start(example.prompt, room, bos_id)
-    rest = most - len(prompt)
-    answers = tuple(answer[:rest] for answer in example.answers)
-    masks = tuple(None if mask is None else mask[:rest] for mask in example.masks)
+    prompt, answers, masks = fitted(example.prompt, example.answers, example.masks, most, bos_id)
     return replace(example, prompt=prompt, answers=answers, masks=masks, notes=(TRUNCATED, *example.notes))
+
+
+def fitted(
+    prompt: Ids, answers: Sequence[Ids], masks: Sequence[Mask | None], most: int, bos_id: int | None = None
+) -> tuple[Ids, tuple[Ids, ...], tuple[Mask | None, ...]]:
+    """Cut the prompt at its start, keeping a begin-of-sequence token; then the answers at their end."""
+    room = max(1, most - max((len(answer) for answer in answers), default=0))
+    prompt = cut_from_start(prompt, room, bos_id)
+    rest = most - len(prompt)
+    return (
+        prompt,
+        tuple(answer[:rest] for answer in answers),
+        tuple(None if mask is None else mask[:rest] for mask in masks),
+    )
 
 
 def cut_from_start(prompt: Ids, longest: int, bos_id: int | None = None) -> Ids:

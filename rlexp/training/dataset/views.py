@@ -10,6 +10,8 @@ from typing import Any, overload
 
 import numpy as np
 
+from rlexp.training.types import Completion, Pair
+
 DRAW = 20261123  # seeds the draw of held-out rows: the same in every run, whatever its seed
 
 
@@ -46,6 +48,31 @@ class Joined(Sequence[Any]):
             return tuple(after - before for before, after in itertools.pairwise(ends))
         return tuple(self.places.before(after) - self.places.before(before)
                      for before, after in itertools.pairwise(ends))  # fmt: skip
+
+
+class Halves(Sequence[Completion]):
+    """Pairs as two answers each: the chosen one, which is good, then the rejected one."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self.pairs = pairs
+
+    def __len__(self) -> int:
+        return 2 * len(self.pairs)
+
+    @overload
+    def __getitem__(self, index: int) -> Completion: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Completion]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        pair, second = self.pairs[index // 2], index % 2
+        answer, mask = pair.answers[second]
+        origin = f"{pair.origin} ({'rejected' if second else 'chosen'})"
+        return Completion(index, pair.prompt, answer, origin, mask, label=not second)
 
 
 @dataclass(frozen=True)

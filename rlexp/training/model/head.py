@@ -45,9 +45,11 @@ class HeadLogps(nn.Module):
     module by module gathers them once, however many pieces this rank's tokens make.
     """
 
-    def __init__(self, temperature: float, entropy: Entropy, most: int = LOGITS, *, likelihoods: bool = False) -> None:
+    def __init__(
+        self, temperature: float, entropy: Entropy, most: int = LOGITS, *, likelihoods: bool = False, hits: bool = False
+    ) -> None:
         super().__init__()
-        self.temperature, self.entropy, self.likelihoods = temperature, entropy, likelihoods
+        self.temperature, self.entropy, self.likelihoods, self.hits = temperature, entropy, likelihoods, hits
         self.most = most
 
     def forward(
@@ -55,11 +57,12 @@ class HeadLogps(nn.Module):
     ) -> TokenLogps | Tensor:
         if shard is None:
             return logits_of(weight, bias, hidden_tE, self.temperature)
-        asked = _Asked(self.temperature, self.entropy, max(1, self.most // weight.shape[0]), self.likelihoods)
-        logps_t, means_t, entropy_t, likelihoods_t = _Pieces.apply(
+        rows = max(1, self.most // weight.shape[0])
+        asked = _Asked(self.temperature, self.entropy, rows, self.likelihoods, self.hits)
+        logps_t, means_t, entropy_t, likelihoods_t, hits_t = _Pieces.apply(
             weight, bias, hidden_tE, shard.targets_t, shard.trained_n, asked
         )
-        return TokenLogps(logps_t, means_t, entropy_t, likelihoods_t=likelihoods_t)
+        return TokenLogps(logps_t, means_t, entropy_t, likelihoods_t=likelihoods_t, hits_t=hits_t)
 
 
 def logits_of(weight: Tensor, bias: Tensor | None, hidden_nE: Tensor, temperature: float) -> Tensor:
@@ -78,6 +81,7 @@ class _Asked:
     entropy: Entropy
     rows: int  # in a piece
     likelihoods: bool
+    hits: bool
 
 
 class _Pieces(torch.autograd.Function):
@@ -96,7 +100,9 @@ class _Pieces(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         values = [hidden_tE.new_zeros(len(hidden_tE), dtype=wide(weight.dtype)) for _ in range(4)]
         logps_t, means_t, entropy_t, norms_t = values
-        likelihoods_t = torch.zeros_like(norms_t) if asked.likelihoods else None
+        likelihoods_t, hits_t = (
+            torch.zeros_like(norms_t) if each else None for each in (asked.likelihoods, asked.hits)
+        )
         for at in trained_n.split(asked.rows):
             logits_nV = logits_of(weight, bias, hidden_tE.index_select(0, at), asked.temperature)
             chosen_n = logits_nV.gather(-1, targets_t.index_select(0, at).unsqueeze(-1)).squeeze(-1)
@@ -106,15 +112,18 @@ class _Pieces(torch.autograd.Function):
             means_t.index_copy_(0, at, logits_nV.mean(-1))
             if asked.entropy is not Entropy.unasked:
                 entropy_t.index_copy_(0, at, _entropy(logits_nV, norm_n))
+            if hits_t is not None:
+                right_n = logits_nV.argmax(-1) == targets_t.index_select(0, at)
+                hits_t.index_copy_(0, at, right_n.to(hits_t.dtype))
             if likelihoods_t is not None:  # last, since it uses the logits up
                 likelihoods_t.index_copy_(0, at, _likelihood(logits_nV, norm_n))
         ctx.save_for_backward(weight, bias, hidden_tE, targets_t, trained_n, norms_t, entropy_t)
         ctx.asked = asked
-        untrained = [means_t] if likelihoods_t is None else [means_t, likelihoods_t]
+        untrained = [means_t, *(each for each in (likelihoods_t, hits_t) if each is not None)]
         if asked.entropy is Entropy.logged:
             untrained.append(entropy_t)
         ctx.mark_non_differentiable(*untrained)
-        return logps_t, means_t, None if asked.entropy is Entropy.unasked else entropy_t, likelihoods_t
+        return logps_t, means_t, None if asked.entropy is Entropy.unasked else entropy_t, likelihoods_t, hits_t
 
     @staticmethod
     @once_differentiable

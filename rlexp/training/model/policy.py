@@ -37,12 +37,13 @@ class Policy(nn.Module):
         temperature: float = 1.0,
         entropy: Entropy = Entropy.unasked,
         likelihoods: bool = False,
+        hits: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.critic = critic
         self.critic_lr_scale = 1.0  # the critic's learning rate over the policy's
-        self.logps = HeadLogps(temperature, entropy, likelihoods=likelihoods)
+        self.logps = HeadLogps(temperature, entropy, likelihoods=likelihoods, hits=hits)
 
     def named(self) -> Iterator[tuple[str, Any]]:
         """The model's parameters by its own names, then the critic's."""

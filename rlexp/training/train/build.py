@@ -189,7 +189,10 @@ def build_policy(
             own = needs.critic is CriticName.own
             trunk = load(cfg.model, config, cfg.data.max_length, placing, float64=float64).base_model if own else None
             critic = Critic(model.get_output_embeddings().in_features, trunk)
-    policy = Policy(model, critic, temperature=needs.temperature, entropy=needs.entropy, likelihoods=needs.likelihoods)
+    policy = Policy(
+        model, critic, temperature=needs.temperature, entropy=needs.entropy, likelihoods=needs.likelihoods,
+        hits=needs.hits,
+    )  # fmt: skip
     if placing is None:
         policy.to(device)
     else:

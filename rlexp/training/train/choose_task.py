@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from rlexp.config.schema.losses import LossConfig, PolicyLossConfig, PreferenceConfig
+from rlexp.config.schema.losses import LossConfig, PolicyLossConfig, PreferenceConfig, SFTConfig, UnpairedConfig
 from rlexp.training.train.offline_task import OfflineTask
 from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.train.task import Task
+from rlexp.training.train.unpaired_task import UnpairedTask
 
-TASKS: dict[type[LossConfig], type[Task]] = {PreferenceConfig: OfflineTask, PolicyLossConfig: RolloutTask}
+TASKS: dict[type[LossConfig], type[Task]] = {
+    PreferenceConfig: OfflineTask,
+    UnpairedConfig: UnpairedTask,
+    SFTConfig: OfflineTask,
+    PolicyLossConfig: RolloutTask,
+}
 
 
 def task_class(loss: LossConfig) -> type[Task]:

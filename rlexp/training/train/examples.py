@@ -22,10 +22,10 @@ from rlexp.training.dataset.mixture import Mixture
 from rlexp.training.dataset.recipe import Names
 from rlexp.training.dataset.sampler import Sampler
 from rlexp.training.dataset.sources import Split, Tokenizing, splits_of
-from rlexp.training.dataset.store import Store
+from rlexp.training.dataset.store import Store, labels_of
 from rlexp.training.dataset.store_making import store_of
 from rlexp.training.dataset.tokens import Encoder, Example, Outcome, Refused, RowTokenizer, counted, typed
-from rlexp.training.dataset.views import Joined, Places, drawn
+from rlexp.training.dataset.views import Halves, Joined, Places, drawn
 from rlexp.training.ring.groups import World
 from rlexp.training.ring.objects import gather_objects, some_do
 from rlexp.training.types import Row
@@ -44,13 +44,14 @@ class Examples:
     held_out_dropped: Counter[str]
     highest: tuple[int, str] = (-1, "")  # the highest token id, and a row that has it
     no_margin: tuple[int, str] = (0, "")  # the number of those without a margin, and the row of the first
+    labels: tuple[int, int] = (0, 0)  # of unpaired answers: how many are good, and how many bad
     mixture: Mixture | None = None  # of the examples to train on
     versions: Mapping[str, str] = field(default_factory=dict)  # commits of sets of the hub, by the keys of their paths
 
 
 def read_examples(cfg: Config, tokenizer: Any, world: World) -> Examples:
     """Read the examples that the loss is trained on. A collective call: the first bad row is every rank's error."""
-    kind = cfg.loss.rows
+    kind = kind_read(cfg)
     room = cfg.rollout.max_new_tokens if kind is Kind.prompts else 0
     if isinstance(cfg.data, RowsDataConfig):
         shown = cfg.logger.progress and world.rank == 0
@@ -62,7 +63,20 @@ def read_examples(cfg: Config, tokenizer: Any, world: World) -> Examples:
     _refuse_empty(examples.train, examples.dropped, "data", word)
     if holds_out(cfg.data):
         _refuse_empty(examples.held_out, examples.held_out_dropped, "the held-out data", word)
-    return examples
+    return unpaired(examples) if cfg.data.unpair else examples
+
+
+def kind_read(cfg: Config) -> Kind:
+    """Return the kind of rows that the loss is made of."""
+    return Kind.pairs if cfg.data.unpair else cfg.loss.rows
+
+
+def unpaired(examples: Examples) -> Examples:
+    """Return each pair as two answers, of which one is good."""
+    mixture = examples.mixture and Mixture(tuple(2 * size for size in examples.mixture.sizes), examples.mixture.weights)
+    pairs = len(examples.train) + len(examples.held_out)
+    return replace(examples, train=Halves(examples.train), held_out=Halves(examples.held_out), mixture=mixture,
+                   labels=(pairs, pairs))  # fmt: skip
 
 
 def holds_out(cfg: DataConfig) -> bool:
@@ -82,7 +96,7 @@ def longest_examples(cfg: Config) -> list[Any]:
     length, kind = cfg.data.max_length, cfg.loss.rows
     prompt, answer = (np.zeros(size, dtype=np.int32) for size in (length // 2, length - length // 2))
     sides = len(SIDES[kind])
-    example = Example(Row("", ("",) * sides, "", margin=0.0), prompt, (answer,) * sides, (None,) * sides)
+    example = Example(Row("", ("",) * sides, "", label=True, margin=0.0), prompt, (answer,) * sides, (None,) * sides)
     return [typed(kind, index, example) for index in range(cfg.train.batch_size)]
 
 
@@ -187,6 +201,7 @@ def examples_of(
         _dropped(held),
         max((store.highest() for store in (*train, *held)), default=(-1, "")),
         _no_margin([store.no_margin() for store in (*train, *held)]),
+        _labels([store.facts.labels for store in (*train, *held)]),
         _mixture(cfg, taken.sizes(), weights) if weights else None,
     )
 
@@ -207,6 +222,11 @@ def _no_margin(parts: Sequence[tuple[int, str]]) -> tuple[int, str]:
     return sum(count for count, _ in parts), next((origin for count, origin in parts if count), "")
 
 
+def _labels(parts: Sequence[Sequence[int]]) -> tuple[int, int]:
+    good, bad = (sum(part[place] for part in parts) for place in (0, 1))
+    return good, bad
+
+
 def _dropped(stores: Sequence[Store]) -> Counter[str]:
     return sum((Counter(store.facts.counts) for store in stores), start=Counter())
 
@@ -224,19 +244,23 @@ def _generated(cfg: DataConfig, kind: Kind, encoder: Encoder, world: World) -> E
     kept = [each for each in (*outcomes, *held) if isinstance(each, Example)]
     highest = max(((each.highest(), each.row.origin) for each in kept), default=(-1, ""))
     no_margin = _no_margin([(1, each.row.origin) for each in kept if each.row.margin is None])
-    return Examples(train, held_out, counted(outcomes), counted(held), highest, no_margin)
+    labels = _labels([labels_of([each.row for each in kept])])
+    return Examples(train, held_out, counted(outcomes), counted(held), highest, no_margin, labels)
 
 
 def generated_rows(cfg: DataConfig, kind: Kind) -> tuple[list[Row], list[Row]]:
-    """Return the rows to train on, and those held out; a set of pairs has prompts too."""
+    """Return the rows to train on, and those held out; a set of pairs has rows of every kind."""
     match cfg:
         case ArithmeticDataConfig(size=size, eval_size=eval_size, seed=seed, digits=digits):
             train = arithmetic.generate(size, seed, "train", digits)
             return train, arithmetic.generate(eval_size, seed, "eval", digits)
         case SyntheticDataConfig(size=size, eval_size=eval_size, seed=seed):
-            make = synthetic.generate_prompts if kind is Kind.prompts else synthetic.generate
             words = cfg.max_length if cfg.fill else 0
-            return make(size, seed, "train", words), make(eval_size, seed, "eval", words)
+
+            def rows(size: int, split: str) -> list[Row]:
+                return synthetic.generate_of(kind, size, seed, split, words)
+
+            return rows(size, "train"), rows(eval_size, "eval")
         case _:
             raise AssertionError(cfg)
 

@@ -9,12 +9,13 @@ Shape letters: E examples, S sequences (the answers of an example stand next to 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from rlexp.training.algos.build import build_loss
 from rlexp.training.dataset.packing import on_pack, pack_examples
 from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
+from rlexp.training.model.head import Entropy
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.objects import gather_objects
 from rlexp.training.rollout.bridge import Bridge
@@ -41,13 +43,16 @@ from rlexp.training.types import Answered, Floats, TokenLogps, moved
 
 
 class OfflineTask(Task):
+    labelled: ClassVar[bool] = False  # each example is labelled good or bad
     reference: Reference | None
     carried: Mapping[str, float]  # what the loss left behind at the last step
 
     def __init__(self, cfg: Config, examples: Examples) -> None:
         self.kind, self.sides = EXAMPLE[cfg.loss.rows], SIDES[cfg.loss.rows]
         self.loss = self.loss_of(cfg)
-        self.needs = Needs(reference=self.loss.asks.reference, likelihoods=self.loss.asks.likelihoods)
+        asks = self.loss.asks
+        self.needs = Needs(reference=asks.reference, likelihoods=asks.likelihoods, hits=asks.hits,
+                           entropy=Entropy.logged if asks.entropies else Entropy.unasked)  # fmt: skip
         self.examples = examples
         self.train: Sequence[Answered] = examples.train
         self.held_out: Sequence[Answered] = examples.held_out
@@ -97,7 +102,11 @@ class OfflineTask(Task):
         return self.sampler.batch(step)
 
     def begin(self, step: int) -> OfflineStep:
-        return OfflineStep(self, self.batch(step), self.train)
+        return self.step_of(self.batch(step), self.train)
+
+    def step_of(self, batch: Batch, examples: Sequence[Answered], *, held_out: bool = False) -> OfflineStep:
+        """Make a step of a batch; or, with `held_out`, the evaluation of one."""
+        return OfflineStep(self, batch, examples, held_out=held_out)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> dict[str, float]:
@@ -105,7 +114,7 @@ class OfflineTask(Task):
         meter = Meter(self.run.world, self.run.device)
         with self.run.phases("eval"):
             whole = Batch(0, 0, tuple(range(len(self.held_out))))
-            OfflineStep(self, whole, self.held_out, held_out=True).evaluate(meter)
+            self.step_of(whole, self.held_out, held_out=True).evaluate(meter)
         values = {f"eval/{name}": value for name, value in meter.reduce().items()}
         bad = [name for name, value in values.items() if not math.isfinite(value)]
         if bad:
@@ -119,6 +128,10 @@ class OfflineTask(Task):
 
     def restore(self, folder: Path, position: Any, step: int) -> None:  # noqa: ARG002
         self.carried = position["carried"] if position else {}
+
+    def passing(self, what: str) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
+        """Stand around a pass without gradient that comes before the first micro-batch; only `verify` looks at it."""
+        return contextlib.nullcontext()
 
     # ---- a micro-batch ----
 
@@ -136,7 +149,10 @@ class OfflineTask(Task):
         margin_E = None
         if self.loss.asks.margins:
             margin_E = moved(torch.tensor([each.margin for each in examples], dtype=torch.float64), run.device)
-        return HeldExamples(shard.to(run.device), self.by_side(tokens_ES.flatten()), margin_E, tail_t)
+        label_E = None
+        if self.labelled:
+            label_E = moved(torch.tensor([each.label for each in examples], dtype=torch.float64), run.device)
+        return HeldExamples(shard.to(run.device), self.by_side(tokens_ES.flatten()), margin_E, label_E, tail_t)
 
     def by_side(self, values_S: Tensor) -> Sides:
         return {side: values_S[place :: len(self.sides)] for place, side in enumerate(self.sides)}
@@ -160,7 +176,11 @@ class OfflineTask(Task):
         values_E = {"loss": losses.losses_E, **losses.metrics_E}
         values_E |= {f"logps/{side}": logps_E for side, logps_E in values.logps.items()}
         for name, value_E in values_E.items():
-            meter.add_mean(name, value_E.sum(), len(losses.losses_E), REPLICATED)
+            weight_E = None if name == "loss" else losses.weights_E.get(name)
+            if weight_E is None:
+                meter.add_mean(name, value_E.sum(), len(value_E), REPLICATED)
+            else:
+                meter.add_mean(name, (weight_E * value_E).sum(), weight_E.sum(), REPLICATED)
 
 
 @dataclass(frozen=True)
@@ -169,6 +189,7 @@ class HeldExamples(Held):
 
     tokens: Sides  # trained tokens of each answer
     margin_E: Tensor | None
+    label_E: Tensor | None
     tail_t: Tensor | None  # the weight of each token's log-probability
 
 
@@ -192,9 +213,14 @@ class OfflineStep(Step):
         self.whole: WholeBatch | None = None
         self.carried: Mapping[str, float] = task.carried
         self.kept: list[Sides | None] = []  # the reference's sums of the micro-batches to come, if they are known
-        if task.loss.asks.whole_batch and len(self.micro_batches) > 1 and not held_out:
-            run.phases.choose([self.tokens(each) for each in self.micro_batches])
-            self.kept = [values.reference for _, values in self.collect()]
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Run the passes without gradient that come before the first micro-batch. A collective call."""
+        if self.task.loss.asks.whole_batch and len(self.micro_batches) > 1 and not self.held_out:
+            self.task.run.phases.choose([self.tokens(each) for each in self.micro_batches])
+            with self.task.passing("collecting"):
+                self.kept = [values.reference for _, values in self.collect()]
 
     def example(self, place: int) -> Answered:
         return self.examples[self.batch.indices[place]]
@@ -222,20 +248,21 @@ class OfflineStep(Step):
         task = self.task
         with task.run.phases("forward"):
             tokens = task.run.engine.forward(held.shard)
-        likelihoods = None
-        if tokens.likelihoods_t is not None:
-            likelihoods = task.sums(tokens.likelihoods_t, held, weighted=False)
+        said = {"likelihoods": tokens.likelihoods_t, "entropies": tokens.entropy_t, "hits": tokens.hits_t}
         values = Values(
             logps=task.sums(tokens.logps_t, held),
             reference=task.reference_sums(held) if reference is None else reference,
             tokens=held.tokens,
-            likelihoods=likelihoods,
             margin_E=held.margin_E,
+            label_E=held.label_E,
             mean_tokens=self.mean_tokens,
             carried=task.carried,
             held_out=self.held_out,
         )
-        return values, tokens
+        more: dict[str, Any] = {
+            name: task.sums(of_t, held, weighted=False) for name, of_t in said.items() if of_t is not None
+        }
+        return replace(values, **more), tokens
 
     def judged(self, values: Values, places: Sequence[int], meter: Meter) -> Tensor:
         """Return the sum of the examples' losses, with the gradient that the train batch's loss has by their values."""

@@ -155,6 +155,7 @@ def header(task: Task, run_dir: Path) -> str:
     replicas = f"{world.dp_size} replica{'s' * (world.dp_size > 1)}"
     reasons = sorted(task.examples.dropped.items())
     dropped = "".join(f"\n  {count} {task.kind}s: {reason}" for reason, count in reasons)
+    remarks = "".join(f"\n  warning: {each}" for each in task.remarks())
     return (
         f"rlexp {__version__}  {cfg.loss.name} on {called(cfg.model)} ({run.parameters:,} parameters, "
         f"{cfg.train.precision.value}), engine {run.engine.name}\n"
@@ -162,7 +163,7 @@ def header(task: Task, run_dir: Path) -> str:
         f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n{chosen(run)}"
         f"  batch {cfg.train.batch_size} = {replicas} × micro-batch {cfg.train.micro_batch_size} × "
         f"{cfg.train.grad_acc} accumulation step{'s' * (cfg.train.grad_acc > 1)}\n"
-        f"  {task.describe()}, {run.total_steps} steps, {task.steps_per_epoch} an epoch{dropped}\n"
+        f"  {task.describe()}, {run.total_steps} steps, {task.steps_per_epoch} an epoch{dropped}{remarks}\n"
         f"  {run_dir}\n"
     )
 

@@ -38,11 +38,12 @@ class Needs:
     temperature: float = 1.0  # log-probabilities are taken at this temperature
     entropy: Entropy = Entropy.unasked
     likelihoods: bool = False  # log Σ p² of each token's distribution
+    hits: bool = False  # whether each token is the most probable one
 
     @property
     def frozen(self) -> Needs:
         """The needs of a copy that is not trained."""
-        return replace(self, critic=None, entropy=Entropy.unasked, likelihoods=False)
+        return replace(self, critic=None, entropy=Entropy.unasked, likelihoods=False, hits=False)
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,10 @@ class Task(ABC):
     def describe(self) -> str:
         """Say what is trained on, for the header."""
         return f"{len(self.examples.train):,} {self.kind}s"
+
+    def remarks(self) -> list[str]:
+        """Say what a user should know of the examples, for the header."""
+        return []
 
     def counts(self) -> dict[str, int]:
         """Count the examples, for run.json."""

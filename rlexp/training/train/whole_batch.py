@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,15 +33,17 @@ class WholeBatch:
             slopes = torch.autograd.grad(losses.losses_E.sum(), list(leaves.values()), allow_unused=True)
         by_side = {side: torch.zeros_like(leaf) if slope is None else slope
                    for (side, leaf), slope in zip(leaves.items(), slopes, strict=True)}  # fmt: skip
-        metrics_E = {name: moved(each_B, device) for name, each_B in losses.metrics_E.items()}
-        there = Losses(moved(losses.losses_E.detach(), device), metrics_E, losses.carried)
+        metrics_E, weights_E = ({name: moved(each_B, device) for name, each_B in of.items()}
+                                for of in (losses.metrics_E, losses.weights_E))  # fmt: skip
+        there = Losses(moved(losses.losses_E.detach(), device), metrics_E, weights_E, losses.carried)
         return WholeBatch(there, {side: moved(slope_B, device) for side, slope_B in by_side.items()})
 
     def of_places(self, places: Sequence[int]) -> tuple[Losses, Sides]:
         """Return the losses and derivatives of a micro-batch's examples."""
         at = slice_of(places)
-        metrics_E = {name: each_B[at] for name, each_B in self.losses.metrics_E.items()}
-        losses = Losses(self.losses.losses_E[at], metrics_E, self.losses.carried)
+        metrics_E, weights_E = ({name: each_B[at] for name, each_B in of.items()}
+                                for of in (self.losses.metrics_E, self.losses.weights_E))  # fmt: skip
+        losses = Losses(self.losses.losses_E[at], metrics_E, weights_E, self.losses.carried)
         return losses, {side: slope_B[at] for side, slope_B in self.slopes.items()}
 
 
@@ -71,16 +74,15 @@ def gathered(parts: Sequence[tuple[Sequence[int], Values]], count: int, world: W
     return _of_columns(list(table.cpu()), some)
 
 
+OF_SIDES = ("logps", "reference", "tokens", "likelihoods", "entropies", "hits")
+OF_EXAMPLES = ("margin_E", "label_E")
+
+
 def _fields(values: Values) -> dict[str, Sides]:
     """Return the values that differ between examples."""
-    fields: dict[str, Sides | None] = {
-        "logps": values.logps,
-        "reference": values.reference,
-        "tokens": values.tokens,
-        "likelihoods": values.likelihoods,
-        "margin_E": None if values.margin_E is None else {"": values.margin_E},
-    }
-    return {name: sides for name, sides in fields.items() if sides is not None}
+    of_sides = {name: getattr(values, name) for name in OF_SIDES}
+    of_examples = {name: {"": value_E} for name in OF_EXAMPLES if (value_E := getattr(values, name)) is not None}
+    return {name: sides for name, sides in (of_sides | of_examples).items() if sides is not None}
 
 
 def _columns(values: Values) -> list[Tensor]:
@@ -89,12 +91,5 @@ def _columns(values: Values) -> list[Tensor]:
 
 def _of_columns(columns: list[Tensor], like: Values) -> Values:
     found = {name: {side: columns.pop(0) for side in sides} for name, sides in _fields(like).items()}
-    margins = found.get("margin_E")
-    return replace(
-        like,
-        logps=found["logps"],
-        reference=found.get("reference"),
-        tokens=found["tokens"],
-        likelihoods=found.get("likelihoods"),
-        margin_E=margins[""] if margins else None,
-    )
+    known: dict[str, Any] = {name: sides[""] if name in OF_EXAMPLES else sides for name, sides in found.items()}
+    return replace(like, **known)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlexp.training.algos.base import Loss, Values
-from rlexp.verify.records import Array, Counts, Losses
+from rlexp.verify.records import MISMATCHED, Array, Counts, Losses
 
 
 def losses_of(
@@ -31,7 +31,11 @@ def losses_of(
         reference=reference,
         tokens={side: torch.tensor(each, dtype=torch.float64) for side, each in counts.tokens.items()},
         likelihoods=likelihoods,
-        margin_E=None if counts.margins is None else torch.tensor(counts.margins, dtype=torch.float64),
+        entropies=_by_side(sums, "entropies", sides),
+        hits=_by_side(sums, "hits", sides),
+        margin_E=_tensor(counts.margins),
+        label_E=_tensor(counts.labels),
+        mismatched_B=_tensor(sums.get(MISMATCHED)),
         mean_tokens=counts.mean_tokens,
         carried=carried,
         held_out=held_out,
@@ -44,6 +48,7 @@ def losses_of(
         slopes={side: (torch.zeros_like(policy[side]) if slope is None else slope).numpy()
                 for side, slope in zip(policy, slopes, strict=True)},
         values_E={name: values_E.numpy() for name, values_E in result.metrics_E.items()},
+        weights_E={name: weights_E.numpy() for name, weights_E in result.weights_E.items()},
         carried=carried,
     )  # fmt: skip
     return found, result.carried
@@ -55,6 +60,10 @@ def losses_of_steps(loss: Loss, given: Sequence[tuple[Mapping[str, Array], Count
     for sums, counts in given:
         losses, carried = losses_of(loss, sums, counts, carried)
         yield losses
+
+
+def _tensor(values: Array | None) -> Tensor | None:
+    return None if values is None else torch.tensor(values, dtype=torch.float64)
 
 
 def _by_side(sums: Mapping[str, Array], who: str, sides: Sequence[str]) -> dict[str, Tensor] | None:

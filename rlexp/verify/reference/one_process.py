@@ -30,15 +30,27 @@ from rlexp.base.errors import ModelError, NonFiniteError
 from rlexp.config.schema import Config, Device, HFModelConfig, OptimConfig, OptimName, TinyModelConfig
 from rlexp.training.algos.base import Loss
 from rlexp.training.model.float64 import precise
-from rlexp.verify.records import Array, Asked, Expected, Key, StepExpected, TensorFiles, TokenExample, Update, joined
+from rlexp.verify.records import (
+    MISMATCHED,
+    Array,
+    Asked,
+    Expected,
+    Key,
+    StepExpected,
+    TensorFiles,
+    TokenExample,
+    Update,
+    joined,
+)
 from rlexp.verify.reference import rules
 from rlexp.verify.reference.formula import losses_of
-from rlexp.verify.reference.pairs import Bytes, examples_of
+from rlexp.verify.reference.pairs import Bytes, examples_of, mismatched
 
 LOGITS = 1 << 24  # elements of logits held at once
 SCORES = 1 << 26  # elements of a score matrix held at once
 BLOCKS = "verify_blocks"
 ROUNDED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+OF_TOKENS = ("likelihoods", "entropies", "hits")  # log Σ p², the entropy, and whether the token is the likeliest
 FLOOR = 1e-6  # added to the norm when clipping, as by torch's clip_grad_norm_
 
 
@@ -57,6 +69,7 @@ class Reference:
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.data = examples_of(cfg, tokenizer)
         self.examples = self.data.train
+        self.begin = tokenizer.bos_token_id
         self.optimizer = Optimizer(cfg.optim)
         self.total = rules.total_steps(cfg, self.data.sizes)
 
@@ -102,8 +115,12 @@ class Reference:
         sends each sum's derivative backward, one sequence at a time.
         """
         trained, asks = torch.is_grad_enabled(), self.loss.asks
-        values = self._tokens(batch)
+        values = self._said(batch, ("policy", "reference", "logits", "likelihoods", "entropies", "hits"))
         sums, counts = self._sums(batch, values), rules.counts_of(list(batch.values()))
+        others = self._others(batch) if asks.mismatched else {}
+        of_others = self._said(others, ("policy", "reference"))
+        if others:
+            sums[MISMATCHED] = rules.log_ratios(of_others["policy"], of_others["reference"])
         losses, carried = losses_of(self.loss, sums, counts, self.carried, held_out=not trained)
         if trained:
             self.carried = dict(carried)
@@ -123,6 +140,10 @@ class Reference:
             reference=values["reference"],
             logits=values["logits"],
             likelihoods=values["likelihoods"],
+            entropies=values["entropies"],
+            hits=values["hits"],
+            others=others,
+            of_others=of_others,
             counts=counts,
             losses=dict(zip(batch, losses.losses_E.tolist(), strict=True)),
             loss=row["loss"],
@@ -131,28 +152,33 @@ class Reference:
             row=row,
         )
 
+    def _others(self, batch: Mapping[int, TokenExample]) -> dict[int, TokenExample]:
+        """Give each example of a batch another's answer."""
+        examples, most = list(batch.values()), self.cfg.data.max_length
+        return {sample: mismatched(examples, place, most, self.begin) for place, sample in enumerate(batch)}
+
     @torch.no_grad()
-    def _tokens(self, batch: Mapping[int, TokenExample]) -> dict[str, dict[Key, Array]]:
+    def _said(self, batch: Mapping[int, TokenExample], asked: Sequence[str]) -> dict[str, dict[Key, Array]]:
         """What both models say of each trained token, as far as the loss asks for it."""
-        values: dict[str, dict[Key, Array]] = {who: {} for who in ("policy", "reference", "logits", "likelihoods")}
+        unasked = {name for name in ("likelihoods", "entropies", "hits") if not getattr(self.loss.asks, name)}
+        values: dict[str, dict[Key, Array]] = {who: {} for who in asked}
         for sample, example in batch.items():
             for side in example.sides:
-                logps_n, means_n, likelihoods_n = answer_logps(self.policy, example, side, self.device)
-                said = {"policy": logps_n, "logits": means_n}
+                logps_n, means_n, *more = answer_logps(self.policy, example, side, self.device)
+                said = {"policy": logps_n, "logits": means_n, **dict(zip(OF_TOKENS, more, strict=True))}
                 if self.start is not None:
                     said["reference"], *_ = answer_logps(self.start, example, side, self.device)
-                if self.loss.asks.likelihoods:
-                    said["likelihoods"] = likelihoods_n
                 for who, each in said.items():
-                    values[who][sample, side] = each.cpu().numpy()
+                    if who in asked and who not in unasked:
+                        values[who][sample, side] = each.cpu().numpy()
         return values
 
     def _sums(self, batch: Mapping[int, TokenExample], values: Mapping[str, Mapping[Key, Array]]) -> dict[str, Array]:
         """Add up the tokens of each answer, as the loss weighs them."""
         beyond, sums = self.loss.asks.tail_weight, {}
-        for who in ("policy", "reference", "likelihoods"):
+        for who in ("policy", "reference", *OF_TOKENS):
             for side in next(iter(batch.values())).sides if values[who] else ():
-                weights = [rules.token_weights(example, side, 1.0 if who == "likelihoods" else beyond)
+                weights = [rules.token_weights(example, side, 1.0 if who in OF_TOKENS else beyond)
                            for example in batch.values()]  # fmt: skip
                 tokens = [values[who][sample, side] for sample in batch]
                 sums[f"{who}/{side}"] = np.array([(a * b).sum() for a, b in zip(tokens, weights, strict=True)])
@@ -288,9 +314,9 @@ def _refuse_other_head(model: Any, device: torch.device) -> None:
         raise ModelError(f"{type(model).__name__}: does more to its logits than its head, so it cannot be verified.")
 
 
-def answer_logps(model: Any, example: TokenExample, side: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each trained token of the answer, the mean logit there, and log Σ p² there, each (n,), from
-    one sequence alone."""
+def answer_logps(model: Any, example: TokenExample, side: str, device: torch.device) -> tuple[Tensor, ...]:
+    """Log-probability of each trained token of the answer, the mean logit there, and `OF_TOKENS`, each (n,), from one
+    sequence alone."""
     sequence = example.sequence(side)
     tokens_T = torch.from_numpy(sequence).to(device)
     first = len(example.prompt)
@@ -309,16 +335,18 @@ def answer_logps(model: Any, example: TokenExample, side: str, device: torch.dev
             parts.append(checkpoint(_logps, head, hidden_TE[start - 1 : stop - 1], tokens_T[start:stop],
                                     use_reentrant=False))  # fmt: skip
     trained_n = torch.from_numpy(example.trained(side)).to(device)
-    logps_n, means_n, likelihoods_n = (torch.cat(each)[trained_n] for each in zip(*parts, strict=True))
-    return logps_n, means_n, likelihoods_n
+    return tuple(torch.cat(each)[trained_n] for each in zip(*parts, strict=True))
 
 
-def _logps(head: nn.Module, hidden_nE: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _logps(head: nn.Module, hidden_nE: Tensor, tokens_n: Tensor) -> tuple[Tensor, ...]:
     logits_nV = head(hidden_nE)
     assert logits_nV.dtype is torch.float64
     logps_n = logits_nV.log_softmax(-1).gather(-1, tokens_n.unsqueeze(-1)).squeeze(-1)
-    likelihoods_n = logits_nV.detach().softmax(-1).square().sum(-1).log()
-    return logps_n, logits_nV.detach().mean(-1), likelihoods_n
+    shares_nV = logits_nV.detach().softmax(-1)
+    likelihoods_n = shares_nV.square().sum(-1).log()
+    entropies_n = torch.special.entr(shares_nV).sum(-1)
+    hits_n = (shares_nV.max(-1).indices == tokens_n).double()
+    return logps_n, logits_nV.detach().mean(-1), likelihoods_n, entropies_n, hits_n
 
 
 # ---- attention written out ----

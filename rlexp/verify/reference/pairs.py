@@ -1,4 +1,4 @@
-"""Rows as pairs of token ids, written a second time: templates, edges, ends, and which tokens are trained on.
+"""Rows as token ids, written a second time: templates, edges, ends, and which tokens are trained on.
 
 One sequence at a time, and a mask for every answer. No code comes from training/dataset/.
 """
@@ -9,7 +9,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -19,8 +19,9 @@ from transformers.utils import chat_template_utils
 from rlexp.base.errors import DataError
 from rlexp.config.schema import Config
 from rlexp.config.schema.data import BadRows, DataConfig, RowsDataConfig, TemplateUse, TooLong
+from rlexp.config.schema.row_kinds import SIDES as SIDES_OF
 from rlexp.config.schema.row_kinds import Kind
-from rlexp.verify.records import SIDES, Array, TokenAnswer, TokenExample, TokenPair
+from rlexp.verify.records import Array, TokenAnswer, TokenExample, TokenPair
 from rlexp.verify.reference.rows import ASSISTANT, Asked, Messages, Unusable, rows_of, sources_of
 
 HELD_OUT = 20261123  # the draw of held-out rows
@@ -40,79 +41,92 @@ class ExampleSet:
 
 
 def examples_of(cfg: Config, tokenizer: Any) -> ExampleSet:
-    """Return the examples that the loss is trained on: pairs, or their chosen answers."""
-    pairs = pairs_of(cfg.data, tokenizer)
-    if cfg.loss.rows is Kind.pairs:
-        return pairs
-    return replace(pairs, train=[*map(_chosen, pairs.train)], held_out=[*map(_chosen, pairs.held_out)])
+    """Return the examples that the loss is trained on."""
+    if not cfg.data.unpair:
+        return set_of(cfg.data, cfg.loss.rows, tokenizer)
+    pairs = set_of(cfg.data, Kind.pairs, tokenizer)
+    train, held_out = ([answer for pair in part for answer in _both(pair)] for part in (pairs.train, pairs.held_out))
+    return ExampleSet(train, held_out, tuple(2 * size for size in pairs.sizes))
 
 
-def _chosen(pair: TokenExample) -> TokenAnswer:
-    assert isinstance(pair, TokenPair)
-    return TokenAnswer(pair.prompt, pair.chosen, pair.origin, pair.chosen_mask)
+def _both(pair: TokenExample) -> Iterator[TokenExample]:
+    for side in pair.sides:
+        yield TokenAnswer(pair.prompt, pair.ids(side), pair.origin, pair.trained(side), side == "chosen")
 
 
-def pairs_of(cfg: DataConfig, tokenizer: Any) -> ExampleSet:
-    """Read and tokenize the data set, without pairs that are dropped."""
-    train, held_out = _kept(cfg, tokenizer, held_out=False), _kept(cfg, tokenizer, held_out=True)
+def set_of(cfg: DataConfig, kind: Kind, tokenizer: Any) -> ExampleSet:
+    """Read and tokenize the data set, without rows that are dropped."""
+    train, held_out = (_kept(cfg, kind, tokenizer, held_out=held) for held in (False, True))
     if isinstance(cfg, RowsDataConfig) and cfg.eval_size:
         order = np.random.default_rng([HELD_OUT, len(train)]).permutation(len(train)).tolist()
         out = set(order[: cfg.eval_size])
-        held_out = [pair for place, pair in enumerate(train) if place in out]
-        train = [pair for place, pair in enumerate(train) if place not in out]
+        held_out = [each for place, each in enumerate(train) if place in out]
+        train = [each for place, each in enumerate(train) if place not in out]
     sources = len(sources_of(cfg)) if isinstance(cfg, RowsDataConfig) else 1
     sizes = tuple(sum(source == number for source, _ in train) for number in range(sources))
-    return ExampleSet([pair for _, pair in train], [pair for _, pair in held_out], sizes)
+    return ExampleSet([each for _, each in train], [each for _, each in held_out], sizes)
 
 
-def _kept(cfg: DataConfig, tokenizer: Any, *, held_out: bool) -> list[tuple[int, TokenPair]]:
-    """Return the pairs that are trained on or held out, each with the number of its source."""
+def _kept(cfg: DataConfig, kind: Kind, tokenizer: Any, *, held_out: bool) -> list[tuple[int, TokenExample]]:
+    """Return the examples that are trained on or held out, each with the number of its source."""
     of_rows = cfg if isinstance(cfg, RowsDataConfig) else None
     writer = Writer(tokenizer, templates=of_rows is None or of_rows.template is TemplateUse.auto)
-    pairs = []
-    for row in rows_of(cfg, held_out=held_out):
+    examples = []
+    for row in rows_of(cfg, kind, held_out=held_out):
         try:
             asked, source = (row, 0) if isinstance(row, Asked) else (row.asked(), row.source)
-            pair = writer.pair(asked)
+            example = writer.example(asked, SIDES_OF[kind])
         except Unusable as error:
             if of_rows is not None and of_rows.bad_rows is BadRows.drop:
                 continue
             raise DataError(str(error)) from None
-        fitted = _fitted(cfg, pair, tokenizer.bos_token_id)
+        fitted = _fitted(cfg, example, tokenizer.bos_token_id)
         if fitted is not None:
-            pairs.append((source, fitted))
-    return pairs
+            examples.append((source, fitted))
+    return examples
 
 
-def _fitted(cfg: DataConfig, pair: TokenPair, begin: int | None) -> TokenPair | None:
-    """Return a pair as it is trained on; None if it is dropped."""
-    longest = len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
+def _fitted(cfg: DataConfig, example: TokenExample, begin: int | None) -> TokenExample | None:
+    """Return an example as it is trained on; None if it is dropped."""
+    answers = [example.ids(side).tolist() for side in example.sides]
+    longest = len(example.prompt) + max(map(len, answers))
     if longest > cfg.max_length:
         if cfg.too_long is TooLong.error:
-            raise DataError(f"{pair.origin}: {longest} tokens are more than data.max_length={cfg.max_length}.")
+            raise DataError(f"{example.origin}: {longest} tokens are more than data.max_length={cfg.max_length}.")
         if cfg.too_long is TooLong.drop:
             return None
-        pair = _cut(pair, cfg.max_length, begin)
-    same = pair.chosen.tolist() == pair.rejected.tolist()
-    return None if same or not all(pair.trained(side).any() for side in SIDES) else pair
+        example = cut(example, cfg.max_length, begin)
+        answers = [example.ids(side).tolist() for side in example.sides]
+    same = len(answers) == 2 and answers[0] == answers[1]
+    return None if same or not all(example.trained(side).any() for side in example.sides) else example
 
 
-def _cut(pair: TokenPair, most: int, begin: int | None) -> TokenPair:
-    """Cut a pair that is too long: keep the beginning of its answers, and the end of its prompt after its BOS token."""
-    room = max(1, most - max(len(pair.chosen), len(pair.rejected)))
-    prompt = pair.prompt.tolist()
+def cut(example: TokenExample, most: int, begin: int | None) -> TokenExample:
+    """Cut what is too long: keep the beginning of its answers, and the end of its prompt after its BOS token."""
+    sides = example.sides
+    room = max(1, most - max(len(example.ids(side)) for side in sides))
+    prompt = example.prompt.tolist()
     if begin is not None and prompt[0] == begin:
         tail = prompt[1:]
         prompt = [begin, *tail[len(tail) - (room - 1) :]] if len(prompt) > room else prompt
     else:
         prompt = prompt[max(0, len(prompt) - room) :]
     rest = most - len(prompt)
-    answers: dict[str, Any] = {side: pair.ids(side)[:rest] for side in SIDES}
-    answers |= {f"{side}_mask": pair.trained(side)[:rest] for side in SIDES}
-    return replace(pair, prompt=np.asarray(prompt, dtype=np.int64), **answers)
+    answers: dict[str, Any] = {side: example.ids(side)[:rest] for side in sides}
+    answers |= {f"{side}_mask": example.trained(side)[:rest] for side in sides}
+    return example.but(prompt=np.asarray(prompt, dtype=np.int64), **answers)
 
 
-# ---- a pair as text ----
+def mismatched(batch: Sequence[TokenExample], place: int, most: int, begin: int | None) -> TokenExample:
+    """Give an example of the batch the answer of another: of the one before it, round the batch, and on back while that
+    has the same prompt; of the one just before it, if all have."""
+    own = batch[place].prompt.tolist()
+    round_ = [*reversed(batch[:place]), *reversed(batch[place + 1 :])]
+    other = ([each for each in round_ if each.prompt.tolist() != own] or round_)[0]
+    return cut(batch[place].but(answer=other.ids("answer"), answer_mask=other.trained("answer")), most, begin)
+
+
+# ---- an example as text ----
 
 
 @dataclass(frozen=True)
@@ -126,20 +140,21 @@ class Writer:
     def templated(self) -> bool:
         return self.templates and bool(self.tokenizer.chat_template)
 
-    def pair(self, row: Asked) -> TokenPair:
-        write = self._by_template if self.templated else _as_paragraphs
-        written = {side: write(row, getattr(row, side)) for side in SIDES}
+    def example(self, row: Asked, sides: Sequence[str]) -> TokenExample:
+        write = self._by_template if self.templated and row.prompt else _as_paragraphs
+        written = {side: write(row, answer) for side, answer in zip(sides, row.answers, strict=True)}
         prompt = min((text for text, _ in written.values()), key=len)
         tokens = {}
         for side, (longer, parts) in written.items():
             more: Parts = [(longer[len(prompt) :], False)] if longer != prompt else []
             tokens[side] = self._tokens(prompt, [*more, *parts])
-        asked = tokens["chosen"][0]
+        asked = tokens[sides[0]][0]
         if not asked:
             raise Unusable(f"{row.origin}: the prompt has no tokens.")
-        chosen, rejected = (np.asarray(tokens[side][1], dtype=np.int64) for side in SIDES)
-        ours, theirs = (np.asarray(tokens[side][2], dtype=bool) for side in SIDES)
-        return TokenPair(np.asarray(asked, dtype=np.int64), chosen, rejected, row.origin, ours, theirs, row.margin)
+        said: dict[str, Any] = {side: np.asarray(tokens[side][1], dtype=np.int64) for side in sides}
+        said |= {f"{side}_mask": np.asarray(tokens[side][2], dtype=bool) for side in sides}
+        said |= {"prompt": np.asarray(asked, dtype=np.int64), "origin": row.origin}
+        return TokenAnswer(**said, label=row.label) if len(sides) == 1 else TokenPair(**said, margin=row.margin)
 
     # ---- by the template ----
 
@@ -184,7 +199,10 @@ class Writer:
         end = self.tokenizer.eos_token_id
         if end is not None and not self._ended(answer, end):
             answer, mask = [*answer, end], [*mask, True]
-        return ([] if self.templated else self._leading()) + asked, answer, mask
+        led = (self._leading() if not self.templated or not prompt else []) + asked
+        if prompt or led:
+            return led, answer, mask
+        return answer[:1], answer[1:], mask[1:]  # nothing predicts the first token of a text
 
     def _ended(self, answer: Sequence[int], end: int) -> bool:
         """Say whether an answer ends: by the end of sequence, or by a special token of its template, and a newline."""
@@ -341,7 +359,7 @@ def _messages(said: str | Messages, role: str) -> Messages:
 def _as_paragraphs(row: Asked, answer: str | Messages) -> tuple[str, Parts]:
     """Write a row without a template: a text as it is, and messages as paragraphs that name who speaks."""
     prompt = row.prompt
-    talk = [*_messages(prompt, "user"), *_messages(row.chosen, ASSISTANT), *_messages(row.rejected, ASSISTANT)]
+    talk = [*_messages(prompt, "user"), *(each for said in row.answers for each in _messages(said, ASSISTANT))]
     if row.extra.get("tools") or any(message.get("tool_calls") for message in talk):
         raise Unusable(f"{row.origin}: no template writes its tools.")
     if not isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""The rows of a data set, read a second time: from files to prompts with two answers each.
+"""The rows of a data set, read a second time: from files to prompts with their answers.
 
 Whole files are read at once, by Python's own json and gzip and by the `datasets` library. No code comes from
 training/dataset/ but the text of generated rows.
@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlexp.config.schema.data import DataConfig, HFDataConfig, RowsDataConfig, SourceConfig, SyntheticDataConfig
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset import synthetic  # only it has the text of generated rows
 
 Messages = list[dict[str, Any]]
@@ -34,6 +35,11 @@ NAMES = {  # of columns: the first that has a value in a row
     "margin": ("margin",),
     "score_chosen": ("score_chosen",),
     "score_rejected": ("score_rejected",),
+    "messages": ("messages", "conversations", "conversation"),
+    "completion": ("completion", "response", "output"),
+    "input": ("input",),
+    "label": ("label",),
+    "text": ("text",),
 }
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 ASSISTANT = "assistant"
@@ -46,14 +52,17 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt with its two answers; a text is one message. `extra` goes to the chat template."""
+    """A prompt with its answers, of a pair the chosen one first; a text is one message. An empty prompt is none.
+
+    `extra` goes to the chat template.
+    """
 
     prompt: str | Messages
-    chosen: str | Messages
-    rejected: str | Messages
+    answers: tuple[str | Messages, ...]
     origin: str
     extra: Mapping[str, Any] = field(default_factory=dict)
     margin: float | None = None
+    label: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,7 @@ class Found:
     declared: Mapping[str, str]
     system: str | None
     options: Mapping[str, Any]
+    kind: Kind
 
     def asked(self) -> Asked:
         if not isinstance(self.fields, Mapping):
@@ -76,20 +86,33 @@ class Found:
             raise Unusable(f"{self.origin}: {error}") from None
 
 
-def rows_of(cfg: DataConfig, *, held_out: bool) -> list[Asked | Found]:
-    """Return the rows of all sources in their order."""
+def rows_of(cfg: DataConfig, kind: Kind, *, held_out: bool) -> list[Asked | Found]:
+    """Return the rows of all sources in their order, as examples of a kind."""
     match cfg:
         case SyntheticDataConfig():
             size, split = (cfg.eval_size, "eval") if held_out else (cfg.size, "train")
             made = synthetic.generate(size, cfg.seed, split, cfg.max_length if cfg.fill else 0)
-            return [Asked(str(r.prompt), str(r.answers[0]), str(r.answers[1]), r.origin, margin=r.margin) for r in made]
+            return [_as(kind, _generated(r), n) for n, r in enumerate(made)]
         case RowsDataConfig():
             found: list[Asked | Found] = []
             for number, source in enumerate(sources_of(cfg)):
-                found += _of_source(cfg, number, source, held_out=held_out)
+                found += _of_source(cfg, kind, number, source, held_out=held_out)
             return found
         case _:
             raise AssertionError(cfg)
+
+
+def _generated(row: Any) -> Asked:
+    return Asked(str(row.prompt), tuple(map(str, row.answers)), row.origin, margin=row.margin)
+
+
+def _as(kind: Kind, pair: Asked, number: int) -> Asked:
+    """Return a pair, its chosen answer, or the one of its answers whose turn it is."""
+    if kind is Kind.pairs:
+        return pair
+    good = kind is Kind.supervised or number % 2 == 0
+    label = good if kind is Kind.unpaired else None
+    return Asked(pair.prompt, (pair.answers[0 if good else 1],), pair.origin, label=label)
 
 
 def sources_of(cfg: DataConfig) -> list[SourceConfig]:
@@ -99,7 +122,7 @@ def sources_of(cfg: DataConfig) -> list[SourceConfig]:
     return [SourceConfig(**{name: getattr(cfg, name) for name in known})]
 
 
-def _of_source(cfg: RowsDataConfig, number: int, source: SourceConfig, *, held_out: bool) -> list[Found]:
+def _of_source(cfg: RowsDataConfig, kind: Kind, number: int, source: SourceConfig, *, held_out: bool) -> list[Found]:
     path, split = source.path, source.split
     if held_out:
         if source.eval_path is None and source.eval_split is None:
@@ -107,7 +130,7 @@ def _of_source(cfg: RowsDataConfig, number: int, source: SourceConfig, *, held_o
         path, split = source.eval_path or source.path, source.eval_split or "train"
     rows = _rows_at(path, source.subset, split, source.revision)
     system = source.system or cfg.system
-    return [Found(number, origin, row, source.columns, system, cfg.template_options) for origin, row in rows]
+    return [Found(number, origin, row, source.columns, system, cfg.template_options, kind) for origin, row in rows]
 
 
 # ---- files ----
@@ -178,7 +201,9 @@ def _asked(row: Found) -> Asked:
     for ours, known in names.items():
         values = [row.fields[name] for name in known if name in row.fields]
         own[ours] = next((value for value in values if value is not None), None)
-    prompt, chosen, rejected = _parted(own["prompt"], _answer(own["chosen"]), _answer(own["rejected"]))
+    prompt, answers = _said_of(row.kind, own)
+    if row.kind is Kind.unpaired and not isinstance(own["label"], bool):
+        raise Unusable("the label is neither true nor false.")
     extra = dict(row.options)
     options = _of_json(own["options"]) or {}
     if not isinstance(options, Mapping):
@@ -190,7 +215,39 @@ def _asked(row: Found) -> Asked:
     if tools:
         extra["tools"] = tools
     margin = _margin_of(own["margin"], own["score_chosen"], own["score_rejected"])
-    return Asked(_after_system(prompt, own["system"], row.system), chosen, rejected, row.origin, extra, margin)
+    if prompt:
+        prompt = _after_system(prompt, own["system"], row.system)
+    return Asked(prompt, answers, row.origin, extra, margin, own["label"] if row.kind is Kind.unpaired else None)
+
+
+def _said_of(kind: Kind, own: Mapping[str, Any]) -> tuple[str | Messages, tuple[str | Messages, ...]]:
+    """Return the prompt and the answers of a row."""
+    if kind is Kind.pairs or (kind is Kind.supervised and not _supervised(own) and own["chosen"] is not None):
+        prompt, *both = _parted(own["prompt"], _answer(own["chosen"]), _answer(own["rejected"]))
+        return prompt, tuple(both if kind is Kind.pairs else both[:1])
+    if kind is Kind.supervised and own["messages"] is not None:
+        talk = _said(own["messages"])
+        if isinstance(talk, str):
+            raise Unusable("a conversation is a text.")
+        places = [place for place, each in enumerate(talk) if each["role"] == ASSISTANT]
+        if not places or not places[0]:
+            raise Unusable("a conversation needs an answer, and a message before it.")
+        return talk[: places[0]], (talk[places[0] : places[-1] + 1],)
+    if kind is Kind.supervised and not _supervised(own):
+        if not isinstance(own["text"], str) or not own["text"]:
+            raise Unusable("the text is none.")
+        return "", (own["text"],)
+    asked, more, said = own["prompt"], own["input"], _answer(own["completion"])
+    if isinstance(asked, str) and isinstance(more, str) and more:
+        asked = f"{asked}\n\n{more}"
+    if isinstance(said, list) and said[0]["role"] != ASSISTANT:
+        raise Unusable("the completion does not begin with an answer.")
+    prompt, answer = _after_prompt(asked, said)
+    return prompt, (answer,)
+
+
+def _supervised(own: Mapping[str, Any]) -> bool:
+    return own["messages"] is not None or (own["prompt"] is not None and own["completion"] is not None)
 
 
 def _margin_of(said: Any, better: Any, worse: Any) -> float | None:
@@ -235,11 +292,8 @@ def _parted(given: Any, chosen: str | Messages, rejected: str | Messages) -> tup
     if one is None and other is None:
         if given is None:
             raise Unusable("there is no prompt.")
-        called = re.fullmatch(r"(\n\nHuman:.*?)\n\nAssistant:\s*", given, re.DOTALL) if isinstance(given, str) else None
-        talk = _conversation(called[1]) if called else None
-        answers = [_to_its_last_answer(each) if isinstance(each, list) else each.removeprefix(" " * bool(talk))
-                   for each in (chosen, rejected)]  # fmt: skip
-        return (talk or _said(given), *answers)
+        prompt, better = _after_prompt(given, chosen)
+        return prompt, better, _after_prompt(given, rejected)[1]
     if one is None or other is None:
         raise Unusable("one answer is a whole conversation, and the other is not.")
     shared = [place for place in range(1, min(len(one), len(other))) if one[:place] == other[:place]]
@@ -253,6 +307,14 @@ def _parted(given: Any, chosen: str | Messages, rejected: str | Messages) -> tup
         if {text.strip() for text in texts} - {message["content"].strip() for message in prompt}:
             raise Unusable("the prompt is not what the conversations share.")
     return prompt, _to_its_last_answer(one[len(prompt) :]), _to_its_last_answer(other[len(prompt) :])
+
+
+def _after_prompt(given: Any, answer: str | Messages) -> tuple[str | Messages, str | Messages]:
+    """Return a prompt and the answer that follows it; a dialogue has a space between its last call and the answer."""
+    called = re.fullmatch(r"(\n\nHuman:.*?)\n\nAssistant:\s*", given, re.DOTALL) if isinstance(given, str) else None
+    talk = _conversation(called[1]) if called else None
+    said = _to_its_last_answer(answer) if isinstance(answer, list) else answer.removeprefix(" " * bool(talk))
+    return talk or _said(given), said
 
 
 def _to_its_last_answer(talk: Messages) -> Messages:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlexp.config.schema import Config, Decay, OptimConfig
 from rlexp.config.schema.data import RowsDataConfig
-from rlexp.verify.records import Array, Counts, Losses, TokenExample
+from rlexp.verify.records import Array, Counts, Key, Losses, TokenExample
 from rlexp.verify.reference.rows import sources_of
 
 # ---- which samples, and how fast; `sizes` are the pairs of each source ----
@@ -96,11 +96,12 @@ def counts_of(batch: Sequence[TokenExample]) -> Counts:
     """Count the trained tokens of a whole batch."""
     sides = batch[0].sides
     tokens = {side: np.array([example.trained(side).sum() for example in batch], dtype=float) for side in sides}
-    margins = [example.margin for example in batch]
+    margins, labels = [example.margin for example in batch], [example.label for example in batch]
     return Counts(
         tokens=tokens,
         mean_tokens=float(tokens[sides[0]].sum()) / len(batch),
         margins=None if None in margins else np.array(margins, dtype=float),
+        labels=None if None in labels else np.array(labels, dtype=float),
     )
 
 
@@ -110,12 +111,21 @@ def token_weights(example: TokenExample, side: str, beyond: float) -> Array:
     return np.array([1.0 if place < shortest else beyond for place in range(int(example.trained(side).sum()))])
 
 
+def log_ratios(policy: Mapping[Key, Array], reference: Mapping[Key, Array]) -> Array:
+    """The log-ratio of each sequence, from both models' log-probabilities of its tokens."""
+    return np.array([policy[key].sum() - reference[key].sum() for key in policy])
+
+
 # ---- logged values; `sums` are sums of the answers' log-probabilities ----
 
 
 def logged(losses: Losses, sums: Mapping[str, Array], logits: Mapping[str, Array], tokens: int) -> dict[str, float]:
     """The logged values of a batch: means over its examples, for logits over its answers' tokens."""
-    row = {name: float(np.mean(each)) for name, each in losses.values_E.items()}
+    row = {}
+    for name, each in losses.values_E.items():
+        weights = losses.weights_E.get(name, np.ones(len(each)))
+        if weights.sum():  # else there is no example of which it could be the mean
+            row[name] = float((weights * each).sum() / weights.sum())
     row["loss"] = float(np.mean(losses.losses_E))
     for side in logits:
         row[f"logps/{side}"] = float(np.mean(sums[f"policy/{side}"]))

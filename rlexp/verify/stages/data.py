@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ def data(step: ComparedStep) -> Iterator[Finding]:
         for micro in trace.steps[step.place].micros:
             for sample in micro.samples:
                 yield from _tokens(step, trace.tokens[sample], step.whole.expected.tokens.get(sample), sample)
+        yield from _others(step, trace)
     for head, place, micro in step.micros():
         examples = [step.whole.expected.tokens[sample] for sample in micro.samples]
         where = f"micro-batch {place + 1} of replica {head.replica}"
@@ -46,10 +48,24 @@ def _samples(step: ComparedStep) -> Iterator[Finding]:
                 yield step.finding(DATA, clue, where, theirs, first)
 
 
-def _tokens(step: ComparedStep, got: TokenExample, wanted: TokenExample | None, sample: int) -> Iterator[Finding]:
+def _others(step: ComparedStep, trace: Trace) -> Iterator[Finding]:
+    """Check the answers to other prompts, of the samples in the order in which they are trained on."""
+    seen = trace.steps[step.place]
+    taken = [micro.samples for micro in seen.others]
+    if step.expected.others and taken != [micro.samples for micro in seen.micros]:
+        what = f"samples with mismatched answers on rank {trace.rank}"
+        yield step.finding(DATA, Clue.EXECUTED, what, taken, [micro.samples for micro in seen.micros])
+    for sample, got in seen.other_tokens.items():
+        for found in _tokens(step, got, step.expected.others.get(sample), sample, " with a mismatched answer"):
+            yield dataclasses.replace(found, clue=Clue.EXECUTED)
+
+
+def _tokens(
+    step: ComparedStep, got: TokenExample, wanted: TokenExample | None, sample: int, more: str = ""
+) -> Iterator[Finding]:
     if wanted is None:
         return
-    named = f"{step.whole.word} {sample} ({wanted.origin})"
+    named = f"{step.whole.word} {sample}{more} ({wanted.origin})"
     for part in ("prompt", *wanted.sides):
         ours, theirs = getattr(got, part), getattr(wanted, part)
         if len(ours) != len(theirs):
@@ -61,6 +77,8 @@ def _tokens(step: ComparedStep, got: TokenExample, wanted: TokenExample | None, 
             yield step.finding(DATA, Clue.TOKENS, what, int(ours[place]), int(theirs[place]))
     if got.margin != wanted.margin:
         yield step.finding(DATA, Clue.TOKENS, f"margin of {named}", got.margin, wanted.margin)
+    if got.label != wanted.label:
+        yield step.finding(DATA, Clue.TOKENS, f"label of {named}", got.label, wanted.label)
     for side in wanted.sides:
         ours, theirs = got.trained(side), wanted.trained(side)
         if len(ours) == len(theirs) and not np.array_equal(ours, theirs):

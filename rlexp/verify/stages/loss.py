@@ -9,22 +9,29 @@ import numpy as np
 
 from rlexp.verify.compared import ComparedStep, value_at
 from rlexp.verify.findings import LOGPS, LOSS, Clue, Finding, whole_factor
-from rlexp.verify.records import Array, Key, Losses, joined
+from rlexp.verify.records import MISMATCHED, Array, Key, Losses, joined
 from rlexp.verify.reference import rules
 
-WHO = ("policy", "reference", "likelihoods")
+WHO = ("policy", "reference", "likelihoods", "entropies", "hits")
+OF_TOKENS = WHO[2:]  # sums in which all tokens count alike
 
 
 def logps(step: ComparedStep) -> Iterator[Finding]:
     for name in dict.fromkeys(name for step in step.seen for name in step.stale):
         yield step.finding(LOGPS, Clue.STALE, f"{name} as it computes", "another value", "what was stepped")
-    for clue, what, meant in (
-        (Clue.POLICY, "policy", step.expected.policy),
-        (Clue.REFERENCE, "reference", step.expected.reference),
-        (Clue.LIKELIHOODS, "likelihoods", step.expected.likelihoods),
+    for what, clue in (
+        ("policy", Clue.POLICY),
+        ("reference", Clue.REFERENCE),
+        *dict.fromkeys(OF_TOKENS, Clue.OF_TOKENS).items(),
     ):
+        meant = getattr(step.expected, what)
         for key, got in step.by_sequence(f"{what}_t").items() if meant else ():
             yield from _sequence(step, clue, what, key, got, meant[key])
+    for what, clue in (("policy", Clue.POLICY), ("reference", Clue.REFERENCE)):
+        for key, got in step.by_sequence(f"{what}_t", of="others").items() if step.expected.others else ():
+            yield from _sequence(
+                step, clue, f"{what}, of a mismatched answer", key, got, step.expected.of_others[what][key]
+            )
     yield from _sums(step)
 
 
@@ -35,7 +42,8 @@ def _sequence(step: ComparedStep, clue: Clue, who: str, key: Key, got: Array, wa
     gauge.exceeds("sum of a sequence's log-probabilities", float(sums), allowed)
     if gauge.exceeds("log-probability of a token", float(apart.max()), allowed):
         sample, side = key
-        trained = np.flatnonzero(step.whole.expected.tokens[sample].trained(side))
+        examples = step.expected.others if "mismatched" in who else step.whole.expected.tokens
+        trained = np.flatnonzero(examples[sample].trained(side))
         at = int(np.flatnonzero(~(apart <= allowed))[0])
         what = f"{who}, token {trained[at]} of {step.whole.word} {sample}, {side}"
         note = f"{int((~(apart <= allowed)).sum())} of its {len(apart)} tokens differ"
@@ -44,8 +52,8 @@ def _sequence(step: ComparedStep, clue: Clue, who: str, key: Key, got: Array, wa
 
 def _sums(step: ComparedStep) -> Iterator[Finding]:
     """Check the sums that each rank gave to the loss, given the log-probabilities of the tokens."""
-    for who, meant in zip(WHO, (step.expected.policy, step.expected.reference, step.expected.likelihoods), strict=True):
-        if not meant:
+    for who in WHO:
+        if not getattr(step.expected, who):
             continue
         tokens = _weighted(step, who)
         for trace in step.whole.traces:
@@ -62,7 +70,7 @@ def _sums(step: ComparedStep) -> Iterator[Finding]:
 
 def _weighted(step: ComparedStep, who: str) -> dict[Key, Array]:
     """The run's values of each token, times their weights in the sum."""
-    beyond = 1.0 if who == "likelihoods" else step.whole.asks.tail_weight
+    beyond = 1.0 if who in OF_TOKENS else step.whole.asks.tail_weight
     tokens = step.by_sequence(f"{who}_t")
     examples = step.whole.expected.tokens
     return {key: got * rules.token_weights(examples[key[0]], key[1], beyond) for key, got in tokens.items()}
@@ -113,10 +121,21 @@ def _given(step: ComparedStep) -> Iterator[Finding]:
                      for side in step.whole.sides]  # fmt: skip
             if asks.margins and counts.margins is not None and micro.counts.margins is not None:
                 pairs.append(("margin of {}", micro.counts.margins, counts.margins[at]))
+            if counts.labels is not None and micro.counts.labels is not None:
+                pairs.append(("label of {}", micro.counts.labels, counts.labels[at]))
             for what, got, wanted in pairs:
                 if (wrong := step.first_wrong("counts", got, wanted)) is not None:
                     named = what.format(f"{word} {micro.samples[wrong]}")
                     yield step.finding(LOSS, Clue.COUNTS, named, value_at(got, wrong), wanted[wrong])
+            if MISMATCHED in sums and micro.mismatched is not None:
+                wrong = step.first_wrong("log-ratios of mismatched answers", micro.mismatched, sums[MISMATCHED])
+                if wrong is not None:
+                    what = (
+                        f"log-ratio of a mismatched answer, {word} {step.expected.samples[wrong]}, on rank {trace.rank}"
+                    )
+                    yield step.finding(
+                        LOSS, Clue.COUNTS, what, value_at(micro.mismatched, wrong), sums[MISMATCHED][wrong]
+                    )
             numbers = [(name, micro.losses.carried.get(name), value) for name, value in micro.given.carried.items()]
             if asks.mean_tokens:
                 numbers.append(("mean of the trained tokens", micro.counts.mean_tokens, counts.mean_tokens))

@@ -76,7 +76,9 @@ def counted(step: ComparedStep) -> dict[str, float]:
     losses = [micro.losses for _, _, micro in step.micros() if micro.losses is not None]
     everywhere = set.intersection(*(set(each.values_E) for each in losses))
     values_E = {name: joined([each.values_E[name] for each in losses]) for name in everywhere}
-    whole = Losses(joined([each.losses_E for each in losses]), {}, values_E)
+    weighted = set.intersection(*(set(each.weights_E) for each in losses))
+    weights_E = {name: joined([each.weights_E[name] for each in losses]) for name in weighted}
+    whole = Losses(joined([each.losses_E for each in losses]), {}, values_E, weights_E)
     tokens = step.by_sequence("logits_t")
     logits = {side: joined([v for (_, of), v in tokens.items() if of == side]) for side in step.whole.sides}
     real = sum(micro.real_tokens for trace in step.whole.traces for micro in trace.steps[step.place].micros)

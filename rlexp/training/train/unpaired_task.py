@@ -1,0 +1,136 @@
+"""Train on single answers, each labelled good or bad.
+
+A loss may ask for answers to other prompts, by which it estimates how far the policy has moved. The order of the train
+batch pairs them, so no layout changes them: each prompt is given the answer that comes before its own, and the first
+one the last. A pass without gradient runs over them before the first micro-batch.
+
+Shape letter: B examples of the train batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlexp.config.schema import Config
+from rlexp.config.schema.losses import KTOConfig, UnpairedConfig
+from rlexp.training.algos.base import Sides, Values
+from rlexp.training.algos.log_ratios import log_ratio
+from rlexp.training.dataset.sampler import Batch
+from rlexp.training.dataset.tokens import fitted
+from rlexp.training.train.examples import Examples, sampler_of
+from rlexp.training.train.offline_task import HeldExamples, OfflineStep, OfflineTask
+from rlexp.training.train.whole_batch import gathered
+from rlexp.training.types import Answered, Completion, TokenLogps
+
+IDEAL = (1.0, 4 / 3)  # weight of all good answers over that of all bad ones, by the paper of KTO (section 4.2)
+NEAR = 1.1  # a factor within which they are near enough
+
+
+class UnpairedTask(OfflineTask):
+    labelled: ClassVar[bool] = True
+
+    @classmethod
+    def unfit(cls, cfg: Config, examples: Examples) -> str | None:
+        alone = _alone(cfg, examples) if cls.loss_of(cfg).asks.mismatched else None
+        return _alike(cfg, examples.labels) or alone
+
+    def step_of(self, batch: Batch, examples: Sequence[Answered], *, held_out: bool = False) -> OfflineStep:
+        return UnpairedStep(self, batch, examples, held_out=held_out)
+
+    def remarks(self) -> list[str]:
+        loss = self.run.cfg.loss
+        return unbalanced(loss, self.examples.labels) if isinstance(loss, KTOConfig) else []
+
+
+class UnpairedStep(OfflineStep):
+    mismatched_B: Tensor | None = None
+
+    def prepare(self) -> None:
+        if self.task.loss.asks.mismatched:
+            self.mismatched_B = self.log_ratios_of_others()
+        super().prepare()
+
+    @torch.no_grad()
+    def log_ratios_of_others(self) -> Tensor:
+        """Return the log-ratio of an answer to each prompt that is another's, (B,). A collective call."""
+        run, found = self.task.run, []
+        others = [[self.mismatched(place) for place in places] for places in self.micro_batches]
+        run.phases.choose([
+            run.packed_tokens([len(each.prompt) + len(each.answer) for each in some]) for some in others
+        ])  # fmt: skip
+        with run.phases("collect"), self.task.passing("mismatched"):
+            for places, some in zip(self.micro_batches, others, strict=True):
+                values, _ = self.values(self.task.shard(some))
+                found.append((places, values))
+            return log_ratio(gathered(found, self.count, run.world), "answer")
+
+    def mismatched(self, place: int) -> Completion:
+        """Return the prompt at a place of the batch, with the answer of its partner."""
+        own, other = self.example(place), self.example(self.partner(place))
+        run, (answer, mask) = self.task.run, other.answers[0]
+        prompt, (answer,), (mask,) = fitted(
+            own.prompt, (answer,), (mask,), run.cfg.data.max_length, run.tokenizer.bos_token_id
+        )
+        return Completion(own.index, prompt, answer, f"{own.origin} with the answer of {other.origin}", mask, own.label)
+
+    def partner(self, place: int) -> int:
+        """Return the nearest place before with another prompt, after the first place the last; just the place before,
+        if all have one prompt."""
+        own = self.example(place).prompt
+        before = [(place - steps) % self.count for steps in range(1, self.count)]
+        return next((each for each in before if not np.array_equal(self.example(each).prompt, own)), before[0])
+
+    def values(self, held: HeldExamples, reference: Sides | None = None) -> tuple[Values, TokenLogps]:
+        values, tokens = super().values(held, reference)
+        return replace(values, mismatched_B=self.mismatched_B), tokens
+
+
+# ---- what does not fit ----
+
+
+def _alike(cfg: Config, labels: tuple[int, int]) -> str | None:
+    if all(labels) or not any(labels):
+        return None
+    only, other = ("true", "false") if labels[0] else ("false", "true")
+    return (
+        f"data: all {sum(labels)} rows have `label` {only}, and loss={cfg.loss.name} compares good answers with bad "
+        f"ones. Give some rows whose `label` is {other}; or, to learn answers as they are, loss=sft."
+    )
+
+
+def _alone(cfg: Config, examples: Examples) -> str | None:
+    """Say which batch would have one answer, which has no other to be paired with."""
+    size, taken = cfg.train.batch_size, sampler_of(cfg, cfg.loss.rows, len(examples.train), examples.mixture).taken
+    why = f"loss={cfg.loss.name} estimates the divergence by answers to other prompts of the batch, and one has none"
+    if size == 1:
+        return f"train.batch_size=1: {why}. Use train.batch_size=2 or more."
+    if taken % size == 1 and not cfg.data.drop_last:
+        return (
+            f"data.drop_last=false: {taken} answers in batches of {size} leave a last batch of 1, and {why}. Use "
+            f"data.drop_last=true, or another train.batch_size."
+        )
+    if len(examples.held_out) == 1:
+        return f"the held-out data: has 1 answer, and {why}. Hold out 2 or more."
+    return None
+
+
+def unbalanced(loss: UnpairedConfig, labels: tuple[int, int]) -> list[str]:
+    """Say if the labels' weights are far from what the paper of KTO advises."""
+    good, bad = labels
+    if not good or not bad:
+        return []
+    ratio = loss.desirable_weight * good / (loss.undesirable_weight * bad)
+    least, most = IDEAL
+    if least / NEAR <= ratio <= most * NEAR:
+        return []
+    low, high = (bound * loss.undesirable_weight * bad / good for bound in IDEAL)
+    return [
+        f"{good:,} good answers weigh {ratio:.2g} times as much as {bad:,} bad ones, and KTO's authors advise 1 to "
+        f"1.33 times. Consider loss.desirable_weight={low:.3g} to {high:.3g}"
+    ]
