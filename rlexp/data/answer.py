@@ -9,6 +9,7 @@ import numpy as np
 from rlexp.base.errors import ConfigError
 from rlexp.config.model_names import called
 from rlexp.config.schema import Config
+from rlexp.config.schema.data import RowsDataConfig
 from rlexp.config.schema.row_kinds import EXAMPLE, SIDES, Kind
 from rlexp.data.facts import Lengths, Preview, ShownSample, Steps
 from rlexp.data.lengths import lengths_of
@@ -19,15 +20,15 @@ from rlexp.data.sharing import sharing_of
 from rlexp.training.dataset.sampler import Sampler, total_steps
 from rlexp.training.model.loading import load_tokenizer
 from rlexp.training.train.choose_task import task_class
-from rlexp.training.train.examples import sampler_of
+from rlexp.training.train.examples import kind_read, sampler_of
 
 
 def preview(cfg: Config, samples: int) -> Preview:
     """Read the rows, and look at them as training will."""
     needs = cfg.loss.rows
     tokenizer = load_tokenizer(cfg.model)
-    rows = read_rows(cfg, needs, tokenizer)
-    problems = _problems(cfg, needs, rows)
+    rows = read_rows(cfg, tokenizer)
+    problems = _problems(cfg, rows)
     said: dict[str, Any] = {
         "loss": cfg.loss.name,
         "needs": needs.value,
@@ -67,16 +68,19 @@ def _room(cfg: Config, kind: Kind) -> int:
     return cfg.rollout.max_new_tokens if kind is Kind.prompts else 0
 
 
-def _problems(cfg: Config, needs: Kind, rows: Rows) -> list[str]:
+def _problems(cfg: Config, rows: Rows) -> list[str]:
+    needs = kind_read(cfg) if isinstance(cfg.data, RowsDataConfig) else cfg.loss.rows
     other = [source for source in rows.sources if source.kind != needs.value]
     if not other:
         said = task_class(cfg.loss).unfit(cfg, rows.examples)
         return [] if said is None else [said]
     named = ", ".join(dict.fromkeys(f"{source.key} ({source.path})" for source in other))
     kinds = " and ".join(dict.fromkeys(source.kind for source in other))
+    halves = needs is Kind.unpaired and kinds == Kind.pairs.value
+    remedy = "Read each pair as two answers (data.unpair=true), give" if halves else "Give"
     return [
-        f"loss={cfg.loss.name} cannot train on the rows of {named}: they are {kinds}, and it needs {needs.value}. Give "
-        f"other rows or another loss, or name the columns: data.columns."
+        f"loss={cfg.loss.name} cannot train on the rows of {named}: they are {kinds}, and it needs {needs.value}. "
+        f"{remedy} other rows or another loss, or name the columns: data.columns."
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from rlexp.training.dataset.store import PARTS, Store
 from rlexp.training.dataset.store_making import store_of
 from rlexp.training.dataset.views import Joined
 from rlexp.training.ring.groups import ALONE, World
-from rlexp.training.train.examples import Examples, examples_of, generated_rows, read_examples
+from rlexp.training.train.examples import Examples, examples_of, generated_rows, kind_read, read_examples, unpaired
 from rlexp.training.types import Completion, Pair, Prompt
 
 SAID = 5  # unusable rows that are named
@@ -50,10 +50,18 @@ class _Opened:
     store: Store
 
 
-def read_rows(cfg: Config, needs: Kind, tokenizer: Any) -> Rows:
-    if isinstance(cfg.data, RowsDataConfig):
-        return _stored(cfg, cfg.data, needs, tokenizer)
-    return _generated(cfg, needs, tokenizer)
+def read_rows(cfg: Config, tokenizer: Any) -> Rows:
+    if not isinstance(cfg.data, RowsDataConfig):
+        return _generated(cfg, cfg.loss.rows, tokenizer)
+    rows = _stored(cfg, cfg.data, kind_read(cfg), tokenizer)
+    return _unpaired(rows) if cfg.data.unpair and rows.kind is Kind.pairs else rows
+
+
+def _unpaired(rows: Rows) -> Rows:
+    """Return each pair as two answers, each with the prompt."""
+    examples, lengths = unpaired(rows.examples), rows.lengths[:, [0, 1, 0, 2]].reshape(-1, 2)
+    found = hashes(blocks_of(examples.train, ids_of), PARTS[Kind.unpaired])
+    return replace(rows, kind=Kind.unpaired, examples=examples, lengths=lengths, hashes=found)
 
 
 def ids_of(example: Pair | Completion | Prompt) -> tuple[np.ndarray, ...]:
@@ -158,7 +166,7 @@ def _reasons(opened: _Opened) -> list[Reason]:
 
 def _generated(cfg: Config, kind: Kind, tokenizer: Any) -> Rows:
     examples = read_examples(cfg, tokenizer, World(0, 1, ALONE))
-    read = [len(rows) for rows in generated_rows(cfg.data, kind)]
+    read = [len(rows) * (2 if cfg.data.unpair else 1) for rows in generated_rows(cfg.data, kind_read(cfg))]
     sources, reasons = [], []
     for held_out, kept, dropped in ((False, examples.train, examples.dropped),
                                     (True, examples.held_out, examples.held_out_dropped)):  # fmt: skip

@@ -16,6 +16,7 @@ from rlexp.training.checkpoint.tensors import Reader
 from rlexp.training.model.export import described, dtype_of, export
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.training.model.policy import CRITIC
+from rlexp.training.model.score_head import has_score_head
 
 
 def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype) -> Path:
@@ -60,5 +61,6 @@ def _others(cfg: Config, model: Any, trained: set[str]) -> tuple[Any, dict[str, 
     kept = [name for name in model.state_dict() if name in dict(model.named_buffers())]
     if not missing and not kept:
         return model, {}
-    base = load_model(cfg.model, load_config(cfg.model, cfg.data.max_length), cfg.data.max_length)
+    config, scores = load_config(cfg.model, cfg.data.max_length), has_score_head(model.config)
+    base = load_model(cfg.model, config, cfg.data.max_length, scores=scores)
     return base, {name: tensor.detach() for name, tensor in base.named_parameters() if name in missing}

@@ -201,6 +201,12 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
+class TokenScores(NamedTuple):
+    """The output of a model with a head for scores: one number for each token."""
+
+    scores_t: Tensor
+
+
 class TokenLogps(NamedTuple):
     """A model's output for a shard's targets, token by token; zero where nothing is trained on.
 

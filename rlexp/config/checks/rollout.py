@@ -22,7 +22,7 @@ def check_rollout(cfg: Config, *, here: bool = True) -> None:
     if not cfg.loss.draws:
         if isinstance(cfg.data, ArithmeticDataConfig):
             raise ConfigError(
-                f"data=arithmetic: has prompts and no pairs, and loss={cfg.loss.name} compares two answers. Use "
+                f"data=arithmetic: has prompts and no answers, and loss={cfg.loss.name} is trained on answers. Use "
                 f"data=synthetic or data=jsonl, or a loss that draws its own samples (loss=ppo, loss=grpo, …)."
             )
         if rollout.sampling_ranks or rollout.mode is RolloutMode.pipelined:

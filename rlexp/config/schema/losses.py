@@ -242,6 +242,7 @@ class UnpairedConfig(LossConfig):
     """Keys that all losses over single answers share, each of which is labelled good or bad."""
 
     rows: ClassVar[Kind] = Kind.unpaired
+    mismatches: ClassVar[bool] = False  # it asks for answers to other prompts of the train batch
 
     # scale of the rewards: a larger value keeps the policy nearer to the reference
     beta: float = number(0.1, above=0)
@@ -255,6 +256,8 @@ class UnpairedConfig(LossConfig):
 
 @dataclass
 class KTOConfig(UnpairedConfig):
+    mismatches: ClassVar[bool] = True
+
     name: str = "kto"
 
 
@@ -273,6 +276,16 @@ class APOZeroUnpairedConfig(UnpairedConfig):
 class SFTConfig(LossConfig):
     rows: ClassVar[Kind] = Kind.supervised
     name: str = "sft"
+
+
+@dataclass
+class RewardModelConfig(LossConfig):
+    name: str = "reward"
+    # multiplies the rows' `margin`, by which the chosen answer's score must exceed the other's, where rows have one; 0:
+    # margins are not used
+    margin_weight: float = number(1.0, least=0)
+    # weight of (chosen score + rejected score)², which keeps the scores around 0 (arXiv 2312.09244)
+    center: float = number(0.0, least=0)
 
 
 @dataclass

@@ -26,6 +26,7 @@ class Asks:
     margins: bool = False  # those of the rows
     entropies: bool = False  # entropy of each token's distribution, summed over the answer; detached
     hits: bool = False  # how many of the answer's tokens are the most probable ones
+    scores: bool = False  # those of a reward model, in the place of log-probabilities
     mismatched: bool = False  # log-ratios of answers to other prompts, see `Values`
     whole_batch: bool = False  # all examples of the train batch at once
     tail_weight: float = 1.0  # weight of tokens beyond the length of the example's shortest answer
@@ -38,6 +39,7 @@ class Asks:
             self.margins or other.margins,
             self.entropies or other.entropies,
             self.hits or other.hits,
+            self.scores or other.scores,
             self.mismatched or other.mismatched,
             self.whole_batch or other.whole_batch,
             min(self.tail_weight, other.tail_weight),
@@ -48,7 +50,7 @@ class Asks:
 class Values:
     """What is known of some examples, in float64: all of a train batch, or those of a micro-batch."""
 
-    logps: Sides  # log-probabilities of the answer's trained tokens, summed
+    logps: Sides  # log-probabilities of the answer's trained tokens, summed; empty where there are scores
     reference: Sides | None  # the same under the reference model
     tokens: Sides  # the number of these tokens
     likelihoods: Sides | None = None  # see `Asks`; detached
@@ -60,6 +62,12 @@ class Values:
     mean_tokens: float = 1.0  # trained tokens of an example's first answer, averaged over the train batch
     carried: Mapping[str, float] = field(default_factory=dict)  # what the loss left behind at the step before
     held_out: bool = False  # nothing is learned from these examples
+    scores: Sides | None = None  # a reward model's, of whole answers
+
+    @property
+    def judged(self) -> Sides:
+        """What the model says of each answer, through which the gradient passes."""
+        return self.logps if self.scores is None else self.scores
 
 
 @dataclass(frozen=True)

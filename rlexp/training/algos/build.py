@@ -31,6 +31,7 @@ from rlexp.config.schema.losses import (
     PPOConfig,
     PreferenceConfig,
     ReinforcePPConfig,
+    RewardModelConfig,
     RLOOConfig,
     RobustConfig,
     SFTConfig,
@@ -43,6 +44,7 @@ from rlexp.training.algos.apo import APODown, APOZero, APOZeroUnpaired
 from rlexp.training.algos.base import Loss
 from rlexp.training.algos.bco import BCO
 from rlexp.training.algos.bco_pair import BCOPair
+from rlexp.training.algos.bradley_terry import BradleyTerry
 from rlexp.training.algos.cpo import CPO
 from rlexp.training.algos.discopop import DiscoPOP
 from rlexp.training.algos.dpo import DPO
@@ -77,6 +79,8 @@ def build_loss(cfg: LossConfig) -> Loss:
             return build_unpaired(cfg)
         case SFTConfig():
             return SFT()
+        case RewardModelConfig(margin_weight=margin_weight, center=center):
+            return BradleyTerry(margin_weight, center)
         case _:
             raise AssertionError(cfg)
 

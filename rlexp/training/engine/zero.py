@@ -351,7 +351,7 @@ def partition(policy: Policy, cfg: EngineConfig) -> None:
         deepspeed.zero.Init(module=policy, config_dict_or_path=ds_config(cfg, 0.0, torch.float32))
     head = policy.head
     for parameter in head.parameters(recurse=False):
-        deepspeed.zero.register_external_parameter(policy.logps, parameter)
+        deepspeed.zero.register_external_parameter(policy.outlet, parameter)
 
 
 def loading_config(cfg: EngineConfig) -> dict[str, Any]:

@@ -17,7 +17,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -28,6 +35,7 @@ from rlexp.base.errors import ModelError
 from rlexp.base.files import sync, write_text
 from rlexp.config.schema import ExportDtype, HFModelConfig, ModelConfig
 from rlexp.training.model.policy import cast_parameters
+from rlexp.training.model.score_head import has_score_head
 
 SHARD = 5_000_000_000  # most bytes of a file, unless one tensor is larger
 
@@ -56,7 +64,8 @@ class Export:
         self._place, self._dtype = place, dtype
         self._model = _without_memory(like)
         cast_parameters(self._model, dtype)
-        self._model.generation_config = like.generation_config
+        if like.can_generate():
+            self._model.generation_config = like.generation_config
         kept = _without_copies(self._model)
         self._held = {name: tensor.cpu() for name, tensor in _buffers(like).items() if name in kept}
         names = [name for name, _ in like.named_parameters()]
@@ -233,8 +242,9 @@ def described(place: Path, cfg: ModelConfig) -> tuple[PreTrainedModel, Any]:
     """Read what `save_description` wrote: the model without weights, and its tokenizer."""
     trusted = isinstance(cfg, HFModelConfig) and cfg.trust_remote_code
     config = AutoConfig.from_pretrained(place, trust_remote_code=trusted)
+    factory = AutoModelForSequenceClassification if has_score_head(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+        model = factory.from_config(config, trust_remote_code=trusted)
     if (place / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(place)
     return model, AutoTokenizer.from_pretrained(place, trust_remote_code=trusted)

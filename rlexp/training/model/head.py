@@ -1,4 +1,4 @@
-"""Log-probabilities of a shard's targets from its hidden states and the head, some rows of logits at a time.
+"""Log-probabilities of a shard's targets from its hidden states and the head, some rows of logits at a time; or scores.
 
 Both passes are written out. The backward pass computes the logits again, so between the passes only two numbers of each
 row are kept. The gradient of the head's weight is added up over the pieces in float32 and rounded once: in bfloat16, a
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rlexp.training.types import Shard, TokenLogps
+from rlexp.training.types import Shard, TokenLogps, TokenScores
 
 LOGITS = 1 << 24  # elements of logits held at once, on a CPU
 BYTES = 10  # of an element of logits, in both dtypes and with its gradient
@@ -63,6 +63,18 @@ class HeadLogps(nn.Module):
             weight, bias, hidden_tE, shard.targets_t, shard.trained_n, asked
         )
         return TokenLogps(logps_t, means_t, entropy_t, likelihoods_t=likelihoods_t, hits_t=hits_t)
+
+
+class HeadScores(nn.Module):
+    """The score of each token, in float32 (float64 for float64): it is one row, and bfloat16 would leave two digits.
+
+    It is given the head's parameters, as `HeadLogps` is.
+    """
+
+    def forward(self, weight: Tensor, bias: Tensor | None, hidden_tE: Tensor, _shard: Shard) -> TokenScores:
+        to = wide(weight.dtype)
+        scores_t1 = nn.functional.linear(hidden_tE.to(to), weight.to(to), None if bias is None else bias.to(to))
+        return TokenScores(scores_t1.squeeze(-1))
 
 
 def logits_of(weight: Tensor, bias: Tensor | None, hidden_nE: Tensor, temperature: float) -> Tensor:

@@ -16,6 +16,7 @@ from tokenizers.models import BPE
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -39,6 +40,7 @@ from rlexp.config.schema import (
 from rlexp.training.model import hook, rope
 from rlexp.training.model.placing import Placing, arriving, put_all, round_all
 from rlexp.training.model.prepared import prepared
+from rlexp.training.model.score_head import ScoreHead, has_score_head, refuse_labels
 
 ROUNDED = {
     WeightsDtype.auto: None,
@@ -81,18 +83,24 @@ def load_model(
     placing: Placing | None = None,
     *,
     float64: bool = False,
+    scores: bool = False,
 ) -> PreTrainedModel:
     """Load the model, the same on every rank, with the ring's attention and without dropout. Its weights are float32,
-    and go where `placing` says, one by one; without it they stay on the host."""
+    and go where `placing` says, one by one; without it they stay on the host. `scores`: with a head for scores, which
+    is random if the files have none."""
     hook.register()
     match cfg:
         case HFModelConfig():
             dtype = ROUNDED[cfg.dtype]
             if placing is not None:
                 placing = dataclasses.replace(placing, rounded=dtype)
+            head, factory = ScoreHead(cfg.seed, f"{cfg.group}.path", cfg.path), AutoModelForCausalLM
+            if scores:
+                factory = AutoModelForSequenceClassification if has_score_head(config) else AutoModel
+                config = head.config(config)
             with arriving(placing):
                 model, info = _pretrained(
-                    AutoModelForCausalLM,
+                    factory,
                     cfg,
                     config=config,
                     dtype=torch.float32,
@@ -101,11 +109,13 @@ def load_model(
                     **(_experts(config) if float64 else {}),
                 )
             _refuse_random(f"{cfg.group}.path", cfg.path, info)
+            if factory is AutoModel:
+                model = head.on(model)
         case _:
             unset_hf_deepspeed_config()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(cfg.seed)
-                model = random_model(config, max_length)
+                model = random_model(config, max_length, scores=scores, seed=cfg.seed)
             if placing is not None:
                 put_all(model, placing)
             return model
@@ -117,11 +127,18 @@ def load_model(
     return model
 
 
-def random_model(config: PreTrainedConfig, max_length: int, *, float64: bool = False) -> PreTrainedModel:
-    """Make a model from its configuration alone, in float32, on torch's default device."""
+def random_model(
+    config: PreTrainedConfig, max_length: int, *, float64: bool = False, scores: bool = False, seed: int = 0
+) -> PreTrainedModel:
+    """Make a model from its configuration alone, in float32, on torch's default device. `seed` is that of a head for
+    scores."""
     hook.register()
     options = _experts(config) if float64 else {}
+    head = ScoreHead(seed, "model", config.model_type)
+    config = head.config(config) if scores else config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=hook.NAME, **options)
+    if scores:
+        model = head.on(model.base_model)
     return _without_surprises(model, max_length)
 
 
@@ -165,12 +182,13 @@ def _reward_config(cfg: ModelRewardConfig, key: str) -> PreTrainedConfig:
     name = f"{key}.path"
     config: PreTrainedConfig = _from_hub(AutoConfig, cfg.path, cfg.trust_remote_code, what="reward model", key=name)
     _without_dropout(config)
-    if config.num_labels != 1:
-        labels = ", ".join(map(str, list(config.id2label.values())[:4]))
+    if not has_score_head(config):
+        kind = (config.architectures or [config.model_type])[0]
         raise ModelError(
-            f"{name}={cfg.path}: has {config.num_labels} labels ({labels}), and a reward is one number. Give a "
-            f"sequence-classification model with one label."
+            f"{name}={cfg.path}: is a {kind}, which has no head that gives a score. Give a sequence-classification "
+            f"model with one label; loss=reward trains one, and leaves it in its run's folder, in model/."
         )
+    refuse_labels(config, name, cfg.path)
     return config
 
 

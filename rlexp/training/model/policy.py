@@ -1,4 +1,5 @@
-"""A causal model as a function from a shard to per-token log-probabilities, and from tokens to the next token's logits.
+"""A causal model as a function from a shard to per-token log-probabilities, and from tokens to the next token's logits;
+with a head for scores, from a shard to per-token scores.
 
 Shape letters: t tokens of this rank, E hidden size; B rows that are decoded, q new tokens of each, V vocabulary.
 """
@@ -19,8 +20,8 @@ from rlexp.base.errors import ModelError
 from rlexp.config.schema import Precision
 from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.float64 import precise
-from rlexp.training.model.head import Entropy, HeadLogps
-from rlexp.training.types import Shard, TokenLogps
+from rlexp.training.model.head import Entropy, HeadLogps, HeadScores
+from rlexp.training.types import Shard, TokenLogps, TokenScores
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
 CRITIC = "critic."  # the prefix of its parameters' names
@@ -38,12 +39,14 @@ class Policy(nn.Module):
         entropy: Entropy = Entropy.unasked,
         likelihoods: bool = False,
         hits: bool = False,
+        scores: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.critic = critic
         self.critic_lr_scale = 1.0  # the critic's learning rate over the policy's
         self.logps = HeadLogps(temperature, entropy, likelihoods=likelihoods, hits=hits)
+        self.scores = HeadScores() if scores else None  # in the place of log-probabilities
 
     def named(self) -> Iterator[tuple[str, Any]]:
         """The model's parameters by its own names, then the critic's."""
@@ -54,19 +57,28 @@ class Policy(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        return cast(nn.Linear, self.model.get_output_embeddings())
+        return cast(nn.Linear, self.model.get_output_embeddings() if self.scores is None else self.model.score)
 
-    def forward(self, work: Shard | Decoding) -> TokenLogps | Tensor:
-        """Return log-probabilities of the shard's targets; while decoding, (B, V) logits of each row's next token.
+    @property
+    def outlet(self) -> nn.Module:
+        """The module that is given the head's parameters."""
+        return self.logps if self.scores is None else self.scores
+
+    def forward(self, work: Shard | Decoding) -> TokenLogps | TokenScores | Tensor:
+        """Return log-probabilities of the shard's targets, or scores; while decoding, (B, V) logits of each row's next
+        token.
 
         Both enter here, since engines that gather parameters do so when the module that they wrap is called.
         """
         with precise(self.head.weight.dtype):
-            return self._next(work) if isinstance(work, Decoding) else self._logps(work)
+            return self._next(work) if isinstance(work, Decoding) else self._read(work)
 
-    def _logps(self, shard: Shard) -> TokenLogps:
+    def _read(self, shard: Shard) -> TokenLogps | TokenScores:
         head = self.head
         hidden_tE = hidden_states(self.model.base_model, shard)
+        if self.scores is not None:
+            scores: TokenScores = self.scores(head.weight, head.bias, hidden_tE, shard)
+            return scores
         logps: TokenLogps = self.logps(head.weight, head.bias, hidden_tE, shard)
         return logps if self.critic is None else logps._replace(values_t=self.critic(hidden_tE, shard))
 

@@ -84,8 +84,7 @@ class RewardModel(nn.Module):
         """
         with precise(self.head.weight.dtype):
             hidden_tE = hidden_states(self.model.base_model, shard)
-            is_last_St = shard.index_t.unsqueeze(0) == last_S.to(shard.index_t.device).unsqueeze(1)
-            here_S, place_S = is_last_St.any(-1), is_last_St.int().argmax(-1)
+            here_S, place_S = here(shard, last_S)
             scores_S = self._scores(hidden_tE[place_S])
         return torch.where(here_S, scores_S, 0.0)
 
@@ -101,6 +100,12 @@ class RewardModel(nn.Module):
                 f"have up to data.max_length={max_length} of them. Leave {self.key}.max_length out, or lower "
                 f"data.max_length."
             )
+
+
+def here(shard: Shard, last_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which places of the pack this rank holds, (S,), and where among its tokens."""
+    is_last_St = shard.index_t.unsqueeze(0) == last_S.to(shard.index_t.device).unsqueeze(1)
+    return is_last_St.any(-1), is_last_St.int().argmax(-1)
 
 
 def last_places(pack: Pack) -> Tensor:

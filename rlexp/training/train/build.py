@@ -184,14 +184,14 @@ def build_policy(
     load, float64 = sources.model, cfg.train.precision is Precision.fp64
     critic = None
     with pieces_for(cfg.engine):
-        model = load(cfg.model, config, cfg.data.max_length, placing, float64=float64)
+        model = load(cfg.model, config, cfg.data.max_length, placing, float64=float64, scores=needs.scores)
         if needs.critic is not None:
             own = needs.critic is CriticName.own
             trunk = load(cfg.model, config, cfg.data.max_length, placing, float64=float64).base_model if own else None
             critic = Critic(model.get_output_embeddings().in_features, trunk)
     policy = Policy(
         model, critic, temperature=needs.temperature, entropy=needs.entropy, likelihoods=needs.likelihoods,
-        hits=needs.hits,
+        hits=needs.hits, scores=needs.scores,
     )  # fmt: skip
     if placing is None:
         policy.to(device)

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from rlexp.config.schema.losses import LossConfig, PolicyLossConfig, PreferenceConfig, SFTConfig, UnpairedConfig
+from rlexp.config.schema.losses import (
+    LossConfig,
+    PolicyLossConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    SFTConfig,
+    UnpairedConfig,
+)
 from rlexp.training.train.offline_task import OfflineTask
+from rlexp.training.train.reward_task import RewardTask
 from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.train.task import Task
 from rlexp.training.train.unpaired_task import UnpairedTask
@@ -12,6 +20,7 @@ TASKS: dict[type[LossConfig], type[Task]] = {
     PreferenceConfig: OfflineTask,
     UnpairedConfig: UnpairedTask,
     SFTConfig: OfflineTask,
+    RewardModelConfig: RewardTask,
     PolicyLossConfig: RolloutTask,
 }
 

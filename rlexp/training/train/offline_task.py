@@ -39,7 +39,7 @@ from rlexp.training.train.sequence_sums import sum_by_sequence
 from rlexp.training.train.step import note_tokens
 from rlexp.training.train.task import Held, Needs, Step, Task
 from rlexp.training.train.whole_batch import WholeBatch, gathered, with_slopes
-from rlexp.training.types import Answered, Floats, TokenLogps, moved
+from rlexp.training.types import Answered, Floats, Pack, moved
 
 
 class OfflineTask(Task):
@@ -51,7 +51,7 @@ class OfflineTask(Task):
         self.kind, self.sides = EXAMPLE[cfg.loss.rows], SIDES[cfg.loss.rows]
         self.loss = self.loss_of(cfg)
         asks = self.loss.asks
-        self.needs = Needs(reference=asks.reference, likelihoods=asks.likelihoods, hits=asks.hits,
+        self.needs = Needs(reference=asks.reference, likelihoods=asks.likelihoods, hits=asks.hits, scores=asks.scores,
                            entropy=Entropy.logged if asks.entropies else Entropy.unasked)  # fmt: skip
         self.examples = examples
         self.train: Sequence[Answered] = examples.train
@@ -137,8 +137,10 @@ class OfflineTask(Task):
 
     def shard(self, examples: Sequence[Answered]) -> HeldExamples:
         """Return this rank's part of a micro-batch, on its device, with what is known of the examples."""
+        return self.held(examples, pack_examples(examples, **self.run.padding))
+
+    def held(self, examples: Sequence[Answered], pack: Pack) -> HeldExamples:
         run = self.run
-        pack = pack_examples(examples, **run.padding)
         shard = run.shard(pack)
         tail_t = None
         if self.loss.asks.tail_weight < 1:
@@ -148,7 +150,8 @@ class OfflineTask(Task):
         tokens_ES = moved(torch.from_numpy(counts.reshape(len(examples), len(self.sides))).double(), run.device)
         margin_E = None
         if self.loss.asks.margins:
-            margin_E = moved(torch.tensor([each.margin for each in examples], dtype=torch.float64), run.device)
+            margins = [each.margin or 0.0 for each in examples]
+            margin_E = moved(torch.tensor(margins, dtype=torch.float64), run.device)
         label_E = None
         if self.labelled:
             label_E = moved(torch.tensor([each.label for each in examples], dtype=torch.float64), run.device)
@@ -191,6 +194,7 @@ class HeldExamples(Held):
     margin_E: Tensor | None
     label_E: Tensor | None
     tail_t: Tensor | None  # the weight of each token's log-probability
+    places: tuple[int, ...] = ()  # of the examples in their batch
 
 
 class OfflineStep(Step):
@@ -230,20 +234,20 @@ class OfflineStep(Step):
         lengths = [len(each.prompt) + len(answer) for each in examples for answer, _ in each.answers]
         return self.task.run.packed_tokens(lengths)
 
-    def load(self, indices: Sequence[int]) -> HeldPlaces:
+    def load(self, indices: Sequence[int]) -> HeldExamples:
         with self.task.run.phases("data"):
             held = self.task.shard([*map(self.example, indices)])
-        return HeldPlaces(**vars(held), places=tuple(indices))
+        return replace(held, places=tuple(indices))
 
-    def loss(self, held: HeldPlaces, meter: Meter) -> Tensor:
+    def loss(self, held: HeldExamples, meter: Meter) -> Tensor:
         values, tokens = self.values(held, self.kept.pop(0) if self.kept else None)
         replica_loss_sum = self.judged(values, held.places, meter)
-        note_logits(meter, tokens, held, self.task)
+        self.note_tokens(meter, tokens, held)
         if not held.places:  # a rank without a sample still runs its (empty) graph, so that no collective waits for it
-            replica_loss_sum = replica_loss_sum + 0.0 * tokens.logps_t.sum()
+            replica_loss_sum = replica_loss_sum + 0.0 * tokens[0].sum()
         return replica_loss_sum * (self.task.run.world.size / self.count)
 
-    def values(self, held: HeldExamples, reference: Sides | None = None) -> tuple[Values, TokenLogps]:
+    def values(self, held: HeldExamples, reference: Sides | None = None) -> tuple[Values, Any]:
         """Run the models on a micro-batch: the reference too, unless its sums are known already."""
         task = self.task
         with task.run.phases("forward"):
@@ -293,7 +297,7 @@ class OfflineStep(Step):
                 held = self.load(indices)
                 values, tokens = self.values(held)
                 if meter is not None:
-                    note_logits(meter, tokens, held, self.task)
+                    self.note_tokens(meter, tokens, held)
                     note_tokens(meter, held.shard)
                 found.append((held.places, values))
             self.judge(found)
@@ -314,8 +318,16 @@ class OfflineStep(Step):
             held = self.load(indices)
             values, tokens = self.values(held)
             self.judged(values, held.places, meter)
-            note_logits(meter, tokens, held, self.task)
+            self.note_tokens(meter, tokens, held)
             note_tokens(meter, held.shard)
+
+    def note_tokens(self, meter: Meter, tokens: Any, held: HeldExamples) -> None:
+        """Meter what the model says of the answers' tokens beside what the loss is given: the mean logits."""
+        task = self.task
+        logits = task.by_side(sum_by_sequence(tokens.mean_logits_t, held.shard))
+        trained = task.by_side(sum_by_sequence(torch.ones_like(tokens.mean_logits_t), held.shard))
+        for side in task.sides:
+            meter.add_mean(f"logits/{side}", logits[side].sum(), trained[side].sum(), SHARDED)
 
     # ---- the end of a step ----
 
@@ -336,26 +348,13 @@ class OfflineStep(Step):
         for indices in self.micro_batches:
             for number in range(run.cfg.train.micro_batch_size):  # equally many passes on every replica
                 values, _ = self.values(self.load(indices[number : number + 1]))
-                sums = [*values.logps.values(), *(values.reference or {}).values()]
+                sums = [*values.judged.values(), *(values.reference or {}).values()]
                 if not loss.asks.whole_batch:
                     sums.append(loss(values).losses_E)
                 if not all(bool(each.isfinite().all()) for each in sums):
                     mine.append(indices[number])
         everywhere = {place for each in gather_objects(mine, run.world.size) for place in each}
         return [self.example(place).origin for place in sorted(everywhere)]
-
-
-@dataclass(frozen=True)
-class HeldPlaces(HeldExamples):
-    places: tuple[int, ...]  # of the examples in their batch
-
-
-def note_logits(meter: Meter, tokens: TokenLogps, held: HeldExamples, task: OfflineTask) -> None:
-    """Meter the mean logits of the answers' tokens."""
-    logits = task.by_side(sum_by_sequence(tokens.mean_logits_t, held.shard))
-    trained = task.by_side(sum_by_sequence(torch.ones_like(tokens.mean_logits_t), held.shard))
-    for side in task.sides:
-        meter.add_mean(f"logits/{side}", logits[side].sum(), trained[side].sum(), SHARDED)
 
 
 def mean_tokens(examples: Iterable[Answered], count: int) -> float:

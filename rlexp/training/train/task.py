@@ -39,6 +39,7 @@ class Needs:
     entropy: Entropy = Entropy.unasked
     likelihoods: bool = False  # log Σ p² of each token's distribution
     hits: bool = False  # whether each token is the most probable one
+    scores: bool = False  # a head for scores, in the place of log-probabilities
 
     @property
     def frozen(self) -> Needs:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlexp.config.checks.unpaired import ALONE
 from rlexp.config.schema import Config
 from rlexp.config.schema.losses import KTOConfig, UnpairedConfig
 from rlexp.training.algos.base import Sides, Values
@@ -26,7 +27,7 @@ from rlexp.training.dataset.tokens import fitted
 from rlexp.training.train.examples import Examples, sampler_of
 from rlexp.training.train.offline_task import HeldExamples, OfflineStep, OfflineTask
 from rlexp.training.train.whole_batch import gathered
-from rlexp.training.types import Answered, Completion, TokenLogps
+from rlexp.training.types import Answered, Completion
 
 IDEAL = (1.0, 4 / 3)  # weight of all good answers over that of all bad ones, by the paper of KTO (section 4.2)
 NEAR = 1.1  # a factor within which they are near enough
@@ -86,7 +87,7 @@ class UnpairedStep(OfflineStep):
         before = [(place - steps) % self.count for steps in range(1, self.count)]
         return next((each for each in before if not np.array_equal(self.example(each).prompt, own)), before[0])
 
-    def values(self, held: HeldExamples, reference: Sides | None = None) -> tuple[Values, TokenLogps]:
+    def values(self, held: HeldExamples, reference: Sides | None = None) -> tuple[Values, Any]:
         values, tokens = super().values(held, reference)
         return replace(values, mismatched_B=self.mismatched_B), tokens
 
@@ -99,17 +100,16 @@ def _alike(cfg: Config, labels: tuple[int, int]) -> str | None:
         return None
     only, other = ("true", "false") if labels[0] else ("false", "true")
     return (
-        f"data: all {sum(labels)} rows have `label` {only}, and loss={cfg.loss.name} compares good answers with bad "
-        f"ones. Give some rows whose `label` is {other}; or, to learn answers as they are, loss=sft."
+        f"data={cfg.data.name}: all {sum(labels)} rows have `label` {only}, and loss={cfg.loss.name} compares good "
+        f"answers with bad ones. Give some rows whose `label` is {other}; or, to learn answers as they are, loss=sft."
     )
 
 
 def _alone(cfg: Config, examples: Examples) -> str | None:
-    """Say which batch would have one answer, which has no other to be paired with."""
+    """Say if the last batch, or the held-out data, has a single answer. The size of all other batches is checked with
+    the configuration."""
     size, taken = cfg.train.batch_size, sampler_of(cfg, cfg.loss.rows, len(examples.train), examples.mixture).taken
-    why = f"loss={cfg.loss.name} estimates the divergence by answers to other prompts of the batch, and one has none"
-    if size == 1:
-        return f"train.batch_size=1: {why}. Use train.batch_size=2 or more."
+    why = f"loss={cfg.loss.name} {ALONE}"
     if taken % size == 1 and not cfg.data.drop_last:
         return (
             f"data.drop_last=false: {taken} answers in batches of {size} leave a last batch of 1, and {why}. Use "

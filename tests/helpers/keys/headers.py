@@ -40,7 +40,7 @@ def listed(each: Group, option: str) -> list[str]:
         and not is_choice(each, row)
         and not (row.meaning or "").startswith(BY_RLEXP)
     }
-    start = max(len(key) for key in keys if len(key) <= LONG) + 3
+    start = max((len(key) for key in keys if len(key) <= LONG), default=0) + 3
     return [
         line
         for key, said in keys.items()

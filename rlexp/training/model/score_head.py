@@ -1,0 +1,79 @@
+"""A head for scores: a row of weights at a sequence's last token, as in transformers' sequence classification."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+
+from rlexp.base.errors import ModelError
+
+
+def has_score_head(config: PreTrainedConfig) -> bool:
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+@dataclass(frozen=True)
+class ScoreHead:
+    """Makes of a model one that gives scores; where it has no head yet, with a random one of the seed.
+
+    `key` and `path` name the model, for messages.
+    """
+
+    seed: int
+    key: str
+    path: str
+
+    def config(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Return the configuration of the whole model.
+
+        transformers takes for the last token the last one that is not padding: an end of sequence must not be that.
+        """
+        if has_score_head(config):
+            refuse_labels(config, self.key, self.path)
+        config = copy.deepcopy(config)
+        config.num_labels = 1
+        if config.pad_token_id == config.eos_token_id:
+            config.pad_token_id = None
+        return config
+
+    def on(self, trunk: PreTrainedModel) -> PreTrainedModel:
+        """Put the head on a model without any. The trunk's parameters may be in pieces, or have no memory yet."""
+        model, config, prefix = self._without_memory(trunk), trunk.config, trunk.base_model_prefix
+        if not isinstance(model.score, nn.Linear) or type(getattr(model, prefix, None)) is not type(trunk):
+            raise self._refusal(trunk)
+        setattr(model, prefix, trunk)
+        head = nn.Linear(model.score.in_features, 1, bias=model.score.bias is not None, device="cpu")
+        std = getattr(config, "initializer_range", 0.02)
+        nn.init.normal_(head.weight, std=std, generator=torch.Generator().manual_seed(self.seed))
+        if head.bias is not None:
+            nn.init.zeros_(head.bias)
+        model.score = head
+        model.config.architectures = [type(model).__name__]
+        return model.eval()
+
+    def _without_memory(self, trunk: PreTrainedModel) -> Any:
+        try:
+            with torch.device("meta"):
+                return AutoModelForSequenceClassification.from_config(trunk.config)
+        except ValueError:
+            raise self._refusal(trunk) from None
+
+    def _refusal(self, trunk: PreTrainedModel) -> ModelError:
+        return ModelError(
+            f"{self.key}={self.path}: transformers has no sequence classification with a linear head `score` for "
+            f"{type(trunk).__name__}. Give a model of a family that has one, such as Llama or Qwen."
+        )
+
+
+def refuse_labels(config: PreTrainedConfig, key: str, path: str) -> None:
+    if config.num_labels != 1:
+        labels = ", ".join(map(str, list(config.id2label.values())[:4]))
+        raise ModelError(
+            f"{key}={path}: has {config.num_labels} labels ({labels}), and a reward is one number. Give a "
+            f"sequence-classification model with one label."
+        )
