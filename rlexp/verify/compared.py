@@ -126,7 +126,12 @@ class ComparedStep:
         return Finding(self.number, stage, clue, quantity, shown(got), shown(expected), note)
 
     def by_sequence(self, values: str, of: str = "micros") -> dict[Key, Array]:
-        """Values of each answer's trained tokens, put together from the ring. What no rank computed stays NaN."""
+        """Values of each answer's trained tokens, put together from the ring. What no rank computed stays NaN.
+
+        Of scores there is one for each answer, which the ring has put together already.
+        """
+        if self.whole.asks.scores:
+            return self._scores() if values == "policy_t" else {}
         whole: dict[Key, Array] = {}
         expected = self.expected.others if of == "others" else self.whole.expected.tokens
         for head, place, micro in self.micros(of):
@@ -146,6 +151,11 @@ class ComparedStep:
                     parts[sample, side][position[at] - first] = got[at]
             whole |= {(sample, side): part[expected[sample].trained(side)] for (sample, side), part in parts.items()}
         return whole
+
+    def _scores(self) -> dict[Key, Array]:
+        sums, samples = self.sums(), [sample for _, _, micro in self.micros() for sample in micro.samples]
+        return {(sample, side): sums[f"policy/{side}"][place : place + 1]
+                for place, sample in enumerate(samples) for side in self.whole.sides}  # fmt: skip
 
     def both(self, kind: str, name: str) -> tuple[Array, Array]:
         """A parameter's tensor in this step: the run's, and the reference's."""

@@ -85,7 +85,7 @@ class Counts:
 
     tokens: Mapping[str, Array]  # trained tokens of each answer, by side
     mean_tokens: float  # of the first answers
-    margins: Array | None
+    margins: Array | None  # 0 where a row has none
     labels: Array | None  # 1 for a good answer, 0 for a bad one
 
 
@@ -195,7 +195,7 @@ class StepExpected:
 
     number: int
     samples: tuple[int, ...]
-    policy: dict[Key, Array]  # log-probability of each token that is trained on
+    policy: dict[Key, Array]  # log-probability of each token that is trained on; or an answer's score, (1,)
     reference: dict[Key, Array]
     logits: dict[Key, Array]  # means over the vocabulary
     likelihoods: dict[Key, Array]
@@ -218,6 +218,7 @@ class Asked:
     tail_weight: float
     mean_tokens: bool
     margins: bool
+    scores: bool  # one number for each answer, in the place of its tokens' log-probabilities
 
 
 @dataclass

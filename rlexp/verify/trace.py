@@ -34,7 +34,7 @@ from rlexp.training.train.examples import read_examples
 from rlexp.training.train.loop import train_loop
 from rlexp.training.train.offline_task import HeldExamples, OfflineTask
 from rlexp.training.train.parts import Reference, Run
-from rlexp.training.types import Answered, Pack, Shard, TokenLogps
+from rlexp.training.types import Answered, Pack, Shard, TokenLogps, TokenScores
 from rlexp.verify.kept import Watch, WatchedEngine
 from rlexp.verify.records import (
     Array,
@@ -183,10 +183,10 @@ class Recorder(Sink):
         micro.counts = Counts(tokens, values.mean_tokens, margins, labels)
         if slopes is None:
             found = torch.autograd.grad(
-                losses.losses_E.sum(), list(values.logps.values()), retain_graph=True, allow_unused=True
+                losses.losses_E.sum(), list(values.judged.values()), retain_graph=True, allow_unused=True
             )
             slopes = {side: torch.zeros_like(each) if slope is None else slope
-                      for (side, each), slope in zip(values.logps.items(), found, strict=True)}  # fmt: skip
+                      for (side, each), slope in zip(values.judged.items(), found, strict=True)}  # fmt: skip
         micro.losses = Losses(
             array(losses.losses_E),
             {side: array(slope) for side, slope in slopes.items()},
@@ -302,6 +302,8 @@ class RecordedEngine:
     def forward(self, shard: Shard) -> Any:
         self._recorder.computing(shard)
         tokens = self._engine.forward(shard)
+        if isinstance(tokens, TokenScores):  # of which the loss is given one for each answer
+            return tokens
         self._recorder.micro.policy_t = array(tokens.logps_t)
         self._recorder.micro.logits_t = array(tokens.mean_logits_t)
         more = {"likelihoods_t": tokens.likelihoods_t, "entropies_t": tokens.entropy_t, "hits_t": tokens.hits_t}
@@ -335,7 +337,7 @@ class RecordedEngine:
 
 
 def named_sums(values: Values) -> dict[str, Array]:
-    given = {"policy": values.logps, "reference": values.reference, "likelihoods": values.likelihoods,
+    given = {"policy": values.judged, "reference": values.reference, "likelihoods": values.likelihoods,
              "entropies": values.entropies, "hits": values.hits}  # fmt: skip
     return {f"{who}/{side}": array(each) for who, sides in given.items() for side, each in (sides or {}).items()}
 

@@ -26,8 +26,10 @@ def losses_of(
     assert policy is not None
     for each in policy.values():
         each.requires_grad_()
+    scores = loss.asks.scores
     values = Values(
-        logps=policy,
+        logps={} if scores else policy,
+        scores=policy if scores else None,
         reference=reference,
         tokens={side: torch.tensor(each, dtype=torch.float64) for side, each in counts.tokens.items()},
         likelihoods=likelihoods,

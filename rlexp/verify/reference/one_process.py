@@ -23,7 +23,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlexp.base.errors import ModelError, NonFiniteError
@@ -61,7 +68,7 @@ class Reference:
         self.cfg = cfg
         self.device = torch.device("cuda" if cfg.launch.device is Device.cuda else "cpu")
         self.loss, self.carried = loss, dict[str, float]()
-        self.policy = load(cfg, self.device)
+        self.policy = load(cfg, self.device, scores=self.loss.asks.scores)
         self.start = load(_of_reference(cfg), self.device) if self.loss.asks.reference else None
         self.parameters = dict(self.policy.named_parameters())
         for name, parameter in self.parameters.items():
@@ -126,11 +133,9 @@ class Reference:
             self.carried = dict(carried)
             for place, example in enumerate(batch.values()):
                 for side in example.sides:
-                    logps_n, *_ = answer_logps(self.policy, example, side, self.device)
-                    weight_n = torch.from_numpy(rules.token_weights(example, side, asks.tail_weight)).to(self.device)
                     slope = torch.tensor(losses.slopes[side][place] / len(batch), device=self.device)
-                    (logps_n * weight_n).sum().backward(slope)
-        sides = next(iter(batch.values())).sides
+                    self._judged(example, side).backward(slope)
+        sides = next(iter(batch.values())).sides if values["logits"] else ()
         logits = {side: joined([values["logits"][sample, side] for sample in batch]) for side in sides}
         row = rules.logged(losses, sums, logits, sum(example.tokens for example in batch.values()))
         return StepExpected(
@@ -152,6 +157,14 @@ class Reference:
             row=row,
         )
 
+    def _judged(self, example: TokenExample, side: str) -> Tensor:
+        """What the loss is a function of: the answer's score, or the weighted sum of its tokens."""
+        if self.loss.asks.scores:
+            return answer_score(self.policy, example, side, self.device)
+        logps_n, *_ = answer_logps(self.policy, example, side, self.device)
+        weights = rules.token_weights(example, side, self.loss.asks.tail_weight)
+        return (logps_n * torch.from_numpy(weights).to(self.device)).sum()
+
     def _others(self, batch: Mapping[int, TokenExample]) -> dict[int, TokenExample]:
         """Give each example of a batch another's answer."""
         examples, most = list(batch.values()), self.cfg.data.max_length
@@ -164,6 +177,9 @@ class Reference:
         values: dict[str, dict[Key, Array]] = {who: {} for who in asked}
         for sample, example in batch.items():
             for side in example.sides:
+                if self.loss.asks.scores:
+                    values["policy"][sample, side] = self._judged(example, side).reshape(1).cpu().numpy()
+                    continue
                 logps_n, means_n, *more = answer_logps(self.policy, example, side, self.device)
                 said = {"policy": logps_n, "logits": means_n, **dict(zip(OF_TOKENS, more, strict=True))}
                 if self.start is not None:
@@ -178,7 +194,8 @@ class Reference:
         beyond, sums = self.loss.asks.tail_weight, {}
         for who in ("policy", "reference", *OF_TOKENS):
             for side in next(iter(batch.values())).sides if values[who] else ():
-                weights = [rules.token_weights(example, side, 1.0 if who in OF_TOKENS else beyond)
+                weights = [np.ones(1) if self.loss.asks.scores else
+                           rules.token_weights(example, side, 1.0 if who in OF_TOKENS else beyond)
                            for example in batch.values()]  # fmt: skip
                 tokens = [values[who][sample, side] for sample in batch]
                 sums[f"{who}/{side}"] = np.array([(a * b).sum() for a, b in zip(tokens, weights, strict=True)])
@@ -195,7 +212,8 @@ def expected_steps(cfg: Config, loss: Loss, steps: int, held_out: int, folder: P
     reference, files = Reference(cfg, loss, load_tokenizer(cfg)), TensorFiles(folder)
     reference.write_weights(files, 0)
     expected = Expected(examples=len(reference.examples), total_steps=reference.total, tokens={}, steps=[],
-                        asks=Asked(loss.asks.tail_weight, loss.asks.mean_tokens, loss.asks.margins))  # fmt: skip
+                        asks=Asked(loss.asks.tail_weight, loss.asks.mean_tokens, loss.asks.margins,
+                                   loss.asks.scores))  # fmt: skip
     total = 0
     for number in range(1, steps + 1):
         step = reference.step(number, files)
@@ -233,13 +251,13 @@ def _of_reference(cfg: Config) -> Config:
     return dataclasses.replace(cfg, model=other)
 
 
-def load(cfg: Config, device: torch.device, attention: str | None = None) -> Any:
+def load(cfg: Config, device: torch.device, attention: str | None = None, *, scores: bool = False) -> Any:
     """Load the starting model with float64 parameters, rounded as the configuration says; rotary tables and other
     buffers stay in float32."""
     names = [attention] if attention else [own_blocks() if device.type == "cuda" else "sdpa", "eager"]
     for name in names:
         try:
-            model = _made(cfg, name)
+            model = _scoring(cfg, name) if scores else _made(cfg, name)
             break
         except ValueError:  # the model does not offer this attention
             if name == names[-1]:
@@ -249,8 +267,29 @@ def load(cfg: Config, device: torch.device, attention: str | None = None) -> Any
         parameter.data = parameter.data.to(dtype).double()
     _pin_angles(model, cfg.data.max_length)
     model.to(device).eval()
-    _refuse_other_head(model, device)
+    if not scores:
+        _refuse_other_head(model, device)
     return model
+
+
+def _scoring(cfg: Config, attention: str) -> Any:
+    """Make the model with a head for scores: its own, or a row of normal numbers from the seed."""
+    hf = cfg.model if isinstance(cfg.model, HFModelConfig) else None
+    if hf is not None:
+        config = transformers.AutoConfig.from_pretrained(hf.path, **_options(hf))
+        if any("SequenceClassification" in name for name in config.architectures or []):
+            return AutoModelForSequenceClassification.from_pretrained(
+                hf.path, **_options(hf), dtype=torch.float32, attn_implementation=attention
+            )
+    model = _made(cfg, attention)
+    config = model.config
+    config.num_labels = 1
+    whole = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    setattr(whole, whole.base_model_prefix, model.base_model)
+    weight = torch.empty_like(whole.score.weight)
+    weight.normal_(std=config.initializer_range, generator=torch.Generator().manual_seed(cfg.model.seed))
+    whole.score.weight.data = weight
+    return whole
 
 
 def _made(cfg: Config, attention: str) -> Any:
@@ -336,6 +375,15 @@ def answer_logps(model: Any, example: TokenExample, side: str, device: torch.dev
                                     use_reentrant=False))  # fmt: skip
     trained_n = torch.from_numpy(example.trained(side)).to(device)
     return tuple(torch.cat(each)[trained_n] for each in zip(*parts, strict=True))
+
+
+def answer_score(model: Any, example: TokenExample, side: str, device: torch.device) -> Tensor:
+    """The score of one sequence alone, at its last token."""
+    tokens_T = torch.from_numpy(example.sequence(side)).to(device)
+    with precise(torch.float64):
+        hidden_TE = model.base_model(input_ids=tokens_T.unsqueeze(0), use_cache=False).last_hidden_state.squeeze(0)
+        score: Tensor = model.score(hidden_TE[-1]).squeeze()
+    return score
 
 
 def _logps(head: nn.Module, hidden_nE: Tensor, tokens_n: Tensor) -> tuple[Tensor, ...]:

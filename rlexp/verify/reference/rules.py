@@ -96,11 +96,11 @@ def counts_of(batch: Sequence[TokenExample]) -> Counts:
     """Count the trained tokens of a whole batch."""
     sides = batch[0].sides
     tokens = {side: np.array([example.trained(side).sum() for example in batch], dtype=float) for side in sides}
-    margins, labels = [example.margin for example in batch], [example.label for example in batch]
+    labels = [example.label for example in batch]
     return Counts(
         tokens=tokens,
         mean_tokens=float(tokens[sides[0]].sum()) / len(batch),
-        margins=None if None in margins else np.array(margins, dtype=float),
+        margins=np.array([example.margin or 0.0 for example in batch], dtype=float),
         labels=None if None in labels else np.array(labels, dtype=float),
     )
 

@@ -42,6 +42,10 @@ def _sequence(step: ComparedStep, clue: Clue, who: str, key: Key, got: Array, wa
     gauge.exceeds("sum of a sequence's log-probabilities", float(sums), allowed)
     if gauge.exceeds("log-probability of a token", float(apart.max()), allowed):
         sample, side = key
+        if step.whole.asks.scores:
+            what = f"score of {step.whole.word} {sample}, {side}, at its last token"
+            yield step.finding(LOGPS, clue, what, got[0], wanted[0])
+            return
         examples = step.expected.others if "mismatched" in who else step.whole.expected.tokens
         trained = np.flatnonzero(examples[sample].trained(side))
         at = int(np.flatnonzero(~(apart <= allowed))[0])
@@ -53,7 +57,7 @@ def _sequence(step: ComparedStep, clue: Clue, who: str, key: Key, got: Array, wa
 def _sums(step: ComparedStep) -> Iterator[Finding]:
     """Check the sums that each rank gave to the loss, given the log-probabilities of the tokens."""
     for who in WHO:
-        if not getattr(step.expected, who):
+        if not getattr(step.expected, who) or step.whole.asks.scores:
             continue
         tokens = _weighted(step, who)
         for trace in step.whole.traces:

@@ -80,7 +80,8 @@ def counted(step: ComparedStep) -> dict[str, float]:
     weights_E = {name: joined([each.weights_E[name] for each in losses]) for name in weighted}
     whole = Losses(joined([each.losses_E for each in losses]), {}, values_E, weights_E)
     tokens = step.by_sequence("logits_t")
-    logits = {side: joined([v for (_, of), v in tokens.items() if of == side]) for side in step.whole.sides}
+    sides = step.whole.sides if tokens else ()
+    logits = {side: joined([v for (_, of), v in tokens.items() if of == side]) for side in sides}
     real = sum(micro.real_tokens for trace in step.whole.traces for micro in trace.steps[step.place].micros)
     row = rules.logged(whole, step.sums(), logits, real)
     return {f"train/{name}": value for name, value in row.items()}
