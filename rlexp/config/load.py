@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rlexp.base.errors import ConfigError
 from rlexp.base.files import write_text
@@ -29,6 +29,7 @@ _OPEN = re.compile(
     r"(engine\.overrides|logger\.axes|reward\.terms|data\.(columns|sources|template_options)|hydra\.launcher\.(environment|additional_parameters))[.=]"
 )
 
+OF_CURVE = ("model", "data", "loss", "reference", "optim", "rollout", "reward")
 BY_DEFAULT = "the default"  # engine.chosen in conf/engine/auto.yaml
 
 
@@ -45,6 +46,28 @@ def compose_config(overrides: Sequence[str]) -> Config:
     register()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return from_hydra(compose("config", overrides=open_ended(overrides)))
+
+
+def compose_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    """Compose from overrides, on the ground of another run's configuration (`to_plain`): of that come the groups of
+    keys on which a curve depends, but for the keys that are given."""
+    register()
+    given = {re.split(r"[=@]", each.lstrip("+~"))[0] for each in overrides}
+    groups = [group for group in OF_CURVE if group not in given]
+    named = [f"{group}={plain[group]['name']}" for group in groups if group in plain and plain[group].get("name")]
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = compose("config", overrides=[*named, *open_ended(overrides)])
+    stored = OmegaConf.create(dict(plain))
+    with open_dict(cfg):
+        for key in ("seed", "train.batch_size", "train.precision"):
+            if key not in given:
+                OmegaConf.update(cfg, key, OmegaConf.select(stored, key))
+        for group in groups:
+            for leaf, value in plain.get(group, {}).items():
+                key = f"{group}.{leaf}"
+                if leaf != "name" and not any(each == key or each.startswith(f"{key}.") for each in given):
+                    OmegaConf.update(cfg, key, value, merge=False)
+    return from_hydra(cfg)
 
 
 def open_ended(overrides: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.deepspeed import check_overrides
+from rlexp.config.checks.evaluation import check_evaluation
 from rlexp.config.checks.files import check_baseline
 from rlexp.config.checks.kernel import check_kernel
 from rlexp.config.checks.layout import check_layout, heads_of
@@ -22,8 +23,8 @@ from rlexp.config.hardware import visible_gpus
 from rlexp.config.schema import Config, Device, HFModelConfig, LoggerName, TinyModelConfig
 from rlexp.config.schema.bounds import check_bounds
 from rlexp.config.schema.cadence import BEFORE_END, save_cadence, seconds
-from rlexp.config.schema.data import ArithmeticDataConfig, RowsDataConfig, SyntheticDataConfig
-from rlexp.config.schema.data_sources import check_sources, has_held_out
+from rlexp.config.schema.data import RowsDataConfig
+from rlexp.config.schema.data_sources import check_sources
 
 MOST_RANKS = 512  # on one machine
 
@@ -49,6 +50,7 @@ def check(cfg: Config, *, here: bool = True) -> None:
     check_reference(cfg, here=here)
     check_rollout(cfg, here=here)
     check_loss(cfg)
+    check_evaluation(cfg)
     check_reward(cfg)
 
 
@@ -188,18 +190,3 @@ def _check_groups(cfg: Config, *, here: bool) -> None:
                 )
         case HFModelConfig() as model:
             check_pretrained(model, here=here)
-    if cfg.train.eval_every is not None and not _has_eval(cfg):
-        raise ConfigError(
-            f"train.eval_every={cfg.train.eval_every}: there is no held-out data. "
-            f"Give data.eval_path=FILE, data.eval_split=NAME (data=hf) or data.eval_size=N, or leave train.eval_every "
-            f"out."
-        )
-
-
-def _has_eval(cfg: Config) -> bool:
-    match cfg.data:
-        case RowsDataConfig() as rows:
-            return has_held_out(rows)
-        case SyntheticDataConfig(eval_size=size) | ArithmeticDataConfig(eval_size=size):
-            return size > 0
-    return False

@@ -254,6 +254,16 @@ class TrainConfig:
 
 
 @dataclass
+class EvalConfig:
+    """How the held-out rows are evaluated; `train.eval_every` says when."""
+
+    before_training: bool = False  # evaluate before the first step too, in a row of step 0
+    # lengths in tokens, ascending, by which the held-out rows are divided: loss and accuracy are logged for each part.
+    # `[512,2048]` makes three, of whole sequences up to 512 tokens, up to 2048, and longer
+    buckets: list[int] = field(default_factory=list)
+
+
+@dataclass
 class ParallelConfig:
     # ranks that share each sequence; they are one ring, and one replica of the model
     ring_size: int = number(1, least=1, most=MANY)
@@ -494,6 +504,7 @@ class Config:
     train: TrainConfig = field(
         default_factory=TrainConfig
     )  # batch size, number of steps or epochs, and precision of the run
+    eval: EvalConfig = field(default_factory=EvalConfig)  # how the held-out rows are evaluated
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how ranks share sequences
     model: ModelConfig = field(default_factory=ModelConfig)  # the model that is trained
     data: DataConfig = field(default_factory=DataConfig)  # the rows that the model is trained on

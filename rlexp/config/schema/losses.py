@@ -47,7 +47,7 @@ class IPONormalize(Enum):
 class Shift(Enum):
     """The reward shift of BCO."""
 
-    none = "none"  # no shift, as in TRL
+    none = "none"  # no shift, as in TRL's loss on pairs
     mean = "mean"  # the mean reward of all answers trained on so far, as in the paper
 
 

@@ -31,12 +31,14 @@ def excess(row: MetricRow, precision: Precision) -> float | None:
 
     In the first steps a comparison allows the same.
     """
+    if PARITY not in row:
+        return None
     step, size = int(row["step"]), max(abs(row[LOSS]), least_size(LOSS, row))
     if step <= EARLY:
         allowed = size * float(within_rounding(LOSS, precision.value, np.array([step]))[0])
     else:
         allowed = ALLOWED[precision] * max(size, FLOOR)
-    return allowed if row.get(PARITY, 0.0) > allowed else None
+    return allowed if row[PARITY] > allowed else None
 
 
 class Baseline:
@@ -54,6 +56,8 @@ class Baseline:
 
     def beside(self, row: MetricRow) -> MetricRow:
         step = int(row["step"])
+        if LOSS not in row:  # before the first step
+            return row
         self._asked += 1
         if step not in self._losses:
             self._read_on()

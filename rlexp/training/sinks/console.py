@@ -40,6 +40,9 @@ class ConsoleSink(Sink):
         )
 
     def log(self, row: MetricRow) -> None:
+        if row["step"] == 0:
+            self._before_training(row)
+            return
         shown = {"loss": f"{row['train/loss']:.4f}"}
         self.score = row.get(SCORE, self.score)
         if self.score is not None:
@@ -59,15 +62,21 @@ class ConsoleSink(Sink):
             values = "  ".join(f"{name} {value}" for name, value in shown.items())
             say(f"step {step}/{self.total_steps}  {values}  {left:.0f} s left\n")
 
-    def rollout(self, facts: RolloutFacts) -> None:
-        if not facts.shown:
-            return
-        text = "\n".join(legible.lines(facts, shutil.get_terminal_size().columns))
+    def _before_training(self, row: MetricRow) -> None:
+        values = "  ".join(f"{name} {row[name]:.4f}" for name in ("eval/loss", "eval/objective/scores") if name in row)
+        self._write(f"before training  {values}")
+
+    def _write(self, text: str) -> None:
         if self.bar is None:
             say(f"{text}\n")
             return
         with contextlib.suppress(OSError):
             self.bar.write(text, file=sys.stderr)  # above the bar
+
+    def rollout(self, facts: RolloutFacts) -> None:
+        if not facts.shown:
+            return
+        self._write("\n".join(legible.lines(facts, shutil.get_terminal_size().columns)))
 
     def close(self, ending: Ending) -> None:  # noqa: ARG002
         if self.bar is not None:

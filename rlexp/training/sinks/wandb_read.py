@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # importing it would import torch, which readers do without
     from rlexp.run_files.metrics_jsonl import MetricRow
 
 STEP = "train/global_step"
+NONE = -1  # the last step where there is no row: a row before the first step has step 0
 SAMPLES = "samples"  # a table: offline it appears as values such as `samples.nrows`
 _FRAGMENT = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
 LONGEST = 600  # seconds to read one folder of W&B
@@ -85,7 +86,7 @@ def fragments_beneath(runs: Path) -> Iterator[Path]:
 
 def last_step(folder: Path, run_id: str) -> int:
     """Return the last step in the folders of a run's earlier processes."""
-    last = 0
+    last = NONE
     for path in _inside(folder, f"*-{run_id}"):
         rows = by_step(record["history"]["item"] for record in _records(path, ("history",)))
         last = max([last, *(int(row["step"]) for row in rows)])

@@ -17,7 +17,7 @@ from rlexp.training.sinks.baseline import LOSS, PARITY, excess
 from rlexp.training.sinks.console import say
 from rlexp.training.sinks.run_names import name_of
 from rlexp.training.sinks.wandb_account import Mode, wandb_mode
-from rlexp.training.sinks.wandb_read import SAMPLES, STEP, last_step
+from rlexp.training.sinks.wandb_read import NONE, SAMPLES, STEP, last_step
 
 TEXT_LINES, TEXT_LENGTH = 12, 1000  # the most of an alert's text
 # Errors that the client raises once its process is gone, besides ConnectionError. They have no public names.
@@ -74,7 +74,7 @@ class WandbSink(Sink):
         self, logger: LoggerConfig, run_dir: Path, facts: WandbFacts, *, run_id: str, history: Sequence[MetricRow] = ()
     ) -> None:
         mode = wandb_mode(logger.mode)
-        stored = _last_step_offline(run_dir, run_id) if mode == "offline" else 0
+        stored = _last_step_offline(run_dir, run_id) if mode == "offline" else NONE
         self._run = _begin(logger, run_dir, facts, run_id, mode)
         # The step is a value, not W&B's own counter: W&B silently drops a step below its counter.
         self._run.define_metric(STEP)
@@ -85,7 +85,9 @@ class WandbSink(Sink):
         self._told = False  # an alert said that the loss left its baseline
         self._tables: dict[int, Any] = {}  # tables of samples, by the step whose row they wait for
 
-        self._stored = stored or (self._run.starting_step - 1 if self._run.resumed else 0)
+        if stored == NONE and self._run.resumed:
+            stored = self._run.starting_step - 1
+        self._stored = stored
         latest: dict[str, Any] = {}
         for row in history:
             latest |= {name: value for name, value in row.items() if name != "step"} | self._extremes.better(row)
@@ -195,7 +197,7 @@ def _last_step_offline(run_dir: Path, run_id: str) -> int:
         return last_step(run_dir / "wandb", run_id)
     except SinkError as error:
         say(f"rlexp: {error} All rows are sent to W&B again.\n")
-        return 0
+        return NONE
 
 
 def _begin(logger: LoggerConfig, run_dir: Path, facts: WandbFacts, run_id: str, mode: Mode) -> Any:

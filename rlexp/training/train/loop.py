@@ -32,6 +32,8 @@ def train_loop(
     """
     run, position = task.run, position or Position()
     row: MetricRow | None = None
+    if run.cfg.eval.before_training and position.step == 0:
+        sinks.log({"step": 0, "train/global_step": 0, **task.evaluate(0)})
     for step in range(position.step + 1, last_step(run, position) + 1):
         values = train_step(task, step)
         position.step, position.total_tokens = step, position.total_tokens + int(values["train/tokens"])

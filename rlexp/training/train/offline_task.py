@@ -33,6 +33,7 @@ from rlexp.training.model.head import Entropy
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.objects import gather_objects
 from rlexp.training.rollout.bridge import Bridge
+from rlexp.training.train.by_length import Buckets
 from rlexp.training.train.examples import Examples, longest_examples, sampler_of
 from rlexp.training.train.parts import Reference, Run
 from rlexp.training.train.sequence_sums import sum_by_sequence
@@ -58,6 +59,7 @@ class OfflineTask(Task):
         self.held_out: Sequence[Answered] = examples.held_out
         self.sampler: Sampler = sampler_of(cfg, cfg.loss.rows, len(self.train), examples.mixture)
         self.carried = {}
+        self.buckets = Buckets(cfg.eval.buckets)
         if (said := self.unfit(cfg, examples)) is not None:
             raise DataError(said)
 
@@ -115,7 +117,7 @@ class OfflineTask(Task):
         with self.run.phases("eval"):
             whole = Batch(0, 0, tuple(range(len(self.held_out))))
             self.step_of(whole, self.held_out, held_out=True).evaluate(meter)
-        values = {f"eval/{name}": value for name, value in meter.reduce().items()}
+        values = {f"eval/{name}": value for name, value in self.buckets.completed(meter.reduce()).items()}
         bad = [name for name, value in values.items() if not math.isfinite(value)]
         if bad:
             raise NonFiniteError(
@@ -281,6 +283,8 @@ class OfflineStep(Step):
             losses = self.task.loss(values)
             total = losses.losses_E.sum()
         self.task.note(meter, values, losses, slopes)
+        if self.held_out:
+            self.task.buckets.note(meter, [*map(self.example, places)], losses)
         return total
 
     # ---- losses that ask for the whole batch ----

@@ -44,12 +44,17 @@ def resume(task: Task, run_dir: Path) -> tuple[Position, str]:
         return Position(), "  no checkpoint here yet: begins at step 1\n" if again else ""
     path, saved = restored
     position = Position(saved["step"], saved["total_tokens"])
-    task.restore(path, saved.get(TASK, saved.get(TASK_BEFORE)), position.step)
+    task.restore(path, saved_task(saved), position.step)
     if not first:
         return position, ""
     rewrite(run_dir / METRICS, path / METRICS, position.step)
     notes = [*_changes(run, saved), *run_folder.read(run_dir).get("forced", [])]
     return position, "".join(f"  {line}\n" for line in (f"continues from {path}, after step {position.step}", *notes))
+
+
+def saved_task(saved: Mapping[str, Any]) -> Any:
+    """Return the task's part of a checkpoint's position."""
+    return saved.get(TASK, saved.get(TASK_BEFORE))
 
 
 def refuse_other_versions(run_dir: Path, now: Mapping[str, str], force: Sequence[str]) -> None:

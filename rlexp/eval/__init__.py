@@ -1,0 +1,1 @@
+"""`python -m rlexp.eval`: evaluate a model, or a checkpoint, on held-out rows without training it."""

@@ -1,0 +1,47 @@
+"""Evaluate a model or a checkpoint on held-out rows, as a run of the same keys does, and train nothing.
+
+python -m rlexp.eval loss=sft model=hf model.path=FOLDER data=jsonl data.path=FILE data.eval_path=HELD_OUT
+python -m rlexp.eval RUN parallel=ring4 eval.buckets=[512,2048]         the newest checkpoint of a run
+python -m rlexp.eval RUN/checkpoints/step-00000050 --json result.json
+
+A checkpoint brings the keys of its run that a curve depends on (model, data, loss); those that are given replace them.
+Layout, engine and precision are the command's own. The values are those that the run has in the row of that step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rlexp.base.command import Parser, refuse_unwritable
+from rlexp.config.explain import explained
+
+
+def main() -> int:
+    parser = Parser(
+        prog="python -m rlexp.eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", metavar="RUN_OR_CHECKPOINT key=value")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the values to this file")
+    return explained(lambda: run(parser.parse_intermixed_args()))
+
+
+def run(options: argparse.Namespace) -> int:
+    from rlexp.eval import evaluation, report
+    from rlexp.launch.local import Interrupted
+
+    job = evaluation.job_of(options.words)
+    refuse_unwritable(options.json)
+    try:
+        found = evaluation.evaluate(job)
+    except Interrupted as stop:
+        return stop.exit_code
+    sys.stdout.write(report.text(job, found))
+    if options.json is not None:
+        report.write(job, found, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

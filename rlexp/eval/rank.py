@@ -1,0 +1,38 @@
+"""A rank of an evaluation: the run's own build, a checkpoint's weights, and the task's own evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlexp.eval.evaluation import EvalJob, Evaluation
+from rlexp.launch.joining import RankSpec, join, leave_world, threads_of
+from rlexp.training.checkpoint.restore import restore
+from rlexp.training.engine.base import shape_of, trained
+from rlexp.training.sinks.console import say
+from rlexp.training.train.build import build
+from rlexp.training.train.resume import saved_task
+from rlexp.training.train.task import Task
+
+
+def evaluate_rank(spec: RankSpec, job: EvalJob, folder: str) -> Evaluation:
+    launch = job.cfg.launch
+    join(spec, launch.device.value, launch.timeout_seconds, threads_of(launch))
+    task = build(job.cfg)
+    try:
+        step = 0 if job.checkpoint is None else take_up(task, job.checkpoint, Path(folder))
+        values = task.evaluate(step)
+        return Evaluation(step, values, len(task.examples.held_out), task.kind, task.run.attention)
+    finally:
+        task.close()
+        leave_world()
+
+
+def take_up(task: Task, checkpoint: Path, nothing: Path) -> int:
+    """Load a checkpoint's weights and the task's part of it; return its step. `nothing` is a folder without runs."""
+    run = task.run
+    shapes = {name: shape_of(parameter) for name, parameter in trained(run.engine.policy).items()}
+    restored = restore(str(checkpoint), nothing, run.engine, shapes, run.world, say)
+    assert restored is not None, "a path always has a checkpoint, or raises"
+    path, position = restored
+    task.restore(path, saved_task(position), position["step"])
+    return int(position["step"])

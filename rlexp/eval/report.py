@@ -1,0 +1,73 @@
+"""The values of an evaluation, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rlexp import __version__
+from rlexp.base.wilson import wilson
+from rlexp.config.load import to_plain
+from rlexp.config.model_names import called
+from rlexp.eval.evaluation import EvalJob, Evaluation
+
+OF_LENGTH = re.compile(r"eval/(\d+-\d+|\d+\+)/(\w+)")
+
+
+def text(job: EvalJob, found: Evaluation) -> str:
+    cfg, parallel = job.cfg, job.cfg.parallel
+    of = called(cfg.model) if job.checkpoint is None else f"{job.checkpoint}, after step {found.step}"
+    lines = [
+        f"rlexp {__version__}  {cfg.loss.name} of {of}, {cfg.train.precision.value}",
+        f"  {found.held_out:,} held-out {found.kind}s, on a ring of {parallel.ring_size} ({found.layout}) × "
+        f"{parallel.dp_size} replica{'s' * (parallel.dp_size > 1)}",
+        "",
+    ]
+    whole = {name: value for name, value in found.values.items() if not OF_LENGTH.fullmatch(name)}
+    width = max(map(len, whole))
+    lines += [f"  {name:<{width}}  {value:<10.6g}{interval(name, value, found)}".rstrip()
+              for name, value in whole.items()]  # fmt: skip
+    if parts := by_length(found.values):
+        lines += ["", *table(parts, found.kind)]
+    return "\n".join(lines) + "\n"
+
+
+def interval(name: str, value: float, found: Evaluation) -> str:
+    """Return the interval of an accuracy that is a share of the examples."""
+    if name != "eval/rewards/accuracies":
+        return ""
+    low, high = wilson(value, found.held_out)
+    return f"  95 % interval {low:.4f} to {high:.4f}"
+
+
+def by_length(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the values of each part, by the part's name."""
+    parts: dict[str, dict[str, float]] = {}
+    for name, value in values.items():
+        if (match := OF_LENGTH.fullmatch(name)) is not None:
+            parts.setdefault(match[1], {})[match[2]] = value
+    return parts
+
+
+def table(parts: Mapping[str, Mapping[str, float]], kind: str) -> Iterator[str]:
+    yield f"  {'tokens':<15}{kind + 's':>9}{'loss':>10}{'accuracy':>10}   95 % interval"
+    for name, part in parts.items():
+        line = f"  {name:<15}{int(part['examples']):>9,}"
+        if "loss" in part:
+            line += f"{part['loss']:>10.4f}"
+        if "accuracy" in part:
+            line += f"{part['accuracy']:>10.4f}   {part['accuracy_low']:.4f} to {part['accuracy_high']:.4f}"
+        yield line
+
+
+def write(job: EvalJob, found: Evaluation, place: Path) -> None:
+    said = {
+        "checkpoint": None if job.checkpoint is None else str(job.checkpoint),
+        "step": found.step,
+        "held_out": found.held_out,
+        "values": found.values,
+        "config": to_plain(job.cfg),
+    }
+    place.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
