@@ -107,6 +107,8 @@ class _Kept(Sink):
         self.rows.append(row)
         from rlexp.training.train.rollout_task import RolloutTask
 
+        if row["step"] == 0:  # before the first step
+            return
         task = self._task
         self.samples.append(task.batch(int(row["step"])).indices)
         if isinstance(task, RolloutTask) and len(self.drawn) <= task.rollouts.number:

@@ -10,11 +10,12 @@ import torch
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.verify.records import SIDES, Losses, TokenPair, joined
 from rlexp.verify.reference import rules
 from rlexp.verify.reference.one_process import load_tokenizer
-from rlexp.verify.reference.pairs import pairs_of
+from rlexp.verify.reference.pairs import set_of
 from tests.helpers import textbook
 from tests.helpers.ranks import Steps, largest_gap, on_ranks, train_steps
 from tests.helpers.squality import write_long_pairs
@@ -110,7 +111,7 @@ def test_every_logged_value_equals_the_textbook() -> None:
     cfg = compose_config([*SMALL, "parallel=ring2", "launch.nproc=4", "train.micro_batch_size=2", "data.eval_size=7",
                           "train.eval_every=3", "train.max_steps=3", "optim.lr=2e-3"])  # fmt: skip
     row, weights_before, weights_after = on_ranks(4, third_row_rank, cfg)[0]
-    held_out = pairs_of(cfg.data, load_tokenizer(cfg)).held_out
+    held_out = set_of(cfg.data, Kind.pairs, load_tokenizer(cfg)).held_out
     config = load_config(cfg.model, cfg.data.max_length)
     start = textbook.float64_weights(load_model(cfg.model, config, cfg.data.max_length))
     batch = batches_of(cfg, 3)[-1]

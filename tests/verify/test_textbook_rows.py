@@ -26,7 +26,7 @@ from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Pair
 from rlexp.verify.records import SIDES, TokenPair
 from rlexp.verify.reference import rules
-from rlexp.verify.reference.pairs import ExampleSet, Writer, pairs_of
+from rlexp.verify.reference.pairs import ExampleSet, Writer, set_of
 from rlexp.verify.reference.rows import Asked
 from tests.helpers.conversations import SHAPES, Messages, Row, as_question, assistant, hh, of_several_turns, user
 from tests.helpers.faults.base import MIXED, Fault, one
@@ -51,7 +51,7 @@ def both(cfg: Config, tokenizer: Any) -> tuple[Sequence[Pair], Sequence[Pair], E
     """Read the pairs twice: those to train on and those held out by the product, and all by the textbook."""
     tokenizer.model_max_length = 1 << 60
     examples = read_examples(cfg, tokenizer, World(0, 1, ALONE))
-    return examples.train, examples.held_out, pairs_of(cfg.data, tokenizer)
+    return examples.train, examples.held_out, set_of(cfg.data, Kind.pairs, tokenizer)
 
 
 def differences(ours: Sequence[Pair], meant: Sequence[TokenPair]) -> Iterator[str]:
@@ -135,7 +135,8 @@ def test_transformers_own_masks_agree(template: str, shared: Path) -> None:
     """TRL marks in its templates what is trained on; transformers finds the mask of a conversation by these marks."""
     tokenizer = smollm(shared, template, "_training")
     for row in map(of_several_turns, hh(shared, 60)):
-        pair = Writer(tokenizer).pair(Asked(**row, origin="here"))
+        asked = Asked(row["prompt"], (row["chosen"], row["rejected"]), "here")
+        pair = Writer(tokenizer).example(asked, SIDES)
         talk = [*row["prompt"], *row["chosen"]]
         meant = tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         assert pair.sequence("chosen").tolist() == meant["input_ids"]
@@ -343,7 +344,7 @@ def planted(fault: Fault, cfg: Config, tokenizer: Any, name: str) -> bool:
         Sampler._order.cache_clear()
     assert reached
     key = f"{name} {cfg}"
-    meant = MEANT[key] if key in MEANT else MEANT.setdefault(key, pairs_of(cfg.data, tokenizer))
+    meant = MEANT[key] if key in MEANT else MEANT.setdefault(key, set_of(cfg.data, Kind.pairs, tokenizer))
     if any(differences(train, meant.train)) or any(differences(held_out, meant.held_out)):
         return True
     return ours != [rules.samples_of(cfg, meant.sizes, step) for step in (1, 2)]

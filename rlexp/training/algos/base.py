@@ -54,14 +54,14 @@ class Values:
     reference: Sides | None  # the same under the reference model
     tokens: Sides  # the number of these tokens
     likelihoods: Sides | None = None  # see `Asks`; detached
-    entropies: Sides | None = None  # see `Asks`
-    hits: Sides | None = None
     margin_E: Tensor | None = None  # of the rows
-    label_E: Tensor | None = None  # of the rows: 1 for a good answer, 0 for a bad one
-    mismatched_B: Tensor | None = None  # log π − log π_ref of answers to other prompts: all that the train batch has
     mean_tokens: float = 1.0  # trained tokens of an example's first answer, averaged over the train batch
     carried: Mapping[str, float] = field(default_factory=dict)  # what the loss left behind at the step before
     held_out: bool = False  # nothing is learned from these examples
+    entropies: Sides | None = None  # see `Asks`
+    hits: Sides | None = None  # see `Asks`
+    label_E: Tensor | None = None  # of the rows: 1 for a good answer, 0 for a bad one
+    mismatched_B: Tensor | None = None  # log π − log π_ref of answers to other prompts: all that the train batch has
     scores: Sides | None = None  # a reward model's, of whole answers
 
     @property

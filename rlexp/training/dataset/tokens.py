@@ -108,7 +108,7 @@ class RowTokenizer:
 
     def _example(self, row: Row, texts: Sequence[Text], tokens: Sequence[Tokens]) -> Example | Refused:
         ended = [self._ended(each) for each in tokens] if row.answers else []
-        if not row.prompt:
+        if ended and not row.prompt:
             ended = [_first_apart(each) for each in ended]
             tokens = ended
         prompt = tokens[0].prompt

@@ -111,12 +111,12 @@ def next_rate(original: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     return original(replace(run, schedule=schedule), *args, **kwargs)
 
 
-def per_pair(original: Any, meter: Any, tokens: Any, held: Any, task: Any) -> None:
+def per_pair(original: Any, self: Any, meter: Any, tokens: Any, held: Any) -> None:
     def adding(add: Any) -> Callable[..., None]:
         pairs = held.shard.sequences // 2
         return lambda name, total, count, spread: add(name, total, pairs if "chosen" in name else count, spread)
 
-    original(Altered(meter, add_mean=adding), tokens, held, task)
+    original(self, Altered(meter, add_mean=adding), tokens, held)
 
 
 def of_one_rank(original: Any, task: Any, step: Any, meter: Any, *args: Any) -> Any:
@@ -170,7 +170,7 @@ TRAIN_FAULTS = (
     one("the next step's rate", STEP + "optimize", next_rate, "optimizer", TRAIN),
     one("tokens of one rank of the ring", STEP + "note_tokens", Seeing({"SHARDED": lambda _: REPLICATED}), "metrics",
         TRAIN),
-    one("logits per pair", OFFLINE + "note_logits", per_pair, "metrics", TRAIN),
+    one("logits per pair", OFFLINE + "OfflineStep.note_tokens", per_pair, "metrics", TRAIN),
     one("loss of rank 0", STEP + "row_of", of_one_rank, "metrics", TRAIN),
     one("epochs as whole numbers", STEP + "row_of",
         lambda original, task, step, *args: original(task, step, *args) | {"train/epoch": float(step.batch.epoch)},

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlexp.config.schema import KINDS, EngineName, LayoutName, LoggerName, OptimName, RolloutEngine
-from rlexp.config.schema.losses import LossConfig
+from rlexp.config.schema.losses import LossConfig, PreferenceConfig, UnpairedConfig
 from tests.helpers.keys.defaults import options_of
 from tests.helpers.paths import ROOT
 
@@ -32,13 +32,16 @@ def abilities(conf: Path = ROOT / "conf") -> list[Ability]:
     """Return the rows of the table, from the options that there are."""
     losses: dict[str, type[LossConfig]] = KINDS["loss"]
     policies = [name for name, kind in losses.items() if kind.draws]
-    pairs = [name for name in KINDS["loss"] if name not in policies]
+    pairs, unpaired = ([name for name, kind in losses.items() if issubclass(kind, family)]
+                       for family in (PreferenceConfig, UnpairedConfig))  # fmt: skip
+    others = [name for name in losses if name not in (*policies, *pairs, *unpaired)]
     named = [name for name in options_of(conf / "model") if name not in UNNAMED]
     return [
-        Ability("preference losses", f"{quoted(pairs)}; with label smoothing, a supervised term, WPO, LD-DPO, margins",
-                {"KTO": "loss=kto"}),
+        Ability("losses on pairs",
+                f"{quoted(pairs)}; with label smoothing, a supervised term, WPO, LD-DPO, margins", {}),
+        Ability("losses on single answers", quoted(unpaired), {}),
         Ability("reinforcement learning", quoted(policies), {}),
-        Ability("other training", "none", {"supervised fine-tuning": "loss=sft", "reward models": "loss=reward"}),
+        Ability("supervised training, reward models", quoted(others), {}),
         Ability("trained weights", "all parameters; `model.freeze` excludes some",
                 {"LoRA": "adapter", "QLoRA": "quant"}),
         Ability("models", f"[most causal decoders](docs/models.md#which-models-work), {len(named)} of them by name: "

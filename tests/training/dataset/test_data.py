@@ -252,7 +252,12 @@ def test_generated_sums_come_to_their_answers(digits: int) -> None:
 
 def test_generated_prompts_are_those_of_the_pairs() -> None:
     pairs = synthetic.generate(5, 1, "train")
-    assert synthetic.generate_prompts(5, 1, "train") == [Row(pair.prompt, (), pair.origin) for pair in pairs]
+    prompts, answers, judged = (synthetic.generate_of(kind, 5, 1, "train")
+                                for kind in (Kind.prompts, Kind.supervised, Kind.unpaired))  # fmt: skip
+    assert prompts == [Row(pair.prompt, (), pair.origin) for pair in pairs]
+    assert answers == [Row(pair.prompt, pair.answers[:1], pair.origin) for pair in pairs]
+    assert judged == [Row(pair.prompt, (pair.answers[place % 2],), pair.origin, label=place % 2 == 0)
+                      for place, pair in enumerate(pairs)]  # fmt: skip
 
 
 def test_tiny_has_the_tokenizer_it_says() -> None:

@@ -123,7 +123,7 @@ def test_what_is_no_reward_model_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"reward.path=.*: has 2 labels \(LABEL_0, LABEL_1\)"):
         reward_model(saved(tmp_path / "labels", 2))
     LlamaForCausalLM(LlamaConfig(**LLAMA, num_labels=1)).save_pretrained(tmp_path / "causal")
-    with pytest.raises(ModelError, match=r"reward.path=.*causal: has no weights for score.weight"):
+    with pytest.raises(ModelError, match=r"reward.path=.*causal: is a LlamaForCausalLM, which has no head that gives"):
         reward_model(tmp_path / "causal")
     with pytest.raises(ModelError, match=r"reward.path=.*nowhere: no reward model can be loaded"):
         reward_model(tmp_path / "nowhere")

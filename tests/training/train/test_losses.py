@@ -1,6 +1,9 @@
-"""No loss over pairs moves with the layout: each against one process, in float64, with masks and a short last batch."""
+"""No loss on answers that the rows give moves with the layout: each against one process, in float64, with masks and a
+short last batch."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import pytest
 
@@ -8,7 +11,6 @@ from bench.curves import Curve, draw, excesses
 from bench.layouts import Case
 from rlexp.config.load import compose_config
 from rlexp.config.schema import KINDS, Config
-from rlexp.config.schema.losses import PreferenceConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.types import Shard, TokenLogps
 from tests.helpers.paths import FILES
@@ -22,7 +24,11 @@ BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64", "data=hf",
 # The rows have no margins, and generated pairs have.
 GENERATED = ("launch.device=cpu", "logger=none", "train.precision=fp64", "data.size=19", "data.eval_size=9",
              "data.drop_last=false", "train.eval_every=2", "train.epochs=1")  # fmt: skip
-# Each loss, with what else may be asked of it.
+# Long texts without prompts.
+TEXTS = ("data=jsonl", f"data.path={FILES}/rows/texts.jsonl", f"data.eval_path={FILES}/rows/texts.jsonl",
+         *(word for word in GENERATED if not word.startswith(("data.size", "data.eval_size"))))  # fmt: skip
+BY_LENGTH = ("eval.buckets=[120,160]", "eval.before_training=true")
+# Each loss, with what else may be asked of it. Weights make KTO's divergence larger than 0, where its clamp ends.
 LOSSES: dict[str, tuple[str, ...]] = {
     "dpo": ("loss.label_smoothing=0.1",),
     "dpo, margins": ("loss.margin_weight=0.5",),
@@ -49,6 +55,16 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "nca_pair": (),
     "sppo_hard": (),
     "discopop": (),
+    "kto": ("data.unpair=true", "loss.desirable_weight=3"),
+    "kto, generated": ("loss.desirable_weight=3",),
+    "bco": ("data.unpair=true",),
+    "bco, no shift, generated": ("loss.shift=none", "loss.undesirable_weight=0.5"),
+    "apo_zero_unpaired": ("data.unpair=true",),
+    "sft": (),
+    "sft, generated": (),
+    "sft, texts": (),
+    "reward": ("loss.center=0.01",),
+    "reward, margins": (),
 }
 ALONE = Case(1, 1, 1, True)
 RING = Case(2, 2, 2, True)
@@ -62,8 +78,8 @@ def chosen(name: str) -> tuple[str, ...]:
 
 
 def configured(name: str, case: Case) -> Config:
-    base = GENERATED if "margin" in name else BASE
-    return compose_config([*base, *chosen(name), *case.overrides()])
+    base = TEXTS if "texts" in name else GENERATED if "margin" in name or "generated" in name else BASE
+    return compose_config([*base, *chosen(name), *BY_LENGTH, *case.overrides()])
 
 
 def agree(names: list[str], cases: list[Case]) -> None:
@@ -78,20 +94,37 @@ def agree(names: list[str], cases: list[Case]) -> None:
 
 
 def holds_something(name: str, curve: Curve) -> None:
-    assert [len(samples) for samples in curve.samples] == [8, 8, 3], name
-    assert all("train/rewards/accuracies" in row for row in curve.rows), name
-    assert sum("eval/loss" in row for row in curve.rows) == 2, name
-    assert curve.rows[0]["train/grad_norm"] > 0, name
+    unpaired = "data.unpair=true" in LOSSES[name]
+    assert [len(samples) for samples in curve.samples] == ([8, 8, 8, 8, 6] if unpaired else [8, 8, 3]), name
+    before, *rows = curve.rows
+    assert before["step"] == 0, name
+    accuracy = "train/mean_token_accuracy" if name.startswith("sft") else "train/rewards/accuracies"
+    assert all(accuracy in row for row in rows), name
+    assert sum("eval/loss" in row for row in rows) == (3 if unpaired else 2), name
+    assert rows[0]["train/grad_norm"] > 0, name
+    if name.startswith("kto"):
+        assert max(row["train/kl"] for row in rows) > 1, name
+    for row in (before, rows[-1]):
+        adds_up(row)
 
 
-def test_every_loss_over_pairs_is_here() -> None:
+def adds_up(row: Mapping[str, float]) -> None:
+    """The loss of all held-out examples is that of the parts, by their shares."""
+    parts = [name.removesuffix("/share") for name in row if name.endswith("/share")]
+    assert len(parts) == 3
+    assert all(row[f"{part}/examples"] > 0 for part in parts)
+    whole = sum(row[f"{part}/share"] * row[f"{part}/loss"] for part in parts)
+    assert whole == pytest.approx(row["eval/loss"], rel=1e-14)  # measured: 4e-16
+
+
+def test_every_loss_on_answers_of_the_rows_is_here() -> None:
     here = {chosen(name)[0].removeprefix("loss=") for name in LOSSES}
-    assert here == {name for name, kind in KINDS["loss"].items() if issubclass(kind, PreferenceConfig)}
+    assert here == {name for name, kind in KINDS["loss"].items() if not kind.draws}
 
 
-def test_a_sum_that_sees_the_whole_batch_is_that_of_one_process() -> None:
-    """Two terms, a supervised one that counts tokens, a mean that is carried over, and a pass without gradient."""
-    agree(["mpo"], [RING])
+def test_every_way_to_a_loss_is_that_of_one_process() -> None:
+    """A sum with a mean that is carried over and a pass without gradient; answers to other prompts; tokens; scores."""
+    agree(["mpo", "kto, generated", "sft, generated", "reward, margins"], [RING])
 
 
 @pytest.mark.slow

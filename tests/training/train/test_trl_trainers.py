@@ -1,19 +1,20 @@
-"""Runs against TRL's own trainers: a real model on real pairs, from the text of a row to the gradient, in float32.
+"""Runs against TRL's own trainers: a real model on real rows, from the text of a row to the gradient, in float32.
 
 TRL gets each train batch as one micro-batch: of a supervised term it takes the mean over micro-batches of their means
-over tokens.
+over tokens, and KTO's answers to other prompts are those of the micro-batch.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.curves import draw, relative
 from rlexp.config.load import compose_config
@@ -34,15 +35,39 @@ FIRST = (1e-6, 1e-6)  # in the first step, with equal weights (measured: 4e-7, 3
 LATER = (2e-5, 6e-5)  # measured: 3.8e-6, 1.2e-5
 
 
+Rows = Sequence[dict[str, Any]]
+
+
+def as_they_are(pairs: Rows) -> Rows:
+    return pairs
+
+
+def chosen_answers(pairs: Rows) -> Rows:
+    return [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
+
+
+def labelled(pairs: Rows) -> Rows:
+    """Return one answer of each pair, good and bad ones by turns: no two have one prompt."""
+    sides = ("chosen", "rejected")
+    return [{"prompt": pair["prompt"], "completion": pair[sides[place % 2]], "label": place % 2 == 0}
+            for place, pair in enumerate(pairs)]  # fmt: skip
+
+
+def with_margins(pairs: Rows) -> Rows:
+    return [{**pair, "margin": place % 3 / 2} for place, pair in enumerate(pairs)]
+
+
 @dataclass(frozen=True)
 class Case:
     ours: tuple[str, ...]
     trainer: str
     theirs: dict[str, Any]
+    rows: Callable[[Rows], Rows] = as_they_are
 
 
 SUPERVISED = Case(("loss=dpo", "loss.sft_weight=0.2"), "DPO",
                   {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2], "beta": 0.1})  # fmt: skip
+KTO = Case(("loss=kto", "loss.desirable_weight=3"), "KTO", {"beta": 0.1, "desirable_weight": 3.0}, labelled)
 CASES = {
     "dpo, supervised": SUPERVISED,
     "dpo_norm": Case(("loss=dpo_norm",), "DPO", {"loss_type": ["sigmoid_norm"], "beta": 5.0}),
@@ -50,6 +75,13 @@ CASES = {
     "mpo": Case(("loss=mpo", "loss.sft_weight=1",
                  "loss.terms=[{loss: dpo, weight: 0.8}, {loss: bco_pair, weight: 0.2, shift: none}]"), "DPO",
                 {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0], "beta": 0.1}),
+    "sft": Case(("loss=sft",), "SFT", {}, chosen_answers),
+    "kto": KTO,
+    "apo_zero_unpaired": Case(("loss=apo_zero_unpaired",), "KTO", {"beta": 0.1, "loss_type": "apo_zero_unpaired"},
+                              labelled),
+    "reward": Case(("loss=reward",), "Reward", {}),
+    "reward, margins, centred": Case(("loss=reward", "loss.center=0.01"), "Reward",
+                                     {"center_rewards_coefficient": 0.01}, with_margins),
 }  # fmt: skip
 
 
@@ -100,11 +132,15 @@ def configured(case: Case, model: Path, data: Path, ring: int, micro: int) -> Co
     )  # fmt: skip
 
 
-def ours_of(cases: Sequence[Case], model: Path, rows: Sequence[dict[str, str]], folder: Path) -> list[list[Steps]]:
+def ours_of(cases: Sequence[Case], model: Path, rows: Rows, folder: Path) -> list[list[Steps]]:
     """Return the steps of each case over each layout."""
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    curves = draw([configured(case, model, data, *layout) for case in cases for layout in LAYOUTS.values()])
+
+    def written(case: Case) -> Path:
+        data = folder / f"{case.rows.__name__}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in case.rows(rows)), encoding="utf-8")
+        return data
+
+    curves = draw([configured(case, model, written(case), *layout) for case in cases for layout in LAYOUTS.values()])
     steps = [Steps([int(row["train/tokens"]) for row in curve.rows], [row["train/loss"] for row in curve.rows],
                    [row["train/grad_norm"] for row in curve.rows]) for curve in curves]  # fmt: skip
     return [steps[place : place + len(LAYOUTS)] for place in range(0, len(steps), len(LAYOUTS))]
@@ -115,15 +151,27 @@ def trainer_of(case: Case) -> tuple[Any, Any]:
         from trl.experimental.cpo import CPOConfig, CPOTrainer
 
         return CPOConfig, CPOTrainer
-    from trl import DPOConfig, DPOTrainer
+    import trl
 
-    return DPOConfig, DPOTrainer
+    return getattr(trl, f"{case.trainer}Config"), getattr(trl, f"{case.trainer}Trainer")
 
 
-def trls(case: Case, model: Path, rows: Sequence[dict[str, str]], folder: Path, micro: int = BATCH) -> Steps:
+def model_of(case: Case, path: Path) -> Any:
+    """Load the model; a reward model with the head that ours has."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if case.trainer != "Reward":
+        return AutoModelForCausalLM.from_pretrained(path)
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    with torch.no_grad():
+        model.score.weight.normal_(std=model.config.initializer_range, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def trls(case: Case, model: Path, rows: Rows, folder: Path, micro: int = BATCH) -> Steps:
     """Train with TRL's trainer, in this process."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     of_arguments, of_trainer = trainer_of(case)
     arguments = of_arguments(
@@ -133,9 +181,12 @@ def trls(case: Case, model: Path, rows: Sequence[dict[str, str]], folder: Path, 
         learning_rate=LR, lr_scheduler_type="constant", optim="adamw_torch", adam_beta1=0.9, adam_beta2=0.999,
         adam_epsilon=1e-8, weight_decay=DECAY, max_grad_norm=1.0, **case.theirs,
     )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if case.trainer == "Reward":  # with the end of sequence for padding, the score would be that of the token before
+        tokenizer.pad_token = tokenizer.unk_token
     trainer = of_trainer(
-        model=AutoModelForCausalLM.from_pretrained(model), args=arguments, train_dataset=Dataset.from_list(list(rows)),
-        processing_class=AutoTokenizer.from_pretrained(model),
+        model=model_of(case, model), args=arguments, train_dataset=Dataset.from_list(list(case.rows(rows))),
+        processing_class=tokenizer,
     )  # fmt: skip
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
@@ -145,10 +196,14 @@ def trls(case: Case, model: Path, rows: Sequence[dict[str, str]], folder: Path, 
 
 
 def length(row: dict[str, Any]) -> int:
-    """Return the number of tokens of a pair as TRL keeps it."""
+    """Return the number of tokens of an example as TRL keeps it."""
     if "chosen_input_ids" in row:
         return len(row["chosen_input_ids"]) + len(row["rejected_input_ids"])
-    return 2 * len(row["prompt_ids"]) + len(row["chosen_ids"]) + len(row["rejected_ids"])
+    if "input_ids" in row:
+        return len(row["input_ids"])
+    if "completion_ids" in row:
+        return len(row["prompt_ids"]) + len(row["completion_ids"])
+    return 2 * len(row.get("prompt_ids", ())) + len(row["chosen_ids"]) + len(row["rejected_ids"])
 
 
 @pytest.fixture(scope="module")
@@ -181,4 +236,17 @@ def test_trls_supervised_term_moves_with_its_micro_batch_and_ours_does_not(
     assert loss > 100 * LATER[0]  # measured: 1.7e-2 and 1.7e-3
     assert norm > 10 * LATER[1]
     one, other = ours["dpo, supervised"]
+    one.hold(other)
+
+
+def test_trls_kto_moves_with_its_micro_batch_and_ours_does_not(
+    ours: dict[str, list[Steps]], model: Path, rows: Rows, tmp_path: Path
+) -> None:
+    """Its answers to other prompts are those of a micro-batch, and so is the mean of their log-ratios."""
+    whole, cut = (trls(KTO, model, rows, tmp_path, micro) for micro in (BATCH, 2))
+    loss, norm = whole.apart(cut)
+    print(f"TRL, micro-batch 2 and 8: the loss differs by {loss:.1e}, and the gradient norm by {norm:.1e}")
+    assert loss > 20 * LATER[0]  # measured: 1.2e-3 and 3.4e-3
+    assert norm > 20 * LATER[1]
+    one, other = ours["kto"]
     one.hold(other)
