@@ -118,9 +118,18 @@ class ComparedStep:
         micros = [micro.sums for _, _, micro in self.micros()]
         sums = {name: joined([sums[name] for sums in micros if name in sums]) for name in micros[0]}
         if self.expected.others:
-            policy, reference = (self.by_sequence(f"{who}_t", of="others") for who in ("policy", "reference"))
-            sums[MISMATCHED] = rules.log_ratios(policy, reference)
+            sums[MISMATCHED] = self._log_ratios_of_others()
         return sums
+
+    def _log_ratios_of_others(self) -> Array:
+        """The log-ratios of mismatched answers by the run's own tokens; NaN if those are others, which is found before."""
+        expected = self.expected.others
+        for seen in self.seen:
+            if any(len(got.sequence("answer")) != len(expected[sample].sequence("answer"))
+                   for sample, got in seen.other_tokens.items()):  # fmt: skip
+                return np.full(len(expected), np.nan)
+        policy, reference = (self.by_sequence(f"{who}_t", of="others") for who in ("policy", "reference"))
+        return rules.log_ratios(policy, reference)
 
     def finding(self, stage: str, clue: Clue, quantity: str, got: Any, expected: Any, note: str = "") -> Finding:
         return Finding(self.number, stage, clue, quantity, shown(got), shown(expected), note)

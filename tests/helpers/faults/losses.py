@@ -1,4 +1,4 @@
-"""Defects around the losses over pairs: each in the loss that it would hurt, which `verify` must find too."""
+"""Defects around the losses on answers that the rows give: each in the loss that it would hurt."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from rlexp.training.algos.base import Values
-from tests.helpers.faults.base import ALGOS, DATA, MIXED, TRAIN, Fault, one
+from tests.helpers.faults.base import ALGOS, DATA, MIXED, MODEL, TRAIN, Fault, one
 from tests.helpers.faults.plant import Change, Given, Seeing
 from tests.helpers.faults.train import scaled
 
 OFFLINE, WHOLE = "train.offline_task:", "train.whole_batch:"
-# The losses over pairs, with what each needs to show all of itself.
+# The losses, with what each needs to show all of itself. Weights make KTO's divergence larger than 0.
 LOSSES: dict[str, tuple[str, ...]] = {
     "dpo": ("loss.label_smoothing=0.1", "loss.sft_weight=0.3"),
     "dpo_norm": ("loss.wpo=true",),
@@ -35,7 +35,13 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "nca_pair": (),
     "sppo_hard": (),
     "discopop": (),
+    "kto": ("loss.desirable_weight=3",),
+    "bco": ("loss.undesirable_weight=2",),
+    "apo_zero_unpaired": (),
+    "sft": (),
+    "reward": ("loss.center=0.1",),
 }
+UNPAIRED = ("kto", "bco", "apo_zero_unpaired")
 ON_ROWS = (*(word for word in MIXED if not word.startswith("train.batch_size=")), "train.batch_size=8")
 
 
@@ -54,7 +60,7 @@ def with_mean_tokens(other: Callable[[Any, Any], float]) -> Change:
 
 
 def of_micro_batch(_step: Any, held: Any) -> float:
-    return float(held.tokens["chosen"].mean()) if held.places else 1.0
+    return float(next(iter(held.tokens.values())).mean()) if held.places else 1.0
 
 
 def of_replica(step: Any, _held: Any) -> float:
@@ -112,16 +118,81 @@ def in_each_loss() -> Iterator[Fault]:
                   "loss", TRAIN, *of(name))  # fmt: skip
         yield one(f"{name}: divided by the replica's pairs", OFFLINE + "OfflineStep.loss",
                   scaled(lambda step, _: step.task.run.world.dp_size), "loss", TRAIN, *of(name))  # fmt: skip
-        yield one(f"{name}: masks are ignored", "dataset.packing:pack_sequences",
-                  lambda original, *args, **kwargs: original(*args, **kwargs | {"masks": ()}), "data", DATA,
-                  *(word for word in of(name) if "ld_alpha" not in word), base=ON_ROWS)  # fmt: skip
+        words = [word for word in of(name) if "ld_alpha" not in word] + ["data.unpair=true"] * (name in UNPAIRED)
+        words += ["train.batch_size=16"] * (name == "sft")  # few chosen answers have masks
+        if name != "reward":  # which trains on no single token
+            yield one(f"{name}: masks are ignored", "dataset.packing:pack_sequences",
+                      lambda original, *args, **kwargs: original(*args, **kwargs | {"masks": ()}), "data", DATA,
+                      *words, base=ON_ROWS)  # fmt: skip
+
+
+def of_next_place(_original: Any, self: Any, place: int) -> int:
+    """Take the answer that comes after, and not the one before."""
+    return int(place + 1) % int(self.count)
+
+
+def of_place_before(_original: Any, self: Any, place: int) -> int:
+    """Take the answer before, even if it is the same prompt's."""
+    return int(place - 1) % int(self.count)
+
+
+def of_this_replica(original: Any, self: Any) -> Any:
+    """Take the log-ratios of the replica's own micro-batches for those of the train batch."""
+    whole_B = original(self)
+    return whole_B[[place for places in self.micro_batches for place in places]]
+
+
+def without_margins(original: Any, self: Any, examples: Any, pack: Any) -> Any:
+    held = original(self, examples, pack)
+    return replace(held, margin_E=0 * held.margin_E)
+
+
+def one_token_early(original: Any, pack: Any) -> Any:
+    return original(pack) - 1
+
+
+def one_twice(original: Any, self: Any, meter: Any) -> None:
+    """Evaluate the last micro-batch once more."""
+    self.micro_batches = [*self.micro_batches, self.micro_batches[-1]]
+    original(self, meter)
+
+
+def other_label(original: Any, self: Any, examples: Any, pack: Any) -> Any:
+    held = original(self, examples, pack)
+    return replace(held, label_E=1 - held.label_E)
+
+
+HELD_OUT = ("data.eval_size=13", "train.eval_every=1")
+
+
+def in_each_task() -> Iterator[Fault]:
+    """An example that is counted twice, in each kind of evaluation: with and without a pass that comes first."""
+    for name in ("dpo", "kto", "bco", "sft", "reward"):
+        yield one(f"{name}: a held-out row counts twice", OFFLINE + "OfflineStep.evaluate", one_twice, "metrics", TRAIN,
+                  *of(name), *HELD_OUT)  # fmt: skip
 
 
 # Losses that divide by an answer's tokens, which are not all of its tokens where rows have several turns.
 COUNTING = ("dpo_norm", "ipo", "simpo", "orpo")
 COUPLED = ("bco_pair", "mpo", "aot", "aot_unpaired")
+PASS = "train.unpaired_task:UnpairedStep."
 LOSS_FAULTS = (
     *in_each_loss(),
+    *in_each_task(),
+    one("kto: the partner after", PASS + "partner", of_next_place, "data", TRAIN, *of("kto")),
+    one("kto: a partner with the same prompt", PASS + "partner", of_place_before, "data", TRAIN, *of("kto"),
+        "data.unpair=true", "data.shuffle=false"),
+    one("kto: log-ratios of the replica", PASS + "log_ratios_of_others", of_this_replica, "loss", TRAIN, *of("kto")),
+    one("bco: the whole batch is the replica's", WHOLE + "gathered", of_the_replica, "loss", TRAIN, *of("bco")),
+    one("apo_zero_unpaired: good is bad", OFFLINE + "OfflineTask.held", other_label, "loss", TRAIN,
+        *of("apo_zero_unpaired")),
+    one("sft: tokens of the micro-batch", OFFLINE + "OfflineStep.values", with_mean_tokens(of_micro_batch), "loss",
+        TRAIN, *of("sft")),
+    one("sft: the entropy of other tokens", "model.head:_entropy", lambda original, *args: original(*args).roll(1),
+        "log-probabilities", MODEL, *of("sft")),
+    one("reward: read one token early", "model.reward_model:last_places", one_token_early, "log-probabilities", MODEL,
+        *of("reward")),
+    one("reward: margins are left out", OFFLINE + "OfflineTask.held", without_margins, "loss", TRAIN, *of("reward")),
     *(one(f"{name}: masked tokens are counted", OFFLINE + "OfflineTask.shard", with_all_tokens, "loss", TRAIN,
           *of(name), base=ON_ROWS) for name in COUNTING),
     *(one(f"{name}: the whole batch is the replica's", WHOLE + "gathered", of_the_replica, "loss", TRAIN, *of(name))
