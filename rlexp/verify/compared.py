@@ -122,7 +122,7 @@ class ComparedStep:
         return sums
 
     def _log_ratios_of_others(self) -> Array:
-        """The log-ratios of mismatched answers by the run's own tokens; NaN if those are others, which is found before."""
+        """The log-ratios of mismatched answers by the run's tokens; NaN if those are others, which is found before."""
         expected = self.expected.others
         for seen in self.seen:
             if any(len(got.sequence("answer")) != len(expected[sample].sequence("answer"))

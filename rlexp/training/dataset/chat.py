@@ -38,7 +38,7 @@ class Chat:
 
     def texts(self, row: Row) -> list[Text]:
         """Return the prompt with each of its answers; the prompt alone where there is none."""
-        if not row.prompt:
+        if row.answers and not row.prompt:
             return [Text("", tuple(turns(answer))) for answer in row.answers]
         if not self.templated:
             _refuse_tools(row)
