@@ -155,6 +155,7 @@ class Recorder(Sink):
             "collecting": (self.collected, self.trace.tokens),
             "mismatched": (self.step.others, self.step.other_tokens),
             "held out": (self.trace.held_out, self.trace.held_tokens),
+            "collecting, held out": (self.trace.held_out, self.trace.held_tokens),
             "mismatched, held out": (self.trace.held_others, self.trace.held_other_tokens),
         }[self.pass_]
         places.append(self.held)
@@ -350,7 +351,7 @@ class RecordedLoss:
         self.asks = loss.asks
 
     def __call__(self, values: Values) -> LossesOf:
-        if self.asks.whole_batch and self._recorder.pass_ != "held out":
+        if self.asks.whole_batch and "held out" not in self._recorder.pass_:
             self._recorder.step.whole = named_sums(values)
         return self._loss(values)
 
