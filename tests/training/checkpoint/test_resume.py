@@ -71,6 +71,24 @@ def test_what_a_loss_carries_over_goes_on_in_float64(tmp_path: Path, stop: int) 
     assert min(abs(one - other) for one, other in itertools.pairwise(shifts)) > 1e-6
 
 
+# Each kind of training: 3 steps an epoch, stopped within the first one and within the next.
+TASKS = {"kto": ("loss.desirable_weight=3",), "bco": (), "sft": (), "reward": ("loss.center=0.1",)}
+
+
+@pytest.mark.parametrize("loss", [pytest.param(name, marks=[] if name == "reward" else pytest.mark.slow)
+                                  for name in TASKS])  # fmt: skip
+def test_every_task_goes_on_from_ring_to_ring(loss: str, tmp_path: Path) -> None:
+    """From one rank to a ring of 2, and on to a ring of 4, in float64."""
+    asked = (*(word for word in FEWER if not word.startswith("loss=")), f"loss={loss}", *TASKS[loss],
+             "train.eval_every=1", "eval.buckets=[120]", "eval.before_training=true")  # fmt: skip
+    straight = curve_of(run(Where("torch", 1, 1, "fp64"), tmp_path / "straight", *asked))
+    for ring, stop in ((1, 2), (2, 2)):
+        run(Where("torch", ring, 1, "fp64"), tmp_path / "run", *asked, f"train.stop_after={stop}")
+    curve = curve_of(run(Where("torch", 4, 1, "fp64"), tmp_path / "run", *asked))
+    assert [row["step"] for row in curve.rows] == [0, 1, 2, 3, 4, 5]
+    assert excesses(straight, curve) == []
+
+
 @pytest.mark.slow
 def test_across_engines_twice_stopped_in_float32(straight: Curve, tmp_path: Path) -> None:
     place = tmp_path / "run"

@@ -1,0 +1,110 @@
+"""`python -m rlexp.eval`: the values are those of the run's own row, on any layout; wrong words are one message."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlexp.base.errors import UserError
+from rlexp.base.wilson import wilson
+from rlexp.config.load import compose_like, to_plain
+from rlexp.eval.evaluation import job_of
+from rlexp.run_files.metrics_jsonl import read_rows
+from rlexp.training.train.by_length import Buckets
+from tests.helpers import warm
+
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+RUN = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "train.precision=fp64", "data.size=24",
+       "data.eval_size=7", "train.max_steps=3", "train.eval_every=1", "checkpoint.save_every=1",
+       "eval.buckets=[100,150]")  # fmt: skip
+
+
+def evaluated(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return warm.run("rlexp.eval", [*words, "--json", "found.json"], cwd=folder)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [("loss=bco",), *(pytest.param(each, marks=pytest.mark.slow) for each in (
+        ("loss=dpo",), ("loss=kto", "loss.desirable_weight=3"), ("loss=sft",), ("loss=reward",),
+        ("loss=grpo", "reward.text=e", "rollout.max_new_tokens=8", "data.max_length=128", "eval.buckets=[]")))],
+    ids=lambda words: words[0],
+)  # fmt: skip
+def test_a_checkpoint_has_the_values_of_its_row(loss: tuple[str, ...], rlexp: Shell, tmp_path: Path) -> None:
+    """Trained on a ring of 2, evaluated on a ring of 4 with other micro-batches."""
+    words = [word for word in RUN if not (word.startswith("eval.buckets") and loss[-1].startswith("eval.buckets"))]
+    trained = rlexp(*words, *loss, "parallel=ring2")
+    assert trained.returncode == 0, trained.stderr
+    steps = (2,) if loss == ("loss=bco",) else (2, 3)
+    for step in steps:
+        done = evaluated(tmp_path, f"run/checkpoints/step-{step:08d}", "parallel=ring4", "train.micro_batch_size=4",
+                         "eval.buckets=[100,150]" if "eval.buckets=[]" not in loss else "eval.buckets=[]",
+                         "launch.device=cpu")  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found = json.loads((tmp_path / "found.json").read_text())
+        row = next(row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["step"] == step)
+        meant = {name: value for name, value in row.items() if name.startswith("eval/")}
+        assert found["step"] == step
+        assert found["values"].keys() == meant.keys()
+        for name, value in meant.items():
+            assert found["values"][name] == pytest.approx(value, rel=1e-11, abs=1e-11), name
+        assert "95 % interval" in done.stdout or loss[0] == "loss=grpo"
+
+
+@pytest.mark.slow
+def test_a_model_is_evaluated_by_its_keys(rlexp: Shell, tmp_path: Path) -> None:
+    """The exported model of a run has the loss of the run's last row, in float32; before it was trained, another."""
+    assert rlexp(*RUN, "loss=sft", "train.precision=fp32", "checkpoint.save_every=null").returncode == 0
+    last = read_rows(tmp_path / "run" / "metrics.jsonl")[-1]
+    data = ("loss=sft", "data.size=24", "data.eval_size=7", "launch.device=cpu")
+    for model, same in (("model=hf model.path=run/model", True), ("model=tiny", False)):
+        done = evaluated(tmp_path, *model.split(), *data)
+        assert done.returncode == 0, done.stderr
+        loss = json.loads((tmp_path / "found.json").read_text())["values"]["eval/loss"]
+        assert (loss == pytest.approx(last["eval/loss"], rel=1e-6)) == same
+
+
+def test_what_is_given_replaces_what_the_run_has() -> None:
+    ours = compose_like(to_plain(job_of(["loss=kto", "loss.beta=0.3", "data.size=50", "seed=4"]).cfg), [])
+    assert (ours.loss.name, ours.loss.beta, ours.data.size, ours.seed) == ("kto", 0.3, 50, 4)  # type: ignore[attr-defined]
+    other = compose_like(to_plain(ours), ["loss=sft", "data.size=60", "parallel=ring1"])
+    assert (other.loss.name, other.data.size, other.seed) == ("sft", 60, 4)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "nowhere: no such folder. Give a run's folder, or a checkpoint's."),
+        (["one", "two"], "one two: is more than one folder. Give one run or checkpoint, and key=value."),
+        (["data.eval_size=0"], "rlexp.eval: there is no held-out data. Give data.eval_path=FILE, data.eval_split=NAME"),
+        (["eval.buckets=[5,4]"], "eval.buckets=[5,4]: must be numbers of tokens that ascend, each at least 1. Use "
+         "eval.buckets=[4,5]."),
+        (["eval.buckets=[4,4]"], "Use eval.buckets=[4]."),
+        (["eval.buckets=[0,4]"], "eval.buckets=[0,4]: must be numbers of tokens that ascend, each at least 1."),
+        (["eval.buckets=[4]", "loss=grpo", "reward.text=e"], "and loss=grpo draws its own. Leave it out."),
+        (["eval.before_training=true", "data.eval_size=0"], "eval.before_training=true: there is no held-out data."),
+        (["loss=ppo", "rollout.mode=pipelined", "rollout.sampling_ranks=1", "launch.nproc=2", "reward.text=e"],
+         "rollout.sampling_ranks=1: an evaluation draws its answers on the ranks that would train."),
+    ],
+)  # fmt: skip
+def test_wrong_words_are_one_message(words: list[str], said: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        job_of(["launch.device=cpu", *words] if "=" in words[0] else words)
+    assert said in str(refusal.value)
+
+
+def test_an_interval_is_wilsons() -> None:
+    """Against the numbers of Newcombe 1998 (Statistics in Medicine 17), table I: 81 of 263, 15 of 148, 0 of 20, 29 of
+    29."""
+    for hits, of, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611),
+                                (29, 29, 0.8830, 1.0)):  # fmt: skip
+        assert wilson(hits / of, of) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+
+
+def test_a_bound_belongs_to_the_part_before_it() -> None:
+    assert Buckets([512, 2048]).names == ["0-512", "512-2048", "2048+"]
+    assert Buckets([]).names == []

@@ -1,0 +1,64 @@
+"""Which answer each prompt of a batch is given for KTO's divergence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rlexp.training.dataset.sampler import Batch
+from rlexp.training.train.unpaired_task import UnpairedStep
+from rlexp.training.types import Completion
+
+
+@dataclass
+class Placed:
+    """As much of a step as its pairing needs."""
+
+    examples: list[Completion]
+    length: int = 64
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = len(self.examples)
+        data = SimpleNamespace(max_length=self.length)
+        run = SimpleNamespace(cfg=SimpleNamespace(data=data), tokenizer=SimpleNamespace(bos_token_id=0))
+        self.task = SimpleNamespace(run=run)
+        self.batch = Batch(1, 0, tuple(range(self.count)))
+
+    def example(self, place: int) -> Completion:
+        return self.examples[place]
+
+    partner = UnpairedStep.partner
+    mismatched = UnpairedStep.mismatched
+
+
+def answers(prompts: str) -> list[Completion]:
+    return [Completion(place, np.array([0, ord(each)], np.int32), np.array([100 + place] * 3, np.int32), f"row {place}",
+                       label=True) for place, each in enumerate(prompts)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prompts", "partners"),
+    [
+        ("abc", [2, 0, 1]),  # each the one before it, and the first the last
+        ("ab", [1, 0]),
+        ("aabb", [3, 3, 1, 1]),  # never one with the same prompt
+        ("aabbc", [4, 4, 1, 1, 3]),
+        ("aaa", [2, 0, 1]),  # if all are the same, just the one before
+    ],
+)
+def test_a_partner_is_the_nearest_before_with_another_prompt(prompts: str, partners: list[int]) -> None:
+    step = Placed(answers(prompts))
+    assert [step.partner(place) for place in range(len(prompts))] == partners
+
+
+def test_a_mismatched_sequence_is_no_longer_than_any_other() -> None:
+    long = Completion(1, np.arange(10, dtype=np.int32), np.arange(20, 29, dtype=np.int32), "long", label=False)
+    short = Completion(0, np.array([0, 1, 2, 3, 4, 5], np.int32), np.array([7, 8], np.int32), "short", label=True)
+    made = Placed([short, long], length=12).mismatched(0)
+    assert made.prompt.tolist() == [0, 4, 5]  # cut at its start, after the begin-of-sequence token
+    assert made.answer.tolist() == list(range(20, 29))
+    assert (made.index, made.label) == (0, True)
