@@ -21,6 +21,7 @@ from rlexp.compare.divergence import Conclusion, between, floor_of, outcome_of
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import Group, LoggedRun, settings
 from rlexp.config.identity import GROUPS
+from rlexp.run_files.by_length import OF_LENGTH, by_length
 from rlexp.run_files.curve_distance import SCORE, Column, Steps, compared, on_steps
 
 DRAWN = 1000  # the most steps of a metric on the page; a longer curve is thinned out
@@ -122,8 +123,21 @@ def card(run: LoggedRun, report: Report) -> page.RunCard:
         peak_phase=peak.phase if peak else None,
         tensors=highest_peak(run, "tensors_"),
         predicted_bytes=run.predicted,
+        lengths=lengths(run),
         clock=clock(run),
     )
+
+
+def lengths(run: LoggedRun) -> list[page.LengthPart]:
+    """Return the held-out rows by length, at the last evaluation."""
+    values = {name: value for name in run.columns if OF_LENGTH.fullmatch(name)
+              and (value := last(run, name)) is not None}  # fmt: skip
+    return [
+        page.LengthPart(name, int(part.get("examples", 0)), **{
+            leaf: part.get(leaf) for leaf in ("loss", "accuracy", "accuracy_low", "accuracy_high")
+        })
+        for name, part in by_length(values).items()
+    ]  # fmt: skip
 
 
 def last(run: LoggedRun, name: str) -> float | None:

@@ -26,7 +26,7 @@ UPLOT_VERSION = "1.6.32"
 # The page's own scripts, in the order in which they are joined.
 SCRIPTS = (
     *("elements", "numbers", "arrays", "chosen", "colours", "curves", "charts", "zoom", "readout", "section"),
-    *("head", "cost", "runs", "configurations", "start"),
+    *("head", "lengths", "cost", "runs", "configurations", "start"),
 )
 
 Status = Literal["finished", "running", "stopped", "failed", "skipped"]
@@ -71,6 +71,18 @@ class Peak:
 
 
 @dataclass(frozen=True)
+class LengthPart:
+    """The held-out rows of some lengths at the last evaluation; None where a value is not known."""
+
+    name: str  # its bounds, in tokens
+    examples: int
+    loss: float | None = None
+    accuracy: float | None = None
+    accuracy_low: float | None = None
+    accuracy_high: float | None = None
+
+
+@dataclass(frozen=True)
 class RunCard:
     """All that the page says about one run; None where it is not known."""
 
@@ -97,6 +109,7 @@ class RunCard:
     peak_rank: int | None = None
     peak_phase: str | None = None
     tensors: Peak | None = None  # live tensors, where they were counted: on CPU, memory is the process's
+    lengths: list[LengthPart] = field(default_factory=list)
     clock: Clock | None = None
 
 
@@ -205,9 +218,11 @@ def _head(payload: Payload) -> dict[str, Any]:
 
 
 def _run_head(run: RunCard) -> dict[str, Any]:
-    known = {name: value for name, value in vars(run).items() if name not in ("clock", "memory", "tensors")}
+    apart = ("clock", "memory", "tensors", "lengths")
+    known = {name: value for name, value in vars(run).items() if name not in apart}
     tensors = None if run.tensors is None else asdict(run.tensors)
-    return known | {"memory": [asdict(rank) for rank in run.memory], "tensors": tensors}
+    lists = {"memory": [asdict(rank) for rank in run.memory], "lengths": [asdict(part) for part in run.lengths]}
+    return known | lists | {"tensors": tensors}
 
 
 def _metric_head(metric: MetricCurves, runs: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from rlexp.base.wilson import wilson
 from rlexp.config.load import to_plain
 from rlexp.config.model_names import called
 from rlexp.eval.evaluation import EvalJob, Evaluation
-
-OF_LENGTH = re.compile(r"eval/(\d+-\d+|\d+\+)/(\w+)")
+from rlexp.run_files.by_length import OF_LENGTH, by_length
 
 
 def text(job: EvalJob, found: Evaluation) -> str:
@@ -40,15 +38,6 @@ def interval(name: str, value: float, found: Evaluation) -> str:
         return ""
     low, high = wilson(value, found.held_out)
     return f"  95 % interval {low:.4f} to {high:.4f}"
-
-
-def by_length(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return the values of each part, by the part's name."""
-    parts: dict[str, dict[str, float]] = {}
-    for name, value in values.items():
-        if (match := OF_LENGTH.fullmatch(name)) is not None:
-            parts.setdefault(match[1], {})[match[2]] = value
-    return parts
 
 
 def table(parts: Mapping[str, Mapping[str, float]], kind: str) -> Iterator[str]:

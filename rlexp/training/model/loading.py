@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -98,7 +99,8 @@ def load_model(
             if scores:
                 factory = AutoModelForSequenceClassification if has_score_head(config) else AutoModel
                 config = head.config(config)
-            with arriving(placing):
+            # A trunk alone leaves the head of the files out, as it is meant to.
+            with arriving(placing), quiet() if factory is AutoModel else contextlib.nullcontext():
                 model, info = _pretrained(
                     factory,
                     cfg,
@@ -213,6 +215,17 @@ def _without_surprises(model: PreTrainedModel, max_length: int) -> PreTrainedMod
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' warnings."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
 
 
 @contextlib.contextmanager

@@ -6,14 +6,11 @@ at a time by transformers alone. If the two differ, the model is refused by name
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -23,7 +20,7 @@ from rlexp.training.dataset.packing import pack_sequences
 from rlexp.training.model import hook, rope
 from rlexp.training.model.decoding import Decoding, KeyValues
 from rlexp.training.model.float64 import precise
-from rlexp.training.model.loading import from_config_options
+from rlexp.training.model.loading import from_config_options, quiet
 from rlexp.training.model.policy import Policy, cast_parameters
 from rlexp.training.model.small import small_config
 from rlexp.training.ring.groups import Ring
@@ -98,7 +95,7 @@ class SmallCopy:
         Weights are shifted from their initial values, since some of those are zero.
         """
         hook.register()
-        with torch.random.fork_rng(devices=[]), _quiet():
+        with torch.random.fork_rng(devices=[]), quiet():  # the copy's special tokens and context are not the user's
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(self.config),
@@ -190,17 +187,6 @@ def _windows(config: PreTrainedConfig, max_length: int) -> list[str]:
     names = ("sliding_window", "attention_chunk_size")
     windows = [(name, getattr(config, name, None)) for name in names]
     return [name for name, window in windows if isinstance(window, int) and window < max_length]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' warnings about the copy's special tokens and context, which are not the user's."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(before)
 
 
 def _name(config: PreTrainedConfig) -> str:

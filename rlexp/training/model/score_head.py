@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlexp.base.errors import ModelError
 
@@ -57,6 +58,7 @@ class ScoreHead:
         return model.eval()
 
     def _without_memory(self, trunk: PreTrainedModel) -> Any:
+        unset_hf_deepspeed_config()  # the trunk's pieces are loaded, and this model has none
         try:
             with torch.device("meta"):
                 return AutoModelForSequenceClassification.from_config(trunk.config)

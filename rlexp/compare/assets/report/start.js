@@ -5,6 +5,7 @@ window.rlexpReport = page;
 
 function restyle() {
   fillLegend();
+  fillLengths();
   fillRuns();
   draw();
 }
@@ -46,6 +47,7 @@ fillHead();
 fillChoices();
 fillLegend();
 fillOverview();
+fillLengths();
 fillCost();
 fillRuns();
 fillConfig();
