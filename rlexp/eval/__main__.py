@@ -29,9 +29,10 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> int:
     from rlexp.eval import evaluation, report
+    from rlexp.eval.job import job_of
     from rlexp.launch.local import Interrupted
 
-    job = evaluation.job_of(options.words)
+    job = job_of(options.words)
     refuse_unwritable(options.json)
     try:
         found = evaluation.evaluate(job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlexp.eval.evaluation import EvalJob, Evaluation
+from rlexp.eval.job import EvalJob, Evaluation
 from rlexp.launch.joining import RankSpec, join, leave_world, threads_of
 from rlexp.training.checkpoint.restore import restore
 from rlexp.training.engine.base import shape_of, trained

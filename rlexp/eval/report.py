@@ -10,7 +10,7 @@ from rlexp import __version__
 from rlexp.base.wilson import wilson
 from rlexp.config.load import to_plain
 from rlexp.config.model_names import called
-from rlexp.eval.evaluation import EvalJob, Evaluation
+from rlexp.eval.job import EvalJob, Evaluation
 from rlexp.run_files.by_length import OF_LENGTH, by_length
 
 

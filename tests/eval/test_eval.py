@@ -12,7 +12,7 @@ import pytest
 from rlexp.base.errors import UserError
 from rlexp.base.wilson import wilson
 from rlexp.config.load import compose_like, to_plain
-from rlexp.eval.evaluation import job_of
+from rlexp.eval.job import job_of
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.train.by_length import Buckets
 from tests.helpers import warm

@@ -44,6 +44,7 @@ class Wordless:
     """A tokenizer without words: every text is empty, and nothing ends an answer."""
 
     vocabulary: dict[str, int] = field(default_factory=dict)
+    bos_token_id: int | None = None
     eos_token_id: int | None = None
 
     def decode(self, *_: Any, **__: Any) -> str:

@@ -142,7 +142,7 @@ def _random_models(plan: RehearsalPlan, device: torch.device, loaded: list[Any],
             model = random_model(config, max_length, **kwargs)
         if placing is not None:
             put_all(model, placing if real else dataclasses.replace(placing, loses=lambda *_: saved_wide))
-        if model.generation_config is not None:
+        if model.can_generate() and model.generation_config is not None:
             model.generation_config.eos_token_id = None  # no answer ends before it is as long as it may be
         loaded.append(model)
         return model

@@ -105,9 +105,7 @@ def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
     model = scored(saved(tmp_path / "causal"), 0)
     model.config.num_labels = 3
     model.config.save_pretrained(tmp_path / "labels")
-    with pytest.raises(
-        ModelError, match=r"labels: has 3 labels \(LABEL_0, LABEL_1, LABEL_2\), and a reward is"
-    ):
+    with pytest.raises(ModelError, match=r"labels: has 3 labels \(LABEL_0, LABEL_1, LABEL_2\), and a reward is"):
         scored(tmp_path / "labels", 0)
 
 

@@ -1,0 +1,55 @@
+"""What is to be evaluated, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlexp.base.errors import ConfigError
+from rlexp.config import sizes
+from rlexp.config.checks.evaluation import refuse_nothing_held_out
+from rlexp.config.load import compose_config, compose_like
+from rlexp.config.schema import Config
+from rlexp.run_files.checkpoint_folder import named, read_position
+
+
+@dataclass(frozen=True)
+class EvalJob:
+    """What to evaluate: the configuration's model, or that of a checkpoint."""
+
+    cfg: Config
+    checkpoint: Path | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    step: int  # of the checkpoint; 0 for a model
+    values: dict[str, float]  # as a row has them
+    held_out: int
+    kind: str  # the name of one example
+    layout: str
+
+
+def job_of(words: Sequence[str]) -> EvalJob:
+    """Compose the configuration: with a folder among the words, on the ground of the run's own."""
+    folders, overrides = ([word for word in words if ("=" in word) is keyed] for keyed in (False, True))
+    if len(folders) > 1:
+        raise ConfigError(f"{' '.join(folders)}: is more than one folder. Give one run or checkpoint, and key=value.")
+    if sizes.joined_world() is not None:
+        raise ConfigError(
+            "rlexp.eval: starts its own ranks on this machine, and torchrun or srun has already started some. Run it "
+            "once, without them."
+        )
+    if not folders:
+        job = EvalJob(compose_config(overrides))
+    else:
+        checkpoint = named(Path(folders[0]).expanduser())[0]
+        job = EvalJob(compose_like(read_position(checkpoint)["config"], overrides), checkpoint)
+    if job.cfg.rollout.sampling_ranks:
+        raise ConfigError(
+            f"rollout.sampling_ranks={job.cfg.rollout.sampling_ranks}: an evaluation draws its answers on the "
+            f"ranks that would train. Give rollout.mode=colocated rollout.sampling_ranks=0."
+        )
+    refuse_nothing_held_out(job.cfg, "rlexp.eval", "name another data set")
+    return job
