@@ -97,8 +97,13 @@ def table(cfg: Config, result: Verification) -> str:
     gauge = result.float64.gauge.largest if result.float64 else {}
     measured = {each.quantity: each for each in result.measured}
     allowed = _allowed()
-    for words, name, own_name in ROWS:
-        row = [words, _number(gauge.get(name)), _number(allowed.get(words))]
+    scores = result.float64 is not None and result.float64.asks.scores
+    for words, name, own_name in ROWS[1:] if scores else ROWS:  # there are no single tokens to look at
+        row = [
+            words.replace("log-probabilities per example", "scores per example") if scores else words,
+            _number(gauge.get(name)),
+            _number(allowed.get(words)),
+        ]
         here = measured.get(own_name or "")
         row += [_number(here.own), _number(here.floor), _number(here.allowed)] if here else ["-"] * 3
         rows.append(row[: len(heads)])
@@ -161,9 +166,10 @@ def conclusion(cfg: Config, result: Verification) -> str:
         return f"{failure_in_words(result.failure)}\n({result.seconds:.0f} s)"
     assert result.plan is not None
     own, steps = cfg.train.precision, result.plan.steps
+    said = "scores" if result.float64 is not None and result.float64.asks.scores else "log-probabilities"
     words = (
         f"PASS: {steps} optimizer step{'s' * (steps > 1)} on this layout agree{'s' * (steps == 1)} with the "
-        f"plain one-process reference: the same samples and tokens, and in float64 the same log-probabilities, loss, "
+        f"plain one-process reference: the same samples and tokens, and in float64 the same {said}, loss, "
         f"gradient, weights and logged values up to rounding."
     )
     if not result.passed:
