@@ -23,7 +23,7 @@ ONE_IN: Mapping[str, int] = {
     "config/test_preference::test_a_reference_is_refused_where_the_loss_has_none": 6,
     "config/test_preference::test_what_does_not_fit_is_refused_in_one_message": 3,
     "convert/test_convert::test_a_file_leads_to_every_loss": 3,
-    "convert/test_meanings::test_a_loss_over_pairs_composes": 3,
+    "convert/test_meanings::test_a_loss_over_rows_composes": 3,
     "convert/test_values::test_no_value_is_a_traceback_and_none_is_lost": 6,
     "house/test_commands::test_a_command_is_one": 4,
     "house/test_wheel::test_its_configuration_composes": 3,

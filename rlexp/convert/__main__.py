@@ -29,7 +29,7 @@ def main() -> int:
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a yaml file, or a shell script with the command")
     parser.add_argument(
-        "--trainer", metavar="NAME", help="dpo, cpo, orpo, grpo, rloo or ppo, where the file does not say it (TRL)"
+        "--trainer", metavar="NAME", help="dpo, sft, kto, reward, grpo, …, where the file does not say it (TRL)"
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="all GPUs of the run, where the file does not say it")
     parser.add_argument("--name", metavar="NAME", help="write it to conf/experiment/NAME.yaml")

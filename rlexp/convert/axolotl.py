@@ -6,7 +6,7 @@ import math
 from pathlib import PurePosixPath
 from typing import Any
 
-from rlexp.convert import huggingface, launchers, preference
+from rlexp.convert import huggingface, kinds, launchers, preference
 from rlexp.convert.huggingface import LORA_NOT_YET
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
 
@@ -172,7 +172,18 @@ def _loss(conv: Conversion) -> None:
             preference.without_reference(conv, "simpo", by="rl", weight_name="cpo_alpha")
         case _:
             preference.choose(conv, names, smoothed=preference.SMOOTHED | {"dpo"})
+            _without_beta(conv)
     conv.tell(Fate.NEEDLESS, "rl", "the loss is chosen")
+
+
+def _without_beta(conv: Conversion) -> None:
+    """Take beta back where the loss has none."""
+    if kinds.has("loss.beta", str(conv.choices["loss"].value)):
+        return
+    del conv.values["loss.beta"]
+    for name in ("rl_beta", "trl"):
+        if name in conv.given:
+            conv.remark(Fate.NEEDLESS, name, conv.given[name], "it changes nothing in supervised training")
 
 
 def _ring(conv: Conversion, ring: int) -> None:

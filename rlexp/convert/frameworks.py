@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlexp.config.schema import KINDS
 from rlexp.convert import axolotl, llamafactory, openrlhf, swift, trl
 from rlexp.convert.launchers import STARTS
 from rlexp.convert.read import Asked, mapping_of, plain, read, refuse_unknown
@@ -29,7 +30,9 @@ FRAMEWORKS: Mapping[str, Framework] = {
 }
 OF_PYTHON = ("-m", "-u")  # options of `python -m trl`
 # Trainers whose files are recognized and refused, with the option of ours that would have them.
-NOT_YET = {"sft": "loss=sft", "kto": "loss=kto", "rm": "loss=reward", "reward": "loss=reward"}
+NOT_YET = {"gkd": "loss=gkd", "kd": "loss=gkd", "prm": "loss=prm"}
+# Other names of what we have, where a framework's files are not converted.
+OURS = {"pt": "sft", "rm": "reward"}
 
 
 def converted(file: Path, trainer: str | None, gpus: int | None) -> Conversion:
@@ -38,15 +41,24 @@ def converted(file: Path, trainer: str | None, gpus: int | None) -> Conversion:
     framework = FRAMEWORKS[asked.framework]
     chosen = asked.trainer or trainer or (trl.trainer_of(asked.given) if asked.framework == "TRL" else None)
     if chosen is None:
-        raise ConvertError(f"{file}: does not say which trainer it is for. Say --trainer dpo, or grpo, or rloo.")
+        others = ", ".join(each for each in framework.trainers if each != "dpo")
+        raise ConvertError(f"{file}: does not say which trainer it is for. Say --trainer dpo, or one of {others}.")
     if trainer is not None and trainer != chosen:
         raise ConvertError(f"--trainer={trainer}: {file} is for {chosen}. Leave --trainer out.")
     if chosen not in framework.trainers:
-        raise ConvertError(
-            f"{file}: is for {asked.framework}'s {chosen}, which rlexp does not have yet. It has "
-            f"{', '.join(framework.trainers)} of {asked.framework}."
-        )
+        raise ConvertError(f"{file}: {_unread(asked.framework, chosen)}")
     return of_asked(replace(asked, trainer=chosen), gpus)
+
+
+def _unread(framework: str, trainer: str) -> str:
+    """Say of a trainer whose files are not converted whether rlexp has what it does."""
+    ours, read = OURS.get(trainer, trainer), ", ".join(FRAMEWORKS[framework].trainers)
+    if ours in KINDS["loss"]:
+        return (
+            f"is for {framework}'s {trainer}, whose files are not converted, but those of {read}. rlexp has it: "
+            f"loss={ours}, whose keys are in docs/keys.md."
+        )
+    return f"is for {framework}'s {trainer}, which rlexp does not have yet. It has {read} of {framework}."
 
 
 def of_asked(asked: Asked, gpus: int | None) -> Conversion:

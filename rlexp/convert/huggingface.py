@@ -31,6 +31,10 @@ METRICS = {
     "eval_loss": "eval/loss",
     "eval_rewards/accuracies": "eval/rewards/accuracies",
     "rewards/accuracies": "eval/rewards/accuracies",
+    "eval_accuracy": "eval/rewards/accuracies",
+    "accuracy": "eval/rewards/accuracies",
+    "eval_mean_token_accuracy": "eval/mean_token_accuracy",
+    "mean_token_accuracy": "eval/mean_token_accuracy",
 }
 LORA_NOT_YET = "adapter lora"
 
@@ -91,7 +95,8 @@ RULES: tuple[Rule, ...] = (
           "a run continues if it is given the folder of one that began; checkpoints of other trainers are not read"),
     worked_out("eval_strategy evaluation_strategy", "train.eval_every", ""),
     worked_out("eval_steps", "train.eval_every", ""),
-    absent("eval_delay eval_on_start", "held-out rows are evaluated every train.eval_every steps", 0, False),
+    absent("eval_delay", "held-out rows are evaluated every train.eval_every steps", 0),
+    worked_out("eval_on_start", "eval.before_training", ""),
     needless("per_device_eval_batch_size do_train do_eval do_predict bf16_full_eval eval_accumulation_steps",
              "held-out rows are evaluated as the others are trained on"),
     worked_out("report_to", "logger", "one of wandb, tensorboard, trackio, none"),
@@ -106,8 +111,9 @@ RULES: tuple[Rule, ...] = (
              "ddp_backend use_liger_kernel average_tokens_across_devices torch_empty_cache_steps local_rank "
              "overwrite_output_dir", "no number depends on it here"),
     absent("group_by_length", "packing takes samples in their order", False),
-    absent("train_sampling_strategy", "samples are shuffled, or taken in their order (data.shuffle)", "random"),
-    absent("label_smoothing_factor", "it belongs to a cross-entropy", 0, 0.0),
+    taken("train_sampling_strategy", "data.shuffle", "random is true, sequential is false",
+          to=one_of({"random": True, "sequential": False}, "the order")),
+    absent("label_smoothing_factor", "no label of a token is smoothed", 0, 0.0),
     absent("neftune_noise_alpha", "no noise is added to embeddings (NEFTune)", until="neftune"),
     absent("torch_compile torch_compile_backend torch_compile_mode", "models are not compiled", False,
            until="compile"),
@@ -329,6 +335,17 @@ def evaluation(
     else:
         number = math.ceil(count * (steps or 1)) if count < 1 else int(count)
         conv.put("train.eval_every", number, "eval_steps", "eval_strategy")
+    _at_the_start(conv, rows)
+
+
+def _at_the_start(conv: Conversion, rows: HeldOut) -> None:
+    asked = conv.flag("eval_on_start")
+    if asked and rows is HeldOut.ROWS:
+        conv.put("eval.before_training", True, "eval_on_start")
+    elif asked and rows is HeldOut.SHARE:
+        conv.tell(Fate.OTHER, "eval_on_start", "give eval.before_training=true, once data.eval_size holds out rows")
+    why = "no rows are held out" if asked else "nothing is evaluated before the first step"
+    conv.tell(Fate.NEEDLESS, "eval_on_start", why)
 
 
 def logger(conv: Conversion, default: str = "none") -> None:

@@ -40,6 +40,13 @@ def hints(key: str, option: str = "") -> tuple[type, ...]:
     return ()
 
 
+def has(key: str, option: str) -> bool:
+    """Return whether an option of a group has the key; a group without options has all of its keys."""
+    group, _, leaf = key.partition(".")
+    owner = KINDS.get(group, {}).get(option)
+    return owner is None or leaf.partition(".")[0] in {each.name for each in dataclasses.fields(owner)}
+
+
 def _parts(hint: Any) -> tuple[type, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 

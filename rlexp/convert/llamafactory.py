@@ -24,7 +24,7 @@ RULES: tuple[Rule, ...] = (
            "LoRA is not here", until=LORA_NOT_YET),
     absent("quantization_bit quantization_method", "weights are not quantized", until="quant"),
     taken("pref_beta", "loss.beta", default=0.1),
-    worked_out("pref_loss", "loss", "sigmoid is dpo; hinge, ipo, orpo, simpo", until="loss=kto"),
+    worked_out("pref_loss", "loss", "sigmoid is dpo; hinge, ipo, orpo, simpo", until=preference.NOT_YET),
     worked_out("dpo_label_smoothing", "loss.label_smoothing", ""),
     worked_out("pref_ftx", "loss.sft_weight", "a mean over each answer's tokens there, over the train batch's here"),
     worked_out("pref_bco_weight", "loss=mpo, loss.terms", "the shift is the mean reward so far, as here"),

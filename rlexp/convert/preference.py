@@ -9,6 +9,7 @@ from typing import Any
 
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.losses import PreferenceConfig
+from rlexp.convert import answers
 from rlexp.convert.rules import Conversion, Fate
 
 # Their names, and ours. TRL's `aot_pair` became `aot_unpaired`.
@@ -19,8 +20,10 @@ LOSSES = {
     "discopop": "discopop",
 }  # fmt: skip
 SFT = "sft"
-TYPES = "the losses over pairs; several are loss=mpo with loss.terms, where sft is loss.sft_weight"
-NOT_YET = "loss=kto loss=sft"  # options of ours that would have what is refused
+TYPES = (
+    "the losses over pairs; several are loss=mpo with loss.terms, where sft is loss.sft_weight; sft alone is loss=sft"
+)
+NOT_YET = "loss=kto_pair"  # an option of ours that would have what is refused
 SMOOTHED = frozenset({"robust", "exo_pair", "aot", "aot_unpaired"})  # with label_smoothing in TRL since 0.29
 IGNORED = (
     "it changes nothing there with this loss: 0 is taken. In TRL before 0.29 it meant loss.label_smoothing with sigmoid"
@@ -81,6 +84,9 @@ def choose(
     """
     origins = (by,) if types else (names.loss, names.weights)
     asked = _asked(conv, names, types)
+    if not asked.weights:
+        _supervised(conv, names, asked.likelihood, *origins)
+        return
     likelihood_by = names.loss if asked.likelihood else names.likelihood
     asked.likelihood += _number(conv, names.likelihood, 0.0)
     second = _number(conv, bco, 0.0)
@@ -117,6 +123,18 @@ def choose(
     _modifiers(conv, names, loss, asked.likelihood)
 
 
+def _supervised(conv: Conversion, names: Names, weight: float, *origins: str) -> None:
+    """Set supervised training on the chosen answers, where no loss over pairs is asked for."""
+    conv.choose("loss", SFT, *filter(None, origins), why="of the chosen answers")
+    conv.notes.append(answers.OF_MICRO_BATCHES)
+    if weight != 1:
+        conv.remark(Fate.OTHER, conv.said(names.weights), weight, "the only loss has no weight here")
+    for name in (names.smoothing, names.tau, names.weighting, names.lengths, names.likelihood, names.beta, names.loss,
+                 "simpo_gamma"):  # fmt: skip
+        conv.tell(Fate.NEEDLESS, name, "it changes nothing in supervised training")
+    conv.tell(Fate.NEEDLESS, "ref_model", "loss=sft has no reference")
+
+
 def kind_of(loss: str) -> type[PreferenceConfig]:
     return KINDS["loss"][loss]
 
@@ -146,15 +164,10 @@ def _asked(conv: Conversion, names: Names, types: Sequence[str]) -> Asked:
         taken = "" if asked.weights else "; sigmoid is taken"
         why = f"{', '.join(unknown)} is not here{taken}"
         conv.remark(Fate.ABSENT, conv.said(names.loss), conv.get(names.loss), why)
-    if not asked.weights:
-        by = names.weights if any(weight == 0 for weight in weights) else names.loss
-        remedy = "Name another loss beside it." if by == names.loss else "Give a loss over pairs a weight above 0."
-        if asked.likelihood and not unknown:
-            rule = "is supervised training on the chosen answers alone, which is not here yet"
-            conv.refuse(by, rule, remedy)
-        if not unknown:
-            conv.refuse(by, "all weights are 0", remedy)
+    if unknown and not asked.weights:
         asked.add("dpo", 1.0)
+    elif not asked.weights and not asked.likelihood:
+        conv.refuse(names.weights, "all weights are 0", "Give a loss a weight above 0.")
     return asked
 
 

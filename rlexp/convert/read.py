@@ -14,7 +14,8 @@ from rlexp.convert.rules import ConvertError
 from rlexp.convert.secrets import is_secret
 from rlexp.convert.shell import Command, Unknown, commands
 
-SCRIPTS_OF_TRL = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_online": "online dpo"}
+SCRIPTS_OF_TRL = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_online": "online dpo",
+                  "reward_modeling": "reward"}  # fmt: skip
 TRAINERS_OF_TRL = ("dpo", "grpo", "rloo", "ppo", "sft", "reward", "kto")
 RLHF_OF_SWIFT = "rlhf"
 NUMBER = re.compile(r"-?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")

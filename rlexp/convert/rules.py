@@ -264,6 +264,10 @@ class Conversion:
         value = rule.default if said is None or self.given[said] is None else self.given[said]
         if said in self.done or value is UNSAID or rule.key in self.values:
             return
+        chosen = self.choices.get(rule.key.partition(".")[0])
+        if chosen is not None and not kinds.has(rule.key, str(chosen.value)):
+            self.tell(Fate.NEEDLESS, rule.names[0], f"{rule.key.partition('.')[0]}={chosen.value} has none")
+            return
         ours = convert(value)
         if isinstance(ours, Refused):
             self.tell(Fate.ABSENT, rule.names[0], ours.why)

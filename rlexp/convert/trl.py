@@ -1,4 +1,5 @@
-"""TRL (1.16): `trl dpo`, `trl grpo`, `trl rloo`, CPO, ORPO, and PPO as it was until 1.10. Older names are known too."""
+"""TRL (1.16): `trl sft`, `dpo`, `kto`, `reward`, `grpo` and `rloo`, CPO and ORPO; and PPO and BCO of earlier versions.
+Older names are known too."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlexp.convert import engines, huggingface, launchers, preference
+from rlexp.convert import answers, engines, huggingface, launchers, preference
 from rlexp.convert.huggingface import LORA_NOT_YET, HeldOut
 from rlexp.convert.rules import (
     Conversion,
@@ -20,7 +21,7 @@ from rlexp.convert.rules import (
     worked_out,
 )
 
-TRAINERS = ("dpo", "grpo", "rloo", "ppo", "cpo", "orpo")
+TRAINERS = ("dpo", "grpo", "rloo", "ppo", "cpo", "orpo", "sft", "kto", "bco", "reward")
 # Arguments that one trainer has and no other: a file does not name its trainer.
 TELLTALE = {
     "dpo": "discopop_tau f_divergence_type f_alpha_divergence_coef ld_alpha loss_weights use_weighting "
@@ -34,16 +35,24 @@ TELLTALE = {
     "sft": "packing_strategy assistant_only_loss completion_only_loss dataset_text_field",
     "reward": "center_rewards_coefficient",
     "kto": "desirable_weight undesirable_weight",
+    "bco": "prompt_sample_size min_density_ratio max_density_ratio",
 }
 RL, DRAWING, PAIRS, OF_CPO = "grpo rloo ppo", "grpo rloo", "dpo cpo orpo", "cpo orpo"
-RATES = {"ppo": 3e-6}
+SINGLE = "kto bco"
+OFFLINE = f"{PAIRS} sft {SINGLE} reward"
+RATES = {"ppo": 3e-6, "sft": 2e-5, "reward": 1e-4, "bco": 5e-5}
 DIVISORS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
 LONG = 1024
+OF_SFT = (*answers.SUPERVISED, "dft")
+ORDERS = {"random": True, "sequential": False}
 
 RULES: tuple[Rule, ...] = (
-    *(rule for rule in huggingface.RULES if rule.names != ("dataloader_drop_last",)),
-    worked_out("dataloader_drop_last", "data.drop_last", "", of=PAIRS),
+    *(rule for rule in huggingface.RULES if rule.names[0] not in ("dataloader_drop_last", "train_sampling_strategy")),
+    worked_out("dataloader_drop_last", "data.drop_last", "", of=OFFLINE),
     needless("dataloader_drop_last", "a rollout has whole train batches", of=RL),
+    worked_out("train_sampling_strategy", "data.shuffle", "random is true, sequential is false; kto is sequential",
+               of=OFFLINE),
+    needless("train_sampling_strategy", "shuffle_dataset says it", of=RL),
     # the model
     worked_out("model_name_or_path", "model=hf, model.path", ""),
     worked_out("sft_model_path", "model.path", "the policy and the reference", of="ppo"),
@@ -75,13 +84,38 @@ RULES: tuple[Rule, ...] = (
     worked_out("datasets", "data.sources", "a fraction is a weight; it takes other rows in the next epoch here"),
     worked_out("test_split_size", "data.eval_size", "a number of rows"),
     taken("dataset_num_proc", "data.workers"),
-    worked_out("max_length", "data.max_length", "tokens of prompt and answer together", of=PAIRS),
+    worked_out("max_length", "data.max_length", "tokens of prompt and answer together", of=OFFLINE),
     worked_out("max_prompt_length", "data.max_length", "there is one limit, for prompt and answer together"),
     worked_out("truncation_mode", "data.too_long=truncate",
-               "the start of the prompt is cut first, then the end of the answers", of=PAIRS),
-    absent("tools dataset_kwargs", "tools are a column of the rows"),
+               "the start of the prompt is cut first, then the end of the answers", of=f"{PAIRS} sft {SINGLE}"),
+    absent("tools", "tools are a column of the rows"),
+    absent("dataset_kwargs", "rows are always tokenized here", {}, {"skip_prepare_dataset": False}),
     taken("chat_template_kwargs", "data.template_options", of=DRAWING),
     taken("shuffle_dataset", "data.shuffle", of=DRAWING),
+    worked_out("chat_template_path", "model.chat_template", "a jinja file", of="sft reward"),
+    absent("eos_token", "the tokenizer's own end of sequence, or its template, ends an answer", of="sft reward"),
+    # supervised training
+    worked_out("loss_type", "loss=sft", "nll; others are not here", of="sft", until="loss=dft"),
+    worked_out("dataset_text_field", "data.columns.text", "of rows that are plain texts", of="sft"),
+    worked_out("packing", "data.packing",
+               "a sample of the batch is a block of several rows there, and one row here", of="sft"),
+    absent("packing_strategy", "no row is cut into pieces", "bfd", of="sft"),
+    needless("eval_packing", "held-out rows count alike, packed or not", of="sft"),
+    needless("shuffle_dataset", "an epoch has an order of its own in any case", of="sft"),
+    worked_out("assistant_only_loss", "loss=sft", "the assistant's turns alone are trained on", of="sft"),
+    worked_out("completion_only_loss", "loss=sft", "a prompt is never trained on", of="sft"),
+    # single answers
+    worked_out("loss_type", "loss=kto or loss=apo_zero_unpaired", "", of="kto"),
+    worked_out("beta", "loss.beta", "", of=SINGLE),
+    worked_out("desirable_weight", "loss.desirable_weight", "", of="kto"),
+    worked_out("undesirable_weight", "loss.undesirable_weight", "", of="kto"),
+    needless("precompute_ref_log_probs precompute_ref_batch_size label_pad_token_id padding_value is_encoder_decoder "
+             "max_completion_length", "the numbers are the same; data.max_length is one limit", of=SINGLE),
+    absent("generate_during_eval", "no answers are drawn for rows that have one", False, of=SINGLE),
+    needless("prompt_sample_size min_density_ratio max_density_ratio",
+             "only with a function for embeddings, which a file does not name", of="bco"),
+    # reward models
+    worked_out("center_rewards_coefficient", "loss.center", "", of="reward"),
     # DPO and its family
     worked_out("loss_type", "loss, loss.normalize, loss.shift", preference.TYPES, of="dpo", until=preference.NOT_YET),
     worked_out("loss_weights", "loss.terms, loss.sft_weight", "", of="dpo"),
@@ -214,6 +248,8 @@ def trainer_of(given: dict[str, Any]) -> str | None:
         return "grpo"
     if not found and loss == "simpo":
         return "cpo"
+    if not found and isinstance(loss, str):
+        found = [name for name, types in (("sft", OF_SFT), ("kto", answers.SINGLE)) if loss in types]
     losses = [str(each) for each in (loss if isinstance(loss, list) else [loss])]
     if not found and losses and all(each in (*preference.LOSSES, preference.SFT) for each in losses):
         return "dpo"
@@ -233,10 +269,12 @@ def convert(conv: Conversion) -> None:
         conv.put("memory.checkpointing", True, "gradient_checkpointing")
     _model(conv)
     huggingface.evaluation(conv, steps, _data(conv))
-    families = {"dpo": _dpo, "cpo": _cpo, "orpo": _orpo, "grpo": _grpo, "rloo": _rloo, "ppo": _ppo}
+    families = {"dpo": _dpo, "cpo": _cpo, "orpo": _orpo, "grpo": _grpo, "rloo": _rloo, "ppo": _ppo,
+                "sft": _sft, "kto": _kto, "bco": _bco, "reward": _reward}  # fmt: skip
     families[conv.trainer](conv)
-    if conv.trainer in PAIRS.split():
+    if conv.trainer in OFFLINE.split():
         _lengths(conv)
+        _order(conv)
         huggingface.drop_last(conv)
     else:
         _rewards(conv)
@@ -325,8 +363,8 @@ def _data(conv: Conversion) -> HeldOut:
     sources = conv.entries("datasets")
     if not sources:
         conv.tell(Fate.NEEDLESS, "datasets", "it is empty")
-    for number, source in enumerate(sources, start=1):
-        _source(conv, "data" if len(sources) == 1 else f"data.sources.source{number}", source)
+    for key, source in zip(_sources(conv), sources, strict=False):
+        _source(conv, key, source)
     if sources:
         for name in ("dataset_name", "dataset_config", "dataset_train_split"):
             conv.tell(Fate.NEEDLESS, name, "datasets decides")
@@ -352,6 +390,12 @@ def _data(conv: Conversion) -> HeldOut:
         conv.tell(Fate.OTHER, "eval_strategy", why)
     conv.tell(Fate.NEEDLESS, "dataset_test_split", "test_split_size decides" if sources else "nothing is evaluated")
     return rows
+
+
+def _sources(conv: Conversion) -> list[str]:
+    """Return our keys of the sources that the file has."""
+    several = len(conv.entries("datasets"))
+    return [f"data.sources.source{number}" for number in range(1, several + 1)] if several > 1 else ["data"]
 
 
 def _source(conv: Conversion, key: str, source: dict[str, Any]) -> None:
@@ -381,6 +425,77 @@ def _orpo(conv: Conversion) -> None:
     preference.without_reference(conv, "orpo", told=preference.OF_PROMPTS)
 
 
+def _sft(conv: Conversion) -> None:
+    answers.chosen_of(conv, answers.SUPERVISED, "nll")
+    alone = conv.flag("assistant_only_loss")
+    answers.supervised(conv, "loss_type", *([] if alone else [answers.OF_CONVERSATIONS]))
+    conv.tell(
+        Fate.NEEDLESS if alone else Fate.OTHER, "assistant_only_loss", "the assistant's turns alone are trained on"
+    )
+    if conv.get("completion_only_loss") is not None:
+        fate = Fate.NEEDLESS if conv.flag("completion_only_loss") else Fate.OTHER
+        conv.tell(fate, "completion_only_loss", "a prompt is never trained on")
+    _template(conv)
+    _texts(conv)
+    _packing(conv)
+
+
+def _texts(conv: Conversion) -> None:
+    """Name the column of rows that are plain texts."""
+    if (column := conv.text("dataset_text_field", "text")) != "text":
+        sources = [f"{each}.columns.text" for each in _sources(conv)]
+        for key in sources:
+            conv.put(key, column, "dataset_text_field", why="only if rows are plain texts")
+    conv.tell(Fate.NEEDLESS, "dataset_text_field", "the column is found by its name")
+
+
+def _packing(conv: Conversion) -> None:
+    if conv.flag("packing"):
+        why = (
+            "a sample of the batch there is a block of max_length tokens, with several rows; train.batch_size counts "
+            "rows: multiply it by the rows of a block, which `python -m rlexp.data` shows"
+        )
+        conv.tell(Fate.OTHER, "packing", why)
+    conv.tell(Fate.NEEDLESS, "packing", "the numbers are the same with packing or without (data.packing)")
+    if not conv.flag("packing"):
+        conv.tell(Fate.NEEDLESS, "packing_strategy", "nothing is packed")
+
+
+def _template(conv: Conversion) -> None:
+    """Take over a template that is a file; that of another tokenizer has to be written to one."""
+    if (template := conv.text("chat_template_path")) is None:
+        return
+    if template.endswith((".jinja", ".jinja2")):
+        conv.put("model.chat_template", template, "chat_template_path")
+    else:
+        why = "a tokenizer, whose template is taken: write it to a file, and give model.chat_template=FILE"
+        conv.tell(Fate.OTHER, "chat_template_path", why)
+
+
+def _kto(conv: Conversion) -> None:
+    answers.single(conv, answers.chosen_of(conv, answers.SINGLE, "kto"), "loss_type")
+    conv.notes.append(answers.OF_PAIRS)
+
+
+def _bco(conv: Conversion) -> None:
+    answers.single(conv, "bco", "")
+    conv.notes.append(answers.OF_PAIRS)
+
+
+def _reward(conv: Conversion) -> None:
+    answers.reward_model(conv, "", answers.OF_ENDS, answers.OF_SCORES, center="center_rewards_coefficient")
+    _template(conv)
+
+
+def _order(conv: Conversion) -> None:
+    """Set whether rows are shuffled: TRL's KTO takes them as they are."""
+    name = "train_sampling_strategy"
+    said = conv.text(name, "sequential" if conv.trainer == "kto" else "random")
+    if said in ORDERS and (conv.name(name) or conv.trainer == "kto"):
+        conv.put("data.shuffle", ORDERS[said], name)
+    conv.tell(Fate.ABSENT, name, "samples are shuffled, or taken in their order (data.shuffle)")
+
+
 def _lengths(conv: Conversion) -> None:
     if conv.name("max_length") is not None and conv.get("max_length") is None:
         conv.put("data.too_long", "error", "max_length")
@@ -389,7 +504,12 @@ def _lengths(conv: Conversion) -> None:
         conv.tell(Fate.NEEDLESS, "truncation_mode", "nothing is cut")
     else:
         conv.put("data.max_length", conv.whole("max_length", LONG, least=1), "max_length")
-        conv.put("data.too_long", "truncate", "truncation_mode", why="another part is cut than by TRL: docs/data.md")
+        if conv.trainer == "reward":
+            conv.put("data.too_long", "drop", "max_length", why="longer pairs are left out")
+        else:
+            conv.put(
+                "data.too_long", "truncate", "truncation_mode", why="another part is cut than by TRL: docs/data.md"
+            )
     conv.tell(Fate.OTHER, "max_prompt_length", "data.max_length is one limit, for prompt and answer together")
 
 

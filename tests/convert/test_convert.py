@@ -27,7 +27,7 @@ FOREIGN = FILES / "foreign"
 # For each file: the trainer and the GPUs, where it does not say them, and what must come of it.
 GIVEN: dict[str, tuple[str | None, int | None]] = {
     "trl_dpo.yaml": ("dpo", 8), "trl_grpo.yaml": ("grpo", None), "trl_gspo.sh": (None, None),
-    "trl_rloo.yaml": (None, None),
+    "trl_rloo.yaml": (None, None), "trl_sft.sh": (None, None), "trl_kto.yaml": (None, 8), "trl_reward.sh": (None, 4),
     "openrlhf_dpo_ring.sh": (None, 8), "openrlhf_dapo.sh": (None, None), "openrlhf_ppo_slurm.sh": (None, None),
     "axolotl_dpo.yaml": (None, 8), "swift_dpo.sh": (None, None), "llamafactory_dpo.yaml": (None, 8),
 }  # fmt: skip
@@ -51,6 +51,21 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "trl_rloo.yaml": {
         "loss.name": "rloo", "loss.beta": 0.03, "train.batch_size": 2048, "rollout.batch_size": 2048,
         "rollout.n_samples": 2, "rollout.minibatches": 2, "rollout.engine": "vllm", "reward.path": "org/reward",
+    },
+    "trl_sft.sh": {
+        "loss.name": "sft", "optim.lr": 2e-5, "train.epochs": 1, "train.batch_size": 64, "train.eval_every": 100,
+        "eval.before_training": True, "data.eval_split": "test", "data.max_length": 1024, "data.too_long": "truncate",
+        "memory.checkpointing": True, "data.shuffle": True, "checkpoint.best_metric": "eval/mean_token_accuracy",
+    },
+    "trl_kto.yaml": {
+        "loss.name": "kto", "loss.beta": 0.1, "loss.desirable_weight": 1.0, "loss.undesirable_weight": 1.33,
+        "optim.lr": 5e-7, "train.batch_size": 32, "data.shuffle": False, "data.too_long": "truncate",
+        "data.unpair": False, "logger.name": "wandb",
+    },
+    "trl_reward.sh": {
+        "loss.name": "reward", "loss.center": 0.01, "loss.margin_weight": 1.0, "optim.lr": 1e-5, "launch.nproc": 4,
+        "data.max_length": 2048, "data.too_long": "drop", "train.eval_every": 50,
+        "model.chat_template": "template.jinja",
     },
     "openrlhf_dpo_ring.sh": {
         "loss.name": "dpo", "parallel.ring_size": 4, "parallel.dp_size": 2, "train.batch_size": 256,
@@ -88,6 +103,9 @@ ABSENT: dict[str, set[str]] = {
     "trl_grpo.yaml": set(),
     "trl_gspo.sh": {"use_peft", "lora_target_modules"},
     "trl_rloo.yaml": {"hub_token", "push_to_hub", "vllm_importance_sampling_mode"},
+    "trl_sft.sh": {"eos_token", "use_peft", "lora_r", "lora_alpha"},
+    "trl_kto.yaml": {"use_peft", "lora_target_modules"},
+    "trl_reward.sh": set(),
     "openrlhf_dpo_ring.sh": set(),
     "openrlhf_dapo.sh": {"vllm.tensor_parallel_size"},
     "openrlhf_ppo_slurm.sh": {"normalize_reward"},
@@ -108,6 +126,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         '{"dpo_en_demo": {"file_name": "dpo_en_demo.json", "columns": {"messages": "conversations"}}}'
     )
     (tmp_path / "data" / "dpo_en_demo.json").write_text("[]")
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -183,6 +202,11 @@ LEADING: dict[str, tuple[str, dict[str, Any]]] = {
     "cpo": ("cpo", {"cpo_alpha": 0.5}),
     "simpo": ("cpo", {"loss_type": "simpo"}),
     "orpo": ("orpo", {}),
+    "sft": ("sft", {"loss_type": "nll"}),
+    "kto": ("kto", {"desirable_weight": 1.2}),
+    "bco": ("bco", {}),
+    "apo_zero_unpaired": ("kto", {"loss_type": "apo_zero_unpaired"}),
+    "reward": ("reward", {"center_rewards_coefficient": 0.01}),
     "ppo": ("ppo", {"reward_model_path": "org/reward"}),
     "grpo": ("grpo", {"scale_rewards": "group"}),
     "dr_grpo": ("grpo", {"scale_rewards": "none"}),
@@ -193,8 +217,9 @@ LEADING: dict[str, tuple[str, dict[str, Any]]] = {
 # Keys that no argument of another trainer sets. A new key belongs into a rule of theirs, or into this list.
 OURS_ALONE = {
     "checkpoint": "export export_dtype",
-    "data": "bad_rows cache digits fill name revision seed size",
+    "data": "bad_rows cache digits fill name revision seed size unpair",
     "engine": "chosen name overrides",
+    "eval": "buckets",
     "launch": "grace_seconds interface preflight rank_cpus rank_memory_gb time_limit torch_threads",
     "logger": "artifacts axes baseline mode name tags",
     "loss": "kl_horizon margin_weight name whiten",
@@ -256,9 +281,9 @@ def test_what_is_called_absent_is_absent() -> None:
 @pytest.mark.parametrize(
     ("file", "trainer", "gpus", "said"),
     [
-        ("trl_grpo.yaml", None, None, "does not say which trainer it is for. Say --trainer dpo, or grpo, or rloo."),
+        ("trl_grpo.yaml", None, None, "does not say which trainer it is for. Say --trainer dpo, or one of "),
         ("trl_dpo.yaml", "dpo", None, "does not say how many GPUs there are. Say how many: --gpus=8."),
-        ("trl_grpo.yaml", "sft", None, "is for TRL's sft, which rlexp does not have yet"),
+        ("trl_grpo.yaml", "gkd", None, "is for TRL's gkd, which rlexp does not have yet. It has dpo, "),
         ("openrlhf_dapo.sh", "dpo", None, "--trainer=dpo: "),
         ("axolotl_dpo.yaml", None, 6, "context_parallel_size=4: does not divide the 6 GPUs. "),
         ("llamafactory_dpo.yaml", None, 8, "dataset_info.json, and there is none here"),

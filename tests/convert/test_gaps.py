@@ -14,8 +14,8 @@ import pytest
 from rlexp.config.paths import conf_dir
 from rlexp.config.schema import KINDS, EngineName, KernelName, LayoutName, LoggerName, Offload, Overlong
 from rlexp.config.schema.keys import all_keys
-from rlexp.convert import axolotl, frameworks, openrlhf, preference, trl
-from rlexp.convert.frameworks import FRAMEWORKS, of_asked
+from rlexp.convert import answers, axolotl, frameworks, openrlhf, preference, trl
+from rlexp.convert.frameworks import FRAMEWORKS, converted, of_asked
 from rlexp.convert.read import Asked
 from rlexp.convert.rules import ConvertError, Fate
 from tests.convert.test_values import LEAST
@@ -46,7 +46,7 @@ LEADING: dict[str, tuple[Any, ...]] = {
     "mask_truncated_completions": (True,), "missing_eos_penalty": (1.0,), "scale_rewards": ("group", "none"),
     "importance_sampling_level": ("sequence",), "advantage_estimator": tuple(openrlhf.ESTIMATORS),
     "reward_funcs": (["a.b", "a.c"], ["a.b"]), "reward_model_name_or_path": ("org/r",), "remote_rm_url": ("r.py",),
-    "loss_type": (*preference.LOSSES, "simpo", ["sigmoid", "bco_pair", "sft"]), "ipo": (True,),
+    "loss_type": (*preference.LOSSES, *answers.SINGLE, "simpo", ["sigmoid", "bco_pair", "sft"]), "ipo": (True,),
     "pref_loss": ("orpo", "simpo"),
     "optim": ("adamw_torch", "sgd"), "test_split_size": (5,), "ring_attn_func": tuple(axolotl.RING_FUNCTIONS),
 }  # fmt: skip
@@ -122,12 +122,22 @@ def test_what_a_rule_calls_not_here_is_not_here() -> None:
     assert outdated() == set(), "rlexp has it now: give the argument a rule that takes it over"
 
 
-@pytest.mark.parametrize("loss", ["kto", "sft"])
-def test_a_loss_that_comes_ends_its_refusals(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("loss", "wanted"),
+    [("kto_pair", {"loss_type", "pref_loss", "dpo_loss_type"}), ("dft", {"loss_type"}), ("gkd", {"gkd", "kd"})],
+)
+def test_a_loss_that_comes_ends_its_refusals(loss: str, wanted: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS["loss"], loss, KINDS["loss"]["dpo"])
-    found = outdated()
-    wanted = {"kto": {"loss_type", "pref_loss", "dpo_loss_type", "kto"}, "sft": {"loss_type", "sft"}}[loss]
-    assert wanted <= {each.partition(":")[0] for each in found}
+    assert wanted <= {each.partition(":")[0] for each in outdated()}
+
+
+def test_a_loss_that_is_here_is_named_where_a_file_is_not_read(tmp_path: Path) -> None:
+    """A framework's trainer whose files are not converted is refused with our name for what it does, if we have it."""
+    (tmp_path / "theirs.yaml").write_text("base_model: org/m\nrl: grpo\n")
+    with pytest.raises(ConvertError, match=r"axolotl's grpo, whose files are not converted, .* has it: loss=grpo, "):
+        converted(tmp_path / "theirs.yaml", None, 8)
+    assert {*frameworks.OURS.values()} <= KINDS["loss"].keys()
+    assert not {*frameworks.NOT_YET} & {*KINDS["loss"], *frameworks.OURS}
 
 
 def test_a_refusal_of_a_loss_or_of_lora_has_a_probe() -> None:
@@ -138,4 +148,4 @@ def test_a_refusal_of_a_loss_or_of_lora_has_a_probe() -> None:
             about = any(word in words for word in ("lora", "quantized", "preference loss", "tensor parallelism", "ipo"))
             if rule.fate is Fate.ABSENT and about:
                 assert rule.until, (name, rule.names)
-    assert {*trl.TELLTALE} - {*trl.TRAINERS} <= frameworks.NOT_YET.keys()
+    assert {*trl.TELLTALE} == {*trl.TRAINERS} - {"orpo"}  # orpo has no argument of its own

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from rlexp.config.schema import KINDS
-from rlexp.config.schema.losses import PreferenceConfig
 from rlexp.convert.experiment import composed, overrides
 from rlexp.convert.rules import ConvertError, Fate
 from rlexp.convert.trl import RULES, TELLTALE, trainer_of
@@ -29,7 +28,7 @@ from tests.convert.texts import (
     written,
 )
 
-OVER_PAIRS = [name for name, kind in KINDS["loss"].items() if issubclass(kind, PreferenceConfig)]
+OF_ROWS = [name for name, kind in KINDS["loss"].items() if not kind.draws]
 OTHER, ABSENT, NEEDLESS = Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS
 SHARED = (
     "mask_truncated_completions: true\nnum_generations: 4\n", "epsilon_high: 0.3\n", "truncation_mode: keep_start\n",
@@ -212,6 +211,58 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
     "swift orpo without a reference": (SWIFT.replace("type dpo", "type orpo") + "--ref_model org/r", None,
                                        {"loss": "orpo", "reference.path": None}, {NEEDLESS: {"ref_model"}}),
     "factory ipo": (FACTORY + "pref_loss: ipo\n", None, {"loss": "ipo", "loss.normalize": "token"}, {}),
+    "chosen answers alone": (TRL + "loss_type: sft\nbeta: 0.3\nld_alpha: 0.5\n", "dpo",
+                             {"loss": "sft", "loss.beta": None, "loss.sft_weight": None},
+                             {NEEDLESS: {"beta", "ld_alpha"}}),
+    "chosen answers alone, by weights": (
+        TRL + "loss_type: [sigmoid, sft]\nloss_weights: [0, 2]\n", "dpo", {"loss": "sft"}, {OTHER: {"loss_weights"}}),
+    "axolotl chosen answers": (AXOLOTL + "dpo_loss_type: [sft]\nrl_beta: 0.2\n", None,
+                               {"loss": "sft", "loss.beta": None}, {NEEDLESS: {"rl_beta"}}),
+    "swift chosen answers": (SWIFT + "--loss_type sft --beta 0.2 --ref_model org/r", None,
+                             {"loss": "sft", "loss.beta": None, "reference.path": None}, {NEEDLESS: {"ref_model"}}),
+    "sft defaults": (TRL, "sft", {"loss": "sft", "optim.lr": 2e-5, "data.too_long": "truncate", "data.shuffle": None},
+                     {}),
+    "sft of answers": (TRL + "assistant_only_loss: true\ncompletion_only_loss: true\n", None, {"loss": "sft"},
+                       {NEEDLESS: {"assistant_only_loss", "completion_only_loss"}}),
+    "sft of all tokens": (TRL + "assistant_only_loss: false\ncompletion_only_loss: false\n", None, {"loss": "sft"},
+                          {OTHER: {"assistant_only_loss", "completion_only_loss"}}),
+    "sft of texts": (TRL + "dataset_text_field: story\n", None, {"data.columns.text": "story"}, {}),
+    "sft of texts of two sets": (
+        TRL + "datasets: [{path: a/b}, {path: c/d}]\ndataset_text_field: story\n", None,
+        {"data.sources.source1.columns.text": "story", "data.sources.source2.columns.text": "story"}, {}),
+    "sft in blocks": (TRL + "packing: true\npacking_strategy: wrapped\n", None, {"loss": "sft"},
+                      {OTHER: {"packing"}, ABSENT: {"packing_strategy"}}),
+    "sft without blocks": (TRL + "packing: false\npacking_strategy: wrapped\neval_packing: false\n", None,
+                           {"data.packing": None}, {NEEDLESS: {"packing", "packing_strategy", "eval_packing"}}),
+    "sft by dft": (TRL + "loss_type: dft\n", None, {"loss": "sft"}, {ABSENT: {"loss_type"}}),
+    "sft in order": (TRL + "train_sampling_strategy: sequential\n", "sft", {"data.shuffle": False}, {}),
+    "sft by length": (TRL + "train_sampling_strategy: group_by_length\n", "sft", {"data.shuffle": None},
+                      {ABSENT: {"train_sampling_strategy"}}),
+    "a template of a tokenizer": (TRL + "chat_template_path: org/m2\n", "sft", {"model.chat_template": None},
+                                  {OTHER: {"chat_template_path"}}),
+    "kto defaults": (TRL, "kto", {"loss": "kto", "loss.beta": 0.1, "loss.desirable_weight": 1.0, "optim.lr": 1e-6,
+                                  "data.shuffle": False}, {}),
+    "kto of older TRL": (TRL + "undesirable_weight: 1.5\nmax_prompt_length: 512\nmax_completion_length: 512\n"
+                         "truncation_mode: keep_end\nprecompute_ref_log_probs: true\n", None,
+                         {"loss": "kto", "loss.undesirable_weight": 1.5},
+                         {OTHER: {"max_prompt_length"}, NEEDLESS: {"precompute_ref_log_probs"}}),
+    "apo_zero_unpaired": (TRL + "loss_type: apo_zero_unpaired\nbeta: 0.2\n", None,
+                          {"loss": "apo_zero_unpaired", "loss.beta": 0.2}, {}),
+    "a loss on single answers that nobody knows": (TRL + "loss_type: bco\ndesirable_weight: 1.0\n", None,
+                                                   {"loss": "kto"}, {ABSENT: {"loss_type"}}),
+    "bco of single answers": (TRL + "prompt_sample_size: 512\n", None,
+                              {"loss": "bco", "loss.shift": "mean", "data.shuffle": None, "optim.lr": 5e-5},
+                              {NEEDLESS: {"prompt_sample_size"}}),
+    "reward defaults": (TRL, "reward", {"loss": "reward", "loss.center": 0.0, "optim.lr": 1e-4,
+                                        "data.too_long": "drop"}, {}),
+    "reward without a limit": (TRL + "max_length: null\n", "reward", {"data.too_long": "error"},
+                               {OTHER: {"max_length"}}),
+    "evaluated at the start": (TRL + "eval_strategy: steps\neval_on_start: true\n", "dpo",
+                               {"eval.before_training": True}, {}),
+    "nothing to evaluate at the start": (TRL + "eval_on_start: true\n", "dpo", {"eval.before_training": None},
+                                         {NEEDLESS: {"eval_on_start"}}),
+    "a share to evaluate at the start": (AXOLOTL + "val_set_size: 0.1\neval_on_start: true\n", None,
+                                         {"eval.before_training": None}, {OTHER: {"eval_on_start"}}),
     "scale of a batch": (GRPO + "scale_rewards: batch\n", "grpo", {"loss": "dr_grpo"}, {ABSENT: {"scale_rewards"}}),
     "vllm by default": (GRPO + "use_vllm: true\n", "grpo", {"rollout.importance_cap": None},
                         {ABSENT: {"vllm_importance_sampling_mode"}}),
@@ -271,6 +322,9 @@ def test_a_telltale_argument_belongs_to_one_trainer() -> None:
         (["a"], None),
         ("simpo", "cpo"),
         (["sigmoid", "sft"], "dpo"),
+        (["sft"], "dpo"),
+        ("apo_zero_unpaired", "kto"),
+        ("nll", "sft"),
         (["dapo"], None),
         ([["sigmoid"]], None),
     ],
@@ -279,10 +333,8 @@ def test_a_loss_tells_its_trainer(loss: Any, trainer: str | None) -> None:
     assert trainer_of({"loss_type": loss}) == trainer
 
 
-@pytest.mark.parametrize(
-    "case", [case for case, (_, _, wanted, _) in CASES.items() if wanted.get("loss") in OVER_PAIRS]
-)
-def test_a_loss_over_pairs_composes(case: str) -> None:
+@pytest.mark.parametrize("case", [case for case, (_, _, wanted, _) in CASES.items() if wanted.get("loss") in OF_ROWS])
+def test_a_loss_over_rows_composes(case: str) -> None:
     text, trainer, wanted, _ = CASES[case]
     conv = conversion(text, trainer, 8)
     assert composed(written(conv), "mine", overrides(conv)).loss.name == wanted["loss"]
@@ -295,9 +347,16 @@ def test_a_loss_over_pairs_composes(case: str) -> None:
         (TRL + "loss_type: [sigmoid, sft]\n", "dpo", "a mean over the tokens of each micro-batch"),
         (FACTORY + "pref_ftx: 1.0\n", None, "a mean over each answer's tokens"),
         (OPENRLHF + "--nll_loss_coef 0.1", None, "a mean over each answer's tokens"),
+        (TRL + "loss_type: sft\n", "dpo", "Supervised training: theirs is a mean over the tokens of each micro-batch"),
+        (TRL, "sft", "theirs trains every token unless assistant_only_loss is true"),
+        (TRL, "kto", "KTO: theirs estimates the divergence from each micro-batch's answers"),
+        (TRL, "kto", "rlexp does so with data.unpair=true"),
+        (TRL, "bco", "BCO: theirs moves the mean reward with each micro-batch"),
+        (TRL, "reward", "theirs reads the score at the token before the end"),
+        (TRL, "reward", "loss.margin_weight=0 is a run without margins"),
     ],
 )
-def test_a_likelihood_that_is_averaged_otherwise_is_told(text: str, trainer: str | None, said: str) -> None:
+def test_what_is_averaged_or_read_otherwise_is_told(text: str, trainer: str | None, said: str) -> None:
     assert said in " ".join(conversion(text, trainer, 8).notes)
 
 
@@ -306,16 +365,7 @@ def test_a_likelihood_that_is_averaged_otherwise_is_told(text: str, trainer: str
     [
         ("loss_type: [sigmoid, sft]\nloss_weights: [1.0]\n", "loss_weights=[1.0]: has 1 weights for 2 losses."),
         ("loss_weights: [-1.0]\n", "loss_weights=[-1.0]: must be a list of numbers of at least 0."),
-        (
-            "loss_type: sft\n",
-            "loss_type=sft: is supervised training on the chosen answers alone, which is not here yet",
-        ),
-        (
-            "loss_type: [sigmoid, sft]\nloss_weights: [0, 1]\n",
-            "loss_weights=[0, 1]: is supervised training on the chosen answers alone, which is not here yet. Give a "
-            "loss over pairs a weight above 0.",
-        ),
-        ("loss_weights: [0]\n", "loss_weights=[0]: all weights are 0. Give a loss over pairs a weight above 0."),
+        ("loss_weights: [0]\n", "loss_weights=[0]: all weights are 0. Give a loss a weight above 0."),
         ("label_smoothing: x\n", "label_smoothing=x: must be a number of at least 0."),
     ],
 )

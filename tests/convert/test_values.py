@@ -21,6 +21,10 @@ LEAST: dict[tuple[str, str], dict[str, Any]] = {
     ("TRL", "dpo"): OF_TRL,
     ("TRL", "cpo"): OF_TRL,
     ("TRL", "orpo"): OF_TRL,
+    ("TRL", "sft"): OF_TRL,
+    ("TRL", "kto"): OF_TRL,
+    ("TRL", "bco"): OF_TRL,
+    ("TRL", "reward"): OF_TRL,
     ("TRL", "grpo"): {**OF_TRL, "reward_funcs": ["a.b"]},
     ("TRL", "rloo"): {**OF_TRL, "reward_funcs": ["a.b"]},
     ("TRL", "ppo"): {**OF_TRL, "reward_model_path": "r"},
@@ -37,7 +41,8 @@ LEAST: dict[tuple[str, str], dict[str, Any]] = {
 # Values that turn on what other arguments then belong to.
 TURNED_ON: dict[str, Any] = {"use_vllm": True, "eval_strategy": "steps", "vllm_num_engines": 2, "test_split_size": 9,
                              "enable_vllm_is_correction": True, "val_set_size": 9, "val_size": 9, "warmup_steps": 5,
-                             "eval_dataset": "org/e", "zero_stage": 3, "context_parallel_size": 2}  # fmt: skip
+                             "eval_dataset": "org/e", "zero_stage": 3, "context_parallel_size": 2,
+                             "packing": True}  # fmt: skip
 ODD: tuple[Any, ...] = (0, -1, 0.5, 2.0, "x", [1], {}, {"stage": 3}, math.inf, True, False, None, "steps", "zero3")
 FEW: tuple[Any, ...] = (0, 1, "x", [], True, "zero3", 10**30)
 
@@ -101,6 +106,9 @@ def test_an_argument_that_is_needed_is_asked_for_in_one_message(framework: str, 
         ("TRL", "grpo", {"num_generations": 0}, "num_generations=0: must be a whole number of at least 1. For "),
         ("TRL", "rloo", {"rloo_k": 0}, "rloo_k=0: must be"),
         ("TRL", "rloo", {"rloo_k": 3}, "rloo_k=3: does not divide the 64 answers"),
+        ("TRL", "kto", {"desirable_weight": "x"}, "desirable_weight=x: must be a number. For example: "),
+        ("TRL", "sft", {"packing": "bfd"}, "packing=bfd: must be true or false."),
+        ("TRL", "reward", {"center_rewards_coefficient": [1]}, "center_rewards_coefficient=[1]: must be a number."),
         ("TRL", "dpo", {"per_device_train_batch_size": "auto"}, "per_device_train_batch_size=auto: must be a whole"),
         ("TRL", "dpo", {"num_train_epochs": "many"}, "num_train_epochs=many: must be a number of at least 0. For "),
         ("TRL", "dpo", {"lr_scheduler_type": ["cosine"]}, "lr_scheduler_type=['cosine']: must be a text."),

@@ -15,8 +15,8 @@ from rlexp.config.schema.entries import typed_entry
 from rlexp.config.schema.keys import suggestion
 
 FIELDS = (  # of rows, by which data.columns names columns
-    "prompt", "chosen", "rejected", "completion", "label", "messages", "answer", "input", "system", "tools", "options",
-    "margin", "score_chosen", "score_rejected",
+    "prompt", "chosen", "rejected", "completion", "label", "messages", "text", "answer", "input", "system", "tools",
+    "options", "margin", "score_chosen", "score_rejected",
 )  # fmt: skip
 OF_ONE = ("path", "eval_path", "subset", "eval_split", "revision")  # keys that describe a single source
 

@@ -1,0 +1,76 @@
+"""Supervised training, losses on single answers and reward models of other trainers: what each is here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlexp.convert.rules import Conversion, Fate
+
+# Where theirs means something else, in one note each.
+OF_CONVERSATIONS = (
+    "Supervised training: of a row of messages, theirs trains every token unless assistant_only_loss is true. rlexp "
+    "trains the assistant's turns alone."
+)
+OF_MICRO_BATCHES = (
+    "Supervised training: theirs is a mean over the tokens of each micro-batch, ours over the trained tokens of the "
+    "train batch."
+)
+OF_MISMATCHES = (
+    "KTO: theirs estimates the divergence from each micro-batch's answers, paired with other prompts, and averages it "
+    "over the ranks. rlexp estimates it from all answers of the train batch."
+)
+OF_PAIRS = (
+    "Rows: theirs makes two single answers of each pair by itself. rlexp does so with data.unpair=true; without it, "
+    "rows are prompt, completion and label."
+)
+OF_SHIFTS = "BCO: theirs moves the mean reward with each micro-batch, ours with each train batch."
+OF_ENDS = (
+    "Reward model: where the tokenizer pads with its end of sequence, theirs reads the score at the token before the "
+    "end, ours at the end itself."
+)
+OF_SCORES = (
+    "Margins: both take those of a column `margin`. Where rows have none, rlexp takes the difference of the columns "
+    "score_chosen and score_rejected, theirs takes nothing. loss.margin_weight=0 is a run without margins."
+)
+SUPERVISED: Mapping[str, str] = {"nll": "sft", "chunked_nll": "sft"}  # TRL's names, and ours
+SINGLE: Mapping[str, str] = {"kto": "kto", "apo_zero_unpaired": "apo_zero_unpaired"}
+
+
+def supervised(conv: Conversion, by: str, *notes: str) -> None:
+    conv.choose("loss", "sft", *filter(None, [by]))
+    conv.notes.extend(notes)
+
+
+def single(
+    conv: Conversion, loss: str, by: str, *, good: str = "desirable_weight", bad: str = "undesirable_weight",
+    beta: str = "beta",
+) -> None:  # fmt: skip
+    """Set a loss on single answers. `good`, `bad` and `beta` are their names of its weights and its scale."""
+    conv.choose("loss", loss, *filter(None, [by]))
+    conv.put("loss.beta", conv.number(beta, 0.1), beta)
+    for key, name in (("desirable_weight", good), ("undesirable_weight", bad)):
+        if name in conv.by_name:
+            conv.put(f"loss.{key}", conv.number(name, 1.0), name)
+    if loss == "kto":
+        conv.notes.append(OF_MISMATCHES)
+    if loss == "bco":
+        conv.put("loss.shift", "mean", why="as theirs")
+        conv.notes.append(OF_SHIFTS)
+
+
+def chosen_of(conv: Conversion, known: Mapping[str, str], default: str) -> str:
+    """Return our loss by their loss_type; the default one's for a type that is not here."""
+    said = conv.text("loss_type", default)
+    if said not in known:
+        conv.tell(Fate.ABSENT, "loss_type", f"{said} is not here; {default} is taken")
+    return known.get(said, known[default])
+
+
+def reward_model(conv: Conversion, by: str, *notes: str, center: str = "", margins: bool = True) -> None:
+    """Set the loss of a reward model. `center` is their name of its coefficient; without `margins`, theirs has none."""
+    conv.choose("loss", "reward", *filter(None, [by]))
+    if center:
+        conv.put("loss.center", conv.number(center, 0.0), center)
+    if not margins:
+        conv.put("loss.margin_weight", 0.0, why="theirs has no margins")
+    conv.notes.extend(notes)
