@@ -120,6 +120,16 @@ RULES: tuple[Rule, ...] = (
     absent("auto_find_batch_size", "batches are never resized; `python -m rlexp.preflight` says what fits", False),
     absent("push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_revision",
            "nothing is uploaded; the trained model lies in the run's folder", False, until="hub"),
+    needless("log_level_replica log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen debug "
+             "skip_memory_metrics trackio_space_id trackio_bucket_id trackio_static_space_id",
+             "every step is logged, for all ranks together"),
+    needless("dataloader_in_order dataloader_multiprocessing_context ddp_broadcast_buffers ddp_static_graph "
+             "save_on_each_node enable_jit_checkpoint restore_callback_states_from_checkpoint use_cache "
+             "length_column_name hub_always_push liger_kernel_config fp16_full_eval prediction_loss_only "
+             "eval_do_concat_batches eval_use_gather_object batch_eval_metrics include_for_metrics",
+             "no number depends on it here"),
+    absent("accelerator_config", "each replica takes whole micro-batches of the train batch", {}),
+    absent("parallelism_config", "a ring: parallel.ring_size", {}),
     absent("ignore_data_skip", "a run continues with the samples that come next", False),
 )  # fmt: skip
 

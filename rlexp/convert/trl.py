@@ -154,6 +154,7 @@ RULES: tuple[Rule, ...] = (
     absent("generation_kwargs", "rollout.stop, top_k, top_p, min_p and temperature are the choices here", {},
            of=DRAWING),
     absent("repetition_penalty", "tokens are drawn by their likelihood alone", 1.0, 1, of=DRAWING, until="repetition"),
+    absent("vllm_structured_outputs_regex", "answers are drawn freely", of=DRAWING),
     absent("num_generations_eval", "each held-out prompt gets one answer", of=DRAWING),
     worked_out("use_vllm", "rollout.engine=vllm", "", of=DRAWING),
     worked_out("vllm_mode", "rollout.mode", "a server of vLLM's own is not here", of=DRAWING),

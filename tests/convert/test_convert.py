@@ -5,6 +5,7 @@ The files in tests/files/foreign/ have the arguments of the trainers' own exampl
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -19,6 +20,7 @@ from rlexp.convert.experiment import composed, overrides, text_of
 from rlexp.convert.frameworks import FRAMEWORKS, converted
 from rlexp.convert.read import plain, read
 from rlexp.convert.rules import NOTHING, Conversion, ConvertError, Fate
+from rlexp.convert.trl import RULES
 from tests.helpers import coming_from, warm
 from tests.helpers.models import saved
 from tests.helpers.paths import FILES
@@ -276,6 +278,15 @@ def test_what_is_called_absent_is_absent() -> None:
     for each in FRAMEWORKS.values():
         names = {name.replace(".", "_") for rule in each.rules if rule.fate is Fate.ABSENT for name in rule.names}
         assert names & ours <= ALIKE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO"])
+def test_every_argument_of_trl_has_a_rule(name: str) -> None:
+    trl = pytest.importorskip("trl")
+    known = {each for rule in RULES if not rule.trainers or name.lower() in rule.trainers for each in rule.names}
+    kinds = (getattr(trl, f"{name}Config"), trl.ScriptArguments, trl.ModelConfig)
+    assert {field.name for kind in kinds for field in dataclasses.fields(kind)} <= known
 
 
 @pytest.mark.parametrize(
