@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
@@ -15,16 +16,12 @@ from rlexp.training.types import Completion, Pair
 DRAW = 20261123  # seeds the draw of held-out rows: the same in every run, whatever its seed
 
 
-class Joined(Sequence[Any]):
-    """Examples of several sets, one after the other, numbered by their places. Those of `places` alone, or all."""
+class View(Sequence[Any]):
+    """Examples of others; a class says which one stands at a place (`at`), and how many there are."""
 
-    def __init__(self, sets: Sequence[Sequence[Any]], places: Places | None = None) -> None:
-        self.sets = sets
-        self._ends = list(itertools.accumulate(map(len, sets)))
-        self.places = places
-
-    def __len__(self) -> int:
-        return (self._ends[-1] if self._ends else 0) if self.places is None else len(self.places)
+    @abstractmethod
+    def at(self, index: int) -> Any:
+        """Return the example at a place from 0 on."""
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -35,7 +32,21 @@ class Joined(Sequence[Any]):
             return [self[place] for place in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        index %= len(self)
+        return self.at(index % len(self))
+
+
+class Joined(View):
+    """Examples of several sets, one after the other, numbered by their places. Those of `places` alone, or all."""
+
+    def __init__(self, sets: Sequence[Sequence[Any]], places: Places | None = None) -> None:
+        self.sets = sets
+        self._ends = list(itertools.accumulate(map(len, sets)))
+        self.places = places
+
+    def __len__(self) -> int:
+        return (self._ends[-1] if self._ends else 0) if self.places is None else len(self.places)
+
+    def at(self, index: int) -> Any:
         place = index if self.places is None else self.places[index]
         number = bisect.bisect_right(self._ends, place)
         first = self._ends[number - 1] if number else 0
@@ -50,7 +61,7 @@ class Joined(Sequence[Any]):
                      for before, after in itertools.pairwise(ends))  # fmt: skip
 
 
-class Halves(Sequence[Completion]):
+class Halves(View):
     """Pairs as two answers each: the chosen one, which is good, then the rejected one."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
@@ -59,16 +70,7 @@ class Halves(Sequence[Completion]):
     def __len__(self) -> int:
         return 2 * len(self.pairs)
 
-    @overload
-    def __getitem__(self, index: int) -> Completion: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Completion]: ...
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
+    def at(self, index: int) -> Completion:
         pair, second = self.pairs[index // 2], index % 2
         answer, mask = pair.answers[second]
         origin = f"{pair.origin} ({'rejected' if second else 'chosen'})"

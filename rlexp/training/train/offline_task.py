@@ -224,9 +224,13 @@ class OfflineStep(Step):
     def prepare(self) -> None:
         """Run the passes without gradient that come before the first micro-batch. A collective call."""
         if self.task.loss.asks.whole_batch and len(self.micro_batches) > 1 and not self.held_out:
-            self.task.run.phases.choose([self.tokens(each) for each in self.micro_batches])
+            self.choose_counted()
             with self.task.passing("collecting"):
                 self.kept = [values.reference for _, values in self.collect()]
+
+    def choose_counted(self) -> None:
+        """Choose the micro-batches whose tensors are counted, before a pass without gradient."""
+        self.task.run.phases.choose([self.tokens(each) for each in self.micro_batches])
 
     def example(self, place: int) -> Answered:
         return self.examples[self.batch.indices[place]]

@@ -54,6 +54,8 @@ class UnpairedStep(OfflineStep):
 
     def prepare(self) -> None:
         if self.task.loss.asks.mismatched:
+            if not self.held_out:
+                self.choose_counted()
             self.mismatched_B = self.log_ratios_of_others()
         super().prepare()
 
@@ -61,13 +63,9 @@ class UnpairedStep(OfflineStep):
     def log_ratios_of_others(self) -> Tensor:
         """Return the log-ratio of an answer to each prompt that is another's, (B,). A collective call."""
         run, found = self.task.run, []
-        others = [[self.mismatched(place) for place in places] for places in self.micro_batches]
-        run.phases.choose([
-            run.packed_tokens([len(each.prompt) + len(each.answer) for each in some]) for some in others
-        ])  # fmt: skip
         with run.phases("collect"), self.task.passing("mismatched"):
-            for places, some in zip(self.micro_batches, others, strict=True):
-                values, _ = self.values(self.task.shard(some))
+            for places in self.micro_batches:
+                values, _ = self.values(self.task.shard([*map(self.mismatched, places)]))
                 found.append((places, values))
             return log_ratio(gathered(found, self.count, run.world), "answer")
 
@@ -84,8 +82,9 @@ class UnpairedStep(OfflineStep):
         """Return the nearest place before with another prompt, after the first place the last; just the place before,
         if all have one prompt."""
         own = self.example(place).prompt
-        before = [(place - steps) % self.count for steps in range(1, self.count)]
-        return next((each for each in before if not np.array_equal(self.example(each).prompt, own)), before[0])
+        before = ((place - steps) % self.count for steps in range(1, self.count))
+        others = (each for each in before if not np.array_equal(self.example(each).prompt, own))
+        return next(others, (place - 1) % self.count)
 
     def values(self, held: HeldExamples, reference: Sides | None = None) -> tuple[Values, Any]:
         values, tokens = super().values(held, reference)
