@@ -10,7 +10,7 @@ from rlexp.base.errors import ConfigError
 from rlexp.config.model_names import called
 from rlexp.config.schema import Config
 from rlexp.config.schema.data import RowsDataConfig
-from rlexp.config.schema.row_kinds import EXAMPLE, SIDES, Kind
+from rlexp.config.schema.row_kinds import EXAMPLE, ROWS_OF, SIDES, Kind
 from rlexp.data.facts import Lengths, Preview, ShownSample, Steps
 from rlexp.data.lengths import lengths_of
 from rlexp.data.read_rows import Rows, read_rows
@@ -79,7 +79,7 @@ def _problems(cfg: Config, rows: Rows) -> list[str]:
     halves = needs is Kind.unpaired and kinds == Kind.pairs.value
     remedy = "Read each pair as two answers (data.unpair=true), give" if halves else "Give"
     return [
-        f"loss={cfg.loss.name} cannot train on the rows of {named}: they are {kinds}, and it needs {needs.value}. "
+        f"loss={cfg.loss.name} cannot train on the rows of {named}: they are {kinds}, and it needs {ROWS_OF[needs]}. "
         f"{remedy} other rows or another loss, or name the columns: data.columns."
     ]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlexp.config.schema.row_kinds import ROWS_OF, Kind
+
 
 @dataclass(frozen=True)
 class Source:
@@ -151,8 +153,9 @@ class Preview:
         steps = self.steps
         assert steps is not None
         examples = sum(each.per_epoch or 0 for each in self.sources)
+        rows = ROWS_OF[Kind(self.kind)]
         return (
-            f"loss={self.loss} trains on {examples:,} {self.kind} an epoch: {counted(steps.per_epoch, 'step')} of "
+            f"loss={self.loss} trains on {examples:,} {rows} an epoch: {counted(steps.per_epoch, 'step')} of "
             f"{steps.batch:,}, and {counted(steps.run, 'step')} in this run ({epochs(steps.epochs)})."
         )
 

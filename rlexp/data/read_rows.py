@@ -61,7 +61,9 @@ def _unpaired(rows: Rows) -> Rows:
     """Return each pair as two answers, each with the prompt."""
     examples, lengths = unpaired(rows.examples), rows.lengths[:, [0, 1, 0, 2]].reshape(-1, 2)
     found = hashes(blocks_of(examples.train, ids_of), PARTS[Kind.unpaired])
-    return replace(rows, kind=Kind.unpaired, examples=examples, lengths=lengths, hashes=found)
+    sources = tuple(each if each.per_epoch is None else replace(each, per_epoch=2 * each.per_epoch)
+                    for each in rows.sources)  # fmt: skip
+    return replace(rows, kind=Kind.unpaired, examples=examples, lengths=lengths, hashes=found, sources=sources)
 
 
 def ids_of(example: Pair | Completion | Prompt) -> tuple[np.ndarray, ...]:

@@ -43,7 +43,7 @@ def refused(folder: Path, rows: list[Any], *words: str) -> str:
          "prompt another's answer, and one answer has no other. Use train.batch_size=2 or more."),
         (["data.unpair=true"], "data.unpair=true: makes two single answers of each pair, and loss=dpo is trained on "
          "pairs. Leave it out, or use a loss on single answers: loss=kto, loss=bco, loss=apo_zero_unpaired."),
-        (["loss=sft", "data.unpair=true"], "and loss=sft is trained on supervised."),
+        (["loss=sft", "data.unpair=true"], "and loss=sft is trained on supervised rows."),
         (["loss=kto", "loss.desirable_weight=0"], "loss.desirable_weight=0.0: must be greater than 0."),
         (["loss=reward", "loss.center=-1"], "loss.center=-1.0: must be at least 0."),
         (["loss=sft", "data=arithmetic"], "data=arithmetic: has prompts and no answers, and loss=sft is trained on"),
@@ -57,8 +57,8 @@ def test_what_does_not_fit_is_one_message(words: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "words", "said"),
     [
-        ([PAIR] * 4, ["loss=kto"], "the run needs unpaired, with `prompt` and `completion` and `label`, and the row "
-         "has chosen, prompt, rejected, which make its rows pairs. Read each pair as two answers (data.unpair=true), "
+        ([PAIR] * 4, ["loss=kto"], "the run needs unpaired answers, with `prompt` and `completion` and `label`, and "
+         "the row has chosen, prompt, rejected, which make its rows pairs. Read each pair as two answers (data.unpair=true), "
          "give other rows or another loss"),
         (ANSWERS, ["loss=dpo"], "the run needs pairs, with `chosen` and `rejected`, and the row has completion, label, "
          "prompt, which make its rows unpaired. Give other rows or another loss"),
@@ -106,4 +106,5 @@ def test_a_pair_is_two_answers(tmp_path: Path) -> None:
     assert (shown.needs, shown.kind) == ("unpaired", "unpaired")
     assert shown.steps is not None
     assert shown.steps.per_epoch == 3
+    assert shown.verdict.startswith("loss=kto trains on 6 unpaired answers an epoch: 3 steps of 2, ")
     assert [sample.label for sample in shown.samples] == [True, False]

@@ -8,7 +8,7 @@ from rlexp.config.checks.preference import check_preference
 from rlexp.config.checks.unpaired import check_unpaired
 from rlexp.config.schema import KINDS, Config
 from rlexp.config.schema.losses import PolicyLossConfig, PreferenceConfig, UnpairedConfig
-from rlexp.config.schema.row_kinds import Kind
+from rlexp.config.schema.row_kinds import ROWS_OF, Kind
 
 
 def check_loss(cfg: Config) -> None:
@@ -27,5 +27,5 @@ def _check_unpair(cfg: Config) -> None:
         fit = ", ".join(f"loss={name}" for name, kind in KINDS["loss"].items() if issubclass(kind, UnpairedConfig))
         raise ConfigError(
             f"data.unpair=true: makes two single answers of each pair, and loss={cfg.loss.name} is trained on "
-            f"{cfg.loss.rows.value}. Leave it out, or use a loss on single answers: {fit}."
+            f"{ROWS_OF[cfg.loss.rows]}. Leave it out, or use a loss on single answers: {fit}."
         )

@@ -21,3 +21,10 @@ SIDES: dict[Kind, tuple[str, ...]] = {
 }
 # The name of one example of each kind.
 EXAMPLE = {Kind.pairs: "pair", Kind.unpaired: "answer", Kind.supervised: "answer", Kind.prompts: "prompt"}
+# Rows of each kind, for sentences.
+ROWS_OF = {
+    Kind.pairs: "pairs",
+    Kind.unpaired: "unpaired answers",
+    Kind.supervised: "supervised rows",
+    Kind.prompts: "prompts",
+}

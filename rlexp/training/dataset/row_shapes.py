@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlexp.base.errors import DataError
-from rlexp.config.schema.row_kinds import Kind
+from rlexp.config.schema.row_kinds import ROWS_OF, Kind
 from rlexp.training.dataset.messages import (
     FieldError,
     as_answer,
@@ -78,7 +78,7 @@ def recognised(fields: Fields, wanted: Kind | None, columns: Mapping[str, str], 
     is_other = "".join(f", which make its rows {other.value}" for other in others)
     halves = (wanted, others) == (Kind.unpaired, [Kind.pairs])
     raise DataError(
-        f"{origin}: the run needs {wanted.value}, with {needed}, and the row has {_listed(fields)}{is_other}. "
+        f"{origin}: the run needs {ROWS_OF[wanted]}, with {needed}, and the row has {_listed(fields)}{is_other}. "
         f"{'Read each pair as two answers (data.unpair=true), give' if halves else 'Give'} other rows or another loss, "
         f"or name the columns: data.columns.{_first_missing(wanted, fields)}=COLUMN."
     )
