@@ -16,12 +16,16 @@ OF_MICRO_BATCHES = (
     "train batch."
 )
 OF_MISMATCHES = (
-    "KTO: theirs estimates the divergence from each micro-batch's answers, paired with other prompts, and averages it "
-    "over the ranks. rlexp estimates it from all answers of the train batch."
+    "KTO: theirs estimates the divergence from each micro-batch's prompts with answers of other rows, and averages it "
+    "over the ranks. rlexp estimates it from all prompts and answers of the train batch."
 )
 OF_PAIRS = (
     "Rows: theirs makes two single answers of each pair by itself. rlexp does so with data.unpair=true; without it, "
     "rows are prompt, completion and label."
+)
+OF_BLOCKS = (
+    "a sample of the batch there is a block of the longest length, with several rows; train.batch_size counts rows: "
+    "multiply it by the rows of a block, which `python -m rlexp.data` shows"
 )
 OF_SHIFTS = "BCO: theirs moves the mean reward with each micro-batch, ours with each train batch."
 OF_ENDS = (

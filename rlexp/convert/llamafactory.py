@@ -1,4 +1,4 @@
-"""LLaMA-Factory: a yaml with `stage: dpo`."""
+"""LLaMA-Factory: a yaml with `stage: dpo`, or sft, pt, kto, rm."""
 
 from __future__ import annotations
 
@@ -6,11 +6,29 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlexp.convert import huggingface, launchers, preference
+from rlexp.convert import answers, huggingface, launchers, preference
 from rlexp.convert.huggingface import LORA_NOT_YET
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
 
-TRAINERS = ("dpo",)
+TRAINERS = ("dpo", "sft", "pt", "kto", "rm")
+# Our fields, by their names of columns.
+ASKED = {"prompt": "prompt", "query": "input", "system": "system", "tools": "tools"}
+PAIRS = ASKED | {"messages": "prompt", "chosen": "chosen", "rejected": "rejected"}
+FIELDS = {
+    "dpo": PAIRS, "rm": PAIRS, "sft": ASKED | {"response": "completion", "messages": "messages"},
+    "pt": {"prompt": "text"}, "kto": ASKED | {"response": "completion", "kto_tag": "label"},
+}  # fmt: skip
+OF_HEADS = (
+    "Reward model: theirs is a value head beside the language model, with a bias and dropout. Ours is the head of "
+    "transformers' sequence classification, `score`, without either."
+)
+# Arguments of one stage, which a file of another may keep.
+OF_DPO = {"pref_beta", "pref_loss", "pref_ftx", "pref_bco_weight", "dpo_label_smoothing", "simpo_gamma", "ld_alpha",
+          "ref_model"}  # fmt: skip
+OF_KTO = {"pref_beta", "pref_ftx", "kto_chosen_weight", "kto_rejected_weight", "ref_model"}
+OF_SFT = {"train_on_prompt", "mask_history", "use_dft_loss"}
+OF_STAGES = {"dpo": OF_DPO, "kto": OF_KTO, "sft": OF_SFT, "pt": set[str](), "rm": set[str]()}
+
 
 RULES: tuple[Rule, ...] = (
     *huggingface.RULES,
@@ -24,6 +42,12 @@ RULES: tuple[Rule, ...] = (
            "LoRA is not here", until=LORA_NOT_YET),
     absent("quantization_bit quantization_method", "weights are not quantized", until="quant"),
     taken("pref_beta", "loss.beta", default=0.1),
+    worked_out("kto_chosen_weight", "loss.desirable_weight", ""),
+    worked_out("kto_rejected_weight", "loss.undesirable_weight", ""),
+    worked_out("use_dft_loss", "loss=sft", "dft is not here", until="loss=dft"),
+    worked_out("train_on_prompt", "loss=sft", "a prompt is never trained on"),
+    worked_out("mask_history", "loss=sft", "every answer of a conversation is trained on"),
+    worked_out("disable_shuffling", "data.shuffle", ""),
     worked_out("pref_loss", "loss", "sigmoid is dpo; hinge, ipo, orpo, simpo", until=preference.NOT_YET),
     worked_out("dpo_label_smoothing", "loss.label_smoothing", ""),
     worked_out("pref_ftx", "loss.sft_weight", "a mean over each answer's tokens there, over the train batch's here"),
@@ -40,8 +64,10 @@ RULES: tuple[Rule, ...] = (
     absent("max_samples", "cut a file, or take a part of a split: 'data.split=\"train[:1000]\"'"),
     absent("mix_strategy interleave_probs", "sources with data.sources.NAME.weight", "concat"),
     taken("preprocessing_num_workers", "data.workers"),
-    needless("packing neat_packing overwrite_cache plot_loss flash_attn enable_liger_kernel tokenized_path",
-             "no number depends on it here"),
+    worked_out("packing neat_packing", "data.packing",
+               "for sft and pt, a sample of the batch is a block of several rows there, and one row here"),
+    needless("overwrite_cache plot_loss flash_attn enable_liger_kernel tokenized_path preprocessing_batch_size "
+             "compute_accuracy include_effective_tokens_per_second", "no number depends on it here"),
     absent("pure_bf16", "weights that are trained are float32; train.precision=bf16 computes in bfloat16", False),
     worked_out("disable_gradient_checkpointing", "memory.checkpointing", ""),
     absent("cp_mode cp_size", "a ring: parallel.ring_size", 1),
@@ -62,12 +88,47 @@ def convert(conv: Conversion) -> None:
     conv.tell(
         Fate.OTHER, "template", "the tokenizer's own template is used; another is a file: model.chat_template=FILE"
     )
-    _loss(conv)
+    losses = {"dpo": _preference, "kto": _kto, "rm": _reward}
+    losses.get(conv.trainer, _supervised)(conv)
+    for name in sorted((OF_DPO | OF_KTO | OF_SFT) - OF_STAGES[conv.trainer]):
+        conv.tell(Fate.NEEDLESS, name, f"it changes nothing with stage={conv.trainer}")
+    conv.tell(Fate.NEEDLESS, "stage", "the loss is chosen")
+    conv.tell(Fate.NEEDLESS, "packing", "the numbers are the same with packing or without (data.packing)")
+    if conv.flag("disable_shuffling"):
+        conv.put("data.shuffle", False, "disable_shuffling")
+    conv.tell(Fate.NEEDLESS, "disable_shuffling", "rows are shuffled")
     _data(conv)
     huggingface.evaluation(conv, steps, huggingface.held_out(conv, "val_size"))
 
 
-def _loss(conv: Conversion) -> None:
+def _supervised(conv: Conversion) -> None:
+    answers.supervised(conv, "stage")
+    for name, why in (("train_on_prompt", "a prompt is never trained on"),
+                      ("mask_history", "every answer of a conversation is trained on")):  # fmt: skip
+        if conv.flag(name):
+            conv.tell(Fate.OTHER, name, why)
+    for name in OF_SFT:
+        if conv.name(name) and not conv.flag(name):
+            conv.tell(Fate.NEEDLESS, name, "it is false")
+    if conv.flag("use_dft_loss"):
+        conv.tell(Fate.ABSENT, "use_dft_loss", "every token's likelihood weighs alike")
+    if conv.flag("packing", conv.trainer == "pt"):
+        conv.tell(Fate.OTHER, "packing", answers.OF_BLOCKS)
+        if conv.name("packing") is None:
+            conv.remark(Fate.OTHER, "packing", True, f"their default for pt: {answers.OF_BLOCKS}")
+
+
+def _kto(conv: Conversion) -> None:
+    answers.single(conv, "kto", "stage", good="kto_chosen_weight", bad="kto_rejected_weight", beta="pref_beta")
+    if conv.number("pref_ftx", 0.0, least=0):
+        conv.tell(Fate.ABSENT, "pref_ftx", "loss=kto adds no likelihood of good answers")
+
+
+def _reward(conv: Conversion) -> None:
+    answers.reward_model(conv, "stage", OF_HEADS, margins=False)
+
+
+def _preference(conv: Conversion) -> None:
     loss = conv.text("pref_loss", "sigmoid")
     if loss in ("orpo", "simpo"):
         preference.without_reference(conv, loss, by="pref_loss", weight_name="pref_ftx", weight=0.0,
@@ -81,7 +142,6 @@ def _loss(conv: Conversion) -> None:
     conv.tell(Fate.NEEDLESS, "pref_bco_weight", "it is 0, or the loss has no reference")
     for name in ("dpo_label_smoothing", "simpo_gamma"):
         conv.tell(Fate.NEEDLESS, name, f"it changes nothing with pref_loss={loss}")
-    conv.tell(Fate.NEEDLESS, "stage", "the loss is chosen")
 
 
 def _data(conv: Conversion) -> None:
@@ -116,11 +176,16 @@ def _source(conv: Conversion, key: str, described: dict[str, Any], folder: Path)
     for name in ("subset", "split"):
         if described.get(name) and not file:
             conv.put(f"{key}.{name}", described[name], "dataset")
-    columns = described.get("columns")
+    columns, fields = described.get("columns"), FIELDS[conv.trainer]
     for theirs, column in (columns if isinstance(columns, dict) else {}).items():
-        ours = {"messages": "prompt", "query": "input"}.get(theirs, theirs)
-        if column != ours and ours in ("prompt", "chosen", "rejected", "input", "system", "tools"):
+        ours = fields.get(theirs)
+        if theirs == "history" and column:
+            conv.remark(Fate.OTHER, "dataset: history", column, "earlier turns in a column of their own are not read")
+        if ours and column and column != ours:
             conv.put(f"{key}.columns.{ours}", column, "dataset")
+    if conv.trainer == "kto" and described.get("formatting") == "sharegpt":
+        why = "a conversation with a label is not read: make its rows prompt, completion and label"
+        conv.remark(Fate.OTHER, "dataset: formatting", "sharegpt", why)
 
 
 def _described(folder: Path) -> dict[str, dict[str, Any]]:

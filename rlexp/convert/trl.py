@@ -452,11 +452,7 @@ def _texts(conv: Conversion) -> None:
 
 def _packing(conv: Conversion) -> None:
     if conv.flag("packing"):
-        why = (
-            "a sample of the batch there is a block of max_length tokens, with several rows; train.batch_size counts "
-            "rows: multiply it by the rows of a block, which `python -m rlexp.data` shows"
-        )
-        conv.tell(Fate.OTHER, "packing", why)
+        conv.tell(Fate.OTHER, "packing", answers.OF_BLOCKS)
     conv.tell(Fate.NEEDLESS, "packing", "the numbers are the same with packing or without (data.packing)")
     if not conv.flag("packing"):
         conv.tell(Fate.NEEDLESS, "packing_strategy", "nothing is packed")

@@ -32,6 +32,7 @@ GIVEN: dict[str, tuple[str | None, int | None]] = {
     "trl_rloo.yaml": (None, None), "trl_sft.sh": (None, None), "trl_kto.yaml": (None, 8), "trl_reward.sh": (None, 4),
     "openrlhf_dpo_ring.sh": (None, 8), "openrlhf_dapo.sh": (None, None), "openrlhf_ppo_slurm.sh": (None, None),
     "axolotl_dpo.yaml": (None, 8), "swift_dpo.sh": (None, None), "llamafactory_dpo.yaml": (None, 8),
+    "llamafactory_sft.yaml": (None, 8), "llamafactory_kto.yaml": (None, 8),
 }  # fmt: skip
 EXPECTED: dict[str, dict[str, Any]] = {
     "trl_dpo.yaml": {
@@ -99,6 +100,16 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "loss.name": "dpo", "train.batch_size": 64, "engine.name": "zero3", "data.max_length": 2048,
         "data.path": "data/dpo_en_demo.json", "data.columns": {"prompt": "conversations"},
     },
+    "llamafactory_sft.yaml": {
+        "loss.name": "sft", "train.batch_size": 16, "engine.name": "zero3", "data.eval_size": 20,
+        "train.eval_every": 100, "eval.before_training": True,
+        "data.sources": {"source1": {"path": "data/identity.json"},
+                         "source2": {"path": "data/alpaca_en_demo.json", "columns": {"prompt": "ask"}}},
+    },
+    "llamafactory_kto.yaml": {
+        "loss.name": "kto", "loss.beta": 0.1, "loss.desirable_weight": 1.0, "loss.undesirable_weight": 1.5,
+        "train.batch_size": 128, "data.path": "data/kto_en_demo.json", "data.columns": {"label": "kto_tag"},
+    },
 }  # fmt: skip
 ABSENT: dict[str, set[str]] = {
     "trl_dpo.yaml": {"lora_dropout", "neftune_noise_alpha", "push_to_hub", "grad_scale"},
@@ -114,6 +125,8 @@ ABSENT: dict[str, set[str]] = {
     "axolotl_dpo.yaml": {"optimizer", "evals_per_epoch", "saves_per_epoch"},
     "swift_dpo.sh": set(),
     "llamafactory_dpo.yaml": {"finetuning_type", "lora_rank"},
+    "llamafactory_sft.yaml": {"max_samples"},
+    "llamafactory_kto.yaml": set(),
 }
 
 
@@ -125,9 +138,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "reward_func.py").write_text(function.format("rewards"))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(
-        '{"dpo_en_demo": {"file_name": "dpo_en_demo.json", "columns": {"messages": "conversations"}}}'
-    )
-    (tmp_path / "data" / "dpo_en_demo.json").write_text("[]")
+        json.dumps({
+            "dpo_en_demo": {"file_name": "dpo_en_demo.json", "columns": {"messages": "conversations"}},
+            "identity": {"file_name": "identity.json"},
+            "alpaca_en_demo": {"file_name": "alpaca_en_demo.json", "columns": {"prompt": "ask"}},
+            "kto_en_demo": {"file_name": "kto_en_demo.json", "columns": {"kto_tag": "kto_tag"}},
+        })
+    )  # fmt: skip
+    for name in ("dpo_en_demo", "identity", "alpaca_en_demo", "kto_en_demo"):
+        (tmp_path / "data" / f"{name}.json").write_text("[]")
     (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -40,7 +40,19 @@ SHARED = (
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(
-        json.dumps({"d1": {"file_name": "d1.json"}, "d3": {"hf_hub_url": "org/d", "columns": None}, "d4": {}, "d5": 3})
+        json.dumps(
+            {
+                "d1": {"file_name": "d1.json"},
+                "d3": {"hf_hub_url": "org/d", "columns": None},
+                "d4": {},
+                "d5": 3,
+                "d7": {
+                    "hf_hub_url": "org/d",
+                    "formatting": "sharegpt",
+                    "columns": {"prompt": "content", "response": "said", "kto_tag": "good", "history": "before"},
+                },
+            }
+        )
     )
     (tmp_path / "data" / "d1.json").write_text("[]")
     (tmp_path / "ours.json").write_text('{"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}')
@@ -210,6 +222,21 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
     "factory reference": (FACTORY + "ref_model: org/r\n", None, {"loss": "dpo", "reference.path": "org/r"}, {}),
     "swift orpo without a reference": (SWIFT.replace("type dpo", "type orpo") + "--ref_model org/r", None,
                                        {"loss": "orpo", "reference.path": None}, {NEEDLESS: {"ref_model"}}),
+    "factory sft": (FACTORY.replace("stage: dpo", "stage: sft") + "pref_beta: 0.2\nref_model: org/r\npacking: true\n"
+                    "train_on_prompt: true\nmask_history: false\ndisable_shuffling: true\nuse_dft_loss: true\n", None,
+                    {"loss": "sft", "loss.beta": None, "reference.path": None, "data.shuffle": False},
+                    {NEEDLESS: {"pref_beta", "ref_model", "mask_history"}, OTHER: {"packing", "train_on_prompt"},
+                     ABSENT: {"use_dft_loss"}}),
+    "factory texts": (FACTORY.replace("stage: dpo", "stage: pt").replace("d1", "d7"), None,
+                      {"loss": "sft", "data.columns.text": "content"}, {OTHER: {"packing"}}),
+    "factory kto": (FACTORY.replace("stage: dpo", "stage: kto").replace("d1", "d7") + "kto_chosen_weight: 2.0\n"
+                    "pref_ftx: 0.1\nref_model: org/r\ntrain_on_prompt: true\n", None,
+                    {"loss": "kto", "loss.desirable_weight": 2.0, "loss.beta": 0.1, "reference.path": "org/r",
+                     "data.columns.label": "good", "data.columns.completion": "said"},
+                    {ABSENT: {"pref_ftx"}, NEEDLESS: {"train_on_prompt"},
+                     OTHER: {"dataset: formatting", "dataset: history"}}),
+    "factory reward model": (FACTORY.replace("stage: dpo", "stage: rm") + "packing: true\n", None,
+                             {"loss": "reward", "loss.margin_weight": 0.0, "loss.beta": None}, {NEEDLESS: {"packing"}}),
     "factory ipo": (FACTORY + "pref_loss: ipo\n", None, {"loss": "ipo", "loss.normalize": "token"}, {}),
     "chosen answers alone": (TRL + "loss_type: sft\nbeta: 0.3\nld_alpha: 0.5\n", "dpo",
                              {"loss": "sft", "loss.beta": None, "loss.sft_weight": None},
@@ -348,8 +375,9 @@ def test_a_loss_over_rows_composes(case: str) -> None:
         (FACTORY + "pref_ftx: 1.0\n", None, "a mean over each answer's tokens"),
         (OPENRLHF + "--nll_loss_coef 0.1", None, "a mean over each answer's tokens"),
         (TRL + "loss_type: sft\n", "dpo", "Supervised training: theirs is a mean over the tokens of each micro-batch"),
+        (FACTORY.replace("stage: dpo", "stage: rm"), None, "Reward model: theirs is a value head beside"),
         (TRL, "sft", "theirs trains every token unless assistant_only_loss is true"),
-        (TRL, "kto", "KTO: theirs estimates the divergence from each micro-batch's answers"),
+        (TRL, "kto", "KTO: theirs estimates the divergence from each micro-batch's prompts"),
         (TRL, "kto", "rlexp does so with data.unpair=true"),
         (TRL, "bco", "BCO: theirs moves the mean reward with each micro-batch"),
         (TRL, "reward", "theirs reads the score at the token before the end"),

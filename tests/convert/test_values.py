@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlexp.convert import axolotl
+from rlexp.convert import axolotl, llamafactory
 from rlexp.convert.frameworks import FRAMEWORKS, of_asked
 from rlexp.convert.read import Asked
 from rlexp.convert.rules import NOTHING, Conversion, ConvertError
@@ -36,7 +36,8 @@ LEAST: dict[tuple[str, str], dict[str, Any]] = {
     ("ms-swift", "simpo"): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4, "rlhf_type": "simpo"},
     **{("axolotl", rl): {"base_model": "org/m", "rl": rl, "learning_rate": 1e-5, "datasets": [{"path": "org/d"}]}
        for rl in axolotl.TRAINERS},
-    ("LLaMA-Factory", "dpo"): {"model_name_or_path": "org/m", "stage": "dpo", "dataset": "d"},
+    **{("LLaMA-Factory", stage): {"model_name_or_path": "org/m", "stage": stage, "dataset": "d"}
+       for stage in llamafactory.TRAINERS},
 }  # fmt: skip
 # Values that turn on what other arguments then belong to.
 TURNED_ON: dict[str, Any] = {"use_vllm": True, "eval_strategy": "steps", "vllm_num_engines": 2, "test_split_size": 9,
