@@ -51,7 +51,8 @@ def single(
 ) -> None:  # fmt: skip
     """Set a loss on single answers. `good`, `bad` and `beta` are their names of its weights and its scale."""
     conv.choose("loss", loss, *filter(None, [by]))
-    conv.put("loss.beta", conv.number(beta, 0.1), beta)
+    if "loss.beta" not in conv.values:
+        conv.put("loss.beta", conv.number(beta, 0.1), beta)
     for key, name in (("desirable_weight", good), ("undesirable_weight", bad)):
         if name in conv.by_name:
             conv.put(f"loss.{key}", conv.number(name, 1.0), name)

@@ -1,4 +1,4 @@
-"""axolotl: a yaml with `rl: dpo`, or ipo, orpo, simpo."""
+"""axolotl: a yaml with `rl: dpo`, or ipo, orpo, simpo, kto; with `reward_model: true`; or without either (sft)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 from pathlib import PurePosixPath
 from typing import Any
 
-from rlexp.convert import huggingface, kinds, launchers, preference
+from rlexp.convert import answers, huggingface, kinds, launchers, preference
 from rlexp.convert.huggingface import LORA_NOT_YET
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
 
-TRAINERS = ("dpo", "ipo", "orpo", "simpo")
+TRAINERS = ("dpo", "ipo", "orpo", "simpo", "sft", "kto", "reward")
 OF_DPO = "dpo ipo"
+OF_TRL = ("dpo", "ipo", "orpo", "simpo", "kto")  # with a beta
 TOO_LONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 RING_FUNCTIONS = {"varlen_llama3": "allgather", "batch_zigzag": "zigzag", "batch_ring": "contiguous"}
 # Their names of arguments that transformers has too.
@@ -20,8 +21,14 @@ RENAMED = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type"
 KEPT = 4  # checkpoints
 # Keys of a source, and of a data set's columns.
 SOURCE = {"name": "subset", "split": "split", "revision": "revision", "field_messages": "columns.prompt",
-          "field_chosen": "columns.chosen", "field_rejected": "columns.rejected"}  # fmt: skip
-TOLD = {"path", "data_files", "ds_type", "type", "roles", "message_property_mappings", *SOURCE}
+          "field_chosen": "columns.chosen", "field_rejected": "columns.rejected", "field_tools": "columns.tools",
+          "field": "columns.text"}  # fmt: skip
+# Those of a type that is a mapping.
+OWN_TYPE = {"field_prompt": "prompt", "field_instruction": "prompt", "field_input": "input",
+            "field_output": "completion", "field_completion": "completion", "field_label": "label",
+            "field_chosen": "chosen", "field_rejected": "rejected", "field_system": "system"}  # fmt: skip
+TOLD = {"path", "data_files", "ds_type", "type", "roles", "message_property_mappings", "roles_to_train", *SOURCE}
+TEMPLATES = ("chat_template", "bradley_terry.chat_template", "completion")  # types that write rows as we do
 
 RULES: tuple[Rule, ...] = (
     *(rule for rule in huggingface.RULES if not {"per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type",
@@ -39,7 +46,14 @@ RULES: tuple[Rule, ...] = (
     absent("lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear lora_modules_to_save peft_use_dora",
            "LoRA is not here", until=LORA_NOT_YET),
     absent("load_in_8bit load_in_4bit", "weights are not quantized", False, until="quant"),
-    worked_out("rl", "loss", "dpo, ipo, orpo or simpo"),
+    worked_out("rl", "loss", "dpo, ipo, orpo, simpo or kto; without it loss=sft"),
+    worked_out("reward_model", "loss=reward", ""),
+    worked_out("kto_desirable_weight", "loss.desirable_weight", "", of="kto"),
+    worked_out("kto_undesirable_weight", "loss.undesirable_weight", "", of="kto"),
+    worked_out("center_rewards_coefficient", "loss.center", "", of="reward"),
+    needless("num_labels", "an answer has one score", of="reward"),
+    worked_out("train_on_inputs", "loss=sft", "a prompt is never trained on", of="sft"),
+    absent("pretraining_dataset", "name its rows by datasets, with type: completion", of="sft"),
     worked_out("rl_beta", "loss.beta", ""),
     worked_out("trl", "loss.beta", "its beta comes before rl_beta; its other keys are for GRPO"),
     worked_out("orpo_alpha", "loss.beta", "it is TRL's beta", of="orpo"),
@@ -67,7 +81,8 @@ RULES: tuple[Rule, ...] = (
     worked_out("optimizer", "optim", "adamw and sgd", until="optim=muon optim=adafactor optim=adamw_8bit"),
     worked_out("sequence_len", "data.max_length", "tokens of prompt and answer together"),
     worked_out("excess_length_strategy", "data.too_long", ""),
-    taken("sample_packing", "data.packing", default=False),
+    worked_out("sample_packing", "data.packing",
+               "for sft, a sample of the batch is a block of several rows there, and one row here"),
     needless("eval_sample_packing pad_to_sequence_len", "held-out rows are packed as the others"),
     worked_out("datasets", "data=hf, data.path or data.sources", ""),
     absent("test_datasets", "name held-out rows by data.eval_path"),
@@ -117,8 +132,10 @@ def convert(conv: Conversion) -> None:
             f"the tokenizer's own template is used; if it is not {template}, give a file: model.chat_template=FILE",
         )
     conv.tell(Fate.NEEDLESS, "chat_template", "it is the tokenizer's own")
-    _beta(conv)
+    if conv.trainer in OF_TRL:
+        _beta(conv)
     _loss(conv)
+    _packing(conv)
     _data(conv)
     rows = huggingface.held_out(conv, "val_set_size")
     huggingface.evaluation(conv, steps, rows, strategy="steps" if conv.get("eval_steps") else "no")
@@ -170,10 +187,30 @@ def _loss(conv: Conversion) -> None:
             preference.without_reference(conv, "orpo", by="rl", told=preference.OF_PROMPTS)
         case "simpo":
             preference.without_reference(conv, "simpo", by="rl", weight_name="cpo_alpha")
+        case "kto":
+            answers.single(conv, "kto", "rl", good="kto_desirable_weight", bad="kto_undesirable_weight")
+        case "reward":
+            answers.reward_model(conv, "reward_model", answers.OF_ENDS, center="center_rewards_coefficient",
+                                 margins=False)  # fmt: skip
+        case "sft":
+            answers.supervised(conv, "")
+            inputs = conv.flag("train_on_inputs")
+            conv.tell(Fate.OTHER if inputs else Fate.NEEDLESS, "train_on_inputs", "a prompt is never trained on")
         case _:
             preference.choose(conv, names, smoothed=preference.SMOOTHED | {"dpo"})
             _without_beta(conv)
     conv.tell(Fate.NEEDLESS, "rl", "the loss is chosen")
+    if conv.trainer not in OF_TRL:
+        for name in ("trl", "rl_beta"):
+            conv.tell(Fate.NEEDLESS, name, f"it changes nothing with loss={conv.choices['loss'].value}")
+    conv.tell(Fate.NEEDLESS, "reward_model", "no reward model is trained")
+
+
+def _packing(conv: Conversion) -> None:
+    packs = conv.flag("sample_packing")
+    conv.put("data.packing", packs, "sample_packing")
+    if packs and conv.trainer == "sft":
+        conv.remark(Fate.OTHER, "sample_packing", True, answers.OF_BLOCKS)
 
 
 def _without_beta(conv: Conversion) -> None:
@@ -216,13 +253,21 @@ def _source(conv: Conversion, key: str, source: dict[str, Any]) -> None:
         conv.refuse("datasets", "must be a list of mappings, each with a path", "Give each one a path.")
     of_file = files and kind in ("json", "parquet", None) and PurePosixPath(str(files)).suffix
     conv.put(f"{key}.path", files if of_file else source.get("path"), "datasets")
-    for theirs, ours in SOURCE.items():
+    renamed = {"field_messages": "columns.messages"} if conv.trainer == "sft" else {}
+    for theirs, ours in (SOURCE | renamed).items():
         value = source.get(theirs)
         if value is not None and value != ours.rpartition(".")[2]:
             conv.put(f"{key}.{ours}", value, "datasets")
     for name in source.keys() - TOLD:
         conv.remark(Fate.ABSENT, f"datasets: {name}", source[name], "a source has no key of this kind")
-    if not str(source.get("type", "chat_template.default")).startswith("chat_template"):
+    kind, roles = source.get("type", "chat_template"), source.get("roles_to_train")
+    if isinstance(kind, dict):
+        for theirs in kind.keys() & OWN_TYPE.keys():
+            if kind[theirs] and kind[theirs] != OWN_TYPE[theirs]:
+                conv.put(f"{key}.columns.{OWN_TYPE[theirs]}", kind[theirs], "datasets")
+    if roles not in (None, ["assistant"], ["gpt", "assistant"]):
+        conv.remark(Fate.OTHER, "datasets: roles_to_train", roles, "the assistant's turns are trained on")
+    if not str(kind).startswith(TEMPLATES):
         conv.remark(Fate.OTHER, "datasets: type", source["type"], "rows are written by the tokenizer's template")
 
 

@@ -95,7 +95,7 @@ def _wrong_line(text: str) -> str:
 
 def _of_mapping(file: Path, given: dict[str, Any]) -> Asked:
     if "base_model" in given:
-        return Asked("axolotl", str(given.get("rl") or "sft"), given)
+        return Asked("axolotl", _trainer_of_axolotl(given), given)
     if "stage" in given:
         return Asked("LLaMA-Factory", str(given["stage"]), given)
     if "rlhf_type" in given and "model" in given:
@@ -109,6 +109,11 @@ def _of_mapping(file: Path, given: dict[str, Any]) -> Asked:
         rest = {name: value for name, value in given.items() if name != "env"}
         return Asked("TRL", None, rest, environment={str(name): value for name, value in variables.items()})
     return Asked("TRL", None, given)
+
+
+def _trainer_of_axolotl(given: dict[str, Any]) -> str:
+    kinds = {"reward_model": "reward", "process_reward_model": "prm"}
+    return str(given.get("rl") or next((kind for name, kind in kinds.items() if given.get(name)), "sft"))
 
 
 _UNKNOWN = (

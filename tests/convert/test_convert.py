@@ -32,6 +32,7 @@ GIVEN: dict[str, tuple[str | None, int | None]] = {
     "trl_rloo.yaml": (None, None), "trl_sft.sh": (None, None), "trl_kto.yaml": (None, 8), "trl_reward.sh": (None, 4),
     "openrlhf_dpo_ring.sh": (None, 8), "openrlhf_dapo.sh": (None, None), "openrlhf_ppo_slurm.sh": (None, None),
     "axolotl_dpo.yaml": (None, 8), "swift_dpo.sh": (None, None), "llamafactory_dpo.yaml": (None, 8),
+    "axolotl_sft.yaml": (None, 8), "axolotl_reward.yaml": (None, 4),
     "llamafactory_sft.yaml": (None, 8), "llamafactory_kto.yaml": (None, 8),
 }  # fmt: skip
 EXPECTED: dict[str, dict[str, Any]] = {
@@ -92,6 +93,16 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "loss.name": "dpo", "parallel.ring_size": 4, "train.batch_size": 16, "train.micro_batch_size": 2,
         "data.columns": {"prompt": "conversation"}, "optim.lr": 2e-4, "optim.decay": "cosine", "train.epochs": 4,
     },
+    "axolotl_sft.yaml": {
+        "loss.name": "sft", "parallel.ring_size": 2, "train.batch_size": 32, "train.max_steps": 200,
+        "data.packing": True, "data.eval_size": 100, "train.eval_every": 50, "optim.warmup_steps": 10,
+        "data.sources": {"source1": {"path": "teknium/GPT4-LLM-Cleaned"},
+                         "source2": {"path": "org/talks", "columns": {"messages": "conversations"}}},
+    },
+    "axolotl_reward.yaml": {
+        "loss.name": "reward", "loss.center": 0.01, "loss.margin_weight": 0.0, "train.batch_size": 32,
+        "data.path": "argilla/distilabel-intel-orca-dpo-pairs", "data.packing": False, "data.too_long": "drop",
+    },
     "swift_dpo.sh": {
         "loss.name": "dpo", "parallel.ring_size": 2, "launch.nproc": 4, "train.batch_size": 8, "engine.name": "zero3",
         "optim.weight_decay": 0.1, "data.too_long": "drop", "data.max_length": 8192, "loss.sft_weight": 0.1,
@@ -123,6 +134,8 @@ ABSENT: dict[str, set[str]] = {
     "openrlhf_dapo.sh": {"vllm.tensor_parallel_size"},
     "openrlhf_ppo_slurm.sh": {"normalize_reward"},
     "axolotl_dpo.yaml": {"optimizer", "evals_per_epoch", "saves_per_epoch"},
+    "axolotl_sft.yaml": set(),
+    "axolotl_reward.yaml": set(),
     "swift_dpo.sh": set(),
     "llamafactory_dpo.yaml": {"finetuning_type", "lora_rank"},
     "llamafactory_sft.yaml": {"max_samples"},

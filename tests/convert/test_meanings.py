@@ -205,6 +205,21 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
                                 {"loss.beta": 0.2}, {NEEDLESS: {"orpo_alpha"}}),
     "axolotl simpo": (AXOLOTL.replace("dpo", "simpo", 1) + "rl_beta: 2.0\ncpo_alpha: 0.1\nsimpo_gamma: 0.8\n", None,
                       {"loss": "simpo", "loss.gamma": 0.8, "loss.sft_weight": 0.1, "loss.beta": 2.0}, {}),
+    "axolotl sft": (
+        AXOLOTL.replace("rl: dpo\n", "") + "sample_packing: true\ntrain_on_inputs: true\nrl_beta: 0.1\n", None,
+        {"loss": "sft", "loss.beta": None, "data.packing": True},
+        {OTHER: {"sample_packing", "train_on_inputs"}, NEEDLESS: {"rl_beta"}}),
+    "axolotl texts": (
+        AXOLOTL.replace("rl: dpo\n", "").replace("chat_template.default", "completion, field: story"), None,
+        {"loss": "sft", "data.columns.text": "story"}, {}),
+    "axolotl rows of one's own": (
+        AXOLOTL.replace("rl: dpo\n", "").replace("chat_template.default", "{field_instruction: q, field_output: a}, "
+                                                 "roles_to_train: [user]"), None,
+        {"data.columns.prompt": "q", "data.columns.completion": "a"},
+        {OTHER: {"datasets: type", "datasets: roles_to_train"}}),
+    "axolotl kto": (AXOLOTL.replace("dpo", "kto", 1) + "rl_beta: 0.2\nkto_undesirable_weight: 0.2\n", None,
+                    {"loss": "kto", "loss.beta": 0.2, "loss.undesirable_weight": 0.2, "loss.desirable_weight": 1.0},
+                    {}),
     "axolotl hinge": (AXOLOTL + "dpo_loss_type: [hinge]\ndpo_use_weighting: true\n", None,
                       {"loss": "hinge", "loss.wpo": True}, {}),
     "factory orpo": (FACTORY + "pref_loss: orpo\npref_beta: 0.2\npref_ftx: 0.5\n", None,

@@ -17,6 +17,7 @@ from rlexp.convert.read import Asked
 from rlexp.convert.rules import NOTHING, Conversion, ConvertError
 
 OF_TRL = {"model_name_or_path": "org/m", "dataset_name": "org/d", "num_processes": 8}
+AXOLOTL: dict[str, dict[str, Any]] = {"sft": {}, "reward": {"reward_model": True}}  # the others say `rl`
 LEAST: dict[tuple[str, str], dict[str, Any]] = {
     ("TRL", "dpo"): OF_TRL,
     ("TRL", "cpo"): OF_TRL,
@@ -34,7 +35,8 @@ LEAST: dict[tuple[str, str], dict[str, Any]] = {
     ("ms-swift", "cpo"): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4, "rlhf_type": "cpo"},
     ("ms-swift", "orpo"): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4, "rlhf_type": "orpo"},
     ("ms-swift", "simpo"): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4, "rlhf_type": "simpo"},
-    **{("axolotl", rl): {"base_model": "org/m", "rl": rl, "learning_rate": 1e-5, "datasets": [{"path": "org/d"}]}
+    **{("axolotl", rl): {"base_model": "org/m", **AXOLOTL.get(rl, {"rl": rl}), "learning_rate": 1e-5,
+                         "datasets": [{"path": "org/d"}]}
        for rl in axolotl.TRAINERS},
     **{("LLaMA-Factory", stage): {"model_name_or_path": "org/m", "stage": stage, "dataset": "d"}
        for stage in llamafactory.TRAINERS},
@@ -98,7 +100,14 @@ def test_an_argument_that_is_needed_is_asked_for_in_one_message(framework: str, 
     for name in LEAST[framework, trainer]:
         given = {key: value for key, value in LEAST[framework, trainer].items() if key != name}
         conv = convert(framework, trainer, given, None)
-        assert isinstance(conv, str) or name in ("num_processes", "rl", "rlhf_type", "stage", "NPROC_PER_NODE"), name
+        assert isinstance(conv, str) or name in (
+            "num_processes",
+            "rl",
+            "reward_model",
+            "rlhf_type",
+            "stage",
+            "NPROC_PER_NODE",
+        ), name
 
 
 @pytest.mark.parametrize(
