@@ -58,8 +58,8 @@ def test_what_does_not_fit_is_one_message(words: list[str], said: str) -> None:
     ("rows", "words", "said"),
     [
         ([PAIR] * 4, ["loss=kto"], "the run needs unpaired answers, with `prompt` and `completion` and `label`, and "
-         "the row has chosen, prompt, rejected, which make its rows pairs. Read each pair as two answers (data.unpair=true), "
-         "give other rows or another loss"),
+         "the row has chosen, prompt, rejected, which make its rows pairs. Read each pair as two answers "
+         "(data.unpair=true), give other rows or another loss"),
         (ANSWERS, ["loss=dpo"], "the run needs pairs, with `chosen` and `rejected`, and the row has completion, label, "
          "prompt, which make its rows unpaired. Give other rows or another loss"),
         (ANSWERS[::2], ["loss=kto"], "all 5 rows have `label` true, and loss=kto compares good answers with bad ones. "
