@@ -47,12 +47,13 @@ def supervised(conv: Conversion, by: str, *notes: str) -> None:
 
 def single(
     conv: Conversion, loss: str, by: str, *, good: str = "desirable_weight", bad: str = "undesirable_weight",
-    beta: str = "beta",
+    beta: str = "beta", scale: float = 0.1,
 ) -> None:  # fmt: skip
-    """Set a loss on single answers. `good`, `bad` and `beta` are their names of its weights and its scale."""
+    """Set a loss on single answers. `good`, `bad` and `beta` are their names of its weights and its scale, whose
+    default is `scale`."""
     conv.choose("loss", loss, *filter(None, [by]))
     if "loss.beta" not in conv.values:
-        conv.put("loss.beta", conv.number(beta, 0.1), beta)
+        conv.put("loss.beta", conv.number(beta, scale), beta)
     for key, name in (("desirable_weight", good), ("undesirable_weight", bad)):
         if name in conv.by_name:
             conv.put(f"loss.{key}", conv.number(name, 1.0), name)

@@ -1,14 +1,24 @@
-"""OpenRLHF: `openrlhf.cli.train_dpo` and `train_ppo_ray`, in the dotted names since 0.10.2 and the flat ones before."""
+"""OpenRLHF: `openrlhf.cli.train_dpo`, `train_sft`, `train_rm`, `train_kto` and `train_ppo_ray`.
+
+Arguments have the dotted names since 0.10.2 and the flat ones before."""
 
 from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from rlexp.convert import launchers, preference
+from rlexp.convert import answers, launchers, preference
 from rlexp.convert.huggingface import LORA_NOT_YET, kernel_of
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
-TRAINERS = ("dpo", "ppo")
+TRAINERS = ("dpo", "ppo", "sft", "rm", "kto")
+OF_PAIRS, OF_ANSWERS = "dpo rm", "sft kto"
+# Their defaults: the rate, samples of a micro-batch, tokens of a sequence, passes over the rows, the held-out split.
+RATES = {"dpo": 1e-5, "ppo": 1e-6, "sft": 5e-6, "rm": 9e-6, "kto": 1e-5}
+MICRO = {"dpo": 8, "ppo": 1, "sft": 8, "rm": 1, "kto": 8}
+LENGTHS = {"dpo": 512, "ppo": 2048, "sft": 2048, "rm": 512, "kto": 2048}
+EPOCHS = {"dpo": 1, "sft": 2, "rm": 1, "kto": 1}
+HELD_OUT = {"dpo": "test", "ppo": "train", "sft": "test", "rm": "train", "kto": "test"}
+PROMPTS = {"ppo": "input", "sft": "input", "kto": "input"}
 MOST_SAMPLES = 1_000_000  # their default: no limit
 FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst")
 DECAYS = {
@@ -33,7 +43,7 @@ BY_GROUP = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
 RULES: tuple[Rule, ...] = (
     # the model
     worked_out("model.model_name_or_path actor.model_name_or_path pretrain", "model=hf, model.path", ""),
-    taken("ref.model_name_or_path ref_pretrain", "reference.path"),
+    taken("ref.model_name_or_path ref_pretrain", "reference.path", of="dpo ppo"),
     taken("ds.param_dtype param_dtype", "train.precision", default="bf16"),
     worked_out("bf16", "train.precision", ""),
     taken("ds.attn_implementation attn_implementation", "parallel.kernel", to=kernel_of),
@@ -58,8 +68,11 @@ RULES: tuple[Rule, ...] = (
     worked_out("eval.split eval_split", "data.eval_split", "used only if an evaluation set is given"),
     worked_out("data.max_samples max_samples", "data.split", "the first rows, as data.split=train[:1000]"),
     worked_out("data.prompt_key data.input_key prompt_key input_key", "data.columns.prompt", ""),
-    worked_out("data.chosen_key chosen_key", "data.columns.chosen", "", of="dpo"),
-    worked_out("data.rejected_key rejected_key", "data.columns.rejected", "", of="dpo"),
+    worked_out("data.chosen_key chosen_key", "data.columns.chosen", "", of=OF_PAIRS),
+    worked_out("data.rejected_key rejected_key", "data.columns.rejected", "", of=OF_PAIRS),
+    worked_out("data.output_key output_key", "data.columns.completion",
+               "without it, the input is a whole conversation or a text", of=OF_ANSWERS),
+    worked_out("data.label_key label_key", "data.columns.label", "", of="kto"),
     taken("data.label_key label_key", "data.columns.answer", of="ppo"),
     worked_out("data.apply_chat_template apply_chat_template", "data.template", ""),
     absent("data.input_template input_template", "rows are written by the tokenizer's template, or as they are"),
@@ -131,6 +144,15 @@ RULES: tuple[Rule, ...] = (
     worked_out("model.ipo_enable ipo", "loss=ipo, loss.normalize=sequence", "", of="dpo"),
     worked_out("model.nll_loss_coef nll_loss_coef", "loss.sft_weight",
                "a mean over each answer's tokens there, over the train batch's here", of="dpo"),
+    # supervised training, KTO and reward models
+    worked_out("model.pretrain_mode_enable pretrain_mode", "loss=sft", "a prompt is never trained on", of="sft"),
+    worked_out("data.multiturn multiturn", "loss=sft", "every answer of a conversation is trained on", of="sft"),
+    worked_out("beta", "loss.beta", "", of="kto"),
+    worked_out("desirable_loss_weight", "loss.desirable_weight", "", of="kto"),
+    worked_out("undesirable_loss_weight", "loss.undesirable_weight", "", of="kto"),
+    worked_out("model.loss_type loss", "loss=reward", "sigmoid; others are not here", of="rm"),
+    worked_out("model.margin_loss_enable margin_loss", "loss.margin_weight", "of rows with a margin", of="rm"),
+    needless("model.compute_fp32_loss_enable compute_fp32_loss", "scores are compared in float64", of="rm"),
     # samples
     taken("rollout.batch_size rollout_batch_size", "rollout.batch_size", "prompts, as here", default=1024, of="ppo"),
     taken("rollout.n_samples_per_prompt n_samples_per_prompt", "rollout.n_samples", default=1, of="ppo"),
@@ -175,7 +197,8 @@ RULES: tuple[Rule, ...] = (
     absent("reward.clip_range reward_clip_range", "scores are taken as they are", [-10, 10], of="ppo"),
     absent("reward.overlong_buffer_len overlong_buffer_len reward.overlong_penalty_factor overlong_penalty_factor "
            "reward.stop_properly_penalty_coef stop_properly_penalty_coef", "see rollout.overlong", of="ppo"),
-    absent("ds.value_head_prefix value_head_prefix", "a reward model's head is called `score`", "score", of="ppo"),
+    absent("ds.value_head_prefix value_head_prefix", "a reward model's head is called `score`", "score",
+           of="ppo rm"),
     # the loss
     worked_out("algo.advantage.estimator advantage_estimator", "loss", "gae is ppo, group_norm is grpo, …", of="ppo"),
     worked_out("actor.policy_loss_type policy_loss_type", "loss=gspo", "", of="ppo"),
@@ -222,17 +245,17 @@ RULES: tuple[Rule, ...] = (
 
 def convert(conv: Conversion) -> None:
     _ranks(conv)
-    micro = 8 if conv.trainer == "dpo" else 1
-    conv.put("train.micro_batch_size", conv.whole("train.micro_batch_size", micro, least=1), "train.micro_batch_size")
+    micro = conv.whole("train.micro_batch_size", MICRO[conv.trainer], least=1)
+    conv.put("train.micro_batch_size", micro, "train.micro_batch_size")
     conv.choose("model", "hf")
     conv.put("model.path", conv.needed("pretrain", "the model that is trained", "Qwen/Qwen3-0.6B"), "pretrain")
     conv.put("parallel.ring_size", conv.whole("ring_attn_size", 1, least=1), "ring_attn_size")
     _engine(conv)
     _optimizer(conv)
     _data(conv)
-    if conv.trainer == "dpo":
-        _preference(conv)
-        rollouts = 1
+    rollouts = 1
+    if conv.trainer != "ppo":
+        {"dpo": _preference, "sft": _supervised, "rm": _reward_model, "kto": _kto}[conv.trainer](conv)
     else:
         rollouts = _rollout(conv)
         _loss(conv)
@@ -251,6 +274,30 @@ def _preference(conv: Conversion) -> None:
         conv.put("loss.label_smoothing", smoothing, "label_smoothing")
     weight = conv.number("nll_loss_coef", 0.0, least=0)
     preference.put_likelihood(conv, weight, "nll_loss_coef", preference.OF_ANSWERS)
+
+
+def _supervised(conv: Conversion) -> None:
+    answers.supervised(conv, "", answers.OF_MICRO_BATCHES)
+    if conv.flag("pretrain_mode") and (conv.flag("apply_chat_template") or conv.get("output_key") is not None):
+        conv.tell(Fate.OTHER, "pretrain_mode", "a prompt is never trained on")
+    conv.tell(Fate.NEEDLESS, "pretrain_mode", "a row that is a text is trained on whole, and no prompt is")
+    several = conv.flag("multiturn")
+    conv.tell(Fate.NEEDLESS if several else Fate.OTHER, "multiturn", "every answer of a conversation is trained on")
+    if not several and conv.flag("apply_chat_template") and conv.name("multiturn") is None:
+        why = "without it theirs trains the last answer of a conversation; here every one is trained on"
+        conv.remark(Fate.OTHER, "multiturn", False, why)
+
+
+def _kto(conv: Conversion) -> None:
+    answers.single(conv, "kto", "", good="desirable_loss_weight", bad="undesirable_loss_weight", scale=0.01)
+
+
+def _reward_model(conv: Conversion) -> None:
+    answers.reward_model(conv, "model.loss_type")
+    if (said := conv.text("model.loss_type", "sigmoid")) != "sigmoid":
+        conv.remark(Fate.ABSENT, conv.said("model.loss_type"), said, "sigmoid is the loss of two scores here")
+    margins = conv.flag("margin_loss")
+    conv.put("loss.margin_weight", float(margins), "margin_loss")
 
 
 def _ranks(conv: Conversion) -> None:
@@ -287,7 +334,7 @@ def _optimizer(conv: Conversion) -> None:
     else:
         conv.tell(Fate.ABSENT, "optim", "adamw and sgd are the optimizers here; adamw is taken")
     if conv.get("adam.lr") is None:
-        conv.put("optim.lr", 1e-5 if conv.trainer == "dpo" else 1e-6, "adam.lr")
+        conv.put("optim.lr", RATES[conv.trainer], "adam.lr")
     conv.put("optim.betas", _pair(conv, "adam.betas", [0.9, 0.95]), "adam.betas")
     name = conv.text("lr_scheduler", "cosine_with_min_lr")
     why = "the rate decays to 0 here, to a tenth there" if "min_lr" in name else ""
@@ -320,16 +367,14 @@ def _pair(conv: Conversion, name: str, default: list[float]) -> list[float]:
 def _data(conv: Conversion) -> None:
     paths = conv.texts("dataset", split=",")
     if not paths:
-        said = "dataset" if conv.trainer == "dpo" else "prompt_data"
+        said = "prompt_data" if conv.trainer == "ppo" else "dataset"
         raise ConvertError(
             f"{said}: is missing, and it names the rows to train on. Add it to the command, as --{said} org/rows."
         )
     conv.choose("data", "hf")
     weights = _probabilities(conv, len(paths))
     split, most = conv.text("dataset_split"), int(conv.whole("max_samples", MOST_SAMPLES, least=1))
-    columns = {"prompt": conv.text("prompt_key", None if conv.trainer == "dpo" else "input")}
-    if conv.trainer == "dpo":
-        columns |= {"chosen": conv.text("chosen_key"), "rejected": conv.text("rejected_key")}
+    columns = _columns(conv)
     for number, path in enumerate(paths, start=1):
         key = "data" if len(paths) == 1 else f"data.sources.source{number}"
         conv.put(f"{key}.path", path.partition("@")[0], "dataset")
@@ -341,10 +386,10 @@ def _data(conv: Conversion) -> None:
             chosen = f"{split or 'train'}[:{most}]" if most < MOST_SAMPLES else split
             if chosen:
                 conv.put(f"{key}.split", chosen, "dataset_split", "max_samples")
-        for ours, theirs in columns.items():
+        for ours, (name, theirs) in columns.items():
             if theirs and theirs != ours:
-                conv.put(f"{key}.columns.{ours}", theirs, f"{ours}_key")
-    for name in ("prompt_key", "chosen_key", "rejected_key"):
+                conv.put(f"{key}.columns.{ours}", theirs, name)
+    for name in ("prompt_key", "chosen_key", "rejected_key", "output_key", *(["label_key"] * (conv.trainer == "kto"))):
         if name in conv.by_name:
             conv.tell(Fate.NEEDLESS, name, "the column is found by its name")
     conv.tell(
@@ -357,6 +402,24 @@ def _data(conv: Conversion) -> None:
     _template(conv)
     _lengths(conv)
     _held_out(conv, paths)
+
+
+def _columns(conv: Conversion) -> dict[str, tuple[str, str | None]]:
+    """Return their name of an argument and its column for each of our fields."""
+    asked, answer = conv.text("prompt_key", PROMPTS.get(conv.trainer)), None
+    if conv.trainer in OF_ANSWERS.split():
+        answer = conv.text("output_key")
+    if conv.trainer == "sft" and answer is None:
+        return {"messages" if conv.flag("apply_chat_template") else "text": ("prompt_key", asked)}
+    columns = {"prompt": ("prompt_key", asked)}
+    for ours, name in (("chosen", "chosen_key"), ("rejected", "rejected_key")):
+        if name in conv.by_name:
+            columns[ours] = (name, conv.text(name))
+    if conv.trainer in OF_ANSWERS.split():
+        columns["completion"] = ("output_key", answer)
+    if conv.trainer == "kto":
+        columns["label"] = ("label_key", conv.text("label_key", "label"))
+    return columns
 
 
 def _probabilities(conv: Conversion, sources: int) -> list[float]:
@@ -393,7 +456,7 @@ def _lengths(conv: Conversion) -> None:
         conv.put("data.max_length", (prompt or 1024) + new, "prompt_max_len", why=why)
         conv.tell(Fate.NEEDLESS, "max_len", "prompt_max_len and generate_max_len decide")
     else:
-        conv.put("data.max_length", conv.whole("max_len", 512 if conv.trainer == "dpo" else 2048, least=2), "max_len")
+        conv.put("data.max_length", conv.whole("max_len", LENGTHS[conv.trainer], least=2), "max_len")
     conv.put("data.too_long", "truncate", why="another part is cut than by theirs: docs/data.md")
 
 
@@ -411,7 +474,7 @@ def _held_out(conv: Conversion, paths: list[str]) -> None:
         conv.tell(Fate.OTHER, "eval_dataset", "of several sets each has its own: data.sources.NAME.eval_path")
         conv.tell(Fate.OTHER, "eval_split", "of several sets each has its own: data.sources.NAME.eval_split")
         return
-    split = conv.text("eval_split", "test" if conv.trainer == "dpo" else "train")
+    split = conv.text("eval_split", HELD_OUT[conv.trainer])
     if PurePosixPath(path).suffix in FILES:
         conv.tell(Fate.NEEDLESS, "eval_split", "a file has no splits")
     else:
@@ -549,8 +612,8 @@ def _reward(conv: Conversion) -> None:
 
 def _files(conv: Conversion, rollouts: int) -> None:
     """Set what is written and logged. `rollouts` is how many steps a rollout has."""
-    if conv.trainer == "dpo":
-        conv.put("train.epochs", conv.whole("max_epochs", 1, least=1), "max_epochs")
+    if conv.trainer != "ppo":
+        conv.put("train.epochs", conv.whole("max_epochs", EPOCHS[conv.trainer], least=1), "max_epochs")
     if (folder := conv.text("save_path")) is not None:
         conv.on_command_line("hydra.run.dir", folder, "save_path")
     every = int(conv.whole("save_steps", -1))
@@ -582,7 +645,7 @@ def _evaluation(conv: Conversion, rollouts: int) -> None:
         conv.tell(Fate.NEEDLESS, "eval_steps", "nothing is evaluated")
     elif every > 0:
         conv.put("train.eval_every", every * rollouts, "eval_steps")
-    elif conv.trainer == "dpo":
+    elif conv.trainer != "ppo":
         why = "once an epoch there: give train.eval_every, once `python -m rlexp.data` has said how many steps it has"
         conv.tell(Fate.OTHER, "eval_steps", why)
         if conv.name("eval_steps") is None:

@@ -17,7 +17,7 @@ from rlexp.convert.shell import Command, Unknown, commands
 SCRIPTS_OF_TRL = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_online": "online dpo",
                   "reward_modeling": "reward"}  # fmt: skip
 TRAINERS_OF_TRL = ("dpo", "grpo", "rloo", "ppo", "sft", "reward", "kto")
-RLHF_OF_SWIFT = "rlhf"
+OF_SWIFT = ("rlhf", "sft", "pt")
 NUMBER = re.compile(r"-?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -118,7 +118,8 @@ def _trainer_of_axolotl(given: dict[str, Any]) -> str:
 
 _UNKNOWN = (
     "is none of the files that can be converted. These are: a yaml file of TRL, axolotl or LLaMA-Factory, and a shell "
-    "script with a command of TRL (trl dpo …), OpenRLHF (openrlhf.cli.train_dpo …) or ms-swift (swift rlhf …)."
+    "script with a command of TRL (trl dpo …), OpenRLHF (openrlhf.cli.train_dpo …) or ms-swift (swift sft …, "
+    "swift rlhf …)."
 )
 
 
@@ -150,7 +151,7 @@ def _asked(command: Command) -> Asked | None:
                 continue
             framework, trainer, after = found
             line, before = _Arguments(words[after:]), _Arguments(words[:place])
-            if framework == "ms-swift":
+            if framework == "ms-swift" and trainer == "rlhf":
                 trainer = str(line.given.get("rlhf_type", "dpo"))
             return Asked(framework, trainer, line.given, before.given, dict(command.environment), line.positional,
                          command.around, line.again)  # fmt: skip
@@ -176,9 +177,10 @@ def _trl(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | 
 
 
 def _swift(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
-    if word.rpartition("/")[2] == "swift" and words[place + 1 : place + 2] == [RLHF_OF_SWIFT]:
-        return "ms-swift", "dpo", place + 2
-    return ("ms-swift", "dpo", place + 1) if re.search(r"swift/cli/rlhf\.py$", word) else None
+    if word.rpartition("/")[2] == "swift" and words[place + 1 : place + 2] and words[place + 1] in OF_SWIFT:
+        return "ms-swift", words[place + 1], place + 2
+    script = re.search(rf"swift/cli/({'|'.join(OF_SWIFT)})\.py$", word)
+    return ("ms-swift", script[1], place + 1) if script else None
 
 
 class _Arguments:

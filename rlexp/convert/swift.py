@@ -1,24 +1,32 @@
-"""ms-swift: `swift rlhf --rlhf_type dpo …`, and the types cpo, orpo and simpo."""
+"""ms-swift: `swift sft`, `swift pt`, and `swift rlhf --rlhf_type dpo …`, or cpo, orpo, simpo, kto and rm."""
 
 from __future__ import annotations
 
 import re
 
-from rlexp.convert import huggingface, launchers, preference
+from rlexp.convert import answers, huggingface, launchers, preference
 from rlexp.convert.huggingface import LORA_NOT_YET, HeldOut
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
-TRAINERS = ("dpo", "cpo", "orpo", "simpo")
-OF_CPO = "cpo simpo"
+TRAINERS = ("dpo", "cpo", "orpo", "simpo", "sft", "pt", "kto", "rm")
+OF_CPO, SUPERVISED, OF_RLHF = "cpo simpo", "sft pt", "dpo cpo orpo simpo kto rm"
+PAIRS = "rows of messages and rejected_response are not read: make them prompt, chosen and rejected"
+# What rows have to be, by trainer.
+ROWS = {
+    "sft": "rows of messages are read as they are",
+    "pt": "rows of messages with an answer alone are not read: make them a text",
+    "kto": "rows of messages and label are not read: make them prompt, completion and label",
+}
 LEAST_BATCH = 16  # where no accumulation is given, theirs is the smallest that reaches this batch
 TOO_LONG = {"delete": "drop", "left": "truncate"}
 
 RULES: tuple[Rule, ...] = (
     *huggingface.RULES,
-    worked_out("rlhf_type", "loss", "dpo, cpo, orpo or simpo"),
+    worked_out("rlhf_type", "loss", "dpo, cpo, orpo, simpo, kto or rm; swift sft and swift pt are loss=sft",
+               of=OF_RLHF),
     worked_out("model", "model=hf, model.path", ""),
     taken("model_revision", "model.revision"),
-    taken("ref_model", "reference.path"),
+    taken("ref_model", "reference.path", of="dpo cpo orpo simpo kto"),
     worked_out("torch_dtype", "train.precision", "bfloat16 is bf16, float32 is fp32"),
     absent("tuner_type train_type", "all weights are trained: LoRA is not here, and a full fine-tuning wants a "
            "smaller rate",
@@ -34,14 +42,19 @@ RULES: tuple[Rule, ...] = (
     worked_out("loss_type", "loss=cpo or loss=simpo", "hinge and ipo have a reference here", of=OF_CPO),
     worked_out("cpo_alpha", "loss.sft_weight", "their default is 1, with simpo too", of=OF_CPO),
     worked_out("simpo_gamma", "loss.gamma", "", of=OF_CPO),
-    absent("loss_scale", "the tokens of an answer weigh alike"),
-    worked_out("dataset", "data=hf, data.path or data.sources", "pairs with prompt, chosen and rejected"),
+    worked_out("desirable_weight", "loss.desirable_weight", "", of="kto"),
+    worked_out("undesirable_weight", "loss.undesirable_weight", "", of="kto"),
+    worked_out("center_rewards_coefficient", "loss.center", "", of="rm"),
+    absent("loss_scale", "the tokens of an answer weigh alike", "default"),
+    worked_out("dataset", "data=hf, data.path or data.sources",
+               "prompt, chosen and rejected for pairs; prompt, completion and label for kto; messages for sft"),
     absent("val_dataset", "name held-out rows by data.eval_path"),
     worked_out("split_dataset_ratio", "data.eval_size", "a number of rows"),
     other("columns", "data.columns", "from column to field there, from field to column here"),
     taken("max_length", "data.max_length", "tokens of prompt and answer together"),
     worked_out("truncation_strategy", "data.too_long", ""),
-    taken("packing padding_free", "data.packing"),
+    taken("packing padding_free", "data.packing",
+          "for sft and pt, a sample of the batch is a block of several rows there, and one row here"),
     taken("system", "data.system"),
     worked_out("use_chat_template", "data.template", ""),
     taken("enable_thinking", "data.template_options.enable_thinking"),
@@ -81,7 +94,15 @@ def convert(conv: Conversion) -> None:
 
 
 def _loss(conv: Conversion) -> None:
-    if conv.trainer == "dpo":
+    if conv.trainer in SUPERVISED.split():
+        answers.supervised(conv, "")
+        if conv.name("packing") == "packing" and conv.flag("packing"):
+            conv.remark(Fate.OTHER, "packing", True, answers.OF_BLOCKS)
+    elif conv.trainer == "kto":
+        answers.single(conv, "kto", "rlhf_type")
+    elif conv.trainer == "rm":
+        answers.reward_model(conv, "rlhf_type", answers.OF_SCORES, center="center_rewards_coefficient")
+    elif conv.trainer == "dpo":
         preference.choose(conv, preference.Names(), smoothed=preference.SMOOTHED | {"dpo"})
     elif conv.trainer == "orpo":
         preference.without_reference(conv, "orpo", by="rlhf_type", told=preference.OF_PROMPTS)
@@ -116,8 +137,7 @@ def _data(conv: Conversion) -> None:
         Fate.OTHER,
         "dataset",
         conv.get("dataset"),
-        "rows of messages and rejected_response are not read: make them prompt, "
-        "chosen and rejected; and the hub is Hugging Face's",
+        f"{ROWS.get(conv.trainer, PAIRS)}; and the hub is Hugging Face's",
     )
     strategy = conv.text("truncation_strategy", "delete")
     if strategy not in TOO_LONG:

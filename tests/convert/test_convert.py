@@ -31,9 +31,10 @@ GIVEN: dict[str, tuple[str | None, int | None]] = {
     "trl_dpo.yaml": ("dpo", 8), "trl_grpo.yaml": ("grpo", None), "trl_gspo.sh": (None, None),
     "trl_rloo.yaml": (None, None), "trl_sft.sh": (None, None), "trl_kto.yaml": (None, 8), "trl_reward.sh": (None, 4),
     "openrlhf_dpo_ring.sh": (None, 8), "openrlhf_dapo.sh": (None, None), "openrlhf_ppo_slurm.sh": (None, None),
-    "axolotl_dpo.yaml": (None, 8), "swift_dpo.sh": (None, None), "llamafactory_dpo.yaml": (None, 8),
-    "axolotl_sft.yaml": (None, 8), "axolotl_reward.yaml": (None, 4),
-    "llamafactory_sft.yaml": (None, 8), "llamafactory_kto.yaml": (None, 8),
+    "openrlhf_sft.sh": (None, 8), "openrlhf_rm.sh": (None, None),
+    "axolotl_dpo.yaml": (None, 8), "axolotl_sft.yaml": (None, 8), "axolotl_reward.yaml": (None, 4),
+    "swift_dpo.sh": (None, None), "swift_sft.sh": (None, None), "swift_kto.sh": (None, None),
+    "llamafactory_dpo.yaml": (None, 8), "llamafactory_sft.yaml": (None, 8), "llamafactory_kto.yaml": (None, 8),
 }  # fmt: skip
 EXPECTED: dict[str, dict[str, Any]] = {
     "trl_dpo.yaml": {
@@ -77,6 +78,15 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "engine.name": "zero3", "data.max_length": 8192, "optim.betas": [0.9, 0.95], "optim.lr": 5e-7,
         "checkpoint.save_every": None, "logger.name": "wandb", "data.packing": True,
     },
+    "openrlhf_sft.sh": {
+        "loss.name": "sft", "parallel.ring_size": 2, "train.batch_size": 256, "train.micro_batch_size": 2,
+        "train.epochs": 1, "data.columns": {"prompt": "question", "completion": "response"},
+        "data.split": "train[:500000]", "data.template": "never", "data.packing": True, "optim.lr": 5e-6,
+    },
+    "openrlhf_rm.sh": {
+        "loss.name": "reward", "loss.margin_weight": 1.0, "loss.center": 0.0, "launch.nproc": 8,
+        "train.batch_size": 256, "data.max_length": 8192, "engine.name": "zero3", "optim.lr": 9e-6,
+    },
     "openrlhf_dapo.sh": {
         "loss.name": "grpo", "loss.kl_in": "loss", "loss.kl": "k3", "loss.beta": 1e-3, "loss.clip_high": 0.27,
         "loss.filter": True, "loss.normalize": "token", "rollout.batch_size": 128, "rollout.n_samples": 8,
@@ -107,6 +117,14 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "loss.name": "dpo", "parallel.ring_size": 2, "launch.nproc": 4, "train.batch_size": 8, "engine.name": "zero3",
         "optim.weight_decay": 0.1, "data.too_long": "drop", "data.max_length": 8192, "loss.sft_weight": 0.1,
     },
+    "swift_sft.sh": {
+        "loss.name": "sft", "launch.nproc": 2, "train.batch_size": 16, "data.max_length": 4096, "optim.lr": 1e-5,
+        "data.split": "train[:2000]", "data.packing": True, "eval.before_training": False,
+    },
+    "swift_kto.sh": {
+        "loss.name": "kto", "loss.beta": 0.1, "loss.desirable_weight": 1.0, "loss.undesirable_weight": 1.2,
+        "train.batch_size": 16, "engine.name": "zero2", "data.too_long": "drop",
+    },
     "llamafactory_dpo.yaml": {
         "loss.name": "dpo", "train.batch_size": 64, "engine.name": "zero3", "data.max_length": 2048,
         "data.path": "data/dpo_en_demo.json", "data.columns": {"prompt": "conversations"},
@@ -131,12 +149,16 @@ ABSENT: dict[str, set[str]] = {
     "trl_kto.yaml": {"use_peft", "lora_target_modules"},
     "trl_reward.sh": set(),
     "openrlhf_dpo_ring.sh": set(),
+    "openrlhf_sft.sh": set(),
+    "openrlhf_rm.sh": set(),
     "openrlhf_dapo.sh": {"vllm.tensor_parallel_size"},
     "openrlhf_ppo_slurm.sh": {"normalize_reward"},
     "axolotl_dpo.yaml": {"optimizer", "evals_per_epoch", "saves_per_epoch"},
     "axolotl_sft.yaml": set(),
     "axolotl_reward.yaml": set(),
     "swift_dpo.sh": set(),
+    "swift_sft.sh": set(),
+    "swift_kto.sh": set(),
     "llamafactory_dpo.yaml": {"finetuning_type", "lora_rank"},
     "llamafactory_sft.yaml": {"max_samples"},
     "llamafactory_kto.yaml": set(),
@@ -256,7 +278,7 @@ OURS_ALONE = {
     "eval": "buckets",
     "launch": "grace_seconds interface preflight rank_cpus rank_memory_gb time_limit torch_threads",
     "logger": "artifacts axes baseline mode name tags",
-    "loss": "kl_horizon margin_weight name whiten",
+    "loss": "kl_horizon name whiten",
     "memory": "count_tensors",
     "model": "freeze gguf heads hidden_size intermediate_size kv_heads layers name seed suggested_lr",
     "optim": "name",

@@ -30,11 +30,15 @@ LEAST: dict[tuple[str, str], dict[str, Any]] = {
     ("TRL", "rloo"): {**OF_TRL, "reward_funcs": ["a.b"]},
     ("TRL", "ppo"): {**OF_TRL, "reward_model_path": "r"},
     ("OpenRLHF", "dpo"): {"pretrain": "org/m", "dataset": "org/d"},
+    **{("OpenRLHF", trainer): {"pretrain": "org/m", "dataset": "org/d"} for trainer in ("sft", "rm", "kto")},
     ("OpenRLHF", "ppo"): {"pretrain": "org/m", "prompt_data": "org/d", "reward_pretrain": "org/r"},
     ("ms-swift", "dpo"): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4},
     ("ms-swift", "cpo"): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4, "rlhf_type": "cpo"},
     ("ms-swift", "orpo"): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4, "rlhf_type": "orpo"},
     ("ms-swift", "simpo"): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4, "rlhf_type": "simpo"},
+    **{("ms-swift", kind): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4, "rlhf_type": kind}
+       for kind in ("kto", "rm")},
+    **{("ms-swift", kind): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4} for kind in ("sft", "pt")},
     **{("axolotl", rl): {"base_model": "org/m", **AXOLOTL.get(rl, {"rl": rl}), "learning_rate": 1e-5,
                          "datasets": [{"path": "org/d"}]}
        for rl in axolotl.TRAINERS},
