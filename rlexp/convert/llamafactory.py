@@ -122,6 +122,7 @@ def _kto(conv: Conversion) -> None:
     answers.single(conv, "kto", "stage", good="kto_chosen_weight", bad="kto_rejected_weight", beta="pref_beta")
     if conv.number("pref_ftx", 0.0, least=0):
         conv.tell(Fate.ABSENT, "pref_ftx", "loss=kto adds no likelihood of good answers")
+    conv.tell(Fate.NEEDLESS, "pref_ftx", "it is 0")
 
 
 def _reward(conv: Conversion) -> None:
