@@ -14,6 +14,9 @@ from rlexp.config.schema import Config
 from rlexp.run_files.checkpoint_folder import named, read_position
 
 
+COLOCATED = {"mode": "colocated", "sampling_ranks": 0}
+
+
 @dataclass(frozen=True)
 class EvalJob:
     """What to evaluate: the configuration's model, or that of a checkpoint."""
@@ -45,7 +48,9 @@ def job_of(words: Sequence[str]) -> EvalJob:
         job = EvalJob(compose_config(overrides))
     else:
         checkpoint = named(Path(folders[0]).expanduser())[0]
-        job = EvalJob(compose_like(read_position(checkpoint)["config"], overrides), checkpoint)
+        config = read_position(checkpoint)["config"]
+        config["rollout"] |= COLOCATED  # what is drawn of held-out prompts does not depend on it
+        job = EvalJob(compose_like(config, overrides), checkpoint)
     if job.cfg.rollout.sampling_ranks:
         raise ConfigError(
             f"rollout.sampling_ranks={job.cfg.rollout.sampling_ranks}: an evaluation draws its answers on the "
