@@ -13,7 +13,6 @@ from rlexp.config.load import compose_config, compose_like
 from rlexp.config.schema import Config
 from rlexp.run_files.checkpoint_folder import named, read_position
 
-
 COLOCATED = {"mode": "colocated", "sampling_ranks": 0}
 
 
