@@ -161,7 +161,7 @@ def highest_peak(run: LoggedRun, of: str = "") -> page.Peak | None:
 
 def _steady(run: LoggedRun, name: str) -> Column:
     """Return a metric without the first step, which allocates buffers and chooses kernels."""
-    values = run.column(name)
+    values = run.column(name)[run.steps > 0]  # the row of step 0 has held-out values alone
     values = values[1:] if len(values) > 1 else values
     return values[~np.isnan(values)]
 

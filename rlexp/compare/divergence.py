@@ -136,13 +136,18 @@ def outcome_of(families: Families) -> Conclusion:
     return Conclusion(status, _headline(status, agreements, families), agreements)
 
 
+def taken(run: LoggedRun) -> int:
+    """Count the steps of a run's rows; the row of step 0 is of none."""
+    return int(np.count_nonzero(run.steps))
+
+
 def _headline(status: str, agreements: Sequence[Agreement], families: Families) -> str:
     worst = max(agreements, key=lambda each: each.worst)
     baselines = {id(each.baseline) for each in agreements}
     curves = "one curve" if len(baselines) == 1 else f"{len(baselines)} curves, one per experiment"
     lonely = [family.runs[0].label for family in families.families if len(family.runs) == 1]
     besides = f" The only run of its experiment: {', '.join(lonely)}." if lonely else ""
-    partly = [each.run.label for each in agreements if len(each.run.steps) != len(each.baseline.steps)]
+    partly = [each.run.label for each in agreements if taken(each.run) != taken(each.baseline)]
     besides += f" Shorter or longer than its baseline: {', '.join(partly)}." if partly else ""
     besides += _samples(agreements)
     apart = "equal to the bit" if worst.worst == 0 else f"at most {worst.worst:.1e} apart, which is rounding"

@@ -27,6 +27,7 @@ from rlexp.config.schema.losses import MPOConfig
 from rlexp.config.schema.reward_terms import reward_terms
 
 GROUPS = ("data", "loss", "optim", "model", "reference")
+LATER = {"data.unpair": False}  # keys that runs of older versions have not written down, with what they meant
 OF_SAMPLES = ("rollout", "reward")  # these too, if the run draws its own samples
 FREE = (
     *("data.packing", "data.cache", "data.workers", "model.suggested_lr", "model.trust_remote_code"),
@@ -102,7 +103,7 @@ def _rows(path: str) -> str:
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield each key that differs, with both values as text."""
     for key in sorted({*was, *now}):
-        one, other = was.get(key), now.get(key)
+        one, other = (keys.get(key, LATER.get(key)) for keys in (was, now))
         if isinstance(one, dict) and isinstance(other, dict) and "contents" in one and "contents" in other:
             if one["contents"] != other["contents"]:
                 yield key, f"{one['path']} ({one['contents']})", f"{other['path']} ({other['contents']})"

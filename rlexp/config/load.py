@@ -30,6 +30,7 @@ _OPEN = re.compile(
 )
 
 OF_CURVE = ("model", "data", "loss", "reference", "optim", "rollout", "reward")
+OF_SOURCE = ("path", "eval_path", "subset", "split", "eval_split", "revision", "sources")  # they name rows or a model
 BY_DEFAULT = "the default"  # engine.chosen in conf/engine/auto.yaml
 
 
@@ -50,24 +51,39 @@ def compose_config(overrides: Sequence[str]) -> Config:
 
 def compose_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """Compose from overrides, on the ground of another run's configuration (`to_plain`): of that come the groups of
-    keys on which a curve depends, but for the keys that are given."""
+    keys on which a curve depends, but for the keys that are given.
+
+    Where another option of a group is given, the keys that both options have are kept, but those that name the source.
+    """
     register()
-    given = {re.split(r"[=@]", each.lstrip("+~"))[0] for each in overrides}
-    groups = [group for group in OF_CURVE if group not in given]
-    named = [f"{group}={plain[group]['name']}" for group in groups if group in plain and plain[group].get("name")]
+    for each in overrides:
+        if each[:1] in ("~", "+") or each.startswith("hydra."):
+            raise ConfigError(f"{each}: beside a run or checkpoint, give keys alone: key=value.")
+    given = [each.partition("=")[0] for each in overrides]
+    known = {group: dict(plain[group]) for group in OF_CURVE if (plain.get(group) or {}).get("name")}
+    if any(re.fullmatch(r"data\.(eval_path|eval_split|sources\..*)", key) for key in given):
+        known.get("data", {}).pop("eval_size", None)  # rows are held out by what is given
+    options = [f"{group}={keys['name']}" for group, keys in known.items() if group not in given]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        cfg = compose("config", overrides=[*named, *open_ended(overrides)])
-    stored = OmegaConf.create(dict(plain))
+        asked = compose("config", overrides=[*options, *open_ended(overrides)])
+        cfg = compose("config", overrides=[*options, *(each for each in overrides if not _is_leaf(each))])
     with open_dict(cfg):
         for key in ("seed", "train.batch_size", "train.precision"):
             if key not in given:
-                OmegaConf.update(cfg, key, OmegaConf.select(stored, key))
-        for group in groups:
-            for leaf, value in plain.get(group, {}).items():
-                key = f"{group}.{leaf}"
-                if leaf != "name" and not any(each == key or each.startswith(f"{key}.") for each in given):
-                    OmegaConf.update(cfg, key, value, merge=False)
+                OmegaConf.update(cfg, key, OmegaConf.select(OmegaConf.create(dict(plain)), key))
+        for group, keys in known.items():
+            same = cfg[group].get("name") == keys.pop("name")
+            for leaf, value in keys.items():
+                if same or (leaf in cfg[group] and leaf not in OF_SOURCE):
+                    OmegaConf.update(cfg, f"{group}.{leaf}", value, merge=False)
+        for key in filter(_is_leaf, given):
+            OmegaConf.update(cfg, key, OmegaConf.select(asked, key))
     return from_hydra(cfg)
+
+
+def _is_leaf(override: str) -> bool:
+    """Return whether an override, or its key, names a key of a group, and not a group's option or a key at the top."""
+    return "." in override.partition("=")[0]
 
 
 def open_ended(overrides: Sequence[str]) -> list[str]:

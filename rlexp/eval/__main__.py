@@ -4,8 +4,8 @@ python -m rlexp.eval loss=sft model=hf model.path=FOLDER data=jsonl data.path=FI
 python -m rlexp.eval RUN parallel=ring4 eval.buckets=[512,2048]         the newest checkpoint of a run
 python -m rlexp.eval RUN/checkpoints/step-00000050 --json result.json
 
-A checkpoint brings the keys of its run that a curve depends on (model, data, loss); those that are given replace them.
-Layout, engine and precision are the command's own. The values are those that the run has in the row of that step.
+A checkpoint brings the keys of its run that a curve depends on (model, data, loss), and its precision; those that are
+given replace them. Layout and engine are the command's own. The values are those of the run's row of that step.
 """
 
 from __future__ import annotations

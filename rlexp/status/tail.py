@@ -60,8 +60,9 @@ def last_rows(path: Path, size: int) -> tuple[list[dict[str, Any]], bool]:
 def _curve(rows: Sequence[dict[str, Any]]) -> Curve:
     if not rows:
         return Curve()
-    steady = rows[-ROWS:]
-    steady = steady[1:] if len(steady) == len(rows) > 1 else steady  # the first step allocates buffers
+    taken = [row for row in rows if row["step"]]  # the row of step 0 has held-out values alone
+    steady = taken[-ROWS:]
+    steady = steady[1:] if len(steady) == len(taken) > 1 else steady  # the first step allocates buffers
     timed = [row for row in steady if _number(row.get("train/step_seconds"))]
     seconds = sum(row["train/step_seconds"] for row in timed)
     tokens = sum(row["train/tokens"] for row in timed if _number(row.get("train/tokens")))

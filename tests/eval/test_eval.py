@@ -75,12 +75,32 @@ def test_what_is_given_replaces_what_the_run_has() -> None:
     assert (other.loss.name, other.data.size, other.seed) == ("sft", 60, 4)  # type: ignore[attr-defined]
 
 
+def test_keys_of_a_mapping_are_replaced_one_by_one(tmp_path: Path) -> None:
+    """And another option of a group keeps what both have, but for what names the rows."""
+    (tmp_path / "rows.jsonl").write_text("{}")
+    (tmp_path / "held.jsonl").write_text("{}")
+    rows = f"data.path={tmp_path}/rows.jsonl"
+    plain = to_plain(job_of(["data=jsonl", rows, "data.columns={prompt: a, chosen: b, rejected: c}", "data.eval_size=3",
+                             "data.max_length=64", "data.template=never", "loss=mpo", "loss.sft_weight=0.7",
+                             "loss.terms=[{loss: dpo, weight: 2}]"]).cfg)  # fmt: skip
+    ours = compose_like(plain, ["data.columns.prompt=question"])
+    assert ours.data.columns == {"prompt": "question", "chosen": "b", "rejected": "c"}  # type: ignore[attr-defined]
+    assert ours.loss.terms == [{"loss": "dpo", "weight": 2}]  # type: ignore[attr-defined]
+    assert ours.loss.sft_weight == 0.7  # type: ignore[attr-defined]
+    held = compose_like(plain, [f"data.eval_path={tmp_path}/held.jsonl"])
+    assert (held.data.eval_size, held.data.max_length) == (0, 64)  # type: ignore[attr-defined]
+    other = compose_like(plain, ["data=hf", rows, "data.eval_size=2", "parallel=ring2", "launch.device=cpu", "seed=5"])
+    assert (other.data.name, other.data.max_length, other.data.template.value) == ("hf", 64, "never")  # type: ignore[attr-defined]
+    assert (other.parallel.ring_size, other.seed) == (2, 5)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["nowhere"], "nowhere: no such folder. Give a run's folder, or a checkpoint's."),
         (["one", "two"], "one two: is more than one folder. Give one run or checkpoint, and key=value."),
         (["data.eval_size=0"], "rlexp.eval: there is no held-out data. Give data.eval_path=FILE, data.eval_split=NAME"),
+        (["nowhere", "~data"], "nowhere ~data: is more than one folder."),
         (["eval.buckets=[5,4]"], "eval.buckets=[5,4]: must be numbers of tokens that ascend, each at least 1. Use "
          "eval.buckets=[4,5]."),
         (["eval.buckets=[4,4]"], "Use eval.buckets=[4]."),

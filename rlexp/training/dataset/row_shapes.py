@@ -35,10 +35,15 @@ ALIASES = {  # other names of our fields, in the order in which they are looked 
     "system": ("system_prompt",),
     "options": ("chat_template_kwargs",),
 }
+BAD = (
+    "is false, and supervised training learns every answer. Leave such rows out (data.bad_rows=drop), or train with "
+    "loss=kto."
+)
 OPTIONAL = ("system", "tools", "options")  # of every form
-HELD = (  # kinds that rows of another kind hold: a prompt alone, or a pair's chosen answer alone
+HELD = (  # kinds that rows of another kind hold: a prompt alone, a pair's chosen answer alone, or a good answer
     *((Kind.prompts, other) for other in (Kind.pairs, Kind.unpaired, Kind.supervised)),
     (Kind.supervised, Kind.pairs),
+    (Kind.supervised, Kind.unpaired),
 )
 
 
@@ -85,10 +90,18 @@ def recognised(fields: Fields, wanted: Kind | None, columns: Mapping[str, str], 
 
 
 def _preferred(fitting: Sequence[Shape], wanted: Kind | None) -> Shape | None:
-    """Return the first shape of the wanted kind, else of one that holds it; a text without a prompt comes last."""
+    """Return the first shape of the wanted kind, else of one that holds it: first one with all declared columns, and a
+    text without a prompt last."""
     own = [shape for shape in fitting if wanted in (None, shape.kind)]
     more = [replace(shape, taken=wanted) for shape in fitting if shape.form.asks and (wanted, shape.kind) in HELD]
-    return next(iter(sorted([*own, *more], key=lambda shape: not shape.form.asks)), None)
+    if any(shape.kind is Kind.unpaired for shape in fitting):  # a completion with a label may be a bad one
+        own = [shape for shape in own if shape.form.needs != ("prompt", "completion")]
+
+    def rank(shape: Shape) -> tuple[int, bool]:
+        unused = sum(1 for column in shape.declared if column not in shape.columns)
+        return unused, not shape.form.asks
+
+    return min([*own, *more], key=rank, default=None)
 
 
 def _missing_beside_others(form: Form, fields: Fields, declared: Mapping[str, str]) -> str | None:
@@ -160,6 +173,8 @@ class Shape:
                 case Kind.prompts:
                     parts = _prompt_alone(self.form.kind, parts)
                 case Kind.supervised:
+                    if parts.get("label") is False:
+                        raise FieldError("label", BAD)
                     parts = {"prompt": parts["prompt"], "answers": parts["answers"][:1]}
             prompt = parts.pop("prompt")
             if self.form.asks:

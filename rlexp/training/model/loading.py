@@ -96,6 +96,11 @@ def load_model(
             if placing is not None:
                 placing = dataclasses.replace(placing, rounded=dtype)
             head, factory = ScoreHead(cfg.seed, f"{cfg.group}.path", cfg.path), AutoModelForCausalLM
+            if has_score_head(config) and not scores:
+                raise ModelError(
+                    f"{cfg.group}.path={cfg.path}: is a {config.architectures[0]}, whose head gives scores and not the "
+                    f"next token. Give a causal language model; a reward model goes to reward.path."
+                )
             if scores:
                 factory = AutoModelForSequenceClassification if has_score_head(config) else AutoModel
                 config = head.config(config)

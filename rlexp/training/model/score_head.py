@@ -30,16 +30,11 @@ class ScoreHead:
     path: str
 
     def config(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Return the configuration of the whole model.
-
-        transformers takes for the last token the last one that is not padding: an end of sequence must not be that.
-        """
+        """Return the configuration of the whole model."""
         if has_score_head(config):
             refuse_labels(config, self.key, self.path)
         config = copy.deepcopy(config)
         config.num_labels = 1
-        if config.pad_token_id == config.eos_token_id:
-            config.pad_token_id = None
         return config
 
     def on(self, trunk: PreTrainedModel) -> PreTrainedModel:
@@ -70,6 +65,24 @@ class ScoreHead:
             f"{self.key}={self.path}: transformers has no sequence classification with a linear head `score` for "
             f"{type(trunk).__name__}. Give a model of a family that has one, such as Llama or Qwen."
         )
+
+
+def padding_of(config: PreTrainedConfig, tokenizer: Any) -> int | None:
+    """Return a padding token for a model that scores; None if there is none.
+
+    transformers takes for the last token the last one that is not padding. So no token that may end an answer will do.
+    """
+    listed = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = {*listed, tokenizer.eos_token_id, *_ends_of_template(tokenizer)}
+    known = (config.pad_token_id, *(getattr(tokenizer, f"{name}_token_id", None) for name in ("pad", "unk", "bos")))
+    return next((token for token in known if token is not None and token not in ends), None)
+
+
+def _ends_of_template(tokenizer: Any) -> list[int]:
+    """Return the special tokens that a chat template writes, of which one ends an answer."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return [number for number, token in added.items() if token.special and token.content in template]
 
 
 def refuse_labels(config: PreTrainedConfig, key: str, path: str) -> None:

@@ -37,6 +37,7 @@ from rlexp.training.model.loading import in_pieces, load_config, load_model, loa
 from rlexp.training.model.placing import Placing, by_rows, evenly, put_all
 from rlexp.training.model.policy import DTYPES, Critic, Policy
 from rlexp.training.model.probe import probe, probe_decoding
+from rlexp.training.model.score_head import padding_of
 from rlexp.training.ring.groups import World, build_world
 from rlexp.training.ring.kernels import BlockKernel, get_kernel
 from rlexp.training.ring.layouts import Layout, get_layout
@@ -106,6 +107,8 @@ def build(
             device=device,
         )  # fmt: skip
     policy = build_policy(cfg, model_config, device, task.needs, placing_for(cfg, device, world), sources)
+    if task.needs.scores:
+        policy.model.config.pad_token_id = padding_of(policy.model.config, tokenizer)
     refuse_foreign_tokens(task.examples, policy.model.get_input_embeddings().num_embeddings)
     if cfg.memory.checkpointing:
         policy.recompute_activations()

@@ -44,7 +44,7 @@ class Examples:
     held_out_dropped: Counter[str]
     highest: tuple[int, str] = (-1, "")  # the highest token id, and a row that has it
     no_margin: tuple[int, str] = (0, "")  # the number of those without a margin, and the row of the first
-    labels: tuple[int, int] = (0, 0)  # of unpaired answers: how many are good, and how many bad
+    labels: tuple[int, int] = (0, 0)  # of unpaired answers to train on: how many are good, and how many bad
     mixture: Mixture | None = None  # of the examples to train on
     versions: Mapping[str, str] = field(default_factory=dict)  # commits of sets of the hub, by the keys of their paths
 
@@ -74,7 +74,7 @@ def kind_read(cfg: Config) -> Kind:
 def unpaired(examples: Examples) -> Examples:
     """Return each pair as two answers, of which one is good."""
     mixture = examples.mixture and Mixture(tuple(2 * size for size in examples.mixture.sizes), examples.mixture.weights)
-    pairs = len(examples.train) + len(examples.held_out)
+    pairs = len(examples.train)
     return replace(examples, train=Halves(examples.train), held_out=Halves(examples.held_out), mixture=mixture,
                    labels=(pairs, pairs))  # fmt: skip
 
@@ -201,7 +201,7 @@ def examples_of(
         _dropped(held),
         max((store.highest() for store in (*train, *held)), default=(-1, "")),
         _no_margin([store.no_margin() for store in (*train, *held)]),
-        _labels([store.facts.labels for store in (*train, *held)]),
+        _labels([store.facts.labels for store in train]),
         _mixture(cfg, taken.sizes(), weights) if weights else None,
     )
 
@@ -244,7 +244,7 @@ def _generated(cfg: DataConfig, kind: Kind, encoder: Encoder, world: World) -> E
     kept = [each for each in (*outcomes, *held) if isinstance(each, Example)]
     highest = max(((each.highest(), each.row.origin) for each in kept), default=(-1, ""))
     no_margin = _no_margin([(1, each.row.origin) for each in kept if each.row.margin is None])
-    labels = _labels([labels_of([each.row for each in kept])])
+    labels = labels_of(each.row for each in outcomes if isinstance(each, Example))
     return Examples(train, held_out, counted(outcomes), counted(held), highest, no_margin, labels)
 
 

@@ -1,19 +1,19 @@
 """Train on single answers, each labelled good or bad.
 
 A loss may ask for answers to other prompts, by which it estimates how far the policy has moved. The order of the train
-batch pairs them, so no layout changes them: each prompt is given the answer that comes before its own, and the first
-one the last. A pass without gradient runs over them before the first micro-batch.
+batch pairs them, so no layout changes them (`partners_of`). A pass without gradient runs over them before the first
+micro-batch.
 
 Shape letter: B examples of the train batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,6 +52,10 @@ class UnpairedTask(OfflineTask):
 class UnpairedStep(OfflineStep):
     mismatched_B: Tensor | None = None
 
+    @cached_property
+    def partners(self) -> list[int]:
+        return partners_of([self.example(place).prompt.tobytes() for place in range(self.count)])
+
     def prepare(self) -> None:
         if self.task.loss.asks.mismatched:
             if not self.held_out:
@@ -71,24 +75,42 @@ class UnpairedStep(OfflineStep):
 
     def mismatched(self, place: int) -> Completion:
         """Return the prompt at a place of the batch, with the answer of its partner."""
-        own, other = self.example(place), self.example(self.partner(place))
+        own, other = self.example(place), self.example(self.partners[place])
         run, (answer, mask) = self.task.run, other.answers[0]
         prompt, (answer,), (mask,) = fitted(
             own.prompt, (answer,), (mask,), run.cfg.data.max_length, run.tokenizer.bos_token_id
         )
         return Completion(own.index, prompt, answer, f"{own.origin} with the answer of {other.origin}", mask, own.label)
 
-    def partner(self, place: int) -> int:
-        """Return the nearest place before with another prompt, after the first place the last; just the place before,
-        if all have one prompt."""
-        own = self.example(place).prompt
-        before = ((place - steps) % self.count for steps in range(1, self.count))
-        others = (each for each in before if not np.array_equal(self.example(each).prompt, own))
-        return next(others, (place - 1) % self.count)
-
     def values(self, held: HeldExamples, reference: Sides | None = None) -> tuple[Values, Any]:
         values, tokens = super().values(held, reference)
         return replace(values, mismatched_B=self.mismatched_B), tokens
+
+
+def partners_of(prompts: Sequence[Hashable]) -> list[int]:
+    """Return, for each place of a batch, the place of the answer that its prompt is given.
+
+    It is the place before, round the batch. Where k places in a row have one prompt, it is k places before: so two
+    answers to a prompt, a good and a bad one, are given those of the prompt before, each its own. If that has the same
+    prompt again, the nearest place before it with another one; if all have one prompt, just the place before.
+    """
+    count = len(prompts)
+    if len(set(prompts)) <= 1:
+        return [(place - 1) % count for place in range(count)]
+    first = next(place for place in range(count) if prompts[place] != prompts[place - 1])  # a row of equal ones begins
+    partners = [0] * count
+    start = first
+    while start < first + count:
+        end = start + 1
+        while prompts[end % count] == prompts[start % count] and end < first + count:
+            end += 1
+        for place in range(start, end):
+            other = place - (end - start)
+            while prompts[other % count] == prompts[place % count]:
+                other -= 1
+            partners[place % count] = other % count
+        start = end
+    return partners
 
 
 # ---- what does not fit ----

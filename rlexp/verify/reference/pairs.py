@@ -118,11 +118,17 @@ def cut(example: TokenExample, most: int, begin: int | None) -> TokenExample:
 
 
 def mismatched(batch: Sequence[TokenExample], place: int, most: int, begin: int | None) -> TokenExample:
-    """Give an example of the batch the answer of another: of the one before it, round the batch, and on back while that
-    has the same prompt; of the one just before it, if all have."""
-    own = batch[place].prompt.tolist()
-    round_ = [*reversed(batch[:place]), *reversed(batch[place + 1 :])]
-    other = ([each for each in round_ if each.prompt.tolist() != own] or round_)[0]
+    """Give an example of the batch the answer of another: as many places back, round the batch, as its own neighbours
+    with the same prompt are; on back while the prompt is still the same; of the one just before it, if all have one."""
+    same = [each.prompt.tolist() == batch[place].prompt.tolist() for each in batch]
+    back = 1
+    if not all(same):
+        ahead = next(n for n in range(1, len(batch)) if not same[(place + n) % len(batch)])
+        behind = next(n for n in range(1, len(batch)) if not same[place - n])
+        back = ahead + behind - 1
+        while same[(place - back) % len(batch)]:
+            back += 1
+    other = batch[(place - back) % len(batch)]
     return cut(batch[place].but(answer=other.ids("answer"), answer_mask=other.trained("answer")), most, begin)
 
 

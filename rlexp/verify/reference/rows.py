@@ -237,6 +237,8 @@ def _said_of(kind: Kind, own: Mapping[str, Any]) -> tuple[str | Messages, tuple[
         if not isinstance(own["text"], str) or not own["text"]:
             raise Unusable("the text is none.")
         return "", (own["text"],)
+    if kind is Kind.supervised and own["label"] is False:
+        raise Unusable("the answer is labelled bad.")
     asked, more, said = own["prompt"], own["input"], _answer(own["completion"])
     if isinstance(asked, str) and isinstance(more, str) and more:
         asked = f"{asked}\n\n{more}"

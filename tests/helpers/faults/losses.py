@@ -126,14 +126,14 @@ def in_each_loss() -> Iterator[Fault]:
                       *words, base=ON_ROWS)  # fmt: skip
 
 
-def of_next_place(_original: Any, self: Any, place: int) -> int:
+def of_next_place(_original: Any, prompts: Any) -> list[int]:
     """Take the answer that comes after, and not the one before."""
-    return int(place + 1) % int(self.count)
+    return [(place + 1) % len(prompts) for place in range(len(prompts))]
 
 
-def of_place_before(_original: Any, self: Any, place: int) -> int:
+def of_place_before(_original: Any, prompts: Any) -> list[int]:
     """Take the answer before, even if it is the same prompt's."""
-    return int(place - 1) % int(self.count)
+    return [(place - 1) % len(prompts) for place in range(len(prompts))]
 
 
 def of_this_replica(original: Any, self: Any) -> Any:
@@ -179,9 +179,9 @@ PASS = "train.unpaired_task:UnpairedStep."
 LOSS_FAULTS = (
     *in_each_loss(),
     *in_each_task(),
-    one("kto: the partner after", PASS + "partner", of_next_place, "data", TRAIN, *of("kto")),
-    one("kto: a partner with the same prompt", PASS + "partner", of_place_before, "data", TRAIN, *of("kto"),
-        "data.unpair=true", "data.shuffle=false"),
+    one("kto: the partner after", "train.unpaired_task:partners_of", of_next_place, "data", TRAIN, *of("kto")),
+    one("kto: a partner with the same prompt", "train.unpaired_task:partners_of", of_place_before, "data", TRAIN,
+        *of("kto"), "data.unpair=true", "data.shuffle=false"),
     one("kto: log-ratios of the replica", PASS + "log_ratios_of_others", of_this_replica, "loss", TRAIN, *of("kto")),
     one("bco: the whole batch is the replica's", WHOLE + "gathered", of_the_replica, "loss", TRAIN, *of("bco")),
     one("apo_zero_unpaired: good is bad", OFFLINE + "OfflineTask.held", other_label, "loss", TRAIN,

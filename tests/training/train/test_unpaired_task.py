@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlexp.training.dataset.sampler import Batch
-from rlexp.training.train.unpaired_task import UnpairedStep
+from rlexp.training.train.unpaired_task import UnpairedStep, partners_of
 from rlexp.training.types import Completion
 
 
@@ -31,13 +32,11 @@ class Placed:
     def example(self, place: int) -> Completion:
         return self.examples[place]
 
-    partner = UnpairedStep.partner
+    @property
+    def partners(self) -> list[int]:
+        return partners_of([each.prompt.tobytes() for each in self.examples])
+
     mismatched = UnpairedStep.mismatched
-
-
-def answers(prompts: str) -> list[Completion]:
-    return [Completion(place, np.array([0, ord(each)], np.int32), np.array([100 + place] * 3, np.int32), f"row {place}",
-                       label=True) for place, each in enumerate(prompts)]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -45,14 +44,28 @@ def answers(prompts: str) -> list[Completion]:
     [
         ("abc", [2, 0, 1]),  # each the one before it, and the first the last
         ("ab", [1, 0]),
-        ("aabb", [3, 3, 1, 1]),  # never one with the same prompt
-        ("aabbc", [4, 4, 1, 1, 3]),
+        ("aabbcc", [4, 5, 0, 1, 2, 3]),  # never one with the same prompt, and each answer once
+        ("aabbc", [3, 4, 0, 1, 3]),
+        ("abca", [2, 0, 1, 1]),  # the last place is before the first
+        ("aaba", [2, 2, 1, 2]),  # on back, where it is the same prompt again
         ("aaa", [2, 0, 1]),  # if all are the same, just the one before
     ],
 )
 def test_a_partner_is_the_nearest_before_with_another_prompt(prompts: str, partners: list[int]) -> None:
-    step = Placed(answers(prompts))
-    assert [step.partner(place) for place in range(len(prompts))] == partners
+    assert partners_of(prompts) == partners
+
+
+def test_every_partner_has_another_prompt() -> None:
+    """And with pairs in any order of theirs, good answers are given good ones."""
+    drawn = random.Random(1)
+    for _ in range(200):
+        prompts = [drawn.randrange(4) for _ in range(drawn.randint(2, 12))]
+        found = partners_of(prompts)
+        if len(set(prompts)) > 1:
+            assert all(prompts[place] != prompts[other] for place, other in enumerate(found))
+    pairs = [place // 2 for place in range(20)]
+    assert sorted(partners_of(pairs)) == list(range(20))
+    assert all(other % 2 == place % 2 for place, other in enumerate(partners_of(pairs)))
 
 
 def test_a_mismatched_sequence_is_no_longer_than_any_other() -> None:
