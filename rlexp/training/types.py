@@ -185,6 +185,8 @@ class Shard:
     most_work: float  # attention work of the ring's busiest rank: pairs of a query and a key that it sees
     mean_work: float  # mean attention work of the ring's ranks
     attention: Any  # rlexp.training.ring.base.RingBatch; opaque to every other module
+    ends_n: Tensor | None = None  # the places in this shard at which sequences end, where scores are read there
+    ended_n: Tensor | None = None  # and which sequences these are
 
     def to(self, device: torch.device) -> Shard:
         held = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -202,9 +204,9 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class TokenScores(NamedTuple):
-    """The output of a model with a head for scores: one number for each token."""
+    """The output of a model with a head for scores: one number for each sequence that ends in the shard."""
 
-    scores_t: Tensor
+    scores_n: Tensor
 
 
 class TokenLogps(NamedTuple):

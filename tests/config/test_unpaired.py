@@ -69,6 +69,10 @@ def test_what_does_not_fit_is_one_message(words: list[str], said: str) -> None:
          "batch of 1, and loss=kto"),
         (ANSWERS, ["loss=kto", "data.eval_size=1"], "the held-out data: has 1 answer, and loss=kto"),
         ([{**ANSWERS[0], "label": "yes"}], ["loss=kto"], "must be true or false"),
+        ([PAIR, {**PAIR, "margin": 1.5}] * 3, ["loss=reward"], "has no margin, the first of 3 such rows in 6, and the "
+         "others have one. Give every row `margin`, or none; or leave them out: loss.margin_weight=0."),
+        ([{**ANSWERS[0], "label": False}], ["loss=sft"], "is false, and supervised training learns every answer. Leave "
+         "such rows out (data.bad_rows=drop), or train with loss=kto."),
         ([{"text": "abc"}], ["loss=kto"], "which make its rows supervised"),
         ([{"text": ""}], ["loss=sft"], "field `text` must be a text that is not empty."),
     ],
@@ -82,8 +86,8 @@ def test_weights_far_from_the_papers_are_said() -> None:
     assert unbalanced(kto, (100, 100)) == unbalanced(kto, (120, 100)) == unbalanced(kto, (0, 5)) == []
     (said,) = unbalanced(kto, (1000, 100))
     assert said == (
-        "1,000 good answers weigh 10 times as much as 100 bad ones, and KTO's authors advise 1 to 1.33 times. Consider "
-        "loss.desirable_weight=0.1 to 0.133"
+        "warning: 1,000 good answers weigh 10 times as much as 100 bad ones, and KTO's authors advise 1 to 1.33 times. "
+        "Consider loss.desirable_weight=0.1 to 0.133"
     )
     balanced = compose_config(["loss=kto", "launch.device=cpu", "loss.desirable_weight=0.12"]).loss
     assert unbalanced(balanced, (1000, 100)) == []

@@ -66,15 +66,16 @@ class HeadLogps(nn.Module):
 
 
 class HeadScores(nn.Module):
-    """The score of each token, in float32 (float64 for float64): it is one row, and bfloat16 would leave two digits.
+    """The score at the end of each sequence, in float32 (float64 for float64): bfloat16 would leave it two digits.
 
-    It is given the head's parameters, as `HeadLogps` is.
+    It is given the head's parameters, as `HeadLogps` is. Only the rows that are read are cast, and kept.
     """
 
-    def forward(self, weight: Tensor, bias: Tensor | None, hidden_tE: Tensor, _shard: Shard) -> TokenScores:
-        to = wide(weight.dtype)
-        scores_t1 = nn.functional.linear(hidden_tE.to(to), weight.to(to), None if bias is None else bias.to(to))
-        return TokenScores(scores_t1.squeeze(-1))
+    def forward(self, weight: Tensor, bias: Tensor | None, hidden_tE: Tensor, shard: Shard) -> TokenScores:
+        assert shard.ends_n is not None
+        to, read_nE = wide(weight.dtype), hidden_tE.index_select(0, shard.ends_n)
+        scores_n1 = nn.functional.linear(read_nE.to(to), weight.to(to), None if bias is None else bias.to(to))
+        return TokenScores(scores_n1.squeeze(-1))
 
 
 def logits_of(weight: Tensor, bias: Tensor | None, hidden_nE: Tensor, temperature: float) -> Tensor:

@@ -40,7 +40,7 @@ from rlexp.training.train.sequence_sums import sum_by_sequence
 from rlexp.training.train.step import note_tokens
 from rlexp.training.train.task import Held, Needs, Step, Task
 from rlexp.training.train.whole_batch import WholeBatch, gathered, with_slopes
-from rlexp.training.types import Answered, Floats, Pack, moved
+from rlexp.training.types import Answered, Floats, Pack, Shard, moved
 
 
 class OfflineTask(Task):
@@ -142,8 +142,7 @@ class OfflineTask(Task):
         return self.held(examples, pack_examples(examples, **self.run.padding))
 
     def held(self, examples: Sequence[Answered], pack: Pack) -> HeldExamples:
-        run = self.run
-        shard = run.shard(pack)
+        run, shard = self.run, self.cut(pack)
         tail_t = None
         if self.loss.asks.tail_weight < 1:
             weights = [part for each in examples for part in tail_weights(each, self.loss.asks.tail_weight)]
@@ -158,6 +157,10 @@ class OfflineTask(Task):
         if self.labelled:
             label_E = moved(torch.tensor([each.label for each in examples], dtype=torch.float64), run.device)
         return HeldExamples(shard.to(run.device), self.by_side(tokens_ES.flatten()), margin_E, label_E, tail_t)
+
+    def cut(self, pack: Pack) -> Shard:
+        """Return this rank's part of a pack, in the host's memory."""
+        return self.run.shard(pack)
 
     def by_side(self, values_S: Tensor) -> Sides:
         return {side: values_S[place :: len(self.sides)] for place, side in enumerate(self.sides)}

@@ -155,7 +155,7 @@ def header(task: Task, run_dir: Path) -> str:
     replicas = f"{world.dp_size} replica{'s' * (world.dp_size > 1)}"
     reasons = sorted(task.examples.dropped.items())
     dropped = "".join(f"\n  {count} {task.kind}s: {reason}" for reason, count in reasons)
-    remarks = "".join(f"\n  warning: {each}" for each in task.remarks())
+    remarks = "".join(f"\n  {each}" for each in task.remarks())
     return (
         f"rlexp {__version__}  {cfg.loss.name} on {called(cfg.model)} ({run.parameters:,} parameters, "
         f"{cfg.train.precision.value}), engine {run.engine.name}\n"

@@ -6,11 +6,10 @@ Shape letters: S sequences (the two answers of a pair stand next to each other),
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlexp.config.schema import Config
 from rlexp.training.algos.base import Sides, Values
@@ -20,35 +19,50 @@ from rlexp.training.model.reward_model import here, last_places
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.train.examples import Examples
 from rlexp.training.train.offline_task import HeldExamples, OfflineStep, OfflineTask
-from rlexp.training.types import Answered, Pack, moved
+from rlexp.training.types import Answered, Pack, Shard
 
 
 class RewardTask(OfflineTask):
     @classmethod
-    def unfit(cls, cfg: Config, examples: Examples) -> str | None:  # noqa: ARG003
-        return None  # a pair without a margin has one of 0
+    def unfit(cls, cfg: Config, examples: Examples) -> str | None:
+        """Refuse a mixture: its pairs would be trained towards different goals. Without any margin, all are 0."""
+        without, first = examples.no_margin
+        rows = len(examples.train) + len(examples.held_out)
+        if without in (0, rows) or not cls.loss_of(cfg).asks.margins:
+            return None
+        return (
+            f"{first}: has no margin, the first of {without} such rows in {rows}, and the others have one. Give every "
+            f"row `margin`, or none; or leave them out: loss.margin_weight=0."
+        )
 
     def step_of(self, batch: Batch, examples: Sequence[Answered], *, held_out: bool = False) -> OfflineStep:
         return RewardStep(self, batch, examples, held_out=held_out)
 
-    def held(self, examples: Sequence[Answered], pack: Pack) -> HeldAnswers:
-        held = super().held(examples, pack)
-        return HeldAnswers(**vars(held), last_S=moved(last_places(pack), self.run.device))
+    def cut(self, pack: Pack) -> Shard:
+        shard = super().cut(pack)
+        here_S, place_S = here(shard, last_places(pack))
+        ended_n = here_S.nonzero().squeeze(-1)
+        return replace(shard, ends_n=place_S[ended_n], ended_n=ended_n)
 
-
-@dataclass(frozen=True, kw_only=True)
-class HeldAnswers(HeldExamples):
-    last_S: Tensor  # the place in the pack at which each answer ends
+    def remarks(self) -> list[str]:
+        without, _ = self.examples.no_margin
+        weight = getattr(self.run.cfg.loss, "margin_weight", 0.0)
+        if without or not weight:
+            return []
+        return [
+            f"margins: all rows have one (`margin`, or `score_chosen` less `score_rejected`), and loss.margin_weight="
+            f"{weight:g} asks for it; loss.margin_weight=0 leaves them out"
+        ]
 
 
 class RewardStep(OfflineStep):
     def values(self, held: HeldExamples, reference: Sides | None = None) -> tuple[Values, Any]:  # noqa: ARG002
-        assert isinstance(held, HeldAnswers)
-        task = self.task
+        task, shard = self.task, held.shard
         with task.run.phases("forward"):
-            tokens: Any = task.run.engine.forward(held.shard)
-        here_S, place_S = here(held.shard, held.last_S)
-        mine_S = torch.where(here_S, tokens.scores_t[place_S].double(), 0.0)
+            tokens: Any = task.run.engine.forward(shard)
+        assert shard.ended_n is not None
+        mine_S = torch.zeros(shard.sequences, dtype=torch.float64, device=tokens.scores_n.device)
+        mine_S = mine_S.index_copy(0, shard.ended_n, tokens.scores_n.double())
         return Values(
             logps={},
             reference=None,

@@ -152,6 +152,6 @@ def unbalanced(loss: UnpairedConfig, labels: tuple[int, int]) -> list[str]:
         return []
     low, high = (bound * loss.undesirable_weight * bad / good for bound in IDEAL)
     return [
-        f"{good:,} good answers weigh {ratio:.2g} times as much as {bad:,} bad ones, and KTO's authors advise 1 to "
-        f"1.33 times. Consider loss.desirable_weight={low:.3g} to {high:.3g}"
+        f"warning: {good:,} good answers weigh {ratio:.2g} times as much as {bad:,} bad ones, and KTO's authors advise "
+        f"1 to 1.33 times. Consider loss.desirable_weight={low:.3g} to {high:.3g}"
     ]
