@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 # vanishes: what remains may be only rounding (1e-18 with whitened advantages), and a relative difference says nothing.
 # Such a loss has the tolerance of the other metrics.
 POLICY_LOSS = "train/loss/policy_avg"
+# Of the final weights. AdamW divides each gradient by its size, so that of an element which is nearly rounding counts in
+# full. Measured: 1.1e-12 for dpo_norm and ipo over a ring of 4 with padding; 1.4e-14 with optim.eps=1e-6, 1e-16 with SGD.
+WEIGHTS_TOLERANCE = 3e-12
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ def excesses(one: Curve, other: Curve) -> list[str]:
         for name in filter(compared, a):
             if not within(name, a[name], b[name], samples=POLICY_LOSS in a):
                 lines.append(f"step {a['step']}: {name} is {a[name]!r} and {b[name]!r}")
-    if not (difference := weight_difference(one, other)) <= LOSS_TOLERANCE:
+    if not (difference := weight_difference(one, other)) <= WEIGHTS_TOLERANCE:
         lines.append(f"final weights differ by {difference:.1e}")
     return lines
 

@@ -35,6 +35,7 @@ SHOWN = [
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A reader's folder: rows under the names of the pages, and the files that pages have them write."""
     written = dict.fromkeys(("PAIRS.jsonl", "pairs.jsonl", "FILE", "help.jsonl", "sets/a.parquet"), ROWS)
+    written["runs/reward/model/config.json"] = '{"model_type": "llama"}'  # that a command of docs/rewards.md trains
     for page in PAGES:
         written |= files(page)
     for name, text in written.items():

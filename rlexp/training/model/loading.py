@@ -189,8 +189,8 @@ def _reward_config(cfg: ModelRewardConfig, key: str) -> PreTrainedConfig:
     name = f"{key}.path"
     config: PreTrainedConfig = _from_hub(AutoConfig, cfg.path, cfg.trust_remote_code, what="reward model", key=name)
     _without_dropout(config)
-    if not has_score_head(config):
-        kind = (config.architectures or [config.model_type])[0]
+    if config.architectures and not has_score_head(config):
+        kind = config.architectures[0]
         raise ModelError(
             f"{name}={cfg.path}: is a {kind}, which has no head that gives a score. Give a sequence-classification "
             f"model with one label; loss=reward trains one, and leaves it in its run's folder, in model/."
