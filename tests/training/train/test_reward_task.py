@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from rlexp.base.errors import ModelError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, HFModelConfig
 from rlexp.launch.joining import RankSpec
-from rlexp.training.model.loading import load_config, load_model, load_tokenizer
+from rlexp.training.model.loading import byte_tokenizer, load_config, load_model, load_tokenizer
+from rlexp.training.model.score_head import padding_of
 from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.examples import read_examples
 from tests.helpers.models import saved
@@ -107,6 +108,31 @@ def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path / "labels")
     with pytest.raises(ModelError, match=r"labels: has 3 labels \(LABEL_0, LABEL_1, LABEL_2\), and a reward is"):
         scored(tmp_path / "labels", 0)
+
+
+def test_no_end_of_an_answer_is_the_padding_token() -> None:
+    """transformers reads the score at the last token that is not padding."""
+    tokenizer = byte_tokenizer()  # 0 begins, 1 ends, 2 pads
+
+    def padding(pad: int | None, eos: int | list[int], **special: str | None) -> int | None:
+        for name, token in special.items():
+            setattr(tokenizer, f"{name}_token", token)
+        return padding_of(LlamaConfig(vocab_size=259, pad_token_id=pad, eos_token_id=eos), tokenizer)
+
+    assert padding(2, 1) == 2
+    assert padding(1, [1, 2]) == 0  # the end of sequence, in a list: the begin-of-sequence token is none
+    assert padding(1, 0) == 2  # the tokenizer's own end
+    assert padding(None, 1) == 2
+    tokenizer.chat_template = "{{ messages }}<pad>"
+    assert padding(2, 1) == 0  # a template ends a turn with it
+    assert padding(2, 1, bos=None) is None
+
+
+def test_a_reward_model_is_no_language_model(tmp_path: Path) -> None:
+    scored(saved(tmp_path / "causal"), 0).save_pretrained(tmp_path / "reward")
+    cfg = HFModelConfig(path=str(tmp_path / "reward"))
+    with pytest.raises(ModelError, match=r"model.path=.*reward: is a LlamaForSequenceClassification, whose head gives"):
+        load_model(cfg, load_config(cfg, 64), 64)
 
 
 def scored(path: Path, seed: int):
