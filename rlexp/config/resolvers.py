@@ -118,6 +118,7 @@ def groups() -> str:
 
 def register() -> None:
     resolvers: dict[str, Callable[..., Any]] = {
+        "rlexp_fitting_batch": lambda micro, replicas: 2 * int(micro) * int(replicas),
         "rlexp_root": lambda: str(config_root()),
         "rlexp_groups": groups,
         "rlexp_own_conf": lambda: str(own_conf_dir()),

@@ -10,9 +10,11 @@ from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
 from rlexp.config.checks.evaluation import refuse_nothing_held_out
 from rlexp.config.load import compose_config, compose_like
-from rlexp.config.schema import Config
+from rlexp.config.schema import KINDS, Config
+from rlexp.config.schema.losses import LossConfig
 from rlexp.run_files.checkpoint_folder import named, read_position
 
+FITTING = "train.batch_size='${rlexp_fitting_batch:${train.micro_batch_size},${parallel.dp_size}}'"
 COLOCATED = {"mode": "colocated", "sampling_ranks": 0}
 
 
@@ -33,6 +35,16 @@ class Evaluation:
     layout: str
 
 
+def on_any_layout(overrides: Sequence[str], loss: str) -> list[str]:
+    """Let the train batch, which an evaluation does not use, fit the layout. That of a loss that draws is a part of a
+    rollout, and stays. `loss` is the one that is taken if none is given."""
+    given = dict(each.partition("=")[::2] for each in overrides)
+    losses: dict[str, type[LossConfig]] = KINDS["loss"]
+    if losses.get(given.get("loss", loss), LossConfig).draws:
+        return list(overrides)
+    return [*(each for each in overrides if not each.startswith("train.batch_size=")), FITTING]
+
+
 def job_of(words: Sequence[str]) -> EvalJob:
     """Compose the configuration: with a folder among the words, on the ground of the run's own."""
     folders, overrides = ([word for word in words if ("=" in word) is keyed] for keyed in (False, True))
@@ -44,12 +56,12 @@ def job_of(words: Sequence[str]) -> EvalJob:
             "once, without them."
         )
     if not folders:
-        job = EvalJob(compose_config(overrides))
+        job = EvalJob(compose_config(on_any_layout(overrides, "dpo")))
     else:
         checkpoint = named(Path(folders[0]).expanduser())[0]
         config = read_position(checkpoint)["config"]
         config["rollout"] |= COLOCATED  # what is drawn of held-out prompts does not depend on it
-        job = EvalJob(compose_like(config, overrides), checkpoint)
+        job = EvalJob(compose_like(config, on_any_layout(overrides, config["loss"]["name"])), checkpoint)
     if job.cfg.rollout.sampling_ranks:
         raise ConfigError(
             f"rollout.sampling_ranks={job.cfg.rollout.sampling_ranks}: an evaluation draws its answers on the "

@@ -75,6 +75,15 @@ def test_what_is_given_replaces_what_the_run_has() -> None:
     assert (other.loss.name, other.data.size, other.seed) == ("sft", 60, 4)  # type: ignore[attr-defined]
 
 
+def test_the_train_batch_fits_any_layout() -> None:
+    """It is not used, so that of the run need not divide."""
+    words = ["launch.device=cpu", "launch.nproc=3", "parallel=ring1", "train.micro_batch_size=2", "data.size=13"]
+    assert job_of([*words, "train.batch_size=7"]).cfg.train.batch_size == 12
+    assert job_of([*words, "loss=kto"]).cfg.train.grad_acc == 2
+    drawn = ["loss=grpo", "reward.text=e", "launch.device=cpu", "train.batch_size=4"]
+    assert job_of(drawn).cfg.train.batch_size == 4
+
+
 def test_keys_of_a_mapping_are_replaced_one_by_one(tmp_path: Path) -> None:
     """And another option of a group keeps what both have, but for what names the rows."""
     (tmp_path / "rows.jsonl").write_text("{}")

@@ -107,9 +107,7 @@ def build(
             device=device,
         )  # fmt: skip
     policy = build_policy(cfg, model_config, device, task.needs, placing_for(cfg, device, world), sources)
-    if task.needs.scores:
-        policy.model.config.pad_token_id = padding_of(policy.model.config, tokenizer)
-    refuse_foreign_tokens(task.examples, policy.model.get_input_embeddings().num_embeddings)
+    hold_to_tokenizer(policy, task, tokenizer)
     if cfg.memory.checkpointing:
         policy.recompute_activations()
     run = Run(
@@ -135,6 +133,13 @@ def build(
         sources.decoding_probe(cfg.model, model_config, cfg.data.max_length, device)
     task.start(run, reference)
     return task
+
+
+def hold_to_tokenizer(policy: Policy, task: Task, tokenizer: Any) -> None:
+    """Refuse tokens that the model does not have; and let its configuration say where a score is read."""
+    refuse_foreign_tokens(task.examples, policy.model.get_input_embeddings().num_embeddings)
+    if task.needs.scores:
+        policy.model.config.pad_token_id = padding_of(policy.model.config, tokenizer)
 
 
 def build_task(cfg: Config, tokenizer: Any, world: World, bridge: Bridge | None) -> Task:
