@@ -60,10 +60,10 @@ def compose_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> Config:
         if each[:1] in ("~", "+") or each.startswith("hydra."):
             raise ConfigError(f"{each}: beside a run or checkpoint, give keys alone: key=value.")
     given = [each.partition("=")[0] for each in overrides]
-    known = {group: dict(plain[group]) for group in OF_CURVE if (plain.get(group) or {}).get("name")}
+    known = {group: dict(plain[group]) for group in OF_CURVE if plain.get(group)}
     if any(re.fullmatch(r"data\.(eval_path|eval_split|sources\..*)", key) for key in given):
         known.get("data", {}).pop("eval_size", None)  # rows are held out by what is given
-    options = [f"{group}={keys['name']}" for group, keys in known.items() if group not in given]
+    options = [f"{group}={keys['name']}" for group, keys in known.items() if keys.get("name") and group not in given]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         asked = compose("config", overrides=[*options, *open_ended(overrides)])
         cfg = compose("config", overrides=[*options, *(each for each in overrides if not _is_leaf(each))])
@@ -72,7 +72,7 @@ def compose_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> Config:
             if key not in given:
                 OmegaConf.update(cfg, key, OmegaConf.select(OmegaConf.create(dict(plain)), key))
         for group, keys in known.items():
-            same = cfg[group].get("name") == keys.pop("name")
+            same = cfg[group].get("name") == keys.pop("name", None)
             for leaf, value in keys.items():
                 if same or (leaf in cfg[group] and leaf not in OF_SOURCE):
                     OmegaConf.update(cfg, f"{group}.{leaf}", value, merge=False)

@@ -71,6 +71,9 @@ def test_a_model_is_evaluated_by_its_keys(rlexp: Shell, tmp_path: Path) -> None:
 def test_what_is_given_replaces_what_the_run_has() -> None:
     ours = compose_like(to_plain(job_of(["loss=kto", "loss.beta=0.3", "data.size=50", "seed=4"]).cfg), [])
     assert (ours.loss.name, ours.loss.beta, ours.data.size, ours.seed) == ("kto", 0.3, 50, 4)  # type: ignore[attr-defined]
+    drawn = job_of(["loss=grpo", "reward.text=e", "rollout.max_new_tokens=9", "launch.device=cpu"]).cfg
+    again = compose_like(to_plain(drawn), [])
+    assert (again.rollout.max_new_tokens, again.reward.text) == (9, "e")  # type: ignore[attr-defined]
     other = compose_like(to_plain(ours), ["loss=sft", "data.size=60", "parallel=ring1"])
     assert (other.loss.name, other.data.size, other.seed) == ("sft", 60, 4)  # type: ignore[attr-defined]
 
