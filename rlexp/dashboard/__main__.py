@@ -57,7 +57,7 @@ def look_here(runs: Path) -> None:
     together = workspace.gather(runs)
     if together is not None:
         say(f"W&B's own view of the runs here, in the terminal: wandb leet {together}\n")
-        say(f"To send them once there is an account: wandb sync {together}/offline-run-*\n")
+        say(f"To send them once there is an account: ls -d {together}/offline-run-* | xargs -n 1 wandb sync\n")
 
 
 def has_display() -> bool:

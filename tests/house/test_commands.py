@@ -23,7 +23,7 @@ from tests.helpers.pages import MEASURED, PAGES, commands, files
 from tests.helpers.paths import ROOT
 
 ROWS = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
-OF_OTHERS = ("wandb", "cat")  # programs of which nothing is checked but that they are these
+OF_OTHERS = ("wandb", "cat", "ls")  # programs of which nothing is checked but that they are these
 COMPOSING = ("rlexp", "rlexp.data", "rlexp.verify", "rlexp.preflight")
 SHOWN = [
     pytest.param(each, id=f"{page.parent.name}-{page.stem}-{place}") for page in (*PAGES, *MEASURED)
