@@ -44,7 +44,7 @@ from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint.saver import Saver
 from rlexp.training.checkpoint.tensors import Reader, share
-from rlexp.training.engine.base import MOMENTS, set_lr, shape_of, trained
+from rlexp.training.engine.base import MOMENTS, set_lr
 from rlexp.training.engine.plain import PlainEngine
 from rlexp.training.model.policy import Policy
 from rlexp.training.ring.groups import World
@@ -221,7 +221,7 @@ class SaveBench:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         self.run, self.work, self.first = run, work, run.world.rank == 0
-        shapes = {name: list(shape_of(parameter)) for name, parameter in trained(run.engine.policy).items()}
+        shapes = {name: list(shape) for name, shape in run.engine.shapes().items()}
         self.saver = Saver(run.engine, run.world, work, {"parameters": shapes})
         self.saver.prepare()  # as a run does after its first step
         self.step = 0

@@ -1,6 +1,6 @@
 """Evaluate a model or a checkpoint on held-out rows, as a run of the same keys does, and train nothing.
 
-python -m rlexp.eval loss=sft model=hf model.path=FOLDER data=jsonl data.path=FILE data.eval_path=HELD_OUT
+python -m rlexp.eval loss=sft model=hf model.path=FOLDER data=jsonl data.eval_path=FILE
 python -m rlexp.eval RUN parallel=ring4 eval.buckets=[512,2048]         the newest checkpoint of a run
 python -m rlexp.eval RUN/checkpoints/step-00000050 --json result.json
 

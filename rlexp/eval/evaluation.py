@@ -18,7 +18,7 @@ def evaluate(job: EvalJob) -> Evaluation:
 
     job = dataclasses.replace(job, cfg=laid_out(job.cfg))
     prepare_environment(job.cfg.launch)
-    deepspeed = ("deepspeed",) if ENGINES[job.cfg.engine.name.value].stage is not None else ()
+    deepspeed = ("deepspeed",) if ENGINES[job.cfg.engine.name.value].loads_pieces else ()
     with tempfile.TemporaryDirectory(prefix="rlexp-eval-") as folder:
         found: list[Evaluation] = run_ranks(
             evaluate_rank, job.cfg.parallel.world_size, (job, folder), device=job.cfg.launch.device.value,

@@ -45,6 +45,13 @@ def on_any_layout(overrides: Sequence[str], loss: str) -> list[str]:
     return [*(each for each in overrides if not each.startswith("train.batch_size=")), FITTING]
 
 
+def rows_alone(overrides: Sequence[str]) -> list[str]:
+    """Let the held-out rows be enough: those to train on are not read."""
+    given = {each.partition("=")[0] for each in overrides}
+    enough = "data.eval_path" in given and "data.path" not in given
+    return [*overrides, "data.path=${data.eval_path}"] if enough else list(overrides)
+
+
 def job_of(words: Sequence[str]) -> EvalJob:
     """Compose the configuration: with a folder among the words, on the ground of the run's own."""
     folders, overrides = ([word for word in words if ("=" in word) is keyed] for keyed in (False, True))
@@ -56,12 +63,15 @@ def job_of(words: Sequence[str]) -> EvalJob:
             "once, without them."
         )
     if not folders:
-        job = EvalJob(compose_config(on_any_layout(overrides, "dpo")))
+        job = EvalJob(compose_config(rows_alone(on_any_layout(overrides, "dpo"))))
     else:
         checkpoint = named(Path(folders[0]).expanduser())[0]
         config = read_position(checkpoint)["config"]
         config["rollout"] |= COLOCATED  # what is drawn of held-out prompts does not depend on it
-        job = EvalJob(compose_like(config, on_any_layout(overrides, config["loss"]["name"])), checkpoint)
+        if config["data"]["name"] == "jsonl" and config["data"]["eval_path"]:  # the run's own file may be gone
+            config["data"]["path"] = config["data"]["eval_path"]
+        overrides = on_any_layout(overrides, config["loss"]["name"])
+        job = EvalJob(compose_like(config, rows_alone(overrides)), checkpoint)
     if job.cfg.rollout.sampling_ranks:
         raise ConfigError(
             f"rollout.sampling_ranks={job.cfg.rollout.sampling_ranks}: an evaluation draws its answers on the "

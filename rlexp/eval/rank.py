@@ -1,4 +1,4 @@
-"""A rank of an evaluation: the run's own build, a checkpoint's weights, and the task's own evaluation."""
+"""A rank of an evaluation: the run's own build without an optimizer, a checkpoint's weights, the task's evaluation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from rlexp.eval.job import EvalJob, Evaluation
 from rlexp.launch.joining import RankSpec, join, leave_world, threads_of
 from rlexp.training.checkpoint.restore import restore
-from rlexp.training.engine.base import shape_of, trained
 from rlexp.training.sinks.console import say
 from rlexp.training.train.build import build
 from rlexp.training.train.resume import saved_task
@@ -17,7 +16,7 @@ from rlexp.training.train.task import Task
 def evaluate_rank(spec: RankSpec, job: EvalJob, folder: str) -> Evaluation:
     launch = job.cfg.launch
     join(spec, launch.device.value, launch.timeout_seconds, threads_of(launch))
-    task = build(job.cfg)
+    task = build(job.cfg, trains=False)
     try:
         step = 0 if job.checkpoint is None else take_up(task, job.checkpoint, Path(folder))
         values = task.evaluate(step)
@@ -30,8 +29,7 @@ def evaluate_rank(spec: RankSpec, job: EvalJob, folder: str) -> Evaluation:
 def take_up(task: Task, checkpoint: Path, nothing: Path) -> int:
     """Load a checkpoint's weights and the task's part of it; return its step. `nothing` is a folder without runs."""
     run = task.run
-    shapes = {name: shape_of(parameter) for name, parameter in trained(run.engine.policy).items()}
-    restored = restore(str(checkpoint), nothing, run.engine, shapes, run.world, say)
+    restored = restore(str(checkpoint), nothing, run.engine, run.world, say)
     assert restored is not None, "a path always has a checkpoint, or raises"
     path, position = restored
     task.restore(path, saved_task(position), position["step"])

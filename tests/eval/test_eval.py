@@ -140,3 +140,19 @@ def test_an_interval_is_wilsons() -> None:
 def test_a_bound_belongs_to_the_part_before_it() -> None:
     assert Buckets([512, 2048]).names == ["0-512", "512-2048", "2048+"]
     assert Buckets([]).names == []
+
+
+def test_rows_to_train_on_are_not_read(tmp_path: Path) -> None:
+    """Those held out are enough: neither rows that cannot be read, nor a file that is gone, stand in the way."""
+    pair = {"prompt": "How far?", "chosen": "Near.", "rejected": "Far away."}
+    (tmp_path / "held.jsonl").write_text(2 * (json.dumps(pair) + "\n"))
+    (tmp_path / "broken.jsonl").write_text("no row\n")
+    words = ["loss=reward", "data=jsonl", "data.eval_path=held.jsonl", "launch.device=cpu"]
+    done = evaluated(tmp_path, *words, "data.path=broken.jsonl", "train.batch_size=8", "model.layers=1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "found.json").read_text())["held_out"] == 2
+    held = f"data.eval_path={tmp_path}/held.jsonl"
+    job = job_of([*words, held])
+    assert job.cfg.data.path == str(tmp_path / "held.jsonl")  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"data\.path=/nowhere: no such file"):
+        job_of([*words, held, "data.path=/nowhere"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +62,29 @@ def train_steps(spec: RankSpec, cfg: Config, steps: int) -> Steps:
     rows = [train_step(task, step) for step in range(1, steps + 1)]
     weights = {name: weight.detach().double().cpu().clone() for name, weight in engine.weights()}
     return Steps(rows, engine.kept, loss.chosen, loss.rejected, weights)
+
+
+def begin_saving(run: Any, folder: Path, step: int) -> Callable[[], Any]:
+    """Begin to save the engine's state. What is returned waits for the files, and returns a reader of them."""
+    from rlexp.run_files.checkpoint_folder import folder_of, read_manifest
+    from rlexp.training.checkpoint.saver import Saver
+    from rlexp.training.checkpoint.tensors import Reader
+
+    def nothing_else(at: Path) -> list[Path]:
+        paths = [at / name for name in ("position.json", "metrics.jsonl")] if run.world.rank == 0 else []
+        for path in paths:
+            path.touch()
+        return paths
+
+    shapes = {name: list(shape) for name, shape in run.engine.shapes().items()}
+    saver = Saver(run.engine, run.world, folder, {"parameters": shapes})
+    saver.begin(step, nothing_else)
+
+    def saved() -> Any:
+        assert saver.settle() is None
+        return Reader(folder_of(folder, step), read_manifest(folder_of(folder, step)))
+
+    return saved
 
 
 def largest_gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

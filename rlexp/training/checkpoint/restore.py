@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from rlexp.base.errors import CheckpointError
 from rlexp.run_files import checkpoint_folder
@@ -18,12 +16,7 @@ from rlexp.training.ring.objects import from_rank0, gather_objects
 
 
 def restore(
-    mode: str,
-    run_dir: Path,
-    engine: Engine,
-    shapes: Mapping[str, torch.Size],
-    world: World,
-    say: Callable[[str], None],
+    mode: str, run_dir: Path, engine: Engine, world: World, say: Callable[[str], None]
 ) -> tuple[Path, dict[str, Any]] | None:
     """Load the newest whole checkpoint; return its path and position, or None without one. A collective call."""
     candidates = from_rank0(checkpoint_folder.candidates(mode, run_dir) if world.rank == 0 else [], world.size)
@@ -35,7 +28,7 @@ def restore(
                 _set_aside(damaged, run_dir)
             position = checkpoint_folder.read_position(path)
             reader = tensors.Reader(path, checkpoint_folder.read_manifest(path))
-            tensors.load(engine, reader, shapes, position["optimizer_steps"])
+            tensors.load(engine, reader, position["optimizer_steps"])
             return path, position
         damaged.append(path)
         if world.rank == 0:

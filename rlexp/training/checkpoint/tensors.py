@@ -127,9 +127,9 @@ class Reader:
         return self.read(kind, name, 0, math.prod(shape)).view(shape)
 
 
-def load(engine: Engine, reader: Reader, shapes: Mapping[str, torch.Size], steps: int) -> None:
+def load(engine: Engine, reader: Reader, steps: int) -> None:
     """Load a checkpoint into an engine. It may come from another engine and number of ranks. A collective call."""
-    check_shapes(reader, shapes)
+    check_shapes(reader, engine.shapes())
     for fragment in engine.fragments():
         for kind, tensor in fragment.tensors():
             tensor.copy_(reader.read(kind, fragment.name, fragment.start, fragment.start + tensor.numel()))

@@ -30,7 +30,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Cuts a permutation of the data set, fixed by (seed, epoch), into train batches. Its only position is the step."""
+    """Cuts a permutation of the data set, fixed by (seed, epoch), into train batches. Its only position is the step.
+
+    An evaluation has nothing to train on: then there are no samples, and no steps."""
 
     size: int
     batch_size: int
@@ -42,13 +44,11 @@ class Sampler:
     mixture: Mixture | None = None  # of several sources with weights; without one, an epoch takes all samples
 
     def __post_init__(self) -> None:
-        if self.steps_per_epoch == 0:
+        if self.taken and self.steps_per_epoch == 0:
             short = "or more data" if self.kind == "prompt" else "more data, or data.drop_last=false"
             raise ConfigError(
                 f"{self.key}={self.batch_size}: the data set has {self.taken} {self.kind}s, less than one batch. "
                 f"Use {self.key}={self.taken} or less, {short}."
-                if self.taken
-                else f"data: no {self.kind} is left to train on."
             )
 
     @property

@@ -79,6 +79,9 @@ class Engine(Protocol):
 
         A collective call: every rank iterates to the end. Only one parameter is whole at a time."""
 
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the whole shapes of the parameters that a checkpoint holds, which are those that are trained."""
+
     def fragments(self) -> list[Fragment]:
         """Return this rank's state of the trained parameters. Missing moments are created."""
 
@@ -87,9 +90,10 @@ class Engine(Protocol):
 
 
 class Named:
-    """An engine's name, with what `rlexp/base/engine_facts.py` says of that engine."""
+    """An engine's name, with what `rlexp/base/engine_facts.py` says of that engine, and its parameters' shapes."""
 
     name: str
+    policy: Policy
 
     @property
     def replicated(self) -> bool:
@@ -98,6 +102,9 @@ class Named:
     @property
     def sharded(self) -> bool:
         return ENGINES[self.name].sharded
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: shape_of(parameter) for name, parameter in trained(self.policy).items()}
 
 
 def parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, object]]:

@@ -6,8 +6,9 @@ gathered copies are cast, and gradients are reduced in float32.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rlexp.config.schema import OptimConfig
 from rlexp.training.engine.base import Fragment, Named, moments_of, optimizer_for, set_lr, set_steps, trained
+from rlexp.training.engine.frozen import Frozen
 from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.placing import take_exact
 from rlexp.training.model.policy import Policy, cast_parameters
@@ -45,9 +47,7 @@ class FSDP2Engine(Named):
 
     @torch.no_grad()
     def decode(self, batch: Decoding) -> Tensor:
-        logits_BV: Tensor = self.root(batch)
-        self.root.reshard()
-        return logits_BV
+        return _decode(self.root, batch)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Reduce each micro-batch's gradient to this rank's part, and accumulate it there in float32."""
@@ -87,13 +87,7 @@ class FSDP2Engine(Named):
             yield name, _whole(parameter.detach())
 
     def fragments(self) -> list[Fragment]:
-        fragments = []
-        for name, parameter in self.parameters.items():
-            weight = _local(parameter.detach()).view(-1)
-            moments = {m: _local(t).view(-1) for m, t in moments_of(self.optimizer, parameter).items()}
-            if weight.numel():
-                fragments.append(Fragment(name, start=_start(parameter), weight=weight, moments=moments))
-        return fragments
+        return _fragments(self.parameters, functools.partial(moments_of, self.optimizer))
 
     def restored(self, steps: int) -> None:
         for parameter in self.parameters.values():
@@ -138,10 +132,33 @@ def _fill(root: Any, parts: dict[str, Tensor | None]) -> None:
     root.load_state_dict(state, strict=False, assign=True)
 
 
-def frozen(policy: Policy, dtype: torch.dtype, world: World) -> Callable[[Shard], TokenLogps]:
-    """Shard a model that is not trained, and return its forward pass."""
-    root = shard(policy, dtype, world)
-    return lambda batch: _forward(root, batch)
+class FrozenRows(Frozen):
+    """A model that is not trained, sharded as one that is."""
+
+    def __init__(self, policy: Policy, world: World, dtype: torch.dtype) -> None:
+        super().__init__("fsdp2", policy)
+        self.module = shard(policy, dtype, world)
+        mine = self.parameters.keys()
+        self.parts = dict(policy.named())
+        self.parameters = {name: parameter for name, parameter in self.parts.items() if name in mine}
+
+    def forward(self, shard: Shard) -> TokenLogps:
+        return _forward(self.module, shard)
+
+    @torch.no_grad()
+    def decode(self, batch: Decoding) -> Tensor:
+        return _decode(self.module, batch)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.parts.items():
+            yield name, _whole(parameter.detach())
+
+    def fragments(self) -> list[Fragment]:
+        return _fragments(self.parameters, lambda _: {})
+
+    def restored(self, steps: int) -> None:
+        super().restored(steps)
+        self.module.reshard()
 
 
 def _forward(root: Any, shard: Shard) -> TokenLogps:
@@ -150,6 +167,25 @@ def _forward(root: Any, shard: Shard) -> TokenLogps:
     if not torch.is_grad_enabled():
         root.reshard()
     return logps
+
+
+def _decode(root: Any, batch: Decoding) -> Tensor:
+    logits_BV: Tensor = root(batch)
+    root.reshard()
+    return logits_BV
+
+
+def _fragments(
+    parameters: Mapping[str, nn.Parameter], moments_of: Callable[[nn.Parameter], dict[str, Tensor]]
+) -> list[Fragment]:
+    """Return this rank's rows of each parameter that it has some of, with their moments."""
+    fragments = []
+    for name, parameter in parameters.items():
+        weight = _local(parameter.detach()).view(-1)
+        moments = {moment: _local(tensor).view(-1) for moment, tensor in moments_of(parameter).items()}
+        if weight.numel():
+            fragments.append(Fragment(name, start=_start(parameter), weight=weight, moments=moments))
+    return fragments
 
 
 def _local(tensor: Any) -> Tensor:

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from rlexp.training.engine.base import (
     shape_of,
     trained,
 )
+from rlexp.training.engine.frozen import Frozen
 from rlexp.training.engine.plain import PlainEngine
 from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.placing import gathered, take_exact
@@ -298,8 +299,7 @@ class Stage3(_Partitioned):
         piece, _ = optimizer._get_fp32_opt_state_partition(
             parameter, release_swap_buffers=False, optim_state_key=moment
         )
-        start = self.world.rank * piece.numel()
-        real = max(0, min(piece.numel(), shape_of(parameter).numel() - start))  # the last piece is padded
+        _, real = place_of_piece(parameter, piece, self.world)
         view: Tensor = piece.detach()[:real]
         return view
 
@@ -339,8 +339,23 @@ class Stage3(_Partitioned):
         return math.sqrt(total) if bool(total.isfinite()) else math.inf
 
     def _frozen(self, parameter: nn.Parameter) -> Tensor:
-        with import_deepspeed().zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
+        return _gathered(parameter)
+
+
+def place_of_piece(parameter: nn.Parameter, piece: Tensor, world: World) -> tuple[int, int]:
+    """Return where this rank's piece starts in the flattened parameter, and how much of it is no padding."""
+    start = world.rank * piece.numel()
+    return start, max(0, min(piece.numel(), shape_of(parameter).numel() - start))
+
+
+def _piece(parameter: Any) -> Tensor:
+    piece: Tensor = parameter.ds_tensor
+    return piece
+
+
+def _gathered(parameter: nn.Parameter) -> Tensor:
+    with import_deepspeed().zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
 
 
 def partition(policy: Policy, cfg: EngineConfig) -> None:
@@ -366,24 +381,39 @@ def _cast_partitions(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
     exact: dict[str, Tensor] = {}
     if dtype is torch.bfloat16:
         for name, parameter in policy.named():
-            piece: Tensor = parameter.ds_tensor
+            piece = _piece(parameter)
             exact[name] = piece.data
             piece.data = piece.data.to(dtype)
             parameter.data = parameter.data.to(dtype)
     return exact
 
 
-def frozen(cfg: EngineConfig, policy: Policy, dtype: torch.dtype) -> Callable[[Shard], TokenLogps]:
-    """Cut a model that is not trained into stage 3's pieces, and return its forward pass."""
-    partition(policy, cfg)
-    _cast_partitions(policy, dtype)
-    engine = _initialize(model=policy, config=ds_config(cfg, 0.0, dtype, buffers_of(policy)))
+class FrozenPieces(Frozen):
+    """A model that is not trained, in stage 3's pieces."""
 
-    def forward(shard: Shard) -> TokenLogps:
-        logps: TokenLogps = engine(shard)
-        return logps
+    def __init__(self, cfg: EngineConfig, policy: Policy, world: World, dtype: torch.dtype) -> None:
+        super().__init__(cfg.name.value, policy)
+        self.world = world
+        partition(policy, cfg)
+        _cast_partitions(policy, dtype)
+        self.module = _initialize(model=policy, config=ds_config(cfg, 0.0, dtype, buffers_of(policy)))
 
-    return forward
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.policy.named():
+            yield name, _gathered(parameter)
+
+    def fragments(self) -> list[Fragment]:
+        fragments = []
+        for name, parameter in self.parameters.items():
+            piece = _piece(parameter)
+            start, real = place_of_piece(parameter, piece, self.world)
+            if real:
+                fragments.append(Fragment(name, start, piece.detach()[:real], {}))
+        return fragments
+
+    def restored(self, steps: int) -> None:
+        super().restored(steps)
+        self.module.optimizer.partition_all_parameters()  # the next pass gathers small ones too
 
 
 def _backward(engine: Any, loss: Tensor, last: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -15,7 +16,7 @@ from rlexp.base.errors import ModelError
 from rlexp.base.kernel_needs import fits
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.kernel import check_kernel
-from rlexp.config.checks.layout import choose, heads_in
+from rlexp.config.checks.layout import Choice, Heads, choose, heads_in
 from rlexp.config.checks.reference import check_heads, model_of_reference
 from rlexp.config.schema import (
     BackendName,
@@ -30,6 +31,7 @@ from rlexp.config.schema import (
 from rlexp.config.schema.losses import CriticName
 from rlexp.training.dataset.sampler import total_steps
 from rlexp.training.engine.base import Engine, shape_of
+from rlexp.training.engine.frozen import Frozen
 from rlexp.training.engine.plain import PlainEngine
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.model.head import logits_at_once
@@ -78,38 +80,40 @@ def build(
     phases: Phases | None = None,
     bridge: Bridge | None = None,
     *,
+    trains: bool = True,
     probing: Probe = probe,
     task_of: TaskOf | None = None,
     sources: Sources | None = None,
 ) -> Task:
     """Build the same task on every rank; whatever is refused, all ranks refuse. A collective call.
 
+    Without `trains` the task can only evaluate: it has no rows to train on, and its weights have no optimizer.
     `probing`, `task_of` and `sources` are seams: for a recorder that looks on, a task of one's own, and a rehearsal.
     """
     sources = sources or Sources()
     torch.use_deterministic_algorithms(cfg.launch.deterministic)
     model_config = sources.model_config(cfg.model, cfg.data.max_length)
-    heads = heads_in(model_config.to_dict())
-    check_backend(cfg, heads)
-    check_kernel(cfg, heads, generation=sources.generation(cfg.launch.device))
-    choice = choose(cfg, heads)
+    heads, choice = layout_of(cfg, model_config, sources)
     world = build_world(cfg.parallel.ring_size, timedelta(seconds=cfg.launch.timeout_seconds), choice.ulysses_size)
     device = sources.device(cfg)
     own_layout = get_layout(choice.layout.value, choice.ulysses_size)
     dtype = DTYPES[cfg.train.precision]
     kernel = sources.kernel(cfg.parallel.kernel.value, device.type, dtype, heads.size if heads else None)
     tokenizer = sources.tokenizer(cfg.model)
-    task = (task_of or build_task)(cfg, tokenizer, world, bridge)
+    task = (task_of or functools.partial(build_task, trains=trains))(cfg, tokenizer, world, bridge)
     models = models_of(cfg, model_config, task.needs, kernel, sources)
     for model, config in models:
-        probing(
-            model, config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
-            device=device,
-        )  # fmt: skip
-    policy = build_policy(cfg, model_config, device, task.needs, placing_for(cfg, device, world), sources)
+        probing(model, config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
+                device=device)  # fmt: skip
+    placing = placing_for(cfg, device, world, frozen=not trains)
+    policy = build_policy(cfg, model_config, device, task.needs, placing, sources)
     hold_to_tokenizer(policy, task, tokenizer)
     if cfg.memory.checkpointing:
         policy.recompute_activations()
+    if trains:
+        engine = build_engine(cfg.engine, policy, cfg.optim, world, dtype)
+    else:
+        engine = build_frozen(cfg.engine, policy, world, dtype)
     run = Run(
         cfg=cfg,
         world=world,
@@ -119,20 +123,26 @@ def build(
         kernel=kernel,
         tokenizer=tokenizer,
         schedule=build_schedule(cfg, task.steps_per_epoch),
-        engine=build_engine(cfg.engine, policy, cfg.optim, world, dtype),
+        engine=engine,
         parameters=sum(shape_of(parameter).numel() for parameter in policy.model.parameters()),
         phases=phases or Phases(device),
     )
     reference = None
     if task.needs.reference:  # after the engine, which needs more memory for a moment while it is built
-        placing = placing_for(cfg, device, world, frozen=True)
         model, config = models[-1]
-        frozen = build_policy(replace(cfg, model=model), config, device, task.needs.frozen, placing, sources)
-        reference = build_reference(cfg, frozen, dtype, world)
+        reference = build_reference(replace(cfg, model=model), config, device, task.needs.frozen, world, sources)
     if task.needs.decoding:
         sources.decoding_probe(cfg.model, model_config, cfg.data.max_length, device)
     task.start(run, reference)
     return task
+
+
+def layout_of(cfg: Config, model_config: Any, sources: Sources) -> tuple[Heads | None, Choice]:
+    """Return the model's heads and the layout for them; refuse a backend or kernel that cannot compute them."""
+    heads = heads_in(model_config.to_dict())
+    check_backend(cfg, heads)
+    check_kernel(cfg, heads, generation=sources.generation(cfg.launch.device))
+    return heads, choose(cfg, heads)
 
 
 def hold_to_tokenizer(policy: Policy, task: Task, tokenizer: Any) -> None:
@@ -142,9 +152,9 @@ def hold_to_tokenizer(policy: Policy, task: Task, tokenizer: Any) -> None:
         policy.model.config.pad_token_id = padding_of(policy.model.config, tokenizer)
 
 
-def build_task(cfg: Config, tokenizer: Any, world: World, bridge: Bridge | None) -> Task:
+def build_task(cfg: Config, tokenizer: Any, world: World, bridge: Bridge | None, *, trains: bool = True) -> Task:
     """Read the examples, and make of them what is trained. A collective call."""
-    return task_class(cfg.loss).of(cfg, read_examples(cfg, tokenizer, world), bridge)
+    return task_class(cfg.loss).of(cfg, read_examples(cfg, tokenizer, world, trains=trains), bridge)
 
 
 def build_schedule(cfg: Config, steps_per_epoch: int) -> Schedule:
@@ -249,6 +259,21 @@ def build_engine(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: W
             return build_zero(cfg, policy, optim, world, dtype)
 
 
+def build_frozen(cfg: EngineConfig, policy: Policy, world: World, dtype: torch.dtype) -> Frozen:
+    """Hold weights that nothing trains, in pieces where the engine holds them so."""
+    match cfg.name:
+        case EngineName.fsdp2:
+            from rlexp.training.engine.fsdp2 import FrozenRows
+
+            return FrozenRows(policy, world, dtype)
+        case EngineName.zero3:
+            from rlexp.training.engine.zero import FrozenPieces
+
+            return FrozenPieces(cfg, policy, world, dtype)
+        case _:
+            return Frozen(cfg.name.value, policy)
+
+
 def models_of(
     cfg: Config, policy_config: Any, needs: Needs, kernel: BlockKernel, sources: Sources
 ) -> list[tuple[ModelConfig, Any]]:
@@ -278,20 +303,13 @@ def models_of(
     return [policy, (model, config)]
 
 
-def build_reference(cfg: Config, starting: Policy, dtype: torch.dtype, world: World) -> Reference:
-    """Freeze the reference's weights, in the dtype that computes; in pieces where the engine holds them so."""
-    starting.eval().requires_grad_(False)
-    match cfg.engine.name:
-        case EngineName.zero3:
-            from rlexp.training.engine import zero
-
-            forward = zero.frozen(cfg.engine, starting, dtype)
-        case EngineName.fsdp2:
-            from rlexp.training.engine import fsdp2
-
-            forward = fsdp2.frozen(starting, dtype, world)
-        case _:
-            forward = starting
+def build_reference(
+    cfg: Config, config: Any, device: torch.device, needs: Needs, world: World, sources: Sources
+) -> Reference:
+    """Load and freeze the model that the policy is compared with."""
+    placing = placing_for(cfg, device, world, frozen=True)
+    starting = build_policy(cfg, config, device, needs, placing, sources)
+    forward = build_frozen(cfg.engine, starting, world, DTYPES[cfg.train.precision]).forward
 
     @torch.no_grad()
     def reference(shard: Shard) -> TokenLogps:

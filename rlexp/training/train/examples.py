@@ -49,18 +49,20 @@ class Examples:
     versions: Mapping[str, str] = field(default_factory=dict)  # commits of sets of the hub, by the keys of their paths
 
 
-def read_examples(cfg: Config, tokenizer: Any, world: World) -> Examples:
-    """Read the examples that the loss is trained on. A collective call: the first bad row is every rank's error."""
+def read_examples(cfg: Config, tokenizer: Any, world: World, *, trains: bool = True) -> Examples:
+    """Read the examples that the loss is trained on, or, without `trains`, those held out alone. A collective call: the
+    first bad row is every rank's error."""
     kind = kind_read(cfg)
     room = cfg.rollout.max_new_tokens if kind is Kind.prompts else 0
     if isinstance(cfg.data, RowsDataConfig):
         shown = cfg.logger.progress and world.rank == 0
-        examples = _stored(cfg.data, Tokenizing(cfg.data, tokenizer, kind, room, shown), world)
+        examples = _stored(cfg.data, Tokenizing(cfg.data, tokenizer, kind, room, shown), world, trains=trains)
     else:
-        examples = _generated(cfg.data, kind, Encoder(RowTokenizer(tokenizer), cfg.data.max_length, cfg.data.too_long,
-                                                      room), world)  # fmt: skip
+        encoder = Encoder(RowTokenizer(tokenizer), cfg.data.max_length, cfg.data.too_long, room)
+        examples = _generated(cfg.data, kind, encoder, world, trains=trains)
     word = EXAMPLE[kind]
-    _refuse_empty(examples.train, examples.dropped, "data", word)
+    if trains:
+        _refuse_empty(examples.train, examples.dropped, "data", word)
     if holds_out(cfg.data):
         _refuse_empty(examples.held_out, examples.held_out_dropped, "the held-out data", word)
     return unpaired(examples) if cfg.data.unpair else examples
@@ -118,10 +120,11 @@ def refuse_foreign_tokens(examples: Examples, vocabulary: int) -> None:
 # ---- rows of files and of the hub: a store on every machine ----
 
 
-def _stored(cfg: RowsDataConfig, tokenizing: Tokenizing, world: World) -> Examples:
+def _stored(cfg: RowsDataConfig, tokenizing: Tokenizing, world: World, *, trains: bool) -> Examples:
     """Have one rank of each machine make the stores that are not there; all ranks then map them."""
     sources = sources_of(cfg)
-    splits = [(split, held) for held in (False, True) for each in sources if (split := splits_of(each, held_out=held))]
+    wanted = (False, True) if trains or cfg.eval_size else (True,)
+    splits = [(split, held) for held in wanted for each in sources if (split := splits_of(each, held_out=held))]
     folder = Path(cfg.cache).expanduser() if cfg.cache else cache.root()
 
     def work() -> list[tuple[str, Names, str | None]]:
@@ -145,7 +148,8 @@ def _stored(cfg: RowsDataConfig, tokenizing: Tokenizing, world: World) -> Exampl
     commits = {_path_key(split, held): version for (split, held), (_, _, version) in zip(splits, mine, strict=True)}
     train, held = ([store for store, (_, is_held) in zip(stores, splits, strict=True) if is_held is held]
                    for held in (False, True))  # fmt: skip
-    examples = examples_of(cfg, train, held, weights_of(sources))
+    examples = examples_of(cfg, train, held, weights_of(sources) if trains else None)
+    examples = examples if trains else replace(examples, train=(), labels=(0, 0))
     return replace(examples, versions={key: commit for key, commit in commits.items() if commit is not None})
 
 
@@ -234,8 +238,9 @@ def _dropped(stores: Sequence[Store]) -> Counter[str]:
 # ---- generated rows: every rank tokenizes a part ----
 
 
-def _generated(cfg: DataConfig, kind: Kind, encoder: Encoder, world: World) -> Examples:
+def _generated(cfg: DataConfig, kind: Kind, encoder: Encoder, world: World, *, trains: bool) -> Examples:
     rows, held_rows = generated_rows(cfg, kind)
+    rows = rows if trains else []
     outcomes, held = (encode_shared(encoder, each, world) for each in (rows, held_rows))
     train, held_out = (
         [typed(kind, index, each) for index, each in enumerate(one for one in part if isinstance(one, Example))]

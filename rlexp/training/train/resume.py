@@ -20,7 +20,7 @@ from rlexp.run_files.metrics_jsonl import rewrite, write_lines
 from rlexp.training.checkpoint.keeper import SCORE, Keeper
 from rlexp.training.checkpoint.restore import restore
 from rlexp.training.checkpoint.saver import Describe, Saver
-from rlexp.training.engine.base import MOMENTS, shape_of, trained
+from rlexp.training.engine.base import MOMENTS
 from rlexp.training.model.export import save_description
 from rlexp.training.sinks.console import say
 from rlexp.training.sinks.jsonl import JsonlSink
@@ -34,9 +34,8 @@ TASK, TASK_BEFORE = "task", "rollouts"  # the key of the task's part of a positi
 def resume(task: Task, run_dir: Path) -> tuple[Position, str]:
     """Set engine, task and curve back to the newest checkpoint; return its position, and a note. A collective call."""
     run = task.run
-    shapes = {name: shape_of(parameter) for name, parameter in trained(run.engine.policy).items()}
     first = run.world.rank == 0
-    restored = restore(run.cfg.resume.mode, run_dir, run.engine, shapes, run.world, say)
+    restored = restore(run.cfg.resume.mode, run_dir, run.engine, run.world, say)
     if restored is None:
         again = first and (run_dir / METRICS).exists()
         if again:  # it ended before its first checkpoint
@@ -110,7 +109,7 @@ def build_keeper(
     if run.world.rank == 0:
         check_space(run, run_dir)
     facts = {
-        "parameters": {name: list(shape_of(parameter)) for name, parameter in trained(run.engine.policy).items()},
+        "parameters": {name: list(shape) for name, shape in run.engine.shapes().items()},
         "layout": layout(run),
     }
     known = run_folder.read(run_dir) if run.world.rank == 0 else {}
@@ -175,7 +174,7 @@ def check_space(run: Run, run_dir: Path) -> None:
     keep = run.cfg.checkpoint
     if not keep.on_exit and keep.save_every is None:
         return
-    sizes = [shape_of(parameter).numel() for parameter in trained(run.engine.policy).values()]
+    sizes = [shape.numel() for shape in run.engine.shapes().values()]
     bytes_each = (8 if run.cfg.train.precision is Precision.fp64 else 4) * (1 + len(MOMENTS))
     needed, free = sum(sizes) * bytes_each, shutil.disk_usage(run_dir).free
     if needed > free:

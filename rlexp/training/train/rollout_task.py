@@ -126,7 +126,8 @@ class RolloutTask(Task):
         return write
 
     def restore(self, folder: Path, position: Any, step: int) -> None:
-        self.rollouts.restore(folder, position, step)
+        if self.examples.train:  # an evaluation has none, and no rollout to go on with
+            self.rollouts.restore(folder, position, step)
 
     def finish(self) -> None:
         self.rollouts.finish()

@@ -163,7 +163,7 @@ TRAIN_FAULTS = (
         "log-probabilities", TRAIN),
     one("the policy is its own reference", OFFLINE + "OfflineStep.values", own_reference, "log-probabilities", TRAIN),
     one("the reference learns", "train.build:build", learning, "log-probabilities", TRAIN, step=2),
-    one("the reference in float32", "train.build:build_reference", starting_in_bfloat16, "log-probabilities", TRAIN),
+    one("the reference in float32", "train.build:build_frozen", starting_in_bfloat16, "log-probabilities", TRAIN),
     one("warm-up off by one", SCHEDULE, too_early, "optimizer", TRAIN),
     one("decay off by one", SCHEDULE, lambda original, self, step: original(self, step + 1), "optimizer", TRAIN,
         "optim.warmup_steps=0"),

@@ -16,7 +16,7 @@ from bench import engines
 from rlexp.base.errors import UserError
 from rlexp.config.load import compose_config
 from rlexp.launch.joining import RankSpec
-from tests.helpers.ranks import largest_gap, on_ranks, train_steps
+from tests.helpers.ranks import begin_saving, largest_gap, on_ranks, train_steps
 
 BASE = ("launch.device=cpu", "logger=none", "train.batch_size=8", "data.size=16", "data.eval_size=4", "optim.lr=1e-3")
 ENGINES = ("zero0", "zero1", "zero2", "zero3", "fsdp2", "torch")
@@ -107,18 +107,9 @@ def test_clipping_sees_the_whole_gradient(start: dict[str, Tensor]) -> None:
 def resumed_rank(spec: RankSpec, pairs: Sequence[tuple], folder: str) -> list[tuple]:
     """For each pair of configurations: the first takes two steps and saves; an engine of the second loads that and
     takes the third step, as the first does."""
-    from rlexp.run_files.checkpoint_folder import folder_of, read_manifest
-    from rlexp.training.checkpoint.saver import Saver
-    from rlexp.training.checkpoint.tensors import Reader, load
-    from rlexp.training.engine.base import shape_of, trained
+    from rlexp.training.checkpoint.tensors import load
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step
-
-    def nothing_else(at: Path) -> list[Path]:
-        paths = [at / name for name in ("position.json", "metrics.jsonl")] if spec.rank == 0 else []
-        for path in paths:
-            path.touch()
-        return paths
 
     taken = []
     for number, (cfg, then) in enumerate(pairs):
@@ -126,15 +117,13 @@ def resumed_rank(spec: RankSpec, pairs: Sequence[tuple], folder: str) -> list[tu
         run = task.run
         for step in (1, 2):
             train_step(task, step)
-        shapes = {name: shape_of(parameter) for name, parameter in trained(run.engine.policy).items()}
-        saver = Saver(run.engine, run.world, path, {"parameters": {n: list(shape) for n, shape in shapes.items()}})
-        saver.begin(2, nothing_else)
+        saving = begin_saving(run, path, 2)
         straight = train_step(task, 3)  # while the files are written: a copy, not a view
-        assert saver.settle() is None
+        reader = saving()
         expected = {name: weight.double().cpu().clone() for name, weight in run.engine.weights()}
         fresh = build(then, probing=unprobed)
         fresh.evaluate(0)  # what is gathered for it is not what is read next
-        load(fresh.run.engine, Reader(folder_of(path, 2), read_manifest(folder_of(path, 2))), shapes, 2)
+        load(fresh.run.engine, reader, 2)
         row = train_step(fresh, 3)
         got = {name: weight.double().cpu().clone() for name, weight in fresh.run.engine.weights()}
         taken.append((straight, row, expected, got))
@@ -203,7 +192,7 @@ def pieces_rank(spec: RankSpec, cfg) -> tuple[int, int, int]:
     world = build_world(1)
     config = build.load_config(cfg.model, cfg.data.max_length)
     policies = [build.build_policy(cfg, config, torch.device("cpu"), Needs(), None) for _ in range(2)]
-    build.build_reference(cfg, policies[1], torch.float32, world)
+    build.build_frozen(cfg.engine, policies[1], world, torch.float32)
     held = [sum(p.numel() + p.ds_tensor.numel() for p in policy.parameters()) for policy in policies]
     return sum(p.ds_numel for p in policies[0].parameters()), *held
 
