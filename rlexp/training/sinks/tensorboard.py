@@ -24,8 +24,8 @@ class TensorBoardSink(Sink):
 
         folder = run_dir / FOLDER
         before = any(folder.glob("events.out.tfevents.*"))
-        last = int(history[-1]["step"]) if history else 0
-        self._writer = SummaryWriter(str(folder), purge_step=last + 1 if before else None)
+        first = int(history[-1]["step"]) + 1 if history else 0
+        self._writer = SummaryWriter(str(folder), purge_step=first if before else None)
         for row in () if before else history:
             self._write(row)
         self._writer.flush()

@@ -204,6 +204,17 @@ def test_tensorboard_is_given_the_rows_of_a_run_begun_elsewhere(tmp_path: Path) 
     assert tensorboard_rows(tmp_path) == list(map(in_float32, rows))
 
 
+@needs_tensorboard
+def test_tensorboard_has_each_step_once_after_a_start_without_a_checkpoint(tmp_path: Path) -> None:
+    rows = [{"step": 0, "eval/loss": 0.7}, {"step": 1, "train/loss": 0.6}]
+    for _ in range(2):
+        sink = TensorBoardSink(tmp_path)
+        for row in rows:
+            sink.log(row)
+        sink.close(Ending())
+    assert tensorboard_rows(tmp_path) == list(map(in_float32, rows))
+
+
 TRACKIO_ROWS = """
 import json, sys
 from trackio.sqlite_storage import SQLiteStorage
