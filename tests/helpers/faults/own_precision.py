@@ -51,7 +51,7 @@ OWN_FAULTS = (
         "train.precision=bf16", "engine=torch", base=BASE),
     one("bfloat16 gradients added up in bfloat16", PLAIN + "_take_gradients", added_in_bfloat16, "gradient", ENGINE,
         "train.precision=bf16", "engine=torch", base=BASE),
-    one("ZeRO-3's reference is another", ZERO + "frozen",
-        lambda original, cfg, starting, _dtype: original(cfg, starting, torch.bfloat16), "log-probabilities", ENGINE,
-        "engine=zero3", base=BASE),
+    one("ZeRO-3's reference is another", ZERO + "FrozenPieces.__init__",
+        lambda original, self, cfg, policy, world, _dtype: original(self, cfg, policy, world, torch.bfloat16),
+        "log-probabilities", ENGINE, "engine=zero3", base=BASE),
 )  # fmt: skip
