@@ -30,6 +30,7 @@ _OPEN = re.compile(
 )
 
 OF_CURVE = ("model", "data", "loss", "reference", "optim", "rollout", "reward")
+DERIVED = "rollout.minibatches"  # the one derived size among them: another run has its own
 OF_SOURCE = ("path", "eval_path", "subset", "split", "eval_split", "revision", "sources")  # they name rows or a model
 BY_DEFAULT = "the default"  # engine.chosen in conf/engine/auto.yaml
 
@@ -44,16 +45,22 @@ def register() -> None:
 
 def compose_config(overrides: Sequence[str]) -> Config:
     """Return the configuration that `python -m rlexp OVERRIDES` runs, for programs and tests."""
+    return from_hydra(composed(overrides))
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """Compose as Hydra does; `from_hydra` makes the configuration of it."""
     register()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return from_hydra(compose("config", overrides=open_ended(overrides)))
+        return compose("config", overrides=open_ended(overrides))
 
 
-def compose_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictConfig:
     """Compose from overrides, on the ground of another run's configuration (`to_plain`): of that come the groups of
     keys on which a curve depends, but for the keys that are given.
 
     Where another option of a group is given, the keys that both options have are kept, but those that name the source.
+    Nor are those kept where other held-out rows are given.
     """
     register()
     for each in overrides:
@@ -61,12 +68,15 @@ def compose_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> Config:
             raise ConfigError(f"{each}: beside a run or checkpoint, give keys alone: key=value.")
     given = [each.partition("=")[0] for each in overrides]
     known = {group: dict(plain[group]) for group in OF_CURVE if plain.get(group)}
+    data = known.get("data", {})
     if any(re.fullmatch(r"data\.(eval_path|eval_split|sources\..*)", key) for key in given):
-        known.get("data", {}).pop("eval_size", None)  # rows are held out by what is given
+        data.pop("eval_size", None)  # rows are held out by what is given
     options = [f"{group}={keys['name']}" for group, keys in known.items() if keys.get("name") and group not in given]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         asked = compose("config", overrides=[*options, *open_ended(overrides)])
         cfg = compose("config", overrides=[*options, *(each for each in overrides if not _is_leaf(each))])
+    if "data.eval_path" in given and OmegaConf.select(asked, "data.eval_path") is not None:
+        known["data"] = {key: value for key, value in data.items() if key not in OF_SOURCE}
     with open_dict(cfg):
         for key in ("seed", "train.batch_size", "train.precision"):
             if key not in given:
@@ -74,11 +84,11 @@ def compose_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> Config:
         for group, keys in known.items():
             same = cfg[group].get("name") == keys.pop("name", None)
             for leaf, value in keys.items():
-                if same or (leaf in cfg[group] and leaf not in OF_SOURCE):
+                if f"{group}.{leaf}" != DERIVED and (same or (leaf in cfg[group] and leaf not in OF_SOURCE)):
                     OmegaConf.update(cfg, f"{group}.{leaf}", value, merge=False)
         for key in filter(_is_leaf, given):
             OmegaConf.update(cfg, key, OmegaConf.select(asked, key))
-    return from_hydra(cfg)
+    return cfg
 
 
 def _is_leaf(override: str) -> bool:

@@ -103,6 +103,21 @@ def minibatches(loss: str, batch_size: int, n_samples: int, train_batch: int) ->
     return sizes.minibatches(batch_size, n_samples, train_batch)
 
 
+def fitting_batch(wanted: int, micro_batch_size: int, replicas: int) -> int:
+    """Return the least train batch from `wanted` on, and not of a single example, that divides."""
+    return _multiple(max(2, wanted), micro_batch_size * replicas)
+
+
+def fitting_rollout(wanted: int, n_samples: int, train_batch: int) -> int:
+    """Return the least number of prompts from `wanted` on whose samples are whole train batches."""
+    return _multiple(wanted, train_batch // math.gcd(train_batch, n_samples))
+
+
+def _multiple(wanted: int, unit: int) -> int:
+    unit = max(1, unit)  # what is below is refused where it is used
+    return -(-wanted // unit) * unit
+
+
 def groups() -> str:
     """List the groups and their options, for --help."""
     root = config_root()
@@ -118,7 +133,8 @@ def groups() -> str:
 
 def register() -> None:
     resolvers: dict[str, Callable[..., Any]] = {
-        "rlexp_fitting_batch": lambda micro, replicas: 2 * int(micro) * int(replicas),
+        "rlexp_fitting_batch": fitting_batch,
+        "rlexp_fitting_rollout": fitting_rollout,
         "rlexp_root": lambda: str(config_root()),
         "rlexp_groups": groups,
         "rlexp_own_conf": lambda: str(own_conf_dir()),

@@ -5,29 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rlexp.base.errors import ConfigError
+from omegaconf import DictConfig
+
+from rlexp.base.errors import CheckpointError, ConfigError, UserError
 from rlexp.config import sizes
 from rlexp.config.checks.evaluation import refuse_nothing_held_out
-from rlexp.config.load import compose_config, compose_like
-from rlexp.config.schema import KINDS, Config
-from rlexp.config.schema.losses import LossConfig
+from rlexp.config.load import OF_CURVE, composed, composed_like, from_hydra
+from rlexp.config.schema import Config
+from rlexp.eval.needed import fit_layout, hold_out_alone, leave_reference
 from rlexp.run_files.checkpoint_folder import named, read_position
 
-FITTING = "train.batch_size='${rlexp_fitting_batch:${train.micro_batch_size},${parallel.dp_size}}'"
 COLOCATED = {"mode": "colocated", "sampling_ranks": 0}
 
 
 @dataclass(frozen=True)
 class EvalJob:
-    """What to evaluate: the configuration's model, or that of a checkpoint."""
+    """What to evaluate: the configuration's model, or the newest whole checkpoint of a folder."""
 
     cfg: Config
-    checkpoint: Path | None = None
+    folder: Path | None = None  # a run's, or a checkpoint's
 
 
 @dataclass(frozen=True)
 class Evaluation:
+    checkpoint: Path | None
     step: int  # of the checkpoint; 0 for a model
     values: dict[str, float]  # as a row has them
     held_out: int
@@ -35,26 +38,9 @@ class Evaluation:
     layout: str
 
 
-def on_any_layout(overrides: Sequence[str], loss: str) -> list[str]:
-    """Let the train batch, which an evaluation does not use, fit the layout. That of a loss that draws is a part of a
-    rollout, and stays. `loss` is the one that is taken if none is given."""
-    given = dict(each.partition("=")[::2] for each in overrides)
-    losses: dict[str, type[LossConfig]] = KINDS["loss"]
-    if losses.get(given.get("loss", loss), LossConfig).draws:
-        return list(overrides)
-    return [*(each for each in overrides if not each.startswith("train.batch_size=")), FITTING]
-
-
-def rows_alone(overrides: Sequence[str]) -> list[str]:
-    """Let the held-out rows be enough: those to train on are not read."""
-    given = {each.partition("=")[0] for each in overrides}
-    enough = "data.eval_path" in given and "data.path" not in given
-    return [*overrides, "data.path=${data.eval_path}"] if enough else list(overrides)
-
-
 def job_of(words: Sequence[str]) -> EvalJob:
     """Compose the configuration: with a folder among the words, on the ground of the run's own."""
-    folders, overrides = ([word for word in words if ("=" in word) is keyed] for keyed in (False, True))
+    folders, overrides = ([word for word in words if is_folder(word) is wanted] for wanted in (True, False))
     if len(folders) > 1:
         raise ConfigError(f"{' '.join(folders)}: is more than one folder. Give one run or checkpoint, and key=value.")
     if sizes.joined_world() is not None:
@@ -62,16 +48,10 @@ def job_of(words: Sequence[str]) -> EvalJob:
             "rlexp.eval: starts its own ranks on this machine, and torchrun or srun has already started some. Run it "
             "once, without them."
         )
-    if not folders:
-        job = EvalJob(compose_config(rows_alone(on_any_layout(overrides, "dpo"))))
+    if folders:
+        job = job_of_folder(Path(folders[0]).expanduser(), overrides)
     else:
-        checkpoint = named(Path(folders[0]).expanduser())[0]
-        config = read_position(checkpoint)["config"]
-        config["rollout"] |= COLOCATED  # what is drawn of held-out prompts does not depend on it
-        if config["data"]["name"] == "jsonl" and config["data"]["eval_path"]:  # the run's own file may be gone
-            config["data"]["path"] = config["data"]["eval_path"]
-        overrides = on_any_layout(overrides, config["loss"]["name"])
-        job = EvalJob(compose_like(config, rows_alone(overrides)), checkpoint)
+        job = EvalJob(for_evaluation(composed(overrides)))
     if job.cfg.rollout.sampling_ranks:
         raise ConfigError(
             f"rollout.sampling_ranks={job.cfg.rollout.sampling_ranks}: an evaluation draws its answers on the "
@@ -79,3 +59,44 @@ def job_of(words: Sequence[str]) -> EvalJob:
         )
     refuse_nothing_held_out(job.cfg, "rlexp.eval", "name another data set")
     return job
+
+
+def is_folder(word: str) -> bool:
+    """Return whether a word names a folder, whose name may look like a key's."""
+    return "=" not in word or Path(word).expanduser().is_dir()
+
+
+def job_of_folder(folder: Path, overrides: Sequence[str]) -> EvalJob:
+    given = {each.partition("=")[0] for each in overrides}
+    if "model.freeze" in given:
+        raise ConfigError(
+            "model.freeze: beside a run or checkpoint it would say what that run trained, and an evaluation trains "
+            "nothing. Leave it out."
+        )
+    config = config_in(named(folder))
+    config["rollout"] |= COLOCATED  # what is drawn of held-out prompts does not depend on it
+    try:
+        return EvalJob(for_evaluation(composed_like(config, overrides)), folder)
+    except UserError as error:
+        key = str(error).partition("=")[0]
+        if key in given or key.partition(".")[0] not in OF_CURVE or "=" not in str(error):
+            raise
+        raise type(error)(f"{error} The run in {folder} was given this value; {key}=VALUE replaces it.") from None
+
+
+def config_in(checkpoints: Sequence[Path]) -> dict[str, Any]:
+    """Return the configuration of the newest checkpoint in which it can be read: a later one may be damaged."""
+    for path in checkpoints[:-1]:
+        try:
+            return dict(read_position(path)["config"])
+        except CheckpointError:
+            continue
+    return dict(read_position(checkpoints[-1])["config"])
+
+
+def for_evaluation(composed: DictConfig) -> Config:
+    """Leave out what training alone needs, and check the rest."""
+    fit_layout(composed)
+    hold_out_alone(composed)
+    leave_reference(composed)
+    return from_hydra(composed)

@@ -18,19 +18,20 @@ def evaluate_rank(spec: RankSpec, job: EvalJob, folder: str) -> Evaluation:
     join(spec, launch.device.value, launch.timeout_seconds, threads_of(launch))
     task = build(job.cfg, trains=False)
     try:
-        step = 0 if job.checkpoint is None else take_up(task, job.checkpoint, Path(folder))
+        checkpoint, step = (None, 0) if job.folder is None else take_up(task, job.folder, Path(folder))
         values = task.evaluate(step)
-        return Evaluation(step, values, len(task.examples.held_out), task.kind, task.run.attention)
+        return Evaluation(checkpoint, step, values, len(task.examples.held_out), task.kind, task.run.attention)
     finally:
         task.close()
         leave_world()
 
 
-def take_up(task: Task, checkpoint: Path, nothing: Path) -> int:
-    """Load a checkpoint's weights and the task's part of it; return its step. `nothing` is a folder without runs."""
+def take_up(task: Task, folder: Path, nothing: Path) -> tuple[Path, int]:
+    """Load the newest whole checkpoint of a folder, and the task's part of it; return it and its step. `nothing` is a
+    folder without runs."""
     run = task.run
-    restored = restore(str(checkpoint), nothing, run.engine, run.world, say)
-    assert restored is not None, "a path always has a checkpoint, or raises"
+    restored = restore(str(folder.resolve()), nothing, run.engine, run.world, say)
+    assert restored is not None, "a folder always has a checkpoint, or raises"
     path, position = restored
     task.restore(path, saved_task(position), position["step"])
-    return int(position["step"])
+    return path, int(position["step"])

@@ -16,7 +16,7 @@ from rlexp.run_files.by_length import OF_LENGTH, by_length
 
 def text(job: EvalJob, found: Evaluation) -> str:
     cfg, parallel = job.cfg, job.cfg.parallel
-    of = called(cfg.model) if job.checkpoint is None else f"{job.checkpoint}, after step {found.step}"
+    of = called(cfg.model) if found.checkpoint is None else f"{found.checkpoint}, after step {found.step}"
     lines = [
         f"rlexp {__version__}  {cfg.loss.name} of {of}, {cfg.train.precision.value}",
         f"  {found.held_out:,} held-out {found.kind}s, on a ring of {parallel.ring_size} ({found.layout}) × "
@@ -53,7 +53,7 @@ def table(parts: Mapping[str, Mapping[str, float]], kind: str) -> Iterator[str]:
 
 def write(job: EvalJob, found: Evaluation, place: Path) -> None:
     said = {
-        "checkpoint": None if job.checkpoint is None else str(job.checkpoint),
+        "checkpoint": None if found.checkpoint is None else str(found.checkpoint),
         "step": found.step,
         "held_out": found.held_out,
         "values": found.values,

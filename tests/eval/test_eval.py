@@ -6,13 +6,15 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlexp.base.errors import UserError
 from rlexp.base.wilson import wilson
-from rlexp.config.load import compose_like, to_plain
-from rlexp.eval.job import job_of
+from rlexp.config.load import compose_config, composed_like, from_hydra, to_plain
+from rlexp.config.schema import Config
+from rlexp.eval.job import for_evaluation, job_of
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.train.by_length import Buckets
 from tests.helpers import warm
@@ -21,6 +23,12 @@ Shell = Callable[..., subprocess.CompletedProcess[str]]
 RUN = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "train.precision=fp64", "data.size=24",
        "data.eval_size=7", "train.max_steps=3", "train.eval_every=1", "checkpoint.save_every=1",
        "eval.buckets=[100,150]")  # fmt: skip
+
+DRAWN = ("reward.text=e", "rollout.max_new_tokens=8", "data.max_length=128", "eval.buckets=[]")
+
+
+def like(plain: dict[str, Any], overrides: list[str]) -> Config:
+    return from_hydra(composed_like(plain, overrides))
 
 
 def evaluated(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +39,7 @@ def evaluated(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     "loss",
     [("loss=bco",), *(pytest.param(each, marks=pytest.mark.slow) for each in (
         ("loss=dpo",), ("loss=kto", "loss.desirable_weight=3"), ("loss=sft",), ("loss=reward",),
-        ("loss=grpo", "reward.text=e", "rollout.max_new_tokens=8", "data.max_length=128", "eval.buckets=[]")))],
+        ("loss=grpo", *DRAWN), ("loss=ppo", "loss.critic=own", *DRAWN)))],
     ids=lambda words: words[0],
 )  # fmt: skip
 def test_a_checkpoint_has_the_values_of_its_row(loss: tuple[str, ...], rlexp: Shell, tmp_path: Path) -> None:
@@ -52,7 +60,7 @@ def test_a_checkpoint_has_the_values_of_its_row(loss: tuple[str, ...], rlexp: Sh
         assert found["values"].keys() == meant.keys()
         for name, value in meant.items():
             assert found["values"][name] == pytest.approx(value, rel=1e-11, abs=1e-11), name
-        assert "95 % interval" in done.stdout or loss[0] == "loss=grpo"
+        assert ("95 % interval" in done.stdout) == ("eval.buckets=[]" not in loss)
 
 
 @pytest.mark.slow
@@ -69,12 +77,12 @@ def test_a_model_is_evaluated_by_its_keys(rlexp: Shell, tmp_path: Path) -> None:
 
 
 def test_what_is_given_replaces_what_the_run_has() -> None:
-    ours = compose_like(to_plain(job_of(["loss=kto", "loss.beta=0.3", "data.size=50", "seed=4"]).cfg), [])
+    ours = like(to_plain(job_of(["loss=kto", "loss.beta=0.3", "data.size=50", "seed=4"]).cfg), [])
     assert (ours.loss.name, ours.loss.beta, ours.data.size, ours.seed) == ("kto", 0.3, 50, 4)  # type: ignore[attr-defined]
     drawn = job_of(["loss=grpo", "reward.text=e", "rollout.max_new_tokens=9", "launch.device=cpu"]).cfg
-    again = compose_like(to_plain(drawn), [])
+    again = like(to_plain(drawn), [])
     assert (again.rollout.max_new_tokens, again.reward.text) == (9, "e")  # type: ignore[attr-defined]
-    other = compose_like(to_plain(ours), ["loss=sft", "data.size=60", "parallel=ring1"])
+    other = like(to_plain(ours), ["loss=sft", "data.size=60", "parallel=ring1"])
     assert (other.loss.name, other.data.size, other.seed) == ("sft", 60, 4)  # type: ignore[attr-defined]
 
 
@@ -95,13 +103,13 @@ def test_keys_of_a_mapping_are_replaced_one_by_one(tmp_path: Path) -> None:
     plain = to_plain(job_of(["data=jsonl", rows, "data.columns={prompt: a, chosen: b, rejected: c}", "data.eval_size=3",
                              "data.max_length=64", "data.template=never", "loss=mpo", "loss.sft_weight=0.7",
                              "loss.terms=[{loss: dpo, weight: 2}]"]).cfg)  # fmt: skip
-    ours = compose_like(plain, ["data.columns.prompt=question"])
+    ours = like(plain, ["data.columns.prompt=question"])
     assert ours.data.columns == {"prompt": "question", "chosen": "b", "rejected": "c"}  # type: ignore[attr-defined]
     assert ours.loss.terms == [{"loss": "dpo", "weight": 2}]  # type: ignore[attr-defined]
     assert ours.loss.sft_weight == 0.7  # type: ignore[attr-defined]
-    held = compose_like(plain, [f"data.eval_path={tmp_path}/held.jsonl"])
-    assert (held.data.eval_size, held.data.max_length) == (0, 64)  # type: ignore[attr-defined]
-    other = compose_like(plain, ["data=hf", rows, "data.eval_size=2", "parallel=ring2", "launch.device=cpu", "seed=5"])
+    held = for_evaluation(composed_like(plain, [f"data.eval_path={tmp_path}/held.jsonl"])).data
+    assert (held.eval_size, held.max_length, held.path) == (0, 64, f"{tmp_path}/held.jsonl")  # type: ignore[attr-defined]
+    other = like(plain, ["data=hf", rows, "data.eval_size=2", "parallel=ring2", "launch.device=cpu", "seed=5"])
     assert (other.data.name, other.data.max_length, other.data.template.value) == ("hf", 64, "never")  # type: ignore[attr-defined]
     assert (other.parallel.ring_size, other.seed) == (2, 5)
 
@@ -119,6 +127,9 @@ def test_keys_of_a_mapping_are_replaced_one_by_one(tmp_path: Path) -> None:
         (["eval.buckets=[0,4]"], "eval.buckets=[0,4]: must be numbers of tokens that ascend, each at least 1."),
         (["eval.buckets=[4]", "loss=grpo", "reward.text=e"], "and loss=grpo draws its own. Leave it out."),
         (["eval.before_training=true", "data.eval_size=0"], "eval.before_training=true: there is no held-out data."),
+        (["data=jsonl"], "data.eval_path: has no value. Give the rows to evaluate: data.eval_path=FILE."),
+        (["data=jsonl", "data.eval_path=/nowhere"], "data.eval_path=/nowhere: no such file."),
+        (["data=jsonl", "data.path=/nowhere", "data.eval_size=3"], "data.path=/nowhere: no such file."),
         (["loss=ppo", "rollout.mode=pipelined", "rollout.sampling_ranks=1", "launch.nproc=2", "reward.text=e"],
          "rollout.sampling_ranks=1: an evaluation draws its answers on the ranks that would train."),
     ],
@@ -143,7 +154,7 @@ def test_a_bound_belongs_to_the_part_before_it() -> None:
 
 
 def test_rows_to_train_on_are_not_read(tmp_path: Path) -> None:
-    """Those held out are enough: neither rows that cannot be read, nor a file that is gone, stand in the way."""
+    """Those held out are enough: rows that cannot be read do not stand in the way."""
     pair = {"prompt": "How far?", "chosen": "Near.", "rejected": "Far away."}
     (tmp_path / "held.jsonl").write_text(2 * (json.dumps(pair) + "\n"))
     (tmp_path / "broken.jsonl").write_text("no row\n")
@@ -151,8 +162,92 @@ def test_rows_to_train_on_are_not_read(tmp_path: Path) -> None:
     done = evaluated(tmp_path, *words, "data.path=broken.jsonl", "train.batch_size=8", "model.layers=1")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "found.json").read_text())["held_out"] == 2
-    held = f"data.eval_path={tmp_path}/held.jsonl"
-    job = job_of([*words, held])
-    assert job.cfg.data.path == str(tmp_path / "held.jsonl")  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=r"data\.path=/nowhere: no such file"):
-        job_of([*words, held, "data.path=/nowhere"])
+
+
+def test_rows_held_out_from_among_others_are_those_of_the_run(rlexp: Shell, tmp_path: Path) -> None:
+    """None of the rows has a margin, those to train on, which are read for it, nor those held out."""
+    pairs = [
+        {"prompt": f"How far is {place}?", "chosen": "Near." + " Near." * place, "rejected": "Far away."}
+        for place in range(9)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    words = ("loss=reward", "data=jsonl", f"data.path={tmp_path}/rows.jsonl", "data.eval_size=3", "train.batch_size=4",
+             "train.eval_every=1", "train.max_steps=1", "checkpoint.save_every=1", "model.layers=1", "logger=none",
+             "hydra.run.dir='a=b/run'", "launch.device=cpu", "parallel=ring1")  # fmt: skip
+    done = rlexp(*words)
+    assert done.returncode == 0, done.stderr
+    done = evaluated(tmp_path, "a=b/run", "launch.device=cpu")  # a folder, though it looks like a key
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    row = read_rows(tmp_path / "a=b" / "run" / "metrics.jsonl")[-1]
+    assert (found["held_out"], found["values"]["eval/loss"]) == (3, pytest.approx(row["eval/loss"], rel=1e-6))
+
+
+def rows_of(plain: dict[str, Any], *overrides: str) -> Any:
+    return for_evaluation(composed_like(plain, list(overrides))).data
+
+
+def test_only_the_place_of_held_out_rows_must_be_there(tmp_path: Path) -> None:
+    """A run's own rows may be gone, and others may be given: whatever named the rows of the run is then forgotten."""
+    held, gone = tmp_path / "held.jsonl", f"{tmp_path}/gone.jsonl"
+    held.write_text("{}")
+    (tmp_path / "set").mkdir()
+    plain = to_plain(compose_config(["data=hf", f"data.path={tmp_path}/set", "data.split='train[:6]'",
+                                     "data.eval_split=test", "data.subset=easy", "data.columns.prompt=question",
+                                     "launch.device=cpu"]))  # fmt: skip
+    own = rows_of(plain)
+    assert (own.path, own.eval_split, own.subset) == (f"{tmp_path}/set", "test", "easy")
+    other = rows_of(plain, f"data.eval_path={held}")
+    assert (other.path, other.eval_path, other.eval_split, other.subset) == (str(held), str(held), None, None)
+    assert other.columns == {"prompt": "question"}
+    plain["data"] |= {"eval_path": str(held), "eval_split": None}  # beside a set, of which the subset is
+    plain["data"]["path"] = f"{tmp_path}/no_set_any_more"
+    assert (rows_of(plain).path, rows_of(plain).subset) == (str(held), None)
+    plain["data"] |= {"path": None, "eval_path": None, "subset": None, "split": "train", "columns": {},
+                      "sources": {"a": {"path": gone, "eval_path": str(held)}, "b": {"path": gone}}}  # fmt: skip
+    assert rows_of(plain).sources == {"a": {"path": str(held), "eval_path": str(held)}}
+    assert (rows_of(plain, f"data.eval_path={held}").path, rows_of(plain, f"data.eval_path={held}").sources) == (
+        str(held),
+        {},
+    )
+    mine = to_plain(compose_config(["data=jsonl", f"data.path={held}", "data.eval_size=1", "launch.device=cpu"]))
+    nothing = rows_of(mine, "data.eval_path=null", "data.eval_size=4")
+    assert (nothing.path, nothing.eval_path, nothing.eval_size) == (str(held), None, 4)
+
+
+def test_another_loss_may_evaluate_a_checkpoint(tmp_path: Path) -> None:
+    """Also one that draws where the run's does not, and the other way round: its sizes are derived anew."""
+    asked = ["reward.text=e", "rollout.max_new_tokens=8"]
+    there = {loss: to_plain(compose_config([f"loss={loss}", *(asked if loss == "grpo" else []), "launch.device=cpu",
+                                            "train.batch_size=8", "launch.nproc=1", "parallel=ring1"]))
+             for loss in ("dpo", "sft", "grpo")}  # fmt: skip
+    for plain in there.values():
+        for loss in ("grpo", "sft", "reward", "dpo"):
+            for ranks in (1, 3):
+                words = [f"loss={loss}", *(asked if loss == "grpo" else []), f"launch.nproc={ranks}", "parallel=ring1"]
+                cfg = for_evaluation(composed_like(plain, words))
+                assert cfg.train.batch_size == (9 if ranks == 3 else 8)
+    there["grpo"]["reference"] |= {"path": f"{tmp_path}/gone", "revision": None}
+    assert for_evaluation(composed_like(there["grpo"], [])).reference.path is None
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def test_a_damaged_checkpoint_is_passed_over(rlexp: Shell, tmp_path: Path) -> None:
+    trained = rlexp(*RUN, "loss=sft", "parallel=ring1")
+    assert trained.returncode == 0, trained.stderr
+    checkpoints = tmp_path / "run" / "checkpoints"
+    cut(checkpoints / "step-00000003" / "position.json")
+    done = evaluated(tmp_path, "run", "launch.device=cpu")
+    assert done.returncode == 0, done.stderr
+    assert "skipped a checkpoint" in done.stderr
+    assert json.loads((tmp_path / "found.json").read_text())["step"] == 2
+    cut(next((checkpoints / "step-00000002").glob("*.safetensors")))
+    done = evaluated(tmp_path, "run", "launch.device=cpu")
+    assert done.returncode != 0
+    assert (
+        f"step-00000003, step-00000002 cannot be used. Give another run or checkpoint than {tmp_path}/run."
+        in done.stderr
+    )

@@ -64,9 +64,9 @@ def check_sources(cfg: RowsDataConfig) -> None:
         check_bounds(source.cfg, f"{source.key}.")
         _check_columns(f"{source.key}.columns", source.cfg.columns)
         check = check_rows if isinstance(cfg, JsonlDataConfig) else check_rows_or_name
-        check(f"{source.key}.path", source.cfg.path)
-        if source.cfg.eval_path is not None:
+        if source.cfg.eval_path is not None:  # first: an evaluation has no other
             check(f"{source.key}.eval_path", source.cfg.eval_path)
+        check(f"{source.key}.path", source.cfg.path)
         _check_splits(source)
     bare = [source for source in sources if source.cfg.weight is None]
     if bare and len(bare) < len(sources):

@@ -38,9 +38,9 @@ def restore(
         remedy = (
             f"To begin at the first step, give another hydra.run.dir, or remove {run_dir / checkpoint_folder.FOLDER}."
             if damaged[0].parent == run_dir / checkpoint_folder.FOLDER
-            else f"Give another checkpoint than resume.mode={mode}."
+            else f"Give another run or checkpoint than {mode}."
         )
-        raise CheckpointError(f"{damaged[0].parent}: there is nothing to continue from: {names} is not whole. {remedy}")
+        raise CheckpointError(f"{damaged[0].parent}: has no whole checkpoint: {names} cannot be used. {remedy}")
     return None
 
 

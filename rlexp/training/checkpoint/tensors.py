@@ -129,16 +129,17 @@ class Reader:
 
 def load(engine: Engine, reader: Reader, steps: int) -> None:
     """Load a checkpoint into an engine. It may come from another engine and number of ranks. A collective call."""
-    check_shapes(reader, engine.shapes())
+    check_shapes(reader, engine)
     for fragment in engine.fragments():
         for kind, tensor in fragment.tensors():
             tensor.copy_(reader.read(kind, fragment.name, fragment.start, fragment.start + tensor.numel()))
     engine.restored(steps)
 
 
-def check_shapes(reader: Reader, shapes: Mapping[str, torch.Size]) -> None:
+def check_shapes(reader: Reader, engine: Engine) -> None:
     """Refuse a checkpoint whose parameters have other names or shapes, and name the first that differs."""
-    for name in [*shapes, *reader.shapes]:
+    shapes = engine.shapes()
+    for name in [*shapes, *filter(engine.takes, reader.shapes)]:
         saved, here = reader.shapes.get(name), shapes.get(name)
         if saved != here:
             what = "is not trained here" if here is None else f"is {list(here)} here"

@@ -82,6 +82,9 @@ class Engine(Protocol):
     def shapes(self) -> dict[str, torch.Size]:
         """Return the whole shapes of the parameters that a checkpoint holds, which are those that are trained."""
 
+    def takes(self, name: str) -> bool:
+        """Return whether a checkpoint's parameter belongs to these. One that does not is left there."""
+
     def fragments(self) -> list[Fragment]:
         """Return this rank's state of the trained parameters. Missing moments are created."""
 
@@ -105,6 +108,9 @@ class Named:
 
     def shapes(self) -> dict[str, torch.Size]:
         return {name: shape_of(parameter) for name, parameter in trained(self.policy).items()}
+
+    def takes(self, name: str) -> bool:  # noqa: ARG002
+        return True
 
 
 def parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, object]]:

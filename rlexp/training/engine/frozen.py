@@ -1,7 +1,7 @@
 """Weights that nothing trains: those of a reference model, and of an evaluation.
 
 They are in the dtype that computes, without gradients, masters and moments. Where the engine of that name keeps pieces,
-each rank has its piece; otherwise each rank has all of them.
+each rank has its piece; otherwise each rank has all of them. There is no critic among them: it only trains a policy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlexp.training.engine.base import Fragment, Named, shape_of, trained
 from rlexp.training.model.decoding import Decoding
-from rlexp.training.model.policy import Policy
+from rlexp.training.model.policy import CRITIC, Policy
 from rlexp.training.types import Shard, TokenLogps
 
 
@@ -47,6 +47,9 @@ class Frozen(Named):
 
     def shapes(self) -> dict[str, torch.Size]:
         return {name: shape_of(parameter) for name, parameter in self.parameters.items()}
+
+    def takes(self, name: str) -> bool:
+        return not name.startswith(CRITIC)
 
     def restored(self, steps: int) -> None:
         self.steps = steps

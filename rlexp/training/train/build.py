@@ -101,19 +101,16 @@ def build(
     kernel = sources.kernel(cfg.parallel.kernel.value, device.type, dtype, heads.size if heads else None)
     tokenizer = sources.tokenizer(cfg.model)
     task = (task_of or functools.partial(build_task, trains=trains))(cfg, tokenizer, world, bridge)
-    models = models_of(cfg, model_config, task.needs, kernel, sources)
+    needs = task.needs if trains else task.evaluation_needs
+    models = models_of(cfg, model_config, needs, kernel, sources)
     for model, config in models:
         probing(model, config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
                 device=device)  # fmt: skip
     placing = placing_for(cfg, device, world, frozen=not trains)
-    policy = build_policy(cfg, model_config, device, task.needs, placing, sources)
+    policy = build_policy(cfg, model_config, device, needs, placing, sources)
     hold_to_tokenizer(policy, task, tokenizer)
     if cfg.memory.checkpointing:
         policy.recompute_activations()
-    if trains:
-        engine = build_engine(cfg.engine, policy, cfg.optim, world, dtype)
-    else:
-        engine = build_frozen(cfg.engine, policy, world, dtype)
     run = Run(
         cfg=cfg,
         world=world,
@@ -123,15 +120,17 @@ def build(
         kernel=kernel,
         tokenizer=tokenizer,
         schedule=build_schedule(cfg, task.steps_per_epoch),
-        engine=engine,
+        engine=build_engine(cfg.engine, policy, cfg.optim, world, dtype)
+        if trains
+        else build_frozen(cfg.engine, policy, world, dtype),
         parameters=sum(shape_of(parameter).numel() for parameter in policy.model.parameters()),
         phases=phases or Phases(device),
     )
     reference = None
-    if task.needs.reference:  # after the engine, which needs more memory for a moment while it is built
+    if needs.reference:  # after the engine, which needs more memory for a moment while it is built
         model, config = models[-1]
-        reference = build_reference(replace(cfg, model=model), config, device, task.needs.frozen, world, sources)
-    if task.needs.decoding:
+        reference = build_reference(replace(cfg, model=model), config, device, needs.frozen, world, sources)
+    if needs.decoding:
         sources.decoding_probe(cfg.model, model_config, cfg.data.max_length, device)
     task.start(run, reference)
     return task

@@ -35,6 +35,23 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
+class Margins:
+    """Which of the rows that were read have one."""
+
+    lacking: int = 0  # the number of those without
+    first: str = ""  # the first of them
+    rows: int = 0  # all of them
+
+    @property
+    def lack(self) -> str:
+        return f"{self.first}: has no margin, the first of {self.lacking} such rows in {self.rows}"
+
+    @staticmethod
+    def of(parts: Sequence[tuple[int, str]], rows: int) -> Margins:
+        return Margins(sum(count for count, _ in parts), next((origin for count, origin in parts if count), ""), rows)
+
+
+@dataclass(frozen=True)
 class Examples:
     """Tokenized examples: those to train on, and those held out."""
 
@@ -43,7 +60,7 @@ class Examples:
     dropped: Counter[str]
     held_out_dropped: Counter[str]
     highest: tuple[int, str] = (-1, "")  # the highest token id, and a row that has it
-    no_margin: tuple[int, str] = (0, "")  # the number of those without a margin, and the row of the first
+    margins: Margins = field(default_factory=Margins)
     labels: tuple[int, int] = (0, 0)  # of unpaired answers to train on: how many are good, and how many bad
     mixture: Mixture | None = None  # of the examples to train on
     versions: Mapping[str, str] = field(default_factory=dict)  # commits of sets of the hub, by the keys of their paths
@@ -204,7 +221,7 @@ def examples_of(
         _dropped(train),
         _dropped(held),
         max((store.highest() for store in (*train, *held)), default=(-1, "")),
-        _no_margin([store.no_margin() for store in (*train, *held)]),
+        Margins.of([store.no_margin() for store in (*train, *held)], len(joined) + len(Joined(held))),
         _labels([store.facts.labels for store in train]),
         _mixture(cfg, taken.sizes(), weights) if weights else None,
     )
@@ -220,10 +237,6 @@ def _mixture(cfg: RowsDataConfig, sizes: Sequence[int], weights: Sequence[float]
                 f"out."
             )
     return mixture
-
-
-def _no_margin(parts: Sequence[tuple[int, str]]) -> tuple[int, str]:
-    return sum(count for count, _ in parts), next((origin for count, origin in parts if count), "")
 
 
 def _labels(parts: Sequence[Sequence[int]]) -> tuple[int, int]:
@@ -248,9 +261,9 @@ def _generated(cfg: DataConfig, kind: Kind, encoder: Encoder, world: World, *, t
     )
     kept = [each for each in (*outcomes, *held) if isinstance(each, Example)]
     highest = max(((each.highest(), each.row.origin) for each in kept), default=(-1, ""))
-    no_margin = _no_margin([(1, each.row.origin) for each in kept if each.row.margin is None])
+    margins = Margins.of([(1, each.row.origin) for each in kept if each.row.margin is None], len(kept))
     labels = labels_of(each.row for each in outcomes if isinstance(each, Example))
-    return Examples(train, held_out, counted(outcomes), counted(held), highest, no_margin, labels)
+    return Examples(train, held_out, counted(outcomes), counted(held), highest, margins, labels)
 
 
 def generated_rows(cfg: DataConfig, kind: Kind) -> tuple[list[Row], list[Row]]:

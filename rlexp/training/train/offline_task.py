@@ -82,14 +82,12 @@ class OfflineTask(Task):
 
     @classmethod
     def unfit(cls, cfg: Config, examples: Examples) -> str | None:
-        without, first = examples.no_margin
-        if not without or not cls.loss_of(cfg).asks.margins:
+        margins = examples.margins
+        if not margins.lacking or not cls.loss_of(cfg).asks.margins:
             return None
-        rows = len(examples.train) + len(examples.held_out)
         return (
-            f"{first}: has no margin, the first of {without} such rows in {rows}, and loss.margin_weight is above 0. "
-            f"Give every row `margin`, or both `score_chosen` and `score_rejected`, as numbers "
-            f'(1.5, and not "1.5"); or leave loss.margin_weight out.'
+            f"{margins.lack}, and loss.margin_weight is above 0. Give every row `margin`, or both `score_chosen` and "
+            f'`score_rejected`, as numbers (1.5, and not "1.5"); or leave loss.margin_weight out.'
         )
 
     @property

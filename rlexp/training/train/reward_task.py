@@ -26,13 +26,12 @@ class RewardTask(OfflineTask):
     @classmethod
     def unfit(cls, cfg: Config, examples: Examples) -> str | None:
         """Refuse a mixture: its pairs would be trained towards different goals. Without any margin, all are 0."""
-        without, first = examples.no_margin
-        rows = len(examples.train) + len(examples.held_out)
-        if without in (0, rows) or not cls.loss_of(cfg).asks.margins:
+        margins = examples.margins
+        if margins.lacking in (0, margins.rows) or not cls.loss_of(cfg).asks.margins:
             return None
         return (
-            f"{first}: has no margin, the first of {without} such rows in {rows}, and the others have one. Give every "
-            f"row `margin`, or none; or leave them out: loss.margin_weight=0."
+            f"{margins.lack}, and the others have one. Give every row `margin`, or none; or leave them out: "
+            f"loss.margin_weight=0."
         )
 
     def step_of(self, batch: Batch, examples: Sequence[Answered], *, held_out: bool = False) -> OfflineStep:
@@ -45,9 +44,8 @@ class RewardTask(OfflineTask):
         return replace(shard, ends_n=place_S[ended_n], ended_n=ended_n)
 
     def remarks(self) -> list[str]:
-        without, _ = self.examples.no_margin
         weight = getattr(self.run.cfg.loss, "margin_weight", 0.0)
-        if without or not weight:
+        if self.examples.margins.lacking or not weight:
             return []
         return [
             f"margins: all rows have one (`margin`, or `score_chosen` less `score_rejected`), and loss.margin_weight="

@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,11 @@ class RolloutTask(Task):
     @classmethod
     def longest_in_words(cls, cfg: Config) -> str:
         return f"its answer {cfg.rollout.max_new_tokens:,}"
+
+    @property
+    def evaluation_needs(self) -> Needs:
+        """An evaluation draws answers and asks for their rewards, and compares the policy with nothing."""
+        return replace(self.needs.frozen, reference=False)
 
     @property
     def steps_per_epoch(self) -> int:

@@ -123,6 +123,11 @@ class Task(ABC):
         """Say how the tokens of such an example are divided."""
 
     @property
+    def evaluation_needs(self) -> Needs:
+        """The needs of an evaluation without training."""
+        return self.needs
+
+    @property
     @abstractmethod
     def steps_per_epoch(self) -> int: ...
 

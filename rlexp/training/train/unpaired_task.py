@@ -9,6 +9,7 @@ Shape letter: B examples of the train batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -97,19 +98,18 @@ def partners_of(prompts: Sequence[Hashable]) -> list[int]:
     count = len(prompts)
     if len(set(prompts)) <= 1:
         return [(place - 1) % count for place in range(count)]
-    first = next(place for place in range(count) if prompts[place] != prompts[place - 1])  # a row of equal ones begins
-    partners = [0] * count
-    start = first
-    while start < first + count:
-        end = start + 1
-        while prompts[end % count] == prompts[start % count] and end < first + count:
-            end += 1
-        for place in range(start, end):
-            other = place - (end - start)
-            while prompts[other % count] == prompts[place % count]:
-                other -= 1
-            partners[place % count] = other % count
-        start = end
+    turn = next(place for place in range(count) if prompts[place] != prompts[place - 1])  # a row of equal ones begins
+    begins = [0] * count  # for each place, where its row of equal ones begins
+    sizes = Counter[int]()
+    for place in range(turn, turn + count):
+        here, before = place % count, (place - 1) % count
+        begins[here] = begins[before] if prompts[here] == prompts[before] else here
+        sizes[begins[here]] += 1
+    partners = []
+    for place, begin in enumerate(begins):
+        other = (place - sizes[begin]) % count
+        same = prompts[other] == prompts[place]
+        partners.append((begins[other] - 1) % count if same else other)
     return partners
 
 

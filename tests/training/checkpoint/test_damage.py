@@ -152,7 +152,7 @@ def test_where_all_are_damaged_it_says_so_and_trains_nothing(run: Path) -> None:
     *skipped, error = answer.stderr.splitlines()
     assert [line.startswith(f"rlexp: skipped a checkpoint: {path}: ") for line, path in
             zip(skipped, (latest, middle, first), strict=True)] == [True] * 3  # fmt: skip
-    assert error.startswith(f"rlexp: {run / 'checkpoints'}: there is nothing to continue from")
+    assert error.startswith(f"rlexp: {run / 'checkpoints'}: has no whole checkpoint")
     assert "hydra.run.dir" in error
     assert (run / "metrics.jsonl").read_bytes() == before
 

@@ -15,14 +15,16 @@ from rlexp.launch.joining import RankSpec
 from tests.helpers.ranks import begin_saving, on_ranks
 
 BASE = ("launch.device=cpu", "logger=none", "data.size=16", "data.eval_size=3", "parallel=ring2", "train.batch_size=2",
-        "optim.lr=1e-3", "loss=sft", "model.freeze=['model.embed_tokens.*', '*.norm.*']")  # fmt: skip
+        "optim.lr=1e-3", "model.freeze=['model.embed_tokens.*', '*.norm.*']")  # fmt: skip
+PPO = ("loss=ppo", "loss.critic=own", "reward.text=e", "rollout.max_new_tokens=8", "rollout.batch_size=2",
+       "data.max_length=128")  # fmt: skip
 KINDS = [("engine=zero3", "engine.offload=all"), ("engine=zero2", "engine.offload=optimizer"), ("engine=fsdp2",),
          ("engine=zero3",), ("engine=torch",), ("engine=zero0",), ("engine=zero1",)]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Found:
-    weights: bool  # whether they are those that were saved
+    weights: bool  # whether they are those that were saved, without a critic's
     values: bool  # whether the held-out values are those of the run
     held: float  # the bytes of all tensors, over those of this rank's weights
 
@@ -32,6 +34,7 @@ def frozen_rank(spec: RankSpec, cfgs: Sequence[tuple], folder: str) -> list[Foun
     from rlexp.training.checkpoint.tensors import load
     from rlexp.training.metrics.live_tensors import LiveTensors
     from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.build_rollouts import policy_weights
     from rlexp.training.train.step import train_step
 
     found = []
@@ -39,7 +42,7 @@ def frozen_rank(spec: RankSpec, cfgs: Sequence[tuple], folder: str) -> list[Foun
         task = build(cfg, probing=unprobed)
         train_step(task, 1)
         reader = begin_saving(task.run, Path(folder) / str(number), 1)()
-        weights = {name: weight.clone() for name, weight in task.run.engine.weights()}
+        weights = {name: weight.clone() for name, weight in policy_weights(task.run.engine)}
         values = task.evaluate(1)
         gc.collect()
         with LiveTensors() as live:
@@ -59,14 +62,17 @@ def frozen_rank(spec: RankSpec, cfgs: Sequence[tuple], folder: str) -> list[Foun
 
 
 @pytest.mark.parametrize(
-    ("kinds", "precision"),
-    [(KINDS[:3], "bf16"), *(pytest.param(KINDS, each, marks=pytest.mark.slow) for each in ("fp32", "bf16"))],
-    ids=["three in bf16", "all in fp32", "all in bf16"],
+    ("kinds", "precision", "loss"),
+    [(KINDS[:3], "bf16", PPO),
+     *(pytest.param(KINDS, each, ("loss=sft",), marks=pytest.mark.slow) for each in ("fp32", "bf16")),
+     pytest.param(KINDS[2:5], "fp32", ("loss=reward",), marks=pytest.mark.slow)],
+    ids=["three in bf16", "all in fp32", "all in bf16", "a reward model"],
 )  # fmt: skip
 def test_an_evaluation_holds_the_weights_of_a_checkpoint_alone(
-    kinds: list[tuple[str, ...]], precision: str, tmp_path: Path
+    kinds: list[tuple[str, ...]], precision: str, loss: tuple[str, ...], tmp_path: Path
 ) -> None:
-    cfgs = [compose_config([*BASE, f"train.precision={precision}", *kind]) for kind in kinds]
+    """A PPO run has a critic and a reference, which no answer to a held-out prompt needs."""
+    cfgs = [compose_config([*BASE, *loss, f"train.precision={precision}", *kind]) for kind in kinds]
     pairs = [(cfgs[number - 1], cfg) for number, cfg in enumerate(cfgs)]
     for results in on_ranks(2, frozen_rank, pairs, str(tmp_path)):
         for kind, found in zip(kinds, results, strict=True):

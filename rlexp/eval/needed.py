@@ -1,0 +1,59 @@
+"""Changes to a composed configuration: what only training needs is not asked for."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from rlexp.base.errors import ConfigError
+from rlexp.base.file_hashes import files_of
+from rlexp.config.schema import KINDS
+from rlexp.config.schema.losses import LossConfig
+
+
+def fit_layout(cfg: DictConfig) -> None:
+    """Let the train batch, and the rollout of which it is a part, fit the layout: an evaluation uses neither."""
+    for key, resolver, sizes in (
+        ("train.batch_size", "rlexp_fitting_batch", "${train.micro_batch_size},${parallel.dp_size}"),
+        ("rollout.batch_size", "rlexp_fitting_rollout", "${rollout.n_samples},${train.batch_size}"),
+    ):
+        OmegaConf.update(cfg, key, f"${{{resolver}:{OmegaConf.select(cfg, key)},{sizes}}}")
+
+
+def hold_out_alone(cfg: DictConfig) -> None:
+    """Let rows that are held out in a place of their own be enough: those to train on need not be there."""
+    data = cfg.data
+    if "eval_path" not in data:
+        return
+    if OmegaConf.is_missing(data, "path") and data.eval_path is None:
+        raise ConfigError("data.eval_path: has no value. Give the rows to evaluate: data.eval_path=FILE.")
+    sources = data.get("sources") or {}
+    for source in (data, *(each for each in sources.values() if isinstance(each, DictConfig))):
+        _take_held_out(source)
+    held_out = {name: each for name, each in sources.items() if isinstance(each, DictConfig) and _has_held_out(each)}
+    if held_out:
+        data.sources = held_out
+
+
+def _has_held_out(source: DictConfig) -> bool:
+    return any(source.get(key) is not None for key in ("eval_path", "eval_split"))
+
+
+def _take_held_out(source: DictConfig) -> None:
+    """Name the held-out rows where those to train on are named. A set's split, subset and revision may be of either."""
+    place = source.get("eval_path")
+    if place is None:
+        return
+    with open_dict(source):
+        source.path = place
+        if "split" in source:
+            source.split = "train"
+        if files_of(place):
+            source.update({key: None for key in ("subset", "revision") if key in source})
+            source.update({"streaming": False} if "streaming" in source else {})
+
+
+def leave_reference(cfg: DictConfig) -> None:
+    """Let no model to compare with be there for a loss that draws: of held-out prompts it is not asked."""
+    losses: dict[str, type[LossConfig]] = KINDS["loss"]
+    if losses.get(cfg.loss.name, LossConfig).draws:
+        cfg.reference.path = cfg.reference.revision = None
