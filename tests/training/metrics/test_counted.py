@@ -81,7 +81,8 @@ def test_a_larger_ring_holds_fewer_bytes_as_predicted(engine: str) -> None:
 )
 def test_counting_moves_no_number_and_its_choice_misses_nothing(words: tuple[str, ...]) -> None:
     """The highest peak of chosen micro-batches is that of all, but for a buffer that FSDP2 keeps from the micro-batch
-    before: a layer's gradients, up to 4 % of so small a model."""
+    before: a layer's gradients, up to 4 % of so small a model. And gloo's thread holds the tensors of a collective for
+    a moment after it is done: under load a bucket of ZeRO-2's gradients, 1.2 %; if each waited 5 ms longer, nothing."""
     settings = [*SHORT, "data.max_length=512", "parallel=ring2", "train.max_steps=5", *words]
     curves = {
         how: on_ranks(2, run, compose_config([*settings, f"memory.count_tensors={how.value}"]), 5, False)[0]
@@ -98,7 +99,7 @@ def test_counting_moves_no_number_and_its_choice_misses_nothing(words: tuple[str
         name = f"memory/{phase}_tensors_peak_bytes"
         highest = max(row[name] for row in always)
         assert max(row.get(name, 0) for row in auto) == pytest.approx(
-            highest, rel=0.05 if "engine=fsdp2" in words else 0.01
+            highest, rel={"engine=fsdp2": 0.05, "engine=zero2": 0.02}.get(words[0], 0.01)
         ), phase
 
 
