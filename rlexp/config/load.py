@@ -60,7 +60,7 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
     keys on which a curve depends, but for the keys that are given.
 
     Where another option of a group is given, the keys that both options have are kept, but those that name the source.
-    Nor are those kept where other held-out rows are given.
+    Nor are those kept where other rows are given.
     """
     register()
     for each in overrides:
@@ -75,7 +75,7 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         asked = compose("config", overrides=[*options, *open_ended(overrides)])
         cfg = compose("config", overrides=[*options, *(each for each in overrides if not _is_leaf(each))])
-    if "data.eval_path" in given and OmegaConf.select(asked, "data.eval_path") is not None:
+    if any(key in given and OmegaConf.select(asked, key) is not None for key in ("data.path", "data.eval_path")):
         known["data"] = {key: value for key, value in data.items() if key not in OF_SOURCE}
     with open_dict(cfg):
         for key in ("seed", "train.batch_size", "train.precision"):
