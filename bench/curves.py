@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 # vanishes: what remains may be only rounding (1e-18 with whitened advantages), and a relative difference says nothing.
 # Such a loss has the tolerance of the other metrics.
 POLICY_LOSS = "train/loss/policy_avg"
-# Of the final weights. AdamW divides each gradient by its size, so that of an element which is nearly rounding counts
-# in full. Measured: 1.1e-12 for dpo_norm and ipo over a ring of 4 with padding; 1e-14 with optim.eps=1e-6, 1e-16 with
-# SGD.
+# How far apart the final weights may be. AdamW divides each gradient by its size, so that of an element which is nearly
+# rounding counts in full. Measured: 1.1e-12 for dpo_norm and ipo over a ring of 4 with padding; 1e-14 with
+# optim.eps=1e-6, 1e-16 with SGD.
 WEIGHTS_TOLERANCE = 3e-12
 
 

@@ -67,6 +67,7 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
         if each[:1] in ("~", "+") or each.startswith("hydra."):
             raise ConfigError(f"{each}: beside a run or checkpoint, give keys alone: key=value.")
     given = [each.partition("=")[0] for each in overrides]
+    stored = OmegaConf.create(dict(plain))
     known = {group: dict(plain[group]) for group in OF_CURVE if plain.get(group)}
     data = known.get("data", {})
     if any(re.fullmatch(r"data\.(eval_path|eval_split|sources\..*)", key) for key in given):
@@ -80,7 +81,7 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
     with open_dict(cfg):
         for key in ("seed", "train.batch_size", "train.precision"):
             if key not in given:
-                OmegaConf.update(cfg, key, OmegaConf.select(OmegaConf.create(dict(plain)), key))
+                OmegaConf.update(cfg, key, OmegaConf.select(stored, key))
         for group, keys in known.items():
             same = cfg[group].get("name") == keys.pop("name", None)
             for leaf, value in keys.items():

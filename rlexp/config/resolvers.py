@@ -97,15 +97,18 @@ def default_importance_cap(mode: str) -> float | None:
 
 def minibatches(loss: str, batch_size: int, n_samples: int, train_batch: int) -> int:
     """Return the train batches per rollout; 1 if the loss draws no samples."""
+    return sizes.minibatches(batch_size, n_samples, train_batch) if draws(loss) else 1
+
+
+def draws(loss: str) -> bool:
+    """Return whether the loss of this name draws its own samples. One that is refused later does not."""
     losses: dict[str, type[LossConfig]] = KINDS["loss"]
-    if not losses.get(loss, LossConfig).draws:
-        return 1
-    return sizes.minibatches(batch_size, n_samples, train_batch)
+    return losses.get(loss, LossConfig).draws
 
 
 def fitting_batch(wanted: int, micro_batch_size: int, replicas: int) -> int:
     """Return the least train batch from `wanted` on, and not of a single example, that divides."""
-    return _multiple(max(2, wanted), micro_batch_size * replicas)
+    return _multiple(2 if wanted == 1 else wanted, micro_batch_size * replicas)
 
 
 def fitting_rollout(wanted: int, n_samples: int, train_batch: int) -> int:
@@ -114,7 +117,7 @@ def fitting_rollout(wanted: int, n_samples: int, train_batch: int) -> int:
 
 
 def _multiple(wanted: int, unit: int) -> int:
-    unit = max(1, unit)  # what is below is refused where it is used
+    unit = max(1, unit)  # a size below 1 is refused where it is used
     return -(-wanted // unit) * unit
 
 

@@ -78,10 +78,11 @@ def job_of_folder(folder: Path, overrides: Sequence[str]) -> EvalJob:
     try:
         return EvalJob(for_evaluation(composed_like(config, overrides)), folder)
     except UserError as error:
-        key = str(error).partition("=")[0]
-        if key in given or key.partition(".")[0] not in OF_CURVE or "=" not in str(error):
+        values = {f"{group}.{leaf}": value for group in OF_CURVE for leaf, value in config.get(group, {}).items()}
+        blamed = [key for key, value in values.items() if str(error).startswith(f"{key}={value}:")]
+        if not blamed or blamed[0] in given:
             raise
-        raise type(error)(f"{error} The run in {folder} was given this value; {key}=VALUE replaces it.") from None
+        raise type(error)(f"{error} The run in {folder} had this value; {blamed[0]}=VALUE replaces it.") from None
 
 
 def config_in(checkpoints: Sequence[Path]) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rlexp.base.errors import ConfigError
 from rlexp.base.file_hashes import files_of
-from rlexp.config.schema import KINDS
-from rlexp.config.schema.losses import LossConfig
+from rlexp.config.resolvers import draws
+
+OF_A_SET = {"subset": None, "revision": None, "streaming": False}  # and not of a file
 
 
 def fit_layout(cfg: DictConfig) -> None:
@@ -43,17 +44,12 @@ def _take_held_out(source: DictConfig) -> None:
     place = source.get("eval_path")
     if place is None:
         return
+    of_rows = {"split": "train"} | (OF_A_SET if files_of(place) else {})
     with open_dict(source):
-        source.path = place
-        if "split" in source:
-            source.split = "train"
-        if files_of(place):
-            source.update({key: None for key in ("subset", "revision") if key in source})
-            source.update({"streaming": False} if "streaming" in source else {})
+        source.update({"path": place} | {key: value for key, value in of_rows.items() if key in source})
 
 
 def leave_reference(cfg: DictConfig) -> None:
     """Let no model to compare with be there for a loss that draws: of held-out prompts it is not asked."""
-    losses: dict[str, type[LossConfig]] = KINDS["loss"]
-    if losses.get(cfg.loss.name, LossConfig).draws:
+    if draws(cfg.loss.name):
         cfg.reference.path = cfg.reference.revision = None

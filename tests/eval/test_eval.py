@@ -13,7 +13,6 @@ import pytest
 from rlexp.base.errors import UserError
 from rlexp.base.wilson import wilson
 from rlexp.config.load import compose_config, composed_like, from_hydra, to_plain
-from rlexp.config.schema import Config
 from rlexp.eval.job import for_evaluation, job_of
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.train.by_length import Buckets
@@ -27,7 +26,7 @@ RUN = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "train.precision
 DRAWN = ("reward.text=e", "rollout.max_new_tokens=8", "data.max_length=128", "eval.buckets=[]")
 
 
-def like(plain: dict[str, Any], overrides: list[str]) -> Config:
+def like(plain: dict[str, Any], overrides: list[str]) -> Any:
     return from_hydra(composed_like(plain, overrides))
 
 
@@ -78,12 +77,12 @@ def test_a_model_is_evaluated_by_its_keys(rlexp: Shell, tmp_path: Path) -> None:
 
 def test_what_is_given_replaces_what_the_run_has() -> None:
     ours = like(to_plain(job_of(["loss=kto", "loss.beta=0.3", "data.size=50", "seed=4"]).cfg), [])
-    assert (ours.loss.name, ours.loss.beta, ours.data.size, ours.seed) == ("kto", 0.3, 50, 4)  # type: ignore[attr-defined]
+    assert (ours.loss.name, ours.loss.beta, ours.data.size, ours.seed) == ("kto", 0.3, 50, 4)
     drawn = job_of(["loss=grpo", "reward.text=e", "rollout.max_new_tokens=9", "launch.device=cpu"]).cfg
     again = like(to_plain(drawn), [])
-    assert (again.rollout.max_new_tokens, again.reward.text) == (9, "e")  # type: ignore[attr-defined]
+    assert (again.rollout.max_new_tokens, again.reward.text) == (9, "e")
     other = like(to_plain(ours), ["loss=sft", "data.size=60", "parallel=ring1"])
-    assert (other.loss.name, other.data.size, other.seed) == ("sft", 60, 4)  # type: ignore[attr-defined]
+    assert (other.loss.name, other.data.size, other.seed) == ("sft", 60, 4)
 
 
 def test_the_train_batch_fits_any_layout() -> None:
@@ -104,13 +103,13 @@ def test_keys_of_a_mapping_are_replaced_one_by_one(tmp_path: Path) -> None:
                              "data.max_length=64", "data.template=never", "loss=mpo", "loss.sft_weight=0.7",
                              "loss.terms=[{loss: dpo, weight: 2}]"]).cfg)  # fmt: skip
     ours = like(plain, ["data.columns.prompt=question"])
-    assert ours.data.columns == {"prompt": "question", "chosen": "b", "rejected": "c"}  # type: ignore[attr-defined]
-    assert ours.loss.terms == [{"loss": "dpo", "weight": 2}]  # type: ignore[attr-defined]
-    assert ours.loss.sft_weight == 0.7  # type: ignore[attr-defined]
+    assert ours.data.columns == {"prompt": "question", "chosen": "b", "rejected": "c"}
+    assert ours.loss.terms == [{"loss": "dpo", "weight": 2}]
+    assert ours.loss.sft_weight == 0.7
     held = for_evaluation(composed_like(plain, [f"data.eval_path={tmp_path}/held.jsonl"])).data
-    assert (held.eval_size, held.max_length, held.path) == (0, 64, f"{tmp_path}/held.jsonl")  # type: ignore[attr-defined]
+    assert (held.eval_size, held.max_length, held.path) == (0, 64, f"{tmp_path}/held.jsonl")
     other = like(plain, ["data=hf", rows, "data.eval_size=2", "parallel=ring2", "launch.device=cpu", "seed=5"])
-    assert (other.data.name, other.data.max_length, other.data.template.value) == ("hf", 64, "never")  # type: ignore[attr-defined]
+    assert (other.data.name, other.data.max_length, other.data.template.value) == ("hf", 64, "never")
     assert (other.parallel.ring_size, other.seed) == (2, 5)
 
 
@@ -128,6 +127,7 @@ def test_keys_of_a_mapping_are_replaced_one_by_one(tmp_path: Path) -> None:
         (["eval.buckets=[4]", "loss=grpo", "reward.text=e"], "and loss=grpo draws its own. Leave it out."),
         (["eval.before_training=true", "data.eval_size=0"], "eval.before_training=true: there is no held-out data."),
         (["data=jsonl"], "data.eval_path: has no value. Give the rows to evaluate: data.eval_path=FILE."),
+        (["data=jsonl", "data.path=/nowhere", "data.eval_size=-3"], "data.eval_size=-3"),
         (["data=jsonl", "data.eval_path=/nowhere"], "data.eval_path=/nowhere: no such file."),
         (["data=jsonl", "data.path=/nowhere", "data.eval_size=3"], "data.path=/nowhere: no such file."),
         (["loss=ppo", "rollout.mode=pipelined", "rollout.sampling_ranks=1", "launch.nproc=2", "reward.text=e"],
@@ -180,7 +180,7 @@ def test_rows_held_out_from_among_others_are_those_of_the_run(rlexp: Shell, tmp_
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     row = read_rows(tmp_path / "a=b" / "run" / "metrics.jsonl")[-1]
-    assert (found["held_out"], found["values"]["eval/loss"]) == (3, pytest.approx(row["eval/loss"], rel=1e-6))
+    assert (found["held_out"], found["values"]["eval/loss"]) == (3, row["eval/loss"])
 
 
 def rows_of(plain: dict[str, Any], *overrides: str) -> Any:
@@ -216,6 +216,24 @@ def test_only_the_place_of_held_out_rows_must_be_there(tmp_path: Path) -> None:
     assert (others.path, others.eval_path, others.eval_size) == (str(held), None, 2)
     nothing = rows_of(mine, "data.eval_path=null", "data.eval_size=4")
     assert (nothing.path, nothing.eval_path, nothing.eval_size) == (str(held), None, 4)
+
+
+def test_a_value_of_the_run_is_said_to_be_the_runs(tmp_path: Path) -> None:
+    """It was not typed; what was typed, or is missing, is not the run's."""
+    (tmp_path / "held.jsonl").write_text("{}")
+    words = ["data=jsonl", f"data.path={tmp_path}/held.jsonl", f"data.eval_path={tmp_path}/held.jsonl"]
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    config = to_plain(compose_config([*words, "launch.device=cpu"]))
+    (checkpoint / "position.json").write_text(json.dumps({"config": config}))
+    (tmp_path / "held.jsonl").unlink()
+    run = str(tmp_path / "run")
+    for given, its_own in (([], True), (["data.eval_path=gone.jsonl"], False), (["data=hf"], False),
+                           ([f"data.eval_path={tmp_path}/held.jsonl"], False)):  # fmt: skip
+        with pytest.raises(UserError, match=r"^data\.") as refusal:
+            job_of([run, *given, "launch.device=cpu"])
+        assert ("had this value; data.eval_path=VALUE replaces it." in str(refusal.value)) == its_own
+        assert ("had this value" in str(refusal.value)) == its_own
 
 
 def test_another_loss_may_evaluate_a_checkpoint(tmp_path: Path) -> None:

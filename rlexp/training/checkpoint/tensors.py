@@ -139,7 +139,7 @@ def load(engine: Engine, reader: Reader, steps: int) -> None:
 def check_shapes(reader: Reader, engine: Engine) -> None:
     """Refuse a checkpoint whose parameters have other names or shapes, and name the first that differs."""
     shapes = engine.shapes()
-    for name in [*shapes, *filter(engine.takes, reader.shapes)]:
+    for name in [*shapes, *(name for name in reader.shapes if not name.startswith(engine.leaves))]:
         saved, here = reader.shapes.get(name), shapes.get(name)
         if saved != here:
             what = "is not trained here" if here is None else f"is {list(here)} here"

@@ -48,6 +48,7 @@ class Engine(Protocol):
     name: str
     policy: Policy
     steps: int  # that the optimizer has taken
+    leaves: tuple[str, ...]  # how names begin that a checkpoint may have and the engine does not
 
     @property
     def replicated(self) -> bool:
@@ -82,9 +83,6 @@ class Engine(Protocol):
     def shapes(self) -> dict[str, torch.Size]:
         """Return the whole shapes of the parameters that a checkpoint holds, which are those that are trained."""
 
-    def takes(self, name: str) -> bool:
-        """Return whether a checkpoint's parameter belongs to these. One that does not is left there."""
-
     def fragments(self) -> list[Fragment]:
         """Return this rank's state of the trained parameters. Missing moments are created."""
 
@@ -97,6 +95,7 @@ class Named:
 
     name: str
     policy: Policy
+    leaves: tuple[str, ...] = ()
 
     @property
     def replicated(self) -> bool:
@@ -108,9 +107,6 @@ class Named:
 
     def shapes(self) -> dict[str, torch.Size]:
         return {name: shape_of(parameter) for name, parameter in trained(self.policy).items()}
-
-    def takes(self, name: str) -> bool:  # noqa: ARG002
-        return True
 
 
 def parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, object]]:

@@ -22,6 +22,7 @@ class Frozen(Named):
     """Whole weights on every rank. `module` runs them: the policy itself, or what gathers its pieces."""
 
     steps = 0  # of the checkpoint that was loaded
+    leaves: tuple[str, ...] = (CRITIC,)
 
     def __init__(self, name: str, policy: Policy) -> None:
         self.name, self.policy = name, policy
@@ -47,9 +48,6 @@ class Frozen(Named):
 
     def shapes(self) -> dict[str, torch.Size]:
         return {name: shape_of(parameter) for name, parameter in self.parameters.items()}
-
-    def takes(self, name: str) -> bool:
-        return not name.startswith(CRITIC)
 
     def restored(self, steps: int) -> None:
         self.steps = steps
