@@ -164,6 +164,14 @@ class Conversion:
     def number(self, name: str, default: Any = None, least: float | None = None) -> Any:
         return self._checked(name, default, lambda value: kinds.number(value, least))
 
+    def pair(self, name: str, default: tuple[float, float]) -> list[float]:
+        """Return two numbers."""
+        said = self.get(name, default)
+        pair = said if isinstance(said, list | tuple) else []
+        if len(pair) != 2 or not all(isinstance(each, int | float) and not isinstance(each, bool) for each in pair):
+            self.refuse(name, "must be two numbers", f"For example: {self.name(name)}={default[0]} {default[1]}.")
+        return [float(each) for each in pair]
+
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self._checked(name, default, kinds.flag))
 

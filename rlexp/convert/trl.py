@@ -4,10 +4,10 @@ Older names are known too."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from rlexp.convert import answers, engines, huggingface, launchers, preference
+from rlexp.convert import trl_rollouts as rollouts
 from rlexp.convert.huggingface import LORA_NOT_YET, HeldOut
 from rlexp.convert.rules import (
     Conversion,
@@ -16,7 +16,6 @@ from rlexp.convert.rules import (
     Rule,
     absent,
     needless,
-    other,
     taken,
     worked_out,
 )
@@ -37,22 +36,20 @@ TELLTALE = {
     "kto": "desirable_weight undesirable_weight",
     "bco": "prompt_sample_size min_density_ratio max_density_ratio",
 }
-RL, DRAWING, PAIRS, OF_CPO = "grpo rloo ppo", "grpo rloo", "dpo cpo orpo", "cpo orpo"
+PAIRS, OF_CPO = "dpo cpo orpo", "cpo orpo"
 SINGLE = "kto bco"
 OFFLINE = f"{PAIRS} sft {SINGLE} reward"
 RATES = {"ppo": 3e-6, "sft": 2e-5, "reward": 1e-4, "bco": 5e-5}
-DIVISORS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
-LONG = 1024
 OF_SFT = (*answers.SUPERVISED, "dft")
 ORDERS = {"random": True, "sequential": False}
 
 RULES: tuple[Rule, ...] = (
     *(rule for rule in huggingface.RULES if rule.names[0] not in ("dataloader_drop_last", "train_sampling_strategy")),
     worked_out("dataloader_drop_last", "data.drop_last", "", of=OFFLINE),
-    needless("dataloader_drop_last", "a rollout has whole train batches", of=RL),
+    needless("dataloader_drop_last", "a rollout has whole train batches", of=rollouts.TRAINERS),
     worked_out("train_sampling_strategy", "data.shuffle", "random is true, sequential is false; kto is sequential",
                of=OFFLINE),
-    needless("train_sampling_strategy", "shuffle_dataset says it", of=RL),
+    needless("train_sampling_strategy", "shuffle_dataset says it", of=rollouts.TRAINERS),
     # the model
     worked_out("model_name_or_path", "model=hf, model.path", ""),
     worked_out("sft_model_path", "model.path", "the policy and the reference", of="ppo"),
@@ -90,8 +87,8 @@ RULES: tuple[Rule, ...] = (
                "the start of the prompt is cut first, then the end of the answers", of=f"{PAIRS} sft {SINGLE}"),
     absent("tools", "tools are a column of the rows"),
     absent("dataset_kwargs", "rows are always tokenized here", {}, {"skip_prepare_dataset": False}),
-    taken("chat_template_kwargs", "data.template_options", of=DRAWING),
-    taken("shuffle_dataset", "data.shuffle", of=DRAWING),
+    taken("chat_template_kwargs", "data.template_options", of=rollouts.DRAWING),
+    taken("shuffle_dataset", "data.shuffle", of=rollouts.DRAWING),
     worked_out("chat_template_path", "model.chat_template", "a jinja file", of="sft reward"),
     absent("eos_token", "the tokenizer's own end of sequence, or its template, ends an answer", of="sft reward"),
     # supervised training
@@ -139,90 +136,7 @@ RULES: tuple[Rule, ...] = (
              "the numbers are the same", of="dpo"),
     needless("label_pad_token_id padding_value is_encoder_decoder max_completion_length", "the numbers are the same; "
              "data.max_length is one limit", of=OF_CPO),
-    # samples
-    worked_out("num_generations rloo_k", "rollout.n_samples", "", of=DRAWING),
-    worked_out("max_completion_length response_length", "rollout.max_new_tokens", "", of=RL),
-    worked_out("steps_per_generation", "rollout.batch_size", "samples of a rollout are split into train batches",
-               of=DRAWING),
-    worked_out("generation_batch_size", "rollout.batch_size", "prompts, not answers", of=DRAWING),
-    taken("num_iterations", "rollout.epochs", default=1, of=DRAWING),
-    taken("temperature", "rollout.temperature", default=1.0, of=DRAWING),
-    taken("temperature", "rollout.temperature", default=0.7, of="ppo"),
-    taken("top_p", "rollout.top_p", default=1.0, of=DRAWING),
-    taken("top_k", "rollout.top_k", default=0, to=lambda value: value or 0, of=DRAWING),
-    taken("min_p", "rollout.min_p", to=lambda value: value or 0.0, of=DRAWING),
-    absent("generation_kwargs", "rollout.stop, top_k, top_p, min_p and temperature are the choices here", {},
-           of=DRAWING),
-    absent("repetition_penalty", "tokens are drawn by their likelihood alone", 1.0, 1, of=DRAWING, until="repetition"),
-    absent("vllm_structured_outputs_regex", "answers are drawn freely", of=DRAWING),
-    absent("num_generations_eval", "each held-out prompt gets one answer", of=DRAWING),
-    worked_out("use_vllm", "rollout.engine=vllm", "", of=DRAWING),
-    worked_out("vllm_mode", "rollout.mode", "a server of vLLM's own is not here", of=DRAWING),
-    taken("vllm_gpu_memory_utilization", "rollout.vllm_memory", of=DRAWING),
-    absent("vllm_tensor_parallel_size", "a model is not split across GPUs to sample", 1, of=DRAWING),
-    absent("vllm_enable_sleep_mode", "vLLM keeps its memory", False, of=DRAWING),
-    needless("vllm_model_impl vllm_max_model_length vllm_max_model_len vllm_device vllm_dtype vllm_server_base_url "
-             "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port cache_implementation",
-             "no number depends on it", of=DRAWING),
-    worked_out("vllm_importance_sampling_correction", "rollout.importance_cap",
-               "weighs samples that vLLM's own kernels drew", of=DRAWING),
-    worked_out("vllm_importance_sampling_mode", "rollout.importance_cap", "token_truncate is here, others are not",
-               of=DRAWING),
-    worked_out("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", "rollout.importance_cap", "",
-               of=DRAWING),
-    absent("vllm_importance_sampling_clip_min", "a weight has no lower limit", of=DRAWING),
-    needless("use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config",
-             "no number depends on it", of=DRAWING),
-    worked_out("mask_truncated_completions", "rollout.overlong=mask", "", of=DRAWING),
-    worked_out("log_completions", "rollout.show_every", "", of=DRAWING),
-    taken("num_completions_to_print", "rollout.show", of=DRAWING),
-    needless("log_unique_prompts wandb_log_unique_prompts log_multimodal log_completions_hub_repo",
-             "a few samples of a rollout are shown", of=DRAWING),
-    absent("max_tool_calling_iterations", "answers call no tools while they are drawn", of=DRAWING, until="tool_call"),
-    # rewards
-    worked_out("reward_funcs", "reward=python, reward.function",
-               "the function gets other arguments: docs/rewards.md", of=DRAWING),
-    worked_out("reward_model_name_or_path reward_model_path", "reward=model, reward.path", "", of=RL),
-    worked_out("reward_weights", "reward.terms.NAME.weight", "", of=DRAWING),
-    absent("multi_objective_aggregation", "scores are added up, then normalized", "sum_then_normalize", of="grpo"),
-    # GRPO
-    worked_out("scale_rewards", "loss=grpo or loss=dr_grpo", "", of="grpo"),
-    worked_out("loss_type", "loss.normalize", "grpo is sequence, dapo is token, dr_grpo is fixed", of="grpo"),
-    worked_out("importance_sampling_level", "loss=gspo", "sequence, with loss_type=grpo", of="grpo"),
-    worked_out("beta", "loss.beta", "", of="grpo"),
-    worked_out("use_bias_correction_kl", "loss.kl", "", of="grpo"),
-    worked_out("epsilon", "loss.clip_low", "", of=DRAWING),
-    worked_out("epsilon_high", "loss.clip_high", "", of=DRAWING),
-    taken("delta", "loss.dual_clip", of="grpo"),
-    taken("entropy_coef", "loss.entropy", of="grpo"),
-    absent("use_adaptive_entropy", "the weight of the entropy is fixed", False, of="grpo"),
-    needless("entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target", "only with use_adaptive_entropy",
-             of="grpo"),
-    absent("top_entropy_quantile", "every token of an answer is trained on", 1.0, 1, of="grpo"),
-    absent("off_policy_mask_threshold", "samples are weighed, not left out", of="grpo"),
-    needless("sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg",
-             "only with losses that are not here", of="grpo"),
-    # RLOO
-    taken("beta", "loss.beta", default=0.05, of="rloo"),
-    absent("normalize_advantages", "loss.whiten normalizes over the train batch, by tokens", False, of="rloo"),
-    absent("reward_clip_range", "scores are taken as they are", of="rloo"),
-    # PPO
-    taken("kl_coef", "loss.beta", default=0.05, of="ppo"),
-    taken("kl_estimator", "loss.kl", default="k1", of="ppo"),
-    worked_out("cliprange", "loss.clip_low, loss.clip_high", "", of="ppo"),
-    taken("cliprange_value", "loss.value_clip", default=0.2, of="ppo"),
-    taken("vf_coef", "loss.value_coef", default=0.1, of="ppo"),
-    taken("gamma", "loss.gamma", default=1.0, of="ppo"),
-    taken("lam", "loss.lam", default=0.95, of="ppo"),
-    taken("num_ppo_epochs", "rollout.epochs", default=4, of="ppo"),
-    other("num_mini_batches", "rollout.minibatches",
-          "TRL takes one step for each of its PPO epochs, whatever this says; here train.batch_size decides", of="ppo"),
-    worked_out("total_episodes", "train.max_steps", "", of="ppo"),
-    worked_out("missing_eos_penalty", "rollout.overlong=penalty, rollout.overlong_penalty", "", of="ppo"),
-    needless("stop_token stop_token_id", "an answer ends with the end-of-sequence token", of="ppo"),
-    absent("whiten_rewards", "advantages are normalized (loss.whiten), rewards are not", False, of="ppo"),
-    needless("local_rollout_forward_batch_size num_sample_generations exp_name batch_size mini_batch_size "
-             "micro_batch_size local_batch_size num_total_batches", "no number depends on it", of="ppo"),
+    *rollouts.RULES,
     # the launcher
     worked_out("num_processes", "launch.nproc", "the GPUs of all machines together"),
     *launchers.RULES,
@@ -245,7 +159,7 @@ def trainer_of(given: dict[str, Any]) -> str | None:
     """Return the trainer that a file is for, if an argument of it belongs to one trainer only."""
     found = [name for name, words in TELLTALE.items() if set(words.split()) & given.keys()]
     loss = given.get("loss_type")
-    if not found and isinstance(loss, str) and loss in (*DIVISORS, "bnpo"):
+    if not found and isinstance(loss, str) and loss in (*rollouts.DIVISORS, "bnpo"):
         return "grpo"
     if not found and loss == "simpo":
         return "cpo"
@@ -270,16 +184,14 @@ def convert(conv: Conversion) -> None:
         conv.put("memory.checkpointing", True, "gradient_checkpointing")
     _model(conv)
     huggingface.evaluation(conv, steps, _data(conv))
-    families = {"dpo": _dpo, "cpo": _cpo, "orpo": _orpo, "grpo": _grpo, "rloo": _rloo, "ppo": _ppo,
-                "sft": _sft, "kto": _kto, "bco": _bco, "reward": _reward}  # fmt: skip
+    if conv.trainer in rollouts.TRAINERS.split():
+        rollouts.convert(conv, gpus // ring, *sized)
+        return
+    families = {"dpo": _dpo, "cpo": _cpo, "orpo": _orpo, "sft": _sft, "kto": _kto, "bco": _bco, "reward": _reward}
     families[conv.trainer](conv)
-    if conv.trainer in OFFLINE.split():
-        _lengths(conv)
-        _order(conv)
-        huggingface.drop_last(conv)
-    else:
-        _rewards(conv)
-        _rollout(conv, gpus // ring, *sized)
+    _lengths(conv)
+    _order(conv)
+    huggingface.drop_last(conv)
 
 
 def _ring_name(conv: Conversion) -> str:
@@ -500,7 +412,7 @@ def _lengths(conv: Conversion) -> None:
         conv.remark(Fate.OTHER, "max_length", None, why)
         conv.tell(Fate.NEEDLESS, "truncation_mode", "nothing is cut")
     else:
-        conv.put("data.max_length", conv.whole("max_length", LONG, least=1), "max_length")
+        conv.put("data.max_length", conv.whole("max_length", rollouts.LONG, least=1), "max_length")
         if conv.trainer == "reward":
             conv.put("data.too_long", "drop", "max_length", why="longer pairs are left out")
         else:
@@ -508,216 +420,3 @@ def _lengths(conv: Conversion) -> None:
                 "data.too_long", "truncate", "truncation_mode", why="another part is cut than by TRL: docs/data.md"
             )
     conv.tell(Fate.OTHER, "max_prompt_length", "data.max_length is one limit, for prompt and answer together")
-
-
-def _grpo(conv: Conversion) -> None:
-    scale, divisor = conv.given.get("scale_rewards", "group"), conv.get("loss_type", "dapo")  # none: only centred
-    level = conv.get("importance_sampling_level", "token")
-    if level not in ("token", "sequence"):
-        conv.refuse("importance_sampling_level", "must be token or sequence", "Give one of them.")
-    by_sequence = level == "sequence"
-    by_group = scale in ("group", "true") or scale is True
-    loss = "gspo" if by_sequence else "grpo" if by_group else "dr_grpo"
-    conv.choose("loss", loss, "importance_sampling_level" if by_sequence else "scale_rewards")
-    if scale == "batch":
-        why = "the scores of a whole batch have one deviation there; here they are only centred, and no longer scaled"
-        conv.remark(Fate.ABSENT, "scale_rewards", scale, why)
-    elif not by_group and scale not in ("none", None, False):
-        conv.refuse("scale_rewards", "must be group, batch or none", "Give one of them.")
-    if by_sequence and (divisor != "grpo" or not by_group):
-        conv.remark(
-            Fate.OTHER,
-            "importance_sampling_level",
-            "sequence",
-            "loss=gspo is TRL's with loss_type=grpo and scale_rewards=group",
-        )
-    conv.tell(Fate.NEEDLESS, "scale_rewards", "importance_sampling_level=sequence decides")
-    conv.tell(Fate.NEEDLESS, "importance_sampling_level", "token is the level of every loss but gspo")
-    known = isinstance(divisor, str) and divisor in DIVISORS
-    conv.put("loss.normalize", DIVISORS[divisor] if known else "token", "loss_type")
-    if not known:
-        conv.remark(Fate.ABSENT, "loss_type", divisor, "grpo, dapo and dr_grpo are here; dapo's divisor is taken")
-    beta = conv.number("beta", 0.0)
-    conv.put("loss.beta", beta, "beta")
-    if beta and conv.flag("use_bias_correction_kl", True):
-        conv.remark(
-            Fate.OTHER,
-            "beta",
-            beta,
-            "TRL 1.16 multiplies the divergence by the ratio, unless "
-            "use_bias_correction_kl is false; here it is k3 itself, as in TRL before",
-        )
-    conv.tell(Fate.NEEDLESS, "use_bias_correction_kl", "the divergence is k3 itself here")
-    _clip(conv)
-
-
-def _clip(conv: Conversion) -> None:
-    low = conv.number("epsilon", 0.2)
-    conv.put("loss.clip_low", low, "epsilon")
-    conv.put("loss.clip_high", conv.number("epsilon_high", low), "epsilon_high", "epsilon")
-
-
-def _rloo(conv: Conversion) -> None:
-    conv.choose("loss", "rloo")
-    _clip(conv)
-    conv.notes.append(
-        "RLOO: the advantages are TRL's. TRL clips the ratio of the whole answer, rlexp the ratio of each token, and "
-        "divides by rollout.max_new_tokens: with one step for each rollout the gradients differ by that factor alone."
-    )
-
-
-def _ppo(conv: Conversion) -> None:
-    conv.choose("loss", "ppo")
-    clip = conv.number("cliprange", 0.2)
-    conv.put("loss.clip_low", clip, "cliprange")
-    conv.put("loss.clip_high", clip, "cliprange")
-    if (penalty := conv.number("missing_eos_penalty")) is not None:
-        conv.put("rollout.overlong", "penalty", "missing_eos_penalty")
-        conv.put("rollout.overlong_penalty", penalty, "missing_eos_penalty")
-    conv.notes.append("PPO: TRL's critic begins as the reward model, ours with the policy's weights (loss.critic).")
-
-
-def _rewards(conv: Conversion) -> None:
-    terms: dict[str, dict[str, Any]] = {}
-    functions = conv.texts("reward_funcs")
-    for name in functions:
-        module, _, function = name.rpartition(".")
-        terms[_unused(terms, name)] = {"kind": "python", "function": f"{module or 'rewards'}:{function}"}
-    models = [name for name in ("reward_model_name_or_path",) if conv.get(name) is not None]
-    for name in models:
-        terms[_unused(terms, "model")] = {"kind": "model", "path": conv.text(name)}
-    if not terms:
-        raise ConvertError(
-            "reward_funcs: is missing, and so is a reward model; without them nothing scores an answer. Add one to the "
-            "file, as reward_funcs=my_rewards.score."
-        )
-    names = [name for name in ("reward_funcs", "reward_model_name_or_path") if conv.name(name)]
-    if functions:
-        files = sorted(
-            {f"{t['function'].partition(':')[0].replace('.', '/')}.py" for t in terms.values() if "path" not in t}
-        )
-        conv.notes.append(
-            "Rewards: TRL calls f(prompts, completions, completion_ids, **columns), rlexp f(prompts, answers, rows). "
-            f"Write {' and '.join(files)} with functions of our form, which call the old ones: docs/rewards.md."
-        )
-    weights = _weights(conv, len(terms))
-    if len(terms) == 1 and not weights:
-        ((_, term),) = terms.items()
-        conv.choose("reward", term.pop("kind"), *names)
-        for key, value in term.items():
-            conv.put(f"reward.{key}", value, *names)
-        conv.tell(Fate.NEEDLESS, "reward_weights", "there is one reward")
-        return
-    conv.choose("reward", "sum", *names)
-    for place, (name, term) in enumerate(terms.items()):
-        for key, value in term.items():
-            conv.put(f"reward.terms.{name}.{key}", value, *names)
-        conv.put(f"reward.terms.{name}.weight", weights[place] if weights else 1.0, "reward_weights")
-
-
-def _unused(terms: dict[str, dict[str, Any]], name: str) -> str:
-    """Return a name for a term of a reward: the last part of its path, or of more parts if two end alike."""
-    parts = [re.sub(r"\W", "_", part) for part in name.split(".")]
-    names = ["_".join(parts[-count:]) for count in range(1, len(parts) + 1)]
-    names += [f"{names[-1]}{number}" for number in range(2, len(terms) + 3)]
-    return next(each for each in names if each not in terms)
-
-
-def _weights(conv: Conversion, terms: int) -> Sequence[float]:
-    said = conv.get("reward_weights") if "reward_weights" in conv.by_name else None
-    if said is None or said == []:
-        return []
-    weights = said if isinstance(said, list) else [said]
-    if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in weights):
-        conv.refuse("reward_weights", "must be a list of numbers", "Give one for each reward.")
-    if len(weights) != terms:
-        conv.refuse("reward_weights", f"has {len(weights)} weights for {terms} rewards", "Give one for each reward.")
-    return weights
-
-
-def _rollout(conv: Conversion, replicas: int, micro: int, steps: int) -> None:
-    """Set the sizes of a rollout, in prompts and answers, from the sizes of one GPU."""
-    batch, ppo = micro * steps * replicas, conv.trainer == "ppo"
-    answers = 1 if ppo else int(conv.whole("num_generations", 8 if conv.trainer == "grpo" else 2, least=1))
-    drawn = batch if ppo else _generation(conv, micro * replicas, steps)
-    if ppo:
-        conv.put("rollout.n_samples", 1)
-        _episodes(conv, batch)
-    else:
-        conv.put("rollout.n_samples", answers, "num_generations")
-    if drawn % answers:
-        raise ConvertError(
-            f"{conv.said('num_generations')}={answers}: does not divide the {drawn} answers of a rollout "
-            f"(per_device_train_batch_size × steps_per_generation × GPUs). TRL would refuse it too; check --gpus."
-        )
-    drawing = () if ppo else ("steps_per_generation", "generation_batch_size")
-    sized = [name for name in drawing if conv.name(name)]
-    conv.put("rollout.batch_size", drawn // answers, *sized, why=f"prompts: {drawn} answers / {answers}")
-    new = conv.whole("max_completion_length", 53 if ppo else 512, least=1)
-    conv.put("rollout.max_new_tokens", new, "max_completion_length")
-    prompt = conv.whole("max_prompt_length", least=1)
-    conv.put(
-        "data.max_length",
-        new + (prompt or LONG),
-        "max_prompt_length",
-        why="" if prompt else f"TRL has no limit of prompts; {LONG} tokens are allowed here",
-    )
-    if not ppo:
-        _drawing(conv)
-
-
-def _drawing(conv: Conversion) -> None:
-    if conv.flag("mask_truncated_completions"):
-        conv.put("rollout.overlong", "mask", "mask_truncated_completions")
-    conv.tell(Fate.NEEDLESS, "mask_truncated_completions", "cut answers are kept")
-    conv.put("rollout.show_every", 10 if conv.flag("log_completions") else 0, "log_completions")
-    vllm = conv.flag("use_vllm")
-    if vllm:
-        conv.choose("rollout", "default")
-        conv.put("rollout.engine", "vllm", "use_vllm")
-    conv.tell(Fate.NEEDLESS, "use_vllm", "samples are drawn by the model itself")
-    if vllm and conv.get("vllm_mode") == "server":
-        conv.tell(Fate.OTHER, "vllm_mode", "rollout=pipelined gives some ranks to sampling, one rollout ahead")
-    conv.tell(Fate.NEEDLESS, "vllm_mode", "all ranks sample, then all train")
-    _importance(conv, vllm)
-
-
-def _importance(conv: Conversion, vllm: bool) -> None:
-    """Weigh samples of vLLM as TRL does by default; only the mode token_truncate is here."""
-    names = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
-             "vllm_importance_sampling_clip_max")  # fmt: skip
-    mode, cap = conv.text(names[1], "sequence_mask"), conv.number(names[2], 3.0)
-    if not vllm or not conv.flag(names[0], True):
-        for name in names:
-            conv.tell(Fate.NEEDLESS, name, "no weight is asked for" if vllm else "vLLM draws no samples")
-    elif mode == "token_truncate":
-        conv.put("rollout.importance_cap", cap, *names)
-    else:
-        why = f"{mode} drops answers whose weight is above {cap:g}; rollout.importance_cap limits each token's weight"
-        if conv.name(names[1]) is None:
-            conv.remark(Fate.ABSENT, names[1], mode, f"their default: {why}")
-        for name in names:
-            conv.tell(Fate.ABSENT, name, why)
-
-
-def _generation(conv: Conversion, forward: int, steps: int) -> int:
-    """Return the answers that TRL draws at once, as a whole number of train batches."""
-    each = int(conv.whole("steps_per_generation", steps, least=1))
-    if (size := conv.whole("generation_batch_size", least=1)) is not None:
-        each = size // forward
-    if each < steps:
-        return forward * steps  # the weights do not change between the generations of a step
-    if each % steps:
-        said = f"generation_batch_size={size}" if size is not None else f"steps_per_generation={each}"
-        raise ConvertError(
-            f"{said}: is no multiple of gradient_accumulation_steps={steps}, so that a step "
-            f"would take samples of two generations. rlexp has whole train batches of one rollout: give a multiple."
-        )
-    return forward * each
-
-
-def _episodes(conv: Conversion, batch: int) -> None:
-    if (episodes := conv.whole("total_episodes", least=1)) is not None:
-        conv.values.pop("train.epochs", None)
-        count = -(-int(episodes) // batch) * int(conv.whole("num_ppo_epochs", 4, least=1))
-        conv.put("train.max_steps", count, "total_episodes", "num_ppo_epochs")

@@ -14,7 +14,7 @@ import pytest
 from rlexp.config.paths import conf_dir
 from rlexp.config.schema import KINDS, EngineName, KernelName, LayoutName, LoggerName, Offload, Overlong
 from rlexp.config.schema.keys import all_keys
-from rlexp.convert import answers, axolotl, frameworks, openrlhf, preference, trl
+from rlexp.convert import answers, axolotl, frameworks, openrlhf_rollouts, preference, trl
 from rlexp.convert.frameworks import FRAMEWORKS, converted, of_asked
 from rlexp.convert.read import Asked
 from rlexp.convert.rules import ConvertError, Fate
@@ -44,7 +44,7 @@ LEADING: dict[str, tuple[Any, ...]] = {
     "attn_implementation": ("eager", "flash_attention_3"), "context_parallel_size": (2,),
     "parallelism_config_sp_size": (2,),
     "mask_truncated_completions": (True,), "missing_eos_penalty": (1.0,), "scale_rewards": ("group", "none"),
-    "importance_sampling_level": ("sequence",), "advantage_estimator": tuple(openrlhf.ESTIMATORS),
+    "importance_sampling_level": ("sequence",), "advantage_estimator": tuple(openrlhf_rollouts.ESTIMATORS),
     "reward_funcs": (["a.b", "a.c"], ["a.b"]), "reward_model_name_or_path": ("org/r",), "remote_rm_url": ("r.py",),
     "loss_type": (*preference.LOSSES, *answers.SINGLE, "simpo", ["sigmoid", "bco_pair", "sft"]), "ipo": (True,),
     "pref_loss": ("orpo", "simpo"),

@@ -1,0 +1,243 @@
+"""OpenRLHF's trainer that draws samples, `train_ppo_ray`."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
+
+# Their estimator of advantages, and the loss here that has it.
+ESTIMATORS = {
+    "gae": "ppo",
+    "reinforce": "reinforce_pp",
+    "reinforce_baseline": "dr_grpo",
+    "rloo": "rloo",
+    "group_norm": "grpo",
+    "dr_grpo": "dr_grpo",
+}
+BY_GROUP = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
+
+RULES: tuple[Rule, ...] = (
+    # samples
+    taken("rollout.batch_size rollout_batch_size", "rollout.batch_size", "prompts, as here", default=1024, of="ppo"),
+    taken("rollout.n_samples_per_prompt n_samples_per_prompt", "rollout.n_samples", default=1, of="ppo"),
+    taken("rollout.micro_batch_size micro_rollout_batch_size", "rollout.score_batch_size", of="ppo"),
+    taken("rollout.max_new_tokens max_new_tokens generate_max_len", "rollout.max_new_tokens", of="ppo"),
+    taken("rollout.temperature temperature", "rollout.temperature", default=1.0, of="ppo"),
+    taken("rollout.top_p top_p", "rollout.top_p", default=1.0, of="ppo"),
+    worked_out("train.num_episodes num_episodes", "train.epochs", "passes over the prompts", of="ppo"),
+    needless("train.dynamic_batch_enable use_dynamic_batch train.max_tokens_per_gpu train_max_tokens_per_gpu "
+             "rollout.max_tokens_per_gpu rollout_max_tokens_per_gpu",
+             "the batch of a step is the same whatever a micro-batch holds", of="ppo"),
+    needless("vllm.sync_backend vllm_sync_backend vllm.enforce_eager enforce_eager "
+             "vllm_sync_with_ray vllm.enable_prefix_caching enable_prefix_caching vllm_generate_batch_size "
+             "rollout.vllm_generate_batch_size vllm.vllm_generate_batch_size ref.num_nodes ref.num_gpus_per_node "
+             "ref_num_nodes ref_num_gpus_per_node critic.num_nodes critic.num_gpus_per_node critic_num_nodes "
+             "critic_num_gpus_per_node reward.num_nodes reward.num_gpus_per_node reward_num_nodes "
+             "reward_num_gpus_per_node train.colocate_all colocate_all_models train.colocate_actor_ref "
+             "colocate_actor_ref train.colocate_critic_reward colocate_critic_reward",
+             "all models are on the same ranks here", of="ppo"),
+    worked_out("actor.num_nodes actor_num_nodes", "launch.nodes", "", of="ppo"),
+    worked_out("actor.num_gpus_per_node actor_num_gpus_per_node", "launch.nproc", "", of="ppo"),
+    absent("vllm.enable_sleep vllm_enable_sleep", "vLLM keeps its memory: rollout.vllm_memory is its share", False,
+           of="ppo"),
+    worked_out("vllm.num_engines vllm_num_engines", "rollout.engine=vllm", "each rank has its own", of="ppo"),
+    absent("vllm.tensor_parallel_size vllm_tensor_parallel_size", "a model is not split across GPUs to sample", 1,
+           of="ppo"),
+    taken("vllm.gpu_memory_utilization vllm_gpu_memory_utilization", "rollout.vllm_memory", of="ppo"),
+    other("train.async_enable async_train", "rollout=pipelined", "some ranks sample the next rollout meanwhile",
+          of="ppo"),
+    absent("train.partial_rollout_enable partial_rollout train.async_queue_size async_queue_size",
+           "a rollout is drawn whole", False, of="ppo"),
+    absent("train.agent_func_path agent_func_path", "agents of several turns are not here", of="ppo"),
+    # rewards
+    worked_out("reward.model_name_or_path reward_pretrain", "reward=model, reward.path",
+               "its head must be called `score`", of="ppo"),
+    worked_out("reward.remote_url remote_rm_url", "reward=python, reward.function",
+               "the function gets other arguments: docs/rewards.md", of="ppo"),
+    other("critic.model_name_or_path critic_pretrain", "loss.critic", "the critic begins with the policy's weights",
+          of="ppo"),
+    absent("reward.normalize_enable normalize_reward", "scores are taken as they are; advantages are normalized", False,
+           of="ppo"),
+    absent("reward.clip_range reward_clip_range", "scores are taken as they are", [-10, 10], of="ppo"),
+    absent("reward.overlong_buffer_len overlong_buffer_len reward.overlong_penalty_factor overlong_penalty_factor "
+           "reward.stop_properly_penalty_coef stop_properly_penalty_coef", "see rollout.overlong", of="ppo"),
+    absent("ds.value_head_prefix value_head_prefix", "a reward model's head is called `score`", "score",
+           of="ppo rm"),
+    # the loss
+    worked_out("algo.advantage.estimator advantage_estimator", "loss", "gae is ppo, group_norm is grpo, …", of="ppo"),
+    worked_out("actor.policy_loss_type policy_loss_type", "loss=gspo", "", of="ppo"),
+    taken("algo.kl.init_coef init_kl_coef", "loss.beta", default=0.01, of="ppo"),
+    worked_out("algo.kl.estimator kl_estimator", "loss.kl", "", of="ppo"),
+    worked_out("algo.kl.use_loss use_kl_loss", "loss.kl_in", "", of="ppo"),
+    other("algo.kl.target kl_target algo.kl.horizon kl_horizon", "loss.kl_target",
+          "of a token there, of a whole answer here", of="ppo"),
+    worked_out("actor.eps_clip eps_clip", "loss.clip_low, loss.clip_high", "", of="ppo"),
+    worked_out("actor.eps_clip_low_high eps_clip_low_high", "loss.clip_low, loss.clip_high", "", of="ppo"),
+    taken("actor.dual_clip dual_clip", "loss.dual_clip", of="ppo"),
+    worked_out("critic.value_clip value_clip", "loss.value_clip", "", of="ppo"),
+    worked_out("critic.adam.lr critic_learning_rate", "loss.value_lr", "", of="ppo"),
+    needless("critic.adam.betas critic.adam.eps critic.adam.weight_decay critic.lr_scheduler critic.lr_warmup_ratio "
+             "critic.min_lr_ratio critic.max_norm critic.optim critic.save_value_network "
+             "critic.gradient_checkpointing_enable",
+             "the critic is optimized with the policy", of="ppo"),
+    worked_out("algo.advantage.gamma gamma", "loss.gamma", "", of="ppo"),
+    worked_out("algo.advantage.lambd lambd", "loss.lam", "", of="ppo"),
+    absent("algo.advantage.no_std_norm no_advantage_std_norm", "advantages are divided by their deviation too", False,
+           of="ppo"),
+    worked_out("algo.advantage.is_correction_enable enable_vllm_is_correction", "rollout.importance_cap",
+               "weighs samples that vLLM's own kernels drew", of="ppo"),
+    worked_out("algo.advantage.is_correction_type vllm_is_correction_type", "rollout.importance_cap",
+               "tis is here, others are not", of="ppo"),
+    worked_out("algo.advantage.is_correction_threshold vllm_is_truncated_threshold", "rollout.importance_cap",
+               "the upper limit", of="ppo"),
+    absent("use_icepop", "tokens with a large weight are not left out", False, of="ppo"),
+    taken("actor.entropy_coef entropy_loss_coef", "loss.entropy", of="ppo"),
+    absent("ptx_coef pretrain_data pretrain_data_probs", "no language-model loss is added", 0.05, of="ppo"),
+    absent("actor.freezing_steps freezing_actor_steps critic.freezing_steps", "policy and critic train from the start",
+           -1,
+           of="ppo"),
+    worked_out("algo.dynamic_filtering_enable dynamic_filtering", "loss.filter=true",
+               "prompts with equal scores are left out, and no others are drawn for them", of="ppo"),
+    absent("algo.dynamic_filtering_range dynamic_filtering_reward_range",
+           "a prompt is left out if all its scores are the same", [0, 1], of="ppo"),
+    absent("eval.temperature eval_temperature eval.n_samples_per_prompt eval_n_samples_per_prompt",
+           "held-out prompts are sampled as the others", of="ppo"),
+)  # fmt: skip
+
+
+def convert(conv: Conversion) -> int:
+    """Return the steps that are taken on a rollout."""
+    steps = _rollout(conv)
+    _loss(conv)
+    _reward(conv)
+    return steps
+
+
+def _rollout(conv: Conversion) -> int:
+    """Set the sizes of a rollout; return the steps that are taken on it."""
+    prompts = int(conv.whole("rollout_batch_size", 1024, least=1))
+    samples = int(conv.whole("n_samples_per_prompt", 1, least=1))
+    batch, passes = int(conv.whole("train_batch_size", 128, least=1)), int(conv.whole("max_epochs", 1, least=1))
+    if prompts * samples % batch:
+        raise ConvertError(
+            f"{conv.said('train_batch_size')}={batch}: does not divide the {prompts * samples} answers of a rollout. "
+            f"OpenRLHF drops the rest; rlexp takes whole train batches: give one that divides."
+        )
+    conv.put("rollout.epochs", passes, "max_epochs")
+    conv.put("train.epochs", conv.whole("num_episodes", 1), "num_episodes")
+    if conv.name("generate_max_len") is None and conv.name("prompt_max_len") is not None:
+        conv.put("rollout.max_new_tokens", 1024, "generate_max_len")
+    elif conv.name("generate_max_len") is None:
+        whole = conv.whole("max_len", 2048, least=2)
+        conv.put(
+            "rollout.max_new_tokens",
+            whole // 2,
+            why=f"theirs is what a prompt leaves of {whole} tokens; here it is fixed",
+        )
+    if conv.whole("vllm_num_engines", 0, least=0):
+        conv.put("rollout.engine", "vllm", "vllm_num_engines")
+    conv.tell(Fate.NEEDLESS, "vllm_num_engines", "samples are drawn by the model itself")
+    _importance(conv)
+    return passes * prompts * samples // batch
+
+
+def _importance(conv: Conversion) -> None:
+    """Weigh samples of vLLM, if the file asks for it: the type tis is here, up to its upper threshold."""
+    enable, kind, limit = "enable_vllm_is_correction", "vllm_is_correction_type", "vllm_is_truncated_threshold"
+    said = conv.get(limit)
+    one = isinstance(said, int | float) and not isinstance(said, bool)
+    low, high = (0.0, conv.number(limit)) if one else conv.pair(limit, (0.5, 5.0))
+    if not conv.flag(enable):
+        for name in (enable, kind, limit):
+            conv.tell(Fate.NEEDLESS, name, "no weight is asked for")
+        return
+    if conv.text(kind, "tis") != "tis":
+        for name in (kind, enable, limit):
+            conv.tell(Fate.ABSENT, name, "only the type tis is here: rollout.importance_cap")
+        return
+    conv.put("rollout.importance_cap", high, limit, enable, kind)
+    if low:
+        conv.remark(Fate.ABSENT, conv.name(limit) or limit, low, "a weight has no lower limit")
+
+
+def _loss(conv: Conversion) -> None:
+    estimator, in_loss = conv.text("advantage_estimator", "gae"), conv.flag("use_kl_loss")
+    if estimator not in ESTIMATORS:
+        conv.refuse("advantage_estimator", "is not here", f"Known are {', '.join(ESTIMATORS)}.")
+    gspo = conv.text("policy_loss_type", "ppo") == "gspo"
+    loss = "gspo" if gspo and estimator == "group_norm" else ESTIMATORS[estimator]
+    conv.choose("loss", loss, "advantage_estimator", "policy_loss_type")
+    if gspo and estimator != "group_norm":
+        conv.remark(Fate.ABSENT, "policy_loss_type", "gspo", "loss=gspo takes the advantages of group_norm")
+    conv.put("loss.normalize", "token", why="the mean over all tokens of the batch, as theirs")
+    conv.put("loss.whiten", estimator in ("gae", "reinforce", "reinforce_baseline"), "advantage_estimator")
+    conv.put("loss.kl_in", "loss" if in_loss else "reward", "use_kl_loss")
+    conv.put("loss.kl", conv.text("kl_estimator", "k1"), "kl_estimator")
+    if estimator in BY_GROUP and not in_loss and conv.number("init_kl_coef", 0.01):
+        conv.remark(
+            Fate.OTHER,
+            "advantage_estimator",
+            estimator,
+            "without use_kl_loss theirs subtracts the "
+            "divergence of each token after the baseline, ours subtracts the answer's before it",
+        )
+    pair = conv.name("eps_clip_low_high") is not None
+    clip = conv.pair("eps_clip_low_high", (0.2, 0.2)) if pair else [conv.number("eps_clip", 0.2)] * 2
+    for key, value in zip(("clip_low", "clip_high"), clip, strict=True):
+        conv.put(f"loss.{key}", value, "eps_clip_low_high" if pair else "eps_clip")
+    conv.tell(Fate.NEEDLESS, "eps_clip", "eps_clip_low_high decides")
+    _critic(conv, loss, estimator)
+    if conv.flag("dynamic_filtering"):
+        conv.put("loss.filter", True, "dynamic_filtering", why="no other prompts are drawn instead")
+    conv.tell(Fate.NEEDLESS, "dynamic_filtering", "every prompt is trained on")
+
+
+def _critic(conv: Conversion, loss: str, estimator: str) -> None:
+    """Set what belongs to a critic; only gae has one."""
+    if loss == "ppo":
+        conv.put("loss.value_coef", 1.0, why="theirs adds the critic's loss as it is")
+        conv.notes.append(
+            "PPO: OpenRLHF's critic begins as the reward model or as critic_pretrain, ours with the policy's weights "
+            "(loss.critic)."
+        )
+    elif estimator == "reinforce" and conv.number("gamma", 1.0) != 1:
+        conv.tell(Fate.ABSENT, "gamma", f"loss={loss} discounts no reward")
+    for name, key, default in (
+        ("value_clip", "value_clip", 0.5),
+        ("gamma", "gamma", 1.0),
+        ("lambd", "lam", 1.0),
+        ("critic_learning_rate", "value_lr", 9e-6),
+    ):
+        if loss == "ppo":
+            conv.put(f"loss.{key}", conv.number(name, default), name)
+        else:
+            conv.tell(Fate.NEEDLESS, name, f"advantage_estimator={estimator} does not use it")
+
+
+def _reward(conv: Conversion) -> None:
+    models, function = conv.texts("reward_pretrain", split=","), conv.text("remote_rm_url")
+    if function is not None and function.endswith(".py"):
+        module = PurePosixPath(function).stem
+        conv.choose("reward", "python", "remote_rm_url")
+        conv.put("reward.function", f"{module}:rewards", "remote_rm_url")
+        conv.notes.append(
+            f"Rewards: OpenRLHF calls reward_func(queries, prompts, labels), rlexp f(prompts, answers, rows). Put a "
+            f"function `rewards` of our form into {module}.py, which calls the old one: docs/rewards.md."
+        )
+        conv.tell(Fate.NEEDLESS, "reward_pretrain", "the function decides")
+    elif function is not None:
+        conv.refuse("remote_rm_url", "a reward behind an address is not here", "Give a model, or a function of Python.")
+    elif not models:
+        raise ConvertError(
+            "reward_pretrain: is missing, and so is remote_rm_url; without them nothing scores an answer. Add one to "
+            "the command, as --reward_pretrain org/reward."
+        )
+    elif len(models) == 1:
+        conv.choose("reward", "model", "reward_pretrain")
+        conv.put("reward.path", models[0], "reward_pretrain")
+    else:
+        conv.choose("reward", "sum", "reward_pretrain")
+        for number, path in enumerate(models, start=1):
+            for key, value in {"kind": "model", "path": path, "weight": 1 / len(models)}.items():
+                conv.put(f"reward.terms.model{number}.{key}", value, "reward_pretrain")
