@@ -32,6 +32,7 @@ _OPEN = re.compile(
 OF_CURVE = ("model", "data", "loss", "reference", "optim", "rollout", "reward")
 DERIVED = "rollout.minibatches"  # the one derived size among them: another run has its own
 OF_SOURCE = ("path", "eval_path", "subset", "split", "eval_split", "revision", "sources")  # they name rows or a model
+OF_OPTION = (*OF_SOURCE, "eval_size")  # another option of a group has its own
 BY_DEFAULT = "the default"  # engine.chosen in conf/engine/auto.yaml
 
 
@@ -59,8 +60,8 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
     """Compose from overrides, on the ground of another run's configuration (`to_plain`): of that come the groups of
     keys on which a curve depends, but for the keys that are given.
 
-    Where another option of a group is given, the keys that both options have are kept, but those that name the source.
-    Nor are those kept where other rows are given.
+    Where another option of a group is given, the keys that both options have are kept, but those that name the source
+    or hold out a part of it. Those that name the source are not kept either where other rows are given.
     """
     register()
     for each in overrides:
@@ -85,7 +86,7 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
         for group, keys in known.items():
             same = cfg[group].get("name") == keys.pop("name", None)
             for leaf, value in keys.items():
-                if f"{group}.{leaf}" != DERIVED and (same or (leaf in cfg[group] and leaf not in OF_SOURCE)):
+                if f"{group}.{leaf}" != DERIVED and (same or (leaf in cfg[group] and leaf not in OF_OPTION)):
                     OmegaConf.update(cfg, f"{group}.{leaf}", value, merge=False)
         for key in filter(_is_leaf, given):
             OmegaConf.update(cfg, key, OmegaConf.select(asked, key))

@@ -214,6 +214,7 @@ def test_only_the_place_of_held_out_rows_must_be_there(tmp_path: Path) -> None:
     plain["data"] |= {"sources": {}, "path": gone, "eval_path": gone, "eval_size": 0}
     others = rows_of(plain, f"data.path={held}", "data.eval_size=2")
     assert (others.path, others.eval_path, others.eval_size) == (str(held), None, 2)
+    assert rows_of(mine, "data=synthetic").eval_size == 32  # its own, and not the file's
     nothing = rows_of(mine, "data.eval_path=null", "data.eval_size=4")
     assert (nothing.path, nothing.eval_path, nothing.eval_size) == (str(held), None, 4)
 
