@@ -71,13 +71,14 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
     stored = OmegaConf.create(dict(plain))
     known = {group: dict(plain[group]) for group in OF_CURVE if plain.get(group)}
     data = known.get("data", {})
-    if any(re.fullmatch(r"data\.(eval_path|eval_split|sources\..*)", key) for key in given):
-        data.pop("eval_size", None)  # rows are held out by what is given
     options = [f"{group}={keys['name']}" for group, keys in known.items() if keys.get("name") and group not in given]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         asked = compose("config", overrides=[*options, *open_ended(overrides)])
         cfg = compose("config", overrides=[*options, *(each for each in overrides if not _is_leaf(each))])
-    if any(key in given and OmegaConf.select(asked, key) is not None for key in ("data.path", "data.eval_path")):
+    said = {key for key in given if OmegaConf.select(asked, key) is not None}
+    if any(re.fullmatch(r"data\.(sources|(sources\..+\.)?eval_(path|split))", key) for key in said):
+        data.pop("eval_size", None)  # rows are held out by what is given
+    if said & {"data.path", "data.eval_path", "data.sources"}:
         known["data"] = {key: value for key, value in data.items() if key not in OF_SOURCE}
     with open_dict(cfg):
         for key in ("seed", "train.batch_size", "train.precision"):
@@ -89,7 +90,7 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
                 if f"{group}.{leaf}" != DERIVED and (same or (leaf in cfg[group] and leaf not in OF_OPTION)):
                     OmegaConf.update(cfg, f"{group}.{leaf}", value, merge=False)
         for key in filter(_is_leaf, given):
-            OmegaConf.update(cfg, key, OmegaConf.select(asked, key))
+            OmegaConf.update(cfg, key, OmegaConf.select(asked, key), merge=False)
     return cfg
 
 

@@ -117,8 +117,7 @@ def fitting_rollout(wanted: int, n_samples: int, train_batch: int) -> int:
 
 
 def _multiple(wanted: int, unit: int) -> int:
-    unit = max(1, unit)  # a size below 1 is refused where it is used
-    return -(-wanted // unit) * unit
+    return -(-wanted // unit) * unit if min(wanted, unit) > 0 else wanted  # which is refused where it is used
 
 
 def groups() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,7 @@ def job_of(words: Sequence[str]) -> EvalJob:
 
 def is_folder(word: str) -> bool:
     """Return whether a word names a folder, whose name may look like a key's."""
-    return "=" not in word or Path(word).expanduser().is_dir()
+    return "=" not in word or os.path.isdir(os.path.expanduser(word))  # which refuse no word, however long
 
 
 def job_of_folder(folder: Path, overrides: Sequence[str]) -> EvalJob:

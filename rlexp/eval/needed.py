@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rlexp.base.errors import ConfigError
 from rlexp.base.file_hashes import files_of
 from rlexp.config.resolvers import draws
+from rlexp.config.schema.data import SourceConfig
 
+KEYS = {each.name for each in fields(SourceConfig)}
 OF_A_SET = {"subset": None, "revision": None, "streaming": False}  # and not of a file
 
 
@@ -30,20 +35,23 @@ def hold_out_alone(cfg: DictConfig) -> None:
     sources = data.get("sources") or {}
     for source in (data, *(each for each in sources.values() if isinstance(each, DictConfig))):
         _take_held_out(source)
-    held_out = {name: each for name, each in sources.items() if isinstance(each, DictConfig) and _has_held_out(each)}
+    held_out = {name: each for name, each in sources.items() if not _trained_on_alone(each)}
     if held_out:
         data.sources = held_out
 
 
-def _has_held_out(source: DictConfig) -> bool:
-    return any(source.get(key) is not None for key in ("eval_path", "eval_split"))
+def _trained_on_alone(source: Any) -> bool:
+    """Return whether no row of a source is held out. One that is not written as it should be is refused later."""
+    return (
+        isinstance(source, DictConfig) and source.keys() <= KEYS and not (source.keys() & {"eval_path", "eval_split"})
+    )
 
 
 def _take_held_out(source: DictConfig) -> None:
     """Name the held-out rows where those to train on are named. A set's split, subset and revision may be of either."""
     place = source.get("eval_path")
-    if place is None:
-        return
+    if not isinstance(place, str):
+        return  # none, or one that is refused where sources are checked
     of_rows = {"split": "train"} | (OF_A_SET if files_of(place) else {})
     with open_dict(source):
         source.update({"path": place} | {key: value for key, value in of_rows.items() if key in source})

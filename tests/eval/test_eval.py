@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,7 @@ def test_keys_of_a_mapping_are_replaced_one_by_one(tmp_path: Path) -> None:
         (["eval.buckets=[0,4]"], "eval.buckets=[0,4]: must be numbers of tokens that ascend, each at least 1."),
         (["eval.buckets=[4]", "loss=grpo", "reward.text=e"], "and loss=grpo draws its own. Leave it out."),
         (["eval.before_training=true", "data.eval_size=0"], "eval.before_training=true: there is no held-out data."),
+        (["data=hf", "data.columns={prompt: " + 300 * "q" + "}"], "data.path: has no value."),
         (["data=jsonl"], "data.eval_path: has no value. Give the rows to evaluate: data.eval_path=FILE."),
         (["data=jsonl", "data.path=/nowhere", "data.eval_size=-3"], "data.eval_size=-3"),
         (["data=jsonl", "data.eval_path=/nowhere"], "data.eval_path=/nowhere: no such file."),
@@ -211,6 +213,14 @@ def test_only_the_place_of_held_out_rows_must_be_there(tmp_path: Path) -> None:
         {},
     )
     mine = to_plain(compose_config(["data=jsonl", f"data.path={held}", "data.eval_size=1", "launch.device=cpu"]))
+    both = {**plain["data"], "sources": {name: {"path": str(held)} for name in "ab"}, "eval_size": 3}
+    assert rows_of({**plain, "data": both}, "data.sources.a.columns.prompt=q").eval_size == 3
+    one = rows_of({**plain, "data": both}, f"data.sources={{c: {{path: {held}, eval_path: {held}}}}}")
+    assert list(one.sources) == ["c"]
+    for wrong, said in ((f"data.sources.b={held}", "data.sources.b="), ("data.sources.a.eval_path=3", "data.sources.a.path="),
+                        (f"data.sources.b={{path: {held}, eval_pth: x}}", "eval_pth: no such key")):  # fmt: skip
+        with pytest.raises(UserError, match=re.escape(said)):
+            rows_of(plain, wrong)
     plain["data"] |= {"sources": {}, "path": gone, "eval_path": gone, "eval_size": 0}
     others = rows_of(plain, f"data.path={held}", "data.eval_size=2")
     assert (others.path, others.eval_path, others.eval_size) == (str(held), None, 2)

@@ -127,7 +127,7 @@ class OfflineTask(Task):
         return {"carried": dict(self.carried)} if self.carried else None
 
     def restore(self, folder: Path, position: Any, step: int) -> None:  # noqa: ARG002
-        self.carried = position["carried"] if position else {}
+        self.carried = position.get("carried", {}) if position else {}
 
     def passing(self, what: str) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
         """Stand around a pass without gradient that comes before the first micro-batch; only `verify` looks at it."""
