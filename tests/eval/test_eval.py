@@ -217,7 +217,7 @@ def test_only_the_place_of_held_out_rows_must_be_there(tmp_path: Path) -> None:
     assert rows_of({**plain, "data": both}, "data.sources.a.columns.prompt=q").eval_size == 3
     one = rows_of({**plain, "data": both}, f"data.sources={{c: {{path: {held}, eval_path: {held}}}}}")
     assert list(one.sources) == ["c"]
-    for wrong, said in ((f"data.sources.b={held}", "data.sources.b="), ("data.sources.a.eval_path=3", "data.sources.a.path="),
+    for wrong, said in ((f"data.sources.b={held}", "data.sources.b="), ("data.sources.a.eval_path=3", "a.path="),
                         (f"data.sources.b={{path: {held}, eval_pth: x}}", "eval_pth: no such key")):  # fmt: skip
         with pytest.raises(UserError, match=re.escape(said)):
             rows_of(plain, wrong)
