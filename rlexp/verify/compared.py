@@ -40,7 +40,7 @@ class Comparison:
     expected: Expected
     ran: TensorFiles  # gradients and weights of the run
     meant: TensorFiles  # and of the reference
-    given_weights: Sequence[Mapping[str, Update]]  # see `one_process.given_steps`
+    given_weights: Sequence[Mapping[str, Update]]  # see `reference/optimizer.py`
     allowed: Allowed
     gauge: Gauge = field(default_factory=Gauge)
 

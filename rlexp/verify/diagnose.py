@@ -35,7 +35,7 @@ from rlexp.training.train.parts import Run
 from rlexp.training.types import Answered, Ids, Mask, Pack, Shard
 from rlexp.verify.findings import Clue, Finding
 from rlexp.verify.records import TensorFiles
-from rlexp.verify.reference.one_process import softmax_attention
+from rlexp.verify.reference.model import softmax_attention
 
 LONGEST = 512  # tokens of a sequence in the attention that is tried alone
 # Allowed differences to the written-out ones, relative to the largest value; rounding is 100 times smaller.

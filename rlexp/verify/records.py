@@ -80,6 +80,18 @@ class TokenAnswer(TokenExample):
 
 
 @dataclass(frozen=True)
+class TokenPrompt(TokenExample):
+    """A prompt to which the policy draws its answers."""
+
+    sides: ClassVar[tuple[str, ...]] = SIDES_OF[Kind.prompts]
+
+    prompt: Array
+    origin: str
+    text: str  # the prompt as a reward is given it
+    right: str | None = None  # the row's own answer, for rewards that compare with it
+
+
+@dataclass(frozen=True)
 class Counts:
     """What the reference counts of a batch's examples for the loss."""
 
@@ -196,6 +208,16 @@ class StepExpected:
     number: int
     samples: tuple[int, ...]
     policy: dict[Key, Array]  # log-probability of each token that is trained on; or an answer's score, (1,)
+    loss: float
+    row: dict[str, float]
+    grad_norm: float = field(default=0.0, kw_only=True)
+    lr: float = field(default=0.0, kw_only=True)
+
+
+@dataclass
+class RowsExpected(StepExpected):
+    """One step on answers that the rows give."""
+
     reference: dict[Key, Array]
     logits: dict[Key, Array]  # means over the vocabulary
     likelihoods: dict[Key, Array]
@@ -205,10 +227,6 @@ class StepExpected:
     of_others: dict[str, dict[Key, Array]]  # what policy and reference say of them
     counts: Counts
     losses: dict[int, float]
-    loss: float
-    grad_norm: float
-    lr: float
-    row: dict[str, float]
 
 
 @dataclass(frozen=True)

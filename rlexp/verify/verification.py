@@ -308,7 +308,7 @@ def _given_rank(
 ) -> tuple[list[Mapping[str, Update]], list[Losses]]:
     """Apply optimizer and formula to what the run computed, step by step."""
     from rlexp.verify.reference.formula import losses_of_steps
-    from rlexp.verify.reference.one_process import given_steps
+    from rlexp.verify.reference.optimizer import given_steps
     from rlexp.verify.trace import loss_of
 
     return list(given_steps(cfg, len(lrs), lrs, folder)), list(losses_of_steps(loss_of(cfg), given))

@@ -15,7 +15,7 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.verify.records import SIDES, TokenPair
 from rlexp.verify.reference import rules
-from rlexp.verify.reference.one_process import load_tokenizer, softmax_attention
+from rlexp.verify.reference.model import load_tokenizer, softmax_attention
 from rlexp.verify.reference.pairs import set_of
 from tests.helpers.textbook_losses import preference_losses as preference_losses
 from tests.helpers.textbook_losses import rewards as rewards

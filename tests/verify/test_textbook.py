@@ -14,7 +14,7 @@ from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.verify.records import SIDES, Losses, TokenPair, joined
 from rlexp.verify.reference import rules
-from rlexp.verify.reference.one_process import load_tokenizer
+from rlexp.verify.reference.model import load_tokenizer
 from rlexp.verify.reference.pairs import set_of
 from tests.helpers import textbook
 from tests.helpers.ranks import Steps, largest_gap, on_ranks, train_steps
