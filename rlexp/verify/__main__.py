@@ -18,13 +18,15 @@ from rlexp.base.command import Parser, refuse_unwritable
 from rlexp.config.explain import explained
 from rlexp.config.load import compose_config
 
+STEPS = "optimizer steps (default: 3; of losses that draw samples, those of a rollout and one more, 17 at most)"
+
 
 def main() -> int:
     parser = Parser(
         prog="python -m rlexp.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default: 3)")
+    parser.add_argument("--steps", type=int, metavar="N", help=STEPS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     return explained(lambda: run(parser.parse_intermixed_args()))
 

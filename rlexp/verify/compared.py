@@ -19,11 +19,10 @@ from rlexp.verify.records import (
     Asked,
     Expected,
     Key,
-    Losses,
     Micro,
-    StepExpected,
     StepSeen,
     TensorFiles,
+    TokenExample,
     Trace,
     Update,
     joined,
@@ -44,7 +43,11 @@ class Comparison:
     allowed: Allowed
     gauge: Gauge = field(default_factory=Gauge)
 
-    def apply_formula(self, given: Sequence[Losses]) -> None:
+    def given(self) -> Any:
+        """What the run gave to the loss's formula: of each step its sums, and what else is counted."""
+        return [(step.sums(), step.expected.counts) for step in self.steps()]
+
+    def apply_formula(self, given: Any) -> None:
         """Keep, for each micro-batch, what the formula alone makes of the sums of its step's whole train batch."""
         for step, whole in zip(self.steps(), given, strict=True):
             first = 0
@@ -86,7 +89,7 @@ class ComparedStep:
     """One optimizer step of a comparison."""
 
     whole: Comparison
-    expected: StepExpected
+    expected: Any  # RowsExpected, or DrawnExpected
     place: int  # from 0
     seen: Sequence[StepSeen]  # by rank
 
@@ -134,6 +137,10 @@ class ComparedStep:
     def finding(self, stage: str, clue: Clue, quantity: str, got: Any, expected: Any, note: str = "") -> Finding:
         return Finding(self.number, stage, clue, quantity, shown(got), shown(expected), note)
 
+    def examples(self, of: str) -> Mapping[int, TokenExample]:
+        """The reference's examples of the step's micro-batches."""
+        return self.expected.others if of == "others" else self.whole.expected.tokens
+
     def by_sequence(self, values: str, of: str = "micros") -> dict[Key, Array]:
         """Values of each answer's trained tokens, put together from the ring. What no rank computed stays NaN.
 
@@ -142,7 +149,7 @@ class ComparedStep:
         if self.whole.asks.scores:
             return self._scores() if values == "policy_t" else {}
         whole: dict[Key, Array] = {}
-        expected = self.expected.others if of == "others" else self.whole.expected.tokens
+        expected = self.examples(of)
         for head, place, micro in self.micros(of):
             parts = {
                 (sample, side): np.full(len(expected[sample].ids(side)), np.nan)
@@ -151,7 +158,7 @@ class ComparedStep:
             }
             for trace in self.whole.ring(head):
                 mine = getattr(trace.steps[self.place], of)[place]
-                got, owner, position = getattr(mine, values), mine.sequence_t, mine.positions_t
+                got, owner, position = mine.column(values), mine.sequence_t, mine.positions_t
                 if got is None or position is None:
                     continue
                 for number, (sample, side) in enumerate(parts):
@@ -170,7 +177,9 @@ class ComparedStep:
         """A parameter's tensor in this step: the run's, and the reference's."""
         return self.whole.ran.read(kind, self.number, name), self.whole.meant.read(kind, self.number, name)
 
-    def first_wrong(self, quantity: str, got: Array, wanted: Array, least: float = 0.1) -> int | None:
+    def first_wrong(
+        self, quantity: str, got: Array, wanted: Array, least: float = 0.1, allowed: float | None = None
+    ) -> int | None:
         """The first place where a value differs from what the run's earlier values give by arithmetic.
 
         The difference is relative to the value, or to `least` if the value is smaller."""
@@ -179,8 +188,26 @@ class ComparedStep:
         if not len(got):
             return None
         apart = np.abs(got - wanted) / np.maximum(least, np.abs(wanted))
-        exceeds = self.whole.gauge.exceeds(quantity, float(apart.max()), self.whole.allowed.given)
-        return int(np.flatnonzero(~(apart <= self.whole.allowed.given))[0]) if exceeds else None
+        allowed = self.whole.allowed.given if allowed is None else allowed
+        exceeds = self.whole.gauge.exceeds(quantity, float(apart.max()), allowed)
+        return int(np.flatnonzero(~(apart <= allowed))[0]) if exceeds else None
+
+    @property
+    def scale(self) -> float:
+        """The size of the loss."""
+        return abs(float(self.expected.loss))
+
+    def said(self) -> tuple[dict[str, dict[Key, Array]], dict[str, dict[Key, Array]]]:
+        """What the models say of each token, in the run and in the reference."""
+        ours, theirs = {"policy": self.by_sequence("policy_t")}, {"policy": self.expected.policy}
+        if self.expected.reference:
+            ours["reference model"] = self.by_sequence("reference_t")
+            theirs["reference model"] = self.expected.reference
+        return ours, theirs
+
+    def alike(self, other: ComparedStep) -> bool:  # noqa: ARG002
+        """Whether another run has the same examples in this step."""
+        return True
 
     def mean_loss(self) -> float:
         """The loss of the train batch, from the losses of its examples."""

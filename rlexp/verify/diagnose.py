@@ -22,19 +22,24 @@ from torch import Tensor
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import UserError
 from rlexp.config.schema import Config, EngineName, Precision
+from rlexp.config.schema.losses import Normalize
 from rlexp.launch.joining import RankSpec, join, threads_of
+from rlexp.training.algos.weights import sequence_weight, token_weight
+from rlexp.training.algos.whiten import whiten
 from rlexp.training.dataset.packing import pack_examples
 from rlexp.training.engine.base import trained
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.placing import Placing
 from rlexp.training.model.policy import DTYPES
 from rlexp.training.ring.collectives import ring_sum
-from rlexp.training.train.build import build, build_policy, unprobed
-from rlexp.training.train.offline_task import OfflineTask
+from rlexp.training.train.build import build_policy
 from rlexp.training.train.parts import Run
+from rlexp.training.train.task import Task
 from rlexp.training.types import Answered, Ids, Mask, Pack, Shard
 from rlexp.verify.findings import Clue, Finding
+from rlexp.verify.given_samples import Drawing, task_on
 from rlexp.verify.records import TensorFiles
+from rlexp.verify.reference import rollout_rules as rules
 from rlexp.verify.reference.model import softmax_attention
 
 LONGEST = 512  # tokens of a sequence in the attention that is tried alone
@@ -43,7 +48,7 @@ ATTENTION = {Precision.fp64: 1e-10, Precision.fp32: 1e-4, Precision.bf16: 1e-1}
 GRADIENT = {Precision.fp64: 1e-9, Precision.fp32: 1e-3, Precision.bf16: 3e-1}
 
 DATA, RING, MODEL, ALGOS = (f"rlexp/training/{name}/" for name in ("dataset", "ring", "model", "algos"))
-TRAIN, ENGINE, METRICS = (f"rlexp/training/{name}/" for name in ("train", "engine", "metrics"))
+TRAIN, ENGINE, METRICS, ROLLOUT = (f"rlexp/training/{name}/" for name in ("train", "engine", "metrics", "rollout"))
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Alone:
     attention: float
     attention_backward: float
     gradient: float
+    weighing: float  # of the weights and the whitened advantages of drawn samples
 
 
 @dataclass(frozen=True)
@@ -65,20 +71,22 @@ class Case:
     cfg: Config
     step: int
     folder: Path  # the reference's weights and gradients
+    drawing: Drawing | None = None  # the samples that the run drew, if it draws
 
 
 def alone_rank(spec: RankSpec, case: Case) -> Alone:
     first = case.cfg.launch
     join(spec, first.device.value, first.timeout_seconds, threads_of(first))
-    task = build(case.cfg, probing=unprobed)
-    assert isinstance(task, OfflineTask)
+    task = task_on(case.cfg, case.drawing)
     run = task.run
     # In the same order on every rank: each has collectives.
     forward, backward = _try(lambda: _ring_sum(run))
     meter, _ = _try(lambda: (_meter(run), 0.0))
     attention, attention_backward = _try(lambda: _attention(task, case))
     gradient, _ = _try(lambda: (_gradient(task, case), 0.0))
-    mine = torch.tensor([forward, backward, meter, attention, attention_backward, gradient], dtype=torch.float64)
+    weighing, _ = _try(lambda: (_weighing(), 0.0))
+    errors = [forward, backward, meter, attention, attention_backward, gradient, weighing]
+    mine = torch.tensor(errors, dtype=torch.float64)
     dist.all_reduce(mine.nan_to_num_(nan=torch.inf), op=dist.ReduceOp.MAX)
     return Alone(*mine.tolist())
 
@@ -128,23 +136,43 @@ def _meter(run: Run) -> float:
     return _largest(*(abs(values.get(name, torch.inf) - value) for name, value in expected.items()))
 
 
+def _weighing() -> float:
+    """Whiten and weigh three answers, of which one does not count."""
+    advantages = [torch.tensor(each, dtype=torch.float64) for each in ([1.0, 2.0], [5.0], [4.0, 0.0, -3.0])]
+    counts = [True, False, True]
+    wanted = rules.whitened([each.numpy() for each in advantages], counts)
+    got = whiten(advantages, torch.tensor(counts))
+    worst = _largest(*(float((a - torch.from_numpy(b)).abs().max()) for a, b in zip(got, wanted, strict=True)))
+    lengths = torch.tensor([len(each) for each in advantages])
+    for normalize, meant in ((Normalize.token, [1 / 5, 0, 1 / 5]), (Normalize.sequence, [1 / 4, 0, 1 / 6]),
+                             (Normalize.fixed, [1 / 20, 0, 1 / 20])):  # fmt: skip
+        weights = token_weight(normalize, lengths, torch.tensor(counts), 10)
+        worst = _largest(worst, float((weights - torch.tensor(meant, dtype=torch.float64)).abs().max()))
+    answers = sequence_weight(torch.tensor(counts)) - torch.tensor([1 / 2, 0, 1 / 2], dtype=torch.float64)
+    return _largest(worst, float(answers.abs().max()))
+
+
 # ---- attention alone ----
 
 
-def _attention(task: OfflineTask, case: Case) -> tuple[float, float]:
+def _attention(task: Task, case: Case) -> tuple[float, float]:
     """Try the run's layout and kernel on the step's micro-batches, with random queries, keys and values."""
     worst = [0.0, 0.0]
-    for number, examples in enumerate(_micro_batches(task, case.step)):
+    for number, examples in enumerate(_micro_batches(task, case)):
         pack, index_t, shard = _placed(task, [_short(each) for each in examples])
         apart = _attention_of(task.run, pack, index_t, shard, seed=number)
         worst = [_largest(a, b) for a, b in zip(worst, apart, strict=True)]
     return worst[0], worst[1]
 
 
-def _micro_batches(task: OfflineTask, step: int) -> list[list[Answered]]:
-    world, batch = task.run.world, task.batch(step)
+def _micro_batches(task: Task, case: Case) -> list[list[Answered]]:
+    world, batch = task.run.world, task.batch(case.step)
     mine = batch.micro_batches(world.replica, world.dp_size, task.run.cfg.train.micro_batch_size)
-    return [[task.train[index] for index in indices] for indices in mine]
+    examples: Any = task.examples.train
+    if case.drawing is not None:
+        samples = case.drawing.rollouts[rules.rollout_of(case.cfg, case.step)].samples
+        examples = [Short(each.place, each.prompt, each.origin, ((each.answer, None),)) for each in samples]
+    return [[examples[index] for index in indices] for indices in mine]
 
 
 @dataclass(frozen=True)
@@ -166,7 +194,7 @@ def _short(example: Answered) -> Short:
     return Short(example.index, prompt, example.origin, tuple(answers))
 
 
-def _placed(task: OfflineTask, examples: Sequence[Answered]) -> tuple[Pack, Tensor, Shard]:
+def _placed(task: Task, examples: Sequence[Answered]) -> tuple[Pack, Tensor, Shard]:
     """The run's own shard of a pack, and the place in the pack of each token that this rank holds."""
     pack = pack_examples(examples, **task.run.padding)
     pack = dataclasses.replace(pack, tokens_T=torch.arange(len(pack.tokens_T)))
@@ -236,7 +264,7 @@ def _head_shape(config: Any) -> tuple[int, int, int]:
 # ---- the gradient without an engine ----
 
 
-def _gradient(task: OfflineTask, case: Case) -> float:
+def _gradient(task: Task, case: Case) -> float:
     files = TensorFiles(case.folder)
     worst = 0.0
     *_, gradient = without_engine(task, case.step, files)
@@ -246,7 +274,7 @@ def _gradient(task: OfflineTask, case: Case) -> float:
     return worst
 
 
-def without_engine(task: OfflineTask, steps: int, weights: TensorFiles) -> Iterator[dict[str, Tensor]]:
+def without_engine(task: Task, steps: int, weights: TensorFiles) -> Iterator[dict[str, Tensor]]:
     """Yield the gradient of each step by the run's model, packs and sums and torch's autograd, in the run's precision.
 
     The parts of micro-batches and ranks are added up here, in float64. Weights are read from files, as they were before
@@ -262,7 +290,7 @@ def without_engine(task: OfflineTask, steps: int, weights: TensorFiles) -> Itera
     alone: Any = Forward(policy)
     task.run = dataclasses.replace(run, engine=alone)
     for number in range(1, steps + 1):
-        for name, parameter in policy.model.named_parameters():
+        for name, parameter in policy.named():
             parameter.data.copy_(torch.from_numpy(weights.read("weights", number - 1, name).copy()))
         yield _of_step(task, number, trained(policy))
     task.run = run
@@ -275,7 +303,7 @@ class Forward:
     forward: Any
 
 
-def _of_step(task: OfflineTask, number: int, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _of_step(task: Task, number: int, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     run = task.run
     whole = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
     step = task.begin(number)
@@ -299,13 +327,13 @@ class Parts:
     steps: int
     weights: Path
     folder: Path
+    drawing: Drawing | None = None
 
 
 def parts_rank(spec: RankSpec, parts: Parts) -> None:
     first = parts.cfg.launch
     join(spec, first.device.value, first.timeout_seconds, threads_of(first))
-    task = build(parts.cfg, probing=unprobed)
-    assert isinstance(task, OfflineTask)
+    task = task_on(parts.cfg, parts.drawing)
     weights, files = TensorFiles(parts.weights), TensorFiles(parts.folder)
     for step, gradients in enumerate(without_engine(task, parts.steps, weights), start=1):
         for name, gradient in gradients.items():
@@ -321,6 +349,13 @@ def module_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
     fixed = {
         Clue.PAIRS: DATA,
         Clue.SAMPLES: DATA,
+        Clue.DRAWN: ROLLOUT,
+        Clue.REWARD: ROLLOUT,
+        Clue.SCORED: ROLLOUT,
+        Clue.BEHAVIOUR: ROLLOUT,
+        Clue.OUTCOMES: TRAIN,
+        Clue.CREDIT: ALGOS,
+        Clue.SPREAD: TRAIN,
         Clue.EXECUTED: TRAIN,
         Clue.TOKENS: DATA,
         Clue.PACK: DATA,
@@ -352,6 +387,8 @@ def module_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
     match finding.clue:
         case Clue.POLICY:
             return RING if alone.attention > ATTENTION[precision] else MODEL
+        case Clue.WEIGHED:
+            return ALGOS if alone.weighing > 1e-12 else TRAIN
         case Clue.SUMS:
             return RING if alone.ring_sum > 0 else TRAIN
         case Clue.GRADIENT:
@@ -365,7 +402,7 @@ def module_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
 
 
 def needs_trial(finding: Finding) -> bool:
-    return finding.clue in (Clue.POLICY, Clue.SUMS, Clue.GRADIENT, Clue.REDUCED)
+    return finding.clue in (Clue.POLICY, Clue.WEIGHED, Clue.SUMS, Clue.GRADIENT, Clue.REDUCED)
 
 
 def module_of_traceback(text: str) -> str | None:
@@ -382,6 +419,7 @@ def module_of_traceback(text: str) -> str | None:
 EVIDENCE: Mapping[Clue, str] = {
     Clue.POLICY: "packs and shards are right",
     Clue.SUMS: "each token's log-probability is right",
+    Clue.WEIGHED: "the advantages of the rollout are right",
     Clue.GRADIENT: "log-probabilities and losses are right",
     Clue.REDUCED: "the values of each pair and token are right",
 }
@@ -397,6 +435,7 @@ def evidence(finding: Finding, cfg: Config, alone: Alone) -> str:
     precision = cfg.train.precision
     tried = {
         Clue.POLICY: [("attention alone", alone.attention, ATTENTION[precision])],
+        Clue.WEIGHED: [("the formula of whitening and weights alone", alone.weighing, 1e-12)],
         Clue.SUMS: [("the ring's sum alone", alone.ring_sum, 0.0)],
         Clue.GRADIENT: [
             ("the backward of the ring's sum", alone.ring_sum_backward, 0.0),

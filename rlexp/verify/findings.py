@@ -12,6 +12,7 @@ import numpy as np
 from rlexp.verify.records import Array
 
 DATA, LOGPS, LOSS = "data", "log-probabilities", "loss"
+REWARDS, ADVANTAGES = "rewards", "advantages"  # of samples that the policy draws
 GRADIENT, OPTIMIZER, METRICS = "gradient", "optimizer", "metrics"
 
 
@@ -20,6 +21,14 @@ class Clue(Enum):
 
     PAIRS = "the data set"
     SAMPLES = "the sampler's batch"
+    DRAWN = "the drawn samples"
+    REWARD = "their rewards"
+    SCORED = "what the scoring pass keeps of them"
+    BEHAVIOUR = "the log-probabilities with which they were drawn"
+    OUTCOMES = "what credit is computed from"
+    CREDIT = "the credit, given that"
+    SPREAD = "the advantages, given that"
+    WEIGHED = "whitened advantages and weights in the loss"
     EXECUTED = "the samples that the step took"
     TOKENS = "an example's tokens"
     PACK = "the pack"
@@ -75,6 +84,10 @@ class Allowed:
     norm: float  # the gradient's norm, given the gradient
     updated: tuple[float, float]  # the weights, given the gradient: relative to the step, and to the weights
     metric: tuple[float, float]  # relative and absolute
+    # Of samples that the policy draws; see docs/verify.md.
+    loss_of_samples: float  # relative to the size of its terms, which may cancel
+    formula: float  # what the formula of a policy loss makes of given tokens, in the run's own numbers
+    kept: float  # values that are kept for each token, in the run's own numbers
 
 
 FLOAT64 = Allowed(
@@ -87,6 +100,9 @@ FLOAT64 = Allowed(
     norm=1e-12,
     updated=(1e-9, 1e-15),
     metric=(1e-9, 1e-11),
+    loss_of_samples=1e-12,
+    formula=1e-12,
+    kept=1e-12,
 )
 
 

@@ -32,6 +32,7 @@ from rlexp.config.schema import (
     ReferenceConfig,
     TinyModelConfig,
 )
+from rlexp.config.schema.losses import CriticName, PPOConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.sampler import Batch, total_steps
 from rlexp.training.model.first_layers import first_layers
@@ -39,9 +40,10 @@ from rlexp.training.model.loading import load_config, load_tokenizer
 from rlexp.training.model.prepared import prepared
 from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.examples import read_examples, sampler_of
-from rlexp.training.types import Answered
+from rlexp.training.types import Answered, Prompt
 
 NUMBERS = 7  # float64 numbers of a rank per parameter
+OF_CRITIC = 6  # and of a critic that has its own trunk: no reference stands beside it
 FILES = 2  # recorded runs whose gradients and weights are on disk at once
 SHARE = 0.7  # of the free memory
 LEAST = 2  # layers
@@ -87,13 +89,15 @@ def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> VerifyPlan:
     examples = read_examples(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE))
     train, held_out = examples.train, examples.held_out
     sampler = sampler_of(cfg, cfg.loss.rows, len(train), examples.mixture)
-    steps = min(steps, total_steps(sampler.steps_per_epoch, cfg.train.max_steps, cfg.train.epochs))
-    seen = [train[index] for batch in sampler.batches(1, steps) for index in batch.indices]
+    each = cfg.rollout.epochs * cfg.rollout.minibatches if cfg.loss.draws else 1  # steps on a batch of the sampler
+    steps = min(steps, total_steps(sampler.steps_per_epoch * each, cfg.train.max_steps, cfg.train.epochs))
+    batches = list(sampler.batches(1, -(-steps // each)))
+    seen = [train[index] for batch in batches for index in batch.indices]
     held_out = held_out[: held_out_of(cfg, len(held_out))]
-    longest = max(map(length_of, [*seen, *held_out]))
+    longest = max(length_of(cfg, each) for each in [*seen, *held_out])
     config = load_config(cfg.model, cfg.data.max_length)
     full = _layers(config)
-    tokens = _tokens_at_once(cfg, [*(sampler.batch(step) for step in range(1, steps + 1))], train)
+    tokens = _tokens_at_once(cfg, batches, train)
     count = _counter(config, tokens, cfg)
     layers = full
     while layers > LEAST and count(layers)[1] > SHARE * free:
@@ -130,7 +134,10 @@ def held_out_of(cfg: Config, there: int) -> int:
     return min(there, cfg.train.batch_size + -(-cfg.train.batch_size // 2))
 
 
-def length_of(example: Answered) -> int:
+def length_of(cfg: Config, example: Answered | Prompt) -> int:
+    """The tokens of an example's longest sequence; of a prompt with the longest answer that may be drawn to it."""
+    if isinstance(example, Prompt):
+        return len(example.tokens) + cfg.rollout.max_new_tokens
     return len(example.prompt) + max(len(answer) for answer, _ in example.answers)
 
 
@@ -141,14 +148,17 @@ def _layers(config: Any) -> int:
     return layers
 
 
-def _tokens_at_once(cfg: Config, batches: list[Batch], train: Sequence[Answered]) -> int:
+def _tokens_at_once(cfg: Config, batches: list[Batch], train: Sequence[Any]) -> int:
     """Tokens at once: the largest micro-batch of every replica, and the reference's example."""
     micro = 0
+    if cfg.loss.draws:
+        longest = max(length_of(cfg, train[index]) for batch in batches for index in batch.indices)
+        return longest * cfg.train.micro_batch_size * (cfg.parallel.dp_size + 1)
     for batch in batches:
         for replica in range(cfg.parallel.dp_size):
             for indices in batch.micro_batches(replica, cfg.parallel.dp_size, cfg.train.micro_batch_size):
                 examples = [train[index] for index in indices]
-                micro = max(micro, sum(len(each.answers) * length_of(each) for each in examples))
+                micro = max(micro, sum(len(each.answers) * length_of(cfg, each) for each in examples))
     return micro * (cfg.parallel.dp_size + 1)
 
 
@@ -158,13 +168,15 @@ def _counter(config: Any, tokens: int, cfg: Config) -> Callable[[int], tuple[int
     inner = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     per_token = PER_WIDTH * int(text.hidden_size) + PER_INNER * inner
     holders = 2 if cfg.launch.device is Device.cuda else cfg.parallel.world_size + 1
+    own_critic = isinstance(cfg.loss, PPOConfig) and cfg.loss.critic is CriticName.own
+    numbers = NUMBERS + (OF_CRITIC if own_critic else 0)
     other = 0  # parameters of a reference model that is not the starting model: it stays whole
-    if cfg.reference.path is not None:
+    if cfg.reference.path is not None and cfg.loss.compares:
         other = _parameters(cfg, load_config(model_of_reference(cfg), cfg.data.max_length))
 
     def count(layers: int) -> tuple[int, int]:
         parameters = _parameters(cfg, first_layers(config, layers))
-        return parameters, 8 * (holders * (NUMBERS * parameters + other) + tokens * layers * per_token)
+        return parameters, 8 * (holders * (numbers * parameters + other) + tokens * layers * per_token)
 
     return count
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlexp.config.schema import Config, EngineName
@@ -24,8 +25,9 @@ from rlexp.preflight.rehearsal.sharding import Kept, Sharding, compare, kept, of
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.loading import load_config
 from rlexp.training.ring.kernels import get_kernel
-from rlexp.training.train.build import Sources, build, unprobed
+from rlexp.training.train.build import Sources
 from rlexp.training.types import Shard, TokenLogps
+from rlexp.verify.given_samples import Drawing, task_on
 
 # Seconds in which nothing is freed, after which nothing will be. Gloo's threads let go of a collective's tensors later
 # than its end is known: one time in five, by up to 8 ms with 4 ranks on 2 cores.
@@ -92,7 +94,7 @@ class WatchedEngine:
 
     def forward(self, shard: Shard) -> TokenLogps:
         watch = self._watch
-        if watch.over or watch.mode is not None:
+        if watch.over or watch.mode is not None or not torch.is_grad_enabled():
             tokens: TokenLogps = self._engine.forward(shard)
             return tokens
         watch.begin(self._engine, shard)
@@ -111,12 +113,12 @@ class WatchedEngine:
         self._watch.end()
 
 
-def alone_rank(spec: RankSpec, cfg: Config) -> tuple[KeptOnRank | None, float]:
+def alone_rank(spec: RankSpec, cfg: Config, drawing: Drawing | None = None) -> tuple[KeptOnRank | None, float]:
     """Run the first micro-batch in one process; also say how much more than its share attention keeps on the ring."""
     join(spec, cfg.launch.device.value, cfg.launch.timeout_seconds, threads_of(cfg.launch))
     one = alone(cfg)
     watch = Watch(one)
-    task = build(one, probing=unprobed, sources=watch.sources)
+    task = task_on(one, drawing, watch.sources)
     run = task.run
     engine = WatchedEngine(run.engine, watch)
     task.run = dataclasses.replace(run, engine=engine)

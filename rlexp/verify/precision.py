@@ -25,6 +25,9 @@ OF_PARTS = 1e-5  # on a GPU, where the order of additions varies, four units of 
 OF_FLOOR = 8.0  # a run may differ from float64 by this many times its difference to another micro-batch size,
 MOST_FLOOR = 2.0  # but by no more than this many times the rounding bound: a defect may raise the floor too
 
+REFERENCE = "reference model"
+OF_SAMPLES = (("policy as it drew", Clue.BEHAVIOUR), ("policy as it was scored", Clue.SCORED))
+
 # For the stages; log-probabilities and gradients are bounded by `QUANTITIES` instead.
 OWN = {
     precision: Allowed(
@@ -37,6 +40,9 @@ OWN = {
         norm=1e-5,
         updated=(1e-3, 2.0**-23),  # the optimizer works in float32 in both
         metric=(math.inf, math.inf),
+        loss_of_samples=math.inf,
+        formula=1e-5,  # it works in float32 in both
+        kept=2.0**-22,
     )
     for precision in UNIT
 }
@@ -68,9 +74,9 @@ class Values:
     """The results of one step, of a run or of the reference."""
 
     number: int
-    policy: Mapping[Key, Array]
-    reference: Mapping[Key, Array]
+    said: Mapping[str, Mapping[Key, Array]]  # log-probabilities of each token, by the model that says them
     loss: float
+    scale: float  # the size of the loss's terms
     files: TensorFiles
 
 
@@ -81,14 +87,14 @@ def measure(run: Comparison, other: Comparison) -> tuple[list[Measured], Finding
     optimizer takes them: the difference of the weights is shown, and not judged.
     """
     unit = UNIT[run.cfg.train.precision]
-    steps = list(zip(_steps(run), _steps(other), _meant(run), strict=True))
     table: list[Measured] = []
     first: Finding | None = None
+    begin, end = (_values(run, other, place) for place in (0, -1))
     for quantity in QUANTITIES:
         explained = quantity.units[run.cfg.train.precision] * unit
-        ours, others, meant = steps[0] if math.isfinite(explained) else steps[-1]
-        floor = quantity.between(others, ours)
-        allowed = max(explained, min(OF_FLOOR * floor, MOST_FLOOR * explained))
+        ours, others, meant = begin if math.isfinite(explained) else end
+        floor = None if others is None else quantity.between(others, ours)
+        allowed = max(explained, min(OF_FLOOR * (floor or 0.0), MOST_FLOOR * explained))
         table.append(Measured(quantity.name, quantity.between(ours, meant), floor, allowed))
         if first is None and not table[-1].own <= allowed:
             first = _named(table[-1], quantity, ours, meant)
@@ -129,10 +135,13 @@ def _named(held: Measured, quantity: Quantity, got: Values, meant: Values) -> Fi
         quantity.name,
         f"{held.own:.2g} from float64",
         f"{held.allowed:.2g} at most",
-        f"noise floor {held.floor:.2g}",
+        "" if held.floor is None else f"noise floor {held.floor:.2g}",
     )
-    if finding.stage == LOGPS and quantity.between(replace(got, reference=meant.reference), meant) <= held.allowed:
-        return replace(finding, clue=Clue.REFERENCE, quantity=f"{finding.quantity}, of the reference model")
+    for name, clue in ((REFERENCE, Clue.REFERENCE), *OF_SAMPLES):
+        if finding.stage == LOGPS and name in meant.said:
+            without = replace(got, said={**got.said, name: meant.said[name]})
+            if quantity.between(without, meant) <= held.allowed:
+                return replace(finding, clue=clue, quantity=f"{finding.quantity}, of the {name}")
     if finding.stage != GRADIENT:
         return finding
     sizes = list(_sizes(got, meant))
@@ -141,16 +150,15 @@ def _named(held: Measured, quantity: Quantity, got: Values, meant: Values) -> Fi
     return replace(finding, note=note + common_factor(sizes))
 
 
-def _steps(run: Comparison) -> Iterator[Values]:
-    for step in run.steps():
-        policy = step.by_sequence("policy_t")
-        reference = step.by_sequence("reference_t") if step.expected.reference else {}
-        yield Values(step.number, policy, reference, step.mean_loss(), run.ran)
-
-
-def _meant(run: Comparison) -> Iterator[Values]:
-    for step in run.expected.steps:
-        yield Values(step.number, step.policy, step.reference, step.loss, run.meant)
+def _values(run: Comparison, other: Comparison, place: int) -> tuple[Values, Values | None, Values]:
+    """A step of the run, of the run with another micro-batch size, and of the reference."""
+    ours, others = (list(each.steps())[place] for each in (run, other))
+    said, meant = ours.said()
+    there = Values(ours.number, said, ours.mean_loss(), ours.scale, run.ran)
+    expected = Values(ours.number, meant, ours.expected.loss, ours.scale, run.meant)
+    if not others.alike(ours):
+        return there, None, expected
+    return there, Values(ours.number, others.said()[0], others.mean_loss(), ours.scale, other.ran), expected
 
 
 def _sizes(a: Values, b: Values) -> Iterator[Size]:
@@ -161,8 +169,8 @@ def _sizes(a: Values, b: Values) -> Iterator[Size]:
 def of_tokens(a: Values, b: Values) -> float:
     """The largest difference of a token's log-probability, relative to max(1, |log-probability|)."""
     return max(
-        float((np.abs(ours[key] - theirs[key]) / np.maximum(1.0, np.abs(theirs[key]))).max())
-        for ours, theirs in ((a.policy, b.policy), (a.reference, b.reference))
+        float((np.abs(a.said[who][key] - theirs[key]) / np.maximum(1.0, np.abs(theirs[key]))).max())
+        for who, theirs in b.said.items()
         for key in theirs
     )
 
@@ -170,14 +178,14 @@ def of_tokens(a: Values, b: Values) -> float:
 def of_pairs(a: Values, b: Values) -> float:
     """The largest relative difference of a sequence's sum."""
     return max(
-        abs(float(ours[key].sum() - theirs[key].sum())) / max(1.0, abs(float(theirs[key].sum())))
-        for ours, theirs in ((a.policy, b.policy), (a.reference, b.reference))
+        abs(float(a.said[who][key].sum() - theirs[key].sum())) / max(1.0, abs(float(theirs[key].sum())))
+        for who, theirs in b.said.items()
         for key in theirs
     )
 
 
 def of_loss(a: Values, b: Values) -> float:
-    return abs(a.loss - b.loss) / (abs(b.loss) or 1.0)
+    return abs(a.loss - b.loss) / (b.scale or 1.0)
 
 
 def of_gradient(a: Values, b: Values) -> float:

@@ -128,6 +128,19 @@ class Losses:
         return Losses(self.losses_E[some], slopes, values_E, weights_E, self.carried)
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What the formula of a policy loss makes of some tokens."""
+
+    loss: float
+    weighted: dict[str, float]  # parts of the loss that are sums over tokens
+    replicated: dict[str, float]  # parts of the loss that are sums over whole answers
+    means: dict[str, Array]  # values of each token whose mean is logged
+    peaks: dict[str, Array]  # and those whose maximum is
+    slopes: dict[str, Array]  # the loss's derivatives by what the models say of each token
+    kl_coef: float
+
+
 @dataclass
 class Micro:
     """One micro-batch as one rank saw it. Values that the run did not reach are None."""
@@ -152,6 +165,13 @@ class Micro:
     given: Losses | None = None  # the same by the formula alone, from these sums
     handed: float | None = None  # the scalar given to the engine
     last: bool = False  # the engine's mark of the last micro-batch
+    known: dict[str, Array] = field(default_factory=dict)  # of a drawn sample's tokens, as the formula is given them
+    terms: Terms | None = None  # what the formula of a policy loss made of them on this rank
+
+    def column(self, name: str) -> Array | None:
+        """Values of this rank's tokens."""
+        values: Array | None = self.known[name] if name in self.known else getattr(self, name, None)
+        return values
 
 
 @dataclass
@@ -168,6 +188,46 @@ class StepSeen:
     weight_marks: dict[str, int] = field(default_factory=dict)
     stale: tuple[str, ...] = ()  # parameters whose computing copy differs from the stepped one
     row: dict[str, float | int] = field(default_factory=dict)
+    tokens: dict[int, TokenExample] = field(default_factory=dict)  # drawn samples, by their places in the rollout
+    rollout: int | None = None  # the number of the rollout that they are from
+
+
+@dataclass
+class Drawn:
+    """A sample that the policy drew, and what is known of it when its rollout is complete."""
+
+    place: int  # in the rollout
+    index: int  # its prompt's place in the data set
+    prompt: Array
+    origin: str
+    answer: Array
+    stopped: bool  # by itself, and not by the limit
+    text: str
+    behaviour: Array
+    terms: dict[str, float]  # of its reward
+    score: float
+    old: Array | None = None
+    reference: Array | None = None
+    values: Array | None = None
+    advantages: Array | None = None
+    returns: Array | None = None
+    counts: bool = True
+
+    @property
+    def tokens(self) -> TokenAnswer:
+        return TokenAnswer(self.prompt, self.answer, self.origin)
+
+
+@dataclass
+class RolloutSeen:
+    """A rollout as one rank saw it."""
+
+    number: int
+    step: int  # the first that takes samples of it
+    kl_coef: float
+    samples: list[Drawn]  # that this rank holds
+    outcomes: dict[str, Array] = field(default_factory=dict)  # of all samples, as the formula's `credit` was given them
+    credit: Array | None = None  # what it returned
 
 
 @dataclass
@@ -189,6 +249,8 @@ class Trace:
     held_out: list[Micro] = field(default_factory=list)
     held_others: list[Micro] = field(default_factory=list)  # the held-out examples with mismatched answers
     held_other_tokens: dict[int, TokenExample] = field(default_factory=dict)
+    rollouts: list[RolloutSeen] = field(default_factory=list)
+    held_rollout: list[Drawn] | None = None  # this rank's answers to held-out prompts
     stopped: str | None = None  # why the run refused a step: a value was not finite
     kept: Any = None  # for the backward pass of the first micro-batch: a `KeptOnRank`, which the reference must not see
 
@@ -229,6 +291,42 @@ class RowsExpected(StepExpected):
     losses: dict[int, float]
 
 
+@dataclass
+class RolloutExpected:
+    """A rollout by the reference: all that it makes of the drawn tokens, by the samples' places."""
+
+    number: int
+    step: int
+    indices: list[int]  # of the prompts
+    prompts: list[TokenPrompt]
+    texts: list[str]
+    stopped: list[bool]
+    terms: dict[str, Array]  # rewards that were computed again
+    given: dict[str, str]  # why others were not
+    notes: dict[str, str]
+    scores: Array
+    row: dict[str, float]
+    behaviour: list[Array] = field(default_factory=list)
+    old: list[Array] = field(default_factory=list)
+    reference: list[Array] | None = None
+    values: list[Array] | None = None
+    counts: Array = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    advantages: list[Array] = field(default_factory=list)
+    returns: list[Array] | None = None
+    kl_coef: float = 0.0
+
+
+@dataclass
+class DrawnExpected(StepExpected):
+    """One step on samples that the policy drew."""
+
+    rollout: RolloutExpected
+    entropies: dict[Key, Array]
+    values: dict[Key, Array]  # the critic's; none without one
+    terms: Terms
+    scale: float  # the size of the loss's terms: they may cancel
+
+
 @dataclass(frozen=True)
 class Asked:
     """What the loss asks for besides sums of log-probabilities."""
@@ -248,8 +346,10 @@ class Expected:
     examples: int
     total_steps: int
     tokens: dict[int, TokenExample]
-    steps: list[StepExpected]
+    steps: list[Any]  # RowsExpected, or DrawnExpected
     held_tokens: dict[int, TokenExample] = field(default_factory=dict)
+    rollouts: list[RolloutExpected] = field(default_factory=list)
+    held_rollout: RolloutExpected | None = None
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ ROWS = (
 )
 
 
-def run(cfg: Config, steps: int, file: Path | None) -> int:
+def run(cfg: Config, steps: int | None, file: Path | None) -> int:
     """Verify, print the report and return the exit code."""
-    refuse(cfg, steps)
+    refuse(steps)
     sys.stdout.write(f"rlexp.verify  {subject(cfg)}\n")
     sys.stdout.flush()
     result = verify(cfg, steps, print_line)

@@ -20,7 +20,20 @@ from rlexp.base.errors import ConfigError, UserError
 from rlexp.base.kernel_needs import NEEDS
 from rlexp.config import sizes
 from rlexp.config.checks.across_fields import check
-from rlexp.config.schema import BackendName, Config, Device, EngineName, KernelName, LoggerConfig, LoggerName, Precision
+from rlexp.config.schema import (
+    BackendName,
+    Config,
+    Device,
+    EngineName,
+    KernelName,
+    LoggerConfig,
+    LoggerName,
+    ModelRewardConfig,
+    Precision,
+    RewardConfig,
+    RolloutEngine,
+    SumRewardConfig,
+)
 from rlexp.launch.joining import prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.preflight_check import laid_out
@@ -31,18 +44,21 @@ if TYPE_CHECKING:
     from rlexp.verify.diagnose import Alone
     from rlexp.verify.findings import Finding
     from rlexp.verify.fit_memory import VerifyPlan
+    from rlexp.verify.given_samples import Drawing
     from rlexp.verify.precision import Measured
-    from rlexp.verify.records import Array, Counts, Expected, Losses, Trace, Update
+    from rlexp.verify.records import Expected, Trace, Update
 
 OURS = (
     "rlexp.verify.trace",
     "rlexp.verify.reference.one_process",
+    "rlexp.verify.reference.drawn",
     "rlexp.verify.fit_memory",
     "rlexp.verify.diagnose",
     "rlexp.verify.kept",
 )
 TIMEOUT = 3600.0  # seconds for one start of ranks
 LONG = 1024  # tokens; from here on several threads are faster than one
+STEPS, MOST_STEPS = 3, 17  # optimizer steps if nothing else is asked for
 WAIT = 180.0  # seconds at most for a collective that a rank never joins
 Progress = Callable[[str], None]
 
@@ -86,10 +102,11 @@ class Verification:
         return self.agrees and (self.sharding is None or not self.sharding.whole)
 
 
-def verify(cfg: Config, steps: int, say: Progress) -> Verification:
+def verify(cfg: Config, steps: int | None, say: Progress) -> Verification:
     """Verify a configuration. The user's own mistakes are raised."""
     began = time.monotonic()
-    refuse(cfg, steps)
+    refuse(steps)
+    steps = steps or usual_steps(cfg)
     cfg = laid_out(_contained(cfg))
     prepare_environment(cfg.launch)
     with tempfile.TemporaryDirectory(prefix="rlexp-verify-") as folder:
@@ -98,16 +115,10 @@ def verify(cfg: Config, steps: int, say: Progress) -> Verification:
     return result
 
 
-def refuse(cfg: Config, steps: int) -> None:
+def refuse(steps: int | None) -> None:
     """Refuse a configuration that cannot be verified, before anything is printed or started."""
-    if steps < 1:
+    if steps is not None and steps < 1:
         raise ConfigError(f"--steps={steps}: must be at least 1.")
-    if cfg.loss.draws:
-        raise ConfigError(
-            f"loss={cfg.loss.name}: rlexp.verify has no reference for losses that draw their own samples. Verify the "
-            f"model, the layout and the engine with loss=dpo on pairs (data=synthetic, data=jsonl or data=hf). See "
-            f"docs/invariance.md for how little rollouts depend on the layout."
-        )
     if sizes.joined_world() is not None:
         raise ConfigError(
             "rlexp.verify: starts its own ranks on this machine, and torchrun or srun has already started some. Run it "
@@ -116,12 +127,19 @@ def refuse(cfg: Config, steps: int) -> None:
 
 
 def _contained(cfg: Config) -> Config:
-    """The same run without logger and checkpoints, and with short waits."""
+    """The same run without logger and checkpoints, with short waits, and with samples drawn by our own code."""
     launch = dataclasses.replace(cfg.launch, timeout_seconds=min(WAIT, cfg.launch.timeout_seconds))
     checkpoint = dataclasses.replace(cfg.checkpoint, export=False, on_exit=True)
-    return dataclasses.replace(
-        cfg, launch=launch, checkpoint=checkpoint, logger=LoggerConfig(name=LoggerName.none, progress=False)
-    )
+    rollout = dataclasses.replace(cfg.rollout, engine=RolloutEngine.native)
+    logger = LoggerConfig(name=LoggerName.none, progress=False)
+    return dataclasses.replace(cfg, launch=launch, checkpoint=checkpoint, logger=logger, rollout=rollout)
+
+
+def usual_steps(cfg: Config) -> int:
+    """Three steps; of samples that the policy draws all steps of a rollout and the first on the next, up to a limit."""
+    if not cfg.loss.draws:
+        return STEPS
+    return min(cfg.rollout.epochs * cfg.rollout.minibatches + 1, MOST_STEPS)
 
 
 class Verifier:
@@ -169,21 +187,32 @@ class Verifier:
 
         cfg = exact(self.cfg)
         traces, ran = self.recorded("float64, as the run computes it", [cfg], plan, counted=True)
+        result.facts = _facts(self.cfg, traces[0][0])
         self.kept = [trace.kept for trace in traces[0][: cfg.parallel.ring_size]]
-        expected: Expected = self.start(
-            "float64, by the reference",
-            _expected_rank,
-            1,
-            cfg,
-            plan,
-            self.folder / "reference",
-        )[0]
-        self.expected = expected
+        result.failure = self.incomplete(cfg, traces[0], "float64")
+        if not result.agrees:
+            return
+        self.drawing = drawing_of(cfg, traces[0])
+        self.expect("float64, by the reference", cfg, plan, "reference")
         comparison = self.compared(cfg, traces[0], ran[0], FLOAT64)
-        result.float64, result.facts = comparison, _facts(self.cfg, traces[0][0])
-        result.not_held = not_held(traces[0][0].steps[-1].row, expected.steps[-1].row)
+        result.float64 = comparison
+        result.not_held = not_held([step.row for step in traces[0][0].steps],
+                                   [step.row for step in self.expected.steps])  # fmt: skip
         result.failure = self.first_failure(comparison, "float64")
         _forget(ran[0])
+
+    def incomplete(self, cfg: Config, traces: list[Trace], precision: str) -> Failure | None:
+        """The first thing that is missing of a run's rollouts: without it the reference has nothing to begin with."""
+        from rlexp.verify.diagnose import module_of
+        from rlexp.verify.stages.rollouts import incomplete
+
+        finding = next(incomplete(cfg, traces), None) if cfg.loss.draws else None
+        return None if finding is None else _failure(finding, precision, module_of(finding, cfg, None), "")
+
+    def expect(self, what: str, cfg: Config, plan: VerifyPlan, name: str) -> None:
+        """Compute what the reference expects; of a run that draws, from the samples that it has drawn."""
+        self.reference = self.folder / name
+        self.expected: Expected = self.start(what, _expected_rank, 1, cfg, plan, self.reference, self.drawing)[0]
 
     def recorded(
         self, what: str, configs: Sequence[Config], plan: VerifyPlan, *, counted: bool = False
@@ -196,29 +225,35 @@ class Verifier:
             TraceJob(bounded(cfg, plan), plan.steps, plan.held_out, folder, counted)
             for cfg, folder in zip(configs, folders, strict=True)
         ]
-        by_rank = self.start(what, trace_rank, self.cfg.parallel.world_size, jobs)
+        training, sampling = self.cfg.parallel.world_size, self.cfg.rollout.sampling_ranks
+        by_rank = self.start(what, trace_rank, training + sampling, jobs)[:training]
         return [[traces[number] for traces in by_rank] for number in range(len(configs))], folders
 
     def compared(self, cfg: Config, traces: list[Trace], folder: Path, allowed: Any) -> Comparison:
+        comparison = self.beside(cfg, traces, folder, allowed)
+        lrs = [step.lr for step in self.expected.steps]
+        comparison.given_weights, made = self.start(
+            "loss and optimizer, given what the run computed", _given_rank, 1, cfg, lrs, comparison.given(), folder
+        )[0]
+        comparison.apply_formula(made)
+        return comparison
+
+    def beside(self, cfg: Config, traces: list[Trace], folder: Path, allowed: Any) -> Comparison:
+        """Put a recorded run beside the reference."""
         from rlexp.verify.compared import Comparison
+        from rlexp.verify.compared_samples import SamplesComparison
         from rlexp.verify.records import TensorFiles
 
-        comparison = Comparison(
+        kind = SamplesComparison if cfg.loss.draws else Comparison
+        return kind(
             cfg=cfg,
             traces=traces,
             expected=self.expected,
             ran=TensorFiles(folder),
-            meant=TensorFiles(self.folder / "reference"),
+            meant=TensorFiles(self.reference),
             given_weights=[],
             allowed=allowed,
         )
-        lrs = [step.lr for step in self.expected.steps]
-        given = [(step.sums(), step.expected.counts) for step in comparison.steps()]
-        comparison.given_weights, losses = self.start(
-            "loss and optimizer, given what the run computed", _given_rank, 1, cfg, lrs, given, folder
-        )[0]
-        comparison.apply_formula(losses)
-        return comparison
 
     def first_failure(self, comparison: Comparison, precision: str) -> Failure | None:
         from rlexp.verify.stages.in_order import differences
@@ -246,7 +281,7 @@ class Verifier:
         alone: Alone | None = None
         said = ""
         if needs_trial(finding):
-            case = Case(comparison.cfg, finding.step, self.folder / "reference")
+            case = Case(comparison.cfg, finding.step, self.reference, self.drawing)
             try:
                 answer = self.start("trying its parts alone", alone_rank, comparison.cfg.parallel.world_size, case)
                 alone = answer[0]
@@ -264,7 +299,9 @@ class Verifier:
     def _sharding(self, result: Verification) -> None:
         from rlexp.verify.kept import alone_rank, shared_out
 
-        one, attention = self.start("the first micro-batch on a ring of one", alone_rank, 1, exact(self.cfg))[0]
+        one, attention = self.start(
+            "the first micro-batch on a ring of one", alone_rank, 1, exact(self.cfg), self.drawing
+        )[0]
         result.sharding = shared_out(self.kept, one, attention)
 
     # ---- the run's own precision ----
@@ -277,41 +314,76 @@ class Verifier:
         cfg, name = self.cfg, self.cfg.train.precision.value
         other = another_micro_batch(cfg)
         traces, ran = self.recorded(f"{name} with {cfg.engine.name.value}, and its noise floor", [cfg, other], plan)
+        result.failure = self.incomplete(cfg, traces[0], name)
+        if not result.agrees:
+            return
+        if cfg.loss.draws:  # other samples than in float64, if rounding made it draw others
+            self.drawing = drawing_of(cfg, traces[0])
+            self.expect("the same samples, by the reference", exact(cfg), plan, "reference in float64")
         comparison = self.compared(cfg, traces[0], ran[0], OWN[cfg.train.precision])
         result.failure = self.first_failure(comparison, name)
         if not result.agrees:
             return
-        floor = self.compared(other, traces[1], ran[1], OWN[cfg.train.precision])
+        floor = self.beside(other, traces[1], ran[1], OWN[cfg.train.precision])
         result.measured, finding = measure(comparison, floor)
         if finding is None:
-            parts = Parts(cfg, plan.steps, ran[0], self.folder / "parts")
+            parts = Parts(cfg, plan.steps, ran[0], self.folder / "parts", self.drawing)
             self.start("its gradient without the engine", parts_rank, cfg.parallel.world_size, parts)
             measured, finding = given_parts(comparison, TensorFiles(parts.folder))
             result.measured.append(measured)
         result.failure = self.located(comparison, finding, name) if finding else None
 
 
-def _expected_rank(_spec: Any, cfg: Config, plan: VerifyPlan, folder: Path) -> Expected:
+def drawing_of(cfg: Config, traces: Sequence[Trace]) -> Drawing | None:
+    """What a recorded run has drawn; None if its loss draws nothing."""
+    from rlexp.verify.compared_samples import held_rollout_of, rollouts_of
+    from rlexp.verify.given_samples import Drawing
+
+    if not cfg.loss.draws:
+        return None
+    rollouts = rollouts_of(traces)
+    return Drawing(
+        rollouts=[each.drawn for each in rollouts],
+        coefficients=[each.seen[0].kl_coef for each in rollouts],
+        held_out=held_rollout_of(traces),
+        steps=len(traces[0].steps),
+        exact=cfg.train.precision is Precision.fp64,
+    )
+
+
+def _expected_rank(_spec: Any, cfg: Config, plan: VerifyPlan, folder: Path, drawing: Drawing | None) -> Expected:
     """Run the reference with as many threads as the ranks had together."""
     import torch
 
+    from rlexp.verify.reference.drawn import expected_of_samples
     from rlexp.verify.reference.one_process import expected_steps
-    from rlexp.verify.trace import loss_of
+    from rlexp.verify.trace_rows import loss_of
+    from rlexp.verify.trace_samples import policy_loss_of
 
     if cfg.launch.device is Device.cpu and plan.longest >= LONG:  # threads slow down short sequences
         torch.set_num_threads(min(os.cpu_count() or 1, cfg.parallel.world_size * cfg.launch.torch_threads))
-    return expected_steps(cfg, loss_of(cfg), plan.steps, plan.held_out, folder)
+    if drawing is None:
+        return expected_steps(cfg, loss_of(cfg), plan.steps, plan.held_out, folder)
+    steps = min(plan.steps, drawing.steps)
+    return expected_of_samples(
+        cfg, policy_loss_of(cfg), steps, drawing.rollouts, drawing.held_out, folder, exact=drawing.exact
+    )
 
 
 def _given_rank(
-    _spec: Any, cfg: Config, lrs: Sequence[float], given: Sequence[tuple[Mapping[str, Array], Counts]], folder: Path
-) -> tuple[list[Mapping[str, Update]], list[Losses]]:
+    _spec: Any, cfg: Config, lrs: Sequence[float], given: Any, folder: Path
+) -> tuple[list[Mapping[str, Update]], Any]:
     """Apply optimizer and formula to what the run computed, step by step."""
     from rlexp.verify.reference.formula import losses_of_steps
     from rlexp.verify.reference.optimizer import given_steps
-    from rlexp.verify.trace import loss_of
+    from rlexp.verify.reference.policy_formula import judged_again
+    from rlexp.verify.trace_rows import loss_of
+    from rlexp.verify.trace_samples import policy_loss_of
 
-    return list(given_steps(cfg, len(lrs), lrs, folder)), list(losses_of_steps(loss_of(cfg), given))
+    weights = list(given_steps(cfg, len(lrs), lrs, folder))
+    if cfg.loss.draws:
+        return weights, judged_again(policy_loss_of(cfg), given, cfg.rollout.n_samples)
+    return weights, list(losses_of_steps(loss_of(cfg), given))
 
 
 def exact(cfg: Config) -> Config:
@@ -322,13 +394,27 @@ def exact(cfg: Config) -> Config:
     kernel = KernelName.plain if cfg.parallel.kernel.value in NEEDS else cfg.parallel.kernel
     parallel = dataclasses.replace(cfg.parallel, backend=BackendName.native, kernel=kernel)
     train = dataclasses.replace(cfg.train, precision=Precision.fp64)
-    return dataclasses.replace(cfg, engine=engine, parallel=parallel, train=train)
+    return dataclasses.replace(cfg, engine=engine, parallel=parallel, train=train, reward=_exact_reward(cfg.reward))
+
+
+def _exact_reward(cfg: RewardConfig) -> RewardConfig:
+    """The same reward, with reward models that compute in float64."""
+    match cfg:
+        case ModelRewardConfig():
+            return dataclasses.replace(cfg, precision=Precision.fp64)
+        case SumRewardConfig():
+            terms = {name: {**keys, "precision": Precision.fp64.value} if keys["kind"] == "model" else keys
+                     for name, keys in cfg.terms.items()}  # fmt: skip
+            return dataclasses.replace(cfg, terms=terms)
+        case _:
+            return cfg
 
 
 def bounded(cfg: Config, plan: VerifyPlan) -> Config:
     """Stop the run after the planned steps and evaluate after the last. The schedule stays that of the whole run."""
     every = plan.steps if plan.held_out else None
-    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, stop_after=plan.steps, eval_every=every))
+    train = dataclasses.replace(cfg.train, stop_after=plan.steps, eval_every=every)
+    return dataclasses.replace(cfg, train=train, eval=dataclasses.replace(cfg.eval, before_training=False))
 
 
 def another_micro_batch(cfg: Config) -> Config:

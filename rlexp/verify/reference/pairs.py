@@ -21,7 +21,7 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.data import BadRows, DataConfig, RowsDataConfig, TemplateUse, TooLong
 from rlexp.config.schema.row_kinds import SIDES as SIDES_OF
 from rlexp.config.schema.row_kinds import Kind
-from rlexp.verify.records import Array, TokenAnswer, TokenExample, TokenPair
+from rlexp.verify.records import Array, TokenAnswer, TokenExample, TokenPair, TokenPrompt
 from rlexp.verify.reference.rows import ASSISTANT, Asked, Messages, Unusable, rows_of, sources_of
 
 HELD_OUT = 20261123  # the draw of held-out rows
@@ -43,7 +43,8 @@ class ExampleSet:
 def examples_of(cfg: Config, tokenizer: Any) -> ExampleSet:
     """Return the examples that the loss is trained on."""
     if not cfg.data.unpair:
-        return set_of(cfg.data, cfg.loss.rows, tokenizer)
+        room = cfg.rollout.max_new_tokens if cfg.loss.rows is Kind.prompts else 0
+        return set_of(cfg.data, cfg.loss.rows, tokenizer, room=room)
     pairs = set_of(cfg.data, Kind.pairs, tokenizer)
     train, held_out = ([answer for pair in part for answer in _both(pair)] for part in (pairs.train, pairs.held_out))
     return ExampleSet(train, held_out, tuple(2 * size for size in pairs.sizes))
@@ -54,9 +55,9 @@ def _both(pair: TokenExample) -> Iterator[TokenExample]:
         yield TokenAnswer(pair.prompt, pair.ids(side), pair.origin, pair.trained(side), side == "chosen")
 
 
-def set_of(cfg: DataConfig, kind: Kind, tokenizer: Any) -> ExampleSet:
-    """Read and tokenize the data set, without rows that are dropped."""
-    train, held_out = (_kept(cfg, kind, tokenizer, held_out=held) for held in (False, True))
+def set_of(cfg: DataConfig, kind: Kind, tokenizer: Any, *, room: int = 0) -> ExampleSet:
+    """Read and tokenize the data set, without rows that are dropped. `room` tokens of each are left to its answers."""
+    train, held_out = (_kept(cfg, kind, tokenizer, room, held_out=held) for held in (False, True))
     if isinstance(cfg, RowsDataConfig) and cfg.eval_size:
         order = np.random.default_rng([HELD_OUT, len(train)]).permutation(len(train)).tolist()
         out = set(order[: cfg.eval_size])
@@ -67,7 +68,7 @@ def set_of(cfg: DataConfig, kind: Kind, tokenizer: Any) -> ExampleSet:
     return ExampleSet([each for _, each in train], [each for _, each in held_out], sizes)
 
 
-def _kept(cfg: DataConfig, kind: Kind, tokenizer: Any, *, held_out: bool) -> list[tuple[int, TokenExample]]:
+def _kept(cfg: DataConfig, kind: Kind, tokenizer: Any, room: int, *, held_out: bool) -> list[tuple[int, TokenExample]]:
     """Return the examples that are trained on or held out, each with the number of its source."""
     of_rows = cfg if isinstance(cfg, RowsDataConfig) else None
     writer = Writer(tokenizer, templates=of_rows is None or of_rows.template is TemplateUse.auto)
@@ -75,27 +76,27 @@ def _kept(cfg: DataConfig, kind: Kind, tokenizer: Any, *, held_out: bool) -> lis
     for row in rows_of(cfg, kind, held_out=held_out):
         try:
             asked, source = (row, 0) if isinstance(row, Asked) else (row.asked(), row.source)
-            example = writer.example(asked, SIDES_OF[kind])
+            example = writer.example(asked, SIDES_OF[kind]) if kind is not Kind.prompts else writer.prompt(asked)
         except Unusable as error:
             if of_rows is not None and of_rows.bad_rows is BadRows.drop:
                 continue
             raise DataError(str(error)) from None
-        fitted = _fitted(cfg, example, tokenizer.bos_token_id)
+        fitted = _fitted(example, cfg.max_length - room, cfg.too_long, tokenizer.bos_token_id)
         if fitted is not None:
             examples.append((source, fitted))
     return examples
 
 
-def _fitted(cfg: DataConfig, example: TokenExample, begin: int | None) -> TokenExample | None:
-    """Return an example as it is trained on; None if it is dropped."""
+def _fitted(example: TokenExample, most: int, too_long: TooLong, begin: int | None) -> TokenExample | None:
+    """Return an example as it is trained on, of at most so many tokens; None if it is dropped."""
     answers = [example.ids(side).tolist() for side in example.sides]
-    longest = len(example.prompt) + max(map(len, answers))
-    if longest > cfg.max_length:
-        if cfg.too_long is TooLong.error:
-            raise DataError(f"{example.origin}: {longest} tokens are more than data.max_length={cfg.max_length}.")
-        if cfg.too_long is TooLong.drop:
+    longest = len(example.prompt) + max(map(len, answers), default=0)
+    if longest > most:
+        if too_long is TooLong.error:
+            raise DataError(f"{example.origin}: {longest} tokens, and data.max_length leaves it {most}.")
+        if too_long is TooLong.drop:
             return None
-        example = cut(example, cfg.max_length, begin)
+        example = cut(example, most, begin)
         answers = [example.ids(side).tolist() for side in example.sides]
     same = len(answers) == 2 and answers[0] == answers[1]
     return None if same or not all(example.trained(side).any() for side in example.sides) else example
@@ -104,7 +105,7 @@ def _fitted(cfg: DataConfig, example: TokenExample, begin: int | None) -> TokenE
 def cut(example: TokenExample, most: int, begin: int | None) -> TokenExample:
     """Cut what is too long: keep the beginning of its answers, and the end of its prompt after its BOS token."""
     sides = example.sides
-    room = max(1, most - max(len(example.ids(side)) for side in sides))
+    room = max(1, most - max((len(example.ids(side)) for side in sides), default=0))
     prompt = example.prompt.tolist()
     if begin is not None and prompt[0] == begin:
         tail = prompt[1:]
@@ -161,6 +162,18 @@ class Writer:
         said |= {f"{side}_mask": np.asarray(tokens[side][2], dtype=bool) for side in sides}
         said |= {"prompt": np.asarray(asked, dtype=np.int64), "origin": row.origin}
         return TokenAnswer(**said, label=row.label) if len(sides) == 1 else TokenPair(**said, margin=row.margin)
+
+    def prompt(self, row: Asked) -> TokenPrompt:
+        """Write a prompt alone, with the call for an answer. A reward is given it without a template."""
+        text = _in_text(row.prompt)
+        if self.templated:
+            asked = self._ids(_Page(self.tokenizer, row, _messages(row.prompt, "user"), asking=True).whole)
+        else:
+            _refuse_tools(row)
+            asked = self._leading() + self._ids(text)
+        if not asked:
+            raise Unusable(f"{row.origin}: the prompt has no tokens.")
+        return TokenPrompt(np.asarray(asked, dtype=np.int64), row.origin, text, row.right)
 
     # ---- by the template ----
 
@@ -285,15 +298,15 @@ def _the_same_day() -> Iterator[None]:
 
 
 class _Page:
-    """A conversation as the template writes it."""
+    """A conversation as the template writes it; `asking`: with a call for an answer at its end."""
 
-    def __init__(self, tokenizer: Any, row: Asked, talk: Messages) -> None:
+    def __init__(self, tokenizer: Any, row: Asked, talk: Messages, *, asking: bool = False) -> None:
         self.tokenizer, self.row, self.talk = tokenizer, row, talk
         self.added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-        self.whole = self.written(talk)
-        self._refuse_silence()
+        self.whole = self.written(talk, asking=asking)
+        self._refuse_silence(asking=asking)
 
-    def _refuse_silence(self) -> None:
+    def _refuse_silence(self, *, asking: bool) -> None:
         """Raise if the system prompt, a tool or a call leaves no trace: one at a time gets a name that is found."""
         plain = SWITCHES.sub("", self.whole)
         for message in self.talk:
@@ -308,7 +321,7 @@ class _Page:
             if not isinstance(thing, dict) or not thing.get("name"):
                 continue
             thing["name"] = "somethingelse"
-            if "somethingelse" not in self.written(talk, extra=extra):
+            if "somethingelse" not in self.written(talk, asking=asking, extra=extra):
                 raise Unusable(f"{self.row.origin}: the template leaves out a tool, or a call of one.")
 
     def written(
@@ -364,12 +377,7 @@ def _messages(said: str | Messages, role: str) -> Messages:
 
 def _as_paragraphs(row: Asked, answer: str | Messages) -> tuple[str, Parts]:
     """Write a row without a template: a text as it is, and messages as paragraphs that name who speaks."""
-    prompt = row.prompt
-    talk = [*_messages(prompt, "user"), *(each for said in row.answers for each in _messages(said, ASSISTANT))]
-    if row.extra.get("tools") or any(message.get("tool_calls") for message in talk):
-        raise Unusable(f"{row.origin}: no template writes its tools.")
-    if not isinstance(prompt, str):
-        prompt = "".join(f"{_paragraph(message)}\n\n" for message in prompt) + "Assistant: "
+    _refuse_tools(row)
     said = _messages(answer, ASSISTANT)
     parts: Parts = []
     for place, message in enumerate(said):
@@ -387,7 +395,19 @@ def _as_paragraphs(row: Asked, answer: str | Messages) -> tuple[str, Parts]:
             joined[-1] = (joined[-1][0] + text, False)
         else:
             joined.append((text, trained))
-    return prompt, joined
+    return _in_text(row.prompt), joined
+
+
+def _refuse_tools(row: Asked) -> None:
+    talk = [*_messages(row.prompt, "user"), *(each for said in row.answers for each in _messages(said, ASSISTANT))]
+    if row.extra.get("tools") or any(message.get("tool_calls") for message in talk):
+        raise Unusable(f"{row.origin}: no template writes its tools.")
+
+
+def _in_text(prompt: str | Messages) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "".join(f"{_paragraph(message)}\n\n" for message in prompt) + "Assistant: "
 
 
 def _paragraph(message: Mapping[str, Any]) -> str:

@@ -20,9 +20,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlexp.config.schema.data import DataConfig, HFDataConfig, RowsDataConfig, SourceConfig, SyntheticDataConfig
+from rlexp.config.schema.data import (
+    ArithmeticDataConfig,
+    DataConfig,
+    HFDataConfig,
+    RowsDataConfig,
+    SourceConfig,
+    SyntheticDataConfig,
+)
 from rlexp.config.schema.row_kinds import Kind
-from rlexp.training.dataset import synthetic  # only it has the text of generated rows
+from rlexp.training.dataset import arithmetic, synthetic  # only they have the text of generated rows
 
 Messages = list[dict[str, Any]]
 NAMES = {  # of columns: the first that has a value in a row
@@ -40,6 +47,7 @@ NAMES = {  # of columns: the first that has a value in a row
     "input": ("input",),
     "label": ("label",),
     "text": ("text",),
+    "answer": ("answer",),
 }
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 ASSISTANT = "assistant"
@@ -54,7 +62,7 @@ class Unusable(Exception):
 class Asked:
     """A prompt with its answers, of a pair the chosen one first; a text is one message. An empty prompt is none.
 
-    `extra` goes to the chat template.
+    `extra` goes to the chat template. `right` is the answer with which a reward may compare.
     """
 
     prompt: str | Messages
@@ -63,11 +71,15 @@ class Asked:
     extra: Mapping[str, Any] = field(default_factory=dict)
     margin: float | None = None
     label: bool | None = None
+    right: str | None = None
 
 
 @dataclass(frozen=True)
 class Found:
-    """A row as it was found, of which source it is, and how it is read; `declared` names columns by our fields."""
+    """A row as it was found, of which source it is, and how it is read; `declared` names columns by our fields.
+
+    `first` has the columns of the source's first row, which say of what kind all its rows are.
+    """
 
     source: int
     origin: str
@@ -76,6 +88,7 @@ class Found:
     system: str | None
     options: Mapping[str, Any]
     kind: Kind
+    first: frozenset[str]
 
     def asked(self) -> Asked:
         if not isinstance(self.fields, Mapping):
@@ -93,6 +106,10 @@ def rows_of(cfg: DataConfig, kind: Kind, *, held_out: bool) -> list[Asked | Foun
             size, split = (cfg.eval_size, "eval") if held_out else (cfg.size, "train")
             made = synthetic.generate(size, cfg.seed, split, cfg.max_length if cfg.fill else 0)
             return [_as(kind, _generated(r), n) for n, r in enumerate(made)]
+        case ArithmeticDataConfig():
+            size, split = (cfg.eval_size, "eval") if held_out else (cfg.size, "train")
+            sums = arithmetic.generate(size, cfg.seed, split, cfg.digits)
+            return [Asked(str(row.prompt), (), row.origin, right=row.expected) for row in sums]
         case RowsDataConfig():
             found: list[Asked | Found] = []
             for number, source in enumerate(sources_of(cfg)):
@@ -107,9 +124,11 @@ def _generated(row: Any) -> Asked:
 
 
 def _as(kind: Kind, pair: Asked, number: int) -> Asked:
-    """Return a pair, its chosen answer, or the one of its answers whose turn it is."""
+    """Return a pair, its prompt, its chosen answer, or the one of its answers whose turn it is."""
     if kind is Kind.pairs:
         return pair
+    if kind is Kind.prompts:
+        return Asked(pair.prompt, (), pair.origin)
     good = kind is Kind.supervised or number % 2 == 0
     label = good if kind is Kind.unpaired else None
     return Asked(pair.prompt, (pair.answers[0 if good else 1],), pair.origin, label=label)
@@ -130,7 +149,9 @@ def _of_source(cfg: RowsDataConfig, kind: Kind, number: int, source: SourceConfi
         path, split = source.eval_path or source.path, source.eval_split or "train"
     rows = _rows_at(path, source.subset, split, source.revision)
     system = source.system or cfg.system
-    return [Found(number, origin, row, source.columns, system, cfg.template_options, kind) for origin, row in rows]
+    first = next((frozenset(row) for _, row in rows if isinstance(row, Mapping)), frozenset[str]())
+    same = (source.columns, system, cfg.template_options, kind, first)
+    return [Found(number, origin, row, *same) for origin, row in rows]
 
 
 # ---- files ----
@@ -201,7 +222,13 @@ def _asked(row: Found) -> Asked:
     for ours, known in names.items():
         values = [row.fields[name] for name in known if name in row.fields]
         own[ours] = next((value for value in values if value is not None), None)
-    prompt, answers = _said_of(row.kind, own)
+    answers: tuple[str | Messages, ...] = ()
+    right = None
+    if row.kind is Kind.prompts:
+        there = {ours for ours, known in names.items() if not row.first.isdisjoint(known)}
+        prompt, right = _alone(own, there, set(row.declared))
+    else:
+        prompt, answers = _said_of(row.kind, own)
     if row.kind is Kind.unpaired and not isinstance(own["label"], bool):
         raise Unusable("the label is neither true nor false.")
     extra = dict(row.options)
@@ -217,7 +244,8 @@ def _asked(row: Found) -> Asked:
     margin = _margin_of(own["margin"], own["score_chosen"], own["score_rejected"])
     if prompt:
         prompt = _after_system(prompt, own["system"], row.system)
-    return Asked(prompt, answers, row.origin, extra, margin, own["label"] if row.kind is Kind.unpaired else None)
+    label = own["label"] if row.kind is Kind.unpaired else None
+    return Asked(prompt, answers, row.origin, extra, margin, label, right)
 
 
 def _said_of(kind: Kind, own: Mapping[str, Any]) -> tuple[str | Messages, tuple[str | Messages, ...]]:
@@ -226,26 +254,66 @@ def _said_of(kind: Kind, own: Mapping[str, Any]) -> tuple[str | Messages, tuple[
         prompt, *both = _parted(own["prompt"], _answer(own["chosen"]), _answer(own["rejected"]))
         return prompt, tuple(both if kind is Kind.pairs else both[:1])
     if kind is Kind.supervised and own["messages"] is not None:
-        talk = _said(own["messages"])
-        if isinstance(talk, str):
-            raise Unusable("a conversation is a text.")
-        places = [place for place, each in enumerate(talk) if each["role"] == ASSISTANT]
-        if not places or not places[0]:
-            raise Unusable("a conversation needs an answer, and a message before it.")
-        return talk[: places[0]], (talk[places[0] : places[-1] + 1],)
+        before, after = _talk(own["messages"])
+        return before, (after,)
     if kind is Kind.supervised and not _supervised(own):
         if not isinstance(own["text"], str) or not own["text"]:
             raise Unusable("the text is none.")
         return "", (own["text"],)
     if kind is Kind.supervised and own["label"] is False:
         raise Unusable("the answer is labelled bad.")
-    asked, more, said = own["prompt"], own["input"], _answer(own["completion"])
-    if isinstance(asked, str) and isinstance(more, str) and more:
-        asked = f"{asked}\n\n{more}"
+    prompt, answer = _completed(own)
+    return prompt, (answer,)
+
+
+def _alone(own: Mapping[str, Any], there: set[str], declared: set[str]) -> tuple[str | Messages, str | None]:
+    """Return what a row asks, and its own answer to that.
+
+    A row with a prompt asks it, whatever else it has, unless columns of another kind are declared. Others ask what
+    comes before their last answer: a pair, before the two differ. `there` are the fields of the source's rows.
+    """
+    others = declared & {"chosen", "rejected", "messages", "completion"}
+    if "prompt" in there and not others:
+        is_supervised = "completion" in there and "label" not in there
+        return _question(_with_input(own) if is_supervised else own["prompt"]), _right(own["answer"])
+    if there >= {"chosen", "rejected"} and not others & {"messages", "completion"}:
+        return _parted(own["prompt"], _answer(own["chosen"]), _answer(own["rejected"]))[0], None
+    is_talk = "messages" in there and "completion" not in others
+    prompt, answer = _talk(own["messages"]) if is_talk else _completed(own)
+    if isinstance(answer, str) or len(answer) == 1:
+        return prompt, None
+    return [*_as_talk(prompt), *answer[:-1]], None
+
+
+def _right(value: Any) -> str | None:
+    """Return a row's own answer, a text or a number, as text."""
+    is_number = type(value) is int or (type(value) is float and _counts(value))
+    if value is not None and not is_number and not (isinstance(value, str) and value):
+        raise Unusable("the right answer is neither a text nor a number.")
+    return None if value is None else str(value)
+
+
+def _talk(said: Any) -> tuple[Messages, Messages]:
+    """Return a conversation up to its first answer, and from there to its last one."""
+    talk = _said(said)
+    if isinstance(talk, str):
+        raise Unusable("a conversation is a text.")
+    places = [place for place, each in enumerate(talk) if each["role"] == ASSISTANT]
+    if not places or not places[0]:
+        raise Unusable("a conversation needs an answer, and a message before it.")
+    return talk[: places[0]], talk[places[0] : places[-1] + 1]
+
+
+def _completed(own: Mapping[str, Any]) -> tuple[str | Messages, str | Messages]:
+    said = _answer(own["completion"])
     if isinstance(said, list) and said[0]["role"] != ASSISTANT:
         raise Unusable("the completion does not begin with an answer.")
-    prompt, answer = _after_prompt(asked, said)
-    return prompt, (answer,)
+    return _after_prompt(_with_input(own), said)
+
+
+def _with_input(own: Mapping[str, Any]) -> Any:
+    asked, more = own["prompt"], own["input"]
+    return f"{asked}\n\n{more}" if isinstance(asked, str) and isinstance(more, str) and more else asked
 
 
 def _supervised(own: Mapping[str, Any]) -> bool:
@@ -281,8 +349,12 @@ def _after_system(prompt: str | Messages, own: Any, of_all: str | None) -> str |
     system = own or of_all
     if not system:
         return prompt
-    talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    talk = _as_talk(prompt)
     return talk if talk[0]["role"] == "system" else [{"role": "system", "content": system}, *talk]
+
+
+def _as_talk(prompt: str | Messages) -> Messages:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 # ---- prompts and answers ----
@@ -313,10 +385,17 @@ def _parted(given: Any, chosen: str | Messages, rejected: str | Messages) -> tup
 
 def _after_prompt(given: Any, answer: str | Messages) -> tuple[str | Messages, str | Messages]:
     """Return a prompt and the answer that follows it; a dialogue has a space between its last call and the answer."""
+    prompt = _question(given)
+    is_dialogue = isinstance(given, str) and isinstance(prompt, list)
+    said = _to_its_last_answer(answer) if isinstance(answer, list) else answer.removeprefix(" " * is_dialogue)
+    return prompt, said
+
+
+def _question(given: Any) -> str | Messages:
+    """Return a prompt: a text, messages, or a dialogue in one text that calls for an answer."""
     called = re.fullmatch(r"(\n\nHuman:.*?)\n\nAssistant:\s*", given, re.DOTALL) if isinstance(given, str) else None
     talk = _conversation(called[1]) if called else None
-    said = _to_its_last_answer(answer) if isinstance(answer, list) else answer.removeprefix(" " * bool(talk))
-    return talk or _said(given), said
+    return talk or _said(given)
 
 
 def _to_its_last_answer(talk: Messages) -> Messages:

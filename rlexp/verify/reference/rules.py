@@ -25,8 +25,12 @@ def steps_per_epoch(cfg: Config, sizes: Sequence[int]) -> int:
 
 
 def total_steps(cfg: Config, sizes: Sequence[int]) -> int:
+    return bounded_steps(cfg, steps_per_epoch(cfg, sizes))
+
+
+def bounded_steps(cfg: Config, an_epoch: int) -> int:
     """The steps that both `train.max_steps` and `train.epochs` allow; one epoch if neither is given."""
-    by_epochs = steps_per_epoch(cfg, sizes) * (cfg.train.epochs or 1)
+    by_epochs = an_epoch * (cfg.train.epochs or 1)
     if cfg.train.max_steps is None:
         return by_epochs
     return cfg.train.max_steps if cfg.train.epochs is None else min(cfg.train.max_steps, by_epochs)

@@ -14,20 +14,25 @@ from rlexp.verify.reference.pairs import trained_marks
 
 
 def data(step: ComparedStep) -> Iterator[Finding]:
-    yield from _samples(step)
+    yield from samples(step)
     for trace in step.whole.traces:
         for micro in trace.steps[step.place].micros:
             for sample in micro.samples:
-                yield from _tokens(step, trace.tokens[sample], step.whole.expected.tokens.get(sample), sample)
+                yield from tokens(step, trace.tokens[sample], step.whole.expected.tokens.get(sample), sample)
         yield from _others(step, trace)
+    yield from packs(step)
+
+
+def packs(step: ComparedStep) -> Iterator[Finding]:
+    """Check each replica's packs, and what its ranks hold of them."""
     for head, place, micro in step.micros():
-        examples = [step.whole.expected.tokens[sample] for sample in micro.samples]
+        examples = [step.examples("micros")[sample] for sample in micro.samples]
         where = f"micro-batch {place + 1} of replica {head.replica}"
         yield from _pack(step, micro, examples, where)
         yield from _shards(step, head, place, micro, where)
 
 
-def _samples(step: ComparedStep) -> Iterator[Finding]:
+def samples(step: ComparedStep) -> Iterator[Finding]:
     heads = step.whole.heads()
     taken = [sample for head in heads for micro in head.steps[step.place].micros for sample in micro.samples]
     planned = [sample for head in heads for micro in head.steps[step.place].planned for sample in micro]
@@ -56,11 +61,11 @@ def _others(step: ComparedStep, trace: Trace) -> Iterator[Finding]:
         what = f"samples with mismatched answers on rank {trace.rank}"
         yield step.finding(DATA, Clue.EXECUTED, what, taken, [micro.samples for micro in seen.micros])
     for sample, got in seen.other_tokens.items():
-        for found in _tokens(step, got, step.expected.others.get(sample), sample, " with a mismatched answer"):
+        for found in tokens(step, got, step.expected.others.get(sample), sample, " with a mismatched answer"):
             yield dataclasses.replace(found, clue=Clue.EXECUTED)
 
 
-def _tokens(
+def tokens(
     step: ComparedStep, got: TokenExample, wanted: TokenExample | None, sample: int, more: str = ""
 ) -> Iterator[Finding]:
     if wanted is None:
@@ -97,12 +102,12 @@ def _pack(step: ComparedStep, micro: Micro, examples: Sequence[TokenExample], wh
         return
     end = 0
     owned = np.zeros(len(pack.tokens_T), dtype=bool)
-    for number, (tokens, example, side) in enumerate(sequences):
+    for number, (ids, example, side) in enumerate(sequences):
         start, length, padded = pack.segments[number]
         what = f"of sequence {number} in {where}"
-        if (start, length) != (end, len(tokens)) or padded < length or end + padded > len(pack.tokens_T):
+        if (start, length) != (end, len(ids)) or padded < length or end + padded > len(pack.tokens_T):
             said = f"{length} tokens at {start}, padded to {padded}"
-            yield step.finding(DATA, Clue.PACK, f"segment {what}", said, f"{len(tokens)} tokens at {end}")
+            yield step.finding(DATA, Clue.PACK, f"segment {what}", said, f"{len(ids)} tokens at {end}")
             return
         end += padded
         place = slice(start, start + length)
@@ -110,10 +115,10 @@ def _pack(step: ComparedStep, micro: Micro, examples: Sequence[TokenExample], wh
         predicting = np.flatnonzero(owner >= 0)  # the places before the tokens that are trained on
         owned[start + predicting] = True
         for name, got, wanted in (
-            ("token", pack.tokens_T[place], tokens),
+            ("token", pack.tokens_T[place], ids),
             ("position", pack.positions_T[place], np.arange(length)),
             ("trained-on mark", pack.sequence_T[place], owner),
-            ("target", pack.targets_T[start + predicting], tokens[predicting + 1]),
+            ("target", pack.targets_T[start + predicting], ids[predicting + 1]),
         ):
             wrong = np.flatnonzero(got != wanted)
             if len(wrong):

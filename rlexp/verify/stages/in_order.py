@@ -1,6 +1,7 @@
 """Find where a recorded run and the reference first differ, stage by stage.
 
-data → log-probabilities → loss → gradient → optimizer → metrics, for each step. Where possible a stage is checked
+data → log-probabilities → loss → gradient → optimizer → metrics, for each step. Of samples that the policy draws also
+their rewards, before log-probabilities, and their advantages, before the loss. Where possible a stage is checked
 twice: against the reference, and *given* the run's own values before it (its own log-probabilities for its loss, its
 own gradient for its weights), which is exact in every precision.
 """
@@ -8,25 +9,52 @@ own gradient for its weights), which is exact in every precision.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from rlexp.config.schema import Precision
 from rlexp.verify.compared import Comparison
-from rlexp.verify.findings import DATA, GRADIENT, LOGPS, LOSS, METRICS, OPTIMIZER, Clue, Finding, worst_element
+from rlexp.verify.compared_samples import SamplesComparison
+from rlexp.verify.findings import (
+    ADVANTAGES,
+    DATA,
+    GRADIENT,
+    LOGPS,
+    LOSS,
+    METRICS,
+    OPTIMIZER,
+    REWARDS,
+    Clue,
+    Finding,
+    worst_element,
+)
+from rlexp.verify.stages import rollouts, samples
 from rlexp.verify.stages.data import data
 from rlexp.verify.stages.loss import logps, losses
 from rlexp.verify.stages.metrics import metrics
 from rlexp.verify.stages.update import gradient, optimizer
 
-STAGES = {DATA: data, LOGPS: logps, LOSS: losses, GRADIENT: gradient, OPTIMIZER: optimizer, METRICS: metrics}
+OF_ROWS = {DATA: data, LOGPS: logps, LOSS: losses, GRADIENT: gradient, OPTIMIZER: optimizer, METRICS: metrics}
+OF_SAMPLES = {
+    DATA: samples.data,
+    REWARDS: rollouts.rewards,
+    LOGPS: samples.logps,
+    ADVANTAGES: rollouts.credit,
+    LOSS: samples.losses,
+    GRADIENT: gradient,
+    OPTIMIZER: optimizer,
+    METRICS: samples.metrics,
+}
+STAGES = {**OF_ROWS, **OF_SAMPLES}  # the names of all
 
 
 def differences(whole: Comparison) -> Iterator[Finding]:
     """Yield all differences in order; usually none. The first is the one to report."""
     yield from _start(whole)
+    stages: Any = OF_SAMPLES if isinstance(whole, SamplesComparison) else OF_ROWS
     for step in whole.steps():
-        for stage in STAGES.values():
+        for stage in stages.values():
             yield from stage(step)
     if (stopped := whole.traces[0].stopped) is not None:
         last = len(whole.traces[0].steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ def metrics(step: ComparedStep) -> Iterator[Finding]:
                 note = f"on rank {rank}" + whole_factor(got, wanted)
                 yield step.finding(METRICS, clue, name, got, wanted, note)
 
-    yield from _layouts_own(step)
+    yield from layouts_own(step)
 
 
 def _values(step: ComparedStep) -> Iterator[Finding]:
@@ -56,7 +56,7 @@ def _values(step: ComparedStep) -> Iterator[Finding]:
             yield step.finding(METRICS, Clue.LOGITS, what, *worst_element(got, wanted_n))
 
 
-def _layouts_own(step: ComparedStep) -> Iterator[Finding]:
+def layouts_own(step: ComparedStep) -> Iterator[Finding]:
     """Check the metrics that describe the layout itself, as far as they can be counted."""
     seen = [step.micros for step in step.seen]
     held = [sum(len(m.tokens_t) for m in micros if m.tokens_t is not None) for micros in seen]
@@ -87,6 +87,7 @@ def counted(step: ComparedStep) -> dict[str, float]:
     return {f"train/{name}": value for name, value in row.items()}
 
 
-def not_held(row: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+def not_held(rows: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> list[str]:
     """Logged values that nothing here recomputes, except those that describe the layout itself."""
-    return [name for name in row if name not in expected and not name.startswith(OWN)]
+    known = {name for row in expected for name in row}
+    return list(dict.fromkeys(name for row in rows for name in row if name not in known and not name.startswith(OWN)))

@@ -1,0 +1,167 @@
+"""A recorded run that drew its own samples beside the reference: its rollouts, put together from all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from rlexp.config.schema import Precision
+from rlexp.verify.compared import ComparedStep, Comparison
+from rlexp.verify.records import Array, DrawnExpected, Key, RolloutSeen, Terms, TokenAnswer, TokenExample, Trace
+from rlexp.verify.reference.drawn import SIDE, Rollout, batch_of, divergences_of, examples_with
+from rlexp.verify.reference.policy_formula import SAID, Answers, GivenToFormulas, JudgedAgain
+
+SCORED = {"reference model": "reference", "policy as it drew": "behaviour", "policy as it was scored": "old"}
+COLUMNS = {"policy": "policy_t", "entropies": "entropies_t", "values": "values_t"}
+
+
+@dataclass(frozen=True)
+class RunRollout:
+    """A rollout of the run, with its samples by their places."""
+
+    drawn: Rollout
+    seen: Sequence[RolloutSeen]  # by rank
+
+    @property
+    def number(self) -> int:
+        return self.drawn.number
+
+    def __getattr__(self, name: str) -> list[Array] | None:
+        """What the run knows of each sample: `old`, `reference`, `advantages`, `counts`, …"""
+        known = [getattr(sample, name) for sample in self.drawn.samples]
+        return None if any(each is None for each in known) else known
+
+
+def rollouts_of(traces: Sequence[Trace]) -> list[RunRollout]:
+    """Put the rollouts of a run together, as far as every sample is there once."""
+    made = []
+    for number, first in enumerate(traces[0].rollouts):
+        seen = [trace.rollouts[number] for trace in traces]
+        samples = sorted((sample for each in seen for sample in each.samples), key=lambda sample: sample.place)
+        made.append(RunRollout(Rollout(first.number, samples), seen))
+    return made
+
+
+def held_rollout_of(traces: Sequence[Trace]) -> Rollout | None:
+    """Put the answers to held-out prompts together."""
+    parts = [trace.held_rollout for trace in traces if trace.held_rollout is not None]
+    samples = sorted((sample for part in parts for sample in part), key=lambda sample: sample.place)
+    return Rollout(-1, samples) if samples else None
+
+
+@dataclass
+class SamplesComparison(Comparison):
+    """A recorded run that drew its own samples."""
+
+    rollouts: list[RunRollout] = field(default_factory=list)
+    again: JudgedAgain = field(default_factory=lambda: JudgedAgain([], []))
+
+    def __post_init__(self) -> None:
+        self.rollouts = rollouts_of(self.traces)
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        return (SIDE,)
+
+    @property
+    def word(self) -> str:
+        return "sample"
+
+    def steps(self) -> Iterator[SampleStep]:
+        taken = len(self.traces[0].steps)  # fewer if the run refused one
+        for place, expected in enumerate(self.expected.steps[:taken]):
+            yield SampleStep(self, expected, place, [trace.steps[place] for trace in self.traces])
+
+    def given(self) -> GivenToFormulas:
+        from rlexp.verify.stages.samples import data  # which imports this module
+
+        rollouts, steps = [], []
+        for run in self.rollouts:
+            scores = np.array([sample.score for sample in run.drawn.samples])
+            kl = divergences_of(self.cfg, run.old or [], run.reference)
+            rollouts.append((scores, kl, run.values, run.seen[0].kl_coef))
+        for step in self.steps():
+            if next(data(step), None) is not None:  # other samples, or other tokens: that is the first difference
+                break
+            steps.append((step.given_answers(), step.run.seen[0].kl_coef))
+        return GivenToFormulas(rollouts, steps, double=self.cfg.train.precision is Precision.fp64)
+
+    def apply_formula(self, given: JudgedAgain) -> None:
+        self.again = given
+
+
+class SampleStep(ComparedStep):
+    """One step of a run that drew its own samples."""
+
+    whole: SamplesComparison
+    expected: DrawnExpected
+
+    @property
+    def run(self) -> RunRollout:
+        """The run's rollout that the step's samples come from."""
+        return self.whole.rollouts[self.expected.rollout.number]
+
+    @property
+    def begins(self) -> bool:
+        """Whether it is the first step on its rollout."""
+        return self.expected.rollout.step == self.number
+
+    @cached_property
+    def tokens(self) -> Mapping[int, TokenAnswer]:
+        every = examples_with(self.expected.rollout, self.run.drawn)
+        return {place: every[place] for place in self.expected.samples}
+
+    def examples(self, of: str) -> Mapping[int, TokenExample]:  # noqa: ARG002
+        return self.tokens
+
+    @property
+    def again(self) -> Terms:
+        """What the formula makes of the run's own values, applied to the whole train batch."""
+        return self.whole.again.steps[self.place]
+
+    def given_answers(self) -> Answers:
+        """The step's train batch from the run's own values, weighed and whitened by the reference's rules."""
+        now = {}
+        for name in SAID:
+            columns = self.by_sequence(COLUMNS[name])
+            if not any(np.isnan(each).all() for each in columns.values()):
+                now[name] = [columns[place, SIDE] for place in self.expected.samples]
+        return batch_of(self.whole.cfg, self.run, self.expected.samples, now)
+
+    @property
+    def scale(self) -> float:
+        return self.expected.scale
+
+    def said(self) -> tuple[dict[str, dict[Key, Array]], dict[str, dict[Key, Array]]]:
+        """Of the policy now; and of all samples of the rollout, if it begins here."""
+        ours, theirs = {"policy": self.by_sequence("policy_t")}, {"policy": self.expected.policy}
+        for words, name in SCORED.items() if self.begins else ():
+            meant, got = getattr(self.expected.rollout, name), getattr(self.run, name)
+            if meant is not None and got is not None:
+                for side, values in ((ours, got), (theirs, meant)):
+                    side[words] = {(place, SIDE): each for place, each in enumerate(values)}
+        return ours, theirs
+
+    def alike(self, other: ComparedStep) -> bool:
+        """Whether another run has drawn the same samples: rounding may make it draw others."""
+        assert isinstance(other, SampleStep)
+        pairs = zip(self.run.drawn.samples, other.run.drawn.samples, strict=True)
+        return all(np.array_equal(ours.answer, theirs.answer) for ours, theirs in pairs)
+
+    def total(self, name: str = "loss") -> float:
+        """A part of the loss of the train batch, or all of it, from what every rank made of its tokens."""
+        whole = 0.0
+        for trace in self.whole.traces:
+            for micro in trace.steps[self.place].micros:
+                terms = micro.terms
+                assert terms is not None
+                replicated = sum(terms.replicated.values()) if name == "loss" else terms.replicated.get(name, 0.0)
+                own = terms.loss - replicated if name == "loss" else terms.weighted.get(name, 0.0)
+                whole += own + (replicated if trace.ring_rank == 0 else 0.0)
+        return whole
+
+    def mean_loss(self) -> float:
+        return self.total()

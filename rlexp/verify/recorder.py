@@ -1,0 +1,183 @@
+"""What every recording has: the run's engine and its shards behind proxies, and the files of gradients and weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlexp.base.errors import ModelError, NonFiniteError
+from rlexp.run_files.metrics_jsonl import MetricRow
+from rlexp.training.model.probe import probe
+from rlexp.training.sinks.base import Sink, Sinks
+from rlexp.training.train.loop import train_loop
+from rlexp.training.train.parts import Run
+from rlexp.training.train.task import Task
+from rlexp.training.types import Pack, Shard, TokenScores
+from rlexp.verify.kept import Watch, WatchedEngine
+from rlexp.verify.records import Array, Micro, PackSeen, StepSeen, TensorFiles, Trace, mark
+
+
+def run_recorded(task: Task, recorder: Recorder) -> None:
+    """Train until the last step, or until the run refuses one."""
+    try:
+        train_loop(task, Sinks([recorder]))
+    except ModelError:
+        if recorder.trace.refused is None:
+            raise
+        raise ModelError(recorder.trace.refused) from None  # the probe's message gives the reason
+    except NonFiniteError as error:  # on all ranks; the values before it are recorded
+        recorder.trace.stopped = str(error)
+        recorder.log({"step": recorder.number})
+    if recorder.watch is not None:
+        recorder.trace.kept = recorder.watch.found()
+
+
+def array(tensor: Tensor) -> Array:
+    """Copy a tensor to the host; bfloat16 and float16 become float32."""
+    tensor = tensor.detach().cpu()
+    values: Array = (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy().copy()
+    return values
+
+
+class Recorder(Sink):
+    """Fills a trace; `now` is the current micro-batch."""
+
+    def __init__(self, trace: Trace, files: TensorFiles, watch: Watch | None = None) -> None:
+        self.trace, self.files, self.watch = trace, files, watch
+        self.now: Micro | None = None  # the micro-batch whose loss is computed, or was computed last
+        self.held: Micro | None = None  # the one that was packed last: it may be the next
+        self.of_shard: dict[int, Micro] = {}
+        self.step = StepSeen()
+
+    def probing(self, *args: Any, **kwargs: Any) -> float:
+        """Probe, but go on after a refusal: the run then shows where the difference comes from."""
+        try:
+            return probe(*args, **kwargs)
+        except ModelError as error:
+            self.trace.refused = str(error)
+            return 0.0
+
+    def begin_run(self, run: Run, examples: int) -> None:
+        self.trace.examples, self.trace.parameters = examples, run.parameters
+        self.trace.total_steps, self.trace.engine = run.total_steps, run.engine.name
+        self.trace.layout = run.attention
+        self.trace.dtypes = tuple(sorted({str(p.dtype) for p in run.engine.policy.parameters()}))
+        self.write("weights", 0, run.engine.weights())
+
+    @property
+    def micro(self) -> Micro:
+        assert self.now is not None
+        return self.now
+
+    def sharded(self, shard: Shard) -> None:
+        assert self.held is not None
+        self.of_shard[id(shard)] = held = self.held
+        held.tokens_t, held.targets_t = array(shard.tokens_t), array(shard.targets_t)
+        held.positions_t, held.sequence_t = array(shard.positions_t), array(shard.sequence_t)
+        held.real_tokens = shard.real_tokens
+
+    def computing(self, shard: Shard) -> bool:
+        """Say whether a shard is of a micro-batch that is recorded; then it is the current one."""
+        known = id(shard) in self.of_shard
+        if known:
+            self.now = self.of_shard.pop(id(shard))
+        return known
+
+    @property
+    def number(self) -> int:
+        return len(self.trace.steps) + 1
+
+    def write_gradient(self, engine: Any) -> None:
+        self.step.gradient_marks = self.write("gradient", self.number, engine.gradients().items())
+
+    def write(self, kind: str, step: int, tensors: Any) -> dict[str, int]:
+        marks = {}
+        for name, tensor in tensors:
+            values = array(tensor)
+            marks[name] = mark(values)
+            if self.trace.rank == 0:
+                self.files.write(kind, step, name, values)
+        return marks
+
+    def close(self, *_args: Any, **_kwargs: Any) -> None:
+        """There is nothing to close."""
+
+    def log(self, row: MetricRow) -> None:
+        """A row ends its step, also if it has held-out values."""
+        self.step.row = dict(row)
+        self.trace.steps.append(self.step)
+        self.step = StepSeen()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun(Run):
+    recorder: Recorder
+
+    def shard(self, pack: Pack) -> Shard:
+        if self.recorder.trace.ring_rank == 0 and self.recorder.held is not None:
+            self.recorder.held.pack = seen(pack)
+        return super().shard(pack)
+
+
+class RecordedEngine:
+    def __init__(self, engine: Any, recorder: Recorder) -> None:
+        self._engine, self._recorder = engine, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def forward(self, shard: Shard) -> Any:
+        known = self._recorder.computing(shard)
+        tokens = self._engine.forward(shard)
+        if not known or isinstance(tokens, TokenScores):  # scores: the loss is given one for each answer
+            return tokens
+        self._recorder.micro.policy_t = array(tokens.logps_t)
+        self._recorder.micro.logits_t = array(tokens.mean_logits_t)
+        more = {"likelihoods_t": tokens.likelihoods_t, "entropies_t": tokens.entropy_t, "hits_t": tokens.hits_t,
+                "values_t": tokens.values_t}  # fmt: skip
+        for name, each in more.items():
+            if each is not None:
+                setattr(self._recorder.micro, name, array(each))
+        return tokens
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self._recorder.micro.handed, self._recorder.micro.last = float(loss.detach()), last
+        self._engine.backward(loss, last=last)
+        if last:  # here and not in `step`, which a gradient that is not finite never reaches
+            self._recorder.write_gradient(self._engine)
+
+    def step(self, lr: float) -> None:
+        step = self._recorder.step
+        step.lr = lr
+        self._engine.step(lr)
+        step.weight_marks = self._recorder.write("weights", self._recorder.number, self._engine.weights())
+        step.stale = tuple(self._stale())
+
+    def _stale(self) -> Iterator[str]:
+        """Parameters that compute with other values than the stepped ones. Sharded parameters cannot be checked."""
+        computing = dict(self._engine.policy.model.named_parameters())
+        for name, stepped in self._engine.weights():
+            parameter = computing.get(name)
+            if type(parameter) is not torch.nn.Parameter or parameter.shape != stepped.shape:
+                continue
+            if not torch.equal(parameter.detach(), stepped.detach().to(parameter.dtype)):
+                yield name
+
+
+def recorded_run(run: Run, recorder: Recorder) -> RecordedRun:
+    """The run, with an engine and shards that are recorded."""
+    values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+    engine = run.engine if recorder.watch is None else WatchedEngine(run.engine, recorder.watch)
+    values |= {"engine": RecordedEngine(engine, recorder)}
+    return RecordedRun(**values, recorder=recorder)
+
+
+def seen(pack: Pack) -> PackSeen:
+    segments = tuple((segment.start, segment.length, segment.padded) for segment in pack.segments)
+    tokens_T, targets_T = array(pack.tokens_T), array(pack.targets_T)
+    return PackSeen(tokens_T, targets_T, array(pack.positions_T), array(pack.sequence_T), segments)

@@ -1,0 +1,176 @@
+"""A rollout of a run beside the reference: its prompts and answers, their rewards, what models say of them, and what
+they are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from rlexp.config.schema import Config
+from rlexp.verify.compared_samples import SampleStep, rollouts_of
+from rlexp.verify.findings import ADVANTAGES, DATA, LOGPS, REWARDS, Clue, Finding, shown
+from rlexp.verify.records import Array, Trace
+from rlexp.verify.reference import rollout_rules as rules
+from rlexp.verify.reference.drawn import divergences_of
+
+
+def incomplete(cfg: Config, traces: Sequence[Trace]) -> Iterator[Finding]:
+    """Check that each step has the rollout that it must have, and each rollout its samples: without them the reference
+    has nothing to begin with."""
+    for trace in traces:
+        for number, step in enumerate(trace.steps, start=1):
+            if step.micros and step.rollout != rules.rollout_of(cfg, number):
+                what = f"the rollout that rank {trace.rank} trains on"
+                got = "none" if step.rollout is None else f"rollout {step.rollout + 1}"
+                yield Finding(number, DATA, Clue.EXECUTED, what, got, f"rollout {rules.rollout_of(cfg, number) + 1}")
+    if len({len(trace.rollouts) for trace in traces}) > 1:
+        return
+    for run in rollouts_of(traces):
+        places = [sample.place for sample in run.drawn.samples]
+        step = run.seen[0].step
+        for place in range(rules.size_of(cfg)):
+            if places.count(place) != 1:
+                what, got = f"ranks that hold sample {place} of rollout {run.number + 1}", str(places.count(place))
+                yield Finding(step, DATA, Clue.DRAWN, what, got, "1")
+
+
+def of_sample(step: SampleStep, place: int) -> str:
+    drawn = step.run.drawn.samples[place]
+    return f"sample {place} of rollout {step.run.number + 1} ({drawn.origin})"
+
+
+def drawn(step: SampleStep) -> Iterator[Finding]:
+    """Check the prompts of a new rollout, and what its answers are as texts."""
+    expected, samples = step.expected.rollout, step.run.drawn.samples
+    each = len(samples) // len(expected.prompts)
+    for sample in samples:
+        prompt, index = expected.prompts[sample.place // each], expected.indices[sample.place // each]
+        named = of_sample(step, sample.place)
+        if sample.index != index:
+            what = f"prompt of {named}"
+            yield step.finding(DATA, Clue.SAMPLES, what, f"prompt {sample.index}", f"prompt {index}")
+        elif not np.array_equal(sample.prompt, prompt.prompt):
+            what = f"tokens of the prompt of {named}"
+            yield step.finding(DATA, Clue.TOKENS, what, sample.prompt.tolist(), prompt.prompt.tolist())
+        longest = step.whole.cfg.rollout.max_new_tokens
+        if not 0 < len(sample.answer) <= longest:
+            yield step.finding(DATA, Clue.DRAWN, f"tokens of {named}", len(sample.answer), f"1 to {longest}")
+        text, stopped = expected.texts[sample.place], expected.stopped[sample.place]
+        if sample.text != text:
+            yield step.finding(DATA, Clue.DRAWN, f"text of {named}", repr(sample.text), repr(text))
+        if sample.stopped != stopped:
+            yield step.finding(DATA, Clue.DRAWN, f"whether {named} has ended by itself", sample.stopped, stopped)
+
+
+def rewards(step: SampleStep) -> Iterator[Finding]:
+    """Check the rewards that can be computed again, and the score that is made of them all."""
+    if not step.begins:
+        return
+    expected, samples = step.expected.rollout, step.run.drawn.samples
+    scores = np.array([sample.score for sample in samples])
+    for name, wanted in [*expected.terms.items(), ("", expected.scores)]:
+        got = np.array([sample.terms[name] for sample in samples]) if name else scores
+        wrong = step.first_wrong("rewards", got, wanted)
+        if wrong is not None:
+            what = f"reward {name} of {of_sample(step, wrong)}" if name else f"score of {of_sample(step, wrong)}"
+            note = "; ".join(filter(None, [expected.notes.get(name, ""), _another(got, wanted)]))
+            yield step.finding(REWARDS, Clue.REWARD, what, got[wrong], wanted[wrong], note)
+
+
+def _another(got: Array, wanted: Array) -> str:
+    """Say so if samples have each other's values."""
+    if np.array_equal(np.sort(got), np.sort(wanted)):
+        return f"all {len(got)} values are there, but {int((got != wanted).sum())} belong to other samples"
+    return ""
+
+
+def scored(step: SampleStep) -> Iterator[Finding]:
+    """Check what the models say of a new rollout's answers, token by token."""
+    if not step.begins:
+        return
+    expected, run = step.expected.rollout, step.run
+    gauge, allowed = step.whole.gauge, step.whole.allowed.logp * step.drift
+    for who, field, clue in (
+        ("policy before the first step on it", "old", Clue.SCORED),
+        ("policy that drew it", "behaviour", Clue.BEHAVIOUR),
+        ("reference", "reference", Clue.REFERENCE),
+        ("critic", "values", Clue.SCORED),
+    ):
+        wanted = getattr(expected, field)
+        got = getattr(run, field)
+        if wanted is None:
+            continue
+        if got is None:
+            yield step.finding(LOGPS, clue, f"{who}, of rollout {run.number + 1}", "is not computed", "is needed")
+            continue
+        what = "value" if field == "values" else "log-probability"
+        for place, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
+            if len(ours) != len(theirs):
+                yield step.finding(LOGPS, clue, f"{who}, tokens of {of_sample(step, place)}", len(ours), len(theirs))
+                continue
+            apart = np.abs(ours - theirs) / np.maximum(1.0, np.abs(theirs))
+            quantity = "value of a token" if field == "values" else "log-probability of a token"
+            if gauge.exceeds(quantity, float(apart.max()), allowed):
+                at = int(np.flatnonzero(~(apart <= allowed))[0])
+                note = f"{int((~(apart <= allowed)).sum())} of its {len(apart)} tokens differ" + _moved(ours, theirs)
+                yield step.finding(LOGPS, clue, f"{who}, {what} of token {at} of {of_sample(step, place)}", ours[at],
+                                   theirs[at], note)  # fmt: skip
+
+
+def _moved(ours: Array, theirs: Array) -> str:
+    """Say so if the values are those of neighbours."""
+    for by, words in ((1, "before"), (-1, "after")):
+        a, b = (ours[1:], theirs[:-1]) if by == 1 else (ours[:-1], theirs[1:])
+        if len(a) > 1 and np.allclose(a, b, rtol=1e-6, atol=1e-12):
+            return f"; they are those of the token {words}"
+    return ""
+
+
+def credit(step: SampleStep) -> Iterator[Finding]:
+    """Check which samples count and what each token is worth, given the run's scores and log-probabilities."""
+    if not step.begins:
+        return
+    cfg, run, expected = step.whole.cfg, step.run, step.expected.rollout
+    samples, kept = run.drawn.samples, step.whole.allowed.kept
+    scores = np.array([sample.score for sample in samples])
+    counts = rules.counts_of(cfg, scores, [sample.stopped for sample in samples])
+    for place, sample in enumerate(samples):
+        if sample.counts != counts[place]:
+            words = ("does not count", "counts")
+            got, wanted = words[bool(sample.counts)], words[bool(counts[place])]
+            yield step.finding(ADVANTAGES, Clue.OUTCOMES, f"whether {of_sample(step, place)} counts", got, wanted)
+    again = step.whole.again.rollouts[run.number]
+    divergences = divergences_of(cfg, run.old or [], run.reference)
+    outcomes = {
+        "scores": scores,
+        "divergences": np.array([each.sum() for each in divergences]),
+        "prompts": np.arange(len(samples)) // cfg.rollout.n_samples,
+    }
+    for seen, trace in zip(run.seen, step.whole.traces, strict=True):
+        if step.first_wrong("coefficient", np.array([seen.kl_coef]), np.array([expected.kl_coef]), 1e-300) is not None:
+            what = f"coefficient of the divergence on rank {trace.rank}"
+            yield step.finding(ADVANTAGES, Clue.OUTCOMES, what, seen.kl_coef, expected.kl_coef)
+        for name, wanted in outcomes.items():
+            got = np.float64(seen.outcomes.get(name, np.zeros(0)))
+            if (wrong := step.first_wrong("outcomes", got, np.float64(wanted))) is not None:
+                what = f"{name} that the credit is computed from on rank {trace.rank}, at {of_sample(step, wrong)}"
+                yield step.finding(ADVANTAGES, Clue.OUTCOMES, what, *_both(got, wanted, wrong))
+        got = seen.credit if seen.credit is not None else np.zeros(0)
+        if (wrong := step.first_wrong("credit, given the outcomes", got, again.credit)) is not None:
+            what = f"credit of {of_sample(step, wrong)} on rank {trace.rank}, given all scores of the rollout"
+            yield step.finding(ADVANTAGES, Clue.CREDIT, what, *_both(got, again.credit, wrong))
+    for name, wanted_of in (("advantages", again.advantages), ("returns", again.returns)):
+        got_of = getattr(run, name)
+        for place in range(len(samples)) if wanted_of is not None else ():
+            got = got_of[place] if got_of is not None else np.zeros(0)
+            wanted = wanted_of[place]
+            apart = np.abs(got - wanted).max() / max(0.1, np.abs(wanted).max()) if len(got) == len(wanted) else np.inf
+            if step.whole.gauge.exceeds(f"{name}, given their parts", float(apart), kept):
+                at = int(np.argmax(np.abs(got - wanted))) if len(got) == len(wanted) else 0
+                what = f"{name} of token {at} of {of_sample(step, place)}, given the run's own scores and models"
+                yield step.finding(ADVANTAGES, Clue.SPREAD, what, *_both(got, wanted, at))
+
+
+def _both(got: Array, wanted: Array, at: int) -> tuple[str, str]:
+    return (shown(got[at]) if at < len(got) else "is not there"), shown(wanted[at])

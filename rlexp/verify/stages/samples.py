@@ -1,0 +1,201 @@
+"""The stages of a step on samples that the policy drew; gradient and optimizer are those of any step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from rlexp.run_files.curve_distance import METRIC_TOLERANCE
+from rlexp.verify.compared_samples import COLUMNS, SampleStep
+from rlexp.verify.findings import LOGPS, LOSS, METRICS, Clue, Finding, whole_factor
+from rlexp.verify.records import Array, joined
+from rlexp.verify.reference import rollout_rules as rules
+from rlexp.verify.reference.drawn import SIDE
+from rlexp.verify.reference.policy_formula import means_of
+from rlexp.verify.stages import data as packs
+from rlexp.verify.stages import metrics as of_rows
+from rlexp.verify.stages import rollouts
+
+CLUES = {"policy": Clue.POLICY, "entropies": Clue.OF_TOKENS, "values": Clue.OF_TOKENS}
+WORDS = {"old_values": "old value", "weight": "weight", "trained": "mark that it is trained on", "returns": "return",
+         "advantages": "advantage", "old": "old log-probability", "behaviour": "log-probability when drawn",
+         "reference": "log-probability under the reference"}  # fmt: skip
+
+
+def data(step: SampleStep) -> Iterator[Finding]:
+    if step.begins:
+        yield from rollouts.drawn(step)
+    yield from packs.samples(step)
+    for trace in step.whole.traces:
+        seen = trace.steps[step.place]
+        for place, got in seen.tokens.items():
+            for found in packs.tokens(step, got, step.tokens.get(place), place):
+                yield step.finding(found.stage, Clue.EXECUTED, found.quantity, found.got, found.expected)
+    yield from packs.packs(step)
+
+
+def logps(step: SampleStep) -> Iterator[Finding]:
+    """Compare what the models say now; then what they said of the whole rollout before the first step on it."""
+    for name in dict.fromkeys(name for seen in step.seen for name in seen.stale):
+        yield step.finding(LOGPS, Clue.STALE, f"{name} as it computes", "another value", "what was stepped")
+    gauge, allowed = step.whole.gauge, step.whole.allowed.logp * step.drift
+    for who, clue in CLUES.items():
+        meant: Mapping[tuple[int, str], Array] = getattr(step.expected, who)
+        for key, got in step.by_sequence(COLUMNS[who]).items() if meant else ():
+            wanted = meant[key]
+            apart = np.abs(got - wanted) / np.maximum(1.0, np.abs(wanted))
+            if who == "policy":
+                sums = abs(got.sum() - wanted.sum()) / max(1.0, abs(wanted.sum()))
+                gauge.exceeds("sum of a sequence's log-probabilities", float(sums), allowed)
+            quantity = {"policy": "log-probability of a token", "values": "value of a token"}.get(who, who)
+            if gauge.exceeds(quantity, float(apart.max()), allowed):
+                at = int(np.flatnonzero(~(apart <= allowed))[0])
+                what = f"{who}, token {at} of {rollouts.of_sample(step, key[0])}"
+                note = f"{int((~(apart <= allowed)).sum())} of its {len(apart)} tokens differ"
+                yield step.finding(LOGPS, clue, what, got[at], wanted[at], note)
+    yield from rollouts.scored(step)
+
+
+def losses(step: SampleStep) -> Iterator[Finding]:
+    yield from _known(step)
+    yield from _terms(step)
+    yield from packs_handed(step)
+    got, wanted, scale = step.mean_loss(), step.expected.loss, step.expected.scale
+    bound = step.drift * step.whole.allowed.loss_of_samples
+    if step.whole.gauge.exceeds("loss", abs(got - wanted) / (scale or 1.0), bound):
+        yield step.finding(LOSS, Clue.POLICY, "loss of the train batch", got, wanted)
+
+
+def _known(step: SampleStep) -> Iterator[Finding]:
+    """Check what the loss is given of each token besides what the models say now: exactly what the rollout has, weighed
+    and whitened over the whole train batch."""
+    answers, places = step.given_answers(), step.expected.samples
+    lengths = answers.lengths
+    wanted = {name: dict(zip(places, values, strict=True)) for name, values in answers.columns.items()
+              if name not in COLUMNS}  # fmt: skip
+    wanted["weight"] = {p: np.full(n, w) for p, n, w in zip(places, lengths, answers.weights, strict=True)}
+    wanted["trained"] = {p: np.full(n, float(c)) for p, n, c in zip(places, lengths, answers.counts, strict=True)}
+    for name, by_place in wanted.items():
+        clue = {"weight": Clue.WEIGHED, "advantages": Clue.WEIGHED}.get(name, Clue.COUNTS)
+        largest = max(float(np.abs(each).max()) for each in by_place.values()) or 1.0
+        for (place, _), got in step.by_sequence(f"{name}_t").items():
+            meant = by_place[place]
+            apart = np.abs(got - meant) / largest
+            if step.whole.gauge.exceeds("what the loss is given", float(apart.max()), step.whole.allowed.kept):
+                at = int(np.flatnonzero(~(apart <= step.whole.allowed.kept))[0])
+                what = f"{WORDS[name]} that the loss is given of token {at} of {rollouts.of_sample(step, place)}"
+                yield step.finding(LOSS, clue, what, got[at], meant[at], whole_factor(got[at], meant[at]).lstrip("; "))
+    weight_of = dict(zip(places, answers.answer_weights, strict=True))
+    length_of = dict(zip(places, lengths, strict=True))
+    for trace in step.whole.traces:
+        for micro in trace.steps[step.place].micros:
+            for name, of in (("answer_weights", weight_of), ("lengths", length_of)):
+                meant = np.array([float(of[place]) for place in micro.samples])
+                kept = step.whole.allowed.kept
+                wrong = step.first_wrong("what the loss is given", micro.known[name], meant, 1e-300, kept)
+                if wrong is not None:
+                    what = f"{name.replace('_', ' ')}, {rollouts.of_sample(step, micro.samples[wrong])}"
+                    yield step.finding(LOSS, Clue.WEIGHED, what, micro.known[name][wrong], meant[wrong])
+
+
+def _terms(step: SampleStep) -> Iterator[Finding]:
+    """Check the parts of the loss and its derivatives, given all that the run gave to it."""
+    again, allowed = step.again, step.whole.allowed.formula
+    scale = float(np.abs(again.slopes["policy"]).sum()) or 1.0
+    for name, wanted in {"loss": again.loss, **again.weighted, **again.replicated}.items():
+        got = step.total(name)
+        size = max(scale, abs(wanted))
+        if step.whole.gauge.exceeds("parts of the loss, given the tokens", abs(got - wanted) / size, allowed):
+            what = f"{name} of the train batch, given the values of its tokens"
+            yield step.finding(LOSS, Clue.LOSSES, what, got, wanted, whole_factor(got, wanted).lstrip("; "))
+    ends = np.cumsum([len(step.tokens[place].ids(SIDE)) for place in step.expected.samples])[:-1]
+    for name, flat in again.slopes.items():
+        largest = float(np.abs(flat).max())
+        if not largest:
+            continue
+        meant = dict(zip(step.expected.samples, np.split(flat, ends), strict=True))
+        for (place, _), got in step.by_sequence(f"slope of {name}").items():
+            apart = np.abs(got - meant[place]) / largest
+            if step.whole.gauge.exceeds("derivatives of the loss, given the tokens", float(apart.max()), allowed):
+                at = int(np.flatnonzero(~(apart <= allowed))[0])
+                what = f"derivative of the loss by {name}, token {at} of {rollouts.of_sample(step, place)}"
+                yield step.finding(LOSS, Clue.SLOPES, what, got[at], meant[place][at])
+
+
+def packs_handed(step: SampleStep) -> Iterator[Finding]:
+    """Check the scalar that each rank hands to its engine, and the mark of the last one."""
+    world = len(step.whole.traces)
+    for trace in step.whole.traces:
+        micros = trace.steps[step.place].micros
+        for place, micro in enumerate(micros):
+            assert micro.terms is not None
+            where = f"micro-batch {place + 1} of rank {trace.rank}"
+            got, wanted = float(micro.handed if micro.handed is not None else math.nan), micro.terms.loss * world
+            apart = abs(got - wanted) / max(0.1, abs(wanted))
+            if step.whole.gauge.exceeds("loss handed to the engine", apart, step.whole.allowed.formula):
+                note = f"its part of the loss × {world} ranks" + whole_factor(got, wanted)
+                yield step.finding(LOSS, Clue.HANDED, f"loss handed to the engine, {where}", got, wanted, note)
+            if micro.last is not (place + 1 == len(micros)):
+                what = f"mark of the last micro-batch, {where}"
+                yield step.finding(LOSS, Clue.HANDED, what, micro.last, not micro.last)
+
+
+def metrics(step: SampleStep) -> Iterator[Finding]:
+    rel, absolute = (allowed * step.drift for allowed in step.whole.allowed.metric)
+    given = counted(step)
+    for rank, row in enumerate(seen.row for seen in step.seen):
+        for name, wanted in step.expected.row.items():
+            if name not in row:
+                yield step.finding(METRICS, Clue.ABSENT, name, "is not logged", wanted)
+                continue
+            got = float(row[name])
+            clue = Clue.REDUCED if name in given else Clue.POSITION
+            if name in given:
+                value, allowed = given[name]
+                size = max(0.1, abs(value), abs(step.again.loss))
+                if step.whole.gauge.exceeds("metrics, given their parts", abs(got - value) / size, allowed):
+                    note = f"on rank {rank}" + whole_factor(got, value)
+                    yield step.finding(METRICS, clue, name, got, value, note)
+            scale, apart = max(abs(got), abs(wanted)), abs(got - wanted)
+            # Advantages cancel: what is nothing but rounding is measured by the absolute tolerance.
+            step.whole.gauge.exceeds(name, apart / max(scale, METRIC_TOLERANCE[1] / METRIC_TOLERANCE[0]), math.inf)
+            if math.isfinite(rel) and not apart <= rel * scale + absolute:
+                yield step.finding(METRICS, clue, name, got, wanted, f"on rank {rank}" + whole_factor(got, wanted))
+    yield from of_rows.layouts_own(step)
+
+
+def counted(step: SampleStep) -> dict[str, tuple[float, float]]:
+    """The logged values, from the run's own values for each token and sample; and by how much they may differ."""
+    micros = [micro for trace in step.whole.traces for micro in trace.steps[step.place].micros]
+    terms = [micro.terms for micro in micros if micro.terms is not None]
+    exact, rounded = step.whole.allowed.given, step.whole.allowed.formula
+    row = dict.fromkeys(("loss", *terms[0].weighted, *terms[0].replicated))
+    made = {name: (step.total(name), rounded) for name in row}
+    means = means_of(terms, [micro.known["trained_t"] for micro in micros])
+    made |= {name: (value, rounded) for name, value in means.items()}
+    made["tokens"] = (float(sum(micro.real_tokens for micro in micros)), exact)
+    if step.begins:
+        made |= {name: (value, exact) for name, value in _of_rollout(step).items()}
+    return {f"train/{name}": value for name, value in made.items()}
+
+
+def _of_rollout(step: SampleStep) -> dict[str, float]:
+    """The values of the rollout, from what the run knows of its samples."""
+    run, cfg = step.run, step.whole.cfg
+    samples = run.drawn.samples
+    scores, lengths = np.array([sample.score for sample in samples]), [len(sample.answer) for sample in samples]
+    terms = {name: np.array([sample.terms[name] for sample in samples]) for name in samples[0].terms}
+    row = rules.of_answers(terms, scores, lengths, [sample.stopped for sample in samples])
+    row |= rules.of_rollout(cfg, run.number, run.seen[0].kl_coef, scores, lengths, run.old or [], run.reference)
+    returns, values = run.returns, run.values
+    if returns is not None and values is not None:
+        row["val/explained_variance"] = rules.explained_variance(returns, values)
+    return row
+
+
+def sums_of(step: SampleStep) -> Array:
+    """The sum of each answer's log-probabilities, in the order of the samples."""
+    columns = step.by_sequence("policy_t")
+    return joined([columns[place, SIDE].sum().reshape(1) for place in step.expected.samples])

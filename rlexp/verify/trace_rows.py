@@ -1,0 +1,174 @@
+"""Record training on answers that the rows give: the product's own task, with its loss and reference behind proxies.
+
+`OfflineTask` names its passes, and gives `note` the derivatives of a whole batch's loss, for this alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rlexp.config.schema import Config
+from rlexp.training.algos.base import Loss, Sides, Values
+from rlexp.training.algos.base import Losses as LossesOf
+from rlexp.training.metrics.meter import Meter
+from rlexp.training.ring.groups import World
+from rlexp.training.train.choose_task import task_class
+from rlexp.training.train.examples import read_examples
+from rlexp.training.train.offline_task import HeldExamples, OfflineTask
+from rlexp.training.train.parts import Reference, Run
+from rlexp.training.types import Answered, Shard, TokenLogps
+from rlexp.verify.recorder import Recorder, array, recorded_run
+from rlexp.verify.records import Array, Counts, Losses, Micro, TokenAnswer, TokenExample, TokenPair
+
+TRAINING = "training"
+
+
+class RowsRecorder(Recorder):
+    """Knows what each pass over a micro-batch is for."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pass_ = TRAINING
+        self.collected: list[Micro] = []  # of the pass that collects values for a loss of the whole batch
+
+    @contextlib.contextmanager
+    def passing(self, name: str) -> Iterator[None]:
+        """Say what a pass is for, other than training."""
+        if name == "collecting":
+            self.collected = []
+        self.pass_, before = (name if self.pass_ == TRAINING else f"{name}, {self.pass_}"), self.pass_
+        try:
+            yield
+        finally:
+            self.pass_ = before
+
+    def begin(self, examples: Sequence[Answered], sides: Sequence[str]) -> None:
+        training = self.pass_ == TRAINING
+        self.held = Micro(tuple(each.index for each in examples))
+        if training and self.collected:  # the reference has computed already
+            self.held.reference_t = self.collected.pop(0).reference_t
+        places, seen_tokens = {
+            TRAINING: (self.step.micros, self.trace.tokens),
+            "collecting": (self.collected, self.trace.tokens),
+            "mismatched": (self.step.others, self.step.other_tokens),
+            "held out": (self.trace.held_out, self.trace.held_tokens),
+            "collecting, held out": (self.trace.held_out, self.trace.held_tokens),
+            "mismatched, held out": (self.trace.held_others, self.trace.held_other_tokens),
+        }[self.pass_]
+        places.append(self.held)
+        seen_tokens.update({each.index: tokens_of(each, sides) for each in examples})
+
+    def judged(self, values: Values, losses: LossesOf, slopes: Sides | None) -> None:
+        """Record what the loss was given of a micro-batch, and what it has made of it."""
+        if self.pass_ != TRAINING:
+            return
+        micro = self.micro
+        micro.sums = named_sums(values)
+        tokens = {side: array(each) for side, each in values.tokens.items()}
+        margins, labels, micro.mismatched = (
+            None if each is None else array(each) for each in (values.margin_E, values.label_E, values.mismatched_B)
+        )
+        micro.counts = Counts(tokens, values.mean_tokens, margins, labels)
+        if slopes is None:
+            found = torch.autograd.grad(
+                losses.losses_E.sum(), list(values.judged.values()), retain_graph=True, allow_unused=True
+            )
+            slopes = {side: torch.zeros_like(each) if slope is None else slope
+                      for (side, each), slope in zip(values.judged.items(), found, strict=True)}  # fmt: skip
+        micro.losses = Losses(
+            array(losses.losses_E),
+            {side: array(slope) for side, slope in slopes.items()},
+            {name: array(value_E) for name, value_E in losses.metrics_E.items()},
+            {name: array(weight_E) for name, weight_E in losses.weights_E.items()},
+            values.carried,
+        )
+
+
+class Recorded(OfflineTask):
+    """The product's task, with wrapped parts. Only the first `held_out` held-out examples are evaluated."""
+
+    recorder: RowsRecorder
+
+    def watched_by(self, recorder: RowsRecorder, held_out: int) -> Recorded:
+        self.recorder = recorder
+        self.held_out = self.held_out[:held_out]
+        self.loss = RecordedLoss(self.loss, recorder)
+        return self
+
+    def start(self, run: Run, reference: Reference | None) -> None:
+        self.recorder.begin_run(run, len(self.train))
+
+        def recorded_reference(shard: Shard) -> TokenLogps:
+            assert reference is not None
+            tokens = reference(shard)
+            self.recorder.micro.reference_t = array(tokens.logps_t)
+            return tokens
+
+        recorded = None if reference is None else recorded_reference
+        super().start(recorded_run(run, self.recorder), recorded)
+
+    def passing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self.recorder.passing(what)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        with self.recorder.passing("held out"):
+            return super().evaluate(step)
+
+    def shard(self, examples: Sequence[Answered]) -> HeldExamples:
+        self.recorder.begin(examples, self.sides)
+        held = super().shard(examples)
+        self.recorder.sharded(held.shard)
+        return held
+
+    def note(self, meter: Meter, values: Values, losses: LossesOf, slopes: Sides | None) -> None:
+        self.recorder.judged(values, losses, slopes)
+        super().note(meter, values, losses, slopes)
+
+
+def loss_of(cfg: Config) -> Loss:
+    """Build the loss as the product does, for the reference."""
+    task = task_class(cfg.loss)
+    assert issubclass(task, OfflineTask)
+    return task.loss_of(cfg)
+
+
+def recorded_task(recorder: RowsRecorder, held_out: int, cfg: Config, tokenizer: Any, world: World, _: Any) -> Recorded:
+    """Make the task that the loss has, recorded."""
+    task = task_class(cfg.loss)
+    assert issubclass(task, OfflineTask)
+    made = type(f"Recorded{task.__name__}", (Recorded, task), {})
+    watched: Recorded = made(cfg, read_examples(cfg, tokenizer, world)).watched_by(recorder, held_out)
+    return watched
+
+
+def named_sums(values: Values) -> dict[str, Array]:
+    given = {"policy": values.judged, "reference": values.reference, "likelihoods": values.likelihoods,
+             "entropies": values.entropies, "hits": values.hits}  # fmt: skip
+    return {f"{who}/{side}": array(each) for who, sides in given.items() for side, each in (sides or {}).items()}
+
+
+class RecordedLoss:
+    """Records what a loss is given that asks for the whole batch."""
+
+    def __init__(self, loss: Loss, recorder: RowsRecorder) -> None:
+        self._loss, self._recorder = loss, recorder
+        self.asks = loss.asks
+
+    def __call__(self, values: Values) -> LossesOf:
+        if self.asks.whole_batch and "held out" not in self._recorder.pass_:
+            self._recorder.step.whole = named_sums(values)
+        return self._loss(values)
+
+
+def tokens_of(example: Answered, sides: Sequence[str]) -> TokenExample:
+    """Copy an example's tokens, for the comparison."""
+    answers: dict[str, Any] = {}
+    for side, (answer, mask) in zip(sides, example.answers, strict=True):
+        answers |= {side: answer, f"{side}_mask": mask}
+    if len(sides) == 1:
+        return TokenAnswer(prompt=example.prompt, origin=example.origin, label=example.label, **answers)
+    return TokenPair(prompt=example.prompt, origin=example.origin, margin=example.margin, **answers)
