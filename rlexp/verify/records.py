@@ -226,6 +226,7 @@ class RolloutSeen:
     step: int  # the first that takes samples of it
     kl_coef: float
     samples: list[Drawn]  # that this rank holds
+    planned: tuple[int, ...] = ()  # its prompts, by the sampler alone
     outcomes: dict[str, Array] = field(default_factory=dict)  # of all samples, as the formula's `credit` was given them
     credit: Array | None = None  # what it returned
 

@@ -17,6 +17,8 @@ from rlexp.launch.joining import RankSpec, join, threads_of
 from rlexp.training.rollout import bridge as bridges
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.build import build
+from rlexp.training.train.offline_task import OfflineTask
+from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.train.sampling_rank import sample_for
 from rlexp.verify.kept import Watch
 from rlexp.verify.recorder import run_recorded
@@ -61,6 +63,7 @@ def trace_rows(job: TraceJob, recorder: RowsRecorder) -> Trace:
     sources = recorder.watch.sources if recorder.watch else None
     task_of = partial(recorded_task, recorder, job.held_out)
     task = build(job.cfg, probing=recorder.probing, task_of=task_of, sources=sources)
+    assert isinstance(task, OfflineTask)
     run_recorded(task, recorder)
     world = task.run.world
     for step in recorder.trace.steps:  # by the sampler alone: the task is what is judged
@@ -73,9 +76,12 @@ def trace_samples(job: TraceJob, bridge: Bridge | None, recorder: SampleRecorder
     sources = recorder.watch.sources if recorder.watch else None
     task_of = partial(recorded_rollouts, recorder, job.held_out)
     task = build(job.cfg, bridge=bridge, probing=recorder.probing, task_of=task_of, sources=sources)
+    assert isinstance(task, RolloutTask)
     try:
         run_recorded(task, recorder)
         task.finish()
     finally:
         task.close()
+    for rollout in recorder.trace.rollouts:
+        rollout.planned = task.sampler.batch(rollout.number + 1).indices
     return recorder.trace

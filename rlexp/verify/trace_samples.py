@@ -66,7 +66,8 @@ class SampleRecorder(Recorder):
             values = getattr(tokens, name)
             if values is not None:
                 micro.known[name] = array(values)
-        micro.known |= {"answer_weights": array(tokens.weight_S), "lengths": array(tokens.length_S)}
+        micro.known |= {"answer_weights": array(tokens.weight_S), "lengths": array(tokens.length_S),
+                        "sums": array(tokens.by_sequence(tokens.logps_t.detach()))}  # fmt: skip
         micro.known |= {f"slope of {name}": array(slope) for name, slope in slopes.items()}
         micro.terms = Terms(
             loss=float(terms.loss.detach()),

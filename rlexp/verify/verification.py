@@ -372,7 +372,7 @@ def _expected_rank(_spec: Any, cfg: Config, plan: VerifyPlan, folder: Path, draw
 
 def _given_rank(
     _spec: Any, cfg: Config, lrs: Sequence[float], given: Any, folder: Path
-) -> tuple[list[Mapping[str, Update]], Any]:
+) -> tuple[Sequence[Mapping[str, Update]], Any]:
     """Apply optimizer and formula to what the run computed, step by step."""
     from rlexp.verify.reference.formula import losses_of_steps
     from rlexp.verify.reference.optimizer import given_steps

@@ -96,7 +96,7 @@ class OfSamples(Stepped):
             self.critic = Critic(trunk, self.policy.get_output_embeddings().in_features).to(self.device)
         self.data = examples_of(cfg, tokenizer)
         self.total = rules.total_steps(cfg, self.data.sizes)
-        self.beta = float(cfg.loss.beta)  # of the controller, for the next rollout
+        self.beta = float(cfg.loss.beta)  # type: ignore[attr-defined] # of the controller, for the next rollout
         self.ends = ends_of(self.policy, tokenizer)
         critic = {} if self.critic is None else dict(self.critic.named_parameters())
         self.train(self.policy, {f"{CRITIC}{name}": parameter for name, parameter in critic.items()})
@@ -200,7 +200,7 @@ class OfSamples(Stepped):
         batch = batch_of(self.cfg, rollout, places, now)
         terms = terms_of(self.loss, batch, rollout.kl_coef)
         self._backward(examples, terms.slopes)
-        trained = np.repeat(np.float64(batch.counts), batch.lengths)
+        trained = np.repeat(np.array(batch.counts, dtype=float), batch.lengths)
         row = {"loss": terms.loss, **terms.weighted, **terms.replicated, **means_of([terms], [trained])}
         row |= {"tokens": sum(each.tokens for each in examples), "episode": (rollout.number + 1) * len(drawn.samples)}
         if rollout.step == number:
@@ -256,16 +256,18 @@ def divergences_of(cfg: Config, old: Sequence[Array], reference: Sequence[Array]
     kind: KLEstimator = cfg.loss.kl  # type: ignore[attr-defined]
     if reference is None:
         return [np.zeros(len(each)) for each in old]
-    return [rules.divergence(kind, np.float64(a) - np.float64(b)) for a, b in zip(old, reference, strict=True)]
+    return [
+        rules.divergence(kind, a.astype(np.float64) - b.astype(np.float64)) for a, b in zip(old, reference, strict=True)
+    ]
 
 
 def batch_of(cfg: Config, rollout: Any, places: Sequence[int], now: dict[str, list[Array]]) -> Answers:
     """A train batch as the loss is given it, from what is known of a rollout's samples."""
     counts = [bool(rollout.counts[place]) for place in places]
-    advantages = [np.float64(rollout.advantages[place]) for place in places]
+    advantages = [rollout.advantages[place].astype(np.float64) for place in places]
     if cfg.loss.whiten:  # type: ignore[attr-defined]
         advantages = rules.whitened(advantages, counts)
-    columns = {**now, "advantages": advantages}
+    columns: dict[str, list[Array]] = {**now, "advantages": advantages}
     for name, of in (("old", "old"), ("behaviour", "behaviour"), ("reference", "reference"), ("old_values", "values"),
                      ("returns", "returns")):  # fmt: skip
         known = getattr(rollout, of)

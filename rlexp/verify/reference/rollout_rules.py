@@ -167,7 +167,7 @@ def of_rollout(
     reference: Sequence[Array] | None,
 ) -> dict[str, float]:  # fmt: skip
     """Values of a rollout: means over its samples of sums over their tokens."""
-    ratios = [np.zeros(len(a)) if reference is None else np.float64(a) - np.float64(reference[n])
+    ratios = [np.zeros(len(a)) if reference is None else a.astype(np.float64) - reference[n].astype(np.float64)
               for n, a in enumerate(old)]  # fmt: skip
     kl = float(np.mean([ratio.sum() for ratio in ratios]))
     kind: KLEstimator = cfg.loss.kl  # type: ignore[attr-defined]
@@ -176,7 +176,7 @@ def of_rollout(
     return {
         "objective/scores_std": float(np.std(scores_N)),
         "objective/kl": kl,
-        "objective/entropy": -float(np.mean([np.float64(each).sum() for each in old])),
+        "objective/entropy": -float(np.mean([each.sum(dtype=np.float64) for each in old])),
         "objective/non_score_reward": penalty,
         "objective/rlhf_reward": score + penalty,
         "objective/kl_coef": kl_coef,
@@ -188,7 +188,7 @@ def of_rollout(
 
 def explained_variance(returns: Sequence[Array], values: Sequence[Array]) -> float:
     """The share of the returns' variance that the critic predicts; 0 where all returns are equal."""
-    r, v = (np.concatenate([np.float64(each) for each in of]) for of in (returns, values))
+    r, v = (np.concatenate([each.astype(np.float64) for each in of]) for of in (returns, values))
     spread = float(((r - r.mean()) ** 2).sum())
     error = r - v
     return 1 - float(((error - error.mean()) ** 2).sum()) / spread if spread > 1e-9 * float((r**2).sum()) else 0.0

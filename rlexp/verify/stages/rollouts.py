@@ -19,20 +19,17 @@ def incomplete(cfg: Config, traces: Sequence[Trace]) -> Iterator[Finding]:
     """Check that each step has the rollout that it must have, and each rollout its samples: without them the reference
     has nothing to begin with."""
     for trace in traces:
-        for number, step in enumerate(trace.steps, start=1):
-            if step.micros and step.rollout != rules.rollout_of(cfg, number):
+        for number, seen in enumerate(trace.steps, start=1):
+            if seen.micros and seen.rollout != rules.rollout_of(cfg, number):
                 what = f"the rollout that rank {trace.rank} trains on"
-                got = "none" if step.rollout is None else f"rollout {step.rollout + 1}"
+                got = "none" if seen.rollout is None else f"rollout {seen.rollout + 1}"
                 yield Finding(number, DATA, Clue.EXECUTED, what, got, f"rollout {rules.rollout_of(cfg, number) + 1}")
-    if len({len(trace.rollouts) for trace in traces}) > 1:
-        return
     for run in rollouts_of(traces):
         places = [sample.place for sample in run.drawn.samples]
-        step = run.seen[0].step
         for place in range(rules.size_of(cfg)):
             if places.count(place) != 1:
                 what, got = f"ranks that hold sample {place} of rollout {run.number + 1}", str(places.count(place))
-                yield Finding(step, DATA, Clue.DRAWN, what, got, "1")
+                yield Finding(run.seen[0].step, DATA, Clue.DRAWN, what, got, "1")
 
 
 def of_sample(step: SampleStep, place: int) -> str:
@@ -49,7 +46,8 @@ def drawn(step: SampleStep) -> Iterator[Finding]:
         named = of_sample(step, sample.place)
         if sample.index != index:
             what = f"prompt of {named}"
-            yield step.finding(DATA, Clue.SAMPLES, what, f"prompt {sample.index}", f"prompt {index}")
+            clue = Clue.EXECUTED if list(step.run.seen[0].planned) == expected.indices else Clue.SAMPLES
+            yield step.finding(DATA, clue, what, f"prompt {sample.index}", f"prompt {index}")
         elif not np.array_equal(sample.prompt, prompt.prompt):
             what = f"tokens of the prompt of {named}"
             yield step.finding(DATA, Clue.TOKENS, what, sample.prompt.tolist(), prompt.prompt.tolist())
@@ -129,45 +127,58 @@ def _moved(ours: Array, theirs: Array) -> str:
 
 def credit(step: SampleStep) -> Iterator[Finding]:
     """Check which samples count and what each token is worth, given the run's scores and log-probabilities."""
-    if not step.begins:
-        return
-    cfg, run, expected = step.whole.cfg, step.run, step.expected.rollout
-    samples, kept = run.drawn.samples, step.whole.allowed.kept
+    if step.begins:
+        yield from _counts(step)
+        yield from _outcomes(step)
+        yield from _spread(step)
+
+
+def _counts(step: SampleStep) -> Iterator[Finding]:
+    samples, words = step.run.drawn.samples, ("does not count", "counts")
     scores = np.array([sample.score for sample in samples])
-    counts = rules.counts_of(cfg, scores, [sample.stopped for sample in samples])
+    counts = rules.counts_of(step.whole.cfg, scores, [sample.stopped for sample in samples])
     for place, sample in enumerate(samples):
         if sample.counts != counts[place]:
-            words = ("does not count", "counts")
-            got, wanted = words[bool(sample.counts)], words[bool(counts[place])]
-            yield step.finding(ADVANTAGES, Clue.OUTCOMES, f"whether {of_sample(step, place)} counts", got, wanted)
-    again = step.whole.again.rollouts[run.number]
+            what = f"whether {of_sample(step, place)} counts"
+            yield step.finding(ADVANTAGES, Clue.OUTCOMES, what, words[sample.counts], words[int(counts[place])])
+
+
+def _outcomes(step: SampleStep) -> Iterator[Finding]:
+    """Check what each rank computes the credit of all samples from, and what it computes."""
+    cfg, run, samples = step.whole.cfg, step.run, step.run.drawn.samples
+    coefficient = np.array([step.expected.rollout.kl_coef])
     divergences = divergences_of(cfg, run.old or [], run.reference)
     outcomes = {
-        "scores": scores,
+        "scores": np.array([sample.score for sample in samples]),
         "divergences": np.array([each.sum() for each in divergences]),
-        "prompts": np.arange(len(samples)) // cfg.rollout.n_samples,
+        "prompts": np.arange(len(samples), dtype=float) // cfg.rollout.n_samples,
     }
+    again = step.whole.again.rollouts[run.number]
     for seen, trace in zip(run.seen, step.whole.traces, strict=True):
-        if step.first_wrong("coefficient", np.array([seen.kl_coef]), np.array([expected.kl_coef]), 1e-300) is not None:
+        if step.first_wrong("coefficient", np.array([seen.kl_coef]), coefficient, 1e-300) is not None:
             what = f"coefficient of the divergence on rank {trace.rank}"
-            yield step.finding(ADVANTAGES, Clue.OUTCOMES, what, seen.kl_coef, expected.kl_coef)
+            yield step.finding(ADVANTAGES, Clue.OUTCOMES, what, seen.kl_coef, coefficient[0])
         for name, wanted in outcomes.items():
-            got = np.float64(seen.outcomes.get(name, np.zeros(0)))
-            if (wrong := step.first_wrong("outcomes", got, np.float64(wanted))) is not None:
+            got = seen.outcomes.get(name, np.zeros(0)).astype(np.float64)
+            if (wrong := step.first_wrong("outcomes", got, wanted)) is not None:
                 what = f"{name} that the credit is computed from on rank {trace.rank}, at {of_sample(step, wrong)}"
                 yield step.finding(ADVANTAGES, Clue.OUTCOMES, what, *_both(got, wanted, wrong))
-        got = seen.credit if seen.credit is not None else np.zeros(0)
+        got = np.zeros(0) if seen.credit is None else seen.credit
         if (wrong := step.first_wrong("credit, given the outcomes", got, again.credit)) is not None:
             what = f"credit of {of_sample(step, wrong)} on rank {trace.rank}, given all scores of the rollout"
             yield step.finding(ADVANTAGES, Clue.CREDIT, what, *_both(got, again.credit, wrong))
-    for name, wanted_of in (("advantages", again.advantages), ("returns", again.returns)):
-        got_of = getattr(run, name)
-        for place in range(len(samples)) if wanted_of is not None else ():
+
+
+def _spread(step: SampleStep) -> Iterator[Finding]:
+    """Check each token's advantage, and the critic's target."""
+    again = step.whole.again.rollouts[step.run.number]
+    for name in ("advantages", "returns"):
+        wanted_of, got_of = getattr(again, name), getattr(step.run, name)
+        for place, wanted in enumerate(wanted_of or []):
             got = got_of[place] if got_of is not None else np.zeros(0)
-            wanted = wanted_of[place]
-            apart = np.abs(got - wanted).max() / max(0.1, np.abs(wanted).max()) if len(got) == len(wanted) else np.inf
-            if step.whole.gauge.exceeds(f"{name}, given their parts", float(apart), kept):
-                at = int(np.argmax(np.abs(got - wanted))) if len(got) == len(wanted) else 0
+            at = int(np.argmax(np.abs(got - wanted))) if len(got) == len(wanted) else 0
+            apart = abs(got[at] - wanted[at]) / max(0.1, np.abs(wanted).max()) if len(got) == len(wanted) else np.inf
+            if step.whole.gauge.exceeds(f"{name}, given their parts", float(apart), step.whole.allowed.kept):
                 what = f"{name} of token {at} of {of_sample(step, place)}, given the run's own scores and models"
                 yield step.finding(ADVANTAGES, Clue.SPREAD, what, *_both(got, wanted, at))
 

@@ -10,7 +10,7 @@ import numpy as np
 from rlexp.run_files.curve_distance import METRIC_TOLERANCE
 from rlexp.verify.compared_samples import COLUMNS, SampleStep
 from rlexp.verify.findings import LOGPS, LOSS, METRICS, Clue, Finding, whole_factor
-from rlexp.verify.records import Array, joined
+from rlexp.verify.records import Array
 from rlexp.verify.reference import rollout_rules as rules
 from rlexp.verify.reference.drawn import SIDE
 from rlexp.verify.reference.policy_formula import means_of
@@ -71,57 +71,66 @@ def losses(step: SampleStep) -> Iterator[Finding]:
 def _known(step: SampleStep) -> Iterator[Finding]:
     """Check what the loss is given of each token besides what the models say now: exactly what the rollout has, weighed
     and whitened over the whole train batch."""
-    answers, places = step.given_answers(), step.expected.samples
+    answers, places, kept = step.given_answers(), step.expected.samples, step.whole.allowed.kept
     lengths = answers.lengths
-    wanted = {name: dict(zip(places, values, strict=True)) for name, values in answers.columns.items()
-              if name not in COLUMNS}  # fmt: skip
-    wanted["weight"] = {p: np.full(n, w) for p, n, w in zip(places, lengths, answers.weights, strict=True)}
-    wanted["trained"] = {p: np.full(n, float(c)) for p, n, c in zip(places, lengths, answers.counts, strict=True)}
-    for name, by_place in wanted.items():
-        clue = {"weight": Clue.WEIGHED, "advantages": Clue.WEIGHED}.get(name, Clue.COUNTS)
-        largest = max(float(np.abs(each).max()) for each in by_place.values()) or 1.0
-        for (place, _), got in step.by_sequence(f"{name}_t").items():
-            meant = by_place[place]
+    wanted = {name: list(values) for name, values in answers.columns.items() if name not in COLUMNS}
+    wanted["weight"] = [np.full(n, weight) for n, weight in zip(lengths, answers.weights, strict=True)]
+    wanted["trained"] = [np.full(n, float(counts)) for n, counts in zip(lengths, answers.counts, strict=True)]
+    for name, values in wanted.items():
+        clue = Clue.WEIGHED if name in ("weight", "advantages") else Clue.COUNTS
+        largest = max(float(np.abs(each).max()) for each in values) or 1.0
+        got_of = step.by_sequence(f"{name}_t")
+        for place, meant in zip(places, values, strict=True):
+            got = got_of[place, SIDE]
             apart = np.abs(got - meant) / largest
-            if step.whole.gauge.exceeds("what the loss is given", float(apart.max()), step.whole.allowed.kept):
-                at = int(np.flatnonzero(~(apart <= step.whole.allowed.kept))[0])
+            if step.whole.gauge.exceeds("what the loss is given", float(apart.max()), kept):
+                at = int(np.flatnonzero(~(apart <= kept))[0])
                 what = f"{WORDS[name]} that the loss is given of token {at} of {rollouts.of_sample(step, place)}"
                 yield step.finding(LOSS, clue, what, got[at], meant[at], whole_factor(got[at], meant[at]).lstrip("; "))
-    weight_of = dict(zip(places, answers.answer_weights, strict=True))
-    length_of = dict(zip(places, lengths, strict=True))
+    yield from _of_answers(step, dict(zip(places, answers.answer_weights, strict=True)))
+
+
+def _of_answers(step: SampleStep, weights: Mapping[int, float]) -> Iterator[Finding]:
+    """Check what the loss is given of whole answers, and how it adds up their tokens."""
+    policy, allowed = step.by_sequence("policy_t"), step.whole.allowed
     for trace in step.whole.traces:
         for micro in trace.steps[step.place].micros:
-            for name, of in (("answer_weights", weight_of), ("lengths", length_of)):
-                meant = np.array([float(of[place]) for place in micro.samples])
-                kept = step.whole.allowed.kept
-                wrong = step.first_wrong("what the loss is given", micro.known[name], meant, 1e-300, kept)
+            for what, name, clue, bound, of in (
+                ("weight", "answer_weights", Clue.WEIGHED, allowed.kept, lambda place: weights[place]),
+                ("length", "lengths", Clue.COUNTS, allowed.kept, lambda place: len(policy[place, SIDE])),
+                ("sum of log-probabilities", "sums", Clue.SUMS, allowed.formula,
+                 lambda place: policy[place, SIDE].sum(dtype=np.float64)),
+            ):  # fmt: skip
+                meant = np.array([float(of(place)) for place in micro.samples])
+                wrong = step.first_wrong("what the loss is given", micro.known[name], meant, 1e-300, bound)
                 if wrong is not None:
-                    what = f"{name.replace('_', ' ')}, {rollouts.of_sample(step, micro.samples[wrong])}"
-                    yield step.finding(LOSS, Clue.WEIGHED, what, micro.known[name][wrong], meant[wrong])
+                    named = f"{what} of {rollouts.of_sample(step, micro.samples[wrong])}, on rank {trace.rank}"
+                    yield step.finding(LOSS, clue, named, micro.known[name][wrong], meant[wrong])
 
 
 def _terms(step: SampleStep) -> Iterator[Finding]:
     """Check the parts of the loss and its derivatives, given all that the run gave to it."""
     again, allowed = step.again, step.whole.allowed.formula
     scale = float(np.abs(again.slopes["policy"]).sum()) or 1.0
-    for name, wanted in {"loss": again.loss, **again.weighted, **again.replicated}.items():
-        got = step.total(name)
-        size = max(scale, abs(wanted))
-        if step.whole.gauge.exceeds("parts of the loss, given the tokens", abs(got - wanted) / size, allowed):
+    for name, meant in {"loss": again.loss, **again.weighted, **again.replicated}.items():
+        total = step.total(name)
+        size = max(scale, abs(meant))
+        if step.whole.gauge.exceeds("parts of the loss, given the tokens", abs(total - meant) / size, allowed):
             what = f"{name} of the train batch, given the values of its tokens"
-            yield step.finding(LOSS, Clue.LOSSES, what, got, wanted, whole_factor(got, wanted).lstrip("; "))
+            yield step.finding(LOSS, Clue.LOSSES, what, total, meant, whole_factor(total, meant).lstrip("; "))
     ends = np.cumsum([len(step.tokens[place].ids(SIDE)) for place in step.expected.samples])[:-1]
     for name, flat in again.slopes.items():
         largest = float(np.abs(flat).max())
         if not largest:
             continue
-        meant = dict(zip(step.expected.samples, np.split(flat, ends), strict=True))
-        for (place, _), got in step.by_sequence(f"slope of {name}").items():
-            apart = np.abs(got - meant[place]) / largest
+        got_of = step.by_sequence(f"slope of {name}")
+        for place, slopes in zip(step.expected.samples, np.split(flat, ends), strict=True):
+            got = got_of[place, SIDE]
+            apart = np.abs(got - slopes) / largest
             if step.whole.gauge.exceeds("derivatives of the loss, given the tokens", float(apart.max()), allowed):
                 at = int(np.flatnonzero(~(apart <= allowed))[0])
                 what = f"derivative of the loss by {name}, token {at} of {rollouts.of_sample(step, place)}"
-                yield step.finding(LOSS, Clue.SLOPES, what, got[at], meant[place][at])
+                yield step.finding(LOSS, Clue.SLOPES, what, got[at], slopes[at])
 
 
 def packs_handed(step: SampleStep) -> Iterator[Finding]:
@@ -193,9 +202,3 @@ def _of_rollout(step: SampleStep) -> dict[str, float]:
     if returns is not None and values is not None:
         row["val/explained_variance"] = rules.explained_variance(returns, values)
     return row
-
-
-def sums_of(step: SampleStep) -> Array:
-    """The sum of each answer's log-probabilities, in the order of the samples."""
-    columns = step.by_sequence("policy_t")
-    return joined([columns[place, SIDE].sum().reshape(1) for place in step.expected.samples])
