@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -160,12 +159,6 @@ def test_last_numbers_are_the_products() -> None:
         assert last_number(text) == numbers_in_text.last_number(text)
 
 
-# What the product makes of these differs from docs/rewards.md: it refuses a sum on a line of its own after a word, and
-# takes a factor of a product for the whole of it.
-ON_ITS_OWN_LINE = re.compile(r"\w\n\Z")
-FACTOR = re.compile(r"\)\Z")
-
-
 def sum_at_the_end(chance: random.Random, depth: int = 2) -> str:
     if depth == 0 or chance.random() < 0.3:
         number = chance.choice(["3", "12", "1,000", "0.5", ".25", "007", "-2", "−4"])
@@ -177,22 +170,15 @@ def sum_at_the_end(chance: random.Random, depth: int = 2) -> str:
 
 
 def test_sums_are_the_products() -> None:
-    chance, known, worked_out = random.Random(4), 0, 0
+    chance, worked_out = random.Random(4), 0
     around = ["", "", "What is ", "(", ")", "= ", "? ", "- ", "x - ", "2", "^2", " -> 3", "!", "a\n", " =\n", ".", " ("]
     for number in range(6000):
         text = f"{chance.choice(around)}{sum_at_the_end(chance)}{chance.choice(around)}"
         text = text_with_numbers(chance) + chance.choice(around) if number % 3 == 0 else text
-        ours, theirs = value_of_sum(text), numbers_in_text.value_of_prompt(text)
-        worked_out += ours is not None
-        if ours != theirs:
-            known += 1
-            match = list(numbers_in_text.SUM.finditer(text))[-1]
-            before = text[: match.start()]
-            assert (theirs is None and ON_ITS_OWN_LINE.search(before)) or (
-                ours is None and FACTOR.search(before) and match[0].startswith("(")
-            ), (text, ours, theirs)
+        value = value_of_sum(text)
+        assert value == numbers_in_text.value_of_prompt(text), text
+        worked_out += value is not None
     assert worked_out > 1000
-    assert known < 200
 
 
 @pytest.mark.parametrize(
@@ -202,7 +188,7 @@ def test_sums_are_the_products() -> None:
      ("- 12 + 7 =", 19), ("1)3+4", 7), ("(what is 12 − 7)", 5), ("1." + "3" * 5000 + " + 1", None)],
 )  # fmt: skip
 def test_sums_by_hand(text: str, value: int | None) -> None:
-    assert value_of_sum(text) == value
+    assert value_of_sum(text) == numbers_in_text.value_of_prompt(text) == value
 
 
 WORDS = ["dog", "Dog", "DOG", "d", "og", "ß", "SS", "İ", " ", "\n", "1", "12", "", "aa", "a"]

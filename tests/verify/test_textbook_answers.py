@@ -42,6 +42,10 @@ SHAPES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "whole conversations": ("sft", [{"chosen": talk, "rejected": [*talk[:-1], assistant("no")]} for talk in TALKS]),
     "labelled": ("kto", [{"prompt": f"{word}?", "completion": f" {word}", "label": at % 3 > 0}
                          for at, word in enumerate(SAID)]),
+    "labelled, with another column": ("kto", [{"prompt": f"{word}?", "input": "x", "output": word, "label": at % 2 == 0}
+                                              for at, word in enumerate(SAID)]),
+    "good answers, with another column": ("sft", [{"prompt": f"{word}?", "input": "x", "output": word, "label": True}
+                                                  for word in SAID]),
     "labelled messages": ("bco", [{"prompt": talk[:1], "completion": talk[1:], "label": at % 2 == 0}
                                   for at, talk in enumerate(TALKS)]),
     "unpaired": ("kto data.unpair=true", [{"prompt": f"{word}?", "chosen": word, "rejected": "no"} for word in SAID]),

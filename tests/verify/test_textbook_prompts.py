@@ -16,13 +16,12 @@ from rlexp.base.errors import DataError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.config.schema.data import BadRows, TemplateUse, TooLong
-from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.examples import read_examples
 from rlexp.training.types import Prompt
 from rlexp.verify.records import TokenExample, TokenPrompt
-from rlexp.verify.reference.pairs import ExampleSet, examples_of, set_of
+from rlexp.verify.reference.pairs import ExampleSet, examples_of
 from tests.helpers.conversations import SHAPES as PAIRS
 from tests.helpers.conversations import Row, hh
 from tests.helpers.rows import FILES, FOLDERS, assistant, cache, user
@@ -169,14 +168,20 @@ def test_what_a_policy_is_asked(tmp_path: Path) -> None:
 
 def test_the_input_of_an_instruction_is_asked_too(tmp_path: Path) -> None:
     rows = [{"instruction": "Add.", "input": "1, 2", "output": "3"}, {"instruction": "Say.", "input": "", "output": ""}]
-    prompts = set_of(of_lines(tmp_path, rows).data, Kind.prompts, tokenizer_of()).train
-    assert [text for _, text, _, _ in meant(prompts)] == ["Add.\n\n1, 2", "Say."]
+    train, _ = hold(of_lines(tmp_path, rows), tokenizer_of())
+    assert [prompt.text for prompt in train] == ["Add.\n\n1, 2", "Say."]
+    for without in ({"output": "3", "label": True}, {"answer": 3}):
+        train, _ = hold(of_lines(tmp_path, [{"prompt": "Add.", "input": "1, 2", **without}]), tokenizer_of())
+        assert train[0].text == "Add."
 
 
 def test_an_answer_has_all_its_digits(tmp_path: Path) -> None:
     cfg = of_lines(tmp_path, [{"prompt": "2 ** 100 =", "answer": 2**100}])
     ((_, _, right, _),) = meant(examples_of(cfg, tokenizer_of()).train)
     assert right == "1267650600228229401496703205376"
+    train, _ = hold(of_lines(tmp_path, [{"prompt": "2 =", "answer": 2}, {"prompt": "=", "answer": 10**400}]),
+                    tokenizer_of())  # fmt: skip
+    assert [prompt.answer for prompt in train] == ["2", f"{10**400}"]
 
 
 @pytest.mark.parametrize("columns", [{"prompt": "q", "answer": "a"}, {"chosen": "one", "rejected": "other"},

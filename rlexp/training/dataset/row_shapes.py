@@ -40,6 +40,7 @@ BAD = (
     "loss=kto."
 )
 OPTIONAL = ("system", "tools", "options")  # of every form
+COMPLETED = ("prompt", "completion")  # what a supervised row needs that may have an input
 HELD = (  # kinds that rows of another kind hold: a prompt alone, a pair's chosen answer alone, or a good answer
     *((Kind.prompts, other) for other in (Kind.pairs, Kind.unpaired, Kind.supervised)),
     (Kind.supervised, Kind.pairs),
@@ -91,17 +92,27 @@ def recognised(fields: Fields, wanted: Kind | None, columns: Mapping[str, str], 
 
 def _preferred(fitting: Sequence[Shape], wanted: Kind | None) -> Shape | None:
     """Return the first shape of the wanted kind, else of one that holds it: first one with all declared columns, and a
-    text without a prompt last."""
+    text without a prompt last. The prompt of a completion has its input, unless it has a label."""
     own = [shape for shape in fitting if wanted in (None, shape.kind)]
     more = [replace(shape, taken=wanted) for shape in fitting if shape.form.asks and (wanted, shape.kind) in HELD]
+    completed = next((shape for shape in fitting if shape.form.needs == COMPLETED), None)
     if any(shape.kind is Kind.unpaired for shape in fitting):  # a completion with a label may be a bad one
-        own = [shape for shape in own if shape.form.needs != ("prompt", "completion")]
+        own = [shape for shape in own if shape is not completed]
+    elif completed is not None:
+        own = [_asking_input(shape, completed) if shape.kind is Kind.prompts else shape for shape in own]
 
     def rank(shape: Shape) -> tuple[int, bool]:
         unused = sum(1 for column in shape.declared if column not in shape.columns)
         return unused, not shape.form.asks
 
     return min([*own, *more], key=rank, default=None)
+
+
+def _asking_input(prompts: Shape, completed: Shape) -> Shape:
+    """Return a shape of prompts that have an input, as they have in supervised rows."""
+    found = {ours: column for ours, column in completed.columns.items() if ours == "input"}
+    form = replace(prompts.form, may=(*prompts.form.may, "input"))
+    return replace(prompts, form=form, columns={**prompts.columns, **found})
 
 
 def _missing_beside_others(form: Form, fields: Fields, declared: Mapping[str, str]) -> str | None:
@@ -339,13 +350,18 @@ def _unpaired(own: Fields) -> dict[str, Any]:
 
 def _completion(own: Fields) -> dict[str, Any]:
     completion = _answer(own["completion"], "completion")
-    asked, context = own["prompt"], own.get("input")
-    if isinstance(asked, str) and isinstance(context, str) and context:
-        asked = f"{asked}\n\n{context}"
+    asked = _with_input(own)
     prompt = _asked(asked)
     if not isinstance(completion, str) and completion[0]["role"] != "assistant":
         raise FieldError("completion", "must begin with a message of the role `assistant`.")
     return {"prompt": prompt, "answers": (_to_last_answer(_after(asked, prompt, completion)),)}
+
+
+def _with_input(own: Fields) -> Any:
+    asked, context = own["prompt"], own.get("input")
+    if isinstance(asked, str) and isinstance(context, str) and context:
+        return f"{asked}\n\n{context}"
+    return asked
 
 
 def _conversation(own: Fields) -> dict[str, Any]:
@@ -362,18 +378,18 @@ def _text(own: Fields) -> dict[str, Any]:
 
 def _prompt(own: Fields) -> dict[str, Any]:
     answer = own.get("answer")
-    is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    is_number = type(answer) is int or (type(answer) is float and math.isfinite(answer))  # no float is near 10**400
     if answer is not None and not is_number and not (isinstance(answer, str) and answer):
         raise FieldError("answer", "must be a number or a text that is not empty. Leave it out if there is none.")
     expected = None if answer is None else str(answer)
-    return {"prompt": _asked(own["prompt"]), "answers": (), "expected": expected}
+    return {"prompt": _asked(_with_input(own)), "answers": (), "expected": expected}
 
 
 FORMS = (
     Form(Kind.pairs, ("chosen", "rejected"), _pairs, may=("prompt", "margin", "score_chosen", "score_rejected")),
     Form(Kind.unpaired, ("prompt", "completion", "label"), _unpaired),
     Form(Kind.supervised, ("messages",), _conversation),
-    Form(Kind.supervised, ("prompt", "completion"), _completion, may=("input",)),
+    Form(Kind.supervised, COMPLETED, _completion, may=("input",)),
     Form(Kind.prompts, ("prompt",), _prompt, may=("answer",)),
     Form(Kind.supervised, ("text",), _text, asks=False),
 )

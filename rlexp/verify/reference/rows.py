@@ -222,10 +222,12 @@ def _asked(row: Found) -> Asked:
     for ours, known in names.items():
         values = [row.fields[name] for name in known if name in row.fields]
         own[ours] = next((value for value in values if value is not None), None)
+    there = {ours for ours, known in names.items() if not row.first.isdisjoint(known)}
+    if "label" in there:  # among rows with an answer, only those without labels may have an input
+        own["input"] = None
     answers: tuple[str | Messages, ...] = ()
     right = None
     if row.kind is Kind.prompts:
-        there = {ours for ours, known in names.items() if not row.first.isdisjoint(known)}
         prompt, right = _alone(own, there, set(row.declared))
     else:
         prompt, answers = _said_of(row.kind, own)
@@ -274,8 +276,7 @@ def _alone(own: Mapping[str, Any], there: set[str], declared: set[str]) -> tuple
     """
     others = declared & {"chosen", "rejected", "messages", "completion"}
     if "prompt" in there and not others:
-        is_supervised = "completion" in there and "label" not in there
-        return _question(_with_input(own) if is_supervised else own["prompt"]), _right(own["answer"])
+        return _question(_with_input(own) if "completion" in there else own["prompt"]), _right(own["answer"])
     if there >= {"chosen", "rejected"} and not others & {"messages", "completion"}:
         return _parted(own["prompt"], _answer(own["chosen"]), _answer(own["rejected"]))[0], None
     is_talk = "messages" in there and "completion" not in others

@@ -51,7 +51,7 @@ def verify_planted(
         if isinstance(cfg.data, RowsDataConfig):  # tokens that are kept must have this defect, and no other run's
             cfg = replace(cfg, data=replace(cfg.data, cache=f"{folder}/cache"))
         with patch.object(verifying, "run_ranks", start):
-            verdict = verify(cfg, steps, say)
+            verdict = verify(cfg, max(steps, fault.step or 1), say)
         return verdict, reached.exists()
 
 
@@ -61,14 +61,19 @@ def _kept(references: Path, args: Sequence[Any], options: dict[str, Any]) -> lis
     It is computed without a defect: only those of losses reach what the reference imports, as
     tests/verify/test_verify.py shows.
     """
-    cfg, plan, folder = args
+    cfg, plan, folder, drawing = args
     if isinstance(cfg.data, RowsDataConfig):  # the reference keeps no tokens
         cfg = replace(cfg, data=replace(cfg.data, cache=None))
-    key = repr((cfg, replace(plan, need=0, free=0)))  # the memory that is free says nothing about the result
+    # The memory that is free says nothing about the result; and of samples, only what the reference is given.
+    drawn = [] if drawing is None else [
+        (sample.place, sample.answer.tolist(), sample.terms)
+        for rollout in drawing.rollouts for sample in rollout.samples
+    ]  # fmt: skip
+    key = repr((cfg, replace(plan, need=0, free=0), drawn, drawing and drawing.steps))
     kept = references / hashlib.sha256(key.encode()).hexdigest()
     answer = kept / "answer.pickle"
     if not answer.exists():
-        expected = run_ranks(REFERENCE, 1, (cfg, plan, kept), **options)
+        expected = run_ranks(REFERENCE, 1, (cfg, plan, kept, drawing), **options)
         answer.write_bytes(pickle.dumps(expected))
     shutil.copytree(kept, folder)
     found: list[Any] = pickle.loads(answer.read_bytes())

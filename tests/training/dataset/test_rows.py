@@ -237,6 +237,15 @@ def test_prompts_are_taken_from_rows_of_any_kind(tmp_path: Path) -> None:
     for rows, expected in (
         ([{"prompt": "2 + 2 =", "chosen": 3, "answer": 4}], [("2 + 2 =", "4")]),
         ([{"question": "2 + 2?", "answer": "4"}], [("2 + 2?", "4")]),
+        (
+            [
+                {"instruction": "Add.", "input": "1, 2", "output": "3", "answer": 3},
+                {"instruction": "Say.", "output": ""},
+            ],
+            [("Add.\n\n1, 2", "3"), ("Say.", None)],
+        ),
+        ([{"prompt": "Add.", "input": "1, 2", "output": "3", "label": False}], [("Add.", None)]),
+        ([{"prompt": "10 ** 400 =", "answer": 10**400}], [("10 ** 400 =", f"{10**400}")]),
         ([{"messages": [user("a"), assistant("b")]}], [("User: a\n\nAssistant: ", None)]),
         (
             [{"messages": [user("a"), assistant("b"), user("c"), assistant("d"), user("e")]}],

@@ -14,7 +14,7 @@ LAST = re.compile(rf"(?P<sign>(?<![\w.)])[-−])?(?P<number>{NUMBER})(?:/(?P<bel
 OPERAND = rf"(?:[-−]?\(\s*)*[-−]?(?:{NUMBER})(?:\s*\))*"
 SUM = re.compile(rf"{OPERAND}(?:\s*[-−+*/×÷]\s*{OPERAND})+")
 # Text around a sum that makes it part of a larger expression. A hyphen at the start of a line is a bullet.
-BEFORE = re.compile(r"(?:[*/^%+×÷(]\s*|\w|[\w)]\s*[-−]\s*)$")
+BEFORE = re.compile(r"(?:[*/^%+×÷(]\s*|\w|[\w)]\s*[-−]\s*)\Z")
 AFTER = re.compile(r"\s*[*/^%+×÷!]|\w|\(|\s*[-−](?!>)")
 
 
@@ -37,13 +37,15 @@ def value_of_prompt(text: str) -> Fraction | None:
     match = _last(SUM, text)
     if match is None or BEFORE.search(text[: match.start()]) or AFTER.match(text[match.end() :]):
         return None
+    if text[: match.start()].endswith(")") and match[0].startswith("("):  # a factor of a product
+        return None
     source = _balanced(match[0]).replace(",", "")
     for sign, meant in (("×", "*"), ("÷", "/"), ("−", "-")):
         source = source.replace(sign, meant)
     source = " ".join(re.sub(r"(?<![0-9.])0+(?=[0-9])", "", source).split())
     try:
         return _value(ast.parse(source, mode="eval").body, source)
-    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):  # ValueError: too many digits
         return None
 
 

@@ -1,0 +1,190 @@
+"""Defects around samples that the policy draws: their rewards, scores, groups, advantages and weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlexp.training.algos.weights import token_weight
+from rlexp.training.metrics.meter import REPLICATED
+from tests.helpers.faults.base import ALGOS, FP64, METRICS, MODEL, ROLLOUT, TRAIN, Fault, one
+from tests.helpers.faults.plant import Change, Given, Seeing
+
+# Two replicas of a ring of 2. A rollout is two train batches of eight samples, gone through once.
+ALONE = (*(word for word in FP64 if not word.startswith("data.size=")), "data.size=12", "rollout.batch_size=4",
+         "rollout.n_samples=4", "rollout.max_new_tokens=12", "reward.rule=length", "reward.target=20")  # fmt: skip
+PPO, GRPO, GSPO = ((*ALONE, f"loss={name}") for name in ("ppo", "grpo", "gspo"))
+PIPELINED = ("rollout=pipelined", "launch.nproc=5")
+MASKED = ("rollout.overlong=mask", "rollout.stop=[a,e]")
+SECOND = 3  # the first step on the second rollout
+
+
+def of_replica(whiten: Callable[..., Any], task: Any, samples: Sequence[Any]) -> Callable[..., Any]:
+    """Whiten each replica's samples by themselves."""
+    share = -(-len(samples) // task.run.world.dp_size)
+
+    def apart(advantages: Sequence[Any], counts_B: Any) -> list[Any]:
+        parts = [slice(first, first + share) for first in range(0, len(samples), share)]
+        return [each for part in parts for each in whiten(advantages[part], counts_B[part])]
+
+    return apart
+
+
+def member_lost(outcomes: Any) -> Callable[..., Any]:
+    """Count the last answer to the first prompt among those to the second."""
+
+    def moved(scores_N: Any, kl_N: Any, group_N: Any) -> Any:
+        group_N = group_N.clone()
+        group_N[group_N == 0] = torch.tensor([*[0] * (int((group_N == 0).sum()) - 1), 1])
+        return outcomes(scores_N, kl_N, group_N)
+
+    return moved
+
+
+def of_micro_batch(original: Any, task: Any, batch: Any, indices: Sequence[int], *more: Any) -> Any:
+    """Divide by the tokens of the micro-batch, as if all had as many."""
+    counts_S = torch.tensor([batch.samples[index].counts for index in indices])
+    lengths_S = torch.tensor([len(batch.samples[index].answer) for index in indices])
+    token_B = batch.token_B.clone()
+    parts = len(batch.samples) / len(indices)
+    token_B[list(indices)] = token_weight(task.loss_cfg.normalize, lengths_S, counts_S, 12) / parts
+    return original(task, replace(batch, token_B=token_B), indices, *more)
+
+
+def kept(field: str, values: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]) -> Change:
+    """Keep other values of the scoring pass."""
+
+    def change(original: Any, self: Any, chunk: Any, name: str, arrays: Any) -> None:
+        original(self, chunk, name, values(chunk, arrays) if name == field else arrays)
+
+    return change
+
+
+def as_drawn(chunk: Sequence[Any], _: Any) -> list[Any]:
+    return [sample.behaviour for sample in chunk]
+
+
+def one_off(_: Any, arrays: Sequence[Any]) -> list[Any]:
+    return [np.roll(each, 1) for each in arrays]
+
+
+def trained_reference(original: Any, self: Any, run: Any, _reference: Any) -> None:
+    original(self, run, torch.no_grad()(run.engine.forward))
+
+
+def all_count(weights: Any) -> Callable[..., Any]:
+    return lambda normalize, lengths_B, counts_B, fixed: weights(normalize, lengths_B, torch.ones_like(counts_B), fixed)
+
+
+def counting_again(original: Any, self: Any, mine: Any, scores: Any) -> None:
+    original(self, mine, scores)
+    for sample in mine:
+        sample.counts = True
+
+
+def of_the_neighbour(original: Any, self: Any, samples: Sequence[Any]) -> None:
+    original(self, samples)
+    terms = [sample.terms[self.name] for sample in samples]
+    for sample, term in zip(samples, [*terms[1:], *terms[:1]], strict=True):
+        sample.terms[self.name] = term
+
+
+def without_penalty(original: Any, self: Any, mine: Any, scores: Any) -> None:
+    held, self.cfg = self.cfg, copy.copy(self.cfg)
+    self.cfg.overlong_penalty = 0.5
+    original(self, mine, scores)
+    self.cfg = held
+
+
+def a_step_more(_original: Any, self: Any, step: int) -> int:
+    return int((step - 1) // (self.steps_each + 1))
+
+
+def the_last_prompts(original: Any, self: Any, number: int, prompts: Any, *more: Any) -> Any:
+    return original(self, number, [*prompts[1:], *prompts[:1]], *more)
+
+
+def at_temperature_1(original: Any, logits_BV: Any, uniform_B: Any, cfg: Any) -> Any:
+    token_B, _ = original(logits_BV, uniform_B, cfg)
+    logps_BV = (logits_BV.double() * cfg.temperature).log_softmax(-1)
+    return token_B, logps_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)
+
+
+def first_weights(original: Any, engine: Any) -> Any:
+    """Hand over the weights that were handed over first, again and again."""
+    known = vars(engine.policy).setdefault("_handed", [])
+    if not known:
+        known += [(name, weight.clone()) for name, weight in original(engine)]
+    return iter(known)
+
+
+def values_one_off(original: Any, self: Any, hidden_tE: Any, shard: Any) -> Any:
+    return original(self, hidden_tE, shard).roll(1)
+
+
+def not_shared_out(original: Any, self: Any, held: Any, meter: Any) -> Any:
+    return original(self, held, meter) / self.task.run.world.size
+
+
+def not_summed(_ring_sum: Any) -> Callable[..., Any]:
+    return lambda values, _ring: values
+
+
+def replicated(original: Any, self: Any, name: str, total: Any, count: Any, _spread: Any) -> None:
+    original(self, name, total, count, REPLICATED)
+
+
+def less_their_mean(original: Any, self: Any, ratio: Any, advantages: Any) -> Any:
+    return original(self, ratio, advantages - advantages.mean())
+
+
+def scores_of_rank(outcomes: Any) -> Callable[..., Any]:
+    """Center the scores on those of this rank's samples, before any formula."""
+    return lambda scores_N, kl_N, group_N: outcomes(scores_N - scores_N[torch.distributed.get_rank()], kl_N, group_N)
+
+
+def sample(name: str, target: str, change: Change | Seeing, stage: str, module: str, *more: str,
+           base: tuple[str, ...] = PPO, step: int | None = 1) -> Fault:  # fmt: skip
+    return one(name, target, change, stage, module, *more, base=base, step=step)
+
+
+TASK, SUPPLY, SCORER = "train.rollout_task", "train.rollout_supply:Rollouts", "rollout.scoring:Scorer"
+SAMPLE_FAULTS = (
+    sample("a reward given to the neighbour", "rollout.rewards.rule:RuleReward.submit", of_the_neighbour, "rewards",
+           ROLLOUT),
+    sample("half of the penalty", f"{SUPPLY}._collect", without_penalty, "rewards", ROLLOUT,
+           "rollout.overlong=penalty"),
+    sample("other prompts than the sampler's", "rollout.colocated:Colocated.draw", the_last_prompts, "data", TRAIN),
+    sample("an optimizer step too many", f"{SUPPLY}.of_step", a_step_more, "data", TRAIN, step=SECOND),
+    sample("drawn at another temperature", "rollout.choose:choose", at_temperature_1, "log-probabilities", ROLLOUT,
+           "rollout.temperature=0.7"),
+    sample("drawn by the first weights", "train.build_rollouts:policy_weights", first_weights, "log-probabilities",
+           ROLLOUT, *PIPELINED, "train.epochs=1", step=5),
+    sample("a stale old log-probability", f"{SCORER}._keep", kept("old", as_drawn), "log-probabilities", ROLLOUT,
+           *PIPELINED, step=SECOND),
+    sample("a reference that is trained", f"{TASK}:RolloutTask.start", trained_reference, "log-probabilities", TRAIN,
+           base=GRPO, step=SECOND),
+    sample("a critic's value one token off", f"{SCORER}._keep", kept("values", one_off), "log-probabilities", ROLLOUT,
+           step=SECOND),
+    sample("the critic reads one token off", "model.policy:Critic.forward", values_one_off, "gradient", MODEL),
+    sample("a group that lost a member", f"{SUPPLY}._give_credit", Seeing({"Outcomes": member_lost}), "advantages",
+           TRAIN, base=GRPO),
+    sample("scores less the rank's own", f"{SUPPLY}._give_credit", Seeing({"Outcomes": scores_of_rank}), "advantages",
+           TRAIN),
+    sample("a masked answer counts", f"{SUPPLY}._collect", counting_again, "advantages", TRAIN, *MASKED),
+    sample("whitened over a replica", f"{TASK}:Weighed.of", Seeing({"whiten": Given(of_replica)}), "loss", TRAIN),
+    sample("weights by a micro-batch's tokens", f"{TASK}:laid_out", of_micro_batch, "loss", TRAIN, step=2),
+    sample("credit on a masked answer", f"{TASK}:Weighed.of", Seeing({"token_weight": all_count}), "loss", TRAIN,
+           *MASKED, base=GRPO),
+    sample("an answer's ratio of one rank's tokens", f"{TASK}:tokens_of", Seeing({"ring_sum": not_summed}), "loss",
+           TRAIN, base=GSPO),
+    sample("advantages less their micro-batch's mean", "algos.clipped:ClippedRatio.surrogate", less_their_mean, "loss",
+           ALGOS),
+    sample("not multiplied by the ranks", f"{TASK}:RolloutStep.loss", not_shared_out, "loss", TRAIN, base=GRPO),
+    sample("means of one rank's tokens", "metrics.meter:Meter.add_mean", replicated, "metrics", METRICS),
+)  # fmt: skip
