@@ -146,10 +146,11 @@ class SampleStep(ComparedStep):
         return ours, theirs
 
     def alike(self, other: ComparedStep) -> bool:
-        """Whether another run has drawn the same samples: rounding may make it draw others."""
+        """Whether another run has drawn the same samples, with the same scores: rounding may make it draw others, and a
+        reward function may answer otherwise."""
         assert isinstance(other, SampleStep)
         pairs = zip(self.run.drawn.samples, other.run.drawn.samples, strict=True)
-        return all(np.array_equal(ours.answer, theirs.answer) for ours, theirs in pairs)
+        return all(np.array_equal(ours.answer, theirs.answer) and ours.score == theirs.score for ours, theirs in pairs)
 
     def total(self, name: str = "loss") -> float:
         """A part of the loss of the train batch, or all of it, from what every rank made of its tokens."""

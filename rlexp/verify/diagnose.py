@@ -380,6 +380,8 @@ def module_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
         Clue.POSITION: TRAIN,
         Clue.ABSENT: TRAIN,
     }
+    if finding.module:
+        return finding.module
     if finding.clue in fixed:
         return fixed[finding.clue]
     assert alone is not None

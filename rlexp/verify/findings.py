@@ -69,6 +69,7 @@ class Finding:
     got: str
     expected: str
     note: str = ""
+    module: str = ""  # where the finding itself knows it
 
 
 @dataclass(frozen=True)

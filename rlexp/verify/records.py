@@ -354,6 +354,20 @@ class Expected:
 
 
 @dataclass(frozen=True)
+class Met:
+    """How much of the data the verified steps have met."""
+
+    examples: int  # pairs, answers or prompts
+    of: int  # in the data set
+    shortest: int  # tokens of a sequence
+    longest: int
+    rollouts: int = 0
+    samples: int = 0  # drawn answers
+    counting: int = 0  # that are trained on
+    advantages: int = 0  # tokens of these whose advantage is not 0
+
+
+@dataclass(frozen=True)
 class Update:
     """Norms for one parameter and step: difference of the weights to what they should be, the step, the weights."""
 

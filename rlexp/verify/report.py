@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.config.load import to_plain
-from rlexp.config.schema import Config, HFModelConfig, Precision
+from rlexp.config.schema import Config, HFModelConfig, Precision, RolloutEngine
 from rlexp.config.schema.row_kinds import EXAMPLE
 from rlexp.preflight.rehearsal.sharding import in_words
 from rlexp.verify.verification import Failure, Verification, exact, refuse, verify
@@ -23,13 +23,17 @@ WIDTH = 110
 ROWS = (
     ("log-probability of a token", "log-probability of a token", "log-probability of a token"),
     ("log-probabilities per example", "sum of a sequence's log-probabilities", "log-probabilities per example"),
+    ("value of a token", "value of a token", None),  # of a critic
+    ("what the loss is given", "what the loss is given", None),  # of drawn samples: advantages, weights, …
     ("loss", "loss", "loss"),
+    ("derivatives of the loss", "derivatives of the loss, given the tokens", None),
     ("gradient, whole", "gradient, whole", "gradient"),
     ("gradient of the worst parameter", "gradient of a parameter", "gradient of a parameter"),
     ("gradient, given its parts", "", "gradient, given its parts"),
     ("weights, given the gradient", "weights, given the gradient", None),
     ("weights after the steps", "weights after the step", "weights after the step"),
 )
+OF_SAMPLES = ("value of a token", "what the loss is given", "derivatives of the loss")
 
 
 def run(cfg: Config, steps: int | None, file: Path | None) -> int:
@@ -74,17 +78,46 @@ def scope(cfg: Config, result: Verification) -> str:
     plan, facts = result.plan, result.facts
     if plan is None:
         return ""
-    lines = [
-        f"  steps 1 to {plan.steps}{' of ' + str(facts['total_steps']) if facts else ''}, the longest sequence of "
-        f"{plan.longest} tokens; {plan.parameters:,} parameters"
-    ]
+    steps = f"steps 1 to {plan.steps}{' of ' + str(facts['total_steps']) if facts else ''}"
+    lines = [f"{steps}{_met(cfg, result)}; {plan.parameters:,} parameters"]
     if plan.said:
-        lines.append(f"  shrunk: {plan.said}")
+        lines.append(f"shrunk: {plan.said}")
+    lines += _given(cfg, result)
     if plan.held_out:
-        lines.append(f"  held-out values: of the first {plan.held_out} {EXAMPLE[cfg.loss.rows]}s, after the last step")
+        lines.append(f"held-out values: of the first {plan.held_out} {EXAMPLE[cfg.loss.rows]}s, after the last step")
     if result.not_held:
-        lines.append(f"  not verified: {', '.join(result.not_held)}")
-    return "\n".join(lines) + "\n"
+        lines.append(f"not verified: {', '.join(result.not_held)}")
+    return "".join(f"{_wrapped(line)}\n" for line in lines)
+
+
+def _met(cfg: Config, result: Verification) -> str:
+    """Say how much of the data the steps have met, and which lengths."""
+    met, plan = result.met, result.plan
+    assert plan is not None
+    if met is None:
+        return f", sequences of up to {plan.longest} tokens"
+    seen = f": {met.examples:,} of {met.of:,} {EXAMPLE[cfg.loss.rows]}s"
+    if met.rollouts:
+        seen += f" in {met.rollouts} rollout{'s' * (met.rollouts > 1)}, {met.samples} samples of which "
+        seen += f"{met.counting} count"
+    return f"{seen}, sequences of {met.shortest:,} to {met.longest:,} tokens"
+
+
+def _given(cfg: Config, result: Verification) -> list[str]:
+    """Say what is taken as given of samples that are drawn, and what the steps could not show."""
+    if not cfg.loss.draws:
+        return []
+    drawn = "the drawn tokens"
+    if cfg.rollout.engine is not RolloutEngine.native:
+        drawn += f", by rollout.engine=native in the place of {cfg.rollout.engine.value}"
+    lines = [f"given: {drawn}", *(f"given: reward {name}, since {why}" for name, why in result.given.items())]
+    met, each = result.met, cfg.rollout.epochs * cfg.rollout.minibatches
+    if met is not None and met.rollouts == 1 and result.facts["total_steps"] > each:
+        lines.append(f"not met: a second rollout, which begins with step {each + 1} (--steps {each + 1})")
+    if met is not None and not met.advantages:
+        lines.append("not met: an advantage that is not 0, so the policy has learned nothing from its scores in these "
+                     "steps. Scores of one prompt's answers must differ")  # fmt: skip
+    return lines
 
 
 def table(cfg: Config, result: Verification) -> str:
@@ -99,6 +132,8 @@ def table(cfg: Config, result: Verification) -> str:
     allowed = _allowed()
     scores = result.float64 is not None and result.float64.asks.scores
     for words, name, own_name in ROWS[1:] if scores else ROWS:  # there are no single tokens to look at
+        if words in OF_SAMPLES and name not in gauge:
+            continue
         row = [
             words.replace("log-probabilities per example", "scores per example") if scores else words,
             _number(gauge.get(name)),
@@ -146,7 +181,10 @@ def _allowed() -> dict[str, float]:
     return {
         "log-probability of a token": FLOAT64.logp,
         "log-probabilities per example": FLOAT64.logp,
+        "value of a token": FLOAT64.logp,
+        "what the loss is given": FLOAT64.kept,
         "loss": FLOAT64.loss,
+        "derivatives of the loss": FLOAT64.formula,
         "gradient, whole": FLOAT64.gradient,
         "gradient of the worst parameter": FLOAT64.gradient,
         "weights, given the gradient": FLOAT64.updated[1],
@@ -167,10 +205,12 @@ def conclusion(cfg: Config, result: Verification) -> str:
     assert result.plan is not None
     own, steps = cfg.train.precision, result.plan.steps
     said = "scores" if result.float64 is not None and result.float64.asks.scores else "log-probabilities"
+    same = f"the same samples and tokens, and in float64 the same {said}"
+    if cfg.loss.draws:
+        same = f"the same prompts and rewards, and in float64, of the drawn tokens, the same {said}, advantages"
     words = (
         f"PASS: {steps} optimizer step{'s' * (steps > 1)} on this layout agree{'s' * (steps == 1)} with the "
-        f"plain one-process reference: the same samples and tokens, and in float64 the same {said}, loss, "
-        f"gradient, weights and logged values up to rounding."
+        f"plain one-process reference: {same}, loss, gradient, weights and logged values up to rounding."
     )
     if not result.passed:
         words = (
@@ -206,6 +246,8 @@ def as_json(cfg: Config, result: Verification) -> dict[str, Any]:
         cfg.train.precision.value: [dataclasses.asdict(each) for each in result.measured],
         "sharding": result.sharding.plain() if result.sharding is not None else None,
         "not_verified": list(result.not_held),
+        "met": dataclasses.asdict(result.met) if result.met is not None else None,
+        "given": dict(result.given),
         "seconds": result.seconds,
         "config": to_plain(cfg),
     }

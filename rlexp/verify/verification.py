@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from rlexp.verify.fit_memory import VerifyPlan
     from rlexp.verify.given_samples import Drawing
     from rlexp.verify.precision import Measured
-    from rlexp.verify.records import Expected, Trace, Update
+    from rlexp.verify.records import Expected, Met, Trace, Update
 
 OURS = (
     "rlexp.verify.trace",
@@ -89,6 +89,8 @@ class Verification:
     failure: Failure | None = None
     sharding: Sharding | None = None  # None for a ring of one, and after a failure
     not_held: Sequence[str] = ()
+    met: Met | None = None  # None if the reference was not computed
+    given: Mapping[str, str] = field(default_factory=dict)  # rewards that were not computed again, and why
     seconds: float = 0.0
 
     @property
@@ -196,6 +198,8 @@ class Verifier:
         self.expect("float64, by the reference", cfg, plan, "reference")
         comparison = self.compared(cfg, traces[0], ran[0], FLOAT64)
         result.float64 = comparison
+        result.met = met(self.expected)
+        result.given = taken_as_given(self.expected)
         result.not_held = not_held([step.row for step in traces[0][0].steps],
                                    [step.row for step in self.expected.steps])  # fmt: skip
         result.failure = self.first_failure(comparison, "float64")
@@ -349,6 +353,29 @@ def drawing_of(cfg: Config, traces: Sequence[Trace]) -> Drawing | None:
         steps=len(traces[0].steps),
         exact=cfg.train.precision is Precision.fp64,
     )
+
+
+def met(expected: Expected) -> Met:
+    """Count what the reference has seen of the data."""
+    from rlexp.verify.records import Met
+
+    if not expected.rollouts:
+        lengths = [len(each.sequence(side)) for each in expected.tokens.values() for side in each.sides]
+        return Met(len(expected.tokens), expected.examples, min(lengths), max(lengths))
+    lengths, samples, advantages = [], 0, 0
+    for rollout in expected.rollouts:
+        each = len(rollout.old) // len(rollout.prompts)
+        lengths += [len(rollout.prompts[n // each].prompt) + len(old) for n, old in enumerate(rollout.old)]
+        samples += int(rollout.counts.sum())
+        advantages += sum(int((a != 0).sum()) for a, c in zip(rollout.advantages, rollout.counts, strict=True) if c)
+    prompts = {index for rollout in expected.rollouts for index in rollout.indices}
+    return Met(len(prompts), expected.examples, min(lengths), max(lengths), len(expected.rollouts), len(lengths),
+               samples, advantages)  # fmt: skip
+
+
+def taken_as_given(expected: Expected) -> dict[str, str]:
+    """The rewards that the reference could not compute again, and why."""
+    return {name: why for rollout in expected.rollouts for name, why in rollout.given.items()}
 
 
 def _expected_rank(_spec: Any, cfg: Config, plan: VerifyPlan, folder: Path, drawing: Drawing | None) -> Expected:

@@ -82,7 +82,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name, marks=tier(fault)) for fault in FAULTS])
 def test_a_defect_is_found_and_its_module_named(fault: Fault, references: Path) -> None:
-    steps = 1 if fault.name in FAST else 2  # some of the others are first seen at the second
+    steps = 1 if fault.name in FAST else 2  # some of the others are first seen later
     verdict, reached = verify_planted(fault, references, steps=steps)
     assert reached, "not reached: nothing calls what the defect replaces"
     failure = verdict.failure
@@ -471,7 +471,7 @@ def test_a_shrunk_model_is_verified_and_said_to_be_shrunk(references: Path) -> N
         (("train.batchsize=3",), {}, "rlexp: train.batchsize: no such key"),
         (("--steps", "0"), {}, "rlexp: --steps=0: must be at least 1."),
         (("--steps", "many"), {}, "rlexp: argument --steps: invalid int value: 'many'."),
-        (("loss=ppo", "reward.rule=length"), {}, "rlexp: loss=ppo: rlexp.verify has no reference for losses that draw"),
+        (("loss=grpo", "rollout.engine=vllm"), {}, "rlexp: rollout.engine=vllm: samples on GPUs, and launch.d"),
         (("--stepz", "2"), {}, "rlexp: unrecognized arguments: --stepz 2."),
         (("launch.nodes=2",), {}, "rlexp: launch.nodes=2: this command starts ranks on this machine only."),
         (("--json", "/no/such/folder/out.json"), {}, "rlexp: --json=/no/such/folder/out.json: "),

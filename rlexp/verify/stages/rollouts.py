@@ -3,11 +3,13 @@ they are worth."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from rlexp.config.schema import Config
+from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.verify.compared_samples import SampleStep, rollouts_of
 from rlexp.verify.findings import ADVANTAGES, DATA, LOGPS, REWARDS, Clue, Finding, shown
 from rlexp.verify.records import Array, Trace
@@ -72,8 +74,15 @@ def rewards(step: SampleStep) -> Iterator[Finding]:
         wrong = step.first_wrong("rewards", got, wanted)
         if wrong is not None:
             what = f"reward {name} of {of_sample(step, wrong)}" if name else f"score of {of_sample(step, wrong)}"
-            note = "; ".join(filter(None, [expected.notes.get(name, ""), _another(got, wanted)]))
-            yield step.finding(REWARDS, Clue.REWARD, what, got[wrong], wanted[wrong], note)
+            asked = expected.notes.get(name, "")  # of a function that does not judge each answer by itself
+            found = step.finding(REWARDS, Clue.REWARD, what, got[wrong], wanted[wrong], asked or _another(got, wanted))
+            yield dataclasses.replace(found, module=_function_of(step.whole.cfg, name)) if asked else found
+
+
+def _function_of(cfg: Config, name: str) -> str:
+    """Name the user's function behind a reward."""
+    term = next(term for term in reward_terms(cfg.reward) if term.name == name)
+    return f"{term.key}.function={getattr(term.cfg, 'function', '')}"
 
 
 def _another(got: Array, wanted: Array) -> str:

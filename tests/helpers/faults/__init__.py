@@ -60,11 +60,12 @@ class Whole(torch.autograd.Function):
 WHOLE_SEQUENCE = one("an MLP gathers the sequence", "transformers.models.llama.modeling_llama:LlamaMLP.forward",
                      lambda original, self, hidden: original(self, Whole.apply(hidden)), "", "")  # fmt: skip
 
-# `make test` plants one of each stage, and one more of the ring; they share one float64 reference. `make check` adds
-# one of each other pair of stage and module, and of the other layouts and engines. `make prove` plants all.
+# `make test` plants one of each stage, and one more of the ring; those of one loss share a float64 reference. `make
+# check` adds one of each other pair of stage and module, and of the other layouts and engines. `make prove` plants all.
 FAST = (
     "replicas overlap", "targets shifted after sharding", "not causal", "divided by the accumulation again",
     "reduced over the ring only", "not clipped", "replicated sums counted on every rank",
+    "a reward given to the neighbour", "a group that lost a member",
 )  # fmt: skip
 CHECK = (
     "ZeRO-1 doubles the gradient", "log-probability of the token itself", "a statistic of the micro-batch",
@@ -75,6 +76,9 @@ CHECK = (
     "a pack ignores masks", "bco_pair: the whole batch is the replica's", "bco_pair: the shift starts anew",
     "dpo: tokens of the replica", "apo_zero: the tail counts masked tokens",
     "aot_unpaired: another derivative",
+    "whitened over a replica", "weights by a micro-batch's tokens", "a stale old log-probability",
+    "a reference that is trained", "a critic's value one token off", "credit on a masked answer",
+    "an optimizer step too many", "drawn by the first weights", "an answer's ratio of one rank's tokens",
 )  # fmt: skip
 
 ALL_FAULTS = {fault.name: fault for fault in (*FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE)}

@@ -1,0 +1,205 @@
+"""`verify` passes for every loss that draws its own samples, and says what it takes as given. What it finds around them
+is in tests/helpers/faults/samples.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForSequenceClassification
+
+from rlexp.base.errors import ModelError
+from rlexp.config.load import compose_config
+from rlexp.config.schema import KINDS
+from rlexp.training.model.loading import byte_tokenizer
+from rlexp.verify.report import failure_in_words, report
+from rlexp.verify.verification import Verification, usual_steps, verify
+
+LOSSES = [name for name, kind in KINDS["loss"].items() if kind.draws]
+# Four prompts with four answers each are a rollout, of two train batches.
+SMALL = ("launch.device=cpu", "logger=none", "data.size=12", "data.eval_size=0", "rollout.batch_size=4",
+         "rollout.n_samples=4", "rollout.max_new_tokens=12", "train.batch_size=8", "train.micro_batch_size=2",
+         "optim.lr=1e-3", "reward.rule=length", "reward.target=20")  # fmt: skip
+FP64 = (*SMALL, "train.precision=fp64")
+
+
+def on(ring: int, replicas: int, mode: str) -> tuple[str, ...]:
+    sampling = mode == "pipelined"
+    return (f"parallel=ring{ring}", f"launch.nproc={ring * replicas + sampling}", *(["rollout=pipelined"] * sampling))
+
+
+def verified(*overrides: str, base: Sequence[str] = SMALL, steps: int | None = None) -> Verification:
+    return verify(compose_config([*base, *overrides]), steps, lambda _line: None)
+
+
+def passed(result: Verification) -> None:
+    assert result.passed, failure_in_words(result.failure) if result.failure else result.sharding
+    assert not result.not_held
+    assert result.met is not None
+    assert result.met.advantages
+
+
+# Each loss, ring, number of replicas and mode in `make check`, and all of them together in `make prove`.
+CHECKED = {(loss, (1, 2, 4)[n % 3], 1 + n % 2, ("colocated", "pipelined")[n // 2 % 2]) for n, loss in enumerate(LOSSES)}
+CHECKED |= {("ppo", 4, 1, "pipelined"), ("gspo", 2, 2, "pipelined")}
+ALL = [
+    pytest.param(*case, id=f"{case[0]}, ring {case[1]} × {case[2]}, {case[3]}",
+                 marks=[pytest.mark.slow, *([] if case in CHECKED else [pytest.mark.prove])])
+    for case in product(LOSSES, (1, 2, 4), (1, 2), ("colocated", "pipelined"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "ring", "replicas", "mode"), ALL)
+def test_every_policy_loss_passes(loss: str, ring: int, replicas: int, mode: str) -> None:
+    """Two rollouts, in float64 and in fp32."""
+    result = verified(f"loss={loss}", *on(ring, replicas, mode))
+    passed(result)
+    assert result.met is not None
+    assert (result.met.rollouts, result.met.samples, result.met.counting) == (2, 32, 32)
+    assert result.seconds < 120
+
+
+def test_ppo_passes_on_two_replicas_of_a_ring() -> None:
+    """With masked answers; its other keys are tried below."""
+    keys = ("rollout.overlong=mask", "rollout.stop=[a,e]", "rollout.temperature=0.8")
+    result = verified("loss=ppo", *keys, *on(2, 2, ""), base=FP64)
+    passed(result)
+    assert result.met is not None
+    assert result.met.counting < result.met.samples
+
+
+MORE = [
+    pytest.param(("loss=ppo", "loss.critic=shared", "rollout.epochs=2", "loss.value_clip=0.01"), id="a shared critic"),
+    pytest.param(("loss=ppo", "loss.value_lr=1e-2", "loss.gamma=0.9", "loss.lam=0.8", "optim.weight_decay=0.1",
+                  "optim.max_grad_norm=0.1"), id="a rate of the critic's own"),
+    pytest.param(("loss=grpo", "loss.filter=true", "rollout.overlong=mask", "rollout.stop=[a,e]", "loss.kl=k2"),
+                 id="filtered and masked"),
+    pytest.param(("loss=rloo", "loss.entropy=0.01", "loss.kl_target=0.1", "loss.kl_horizon=100", "loss.dual_clip=3"),
+                 id="entropy and a target"),
+    pytest.param(("loss=reinforce_pp", "rollout.overlong=penalty", "rollout.top_k=5", "rollout.temperature=1.3",
+                  "train.eval_every=1", "data.eval_size=10"), id="held-out prompts"),
+    pytest.param(("loss=dr_grpo", "data=arithmetic", "reward.rule=arithmetic", "data.size=12", "data.eval_size=0",
+                  "reward=sum", "reward.terms.sums={kind: rule, rule: arithmetic}",
+                  "reward.terms.brief={kind: rule, rule: length, target: 9, weight: 0.1}"), id="a sum of rules"),
+    pytest.param(("loss=gspo", "memory.checkpointing=true", "model.freeze=[*layers.0.*]"), id="frozen and recomputed"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", MORE)
+def test_its_keys_pass(overrides: tuple[str, ...]) -> None:
+    words = [word for word in (*FP64, *on(2, 2, ""), *overrides) if "reward=sum" not in overrides or
+             not word.startswith(("reward.rule", "reward.target"))]  # fmt: skip
+    passed(verified(base=words))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["engine=zero3", "engine=fsdp2", "engine=zero2", "parallel.layout=ulysses"])
+def test_engines_and_layouts_pass_in_bf16(more: str) -> None:
+    passed(verified("loss=ppo", "train.precision=bf16", more, *on(2, 2, "")))
+
+
+@pytest.mark.slow
+def test_a_reward_model_is_asked_again_in_float64(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                             "num_key_value_heads": 2, "intermediate_size": 64}  # fmt: skip
+    config = LlamaConfig(**shape, vocab_size=259, num_labels=1, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    torch.manual_seed(0)
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "judge")
+    byte_tokenizer().save_pretrained(tmp_path / "judge")
+    words = [word for word in SMALL if not word.startswith("reward.")]
+    result = verified("loss=grpo", "reward=model", f"reward.path={tmp_path}/judge", *on(2, 2, ""), base=words)
+    passed(result)
+    assert not result.given  # in float64; in fp32 its scores are those of another rounding
+
+
+# ---- what is given, and what is not met ----
+
+JUDGES = """
+import random
+
+def steady(prompts, answers, rows):
+    return [len(answer) / 20 for answer in answers]
+
+def fickle(prompts, answers, rows):
+    return [random.random() for _ in answers]
+
+def company(prompts, answers, rows):
+    return [len(answer) - len(answers[0]) for answer in answers]
+"""
+
+
+@pytest.fixture
+def judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "judges_of_verify.py").write_text(JUDGES, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+
+def by(function: str) -> list[str]:
+    words = [word for word in FP64 if not word.startswith("reward.")]
+    return [*words, "loss=rloo", "reward=python", f"reward.function=judges_of_verify:{function}", *on(2, 1, "")]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("judges")
+def test_a_function_that_answers_otherwise_when_asked_again_is_given() -> None:
+    steady, fickle = (verified(base=by(name), steps=1) for name in ("steady", "fickle"))
+    passed(steady)
+    passed(fickle)
+    assert not steady.given
+    told = report(compose_config(by("fickle")), fickle)
+    assert "given: reward python, since judges_of_verify:fickle answers otherwise when it is asked again" in told
+    assert "given: the drawn tokens" in told
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("judges")
+def test_a_function_that_judges_answers_by_their_company_is_named() -> None:
+    result = verified(base=by("company"), steps=1)
+    assert result.failure is not None
+    assert (result.failure.stage, result.failure.module) == (
+        "rewards", "reward.function=judges_of_verify:company"
+    )  # fmt: skip
+    assert "depends on what it is asked together with" in result.failure.note
+
+
+@pytest.mark.slow
+def test_what_the_steps_have_not_met_is_said() -> None:
+    """One step of a rollout in which no answer ends: none counts, and nothing is learned from the scores."""
+    words = [*FP64, "loss=grpo", "rollout.overlong=mask", "rollout.stop=[never said]"]
+    result = verified(base=words, steps=1)
+    assert result.passed
+    told = report(compose_config(words), result)
+    assert "4 of 12 prompts in 1 rollout, 16 samples of which 0 count" in told
+    assert "not met: a second rollout, which begins with step 3 (--steps 3)" in told
+    assert "not met: an advantage that is not 0" in told
+
+
+@pytest.mark.parametrize(
+    ("more", "steps"),
+    [((), 3), (("rollout.epochs=4",), 9), (("rollout.epochs=20",), 17)],
+    ids=["a rollout and a step", "four passes", "no more than 17"],
+)
+def test_it_takes_the_steps_of_a_rollout_and_one_more(more: tuple[str, ...], steps: int) -> None:
+    assert usual_steps(compose_config([*SMALL, "loss=grpo", *more])) == steps
+
+
+# ---- mistakes of the user ----
+
+
+@pytest.mark.slow
+def test_a_model_whose_answers_cannot_be_drawn_is_one_message(tmp_path: Path) -> None:
+    config = Lfm2Config(vocab_size=259, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, bos_token_id=0,
+                        num_key_value_heads=2, intermediate_size=64, layer_types=["conv", "full_attention"],
+                        eos_token_id=1, pad_token_id=2)  # fmt: skip
+    Lfm2ForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    said = "Lfm2ForCausalLM: its logits for the next token differ .* Answers cannot be drawn with it"
+    with pytest.raises(ModelError, match=said):
+        verified("loss=grpo", "model=hf", f"model.path={tmp_path}")
