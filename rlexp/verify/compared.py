@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -43,8 +43,9 @@ class Comparison:
     allowed: Allowed
     gauge: Gauge = field(default_factory=Gauge)
 
-    def given(self) -> Any:
-        """What the run gave to the loss's formula: of each step its sums, and what else is counted."""
+    def given(self, complete: Callable[[Any], bool]) -> Any:  # noqa: ARG002
+        """What the run gave to the loss's formula: of each step its sums, and what else is counted. `complete` says
+        whether a step has the data that it must have."""
         return [(step.sums(), step.expected.counts) for step in self.steps()]
 
     def apply_formula(self, given: Any) -> None:

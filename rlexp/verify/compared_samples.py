@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -75,16 +75,14 @@ class SamplesComparison(Comparison):
         for place, expected in enumerate(self.expected.steps[:taken]):
             yield SampleStep(self, expected, place, [trace.steps[place] for trace in self.traces])
 
-    def given(self) -> GivenToFormulas:
-        from rlexp.verify.stages.samples import data  # which imports this module
-
+    def given(self, complete: Callable[[SampleStep], bool]) -> GivenToFormulas:
         rollouts, steps = [], []
         for run in self.rollouts:
             scores = np.array([sample.score for sample in run.drawn.samples])
             kl = divergences_of(self.cfg, run.old or [], run.reference)
             rollouts.append((scores, kl, run.values, run.seen[0].kl_coef))
         for step in self.steps():
-            if next(data(step), None) is not None:  # other samples, or other tokens: that is the first difference
+            if not complete(step):  # other samples, or other tokens: that is the first difference
                 break
             steps.append((step.given_answers(), step.run.seen[0].kl_coef))
         return GivenToFormulas(rollouts, steps, double=self.cfg.train.precision is Precision.fp64)

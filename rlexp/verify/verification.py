@@ -234,10 +234,12 @@ class Verifier:
         return [[traces[number] for traces in by_rank] for number in range(len(configs))], folders
 
     def compared(self, cfg: Config, traces: list[Trace], folder: Path, allowed: Any) -> Comparison:
+        from rlexp.verify.stages.in_order import has_its_data
+
         comparison = self.beside(cfg, traces, folder, allowed)
-        lrs = [step.lr for step in self.expected.steps]
+        lrs, given = [step.lr for step in self.expected.steps], comparison.given(has_its_data)
         comparison.given_weights, made = self.start(
-            "loss and optimizer, given what the run computed", _given_rank, 1, cfg, lrs, comparison.given(), folder
+            "loss and optimizer, given what the run computed", _given_rank, 1, cfg, lrs, given, folder
         )[0]
         comparison.apply_formula(made)
         return comparison

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from rlexp.config.schema import Precision
-from rlexp.verify.compared import Comparison
-from rlexp.verify.compared_samples import SamplesComparison
+from rlexp.verify.compared import ComparedStep, Comparison
+from rlexp.verify.compared_samples import SamplesComparison, SampleStep
 from rlexp.verify.findings import (
     ADVANTAGES,
     DATA,
@@ -59,6 +59,12 @@ def differences(whole: Comparison) -> Iterator[Finding]:
     if (stopped := whole.traces[0].stopped) is not None:
         last = len(whole.traces[0].steps)
         yield Finding(last, METRICS, Clue.POSITION, "the run refuses to step", stopped, "everything is finite")
+
+
+def has_its_data(step: ComparedStep) -> bool:
+    """Whether a step has the samples and tokens that it must have."""
+    stage: Any = samples.data if isinstance(step, SampleStep) else data
+    return next(stage(step), None) is None
 
 
 def _start(whole: Comparison) -> Iterator[Finding]:
