@@ -101,6 +101,14 @@ def measure(run: Comparison, other: Comparison) -> tuple[list[Measured], Finding
     return table, first
 
 
+def of_drawn(run: Comparison) -> list[Measured]:
+    """What is checked at every step of samples that the policy drew, given the run's earlier values."""
+    given, slopes = "what the loss is given", "derivatives of the loss, given the tokens"
+    rows = ((given, given, run.allowed.kept), (slopes, "derivatives, given the tokens", run.allowed.formula))
+    largest = run.gauge.largest
+    return [Measured(words, largest[name], None, allowed) for name, words, allowed in rows if name in largest]
+
+
 def given_parts(run: Comparison, parts: TensorFiles) -> tuple[Measured, Finding | None]:
     """Compare the engine's gradients with the sum of autograd's for each micro-batch and rank, with the run's weights.
 

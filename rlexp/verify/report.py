@@ -24,16 +24,16 @@ ROWS = (
     ("log-probability of a token", "log-probability of a token", "log-probability of a token"),
     ("log-probabilities per example", "sum of a sequence's log-probabilities", "log-probabilities per example"),
     ("value of a token", "value of a token", None),  # of a critic
-    ("what the loss is given", "what the loss is given", None),  # of drawn samples: advantages, weights, …
+    ("what the loss is given", "what the loss is given", "what the loss is given"),  # of drawn samples
     ("loss", "loss", "loss"),
-    ("derivatives of the loss", "derivatives of the loss, given the tokens", None),
+    ("derivatives, given the tokens", "derivatives of the loss, given the tokens", "derivatives, given the tokens"),
     ("gradient, whole", "gradient, whole", "gradient"),
     ("gradient of the worst parameter", "gradient of a parameter", "gradient of a parameter"),
     ("gradient, given its parts", "", "gradient, given its parts"),
     ("weights, given the gradient", "weights, given the gradient", None),
     ("weights after the steps", "weights after the step", "weights after the step"),
 )
-OF_SAMPLES = ("value of a token", "what the loss is given", "derivatives of the loss")
+OF_SAMPLES = ("value of a token", "what the loss is given", "derivatives, given the tokens")
 
 
 def run(cfg: Config, steps: int | None, file: Path | None) -> int:
@@ -184,7 +184,7 @@ def _allowed() -> dict[str, float]:
         "value of a token": FLOAT64.logp,
         "what the loss is given": FLOAT64.kept,
         "loss": FLOAT64.loss,
-        "derivatives of the loss": FLOAT64.formula,
+        "derivatives, given the tokens": FLOAT64.formula,
         "gradient, whole": FLOAT64.gradient,
         "gradient of the worst parameter": FLOAT64.gradient,
         "weights, given the gradient": FLOAT64.updated[1],

@@ -314,7 +314,7 @@ class Verifier:
 
     def _own_precision(self, result: Verification, plan: VerifyPlan) -> None:
         from rlexp.verify.diagnose import Parts, parts_rank
-        from rlexp.verify.precision import OWN, given_parts, measure
+        from rlexp.verify.precision import OWN, given_parts, measure, of_drawn
         from rlexp.verify.records import TensorFiles
 
         cfg, name = self.cfg, self.cfg.train.precision.value
@@ -332,6 +332,7 @@ class Verifier:
             return
         floor = self.beside(other, traces[1], ran[1], OWN[cfg.train.precision])
         result.measured, finding = measure(comparison, floor)
+        result.measured += of_drawn(comparison)
         if finding is None:
             parts = Parts(cfg, plan.steps, ran[0], self.folder / "parts", self.drawing)
             self.start("its gradient without the engine", parts_rank, cfg.parallel.world_size, parts)
