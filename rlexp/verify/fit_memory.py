@@ -29,14 +29,16 @@ from rlexp.config.schema import (
     HFModelConfig,
     LayoutName,
     ModelConfig,
+    ModelRewardConfig,
     ReferenceConfig,
     TinyModelConfig,
 )
 from rlexp.config.schema.losses import CriticName, PPOConfig
+from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.sampler import Batch, total_steps
 from rlexp.training.model.first_layers import first_layers
-from rlexp.training.model.loading import load_config, load_tokenizer
+from rlexp.training.model.loading import load_config, load_tokenizer, random_reward_model
 from rlexp.training.model.prepared import prepared
 from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.examples import read_examples, sampler_of
@@ -170,14 +172,25 @@ def _counter(config: Any, tokens: int, cfg: Config) -> Callable[[int], tuple[int
     holders = 2 if cfg.launch.device is Device.cuda else cfg.parallel.world_size + 1
     own_critic = isinstance(cfg.loss, PPOConfig) and cfg.loss.critic is CriticName.own
     numbers = NUMBERS + (OF_CRITIC if own_critic else 0)
-    other = 0  # parameters of a reference model that is not the starting model: it stays whole
+    other = _of_reward_models(cfg)  # parameters of models that stay whole
     if cfg.reference.path is not None and cfg.loss.compares:
-        other = _parameters(cfg, load_config(model_of_reference(cfg), cfg.data.max_length))
+        other += _parameters(cfg, load_config(model_of_reference(cfg), cfg.data.max_length))
 
     def count(layers: int) -> tuple[int, int]:
         parameters = _parameters(cfg, first_layers(config, layers))
         return parameters, 8 * (holders * (numbers * parameters + other) + tokens * layers * per_token)
 
+    return count
+
+
+def _of_reward_models(cfg: Config) -> int:
+    """The parameters of all reward models that score what is drawn."""
+    count = 0
+    for term in reward_terms(cfg.reward) if cfg.loss.draws else ():
+        if isinstance(term.cfg, ModelRewardConfig):
+            with torch.device("meta"):
+                model = random_reward_model(term.cfg, term.key, cfg.data.max_length)
+            count += sum(parameter.numel() for parameter in model.parameters())
     return count
 
 

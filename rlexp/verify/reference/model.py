@@ -85,7 +85,7 @@ def _scoring(cfg: Config, attention: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(hf.path, **_options(hf))
         if any("SequenceClassification" in name for name in config.architectures or []):
             return AutoModelForSequenceClassification.from_pretrained(
-                hf.path, **_options(hf), dtype=torch.float32, attn_implementation=attention
+                hf.path, **_options(hf), **_experts(config), dtype=torch.float32, attn_implementation=attention
             )
     model = _made(cfg, attention)
     config = model.config
@@ -119,17 +119,21 @@ def _made(cfg: Config, attention: str) -> Any:
         case HFModelConfig() as hf:
             transformers.utils.logging.disable_progress_bar()
             config = transformers.AutoConfig.from_pretrained(hf.path, **_options(hf))
-            # Mixtures of experts: the grouped matrix product has no float64 kernel.
-            experts = any("experts" in name and value for name, value in vars(config).items())
             return AutoModelForCausalLM.from_pretrained(
                 hf.path,
                 **_options(hf),
                 dtype=torch.float32,
                 attn_implementation=attention,
-                **({"experts_implementation": "eager"} if experts else {}),
+                **_experts(config),
             )
         case _:
             raise AssertionError(cfg.model)
+
+
+def _experts(config: Any) -> dict[str, str]:
+    """Return options of mixtures of experts: the grouped matrix product has no float64 kernel."""
+    experts = any("experts" in name and value for name, value in vars(config).items())
+    return {"experts_implementation": "eager"} if experts else {}
 
 
 def _options(model: HFModelConfig) -> dict[str, Any]:
