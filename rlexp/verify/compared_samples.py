@@ -147,6 +147,8 @@ class SampleStep(ComparedStep):
         """Whether another run has drawn the same samples, with the same scores: rounding may make it draw others, and a
         reward function may answer otherwise."""
         assert isinstance(other, SampleStep)
+        if other.number != self.number:
+            return False
         pairs = zip(self.run.drawn.samples, other.run.drawn.samples, strict=True)
         return all(np.array_equal(ours.answer, theirs.answer) and ours.score == theirs.score for ours, theirs in pairs)
 

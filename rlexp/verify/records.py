@@ -302,6 +302,7 @@ class RolloutExpected:
     prompts: list[TokenPrompt]
     texts: list[str]
     stopped: list[bool]
+    beyond: list[int | None]  # how many tokens an answer should have that goes on after its end
     terms: dict[str, Array]  # rewards that were computed again
     given: dict[str, str]  # why others were not
     notes: dict[str, str]

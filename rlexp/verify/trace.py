@@ -32,7 +32,6 @@ class TraceJob:
     """A configuration to run and record. Rank 0 writes gradients and weights to `folder`."""
 
     cfg: Config
-    steps: int
     held_out: int
     folder: Path
     counted: bool = False  # whether to count what a rank keeps for the backward pass

@@ -225,9 +225,11 @@ class Verifier:
         from rlexp.verify.trace import TraceJob, trace_rank
 
         folders = [Path(tempfile.mkdtemp(dir=self.folder)) for _ in configs]
+        # A second one is the noise floor, which is measured at the first step; to draw more takes long.
+        steps = [plan.steps, 1 if self.cfg.loss.draws else plan.steps]
         jobs = [
-            TraceJob(bounded(cfg, plan), plan.steps, plan.held_out, folder, counted)
-            for cfg, folder in zip(configs, folders, strict=True)
+            TraceJob(bounded(cfg, dataclasses.replace(plan, steps=own)), plan.held_out, folder, counted)
+            for cfg, folder, own in zip(configs, folders, steps, strict=False)
         ]
         training, sampling = self.cfg.parallel.world_size, self.cfg.rollout.sampling_ranks
         by_rank = self.start(what, trace_rank, training + sampling, jobs)[:training]

@@ -171,8 +171,14 @@ class OfSamples(Stepped):
         row = rules.of_answers(terms, scores, [len(answer) for answer in answers], stopped)
         return RolloutExpected(
             number=drawn.number, step=step, indices=list(indices), prompts=list(prompts), texts=texts, stopped=stopped,
+            beyond=[self._beyond(answer) for answer in answers],
             terms=judged.terms, given=judged.given, notes=judged.notes, scores=scores, row=row,
         )  # fmt: skip
+
+    def _beyond(self, answer: Array) -> int | None:
+        """Where an answer should have ended that goes on."""
+        ends = (n for n in range(1, len(answer)) if ended(self.tokenizer, answer[:n], self.ends, self.cfg.rollout.stop))
+        return next(ends, None)
 
     def _credit(self, made: RolloutExpected) -> None:
         made_of = divergences_of(self.cfg, made.old, made.reference)

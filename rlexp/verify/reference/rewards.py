@@ -140,7 +140,9 @@ def ended(tokenizer: Any, answer: Sequence[int] | Array, ends: Sequence[int], st
     """
     if len(answer) and int(answer[-1]) in ends:
         return True
-    last = max((len(each.encode()) for each in stop), default=-1) + 1
+    if not stop:
+        return False
+    last = max(len(each.encode()) for each in stop) + 1
     text = _decoded(tokenizer, answer[max(0, len(answer) - last) :])
     return any(each in text for each in stop)
 

@@ -53,9 +53,13 @@ def drawn(step: SampleStep) -> Iterator[Finding]:
         elif not np.array_equal(sample.prompt, prompt.prompt):
             what = f"tokens of the prompt of {named}"
             yield step.finding(DATA, Clue.TOKENS, what, sample.prompt.tolist(), prompt.prompt.tolist())
-        longest = step.whole.cfg.rollout.max_new_tokens
+        longest, goes_on = step.whole.cfg.rollout.max_new_tokens, expected.beyond[sample.place]
         if not 0 < len(sample.answer) <= longest:
             yield step.finding(DATA, Clue.DRAWN, f"tokens of {named}", len(sample.answer), f"1 to {longest}")
+        elif goes_on is not None:
+            yield step.finding(DATA, Clue.DRAWN, f"tokens of {named}", len(sample.answer), f"{goes_on}: it ends there")
+        elif not expected.stopped[sample.place] and len(sample.answer) < longest:
+            yield step.finding(DATA, Clue.DRAWN, f"tokens of {named}, which has no end", len(sample.answer), longest)
         text, stopped = expected.texts[sample.place], expected.stopped[sample.place]
         if sample.text != text:
             yield step.finding(DATA, Clue.DRAWN, f"text of {named}", repr(sample.text), repr(text))

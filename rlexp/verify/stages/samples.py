@@ -88,6 +88,12 @@ def _known(step: SampleStep) -> Iterator[Finding]:
                 what = f"{WORDS[name]} that the loss is given of token {at} of {rollouts.of_sample(step, place)}"
                 yield step.finding(LOSS, clue, what, got[at], meant[at], whole_factor(got[at], meant[at]).lstrip("; "))
     yield from _of_answers(step, dict(zip(places, answers.answer_weights, strict=True)))
+    coefficient = step.run.seen[0].kl_coef
+    for trace in step.whole.traces:
+        for micro in trace.steps[step.place].micros:
+            if micro.terms is not None and micro.terms.kl_coef != coefficient:
+                what = f"coefficient of the divergence in the loss, on rank {trace.rank}"
+                yield step.finding(LOSS, Clue.COUNTS, what, micro.terms.kl_coef, coefficient)
 
 
 def _of_answers(step: SampleStep, weights: Mapping[int, float]) -> Iterator[Finding]:

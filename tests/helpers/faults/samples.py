@@ -160,6 +160,8 @@ SAMPLE_FAULTS = (
     sample("half of the penalty", f"{SUPPLY}._collect", without_penalty, "rewards", ROLLOUT,
            "rollout.overlong=penalty"),
     sample("other prompts than the sampler's", "rollout.colocated:Colocated.draw", the_last_prompts, "data", TRAIN),
+    sample("a text that ends an answer is passed over", "rollout.sampling:Drawer._stops", lambda *_: False, "data",
+           ROLLOUT, "rollout.stop=[a,e]"),
     sample("an optimizer step too many", f"{SUPPLY}.of_step", a_step_more, "data", TRAIN, step=SECOND),
     sample("drawn at another temperature", "rollout.choose:choose", at_temperature_1, "log-probabilities", ROLLOUT,
            "rollout.temperature=0.7"),
