@@ -16,7 +16,8 @@ from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, HFModelConfig, Precision, RolloutEngine
 from rlexp.config.schema.row_kinds import EXAMPLE
 from rlexp.preflight.rehearsal.sharding import in_words
-from rlexp.verify.verification import Failure, Verification, exact, refuse, verify
+from rlexp.verify.variants import exact
+from rlexp.verify.verification import Failure, Verification, refuse, verify
 
 WIDTH = 110
 # Rows of the table: their title, and their names in the gauge and among the measured quantities.

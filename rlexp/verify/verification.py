@@ -17,26 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ConfigError, UserError
-from rlexp.base.kernel_needs import NEEDS
 from rlexp.config import sizes
-from rlexp.config.checks.across_fields import check
 from rlexp.config.schema import (
-    BackendName,
     Config,
     Device,
-    EngineName,
-    KernelName,
-    LoggerConfig,
-    LoggerName,
-    ModelRewardConfig,
     Precision,
-    RewardConfig,
-    RolloutEngine,
-    SumRewardConfig,
 )
 from rlexp.launch.joining import prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.preflight_check import laid_out
+from rlexp.verify.variants import another_micro_batch, bounded, contained, exact, usual_steps
 
 if TYPE_CHECKING:
     from rlexp.preflight.rehearsal.sharding import Sharding
@@ -58,8 +48,6 @@ OURS = (
 )
 TIMEOUT = 3600.0  # seconds for one start of ranks
 LONG = 1024  # tokens; from here on several threads are faster than one
-STEPS, MOST_STEPS = 3, 17  # optimizer steps if nothing else is asked for
-WAIT = 180.0  # seconds at most for a collective that a rank never joins
 Progress = Callable[[str], None]
 
 
@@ -109,7 +97,7 @@ def verify(cfg: Config, steps: int | None, say: Progress) -> Verification:
     began = time.monotonic()
     refuse(steps)
     steps = steps or usual_steps(cfg)
-    cfg = laid_out(_contained(cfg))
+    cfg = laid_out(contained(cfg))
     prepare_environment(cfg.launch)
     with tempfile.TemporaryDirectory(prefix="rlexp-verify-") as folder:
         result = Verifier(cfg, Path(folder), say).run(steps)
@@ -126,22 +114,6 @@ def refuse(steps: int | None) -> None:
             "rlexp.verify: starts its own ranks on this machine, and torchrun or srun has already started some. Run it "
             "once, without them, with the run's parallel.ring_size and as many ranks as fit here (launch.nproc)."
         )
-
-
-def _contained(cfg: Config) -> Config:
-    """The same run without logger and checkpoints, with short waits, and with samples drawn by our own code."""
-    launch = dataclasses.replace(cfg.launch, timeout_seconds=min(WAIT, cfg.launch.timeout_seconds))
-    checkpoint = dataclasses.replace(cfg.checkpoint, export=False, on_exit=True)
-    rollout = dataclasses.replace(cfg.rollout, engine=RolloutEngine.native)
-    logger = LoggerConfig(name=LoggerName.none, progress=False)
-    return dataclasses.replace(cfg, launch=launch, checkpoint=checkpoint, logger=logger, rollout=rollout)
-
-
-def usual_steps(cfg: Config) -> int:
-    """Three steps; of samples that the policy draws all steps of a rollout and the first on the next, up to a limit."""
-    if not cfg.loss.draws:
-        return STEPS
-    return min(cfg.rollout.epochs * cfg.rollout.minibatches + 1, MOST_STEPS)
 
 
 class Verifier:
@@ -416,52 +388,6 @@ def _given_rank(
     if cfg.loss.draws:
         return weights, judged_again(policy_loss_of(cfg), given, cfg.rollout.n_samples)
     return weights, list(losses_of_steps(loss_of(cfg), given))
-
-
-def exact(cfg: Config) -> Config:
-    """The configuration in float64, on our own rings. An engine or kernel that has no float64 becomes the plain one."""
-    engine = cfg.engine
-    if Precision.fp64.value not in ENGINES[engine.name.value].precisions:
-        engine = dataclasses.replace(engine, name=EngineName.torch, offload=type(engine.offload).none, overrides={})
-    kernel = KernelName.plain if cfg.parallel.kernel.value in NEEDS else cfg.parallel.kernel
-    parallel = dataclasses.replace(cfg.parallel, backend=BackendName.native, kernel=kernel)
-    train = dataclasses.replace(cfg.train, precision=Precision.fp64)
-    return dataclasses.replace(cfg, engine=engine, parallel=parallel, train=train, reward=_exact_reward(cfg.reward))
-
-
-def _exact_reward(cfg: RewardConfig) -> RewardConfig:
-    """The same reward, with reward models that compute in float64."""
-    match cfg:
-        case ModelRewardConfig():
-            return dataclasses.replace(cfg, precision=Precision.fp64)
-        case SumRewardConfig():
-            terms = {name: {**keys, "precision": Precision.fp64.value} if keys["kind"] == "model" else keys
-                     for name, keys in cfg.terms.items()}  # fmt: skip
-            return dataclasses.replace(cfg, terms=terms)
-        case _:
-            return cfg
-
-
-def bounded(cfg: Config, plan: VerifyPlan) -> Config:
-    """Stop the run after the planned steps and evaluate after the last. The schedule stays that of the whole run."""
-    every = plan.steps if plan.held_out else None
-    train = dataclasses.replace(cfg.train, stop_after=plan.steps, eval_every=every)
-    return dataclasses.replace(cfg, train=train, eval=dataclasses.replace(cfg.eval, before_training=False))
-
-
-def another_micro_batch(cfg: Config) -> Config:
-    """The same layout with the next smaller micro-batch size, else the next larger one, else unpacked."""
-    share, micro = cfg.train.batch_size // cfg.parallel.dp_size, cfg.train.micro_batch_size
-    others = [size for size in sizes.divisors(share) if size != micro]
-    if others:
-        smaller = [size for size in others if size < micro]
-        size = max(smaller) if smaller else min(others)
-        acc = share // size
-        other = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch_size=size, grad_acc=acc))
-    else:
-        other = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, packing=not cfg.data.packing))
-    check(other)
-    return other
 
 
 def _facts(cfg: Config, trace: Trace) -> dict[str, Any]:

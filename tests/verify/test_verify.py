@@ -29,7 +29,8 @@ from rlexp.verify.reference.optimizer import Optimizer
 from rlexp.verify.reference.pairs import Bytes
 from rlexp.verify.report import failure_in_words, report
 from rlexp.verify.stages.in_order import STAGES
-from rlexp.verify.verification import Verification, exact, verify
+from rlexp.verify.variants import exact
+from rlexp.verify.verification import Verification, verify
 from tests.helpers import warm
 from tests.helpers.conversations import hh, of_several_turns
 from tests.helpers.faults import ALL_FAULTS, CHECK, FAST, FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE

@@ -18,7 +18,8 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import KINDS
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.verify.report import failure_in_words, report
-from rlexp.verify.verification import Verification, usual_steps, verify
+from rlexp.verify.variants import usual_steps
+from rlexp.verify.verification import Verification, verify
 
 LOSSES = [name for name, kind in KINDS["loss"].items() if kind.draws]
 # Four prompts with four answers each are a rollout, of two train batches.

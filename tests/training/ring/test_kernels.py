@@ -41,7 +41,7 @@ from rlexp.training.ring.kernels import (
 )
 from rlexp.training.ring.kernels.base import Call
 from rlexp.training.train import build
-from rlexp.verify.verification import exact
+from rlexp.verify.variants import exact
 from tests.helpers.attention import CALLS
 from tests.helpers.mock_flash import MockFlash
 from tests.helpers.ranks import seeded

@@ -32,7 +32,7 @@ from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import Layout
 from rlexp.training.ring.layouts.ring_flash_attn import library_layout
 from rlexp.training.types import Segment
-from rlexp.verify.verification import exact
+from rlexp.verify.variants import exact
 from tests.helpers import mock_flash
 from tests.helpers.attention import HEADS, SIZE, error, expected_of, flash_error_of, inputs
 from tests.helpers.ranks import largest_gap, on_ranks, seeded, train_steps
