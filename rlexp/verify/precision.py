@@ -23,6 +23,7 @@ UNIT = {Precision.fp32: 2.0**-24, Precision.bf16: 2.0**-9}
 GIVEN_PARTS = "gradient, given its parts"
 OF_PARTS = 1e-5  # on a GPU, where the order of additions varies, four units of roundoff
 OF_FLOOR = 8.0  # a run may differ from float64 by this many times its difference to another micro-batch size,
+LONG = 1024  # tokens of an answer whose rounding has averaged out: (bound of a token / bound of an answer)²
 MOST_FLOOR = 2.0  # but by no more than this many times the rounding bound: a defect may raise the floor too
 
 REFERENCE = "reference model"
@@ -78,6 +79,7 @@ class Values:
     loss: float
     scale: float  # the size of the loss's terms
     files: TensorFiles
+    scores: bool = False  # said are scores of answers, and not log-probabilities of tokens
 
 
 def measure(run: Comparison, other: Comparison) -> tuple[list[Measured], Finding | None]:
@@ -162,11 +164,12 @@ def _values(run: Comparison, other: Comparison, place: int) -> tuple[Values, Val
     """A step of the run, of the run with another micro-batch size, and of the reference."""
     ours, others = (list(each.steps())[place] for each in (run, other))
     said, meant = ours.said()
-    there = Values(ours.number, said, ours.mean_loss(), ours.scale, run.ran)
-    expected = Values(ours.number, meant, ours.expected.loss, ours.scale, run.meant)
+    scores = run.asks.scores
+    there = Values(ours.number, said, ours.mean_loss(), ours.scale, run.ran, scores)
+    expected = Values(ours.number, meant, ours.expected.loss, ours.scale, run.meant, scores)
     if not others.alike(ours):
         return there, None, expected
-    return there, Values(ours.number, others.said()[0], others.mean_loss(), ours.scale, other.ran), expected
+    return there, Values(ours.number, others.said()[0], others.mean_loss(), ours.scale, other.ran, scores), expected
 
 
 def _sizes(a: Values, b: Values) -> Iterator[Size]:
@@ -184,12 +187,14 @@ def of_tokens(a: Values, b: Values) -> float:
 
 
 def of_pairs(a: Values, b: Values) -> float:
-    """The largest relative difference of a sequence's sum."""
-    return max(
-        abs(float(a.said[who][key].sum() - theirs[key].sum())) / max(1.0, abs(float(theirs[key].sum())))
-        for who, theirs in b.said.items()
-        for key in theirs
-    )
+    """The largest relative difference of an answer's sum. Of a short answer it counts less: the fewer its tokens are,
+    the less their rounding averages out, until it is that of a single token."""
+
+    def apart(got: Array, wanted: Array) -> float:
+        short = 1.0 if b.scores else max(1.0, math.sqrt(LONG / len(wanted)))
+        return abs(float(got.sum() - wanted.sum())) / max(1.0, abs(float(wanted.sum()))) / short
+
+    return max(apart(a.said[who][key], theirs[key]) for who, theirs in b.said.items() for key in theirs)
 
 
 def of_loss(a: Values, b: Values) -> float:

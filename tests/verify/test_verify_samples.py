@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForSequenceClassification
@@ -17,6 +18,8 @@ from rlexp.base.errors import ModelError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import KINDS
 from rlexp.training.model.loading import byte_tokenizer
+from rlexp.verify.precision import Values, of_pairs
+from rlexp.verify.records import TensorFiles
 from rlexp.verify.report import failure_in_words, report
 from rlexp.verify.variants import usual_steps
 from rlexp.verify.verification import Verification, verify
@@ -189,6 +192,20 @@ def test_what_the_steps_have_not_met_is_said() -> None:
 )
 def test_it_takes_the_steps_of_a_rollout_and_one_more(more: tuple[str, ...], steps: int) -> None:
     assert usual_steps(compose_config([*SMALL, "loss=grpo", *more])) == steps
+
+
+def test_rounding_of_a_short_answer_counts_less(tmp_path: Path) -> None:
+    """An answer of one token may differ by as much as a token. In one of 1,024 tokens it has averaged out."""
+
+    def apart(tokens: int, *, scores: bool = False) -> float:
+        said = [{"policy": {(0, "answer"): np.full(tokens, -2.0 * (1 + more))}} for more in (1e-3, 0.0)]
+        ours, theirs = (Values(1, each, 0.0, 1.0, TensorFiles(tmp_path), scores) for each in said)
+        return of_pairs(ours, theirs)
+
+    assert apart(1) == pytest.approx(1e-3 / 32)
+    assert apart(256) == pytest.approx(1e-3 / 2)
+    assert apart(1024) == apart(5000) == pytest.approx(1e-3)
+    assert apart(1, scores=True) == pytest.approx(1e-3)
 
 
 # ---- mistakes of the user ----
