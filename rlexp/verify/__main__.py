@@ -2,6 +2,7 @@
 
 python -m rlexp.verify parallel=ring4 model=hf model.path=FOLDER data=jsonl data.path=FILE
 python -m rlexp.verify --steps 5 --json result.json train.precision=bf16 engine=zero3
+python -m rlexp.verify loss=grpo reward.rule=length parallel=ring2
 
 The first optimizer steps run on the chosen layout and in a plain one-process reference, in float64 and then in the
 run's own precision. The exit code is 0 if they agree; otherwise it is 1, and the report shows the first difference and
