@@ -14,7 +14,9 @@ from rlexp.verify.records import Array, DrawnExpected, Key, RolloutSeen, Terms, 
 from rlexp.verify.reference.drawn import SIDE, Rollout, batch_of, divergences_of, examples_with
 from rlexp.verify.reference.policy_formula import SAID, Answers, GivenToFormulas, JudgedAgain
 
-SCORED = {"reference model": "reference", "policy as it drew": "behaviour", "policy as it was scored": "old"}
+CRITIC = "critic"
+SCORED = {"reference model": "reference", "policy as it drew": "behaviour", "policy as it was scored": "old",
+          "critic as it was scored": "values"}  # fmt: skip
 COLUMNS = {"policy": "policy_t", "entropies": "entropies_t", "values": "values_t"}
 
 
@@ -38,7 +40,8 @@ class RunRollout:
 def rollouts_of(traces: Sequence[Trace]) -> list[RunRollout]:
     """Put the rollouts of a run together, as far as every sample is there once."""
     made = []
-    for number, first in enumerate(traces[0].rollouts):
+    complete = min(len(trace.rollouts) for trace in traces)
+    for number, first in enumerate(traces[0].rollouts[:complete]):
         seen = [trace.rollouts[number] for trace in traces]
         samples = sorted((sample for each in seen for sample in each.samples), key=lambda sample: sample.place)
         made.append(RunRollout(Rollout(first.number, samples), seen))
@@ -134,8 +137,10 @@ class SampleStep(ComparedStep):
         return self.expected.scale
 
     def said(self) -> tuple[dict[str, dict[Key, Array]], dict[str, dict[Key, Array]]]:
-        """Of the policy now; and of all samples of the rollout, if it begins here."""
+        """Of the policy and the critic now; and of all samples of the rollout, if it begins here."""
         ours, theirs = {"policy": self.by_sequence("policy_t")}, {"policy": self.expected.policy}
+        if self.expected.values:
+            ours[CRITIC], theirs[CRITIC] = self.by_sequence("values_t"), self.expected.values
         for words, name in SCORED.items() if self.begins else ():
             meant, got = getattr(self.expected.rollout, name), getattr(self.run, name)
             if meant is not None and got is not None:

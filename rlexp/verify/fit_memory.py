@@ -51,6 +51,7 @@ SHARE = 0.7  # of the free memory
 LEAST = 2  # layers
 # float64 numbers per token and layer: 4,300 were measured with a width of 64 and an inner width of 172.
 PER_WIDTH, PER_INNER = 40, 10
+OF_CACHE = 2  # of these numbers by width: a key and a value, while answers are drawn
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,9 @@ def _tokens_at_once(cfg: Config, batches: list[Batch], train: Sequence[Any]) -> 
     micro = 0
     if cfg.loss.draws:
         longest = max(length_of(cfg, train[index]) for batch in batches for index in batch.indices)
-        return longest * cfg.train.micro_batch_size * (cfg.parallel.dp_size + 1)
+        trained = cfg.train.micro_batch_size * (cfg.parallel.dp_size + 1)
+        cached = cfg.rollout.micro_batch_size * (cfg.parallel.world_size + cfg.rollout.sampling_ranks)
+        return longest * max(trained, -(-cached * OF_CACHE // PER_WIDTH))
     for batch in batches:
         for replica in range(cfg.parallel.dp_size):
             for indices in batch.micro_batches(replica, cfg.parallel.dp_size, cfg.train.micro_batch_size):
@@ -169,7 +172,8 @@ def _counter(config: Any, tokens: int, cfg: Config) -> Callable[[int], tuple[int
     text = config.get_text_config()
     inner = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     per_token = PER_WIDTH * int(text.hidden_size) + PER_INNER * inner
-    holders = 2 if cfg.launch.device is Device.cuda else cfg.parallel.world_size + 1
+    ranks = cfg.parallel.world_size + cfg.rollout.sampling_ranks  # a rank that only samples holds less
+    holders = 2 if cfg.launch.device is Device.cuda else ranks + 1
     own_critic = isinstance(cfg.loss, PPOConfig) and cfg.loss.critic is CriticName.own
     numbers = NUMBERS + (OF_CRITIC if own_critic else 0)
     other = _of_reward_models(cfg)  # parameters of models that stay whole

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,8 @@ class Drawing:
     coefficients: Sequence[float]  # of the divergence, by rollout
     held_out: Rollout | None
     steps: int  # that the run has taken
-    exact: bool  # whether its reward models computed in float64
+    exact: bool  # whether it computed in float64, its reward models too
+    ran: Path | None = None  # the run's weights, from which the reference goes on where it must
 
 
 class GivenRollouts(Rollouts):

@@ -15,6 +15,7 @@ import numpy as np
 
 from rlexp.config.schema import Device, Precision
 from rlexp.verify.compared import Comparison
+from rlexp.verify.compared_samples import CRITIC
 from rlexp.verify.findings import GRADIENT, LOGPS, LOSS, OPTIMIZER, Allowed, Clue, Finding
 from rlexp.verify.norms import Size, common_factor, relative, shares, size_of
 from rlexp.verify.records import Array, Key, TensorFiles
@@ -27,7 +28,8 @@ LONG = 1024  # tokens of an answer whose rounding has averaged out: (bound of a 
 MOST_FLOOR = 2.0  # but by no more than this many times the rounding bound: a defect may raise the floor too
 
 REFERENCE = "reference model"
-OF_SAMPLES = (("policy as it drew", Clue.BEHAVIOUR), ("policy as it was scored", Clue.SCORED))
+OF_SAMPLES = (("policy as it drew", Clue.BEHAVIOUR), ("policy as it was scored", Clue.SCORED),
+              ("critic as it was scored", Clue.SCORED))  # fmt: skip
 
 # For the stages; log-probabilities and gradients are bounded by `QUANTITIES` instead.
 OWN = {
@@ -86,17 +88,24 @@ def measure(run: Comparison, other: Comparison) -> tuple[list[Measured], Finding
     """Return the table of a run, and the first quantity that rounding does not explain.
 
     At the first step all weights are the same, so only rounding differs. Later two precisions move apart, as far as the
-    optimizer takes them: the difference of the weights is shown, and not judged.
+    optimizer takes them: the difference of the weights is shown, and not judged. Of drawn samples the reference goes on
+    from the run's own weights, so what models say is compared at every step.
     """
-    unit = UNIT[run.cfg.train.precision]
+    unit, drawn = UNIT[run.cfg.train.precision], run.cfg.loss.draws
     table: list[Measured] = []
     first: Finding | None = None
     begin, end = (_values(run, other, place) for place in (0, -1))
+    later = [_values(run, None, place) for place in range(1, len(list(run.steps())) if drawn else 1)]
     for quantity in QUANTITIES:
         explained = quantity.units[run.cfg.train.precision] * unit
+        if drawn and math.isinf(explained):
+            continue  # each step begins with the same weights
         ours, others, meant = begin if math.isfinite(explained) else end
         floor = None if others is None else quantity.between(others, ours)
         allowed = max(explained, min(OF_FLOOR * (floor or 0.0), MOST_FLOOR * explained))
+        for mine, _, theirs in later if quantity.stage == LOGPS else ():
+            if quantity.between(mine, theirs) > quantity.between(ours, meant):
+                ours, meant = mine, theirs
         table.append(Measured(quantity.name, quantity.between(ours, meant), floor, allowed))
         if first is None and not table[-1].own <= allowed:
             first = _named(table[-1], quantity, ours, meant)
@@ -160,14 +169,15 @@ def _named(held: Measured, quantity: Quantity, got: Values, meant: Values) -> Fi
     return replace(finding, note=note + common_factor(sizes))
 
 
-def _values(run: Comparison, other: Comparison, place: int) -> tuple[Values, Values | None, Values]:
+def _values(run: Comparison, other: Comparison | None, place: int) -> tuple[Values, Values | None, Values]:
     """A step of the run, of the run with another micro-batch size, and of the reference."""
-    ours, others = (list(each.steps())[place] for each in (run, other))
+    ours, others = (None if each is None else list(each.steps())[place] for each in (run, other))
+    assert ours is not None
     said, meant = ours.said()
     scores = run.asks.scores
     there = Values(ours.number, said, ours.mean_loss(), ours.scale, run.ran, scores)
     expected = Values(ours.number, meant, ours.expected.loss, ours.scale, run.meant, scores)
-    if not others.alike(ours):
+    if other is None or others is None or not others.alike(ours):
         return there, None, expected
     return there, Values(ours.number, others.said()[0], others.mean_loss(), ours.scale, other.ran, scores), expected
 
@@ -179,11 +189,20 @@ def _sizes(a: Values, b: Values) -> Iterator[Size]:
 
 def of_tokens(a: Values, b: Values) -> float:
     """The largest difference of a token's log-probability, relative to max(1, |log-probability|)."""
+    return _of_tokens(a, b, critic=False)
+
+
+def of_values(a: Values, b: Values) -> float:
+    """The same of a critic's values; 0 without one."""
+    return _of_tokens(a, b, critic=True)
+
+
+def _of_tokens(a: Values, b: Values, *, critic: bool) -> float:
+    whose = [who for who in b.said if who.startswith(CRITIC) is critic]
     return max(
-        float((np.abs(a.said[who][key] - theirs[key]) / np.maximum(1.0, np.abs(theirs[key]))).max())
-        for who, theirs in b.said.items()
-        for key in theirs
-    )
+        (float((np.abs(a.said[who][key] - theirs) / np.maximum(1.0, np.abs(theirs))).max())
+         for who in whose for key, theirs in b.said[who].items()), default=0.0,
+    )  # fmt: skip
 
 
 def of_pairs(a: Values, b: Values) -> float:
@@ -194,7 +213,8 @@ def of_pairs(a: Values, b: Values) -> float:
         short = 1.0 if b.scores else max(1.0, math.sqrt(LONG / len(wanted)))
         return abs(float(got.sum() - wanted.sum())) / max(1.0, abs(float(wanted.sum()))) / short
 
-    return max(apart(a.said[who][key], theirs[key]) for who, theirs in b.said.items() for key in theirs)
+    whose = [who for who in b.said if not who.startswith(CRITIC)]
+    return max(apart(a.said[who][key], theirs) for who in whose for key, theirs in b.said[who].items())
 
 
 def of_loss(a: Values, b: Values) -> float:
@@ -229,6 +249,7 @@ def _units(fp32: float, bf16: float) -> dict[Precision, float]:
 QUANTITIES = (
     Quantity("log-probability of a token", LOGPS, Clue.POLICY, _units(1024, 512), of_tokens),
     Quantity("log-probabilities per example", LOGPS, Clue.POLICY, _units(32, 16), of_pairs),
+    Quantity("value of a token", LOGPS, Clue.OF_TOKENS, _units(1024, 512), of_values),
     Quantity("loss", LOSS, Clue.POLICY, _units(256, 32), of_loss),
     Quantity("gradient", GRADIENT, Clue.GRADIENT, _units(512, 128), of_gradient),
     Quantity("gradient of a parameter", GRADIENT, Clue.GRADIENT, _units(1024, 256), of_parameter),

@@ -5,6 +5,7 @@ Shape letters: T packed tokens, t tokens of one rank, S sequences, E examples.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -139,6 +140,7 @@ class Terms:
     peaks: dict[str, Array]  # and those whose maximum is
     slopes: dict[str, Array]  # the loss's derivatives by what the models say of each token
     kl_coef: float
+    configured: float = math.nan  # the loss by the formula that the configuration asks for, where it was recorded
 
 
 @dataclass
@@ -302,6 +304,7 @@ class RolloutExpected:
     prompts: list[TokenPrompt]
     texts: list[str]
     stopped: list[bool]
+    answers: list[tuple[int, ...]]  # as they were drawn
     beyond: list[int | None]  # how many tokens an answer should have that goes on after its end
     terms: dict[str, Array]  # rewards that were computed again
     given: dict[str, str]  # why others were not
@@ -327,6 +330,7 @@ class DrawnExpected(StepExpected):
     values: dict[Key, Array]  # the critic's; none without one
     terms: Terms
     scale: float  # the size of the loss's terms: they may cancel
+    learned: int  # tokens that count and whose advantage is not 0
 
 
 @dataclass(frozen=True)
@@ -365,7 +369,9 @@ class Met:
     rollouts: int = 0
     samples: int = 0  # drawn answers
     counting: int = 0  # that are trained on
-    advantages: int = 0  # tokens of these whose advantage is not 0
+    advantages: int = 0  # tokens of train batches that count and whose advantage, whitened or not, is not 0
+    alike: int = 0  # prompts whose answers are all the same, of those with several
+    values: bool = True  # whether a critic has said anything but 0
 
 
 @dataclass(frozen=True)

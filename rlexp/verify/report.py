@@ -16,7 +16,8 @@ from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, HFModelConfig, Precision, RolloutEngine
 from rlexp.config.schema.row_kinds import EXAMPLE
 from rlexp.preflight.rehearsal.sharding import in_words
-from rlexp.verify.variants import exact
+from rlexp.verify.records import Met
+from rlexp.verify.variants import exact, first_step_on_new_weights
 from rlexp.verify.verification import Failure, Verification, refuse, verify
 
 WIDTH = 110
@@ -24,7 +25,7 @@ WIDTH = 110
 ROWS = (
     ("log-probability of a token", "log-probability of a token", "log-probability of a token"),
     ("log-probabilities per example", "sum of a sequence's log-probabilities", "log-probabilities per example"),
-    ("value of a token", "value of a token", None),  # of a critic
+    ("value of a token", "value of a token", "value of a token"),  # of a critic
     ("what the loss is given", "what the loss is given", "what the loss is given"),  # of drawn samples
     ("loss", "loss", "loss"),
     ("derivatives, given the tokens", "derivatives of the loss, given the tokens", "derivatives, given the tokens"),
@@ -111,13 +112,25 @@ def _given(cfg: Config, result: Verification) -> list[str]:
     drawn = "the drawn tokens"
     if cfg.rollout.engine is not RolloutEngine.native:
         drawn += f", by rollout.engine=native in the place of {cfg.rollout.engine.value}"
-    lines = [f"given: {drawn}", *(f"given: reward {name}, since {why}" for name, why in result.given.items())]
-    met, each = result.met, cfg.rollout.epochs * cfg.rollout.minibatches
-    if met is not None and met.rollouts == 1 and result.facts["total_steps"] > each:
-        lines.append(f"not met: a second rollout, which begins with step {each + 1} (--steps {each + 1})")
-    if met is not None and not met.advantages:
+    lines = [f"given: {drawn}"]
+    for precision, rewards in result.given.items():
+        lines += [f"given in {precision}: reward {name}, since {why}" for name, why in rewards.items()]
+    return lines + ([] if result.met is None else _not_met(cfg, result, result.met))
+
+
+def _not_met(cfg: Config, result: Verification, met: Met) -> list[str]:
+    """Say what the steps could not show."""
+    lines, new = [], first_step_on_new_weights(cfg)
+    assert result.plan is not None
+    if result.plan.steps < new <= result.facts["total_steps"]:
+        lines.append(f"not met: samples that trained weights have drawn, which begin with step {new} (--steps {new})")
+    if met.alike and met.alike == met.rollouts * cfg.rollout.batch_size:
+        lines.append("not met: different answers to one prompt: those to each prompt are all the same")
+    if not met.advantages:
         lines.append("not met: an advantage that is not 0, so the policy has learned nothing from its scores in these "
-                     "steps. Scores of one prompt's answers must differ")  # fmt: skip
+                     "steps")  # fmt: skip
+    if not met.values:
+        lines.append("not met: a value of the critic that is not 0, as all are at first; more steps show it (--steps)")
     return lines
 
 
@@ -159,7 +172,10 @@ def _notes(cfg: Config, result: Verification) -> str:
     lines = []
     if result.measured:
         lines.append(
-            f"{cfg.train.precision.value}: measured at the first step, where all weights are the same; rows with "
+            f"{cfg.train.precision.value}: what models say, given the run's weights, and rows with 'given' at every "
+            f"step; loss and gradient at the first, where all weights are the same"
+            if cfg.loss.draws
+            else f"{cfg.train.precision.value}: measured at the first step, where all weights are the same; rows with "
             f"'given' at every step; weights after the last"
         )
     gauge = result.float64.gauge.largest if result.float64 else {}
@@ -213,6 +229,8 @@ def conclusion(cfg: Config, result: Verification) -> str:
         f"PASS: {steps} optimizer step{'s' * (steps > 1)} on this layout agree{'s' * (steps == 1)} with the "
         f"plain one-process reference: {same}, loss, gradient, weights and logged values up to rounding."
     )
+    if cfg.loss.draws and result.met is not None and not result.met.advantages:
+        words += " But nothing was learned from scores in these steps: see 'not met' above."
     if not result.passed:
         words = (
             "FAIL: all values agree with the plain one-process reference, but the ring does not shard the modules "
@@ -248,7 +266,7 @@ def as_json(cfg: Config, result: Verification) -> dict[str, Any]:
         "sharding": result.sharding.plain() if result.sharding is not None else None,
         "not_verified": list(result.not_held),
         "met": dataclasses.asdict(result.met) if result.met is not None else None,
-        "given": dict(result.given),
+        "given": result.given,
         "seconds": result.seconds,
         "config": to_plain(cfg),
     }

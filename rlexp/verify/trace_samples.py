@@ -59,7 +59,9 @@ class SampleRecorder(Recorder):
             {s.place: TokenAnswer(array_of(s.prompt.tokens), array_of(s.answer), s.prompt.origin) for s in samples}
         )
 
-    def judged(self, tokens: PolicyTokens, terms: PolicyTerms, kl_coef: float, slopes: Mapping[str, Tensor]) -> None:
+    def judged(
+        self, tokens: PolicyTokens, terms: PolicyTerms, kl_coef: float, slopes: Mapping[str, Tensor], configured: float
+    ) -> None:
         """Record what the loss was given of a micro-batch's tokens on this rank, and what it has made of them."""
         micro = self.micro
         for name in KNOWN:
@@ -77,6 +79,7 @@ class SampleRecorder(Recorder):
             peaks={name: array(each) for name, each in terms.peaks_t.items()},
             slopes={},
             kl_coef=kl_coef,
+            configured=configured,
         )
 
 
@@ -149,8 +152,8 @@ class RecordedRollouts(Rollouts):
 class RecordedPolicyLoss:
     """Records what the formula of a policy loss is given, and what it makes of it."""
 
-    def __init__(self, loss: PolicyLoss, recorder: SampleRecorder) -> None:
-        self._loss, self._recorder = loss, recorder
+    def __init__(self, loss: PolicyLoss, configured: PolicyLoss, recorder: SampleRecorder) -> None:
+        self._loss, self._configured, self._recorder = loss, configured, recorder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loss, name)
@@ -164,7 +167,9 @@ class RecordedPolicyLoss:
 
     def __call__(self, tokens: PolicyTokens, kl_coef: float) -> PolicyTerms:
         terms = self._loss(tokens, kl_coef)
-        self._recorder.judged(tokens, terms, kl_coef, slopes_of(self._loss, tokens, kl_coef))
+        with torch.no_grad():
+            configured = float(self._configured(tokens, kl_coef).loss)
+        self._recorder.judged(tokens, terms, kl_coef, slopes_of(self._loss, tokens, kl_coef), configured)
         return terms
 
 
@@ -173,9 +178,9 @@ class RecordedRolloutTask(RolloutTask):
 
     recorder: SampleRecorder
 
-    def watched_by(self, recorder: SampleRecorder) -> RecordedRolloutTask:
+    def watched_by(self, recorder: SampleRecorder, configured: PolicyLoss) -> RecordedRolloutTask:
         self.recorder = recorder
-        self.loss: Any = RecordedPolicyLoss(self.loss, recorder)
+        self.loss: Any = RecordedPolicyLoss(self.loss, configured, recorder)
         return self
 
     def start(self, run: Run, reference: Reference | None) -> None:
@@ -214,4 +219,4 @@ def recorded_rollouts(
     examples = replace(examples, held_out=examples.held_out[:held_out])
     parts = Parts(rollouts=partial(RecordedRollouts.by, recorder))
     task = RecordedRolloutTask(cfg, examples, bridge, parts)
-    return task.watched_by(recorder)
+    return task.watched_by(recorder, policy_loss_of(cfg))

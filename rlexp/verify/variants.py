@@ -20,6 +20,7 @@ from rlexp.config.schema import (
     Precision,
     RewardConfig,
     RolloutEngine,
+    RolloutMode,
     SumRewardConfig,
 )
 
@@ -40,10 +41,16 @@ def contained(cfg: Config) -> Config:
 
 
 def usual_steps(cfg: Config) -> int:
-    """Three steps; of samples that the policy draws all steps of a rollout and the first on the next, up to a limit."""
-    if not cfg.loss.draws:
-        return STEPS
-    return min(cfg.rollout.epochs * cfg.rollout.minibatches + 1, MOST_STEPS)
+    """Three steps; of samples that the policy draws those up to the first on samples that trained weights have drawn,
+    up to a limit."""
+    return min(first_step_on_new_weights(cfg), MOST_STEPS) if cfg.loss.draws else STEPS
+
+
+def first_step_on_new_weights(cfg: Config) -> int:
+    """The first step on samples that other weights than the first have drawn: of the second rollout, and of the third
+    in a pipelined run."""
+    rollouts = 2 if cfg.rollout.mode is RolloutMode.pipelined else 1
+    return rollouts * cfg.rollout.epochs * cfg.rollout.minibatches + 1
 
 
 def exact(cfg: Config) -> Config:

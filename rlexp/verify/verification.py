@@ -78,7 +78,7 @@ class Verification:
     sharding: Sharding | None = None  # None for a ring of one, and after a failure
     not_held: Sequence[str] = ()
     met: Met | None = None  # None if the reference was not computed
-    given: Mapping[str, str] = field(default_factory=dict)  # rewards that were not computed again, and why
+    given: dict[str, dict[str, str]] = field(default_factory=dict)  # by precision: rewards taken as given, and why
     seconds: float = 0.0
 
     @property
@@ -163,26 +163,26 @@ class Verifier:
         traces, ran = self.recorded("float64, as the run computes it", [cfg], plan, counted=True)
         result.facts = _facts(self.cfg, traces[0][0])
         self.kept = [trace.kept for trace in traces[0][: cfg.parallel.ring_size]]
-        result.failure = self.incomplete(cfg, traces[0], "float64")
+        result.failure = self.incomplete(cfg, traces[0], plan, "float64")
         if not result.agrees:
             return
-        self.drawing = drawing_of(cfg, traces[0])
+        self.drawing = drawing_of(cfg, traces[0], ran[0])
         self.expect("float64, by the reference", cfg, plan, "reference")
         comparison = self.compared(cfg, traces[0], ran[0], FLOAT64)
         result.float64 = comparison
         result.met = met(self.expected)
-        result.given = taken_as_given(self.expected)
+        result.given["float64"] = taken_as_given(self.expected)
         result.not_held = not_held([step.row for step in traces[0][0].steps],
                                    [step.row for step in self.expected.steps])  # fmt: skip
         result.failure = self.first_failure(comparison, "float64")
         _forget(ran[0])
 
-    def incomplete(self, cfg: Config, traces: list[Trace], precision: str) -> Failure | None:
+    def incomplete(self, cfg: Config, traces: list[Trace], plan: VerifyPlan, precision: str) -> Failure | None:
         """The first thing that is missing of a run's rollouts: without it the reference has nothing to begin with."""
         from rlexp.verify.diagnose import module_of
         from rlexp.verify.stages.rollouts import incomplete
 
-        finding = next(incomplete(cfg, traces), None) if cfg.loss.draws else None
+        finding = next(incomplete(cfg, traces, plan.held_out), None) if cfg.loss.draws else None
         return None if finding is None else _failure(finding, precision, module_of(finding, cfg, None), "")
 
     def expect(self, what: str, cfg: Config, plan: VerifyPlan, name: str) -> None:
@@ -197,11 +197,11 @@ class Verifier:
         from rlexp.verify.trace import TraceJob, trace_rank
 
         folders = [Path(tempfile.mkdtemp(dir=self.folder)) for _ in configs]
-        # A second one is the noise floor, which is measured at the first step; to draw more takes long.
-        steps = [plan.steps, 1 if self.cfg.loss.draws else plan.steps]
+        # Those after the first are noise floors, which are measured at the first step; to draw more takes long.
+        steps = [plan.steps, *[1 if self.cfg.loss.draws else plan.steps] * (len(configs) - 1)]
         jobs = [
             TraceJob(bounded(cfg, dataclasses.replace(plan, steps=own)), plan.held_out, folder, counted)
-            for cfg, folder, own in zip(configs, folders, steps, strict=False)
+            for cfg, folder, own in zip(configs, folders, steps, strict=True)
         ]
         training, sampling = self.cfg.parallel.world_size, self.cfg.rollout.sampling_ranks
         by_rank = self.start(what, trace_rank, training + sampling, jobs)[:training]
@@ -294,12 +294,13 @@ class Verifier:
         cfg, name = self.cfg, self.cfg.train.precision.value
         other = another_micro_batch(cfg)
         traces, ran = self.recorded(f"{name} with {cfg.engine.name.value}, and its noise floor", [cfg, other], plan)
-        result.failure = self.incomplete(cfg, traces[0], name)
+        result.failure = self.incomplete(cfg, traces[0], plan, name)
         if not result.agrees:
             return
         if cfg.loss.draws:  # other samples than in float64, if rounding made it draw others
-            self.drawing = drawing_of(cfg, traces[0])
-            self.expect("the same samples, by the reference", exact(cfg), plan, "reference in float64")
+            self.drawing = drawing_of(cfg, traces[0], ran[0])
+            self.expect("its samples, by the reference", exact(cfg), plan, "reference of its samples")
+            result.given[name] = taken_as_given(self.expected)
         comparison = self.compared(cfg, traces[0], ran[0], OWN[cfg.train.precision])
         result.failure = self.first_failure(comparison, name)
         if not result.agrees:
@@ -315,7 +316,7 @@ class Verifier:
         result.failure = self.located(comparison, finding, name) if finding else None
 
 
-def drawing_of(cfg: Config, traces: Sequence[Trace]) -> Drawing | None:
+def drawing_of(cfg: Config, traces: Sequence[Trace], ran: Path) -> Drawing | None:
     """What a recorded run has drawn; None if its loss draws nothing."""
     from rlexp.verify.compared_samples import held_rollout_of, rollouts_of
     from rlexp.verify.given_samples import Drawing
@@ -329,6 +330,7 @@ def drawing_of(cfg: Config, traces: Sequence[Trace]) -> Drawing | None:
         held_out=held_rollout_of(traces),
         steps=len(traces[0].steps),
         exact=cfg.train.precision is Precision.fp64,
+        ran=ran,
     )
 
 
@@ -339,15 +341,22 @@ def met(expected: Expected) -> Met:
     if not expected.rollouts:
         lengths = [len(each.sequence(side)) for each in expected.tokens.values() for side in each.sides]
         return Met(len(expected.tokens), expected.examples, min(lengths), max(lengths))
-    lengths, samples, advantages = [], 0, 0
+    lengths, counting, alike = [], 0, 0
     for rollout in expected.rollouts:
         each = len(rollout.old) // len(rollout.prompts)
         lengths += [len(rollout.prompts[n // each].prompt) + len(old) for n, old in enumerate(rollout.old)]
-        samples += int(rollout.counts.sum())
-        advantages += sum(int((a != 0).sum()) for a, c in zip(rollout.advantages, rollout.counts, strict=True) if c)
+        counting += int(rollout.counts.sum())
+        alike += sum(
+            each > 1 and len(set(rollout.answers[n : n + each])) == 1 for n in range(0, len(rollout.old), each)
+        )
     prompts = {index for rollout in expected.rollouts for index in rollout.indices}
-    return Met(len(prompts), expected.examples, min(lengths), max(lengths), len(expected.rollouts), len(lengths),
-               samples, advantages)  # fmt: skip
+    values = [value for step in expected.steps for value in step.values.values()]
+    return Met(
+        examples=len(prompts), of=expected.examples, shortest=min(lengths), longest=max(lengths),
+        rollouts=len(expected.rollouts), samples=len(lengths), counting=counting,
+        advantages=sum(step.learned for step in expected.steps), alike=alike,
+        values=not values or any(value.any() for value in values),
+    )  # fmt: skip
 
 
 def taken_as_given(expected: Expected) -> dict[str, str]:
@@ -359,7 +368,7 @@ def _expected_rank(_spec: Any, cfg: Config, plan: VerifyPlan, folder: Path, draw
     """Run the reference with as many threads as the ranks had together."""
     import torch
 
-    from rlexp.verify.reference.drawn import expected_of_samples
+    from rlexp.verify.reference.drawn import Given, expected_of_samples
     from rlexp.verify.reference.one_process import expected_steps
     from rlexp.verify.trace_rows import loss_of
     from rlexp.verify.trace_samples import policy_loss_of
@@ -368,10 +377,8 @@ def _expected_rank(_spec: Any, cfg: Config, plan: VerifyPlan, folder: Path, draw
         torch.set_num_threads(min(os.cpu_count() or 1, cfg.parallel.world_size * cfg.launch.torch_threads))
     if drawing is None:
         return expected_steps(cfg, loss_of(cfg), plan.steps, plan.held_out, folder)
-    steps = min(plan.steps, drawing.steps)
-    return expected_of_samples(
-        cfg, policy_loss_of(cfg), steps, drawing.rollouts, drawing.held_out, folder, exact=drawing.exact
-    )
+    given = Given(drawing.rollouts, drawing.held_out, plan.held_out, drawing.ran, exact=drawing.exact)
+    return expected_of_samples(cfg, policy_loss_of(cfg), min(plan.steps, drawing.steps), given, folder)
 
 
 def _given_rank(

@@ -44,6 +44,7 @@ from rlexp.verify.reference.rewards import asked_again, ended, ends_of, scored, 
 from rlexp.verify.reference.stepped import Stepped
 
 SIDE = "answer"
+APART = 1e-12  # weights further apart than this, relative to the largest, are others: `FLOAT64.weights`
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,17 @@ class Rollout:
 
     number: int
     samples: Sequence[Drawn]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the reference is given of a run."""
+
+    rollouts: Sequence[Rollout]
+    answers: Rollout | None  # to held-out prompts
+    held_out: int  # how many of these there must be
+    ran: Path | None  # the run's weights after each step
+    exact: bool  # whether the run computed in float64, its reward models too
 
 
 @dataclass(frozen=True)
@@ -84,9 +96,9 @@ class Critic(nn.Module):
 class OfSamples(Stepped):
     """The policy and its critic, stepped in one process, and the model that the policy is compared with."""
 
-    def __init__(self, cfg: Config, loss: PolicyLoss, tokenizer: Any, files: TensorFiles, *, exact: bool) -> None:
+    def __init__(self, cfg: Config, loss: PolicyLoss, tokenizer: Any, files: TensorFiles, given: Given) -> None:
         super().__init__(cfg, files)
-        self.exact = exact  # whether the run's reward models computed in float64
+        self.given = given
         self.loss, self.tokenizer = loss, tokenizer
         self.policy = load(cfg, self.device)
         self.start = load(of_reference(cfg), self.device) if loss.needs_reference else None
@@ -129,6 +141,21 @@ class OfSamples(Stepped):
             for name, weight in before.items():
                 self.parameters[name].data = weight
 
+    def follow(self, step: int) -> None:
+        """Go on from the run's weights after a step, if the reference's own are others: those of a run in less than
+        float64 always, those of a run in float64 where Adam has divided by a gradient that is only rounding."""
+        if self.given.ran is None or not step:
+            return
+        files = TensorFiles(self.given.ran)
+        names = [name for name in files.names("weights", step) if name in self.parameters]
+        theirs = {name: torch.from_numpy(files.read("weights", step, name).astype(np.float64)) for name in names}
+        apart = max(float((self.parameters[name].detach().cpu() - weight).abs().max() / (weight.abs().max() or 1.0))
+                    for name, weight in theirs.items())  # fmt: skip
+        if not self.given.exact or apart > APART:
+            for name, weight in theirs.items():
+                self.parameters[name].data.copy_(weight)
+            self.write_weights(step)
+
     # ---- a rollout ----
 
     @torch.no_grad()
@@ -165,12 +192,13 @@ class OfSamples(Stepped):
         seen = {name: np.array([sample.terms[name] for sample in drawn.samples]) for name in drawn.samples[0].terms}
         of_row = [index for index in indices for _ in range(each)]
         judged = asked_again(cfg.reward, of_sample, of_row, texts, answers, seen, self.tokenizer, self.device,
-                             exact=self.exact, max_length=cfg.data.max_length)  # fmt: skip
+                             exact=self.given.exact, max_length=cfg.data.max_length)  # fmt: skip
         terms = {name: judged.terms.get(name, seen[name]) for name in judged.weights}
         scores = scored(terms, judged.weights, stopped, cfg.rollout)
         row = rules.of_answers(terms, scores, [len(answer) for answer in answers], stopped)
         return RolloutExpected(
             number=drawn.number, step=step, indices=list(indices), prompts=list(prompts), texts=texts, stopped=stopped,
+            answers=[tuple(answer.tolist()) for answer in answers],
             beyond=[self._beyond(answer) for answer in answers],
             terms=judged.terms, given=judged.given, notes=judged.notes, scores=scores, row=row,
         )  # fmt: skip
@@ -188,8 +216,10 @@ class OfSamples(Stepped):
     @torch.no_grad()
     def held_out(self, drawn: Rollout, step: int) -> RolloutExpected:
         """Judge the answers to held-out prompts."""
-        prompts = self.data.held_out[: len(drawn.samples)]
-        return self._answered(drawn, prompts, list(range(len(prompts))), step)
+        prompts = self.data.held_out[: self.given.held_out]
+        made = self._answered(drawn, prompts, list(range(len(prompts))), step)
+        made.behaviour = [_array(self.said(each).policy) for each in examples_with(made, drawn)]
+        return made
 
     # ---- a step ----
 
@@ -223,6 +253,9 @@ class OfSamples(Stepped):
             values=dict(zip(keys, now.get("values", []), strict=False)),
             terms=terms,
             scale=scale_of(terms),
+            learned=sum(
+                int((a != 0).sum()) for a, c in zip(batch.columns["advantages"], batch.counts, strict=True) if c
+            ),
         )
         self.finish(expected, [each.origin for each in examples])
         expected.row["epoch"] = number / rules.steps_per_epoch(self.cfg, self.data.sizes)
@@ -289,25 +322,24 @@ def _array(values: Tensor | None) -> Array:
     return found
 
 
-def expected_of_samples(
-    cfg: Config, loss: PolicyLoss, steps: int, drawn: Sequence[Rollout], held_out: Rollout | None, folder: Path, *,
-    exact: bool,
-) -> Expected:  # fmt: skip
+def expected_of_samples(cfg: Config, loss: PolicyLoss, steps: int, given: Given, folder: Path) -> Expected:
     """Take the first `steps` optimizer steps on the samples that a run drew; then judge held-out answers."""
-    model = OfSamples(cfg, loss, load_tokenizer(cfg), TensorFiles(folder), exact=exact)
+    model = OfSamples(cfg, loss, load_tokenizer(cfg), TensorFiles(folder), given)
     expected = Expected(examples=len(model.data.train), total_steps=model.total, tokens={}, steps=[],
                         asks=Asked(1.0, mean_tokens=False, margins=False, scores=False))  # fmt: skip
     total = 0
     for number in range(1, steps + 1):
+        model.follow(number - 1)
         at = rules.rollout_of(cfg, number)
         if at == len(expected.rollouts):
-            expected.rollouts.append(model.rollout(drawn[at], number))
-        step = model.step(number, expected.rollouts[at], drawn[at])
+            expected.rollouts.append(model.rollout(given.rollouts[at], number))
+        step = model.step(number, expected.rollouts[at], given.rollouts[at])
         total += int(step.row["tokens"])
         step.row["total_tokens"] = total
         step.row = {f"train/{name}": value for name, value in step.row.items()} | {"step": number}
         expected.steps.append(step)
-    if held_out is not None:
-        expected.held_rollout = model.held_out(held_out, steps)
+    if given.answers is not None:
+        model.follow(steps)
+        expected.held_rollout = model.held_out(given.answers, steps)
         expected.steps[-1].row |= {f"eval/{name}": value for name, value in expected.held_rollout.row.items()}
     return expected

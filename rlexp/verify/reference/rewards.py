@@ -430,14 +430,15 @@ class Silent(Exception):
 
 
 def _ask_function(judged: Judged, name: str, cfg: PythonRewardConfig, answers: Answers, drawn: Array) -> None:
-    """Ask a function twice about all answers; where it is steady and the run says otherwise, about each alone."""
+    """Ask a function about all answers, twice in each of two processes: it may draw random numbers, or remember what it
+    was asked. Where it is steady and the run says otherwise, ask about each answer alone."""
     everyone = range(len(answers.texts))
     try:
-        one, other = (_said(cfg, answers, [everyone])[0] for _ in range(2))
+        one, *others = [said for _ in range(2) for said in _said(cfg, answers, [everyone, everyone])]
     except Silent as error:
         judged.given[name] = f"{cfg.function} {error}"
         return
-    changed = int((one != other).sum())
+    changed = int((np.stack(others) != one).any(0).sum())
     if changed:
         judged.given[name] = (
             f"{cfg.function} answers otherwise when it is asked again ({changed} of {len(one)} answers)"

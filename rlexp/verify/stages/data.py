@@ -43,7 +43,13 @@ def samples(step: ComparedStep) -> Iterator[Finding]:
         if place is None:
             yield step.finding(DATA, clue, "number of samples", len(taken), len(wanted))
         else:
-            yield step.finding(DATA, clue, f"sample {place + 1}", f"{word} {taken[place]}", f"{word} {wanted[place]}")
+            yield step.finding(
+                DATA,
+                clue,
+                f"at place {place + 1} of the train batch",
+                f"{word} {taken[place]}",
+                f"{word} {wanted[place]}",
+            )
     for head in heads:
         first = [micro.samples for micro in head.steps[step.place].micros]
         for trace in step.whole.ring(head)[1:]:

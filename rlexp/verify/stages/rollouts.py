@@ -10,16 +10,16 @@ import numpy as np
 
 from rlexp.config.schema import Config
 from rlexp.config.schema.reward_terms import reward_terms
-from rlexp.verify.compared_samples import SampleStep, rollouts_of
+from rlexp.verify.compared_samples import SampleStep, held_rollout_of, rollouts_of
 from rlexp.verify.findings import ADVANTAGES, DATA, LOGPS, REWARDS, Clue, Finding, shown
-from rlexp.verify.records import Array, Trace
+from rlexp.verify.records import Array, Drawn, RolloutExpected, Trace
 from rlexp.verify.reference import rollout_rules as rules
 from rlexp.verify.reference.drawn import divergences_of
 
 
-def incomplete(cfg: Config, traces: Sequence[Trace]) -> Iterator[Finding]:
-    """Check that each step has the rollout that it must have, and each rollout its samples: without them the reference
-    has nothing to begin with."""
+def incomplete(cfg: Config, traces: Sequence[Trace], held_out: int) -> Iterator[Finding]:
+    """Check that each step has the rollout that it must have, each rollout its samples, and each held-out prompt its
+    answer: without them the reference has nothing to begin with."""
     for trace in traces:
         for number, seen in enumerate(trace.steps, start=1):
             if seen.micros and seen.rollout != rules.rollout_of(cfg, number):
@@ -28,10 +28,18 @@ def incomplete(cfg: Config, traces: Sequence[Trace]) -> Iterator[Finding]:
                 yield Finding(number, DATA, Clue.EXECUTED, what, got, f"rollout {rules.rollout_of(cfg, number) + 1}")
     for run in rollouts_of(traces):
         places = [sample.place for sample in run.drawn.samples]
-        for place in range(rules.size_of(cfg)):
-            if places.count(place) != 1:
-                what, got = f"ranks that hold sample {place} of rollout {run.number + 1}", str(places.count(place))
-                yield Finding(run.seen[0].step, DATA, Clue.DRAWN, what, got, "1")
+        yield from _held_once(places, rules.size_of(cfg), run.seen[0].step, f"sample {{}} of rollout {run.number + 1}")
+    answers = held_rollout_of(traces)
+    if held_out and traces[0].stopped is None:
+        places = [] if answers is None else [sample.place for sample in answers.samples]
+        yield from _held_once(places, held_out, len(traces[0].steps), "the answer to held-out prompt {}")
+
+
+def _held_once(places: Sequence[int], count: int, step: int, named: str) -> Iterator[Finding]:
+    for place in range(count):
+        if places.count(place) != 1:
+            what = f"ranks that hold {named.format(place)}"
+            yield Finding(step, DATA, Clue.DRAWN, what, str(places.count(place)), "1")
 
 
 def of_sample(step: SampleStep, place: int) -> str:
@@ -44,27 +52,53 @@ def drawn(step: SampleStep) -> Iterator[Finding]:
     expected, samples = step.expected.rollout, step.run.drawn.samples
     each = len(samples) // len(expected.prompts)
     for sample in samples:
-        prompt, index = expected.prompts[sample.place // each], expected.indices[sample.place // each]
-        named = of_sample(step, sample.place)
+        index = expected.indices[sample.place // each]
         if sample.index != index:
-            what = f"prompt of {named}"
+            what = f"prompt of {of_sample(step, sample.place)}"
             clue = Clue.EXECUTED if list(step.run.seen[0].planned) == expected.indices else Clue.SAMPLES
             yield step.finding(DATA, clue, what, f"prompt {sample.index}", f"prompt {index}")
-        elif not np.array_equal(sample.prompt, prompt.prompt):
-            what = f"tokens of the prompt of {named}"
-            yield step.finding(DATA, Clue.TOKENS, what, sample.prompt.tolist(), prompt.prompt.tolist())
-        longest, goes_on = step.whole.cfg.rollout.max_new_tokens, expected.beyond[sample.place]
-        if not 0 < len(sample.answer) <= longest:
-            yield step.finding(DATA, Clue.DRAWN, f"tokens of {named}", len(sample.answer), f"1 to {longest}")
-        elif goes_on is not None:
-            yield step.finding(DATA, Clue.DRAWN, f"tokens of {named}", len(sample.answer), f"{goes_on}: it ends there")
-        elif not expected.stopped[sample.place] and len(sample.answer) < longest:
-            yield step.finding(DATA, Clue.DRAWN, f"tokens of {named}, which has no end", len(sample.answer), longest)
-        text, stopped = expected.texts[sample.place], expected.stopped[sample.place]
-        if sample.text != text:
-            yield step.finding(DATA, Clue.DRAWN, f"text of {named}", repr(sample.text), repr(text))
-        if sample.stopped != stopped:
-            yield step.finding(DATA, Clue.DRAWN, f"whether {named} has ended by itself", sample.stopped, stopped)
+        yield from _answer(step, expected, sample, of_sample(step, sample.place), Clue.TOKENS)
+
+
+def _answer(step: SampleStep, expected: RolloutExpected, sample: Drawn, named: str, clue: Clue) -> Iterator[Finding]:
+    """Check a prompt's tokens, and the text and the end of the answer to it."""
+    place, longest = sample.place, step.whole.cfg.rollout.max_new_tokens
+    prompt = expected.prompts[place * len(expected.prompts) // len(expected.answers)].prompt
+    text, stopped, goes_on = expected.texts[place], expected.stopped[place], expected.beyond[place]
+    if not np.array_equal(sample.prompt, prompt):
+        yield step.finding(DATA, clue, f"tokens of the prompt of {named}", sample.prompt.tolist(), prompt.tolist())
+    if not 0 < len(sample.answer) <= longest:
+        yield step.finding(DATA, Clue.DRAWN, f"tokens of {named}", len(sample.answer), f"1 to {longest}")
+    elif goes_on is not None:
+        yield step.finding(DATA, Clue.DRAWN, f"tokens of {named}", len(sample.answer), f"{goes_on}: it ends there")
+    elif not stopped and len(sample.answer) < longest:
+        yield step.finding(DATA, Clue.DRAWN, f"tokens of {named}, which has no end", len(sample.answer), longest)
+    if sample.text != text:
+        yield step.finding(DATA, Clue.DRAWN, f"text of {named}", repr(sample.text), repr(text))
+    if sample.stopped != stopped:
+        yield step.finding(DATA, Clue.DRAWN, f"whether {named} has ended by itself", sample.stopped, stopped)
+
+
+def held_out(step: SampleStep) -> Iterator[Finding]:
+    """Check the answers to held-out prompts, which follow the last step."""
+    expected, answers = step.whole.expected.held_rollout, held_rollout_of(step.whole.traces)
+    last = step.whole.expected.steps[-1].number
+    if expected is None or answers is None or step.number != last:
+        return
+    allowed = step.whole.allowed.logp * step.drift
+    for sample in answers.samples:
+        named = f"the answer to held-out prompt {sample.place} ({sample.origin})"
+        yield from _answer(step, expected, sample, named, Clue.EXECUTED)
+        for name, scores in expected.terms.items():
+            if abs(sample.terms[name] - scores[sample.place]) > step.whole.allowed.given:
+                yield step.finding(REWARDS, Clue.REWARD, f"reward {name} of {named}", sample.terms[name],
+                                   scores[sample.place])  # fmt: skip
+        wanted = expected.behaviour[sample.place]
+        apart = np.abs(sample.behaviour - wanted) / np.maximum(1.0, np.abs(wanted))
+        if step.whole.gauge.exceeds("log-probability of a token", float(apart.max()), allowed):
+            at = int(np.argmax(apart))
+            what = f"policy as it drew {named}, token {at}"
+            yield step.finding(LOGPS, Clue.BEHAVIOUR, what, sample.behaviour[at], wanted[at])
 
 
 def rewards(step: SampleStep) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
@@ -27,7 +28,8 @@ WORDS = {"old_values": "old value", "weight": "weight", "trained": "mark that it
 def data(step: SampleStep) -> Iterator[Finding]:
     if step.begins:
         yield from rollouts.drawn(step)
-    yield from packs.samples(step)
+    for found in packs.samples(step):
+        yield dataclasses.replace(found, clue=Clue.EXECUTED)  # the order within a rollout is the step's own
     for trace in step.whole.traces:
         seen = trace.steps[step.place]
         for place, got in seen.tokens.items():
@@ -87,6 +89,7 @@ def _known(step: SampleStep) -> Iterator[Finding]:
                 at = int(np.flatnonzero(~(apart <= kept))[0])
                 what = f"{WORDS[name]} that the loss is given of token {at} of {rollouts.of_sample(step, place)}"
                 yield step.finding(LOSS, clue, what, got[at], meant[at], whole_factor(got[at], meant[at]).lstrip("; "))
+    yield from _elsewhere(step)
     yield from _of_answers(step, dict(zip(places, answers.answer_weights, strict=True)))
     coefficient = step.run.seen[0].kl_coef
     for trace in step.whole.traces:
@@ -94,6 +97,18 @@ def _known(step: SampleStep) -> Iterator[Finding]:
             if micro.terms is not None and micro.terms.kl_coef != coefficient:
                 what = f"coefficient of the divergence in the loss, on rank {trace.rank}"
                 yield step.finding(LOSS, Clue.COUNTS, what, micro.terms.kl_coef, coefficient)
+
+
+def _elsewhere(step: SampleStep) -> Iterator[Finding]:
+    """Check that prompts and padding have no weight."""
+    for trace in step.whole.traces:
+        for micro in trace.steps[step.place].micros:
+            assert micro.sequence_t is not None
+            off = micro.sequence_t < 0
+            for name in ("weight_t", "trained_t"):
+                if micro.known[name][off].any():
+                    what = f"{WORDS[name[:-2]]} of a prompt's token or of padding, on rank {trace.rank}"
+                    yield step.finding(LOSS, Clue.COUNTS, what, float(np.abs(micro.known[name][off]).max()), 0.0)
 
 
 def _of_answers(step: SampleStep, weights: Mapping[int, float]) -> Iterator[Finding]:
@@ -123,7 +138,7 @@ def _terms(step: SampleStep) -> Iterator[Finding]:
         size = max(scale, abs(meant))
         if step.whole.gauge.exceeds("parts of the loss, given the tokens", abs(total - meant) / size, allowed):
             what = f"{name} of the train batch, given the values of its tokens"
-            yield step.finding(LOSS, Clue.LOSSES, what, total, meant, whole_factor(total, meant).lstrip("; "))
+            yield step.finding(LOSS, _whose(step), what, total, meant, whole_factor(total, meant).lstrip("; "))
     ends = np.cumsum([len(step.tokens[place].ids(SIDE)) for place in step.expected.samples])[:-1]
     for name, flat in again.slopes.items():
         largest = float(np.abs(flat).max())
@@ -136,7 +151,18 @@ def _terms(step: SampleStep) -> Iterator[Finding]:
             if step.whole.gauge.exceeds("derivatives of the loss, given the tokens", float(apart.max()), allowed):
                 at = int(np.flatnonzero(~(apart <= allowed))[0])
                 what = f"derivative of the loss by {name}, token {at} of {rollouts.of_sample(step, place)}"
-                yield step.finding(LOSS, Clue.SLOPES, what, got[at], slopes[at])
+                missing = np.isnan(got).all()  # nothing was differentiated by it
+                clue = Clue.COUNTS if missing else _whose(step)
+                yield step.finding(LOSS, clue, what, "is not computed" if missing else got[at], slopes[at])
+
+
+def _whose(step: SampleStep) -> Clue:
+    """Whether the run's loss is another formula than its configuration asks for, or the formula itself depends on
+    which tokens it is given together."""
+    terms = [micro.terms for seen in step.seen for micro in seen.micros if micro.terms is not None]
+    allowed = step.whole.allowed.formula
+    other = any(abs(each.loss - each.configured) > allowed * max(abs(each.loss), 1e-3) for each in terms)
+    return Clue.COUNTS if other else Clue.LOSSES
 
 
 def packs_handed(step: SampleStep) -> Iterator[Finding]:
@@ -158,6 +184,7 @@ def packs_handed(step: SampleStep) -> Iterator[Finding]:
 
 
 def metrics(step: SampleStep) -> Iterator[Finding]:
+    yield from rollouts.held_out(step)
     rel, absolute = (allowed * step.drift for allowed in step.whole.allowed.metric)
     given = counted(step)
     for rank, row in enumerate(seen.row for seen in step.seen):
