@@ -103,12 +103,12 @@ def measure(run: Comparison, other: Comparison) -> tuple[list[Measured], Finding
         ours, others, meant = begin if math.isfinite(explained) else end
         floor = None if others is None else quantity.between(others, ours)
         allowed = max(explained, min(OF_FLOOR * (floor or 0.0), MOST_FLOOR * explained))
-        for mine, _, theirs in later if quantity.stage == LOGPS else ():
-            if quantity.between(mine, theirs) > quantity.between(ours, meant):
-                ours, meant = mine, theirs
-        table.append(Measured(quantity.name, quantity.between(ours, meant), floor, allowed))
-        if first is None and not table[-1].own <= allowed:
-            first = _named(table[-1], quantity, ours, meant)
+        pairs = [(ours, meant), *((mine, theirs) for mine, _, theirs in (later if quantity.stage == LOGPS else ()))]
+        apart = [quantity.between(*pair) for pair in pairs]
+        table.append(Measured(quantity.name, max(apart), floor, allowed))
+        wrong = next((place for place, each in enumerate(apart) if not each <= allowed), None)
+        if first is None and wrong is not None:
+            first = _named(replace(table[-1], own=apart[wrong]), quantity, *pairs[wrong])
     return table, first
 
 

@@ -182,7 +182,13 @@ def _notes(cfg: Config, result: Verification) -> str:
     if result.passed and gauge.get("weights after the step", 0.0) > _allowed()["weights after the steps"]:
         lines.append(
             "each step is right given its gradient; where the weights differ by more than is allowed, Adam has divided "
-            "by a gradient that is only rounding, and later values may differ by the same factor (docs/verify.md)"
+            "by a gradient that is only rounding, and "
+            + (
+                "the reference has gone on from the run's weights"
+                if cfg.loss.draws
+                else "later values may differ by the same factor"
+            )
+            + " (docs/verify.md)"
         )
     return "".join(f"{_wrapped(line)}\n" for line in lines)
 

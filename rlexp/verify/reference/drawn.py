@@ -44,7 +44,7 @@ from rlexp.verify.reference.rewards import asked_again, ended, ends_of, scored, 
 from rlexp.verify.reference.stepped import Stepped
 
 SIDE = "answer"
-APART = 1e-12  # weights further apart than this, relative to the largest, are others: `FLOAT64.weights`
+APART = 1e-13  # from here on a difference of the weights, relative to the largest, may be seen in a gradient
 
 
 @dataclass(frozen=True)

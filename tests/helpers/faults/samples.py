@@ -13,7 +13,7 @@ import torch
 from rlexp.training.algos.weights import token_weight
 from rlexp.training.metrics.meter import REPLICATED
 from tests.helpers.faults.base import ALGOS, FP64, METRICS, MODEL, ROLLOUT, TRAIN, Fault, one
-from tests.helpers.faults.plant import Change, Given, Seeing
+from tests.helpers.faults.plant import Altered, Change, Given, Seeing
 
 # Two replicas of a ring of 2. A rollout is two train batches of eight samples, gone through once.
 ALONE = (*(word for word in FP64 if not word.startswith("data.size=")), "data.size=12", "rollout.batch_size=4",
@@ -21,6 +21,7 @@ ALONE = (*(word for word in FP64 if not word.startswith("data.size=")), "data.si
 PPO, GRPO, GSPO = ((*ALONE, f"loss={name}") for name in ("ppo", "grpo", "gspo"))
 PIPELINED = ("rollout=pipelined", "launch.nproc=5")
 MASKED = ("rollout.overlong=mask", "rollout.stop=[a,e]")
+HELD = ("data.eval_size=8", "train.eval_every=1")
 SECOND = 3  # the first step on the second rollout
 
 
@@ -148,6 +149,52 @@ def scores_of_rank(outcomes: Any) -> Callable[..., Any]:
     return lambda scores_N, kl_N, group_N: outcomes(scores_N - scores_N[torch.distributed.get_rank()], kl_N, group_N)
 
 
+def on_fp32(values: Callable[..., Any]) -> Callable[..., Any]:
+    """Only where a run computes in float32, which no float64 pass shows."""
+    return lambda chunk, arrays: values(chunk, arrays) if chunk and arrays[0].dtype == np.float32 else arrays
+
+
+def with_attributes(thing: Any, **changes: Any) -> Any:
+    other = copy.copy(thing)
+    for name, value in changes.items():
+        setattr(other, name, value)
+    return other
+
+
+def half_of_them(original: Any, self: Any) -> dict[str, float]:
+    return original(with_attributes(self, eval_prompts=self.eval_prompts[: len(self.eval_prompts) // 2]))
+
+
+def of_training(original: Any, self: Any) -> dict[str, float]:
+    return original(with_attributes(self, eval_prompts=self.prompts[: len(self.eval_prompts)]))
+
+
+def hotter(original: Any, self: Any, requests: Any, rollout: int) -> Any:
+    """Draw the answers to held-out prompts, whose rollout has a number of its own, at another temperature."""
+    if rollout < 1 << 40:
+        return original(self, requests, rollout)
+    forward = self._forward
+    return original(with_attributes(self, _forward=lambda batch: forward(batch) * 0.5), requests, rollout)
+
+
+def another_order(original: Any, cfg: Any, seed: int, train_batch: int, step: int) -> Any:
+    return original(cfg, seed + 1, train_batch, step)
+
+
+def uncapped_in(build: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda loss_cfg, _cap: build(loss_cfg, None)
+
+
+def logged_only(entropy: Any) -> Any:
+    return Altered(entropy, trained=lambda _: entropy.logged)
+
+
+def prompts_weigh(original: Any, *args: Any) -> dict[str, Any]:
+    columns = original(*args)
+    shard = args[-1]
+    return columns | {"weight_t": columns["weight_t"].where(shard.sequence_t >= 0, 1e-3)}
+
+
 def sample(name: str, target: str, change: Change | Seeing, stage: str, module: str, *more: str,
            base: tuple[str, ...] = PPO, step: int | None = 1) -> Fault:  # fmt: skip
     return one(name, target, change, stage, module, *more, base=base, step=step)
@@ -165,6 +212,12 @@ SAMPLE_FAULTS = (
     sample("an optimizer step too many", f"{SUPPLY}.of_step", a_step_more, "data", TRAIN, step=SECOND),
     sample("drawn at another temperature", "rollout.choose:choose", at_temperature_1, "log-probabilities", ROLLOUT,
            "rollout.temperature=0.7"),
+    sample("another permutation of a rollout", "train.rollout_supply:samples_of_step", another_order, "data", TRAIN),
+    sample("half of the held-out prompts", f"{SUPPLY}.evaluate", half_of_them, "data", ROLLOUT, *HELD, step=3),
+    sample("training prompts in the place of held-out ones", f"{SUPPLY}.evaluate", of_training, "data", TRAIN, *HELD,
+           step=3),
+    sample("held-out answers at another temperature", "rollout.sampling:Drawer._drawn", hotter, "log-probabilities",
+           ROLLOUT, *HELD, step=3),
     sample("drawn by the first weights", "train.build_rollouts:policy_weights", first_weights, "log-probabilities",
            ROLLOUT, *PIPELINED, "train.epochs=1", step=5),
     sample("a stale old log-probability", f"{SCORER}._keep", kept("old", as_drawn), "log-probabilities", ROLLOUT,
@@ -179,6 +232,11 @@ SAMPLE_FAULTS = (
     sample("scores less the rank's own", f"{SUPPLY}._give_credit", Seeing({"Outcomes": scores_of_rank}), "advantages",
            TRAIN),
     sample("a masked answer counts", f"{SUPPLY}._collect", counting_again, "advantages", TRAIN, *MASKED),
+    sample("prompts weigh in the loss", f"{TASK}:laid_out", prompts_weigh, "loss", TRAIN),
+    sample("no limit of the importance", f"{TASK}:RolloutTask.__init__", Seeing({"build_policy_loss": uncapped_in}),
+           "loss", TRAIN, *PIPELINED, "rollout.importance_cap=1.00001", "optim.lr=1e-2", step=SECOND),
+    sample("an entropy without a gradient", f"{TASK}:needs_of", Seeing({"Entropy": logged_only}), "loss", TRAIN,
+           "loss.entropy=0.01"),
     sample("whitened over a replica", f"{TASK}:Weighed.of", Seeing({"whiten": Given(of_replica)}), "loss", TRAIN),
     sample("weights by a micro-batch's tokens", f"{TASK}:laid_out", of_micro_batch, "loss", TRAIN, step=2),
     sample("credit on a masked answer", f"{TASK}:Weighed.of", Seeing({"token_weight": all_count}), "loss", TRAIN,
@@ -188,5 +246,9 @@ SAMPLE_FAULTS = (
     sample("advantages less their micro-batch's mean", "algos.clipped:ClippedRatio.surrogate", less_their_mean, "loss",
            ALGOS),
     sample("not multiplied by the ranks", f"{TASK}:RolloutStep.loss", not_shared_out, "loss", TRAIN, base=GRPO),
+    sample("a stale old log-probability in fp32", f"{SCORER}._keep", kept("old", on_fp32(as_drawn)),
+           "log-probabilities", ROLLOUT, *PIPELINED, "train.precision=fp32", "optim.lr=1e-2", step=SECOND),
+    sample("a critic's value one token off in fp32", f"{SCORER}._keep", kept("values", on_fp32(one_off)),
+           "log-probabilities", ROLLOUT, "train.precision=fp32", "optim.lr=1e-2", step=SECOND),
     sample("means of one rank's tokens", "metrics.meter:Meter.add_mean", replicated, "metrics", METRICS),
 )  # fmt: skip

@@ -31,12 +31,19 @@ def quiet(_line: str) -> None:
 
 
 def verify_planted(
-    fault: Fault, references: Path, *, overrides: Sequence[str] | None = None, steps: int = 2, say: Progress = quiet
+    fault: Fault,
+    references: Path,
+    *,
+    overrides: Sequence[str] | None = None,
+    steps: int | None = None,
+    say: Progress = quiet,
 ) -> tuple[Verification, bool]:
     """Verify with the defect in every rank; return what came of it, and whether the defect was at work.
 
-    `references` is a folder that keeps float64 references: the reference of a configuration is computed once. A defect
-    of a loss is planted into the reference too, since it has the product's formula.
+    Without `steps` there are two of pairs, of which some defects are first seen at the second, and of samples that are
+    drawn as many as the command takes. `references` is a folder that keeps float64 references: the reference of a
+    configuration is computed once. A defect of a loss is planted into the reference too, since it has the product's
+    formula.
     """
     with tempfile.TemporaryDirectory(prefix="rlexp-planted-") as folder:
         reached = Path(folder) / "reached"
@@ -51,7 +58,7 @@ def verify_planted(
         if isinstance(cfg.data, RowsDataConfig):  # tokens that are kept must have this defect, and no other run's
             cfg = replace(cfg, data=replace(cfg.data, cache=f"{folder}/cache"))
         with patch.object(verifying, "run_ranks", start):
-            verdict = verify(cfg, max(steps, fault.step or 1), say)
+            verdict = verify(cfg, steps or (None if cfg.loss.draws else 2), say)
         return verdict, reached.exists()
 
 
@@ -62,6 +69,9 @@ def _kept(references: Path, args: Sequence[Any], options: dict[str, Any]) -> lis
     tests/verify/test_verify.py shows.
     """
     cfg, plan, folder, drawing = args
+    if drawing is not None and not drawing.exact:  # it goes on from the run's own weights
+        answer: list[Any] = run_ranks(REFERENCE, 1, args, **options)
+        return answer
     if isinstance(cfg.data, RowsDataConfig):  # the reference keeps no tokens
         cfg = replace(cfg, data=replace(cfg.data, cache=None))
     # The memory that is free says nothing about the result; and of samples, only what the reference is given.
@@ -69,7 +79,11 @@ def _kept(references: Path, args: Sequence[Any], options: dict[str, Any]) -> lis
         (sample.place, sample.answer.tolist(), sample.terms)
         for rollout in drawing.rollouts for sample in rollout.samples
     ]  # fmt: skip
-    key = repr((cfg, replace(plan, need=0, free=0), drawn, drawing and drawing.steps))
+    if drawing is not None:  # a kept reference cannot go on from the weights of a run with a defect
+        drawing = replace(drawing, ran=None)
+        held = [] if drawing.held_out is None else drawing.held_out.samples
+        drawn += [(sample.place, sample.answer.tolist(), sample.terms) for sample in held]
+    key = repr((cfg, replace(plan, need=0, free=0), drawn, drawing and (drawing.steps, drawing.exact)))
     kept = references / hashlib.sha256(key.encode()).hexdigest()
     answer = kept / "answer.pickle"
     if not answer.exists():
