@@ -249,7 +249,7 @@ def _units(fp32: float, bf16: float) -> dict[Precision, float]:
 QUANTITIES = (
     Quantity("log-probability of a token", LOGPS, Clue.POLICY, _units(1024, 512), of_tokens),
     Quantity("log-probabilities per example", LOGPS, Clue.POLICY, _units(32, 16), of_pairs),
-    Quantity("value of a token", LOGPS, Clue.OF_TOKENS, _units(1024, 512), of_values),
+    Quantity("value of a token", LOGPS, Clue.OF_TOKENS, _units(64, 64), of_values),
     Quantity("loss", LOSS, Clue.POLICY, _units(256, 32), of_loss),
     Quantity("gradient", GRADIENT, Clue.GRADIENT, _units(512, 128), of_gradient),
     Quantity("gradient of a parameter", GRADIENT, Clue.GRADIENT, _units(1024, 256), of_parameter),
