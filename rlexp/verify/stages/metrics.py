@@ -16,9 +16,16 @@ from rlexp.verify.reference import rules
 
 
 def metrics(step: ComparedStep) -> Iterator[Finding]:
-    rel, absolute = (allowed * step.drift for allowed in step.whole.allowed.metric)
     yield from _values(step)
-    given = counted(step)
+    exact = step.whole.allowed.given
+    yield from logged(step, {name: (value, exact) for name, value in counted(step).items()})
+    yield from layouts_own(step)
+
+
+def logged(step: ComparedStep, given: Mapping[str, tuple[float, float]], least: float = 0.0) -> Iterator[Finding]:
+    """Compare the logged values: with those that are `given` by the run's own values, each with what is allowed, and
+    with the reference's. The table's relative differences are of at least `least`."""
+    rel, absolute = (allowed * step.drift for allowed in step.whole.allowed.metric)
     for rank, row in enumerate(seen.row for seen in step.seen):
         for name, wanted in step.expected.row.items():
             if name not in row:
@@ -26,17 +33,16 @@ def metrics(step: ComparedStep) -> Iterator[Finding]:
                 continue
             got = float(row[name])
             clue = Clue.REDUCED if name in given or name.startswith("eval/") else Clue.POSITION
-            if name in given and step.first_wrong("metrics, given their parts", np.array([got]),
-                                               np.array([given[name]])) is not None:  # fmt: skip
-                note = f"on rank {rank}" + whole_factor(got, given[name])
-                yield step.finding(METRICS, clue, name, got, given[name], note)
-            scale = max(abs(got), abs(wanted))
-            apart = abs(got - wanted)
-            if step.whole.gauge.exceeds(name, apart / (scale or 1.0), math.inf) or apart > rel * scale + absolute:
-                note = f"on rank {rank}" + whole_factor(got, wanted)
-                yield step.finding(METRICS, clue, name, got, wanted, note)
-
-    yield from layouts_own(step)
+            if name in given:
+                value, allowed = given[name]
+                parts = np.array([got]), np.array([value])
+                if step.first_wrong("metrics, given their parts", *parts, allowed=allowed) is not None:
+                    note = f"on rank {rank}" + whole_factor(got, value)
+                    yield step.finding(METRICS, clue, name, got, value, note)
+            scale, apart = max(abs(got), abs(wanted)), abs(got - wanted)
+            no_number = step.whole.gauge.exceeds(name, apart / (max(scale, least) or 1.0), math.inf)
+            if no_number or (math.isfinite(rel) and apart > rel * scale + absolute):
+                yield step.finding(METRICS, clue, name, got, wanted, f"on rank {rank}" + whole_factor(got, wanted))
 
 
 def _values(step: ComparedStep) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlexp.run_files.curve_distance import METRIC_TOLERANCE
 from rlexp.verify.compared_samples import COLUMNS, SampleStep
-from rlexp.verify.findings import LOGPS, LOSS, METRICS, Clue, Finding, whole_factor
+from rlexp.verify.findings import LOGPS, LOSS, Clue, Finding, whole_factor
 from rlexp.verify.records import Array
 from rlexp.verify.reference import rollout_rules as rules
 from rlexp.verify.reference.drawn import SIDE
@@ -185,26 +185,8 @@ def packs_handed(step: SampleStep) -> Iterator[Finding]:
 
 def metrics(step: SampleStep) -> Iterator[Finding]:
     yield from rollouts.held_out(step)
-    rel, absolute = (allowed * step.drift for allowed in step.whole.allowed.metric)
-    given = counted(step)
-    for rank, row in enumerate(seen.row for seen in step.seen):
-        for name, wanted in step.expected.row.items():
-            if name not in row:
-                yield step.finding(METRICS, Clue.ABSENT, name, "is not logged", wanted)
-                continue
-            got = float(row[name])
-            clue = Clue.REDUCED if name in given else Clue.POSITION
-            if name in given:
-                value, allowed = given[name]
-                size = max(0.1, abs(value), abs(step.again.loss))
-                if step.whole.gauge.exceeds("metrics, given their parts", abs(got - value) / size, allowed):
-                    note = f"on rank {rank}" + whole_factor(got, value)
-                    yield step.finding(METRICS, clue, name, got, value, note)
-            scale, apart = max(abs(got), abs(wanted)), abs(got - wanted)
-            # Advantages cancel: what is nothing but rounding is measured by the absolute tolerance.
-            step.whole.gauge.exceeds(name, apart / max(scale, METRIC_TOLERANCE[1] / METRIC_TOLERANCE[0]), math.inf)
-            if math.isfinite(rel) and not apart <= rel * scale + absolute:
-                yield step.finding(METRICS, clue, name, got, wanted, f"on rank {rank}" + whole_factor(got, wanted))
+    # Advantages cancel: what is nothing but rounding is measured by the absolute tolerance.
+    yield from of_rows.logged(step, counted(step), METRIC_TOLERANCE[1] / METRIC_TOLERANCE[0])
     yield from of_rows.layouts_own(step)
 
 
