@@ -111,6 +111,17 @@ class ComparedStep:
                     for n in meant.names("weights", before))  # fmt: skip
         return min(1e4, max(1.0, apart / self.whole.allowed.weights))
 
+    @property
+    def apart(self) -> float:
+        """How far the weights after the step lie from the reference's."""
+        names = self.whole.meant.names("weights", self.number)
+        return max(relative(*self.both("weights", name)) for name in names)
+
+    @property
+    def slack(self) -> float:
+        """How far gradients may differ, relatively, because the loss's derivatives do."""
+        return 0.0
+
     def micros(self, of: str = "micros") -> Iterator[tuple[Trace, int, Micro]]:
         """The micro-batches of each replica, as its first rank saw them; or those with mismatched answers, `others`."""
         for head in self.whole.heads():

@@ -15,8 +15,10 @@ from rlexp.verify.reference.drawn import SIDE, Rollout, batch_of, divergences_of
 from rlexp.verify.reference.policy_formula import SAID, Answers, GivenToFormulas, JudgedAgain
 
 CRITIC = "critic"
+HELD_OUT = "policy as it answered held-out prompts"
 SCORED = {"reference model": "reference", "policy as it drew": "behaviour", "policy as it was scored": "old",
           "critic as it was scored": "values"}  # fmt: skip
+SLACK = 10.0  # a parameter's gradient may move by more than its share of the derivatives: its terms cancel
 COLUMNS = {"policy": "policy_t", "entropies": "entropies_t", "values": "values_t"}
 
 
@@ -110,6 +112,24 @@ class SampleStep(ComparedStep):
         """Whether it is the first step on its rollout."""
         return self.expected.rollout.step == self.number
 
+    @property
+    def drift(self) -> float:
+        """The reference goes on from the run's weights, so tolerances need not grow."""
+        return 1.0
+
+    @property
+    def apart(self) -> float:
+        """The largest after any step, from the weights with which both began it."""
+        return self.whole.expected.apart
+
+    @property
+    def slack(self) -> float:
+        """Where no score has a signal, the loss's derivative is the divergence's alone. While the policy has hardly
+        left the reference, that is a difference of two log-probabilities, whose rounding is a large part of it."""
+        ours, theirs = (np.concatenate(list(each.slopes.values())) for each in (self.again, self.expected.terms))
+        size = float(np.abs(theirs).sum())
+        return SLACK * float(np.abs(ours - theirs).sum()) / size if size and len(ours) == len(theirs) else 0.0
+
     @cached_property
     def tokens(self) -> Mapping[int, TokenAnswer]:
         every = examples_with(self.expected.rollout, self.run.drawn)
@@ -141,6 +161,10 @@ class SampleStep(ComparedStep):
         ours, theirs = {"policy": self.by_sequence("policy_t")}, {"policy": self.expected.policy}
         if self.expected.values:
             ours[CRITIC], theirs[CRITIC] = self.by_sequence("values_t"), self.expected.values
+        held, answers = self.whole.expected.held_rollout, held_rollout_of(self.whole.traces)
+        if held is not None and answers is not None and self.number == self.whole.expected.steps[-1].number:
+            for side, values in ((ours, [each.behaviour for each in answers.samples]), (theirs, held.behaviour)):
+                side[HELD_OUT] = {(place, SIDE): each for place, each in enumerate(values)}
         for words, name in SCORED.items() if self.begins else ():
             meant, got = getattr(self.expected.rollout, name), getattr(self.run, name)
             if meant is not None and got is not None:

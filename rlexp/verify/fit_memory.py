@@ -46,6 +46,7 @@ from rlexp.training.types import Answered, Prompt
 
 NUMBERS = 7  # float64 numbers of a rank per parameter
 OF_CRITIC = 6  # and of a critic that has its own trunk: no reference stands beside it
+FILES_OF_DRAWN = 3  # of drawn samples: also the second reference's
 FILES = 2  # recorded runs whose gradients and weights are on disk at once
 SHARE = 0.7  # of the free memory
 LEAST = 2  # layers
@@ -108,7 +109,8 @@ def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> VerifyPlan:
     parameters, need = count(layers)
     if need > SHARE * free:
         raise ModelError(_refusal(cfg, layers, parameters, need, free))
-    _refuse_small_disk(parameters, steps, folder)
+    files = parameters * (2 if _own_critic(cfg) else 1)
+    _refuse_small_disk(files, steps, folder, FILES_OF_DRAWN if cfg.loss.draws else FILES)
     choice = choose(cfg, heads_in(config.to_dict()))
     model = _cut(cfg.model, layers, folder) if layers < full else cfg.model
     return VerifyPlan(steps, len(held_out), layers, full, parameters, longest, need, free, choice, model, cfg.reference)
@@ -174,8 +176,7 @@ def _counter(config: Any, tokens: int, cfg: Config) -> Callable[[int], tuple[int
     per_token = PER_WIDTH * int(text.hidden_size) + PER_INNER * inner
     ranks = cfg.parallel.world_size + cfg.rollout.sampling_ranks  # a rank that only samples holds less
     holders = 2 if cfg.launch.device is Device.cuda else ranks + 1
-    own_critic = isinstance(cfg.loss, PPOConfig) and cfg.loss.critic is CriticName.own
-    numbers = NUMBERS + (OF_CRITIC if own_critic else 0)
+    numbers = NUMBERS + (OF_CRITIC if _own_critic(cfg) else 0)
     other = _of_reward_models(cfg)  # parameters of models that stay whole
     if cfg.reference.path is not None and cfg.loss.compares:
         other += _parameters(cfg, load_config(model_of_reference(cfg), cfg.data.max_length))
@@ -218,13 +219,17 @@ def _refusal(cfg: Config, layers: int, parameters: int, need: int, free: int) ->
     )
 
 
-def _refuse_small_disk(parameters: int, steps: int, folder: Path) -> None:
-    need, free = 8 * parameters * (2 * steps + 1) * FILES, shutil.disk_usage(folder).free
+def _own_critic(cfg: Config) -> bool:
+    return isinstance(cfg.loss, PPOConfig) and cfg.loss.critic is CriticName.own
+
+
+def _refuse_small_disk(parameters: int, steps: int, folder: Path, files: int) -> None:
+    need, free = 8 * parameters * (2 * steps + 1) * files, shutil.disk_usage(folder).free
     if need > SHARE * free:
         raise ModelError(
             f"TMPDIR={tempfile.gettempdir()}: gradients and weights of {steps} steps take {gigabytes(need)} there, but "
             f"only {SHARE:g} of the {gigabytes(free)} that are free may be used. Set TMPDIR to a "
-            "larger disk, or use --steps 1."
+            "larger disk, or use fewer steps (--steps 1)."
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlexp.config.schema import Device, Precision
 from rlexp.verify.compared import Comparison
-from rlexp.verify.compared_samples import CRITIC
+from rlexp.verify.compared_samples import CRITIC, HELD_OUT
 from rlexp.verify.findings import GRADIENT, LOGPS, LOSS, OPTIMIZER, Allowed, Clue, Finding
 from rlexp.verify.norms import Size, common_factor, relative, shares, size_of
 from rlexp.verify.records import Array, Key, TensorFiles
@@ -29,7 +29,7 @@ MOST_FLOOR = 2.0  # but by no more than this many times the rounding bound: a de
 
 REFERENCE = "reference model"
 OF_SAMPLES = (("policy as it drew", Clue.BEHAVIOUR), ("policy as it was scored", Clue.SCORED),
-              ("critic as it was scored", Clue.SCORED))  # fmt: skip
+              ("critic as it was scored", Clue.SCORED), (HELD_OUT, Clue.BEHAVIOUR))  # fmt: skip
 
 # For the stages; log-probabilities and gradients are bounded by `QUANTITIES` instead.
 OWN = {
@@ -198,7 +198,7 @@ def of_values(a: Values, b: Values) -> float:
 
 
 def _of_tokens(a: Values, b: Values, *, critic: bool) -> float:
-    whose = [who for who in b.said if who.startswith(CRITIC) is critic]
+    whose = [who for who in b.said if who in a.said and who.startswith(CRITIC) is critic]
     return max(
         (float((np.abs(a.said[who][key] - theirs) / np.maximum(1.0, np.abs(theirs))).max())
          for who in whose for key, theirs in b.said[who].items()), default=0.0,
@@ -213,7 +213,7 @@ def of_pairs(a: Values, b: Values) -> float:
         short = 1.0 if b.scores else max(1.0, math.sqrt(LONG / len(wanted)))
         return abs(float(got.sum() - wanted.sum())) / max(1.0, abs(float(wanted.sum()))) / short
 
-    whose = [who for who in b.said if not who.startswith(CRITIC)]
+    whose = [who for who in b.said if who in a.said and not who.startswith(CRITIC)]
     return max(apart(a.said[who][key], theirs) for who in whose for key, theirs in b.said[who].items())
 
 

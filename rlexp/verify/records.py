@@ -356,6 +356,7 @@ class Expected:
     held_tokens: dict[int, TokenExample] = field(default_factory=dict)
     rollouts: list[RolloutExpected] = field(default_factory=list)
     held_rollout: RolloutExpected | None = None
+    apart: float = 0.0  # of drawn samples: the largest difference of weights after a step that began with the run's
 
 
 @dataclass(frozen=True)

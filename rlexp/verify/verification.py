@@ -167,6 +167,7 @@ class Verifier:
         if not result.agrees:
             return
         self.drawing = drawing_of(cfg, traces[0], ran[0])
+        self.exact_drawing = self.drawing
         self.expect("float64, by the reference", cfg, plan, "reference")
         comparison = self.compared(cfg, traces[0], ran[0], FLOAT64)
         result.float64 = comparison
@@ -199,9 +200,12 @@ class Verifier:
         folders = [Path(tempfile.mkdtemp(dir=self.folder)) for _ in configs]
         # Those after the first are noise floors, which are measured at the first step; to draw more takes long.
         steps = [plan.steps, *[1 if self.cfg.loss.draws else plan.steps] * (len(configs) - 1)]
+        held_out = [plan.held_out, *[0 if self.cfg.loss.draws else plan.held_out] * (len(configs) - 1)]
+        plans = [dataclasses.replace(plan, steps=own, held_out=held)
+                 for own, held in zip(steps, held_out, strict=True)]  # fmt: skip
         jobs = [
-            TraceJob(bounded(cfg, dataclasses.replace(plan, steps=own)), plan.held_out, folder, counted)
-            for cfg, folder, own in zip(configs, folders, steps, strict=True)
+            TraceJob(bounded(cfg, own), own.held_out, folder, counted)
+            for cfg, folder, own in zip(configs, folders, plans, strict=True)
         ]
         training, sampling = self.cfg.parallel.world_size, self.cfg.rollout.sampling_ranks
         by_rank = self.start(what, trace_rank, training + sampling, jobs)[:training]
@@ -280,7 +284,7 @@ class Verifier:
         from rlexp.verify.kept import alone_rank, shared_out
 
         one, attention = self.start(
-            "the first micro-batch on a ring of one", alone_rank, 1, exact(self.cfg), self.drawing
+            "the first micro-batch on a ring of one", alone_rank, 1, exact(self.cfg), self.exact_drawing
         )[0]
         result.sharding = shared_out(self.kept, one, attention)
 
@@ -299,6 +303,7 @@ class Verifier:
             return
         if cfg.loss.draws:  # other samples than in float64, if rounding made it draw others
             self.drawing = drawing_of(cfg, traces[0], ran[0])
+            _forget(self.reference)
             self.expect("its samples, by the reference", exact(cfg), plan, "reference of its samples")
             result.given[name] = taken_as_given(self.expected)
         comparison = self.compared(cfg, traces[0], ran[0], OWN[cfg.train.precision])
@@ -361,7 +366,8 @@ def met(expected: Expected) -> Met:
 
 def taken_as_given(expected: Expected) -> dict[str, str]:
     """The rewards that the reference could not compute again, and why."""
-    return {name: why for rollout in expected.rollouts for name, why in rollout.given.items()}
+    held = [] if expected.held_rollout is None else [expected.held_rollout]
+    return {name: why for rollout in (*expected.rollouts, *held) for name, why in rollout.given.items()}
 
 
 def _expected_rank(_spec: Any, cfg: Config, plan: VerifyPlan, folder: Path, drawing: Drawing | None) -> Expected:

@@ -372,7 +372,7 @@ def test_a_sum_is_judged_term_by_term(tmp_path: Path) -> None:
     assert {name: scores.tolist() for name, scores in answer.terms.items()} == {
         name: ran[name].tolist() for name in ("size", "dogs")
     }
-    assert answer.given == {"judge": "its model does not compute in float64"}
+    assert answer.given == {"judge": "the run computes in less than float64"}
     assert answer.weights == {"size": -0.3, "dogs": 2.1, "judge": 0.7}
     terms, stopped = answer.terms | {"judge": ran["judge"]}, [True, False, True]
     assert scored(terms, answer.weights, stopped, RolloutConfig()).tolist() == scores
@@ -383,5 +383,5 @@ def test_a_sum_is_judged_term_by_term(tmp_path: Path) -> None:
 
 def test_a_reward_model_of_another_precision_is_given(tmp_path: Path) -> None:
     fp64, bf16 = (ModelRewardConfig(path="nowhere", precision=each) for each in (Precision.fp64, Precision.bf16))
-    assert judged(fp64, samples("a"), {}, exact=False).given == {"model": "its model does not compute in float64"}
-    assert judged(bf16, samples("a"), {}).given == {"model": "its model does not compute in float64"}
+    assert judged(fp64, samples("a"), {}, exact=False).given == {"model": "the run computes in less than float64"}
+    assert judged(bf16, samples("a"), {}).given == {"model": "the run computes in less than float64"}

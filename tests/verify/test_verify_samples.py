@@ -119,13 +119,30 @@ def test_a_reward_model_is_asked_again_in_float64(tmp_path: Path) -> None:
     words = [word for word in SMALL if not word.startswith("reward.")]
     result = verified("loss=grpo", "reward=model", f"reward.path={tmp_path}/judge", *on(2, 2, ""), base=words)
     passed(result)
-    assert result.given == {"float64": {}, "fp32": {"model": "its model does not compute in float64"}}
+    assert result.given == {"float64": {}, "fp32": {"model": "the run computes in less than float64"}}
 
 
 @pytest.mark.slow
 def test_a_large_rate_passes() -> None:
     """Adam makes of rounding what would grow over 17 steps: the reference goes on from the run's weights."""
     passed(verified("loss=ppo", "rollout.epochs=8", "optim.lr=0.1", *on(2, 1, ""), base=FP64))
+
+
+@pytest.mark.slow
+def test_scores_without_a_signal_pass() -> None:
+    """The loss's derivative is then a difference of log-probabilities that rounding alone makes."""
+    words = [word for word in FP64 if not word.startswith(("reward.", "optim.lr="))]
+    result = verified("loss=grpo", "loss.beta=0.04", "reward.rule=count", "reward.text=never", "optim.lr=1e-2",
+                      *on(2, 1, ""), base=words, steps=4)  # fmt: skip
+    assert result.passed, failure_in_words(result.failure) if result.failure else ""
+    assert result.met is not None
+    assert not result.met.advantages
+
+
+@pytest.mark.slow
+def test_a_target_of_the_divergence_passes_in_fp32() -> None:
+    """The coefficient follows the divergence that the run has measured, in its own precision."""
+    passed(verified("loss=rloo", "loss.kl_target=0.0748265", "loss.kl_horizon=20", *on(2, 1, ""), steps=5))
 
 
 # ---- what is given, and what is not met ----

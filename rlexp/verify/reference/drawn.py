@@ -98,7 +98,7 @@ class OfSamples(Stepped):
 
     def __init__(self, cfg: Config, loss: PolicyLoss, tokenizer: Any, files: TensorFiles, given: Given) -> None:
         super().__init__(cfg, files)
-        self.given = given
+        self.given, self.apart = given, 0.0
         self.loss, self.tokenizer = loss, tokenizer
         self.policy = load(cfg, self.device)
         self.start = load(of_reference(cfg), self.device) if loss.needs_reference else None
@@ -147,10 +147,16 @@ class OfSamples(Stepped):
         if self.given.ran is None or not step:
             return
         files = TensorFiles(self.given.ran)
-        names = [name for name in files.names("weights", step) if name in self.parameters]
-        theirs = {name: torch.from_numpy(files.read("weights", step, name).astype(np.float64)) for name in names}
-        apart = max(float((self.parameters[name].detach().cpu() - weight).abs().max() / (weight.abs().max() or 1.0))
+        if files.names("weights", step) != sorted(self.parameters):  # which is a difference of its own
+            return
+        theirs = {name: torch.from_numpy(files.read("weights", step, name).astype(np.float64)).to(self.device)
+                  for name in self.parameters}  # fmt: skip
+        if any(weight.shape != self.parameters[name].shape or not weight.isfinite().all()
+               for name, weight in theirs.items()):  # fmt: skip
+            return
+        apart = max(float((self.parameters[name].detach() - weight).abs().max() / (weight.abs().max() or 1.0))
                     for name, weight in theirs.items())  # fmt: skip
+        self.apart = max(self.apart, apart)
         if not self.given.exact or apart > APART:
             for name, weight in theirs.items():
                 self.parameters[name].data.copy_(weight)
@@ -261,6 +267,14 @@ class OfSamples(Stepped):
         expected.row["epoch"] = number / rules.steps_per_epoch(self.cfg, self.data.sizes)
         return expected
 
+    def _learned(self, rollout: RolloutExpected, batch: Answers) -> int:
+        """Count the tokens whose advantage comes from scores that differ."""
+        scores = rollout.scores[rollout.counts]
+        if not len(scores) or np.ptp(scores) <= rules.ALIKE * np.abs(scores).max():
+            return 0
+        pairs = zip(batch.columns["advantages"], batch.counts, strict=True)
+        return sum(int((advantages != 0).sum()) for advantages, counts in pairs if counts)
+
     def _backward(self, examples: Sequence[TokenAnswer], slopes: dict[str, Array]) -> None:
         """Send the loss's derivatives backward, one sequence at a time."""
         first = 0
@@ -338,8 +352,9 @@ def expected_of_samples(cfg: Config, loss: PolicyLoss, steps: int, given: Given,
         step.row["total_tokens"] = total
         step.row = {f"train/{name}": value for name, value in step.row.items()} | {"step": number}
         expected.steps.append(step)
+    model.follow(steps)
+    expected.apart = model.apart
     if given.answers is not None:
-        model.follow(steps)
         expected.held_rollout = model.held_out(given.answers, steps)
         expected.steps[-1].row |= {f"eval/{name}": value for name, value in expected.held_rollout.row.items()}
     return expected

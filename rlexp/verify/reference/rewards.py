@@ -107,7 +107,7 @@ def asked_again(
             case ModelRewardConfig() as model if exact and model.precision is Precision.fp64:
                 judged.terms[term.name] = model_scores(model, term.key, every, tokenizer, device, max_length)
             case ModelRewardConfig() as model:
-                judged.given[term.name] = "its model does not compute in float64"
+                judged.given[term.name] = "the run computes in less than float64"
             case _:
                 raise AssertionError(term.cfg)
     return judged

@@ -4,17 +4,19 @@ they are worth."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, ModelRewardConfig
 from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.verify.compared_samples import SampleStep, held_rollout_of, rollouts_of
 from rlexp.verify.findings import ADVANTAGES, DATA, LOGPS, REWARDS, Clue, Finding, shown
 from rlexp.verify.records import Array, Drawn, RolloutExpected, Trace
 from rlexp.verify.reference import rollout_rules as rules
-from rlexp.verify.reference.drawn import divergences_of
+from rlexp.verify.reference.drawn import Rollout, divergences_of
+
+OF_MODELS = 1e-11  # of a reward model's score in float64, as of a log-probability
 
 
 def incomplete(cfg: Config, traces: Sequence[Trace], held_out: int) -> Iterator[Finding]:
@@ -32,14 +34,15 @@ def incomplete(cfg: Config, traces: Sequence[Trace], held_out: int) -> Iterator[
     answers = held_rollout_of(traces)
     if held_out and traces[0].stopped is None:
         places = [] if answers is None else [sample.place for sample in answers.samples]
-        yield from _held_once(places, held_out, len(traces[0].steps), "the answer to held-out prompt {}")
+        named, last = "the answer to held-out prompt {}", len(traces[0].steps)
+        yield from _held_once(places, held_out, last, named, Clue.EXECUTED)
 
 
-def _held_once(places: Sequence[int], count: int, step: int, named: str) -> Iterator[Finding]:
+def _held_once(places: Sequence[int], count: int, step: int, named: str, clue: Clue = Clue.DRAWN) -> Iterator[Finding]:
     for place in range(count):
         if places.count(place) != 1:
             what = f"ranks that hold {named.format(place)}"
-            yield Finding(step, DATA, Clue.DRAWN, what, str(places.count(place)), "1")
+            yield Finding(step, DATA, clue, what, str(places.count(place)), "1")
 
 
 def of_sample(step: SampleStep, place: int) -> str:
@@ -79,42 +82,68 @@ def _answer(step: SampleStep, expected: RolloutExpected, sample: Drawn, named: s
         yield step.finding(DATA, Clue.DRAWN, f"whether {named} has ended by itself", sample.stopped, stopped)
 
 
+def held_answers(step: SampleStep) -> Rollout | None:
+    """The answers to held-out prompts, which follow the last step."""
+    return held_rollout_of(step.whole.traces) if step.number == step.whole.expected.steps[-1].number else None
+
+
 def held_out(step: SampleStep) -> Iterator[Finding]:
-    """Check the answers to held-out prompts, which follow the last step."""
-    expected, answers = step.whole.expected.held_rollout, held_rollout_of(step.whole.traces)
-    last = step.whole.expected.steps[-1].number
-    if expected is None or answers is None or step.number != last:
+    expected, answers = step.whole.expected.held_rollout, held_answers(step)
+    if expected is None or answers is None:
         return
-    allowed = step.whole.allowed.logp * step.drift
+
+    def named(place: int) -> str:
+        return f"the answer to held-out prompt {place} ({answers.samples[place].origin})"
+
     for sample in answers.samples:
-        named = f"the answer to held-out prompt {sample.place} ({sample.origin})"
-        yield from _answer(step, expected, sample, named, Clue.EXECUTED)
-        for name, scores in expected.terms.items():
-            if abs(sample.terms[name] - scores[sample.place]) > step.whole.allowed.given:
-                yield step.finding(REWARDS, Clue.REWARD, f"reward {name} of {named}", sample.terms[name],
-                                   scores[sample.place])  # fmt: skip
-        wanted = expected.behaviour[sample.place]
+        yield from _answer(step, expected, sample, named(sample.place), Clue.EXECUTED)
+    yield from _judged(step, expected, answers.samples, named)
+    for sample, wanted in zip(answers.samples, expected.behaviour, strict=True):
         apart = np.abs(sample.behaviour - wanted) / np.maximum(1.0, np.abs(wanted))
-        if step.whole.gauge.exceeds("log-probability of a token", float(apart.max()), allowed):
+        if step.whole.gauge.exceeds("log-probability of a token", float(apart.max()), step.whole.allowed.logp):
             at = int(np.argmax(apart))
-            what = f"policy as it drew {named}, token {at}"
+            what = f"policy as it drew {named(sample.place)}, token {at}"
             yield step.finding(LOGPS, Clue.BEHAVIOUR, what, sample.behaviour[at], wanted[at])
 
 
+def of_answers(samples: Sequence[Drawn]) -> dict[str, float]:
+    """The values of drawn answers alone, from what the run knows of them."""
+    terms = {name: np.array([sample.terms[name] for sample in samples]) for name in samples[0].terms}
+    return rules.of_answers(
+        terms,
+        np.array([sample.score for sample in samples]),
+        [len(sample.answer) for sample in samples],
+        [sample.stopped for sample in samples],
+    )
+
+
 def rewards(step: SampleStep) -> Iterator[Finding]:
+    """Check the rewards of a new rollout."""
+    if step.begins:
+        samples = step.run.drawn.samples
+        yield from _judged(step, step.expected.rollout, samples, lambda place: of_sample(step, place))
+
+
+def _judged(
+    step: SampleStep, expected: RolloutExpected, samples: Sequence[Drawn], named: Callable[[int], str]
+) -> Iterator[Finding]:
     """Check the rewards that can be computed again, and the score that is made of them all."""
-    if not step.begins:
-        return
-    expected, samples = step.expected.rollout, step.run.drawn.samples
-    scores = np.array([sample.score for sample in samples])
-    for name, wanted in [*expected.terms.items(), ("", expected.scores)]:
-        got = np.array([sample.terms[name] for sample in samples]) if name else scores
-        wrong = step.first_wrong("rewards", got, wanted)
+    models = {term.name for term in reward_terms(step.whole.cfg.reward) if isinstance(term.cfg, ModelRewardConfig)}
+    exact, rounded = step.whole.allowed.given, max(step.whole.allowed.given, OF_MODELS)
+    for name, wanted in expected.terms.items():
+        got = np.array([sample.terms[name] for sample in samples])
+        wrong = step.first_wrong("rewards", got, wanted, allowed=rounded if name in models else exact)
         if wrong is not None:
-            what = f"reward {name} of {of_sample(step, wrong)}" if name else f"score of {of_sample(step, wrong)}"
             asked = expected.notes.get(name, "")  # of a function that does not judge each answer by itself
-            found = step.finding(REWARDS, Clue.REWARD, what, got[wrong], wanted[wrong], asked or _another(got, wanted))
+            what, note = f"reward {name} of {named(wrong)}", asked or _another(got, wanted)
+            found = step.finding(REWARDS, Clue.REWARD, what, got[wrong], wanted[wrong], note)
             yield dataclasses.replace(found, module=_function_of(step.whole.cfg, name)) if asked else found
+    scores = np.array([sample.score for sample in samples])
+    wrong = step.first_wrong("rewards", scores, expected.scores, allowed=rounded if models else exact)
+    if wrong is not None:
+        clue = Clue.REWARD if expected.stopped[wrong] else Clue.EXECUTED  # the step subtracts the penalty
+        note = _another(scores, expected.scores)
+        yield step.finding(REWARDS, clue, f"score of {named(wrong)}", scores[wrong], expected.scores[wrong], note)
 
 
 def _function_of(cfg: Config, name: str) -> str:
@@ -135,7 +164,7 @@ def scored(step: SampleStep) -> Iterator[Finding]:
     if not step.begins:
         return
     expected, run = step.expected.rollout, step.run
-    gauge, allowed = step.whole.gauge, step.whole.allowed.logp * step.drift
+    gauge, allowed = step.whole.gauge, step.whole.allowed.logp
     for who, field, clue in (
         ("policy before the first step on it", "old", Clue.SCORED),
         ("policy that drew it", "behaviour", Clue.BEHAVIOUR),
@@ -193,7 +222,7 @@ def _counts(step: SampleStep) -> Iterator[Finding]:
 def _outcomes(step: SampleStep) -> Iterator[Finding]:
     """Check what each rank computes the credit of all samples from, and what it computes."""
     cfg, run, samples = step.whole.cfg, step.run, step.run.drawn.samples
-    coefficient = np.array([step.expected.rollout.kl_coef])
+    coefficient = np.array([_coefficient(step)])
     divergences = divergences_of(cfg, run.old or [], run.reference)
     outcomes = {
         "scores": np.array([sample.score for sample in samples]),
@@ -214,6 +243,17 @@ def _outcomes(step: SampleStep) -> Iterator[Finding]:
         if (wrong := step.first_wrong("credit, given the outcomes", got, again.credit)) is not None:
             what = f"credit of {of_sample(step, wrong)} on rank {trace.rank}, given all scores of the rollout"
             yield step.finding(ADVANTAGES, Clue.CREDIT, what, *_both(got, again.credit, wrong))
+
+
+def _coefficient(step: SampleStep) -> float:
+    """The coefficient that a rollout must have, given the run's values of the one before."""
+    number = step.run.number
+    if not number:
+        return float(step.expected.rollout.kl_coef)
+    cfg, before = step.whole.cfg, step.whole.rollouts[number - 1]
+    scores, lengths = np.zeros(len(before.drawn.samples)), [len(each.answer) for each in before.drawn.samples]
+    row = rules.of_rollout(cfg, number - 1, 0.0, scores, lengths, before.old or [], before.reference)
+    return rules.next_coefficient(cfg, before.seen[0].kl_coef, row["objective/kl"])
 
 
 def _spread(step: SampleStep) -> Iterator[Finding]:

@@ -42,7 +42,7 @@ def logps(step: SampleStep) -> Iterator[Finding]:
     """Compare what the models say now; then what they said of the whole rollout before the first step on it."""
     for name in dict.fromkeys(name for seen in step.seen for name in seen.stale):
         yield step.finding(LOGPS, Clue.STALE, f"{name} as it computes", "another value", "what was stepped")
-    gauge, allowed = step.whole.gauge, step.whole.allowed.logp * step.drift
+    gauge, allowed = step.whole.gauge, step.whole.allowed.logp
     for who, clue in CLUES.items():
         meant: Mapping[tuple[int, str], Array] = getattr(step.expected, who)
         for key, got in step.by_sequence(COLUMNS[who]).items() if meant else ():
@@ -65,7 +65,7 @@ def losses(step: SampleStep) -> Iterator[Finding]:
     yield from _terms(step)
     yield from packs_handed(step)
     got, wanted, scale = step.mean_loss(), step.expected.loss, step.expected.scale
-    bound = step.drift * step.whole.allowed.loss_of_samples
+    bound = step.whole.allowed.loss_of_samples
     if step.whole.gauge.exceeds("loss", abs(got - wanted) / (scale or 1.0), bound):
         yield step.finding(LOSS, Clue.POLICY, "loss of the train batch", got, wanted)
 
@@ -123,7 +123,8 @@ def _of_answers(step: SampleStep, weights: Mapping[int, float]) -> Iterator[Find
                  lambda place: policy[place, SIDE].sum(dtype=np.float64)),
             ):  # fmt: skip
                 meant = np.array([float(of(place)) for place in micro.samples])
-                wrong = step.first_wrong("what the loss is given", micro.known[name], meant, 1e-300, bound)
+                quantity = "sums of answers" if name == "sums" else "what the loss is given"
+                wrong = step.first_wrong(quantity, micro.known[name], meant, 1e-300, bound)
                 if wrong is not None:
                     named = f"{what} of {rollouts.of_sample(step, micro.samples[wrong])}, on rank {trace.rank}"
                     yield step.finding(LOSS, clue, named, micro.known[name][wrong], meant[wrong])
@@ -195,14 +196,18 @@ def counted(step: SampleStep) -> dict[str, tuple[float, float]]:
     micros = [micro for trace in step.whole.traces for micro in trace.steps[step.place].micros]
     terms = [micro.terms for micro in micros if micro.terms is not None]
     exact, rounded = step.whole.allowed.given, step.whole.allowed.formula
-    row = dict.fromkeys(("loss", *terms[0].weighted, *terms[0].replicated))
-    made = {name: (step.total(name), rounded) for name in row}
+    parts = dict.fromkeys(("loss", *terms[0].weighted, *terms[0].replicated))
+    made = {name: (step.total(name), rounded) for name in parts}
     means = means_of(terms, [micro.known["trained_t"] for micro in micros])
     made |= {name: (value, rounded) for name, value in means.items()}
     made["tokens"] = (float(sum(micro.real_tokens for micro in micros)), exact)
     if step.begins:
         made |= {name: (value, exact) for name, value in _of_rollout(step).items()}
-    return {f"train/{name}": value for name, value in made.items()}
+    row = {f"train/{name}": value for name, value in made.items()}
+    answers = rollouts.held_answers(step)
+    if answers is not None:
+        row |= {f"eval/{name}": (value, exact) for name, value in rollouts.of_answers(answers.samples).items()}
+    return row
 
 
 def _of_rollout(step: SampleStep) -> dict[str, float]:
@@ -210,8 +215,7 @@ def _of_rollout(step: SampleStep) -> dict[str, float]:
     run, cfg = step.run, step.whole.cfg
     samples = run.drawn.samples
     scores, lengths = np.array([sample.score for sample in samples]), [len(sample.answer) for sample in samples]
-    terms = {name: np.array([sample.terms[name] for sample in samples]) for name in samples[0].terms}
-    row = rules.of_answers(terms, scores, lengths, [sample.stopped for sample in samples])
+    row = rollouts.of_answers(samples)
     row |= rules.of_rollout(cfg, run.number, run.seen[0].kl_coef, scores, lengths, run.old or [], run.reference)
     returns, values = run.returns, run.values
     if returns is not None and values is not None:

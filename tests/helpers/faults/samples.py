@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from rlexp.training.algos.weights import token_weight
 from rlexp.training.metrics.meter import REPLICATED
-from tests.helpers.faults.base import ALGOS, FP64, METRICS, MODEL, ROLLOUT, TRAIN, Fault, one
+from tests.helpers.faults.base import ALGOS, ENGINE, FP64, METRICS, MODEL, ROLLOUT, TRAIN, Fault, one
 from tests.helpers.faults.plant import Altered, Change, Given, Seeing
 
 # Two replicas of a ring of 2. A rollout is two train batches of eight samples, gone through once.
@@ -195,6 +196,15 @@ def prompts_weigh(original: Any, *args: Any) -> dict[str, Any]:
     return columns | {"weight_t": columns["weight_t"].where(shard.sequence_t >= 0, 1e-3)}
 
 
+def no_numbers(original: Any, self: Any, lr: float) -> None:
+    original(self, lr)
+    for _, weight in self.weights():
+        if weight.dtype == torch.float32:
+            with torch.no_grad():
+                weight.view(-1)[0] = math.nan
+            return
+
+
 def sample(name: str, target: str, change: Change | Seeing, stage: str, module: str, *more: str,
            base: tuple[str, ...] = PPO, step: int | None = 1) -> Fault:  # fmt: skip
     return one(name, target, change, stage, module, *more, base=base, step=step)
@@ -204,7 +214,7 @@ TASK, SUPPLY, SCORER = "train.rollout_task", "train.rollout_supply:Rollouts", "r
 SAMPLE_FAULTS = (
     sample("a reward given to the neighbour", "rollout.rewards.rule:RuleReward.submit", of_the_neighbour, "rewards",
            ROLLOUT),
-    sample("half of the penalty", f"{SUPPLY}._collect", without_penalty, "rewards", ROLLOUT,
+    sample("half of the penalty", f"{SUPPLY}._collect", without_penalty, "rewards", TRAIN,
            "rollout.overlong=penalty"),
     sample("other prompts than the sampler's", "rollout.colocated:Colocated.draw", the_last_prompts, "data", TRAIN),
     sample("a text that ends an answer is passed over", "rollout.sampling:Drawer._stops", lambda *_: False, "data",
@@ -213,7 +223,7 @@ SAMPLE_FAULTS = (
     sample("drawn at another temperature", "rollout.choose:choose", at_temperature_1, "log-probabilities", ROLLOUT,
            "rollout.temperature=0.7"),
     sample("another permutation of a rollout", "train.rollout_supply:samples_of_step", another_order, "data", TRAIN),
-    sample("half of the held-out prompts", f"{SUPPLY}.evaluate", half_of_them, "data", ROLLOUT, *HELD, step=3),
+    sample("half of the held-out prompts", f"{SUPPLY}.evaluate", half_of_them, "data", TRAIN, *HELD, step=3),
     sample("training prompts in the place of held-out ones", f"{SUPPLY}.evaluate", of_training, "data", TRAIN, *HELD,
            step=3),
     sample("held-out answers at another temperature", "rollout.sampling:Drawer._drawn", hotter, "log-probabilities",
@@ -250,5 +260,7 @@ SAMPLE_FAULTS = (
            "log-probabilities", ROLLOUT, *PIPELINED, "train.precision=fp32", "optim.lr=1e-2", step=SECOND),
     sample("a critic's value one token off in fp32", f"{SCORER}._keep", kept("values", on_fp32(one_off)),
            "log-probabilities", ROLLOUT, "train.precision=fp32", "optim.lr=1e-2", step=SECOND),
+    sample("weights that are no numbers, in fp32", "engine.plain:PlainEngine.step", no_numbers, "optimizer", ENGINE,
+           "train.precision=fp32", "engine=torch"),
     sample("means of one rank's tokens", "metrics.meter:Meter.add_mean", replicated, "metrics", METRICS),
 )  # fmt: skip
