@@ -260,7 +260,7 @@ SAMPLE_FAULTS = (
            "log-probabilities", ROLLOUT, *PIPELINED, "train.precision=fp32", "optim.lr=1e-2", step=SECOND),
     sample("a critic's value one token off in fp32", f"{SCORER}._keep", kept("values", on_fp32(one_off)),
            "log-probabilities", ROLLOUT, "train.precision=fp32", "optim.lr=1e-2", step=SECOND),
-    sample("weights that are no numbers, in fp32", "engine.plain:PlainEngine.step", no_numbers, "log-probabilities", ENGINE,
-           "train.precision=fp32", "engine=torch"),
+    sample("weights that are no numbers, in fp32", "engine.plain:PlainEngine.step", no_numbers, "log-probabilities",
+           ENGINE, "train.precision=fp32", "engine=torch"),
     sample("means of one rank's tokens", "metrics.meter:Meter.add_mean", replicated, "metrics", METRICS),
 )  # fmt: skip
