@@ -157,7 +157,7 @@ class SampleStep(ComparedStep):
         return self.expected.scale
 
     def said(self) -> tuple[dict[str, dict[Key, Array]], dict[str, dict[Key, Array]]]:
-        """Of the policy and the critic now; and of all samples of the rollout, if it begins here."""
+        """Return what policy and critic say now; where a rollout begins, also what was said of all its samples."""
         ours, theirs = {"policy": self.by_sequence("policy_t")}, {"policy": self.expected.policy}
         if self.expected.values:
             ours[CRITIC], theirs[CRITIC] = self.by_sequence("values_t"), self.expected.values

@@ -85,7 +85,7 @@ class Allowed:
     norm: float  # the gradient's norm, given the gradient
     updated: tuple[float, float]  # the weights, given the gradient: relative to the step, and to the weights
     metric: tuple[float, float]  # relative and absolute
-    # Of samples that the policy draws; see docs/verify.md.
+    # The rest is for samples that the policy draws; see docs/verify.md.
     loss_of_samples: float  # relative to the size of its terms, which may cancel
     formula: float  # what the formula of a policy loss makes of given tokens, in the run's own numbers
     kept: float  # values that are kept for each token, in the run's own numbers

@@ -140,6 +140,16 @@ def test_scores_without_a_signal_pass() -> None:
 
 
 @pytest.mark.slow
+def test_a_divergence_in_the_reward_is_no_signal_of_scores() -> None:
+    """Each token has an advantage then, and none comes from a score."""
+    words = [word for word in FP64 if not word.startswith("reward.")]
+    result = verified("loss=reinforce_pp", "reward.rule=count", "reward.text=never", *on(2, 1, ""), base=words)
+    assert result.passed, failure_in_words(result.failure) if result.failure else ""
+    assert result.met is not None
+    assert not result.met.advantages
+
+
+@pytest.mark.slow
 def test_a_target_of_the_divergence_passes_in_fp32() -> None:
     """The coefficient follows the divergence that the run has measured, in its own precision."""
     passed(verified("loss=rloo", "loss.kl_target=0.0748265", "loss.kl_horizon=20", *on(2, 1, ""), steps=5))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rlexp.config.schema import Config
-from rlexp.config.schema.losses import CriticName, KLEstimator, PPOConfig
+from rlexp.config.schema.losses import CriticName, PPOConfig
 from rlexp.training.algos.policy_loss import PolicyLoss
 from rlexp.training.model.float64 import precise
 from rlexp.verify.records import (
@@ -108,7 +108,7 @@ class OfSamples(Stepped):
             self.critic = Critic(trunk, self.policy.get_output_embeddings().in_features).to(self.device)
         self.data = examples_of(cfg, tokenizer)
         self.total = rules.total_steps(cfg, self.data.sizes)
-        self.beta = float(cfg.loss.beta)  # type: ignore[attr-defined] # of the controller, for the next rollout
+        self.beta = rules.loss_of(cfg).beta  # of the controller, for the next rollout
         self.ends = ends_of(self.policy, tokenizer)
         critic = {} if self.critic is None else dict(self.critic.named_parameters())
         self.train(self.policy, {f"{CRITIC}{name}": parameter for name, parameter in critic.items()})
@@ -259,9 +259,7 @@ class OfSamples(Stepped):
             values=dict(zip(keys, now.get("values", []), strict=False)),
             terms=terms,
             scale=scale_of(terms),
-            learned=sum(
-                int((a != 0).sum()) for a, c in zip(batch.columns["advantages"], batch.counts, strict=True) if c
-            ),
+            learned=self._learned(rollout, batch),
         )
         self.finish(expected, [each.origin for each in examples])
         expected.row["epoch"] = number / rules.steps_per_epoch(self.cfg, self.data.sizes)
@@ -306,7 +304,7 @@ def scale_of(terms: Terms) -> float:
 
 def divergences_of(cfg: Config, old: Sequence[Array], reference: Sequence[Array] | None) -> list[Array]:
     """The estimate of each token's divergence from the reference; zeros without one."""
-    kind: KLEstimator = cfg.loss.kl  # type: ignore[attr-defined]
+    kind = rules.loss_of(cfg).kl
     if reference is None:
         return [np.zeros(len(each)) for each in old]
     return [
@@ -318,7 +316,7 @@ def batch_of(cfg: Config, rollout: Any, places: Sequence[int], now: dict[str, li
     """A train batch as the loss is given it, from what is known of a rollout's samples."""
     counts = [bool(rollout.counts[place]) for place in places]
     advantages = [rollout.advantages[place].astype(np.float64) for place in places]
-    if cfg.loss.whiten:  # type: ignore[attr-defined]
+    if rules.loss_of(cfg).whiten:
         advantages = rules.whitened(advantages, counts)
     columns: dict[str, list[Array]] = {**now, "advantages": advantages}
     for name, of in (("old", "old"), ("behaviour", "behaviour"), ("reference", "reference"), ("old_values", "values"),

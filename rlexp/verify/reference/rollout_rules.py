@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from rlexp.config.schema import Config, Overlong, RolloutMode
-from rlexp.config.schema.losses import KLEstimator, Normalize
+from rlexp.config.schema.losses import KLEstimator, Normalize, PolicyLossConfig
 from rlexp.verify.records import Array
 from rlexp.verify.reference import rules
 
 ALIKE = 1e-9  # scores of a group this close, relatively, count as equal
 OF_VARIANCE = 1e-8  # added to the variance in whitening, as by TRL
 MOST = 0.2  # the largest relative change of the divergence's coefficient after a rollout
+
+
+def loss_of(cfg: Config) -> PolicyLossConfig:
+    assert isinstance(cfg.loss, PolicyLossConfig)
+    return cfg.loss
 
 
 # ---- which prompts, and which samples ----
@@ -90,7 +94,7 @@ def counts_of(cfg: Config, scores_N: Array, stopped_N: Sequence[bool]) -> Array:
     counts = np.ones(len(scores_N), dtype=bool)
     if cfg.rollout.overlong is Overlong.mask:
         counts &= np.array(stopped_N, dtype=bool)
-    if getattr(cfg.loss, "filter", False):
+    if loss_of(cfg).filter:
         counts &= ~without_signal(cfg, scores_N)
     return counts
 
@@ -121,14 +125,13 @@ def whitened(advantages: Sequence[Array], counts_B: Sequence[bool]) -> list[Arra
 
 def token_weights(cfg: Config, lengths_B: Sequence[int], counts_B: Sequence[bool]) -> list[float]:
     """The weight of each sample's tokens in the loss of the train batch."""
-    normalize: Normalize = cfg.loss.normalize  # type: ignore[attr-defined]
     samples = sum(map(bool, counts_B))
     tokens = sum(length for length, counts in zip(lengths_B, counts_B, strict=True) if counts)
     divisors = {
         Normalize.token: lambda _: tokens,
         Normalize.sequence: lambda length: samples * length,
         Normalize.fixed: lambda _: samples * cfg.rollout.max_new_tokens,
-    }[normalize]
+    }[loss_of(cfg).normalize]
     return [1 / divisors(length) if counts else 0.0 for length, counts in zip(lengths_B, counts_B, strict=True)]
 
 
@@ -142,7 +145,7 @@ def sequence_weights(counts_B: Sequence[bool]) -> list[float]:
 
 def next_coefficient(cfg: Config, before: float, divergence_of_answer: float) -> float:
     """The coefficient after a rollout: with a target it moves by as much as the divergence is off, at most a fifth."""
-    loss: Any = cfg.loss
+    loss = loss_of(cfg)
     if loss.kl_target is None:
         return before
     off = max(-MOST, min(MOST, divergence_of_answer / loss.kl_target - 1))
@@ -170,7 +173,7 @@ def of_rollout(
     ratios = [np.zeros(len(a)) if reference is None else a.astype(np.float64) - reference[n].astype(np.float64)
               for n, a in enumerate(old)]  # fmt: skip
     kl = float(np.mean([ratio.sum() for ratio in ratios]))
-    kind: KLEstimator = cfg.loss.kl  # type: ignore[attr-defined]
+    kind = loss_of(cfg).kl
     penalty = -kl_coef * float(np.mean([divergence(kind, ratio).sum() for ratio in ratios]))
     score = float(np.mean(scores_N))
     return {

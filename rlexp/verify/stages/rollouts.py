@@ -88,6 +88,7 @@ def held_answers(step: SampleStep) -> Rollout | None:
 
 
 def held_out(step: SampleStep) -> Iterator[Finding]:
+    """Check these answers, their rewards, and the log-probabilities with which they were drawn."""
     expected, answers = step.whole.expected.held_rollout, held_answers(step)
     if expected is None or answers is None:
         return

@@ -34,7 +34,7 @@ def data(step: SampleStep) -> Iterator[Finding]:
         seen = trace.steps[step.place]
         for place, got in seen.tokens.items():
             for found in packs.tokens(step, got, step.tokens.get(place), place):
-                yield step.finding(found.stage, Clue.EXECUTED, found.quantity, found.got, found.expected)
+                yield dataclasses.replace(found, clue=Clue.EXECUTED)
     yield from packs.packs(step)
 
 
@@ -63,7 +63,7 @@ def logps(step: SampleStep) -> Iterator[Finding]:
 def losses(step: SampleStep) -> Iterator[Finding]:
     yield from _known(step)
     yield from _terms(step)
-    yield from packs_handed(step)
+    yield from _handed(step)
     got, wanted, scale = step.mean_loss(), step.expected.loss, step.expected.scale
     bound = step.whole.allowed.loss_of_samples
     if step.whole.gauge.exceeds("loss", abs(got - wanted) / (scale or 1.0), bound):
@@ -166,7 +166,7 @@ def _whose(step: SampleStep) -> Clue:
     return Clue.COUNTS if other else Clue.LOSSES
 
 
-def packs_handed(step: SampleStep) -> Iterator[Finding]:
+def _handed(step: SampleStep) -> Iterator[Finding]:
     """Check the scalar that each rank hands to its engine, and the mark of the last one."""
     world = len(step.whole.traces)
     for trace in step.whole.traces:
