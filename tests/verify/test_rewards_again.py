@@ -40,17 +40,8 @@ from rlexp.training.train import build_rollouts
 from rlexp.training.types import Sample
 from rlexp.verify.records import TokenPrompt
 from rlexp.verify.reference.pairs import Bytes
-from rlexp.verify.reference.rewards import (
-    Judged,
-    asked_again,
-    ended,
-    ends_of,
-    last_number,
-    rule_score,
-    scored,
-    text_of,
-    value_of_sum,
-)
+from rlexp.verify.reference.reward_rules import last_number, rule_score, value_of_sum
+from rlexp.verify.reference.rewards import Judged, asked_again, ended, ends_of, scored, text_of
 from tests.helpers import rewards as product
 from tests.helpers.rewards import TOKENIZER, built, function, ids, sample, samples
 
