@@ -26,12 +26,14 @@ from rlexp.config.schema.loss_terms import OF_THE_SUM, loss_terms
 from rlexp.config.schema.losses import MPOConfig
 from rlexp.config.schema.reward_terms import reward_terms
 
-GROUPS = ("data", "loss", "optim", "model", "reference")
-LATER = {"data.unpair": False}  # keys that runs of older versions have not written down, with what they meant
+GROUPS = ("data", "loss", "optim", "model", "adapter", "reference")
+# keys that runs of older versions have not written down, with what they meant
+LATER = {"data.unpair": False, "adapter.name": "none"}
 OF_SAMPLES = ("rollout", "reward")  # these too, if the run draws its own samples
 FREE = (
     *("data.packing", "data.cache", "data.workers", "model.suggested_lr", "model.trust_remote_code"),
     *("rollout.micro_batch_size", "rollout.micro_batch_tokens", "rollout.score_batch_size", "rollout.sampling_ranks"),
+    *("reference.name", "reference.offload", "adapter.dropout"),
     *("rollout.show", "rollout.show_every", "rollout.vllm_memory", "reward.timeout_seconds", "reward.workers"),
 )
 
@@ -44,7 +46,7 @@ def identity(cfg: Config) -> dict[str, Any]:
             keys[key] = {"path": str(value), "contents": _rows(str(value))}
         elif key == "model.chat_template" and value is not None:
             keys[key] = {"path": str(value), "contents": of_file(Path(value).expanduser())}
-        elif re.fullmatch(r"(model|reference|reward|reward\.terms\..*)\.path", key) and value is not None:
+        elif re.fullmatch(r"(model|adapter|reference|reward|reward\.terms\..*)\.path", key) and value is not None:
             keys[key] = {"path": str(value), "contents": of_model(Path(value).expanduser())}
     return keys
 

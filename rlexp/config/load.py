@@ -29,7 +29,7 @@ _OPEN = re.compile(
     r"(engine\.overrides|logger\.axes|reward\.terms|data\.(columns|sources|template_options)|hydra\.launcher\.(environment|additional_parameters))[.=]"
 )
 
-OF_CURVE = ("model", "data", "loss", "reference", "optim", "rollout", "reward")
+OF_CURVE = ("model", "data", "loss", "adapter", "reference", "optim", "rollout", "reward")
 DERIVED = "rollout.minibatches"  # the one derived size among them: another run has its own
 OF_SOURCE = ("path", "eval_path", "subset", "split", "eval_split", "revision", "sources")  # they name rows or a model
 OF_OPTION = (*OF_SOURCE, "eval_size")  # another option of a group has its own

@@ -54,6 +54,11 @@ def default_engine(precision: str) -> str:
     return engine_facts.default(getattr(precision, "value", precision))
 
 
+def default_reference(adapter: str, path: str | None) -> str:
+    """Return what the policy is compared with where nothing is said: no second model where an adapter can be off."""
+    return "adapter" if adapter == "lora" and path is None else "model"
+
+
 def slurm_gpus(device: str, nproc: int) -> int | None:
     """Return the GPUs per node to request from Slurm. This machine may have none, so only `cpu` means none."""
     return None if getattr(device, "value", device) == "cpu" else nproc
@@ -144,6 +149,7 @@ def register() -> None:
         "rlexp_nproc": default_nproc,
         "rlexp_precision": default_precision,
         "rlexp_engine": default_engine,
+        "rlexp_reference": default_reference,
         "slurm_gpus": slurm_gpus,
         "slurm_memory": slurm_memory,
         "slurm_minutes": slurm_minutes,

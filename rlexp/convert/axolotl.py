@@ -6,8 +6,7 @@ import math
 from pathlib import PurePosixPath
 from typing import Any
 
-from rlexp.convert import answers, huggingface, kinds, launchers, preference
-from rlexp.convert.huggingface import LORA_NOT_YET
+from rlexp.convert import adapters, answers, huggingface, kinds, launchers, preference
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
 
 TRAINERS = ("dpo", "ipo", "orpo", "simpo", "sft", "kto", "reward")
@@ -28,6 +27,13 @@ OWN_TYPE = {"field_prompt": "prompt", "field_instruction": "prompt", "field_inpu
             "field_output": "completion", "field_completion": "completion", "field_label": "label",
             "field_chosen": "chosen", "field_rejected": "rejected", "field_system": "system"}  # fmt: skip
 TOLD = {"path", "data_files", "ds_type", "type", "roles", "message_property_mappings", "roles_to_train", *SOURCE}
+OF_LORA = adapters.Names(
+    rank="lora_r", targets="lora_target_modules", also="lora_modules_to_save", rslora="peft_use_rslora",
+    path="lora_model_dir", every="lora_target_linear",
+    rest="peft_use_dora lora_target_parameters lora_rank_pattern lora_alpha_pattern peft "
+    "lora_exclude_modules peft_layers_to_transform peft_layers_pattern peft_init_lora_weights peft_layer_replication "
+    "peft_trainable_token_indices loraplus_lr_ratio relora",
+)  # fmt: skip
 TEMPLATES = ("chat_template", "bradley_terry.chat_template", "completion")  # types that write rows as we do
 
 RULES: tuple[Rule, ...] = (
@@ -42,10 +48,36 @@ RULES: tuple[Rule, ...] = (
     taken("chat_template_kwargs", "data.template_options"),
     absent("special_tokens", "the tokenizer's own special tokens are used", {}),
     taken("tokens", "model.add_tokens"),
-    absent("adapter", "LoRA is not here: all weights are trained, with a smaller rate", until=LORA_NOT_YET),
-    absent("lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear lora_modules_to_save peft_use_dora",
-           "LoRA is not here", until=LORA_NOT_YET),
-    absent("load_in_8bit load_in_4bit", "weights are not quantized", False, until="quant"),
+    worked_out("adapter", "adapter=lora", "lora; qlora too, without the quantization; others are not here",
+               until="adapter=llama"),
+    worked_out("lora_r", "adapter.rank", ""),
+    worked_out("lora_alpha", "adapter.alpha", ""),
+    worked_out("lora_dropout", "adapter.dropout", adapters.NO_DROPOUT),
+    worked_out("lora_target_modules", "adapter.targets", ""),
+    worked_out("lora_target_linear", "adapter.targets=[]", "all linear layers but the head"),
+    worked_out("lora_modules_to_save", "adapter.also", ""),
+    worked_out("peft_use_rslora", "adapter.rslora", ""),
+    worked_out("lora_model_dir", "adapter.path", "the reference is then the adapter that training starts from"),
+    absent("peft_use_dora", adapters.NO_DORA, False, until="dora"),
+    absent("lora_target_parameters", adapters.NO_PARAMETERS, [], until="parameters"),
+    absent("lora_rank_pattern lora_alpha_pattern", "all layers have one rank and one alpha", {}, until="pattern"),
+    absent("lora_exclude_modules peft_layers_to_transform peft_layers_pattern", "layers are named by adapter.targets",
+           [], until="exclude adapter.layers"),
+    absent("peft peft_init_lora_weights", adapters.OF_START, True, {}, until="adapter.init"),
+    absent("peft_layer_replication peft_trainable_token_indices", "an adapter is of linear layers; adapter.also trains "
+           "a module whole",
+           [], {}, until="replication token_indices"),
+    absent("loraplus_lr_ratio", adapters.ONE_RATE, until="lr_ratio"),
+    absent("relora", "an adapter is not merged and begun anew (ReLoRA)", False, until="relora"),
+    absent("load_in_8bit load_in_4bit gptq", adapters.QUANTIZED, False, until="quant"),
+    needless("bnb_config_kwargs qlora_sharded_model_loading", adapters.OF_QUANTIZED),
+    needless("merge_lora merge_method", "`axolotl merge-lora` is a command of its own; checkpoint.export=merged writes "
+             "the merged model"),
+    needless("rl_adapter_ref_model", adapters.ONE_REFERENCE),
+    needless("loraplus_lr_embedding lora_fan_in_fan_out lora_on_cpu lora_mlp_kernel lora_qkv_kernel lora_o_kernel "
+             "lora_embedding_kernel peft_ensure_weight_tying peft_autocast_adapter_dtype relora_prune_ratio "
+             "relora_prune_method relora_cpu_offload",
+             "no number depends on it here"),
     worked_out("rl", "loss", "dpo, ipo, orpo, simpo or kto; without it loss=sft"),
     worked_out("reward_model", "loss=reward", ""),
     worked_out("kto_desirable_weight", "loss.desirable_weight", "", of="kto"),
@@ -66,7 +98,8 @@ RULES: tuple[Rule, ...] = (
     worked_out("cpo_alpha", "loss.sft_weight", "their default is 1", of="simpo"),
     worked_out("simpo_gamma", "loss.gamma", "", of="simpo"),
     absent("dpo_label_smoothing_mode", "it is not here", of=OF_DPO),
-    needless("precompute_ref_log_probs dpo_use_logits_to_keep dpo_padding_free dpo_use_liger_kernel",
+    worked_out("precompute_ref_log_probs", "reference=precompute", "of dpo and ipo"),
+    needless("dpo_use_logits_to_keep dpo_padding_free dpo_use_liger_kernel",
              "the numbers are the same"),
     worked_out("context_parallel_size sequence_parallel_degree", "parallel.ring_size", "any layout has the same curve"),
     worked_out("ring_attn_func", "parallel.layout", ""),
@@ -132,14 +165,30 @@ def convert(conv: Conversion) -> None:
             f"the tokenizer's own template is used; if it is not {template}, give a file: model.chat_template=FILE",
         )
     conv.tell(Fate.NEEDLESS, "chat_template", "it is the tokenizer's own")
+    _adapter(conv)
     if conv.trainer in OF_TRL:
         _beta(conv)
     _loss(conv)
+    if conv.trainer in OF_DPO.split():
+        adapters.precomputed(conv)
+    conv.tell(Fate.NEEDLESS, "precompute_ref_log_probs", "only rl: dpo and rl: ipo read it")
     _packing(conv)
     _data(conv)
     rows = huggingface.held_out(conv, "val_set_size")
     huggingface.evaluation(conv, steps, rows, strategy="steps" if conv.get("eval_steps") else "no")
     _logger(conv)
+
+
+def _adapter(conv: Conversion) -> None:
+    kind = conv.text("adapter")
+    if not kind or kind not in ("lora", "qlora"):
+        if kind:
+            conv.tell(Fate.ABSENT, "adapter", "of adapters, lora is here; all weights are trained")
+        adapters.none(conv, OF_LORA, "adapter")
+        return
+    adapters.lora(conv, OF_LORA, adapters.Defaults(None, None), "adapter")
+    if kind == "qlora":
+        conv.remark(Fate.ABSENT, "adapter", kind, adapters.QUANTIZED)
 
 
 def _like_transformers(conv: Conversion) -> None:

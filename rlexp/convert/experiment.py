@@ -20,8 +20,8 @@ from rlexp.convert.secrets import masked
 WIDTH = 116
 NO_TEXTS = ("true", "false", "null", "nan", "inf")  # in Hydra's overrides, without quotes
 # The order of the groups: the one in which people think of a run. Other groups come last.
-ORDER = ("seed", "launch", "parallel", "engine", "model", "data", "rollout", "reward", "loss", "train", "optim",
-         "memory", "checkpoint", "logger")  # fmt: skip
+ORDER = ("seed", "launch", "parallel", "engine", "model", "adapter", "data", "rollout", "reward", "loss", "reference",
+         "train", "optim", "memory", "checkpoint", "logger")  # fmt: skip
 
 
 def text_of(conv: Conversion, name: str, file: str) -> str:

@@ -36,7 +36,6 @@ METRICS = {
     "eval_mean_token_accuracy": "eval/mean_token_accuracy",
     "mean_token_accuracy": "eval/mean_token_accuracy",
 }
-LORA_NOT_YET = "adapter lora"
 
 
 class HeldOut(Enum):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlexp.convert import answers, huggingface, launchers, preference
-from rlexp.convert.huggingface import LORA_NOT_YET
+from rlexp.convert import adapters, answers, huggingface, launchers, preference
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
 
 TRAINERS = ("dpo", "sft", "pt", "kto", "rm")
@@ -24,9 +24,15 @@ OF_HEADS = (
 )
 # Arguments of one stage, which a file of another may keep.
 OF_DPO = {"pref_beta", "pref_loss", "pref_ftx", "pref_bco_weight", "dpo_label_smoothing", "simpo_gamma", "ld_alpha",
-          "ref_model"}  # fmt: skip
-OF_KTO = {"pref_beta", "pref_ftx", "kto_chosen_weight", "kto_rejected_weight", "ref_model"}
+          "ref_model", "ref_model_adapters", "ref_model_quantization_bit"}  # fmt: skip
+OF_KTO = {"pref_beta", "pref_ftx", "kto_chosen_weight", "kto_rejected_weight", "ref_model", "ref_model_adapters",
+          "ref_model_quantization_bit"}  # fmt: skip
 OF_SFT = {"train_on_prompt", "mask_history", "use_dft_loss"}
+OF_LORA = adapters.Names(
+    targets="lora_target", also="additional_target", rslora="use_rslora", path="adapter_name_or_path",
+    rest="create_new_adapter use_dora use_llama_pro loraplus_lr_ratio pissa_init",
+)  # fmt: skip
+OF_FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
 OF_STAGES = {"dpo": OF_DPO, "kto": OF_KTO, "sft": OF_SFT, "pt": set[str](), "rm": set[str]()}
 
 
@@ -36,11 +42,30 @@ RULES: tuple[Rule, ...] = (
     worked_out("model_name_or_path", "model=hf, model.path", ""),
     taken("trust_remote_code", "model.trust_remote_code"),
     taken("ref_model", "reference.path"),
-    absent("finetuning_type", "all weights are trained: LoRA is not here, and a full fine-tuning wants a smaller rate",
-           "full", until=LORA_NOT_YET),
-    absent("lora_rank lora_alpha lora_dropout lora_target use_rslora use_dora additional_target loraplus_lr_ratio",
-           "LoRA is not here", until=LORA_NOT_YET),
-    absent("quantization_bit quantization_method", "weights are not quantized", until="quant"),
+    worked_out("finetuning_type", "adapter=lora", "lora, their default, and full; others are not here",
+               until="adapter=oft"),
+    worked_out("lora_rank", "adapter.rank", "their default is 8"),
+    worked_out("lora_alpha", "adapter.alpha", "by default twice the rank"),
+    worked_out("lora_dropout", "adapter.dropout", adapters.NO_DROPOUT),
+    worked_out("lora_target", "adapter.targets", "all, their default, is all linear layers but the head, as here"),
+    worked_out("additional_target", "adapter.also", ""),
+    worked_out("use_rslora", "adapter.rslora", ""),
+    absent("use_dora", adapters.NO_DORA, False, until="dora"),
+    absent("loraplus_lr_ratio", adapters.ONE_RATE, until="lr_ratio"),
+    absent("pissa_init", adapters.OF_START, False, until="pissa adapter.init"),
+    needless("loraplus_lr_embedding pissa_iter pissa_convert adapter_folder", "only with another argument that is not "
+             "here"),
+    absent("use_llama_pro", "no layers are added to the model, and all of its layers have adapters", False,
+           until="llama_pro"),
+    worked_out("adapter_name_or_path", "adapter.path",
+               "for a loss with a reference, theirs compares with the model without it: reference.path"),
+    worked_out("create_new_adapter", "adapter.path", "the earlier adapter has to be merged first"),
+    worked_out("ref_model_adapters", "reference=adapter", "the same as adapter_name_or_path; another one is not read"),
+    needless("use_unsloth use_unsloth_gc", "the numbers are the same"),
+    absent(" ".join(OF_FREEZE), "name the weights that are not trained: model.freeze"),
+    absent("quantization_bit ref_model_quantization_bit", adapters.QUANTIZED, until="quant"),
+    needless("quantization_method quantization_type double_quantization quantization_device_map",
+             adapters.OF_QUANTIZED),
     taken("pref_beta", "loss.beta", default=0.1),
     worked_out("kto_chosen_weight", "loss.desirable_weight", ""),
     worked_out("kto_rejected_weight", "loss.undesirable_weight", ""),
@@ -88,8 +113,10 @@ def convert(conv: Conversion) -> None:
     conv.tell(
         Fate.OTHER, "template", "the tokenizer's own template is used; another is a file: model.chat_template=FILE"
     )
+    _adapter(conv)
     losses = {"dpo": _preference, "kto": _kto, "rm": _reward}
     losses.get(conv.trainer, _supervised)(conv)
+    _reference(conv)
     for name in sorted((OF_DPO | OF_KTO | OF_SFT) - OF_STAGES[conv.trainer]):
         conv.tell(Fate.NEEDLESS, name, f"it changes nothing with stage={conv.trainer}")
     conv.tell(Fate.NEEDLESS, "stage", "the loss is chosen")
@@ -99,6 +126,46 @@ def convert(conv: Conversion) -> None:
     conv.tell(Fate.NEEDLESS, "disable_shuffling", "rows are shuffled")
     _data(conv)
     huggingface.evaluation(conv, steps, huggingface.held_out(conv, "val_size"))
+
+
+def _adapter(conv: Conversion) -> None:
+    """Set the adapter, which theirs has by default."""
+    kind = conv.text("finetuning_type", "lora")
+    if kind != "freeze":
+        for name in OF_FREEZE:
+            conv.tell(Fate.NEEDLESS, name, "only with finetuning_type=freeze")
+    if kind in ("full", "freeze"):
+        adapters.none(conv, OF_LORA)
+        why = "all weights are trained"
+        conv.tell(Fate.NEEDLESS if kind == "full" else Fate.ABSENT, "finetuning_type",
+                  why if kind == "full" else f"{why}, but for those that model.freeze names")  # fmt: skip
+        return
+    names = OF_LORA
+    if conv.flag("create_new_adapter"):
+        conv.tell(Fate.ABSENT, "adapter_name_or_path", adapters.MERGE_FIRST)
+        names = replace(OF_LORA, path="")
+    conv.tell(Fate.NEEDLESS, "create_new_adapter", "adapter.path says whether there is one")
+    rank = conv.whole("lora_rank", 8, least=1)
+    adapters.lora(conv, names, adapters.Defaults(8, 2.0 * rank, targets=("all",), split=","), "finetuning_type")
+    if kind != "lora":
+        conv.remark(Fate.ABSENT, "finetuning_type", kind, "of adapters, lora is here; it is taken")
+
+
+def _reference(conv: Conversion) -> None:
+    """Set what the policy is compared with: where training starts from an adapter, theirs leaves that out."""
+    reference, model = conv.text("ref_model_adapters"), conv.text("ref_model")
+    same = adapters.has(conv) and model == conv.text("model_name_or_path")
+    if not adapters.compared(conv):
+        conv.tell(Fate.NEEDLESS, "ref_model_adapters", "the loss compares with no reference")
+    elif model is None:
+        conv.tell(Fate.NEEDLESS, "ref_model_adapters", "only with ref_model")
+        adapters.compare_without(conv, "adapter_name_or_path")
+    elif reference is None and same and "adapter.path" not in conv.values:
+        conv.tell(Fate.NEEDLESS, "ref_model", adapters.ONE_REFERENCE)
+    elif reference is not None and same and reference == conv.text("adapter_name_or_path"):
+        why = "the adapter that training starts from"
+        conv.choose("reference", "adapter", "ref_model_adapters", "ref_model", why=why)
+    conv.tell(Fate.ABSENT, "ref_model_adapters", adapters.UNREAD)
 
 
 def _supervised(conv: Conversion) -> None:

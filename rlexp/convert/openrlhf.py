@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from rlexp.convert import answers, launchers, preference
+from rlexp.convert import adapters, answers, launchers, preference
 from rlexp.convert import openrlhf_rollouts as rollouts
-from rlexp.convert.huggingface import LORA_NOT_YET, kernel_of
+from rlexp.convert.huggingface import kernel_of
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "ppo", "sft", "rm", "kto")
@@ -31,10 +31,18 @@ DECAYS = {
     "cosine_warmup_with_min_lr": "cosine",
 }
 
+OF_LORA = adapters.Names()
+OF_HEADS = (
+    "LoRA: theirs freezes the head that scores, or puts an adapter beside it. Here the head is trained whole, of a "
+    "reward model and of a critic."
+)
+
 RULES: tuple[Rule, ...] = (
     # the model
     worked_out("model.model_name_or_path actor.model_name_or_path pretrain", "model=hf, model.path", ""),
     taken("ref.model_name_or_path ref_pretrain", "reference.path", of="dpo ppo"),
+    worked_out("ref.offload ref_offload ref_reward_offload", "reference.offload",
+               "with an adapter the reference is the trained model, and is not moved"),
     taken("ds.param_dtype param_dtype", "train.precision", default="bf16"),
     worked_out("bf16", "train.precision", ""),
     taken("ds.attn_implementation attn_implementation", "parallel.kernel", to=kernel_of),
@@ -43,11 +51,11 @@ RULES: tuple[Rule, ...] = (
           "memory.checkpointing", default=False),
     needless("model.gradient_checkpointing_reentrant actor.gradient_checkpointing_reentrant "
              "gradient_checkpointing_use_reentrant", "the numbers are the same"),
-    absent("ds.lora.rank lora_rank", "LoRA is not here: all weights are trained, with a smaller rate", 0,
-           until=LORA_NOT_YET),
-    absent("ds.lora.alpha lora_alpha ds.lora.target_modules target_modules ds.lora.dropout lora_dropout",
-           "LoRA is not here", until=LORA_NOT_YET),
-    absent("ds.load_in_4bit load_in_4bit", "weights are not quantized", False, until="quant"),
+    worked_out("ds.lora.rank lora_rank", "adapter=lora, adapter.rank", "0, their default, is no adapter"),
+    worked_out("ds.lora.alpha lora_alpha", "adapter.alpha", "their default is 16"),
+    worked_out("ds.lora.dropout lora_dropout", "adapter.dropout", adapters.NO_DROPOUT),
+    worked_out("ds.lora.target_modules target_modules", "adapter.targets", "by default all linear layers, as here"),
+    absent("ds.load_in_4bit load_in_4bit", adapters.QUANTIZED, False, until="quant"),
     absent("model.aux_loss_coef actor.aux_loss_coef aux_loss_coef", "a mixture of experts has no loss of its own", 0,
            0.0),
     # data
@@ -86,8 +94,7 @@ RULES: tuple[Rule, ...] = (
     # the engine
     worked_out("ds.zero_stage zero_stage", "engine", ""),
     worked_out("ds.adam_offload adam_offload", "engine.offload=optimizer", ""),
-    needless("ref.offload ref_offload reward.offload ref_reward_offload offload",
-             "the reference is held as the engine holds its weights"),
+    needless("reward.offload offload", "a reward model is held as the engine holds its weights"),
     absent("ds.zpg zpg", "ZeRO++'s partition is refused", 1),
     needless("ds.grad_accum_dtype grad_accum_dtype ds.overlap_comm overlap_comm ds.deepcompile deepcompile "
              "ds.use_liger_kernel use_liger_kernel ds.experts_implementation ds.use_universal_ckpt "
@@ -157,14 +164,38 @@ def convert(conv: Conversion) -> None:
     conv.choose("model", "hf")
     conv.put("model.path", conv.needed("pretrain", "the model that is trained", "Qwen/Qwen3-0.6B"), "pretrain")
     conv.put("parallel.ring_size", conv.whole("ring_attn_size", 1, least=1), "ring_attn_size")
+    _adapter(conv)
     _engine(conv)
     _optimizer(conv)
     _data(conv)
     if conv.trainer == "ppo":
         _files(conv, rollouts.convert(conv))
-        return
-    {"dpo": _preference, "sft": _supervised, "rm": _reward_model, "kto": _kto}[conv.trainer](conv)
-    _files(conv)
+    else:
+        {"dpo": _preference, "sft": _supervised, "rm": _reward_model, "kto": _kto}[conv.trainer](conv)
+        _files(conv)
+    _reference(conv)
+
+
+def _adapter(conv: Conversion) -> None:
+    if conv.whole("lora_rank", 0, least=0):
+        adapters.lora(conv, OF_LORA, adapters.Defaults(None, 16.0, targets=("all-linear",)), "lora_rank")
+    else:
+        adapters.none(conv, OF_LORA)
+
+
+def _reference(conv: Conversion) -> None:
+    """Set what becomes of the weights of a reference, which with an adapter is the trained model."""
+    ppo = conv.trainer == "ppo"
+    compared = conv.number("init_kl_coef", 0.01) != 0 if ppo else adapters.compared(conv)
+    alone = adapters.has(conv) and conv.text("ref_pretrain") in (None, conv.text("pretrain"))
+    if alone:
+        conv.tell(Fate.NEEDLESS, "ref_pretrain", adapters.ONE_REFERENCE)
+    if conv.flag("ref_offload") and compared and not alone:
+        conv.put("reference.offload", True, "ref_offload")
+    why = adapters.ONE_REFERENCE if alone else "the reference stays where the engine holds it, or there is none"
+    conv.tell(Fate.NEEDLESS, "ref_offload", why)
+    if adapters.has(conv) and conv.choices["loss"].value in ("reward", "ppo"):
+        conv.notes.append(OF_HEADS)
 
 
 def _preference(conv: Conversion) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from rlexp.convert import answers, huggingface, launchers, preference
-from rlexp.convert.huggingface import LORA_NOT_YET, HeldOut
+from rlexp.convert import adapters, answers, huggingface, launchers, preference
+from rlexp.convert.huggingface import HeldOut
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "cpo", "orpo", "simpo", "sft", "pt", "kto", "rm")
@@ -19,6 +19,13 @@ ROWS = {
 }
 LEAST_BATCH = 16  # where no accumulation is given, theirs is the smallest that reaches this batch
 TOO_LONG = {"delete": "drop", "left": "truncate"}
+OF_LORA = adapters.Names(
+    also="modules_to_save", rslora="use_rslora", path="adapters",
+    rest="ref_adapters target_regex target_parameters use_dora lora_bias lorap_lr_ratio init_weights",
+)  # fmt: skip
+OF_QUANTIZED = (
+    "quant_bits hqq_axis bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage"
+)
 
 RULES: tuple[Rule, ...] = (
     *huggingface.RULES,
@@ -28,10 +35,30 @@ RULES: tuple[Rule, ...] = (
     taken("model_revision", "model.revision"),
     taken("ref_model", "reference.path", of="dpo cpo orpo simpo kto"),
     worked_out("torch_dtype", "train.precision", "bfloat16 is bf16, float32 is fp32"),
-    absent("tuner_type train_type", "all weights are trained: LoRA is not here, and a full fine-tuning wants a "
-           "smaller rate",
-           "full", until=LORA_NOT_YET),
-    absent("lora_rank lora_alpha lora_dropout target_modules", "LoRA is not here", until=LORA_NOT_YET),
+    worked_out("tuner_type train_type", "adapter=lora", "lora, their default, and full; others are not here",
+               until="adapter=adalora adapter=longlora adapter=vera"),
+    worked_out("lora_rank", "adapter.rank", "their default is 8"),
+    worked_out("lora_alpha", "adapter.alpha", "their default is 32"),
+    worked_out("lora_dropout", "adapter.dropout", f"their default is 0.05; {adapters.NO_DROPOUT}"),
+    worked_out("target_modules", "adapter.targets", "by default all linear layers, as here"),
+    absent("target_regex", "a pattern of names is not here: adapter.targets", until="regex"),
+    absent("target_parameters", adapters.NO_PARAMETERS, until="parameters"),
+    worked_out("modules_to_save", "adapter.also", ""),
+    worked_out("use_rslora", "adapter.rslora", ""),
+    absent("use_dora", adapters.NO_DORA, False, until="dora"),
+    absent("lora_bias", "biases are not trained beside an adapter", "none", until="adapter.bias"),
+    absent("lorap_lr_ratio", adapters.ONE_RATE, until="lr_ratio"),
+    absent("init_weights", adapters.OF_START, True, "true", until="adapter.init"),
+    worked_out("adapters", "adapter.path", ""),
+    worked_out("ref_adapters", "reference=adapter", "the same as adapters; another one is not read",
+               of="dpo kto"),
+    worked_out("merge_lora", "checkpoint.export=merged",
+               "of `swift export`, which is a command of its own; here the run writes the merged model at its end"),
+    needless("lora_dtype tuner_backend use_swift_lora lora_ga_batch_size lora_ga_iters lora_ga_max_length "
+             "lora_ga_direction lora_ga_scale lora_ga_stable_gamma",
+             "an adapter's weights are float32"),
+    absent("quant_method", adapters.QUANTIZED, until="quant"),
+    needless(OF_QUANTIZED, adapters.OF_QUANTIZED),
     taken("beta", "loss.beta", default=0.1),
     worked_out("label_smoothing", "loss.label_smoothing", "", of=f"dpo {OF_CPO}"),
     worked_out("loss_type", "loss, loss.normalize, loss.shift", preference.TYPES, of="dpo", until=preference.NOT_YET),
@@ -81,16 +108,47 @@ def convert(conv: Conversion) -> None:
                                log="tensorboard")  # fmt: skip
     huggingface.drop_last(conv)
     conv.put("optim.weight_decay", conv.number("weight_decay", 0.1), "weight_decay")
-    conv.put("optim.lr", conv.number("learning_rate", 1e-5), "learning_rate")
     if conv.name("gradient_checkpointing") is None and "memory.checkpointing" not in conv.values:
         conv.put("memory.checkpointing", True, "gradient_checkpointing")
     conv.choose("model", "hf")
     conv.put("model.path", conv.needed("model", "the model that is trained", "Qwen/Qwen3-0.6B"), "model")
+    _adapter(conv)
+    conv.put("optim.lr", conv.number("learning_rate", 1e-4 if adapters.has(conv) else 1e-5), "learning_rate")
     _loss(conv)
+    _reference(conv)
     _data(conv)
     rows = huggingface.held_out(conv, "split_dataset_ratio", share=True)
     evaluated = "steps" if rows is HeldOut.SHARE else "no"
     huggingface.evaluation(conv, steps, rows, strategy=evaluated, every=conv.number("save_steps", 500))
+
+
+def _adapter(conv: Conversion) -> None:
+    """Set the adapter, which theirs has by default."""
+    tuner = conv.text("tuner_type", "lora")
+    if tuner == "full":
+        adapters.none(conv, OF_LORA)
+        conv.tell(Fate.NEEDLESS, "tuner_type", "all weights are trained")
+    else:
+        adapters.lora(conv, OF_LORA, adapters.Defaults(8, 32.0, 0.05, ("all-linear",)), "tuner_type")
+    if tuner not in ("full", "lora"):
+        conv.remark(Fate.ABSENT, conv.said("tuner_type"), tuner, "of adapters, lora is here; it is taken")
+    if conv.flag("merge_lora") and adapters.has(conv):
+        conv.put("checkpoint.export", "merged", "merge_lora")
+    conv.tell(Fate.NEEDLESS, "merge_lora", "nothing is merged")
+
+
+def _reference(conv: Conversion) -> None:
+    """Set what an adapter from a folder is compared with: theirs leaves it out unless ref_adapters has it."""
+    start, reference = (conv.texts(name) for name in ("adapters", "ref_adapters"))
+    if not adapters.compared(conv):
+        conv.tell(Fate.NEEDLESS, "ref_adapters", "the loss compares with no reference")
+    elif reference and reference == start:
+        conv.choose("reference", "adapter", "ref_adapters", why="the adapter that training starts from")
+    elif reference:
+        conv.tell(Fate.ABSENT, "ref_adapters", adapters.UNREAD)
+    elif conv.get("ref_model") is None:
+        adapters.compare_without(conv, "adapters")
+    conv.tell(Fate.NEEDLESS, "ref_adapters", "there is none")
 
 
 def _loss(conv: Conversion) -> None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlexp.convert import answers, engines, huggingface, launchers, preference
+from rlexp.convert import adapters, answers, engines, huggingface, launchers, preference
 from rlexp.convert import trl_rollouts as rollouts
-from rlexp.convert.huggingface import LORA_NOT_YET, HeldOut
+from rlexp.convert.huggingface import HeldOut
 from rlexp.convert.rules import (
     Conversion,
     ConvertError,
@@ -42,6 +42,11 @@ OFFLINE = f"{PAIRS} sft {SINGLE} reward"
 RATES = {"ppo": 3e-6, "sft": 2e-5, "reward": 1e-4, "bco": 5e-5}
 OF_SFT = (*answers.SUPERVISED, "dft")
 ORDERS = {"random": True, "sequential": False}
+OF_LORA = adapters.Names(
+    rank="lora_r", targets="lora_target_modules", also="lora_modules_to_save", rslora="use_rslora",
+    rest="use_dora lora_target_parameters lora_task_type",
+)  # fmt: skip
+OF_HEAD = "the head is trained whole here; theirs is frozen unless this is SEQ_CLS, or lora_modules_to_save has it"
 
 RULES: tuple[Rule, ...] = (
     *(rule for rule in huggingface.RULES if rule.names[0] not in ("dataloader_drop_last", "train_sampling_strategy")),
@@ -58,13 +63,19 @@ RULES: tuple[Rule, ...] = (
     taken("attn_implementation", "parallel.kernel", to=huggingface.kernel_of),
     taken("trust_remote_code", "model.trust_remote_code"),
     absent("model_init_kwargs", "keys of model name the revision, the dtype and the tokenizer's additions", {}),
-    absent("use_peft", "LoRA is not here: all weights are trained, with a smaller rate", False,
-           until=LORA_NOT_YET),
-    *(absent(f"lora_{name}", "LoRA is not here", until=LORA_NOT_YET) for name in (
-        "r", "alpha", "dropout", "target_modules", "target_parameters", "modules_to_save", "task_type")),
-    absent("use_rslora use_dora", "LoRA is not here", False, until=LORA_NOT_YET),
-    absent("load_in_4bit load_in_8bit use_bnb_nested_quant bnb_4bit_quant_type bnb_4bit_quant_storage",
-           "weights are not quantized", False, "nf4", until="quant"),
+    worked_out("use_peft", "adapter=lora", "the reference is then the model without its adapter, as theirs"),
+    worked_out("lora_r", "adapter.rank", "their default is 16"),
+    worked_out("lora_alpha", "adapter.alpha", "their default is 32"),
+    worked_out("lora_dropout", "adapter.dropout", f"their default is 0.05; {adapters.NO_DROPOUT}"),
+    worked_out("lora_target_modules", "adapter.targets",
+               "all-linear is [], which is our default; without it q_proj and v_proj, or what peft has for the model"),
+    worked_out("lora_modules_to_save", "adapter.also", ""),
+    worked_out("use_rslora", "adapter.rslora", ""),
+    worked_out("lora_task_type", "adapter=lora", "the head of a reward model is trained whole"),
+    absent("use_dora", adapters.NO_DORA, False, until="dora"),
+    absent("lora_target_parameters", adapters.NO_PARAMETERS, until="parameters"),
+    absent("load_in_4bit load_in_8bit", adapters.QUANTIZED, False, until="quant"),
+    needless("use_bnb_nested_quant bnb_4bit_quant_type bnb_4bit_quant_storage", adapters.OF_QUANTIZED),
     absent("router_aux_loss_coef", "the loss of a mixture of experts has no term of its own", 0, 0.0,
            until="router aux_loss"),
     absent("sync_ref_model", "the reference is the model at the start", False),
@@ -106,8 +117,9 @@ RULES: tuple[Rule, ...] = (
     worked_out("beta", "loss.beta", "", of=SINGLE),
     worked_out("desirable_weight", "loss.desirable_weight", "", of="kto"),
     worked_out("undesirable_weight", "loss.undesirable_weight", "", of="kto"),
-    needless("precompute_ref_log_probs precompute_ref_batch_size label_pad_token_id padding_value is_encoder_decoder "
-             "max_completion_length", "the numbers are the same; data.max_length is one limit", of=SINGLE),
+    worked_out("precompute_ref_log_probs", "reference=precompute", "not with loss=kto", of=f"dpo {SINGLE}"),
+    needless("precompute_ref_batch_size label_pad_token_id padding_value is_encoder_decoder max_completion_length",
+             "the numbers are the same; data.max_length is one limit", of=SINGLE),
     absent("generate_during_eval", "no answers are drawn for rows that have one", False, of=SINGLE),
     needless("prompt_sample_size min_density_ratio max_density_ratio",
              "only with a function for embeddings, which a file does not name", of="bco"),
@@ -131,8 +143,7 @@ RULES: tuple[Rule, ...] = (
     absent("reference_free force_use_ref_model", "the reference is the model at the start; loss=cpo has none", False,
            of="dpo"),
     absent("generate_during_eval", "no answers are drawn for pairs", False, of=PAIRS),
-    needless("precompute_ref_log_probs precompute_ref_batch_size label_pad_token_id use_logits_to_keep "
-             "max_target_length",
+    needless("precompute_ref_batch_size label_pad_token_id use_logits_to_keep max_target_length",
              "the numbers are the same", of="dpo"),
     needless("label_pad_token_id padding_value is_encoder_decoder max_completion_length", "the numbers are the same; "
              "data.max_length is one limit", of=OF_CPO),
@@ -183,12 +194,15 @@ def convert(conv: Conversion) -> None:
     if conv.name("activation_checkpointing") is None and "memory.checkpointing" not in conv.values:
         conv.put("memory.checkpointing", True, "gradient_checkpointing")
     _model(conv)
+    _adapter(conv)
     huggingface.evaluation(conv, steps, _data(conv))
     if conv.trainer in rollouts.TRAINERS.split():
         rollouts.convert(conv, gpus // ring, *sized)
         return
     families = {"dpo": _dpo, "cpo": _cpo, "orpo": _orpo, "sft": _sft, "kto": _kto, "bco": _bco, "reward": _reward}
     families[conv.trainer](conv)
+    if "precompute_ref_log_probs" in conv.by_name:
+        adapters.precomputed(conv)
     _lengths(conv)
     _order(conv)
     huggingface.drop_last(conv)
@@ -268,6 +282,20 @@ def _model(conv: Conversion) -> None:
             "TRL's PPO takes policy and reference from sft_model_path, which the file does not give; this one is taken"
         )
         conv.remark(Fate.OTHER, "model_name_or_path", conv.get("model_name_or_path"), why)
+
+
+def _adapter(conv: Conversion) -> None:
+    if not conv.flag("use_peft"):
+        adapters.none(conv, OF_LORA, "use_peft")
+        return
+    targets = adapters.of_family(conv, OF_LORA.targets)
+    adapters.lora(conv, OF_LORA, adapters.Defaults(16, 32.0, 0.05, targets), "use_peft")
+    kind = conv.text("lora_task_type", "CAUSAL_LM")
+    if conv.trainer == "reward" and kind != "SEQ_CLS" and "score" not in conv.texts(OF_LORA.also):
+        why = OF_HEAD if conv.name("lora_task_type") else f"their default: {OF_HEAD}"
+        conv.remark(Fate.OTHER, "lora_task_type", kind, why)
+        conv.done.add("lora_task_type")
+    conv.tell(Fate.NEEDLESS, "lora_task_type", "the loss says which head the model has")
 
 
 def _data(conv: Conversion) -> HeldOut:

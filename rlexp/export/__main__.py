@@ -1,4 +1,4 @@
-"""Export a checkpoint as a model that transformers loads.
+"""Export a checkpoint as a model that transformers loads, or as an adapter that peft loads.
 
 python -m rlexp.export RUN                        the newest complete checkpoint, to RUN/model-step-…
 python -m rlexp.export RUN/checkpoints/step-00000050 --out FOLDER --dtype bf16
@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("--out", type=Path, help="a new or empty folder for the model")
     parser.add_argument("--dtype", choices=[each.value for each in ExportDtype], default=ExportDtype.auto.value)
+    parser.add_argument("--merged", action="store_true", help="of an adapter: the model with the adapter in it")
     options = parser.parse_args()
     return exit_code(lambda: export(options))
 
@@ -28,7 +29,7 @@ def main() -> int:
 def export(options: argparse.Namespace) -> int:
     from rlexp.export.checkpoint import export_checkpoint  # here, since this module imports torch
 
-    place = export_checkpoint(options.source, options.out, ExportDtype[options.dtype])
+    place = export_checkpoint(options.source, options.out, ExportDtype[options.dtype], merged=options.merged)
     sys.stderr.write(f"done: {place}\n")
     return 0
 

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from rlexp.base.errors import CheckpointError
+from rlexp.config.checks.adapter import MERGED
 from rlexp.config.load import from_plain
-from rlexp.config.schema import Config, ExportDtype, Precision
+from rlexp.config.schema import Config, ExportDtype, LoraConfig, Precision
 from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint.tensors import Reader
+from rlexp.training.model.adapter import layers_of, original_name
 from rlexp.training.model.export import described, dtype_of, export
+from rlexp.training.model.export_adapter import adapter_dtype, export_adapter
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.training.model.policy import CRITIC
 from rlexp.training.model.score_head import has_score_head
 
+Weights = Iterator[tuple[str, Tensor]]
 
-def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype) -> Path:
-    """Write the model and return its folder."""
+
+def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype, *, merged: bool = False) -> Path:
+    """Write the model, or the adapter that was trained, and return its folder. `merged`: the model with the adapter in
+    it."""
     checkpoint = _newest_whole(source)
     above = checkpoint.parent
     place = out or (above.parent if above.name == checkpoint_folder.FOLDER else above) / f"model-{checkpoint.name}"
@@ -28,15 +35,24 @@ def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype) -> Pat
         raise CheckpointError(f"{place}: exists already. Give a new or empty folder: --out FOLDER.")
     cfg = from_plain(checkpoint_folder.read_position(checkpoint)["config"])
     reader = Reader(checkpoint, checkpoint_folder.read_manifest(checkpoint))
-    model, tokenizer = described(checkpoint / checkpoint_folder.MODEL, cfg.model)
+    description = checkpoint / checkpoint_folder.MODEL
+    model, tokenizer = described(description, cfg.model)
+    adapter = layers_of(model, description) if isinstance(cfg.adapter, LoraConfig) else None
+    if merged and adapter is None:
+        raise CheckpointError(f"--merged: {checkpoint} holds no adapter. Leave it out: the whole model is written.")
     chosen = dtype_of(dtype, bf16=cfg.train.precision is Precision.bf16)
-    model, others = _others(cfg, model, {name for name in reader.shapes if not name.startswith(CRITIC)})
-    names = [name for name, _ in model.named_parameters()]
-    weights = ((name, others[name] if name in others else reader.whole("weight", name)) for name in names)
     unfinished = place.resolve().with_name(f".{place.name}-unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        export(model, weights, chosen, tokenizer, unfinished)
+        if adapter is None:
+            model, weights = _weights(cfg, model, reader)
+            export(model, weights, chosen, tokenizer, unfinished)
+        elif merged or cfg.checkpoint.export == MERGED:
+            weights = _beside_adapter(cfg, model, reader)
+            export(model, adapter.merged(weights), chosen, tokenizer, unfinished)
+        else:
+            trained = ((name, reader.whole("weight", name)) for name in reader.shapes if not name.startswith(CRITIC))
+            export_adapter(adapter, cfg.model, trained, adapter_dtype(dtype), tokenizer, unfinished)
         unfinished.replace(place)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -55,12 +71,26 @@ def _newest_whole(source: Path) -> Path:
     raise CheckpointError(f"{source}: there is no whole checkpoint. {' '.join(reasons)}")
 
 
-def _others(cfg: Config, model: Any, trained: set[str]) -> tuple[Any, dict[str, Tensor]]:
-    """Return the parameters that were not trained. The checkpoint lacks them; they come from the starting model."""
-    missing = [name for name, _ in model.named_parameters() if name not in trained]
+def _weights(cfg: Config, model: Any, reader: Reader) -> tuple[Any, Weights]:
+    """Return the model and its weights. Those that were not trained, which the checkpoint lacks, come from the starting
+    model."""
+    missing = [name for name, _ in model.named_parameters() if name not in reader.shapes]
     kept = [name for name in model.state_dict() if name in dict(model.named_buffers())]
-    if not missing and not kept:
-        return model, {}
-    config, scores = load_config(cfg.model, cfg.data.max_length), has_score_head(model.config)
-    base = load_model(cfg.model, config, cfg.data.max_length, scores=scores)
-    return base, {name: tensor.detach() for name, tensor in base.named_parameters() if name in missing}
+    if missing or kept:
+        model = _starting(cfg, model)
+    return model, (
+        (name, parameter.detach() if name in missing else reader.whole("weight", name))
+        for name, parameter in model.named_parameters()
+    )
+
+
+def _beside_adapter(cfg: Config, model: Any, reader: Reader) -> Weights:
+    """Return the weights of the starting model, and of the adapter beside them."""
+    base = dict(_starting(cfg, model).named_parameters())
+    for name, _ in model.named_parameters():
+        yield name, reader.whole("weight", name) if name in reader.shapes else base[original_name(name)].detach()
+
+
+def _starting(cfg: Config, like: Any) -> Any:
+    config, scores = load_config(cfg.model, cfg.data.max_length), has_score_head(like.config)
+    return load_model(cfg.model, config, cfg.data.max_length, scores=scores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.explain import explain
 from rlexp.config.schema import Config
 from rlexp.config.sizes import divisors
-from rlexp.preflight.changes import Change, cost, singles
+from rlexp.preflight.changes import Change, cost, pass_before, singles
 from rlexp.preflight.children import Calls, at_once
 from rlexp.preflight.longest_that_fits import STEP, Longest, fit_like, predict_and_fit, room, with_length
 from rlexp.preflight.other_reference import refuse_unlike_reference
@@ -48,9 +49,11 @@ class Answer:
 
     @cached_property
     def remedy(self) -> Change | None:
-        """The change that fits and takes the least time; None if the run fits, or no single change makes it fit."""
+        """The change that fits and takes the least time; None if the run fits, or no single change makes it fit. One that
+        trains other weights is the last."""
         fitting = [change for change in self.changes if change.fits(self.limit)]
-        return None if self.fits else min(fitting, key=cost, default=None)
+        price = functools.partial(cost, before=pass_before(self.cfg, self.prediction))
+        return None if self.fits else min(fitting, key=price, default=None)
 
 
 def answer(overrides: Sequence[str]) -> Answer:

@@ -1,4 +1,8 @@
-"""Changes of a configuration that need less memory, as words to type and as the configuration that they make."""
+"""Changes of a configuration that need less memory, as words to type and as the configuration that they make.
+
+Nearly all of them leave the curve as it is. An adapter in the place of the weights is another training, with another
+learning rate: it is named after all others, with what it is, and never taken for one of them.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,18 @@ from typing import Any
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ConfigError, first_line
 from rlexp.config.checks.across_fields import check_engine
+from rlexp.config.checks.adapter import check_adapter
 from rlexp.config.checks.layout import check_layout, heads_of
-from rlexp.config.schema import Config, Device, EngineName, Offload
+from rlexp.config.checks.reference import check_reference
+from rlexp.config.schema import Config, Device, EngineName, LoraConfig, Offload, ReferenceName
+from rlexp.config.schema.loss_terms import compares
 from rlexp.launch.preflight_check import size
 from rlexp.preflight.predict import Found, Prediction
 from rlexp.preflight.rehearsal.longest_samples import smaller
 
 CHEAPEST = ("zero1", "zero2", "fsdp2", "zero3")  # engines, from the one that sends least to those that hold least
+LORA, PRECOMPUTE, KEPT = "adapter=lora", "reference=precompute", "reference.offload=true"
+OTHERWISE = "it trains small matrices beside the model, and not the model's weights"
 
 Words = tuple[str, ...]
 
@@ -40,15 +49,31 @@ class Change:
         return self.prediction is not None and self.prediction.peak.bytes <= limit
 
 
-def cost(change: Change) -> tuple[bool, float]:
-    """Order changes by their time. Offload comes last: the roofline has neither the way to the host nor the host's
-    optimizer step."""
+def cost(change: Change, before: float = 0.0) -> tuple[bool, bool, float]:
+    """Order changes by their time; `before` is what a pass before training takes of each step.
+
+    Offload comes after the others: the roofline has neither the way to the host nor the host's optimizer step. What
+    trains other weights comes last.
+    """
     took = seconds(change.prediction)
-    return offloads(change.words), math.inf if took is None else took
+    more = before if PRECOMPUTE in change.words else 0.0
+    return trains_otherwise(change.words), offloads(change.words), math.inf if took is None else took + more
 
 
 def offloads(words: str) -> bool:
-    return "engine.offload" in words
+    return "engine.offload" in words or KEPT in words
+
+
+def trains_otherwise(words: str) -> bool:
+    return LORA in words
+
+
+def pass_before(cfg: Config, asked: Prediction) -> float:
+    """Return the seconds of each step that go into computing the reference before training: the reference's, once for
+    all epochs."""
+    counts = asked.counts("reference")
+    epochs = (cfg.train.epochs or 1) if cfg.train.max_steps is None else 1
+    return (counts.seconds + counts.waited) / epochs
 
 
 def seconds(prediction: Prediction | None) -> float | None:
@@ -99,18 +124,52 @@ def singles(cfg: Config, *, engines: bool = True) -> Iterator[tuple[str, Config]
         key, _, value = words.removeprefix("rollout.").partition("=")
         changed: dict[str, Any] = {key: int(value)}
         yield words, dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, **changed))
+    yield from _of_reference(cfg)
+    if not isinstance(cfg.adapter, LoraConfig):
+        yield from _with_adapter(cfg)
+
+
+def _of_reference(cfg: Config) -> Iterator[tuple[str, Config]]:
+    """Yield other ways to the same reference."""
+    reference = cfg.reference
+    if not compares(cfg.loss):
+        return
+    for name in (ReferenceName.adapter, ReferenceName.precompute):
+        if reference.name not in (name, ReferenceName.precompute):
+            words, changed = _compared_with(cfg, name)
+            if (other := _checked(changed)) is not None:
+                yield words, other
+    on_gpu = cfg.launch.device is not Device.cpu and cfg.engine.offload is not Offload.all
+    if reference.name is ReferenceName.model and not reference.offload and on_gpu:
+        kept = dataclasses.replace(cfg, reference=dataclasses.replace(reference, offload=True))
+        if (other := _checked(kept)) is not None:
+            yield KEPT, other
+
+
+def _with_adapter(cfg: Config) -> Iterator[tuple[str, Config]]:
+    """Yield LoRA with its own defaults. It needs no second model, unless the reference is another one."""
+    words, changed = LORA, dataclasses.replace(cfg, adapter=LoraConfig())
+    reference = cfg.reference
+    if compares(cfg.loss) and reference.name is ReferenceName.model and reference.path is None:
+        also, changed = _compared_with(changed, ReferenceName.adapter)
+        words = f"{words} {also}"
+    if (other := _checked(changed)) is not None:
+        yield words, other
+
+
+def _compared_with(cfg: Config, name: ReferenceName) -> tuple[str, Config]:
+    words = f"reference={name.value}" + " reference.offload=false" * cfg.reference.offload
+    return words, dataclasses.replace(cfg, reference=dataclasses.replace(cfg.reference, name=name, offload=False))
 
 
 def pairs(cfg: Config, *, engines: bool = True) -> dict[Words, Config]:
     """Return two changes at once. Two of the same key are the later one alone."""
     found: dict[Words, Config] = {}
-    alone = {words for words, _ in singles(cfg, engines=engines)}
-    for first, changed in singles(cfg, engines=engines):
+    alone = list(singles(cfg, engines=engines))
+    for first, changed in alone:
         for second, twice in singles(changed, engines=engines):
             words = (second,) if key_of(first) == key_of(second) else (first, second)
-            if set(words) <= alone and len(words) == 1:
-                continue
-            if not any(set(words) == set(known) for known in found):
+            if not any(twice == known for known in (*(each for _, each in alone), *found.values())):
                 found[words] = twice
     return found
 
@@ -137,6 +196,8 @@ def _checked(cfg: Config) -> Config | None:
     try:
         check_engine(cfg)
         check_layout(cfg, heads_of(cfg.model))
+        check_adapter(cfg)
+        check_reference(cfg, here=False)
     except ConfigError:
         return None
     return cfg

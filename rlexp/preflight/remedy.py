@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -11,7 +12,20 @@ from typing import Any
 from rlexp.config.checks.layout import heads_in, with_layout
 from rlexp.config.schema import Config, LayoutName
 from rlexp.launch.preflight_check import size
-from rlexp.preflight.changes import Change, cost, engines_for, needed, offloads, pairs, seconds, singles
+from rlexp.preflight.changes import (
+    OTHERWISE,
+    Change,
+    Words,
+    cost,
+    engines_for,
+    needed,
+    offloads,
+    pairs,
+    pass_before,
+    seconds,
+    singles,
+    trains_otherwise,
+)
 from rlexp.preflight.children import Calls, at_once
 from rlexp.preflight.fastest_layout import choosing
 from rlexp.preflight.longest_that_fits import room
@@ -59,27 +73,46 @@ def first_that_fits(cfg: Config, model: Any) -> Calls:
 def cheapest(taken: Taken, asked: Prediction, single: Sequence[Change], model: Any) -> Change | None:
     """Return the change, or the pair of changes, that fits and takes the least time; None if there is none.
 
-    Pairs are tried in the order of the time that their two changes take one by one.
+    Pairs are tried in the order of the time that their two changes take one by one. A change that trains other weights
+    is returned only if no other change fits, and no pair of others.
     """
-    limit = room(taken.cfg)
-    if fitting := [change for change in single if change.fits(limit)]:
-        return min(fitting, key=cost)
+    limit, price = room(taken.cfg), functools.partial(cost, before=pass_before(taken.cfg, asked))
+    best = min((change for change in single if change.fits(limit)), key=price, default=None)
+    if best is not None and not trains_otherwise(best.words):
+        return best
     base = seconds(asked) or math.inf
     slower = {each.words: took / base for each in single if (took := seconds(each.prediction)) is not None}
 
-    def guess(words: Sequence[str]) -> tuple[bool, float]:
-        return any(map(offloads, words)), math.prod(slower.get(each, 2.0) for each in words)
+    def guess(words: Words) -> tuple[bool, bool, float]:
+        added = math.prod(slower.get(each, 2.0) for each in words)
+        return any(map(trains_otherwise, words)), any(map(offloads, words)), added
 
     options = pairs(taken.cfg, engines=taken.chosen is None)
     together = sorted(options, key=guess)
+    alike = [words for words in together if not any(map(trains_otherwise, words))]
     at_a_time = len(os.sched_getaffinity(0))
-    for start in range(0, len(together), at_a_time):
-        some = together[start : start + at_a_time]
-        results = tried([options[words] for words in some], model, limit)
-        both = [Change.of(" ".join(words), result) for words, result in zip(some, results, strict=True)]
-        if fitting := [change for change in both if change.fits(limit)]:
-            return min(fitting, key=cost)
-    return None
+
+    def first_of(several: Sequence[Words]) -> Change | None:
+        for start in range(0, len(several), at_a_time):
+            some = several[start : start + at_a_time]
+            results = tried([options[words] for words in some], model, limit)
+            both = [Change.of(" ".join(words), result) for words, result in zip(some, results, strict=True)]
+            if fitting := [change for change in both if change.fits(limit)]:
+                return min(fitting, key=price)
+        return None
+
+    return first_of(alike) or best or first_of(together[len(alike) :])
+
+
+def otherwise(single: Sequence[Change], limit: int) -> str:
+    """Return a sentence on a single change that fits and trains other weights; none if there is none."""
+    fitting = [each for each in single if trains_otherwise(each.words) and each.fits(limit)]
+    return "".join(in_another_training(each) for each in fitting)
+
+
+def in_another_training(change: Change) -> str:
+    assert change.prediction is not None
+    return f"With {change.words} it would fit ({size(change.prediction.peak.bytes)}), but {OTHERWISE}. "
 
 
 def changes_of(taken: Taken, model: Any) -> list[Change]:

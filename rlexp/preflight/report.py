@@ -7,7 +7,7 @@ from typing import Any
 
 from rlexp.config.schema import Config
 from rlexp.preflight.answer import Answer
-from rlexp.preflight.changes import Change, needed, seconds
+from rlexp.preflight.changes import OTHERWISE, PRECOMPUTE, Change, needed, offloads, seconds, trains_otherwise
 from rlexp.preflight.longest_that_fits import Longest
 from rlexp.preflight.predict import GIB, Peak, Prediction
 from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts
@@ -91,8 +91,11 @@ def _verdict(answer: Answer) -> Iterator[str]:
     if answer.engine_chosen is not None:
         yield f"engine=auto takes {answer.cfg.engine.name.value}: {answer.engine_chosen}."
     if answer.remedy is not None and answer.remedy.prediction is not None:
-        there = answer.remedy.prediction.peak.bytes / GIB
-        yield f"cheapest change that fits: {answer.remedy.words} ({there:.1f} GiB)."
+        words, there = answer.remedy.words, f"{answer.remedy.prediction.peak.bytes / GIB:.1f} GiB"
+        if trains_otherwise(words):
+            yield f"no single change of the same training fits. {words} would fit ({there}), but {OTHERWISE}."
+        else:
+            yield f"cheapest change that fits: {words} ({there})."
 
 
 def _fitting(answer: Answer) -> Iterator[str]:
@@ -110,7 +113,7 @@ def _fitting(answer: Answer) -> Iterator[str]:
 def _changes(changes: Sequence[Change], asked: Prediction) -> Iterator[str]:
     yield "one change at a time" + " " * 21 + "peak   time of a step"
     for change in changes:
-        yield f"  {change.words:30}" + _changed(change, seconds(asked))
+        yield f"  {change.words:30}" + _changed(change, seconds(asked)) + _beside(change)
 
 
 def _length(found: Longest | str) -> str:
@@ -127,6 +130,16 @@ def _changed(change: Change, base: float | None) -> str:
     if took is None or base is None:
         return f"{needed(change.prediction)}, for its build alone"
     return f"{needed(change.prediction):>13} {took / base:13.2f}×"
+
+
+def _beside(change: Change) -> str:
+    """Say what a change costs or means that its memory and the time of a step do not show."""
+    if change.prediction is None:
+        return ""
+    notes = ["and a pass before training"] * (PRECOMPUTE in change.words)
+    notes += ["and copies from the host"] * offloads(change.words)
+    notes += ["trains other weights"] * trains_otherwise(change.words)
+    return f"  {', '.join(notes)}" if notes else ""
 
 
 def _work(answer: Answer) -> Iterator[str]:
@@ -186,7 +199,7 @@ def plain(answer: Answer) -> dict[str, Any]:
         "longest": {str(size): _plain_longest(found) for size, found in answer.rings.items()},
         "changes": {each.words: _plain_change(each) for each in answer.changes},
         "engine": answer.cfg.engine.name.value,
-        "remedy": None if answer.remedy is None else answer.remedy.words,
+        **_plain_remedy(answer.remedy),
         "step": {
             "flops": counts.flops,
             "bytes": counts.bytes,
@@ -198,6 +211,13 @@ def plain(answer: Answer) -> dict[str, Any]:
         },
         "sharding": None if answer.sharding is None else answer.sharding.plain(),
     }
+
+
+def _plain_remedy(remedy: Change | None) -> dict[str, str | None]:
+    """Return the words of the remedy: apart, where it trains other weights."""
+    words = None if remedy is None else remedy.words
+    other = remedy is not None and trains_otherwise(remedy.words)
+    return {"remedy": None if other else words, "remedy_of_other_weights": words if other else None}
 
 
 def _plain_longest(found: Longest | str) -> dict[str, Any]:

@@ -72,7 +72,8 @@ def judge(question: Question) -> dict[str, Any]:
             with within(question.helping):
                 answer["remedy"] = helped()
         except TimeUp:
-            answer["remedy"] = f"No change that fits was found in {question.helping:g} seconds. "
+            known = answer.get("remedy", "")
+            answer["remedy"] = f"No change that fits was found in {question.helping:g} seconds. {known}"
         except Exception as error:
             answer["remedy"] = f"No change that fits was found ({type(error).__name__}: {first_line(error)}). "
     return answer
@@ -100,6 +101,7 @@ def predicted(question: Question, answer: dict[str, Any]) -> Callable[[], str] |
 
 def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str] | None:
     from rlexp.preflight import remedy, report
+    from rlexp.preflight.changes import trains_otherwise
     from rlexp.preflight.children import at_once
     from rlexp.preflight.longest_that_fits import room
     from rlexp.preflight.other_reference import refuse_unlike_reference
@@ -126,9 +128,12 @@ def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str
     def helped() -> str:
         singles = remedy.changes_of(taken, model)
         answer["table"] += report.changed([*taken.others, *singles], asked)
+        answer["remedy"] = remedy.otherwise(singles, limit)  # if the time is up
         change = remedy.cheapest(taken, asked, singles, model)
         if change is None or change.prediction is None:
             return "None of the changes below makes it fit, nor do two of them together. "
+        if trains_otherwise(change.words):
+            return f"No change of the same training makes it fit, nor do two. {remedy.in_another_training(change)}"
         return f"The cheapest change that fits: {change.words} ({size(change.prediction.peak.bytes)}). "
 
     return helped

@@ -150,6 +150,15 @@ class Segment:
     parent: int | None = None  # the parent's place in the pack's list of segments
 
 
+class SequenceName(NamedTuple):
+    """Which sequence of a run it is, whatever the layout: an answer of an example, by its place in the list of examples
+    to train on, or in that of the held-out ones."""
+
+    held_out: bool
+    example: int
+    answer: int
+
+
 @dataclass(frozen=True)
 class Pack:
     """The sequences of one micro-batch, one after the other, before they are sharded over a ring.
@@ -164,6 +173,7 @@ class Pack:
     sequence_T: Tensor  # int64
     segments: tuple[Segment, ...]
     sequences: int  # S
+    names: tuple[SequenceName, ...] = ()  # of the sequences, where the rows give them
 
     @property
     def real_tokens(self) -> int:
@@ -187,6 +197,7 @@ class Shard:
     attention: Any  # rlexp.training.ring.base.RingBatch; opaque to every other module
     ends_n: Tensor | None = None  # the places in this shard at which sequences end, where scores are read there
     ended_n: Tensor | None = None  # and which sequences these are
+    known_t: Tensor | None = None  # the reference's log-probabilities, where they were computed before training
 
     def to(self, device: torch.device) -> Shard:
         held = {each.name: getattr(self, each.name) for each in fields(self)}

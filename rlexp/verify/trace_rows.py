@@ -10,17 +10,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlexp.config.schema import Config
 from rlexp.training.algos.base import Loss, Sides, Values
 from rlexp.training.algos.base import Losses as LossesOf
 from rlexp.training.metrics.meter import Meter
+from rlexp.training.reference.base import Reference
 from rlexp.training.ring.groups import World
 from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import read_examples
 from rlexp.training.train.offline_task import HeldExamples, OfflineTask
-from rlexp.training.train.parts import Reference, Run
-from rlexp.training.types import Answered, Shard, TokenLogps
+from rlexp.training.train.parts import Run
+from rlexp.training.types import Answered, Pack, SequenceName, Shard
 from rlexp.verify.recorder import Recorder, array, recorded_run
 from rlexp.verify.records import Array, Counts, Losses, Micro, TokenAnswer, TokenExample, TokenPair
 
@@ -102,13 +104,7 @@ class Recorded(OfflineTask):
     def start(self, run: Run, reference: Reference | None) -> None:
         self.recorder.begin_run(run, len(self.train))
 
-        def recorded_reference(shard: Shard) -> TokenLogps:
-            assert reference is not None
-            tokens = reference(shard)
-            self.recorder.micro.reference_t = array(tokens.logps_t)
-            return tokens
-
-        recorded = None if reference is None else recorded_reference
+        recorded = None if reference is None else RecordedReference(reference, self.recorder)
         super().start(recorded_run(run, self.recorder), recorded)
 
     def passing(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -118,9 +114,9 @@ class Recorded(OfflineTask):
         with self.recorder.passing("held out"):
             return super().evaluate(step)
 
-    def shard(self, examples: Sequence[Answered]) -> HeldExamples:
+    def shard(self, examples: Sequence[Answered], names: Sequence[SequenceName] = ()) -> HeldExamples:
         self.recorder.begin(examples, self.sides)
-        held = super().shard(examples)
+        held = super().shard(examples, names)
         self.recorder.sharded(held.shard)
         return held
 
@@ -149,6 +145,21 @@ def named_sums(values: Values) -> dict[str, Array]:
     given = {"policy": values.judged, "reference": values.reference, "likelihoods": values.likelihoods,
              "entropies": values.entropies, "hits": values.hits}  # fmt: skip
     return {f"{who}/{side}": array(each) for who, sides in given.items() for side, each in (sides or {}).items()}
+
+
+class RecordedReference(Reference):
+    """The product's reference, whose answers are recorded."""
+
+    def __init__(self, reference: Reference, recorder: RowsRecorder) -> None:
+        self.reference, self.recorder = reference, recorder
+
+    def known(self, pack: Pack, shard: Shard) -> Shard:
+        return self.reference.known(pack, shard)
+
+    def logps(self, shard: Shard) -> Tensor:
+        logps_t = self.reference.logps(shard)
+        self.recorder.micro.reference_t = array(logps_t)
+        return logps_t
 
 
 class RecordedLoss:

@@ -15,12 +15,13 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.training.algos.build import build_policy_loss
 from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss, PolicyTerms, PolicyTokens
+from rlexp.training.reference.base import Reference
 from rlexp.training.ring.groups import World
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import RolloutFacts
 from rlexp.training.train.build_rollouts import Parts
 from rlexp.training.train.examples import read_examples
-from rlexp.training.train.parts import Reference, Run
+from rlexp.training.train.parts import Run
 from rlexp.training.train.rollout_supply import Made, Rollouts
 from rlexp.training.train.rollout_task import HeldSamples, RolloutStep, RolloutTask
 from rlexp.training.types import Sample

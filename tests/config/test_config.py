@@ -50,6 +50,7 @@ def test_every_option_of_every_group_composes(group: str, tmp_path: Path, monkey
             "sum": ["loss=ppo", "+reward.terms.one={kind: rule, text: a}"],
         },
         "rollout": {"default": sampled, "pipelined": sampled},
+        "reference": {"adapter": ["adapter=lora"], "none": ["loss=simpo"]},
         "loss": {name: ["reward.text=a"] for name in KINDS["loss"] if name != "dpo"},
     }
     for option in sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")):

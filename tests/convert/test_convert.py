@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlexp.config.schema import KINDS, Config
+from rlexp.config.schema import KINDS, Config, ReferenceName
 from rlexp.config.schema.keys import all_keys
 from rlexp.convert.experiment import composed, overrides, text_of
 from rlexp.convert.frameworks import FRAMEWORKS, converted
@@ -42,6 +42,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.max_steps": 1000, "train.epochs": None, "train.eval_every": 50, "train.precision": "bf16", "seed": 42,
         "data.max_length": 1024, "data.too_long": "truncate", "data.eval_split": "test", "data.drop_last": False,
         "optim.lr": 5e-7, "memory.checkpointing": True, "checkpoint.save_every": "500", "logger.name": "none",
+        "adapter.name": "none", "reference.name": ReferenceName.model,
     },
     "trl_grpo.yaml": {
         "loss.name": "grpo", "loss.beta": 0.0, "loss.normalize": "token", "engine.name": "zero2", "train.epochs": 3,
@@ -51,7 +52,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "trl_gspo.sh": {
         "loss.name": "gspo", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4, "loss.normalize": "sequence",
         "engine.name": "zero3", "train.batch_size": 128, "rollout.batch_size": 64, "rollout.minibatches": 4,
-        "rollout.max_new_tokens": 1024, "reward.name": "sum",
+        "rollout.max_new_tokens": 1024, "reward.name": "sum", "adapter.targets": ["q_proj", "v_proj"],
+        "adapter.rank": 16, "adapter.alpha": 32.0, "adapter.dropout": 0.0,
     },
     "trl_rloo.yaml": {
         "loss.name": "rloo", "loss.beta": 0.03, "train.batch_size": 2048, "rollout.batch_size": 2048,
@@ -61,11 +63,13 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "loss.name": "sft", "optim.lr": 2e-5, "train.epochs": 1, "train.batch_size": 64, "train.eval_every": 100,
         "eval.before_training": True, "data.eval_split": "test", "data.max_length": 1024, "data.too_long": "truncate",
         "memory.checkpointing": True, "data.shuffle": True, "checkpoint.best_metric": "eval/mean_token_accuracy",
+        "adapter.rank": 32, "adapter.alpha": 16.0, "adapter.targets": ["q_proj", "v_proj"],
     },
     "trl_kto.yaml": {
         "loss.name": "kto", "loss.beta": 0.1, "loss.desirable_weight": 1.0, "loss.undesirable_weight": 1.33,
         "optim.lr": 5e-7, "train.batch_size": 32, "data.shuffle": False, "data.too_long": "truncate",
-        "data.unpair": False, "logger.name": "wandb",
+        "data.unpair": False, "logger.name": "wandb", "adapter.name": "lora", "adapter.targets": [],
+        "reference.name": ReferenceName.adapter,
     },
     "trl_reward.sh": {
         "loss.name": "reward", "loss.center": 0.01, "loss.margin_weight": 1.0, "optim.lr": 1e-5, "launch.nproc": 4,
@@ -128,6 +132,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "llamafactory_dpo.yaml": {
         "loss.name": "dpo", "train.batch_size": 64, "engine.name": "zero3", "data.max_length": 2048,
         "data.path": "data/dpo_en_demo.json", "data.columns": {"prompt": "conversations"},
+        "adapter.rank": 8, "adapter.alpha": 16.0, "adapter.targets": [], "reference.name": ReferenceName.adapter,
     },
     "llamafactory_sft.yaml": {
         "loss.name": "sft", "train.batch_size": 16, "engine.name": "zero3", "data.eval_size": 20,
@@ -141,12 +146,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 ABSENT: dict[str, set[str]] = {
-    "trl_dpo.yaml": {"lora_dropout", "neftune_noise_alpha", "push_to_hub", "grad_scale"},
+    "trl_dpo.yaml": {"neftune_noise_alpha", "push_to_hub", "grad_scale"},
     "trl_grpo.yaml": set(),
-    "trl_gspo.sh": {"use_peft", "lora_target_modules"},
+    "trl_gspo.sh": set(),
     "trl_rloo.yaml": {"hub_token", "push_to_hub", "vllm_importance_sampling_mode"},
-    "trl_sft.sh": {"eos_token", "use_peft", "lora_r", "lora_alpha"},
-    "trl_kto.yaml": {"use_peft", "lora_target_modules"},
+    "trl_sft.sh": {"eos_token"},
+    "trl_kto.yaml": set(),
     "trl_reward.sh": set(),
     "openrlhf_dpo_ring.sh": set(),
     "openrlhf_sft.sh": set(),
@@ -159,7 +164,7 @@ ABSENT: dict[str, set[str]] = {
     "swift_dpo.sh": set(),
     "swift_sft.sh": set(),
     "swift_kto.sh": set(),
-    "llamafactory_dpo.yaml": {"finetuning_type", "lora_rank"},
+    "llamafactory_dpo.yaml": set(),
     "llamafactory_sft.yaml": {"max_samples"},
     "llamafactory_kto.yaml": set(),
 }
@@ -272,7 +277,8 @@ LEADING: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Keys that no argument of another trainer sets. A new key belongs into a rule of theirs, or into this list.
 OURS_ALONE = {
-    "checkpoint": "export export_dtype",
+    "adapter": "name",
+    "checkpoint": "export_dtype",
     "data": "bad_rows cache digits fill name revision seed size unpair",
     "engine": "chosen name overrides",
     "eval": "buckets",
@@ -290,7 +296,8 @@ OURS_ALONE = {
     "rollout": "micro_batch_size micro_batch_tokens sampling_ranks stop",
     "train": "grad_acc stop_after",
 }
-ALIKE = {"data_seed"}  # theirs shuffles, ours is for generated rows
+# data_seed: theirs shuffles, ours is for generated rows. alpha: theirs is AlphaPO's, ours is an adapter's.
+ALIKE = {"data_seed", "alpha"}
 
 
 @pytest.mark.parametrize("loss", KINDS["loss"])
@@ -401,7 +408,7 @@ def test_the_command_writes_an_experiment_that_trains(folder: Path) -> None:
     """From the file to a run: on CPU, with a small model and our own pairs in place of the hub's."""
     done = command(folder, str(FOREIGN / "trl_dpo.yaml"), "--gpus", "1", "--trainer", "dpo", "--name", "mine")
     assert done.returncode == 0, done.stderr
-    assert "not here: lora_dropout, neftune_noise_alpha, push_to_hub, grad_scale" in done.stderr
+    assert "not here: neftune_noise_alpha, push_to_hub, grad_scale" in done.stderr
     assert (
         "wrote conf/experiment/mine.yaml: python -m rlexp +experiment=mine hydra.run.dir=Qwen2-0.5B-DPO" in done.stderr
     )

@@ -31,6 +31,7 @@ OURS_ALONE = {
     "rollout": "pipelined",
     "rollout.overlong": "keep",
     "engine.offload": "none",
+    "reference": "model none",  # by default the adapter's base or the starting weights; none is what a loss has
 }
 ENUMS: dict[str, type[Enum]] = {
     "engine": EngineName, "logger": LoggerName, "parallel.layout": LayoutName, "parallel.kernel": KernelName,
@@ -49,6 +50,7 @@ LEADING: dict[str, tuple[Any, ...]] = {
     "loss_type": (*preference.LOSSES, *answers.SINGLE, "simpo", ["sigmoid", "bco_pair", "sft"]), "ipo": (True,),
     "pref_loss": ("orpo", "simpo"),
     "optim": ("adamw_torch", "sgd"), "test_split_size": (5,), "ring_attn_func": tuple(axolotl.RING_FUNCTIONS),
+    "use_peft": (True,), "precompute_ref_log_probs": (True,), "adapters": ("sft",), "ref_adapters": ("sft",),
 }  # fmt: skip
 
 
@@ -58,7 +60,8 @@ def options() -> set[str]:
     found |= {f"{key}={each.value}" for key, kind in ENUMS.items() for each in kind}
     groups = ("optim", "rollout", "reference", "engine", "logger")
     files = {f"{group}={path.stem}" for group in groups for path in (conf_dir() / group).glob("*.yaml")}
-    return (found | files) - {"engine=auto", "reference=model", "rollout=default", "parallel.kernel=auto"}
+    defaults = {"engine=auto", "adapter=none", "reference=auto", "rollout=default", "parallel.kernel=auto"}
+    return (found | files) - defaults
 
 
 def reached(folder: Path) -> set[str]:
@@ -69,7 +72,8 @@ def reached(folder: Path) -> set[str]:
     for (framework, trainer), least in LEAST.items():
         names = {name for rule in FRAMEWORKS[framework].rules for name in rule.names}
         cases = [{}, *({name: value} for name, values in LEADING.items() for value in values)]
-        pairs = [one | two for one, two in itertools.combinations(cases[1:], 2) if "ring_attn_func" in two]
+        pairs = [one | two for one, two in itertools.combinations(cases[1:], 2)
+                 if {"ring_attn_func", "ref_adapters"} & two.keys()]  # fmt: skip
         for given in (*cases, *pairs):
             try:
                 conv = of_asked(Asked(framework, trainer, least | {n: v for n, v in given.items() if n in names}), 8)
@@ -128,6 +132,23 @@ def test_what_a_rule_calls_not_here_is_not_here() -> None:
 )
 def test_a_loss_that_comes_ends_its_refusals(loss: str, wanted: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS["loss"], loss, KINDS["loss"]["dpo"])
+    assert wanted <= {each.partition(":")[0] for each in outdated()}
+
+
+@pytest.mark.parametrize(
+    ("key", "wanted"),
+    [
+        ("adapter.use_dora", {"use_dora", "peft_use_dora"}),
+        ("adapter.quantization", {"load_in_4bit", "ds.load_in_4bit", "quant_method", "quantization_bit"}),
+        ("adapter.lr_ratio", {"lorap_lr_ratio", "loraplus_lr_ratio"}),
+        ("adapter.target_parameters", {"lora_target_parameters", "target_parameters"}),
+    ],
+)
+def test_a_kind_of_adapter_that_comes_ends_its_refusals(
+    key: str, wanted: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {*all_keys(), key}
+    monkeypatch.setattr("tests.convert.test_gaps.all_keys", lambda: keys)
     assert wanted <= {each.partition(":")[0] for each in outdated()}
 
 

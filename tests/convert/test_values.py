@@ -49,7 +49,10 @@ LEAST: dict[tuple[str, str], dict[str, Any]] = {
 TURNED_ON: dict[str, Any] = {"use_vllm": True, "eval_strategy": "steps", "vllm_num_engines": 2, "test_split_size": 9,
                              "enable_vllm_is_correction": True, "val_set_size": 9, "val_size": 9, "warmup_steps": 5,
                              "eval_dataset": "org/e", "zero_stage": 3, "context_parallel_size": 2,
-                             "packing": True}  # fmt: skip
+                             "packing": True, "use_peft": True, "adapter": "lora", "lora_r": 8, "lora_alpha": 16,
+                             "lora_target_linear": True, "lora_rank": 8, "precompute_ref_log_probs": True,
+                             "ref_offload": True, "adapters": ["a"], "ref_adapters": ["a"],
+                             "adapter_name_or_path": "a", "ref_model": "org/m"}  # fmt: skip
 ODD: tuple[Any, ...] = (0, -1, 0.5, 2.0, "x", [1], {}, {"stage": 3}, math.inf, True, False, None, "steps", "zero3")
 FEW: tuple[Any, ...] = (0, 1, "x", [], True, "zero3", 10**30)
 

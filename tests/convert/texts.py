@@ -19,6 +19,11 @@ FACTORY = "model_name_or_path: org/m\nstage: dpo\nfinetuning_type: full\ndataset
 OPENRLHF = "deepspeed --module openrlhf.cli.train_dpo --pretrain org/m --dataset org/d "
 RAY = "python3 -m openrlhf.cli.train_ppo_ray --pretrain org/m --prompt_data org/p --reward_pretrain org/r "
 SWIFT = "NPROC_PER_NODE=4 swift rlhf --rlhf_type dpo --model org/m --tuner_type full --dataset org/d "
+# The same with an adapter; ms-swift and LLaMA-Factory have one by default.
+TRL_LORA = TRL + "use_peft: true\n"
+AXOLOTL_LORA = AXOLOTL + "adapter: lora\nlora_r: 32\nlora_alpha: 64\nlora_dropout: 0.05\nlora_target_linear: true\n"
+FACTORY_LORA = FACTORY.replace("finetuning_type: full\n", "")
+SWIFT_LORA = SWIFT.replace("--tuner_type full ", "")
 COMMAND = "trl dpo --model_name_or_path org/m --dataset_name org/d "
 
 

@@ -50,6 +50,7 @@ class Steps:
     chosen: list[float]  # of this rank's replica, in the order of its samples
     rejected: list[float]
     weights: dict[str, Tensor]
+    start: dict[str, Tensor]  # the weights before the first step
 
 
 def train_steps(spec: RankSpec, cfg: Config, steps: int) -> Steps:
@@ -59,9 +60,13 @@ def train_steps(spec: RankSpec, cfg: Config, steps: int) -> Steps:
     task = build(cfg, probing=unprobed)
     engine, loss = SpyEngine(task.run.engine), SpyLoss(task.loss)
     task.run, task.loss = dataclasses.replace(task.run, engine=engine), loss
+    start = weights_of(engine)
     rows = [train_step(task, step) for step in range(1, steps + 1)]
-    weights = {name: weight.detach().double().cpu().clone() for name, weight in engine.weights()}
-    return Steps(rows, engine.kept, loss.chosen, loss.rejected, weights)
+    return Steps(rows, engine.kept, loss.chosen, loss.rejected, weights_of(engine), start)
+
+
+def weights_of(engine: Any) -> dict[str, Tensor]:
+    return {name: weight.detach().double().cpu().clone() for name, weight in engine.weights()}
 
 
 def begin_saving(run: Any, folder: Path, step: int) -> Callable[[], Any]:

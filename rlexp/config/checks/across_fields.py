@@ -8,6 +8,7 @@ from rlexp.base import engine_facts
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
+from rlexp.config.checks.adapter import check_adapter
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.deepspeed import check_overrides
 from rlexp.config.checks.evaluation import check_evaluation
@@ -47,6 +48,7 @@ def check(cfg: Config, *, here: bool = True) -> None:
     check_backend(cfg, heads, here=here)
     check_layout(cfg, heads)
     check_kernel(cfg, heads, here=here)
+    check_adapter(cfg, here=here)
     check_reference(cfg, here=here)
     check_rollout(cfg, here=here)
     check_loss(cfg)

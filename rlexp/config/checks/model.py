@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlexp.base.errors import ConfigError
+from rlexp.config.checks.adapter import check_quantized
 from rlexp.config.checks.files import check_model_path, expanded, is_dir, is_file
 from rlexp.config.schema import HFModelConfig
 
@@ -25,6 +26,7 @@ def check_pretrained(model: HFModelConfig, *, here: bool) -> None:
     folder = Path(model.path).expanduser()
     local = is_dir(folder)
     check_revision("model", model.path, model.revision)
+    check_quantized("model.path", model.path)
     _check_gguf(model, folder if local else None, here=here)
     _check_tokens(model, folder if local else None)
     if model.chat_template is not None:

@@ -11,8 +11,9 @@ from rlexp.config.checks.files import check_model_path
 from rlexp.config.checks.kernel import check_kernel
 from rlexp.config.checks.layout import Choice, Heads, check_layout, heads_of, with_layout
 from rlexp.config.checks.model import check_revision
-from rlexp.config.schema import Config, HFModelConfig
+from rlexp.config.schema import Config, HFModelConfig, LoraConfig, ReferenceName
 from rlexp.config.schema.loss_terms import compares
+from rlexp.config.schema.losses import KTOConfig
 
 
 @dataclass
@@ -25,6 +26,7 @@ class ReferenceModelConfig(HFModelConfig):
 def check_reference(cfg: Config, *, here: bool = True) -> None:
     """Refuse a reference model that is not there, that nothing is compared with, or that cannot run as the policy."""
     path, revision = cfg.reference.path, cfg.reference.revision
+    _check_kind(cfg)
     if path is None:
         if revision is not None:
             raise ConfigError(
@@ -45,6 +47,56 @@ def check_reference(cfg: Config, *, here: bool = True) -> None:
     check_model_path("reference.path", path)
     check_revision("reference", path, revision)
     check_heads(cfg, heads_of(model_of_reference(cfg)), here=here)
+
+
+def _check_kind(cfg: Config) -> None:
+    """Refuse a kind of reference that this run cannot have, and keys of another kind."""
+    name, loss, path = cfg.reference.name, cfg.loss, cfg.reference.path
+    if name is ReferenceName.adapter and not isinstance(cfg.adapter, LoraConfig):
+        raise ConfigError(
+            "reference=adapter: is the trained model without its adapter, and adapter=none. Use adapter=lora, or "
+            "reference=model."
+        )
+    if name is ReferenceName.none and compares(loss):
+        raise ConfigError(
+            f"reference=none: loss={loss.name} compares the policy with a reference. Leave reference out, or use a "
+            f"loss without one, such as {'loss.beta=0' if loss.draws else 'loss=simpo'}."
+        )
+    if path is not None and name in (ReferenceName.adapter, ReferenceName.none):
+        raise ConfigError(
+            f"reference.path={path}: is a model of its own, and reference={name.value} has none. Leave reference.path "
+            f"out, or use reference=model or reference=precompute."
+        )
+    if cfg.reference.offload and name is not ReferenceName.model:
+        raise ConfigError(
+            f"reference.offload=true: moves the weights of reference=model, and reference={name.value} holds none. "
+            f"Leave reference.offload out."
+        )
+    if cfg.reference.offload and not compares(loss):
+        raise ConfigError(
+            f"reference.offload=true: loss={loss.name} compares the policy with no reference model"
+            f"{' while loss.beta=0' if loss.draws else ''}. Leave reference.offload out."
+        )
+    if name is ReferenceName.precompute:
+        _check_precompute(cfg)
+
+
+def _check_precompute(cfg: Config) -> None:
+    loss = cfg.loss
+    if loss.draws:
+        raise ConfigError(
+            f"reference=precompute: loss={loss.name} draws its own samples, which are not known before training. Use "
+            f"reference=model, or adapter=lora, which needs no second model."
+        )
+    if not compares(loss):
+        raise ConfigError(
+            f"reference=precompute: loss={loss.name} compares the policy with no reference. Leave reference out."
+        )
+    if isinstance(loss, KTOConfig):
+        raise ConfigError(
+            "reference=precompute: loss=kto also asks for answers to other prompts of the same train batch, which are "
+            "not known before training. Use reference=model, or loss=bco or loss=apo_zero_unpaired."
+        )
 
 
 def check_heads(cfg: Config, heads: Heads | None, *, here: bool = True) -> None:

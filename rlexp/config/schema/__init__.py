@@ -131,7 +131,14 @@ class OptimName(Enum):
 
 
 class ReferenceName(Enum):
-    model = "model"
+    """What gives the log-probabilities that the policy's are compared with."""
+
+    model = "model"  # a frozen model in memory
+    # the trained model itself with its adapter off, or with the adapter that training starts from; with adapter=lora
+    adapter = "adapter"
+    # computed once before training, and kept in the machine's cache; not with a loss of reinforcement learning, or kto
+    precompute = "precompute"
+    none = "none"  # nothing; with a loss that compares with no reference
 
 
 class LoggerName(Enum):
@@ -422,10 +429,11 @@ class OptimConfig:
 
 @dataclass
 class ReferenceConfig:
-    name: ReferenceName = ReferenceName.model  # the reference model, chosen by reference=NAME
+    name: ReferenceName = MISSING  # what the policy is compared with, chosen by reference=NAME
     # folder or hub name of the reference model, with model=hf; null: the weights that training starts from
     path: str | None = None
     revision: str | None = None  # a hub model's branch, tag or commit; null: its main branch
+    offload: bool = False  # keep its weights in the host's memory between uses; with reference=model
 
 
 class CountTensors(Enum):
@@ -434,6 +442,34 @@ class CountTensors(Enum):
     auto = "auto"  # on CPU only, in micro-batches that may hold more than any before: 4 % of a default run's time
     always = "always"  # in every step, on any device: twice the time of a small model's step
     never = "never"  # nowhere
+
+
+@dataclass
+class AdapterConfig:
+    name: str = MISSING  # the kind of the adapter, chosen by adapter=NAME
+
+
+@dataclass
+class NoAdapterConfig(AdapterConfig):
+    name: str = "none"
+
+
+@dataclass
+class LoraConfig(AdapterConfig):
+    """Low-rank matrices beside the linear layers (LoRA, arXiv 2106.09685); peft makes them. All else is frozen."""
+
+    name: str = "lora"
+    # layers that get an adapter, by name or its last parts: `[q_proj,v_proj]`; []: all linear layers but the head
+    targets: list[str] = field(default_factory=list)
+    rank: int = number(16, least=1, most=65536)  # rows of the first matrix of each pair
+    alpha: float = number(32.0, above=0)  # what the two matrices give is multiplied by alpha / rank
+    rslora: bool = False  # multiply by alpha / √rank (rsLoRA, arXiv 2312.03732)
+    # share of the adapter's inputs that are set to zero; only 0: which ones would depend on the layout
+    dropout: float = number(0.0, least=0, below=1)
+    # folder of an adapter in peft's format to go on from; what makes an adapter is then as in that folder, and its keys
+    # are left out. null: a new one
+    path: str | None = None
+    also: list[str] = field(default_factory=list)  # modules that are trained whole beside it: `[lm_head]`
 
 
 @dataclass
@@ -466,7 +502,9 @@ class CheckpointConfig:
     best_metric: str = "eval/loss"
     best: Best = Best.min  # which value of checkpoint.best_metric is best
     on_exit: bool = True  # save when the run ends, or is asked to stop
-    export: bool = True  # write the trained model to `<run>/model` when the run ends
+    # write the trained model to `<run>/model` when the run ends; of an adapter alone, or the model that it is merged
+    # into: `merged`
+    export: bool | str = True
     export_dtype: ExportDtype = ExportDtype.auto  # dtype of the weights in `<run>/model`
 
 
@@ -511,6 +549,8 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)  # what is minimized
     engine: EngineConfig = field(default_factory=EngineConfig)  # how the training state is held and updated
     optim: OptimConfig = field(default_factory=OptimConfig)  # the optimizer and the learning rate
+    # small matrices that are trained in the place of the model
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)  # the model that the policy is compared with
     # how answers are drawn; only with a loss of reinforcement learning
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -563,6 +603,7 @@ KINDS: dict[str, dict[str, type]] = {
         "reinforce_pp": ReinforcePPConfig,
         "gspo": GSPOConfig,
     },
+    "adapter": {"none": NoAdapterConfig, "lora": LoraConfig},
     "reward": {
         "rule": RuleRewardConfig,
         "python": PythonRewardConfig,

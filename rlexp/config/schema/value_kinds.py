@@ -52,7 +52,9 @@ def in_words(hint: Any) -> str:
     """Return the kind of value that a type takes: `a whole number, or null`."""
     plain, optional = _unwrapped(hint)
     origin = typing.get_origin(plain)
-    if origin is list:
+    if isinstance(plain, types.UnionType):
+        words = " or ".join(in_words(each) for each in typing.get_args(plain))
+    elif origin is list:
         words = _LIST
     elif origin is dict:
         words = _MAPPING
@@ -64,9 +66,10 @@ def in_words(hint: Any) -> str:
 
 
 def _unwrapped(hint: Any) -> tuple[Any, bool]:
-    if not isinstance(hint, types.UnionType):
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else ()
+    if type(None) not in kinds:
         return hint, False
-    (plain,) = [each for each in typing.get_args(hint) if each is not type(None)]
+    (plain,) = [each for each in kinds if each is not type(None)]
     return plain, True
 
 
@@ -79,12 +82,17 @@ def check_kinds(node: Any, prefix: str = "") -> None:
         plain, optional = _unwrapped(hints[field.name])
         if value is None and optional:
             continue
-        if not isinstance(value, (int, float) if plain is float else typing.get_origin(plain) or plain):
+        if not isinstance(value, (int, float) if plain is float else _checked(plain)):
             raise ConfigError(f"{key}={value}: {rule(key, type(node))}")
         for where, each, hint in _misfits(key, value, plain):
             raise ConfigError(f"{where}={_shown(each)}: must be {_entry_words(hint)}. Give it a plain value.")
         if dataclasses.is_dataclass(value):
             check_kinds(value, f"{key}.")
+
+
+def _checked(plain: Any) -> Any:
+    """Return what `isinstance` takes for a kind: a list for a list of texts."""
+    return plain if isinstance(plain, types.UnionType) else typing.get_origin(plain) or plain
 
 
 def _misfits(key: str, value: Any, hint: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from rlexp.preflight.rehearsal import operators
 from rlexp.preflight.rehearsal.device import NAME
-from rlexp.preflight.rehearsal.log import BUFFERS, Log
+from rlexp.preflight.rehearsal.log import BUFFERS, REFERENCE, Log
 from rlexp.preflight.rehearsal.memo import Cost, Memo
 from rlexp.training.metrics.live_tensors import LiveTensors, wraps
 
@@ -50,7 +50,10 @@ class Counting(LiveTensors):
         for each in types:
             if each is not FakeTensor and wraps(each):
                 return NotImplemented
-        return self.counted(func, args, kwargs or {})
+        made = self.counted(func, args, kwargs or {})
+        if func is aten.copy_.default and args[0].device.type != args[1].device.type:
+            self.label_streamed(args[0])
+        return made
 
     def counted(self, func: Any, args: Any, kwargs: Any) -> Any:
         made = func(*args, **kwargs)
@@ -63,6 +66,11 @@ class Counting(LiveTensors):
             self.count_sent(func, args)
         elif operators.launches(func):
             self.log.computed(operators.flops(func, args), operators.moved_bytes(args, kwargs, made))
+
+    def label_streamed(self, tensor: Tensor) -> None:
+        """Label a copy of weights of the host, which the reference has in the place of its own on the device."""
+        if calling_line().startswith("rlexp/training/engine/streamed.py"):
+            self.log.label(self.number_of(tensor), REFERENCE)
 
     def count_sent(self, func: Any, args: Any) -> None:
         if (sending := operators.sent(func, args)) is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlexp.base.engine_facts import ENGINES
 from rlexp.config.schema import Config
@@ -29,13 +29,17 @@ from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import random_model
 from rlexp.training.model.placing import Placing, put_all
+from rlexp.training.reference.base import Reference
 from rlexp.training.ring.groups import World
 from rlexp.training.ring.kernels import BlockKernel, get_kernel
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.build import Sources, build, unprobed
 from rlexp.training.train.choose_task import task_class
+from rlexp.training.train.export_at_end import weights_to_write
+from rlexp.training.train.parts import Setting
 from rlexp.training.train.step import train_step
 from rlexp.training.train.task import Task
+from rlexp.training.types import Pack, Shard
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
         memory=lambda _: int(plan.cfg.hardware.memory_gib * (1 << 30)) if plan.gpu else None,
         kernel=lambda *args: CountedKernel((kernel_for if plan.gpu else get_kernel)(*args), log),
         decoding_probe=unprobed,
+        precomputed=Unknown,
     )
     with phases("build"):
         task = build(plan.cfg, phases, probing=unprobed, task_of=longest_task(mode, judging), sources=sources)
@@ -128,7 +133,7 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
             train_step(task, step)
         if plan.cfg.checkpoint.export and not log.build_alone:
             with phases("export"):
-                for _ in engine.weights():  # one after the other; the files are the host's
+                for _ in weights_to_write(task.run):  # one after the other; the files are the host's
                     pass
     log.closed = True
 
@@ -148,6 +153,20 @@ def _random_models(plan: RehearsalPlan, device: torch.device, loaded: list[Any],
         return model
 
     return model_of
+
+
+class Unknown(Reference):
+    """Stands in for what is computed before training: each token has a value, and no model is in memory."""
+
+    def __init__(self, setting: Setting, *_: Any, **__: Any) -> None:
+        self.dtype = torch.promote_types(setting.dtype, torch.float32)
+
+    def known(self, pack: Pack, shard: Shard) -> Shard:  # noqa: ARG002
+        return dataclasses.replace(shard, known_t=torch.zeros(len(shard.tokens_t), dtype=self.dtype))
+
+    def logps(self, shard: Shard) -> Tensor:
+        assert shard.known_t is not None
+        return shard.known_t
 
 
 class LoggedPhases(Phases):

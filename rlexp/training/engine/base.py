@@ -12,6 +12,7 @@ parts is their sum: exactly the gradient of the train batch's loss. Nothing else
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -75,10 +76,13 @@ class Engine(Protocol):
     def gradients(self) -> dict[str, Tensor]:
         """Return the whole gradient by parameter, between the last `backward` and `step`. A collective call."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole parameters in the optimizer's precision; frozen ones as they are.
+    def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole parameters in the optimizer's precision, and frozen ones as they are; or the trained ones alone.
 
         A collective call: every rank iterates to the end. Only one parameter is whole at a time."""
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the same of the model alone, without a critic: under its own names, with an adapter merged into it."""
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the whole shapes of the parameters that a checkpoint holds, which are those that are trained."""
@@ -90,7 +94,7 @@ class Engine(Protocol):
         """Bring all else in line after the fragments were written from a state at `steps`. A collective call."""
 
 
-class Named:
+class Named(abc.ABC):
     """An engine's name, with what `rlexp/base/engine_facts.py` says of that engine, and its parameters' shapes."""
 
     name: str
@@ -104,6 +108,14 @@ class Named:
     @property
     def sharded(self) -> bool:
         return ENGINES[self.name].sharded
+
+    @abc.abstractmethod
+    def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]: ...
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        adapter = self.policy.adapter
+        weights = ((name, weight) for name, weight in self.weights() if not name.startswith(CRITIC))
+        return weights if adapter is None else adapter.merged(weights)
 
     def shapes(self) -> dict[str, torch.Size]:
         return {name: shape_of(parameter) for name, parameter in trained(self.policy).items()}

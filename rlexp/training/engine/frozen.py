@@ -39,9 +39,10 @@ class Frozen(Named):
         logits_BV: Tensor = self.module(batch)
         return logits_BV
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.policy.named():
-            yield name, parameter.detach()
+            if name in self.parameters or not trained:
+                yield name, parameter.detach()
 
     def fragments(self) -> list[Fragment]:
         return [Fragment(name, 0, parameter.detach().view(-1), {}) for name, parameter in self.parameters.items()]
@@ -56,3 +57,10 @@ class Frozen(Named):
         raise AssertionError("frozen weights have no gradient and no optimizer")
 
     backward = grad_norm = step = gradients = _nothing_trains
+
+
+def put_buffers(policy: Policy, device: torch.device) -> None:
+    """Put the buffers on a device, such as rotary tables, where the weights stay on the host."""
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))

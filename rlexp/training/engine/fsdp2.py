@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlexp.config.schema import OptimConfig
 from rlexp.training.engine.base import Fragment, Named, moments_of, optimizer_for, set_lr, set_steps, trained
-from rlexp.training.engine.frozen import Frozen
+from rlexp.training.engine.frozen import Frozen, put_buffers
 from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.placing import take_exact
 from rlexp.training.model.policy import Policy, cast_parameters
@@ -35,7 +35,7 @@ class FSDP2Engine(Named):
     def __init__(self, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.policy, self.world, self.steps = policy, world, 0
         self.max_grad_norm = optim.max_grad_norm
-        cast_parameters(policy, torch.promote_types(dtype, torch.float32))
+        cast_parameters(policy, torch.promote_types(dtype, torch.float32), frozen=dtype)
         self.root = shard(policy, dtype, world)
         self.parts = dict(policy.named())  # between a forward and a backward pass the policy has others
         self.parameters = trained(policy)
@@ -82,9 +82,10 @@ class FSDP2Engine(Named):
     def gradients(self) -> dict[str, Tensor]:
         return {name: _whole(parameter.grad) for name, parameter in self.parameters.items()}
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.parts.items():
-            yield name, _whole(parameter.detach())
+            if name in self.parameters or not trained:
+                yield name, _whole(parameter.detach())
 
     def fragments(self) -> list[Fragment]:
         return _fragments(self.parameters, functools.partial(moments_of, self.optimizer))
@@ -96,23 +97,33 @@ class FSDP2Engine(Named):
         self.root.reshard()  # weights gathered for an evaluation are older than those just written
 
 
-def shard(policy: Policy, dtype: torch.dtype, world: World) -> Any:
-    """Shard layer by layer, by the modules that transformers says must not be split; then the rest together."""
+def shard(policy: Policy, dtype: torch.dtype, world: World, *, offloaded_from: torch.device | None = None) -> Any:
+    """Shard layer by layer, by the modules that transformers says must not be split; then the rest together.
+
+    Each rank's part may stay on the host, offloaded from the device that computes.
+    """
     precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype is torch.bfloat16:
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     # The run's device: by default FSDP takes the machine's.
-    parts = {name: take_exact(parameter) for name, parameter in policy.named_parameters()}
+    parts = {name: _part(parameter) for name, parameter in policy.named_parameters()}
     values = (*parts.values(), *policy.parameters())
-    device = next(value.device for value in values if value is not None and not value.is_meta)
+    device = offloaded_from or next(value.device for value in values if value is not None and not value.is_meta)
+    kept = OffloadPolicy() if offloaded_from is None else CPUOffloadPolicy(pin_memory=device.type == "cuda")
     mesh = init_device_mesh(device.type, (world.size,))
     layers = set(policy.model._no_split_modules or ())  # the layers of a critic's trunk have the same names
     for module in policy.modules():
         if type(module).__name__ in layers and not isinstance(module, FSDPModule):
-            fully_shard(module, mesh=mesh, mp_policy=precision)
-    root = fully_shard(policy, mesh=mesh, mp_policy=precision)
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=kept)
+    root = fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=kept)
     _fill(root, parts)
     return root
+
+
+def _part(parameter: nn.Parameter) -> Tensor | None:
+    """Return this rank's part of a parameter without memory, in the parameter's dtype."""
+    exact = take_exact(parameter)
+    return None if exact is None else exact.to(parameter.dtype)
 
 
 def _fill(root: Any, parts: dict[str, Tensor | None]) -> None:
@@ -122,22 +133,31 @@ def _fill(root: Any, parts: dict[str, Tensor | None]) -> None:
     for name, parameter in root.named_parameters(remove_duplicate=False):
         if (part := parts.get(name)) is not None:
             assert isinstance(parameter, DTensor)
-            local = part.view(parameter.to_local().shape)
-            made = DTensor.from_local(
-                local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-            )
+            made = _sharded(part.view(parameter.to_local().shape), parameter)
             filled[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
         if id(parameter) in filled:
             state[name] = filled[id(parameter)]
     root.load_state_dict(state, strict=False, assign=True)
 
 
+def _sharded(local: Tensor, like: DTensor) -> DTensor:
+    """Shim: torch's own way to a part of the host moves it to the device. FSDP makes its own parts so too. Remove this
+    when `DTensor.from_local` leaves a part where it is."""
+    if local.device.type != like.device_mesh.device_type:
+        return DTensor(local, like._spec, requires_grad=False)
+    return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
 class FrozenRows(Frozen):
     """A model that is not trained, sharded as one that is."""
 
-    def __init__(self, policy: Policy, world: World, dtype: torch.dtype) -> None:
+    def __init__(
+        self, policy: Policy, world: World, dtype: torch.dtype, offloaded_from: torch.device | None = None
+    ) -> None:
         super().__init__("fsdp2", policy)
-        self.module = shard(policy, dtype, world)
+        if offloaded_from is not None:
+            put_buffers(policy, offloaded_from)
+        self.module = shard(policy, dtype, world, offloaded_from=offloaded_from)
         mine = self.parameters.keys()
         self.parts = dict(policy.named())
         self.parameters = {name: parameter for name, parameter in self.parts.items() if name in mine}
@@ -149,9 +169,10 @@ class FrozenRows(Frozen):
     def decode(self, batch: Decoding) -> Tensor:
         return _decode(self.module, batch)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.parts.items():
-            yield name, _whole(parameter.detach())
+            if name in self.parameters or not trained:
+                yield name, _whole(parameter.detach())
 
     def fragments(self) -> list[Fragment]:
         return _fragments(self.parameters, lambda _: {})

@@ -26,7 +26,7 @@ class PlainEngine(Named):
     def __init__(self, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.policy, self.world, self.steps = policy, world, 0
         self.max_grad_norm = optim.max_grad_norm
-        cast_parameters(policy, torch.float64 if dtype is torch.float64 else torch.float32)
+        cast_parameters(policy, torch.promote_types(dtype, torch.float32), frozen=dtype)
         self.optimizer = optimizer_for(policy, optim)
         self.parameters = trained(policy)
         self.masters = self._split_masters() if dtype is torch.bfloat16 else self.parameters
@@ -44,7 +44,6 @@ class PlainEngine(Named):
                 group["params"] = [master if each is parameter else each for each in group["params"]]
             parameter.data = parameter.data.to(torch.bfloat16)
             masters[name] = master
-        cast_parameters(self.policy, torch.bfloat16)  # frozen ones too
         return masters
 
     def _take_gradients(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
@@ -103,9 +102,10 @@ class PlainEngine(Named):
     def gradients(self) -> dict[str, Tensor]:
         return {name: m.grad.detach().clone() for name, m in self.masters.items() if m.grad is not None}
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.policy.named():
-            yield name, self.masters.get(name, parameter).detach()
+            if parameter.requires_grad or not trained:
+                yield name, self.masters.get(name, parameter).detach()
 
     def fragments(self) -> list[Fragment]:
         return [

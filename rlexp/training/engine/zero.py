@@ -52,6 +52,8 @@ def import_deepspeed() -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls collectives by names that torch deprecates since 2.13.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    # Its hooks for the backward pass stand on layers whose inputs need no gradient, where what lies before is frozen.
+    warnings.filterwarnings("ignore", message=r"Full backward hook is firing when gradients are computed with respect")
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -149,7 +151,7 @@ class _Holder(nn.Module):
         return logps
 
 
-class _Partitioned(Named, abc.ABC):
+class _Partitioned(Named):
     """The common part of stages 1 to 3."""
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
@@ -191,11 +193,11 @@ class _Partitioned(Named, abc.ABC):
     def gradients(self) -> dict[str, Tensor]:
         return {name: self._utils.safe_get_full_grad(p).detach().clone() for name, p in trained(self.policy).items()}
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.policy.named():
             if parameter.requires_grad:
                 yield name, self._utils.safe_get_full_fp32_param(parameter).detach()
-            else:
+            elif not trained:
                 yield name, self._frozen(parameter)
 
     def _frozen(self, parameter: nn.Parameter) -> Tensor:
@@ -364,9 +366,12 @@ def partition(policy: Policy, cfg: EngineConfig) -> None:
     if not all(hasattr(parameter, "ds_id") for parameter in policy.parameters()):
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         deepspeed.zero.Init(module=policy, config_dict_or_path=ds_config(cfg, 0.0, torch.float32))
-    head = policy.head
-    for parameter in head.parameters(recurse=False):
-        deepspeed.zero.register_external_parameter(policy.outlet, parameter)
+    for head in policy.heads:
+        for parameter in head.parameters(recurse=False):
+            deepspeed.zero.register_external_parameter(policy.outlet, parameter)
+    if policy.adapter is not None:
+        # A layer is gathered with its adapter, whether the adapter is on or off: so all passes gather the same.
+        deepspeed.utils.set_z3_leaf_modules(policy, sorted({type(each) for each in policy.adapter.layers}, key=str))
 
 
 def loading_config(cfg: EngineConfig) -> dict[str, Any]:
@@ -377,12 +382,13 @@ def loading_config(cfg: EngineConfig) -> dict[str, Any]:
 
 
 def _cast_partitions(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Cast the pieces to the dtype that computes, and return the exact float32 ones."""
+    """Cast the pieces to the dtype that computes, and return the exact float32 ones of what is trained."""
     exact: dict[str, Tensor] = {}
     if dtype is torch.bfloat16:
         for name, parameter in policy.named():
             piece = _piece(parameter)
-            exact[name] = piece.data
+            if parameter.requires_grad:
+                exact[name] = piece.data
             piece.data = piece.data.to(dtype)
             parameter.data = parameter.data.to(dtype)
     return exact
@@ -398,9 +404,10 @@ class FrozenPieces(Frozen):
         _cast_partitions(policy, dtype)
         self.module = _initialize(model=policy, config=ds_config(cfg, 0.0, dtype, buffers_of(policy)))
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.policy.named():
-            yield name, _gathered(parameter)
+            if name in self.parameters or not trained:
+                yield name, _gathered(parameter)
 
     def fragments(self) -> list[Fragment]:
         fragments = []

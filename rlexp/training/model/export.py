@@ -34,6 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlexp.base.errors import ModelError
 from rlexp.base.files import sync, write_text
 from rlexp.config.schema import ExportDtype, HFModelConfig, ModelConfig
+from rlexp.training.model.adapter import plain_names
 from rlexp.training.model.policy import cast_parameters
 from rlexp.training.model.score_head import has_score_head
 
@@ -57,7 +58,8 @@ class Export:
     """A model on its way into a folder: weights come in one by one, and a file is written when it has all of its own.
 
     Call `describe`; then `add` for each parameter of `like` in its order, and `write` after those in `pauses`. The
-    parameters of `like` itself may be on any device, or in pieces.
+    parameters of `like` itself may be on any device, or in pieces; of an adapter in it nothing is written, and weights
+    have their plain names.
     """
 
     def __init__(self, like: PreTrainedModel, dtype: torch.dtype, place: Path) -> None:
@@ -68,7 +70,7 @@ class Export:
             self._model.generation_config = like.generation_config
         kept = _without_copies(self._model)
         self._held = {name: tensor.cpu() for name, tensor in _buffers(like).items() if name in kept}
-        names = [name for name, _ in like.named_parameters()]
+        names = plain_names(like)
         self._kept_as = {name: own for name, own in _tied_to(self._model, kept).items() if name in names}
         arriving = {name: kept[name] for name in (*self._held, *(self._kept_as.get(name) for name in names)) if name}
         lost = sorted(kept.keys() - arriving.keys())
@@ -129,7 +131,7 @@ class Export:
         for file, keys in list(self._unwritten.items()):
             if all(key in self._ready for key in keys):
                 content = {key: self._ready.pop(key).contiguous() for key in keys}
-                _save(content, self._place / file)
+                save_tensors(content, self._place / file)
                 del self._unwritten[file]
 
     def close(self) -> None:
@@ -150,9 +152,9 @@ def export(
     out.close()
 
 
-def _save(content: dict[str, Tensor], path: Path) -> None:
+def save_tensors(content: dict[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     try:
-        save_file(content, path, metadata={"format": "pt"})
+        save_file(content, path, metadata={"format": "pt", **(metadata or {})})
     except SafetensorError as error:  # so it reports a full disk
         raise OSError(f"{path.name}: {error}") from error
     sync(path)

@@ -30,6 +30,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 from transformers.utils.logging import disable_progress_bar
 
 from rlexp.base.errors import ModelError
+from rlexp.config.checks.adapter import refuse_quantized
 from rlexp.config.schema import (
     HFModelConfig,
     ModelConfig,
@@ -71,6 +72,8 @@ def load_config(cfg: ModelConfig, max_length: int) -> PreTrainedConfig:
             )
         case HFModelConfig():
             config = _pretrained(AutoConfig, cfg)
+            if getattr(config, "quantization_config", None) is not None:
+                refuse_quantized(f"{cfg.group}.path", cfg.path, config.quantization_config)
         case _:
             raise AssertionError(cfg)
     _without_dropout(config)

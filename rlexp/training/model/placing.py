@@ -7,6 +7,7 @@ nor on the host. Where the cast loses bits, a rank keeps its part of the exact v
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,6 +66,20 @@ class Placing:
         mine = value.reshape(-1)[self.part(value.shape)]
         setattr(placed, _EXACT, mine.to(self.device, self.dtype, copy=True))
         return placed
+
+    def of_frozen(self, dtype: torch.dtype) -> Placing:
+        """Return where weights go that are not trained: nothing of them is wider than the dtype that computes."""
+        return dataclasses.replace(self, dtype=dtype, part=None if self.whole else self.part)
+
+
+def unplaced_copy(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a copy that is put in its place later; of a part that is kept instead of a parameter, where it is."""
+    if not parameter.is_meta:
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        return nn.Parameter(parameter.detach().to("cpu", wide, copy=True))
+    copied = nn.Parameter(torch.empty_like(parameter, device="meta"))
+    copied.__dict__ |= {_PLACED: True, _EXACT: getattr(parameter, _EXACT).clone()}
+    return copied
 
 
 def rounded(value: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from rlexp.base.engine_facts import able
 from rlexp.base.errors import ModelError
-from rlexp.config.schema import Precision
+from rlexp.config.schema import LoraConfig, Precision
+from rlexp.training.model.adapter import Adapter, in_use, put_adapter
 from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.head import Entropy, HeadLogps, HeadScores
@@ -47,6 +48,8 @@ class Policy(nn.Module):
         self.critic_lr_scale = 1.0  # the critic's learning rate over the policy's
         self.logps = HeadLogps(temperature, entropy, likelihoods=likelihoods, hits=hits)
         self.scores = HeadScores() if scores else None  # in the place of log-probabilities
+        self.adapter: Adapter | None = None
+        self._alone = False  # without the critic
 
     def named(self) -> Iterator[tuple[str, Any]]:
         """The model's parameters by its own names, then the critic's."""
@@ -57,7 +60,34 @@ class Policy(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        return cast(nn.Linear, self.model.get_output_embeddings() if self.scores is None else self.model.score)
+        """The head that computes now. An adapter may have one of its own, which is trained whole."""
+        held = self.model.get_output_embeddings() if self.scores is None else self.model.score
+        return cast(nn.Linear, in_use(held))
+
+    @property
+    def heads(self) -> list[nn.Module]:
+        """The head, and those that an adapter has beside it."""
+        held = self.model.get_output_embeddings() if self.scores is None else self.model.score
+        return [module for module in held.modules() if next(module.parameters(recurse=False), None) is not None]
+
+    def adapt(self, cfg: LoraConfig, *, base: str | None, seed: int, copy: bool) -> None:
+        """Put an adapter into the model, and into the critic's own trunk. The critic's head is trained too."""
+        trunk = None if self.critic is None else self.critic.trunk
+        scores = self.scores is not None
+        self.adapter = put_adapter(self.model, trunk, cfg, base=base, seed=seed, copy=copy, scores=scores)
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Compute log-probabilities alone, as the weights did that training began with."""
+        assert self.adapter is not None
+        logps = self.logps
+        asked = logps.entropy, logps.likelihoods, logps.hits
+        logps.entropy, logps.likelihoods, logps.hits, self._alone = Entropy.unasked, False, False, True
+        try:
+            with self.adapter.starting():
+                yield
+        finally:
+            (logps.entropy, logps.likelihoods, logps.hits), self._alone = asked, False
 
     @property
     def outlet(self) -> nn.Module:
@@ -80,7 +110,8 @@ class Policy(nn.Module):
             scores: TokenScores = self.scores(head.weight, head.bias, hidden_tE, shard)
             return scores
         logps: TokenLogps = self.logps(head.weight, head.bias, hidden_tE, shard)
-        return logps if self.critic is None else logps._replace(values_t=self.critic(hidden_tE, shard))
+        critic = None if self._alone else self.critic
+        return logps if critic is None else logps._replace(values_t=critic(hidden_tE, shard))
 
     def _next(self, batch: Decoding) -> Tensor:
         head = self.head
@@ -174,7 +205,8 @@ def hidden_states(trunk: nn.Module, shard: Shard) -> Tensor:
     return hidden_tE
 
 
-def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters only: rotary tables and other buffers stay in float32, as transformers intends."""
+def cast_parameters(module: nn.Module, dtype: torch.dtype, *, frozen: torch.dtype | None = None) -> None:
+    """Cast parameters only: rotary tables and other buffers stay in float32, as transformers intends. Those that are
+    not trained may get a dtype of their own."""
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(dtype if frozen is None or parameter.requires_grad else frozen)

@@ -121,14 +121,15 @@ def refuse_other_prompts(samples: Sequence[Sample], prompts: Sequence[Prompt], n
 
 
 def serve(
-    bridge: Bridge, drawer: Draws, parameters: dict[str, Any], cfg: RolloutConfig,
+    bridge: Bridge, drawer: Draws, handed_over: dict[str, Any], weights: Weights, cfg: RolloutConfig,
     prompts_of: Callable[[int], Sequence[Prompt]],
 ) -> None:  # fmt: skip
-    """On a sampling rank: draw the rollouts that rank 0 requests, until it says stop."""
+    """On a sampling rank: draw the rollouts that rank 0 requests, until it says stop. What is trained is handed over
+    before each; `weights` is all that the policy is made of."""
     while (number := bridge.tell()) != STOP:
-        for parameter in parameters.values():
+        for parameter in handed_over.values():
             bridge.take_over(parameter.data)
-        drawer.renew(lambda: iter(parameters.items()))
+        drawer.renew(weights)
         began = time.time()
         hand = deal(prompts_of(number), cfg.n_samples, bridge.sampling)[bridge.sampler]
         parts = micro_batches(hand, cfg.micro_batch_size, cfg.micro_batch_tokens, cfg.max_new_tokens)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlexp.training.reference.base import Reference
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.groups import World
 from rlexp.training.ring.objects import gather_objects
@@ -46,7 +47,7 @@ class Scorer:
     pack: Callable[[Sequences], Pack]
     hold: Callable[[Pack], Shard]  # cuts this rank's shard, and puts it on its device
     policy: Callable[[Shard], TokenLogps]
-    reference: Callable[[Shard], TokenLogps] | None
+    reference: Reference | None
     reward_models: Sequence[RingRewardModel]
     dtype: np.dtype[Any]  # of the values kept for each token
     together: bool  # a forward pass is a collective call of all ranks, not of one ring
@@ -103,7 +104,7 @@ class Scorer:
         if said.values_t is not None:
             columns["values"] = said.values_t.where(shard.sequence_t >= 0, torch.zeros_like(said.values_t))
         if self.reference is not None:
-            columns["reference"] = self.reference(shard).logps_t
+            columns["reference"] = self.reference.logps(shard)
         for field, values_t in columns.items():
             self._keep(chunk, field, off_pack(pack, shard, values_t, self.world.ring)[own])
 

@@ -24,22 +24,31 @@ from rlexp.config.schema import (
     Device,
     EngineConfig,
     EngineName,
+    LoraConfig,
     ModelConfig,
+    NoAdapterConfig,
+    Offload,
     OptimConfig,
     Precision,
+    ReferenceName,
 )
 from rlexp.config.schema.losses import CriticName
 from rlexp.training.dataset.sampler import total_steps
 from rlexp.training.engine.base import Engine, shape_of
 from rlexp.training.engine.frozen import Frozen
 from rlexp.training.engine.plain import PlainEngine
+from rlexp.training.engine.streamed import Streamed
 from rlexp.training.metrics.memory import Phases
+from rlexp.training.model.adapter import plain_name
+from rlexp.training.model.export_adapter import named_base
 from rlexp.training.model.head import logits_at_once
 from rlexp.training.model.loading import in_pieces, load_config, load_model, load_tokenizer
 from rlexp.training.model.placing import Placing, by_rows, evenly, put_all
-from rlexp.training.model.policy import DTYPES, Critic, Policy
+from rlexp.training.model.policy import CRITIC, DTYPES, Critic, Policy
 from rlexp.training.model.probe import probe, probe_decoding
 from rlexp.training.model.score_head import padding_of
+from rlexp.training.reference.base import Reference
+from rlexp.training.reference.models import OfAdapter, OfModel
 from rlexp.training.ring.groups import World, build_world
 from rlexp.training.ring.kernels import BlockKernel, get_kernel
 from rlexp.training.ring.layouts import Layout, get_layout
@@ -47,10 +56,10 @@ from rlexp.training.ring.layouts.ring_flash_attn import library_layout
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import read_examples, refuse_foreign_tokens
-from rlexp.training.train.parts import Reference, Run
+from rlexp.training.train.parts import Run, Setting
+from rlexp.training.train.precompute import precomputed
 from rlexp.training.train.schedule import Schedule
 from rlexp.training.train.task import Needs, Task
-from rlexp.training.types import Shard, TokenLogps
 
 Probe = Callable[..., float]
 TaskOf = Callable[[Config, Any, World, Bridge | None], Task]
@@ -68,6 +77,7 @@ class Sources:
     kernel: Callable[..., BlockKernel] = field(default_factory=lambda: get_kernel)
     memory: Callable[[torch.device], int | None] = field(default_factory=lambda: memory_of)
     decoding_probe: Callable[..., float] = field(default_factory=lambda: probe_decoding)
+    precomputed: Callable[..., Reference] = field(default_factory=lambda: precomputed)
 
 
 def unprobed(*_: Any, **__: Any) -> float:
@@ -106,34 +116,38 @@ def build(
     for model, config in models:
         probing(model, config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
                 device=device)  # fmt: skip
+    setting = Setting(
+        cfg=cfg, world=world, device=device, choice=choice, layout=build_layout(cfg, own_layout), kernel=kernel,
+        tokenizer=tokenizer, schedule=build_schedule(cfg, task.steps_per_epoch), phases=phases or Phases(device),
+    )  # fmt: skip
+    stored = None
+    if needs.reference and cfg.reference.name is ReferenceName.precompute:
+        stored = stored_reference(setting, task, models[-1], sources, trains=trains)
     placing = placing_for(cfg, device, world, frozen=not trains)
     policy = build_policy(cfg, model_config, device, needs, placing, sources)
     hold_to_tokenizer(policy, task, tokenizer)
     if cfg.memory.checkpointing:
         policy.recompute_activations()
-    run = Run(
-        cfg=cfg,
-        world=world,
-        device=device,
-        choice=choice,
-        layout=build_layout(cfg, own_layout),
-        kernel=kernel,
-        tokenizer=tokenizer,
-        schedule=build_schedule(cfg, task.steps_per_epoch),
-        engine=build_engine(cfg.engine, policy, cfg.optim, world, dtype)
+    engine: Engine = (
+        build_engine(cfg.engine, policy, cfg.optim, world, dtype)
         if trains
-        else build_frozen(cfg.engine, policy, world, dtype),
-        parameters=sum(shape_of(parameter).numel() for parameter in policy.model.parameters()),
-        phases=phases or Phases(device),
+        else build_frozen(cfg.engine, policy, world, dtype)
     )
-    reference = None
-    if needs.reference:  # after the engine, which needs more memory for a moment while it is built
-        model, config = models[-1]
-        reference = build_reference(replace(cfg, model=model), config, device, needs.frozen, world, sources)
+    parameters, trained = counted(engine)
+    run = Run(**vars(setting), engine=engine, parameters=parameters, trained=trained)
+    reference = build_reference(run, models[-1], needs, sources) if needs.reference and stored is None else stored
     if needs.decoding:
         sources.decoding_probe(cfg.model, model_config, cfg.data.max_length, device)
     task.start(run, reference)
     return task
+
+
+def counted(engine: Engine) -> tuple[int, int]:
+    """Count the parameters of the model, and those that are trained."""
+    named = engine.policy.model.named_parameters()
+    parameters = sum(shape_of(parameter).numel() for name, parameter in named if plain_name(name) is not None)
+    trained = sum(shape.numel() for name, shape in engine.shapes().items() if not name.startswith(CRITIC))
+    return parameters, trained
 
 
 def layout_of(cfg: Config, model_config: Any, sources: Sources) -> tuple[Heads | None, Choice]:
@@ -200,16 +214,21 @@ def build_policy(
     sources = sources or Sources()
     load, float64 = sources.model, cfg.train.precision is Precision.fp64
     critic = None
+    lora = cfg.adapter if isinstance(cfg.adapter, LoraConfig) else None
+    at = placing if lora is None or placing is None else placing.of_frozen(DTYPES[cfg.train.precision])
     with pieces_for(cfg.engine):
-        model = load(cfg.model, config, cfg.data.max_length, placing, float64=float64, scores=needs.scores)
+        model = load(cfg.model, config, cfg.data.max_length, at, float64=float64, scores=needs.scores)
         if needs.critic is not None:
             own = needs.critic is CriticName.own
-            trunk = load(cfg.model, config, cfg.data.max_length, placing, float64=float64).base_model if own else None
+            trunk = load(cfg.model, config, cfg.data.max_length, at, float64=float64).base_model if own else None
             critic = Critic(model.get_output_embeddings().in_features, trunk)
     policy = Policy(
         model, critic, temperature=needs.temperature, entropy=needs.entropy, likelihoods=needs.likelihoods,
         hits=needs.hits, scores=needs.scores,
     )  # fmt: skip
+    if lora is not None:
+        beside = needs.reference and cfg.reference.name is ReferenceName.adapter
+        policy.adapt(lora, base=named_base(cfg.model), seed=cfg.seed, copy=beside)
     if placing is None:
         policy.to(device)
     else:
@@ -258,19 +277,22 @@ def build_engine(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: W
             return build_zero(cfg, policy, optim, world, dtype)
 
 
-def build_frozen(cfg: EngineConfig, policy: Policy, world: World, dtype: torch.dtype) -> Frozen:
-    """Hold weights that nothing trains, in pieces where the engine holds them so."""
+def build_frozen(
+    cfg: EngineConfig, policy: Policy, world: World, dtype: torch.dtype, *, device: torch.device | None = None
+) -> Frozen:
+    """Hold weights that nothing trains, in pieces where the engine holds them so. Weights of the host are on the device
+    only while they are used there."""
     match cfg.name:
         case EngineName.fsdp2:
             from rlexp.training.engine.fsdp2 import FrozenRows
 
-            return FrozenRows(policy, world, dtype)
+            return FrozenRows(policy, world, dtype, device)
         case EngineName.zero3:
             from rlexp.training.engine.zero import FrozenPieces
 
             return FrozenPieces(cfg, policy, world, dtype)
         case _:
-            return Frozen(cfg.name.value, policy)
+            return Frozen(cfg.name.value, policy) if device is None else Streamed(cfg.name.value, policy, device)
 
 
 def models_of(
@@ -302,16 +324,40 @@ def models_of(
     return [policy, (model, config)]
 
 
-def build_reference(
-    cfg: Config, config: Any, device: torch.device, needs: Needs, world: World, sources: Sources
+def build_reference(run: Run, model: tuple[ModelConfig, Any], needs: Needs, sources: Sources) -> Reference:
+    """Build what the policy is compared with, after the engine, which needs more memory for a moment while it is
+    built."""
+    match run.cfg.reference.name:
+        case ReferenceName.adapter:
+            return OfAdapter(run.engine)
+        case ReferenceName.model:
+            return OfModel(frozen_model(run, model, needs, sources))
+        case other:
+            raise AssertionError(other)
+
+
+def stored_reference(
+    setting: Setting, task: Task, model: tuple[ModelConfig, Any], sources: Sources, *, trains: bool
 ) -> Reference:
-    """Load and freeze the model that the policy is compared with."""
-    placing = placing_for(cfg, device, world, frozen=True)
-    starting = build_policy(cfg, config, device, needs, placing, sources)
-    forward = build_frozen(cfg.engine, starting, world, DTYPES[cfg.train.precision]).forward
+    """Return what was computed of a model before training, or compute it: before there is a policy, so that the two
+    never are in memory together."""
 
-    @torch.no_grad()
-    def reference(shard: Shard) -> TokenLogps:
-        return forward(shard)
+    def load() -> Frozen:
+        frozen = frozen_model(setting, model, task.needs, sources)
+        hold_to_tokenizer(frozen.policy, task, setting.tokenizer)
+        return frozen
 
-    return reference
+    return sources.precomputed(setting, task, model, load, trains=trains)
+
+
+def frozen_model(run: Setting, model: tuple[ModelConfig, Any], needs: Needs, sources: Sources) -> Frozen:
+    """Load and freeze a model: the starting weights, with the adapter that training starts from, or another."""
+    cfg = replace(run.cfg, model=model[0])
+    if cfg.reference.path is not None or (isinstance(cfg.adapter, LoraConfig) and cfg.adapter.path is None):
+        cfg = replace(cfg, adapter=NoAdapterConfig())  # a new adapter changes nothing
+    offload = cfg.reference.offload
+    if offload and ENGINES[cfg.engine.name.value].loads_pieces:
+        cfg = replace(cfg, engine=replace(cfg.engine, offload=Offload.all))
+    placing = placing_for(cfg, torch.device("cpu") if offload else run.device, run.world, frozen=True)
+    policy = build_policy(cfg, model[1], run.device, replace(needs.frozen, reference=False), placing, sources)
+    return build_frozen(cfg.engine, policy, run.world, run.dtype, device=run.device if offload else None)

@@ -23,6 +23,7 @@ from rlexp.training.model.loading import is_mixture
 from rlexp.training.model.policy import CRITIC
 from rlexp.training.model.probe import probe
 from rlexp.training.model.reward_model import RewardModel, last_places
+from rlexp.training.reference.base import Reference
 from rlexp.training.ring.groups import World
 from rlexp.training.ring.kernels import computing_in
 from rlexp.training.ring.layouts import get_layout
@@ -37,7 +38,7 @@ from rlexp.training.rollout.rewards.weighted import ModelTerm, Rewards
 from rlexp.training.rollout.sampling import Drawer, Forward
 from rlexp.training.rollout.scoring import RingRewardModel, Scorer
 from rlexp.training.train.examples import Examples
-from rlexp.training.train.parts import Reference, Run
+from rlexp.training.train.parts import Run
 from rlexp.training.train.rollout_supply import Rollouts, Source
 from rlexp.training.types import Pack
 
@@ -103,7 +104,7 @@ def build_source(run: Run, bridge: Bridge | None, native: Callable[..., Draws] =
     if bridge is not None:  # these ranks train; they draw answers to held-out prompts only, without another engine
         cfg = replace(cfg, rollout=replace(cfg.rollout, engine=RolloutEngine.native))
     drawer = build_drawer(cfg, run.engine.decode, model, run.tokenizer, run.device, in_step=in_step, native=native)
-    alone = Colocated(drawer, lambda: policy_weights(run.engine), run.cfg.rollout, run.world)
+    alone = Colocated(drawer, run.engine.merged, run.cfg.rollout, run.world)
     if bridge is None:
         return alone
     steps_each = run.cfg.rollout.epochs * run.cfg.rollout.minibatches
@@ -118,8 +119,9 @@ def build_source(run: Run, bridge: Bridge | None, native: Callable[..., Draws] =
 
 
 def policy_weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Return the policy's weights without the critic's: ranks that only sample have no critic."""
-    return ((name, weight) for name, weight in engine.weights() if not name.startswith(CRITIC))
+    """Return the policy's trained weights without the critic's: ranks that only sample have no critic, and have loaded
+    what is frozen."""
+    return ((name, weight) for name, weight in engine.weights(trained=True) if not name.startswith(CRITIC))
 
 
 def kept_dtype(cfg: Config) -> np.dtype[Any]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from torch import Tensor
+
 from rlexp.base.errors import CheckpointError
 from rlexp.base.files import sync
+from rlexp.config.checks.adapter import MERGED
 from rlexp.config.schema import Precision
 from rlexp.launch import run_folder
 from rlexp.training.model.export import Export, dtype_of
-from rlexp.training.model.policy import CRITIC
+from rlexp.training.model.export_adapter import AdapterExport, adapter_dtype
 from rlexp.training.ring.objects import rank0_does
 from rlexp.training.train.parts import Run
 
@@ -28,16 +31,15 @@ def export_run(run: Run, run_dir: Path, step: int) -> None:
     The folder gets its name when it is whole. While rank 0 writes, the others hear from it again and again.
     """
     place, unfinished = run_dir / "model", run_dir / ".model-unfinished"
-    dtype = dtype_of(run.cfg.checkpoint.export_dtype, bf16=run.cfg.train.precision is Precision.bf16)
     every = min(EVERY, run.cfg.launch.timeout_seconds / 4)
-    began: list[Export] = []  # on rank 0
+    began: list[Export | AdapterExport] = []  # on rank 0
 
     def together(work: Callable[[], T]) -> T:
         return rank0_does(partial(_explained, work, run_dir, unfinished), run.world.size, every)
 
     def begin() -> frozenset[str]:
         shutil.rmtree(unfinished, ignore_errors=True)
-        began.append(Export(run.engine.policy.model, dtype, unfinished))
+        began.append(export_of(run, unfinished))
         began[0].describe(run.tokenizer)
         return began[0].pauses
 
@@ -50,14 +52,31 @@ def export_run(run: Run, run_dir: Path, step: int) -> None:
         run_folder.note(run_dir, exported_step=step)
 
     pauses = together(begin)
-    for name, weight in run.engine.weights():
-        if name.startswith(CRITIC):
-            continue
+    for name, weight in weights_to_write(run):
         for out in began:
             out.add(name, weight)
         if name in pauses:
             together(lambda: began[0].write())
     together(commit)
+
+
+def alone(run: Run) -> bool:
+    """Say whether the adapter is written, and not a model."""
+    return run.engine.policy.adapter is not None and run.cfg.checkpoint.export != MERGED
+
+
+def weights_to_write(run: Run) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of the model, or of the adapter, whole and one by one. A collective call."""
+    return run.engine.weights(trained=True) if alone(run) else run.engine.merged()
+
+
+def export_of(run: Run, place: Path) -> Export | AdapterExport:
+    policy, chosen = run.engine.policy, run.cfg.checkpoint.export_dtype
+    if policy.adapter is not None and alone(run):
+        place.mkdir()
+        return AdapterExport(policy.adapter, run.cfg.model, adapter_dtype(chosen), place)
+    dtype = dtype_of(chosen, bf16=run.cfg.train.precision is Precision.bf16)
+    return Export(policy.model, dtype, place)
 
 
 def _explained(work: Callable[[], T], run_dir: Path, unfinished: Path) -> T:

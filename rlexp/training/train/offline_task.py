@@ -30,23 +30,25 @@ from rlexp.training.dataset.packing import on_pack, pack_examples
 from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.head import Entropy
+from rlexp.training.reference.base import Reference
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.objects import gather_objects
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.by_length import Buckets
 from rlexp.training.train.examples import Examples, longest_examples, sampler_of
-from rlexp.training.train.parts import Reference, Run
+from rlexp.training.train.parts import Run
 from rlexp.training.train.sequence_sums import sum_by_sequence
 from rlexp.training.train.step import note_tokens
 from rlexp.training.train.task import Held, Needs, Step, Task
 from rlexp.training.train.whole_batch import WholeBatch, gathered, with_slopes
-from rlexp.training.types import Answered, Floats, Pack, Shard, moved
+from rlexp.training.types import Answered, Floats, Pack, SequenceName, Shard, moved
 
 
 class OfflineTask(Task):
     labelled: ClassVar[bool] = False  # each example is labelled good or bad
     reference: Reference | None
     carried: Mapping[str, float]  # what the loss left behind at the last step
+    most_steps: int | None = None  # of the run's steps, those for which a stored reference must know the examples
 
     def __init__(self, cfg: Config, examples: Examples) -> None:
         self.kind, self.sides = EXAMPLE[cfg.loss.rows], SIDES[cfg.loss.rows]
@@ -135,12 +137,14 @@ class OfflineTask(Task):
 
     # ---- a micro-batch ----
 
-    def shard(self, examples: Sequence[Answered]) -> HeldExamples:
+    def shard(self, examples: Sequence[Answered], names: Sequence[SequenceName] = ()) -> HeldExamples:
         """Return this rank's part of a micro-batch, on its device, with what is known of the examples."""
-        return self.held(examples, pack_examples(examples, **self.run.padding))
+        return self.held(examples, replace(pack_examples(examples, **self.run.padding), names=tuple(names)))
 
     def held(self, examples: Sequence[Answered], pack: Pack) -> HeldExamples:
         run, shard = self.run, self.cut(pack)
+        if self.reference is not None:
+            shard = self.reference.known(pack, shard)
         tail_t = None
         if self.loss.asks.tail_weight < 1:
             weights = [part for each in examples for part in tail_weights(each, self.loss.asks.tail_weight)]
@@ -173,7 +177,7 @@ class OfflineTask(Task):
         if self.reference is None:
             return None
         with self.run.phases("reference"):
-            logps_t = self.reference(held.shard).logps_t
+            logps_t = self.reference.logps(held.shard)
         return self.sums(logps_t, held)
 
     def note(self, meter: Meter, values: Values, losses: Losses, slopes: Sides | None) -> None:  # noqa: ARG002
@@ -236,6 +240,14 @@ class OfflineStep(Step):
     def example(self, place: int) -> Answered:
         return self.examples[self.batch.indices[place]]
 
+    def names(self, indices: Sequence[int]) -> list[SequenceName]:
+        """Name the sequences of a micro-batch."""
+        return [
+            SequenceName(self.held_out, self.batch.indices[place], answer)
+            for place in indices
+            for answer in range(len(self.task.sides))
+        ]
+
     def tokens(self, indices: Sequence[int]) -> int:
         examples = map(self.example, indices)
         lengths = [len(each.prompt) + len(answer) for each in examples for answer, _ in each.answers]
@@ -243,7 +255,7 @@ class OfflineStep(Step):
 
     def load(self, indices: Sequence[int]) -> HeldExamples:
         with self.task.run.phases("data"):
-            held = self.task.shard([*map(self.example, indices)])
+            held = self.task.shard([*map(self.example, indices)], self.names(indices))
         return replace(held, places=tuple(indices))
 
     def loss(self, held: HeldExamples, meter: Meter) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,12 @@ from rlexp.training.ring.kernels import BlockKernel
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.train.schedule import Schedule
-from rlexp.training.types import Ids, Pack, Shard, TokenLogps
-
-Reference = Callable[[Shard], TokenLogps]  # the frozen model that the policy is compared with
+from rlexp.training.types import Ids, Pack, Shard
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """Built on every rank from the same configuration. It knows nothing of what is trained: that is the task's."""
+class Setting:
+    """Where and how a run computes, before it has weights. Built on every rank from the same configuration."""
 
     cfg: Config
     world: World
@@ -36,8 +34,6 @@ class Run:
     kernel: BlockKernel
     tokenizer: Any
     schedule: Schedule
-    engine: Engine
-    parameters: int
     phases: Phases
 
     @property
@@ -84,3 +80,12 @@ class Run:
     def to_device(self, pack: Pack) -> Shard:
         """Return this rank's part of a pack, on its device."""
         return self.shard(pack).to(self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Setting):
+    """A setting with the policy's weights. It knows nothing of what is trained: that is the task's."""
+
+    engine: Engine
+    parameters: int  # of the model
+    trained: int  # of these, and of an adapter; without a critic

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rlexp import __version__
 from rlexp.base.errors import NonFiniteError
+from rlexp.config.checks.adapter import MERGED
 from rlexp.config.model_names import called
 from rlexp.config.schema import Config, CountTensors, LoggerName
 from rlexp.launch import run_folder
@@ -157,7 +158,7 @@ def header(task: Task, run_dir: Path) -> str:
     dropped = "".join(f"\n  {count} {task.kind}s: {reason}" for reason, count in reasons)
     remarks = "".join(f"\n  {each}" for each in task.remarks())
     return (
-        f"rlexp {__version__}  {cfg.loss.name} on {called(cfg.model)} ({run.parameters:,} parameters, "
+        f"rlexp {__version__}  {cfg.loss.name} on {called(cfg.model)} ({run.parameters:,} parameters{trained(run)}, "
         f"{cfg.train.precision.value}), engine {run.engine.name}\n"
         f"  ring of {world.ring.size} ({run.attention}) × {replicas} = "
         f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n{chosen(run)}"
@@ -166,6 +167,13 @@ def header(task: Task, run_dir: Path) -> str:
         f"  {task.describe()}, {run.total_steps} steps, {task.steps_per_epoch} an epoch{dropped}{remarks}\n"
         f"  {run_dir}\n"
     )
+
+
+def trained(run: Run) -> str:
+    """Say how many parameters are trained, where it is not all of the model's."""
+    if run.trained == run.parameters:
+        return ""
+    return f", {run.trained:,} trained{' in an adapter' if run.engine.policy.adapter is not None else ''}"
 
 
 def chosen(run: Run) -> str:
@@ -181,7 +189,8 @@ def sampling(run: Run) -> str:
 def footer(run: Run, run_dir: Path, outcome: Outcome) -> str:
     if outcome.status != "finished":
         return f"{outcome.status}: {outcome.reason}; {run_dir} continues from {latest(run_dir)}\n"
-    model = ", trained model in model/" if run.cfg.checkpoint.export else ""
+    alone = run.engine.policy.adapter is not None and run.cfg.checkpoint.export != MERGED
+    model = f", trained {'adapter' if alone else 'model'} in model/" if run.cfg.checkpoint.export else ""
     wandb = ", W&B run in wandb/" if run.cfg.logger.name is LoggerName.wandb else ""
     return f"done: {run_dir}  (curve in metrics.jsonl{wandb}{model})\n"
 

@@ -22,6 +22,7 @@ from rlexp.training.checkpoint.restore import restore
 from rlexp.training.checkpoint.saver import Describe, Saver
 from rlexp.training.engine.base import MOMENTS
 from rlexp.training.model.export import save_description
+from rlexp.training.model.export_adapter import describe_adapter
 from rlexp.training.sinks.console import say
 from rlexp.training.sinks.jsonl import JsonlSink
 from rlexp.training.train.loop import Position
@@ -128,6 +129,8 @@ def build_keeper(
                 (place / POSITION).write_text(json.dumps(saved, indent=1), encoding="utf-8")
                 write_lines(place / METRICS, lines)
                 save_description(run.engine.policy.model, run.tokenizer, place / MODEL)
+                if run.engine.policy.adapter is not None:
+                    describe_adapter(run.engine.policy.adapter, place / MODEL)
                 written += [place / POSITION, place / METRICS, *(place / MODEL).iterdir()]
             return written
 

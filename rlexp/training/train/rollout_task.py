@@ -28,6 +28,7 @@ from rlexp.training.dataset.packing import on_pack
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.head import Entropy
+from rlexp.training.reference.base import Reference
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.groups import Ring
 from rlexp.training.rollout import saved
@@ -35,7 +36,7 @@ from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import RolloutFacts
 from rlexp.training.train.build_rollouts import Parts, build_rollouts
 from rlexp.training.train.examples import Examples, sampler_of
-from rlexp.training.train.parts import Reference, Run
+from rlexp.training.train.parts import Run
 from rlexp.training.train.rollout_supply import Rollouts
 from rlexp.training.train.sequence_sums import owners, sum_by_sequence
 from rlexp.training.train.task import Held, Needs, Step, Task

@@ -9,11 +9,13 @@ import torch
 from rlexp.config.schema import Config, EngineConfig, EngineName, RolloutEngine
 from rlexp.launch.joining import leave_world
 from rlexp.launch.stops import Outcome, finishing_steps
+from rlexp.training.engine.base import trained
 from rlexp.training.model.loading import load_config, load_tokenizer
 from rlexp.training.model.placing import Placing
-from rlexp.training.model.policy import DTYPES
+from rlexp.training.model.policy import DTYPES, Policy
 from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.rollout.bridge import Bridge
+from rlexp.training.rollout.draws import Weights
 from rlexp.training.rollout.pipelined import serve
 from rlexp.training.train.build import build_policy, device_of
 from rlexp.training.train.build_rollouts import build_drawer
@@ -34,6 +36,7 @@ def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
     at = torch.device("cpu") if cfg.rollout.engine is RolloutEngine.vllm else device
     placing = Placing(at, DTYPES[cfg.train.precision])
     policy = build_policy(whole, load_config(cfg.model, cfg.data.max_length), at, needs, placing)
+    handed_over = trained(policy)
     policy.eval().requires_grad_(False)
     drawer = build_drawer(cfg, torch.no_grad()(policy), policy.model, tokenizer, device)
 
@@ -41,6 +44,12 @@ def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
         return [examples.train[index] for index in sampler.batch(number + 1).indices]
 
     with finishing_steps(cfg.launch.grace_seconds):  # the training ranks save what is being drawn
-        serve(bridge, drawer, dict(policy.model.named_parameters()), cfg.rollout, prompts_of)
+        serve(bridge, drawer, handed_over, weights_of(policy), cfg.rollout, prompts_of)
     leave_world()
     return Outcome()
+
+
+def weights_of(policy: Policy) -> Weights:
+    """Return what yields the weights that another engine draws by, with an adapter merged into them."""
+    adapter, held = policy.adapter, policy.model.named_parameters
+    return held if adapter is None else lambda: adapter.merged(held())

@@ -20,10 +20,11 @@ from rlexp.config.schema.losses import CriticName
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.head import Entropy
+from rlexp.training.reference.base import Reference
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import RolloutFacts
 from rlexp.training.train.examples import Examples
-from rlexp.training.train.parts import Reference, Run
+from rlexp.training.train.parts import Run
 from rlexp.training.types import Shard
 
 

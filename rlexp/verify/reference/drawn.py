@@ -36,7 +36,7 @@ from rlexp.verify.records import (
     TokenPrompt,
 )
 from rlexp.verify.reference import rollout_rules as rules
-from rlexp.verify.reference.model import hidden_states, load, load_tokenizer, logps_of, of_reference
+from rlexp.verify.reference.model import hidden_states, load, load_tokenizer, logps_of, of_critic, of_reference
 from rlexp.verify.reference.optimizer import CRITIC
 from rlexp.verify.reference.pairs import examples_of
 from rlexp.verify.reference.policy_formula import Answers, credited, means_of, terms_of
@@ -104,7 +104,7 @@ class OfSamples(Stepped):
         self.start = load(of_reference(cfg), self.device) if loss.needs_reference else None
         self.critic: Critic | None = None
         if isinstance(cfg.loss, PPOConfig):
-            trunk = load(cfg, self.device).base_model if cfg.loss.critic is CriticName.own else None
+            trunk = of_critic(cfg, self.device) if cfg.loss.critic is CriticName.own else None
             self.critic = Critic(trunk, self.policy.get_output_embeddings().in_features).to(self.device)
         self.data = examples_of(cfg, tokenizer)
         self.total = rules.total_steps(cfg, self.data.sizes)

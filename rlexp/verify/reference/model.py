@@ -27,9 +27,10 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlexp.base.errors import ModelError
-from rlexp.config.schema import Config, HFModelConfig, TinyModelConfig
+from rlexp.config.schema import Config, HFModelConfig, LoraConfig, NoAdapterConfig, TinyModelConfig
 from rlexp.training.model.float64 import precise
 from rlexp.verify.records import TokenExample
+from rlexp.verify.reference.adapter import adapted
 from rlexp.verify.reference.pairs import Bytes
 
 LOGITS = 1 << 24  # elements of logits held at once
@@ -49,7 +50,10 @@ def load_tokenizer(cfg: Config) -> Any:
 
 
 def of_reference(cfg: Config) -> Config:
-    """Return a configuration whose model is the one that the policy is compared with."""
+    """Return a configuration whose model is the one that the policy is compared with: the model that training starts
+    from, which a new adapter does not change."""
+    if isinstance(cfg.adapter, LoraConfig) and (cfg.adapter.path is None or cfg.reference.path is not None):
+        cfg = dataclasses.replace(cfg, adapter=NoAdapterConfig())
     if cfg.reference.path is None:
         return cfg
     assert isinstance(cfg.model, HFModelConfig)
@@ -57,9 +61,18 @@ def of_reference(cfg: Config) -> Config:
     return dataclasses.replace(cfg, model=other)
 
 
+def of_critic(cfg: Config, device: torch.device) -> Any:
+    """Load the trunk of a critic that has its own."""
+    model = load(dataclasses.replace(cfg, adapter=NoAdapterConfig()), device)
+    trunk = model.base_model
+    if isinstance(cfg.adapter, LoraConfig):
+        adapted(trunk, cfg.adapter, cfg.seed, trunk_of=f"{model.base_model_prefix}.")
+    return trunk
+
+
 def load(cfg: Config, device: torch.device, attention: str | None = None, *, scores: bool = False) -> Any:
-    """Load the starting model with float64 parameters, rounded as the configuration says; rotary tables and other
-    buffers stay in float32."""
+    """Load the starting model with float64 parameters, rounded as the configuration says, and with its adapter; rotary
+    tables and other buffers stay in float32."""
     names = [attention] if attention else [own_blocks() if device.type == "cuda" else "sdpa", "eager"]
     for name in names:
         try:
@@ -72,6 +85,8 @@ def load(cfg: Config, device: torch.device, attention: str | None = None, *, sco
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).double()
     _pin_angles(model, cfg.data.max_length)
+    if isinstance(cfg.adapter, LoraConfig):
+        adapted(model, cfg.adapter, cfg.seed, scores=scores)
     model.to(device).eval()
     if not scores:
         _refuse_other_head(model, device)

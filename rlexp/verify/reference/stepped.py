@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlexp.base.errors import NonFiniteError
-from rlexp.config.schema import Config, Device
+from rlexp.config.schema import Config, Device, LoraConfig
 from rlexp.verify.records import StepExpected, TensorFiles
 from rlexp.verify.reference import rules
 from rlexp.verify.reference.optimizer import Optimizer, critic_rate, norm
@@ -30,7 +30,7 @@ class Stepped:
     def train(self, model: nn.Module, more: Mapping[str, nn.Parameter] | None = None) -> None:
         """Say what is trained: the model but for what is frozen, and more."""
         own = dict(model.named_parameters())
-        for name, parameter in own.items():
+        for name, parameter in own.items() if not isinstance(self.cfg.adapter, LoraConfig) else ():
             parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, frozen) for frozen in self.cfg.model.freeze))
         self.parameters: dict[str, Any] = own | dict(more or {})
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}

@@ -27,12 +27,13 @@ from tests.helpers.faults.losses import LOSS_FAULTS
 from tests.helpers.faults.metrics import METRICS_FAULTS
 from tests.helpers.faults.model import MODEL_FAULTS
 from tests.helpers.faults.own_precision import OWN_FAULTS
+from tests.helpers.faults.reference import REFERENCE_FAULTS
 from tests.helpers.faults.ring import RING_FAULTS
 from tests.helpers.faults.samples import SAMPLE_FAULTS
 from tests.helpers.faults.train import TRAIN_FAULTS
 
 FAULTS = (*DATA_FAULTS, *RING_FAULTS, *MODEL_FAULTS, *ALGOS_FAULTS, *TRAIN_FAULTS, *ENGINE_FAULTS, *METRICS_FAULTS,
-          *LOSS_FAULTS, *OWN_FAULTS, *SAMPLE_FAULTS)  # fmt: skip
+          *LOSS_FAULTS, *OWN_FAULTS, *REFERENCE_FAULTS, *SAMPLE_FAULTS)  # fmt: skip
 
 # Not a defect: `verify` is to believe that a model of six layers is too large for this machine.
 LITTLE_MEMORY = one("little memory", "verify.fit_memory:free_on_host", lambda _original: 120_000_000, "", "")

@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlexp.training.metrics.meter import REPLICATED
 from rlexp.training.model.policy import cast_parameters
+from rlexp.training.reference.base import Reference
 from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.types import TokenLogps
 from tests.helpers.faults.base import (
@@ -77,9 +79,19 @@ def own_reference(original: Any, self: Any, held: Any, *known: Any) -> Any:
         return lambda shard: kept.append(forward(shard)) or kept[-1]
 
     step, task = copy.copy(self), with_run(self.task, engine=Altered(self.task.run.engine, forward=keeping))
-    task.reference = lambda _shard: TokenLogps(*(None if value is None else value.detach() for value in kept[-1]))
+    task.reference = Told(lambda _shard: kept[-1].logps_t.detach())
     step.task = task
     return original(step, held, *known)
+
+
+class Told(Reference):
+    """A reference that says what a function says."""
+
+    def __init__(self, function: Callable[[Any], Tensor]) -> None:
+        self.function = function
+
+    def logps(self, shard: Any) -> Tensor:
+        return self.function(shard)
 
 
 def learning(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +102,7 @@ def learning(original: Any, *args: Any, **kwargs: Any) -> Any:
         return lambda *args: policies.append(build_policy(*args)) or policies[-1]
 
     def trained(_build_reference: Any) -> Callable[..., Any]:
-        return lambda *_args: torch.no_grad()(lambda shard: policies[0](shard))
+        return lambda *_args: Told(torch.no_grad()(lambda shard: policies[0](shard).logps_t))
 
     names = Seeing({"build_policy": kept, "build_reference": trained})
     return names.of(original, nothing)(*args, **kwargs)

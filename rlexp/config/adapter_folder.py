@@ -1,0 +1,108 @@
+"""What an adapter's folder in peft's format says of it, read without peft."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlexp.base.errors import ConfigError
+from rlexp.config.checks.files import expanded, is_dir, is_file
+from rlexp.config.schema import LoraConfig
+
+DESCRIPTION, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE = "rlexp_base"  # in the metadata of the weights: the contents of the model that they were trained beside
+ALL_LINEAR = "all-linear"  # peft's word
+# What peft can do besides plain LoRA, and its value where it is not used.
+PLAIN: Mapping[str, Any] = {
+    "use_dora": False,
+    "lora_bias": False,
+    "bias": "none",
+    "layer_replication": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "alora_invocation_tokens": None,
+    "fan_in_fan_out": False,
+}
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """An adapter that training goes on from."""
+
+    path: Path
+    said: Mapping[str, Any]  # adapter_config.json
+
+    @property
+    def base(self) -> str | None:
+        """The model that it was trained on: a folder or a hub name."""
+        named = self.said.get("base_model_name_or_path")
+        return str(named) if named else None
+
+    @property
+    def contents(self) -> str | None:
+        """What stood in that model's folder, where rlexp wrote the adapter."""
+        try:
+            with (self.path / WEIGHTS).open("rb") as file:
+                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+            return str(header["__metadata__"][BASE])
+        except (OSError, ValueError, KeyError, TypeError, struct.error, MemoryError, OverflowError):
+            return None  # what is wrong with the file is said when its weights are read
+
+    @property
+    def targets(self) -> list[str] | str:
+        named = self.said.get("target_modules") or []
+        return named if isinstance(named, str) else sorted(named)
+
+    @property
+    def also(self) -> list[str]:
+        return sorted(self.said.get("modules_to_save") or [])
+
+    def settings(self, cfg: LoraConfig) -> LoraConfig:
+        """Return the configuration with what makes the adapter as in the folder."""
+        targets = [] if self.targets == ALL_LINEAR else self.targets
+        return dataclasses.replace(
+            cfg,
+            targets=list(targets) if isinstance(targets, list) else [targets],
+            rank=int(self.said["r"]),
+            alpha=float(self.said["lora_alpha"]),
+            rslora=bool(self.said.get("use_rslora")),
+            also=self.also,
+        )
+
+
+def read_adapter(path: str) -> AdapterFolder:
+    """Read a folder's description; refuse what is no plain LoRA."""
+    key, folder = f"adapter.path={path}", expanded("adapter.path", path)
+    if not is_dir(folder) or not is_file(folder / DESCRIPTION):
+        why = f"has no {DESCRIPTION}" if is_dir(folder) else "no such folder"
+        raise ConfigError(
+            f"{key}: {why}. Give the folder of an adapter in peft's format, such as model/ of a run with adapter=lora; "
+            f"relative paths start at {Path.cwd()}."
+        )
+    try:
+        said = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        found = AdapterFolder(folder, said)
+        kind = said.get("peft_type")
+        if kind == "LORA":
+            found.settings(LoraConfig())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{key}: its {DESCRIPTION} cannot be read ({type(error).__name__}: {error}). Give a folder that peft wrote."
+        ) from None
+    if kind != "LORA":
+        raise ConfigError(f"{key}: is an adapter of the kind {kind}. Give one of the kind LORA.")
+    other = [name for name, plain in PLAIN.items() if said.get(name, plain) not in (plain, None, [], {})]
+    if other:
+        raise ConfigError(
+            f"{key}: uses {other[0]}={said[other[0]]}, which rlexp does not have. Give an adapter of plain LoRA, or "
+            f"merge it into its model with peft's merge_and_unload, and train that: model.path=FOLDER."
+        )
+    if not is_file(folder / WEIGHTS):
+        raise ConfigError(f"{key}: has no {WEIGHTS}. Give a folder to which peft's save_pretrained wrote an adapter.")
+    return found

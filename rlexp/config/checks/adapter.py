@@ -1,0 +1,102 @@
+"""Rules for adapters: what they need, and what does not go with them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+from rlexp.base.errors import ConfigError
+from rlexp.config.adapter_folder import AdapterFolder, read_adapter
+from rlexp.config.checks.files import is_dir
+from rlexp.config.content_ids import of_model
+from rlexp.config.schema import Config, HFModelConfig, LoraConfig
+
+MERGED = "merged"  # a value of checkpoint.export
+
+
+def check_adapter(cfg: Config, *, here: bool = True) -> None:
+    lora = cfg.adapter if isinstance(cfg.adapter, LoraConfig) else None
+    _check_export(cfg, lora)
+    if lora is None:
+        return
+    if here and importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "adapter=lora: the package peft, which makes adapters, is not installed. Install it with "
+            "`pip install -e '.[lora]'` in a checkout, or use adapter=none."
+        )
+    if lora.dropout:
+        raise ConfigError(
+            f"adapter.dropout={lora.dropout}: must be 0. Which inputs are dropped would depend on the layout, and so "
+            f"would the curve. Leave adapter.dropout out; a smaller adapter.rank, or fewer steps, also hold an adapter "
+            f"back."
+        )
+    if cfg.model.freeze:
+        raise ConfigError(
+            f"model.freeze={cfg.model.freeze}: with adapter=lora all weights of the model are frozen already. Leave "
+            f"model.freeze out; adapter.targets says which layers get an adapter."
+        )
+    if lora.path is not None:
+        _check_path(cfg, lora, read_adapter(lora.path))
+
+
+def _check_export(cfg: Config, lora: LoraConfig | None) -> None:
+    export = cfg.checkpoint.export
+    if isinstance(export, str) and export != MERGED:
+        raise ConfigError(f"checkpoint.export={export}: must be true, false or {MERGED}.")
+    if export == MERGED and lora is None:
+        raise ConfigError(
+            f"checkpoint.export={MERGED}: merges an adapter into its model, and adapter=none. Use adapter=lora, or "
+            f"leave checkpoint.export out: the whole model is written."
+        )
+
+
+def _check_path(cfg: Config, lora: LoraConfig, found: AdapterFolder) -> None:
+    """Refuse keys that the folder contradicts, and an adapter of another model, where that can be told here."""
+    there, default = found.settings(lora), LoraConfig()
+    for name in ("rank", "alpha", "rslora", "targets", "also"):
+        value, saved = getattr(lora, name), getattr(there, name)
+        if value not in (getattr(default, name), saved):
+            raise ConfigError(
+                f"adapter.{name}={value}: the adapter in adapter.path={lora.path} has {saved}. Leave adapter.{name} "
+                f"out, or start a new adapter: leave adapter.path out."
+            )
+    if isinstance(cfg.model, HFModelConfig) and _is_other(found, cfg.model.path):
+        raise ConfigError(
+            f"adapter.path={lora.path}: is an adapter of {found.base}, and model.path={cfg.model.path} is another "
+            f"model. Give that model, or an adapter of this one."
+        )
+
+
+def _is_other(found: AdapterFolder, path: str) -> bool:
+    """Say whether a model is known to be another than an adapter's: by its contents, or by two names of the hub."""
+    folder = Path(path).expanduser()
+    if found.contents is not None and is_dir(folder):
+        return found.contents != of_model(folder)
+    if found.base is None:
+        return False
+    theirs = Path(found.base).expanduser()
+    if is_dir(theirs) and is_dir(folder):
+        return of_model(theirs) != of_model(folder)
+    local = [is_dir(each) or str(each).startswith((".", "/", "~")) for each in (theirs, folder)]
+    return found.base != path and not any(local)
+
+
+def check_quantized(key: str, path: str) -> None:
+    """Refuse a folder whose weights are quantized. One of the hub is refused when its configuration is loaded."""
+    file = Path(path).expanduser() / "config.json"
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if isinstance(said, dict) and said.get("quantization_config"):
+        refuse_quantized(key, path, said["quantization_config"])
+
+
+def refuse_quantized(key: str, path: str, said: object) -> None:
+    method = said.get("quant_method", "") if isinstance(said, dict) else getattr(said, "quant_method", "")
+    raise ConfigError(
+        f"{key}={path}: its weights are quantized ({getattr(method, 'value', method) or 'quantization_config'}), and "
+        f"rlexp trains on no quantized weights (no QLoRA): they would have to be gathered and multiplied by kernels "
+        f"of their own. Give the model's own weights; adapter=lora keeps them in the dtype that computes."
+    )

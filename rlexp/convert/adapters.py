@@ -1,0 +1,236 @@
+"""Adapters (LoRA) of other trainers, and the references that go with them: what each is here."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlexp.config.schema import KINDS
+from rlexp.config.schema.loss_terms import compares
+from rlexp.convert.rules import Conversion, ConvertError, Fate
+
+# Words for all linear layers but the head; `[]` of ours.
+ALL_LINEAR = ("all-linear", "all")
+# Layers that take no adapter here: the head, and embeddings.
+NO_ADAPTER = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out", "word_embeddings", "output_layer", "score",
+              "all-embedding")  # fmt: skip
+# The layers that peft takes where a file names none, and the models that have them, by `model_type` of config.json.
+QUERIES_AND_VALUES = ("q_proj", "v_proj")
+BY_PEFT: Mapping[tuple[str, ...], str] = {
+    QUERIES_AND_VALUES: "llama llama4 mistral mixtral qwen2 qwen3 gemma gemma2 gemma3_text stablelm opt gptj gpt_neo",
+    ("query_key_value",): "gpt_neox bloom falcon",
+    ("c_attn",): "gpt2 gpt_bigcode",
+    ("q_proj", "v_proj", "fc1", "fc2"): "phi",
+    ("Wqkv",): "mpt",
+    ("qkv_proj",): "codegen",
+    ("q_proj", "k_proj", "v_proj", "o_proj"): "nemotron_h",
+}
+OF_FAMILIES = {family: layers for layers, families in BY_PEFT.items() for family in families.split()}
+
+NO_DROPOUT = "which inputs are dropped would depend on the layout, and so would the curve: 0 is taken"
+QUANTIZED = (
+    "weights are not quantized (no QLoRA): the model's own are kept in the dtype that computes, which takes more memory"
+)
+OF_QUANTIZED = "only with weights that are quantized"
+NO_DORA = "a direction and a length of their own (DoRA) are not here: plain LoRA is taken"
+NO_PARAMETERS = "adapters are of linear layers, not of single parameters, such as the experts of a mixture"
+ONE_RATE = "one rate for both matrices of an adapter (no LoRA+)"
+OF_START = "the first matrix is drawn as peft does by default, and the second one is 0"
+ONE_REFERENCE = "the reference is the trained model without its adapter, as theirs, and no second model is loaded"
+UNREAD = "an adapter of a reference model is not read: merge it into its model, and give reference.path=FOLDER"
+MERGE_FIRST = "merge it into its model first, and train that: model.path=FOLDER"
+UNWANTED = "no adapter is asked for"
+OF_FOLDER = "the adapter's folder says it"
+STARTS_WITHOUT = "theirs compares with the model without any adapter"
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of their arguments. `every` asks for all linear layers; `rest` change nothing without an adapter."""
+
+    rank: str = "lora_rank"
+    alpha: str = "lora_alpha"
+    dropout: str = "lora_dropout"
+    targets: str = "target_modules"
+    also: str = ""
+    rslora: str = ""
+    path: str = ""
+    every: str = ""
+    rest: str = ""
+
+    @property
+    def shape(self) -> Sequence[str]:
+        """What makes an adapter, and is read from the folder of one that is there."""
+        return [each for each in (self.rank, self.alpha, self.dropout, self.targets, self.also, self.rslora, self.every)
+                if each]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Their defaults. Without a rank or an alpha, a file must have them; without targets, it names the layers."""
+
+    rank: int | None
+    alpha: float | None
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    split: str | None = None  # what separates names in one text
+
+
+def lora(conv: Conversion, names: Names, defaults: Defaults, *by: str) -> None:
+    """Set an adapter, which the arguments `by` ask for: a new one, or the one in a folder."""
+    conv.choose("adapter", "lora", *by)
+    if names.path and (folder := _folder(conv, names.path, defaults.split)) is not None:
+        conv.put("adapter.path", folder, names.path, why="its rank, alpha and layers are as there, its dropout is 0")
+        for name in names.shape:
+            conv.tell(Fate.NEEDLESS, name, OF_FOLDER)
+        return
+    rank = conv.whole(names.rank, defaults.rank, least=1)
+    conv.put("adapter.rank", _needed(conv, names.rank, rank), names.rank)
+    alpha = conv.number(names.alpha, defaults.alpha, least=0)
+    conv.put("adapter.alpha", _needed(conv, names.alpha, alpha), names.alpha)
+    _dropout(conv, names.dropout, defaults.dropout)
+    _targets(conv, names, defaults)
+    if names.rslora:
+        if conv.flag(names.rslora):
+            conv.put("adapter.rslora", True, names.rslora)
+        conv.tell(Fate.NEEDLESS, names.rslora, "it is false")
+    if names.also:
+        _also(conv, names.also, defaults.split)
+    if names.path:
+        conv.tell(Fate.NEEDLESS, names.path, "a new adapter is trained")
+
+
+def none(conv: Conversion, names: Names, *by: str) -> None:
+    """Say of the arguments of an adapter, and of those that ask for one, that they change nothing."""
+    for name in (*by, *names.shape, *filter(None, [names.path]), *names.rest.split()):
+        conv.tell(Fate.NEEDLESS, name, UNWANTED)
+
+
+def has(conv: Conversion) -> bool:
+    return "adapter" in conv.choices
+
+
+def _folder(conv: Conversion, name: str, split: str | None) -> str | None:
+    """Return the folder of an adapter to go on from, the last one that is named."""
+    folders = [each for each in conv.texts(name, split) if each]
+    if folders[:-1]:
+        conv.remark(Fate.ABSENT, conv.said(name), folders[:-1], MERGE_FIRST)
+    return folders[-1] if folders else None
+
+
+def _needed(conv: Conversion, name: str, value: float | None) -> float:
+    if value is None:
+        raise ConvertError(
+            f"{name}: is missing, and {conv.framework} has no default. Add it to the file, as {name}=16."
+        )
+    return value
+
+
+def _dropout(conv: Conversion, name: str, default: float) -> None:
+    share = conv.number(name, default, least=0)
+    conv.put("adapter.dropout", 0.0, name)
+    if share:
+        why = NO_DROPOUT if conv.name(name) else f"their default: {NO_DROPOUT}"
+        conv.remark(Fate.OTHER, conv.said(name), share, why)
+
+
+def _targets(conv: Conversion, names: Names, defaults: Defaults) -> None:
+    """Set the layers that get an adapter; all linear layers but the head are `[]` here."""
+    name, every = names.targets, bool(names.every) and conv.flag(names.every)
+    said = [each for each in conv.texts(name, defaults.split) if each] or [*defaults.targets]
+    if not said and not every:
+        raise ConvertError(
+            f"{name}: is missing, and nothing says which layers get an adapter. Add it to the file, as "
+            f"{name}=[q_proj, v_proj]."
+        )
+    layers = [each.rstrip(",") for each in said]
+    if layers != said:
+        conv.remark(Fate.OTHER, conv.said(name), said, "theirs takes the comma for a part of the name; here it is none")
+    other = [each for each in layers if each in NO_ADAPTER]
+    patterns = [each for each in layers if re.fullmatch(r"[\w.-]+", each) is None]
+    if every or patterns or any(each in ALL_LINEAR for each in layers):
+        why = "all linear layers but the head"
+        conv.put("adapter.targets", [], name, *filter(None, [names.every * every]), why=why)
+    elif named := [each for each in layers if each not in other]:
+        conv.put("adapter.targets", named, name)
+    else:
+        conv.refuse(name, "names the head or embeddings alone, which take no adapter here", "Name linear layers too.")
+    if names.every:
+        conv.tell(Fate.NEEDLESS, names.every, "the layers are named")
+    if patterns:
+        why = "a pattern of names is not here, and all linear layers get an adapter: name them by adapter.targets"
+        conv.remark(Fate.ABSENT, conv.said(name), patterns, why)
+    if other:
+        why = "head and embeddings take no adapter here; adapter.also trains them whole"
+        conv.remark(Fate.ABSENT, conv.said(name), other, why)
+
+
+def _also(conv: Conversion, name: str, split: str | None) -> None:
+    """Set the modules that are trained whole beside the adapter."""
+    said = [each.rstrip(",") for each in conv.texts(name, split) if each]
+    words = [each for each in said if each.startswith("all-")]
+    if words:
+        conv.remark(Fate.ABSENT, conv.said(name), words, "adapter.also takes names of modules, as lm_head")
+    if modules := [each for each in said if each not in words]:
+        conv.put("adapter.also", modules, name)
+    conv.tell(Fate.NEEDLESS, name, "adapter.also takes names of modules" if words else "there are none")
+
+
+def of_family(conv: Conversion, name: str) -> tuple[str, ...]:
+    """Return the layers that peft takes by itself. Only a folder that is here says which family its model is of."""
+    family = _family(str(conv.values["model.path"].value))
+    if conv.texts(name) or family in OF_FAMILIES:
+        return OF_FAMILIES.get(family or "", QUERIES_AND_VALUES)
+    known = f"peft has none for {family}" if family else "which the model's folder says"
+    why = (
+        f"their default depends on the model's family, {known}: q_proj and v_proj are taken, those of Llama, Mistral, "
+        f"Qwen2, Qwen3 and Gemma; for another family give adapter.targets"
+    )
+    conv.remark(Fate.OTHER, name, None, why)
+    return QUERIES_AND_VALUES
+
+
+def _family(folder: str) -> str | None:
+    try:
+        described = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = described.get("model_type") if isinstance(described, dict) else None
+    return str(found) if found else None
+
+
+# ---- references ----
+
+
+def compared(conv: Conversion) -> bool:
+    """Return whether the chosen loss compares the policy with a reference, whatever its weight is."""
+    loss = str(conv.choices["loss"].value)
+    return loss == "mpo" or compares(KINDS["loss"][loss]())
+
+
+def precomputed(conv: Conversion, name: str = "precompute_ref_log_probs") -> None:
+    """Choose a reference that is computed once before training, where theirs is, and where one can be here."""
+    loss = conv.choices["loss"].value
+    if not conv.flag(name):
+        conv.tell(Fate.NEEDLESS, name, "the reference is computed in each step")
+    elif not compared(conv):
+        conv.tell(Fate.NEEDLESS, name, f"loss={loss} compares with no reference")
+    elif loss == "kto":
+        conv.tell(
+            Fate.NEEDLESS,
+            name,
+            "the numbers are the same: loss=kto also asks for answers to other prompts of the train batch, so the "
+            "reference is computed in each step",
+        )
+    else:
+        conv.choose("reference", "precompute", name)
+
+
+def compare_without(conv: Conversion, path: str) -> None:
+    """Compare with the model itself where training starts from an adapter in a folder, and theirs leaves it out then.
+    Ours would be the adapter at the start."""
+    if "adapter.path" in conv.values and compared(conv):
+        conv.put("reference.path", conv.values["model.path"].value, path, why=STARTS_WITHOUT)

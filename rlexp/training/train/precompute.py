@@ -1,0 +1,336 @@
+"""Compute a reference's log-probabilities before training, unless they are kept on this machine already.
+
+All ranks compute together over their rings, by the code of a reference in memory. Rank 0 keeps what is ready in parts
+of whole rows under `KEY.making`, so a run that was killed goes on there; it holds a lock while all ranks compute, so
+two jobs that start together compute it once. In the end the first rank of each machine has the file in its cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import hashlib
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from rlexp.base.cache import locked
+from rlexp.base.errors import DataError
+from rlexp.base.file_hashes import unchanged
+from rlexp.base.files import sync
+from rlexp.config.schema import Config, ModelConfig
+from rlexp.training.dataset.packing import pack_examples
+from rlexp.training.dataset.sampler import Batch
+from rlexp.training.engine.frozen import Frozen
+from rlexp.training.reference.models import OfModel
+from rlexp.training.reference.stored import (
+    BLOCK,
+    Kept,
+    Rows,
+    Stored,
+    Values,
+    cache_of,
+    damage,
+    digest_of,
+    facts_of,
+    folder_of,
+    kept_dtype,
+    key_of,
+    write,
+)
+from rlexp.training.ring.objects import gather_objects, rank0_does, some_do
+from rlexp.training.rollout.experience import off_pack
+from rlexp.training.sinks.console import say
+from rlexp.training.train.examples import BOOT
+from rlexp.training.train.offline_task import OfflineTask
+from rlexp.training.train.parts import Setting
+from rlexp.training.train.task import Task
+from rlexp.training.types import Floats
+
+T = TypeVar("T")
+EVERY = 2.0  # seconds between two meetings of the ranks while one of them waits or writes
+PART = 256  # rows of a part, or more, so that each replica has a whole micro-batch of it
+HASHED = 1024  # rows that a rank hashes at once
+
+
+def precomputed(
+    setting: Setting, task: Task, model: tuple[ModelConfig, Any], load: Callable[[], Frozen], *, trains: bool = True
+) -> Stored:
+    """Return the reference of a run, computed if it is not kept. `load` loads and freezes the model, which is gone
+    again at the end. A collective call."""
+    assert isinstance(task, OfflineTask)
+    cfg = setting.cfg
+    keeper = _Keeper(setting, task, load)
+    kept = []
+    for rows in rows_of(task, cfg, setting.schedule.total_steps, trains=trains):
+        sequences = shared_digest(rows, setting)
+        facts = facts_of(cfg, model[0], getattr(model[1], "_commit_hash", None), sequences)
+        kept.append(Kept(rows, Values.mapped(keeper.ensured(rows, facts))))
+    keeper.forget_model()
+    return Stored(kept, cfg.train.precision)
+
+
+def rows_of(task: OfflineTask, cfg: Config, total_steps: int, *, trains: bool) -> list[Rows]:
+    """Return the rows that a run asks for: those that its steps take, and those held out if it evaluates any."""
+    evaluates = not trains or cfg.train.eval_every is not None or cfg.eval.before_training
+    train = [Rows(False, task.train, places_of(task, total_steps))] if trains else []
+    held_out = [Rows(True, task.held_out)] if evaluates else []
+    return [rows for rows in (*train, *held_out) if len(rows)]
+
+
+def places_of(task: OfflineTask, total_steps: int) -> np.ndarray | None:
+    """Return the places of the examples that the steps take; None: all.
+
+    An epoch of all samples counts as all, though a tail may be left out: the key is then the same for every seed.
+    """
+    sampler, steps = task.sampler, total_steps if task.most_steps is None else min(total_steps, task.most_steps)
+    if steps >= sampler.steps_per_epoch and sampler.taken == sampler.size:
+        return None
+    taken = np.zeros(sampler.size, dtype=np.bool_)
+    for batch in sampler.batches(1, steps):
+        taken[list(batch.indices)] = True
+    return None if taken.all() else np.flatnonzero(taken)
+
+
+def shared_digest(rows: Rows, setting: Setting) -> str:
+    """Hash the tokens of all rows, each rank a part of them. A collective call."""
+    world = setting.world
+    blocks = range(-(-len(rows) // HASHED))
+    mine = {
+        block: digest_of(rows[number] for number in range(block * HASHED, min(len(rows), (block + 1) * HASHED)))
+        for block in blocks[world.rank :: world.size]
+    }
+    found = {block: each for part in gather_objects(mine, world.size) for block, each in part.items()}
+    return hashlib.sha256(b"".join(found[block] for block in blocks)).hexdigest()
+
+
+@dataclass
+class _Keeper:
+    """Finds what is kept, and makes the rest. Its methods are collective calls."""
+
+    setting: Setting
+    task: OfflineTask
+    load: Callable[[], Frozen]
+    reference: OfModel | None = None  # from its first use on
+
+    def __post_init__(self) -> None:
+        world = self.setting.world
+        self.cfg, self.world, self.dtype = self.setting.cfg, world, kept_dtype(self.setting.cfg.train.precision)
+        self.folder = folder_of(self.cfg)
+        machines = gather_objects(_machine(self.folder, self.cfg), world.size)
+        for each in machines:
+            if isinstance(each, str):
+                raise DataError(each)
+        self.leads = machines.index(machines[world.rank]) == world.rank  # the first rank of its machine
+        self.shown = self.cfg.logger.progress and world.rank == 0
+
+    def ensured(self, rows: Rows, facts: dict[str, Any]) -> Path:
+        """Return the file of these rows, made if there is none, or a damaged one."""
+        key, count = key_of(facts), len(rows) * len(self.task.sides)
+        place = self.folder / key
+        what = f"{len(rows):,} {'held-out ' if rows.held_out else ''}{self.task.kind}s"
+
+        def lacks(*, told: bool = True) -> bool:
+            return not _whole(place, key, count, told=told)
+
+        if not any(self.leaders_do(partial(lacks, told=False))):
+            self.say(f"the log-probabilities of {what} are in {place}.")
+            return place
+        waits = f"waits for another run that computes the reference of the same {self.task.kind}s."
+        with self.locked(place, waits):
+            if self.rank0_does(lacks):
+                self.say(f"computes the log-probabilities of {what} once, and keeps them in {place}.")
+                self.make(rows, place, key, facts)
+        self.spread(place, lacks)
+        return place
+
+    @contextlib.contextmanager
+    def locked(self, place: Path, waits: str) -> Iterator[None]:
+        """Let rank 0 hold the lock of a file. It may wait for a long time, and the others meet meanwhile."""
+        with contextlib.ExitStack() as held:
+            self.rank0_does(lambda: held.enter_context(locked(place, waits)))
+            yield
+
+    def make(self, rows: Rows, place: Path, key: str, facts: dict[str, Any]) -> None:
+        """Compute all rows that are in no part yet, and join the parts."""
+        making = _Making(place.with_name(f"{key}.making"), key, self.dtype, len(self.task.sides))
+        first, size = self.rank0_does(making.taken_up), self.world.dp_size * self.cfg.train.micro_batch_size
+        with self.setting.phases("reference"), self.progress(len(rows), first) as show:
+            while first < len(rows):
+                last = min(len(rows), first + -(-PART // size) * size)
+                found = self.values(rows, first, last)
+                self.rank0_does(partial(making.add, first, last, found))
+                show(last - first)
+                first = last
+        self.rank0_does(partial(making.finish, place, facts))
+
+    @torch.no_grad()
+    def values(self, rows: Rows, first: int, last: int) -> list[Floats]:
+        """Compute the log-probabilities of the trained tokens of some rows' sequences."""
+        setting, world, found = self.setting, self.world, []
+        if self.reference is None:
+            self.reference = OfModel(self.load())
+        batch = Batch(0, 0, tuple(range(first, last)))
+        for numbers in batch.micro_batches(world.replica, world.dp_size, self.cfg.train.micro_batch_size):
+            pack = pack_examples([rows[number] for number in numbers], **setting.padding)
+            shard = setting.to_device(pack)
+            found += off_pack(pack, shard, self.reference.logps(shard), world.ring)
+        parts = gather_objects((world.replica, found if world.ring.rank == 0 else []), world.size)
+        return [each for _, part in sorted(parts, key=lambda part: part[0]) for each in part]
+
+    def spread(self, place: Path, lacks: Callable[[], bool]) -> None:
+        """Copy rank 0's file to the machines that do not see it."""
+        lacking = self.leaders_do(lacks)
+        if not any(lacking):
+            return
+        mine = bool(lacking[self.world.rank])
+        copy = place.with_name(f".{place.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+        for number in range(self.rank0_does(lambda: -(-place.stat().st_size // BLOCK))):
+            block = self.rank0_does(partial(_block, place, number))
+            self.do(partial(_append, copy, block) if mine else None)
+        self.do(partial(_named, copy, place) if mine else None)
+
+    def forget_model(self) -> None:
+        """Give back the model's memory."""
+        if self.reference is None:
+            return
+        # DeepSpeed has tables of all parameters, by which it names them, until an engine of its own is destroyed.
+        destroy: Callable[[], None] | None = getattr(self.reference.frozen.module, "destroy", None)
+        self.reference = None
+        if destroy is not None:
+            destroy()
+        del destroy
+        gc.collect()  # engines and modules refer to each other
+        if self.setting.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # ---- ranks, and words ----
+
+    def do(self, work: Callable[[], T] | None) -> list[T | None]:
+        """Run work that touches the cache on the ranks that have some; any rank's error is every rank's."""
+        return some_do(None if work is None else lambda: self.writing(work), self.world.size, EVERY)
+
+    def leaders_do(self, work: Callable[[], T]) -> list[T | None]:
+        return self.do(work if self.leads else None)
+
+    def rank0_does(self, work: Callable[[], T]) -> T:
+        return rank0_does(lambda: self.writing(work), self.world.size, EVERY)
+
+    def writing(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except OSError as error:
+            raise DataError(_refusal(self.cfg, error)) from None
+
+    def say(self, text: str) -> None:
+        if self.shown:
+            say(f"rlexp: reference: {text}\n")
+
+    @contextlib.contextmanager
+    def progress(self, total: int, first: int) -> Iterator[Callable[[int], Any]]:
+        """Show on a terminal how many rows are computed."""
+        if not (self.shown and sys.stderr.isatty()):
+            yield lambda _rows: None
+            return
+        tqdm.set_lock(threading.RLock())  # its own is shared between processes, and says so when a process fails
+        with tqdm(total=total, initial=first, desc="reference", unit=self.task.kind, leave=False) as bar:
+            yield bar.update
+
+
+class _Making:
+    """The parts of a file in the making, of which each is whole. Rank 0 has them."""
+
+    def __init__(self, folder: Path, key: str, dtype: np.dtype[Any], sides: int) -> None:
+        self.folder, self.key, self.dtype, self.sides = folder, key, dtype, sides
+        self.parts: list[Path] = []
+
+    def taken_up(self) -> int:
+        """Take up what a run has left that was stopped, and return how many rows it is."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rows = 0
+        while (last := self._part_from(rows)) is not None:
+            rows = last
+        return rows
+
+    def _part_from(self, first: int) -> int | None:
+        """Take up a whole part that begins with a row, and return where it ends."""
+        for path in sorted(self.folder.glob(f"part-{first:010d}-*")):
+            last = path.name.rpartition("-")[2]
+            if last.isdecimal() and damage(path, self.key, (int(last) - first) * self.sides) is None:
+                self.parts.append(path)
+                return int(last)
+        return None
+
+    def add(self, first: int, last: int, found: Sequence[Floats]) -> None:
+        assert len(found) == (last - first) * self.sides
+        path = self.folder / f"part-{first:010d}-{last:010d}"
+        write(path, [Values.laid_out(found, self.dtype)], self.dtype, key=self.key)
+        self.parts.append(path)
+
+    def finish(self, place: Path, facts: dict[str, Any]) -> None:
+        write(place, [Values.mapped(path) for path in self.parts], self.dtype, key=self.key, of=facts)
+        shutil.rmtree(self.folder)
+
+
+def _whole(place: Path, key: str, sequences: int, *, told: bool) -> bool:
+    """Say whether a file is there and well. It is read whole when it was changed after it was last looked at."""
+    if not place.exists():
+        return False
+    wrong = unchanged(place, lambda: damage(place, key, sequences), [place])
+    if wrong is not None and told:
+        say(f"rlexp: {place}: is damaged ({wrong}), and is made anew.\n")
+    return wrong is None
+
+
+def _block(place: Path, number: int) -> bytes:
+    with place.open("rb") as file:
+        file.seek(number * BLOCK)
+        return file.read(BLOCK)
+
+
+def _append(path: Path, content: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(content)
+
+
+def _named(copy: Path, place: Path) -> None:
+    sync(copy)
+    os.replace(copy, place)
+
+
+def _machine(folder: Path, cfg: Config) -> tuple[str, int, int] | str:
+    """Return what ranks share that see one folder: the kernel that runs them, and the folder. If there can be no
+    folder, return the error: all ranks raise it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        there = folder.stat()
+    except OSError as error:
+        return _refusal(cfg, error)
+    return (BOOT.read_text() if BOOT.exists() else os.uname().nodename), there.st_dev, there.st_ino
+
+
+def _refusal(cfg: Config, error: OSError) -> str:
+    own = hasattr(cfg.data, "cache")
+    key, remedy = (
+        ("data.cache", "data.cache=FOLDER") if own else ("RLEXP_CACHE", "RLEXP_CACHE=FOLDER before the command")
+    )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return (
+            f"{key}={cache_of(cfg)}: has no room for the log-probabilities of reference=precompute ({error.strerror}). "
+            f"Free some and start again: it continues where it stopped. Or give another folder: {remedy}."
+        )
+    return (
+        f"{key}={cache_of(cfg)}: cannot be written ({error.strerror}), and reference=precompute keeps "
+        f"log-probabilities there. Give a folder where you may write: {remedy}; or use reference=model."
+    )

@@ -1,0 +1,216 @@
+"""Low-rank adapters over the ring: the same curve on every layout and engine, on resuming, and in peft's own hands."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.curves import draw, excesses
+from bench.layouts import Case, layout_cases
+from bench.resume import Where, curve_of, run
+from rlexp.base.errors import ConfigError, UserError
+from rlexp.config.adapter_folder import DESCRIPTION
+from rlexp.config.load import compose_config
+from rlexp.config.schema import Config, ExportDtype
+from rlexp.export.checkpoint import export_checkpoint
+from rlexp.run_files.metrics_jsonl import read_rows
+from rlexp.training.model.loading import load_tokenizer
+from rlexp.training.ring.groups import ALONE, World
+from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.examples import read_examples
+from tests.helpers.adapters import adapter_of, loaded, logps_by
+from tests.helpers.models import saved
+from tests.helpers.ranks import largest_gap, on_ranks, train_steps
+
+BASE = ("launch.device=cpu", "logger=none", "data.size=40", "data.eval_size=4", "optim.lr=1e-2")
+LORA = ("adapter=lora", "adapter.rank=4")
+REAL = ("launch.device=cpu", "logger=none", "train.batch_size=8", "data.size=16", "data.eval_size=0", "optim.lr=1e-3")
+# float32 against float64, relative to the largest element of each tensor. Measured 5.6e-6.
+FLOAT32 = 2e-5
+DRAWN = ("reward.rule=regex", "reward.pattern='[a-z]'", "rollout.batch_size=4", "rollout.n_samples=4",
+         "rollout.max_new_tokens=8", "train.batch_size=16", "optim.lr=1e-3")  # fmt: skip
+LOSSES = {"dpo": (), "grpo": ("loss=grpo", *DRAWN), "ppo, own critic": ("loss=ppo", "loss.critic=own", *DRAWN)}
+
+
+def float64(case: Case, *more: str) -> Config:
+    return compose_config([*BASE, *LORA, "train.precision=fp64", "train.max_steps=3", *case.overrides(), *more])
+
+
+@pytest.mark.parametrize("reference", ["adapter", "model"])
+def test_three_steps_do_not_move_with_ring_and_engine(reference: str) -> None:
+    hold([float64(Case(1, 1, 1, True), f"reference={reference}"),
+          float64(Case(2, 2, 2, True), f"reference={reference}", "engine=fsdp2", "train.eval_every=3")])  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "fsdp2"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_layout_draws_one_curve(engine: str, loss: str) -> None:
+    grid = [case for case in layout_cases() if case.ring_size <= 4]
+    hold([float64(case, *LOSSES[loss], f"engine={engine}") for case in grid])
+
+
+def hold(configs: Sequence[Config]) -> None:
+    curves = draw(list(configs))
+    first = curves[0]
+    assert len(first.rows) == 3
+    assert all(row["train/grad_norm"] > 1e-4 for row in first.rows)  # else Adam would step by nothing but rounding
+    for curve in curves[1:]:
+        assert excesses(first, curve) == []
+
+
+# ---- a real model ----
+
+
+@pytest.fixture(scope="module")
+def base(shared: Path) -> Path:
+    return shared / "models" / "stories260K"
+
+
+@pytest.fixture(scope="module")
+def begun(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that has been trained before, and a module that was trained whole beside it."""
+    return adapter_of(base, tmp_path_factory.mktemp("begun"), modules_to_save=["norm"])
+
+
+def on_stories(base: Path, *more: str) -> list[str]:
+    return [*REAL, "model=hf", f"model.path={base}", "adapter=lora", *more]
+
+
+def steps_of(several: Sequence[Sequence[str]]) -> list[Any]:
+    """Train configurations of one world size in one start of ranks; return what rank 0 returned for each."""
+    cfgs = [compose_config(list(each)) for each in several]
+    return list(on_ranks(cfgs[0].parallel.world_size, train_all, cfgs)[0])
+
+
+def train_all(spec: Any, cfgs: Sequence[Config]) -> list[Any]:
+    return [train_steps(spec, cfg, 2) for cfg in cfgs]
+
+
+@pytest.mark.parametrize(
+    "engines", [("zero1",), pytest.param(("torch", "zero0", "zero2", "zero3", "fsdp2"), marks=pytest.mark.slow)]
+)
+def test_every_engine_has_one_gradient(base: Path, begun: Path, engines: Sequence[str]) -> None:
+    """Of an adapter that goes on, in float32, against one process in float64. Nothing else has a gradient, or moves."""
+    path = f"adapter.path={begun}"
+    [exact] = steps_of([on_stories(base, path, "train.precision=fp64")])
+    assert all(".default." in name for name in exact.gradients[0])
+    place = ("parallel=ring2", "launch.nproc=4", "train.micro_batch_size=2")
+    for ours in steps_of([on_stories(base, path, *place, f"engine={engine}") for engine in engines]):
+        assert largest_gap(exact.gradients[0], ours.gradients[0]) < FLOAT32
+        assert ours.rows[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-7)  # the reference is where it began
+        assert ours.rows[1]["train/loss"] == pytest.approx(exact.rows[1]["train/loss"], rel=FLOAT32)
+        assert ours.rows[0]["train/grad_norm"] == pytest.approx(exact.rows[0]["train/grad_norm"], rel=FLOAT32)
+        still = {name for name, weight in ours.weights.items() if torch.equal(weight, exact.start[name])}
+        assert still == set(ours.weights) - set(exact.gradients[0])
+
+
+def test_a_run_goes_on_elsewhere_from_its_adapter(tmp_path: Path) -> None:
+    """Half of it on two ranks with fsdp2, and half in one process; a checkpoint holds the adapter alone."""
+    more = ("adapter=lora", "train.batch_size=4", "data.size=12", "train.max_steps=4", "data.eval_size=4")
+    straight = curve_of(run(Where("torch", 1, 1, "fp64"), tmp_path / "straight", *more))
+    begun = run(Where("fsdp2", 2, 1, "fp64"), tmp_path / "run", *more, "train.stop_after=2")
+    curve = curve_of(run(Where("torch", 1, 1, "fp64"), begun, *more))
+    assert excesses(straight, curve) == []
+    assert all(".default." in name for name in curve.weights)
+
+
+@pytest.mark.slow
+def test_what_is_exported_is_what_was_trained(base: Path, begun: Path, tmp_path: Path) -> None:
+    """The adapter in plain peft, and the merged model in plain transformers, at the end of a run and from a checkpoint,
+    say of the first held-out pairs what the run did, in float32."""
+    place = tmp_path / "run"
+    more = ("data.eval_size=4", "train.eval_every=3", "train.max_steps=3", "checkpoint.export=true", "model=hf",
+            f"model.path={base}", "adapter=lora", f"adapter.path={begun}", "data.size=12", "train.batch_size=4")  # fmt: skip
+    run(Where("zero1", 2, 1, "fp32"), place, *more)
+    merged = export_checkpoint(place, tmp_path / "merged", ExportDtype.auto, merged=True)
+    again = export_checkpoint(place, tmp_path / "adapter", ExportDtype.auto)
+    run(Where("torch", 1, 1, "fp32"), place, *more, "train.max_steps=3", "checkpoint.export=merged")
+    cfg = compose_config(["launch.device=cpu", "logger=none", *more])
+    held_out = read_examples(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE)).held_out
+    row = read_rows(place / "metrics.jsonl")[-1]
+    for model in (loaded(base, place / "model"), loaded(base, again), loaded(merged)):
+        for side in ("chosen", "rejected"):
+            pairs = [(pair.prompt, getattr(pair, side)) for pair in held_out]
+            sequences = [(torch.from_numpy(np.concatenate(pair)).long(), len(pair[0])) for pair in pairs]
+            said = logps_by(model, sequences)
+            assert np.mean(said) == pytest.approx(row[f"eval/logps/{side}"], rel=2e-7)
+
+
+# ---- what does not fit ----
+
+
+def refusals(_spec: Any, cfgs: Sequence[Config]) -> list[str]:
+    """Return what a run says of what it cannot do, for each configuration."""
+    said = []
+    for cfg in cfgs:
+        with pytest.raises(UserError) as refused:
+            build(cfg, probing=unprobed)
+        said.append(str(refused.value))
+    return said
+
+
+def test_what_does_not_fit_the_model_is_one_message(base: Path, begun: Path, tmp_path: Path) -> None:
+    """Layers that are not there, or cannot have an adapter, and an adapter of another model."""
+    nameless = shutil.copytree(begun, tmp_path / "nameless")
+    said = json.loads((nameless / DESCRIPTION).read_text())
+    (nameless / DESCRIPTION).write_text(json.dumps(said | {"base_model_name_or_path": None}))
+    expected = {
+        "adapter.targets=[q_prj]": "adapter.targets: 'q_prj' fits no layer. Did you mean q_proj? Linear layers: down_p",
+        "adapter.targets=[lm_head]": "adapter.targets: 'lm_head' is the head, whose logits are computed in pieces",
+        "adapter.targets=[embed_tokens]": "adapter.targets: 'embed_tokens' fits model.embed_tokens, which is no linear",
+        "adapter.also=[nrm]": "adapter.also: 'nrm' fits no module with weights. Did you mean norm?",
+        "adapter.also=[embed_tokens]": "adapter.also: 'embed_tokens' shares its weights with lm_head.weight",
+        f"adapter.path={nameless}": f"adapter.path={nameless}: is of another model: has [4, 64] for model.layers.0",
+    }
+    where = ["launch.nproc=1", "parallel=ring1"]
+    cfgs = [compose_config(on_stories(base, *where, words)) for words in list(expected)[:-1]]
+    cfgs.append(compose_config(on_stories(saved(tmp_path / "other"), *where, f"adapter.path={nameless}")))
+    for got, start in zip(on_ranks(1, refusals, cfgs)[0], expected.values(), strict=True):
+        assert got.startswith(start)
+
+
+def test_an_adapter_of_another_base_is_refused_before_ranks_start(base: Path, begun: Path, tmp_path: Path) -> None:
+    other = saved(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"adapter\.path=.*: is an adapter of .*stories260K, and model\.path=.*other"):
+        compose_config(on_stories(other, f"adapter.path={begun}"))
+
+
+WRONG = {
+    "adapter.rank=0": "adapter.rank=0: must be at least 1",
+    "adapter.dropout=0.1": "adapter.dropout=0.1: must be 0. Which inputs are dropped would depend on the layout",
+    "adapter.path=/nowhere": "adapter.path=/nowhere: no such folder",
+    "model.freeze=[a]": "model.freeze=['a']: with adapter=lora all weights of the model are frozen already",
+    "checkpoint.export=yes": "checkpoint.export=yes: must be true, false or merged",
+    "adapter=none checkpoint.export=merged": "checkpoint.export=merged: merges an adapter into its model",
+    "adapter=none reference=adapter": "reference=adapter: is the trained model without its adapter, and adapter=none",
+    "reference=none": "reference=none: loss=dpo compares the policy with a reference",
+    "reference=adapter reference.offload=true": "reference.offload=true: moves the weights of reference=model",
+    "loss=simpo reference=precompute": "reference=precompute: loss=simpo compares the policy with no reference",
+    "loss=kto reference=precompute": "reference=precompute: loss=kto also asks for answers to other prompts",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_input_is_one_message(words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose_config(["launch.device=cpu", "adapter=lora", *words.split()])
+    assert str(refused.value).startswith(WRONG[words])
+
+
+def test_quantized_weights_are_refused_by_name(base: Path, tmp_path: Path) -> None:
+    quantized = shutil.copytree(base, tmp_path / "quantized")
+    quantized.chmod(0o755)
+    said = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").unlink()
+    (quantized / "config.json").write_text(json.dumps(said | {"quantization_config": {"quant_method": "bitsandbytes"}}))
+    with pytest.raises(ConfigError, match=r"model\.path=.*: its weights are quantized \(bitsandbytes\)"):
+        compose_config(on_stories(quantized))
