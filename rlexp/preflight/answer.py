@@ -49,8 +49,9 @@ class Answer:
 
     @cached_property
     def remedy(self) -> Change | None:
-        """The change that fits and takes the least time; None if the run fits, or no single change makes it fit. One that
-        trains other weights is the last."""
+        """The change that fits and takes the least time; None if the run fits, or no single change makes it fit.
+
+        One that trains other weights is the last."""
         fitting = [change for change in self.changes if change.fits(self.limit)]
         price = functools.partial(cost, before=pass_before(self.cfg, self.prediction))
         return None if self.fits else min(fitting, key=price, default=None)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlexp.config.schema import KINDS, Config, ReferenceName
+from rlexp.config.schema import KINDS, Config
 from rlexp.config.schema.keys import all_keys
 from rlexp.convert.experiment import composed, overrides, text_of
 from rlexp.convert.frameworks import FRAMEWORKS, converted
@@ -42,7 +42,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.max_steps": 1000, "train.epochs": None, "train.eval_every": 50, "train.precision": "bf16", "seed": 42,
         "data.max_length": 1024, "data.too_long": "truncate", "data.eval_split": "test", "data.drop_last": False,
         "optim.lr": 5e-7, "memory.checkpointing": True, "checkpoint.save_every": "500", "logger.name": "none",
-        "adapter.name": "none", "reference.name": ReferenceName.model,
+        "adapter.name": "none", "reference.name": "model",
     },
     "trl_grpo.yaml": {
         "loss.name": "grpo", "loss.beta": 0.0, "loss.normalize": "token", "engine.name": "zero2", "train.epochs": 3,
@@ -69,7 +69,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "loss.name": "kto", "loss.beta": 0.1, "loss.desirable_weight": 1.0, "loss.undesirable_weight": 1.33,
         "optim.lr": 5e-7, "train.batch_size": 32, "data.shuffle": False, "data.too_long": "truncate",
         "data.unpair": False, "logger.name": "wandb", "adapter.name": "lora", "adapter.targets": [],
-        "reference.name": ReferenceName.adapter,
+        "reference.name": "adapter",
     },
     "trl_reward.sh": {
         "loss.name": "reward", "loss.center": 0.01, "loss.margin_weight": 1.0, "optim.lr": 1e-5, "launch.nproc": 4,
@@ -132,7 +132,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "llamafactory_dpo.yaml": {
         "loss.name": "dpo", "train.batch_size": 64, "engine.name": "zero3", "data.max_length": 2048,
         "data.path": "data/dpo_en_demo.json", "data.columns": {"prompt": "conversations"},
-        "adapter.rank": 8, "adapter.alpha": 16.0, "adapter.targets": [], "reference.name": ReferenceName.adapter,
+        "adapter.rank": 8, "adapter.alpha": 16.0, "adapter.targets": [], "reference.name": "adapter",
     },
     "llamafactory_sft.yaml": {
         "loss.name": "sft", "train.batch_size": 16, "engine.name": "zero3", "data.eval_size": 20,

@@ -73,7 +73,7 @@ def reached(folder: Path) -> set[str]:
         names = {name for rule in FRAMEWORKS[framework].rules for name in rule.names}
         cases = [{}, *({name: value} for name, values in LEADING.items() for value in values)]
         pairs = [one | two for one, two in itertools.combinations(cases[1:], 2)
-                 if {"ring_attn_func", "ref_adapters"} & two.keys()]  # fmt: skip
+                 if "ring_attn_func" in two or {"adapters", "ref_adapters"} == {*one, *two}]  # fmt: skip
         for given in (*cases, *pairs):
             try:
                 conv = of_asked(Asked(framework, trainer, least | {n: v for n, v in given.items() if n in names}), 8)

@@ -205,12 +205,8 @@ class _Keeper:
         """Give back the model's memory."""
         if self.reference is None:
             return
-        # DeepSpeed has tables of all parameters, by which it names them, until an engine of its own is destroyed.
-        destroy: Callable[[], None] | None = getattr(self.reference.frozen.module, "destroy", None)
+        release_pieces(self.reference.frozen)
         self.reference = None
-        if destroy is not None:
-            destroy()
-        del destroy
         gc.collect()  # engines and modules refer to each other
         if self.setting.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -246,6 +242,18 @@ class _Keeper:
         tqdm.set_lock(threading.RLock())  # its own is shared between processes, and says so when a process fails
         with tqdm(total=total, initial=first, desc="reference", unit=self.task.kind, leave=False) as bar:
             yield bar.update
+
+
+def release_pieces(frozen: Frozen) -> None:
+    """Empty weights that DeepSpeed's stage 3 holds.
+
+    Shim: DeepSpeed caches the parameters of each module for as long as the process lives (`functools.lru_cache` on
+    `PartitionedParameterCoordinator`). Remove this when it forgets those of an engine that is gone.
+    """
+    for parameter in frozen.policy.parameters():
+        if (piece := getattr(parameter, "ds_tensor", None)) is not None:
+            for held in (parameter, piece):
+                held.data = held.data.new_empty(0)
 
 
 class _Making:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from rlexp.launch.joining import RankSpec
 from rlexp.training.ring.collectives import _all_gather as all_gather
+from tests.helpers.faults.adapter import ADAPTER_FAULTS
 from tests.helpers.faults.algos import ALGOS_FAULTS
 from tests.helpers.faults.base import one
 from tests.helpers.faults.data import DATA_FAULTS
@@ -33,7 +34,7 @@ from tests.helpers.faults.samples import SAMPLE_FAULTS
 from tests.helpers.faults.train import TRAIN_FAULTS
 
 FAULTS = (*DATA_FAULTS, *RING_FAULTS, *MODEL_FAULTS, *ALGOS_FAULTS, *TRAIN_FAULTS, *ENGINE_FAULTS, *METRICS_FAULTS,
-          *LOSS_FAULTS, *OWN_FAULTS, *REFERENCE_FAULTS, *SAMPLE_FAULTS)  # fmt: skip
+          *LOSS_FAULTS, *OWN_FAULTS, *REFERENCE_FAULTS, *ADAPTER_FAULTS, *SAMPLE_FAULTS)  # fmt: skip
 
 # Not a defect: `verify` is to believe that a model of six layers is too large for this machine.
 LITTLE_MEMORY = one("little memory", "verify.fit_memory:free_on_host", lambda _original: 120_000_000, "", "")

@@ -36,7 +36,7 @@ REAL = ("launch.device=cpu", "logger=none", "train.batch_size=8", "data.size=16"
 # float32 against float64, relative to the largest element of each tensor. Measured 5.6e-6.
 FLOAT32 = 2e-5
 DRAWN = ("reward.rule=regex", "reward.pattern='[a-z]'", "rollout.batch_size=4", "rollout.n_samples=4",
-         "rollout.max_new_tokens=8", "train.batch_size=16", "optim.lr=1e-3")  # fmt: skip
+         "rollout.max_new_tokens=8", "train.batch_size=16", "optim.lr=1e-3", "optim.eps=1e-6")  # fmt: skip
 LOSSES = {"dpo": (), "grpo": ("loss=grpo", *DRAWN), "ppo, own critic": ("loss=ppo", "loss.critic=own", *DRAWN)}
 
 

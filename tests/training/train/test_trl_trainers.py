@@ -15,11 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from bench.curves import draw, relative
+from bench.curves import Curve, draw, relative
+from rlexp.config.adapter_folder import WEIGHTS
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from tests.helpers.adapters import adapter_of
 from tests.helpers.paths import ROOT
+from tests.helpers.ranks import largest_gap
 
 # TRL still says `gradient_checkpointing` where transformers has a new name.
 pytestmark = [
@@ -33,6 +37,9 @@ LAYOUTS = {"one rank": (1, 8), "ring 2, micro-batch 2": (2, 2)}  # ring size, mi
 FIRST = (1e-6, 1e-6)  # in the first step, with equal weights (measured: 4e-7, 3e-7)
 # Later, weights differ: AdamW's first step follows each gradient's sign, which rounding decides where it is near zero.
 LATER = (2e-5, 6e-5)  # measured: 3.8e-6, 1.2e-5
+# An adapter's weights after four steps, relative to the largest of each matrix. Measured 4.8e-7; and 1.2e-4 where the
+# second matrix begins as zeros, so that the sign of a first gradient that is nothing but rounding is a step of AdamW's.
+APART = {"goes on": 5e-6, "new": 1e-3}
 
 
 Rows = Sequence[dict[str, Any]]
@@ -141,9 +148,14 @@ def ours_of(cases: Sequence[Case], model: Path, rows: Rows, folder: Path) -> lis
         return data
 
     curves = draw([configured(case, model, written(case), *layout) for case in cases for layout in LAYOUTS.values()])
-    steps = [Steps([int(row["train/tokens"]) for row in curve.rows], [row["train/loss"] for row in curve.rows],
-                   [row["train/grad_norm"] for row in curve.rows]) for curve in curves]  # fmt: skip
+    steps = [ours_steps(curve) for curve in curves]
     return [steps[place : place + len(LAYOUTS)] for place in range(0, len(steps), len(LAYOUTS))]
+
+
+def ours_steps(curve: Curve) -> Steps:
+    rows = curve.rows
+    return Steps([int(row["train/tokens"]) for row in rows], [row["train/loss"] for row in rows],
+                 [row["train/grad_norm"] for row in rows])  # fmt: skip
 
 
 def trainer_of(case: Case) -> tuple[Any, Any]:
@@ -170,6 +182,12 @@ def model_of(case: Case, path: Path) -> Any:
 
 def trls(case: Case, model: Path, rows: Rows, folder: Path, micro: int = BATCH) -> Steps:
     """Train with TRL's trainer, in this process."""
+    trainer = trainer_on(case, model, rows, folder, micro)
+    trainer.train()
+    return steps_of(trainer)
+
+
+def trainer_on(case: Case, base: Path, rows: Rows, folder: Path, micro: int = BATCH, **more: Any) -> Any:
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -181,18 +199,51 @@ def trls(case: Case, model: Path, rows: Rows, folder: Path, micro: int = BATCH) 
         learning_rate=LR, lr_scheduler_type="constant", optim="adamw_torch", adam_beta1=0.9, adam_beta2=0.999,
         adam_epsilon=1e-8, weight_decay=DECAY, max_grad_norm=1.0, **case.theirs,
     )  # fmt: skip
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(base)
     if case.trainer == "Reward":  # with the end of sequence for padding, the score would be that of the token before
         tokenizer.pad_token = tokenizer.unk_token
-    trainer = of_trainer(
-        model=model_of(case, model), args=arguments, train_dataset=Dataset.from_list(list(case.rows(rows))),
-        processing_class=tokenizer,
-    )  # fmt: skip
-    trainer.train()
+    given = {"model": None if "model" in more else model_of(case, base), **more}
+    return of_trainer(
+        args=arguments, train_dataset=Dataset.from_list(list(case.rows(rows))), processing_class=tokenizer, **given
+    )
+
+
+def steps_of(trainer: Any) -> Steps:
     logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     lengths = [length(row) for row in trainer.train_dataset]
     tokens = [sum(lengths[place : place + BATCH]) for place in range(0, len(lengths), BATCH)]
     return Steps(tokens, [float(entry["loss"]) for entry in logged], [float(entry["grad_norm"]) for entry in logged])
+
+
+@pytest.mark.parametrize("begins", APART)
+def test_an_adapter_is_that_of_trl_and_peft(begins: str, model: Path, rows: Rows, tmp_path: Path) -> None:
+    """With `peft_config` and the same first weights; and one that goes on, which is then its own reference."""
+    from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+
+    trained = begins == "goes on"
+    start = adapter_of(model, tmp_path / "start", trained=trained)
+    case = Case(("loss=dpo", "adapter=lora", f"adapter.path={start}"), "DPO",
+                {"beta": 0.1, "gradient_checkpointing": False})  # with it, its switch of adapters fails
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    curves = draw([configured(case, model, data, *layout) for layout in LAYOUTS.values()])
+    if trained:
+        going_on = PeftModel.from_pretrained(model_of(case, model), str(start), is_trainable=True)
+        trainer = trainer_on(case, model, rows, tmp_path, model=going_on)
+    else:
+        new = LoraConfig.from_pretrained(str(start))
+        new.inference_mode = False
+        trainer = trainer_on(case, model, rows, tmp_path, peft_config=new)
+        set_peft_model_state_dict(trainer.model, load_file(start / WEIGHTS))
+    trainer.train()
+    theirs = {name: value.double() for name, value in get_peft_model_state_dict(trainer.model).items()}
+    for curve in curves:
+        ours_steps(curve).hold(steps_of(trainer))
+        ours = {f"base_model.model.{name.replace('.default.', '.')}": torch.from_numpy(weight)
+                for name, weight in curve.weights.items() if ".default." in name}  # fmt: skip
+        gap = largest_gap(theirs, ours)
+        print(f"weights of the adapter differ by {gap:.1e}")
+        assert gap < APART[begins]
 
 
 def length(row: dict[str, Any]) -> int:

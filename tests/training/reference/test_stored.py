@@ -1,0 +1,186 @@
+"""What is kept of a reference: each sequence's values come to its own tokens, and a file is whole or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlexp.config.checks.reference import model_of_reference
+from rlexp.config.load import compose_config
+from rlexp.config.schema import Precision
+from rlexp.training.dataset.packing import pack_examples
+from rlexp.training.reference import stored
+from rlexp.training.reference.stored import (
+    Kept,
+    Rows,
+    Stored,
+    Values,
+    damage,
+    digest_of,
+    facts_of,
+    key_of,
+    write,
+)
+from rlexp.training.ring.groups import Ring
+from rlexp.training.ring.kernels.plain import Plain
+from rlexp.training.ring.layouts import get_layout
+from rlexp.training.ring.layouts.shard import shard_pack
+from rlexp.training.types import Floats, Pair, SequenceName
+from tests.helpers.models import saved
+
+FLOAT64 = np.dtype(np.float64)
+
+
+def pairs(count: int, seed: int = 0) -> list[Pair]:
+    """Return pairs of other lengths each, of which some answers are trained on in part."""
+    draw = np.random.default_rng(seed)
+
+    def tokens() -> np.ndarray:
+        return draw.integers(0, 99, size=draw.integers(2, 9)).astype(np.int32)
+
+    made = [Pair(index, tokens(), tokens(), tokens(), "") for index in range(count)]
+    return [replace(pair, chosen_mask=np.arange(len(pair.chosen)) % 2 == 0) if pair.index % 2 else pair
+            for pair in made]  # fmt: skip
+
+
+def marked(examples: Sequence[Pair], *, held_out: bool = False) -> list[Floats]:
+    """Return values for all sequences, each of which says where it belongs."""
+    counts = [len(answer) if mask is None else int(mask.sum()) for each in examples for answer, mask in each.answers]
+    return [1000.0 * (number + 1) + np.arange(count) + 0.5 * held_out for number, count in enumerate(counts)]
+
+
+def test_each_sequence_gets_its_own_values_on_every_rank_of_a_ring() -> None:
+    train, held_out = pairs(6), pairs(3, seed=1)
+    some = np.array([0, 2, 3, 5])  # those that the steps take
+    values = [marked([train[place] for place in some.tolist()]), marked(held_out, held_out=True)]
+    rows = [Rows(False, train, some), Rows(True, held_out)]
+    kept = [Kept(each, Values.laid_out(part, FLOAT64)) for each, part in zip(rows, values, strict=True)]
+    reference, layout = Stored(kept, Precision.fp64), get_layout("zigzag", None)
+    for examples, places, part in ((train, [5, 2], values[0]), (held_out, [1], values[1])):
+        names = tuple(SequenceName(examples is held_out, place, side) for place in places for side in (0, 1))
+        packed = pack_examples([examples[place] for place in places], layout.multiple(2), unit=layout.unit(2))
+        pack = replace(packed, names=names)
+        known_T = torch.full((len(pack.tokens_T),), torch.nan, dtype=torch.float64)
+        for rank in range(2):
+            shard = reference.known(pack, shard_pack(pack, Ring(rank, (0, 1)), layout, Plain(), 100))
+            known_T[shard.index_t] = reference.logps(shard)
+        order = some.tolist() if examples is train else list(range(3))
+        for sequence, name in enumerate(names):
+            expected = part[order.index(name.example) * 2 + name.answer]
+            assert known_T[pack.sequence_T == sequence].tolist() == expected.tolist()
+        assert not known_T[pack.sequence_T < 0].any()
+
+
+def test_a_row_that_is_not_kept_and_a_pack_without_names_are_never_guessed() -> None:
+    train = pairs(4)
+    some = np.array([0, 2])
+    kept = Kept(Rows(False, train, some), Values.laid_out(marked([train[0], train[2]]), FLOAT64))
+    for place in (1, 3):
+        with pytest.raises(AssertionError, match=f"example {place} is not kept"):
+            kept.of(place, 0)
+    pack, layout = pack_examples(train[:1], 2), get_layout("zigzag", None)
+    shard = shard_pack(pack, Ring(0, (0,)), layout, Plain(), 100)
+    with pytest.raises(AssertionError, match="by their names"):
+        Stored([kept], Precision.fp64).known(pack, shard)
+
+
+def test_a_file_has_the_same_bytes_however_it_was_parted(tmp_path: Path) -> None:
+    values = marked(pairs(5))
+    for name, ends in (("whole", [10]), ("parted", [2, 4, 10])):
+        parts = []
+        for first, last in zip([0, *ends], ends, strict=False):
+            write(tmp_path / f"{name}{first}", [Values.laid_out(values[first:last], FLOAT64)], FLOAT64, key="k")
+            parts.append(Values.mapped(tmp_path / f"{name}{first}"))
+        write(tmp_path / name, parts, FLOAT64, key="k", of={"model": 1})
+    assert (tmp_path / "whole").read_bytes() == (tmp_path / "parted").read_bytes()
+    read = Values.mapped(tmp_path / "whole")
+    assert [read.of(place).tolist() for place in range(len(read))] == [each.tolist() for each in values]
+    assert damage(tmp_path / "whole", "k", 10) is None
+
+
+def test_sequences_without_a_trained_token_are_kept_too(tmp_path: Path) -> None:
+    for values in ([np.zeros(0)] * 2, [np.zeros(0), np.ones(1), np.zeros(0)], []):
+        write(tmp_path / "file", [Values.laid_out(values, FLOAT64)], FLOAT64, key="k")
+        read = Values.mapped(tmp_path / "file")
+        assert [read.of(place).tolist() for place in range(len(read))] == [each.tolist() for each in values]
+        assert damage(tmp_path / "file", "k", len(values)) is None
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda content: content[:-1], "bytes of"),
+        (lambda content: content + b"x", "bytes of"),
+        (lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:], "other bytes"),
+        (lambda content: content[:100], "torn"),
+        (lambda _: b"", "JSONDecodeError"),
+        (lambda content: b"x" + content[1:], "JSONDecodeError"),
+        (lambda content: content.replace(b'"key": "k"', b'"key": "j"'), "other sequences or weights"),
+    ],
+    ids=["cut", "longer", "changed", "torn", "empty", "no JSON", "another's"],
+)
+def test_a_damaged_file_is_noticed(harm: Any, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    write(file, [Values.laid_out(marked(pairs(5)), FLOAT64)], FLOAT64, key="k")
+    assert damage(file, "k", 10) is None
+    assert damage(file, "k", 8) is not None
+    file.write_bytes(harm(file.read_bytes()))
+    assert said in str(damage(file, "k", 10))
+
+
+def test_another_token_or_mask_is_another_key() -> None:
+    whole = pairs(4)
+    first = whole[0]
+    others = [
+        whole[:3],
+        [*whole[::-1]],
+        [replace(first, chosen=first.rejected, rejected=first.chosen), *whole[1:]],
+        [replace(first, prompt=first.prompt + 1), *whole[1:]],
+        [replace(first, chosen_mask=np.arange(len(first.chosen)) > 0), *whole[1:]],
+        [replace(first, prompt=np.append(first.prompt, first.chosen[0]), chosen=first.chosen[1:]), *whole[1:]],
+    ]  # fmt: skip
+    found = {digest_of(each) for each in (whole, *others)}
+    assert len(found) == len(others) + 1
+    assert digest_of(pairs(4)) == digest_of(whole)
+    assert digest_of([replace(each, margin=2.0, origin="elsewhere") for each in whole]) == digest_of(whole)
+
+
+def key(*overrides: str, commit: str | None = None, sequences: str = "of rows") -> str:
+    cfg = compose_config(["launch.device=cpu", "logger=none", "reference=precompute", *overrides])
+    model = cfg.model if cfg.reference.path is None else model_of_reference(cfg)
+    return key_of(facts_of(cfg, model, commit, sequences))
+
+
+def test_all_that_the_values_depend_on_is_in_the_key_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seed in (("one", 0), ("other", 1)):
+        model = AutoModelForCausalLM.from_pretrained(saved(tmp_path / name))
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data = torch.randn_like(parameter)
+        model.save_pretrained(tmp_path / name)
+    folder = ("model=hf", f"model.path={tmp_path}/one")
+    others = [
+        key(), key("model.seed=1"), key("model.layers=3"), key("train.precision=fp64"), key("data.max_length=300"),
+        key(sequences="of other rows"), key(*folder), key("model=hf", f"model.path={tmp_path}/other"),
+        key(*folder, "model.dtype=bf16"), key(*folder, "model.add_tokens=['<x>']"), key(*folder, commit="a branch's"),
+    ]  # fmt: skip
+    for module, name in ((stored, "FORMAT"), (stored, "__version__")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, "another")
+            others.append(key())
+    assert len(set(others)) == len(others)
+    alike = [("parallel=ring2",), ("engine=torch",), ("train.micro_batch_size=2",), ("loss=ipo", "loss.beta=0.3"),
+             ("optim.lr=1e-3",), ("seed=7",), ("model.freeze=['model.embed_tokens.*']",)]  # fmt: skip
+    assert {key(*each) for each in alike} == {others[0]}
+    (tmp_path / "one").rename(tmp_path / "moved")
+    assert key("model=hf", f"model.path={tmp_path}/moved") == others[6]
+    assert key("model=hf", f"model.path={tmp_path}/other", f"reference.path={tmp_path}/moved") == others[6]
