@@ -26,6 +26,7 @@ class Asked:
 
     cfg: Config
     gpu: bool = True  # False: on the CPU, as `rehearse.run.count` measures it
+    rank: int = 0
     longest: bool = False
 
 
@@ -95,10 +96,10 @@ def _one(asked: Asked) -> Any:
             return Foretold()
         cfg = with_length(cfg, tokens)
     if asked.gpu:
-        found = yield from predict(cfg, model, 0)  # the rank that is measured
+        found = yield from predict(cfg, model, asked.rank)
         prediction = found.prediction
     else:
-        plan = dataclasses.replace(plan_of(cfg, model, 0, None), gpu=False, rates=None)
+        plan = dataclasses.replace(plan_of(cfg, model, asked.rank, None), gpu=False, rates=None)
         (log,) = yield [(rehearse, (plan,))]
         prediction = Prediction(passes(log), log.layers, cfg.train.grad_acc)
     peaks = {phase: peak.bytes for phase, peak in prediction.peaks.items() if phase}

@@ -1,5 +1,7 @@
 """Predict the longest pair of an 8B Llama that fits on 8 × 80 GB, by ring size, for every engine and memory option.
 
+Beside the rows of a reference model in memory there are rows of other references, and of an adapter.
+
 Every answer is kept in a file as soon as it is there: a command that was stopped goes on where it was.
 """
 
@@ -28,6 +30,9 @@ RINGS = (8, 4, 2, 1)  # the longest first: it is found from a short one, and the
 LLAMA = ("model=hf", f"model.path={ROOT / 'tests' / 'files' / 'models' / 'llama_8b'}")
 # As large a batch that every ring accumulates gradients: with 8 pairs, a ring of 1 would not, and need less memory.
 ON = ("hardware=h100", f"launch.nproc={GPUS}", "logger=none", "train.batch_size=64")
+# What is also asked with checkpointing, and how the table names it.
+ALSO = {"reference=precompute": "reference precomputed", "reference.offload=true": "reference on the host",
+        "adapter=lora": "LoRA"}  # fmt: skip
 FIRST = {"true": 65536, "false": 16384}  # tokens of the first length on a ring of 8, with checkpointing or without
 
 # What is known of one ring size: {"tokens", "peak_gib", "phase"}, {"refused"} or {"failed"}.
@@ -43,10 +48,12 @@ class Option:
     engine: str
     checkpointing: str
     offload: str
+    also: str = ""  # one of ALSO
 
     @property
     def key(self) -> str:
-        return f"{self.engine} checkpointing={self.checkpointing} offload={self.offload}"
+        also = f" {self.also}" if self.also else ""
+        return f"{self.engine} checkpointing={self.checkpointing} offload={self.offload}{also}"
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -54,23 +61,25 @@ class Option:
             f"engine={self.engine}",
             f"memory.checkpointing={self.checkpointing}",
             f"engine.offload={self.offload}",
+            *filter(None, (self.also,)),
         )
 
     @property
     def memory(self) -> str:
         """The memory options as the table shows them."""
         offload = {"none": "", "optimizer": "offload optimizer", "all": "offload optimizer and parameters"}
-        named = ("checkpointing" if self.checkpointing == "true" else "", offload[self.offload])
+        checkpointing = "checkpointing" if self.checkpointing == "true" else ""
+        named = (checkpointing, offload[self.offload], ALSO.get(self.also, ""))
         return ", ".join(filter(None, named)) or "none"
 
 
 def options(engines: Sequence[str] = tuple(ENGINES)) -> list[Option]:
-    return [
-        Option(engine, checkpointing, offload.value)
-        for engine in engines
-        for checkpointing in ("false", "true")
-        for offload in Offload
-    ]
+    found = []
+    for engine in engines:
+        for checkpointing in ("false", "true"):
+            found += [Option(engine, checkpointing, offload.value) for offload in Offload]
+        found += [Option(engine, "true", "none", also) for also in ALSO]
+    return found
 
 
 def predict_longest(

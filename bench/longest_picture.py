@@ -2,7 +2,8 @@
 
     python -m bench.longest_picture --write docs/longest.png
 
-For each engine there are two lines: checkpointing alone, and the memory options that fit the longest pair.
+For each engine there are two lines: checkpointing alone, and the memory options that fit the longest pair. An adapter
+is another training, and is left out.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def chosen(lines: list[Line]) -> list[Line]:
     """Return each engine's line of checkpointing alone and its longest line, from the longest pair to the shortest."""
     kept = []
     for _, group in itertools.groupby(lines, lambda line: line.engine):
-        own = list(group)
+        own = [line for line in group if "LoRA" not in line.memory]
+        if not own:
+            continue
         longest = max(own, key=lambda line: line.tokens[-1])
         kept += [line for line in own if line is longest or line.memory == ALONE]
     return sorted(kept, key=lambda line: -line.tokens[-1])

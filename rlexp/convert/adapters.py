@@ -184,9 +184,9 @@ def of_family(conv: Conversion, name: str) -> tuple[str, ...]:
     family = _family(str(conv.values["model.path"].value))
     if conv.texts(name) or family in OF_FAMILIES:
         return OF_FAMILIES.get(family or "", QUERIES_AND_VALUES)
-    known = f"peft has none for {family}" if family else "which the model's folder says"
+    known = f"and peft has none for {family}" if family else "which no config.json here says"
     why = (
-        f"their default depends on the model's family, {known}: q_proj and v_proj are taken, those of Llama, Mistral, "
+        f"their default depends on the model's family, {known}; q_proj and v_proj are taken, those of Llama, Mistral, "
         f"Qwen2, Qwen3 and Gemma; for another family give adapter.targets"
     )
     conv.remark(Fate.OTHER, name, None, why)

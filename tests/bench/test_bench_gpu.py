@@ -19,7 +19,6 @@ from bench.gpu_here import GIB, Machine
 from bench.gpu_longest import RINGS, Option
 from bench.kept_rows import page_of
 from rlexp.base.engine_facts import ENGINES
-from rlexp.config.schema import Offload
 from tests.helpers.paths import ROOT
 
 PAGE = ROOT / "docs" / "measured" / "gpu.md"
@@ -171,7 +170,8 @@ def test_an_unknown_gpu_is_predicted_as_another_and_says_so() -> None:
 
 def test_the_page_has_a_row_for_every_engine_and_memory_option() -> None:
     found = rows(section(PAGE, "longest"))
-    assert [row[0].strip("`") for row in found] == [name for name in ENGINES for _ in range(2 * len(Offload))]
+    assert [row[0].strip("`") for row in found] == [option.engine for option in gpu_longest.options()]
+    assert {row[1] for row in found} >= {f"checkpointing, {name}" for name in gpu_longest.ALSO.values()}
     assert [row[1] for row in found] == [option.memory for option in gpu_longest.options()]
     for row in found:
         assert len(row) == 3 + len(RINGS)
@@ -185,9 +185,10 @@ def test_the_page_has_a_row_for_every_engine_and_memory_option() -> None:
             assert f"engine={engine} cannot" in row[-1]
 
 
-def test_what_make_predict_asks_composes() -> None:
+@pytest.mark.parametrize("also", ["", *gpu_longest.ALSO])
+def test_what_make_predict_asks_composes(also: str) -> None:
     """Else each of its cells would be a refusal, and the page would say so."""
-    cfg = gpu_longest._composed((*gpu_longest.LLAMA, *gpu_longest.ON), Option("torch", "true", "none"), RINGS[0])
+    cfg = gpu_longest._composed((*gpu_longest.LLAMA, *gpu_longest.ON), Option("torch", "true", "none", also), RINGS[0])
     assert not isinstance(cfg, str), cfg
 
 

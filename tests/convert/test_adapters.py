@@ -217,7 +217,8 @@ REFERENCES: Mapping[ReferenceName, str] = {
     "trl's bco that computes before, axolotl that computes before",
     ReferenceName.model: "trl without, trl's kto that computes before, trl that compares with nothing, "
     "openrlhf offload, openrlhf offload of another, openrlhf that draws, swift of all weights, "
-    "factory from an adapter, swift from an adapter that is left out, factory from two, factory and an adapter of the reference",
+    "factory from an adapter, swift from an adapter that is left out, factory from two, "
+    "factory and an adapter of the reference",
 }
 
 

@@ -53,7 +53,7 @@ def in_words(hint: Any) -> str:
     plain, optional = _unwrapped(hint)
     origin = typing.get_origin(plain)
     if isinstance(plain, types.UnionType):
-        words = " or ".join(in_words(each) for each in typing.get_args(plain))
+        words = ", or ".join(in_words(each) for each in typing.get_args(plain))
     elif origin is list:
         words = _LIST
     elif origin is dict:

@@ -138,7 +138,7 @@ def write(path: Path, parts: Sequence[Values], dtype: np.dtype[Any], **facts: An
     blocks += [part.values for part in parts]
     crc = 0
     for block in blocks:
-        crc = zlib.crc32(memoryview(np.ascontiguousarray(block)), crc)
+        crc = zlib.crc32(np.ascontiguousarray(block).data, crc)
     said = {**facts, "dtype": dtype.name, "sequences": sum(map(len, parts)), "values": int(starts[-1]), "crc32": crc}
     line = json.dumps(said, sort_keys=True).encode()
     with replacing(path) as temporary:

@@ -141,8 +141,13 @@ class _Keeper:
         place = self.folder / key
         what = f"{len(rows):,} {'held-out ' if rows.held_out else ''}{self.task.kind}s"
 
+        making = _Making(place.with_name(f"{key}.making"), key, self.dtype, len(self.task.sides))
+
         def lacks(*, told: bool = True) -> bool:
-            return not _whole(place, key, count, told=told)
+            whole = _whole(place, key, count, told=told)
+            if whole:  # the run that made it may have been stopped right then
+                shutil.rmtree(making.folder, ignore_errors=True)
+            return not whole
 
         if not any(self.leaders_do(partial(lacks, told=False))):
             self.say(f"the log-probabilities of {what} are in {place}.")
@@ -151,7 +156,7 @@ class _Keeper:
         with self.locked(place, waits):
             if self.rank0_does(lacks):
                 self.say(f"computes the log-probabilities of {what} once, and keeps them in {place}.")
-                self.make(rows, place, key, facts)
+                self.make(rows, making, place, facts)
         self.spread(place, lacks)
         return place
 
@@ -162,9 +167,8 @@ class _Keeper:
             self.rank0_does(lambda: held.enter_context(locked(place, waits)))
             yield
 
-    def make(self, rows: Rows, place: Path, key: str, facts: dict[str, Any]) -> None:
+    def make(self, rows: Rows, making: _Making, place: Path, facts: dict[str, Any]) -> None:
         """Compute all rows that are in no part yet, and join the parts."""
-        making = _Making(place.with_name(f"{key}.making"), key, self.dtype, len(self.task.sides))
         first, size = self.rank0_does(making.taken_up), self.world.dp_size * self.cfg.train.micro_batch_size
         with self.setting.phases("reference"), self.progress(len(rows), first) as show:
             while first < len(rows):
@@ -247,8 +251,9 @@ class _Keeper:
 def release_pieces(frozen: Frozen) -> None:
     """Empty weights that DeepSpeed's stage 3 holds.
 
-    Shim: DeepSpeed caches the parameters of each module for as long as the process lives (`functools.lru_cache` on
-    `PartitionedParameterCoordinator`). Remove this when it forgets those of an engine that is gone.
+    Shim: DeepSpeed's `PartitionedParameterCoordinator` remembers by `functools.lru_cache` what it releases behind each
+    module, and with it the modules, for as long as the process lives. Remove this when it forgets engines that are
+    gone.
     """
     for parameter in frozen.policy.parameters():
         if (piece := getattr(parameter, "ds_tensor", None)) is not None:

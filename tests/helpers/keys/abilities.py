@@ -35,6 +35,7 @@ def abilities(conf: Path = ROOT / "conf") -> list[Ability]:
     pairs, unpaired = ([name for name, kind in losses.items() if issubclass(kind, family)]
                        for family in (PreferenceConfig, UnpairedConfig))  # fmt: skip
     others = [name for name in losses if name not in (*policies, *pairs, *unpaired)]
+    adapters = [name for name in KINDS["adapter"] if name != "none"]
     named = [name for name in options_of(conf / "model") if name not in UNNAMED]
     return [
         Ability("losses on pairs",
@@ -42,8 +43,8 @@ def abilities(conf: Path = ROOT / "conf") -> list[Ability]:
         Ability("losses on single answers", quoted(unpaired), {}),
         Ability("reinforcement learning", quoted(policies), {}),
         Ability("supervised training, reward models", quoted(others), {}),
-        Ability("trained weights", "all parameters; `model.freeze` excludes some",
-                {"LoRA": "adapter", "QLoRA": "quant"}),
+        Ability("trained weights", f"all parameters, or [adapters](docs/adapters.md): {quoted(adapters)}; "
+                "`model.freeze` excludes some", {"QLoRA, DoRA": "quant"}),
         Ability("models", f"[most causal decoders](docs/models.md#which-models-work), {len(named)} of them by name: "
                 "Llama, Qwen 2.5 and 3, Mistral, Phi-4 mini, SmolLM …",
                 {"sliding windows (Gemma 3)": "", "soft-capped scores (Gemma 2)": "", "attention sinks (gpt-oss)": "",

@@ -113,6 +113,25 @@ def test_every_engine_has_one_gradient(base: Path, begun: Path, engines: Sequenc
         assert still == set(ours.weights) - set(exact.gradients[0])
 
 
+def dtypes_held(_spec: Any, cfgs: Sequence[Config]) -> list[dict[str, str]]:
+    tasks = [build(cfg, probing=unprobed) for cfg in cfgs]
+    named = [dict(task.run.engine.policy.named()) for task in tasks]
+    return [{name: str(parameter.dtype).removeprefix("torch.") for name, parameter in each.items()} for each in named]
+
+
+def test_frozen_weights_are_held_in_the_precision_that_computes() -> None:
+    """Also those that model.freeze names; fsdp2 holds what is trained in float32, as the others hold masters of it."""
+    place = ("launch.device=cpu", "logger=none", "parallel=ring2", "train.precision=bf16", "data.size=16")
+    frozen = ("adapter=lora", "model.freeze=['*layers.0.*']")
+    cases = [(engine, words) for engine in ("torch", "zero1", "fsdp2") for words in frozen]
+    cfgs = [compose_config([*place, f"engine={engine}", words]) for engine, words in cases]
+    for (engine, _), held in zip(cases, on_ranks(2, dtypes_held, cfgs)[0], strict=True):
+        adapted = any(".default." in name for name in held)
+        mine = {name: ".default." in name if adapted else "layers.0." not in name for name in held}
+        assert {held[name] for name in held if not mine[name]} == {"bfloat16"}, engine
+        assert {held[name] for name in held if mine[name]} == {"float32" if engine == "fsdp2" else "bfloat16"}, engine
+
+
 def test_a_run_goes_on_elsewhere_from_its_adapter(tmp_path: Path) -> None:
     """Half of it on two ranks with fsdp2, and half in one process; a checkpoint holds the adapter alone."""
     more = ("adapter=lora", "train.batch_size=4", "data.size=12", "train.max_steps=4", "data.eval_size=4")

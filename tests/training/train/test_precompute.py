@@ -151,11 +151,11 @@ def holding(spec: RankSpec, cfgs: Sequence[Config], cache: str) -> list[tuple[in
             forget(self)
             left.append(sum(each().untyped_storage().nbytes() for each in tensors if each() is not None))
 
-        precompute._Keeper.forget_model = forgotten  # type: ignore[method-assign]
+        precompute._Keeper.forget_model = forgotten
         try:
             rows = rows_of(cfg)
         finally:
-            building.frozen_model, precompute._Keeper.forget_model = frozen_model, forget  # type: ignore[method-assign]
+            building.frozen_model, precompute._Keeper.forget_model = frozen_model, forget
         assert tensors
         found.append((sum(left), rows))
     return found
@@ -168,11 +168,11 @@ def test_every_engine_gives_the_model_s_memory_back_before_training(engine: str,
             for precision in ("fp32", "bf16") for name in ("model", "precompute")]  # fmt: skip
     (_, one), (left, other), (_, low), (low_left, low_other) = on_ranks(2, holding, cfgs, str(tmp_path))[0]
     assert (left, low_left) == (0, 0)
-    assert one[1]["train/loss"] == other[1]["train/loss"] == pytest.approx(np.log(2), abs=1e-7)
+    assert one[1]["train/loss"] == pytest.approx(np.log(2), abs=1e-12)
+    assert other[1]["train/loss"] == pytest.approx(np.log(2), abs=1e-6)  # of other micro-batches: rounded otherwise
     for a, b in ((one, other), (low, low_other)):
-        assert [row.get("train/loss", row.get("eval/loss")) for row in a] == pytest.approx(
-            [row.get("train/loss", row.get("eval/loss")) for row in b], rel=1e-6
-        )
+        losses = [[row.get("train/loss", row.get("eval/loss")) for row in rows] for rows in (a, b)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6 if a is one else 1e-2)
 
 
 # ---- once, and whole ----
@@ -230,29 +230,40 @@ def noted(patch: pytest.MonkeyPatch, to: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("parts_of_eight")
-def test_stopped_anywhere_and_begun_again_it_is_the_same_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("interrupt", "numbers"),
+    [
+        (in_a_pass, (3,)),
+        pytest.param(in_a_pass, (1, 2), marks=pytest.mark.slow),
+        pytest.param(before_a_name, (1, 2, 3, 4), marks=pytest.mark.slow),
+        pytest.param(after_a_file, (1, 2, 3, 4), marks=pytest.mark.slow),
+    ],
+)
+def test_stopped_anywhere_and_begun_again_it_is_the_same_file(
+    interrupt: Interrupting, numbers: Sequence[int], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cfg = configured("train.eval_every=null")
     build(cfg, probing=unprobed)
     expected = files(cache)
-    for interrupt in (in_a_pass, before_a_name, after_a_file):
-        for number in (1, 2, 3, 4):
-            shutil.rmtree(cache)
-            with monkeypatch.context() as patch:
-                interrupt(patch, number)
-                with pytest.raises(KeyboardInterrupt):
-                    build(cfg, probing=unprobed)
-            parts = list((cache / "reference").glob("*.making/part-*"))
-            computed: list[int] = []
-            with monkeypatch.context() as patch:
-                noted(patch, computed)
+    for number in numbers:
+        shutil.rmtree(cache)
+        with monkeypatch.context() as patch:
+            interrupt(patch, number)
+            with pytest.raises(KeyboardInterrupt):
                 build(cfg, probing=unprobed)
-            assert files(cache) == expected
-            assert not list((cache / "reference").glob("*.making"))
-            assert len(parts) + len(computed) >= 3, "a part was taken up that was not whole"
-            if number > 1:
-                assert 0 not in computed or not parts, "it began anew"
+        parts = list((cache / "reference").glob("*.making/part-*"))
+        computed: list[int] = []
+        with monkeypatch.context() as patch:
+            noted(patch, computed)
+            build(cfg, probing=unprobed)
+        assert files(cache) == expected
+        assert not list((cache / "reference").glob("*.making"))
+        assert len(parts) + len(computed) >= 3, "a part was taken up that was not whole"
+        if number > 1:
+            assert 0 not in computed or not parts, "it began anew"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("parts_of_eight")
 def test_a_torn_part_is_computed_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = configured("train.eval_every=null")
@@ -271,7 +282,15 @@ def test_a_torn_part_is_computed_again(cache: Path, monkeypatch: pytest.MonkeyPa
     assert files(cache) == expected
 
 
-@pytest.mark.parametrize("harm", [lambda content: content[:-1], lambda content: content[:-1] + b"\1", lambda _: b""])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+        pytest.param(lambda content: content[:-1], marks=pytest.mark.slow),
+        pytest.param(lambda _: b"", marks=pytest.mark.slow),
+    ],
+    ids=["changed", "cut", "empty"],
+)
 def test_a_damaged_file_is_made_anew(harm: Any, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     build(configured(), probing=unprobed)
     expected = files(cache)
@@ -339,6 +358,7 @@ def test_only_rows_that_the_run_asks_for_are_computed(cache: Path) -> None:
     assert len(files(cache)) == whole + 1
 
 
+@pytest.mark.slow
 def test_the_template_is_in_the_key_by_the_tokens_that_it_makes(cache: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"Question {number}?", "chosen": "Yes.", "rejected": "No."} for number in range(8)]
     path = tmp_path / "rows.jsonl"
@@ -391,7 +411,7 @@ def dying(spec: RankSpec, cfg: Config, cache: str, moment: int | None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return values(*args)
 
-    precompute._Keeper.values = counted  # type: ignore[method-assign]
+    precompute._Keeper.values = counted
     build(cfg, probing=unprobed)
 
 
@@ -447,10 +467,11 @@ def test_two_jobs_at_once_compute_it_once_and_an_evaluation_and_a_resumed_run_fi
     assert losses[0] == losses[1]
     kept = files(cache)
 
-    evaluated = warm.run("rlexp.eval", ["run0", "--json"], tmp_path)
+    evaluated = warm.run("rlexp.eval", ["run0", "--json", "found.json"], tmp_path)
     assert "computes the log-probabilities" not in evaluated.stderr
     assert evaluated.returncode == 0, evaluated.stderr
-    assert repr(json.loads(rows[0][-1])["eval/loss"])[:12] in evaluated.stdout
+    found = (tmp_path / "found.json").read_text()
+    assert repr(json.loads(rows[0][-1])["eval/loss"])[:12] in found
 
     parted = [*words, "hydra.run.dir=parted"]
     assert warm.run("rlexp", [*parted, "train.stop_after=2"], tmp_path).returncode == 0
@@ -462,6 +483,7 @@ def test_two_jobs_at_once_compute_it_once_and_an_evaluation_and_a_resumed_run_fi
     assert files(cache) == kept
 
 
+@pytest.mark.slow
 def test_a_file_says_what_it_is_of(cache: Path) -> None:
     build(configured("train.eval_every=null"), probing=unprobed)
     ((name, _),) = files(cache).items()
