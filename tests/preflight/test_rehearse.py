@@ -38,6 +38,8 @@ HERE = str(Path(__file__).relative_to(ROOT))
 
 FAST = {(2, "true", "bf16")}
 CHECK = {(2, "false", "fp32"), (4, "false", "bf16")}
+HOLDING_LESS = [("reference=precompute",), ("reference.offload=true",), ("adapter=lora",),
+                ("adapter=lora", "reference=model")]  # fmt: skip
 
 
 def grid() -> list[Any]:
@@ -55,6 +57,9 @@ def grid() -> list[Any]:
     for asked in (("loss=mpo", "train.batch_size=4"), ("loss=dpo", "loss.wpo=true", "loss.margin_weight=1")):
         words = ("engine=fsdp2", "parallel.ring_size=1", *asked)
         cases.append(pytest.param(1, words, id=" ".join(asked), marks=[pytest.mark.slow]))
+    for engine, asked in itertools.product(("zero1", "zero3", "fsdp2"), HOLDING_LESS):
+        words = (f"engine={engine}", "parallel.ring_size=2", "train.precision=bf16", *asked)
+        cases.append(pytest.param(2, words, id=f"{engine} {' '.join(asked)}", marks=[pytest.mark.slow]))
     return cases
 
 
