@@ -27,7 +27,6 @@ PLAIN: Mapping[str, Any] = {
     "trainable_token_indices": None,
     "use_bdlora": None,
     "alora_invocation_tokens": None,
-    "fan_in_fan_out": False,
 }
 
 

@@ -138,6 +138,7 @@ def recorded_task(recorder: RowsRecorder, held_out: int, cfg: Config, tokenizer:
     assert issubclass(task, OfflineTask)
     made = type(f"Recorded{task.__name__}", (Recorded, task), {})
     watched: Recorded = made(cfg, read_examples(cfg, tokenizer, world)).watched_by(recorder, held_out)
+    watched.most_steps = cfg.train.stop_after  # nothing is asked of a reference beyond them
     return watched
 
 

@@ -17,6 +17,7 @@ from rlexp.config.schema import Precision
 from rlexp.launch import run_folder
 from rlexp.training.model.export import Export, dtype_of
 from rlexp.training.model.export_adapter import AdapterExport, adapter_dtype
+from rlexp.training.model.policy import CRITIC
 from rlexp.training.ring.objects import rank0_does
 from rlexp.training.train.parts import Run
 
@@ -67,7 +68,9 @@ def alone(run: Run) -> bool:
 
 def weights_to_write(run: Run) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of the model, or of the adapter, whole and one by one. A collective call."""
-    return run.engine.weights(trained=True) if alone(run) else run.engine.merged()
+    if not alone(run):
+        return run.engine.merged()
+    return ((name, weight) for name, weight in run.engine.weights(trained=True) if not name.startswith(CRITIC))
 
 
 def export_of(run: Run, place: Path) -> Export | AdapterExport:

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from bench.curves import draw, excesses
 from bench.layouts import Case, layout_cases
 from bench.resume import Where, curve_of, run
 from rlexp.base.errors import ConfigError, UserError
-from rlexp.config.adapter_folder import DESCRIPTION
+from rlexp.config.adapter_folder import DESCRIPTION, WEIGHTS
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, ExportDtype
 from rlexp.export.checkpoint import export_checkpoint
@@ -35,6 +38,8 @@ LORA = ("adapter=lora", "adapter.rank=4")
 REAL = ("launch.device=cpu", "logger=none", "train.batch_size=8", "data.size=16", "data.eval_size=0", "optim.lr=1e-3")
 # float32 against float64, relative to the largest element of each tensor. Measured 5.6e-6.
 FLOAT32 = 2e-5
+# An exported model against the run: sums of float32 log-probabilities in another order.
+EXPORTED = 2e-7
 DRAWN = ("reward.rule=regex", "reward.pattern='[a-z]'", "rollout.batch_size=4", "rollout.n_samples=4",
          "rollout.max_new_tokens=8", "train.batch_size=16", "optim.lr=1e-3", "optim.eps=1e-6")  # fmt: skip
 LOSSES = {"dpo": (), "grpo": ("loss=grpo", *DRAWN), "ppo, own critic": ("loss=ppo", "loss.critic=own", *DRAWN)}
@@ -145,23 +150,40 @@ def test_a_run_goes_on_elsewhere_from_its_adapter(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_is_exported_is_what_was_trained(base: Path, begun: Path, tmp_path: Path) -> None:
     """The adapter in plain peft, and the merged model in plain transformers, at the end of a run and from a checkpoint,
-    say of the first held-out pairs what the run did, in float32."""
-    place = tmp_path / "run"
-    more = ("data.eval_size=4", "train.eval_every=3", "train.max_steps=3", "checkpoint.export=true", "model=hf",
-            f"model.path={base}", "adapter=lora", f"adapter.path={begun}", "data.size=12", "train.batch_size=4")  # fmt: skip
-    run(Where("zero1", 2, 1, "fp32"), place, *more)
+    say of the held-out pairs what the run did, in float32."""
+    more = (*("data.eval_size=4", "train.eval_every=3", "train.max_steps=3", "checkpoint.export=true", "model=hf"),
+            *(f"model.path={base}", "adapter=lora", f"adapter.path={begun}", "data.size=12", "train.batch_size=4"),
+    )  # fmt: skip
+    place = run(Where("zero1", 2, 1, "fp32"), tmp_path / "run", *more)
+    whole = run(Where("zero3", 2, 1, "fp32"), tmp_path / "whole", *more, "checkpoint.export=merged")
     merged = export_checkpoint(place, tmp_path / "merged", ExportDtype.auto, merged=True)
     again = export_checkpoint(place, tmp_path / "adapter", ExportDtype.auto)
-    run(Where("torch", 1, 1, "fp32"), place, *more, "train.max_steps=3", "checkpoint.export=merged")
     cfg = compose_config(["launch.device=cpu", "logger=none", *more])
     held_out = read_examples(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE)).held_out
     row = read_rows(place / "metrics.jsonl")[-1]
-    for model in (loaded(base, place / "model"), loaded(base, again), loaded(merged)):
+    for model in (loaded(base, place / "model"), loaded(base, again), loaded(merged), loaded(whole / "model")):
         for side in ("chosen", "rejected"):
             pairs = [(pair.prompt, getattr(pair, side)) for pair in held_out]
             sequences = [(torch.from_numpy(np.concatenate(pair)).long(), len(pair[0])) for pair in pairs]
             said = logps_by(model, sequences)
-            assert np.mean(said) == pytest.approx(row[f"eval/logps/{side}"], rel=2e-7)
+            assert np.mean(said) == pytest.approx(row[f"eval/logps/{side}"], rel=EXPORTED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["reward", "ppo"])
+def test_an_adapter_of_another_task_loads_in_peft(loss: str, base: Path, tmp_path: Path) -> None:
+    """With the head that scores; and without the critic, which has an adapter of its own."""
+    more = {"reward": ("loss=reward",), "ppo": ("loss=ppo", "loss.critic=own", *DRAWN)}[loss]
+    place = run(Where("zero3", 2, 1, "fp32"), tmp_path / "run", *more, "checkpoint.export=true", "train.max_steps=1",
+                "model=hf", f"model.path={base}", "adapter=lora", "train.micro_batch_size=1")  # fmt: skip
+    saved_there = load_file(place / "model" / WEIGHTS)
+    assert any("score" in name for name in saved_there) == (loss == "reward")
+    config = PeftConfig.from_pretrained(str(place / "model"))
+    factory = AutoModelForSequenceClassification if loss == "reward" else AutoModelForCausalLM
+    model = get_peft_model(factory.from_pretrained(base, **({"num_labels": 1} if loss == "reward" else {})), config)
+    taken = set_peft_model_state_dict(model, saved_there)
+    assert taken.unexpected_keys == []
+    assert not [name for name in taken.missing_keys if ".default." in name]
 
 
 # ---- what does not fit ----
