@@ -29,6 +29,7 @@ ONE_IN: Mapping[str, int] = {
     "house/test_wheel::test_its_configuration_composes": 3,
     "launch/test_slurm_script::test_a_wrong_launcher_key_is_told_before_anything_is_handed_over": 3,
     "launch/test_slurm_script::test_what_no_cluster_could_run_is_refused": 3,
+    "preflight/test_changes::test_what_a_run_is_offered": 3,
     "preflight/test_children::test_a_task_that_ends_with_an_error_has_its_own_result": 3,
     "preflight/test_longest_that_fits::test_the_longest_is_found": 6,
     "preflight/test_preflight::test_wrong_input_gets_one_message": 3,

@@ -19,6 +19,11 @@ BASE = "rlexp_base"  # in the metadata of the weights: the contents of the model
 ALL_LINEAR = "all-linear"  # peft's word
 # What peft can do besides plain LoRA, and its value where it is not used.
 PLAIN: Mapping[str, Any] = {
+    "use_qalora": False,
+    "velora_config": None,
+    "monteclora_config": None,
+    "kasa_config": None,
+    "arrow_config": None,
     "use_dora": False,
     "lora_bias": False,
     "bias": "none",
@@ -28,6 +33,9 @@ PLAIN: Mapping[str, Any] = {
     "use_bdlora": None,
     "alora_invocation_tokens": None,
 }
+
+
+STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # ways to begin that leave the model's weights alone
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,8 @@ def read_adapter(path: str) -> AdapterFolder:
     if kind != "LORA":
         raise ConfigError(f"{key}: is an adapter of the kind {kind}. Give one of the kind LORA.")
     other = [name for name, plain in PLAIN.items() if said.get(name, plain) not in (plain, None, [], {})]
+    if said.get("init_lora_weights", True) not in STARTS:
+        other.append("init_lora_weights")  # it has changed the model's own weights, or is a method of its own
     if other:
         raise ConfigError(
             f"{key}: uses {other[0]}={said[other[0]]}, which rlexp does not have. Give an adapter of plain LoRA, or "

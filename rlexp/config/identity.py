@@ -104,7 +104,7 @@ def _rows(path: str) -> str:
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield each key that differs, with both values as text."""
-    for key in sorted({*was, *now}):
+    for key in sorted({*was, *now} - {*FREE}):  # an older version may have written one down that is free now
         one, other = (keys.get(key, LATER.get(key)) for keys in (was, now))
         if isinstance(one, dict) and isinstance(other, dict) and "contents" in one and "contents" in other:
             if one["contents"] != other["contents"]:

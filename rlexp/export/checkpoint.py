@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlexp.base.errors import CheckpointError
-from rlexp.config.checks.adapter import MERGED
 from rlexp.config.load import from_plain
 from rlexp.config.schema import Config, ExportDtype, LoraConfig, Precision
 from rlexp.run_files import checkpoint_folder
@@ -47,7 +47,7 @@ def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype, *, mer
         if adapter is None:
             model, weights = _weights(cfg, model, reader)
             export(model, weights, chosen, tokenizer, unfinished)
-        elif merged or cfg.checkpoint.export == MERGED:
+        elif merged:
             weights = _beside_adapter(cfg, model, reader)
             export(model, adapter.merged(weights), chosen, tokenizer, unfinished)
         else:
@@ -87,8 +87,10 @@ def _weights(cfg: Config, model: Any, reader: Reader) -> tuple[Any, Weights]:
 def _beside_adapter(cfg: Config, model: Any, reader: Reader) -> Weights:
     """Return the weights of the starting model, and of the adapter beside them."""
     base = dict(_starting(cfg, model).named_parameters())
+    computing = torch.bfloat16 if cfg.train.precision is Precision.bf16 else torch.float32  # of frozen weights
     for name, _ in model.named_parameters():
-        yield name, reader.whole("weight", name) if name in reader.shapes else base[original_name(name)].detach()
+        trained = name in reader.shapes
+        yield name, reader.whole("weight", name) if trained else base[original_name(name)].detach().to(computing)
 
 
 def _starting(cfg: Config, like: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.layout import heads_in
 from rlexp.config.checks.reference import model_of_reference
-from rlexp.config.schema import Config, HFModelConfig, ReferenceName
+from rlexp.config.schema import Config, HFModelConfig
 from rlexp.training.model.loading import load_config, random_model
 
 
@@ -18,8 +18,8 @@ def refuse_unlike_reference(cfg: Config, model: Any) -> None:
 
     All layers are told from a few of both models together, so they must be the same.
     """
-    if cfg.reference.path is None or cfg.reference.name is not ReferenceName.model:
-        return  # it is not in memory while training
+    if cfg.reference.path is None:
+        return
     assert isinstance(cfg.model, HFModelConfig)
     other = load_config(model_of_reference(cfg), cfg.data.max_length)
     if _shapes(other) != _shapes(model) or heads_in(other.to_dict()) != heads_in(model.to_dict()):

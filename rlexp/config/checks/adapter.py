@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from rlexp.base.errors import ConfigError
-from rlexp.config.adapter_folder import AdapterFolder, read_adapter
+from rlexp.config.adapter_folder import ALL_LINEAR, AdapterFolder, read_adapter
 from rlexp.config.checks.files import is_dir
 from rlexp.config.content_ids import of_model
 from rlexp.config.schema import Config, HFModelConfig, LoraConfig
@@ -35,6 +35,17 @@ def check_adapter(cfg: Config, *, here: bool = True) -> None:
         raise ConfigError(
             f"model.freeze={cfg.model.freeze}: with adapter=lora all weights of the model are frozen already. Leave "
             f"model.freeze out; adapter.targets says which layers get an adapter."
+        )
+    for key, names in (("targets", lora.targets), ("also", lora.also)):
+        if any(not name.strip() for name in names):
+            raise ConfigError(f"adapter.{key}={names}: holds a name that is empty. Leave it out.")
+        if ALL_LINEAR in names:
+            raise ConfigError(f"adapter.{key}={names}: {ALL_LINEAR} names no layer. For all, leave adapter.{key} out.")
+    if isinstance(cfg.model, HFModelConfig) and cfg.model.add_tokens and not lora.also:
+        raise ConfigError(
+            f"model.add_tokens={cfg.model.add_tokens}: with adapter=lora the rows of new tokens would stay as they "
+            f"begin. Train them too, if the model's two tables are not tied: adapter.also=[embed_tokens,lm_head]; or "
+            f"the whole model: adapter=none."
         )
     if lora.path is not None:
         _check_path(cfg, lora, read_adapter(lora.path))

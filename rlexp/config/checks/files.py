@@ -39,8 +39,14 @@ def check_model_path(key: str, path: str) -> None:
     if not path:
         raise ConfigError(f"{key}={path}: is empty. Give a model's folder, or a hub name.")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not is_dir(expanded(key, path)):
+    folder = expanded(key, path)
+    if looks_local and not is_dir(folder):
         raise ConfigError(f"{key}={path}: no such folder. Give a model's folder, or a hub name.")
+    if is_file(folder / "adapter_config.json") and not is_file(folder / "config.json"):
+        raise ConfigError(
+            f"{key}={path}: holds an adapter, and not a model. Train on with adapter=lora adapter.path={path} and its "
+            f"model in model.path; or merge the two, with peft's merge_and_unload or checkpoint.export=merged."
+        )
 
 
 def check_baseline(key: str, path: str) -> None:

@@ -13,7 +13,7 @@ from rlexp.config.checks.layout import Choice, Heads, check_layout, heads_of, wi
 from rlexp.config.checks.model import check_revision
 from rlexp.config.schema import Config, HFModelConfig, LoraConfig, ReferenceName
 from rlexp.config.schema.loss_terms import compares
-from rlexp.config.schema.losses import KTOConfig
+from rlexp.config.schema.losses import UnpairedConfig
 
 
 @dataclass
@@ -84,18 +84,23 @@ def _check_kind(cfg: Config) -> None:
 def _check_precompute(cfg: Config) -> None:
     loss = cfg.loss
     if loss.draws:
+        instead = (
+            "Leave reference out: with adapter=lora it needs no second model"
+            if isinstance(cfg.adapter, LoraConfig)
+            else "Use reference=model; or adapter=lora, which needs no second model"
+        )
         raise ConfigError(
-            f"reference=precompute: loss={loss.name} draws its own samples, which are not known before training. Use "
-            f"reference=model, or adapter=lora, which needs no second model."
+            f"reference=precompute: loss={loss.name} draws its own samples, which are not known before training. "
+            f"{instead}."
         )
     if not compares(loss):
         raise ConfigError(
             f"reference=precompute: loss={loss.name} compares the policy with no reference. Leave reference out."
         )
-    if isinstance(loss, KTOConfig):
+    if isinstance(loss, UnpairedConfig) and loss.mismatches:
         raise ConfigError(
-            "reference=precompute: loss=kto also asks for answers to other prompts of the same train batch, which are "
-            "not known before training. Use reference=model, or loss=bco or loss=apo_zero_unpaired."
+            f"reference=precompute: loss={loss.name} also asks for answers to other prompts of the same train batch, "
+            f"which are not known before training. Use reference=model, or loss=bco or loss=apo_zero_unpaired."
         )
 
 

@@ -281,11 +281,29 @@ class Stage12(_Partitioned):
         return norm if math.isfinite(norm) and norm >= 0 else math.inf
 
 
+def _begin_gradients_at_the_embeddings(policy: Policy) -> None:
+    """Let the hidden states need a gradient from the embeddings on.
+
+    DeepSpeed lets go of a layer's weights when it has the gradient of the layer's inputs. Where inputs need none, it
+    does so before the layer's backward pass, in which an adapter's second matrix is still multiplied with.
+    """
+
+    def needed(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_(True)
+
+    trunks = [policy.model, *([policy.critic.trunk] if policy.critic is not None and policy.critic.trunk else [])]
+    for trunk in trunks:
+        trunk.get_input_embeddings().register_forward_hook(needed)
+
+
 class Stage3(_Partitioned):
     """Stage 3: each rank holds a piece of every parameter. Each module's parameters are gathered while it is used."""
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         partition(policy, cfg)
+        if policy.adapter is not None:
+            _begin_gradients_at_the_embeddings(policy)
         self._exact = _cast_partitions(policy, dtype)
         super().__init__(cfg, policy, optim, world, dtype)
 
@@ -370,8 +388,10 @@ def partition(policy: Policy, cfg: EngineConfig) -> None:
         for parameter in head.parameters(recurse=False):
             deepspeed.zero.register_external_parameter(policy.outlet, parameter)
     if policy.adapter is not None:
-        # A layer is gathered with its adapter, whether the adapter is on or off: so all passes gather the same.
-        deepspeed.utils.set_z3_leaf_modules(policy, sorted({type(each) for each in policy.adapter.layers}, key=str))
+        # A layer is gathered with its adapter, on or off, so that all passes over the model gather the same. A module
+        # that is trained whole is not: of a head only the weight is used.
+        kinds = {type(layer) for layer in policy.adapter.layers if hasattr(layer, "lora_A")}
+        deepspeed.utils.set_z3_leaf_modules(policy, sorted(kinds, key=str))
 
 
 def loading_config(cfg: EngineConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -25,7 +25,7 @@ from rlexp.base.errors import ModelError
 from rlexp.config.adapter_folder import WEIGHTS, AdapterFolder, read_adapter
 from rlexp.config.schema import LoraConfig
 from rlexp.config.schema.keys import suggestion
-from rlexp.training.model.placing import unplaced_copy
+from rlexp.training.model.placing import placed_copy
 
 TRAINED, STARTING = "default", "starting"  # peft's names of the adapter, and of a frozen copy of it
 LINEAR = (nn.Linear, Conv1D)
@@ -147,8 +147,7 @@ def layers_of(model: Any, description: Path) -> Adapter:
     from peft import LoraConfig as PeftConfig
 
     config = PeftConfig.from_pretrained(str(description))
-    whole = [place for wanted in config.modules_to_save or () for place in _named(model, wanted)]
-    _inject(model, config, TRAINED, whole)
+    _inject(model, config, TRAINED)
     return Adapter(config, model)
 
 
@@ -161,41 +160,47 @@ def put_adapter(
     names the model for the adapter's file; with `copy`, a frozen copy of an adapter from a folder stands beside it.
     """
     folder = None if cfg.path is None else _Folder.read(read_adapter(cfg.path))
-    also = list(folder.found.also if folder else cfg.also)
-    if scores and "score" not in also:
-        also.append("score")
-    _check_also(model, also)
-    config = _new_config(model, cfg) if folder is None else folder.config()
+    whole = _whole_modules(model, cfg.also) if folder is None else folder.whole(model)
+    if scores and "score" not in whole:
+        whole.append("score")
+    config = _new_config(model, cfg, whole) if folder is None else folder.config()
     config.task_type = "SEQ_CLS" if scores else "CAUSAL_LM"
-    config.modules_to_save, config.base_model_name_or_path = also or None, base
+    config.modules_to_save, config.base_model_name_or_path = whole or None, base
     for part, prefix in ((model, ""), (trunk, f"{model.base_model_prefix}.")):
         if part is not None:
             part.requires_grad_(False)
             for name in (TRAINED, STARTING) if copy and folder is not None else (TRAINED,):
-                _inject(part, config, name, [place for wanted in also for place in _named(part, wanted)])
+                _inject(part, config, name, prefix)
                 _fill(part, name, seed, folder, prefix)
     if folder is not None:
         folder.refuse_rest()
     return Adapter(config, model, trunk)
 
 
-def _new_config(model: nn.Module, cfg: LoraConfig) -> Any:
+def _new_config(model: nn.Module, cfg: LoraConfig, whole: Sequence[str]) -> Any:
     from peft import LoraConfig as PeftConfig
 
-    targets = _shortest(model, _targets(model, cfg.targets))
+    targets = _shortest(model, _targets(model, cfg.targets, whole))
     # peft writes its alpha as it is given
     alpha = int(cfg.alpha) if cfg.alpha == int(cfg.alpha) else cfg.alpha
     return PeftConfig(r=cfg.rank, lora_alpha=alpha, target_modules=targets, use_rslora=cfg.rslora)
 
 
-def _inject(part: Any, config: Any, name: str, whole: Sequence[str]) -> None:
-    """Put in an adapter's layers, without values. Only the one of the name TRAINED is trained, and active."""
+def _inject(part: Any, config: Any, name: str, prefix: str = "") -> None:
+    """Put in an adapter's layers, without values. Only the one of the name TRAINED is trained, and active. `prefix` is
+    how the names of a trunk's layers begin in the whole model, by which the configuration names them."""
     from peft import inject_adapter_in_model
     from peft.utils import ModulesToSaveWrapper
 
-    # A copy, since peft notes in it which layers it has found.
-    inject_adapter_in_model(copy.deepcopy(config), part, name, low_cpu_mem_usage=True)
-    for place in whole:
+    config = copy.deepcopy(config)  # peft notes in it which layers it has found
+    whole, config.modules_to_save = config.modules_to_save or [], None  # peft would find others that end alike
+    if not isinstance(config.target_modules, str):
+        config.target_modules = {each.removeprefix(prefix) for each in config.target_modules}
+    inject_adapter_in_model(config, part, name, low_cpu_mem_usage=True)
+    inside = {each for each, _ in part.named_modules()}
+    for place in (each.removeprefix(prefix) for each in whole):
+        if place not in inside:  # the head, of a trunk
+            continue
         module = part.get_submodule(place)
         if isinstance(module, ModulesToSaveWrapper):
             module.update(name)
@@ -227,16 +232,16 @@ def _fill(part: Any, name: str, seed: int, folder: _Folder | None, prefix: str) 
 
 
 def _fill_whole(wrapper: Any, name: str, folder: _Folder | None, prefix: str) -> None:
-    """Give a module that is trained whole the values of the folder, or those of its original."""
+    """Give a module that is trained whole the values of the folder, or else those of its original."""
     for leaf, original in wrapper.original_module.named_parameters():
         parent, _, last = leaf.rpartition(".")
         holder = wrapper.modules_to_save[name].get_submodule(parent)
-        if folder is not None:
-            made = nn.Parameter(folder.weight(f"{prefix}{leaf}", original))
+        if folder is not None and f"{prefix}{leaf}" in folder.tensors:
+            made = nn.Parameter(folder.weight(f"{prefix}{leaf}", original).clone())  # each copy has memory of its own
         elif hasattr(original, "ds_id"):  # in ZeRO-3's pieces, of which peft has made a whole copy
             made = getattr(holder, last)
         else:
-            made = unplaced_copy(original)
+            made = placed_copy(original)
         holder.register_parameter(last, made.requires_grad_(name == TRAINED))
 
 
@@ -250,9 +255,27 @@ class _Folder:
 
     @staticmethod
     def read(found: AdapterFolder) -> _Folder:
-        with safe_open(found.path / WEIGHTS, framework="pt") as file:
-            tensors = {key.removeprefix(IN_FILES): file.get_tensor(key).float() for key in file.keys()}  # noqa: SIM118
+        try:
+            with safe_open(found.path / WEIGHTS, framework="pt") as file:
+                held = {key: file.get_tensor(key).float() for key in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"adapter.path={found.path}: its {WEIGHTS} cannot be read ({error}). Give a folder that peft wrote."
+            ) from None
+        tensors = {key.removeprefix(IN_FILES): tensor for key, tensor in held.items()}
         return _Folder(found, tensors, set(tensors))
+
+    def whole(self, model: Any) -> list[str]:
+        """Return the modules that were trained whole: peft names them by the ends of names, and some fit none."""
+        ends = tuple(self.found.also)
+        known = [name for name, _ in model.named_modules() if ends and name.endswith(ends)]
+        whole = [name for name in known if any(key.startswith(f"{name}.") for key in self.tensors)]
+        if (tied := _tied(model, whole)) is not None:
+            raise ModelError(
+                f"adapter.path={self.found.path}: has {tied[0]}, which shares its weights with {tied[1]} in this "
+                f"model, and a copy that is trained would not. Give an adapter without it, or another model."
+            )
+        return whole
 
     def config(self) -> Any:
         from peft import LoraConfig as PeftConfig
@@ -288,13 +311,14 @@ def _named(model: nn.Module, wanted: str) -> list[str]:
     return [name for name, _ in model.named_modules() if name == wanted or name.endswith(f".{wanted}")]
 
 
-def _targets(model: Any, wanted: Sequence[str]) -> list[str]:
-    """Return the layers that get an adapter: all linear ones but the head, or those that are named."""
+def _targets(model: Any, wanted: Sequence[str], whole: Sequence[str]) -> list[str]:
+    """Return the layers that get an adapter: all linear ones but the head and what is trained whole, or those that are
+    named."""
     modules = dict(model.named_modules())
     head = model.get_output_embeddings() or getattr(model, "score", None)
     linear = [name for name, module in modules.items() if isinstance(module, LINEAR) and module is not head]
     if not wanted:
-        return linear
+        return [name for name in linear if not any(f"{name}.".startswith(f"{each}.") for each in whole)]
     known = sorted({name.rpartition(".")[2] for name in linear})
     for each in wanted:
         found = _named(model, each)
@@ -302,6 +326,11 @@ def _targets(model: Any, wanted: Sequence[str]) -> list[str]:
             raise ModelError(
                 f"adapter.targets: {each!r} is the head, whose logits are computed in pieces, so it takes no adapter. "
                 f"Train it whole: adapter.also=[{each}]; or leave it out."
+            )
+        twice = [name for name in found if any(f"{name}.".startswith(f"{other}.") for other in whole)]
+        if twice:
+            raise ModelError(
+                f"adapter.targets: {each!r} fits {twice[0]}, which adapter.also trains whole. Name it in one of them."
             )
         other = [name for name in found if name not in linear]
         if not found or other:
@@ -319,20 +348,34 @@ def _shortest(model: nn.Module, names: Sequence[str]) -> list[str]:
     return leaves if sorted(found) == sorted(names) else sorted(names)
 
 
-def _check_also(model: Any, also: Sequence[str]) -> None:
+def _whole_modules(model: Any, also: Sequence[str]) -> list[str]:
+    """Return the modules that are trained whole, by their names in the model."""
     modules = dict(model.named_modules())
-    holders: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), set()).add(name)
     known = sorted({leaf for name in modules if not (leaf := name.rpartition(".")[2]).isdigit()})
+    whole: list[str] = []
     for wanted in also:
         found = [name for name in _named(model, wanted) if any(True for _ in modules[name].parameters())]
         if not found:
             raise ModelError(f"adapter.also: {wanted!r} fits no module with weights.{suggestion(wanted, known)}")
-        tied = [other for name in found for parameter in modules[name].parameters()
-                for other in holders[id(parameter)] if not other.startswith(f"{name}.")]  # fmt: skip
-        if tied:
+        if isinstance(modules[found[0]], nn.ModuleList | nn.ModuleDict):
+            raise ModelError(f"adapter.also: {wanted!r} fits {found[0]}, a list of modules. Name what is in it.")
+        if (tied := _tied(model, found)) is not None:
             raise ModelError(
-                f"adapter.also: {wanted!r} shares its weights with {tied[0]}, and a copy that is trained would not. "
+                f"adapter.also: {wanted!r} shares its weights with {tied[1]}, and a copy that is trained would not. "
                 f"Leave it out; or train the whole model: adapter=none."
             )
+        whole += [name for name in found if name not in whole]
+    return whole
+
+
+def _tied(model: Any, names: Sequence[str]) -> tuple[str, str] | None:
+    """Return the first of some modules that shares a weight with a module outside, and that weight."""
+    holders: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), set()).add(name)
+    for name in names:
+        for parameter in model.get_submodule(name).parameters():
+            for other in sorted(holders[id(parameter)]):
+                if not other.startswith(f"{name}."):
+                    return name, other
+    return None

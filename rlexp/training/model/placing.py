@@ -72,13 +72,13 @@ class Placing:
         return dataclasses.replace(self, dtype=dtype, part=None if self.whole else self.part)
 
 
-def unplaced_copy(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a copy that is put in its place later; of a part that is kept instead of a parameter, where it is."""
-    if not parameter.is_meta:
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        return nn.Parameter(parameter.detach().to("cpu", wide, copy=True))
-    copied = nn.Parameter(torch.empty_like(parameter, device="meta"))
-    copied.__dict__ |= {_PLACED: True, _EXACT: getattr(parameter, _EXACT).clone()}
+def placed_copy(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a copy in the same place, with a copy of the exact values that are kept of it."""
+    copied = nn.Parameter(torch.empty_like(parameter) if parameter.is_meta else parameter.detach().clone())
+    for mark in (_PLACED, _EXACT):
+        if hasattr(parameter, mark):
+            kept = getattr(parameter, mark)
+            setattr(copied, mark, kept.clone() if isinstance(kept, Tensor) else kept)
     return copied
 
 

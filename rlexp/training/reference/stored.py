@@ -23,8 +23,9 @@ from torch import Tensor
 
 from rlexp import __version__
 from rlexp.base import cache
+from rlexp.base.file_hashes import contents_of
 from rlexp.base.files import replacing, sync
-from rlexp.config.content_ids import of_model
+from rlexp.config.content_ids import files_of_model
 from rlexp.config.schema import Config, LoraConfig, ModelConfig, Precision
 from rlexp.training.dataset.packing import on_pack
 from rlexp.training.reference.base import Reference
@@ -53,9 +54,9 @@ def facts_of(cfg: Config, model: ModelConfig, commit: str | None, sequences: str
     """Return all that the values depend on. `commit` is that of a hub model, `sequences` a hash of the tokens."""
     keys = {each.name: _plain(getattr(model, each.name)) for each in fields(model) if each.name not in NO_WEIGHTS}
     if "path" in keys:
-        keys |= {"path": of_model(Path(keys["path"]).expanduser()), "commit": commit}
+        keys |= {"path": weights_of(keys["path"]), "commit": commit}
     if cfg.reference.path is None and isinstance(cfg.adapter, LoraConfig) and cfg.adapter.path is not None:
-        keys["adapter"] = of_model(Path(cfg.adapter.path).expanduser())
+        keys["adapter"] = weights_of(cfg.adapter.path)
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     return {
         "format": FORMAT,
@@ -65,6 +66,13 @@ def facts_of(cfg: Config, model: ModelConfig, commit: str | None, sequences: str
         "versions": {"rlexp": __version__, **versions},
         "sequences": sequences,
     }
+
+
+def weights_of(path: str) -> str:
+    """Hash all files of a model's folder, whole: samples would miss a model of which little was trained. A hub name
+    stands for itself."""
+    folder = Path(path).expanduser()
+    return contents_of(files_of_model(folder)) if folder.is_dir() else path
 
 
 def _plain(value: Any) -> Any:

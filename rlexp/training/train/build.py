@@ -14,6 +14,7 @@ import torch
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ModelError
 from rlexp.base.kernel_needs import fits
+from rlexp.config.adapter_folder import read_adapter
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.kernel import check_kernel
 from rlexp.config.checks.layout import Choice, Heads, choose, heads_in
@@ -215,7 +216,9 @@ def build_policy(
     load, float64 = sources.model, cfg.train.precision is Precision.fp64
     critic = None
     lora = cfg.adapter if isinstance(cfg.adapter, LoraConfig) else None
-    at = placing if lora is None or placing is None else placing.of_frozen(DTYPES[cfg.train.precision])
+    at = placing
+    if lora is not None and placing is not None and not trains_whole(lora, needs):
+        at = placing.of_frozen(DTYPES[cfg.train.precision])
     with pieces_for(cfg.engine):
         model = load(cfg.model, config, cfg.data.max_length, at, float64=float64, scores=needs.scores)
         if needs.critic is not None:
@@ -239,6 +242,11 @@ def build_policy(
     if not ENGINES[cfg.engine.name.value].replicated:
         policy.refuse_listed_experts(cfg.engine.name.value)
     return policy
+
+
+def trains_whole(lora: LoraConfig, needs: Needs) -> bool:
+    """Say whether modules are trained beside an adapter: their exact values must then arrive."""
+    return bool(lora.also) or needs.scores or (lora.path is not None and bool(read_adapter(lora.path).also))
 
 
 def placing_for(cfg: Config, device: torch.device, world: World, *, frozen: bool = False) -> Placing | None:

@@ -71,6 +71,14 @@ def test_it_has_the_bits_of_a_model_in_memory(ranks: int, kinds: list[tuple[str,
     hold_alike(ranks, [(engine, f"train.precision={precision}") for engine, precision in kinds])
 
 
+@pytest.mark.parametrize(
+    "engine", ["zero3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("zero1", "fsdp2"))]
+)
+def test_an_adapter_is_compared_with_it(engine: str) -> None:
+    """The pass that has a gradient is the only one of the trained weights. ZeRO-3 must not reduce too early then."""
+    hold_alike(1, [(f"engine={engine}", "adapter=lora", "reference=model")])
+
+
 @pytest.mark.slow
 def test_drawn_samples_are_scored_by_it() -> None:
     hold_alike(2, [(f"engine={engine}", *GRPO) for engine in ("zero2", "zero3", "fsdp2")])
