@@ -17,7 +17,14 @@ from rlexp.config.hardware import visible_gpus
 from rlexp.launch.run_folder import git_commit
 
 
-def print_tables(module: str, doc: str | None, tables: Mapping[str, Callable[[], str]], marker: str = "table") -> None:
+def print_tables(
+    module: str,
+    doc: str | None,
+    tables: Mapping[str, Callable[[], str]],
+    marker: str = "table",
+    *,
+    precision: str = "float32",
+) -> None:
     """Measure all tables, or the one that is asked for; print them, and write them into a page on request."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -27,19 +34,19 @@ def print_tables(module: str, doc: str | None, tables: Mapping[str, Callable[[],
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     chosen = [options.only] if options.only else list(tables)
-    text = "\n\n".join([about(module), *(with_load(tables[name]) for name in chosen)])
+    text = "\n\n".join([about(module, precision), *(with_load(tables[name]) for name in chosen)])
     print(text)
     if options.write:
         put(options.write, text, marker)
 
 
-def about(module: str) -> str:
+def about(module: str, precision: str = "float32") -> str:
     commit = git_commit() or "unknown"
     changed = ", with changes that are not committed," if commit.endswith("+dirty") else ""
     return (
         f"Measured {time.strftime('%Y-%m-%d')} at commit {commit[:12]}{changed} by `python -m {module}`\n"
         f"on {processor()}, {os.cpu_count()} cores, {visible_gpus()} GPUs; torch {torch.__version__}, "
-        f"one thread per rank, float32."
+        f"one thread per rank, {precision}."
     )
 
 

@@ -32,7 +32,7 @@ from rlexp.base.errors import ConfigError, ModelError
 from rlexp.config import model_names
 from rlexp.config.checks import model
 from rlexp.config.explain import explain
-from rlexp.config.identity import identity
+from rlexp.config.identity import changes, curve_keys, identity
 from rlexp.config.load import compose_config
 from rlexp.config.model_names import called
 from rlexp.config.paths import conf_dir
@@ -150,6 +150,13 @@ def test_whatever_transformers_compiles_is_let_through(tmp_path: Path) -> None:
 
 
 # ---- what a curve depends on ----
+
+
+def test_a_run_of_an_older_version_goes_on() -> None:
+    """It wrote down a key that is free now, and none of those that are new."""
+    now = curve_keys(compose_config(["launch.device=cpu"]))
+    was = {key: value for key, value in now.items() if not key.startswith("adapter.")} | {"reference.name": "model"}
+    assert list(changes(was, now)) == []
 
 
 def test_all_that_makes_a_model_is_identity(tmp_path: Path) -> None:
