@@ -78,6 +78,7 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m bench.attention --write docs/measured/attention.md
 	$(BIN)/python -m bench.report_picture --write docs/report.png
 	$(BIN)/python -m bench.checkpoint --write docs/measured/benchmarks.md
+	$(BIN)/python -m bench.memory --write docs/measured/adapters.md
 	$(BIN)/python -m bench.report --write docs/benchmarks.md
 	$(BIN)/python -m bench.rollout --write docs/measured/benchmarks.md
 	$(BIN)/python -m bench.counting --write docs/benchmarks.md

@@ -1,7 +1,7 @@
 """Count the bytes that real ranks hold, with and without a reference model, and put preflight's prediction beside them.
 
     python -m bench.memory                                     print the table; ten minutes on 2 cores
-    python -m bench.memory --write docs/measured/memory.md
+    python -m bench.memory --write docs/measured/adapters.md
 
 Eight ranks on the CPU make 8 / ring replicas. They take two steps of the product on pairs of the greatest length, and
 count their live tensors throughout, as `memory.count_tensors=always` does. The table shows the second step on the rank

@@ -27,7 +27,7 @@ def base_that_is_trained(original: Any, part: Any, *args: Any) -> None:
             parameter.requires_grad_(True)
 
 
-def without_second_matrices(original: Any, self: Any) -> float:  # noqa: ARG001
+def without_second_matrices(original: Any, self: Any) -> float:
     """Return the norm of the gradient of the first matrices alone."""
     squares = [master.grad.double().square().sum() for name, master in self.masters.items() if ".lora_A." in name]
     return float(torch.stack(squares).sum().sqrt())

@@ -222,8 +222,9 @@ def test_an_adapter_is_that_of_trl_and_peft(begins: str, model: Path, rows: Rows
 
     trained = begins == "goes on"
     start = adapter_of(model, tmp_path / "start", trained=trained)
-    case = Case(("loss=dpo", "adapter=lora", f"adapter.path={start}"), "DPO",
-                {"beta": 0.1, "gradient_checkpointing": False})  # with it, its switch of adapters fails
+    case = Case(
+        ("loss=dpo", "adapter=lora", f"adapter.path={start}"), "DPO", {"beta": 0.1, "gradient_checkpointing": False}
+    )  # with it, its switch of adapters fails
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     curves = draw([configured(case, model, data, *layout) for layout in LAYOUTS.values()])
