@@ -34,7 +34,6 @@ def frozen_rank(spec: RankSpec, cfgs: Sequence[tuple], folder: str) -> list[Foun
     from rlexp.training.checkpoint.tensors import load
     from rlexp.training.metrics.live_tensors import LiveTensors
     from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.build_rollouts import policy_weights
     from rlexp.training.train.step import train_step
 
     found = []
@@ -42,7 +41,7 @@ def frozen_rank(spec: RankSpec, cfgs: Sequence[tuple], folder: str) -> list[Foun
         task = build(cfg, probing=unprobed)
         train_step(task, 1)
         reader = begin_saving(task.run, Path(folder) / str(number), 1)()
-        weights = {name: weight.clone() for name, weight in policy_weights(task.run.engine)}
+        weights = {name: weight.clone() for name, weight in task.run.engine.merged()}
         values = task.evaluate(1)
         gc.collect()
         with LiveTensors() as live:
