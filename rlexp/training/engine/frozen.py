@@ -57,10 +57,3 @@ class Frozen(Named):
         raise AssertionError("frozen weights have no gradient and no optimizer")
 
     backward = grad_norm = step = gradients = _nothing_trains
-
-
-def put_buffers(policy: Policy, device: torch.device) -> None:
-    """Put the buffers on a device, such as rotary tables, where the weights stay on the host."""
-    for module in policy.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))

@@ -21,9 +21,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rlexp.config.schema import OptimConfig
 from rlexp.training.engine.base import Fragment, Named, moments_of, optimizer_for, set_lr, set_steps, trained
-from rlexp.training.engine.frozen import Frozen, put_buffers
+from rlexp.training.engine.frozen import Frozen
 from rlexp.training.model.decoding import Decoding
-from rlexp.training.model.placing import take_exact
+from rlexp.training.model.placing import put_buffers, take_exact
 from rlexp.training.model.policy import Policy, cast_parameters
 from rlexp.training.ring.groups import World
 from rlexp.training.types import Shard, TokenLogps

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlexp.training.engine.frozen import Frozen, put_buffers
+from rlexp.training.engine.frozen import Frozen
 from rlexp.training.model.decoding import Decoding
+from rlexp.training.model.placing import put_buffers
 from rlexp.training.model.policy import Policy
 from rlexp.training.types import Shard, TokenLogps
 

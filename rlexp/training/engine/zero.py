@@ -284,16 +284,15 @@ class Stage12(_Partitioned):
 def _begin_gradients_at_the_embeddings(policy: Policy) -> None:
     """Let the hidden states need a gradient from the embeddings on.
 
-    DeepSpeed lets go of a layer's weights when it has the gradient of the layer's inputs. Where inputs need none, it
-    does so before the layer's backward pass, in which an adapter's second matrix is still multiplied with.
+    DeepSpeed lets go of a layer's weights when it has the gradient of its inputs; where these need none, that is before
+    the layer's backward pass, which still multiplies with an adapter's second matrix.
     """
 
     def needed(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
         if torch.is_grad_enabled() and not output.requires_grad:
             output.requires_grad_(True)
 
-    trunks = [policy.model, *([policy.critic.trunk] if policy.critic is not None and policy.critic.trunk else [])]
-    for trunk in trunks:
+    for trunk in policy.trunks:
         trunk.get_input_embeddings().register_forward_hook(needed)
 
 
@@ -302,8 +301,6 @@ class Stage3(_Partitioned):
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         partition(policy, cfg)
-        if policy.adapter is not None:
-            _begin_gradients_at_the_embeddings(policy)
         self._exact = _cast_partitions(policy, dtype)
         super().__init__(cfg, policy, optim, world, dtype)
 
@@ -392,6 +389,7 @@ def partition(policy: Policy, cfg: EngineConfig) -> None:
         # that is trained whole is not: of a head only the weight is used.
         kinds = {type(layer) for layer in policy.adapter.layers if hasattr(layer, "lora_A")}
         deepspeed.utils.set_z3_leaf_modules(policy, sorted(kinds, key=str))
+        _begin_gradients_at_the_embeddings(policy)
 
 
 def loading_config(cfg: EngineConfig) -> dict[str, Any]:

@@ -168,5 +168,11 @@ def put_all(model: nn.Module, placing: Placing) -> None:
             if id(parameter) not in placed:
                 placed[id(parameter)] = placing.put(parameter)
             module.register_parameter(name, placed[id(parameter)])
+    put_buffers(model, placing.device)
+
+
+def put_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put the buffers of a module on a device."""
+    for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(placing.device))
+            setattr(module, name, buffer.to(device))

@@ -65,6 +65,11 @@ class Policy(nn.Module):
         return cast(nn.Linear, in_use(held))
 
     @property
+    def trunks(self) -> list[PreTrainedModel]:
+        """The model, and the critic's own trunk if it has one."""
+        return [self.model, *([self.critic.trunk] if self.critic is not None and self.critic.trunk else [])]
+
+    @property
     def heads(self) -> list[nn.Module]:
         """The head, and those that an adapter has beside it."""
         held = self.model.get_output_embeddings() if self.scores is None else self.model.score
@@ -155,8 +160,7 @@ class Policy(nn.Module):
         the mode itself, by the dtype that the weights have then.
         """
         # Shim: transformers renamed the method after 5.17. Remove it when 5.17 is no longer admitted.
-        models = [self.model] + ([self.critic.trunk] if self.critic is not None and self.critic.trunk else [])
-        for model in models:
+        for model in self.trunks:
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable(
                 {

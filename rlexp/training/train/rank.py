@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from rlexp import __version__
 from rlexp.base.errors import NonFiniteError
-from rlexp.config.checks.adapter import MERGED
 from rlexp.config.model_names import called
 from rlexp.config.schema import Config, CountTensors, LoggerName
 from rlexp.launch import run_folder
@@ -27,7 +26,7 @@ from rlexp.training.sinks.console import say
 from rlexp.training.sinks.jsonl import JsonlSink
 from rlexp.training.train.build import build, device_of
 from rlexp.training.train.build_sinks import build_sinks, ending_of
-from rlexp.training.train.export_at_end import export_run
+from rlexp.training.train.export_at_end import alone, export_run
 from rlexp.training.train.loop import Position, train_loop
 from rlexp.training.train.parts import Run
 from rlexp.training.train.resume import build_keeper, refuse_other_versions, resume
@@ -189,8 +188,7 @@ def sampling(run: Run) -> str:
 def footer(run: Run, run_dir: Path, outcome: Outcome) -> str:
     if outcome.status != "finished":
         return f"{outcome.status}: {outcome.reason}; {run_dir} continues from {latest(run_dir)}\n"
-    alone = run.engine.policy.adapter is not None and run.cfg.checkpoint.export != MERGED
-    model = f", trained {'adapter' if alone else 'model'} in model/" if run.cfg.checkpoint.export else ""
+    model = f", trained {'adapter' if alone(run) else 'model'} in model/" if run.cfg.checkpoint.export else ""
     wandb = ", W&B run in wandb/" if run.cfg.logger.name is LoggerName.wandb else ""
     return f"done: {run_dir}  (curve in metrics.jsonl{wandb}{model})\n"
 

@@ -107,7 +107,7 @@ ENGINES = ("torch", "zero0", "zero1", "zero2", "zero3", "fsdp2")
 @pytest.mark.parametrize("loss", [(), ("loss=simpo",)], ids=["dpo", "without a reference"])
 @pytest.mark.parametrize("engines", [ENGINES[:3], ENGINES[3:]], ids=["first", "others"])
 def test_every_engine_has_one_gradient(base: Path, begun: Path, engines: Sequence[str], loss: Sequence[str]) -> None:
-    """Of an adapter that goes on, in float32, against one process in float64. Nothing else has a gradient, or moves.
+    """An adapter that goes on has the gradient of one process in float64. Nothing else has a gradient, or moves.
 
     Without a reference no other pass gathers what DeepSpeed lets go of.
     """
