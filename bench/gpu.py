@@ -22,6 +22,7 @@ import traceback
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,6 +120,7 @@ def tests_section(on: Machine, _engines: Sequence[str] | None) -> tuple[str, lis
     with tempfile.TemporaryDirectory(prefix="rlexp-") as folder:
         file = Path(folder, "tests.xml")
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={file}", TESTS]
+        command += ["-n", "4"] if on.device == "cuda" and find_spec("xdist") is not None else []  # most wait for ranks
         subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr, check=False)
         cases = list(ElementTree.parse(file).getroot().iter("testcase"))
     wrong, left_out = [], Counter[str]()

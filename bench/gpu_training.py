@@ -371,7 +371,8 @@ def _gib(size: int | None) -> str:
 def longest_table(trial: Trial, engines: Sequence[str]) -> tuple[list[str], list[str]]:
     """Train a step at the length that is predicted to be the longest, for one engine of each kind."""
     kinds = [name for name in ("torch", "zero1", "zero3", "fsdp2") if name in engines]
-    chosen = [each for each in trial.options(kinds) if (each.checkpointing, each.offload) == ("true", "none")]
+    able = [each for each in trial.options(kinds) if not each.also]
+    chosen = [each for each in able if (each.checkpointing, each.offload) == ("true", "none")]
     foretold = dict(zip(chosen, foretell([trial.asked(each, longest=True) for each in chosen]), strict=True))
     tried = {
         option: trial.here(option, f"data.max_length={said.tokens}")

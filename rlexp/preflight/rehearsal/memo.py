@@ -7,6 +7,7 @@ results are put together from what is known: a new tensor, a view of an argument
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from rlexp.preflight.rehearsal import operators
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format)
+# Where a tensor keeps its device: torch 2.11 has no property for it yet.
+_DEVICE = "_fake_device" if "fake_device" in vars(FakeTensor) else "fake_device"
+_device = operator.attrgetter(_DEVICE)
 Recipe = tuple[Any, ...]  # how to make one result
 Place = tuple[Any, ...]  # an operator and its arguments' shapes
 
@@ -101,7 +105,7 @@ class Memo:
                 if value.constant is not None or dtype.is_complex or value.fake_mode is not self.mode:
                     return False
                 given.append(value)
-                key += (value.shape, value.stride(), dtype, _place(value._fake_device))
+                key += (value.shape, value.stride(), dtype, _place(_device(value)))
             elif kind in _PLAIN:
                 key += (kind, value)
             elif kind is torch.device:
@@ -171,7 +175,7 @@ class Memo:
             bare.set_(arg.untyped_storage(), arg.storage_offset() + offset, shape, stride)
         plain = self.plain[device]
         made = Tensor._make_subclass(
-            FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=plain["_fake_device"]
+            FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=plain[_DEVICE]
         )
         torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
         vars(made).update(plain)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from rlexp.base.errors import ModelError
 from rlexp.training.model.decoding import Decoding, attend
@@ -68,4 +68,3 @@ def attention(
 
 def register() -> None:
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, lambda *_args, **_kwargs: None)  # the layout sees to causality

@@ -208,6 +208,19 @@ def test_a_shard_without_a_trained_token_touches_every_parameter() -> None:
         assert not parameter.grad.any()
 
 
+def test_transformers_makes_no_mask_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would look for packed sequences in the positions, and the host would wait for a GPU in every pass."""
+    from transformers import masking_utils
+
+    def looked(*_: object) -> None:
+        raise AssertionError("transformers looks for packed sequences")
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", looked)
+    cfg = TinyModelConfig()
+    tokens = Policy(load_model(cfg, load_config(cfg, 512), 512))(shard_of([(5, 20), (3, 9)]))
+    assert len(tokens.logps_t) > 0
+
+
 def test_float64_stays_float64_through_a_norm() -> None:
     """Without the mode a Llama norm computes in float32, and two layouts may round apart by 6e-8."""
     cfg = TinyModelConfig()
