@@ -105,9 +105,13 @@ def workspace(func: Any, args: Any) -> int:
     """Return the bytes that an operator takes for itself while it runs, where they are as large as its arguments.
 
     flash-attn 2's backward pass adds dq up in float32, and expands dk and dv to the heads of the queries
-    (mha_varlen_bwd in torch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp). Gloo, which sends
+    (mha_varlen_bwd in torch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp). A log-sum-exp takes the
+    exponentials of all its numbers; on a CPU it does too, but what is counted there are tensors. Gloo, which sends
     between CPUs, adds up in a copy of what it reduces and scatters.
     """
+    if func is aten.logsumexp.default:
+        taken: int = 0 if args[0].device.type == "cpu" else args[0].nbytes
+        return taken
     if func is torch.ops.c10d._reduce_scatter_base_.default:
         size: int = args[1].nbytes if args[1].device.type == "cpu" else 0
         return size

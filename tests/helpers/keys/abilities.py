@@ -62,8 +62,8 @@ def abilities(conf: Path = ROOT / "conf") -> list[Ability]:
                 {"images and audio": "image"}),
         Ability("metrics go to", "`metrics.jsonl`, and " + quoted(each.value for each in LoggerName
                 if each is not LoggerName.none), {}),
-        Ability("GPUs", "the code is written, and checked on CPUs and on fake tensors",
-                {"**no GPU has run it yet**": ""}),
+        Ability("GPUs", "every engine trained on one H100; [what was measured](docs/measured/gpu.md)",
+                {"more than one GPU": ""}),
     ]  # fmt: skip
 
 
