@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.layouts import layout_cases
 from rlexp.base.cache import locked
 from rlexp.base.errors import DataError
 from rlexp.config.load import compose_config
@@ -109,6 +110,24 @@ def test_it_is_the_reference_in_memory_over_a_ring_and_over_replicas(tmp_path: P
     kept = [files(tmp_path / place) for place in ("1", "3")]
     assert len(kept[0]) == 2
     assert kept[0].keys() == kept[1].keys()  # the key has no layout in it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "fsdp2"])
+def test_every_layout_computes_one_reference(engine: str, tmp_path: Path) -> None:
+    """Each in a cache of its own, and all as the model in memory has it, in one process."""
+    grid = [case for case in layout_cases() if case.ring_size <= 4]
+    cfgs = [(case.ring_size, configured(*case.overrides(), f"engine={engine}")) for case in grid]
+    cfgs.insert(0, (1, configured(*grid[0].overrides(), reference="model")))
+    found, kept = [], []
+    for world in (1, 2, 4):
+        these = [cfg for ring, cfg in cfgs if ring == world]
+        found += on_ranks(world, in_a_cache, these, str(tmp_path / str(world)))[0]
+        kept += [sorted(files(tmp_path / str(world) / str(number))) for number in range(len(these))]
+    assert len(found) == len(grid) + 1
+    for rows, names in zip(found[1:], kept[1:], strict=True):
+        assert close(rows, found[0])
+        assert names == kept[1]
 
 
 LOSSES = ("loss=dpo loss.wpo=true", "loss=dpo loss.ld_alpha=0.5", "loss=aot", "loss=ipo data.drop_last=false",
