@@ -18,8 +18,9 @@ from rlexp.config.checks.across_fields import check_engine
 from rlexp.config.checks.adapter import check_adapter
 from rlexp.config.checks.layout import check_layout, heads_of
 from rlexp.config.checks.reference import check_reference
-from rlexp.config.schema import Config, Device, EngineName, LoraConfig, Offload, ReferenceName
+from rlexp.config.schema import Config, Device, EngineName, LoraConfig, Offload
 from rlexp.config.schema.loss_terms import compares
+from rlexp.config.schema.models import ReferenceName
 from rlexp.launch.preflight_check import size
 from rlexp.preflight.predict import Found, Prediction
 from rlexp.preflight.rehearsal.longest_samples import smaller

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlexp.config.schema import ReferenceName
+from rlexp.config.schema.models import ReferenceName
 from rlexp.convert import adapters
 from rlexp.convert.experiment import composed, overrides
 from rlexp.convert.frameworks import FRAMEWORKS

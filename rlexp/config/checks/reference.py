@@ -11,9 +11,10 @@ from rlexp.config.checks.files import check_model_path
 from rlexp.config.checks.kernel import check_kernel
 from rlexp.config.checks.layout import Choice, Heads, check_layout, heads_of, with_layout
 from rlexp.config.checks.model import check_revision
-from rlexp.config.schema import Config, HFModelConfig, LoraConfig, ReferenceName
+from rlexp.config.schema import Config, HFModelConfig, LoraConfig
 from rlexp.config.schema.loss_terms import compares
 from rlexp.config.schema.losses import UnpairedConfig
+from rlexp.config.schema.models import ReferenceName
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The typed schema behind every configuration. The yaml files in `conf/` only choose values.
 
 A group with several kinds (`model`, `data`, `loss`, `reward`) has one class for each kind, listed in `KINDS`; the field
-`name` says which. Those of `data` and `loss` have files of their own.
+`name` says which. Those of `data` and `loss` have files of their own, and one file has those of a run's models.
 
 What a key, or an option of an Enum, means is said once: in the comment behind its field, or in the comment lines
 directly above it. docs/keys.md is made of these comments.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -56,6 +56,15 @@ from rlexp.config.schema.losses import (
     SFTConfig,
     SimPOConfig,
     SPPOHardConfig,
+)
+from rlexp.config.schema.models import (
+    AdapterConfig,
+    HFModelConfig,
+    LoraConfig,
+    ModelConfig,
+    NoAdapterConfig,
+    ReferenceConfig,
+    TinyModelConfig,
 )
 
 WEEK = 7 * 24 * 3600  # seconds
@@ -130,31 +139,11 @@ class OptimName(Enum):
     sgd = "sgd"
 
 
-class ReferenceName(Enum):
-    """What gives the log-probabilities that the policy's are compared with."""
-
-    model = "model"  # a frozen model in memory
-    # the trained model itself with its adapter off, or with the adapter that training starts from; with adapter=lora
-    adapter = "adapter"
-    # computed once before training, and kept in the machine's cache; not with a loss of reinforcement learning, or kto
-    precompute = "precompute"
-    none = "none"  # nothing; with a loss that compares with no reference
-
-
 class LoggerName(Enum):
     wandb = "wandb"
     tensorboard = "tensorboard"
     trackio = "trackio"
     none = "none"
-
-
-class WeightsDtype(Enum):
-    """The dtype to which weights are rounded as they are read. The masters are float32 in any case."""
-
-    auto = "auto"  # as in the files
-    fp32 = "fp32"  # float32
-    bf16 = "bf16"  # bfloat16
-    fp16 = "fp16"  # float16
 
 
 class RolloutMode(Enum):
@@ -286,42 +275,6 @@ class ParallelConfig:
 
 
 @dataclass
-class ModelConfig:
-    name: str = MISSING  # the kind of the model, chosen by model=NAME
-    seed: int = 0  # fixes the random weights of model=tiny; other models are read from files
-    suggested_lr: float = number(MISSING, least=0)  # the default of optim.lr
-    # parameters that are not trained, by name: `['model.embed_tokens.*', 'model.layers.0.*']`
-    freeze: list[str] = field(default_factory=list)
-
-
-@dataclass
-class TinyModelConfig(ModelConfig):
-    name: str = "tiny"
-    hidden_size: int = number(64, least=1)  # width of the model; an even multiple of model.heads
-    intermediate_size: int = number(172, least=1)  # width inside each feed-forward layer
-    layers: int = number(2, least=1)  # decoder layers
-    heads: int = number(8, least=1, most=MANY)  # heads of queries in each layer
-    kv_heads: int = number(2, least=1, most=MANY)  # heads of keys and values in each layer; it must divide model.heads
-
-
-@dataclass
-class HFModelConfig(ModelConfig):
-    group: ClassVar[str] = "model"  # whose `path` names it, for messages
-
-    name: str = "hf"
-    path: str = MISSING  # a folder, or a hub name
-    revision: str | None = None  # a hub model's branch, tag or commit; null: its main branch
-    # name of a GGUF file in model.path, which holds weights, configuration and tokenizer; null: none
-    gguf: str | None = None
-    # dtype to which weights are rounded as they are read; the weights that are trained are float32 (fp64: float64)
-    dtype: WeightsDtype = WeightsDtype.auto
-    # a jinja file to use in place of the tokenizer's own template; null: the tokenizer's
-    chat_template: str | None = None
-    add_tokens: list[str] = field(default_factory=list)  # new tokens; the embeddings get rows for them
-    trust_remote_code: bool = False  # run Python code that comes with the model
-
-
-@dataclass
 class RolloutConfig:
     mode: RolloutMode = RolloutMode.colocated  # which ranks draw the samples, and when
     engine: RolloutEngine = RolloutEngine.native  # the code that draws the samples
@@ -427,49 +380,12 @@ class OptimConfig:
     max_grad_norm: float = number(1.0, least=0)
 
 
-@dataclass
-class ReferenceConfig:
-    name: ReferenceName = MISSING  # what the policy is compared with, chosen by reference=NAME
-    # folder or hub name of the reference model, with model=hf; null: the weights that training starts from
-    path: str | None = None
-    revision: str | None = None  # a hub model's branch, tag or commit; null: its main branch
-    offload: bool = False  # keep its weights in the host's memory between uses; with reference=model
-
-
 class CountTensors(Enum):
     """Where a run counts the bytes of its live tensors."""
 
     auto = "auto"  # on CPU only, in micro-batches that may hold more than any before: 4 % of a default run's time
     always = "always"  # in every step, on any device: twice the time of a small model's step
     never = "never"  # nowhere
-
-
-@dataclass
-class AdapterConfig:
-    name: str = MISSING  # the kind of the adapter, chosen by adapter=NAME
-
-
-@dataclass
-class NoAdapterConfig(AdapterConfig):
-    name: str = "none"
-
-
-@dataclass
-class LoraConfig(AdapterConfig):
-    """Low-rank matrices beside the linear layers (LoRA, arXiv 2106.09685); peft makes them. All else is frozen."""
-
-    name: str = "lora"
-    # layers that get an adapter, by name or its last parts: `[q_proj,v_proj]`; []: all linear layers but the head
-    targets: list[str] = field(default_factory=list)
-    rank: int = number(16, least=1, most=65536)  # rows of the first matrix of each pair
-    alpha: float = number(32.0, above=0)  # what the two matrices give is multiplied by alpha / rank
-    rslora: bool = False  # multiply by alpha / √rank (rsLoRA, arXiv 2312.03732)
-    # share of the adapter's inputs that are set to zero; only 0: which ones would depend on the layout
-    dropout: float = number(0.0, least=0, below=1)
-    # folder of an adapter in peft's format to go on from; what makes an adapter is then as in that folder, and its keys
-    # are left out. null: a new one
-    path: str | None = None
-    also: list[str] = field(default_factory=list)  # modules that are trained whole beside it: `[lm_head]`
 
 
 @dataclass

@@ -25,7 +25,8 @@ from transformers import (
 from rlexp.base.errors import ModelError
 from rlexp.config.checks.layout import heads_of
 from rlexp.config.model_names import called
-from rlexp.config.schema import HFModelConfig, TinyModelConfig, WeightsDtype
+from rlexp.config.schema import HFModelConfig, TinyModelConfig
+from rlexp.config.schema.models import WeightsDtype
 from rlexp.launch.joining import RankSpec
 from rlexp.training.model import growing, loading, prepared
 from rlexp.training.model.export import export

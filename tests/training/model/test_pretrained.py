@@ -36,7 +36,8 @@ from rlexp.config.identity import changes, curve_keys, identity
 from rlexp.config.load import compose_config
 from rlexp.config.model_names import called
 from rlexp.config.paths import conf_dir
-from rlexp.config.schema import HFModelConfig, TinyModelConfig, WeightsDtype
+from rlexp.config.schema import HFModelConfig, TinyModelConfig
+from rlexp.config.schema.models import WeightsDtype
 from rlexp.launch.joining import RankSpec
 from rlexp.training.model import loading
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
