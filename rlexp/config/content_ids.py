@@ -9,6 +9,7 @@ from pathlib import Path
 from rlexp.base.file_hashes import contents
 
 SAMPLE, SAMPLES = 4096, 256  # a file of weights is read at so many places, so many bytes at each
+WEIGHTS = (".safetensors", ".bin", ".gguf")
 OF_A_MODEL = (".json", ".safetensors", ".bin", ".gguf", ".model", ".jinja", ".txt")
 
 
@@ -22,6 +23,12 @@ def of_model(path: Path) -> str:
         return str(path)
     files = "".join(f"{file.name}:{sampled(file)}\n" for file in files_of_model(path))
     return hashlib.sha256(files.encode()).hexdigest()[:16]
+
+
+def of_weights(path: Path) -> str:
+    """Hash what makes a folder the same model whatever lies beside it: its weights and its shape."""
+    kept = [each for each in files_of_model(path) if each.suffix in WEIGHTS or each.name == "config.json"]
+    return hashlib.sha256("".join(f"{file.name}:{sampled(file)}\n" for file in kept).encode()).hexdigest()[:16]
 
 
 def sampled(file: Path) -> str:

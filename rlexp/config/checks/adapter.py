@@ -9,7 +9,7 @@ from pathlib import Path
 from rlexp.base.errors import ConfigError
 from rlexp.config.adapter_folder import ALL_LINEAR, AdapterFolder, read_adapter
 from rlexp.config.checks.files import is_dir
-from rlexp.config.content_ids import of_model
+from rlexp.config.content_ids import of_weights
 from rlexp.config.schema import Config, HFModelConfig, LoraConfig
 
 MERGED = "merged"  # a value of checkpoint.export
@@ -41,14 +41,16 @@ def check_adapter(cfg: Config, *, here: bool = True) -> None:
             raise ConfigError(f"adapter.{key}={names}: holds a name that is empty. Leave it out.")
         if ALL_LINEAR in names:
             raise ConfigError(f"adapter.{key}={names}: {ALL_LINEAR} names no layer. For all, leave adapter.{key} out.")
-    if isinstance(cfg.model, HFModelConfig) and cfg.model.add_tokens and not lora.also:
+    found = None if lora.path is None else read_adapter(lora.path)
+    also = lora.also or (found.also if found is not None else [])
+    if isinstance(cfg.model, HFModelConfig) and cfg.model.add_tokens and not also:
         raise ConfigError(
             f"model.add_tokens={cfg.model.add_tokens}: with adapter=lora the rows of new tokens would stay as they "
             f"begin. Train them too, if the model's two tables are not tied: adapter.also=[embed_tokens,lm_head]; or "
             f"the whole model: adapter=none."
         )
-    if lora.path is not None:
-        _check_path(cfg, lora, read_adapter(lora.path))
+    if found is not None:
+        _check_path(cfg, lora, found)
 
 
 def _check_export(cfg: Config, lora: LoraConfig | None) -> None:
@@ -67,7 +69,8 @@ def _check_path(cfg: Config, lora: LoraConfig, found: AdapterFolder) -> None:
     there, default = found.settings(lora), LoraConfig()
     for name in ("rank", "alpha", "rslora", "targets", "also"):
         value, saved = getattr(lora, name), getattr(there, name)
-        if value not in (getattr(default, name), saved):
+        same = sorted(value) == sorted(saved) if isinstance(value, list) else value == saved
+        if not same and value != getattr(default, name):
             raise ConfigError(
                 f"adapter.{name}={value}: the adapter in adapter.path={lora.path} has {saved}. Leave adapter.{name} "
                 f"out, or start a new adapter: leave adapter.path out."
@@ -82,13 +85,16 @@ def _check_path(cfg: Config, lora: LoraConfig, found: AdapterFolder) -> None:
 def _is_other(found: AdapterFolder, path: str) -> bool:
     """Say whether a model is known to be another than an adapter's: by its contents, or by two names of the hub."""
     folder = Path(path).expanduser()
-    if found.contents is not None and is_dir(folder):
-        return found.contents != of_model(folder)
-    if found.base is None:
+    try:
+        if found.contents is not None and is_dir(folder):
+            return found.contents != of_weights(folder)
+        if found.base is None:
+            return False
+        theirs = Path(found.base).expanduser()
+        if is_dir(theirs) and is_dir(folder):
+            return of_weights(theirs) != of_weights(folder)
+    except OSError:  # one of them may not be read here: the shapes of the weights will decide
         return False
-    theirs = Path(found.base).expanduser()
-    if is_dir(theirs) and is_dir(folder):
-        return of_model(theirs) != of_model(folder)
     local = [is_dir(each) or str(each).startswith((".", "/", "~")) for each in (theirs, folder)]
     return found.base != path and not any(local)
 

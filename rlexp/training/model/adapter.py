@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rlexp.base.errors import ModelError
+from rlexp.base.errors import ModelError, first_line
 from rlexp.config.adapter_folder import WEIGHTS, AdapterFolder, read_adapter
 from rlexp.config.schema import LoraConfig
 from rlexp.config.schema.keys import suggestion
@@ -152,12 +152,20 @@ def layers_of(model: Any, description: Path) -> Adapter:
 
 
 def put_adapter(
-    model: Any, trunk: Any | None, cfg: LoraConfig, *, base: str | None, seed: int, copy: bool, scores: bool
+    model: Any,
+    trunk: Any | None,
+    cfg: LoraConfig,
+    *,
+    base: tuple[str | None, str | None],
+    seed: int,
+    copy: bool,
+    scores: bool,
 ) -> Adapter:
     """Put an adapter into a model, and into the critic's own trunk, and freeze all else of them.
 
     A new adapter's weights follow from the seed; its second matrix is zero, so the model computes what it did. `base`
-    names the model for the adapter's file; with `copy`, a frozen copy of an adapter from a folder stands beside it.
+    names the model, and its revision, for the adapter's file. With `copy`, a frozen copy of an adapter from a folder
+    stands beside it.
     """
     folder = None if cfg.path is None else _Folder.read(read_adapter(cfg.path))
     whole = _whole_modules(model, cfg.also) if folder is None else folder.whole(model)
@@ -165,13 +173,15 @@ def put_adapter(
         whole.append("score")
     config = _new_config(model, cfg, whole) if folder is None else folder.config()
     config.task_type = "SEQ_CLS" if scores else "CAUSAL_LM"
-    config.modules_to_save, config.base_model_name_or_path = whole or None, base
-    for part, prefix in ((model, ""), (trunk, f"{model.base_model_prefix}.")):
+    config.modules_to_save = whole or None
+    config.base_model_name_or_path, config.revision = base
+    for part, place in ((model, ""), (trunk, model.base_model_prefix)):
         if part is not None:
             part.requires_grad_(False)
             for name in (TRAINED, STARTING) if copy and folder is not None else (TRAINED,):
-                _inject(part, config, name, prefix)
-                _fill(part, name, seed, folder, prefix)
+                with contextlib.nullcontext() if folder is None else folder.refusing():
+                    _inject(part, config if part is model else _as_in(config, model), name, place)
+                _fill(part, name, seed, folder, place and f"{place}.")
     if folder is not None:
         folder.refuse_rest()
     return Adapter(config, model, trunk)
@@ -186,27 +196,35 @@ def _new_config(model: nn.Module, cfg: LoraConfig, whole: Sequence[str]) -> Any:
     return PeftConfig(r=cfg.rank, lora_alpha=alpha, target_modules=targets, use_rslora=cfg.rslora)
 
 
-def _inject(part: Any, config: Any, name: str, prefix: str = "") -> None:
-    """Put in an adapter's layers, without values. Only the one of the name TRAINED is trained, and active. `prefix` is
-    how the names of a trunk's layers begin in the whole model, by which the configuration names them."""
+def _as_in(config: Any, model: nn.Module) -> Any:
+    """Return a configuration that names the layers which have an adapter in a model."""
+    found = {name for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+    return dataclasses.replace(config, target_modules=found)
+
+
+def _inject(part: Any, config: Any, name: str, place: str = "") -> None:
+    """Put in an adapter's layers, without values. Only the one of the name TRAINED is trained, and active. `place` is
+    where a trunk stands in a whole model, as the configuration names its layers."""
     from peft import inject_adapter_in_model
     from peft.utils import ModulesToSaveWrapper
 
     config = copy.deepcopy(config)  # peft notes in it which layers it has found
     whole, config.modules_to_save = config.modules_to_save or [], None  # peft would find others that end alike
-    if not isinstance(config.target_modules, str):
-        config.target_modules = {each.removeprefix(prefix) for each in config.target_modules}
-    inject_adapter_in_model(config, part, name, low_cpu_mem_usage=True)
-    inside = {each for each, _ in part.named_modules()}
-    for place in (each.removeprefix(prefix) for each in whole):
-        if place not in inside:  # the head, of a trunk
+    holder = part
+    if place:
+        holder = nn.Module()
+        holder.add_module(place, part)
+    inject_adapter_in_model(config, holder, name, low_cpu_mem_usage=True)
+    inside = {each for each, _ in holder.named_modules()}
+    for each in whole:
+        if each not in inside:  # the head, of a trunk
             continue
-        module = part.get_submodule(place)
+        module = holder.get_submodule(each)
         if isinstance(module, ModulesToSaveWrapper):
             module.update(name)
         else:
-            parent, _, leaf = place.rpartition(".")
-            setattr(part.get_submodule(parent), leaf, ModulesToSaveWrapper(module, name))
+            parent, _, leaf = each.rpartition(".")
+            setattr(holder.get_submodule(parent), leaf, ModulesToSaveWrapper(module, name))
     for layer in _layers(part):
         layer._active_adapter = [TRAINED]
     for parameter_name, parameter in part.named_parameters():
@@ -291,6 +309,14 @@ class _Folder:
             raise self._refusal(f"has {has} for {name}, which is {list(shape)} here")
         self.rest.discard(name)
         return found
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Refuse what peft cannot put into this model."""
+        try:
+            yield
+        except (ValueError, TypeError, AttributeError, KeyError, re.error) as error:
+            raise self._refusal(f"peft cannot put it in ({first_line(error)})") from None
 
     def refuse_rest(self) -> None:
         if self.rest:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlexp.base.files import sync
 from rlexp.config.adapter_folder import BASE, WEIGHTS
-from rlexp.config.content_ids import of_model
+from rlexp.config.content_ids import of_weights
 from rlexp.config.schema import ExportDtype, HFModelConfig, ModelConfig
 from rlexp.training.model.adapter import Adapter
 from rlexp.training.model.export import dtype_of, save_tensors
@@ -64,16 +64,17 @@ class AdapterExport:
 def contents_of_base(model: ModelConfig) -> str | None:
     """Return a short text of a model's contents; None where the model is no folder here."""
     folder = Path(model.path).expanduser() if isinstance(model, HFModelConfig) else None
-    return of_model(folder) if folder is not None and folder.is_dir() else None
+    return of_weights(folder) if folder is not None and folder.is_dir() else None
 
 
-def named_base(model: ModelConfig) -> str | None:
-    """Return the model that an adapter belongs to, as its description names it: a folder, or a name on the hub."""
+def named_base(model: ModelConfig) -> tuple[str | None, str | None]:
+    """Return the model that an adapter belongs to, as its description names it: a folder, or a name on the hub and a
+    revision."""
     there = prepared(model)
     if not isinstance(there, HFModelConfig):
-        return None
+        return None, None
     folder = Path(there.path)
-    return str(folder.absolute()) if folder.is_dir() else there.path
+    return (str(folder.absolute()), None) if folder.is_dir() else (there.path, there.revision)
 
 
 def export_adapter(

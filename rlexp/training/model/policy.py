@@ -75,7 +75,7 @@ class Policy(nn.Module):
         held = self.model.get_output_embeddings() if self.scores is None else self.model.score
         return [module for module in held.modules() if next(module.parameters(recurse=False), None) is not None]
 
-    def adapt(self, cfg: LoraConfig, *, base: str | None, seed: int, copy: bool) -> None:
+    def adapt(self, cfg: LoraConfig, *, base: tuple[str | None, str | None], seed: int, copy: bool) -> None:
         """Put an adapter into the model, and into the critic's own trunk. The critic's head is trained too."""
         trunk = None if self.critic is None else self.critic.trunk
         scores = self.scores is not None

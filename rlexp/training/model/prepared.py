@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.hub import extract_commit_hash
 from transformers.utils.logging import disable_progress_bar
 
 from rlexp.base import cache
@@ -39,6 +40,15 @@ FORMAT = 1  # to be raised when the same key means other files
 WHOLE = ".rlexp.json"  # in a folder that was made: each of its files with its size
 FROM_HUB = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 Make = Callable[[Path], None]
+
+
+def commit_of(cfg: ModelConfig) -> str | None:
+    """Return the commit of a hub model, as this machine's cache holds it and as it is loaded; None for any other."""
+    if not isinstance(cfg, HFModelConfig) or Path(cfg.path).expanduser().is_dir():
+        return None
+    found = try_to_load_from_cache(cfg.path, cfg.gguf or "config.json", revision=cfg.revision)
+    commit: str | None = extract_commit_hash(found, None) if isinstance(found, str) else None
+    return commit
 
 
 def prepared(cfg: ModelConfig) -> ModelConfig:

@@ -34,7 +34,7 @@ from rlexp.training.types import Answered, Floats, Pack, Shard
 FORMAT = 1  # of the files, and of the code that computes what is in them
 ALIGNED = 64  # bytes
 BLOCK = 1 << 24  # bytes that are read at once
-NO_WEIGHTS = ("suggested_lr", "freeze", "chat_template", "trust_remote_code")  # keys of a model
+NO_WEIGHTS = ("suggested_lr", "freeze", "chat_template")  # keys of a model
 
 
 # ---- the key ----
@@ -69,10 +69,10 @@ def facts_of(cfg: Config, model: ModelConfig, commit: str | None, sequences: str
 
 
 def weights_of(path: str) -> str:
-    """Hash all files of a model's folder, whole: samples would miss a model of which little was trained. A hub name
-    stands for itself."""
+    """Hash all files of a model's folder, whole: samples would miss a model of which little was trained. Its own Python
+    code is among them. A hub name stands for itself."""
     folder = Path(path).expanduser()
-    return contents_of(files_of_model(folder)) if folder.is_dir() else path
+    return contents_of([*files_of_model(folder), *sorted(folder.glob("*.py"))]) if folder.is_dir() else path
 
 
 def _plain(value: Any) -> Any:

@@ -355,7 +355,7 @@ def stored_reference(
         hold_to_tokenizer(frozen.policy, task, setting.tokenizer)
         return frozen
 
-    return sources.precomputed(setting, task, model, load, trains=trains)
+    return sources.precomputed(setting, task, model[0], load, trains=trains)
 
 
 def frozen_model(run: Setting, model: tuple[ModelConfig, Any], needs: Needs, sources: Sources) -> Frozen:

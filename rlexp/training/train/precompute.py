@@ -29,10 +29,11 @@ from rlexp.base.cache import locked
 from rlexp.base.errors import DataError
 from rlexp.base.file_hashes import unchanged
 from rlexp.base.files import sync
-from rlexp.config.schema import Config, ModelConfig
+from rlexp.config.schema import Config, HFModelConfig, ModelConfig
 from rlexp.training.dataset.packing import pack_examples
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.engine.frozen import Frozen
+from rlexp.training.model.prepared import commit_of
 from rlexp.training.reference.models import OfModel
 from rlexp.training.reference.stored import (
     BLOCK,
@@ -65,7 +66,7 @@ HASHED = 1024  # rows that a rank hashes at once
 
 
 def precomputed(
-    setting: Setting, task: Task, model: tuple[ModelConfig, Any], load: Callable[[], Frozen], *, trains: bool = True
+    setting: Setting, task: Task, model: ModelConfig, load: Callable[[], Frozen], *, trains: bool = True
 ) -> Stored:
     """Return the reference of a run, computed if it is not kept. `load` loads and freezes the model, which is gone
     again at the end. A collective call."""
@@ -75,10 +76,20 @@ def precomputed(
     kept = []
     for rows in rows_of(task, cfg, setting.schedule.total_steps, trains=trains):
         sequences = shared_digest(rows, setting)
-        facts = facts_of(cfg, model[0], getattr(model[1], "_commit_hash", None), sequences)
+        facts = keeper.rank0_does(partial(_facts, cfg, model, sequences))  # all machines have the same key
         kept.append(Kept(rows, Values.mapped(keeper.ensured(rows, facts))))
     keeper.forget_model()
     return Stored(kept, cfg.train.precision)
+
+
+def _facts(cfg: Config, model: ModelConfig, sequences: str) -> dict[str, Any]:
+    commit = commit_of(model)
+    if commit is None and isinstance(model, HFModelConfig) and not Path(model.path).expanduser().is_dir():
+        raise DataError(
+            f"reference=precompute: cannot tell which commit of {model.path} is in this machine's cache, and another "
+            f"one would have other log-probabilities. Give the model's folder, or use reference=model."
+        )
+    return facts_of(cfg, model, commit, sequences)
 
 
 def rows_of(task: OfflineTask, cfg: Config, total_steps: int, *, trains: bool) -> list[Rows]:
@@ -200,10 +211,15 @@ class _Keeper:
             return
         mine = bool(lacking[self.world.rank])
         copy = place.with_name(f".{place.name}.{os.uname().nodename}.{os.getpid()}.tmp")
-        for number in range(self.rank0_does(lambda: -(-place.stat().st_size // BLOCK))):
-            block = self.rank0_does(partial(_block, place, number))
-            self.do(partial(_append, copy, block) if mine else None)
-        self.do(partial(_named, copy, place) if mine else None)
+        try:
+            for number in range(self.rank0_does(lambda: -(-place.stat().st_size // BLOCK))):
+                block = self.rank0_does(partial(_block, place, number))
+                self.do(partial(_append, copy, block, begins=number == 0) if mine else None)
+            self.do(partial(_named, copy, place) if mine else None)
+        finally:
+            copy.unlink(missing_ok=True)
+        if any(self.leaders_do(lacks)):
+            raise DataError(f"{place}: the copy on another machine is not what was sent. Start the run again.")
 
     def forget_model(self) -> None:
         """Give back the model's memory."""
@@ -293,7 +309,7 @@ class _Making:
 
     def finish(self, place: Path, facts: dict[str, Any]) -> None:
         write(place, [Values.mapped(path) for path in self.parts], self.dtype, key=self.key, of=facts)
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)  # another run may see the file, and do the same
 
 
 def _whole(place: Path, key: str, sequences: int, *, told: bool) -> bool:
@@ -312,8 +328,8 @@ def _block(place: Path, number: int) -> bytes:
         return file.read(BLOCK)
 
 
-def _append(path: Path, content: bytes) -> None:
-    with path.open("ab") as file:
+def _append(path: Path, content: bytes, *, begins: bool) -> None:
+    with path.open("wb" if begins else "ab") as file:
         file.write(content)
 
 

@@ -29,7 +29,7 @@ from rlexp.training.train.build_sinks import build_sinks, ending_of
 from rlexp.training.train.export_at_end import alone, export_run
 from rlexp.training.train.loop import Position, train_loop
 from rlexp.training.train.parts import Run
-from rlexp.training.train.resume import build_keeper, refuse_other_versions, resume
+from rlexp.training.train.resume import build_keeper, refuse_other_versions, resume, versions_of
 from rlexp.training.train.sampling_rank import sample_for
 from rlexp.training.train.task import Task
 
@@ -77,7 +77,7 @@ def train_watched(
     first = run.world.rank == 0
     position, came_from = resume(task, run_dir)
     if position.step:
-        refuse_other_versions(run_dir, task.examples.versions, cfg.resume.force)
+        refuse_other_versions(run_dir, versions_of(task), cfg.resume.force)
     if position.step >= run.total_steps:
         print_line(run, f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
         exported = run_folder.read(run_dir).get("exported_step") == position.step
@@ -142,7 +142,7 @@ def ledger(task: Task) -> dict[str, object]:
         "parameters": run.parameters,
         "data": {
             **task.counts(),
-            "versions": dict(task.examples.versions),
+            "versions": versions_of(task),
             "not_as_read": dict(task.examples.dropped),
             "eval_not_as_read": dict(task.examples.held_out_dropped),
         },

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.errors import CheckpointError
+from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.identity import identity
 from rlexp.config.load import to_plain
-from rlexp.config.schema import Decay, Precision
+from rlexp.config.schema import Decay, ModelConfig, Precision
 from rlexp.launch import run_folder, stops
 from rlexp.run_files.checkpoint_folder import METRICS, MODEL, POSITION
 from rlexp.run_files.metrics_jsonl import rewrite, write_lines
@@ -23,6 +24,7 @@ from rlexp.training.checkpoint.saver import Describe, Saver
 from rlexp.training.engine.base import MOMENTS
 from rlexp.training.model.export import save_description
 from rlexp.training.model.export_adapter import describe_adapter
+from rlexp.training.model.prepared import commit_of
 from rlexp.training.sinks.console import say
 from rlexp.training.sinks.jsonl import JsonlSink
 from rlexp.training.train.loop import Position
@@ -57,15 +59,27 @@ def saved_task(saved: Mapping[str, Any]) -> Any:
     return saved.get(TASK, saved.get(TASK_BEFORE))
 
 
+def versions_of(task: Task) -> dict[str, str]:
+    """Return the commits of the sets and models that came from the hub, by the keys of their paths."""
+    cfg = task.run.cfg
+    models: dict[str, ModelConfig] = {"model.path": cfg.model}
+    if cfg.reference.path is not None:
+        models["reference.path"] = model_of_reference(cfg)
+    found = {key: commit for key, model in models.items() if (commit := commit_of(model)) is not None}
+    return {**task.examples.versions, **found}
+
+
 def refuse_other_versions(run_dir: Path, now: Mapping[str, str], force: Sequence[str]) -> None:
-    """Refuse to go on with a set of the hub that has changed since: other samples would follow."""
+    """Refuse to go on with a set or a model of the hub that has changed since: other samples, or other frozen weights,
+    would follow."""
     before = run_folder.read(run_dir).get("data", {}).get("versions", {})
     for key, commit in now.items():
         if before.get(key, commit) != commit and not {key, key.partition(".")[0]} & set(force):
             pin = f"{re.sub('(eval_)?path$', '', key)}revision"
+            what, part = ("set", "rows") if key.startswith("data.") else ("model", "weights")
             raise CheckpointError(
-                f"{key}: the set on the hub was at commit {before[key][:12]} when the run in {run_dir} was started, "
-                f"and is at {commit[:12]}. Its rows may have changed. Give {pin}={before[key]} "
+                f"{key}: the {what} on the hub was at commit {before[key][:12]} when the run in {run_dir} was started, "
+                f"and is at {commit[:12]}. Its {part} may have changed. Give {pin}={before[key]} "
                 f"resume.force=[{pin}] to continue with the old ones, or say resume.force=[{key}]."
             )
 

@@ -31,6 +31,7 @@ from rlexp.launch.joining import RankSpec
 from rlexp.training.model import growing, loading, prepared
 from rlexp.training.model.export import export
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
+from rlexp.training.model.prepared import commit_of
 from tests.conftest import ROOT, shared_folder
 from tests.helpers import warm
 from tests.helpers.models import NEW, SHAPE, cache, hf, made, saved, smollm2, weights_in
@@ -349,3 +350,20 @@ def test_a_broken_gguf_file_is_one_message(content: bytes, tmp_path: Path) -> No
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(ModelError, match=r"model\.gguf=a\.gguf: cannot be loaded from .*Give a whole GGUF file"):
         load_config(hf(tmp_path, gguf="a.gguf"), 512)
+
+
+def test_the_commit_of_a_hub_model_is_that_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It moves with the branch, and a revision pins it; a folder and a drawn model have none."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model, commits = tmp_path / "models--org--name", ("a" * 40, "b" * 40)
+    for commit in commits:
+        folder = model / "snapshots" / commit
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (model / "refs").mkdir(exist_ok=True)
+        (model / "refs" / "main").write_text(commit)
+        assert commit_of(HFModelConfig(path="org/name")) == commit
+    assert commit_of(HFModelConfig(path="org/name", revision=commits[0])) == commits[0]
+    assert commit_of(HFModelConfig(path="org/other")) is None
+    assert commit_of(HFModelConfig(path=str(folder))) is None
+    assert commit_of(TinyModelConfig()) is None

@@ -173,7 +173,13 @@ def test_all_that_the_values_depend_on_is_in_the_key_and_nothing_else(
         key(), key("model.seed=1"), key("model.layers=3"), key("train.precision=fp64"), key("data.max_length=300"),
         key(sequences="of other rows"), key(*folder), key("model=hf", f"model.path={tmp_path}/other"),
         key(*folder, "model.dtype=bf16"), key(*folder, "model.add_tokens=['<x>']"), key(*folder, commit="a branch's"),
+        key(*folder, "model.trust_remote_code=true"),
     ]  # fmt: skip
+    code = tmp_path / "one" / "modeling_own.py"
+    for text in ("scale = 1", "scale = 2"):
+        code.write_text(text)
+        others.append(key(*folder))
+    code.unlink()
     for module, name in ((stored, "FORMAT"), (stored, "__version__")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, "another")

@@ -22,9 +22,10 @@ from bench.resume import Where, curve_of, run
 from rlexp.base.errors import ConfigError, UserError
 from rlexp.config.adapter_folder import DESCRIPTION, WEIGHTS
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Config, ExportDtype
+from rlexp.config.schema import Config, ExportDtype, LoraConfig
 from rlexp.export.checkpoint import export_checkpoint
 from rlexp.run_files.metrics_jsonl import read_rows
+from rlexp.training.model.adapter import put_adapter
 from rlexp.training.model.loading import load_tokenizer
 from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.build import build, unprobed
@@ -243,9 +244,66 @@ def test_what_does_not_fit_the_model_is_one_message(base: Path, begun: Path, tmp
 
 
 def test_an_adapter_of_another_base_is_refused_before_ranks_start(base: Path, begun: Path, tmp_path: Path) -> None:
-    other = saved(tmp_path / "other")
+    """What lies beside the weights makes no other model of a folder, and one that may not be read is left to shapes."""
+    other, same = saved(tmp_path / "other"), shutil.copytree(base, tmp_path / "same")
     with pytest.raises(ConfigError, match=r"adapter\.path=.*: is an adapter of .*stories260K, and model\.path=.*other"):
         compose_config(on_stories(other, f"adapter.path={begun}"))
+    same.chmod(0o755)
+    (same / "LICENSE.txt").write_text("anything")
+    compose_config(on_stories(same, f"adapter.path={begun}"))
+
+
+def described(folder: Path, place: Path, **said: Any) -> LoraConfig:
+    """Copy an adapter's folder, and let it say something else of itself."""
+    shutil.copytree(folder, place)
+    before = json.loads((place / DESCRIPTION).read_text())
+    (place / DESCRIPTION).write_text(json.dumps(before | said))
+    return LoraConfig(path=str(place))
+
+
+def put(base: Path, cfg: LoraConfig, *, critic: bool = False) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    trunk = AutoModelForCausalLM.from_pretrained(base).model if critic else None
+    return put_adapter(model, trunk, cfg, base=("org/name", "v1"), seed=0, copy=False, scores=False)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"r": "2"}, "adapter_config.json cannot be read"),
+        ({"r": 0}, "adapter_config.json cannot be read"),
+        ({"alpha_pattern": [1]}, "peft cannot put it in"),
+        ({"target_modules": "q_proj("}, "peft cannot put it in"),
+        ({"target_modules": ["c_attn"]}, "peft cannot put it in"),
+    ],
+)
+def test_a_description_that_fits_nothing_is_one_message(
+    said: dict[str, Any], why: str, base: Path, begun: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=rf"adapter\.path=.*{why}"):
+        put(base, described(begun, tmp_path / "said", **said))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"alpha_pattern": {"model.layers.0.self_attn.q_proj": 64}},
+        {"target_modules": r"model\.layers\.\d+\.(self_attn\.[qv]_proj|mlp\.down_proj)"},
+    ],
+    ids=["a pattern", "an expression"],
+)
+def test_a_critic_s_trunk_has_the_adapter_that_the_folder_describes(
+    said: dict[str, Any], base: Path, begun: Path, tmp_path: Path
+) -> None:
+    cfg = described(begun, tmp_path / "said", **said)
+    adapter = put(base, cfg, critic=True)
+    scales = [
+        {name: layer.scaling["default"] for name, layer in part.named_modules() if hasattr(layer, "lora_A")}
+        for part in (adapter.model, adapter.trunk)
+    ]
+    assert scales[0] == {f"model.{name}": scale for name, scale in scales[1].items()}
+    assert len(scales[0]) == 15
+    assert (adapter.config.base_model_name_or_path, adapter.config.revision) == ("org/name", "v1")
 
 
 WRONG = {
@@ -253,6 +311,7 @@ WRONG = {
     "adapter.dropout=0.1": "adapter.dropout=0.1: must be 0. Which inputs are dropped would depend on the layout",
     "adapter.path=/nowhere": "adapter.path=/nowhere: no such folder",
     "model.freeze=[a]": "model.freeze=['a']: with adapter=lora all weights of the model are frozen already",
+    "model=hf model.path=. model.add_tokens=[x]": "model.add_tokens=['x']: with adapter=lora the rows of new tokens",
     "checkpoint.export=yes": "checkpoint.export=yes: must be true, false or merged",
     "adapter=none checkpoint.export=merged": "checkpoint.export=merged: merges an adapter into its model",
     "adapter=none reference=adapter": "reference=adapter: is the trained model without its adapter, and adapter=none",
