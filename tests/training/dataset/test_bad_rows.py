@@ -316,9 +316,7 @@ def test_a_set_of_the_hub_that_changed_is_refused_on_resume(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=rf"data\.path: the set .* Give data\.revision={old} resume"):
         refuse_other_versions(tmp_path, {"data.path": new}, [])
     (tmp_path / "run.json").write_text(json.dumps({"data": {"versions": {"model.path": old}}}))
-    with pytest.raises(
-        CheckpointError, match=rf"model\.path: the model .* weights .* model\.revision={old} resume"
-    ):
+    with pytest.raises(CheckpointError, match=rf"model\.path: the model .* weights .* model\.revision={old} resume"):
         refuse_other_versions(tmp_path, {"model.path": new}, [])
     (tmp_path / "run.json").write_text(json.dumps({"data": {"versions": {"data.eval_path": old}}}))
     with pytest.raises(CheckpointError, match=rf"data\.revision={old} resume\.force=\[data\.revision\] to continue"):
