@@ -43,6 +43,7 @@ ONE_IN: Mapping[str, int] = {
     "verify/test_textbook_rows::test_a_defect_at_templates_and_edges_is_seen": 4,
     "verify/test_textbook_rows::test_real_pairs_in_every_format": 4,
     "verify/test_textbook_rows::test_rows_at_random": 4,
+    "verify/test_verify::test_a_defect_is_found_and_its_module_named": 3,
     "verify/test_verify::test_a_mistake_is_one_message": 3,
 }
 
@@ -136,6 +137,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "training/engine/test_engines": (
         "test_a_rank_without_a_trained_token_does_not_hang_the_others",
         "test_bf16_adds_up_its_micro_batches_once",
+        "test_bf16_keeps_float32_masters",
         "test_weights_can_be_read_after_an_evaluation",
     ),
     "training/engine/test_frozen": ("test_an_evaluation_holds_the_weights_of_a_checkpoint_alone[three in bf16]",),
