@@ -43,7 +43,6 @@ ONE_IN: Mapping[str, int] = {
     "verify/test_textbook_rows::test_a_defect_at_templates_and_edges_is_seen": 4,
     "verify/test_textbook_rows::test_real_pairs_in_every_format": 4,
     "verify/test_textbook_rows::test_rows_at_random": 4,
-    "verify/test_verify::test_a_defect_is_found_and_its_module_named": 3,
     "verify/test_verify::test_a_mistake_is_one_message": 3,
 }
 
