@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from rlexp.base.file_hashes import contents
@@ -21,14 +22,17 @@ def of_model(path: Path) -> str:
     """Hash a model's folder: small files whole, and of weights their size and samples. A hub name stands for itself."""
     if not os.path.isdir(path):  # which also takes what can be no path
         return str(path)
-    files = "".join(f"{file.name}:{sampled(file)}\n" for file in files_of_model(path))
-    return hashlib.sha256(files.encode()).hexdigest()[:16]
+    return _of_files(files_of_model(path))
 
 
 def of_weights(path: Path) -> str:
     """Hash what makes a folder the same model whatever lies beside it: its weights and its shape."""
     kept = [each for each in files_of_model(path) if each.suffix in WEIGHTS or each.name == "config.json"]
-    return hashlib.sha256("".join(f"{file.name}:{sampled(file)}\n" for file in kept).encode()).hexdigest()[:16]
+    return _of_files(kept)
+
+
+def _of_files(files: Iterable[Path]) -> str:
+    return hashlib.sha256("".join(f"{file.name}:{sampled(file)}\n" for file in files).encode()).hexdigest()[:16]
 
 
 def sampled(file: Path) -> str:
