@@ -471,6 +471,26 @@ def test_each_machine_has_the_file_and_one_that_lost_it_gets_it_again(tmp_path: 
         assert [files(tmp_path / str(rank) / "cache") for rank in range(2)] == kept
 
 
+def with_left_copies(spec: RankSpec, cfg: Config, folder: Path, names: Sequence[str]) -> list[dict[str, float]]:
+    """Run on machines of which one has copies that were begun by a process of the same name and number."""
+    if spec.rank == 1:
+        place = folder / "1" / "cache" / "reference"
+        place.mkdir(parents=True)
+        for name in names:
+            (place / f".{name}.{os.uname().nodename}.{os.getpid()}.tmp").write_bytes(b"left")
+    return as_machines(spec, cfg, folder)
+
+
+@pytest.mark.slow
+def test_a_copy_that_was_left_is_begun_anew(tmp_path: Path) -> None:
+    cfg = configured("parallel=ring2")
+    rows = on_ranks(2, as_machines, cfg, tmp_path)
+    kept = files(tmp_path / "1" / "cache")
+    shutil.rmtree(tmp_path / "1" / "cache" / "reference")
+    assert on_ranks(2, with_left_copies, cfg, tmp_path, list(kept)) == rows
+    assert files(tmp_path / "1" / "cache") == kept
+
+
 @pytest.mark.slow
 def test_two_jobs_at_once_compute_it_once_and_an_evaluation_and_a_resumed_run_find_it(
     cache: Path, tmp_path: Path
