@@ -13,6 +13,7 @@ import torch
 
 from rlexp.training.algos.weights import token_weight
 from rlexp.training.metrics.meter import REPLICATED
+from rlexp.training.reference.models import OfModel
 from tests.helpers.faults.base import ALGOS, ENGINE, FP64, METRICS, MODEL, ROLLOUT, TRAIN, Fault, one
 from tests.helpers.faults.plant import Altered, Change, Given, Seeing
 
@@ -76,7 +77,7 @@ def one_off(_: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def trained_reference(original: Any, self: Any, run: Any, _reference: Any) -> None:
-    original(self, run, torch.no_grad()(run.engine.forward))
+    original(self, run, OfModel(run.engine))
 
 
 def all_count(weights: Any) -> Callable[..., Any]:

@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from torch import Tensor
 
 from bench.curves import Curve, draw, excesses
 from bench.layouts import Case
 from rlexp.config.load import compose_config
 from rlexp.config.schema import KINDS, Config
 from rlexp.launch.joining import RankSpec
-from rlexp.training.types import Shard, TokenLogps
+from rlexp.training.reference.base import Reference
+from rlexp.training.types import Shard
 from tests.helpers.paths import FILES
 from tests.helpers.ranks import on_ranks
 
@@ -159,11 +161,12 @@ def runs_of_the_reference(_spec: RankSpec, cfg: Config) -> tuple[int, int]:
     assert task.reference is not None
     runs, reference = [], task.reference
 
-    def counted(shard: Shard) -> TokenLogps:
-        runs.append(len(shard.tokens_t))
-        return reference(shard)
+    class Counted(Reference):
+        def logps(self, shard: Shard) -> Tensor:
+            runs.append(len(shard.tokens_t))
+            return reference.logps(shard)
 
-    task.reference = counted
+    task.reference = Counted()
     train_step(task, 1)
     return len(task.sampler.batch(1).indices) // cfg.train.micro_batch_size, len(runs)
 
