@@ -27,7 +27,7 @@ ONE_IN: Mapping[str, int] = {
     "convert/test_convert::test_a_file_leads_to_every_loss": 3,
     "convert/test_convert::test_an_example_of_theirs_composes": 3,
     "convert/test_meanings::test_a_loss_over_rows_composes": 6,
-    "convert/test_values::test_no_value_is_a_traceback_and_none_is_lost": 12,
+    "convert/test_values::test_no_value_is_a_traceback_and_none_is_lost": 24,
     "house/test_commands::test_a_command_is_one": 6,
     "house/test_wheel::test_its_configuration_composes": 3,
     "launch/test_slurm_script::test_a_wrong_launcher_key_is_told_before_anything_is_handed_over": 3,
@@ -52,13 +52,17 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_it_runs_on_cpu_where_only_torch_is_installed",
         "test_it_says_that_there_is_no_gpu",
     ),
-    "bench/test_bench_gpu": ("test_the_rates_are_rehearsed",),
+    "bench/test_bench_gpu": ("test_a_prediction_that_was_stopped_goes_on", "test_the_rates_are_rehearsed"),
+    "compare/test_compare": ("test_watching_redraws_until_the_runs_have_ended",),
     "config/test_config": (
         "test_a_ring_larger_than_the_gpus",
         "test_help_lists_every_group",
     ),
     "convert/test_gaps": ("test_every_option_is_reached_or_ours_alone",),
-    "eval/test_eval": ("test_only_the_place_of_held_out_rows_must_be_there",),
+    "eval/test_eval": (
+        "test_another_loss_may_evaluate_a_checkpoint",
+        "test_only_the_place_of_held_out_rows_must_be_there",
+    ),
     "run_files/test_rollout_records": (
         "test_a_loss_of_advantages_that_cancel_is_no_difference",
         "test_curves_are_compared_up_to_the_first_sample_that_differs[bf16]",
@@ -79,6 +83,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "launch/test_before_start": (
         "test_a_config_that_is_none_is_one_message",
         "test_a_job_that_cannot_fit_is_skipped_and_the_others_run",
+        "test_a_rehearsal_that_takes_too_long_stops_nothing",
         "test_a_run_that_cannot_fit_names_a_change_that_does",
     ),
     "launch/test_joining": ("test_who_does_not_come_to_the_meeting_is_named",),
@@ -128,10 +133,12 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_run_that_ended_before_its_first_checkpoint_begins_again",
         "test_a_signal_finishes_the_step_and_saves[SIGTERM]",
         "test_a_signal_finishes_the_step_and_saves[SIGUSR1]",
+        "test_a_signal_to_the_whole_process_group_is_one_request[SIGTERM]",
         "test_one_rank_alone_may_be_asked",
         "test_the_curve_goes_on_in_float64[edge of an epoch]",
         "test_the_last_and_the_best_are_kept",
     ),
+    "training/checkpoint/test_rollout_resume": ("test_damage_to_the_samples_is_refused",),
     "training/dataset/test_bad_rows": ("test_a_file_of_anything_is_read_or_refused_in_one_message",),
     "training/engine/test_engines": (
         "test_a_rank_without_a_trained_token_does_not_hang_the_others",
@@ -140,6 +147,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_weights_can_be_read_after_an_evaluation",
     ),
     "training/engine/test_frozen": ("test_an_evaluation_holds_the_weights_of_a_checkpoint_alone[three in bf16]",),
+    "training/engine/test_streamed": ("test_it_has_the_bits_of_a_model_in_memory[three on 2 ranks]",),
     "training/metrics/test_counted": (
         "test_a_larger_ring_holds_fewer_bytes_as_predicted",
         "test_counting_moves_no_number_and_its_choice_misses_nothing",
@@ -169,13 +177,19 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     ),
     "training/sinks/test_wandb": (
         "test_a_run_that_dies_of_memory_leaves_where",
+        "test_offline_becomes_online_by_sync[one fragment]",
         "test_alerts_where_the_loss_leaves_its_baseline_and_where_the_run_fails",
         "test_what_wandb_refuses_is_one_message",
     ),
+    "training/train/test_adapter": ("test_frozen_weights_are_held_in_the_precision_that_computes",),
     "training/train/test_deterministic": ("test_two_runs_on_a_ring_of_two_have_the_same_bits",),
     "training/train/test_invariance": (
         "test_a_tail_is_the_same_on_every_layout",
         "test_the_bug_report_draws_one_curve",
+    ),
+    "training/train/test_precompute": (
+        "test_a_damaged_file_is_made_anew[changed]",
+        "test_only_rows_that_the_run_asks_for_are_computed",
     ),
     "training/train/test_reference_model": ("test_every_engine_holds_it",),
     "verify/test_textbook": ("test_first_step_equals_the_textbook[parallel=ring8 memory.checkpointing=true]",),
