@@ -147,7 +147,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_weights_can_be_read_after_an_evaluation",
     ),
     "training/engine/test_frozen": ("test_an_evaluation_holds_the_weights_of_a_checkpoint_alone[three in bf16]",),
-    "training/engine/test_streamed": ("test_it_has_the_bits_of_a_model_in_memory[three on 2 ranks]",),
     "training/metrics/test_counted": (
         "test_a_larger_ring_holds_fewer_bytes_as_predicted",
         "test_counting_moves_no_number_and_its_choice_misses_nothing",
@@ -177,8 +176,8 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     ),
     "training/sinks/test_wandb": (
         "test_a_run_that_dies_of_memory_leaves_where",
-        "test_offline_becomes_online_by_sync[one fragment]",
         "test_alerts_where_the_loss_leaves_its_baseline_and_where_the_run_fails",
+        "test_offline_becomes_online_by_sync[one fragment]",
         "test_what_wandb_refuses_is_one_message",
     ),
     "training/train/test_adapter": ("test_frozen_weights_are_held_in_the_precision_that_computes",),

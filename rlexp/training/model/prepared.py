@@ -42,11 +42,17 @@ FROM_HUB = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 Make = Callable[[Path], None]
 
 
+def of_hub(cfg: ModelConfig) -> HFModelConfig | None:
+    """Return the configuration of a model of the hub; None for any other."""
+    return cfg if isinstance(cfg, HFModelConfig) and not Path(cfg.path).expanduser().is_dir() else None
+
+
 def commit_of(cfg: ModelConfig) -> str | None:
     """Return the commit of a hub model, as this machine's cache holds it and as it is loaded; None for any other."""
-    if not isinstance(cfg, HFModelConfig) or Path(cfg.path).expanduser().is_dir():
+    there = of_hub(cfg)
+    if there is None:
         return None
-    found = try_to_load_from_cache(cfg.path, cfg.gguf or "config.json", revision=cfg.revision)
+    found = try_to_load_from_cache(there.path, there.gguf or "config.json", revision=there.revision)
     commit: str | None = extract_commit_hash(found, None) if isinstance(found, str) else None
     return commit
 

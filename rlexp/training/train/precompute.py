@@ -29,11 +29,11 @@ from rlexp.base.cache import locked
 from rlexp.base.errors import DataError
 from rlexp.base.file_hashes import unchanged
 from rlexp.base.files import sync
-from rlexp.config.schema import Config, HFModelConfig, ModelConfig
+from rlexp.config.schema import Config, ModelConfig
 from rlexp.training.dataset.packing import pack_examples
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.engine.frozen import Frozen
-from rlexp.training.model.prepared import commit_of
+from rlexp.training.model.prepared import commit_of, of_hub
 from rlexp.training.reference.models import OfModel
 from rlexp.training.reference.stored import (
     BLOCK,
@@ -84,9 +84,9 @@ def precomputed(
 
 def _facts(cfg: Config, model: ModelConfig, sequences: str) -> dict[str, Any]:
     commit = commit_of(model)
-    if commit is None and isinstance(model, HFModelConfig) and not Path(model.path).expanduser().is_dir():
+    if commit is None and (there := of_hub(model)) is not None:
         raise DataError(
-            f"reference=precompute: cannot tell which commit of {model.path} is in this machine's cache, and another "
+            f"reference=precompute: cannot tell which commit of {there.path} is in this machine's cache, and another "
             f"one would have other log-probabilities. Give the model's folder, or use reference=model."
         )
     return facts_of(cfg, model, commit, sequences)

@@ -24,7 +24,7 @@ from bench.layouts import layout_cases
 from rlexp.base.cache import locked
 from rlexp.base.errors import DataError
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, HFModelConfig, TinyModelConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.run_files.curve_distance import compared
 from rlexp.training.reference.stored import Stored, Values
@@ -413,6 +413,15 @@ def test_a_cache_that_is_full_or_cannot_be_written_is_one_message(cache: Path, m
     cache.write_text("a file in the folder's place")
     with pytest.raises(DataError, match=f"^RLEXP_CACHE={cache}: cannot be written .*RLEXP_CACHE=FOLDER before"):
         build(configured(), probing=unprobed)
+
+
+def test_a_hub_model_of_an_unknown_commit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its branch may move, and the values of one commit would stand for those of another."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(DataError, match=r"^reference=precompute: cannot tell which commit of org/name is in this"):
+        precompute._facts(configured(), HFModelConfig(path="org/name"), "rows")
+    for model in (HFModelConfig(path=str(tmp_path)), TinyModelConfig()):
+        assert precompute._facts(configured(), model, "rows")
 
 
 # ---- ranks, machines, jobs ----
