@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import operator
 import struct
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from rlexp.config.checks.files import expanded, is_dir, is_file
 from rlexp.config.schema import LoraConfig
 
 DESCRIPTION, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-BASE = "rlexp_base_weights"  # in the metadata of the weights: the contents of the model that they were trained beside
+BASE = "rlexp_beside"  # in the metadata of the weights: the contents of those that they were trained beside
 ALL_LINEAR = "all-linear"  # peft's word
 # What peft can do besides plain LoRA, and its value where it is not used.
 PLAIN: Mapping[str, Any] = {
@@ -97,8 +98,10 @@ def read_adapter(path: str) -> AdapterFolder:
         said = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
         found = AdapterFolder(folder, said)
         kind = said.get("peft_type")
-        if kind == "LORA" and found.settings(LoraConfig()).rank < 1:
-            raise ValueError(f"r is {said['r']}")
+        if kind == "LORA":
+            there = found.settings(LoraConfig())
+            if there.rank < 1 or not math.isfinite(there.alpha):
+                raise ValueError(f"r is {said['r']}, and lora_alpha {said['lora_alpha']}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{key}: its {DESCRIPTION} cannot be read ({type(error).__name__}: {error}). Give a folder that peft wrote."

@@ -10,7 +10,7 @@ from pathlib import Path
 from rlexp.base.file_hashes import contents
 
 SAMPLE, SAMPLES = 4096, 256  # a file of weights is read at so many places, so many bytes at each
-WEIGHTS = (".safetensors", ".bin", ".gguf")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")  # of which transformers loads the first kind that is there
 OF_A_MODEL = (".json", ".safetensors", ".bin", ".gguf", ".model", ".jinja", ".txt")
 
 
@@ -26,9 +26,9 @@ def of_model(path: Path) -> str:
 
 
 def of_weights(path: Path) -> str:
-    """Hash what makes a folder the same model whatever lies beside it: its weights and its shape."""
-    kept = [each for each in files_of_model(path) if each.suffix in WEIGHTS or each.name == "config.json"]
-    return _of_files(kept)
+    """Hash a folder's weights, which make it the same model whatever lies beside them."""
+    kinds = ([each for each in sorted(path.glob(kind)) if each.is_file()] for kind in WEIGHTS)
+    return _of_files(next(filter(None, kinds), []))
 
 
 def _of_files(files: Iterable[Path]) -> str:

@@ -16,6 +16,7 @@ from rlexp.config.checks.evaluation import refuse_nothing_held_out
 from rlexp.config.load import OF_CURVE, composed, composed_like, from_hydra
 from rlexp.config.schema import Config
 from rlexp.eval.needed import fit_layout, hold_out_alone, leave_reference
+from rlexp.launch import run_folder
 from rlexp.run_files.checkpoint_folder import named, read_position
 
 COLOCATED = {"mode": "colocated", "sampling_ranks": 0}
@@ -74,7 +75,12 @@ def job_of_folder(folder: Path, overrides: Sequence[str]) -> EvalJob:
             "model.freeze: beside a run or checkpoint it would say what that run trained, and an evaluation trains "
             "nothing. Leave it out."
         )
-    config = config_in(named(folder))
+    checkpoints = named(folder)
+    config = config_in(checkpoints)
+    for group in ("model", "reference"):  # a hub model's branch may have moved since the run was started
+        commit = run_folder.commits(checkpoints[0]).get(f"{group}.path")
+        if commit is not None and not given & {group, f"{group}.path", f"{group}.revision"}:
+            config[group]["revision"] = commit
     config["rollout"] |= COLOCATED  # what is drawn of held-out prompts does not depend on it
     try:
         return EvalJob(for_evaluation(composed_like(config, overrides)), folder)

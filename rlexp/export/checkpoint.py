@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,7 @@ from torch import Tensor
 
 from rlexp.base.errors import CheckpointError
 from rlexp.config.load import from_plain
-from rlexp.config.model_names import called
-from rlexp.config.schema import Config, ExportDtype, LoraConfig, Precision
+from rlexp.config.schema import Config, ExportDtype, HFModelConfig, LoraConfig, Precision
 from rlexp.launch import run_folder
 from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint.tensors import Reader
@@ -22,7 +22,6 @@ from rlexp.training.model.export import described, dtype_of, export
 from rlexp.training.model.export_adapter import adapter_dtype, export_adapter
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.training.model.policy import CRITIC
-from rlexp.training.model.prepared import commit_of
 from rlexp.training.model.score_head import has_score_head
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -36,7 +35,7 @@ def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype, *, mer
     place = out or (above.parent if above.name == checkpoint_folder.FOLDER else above) / f"model-{checkpoint.name}"
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise CheckpointError(f"{place}: exists already. Give a new or empty folder: --out FOLDER.")
-    cfg = from_plain(checkpoint_folder.read_position(checkpoint)["config"])
+    cfg = _at_its_commit(from_plain(checkpoint_folder.read_position(checkpoint)["config"]), checkpoint)
     reader = Reader(checkpoint, checkpoint_folder.read_manifest(checkpoint))
     description = checkpoint / checkpoint_folder.MODEL
     model, tokenizer = described(description, cfg.model)
@@ -51,7 +50,6 @@ def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype, *, mer
             model, weights = _weights(cfg, model, reader)
             export(model, weights, chosen, tokenizer, unfinished)
         elif merged:
-            _refuse_another_base(cfg, above.parent)
             weights = _beside_adapter(cfg, model, reader)
             export(model, adapter.merged(weights), chosen, tokenizer, unfinished)
         else:
@@ -61,6 +59,14 @@ def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype, *, mer
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return place
+
+
+def _at_its_commit(cfg: Config, checkpoint: Path) -> Config:
+    """Hold a hub model to the commit with which the run was started: its branch may have moved since."""
+    commit = run_folder.commits(checkpoint).get("model.path")
+    if commit is None or not isinstance(cfg.model, HFModelConfig):
+        return cfg
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, revision=commit))
 
 
 def _newest_whole(source: Path) -> Path:
@@ -95,16 +101,6 @@ def _beside_adapter(cfg: Config, model: Any, reader: Reader) -> Weights:
     for name, _ in model.named_parameters():
         trained = name in reader.shapes
         yield name, reader.whole("weight", name) if trained else base[original_name(name)].detach().to(computing)
-
-
-def _refuse_another_base(cfg: Config, run_dir: Path) -> None:
-    """Refuse a model of the hub that is at another commit than in training."""
-    before, now = (run_folder.read(run_dir).get("data", {}).get("versions", {}).get("model.path"), commit_of(cfg.model))
-    if before is not None and now is not None and before != now:
-        raise CheckpointError(
-            f"--merged: {called(cfg.model)} on the hub was at commit {before[:12]} when the adapter was trained, and "
-            f"is at {now[:12]} in this machine's cache. Export the adapter alone, and merge it with that commit."
-        )
 
 
 def _starting(cfg: Config, like: Any) -> Any:

@@ -24,6 +24,7 @@ from rlexp.config.schema import Config
 from rlexp.launch import rank_progress
 from rlexp.launch.slurm.meeting import job_id, start_of_job
 from rlexp.run_files.checkpoint_folder import (
+    FOLDER,
     NEVER,
     candidates,
     check_sizes,
@@ -35,7 +36,7 @@ from rlexp.run_files.checkpoint_folder import (
 
 PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "omegaconf", "wandb", "numpy")
 
-KEPT = ("wandb_id", "steps", "exported_step", "requeues")  # keys of run.json that survive when a run continues
+KEPT = ("wandb_id", "steps", "exported_step", "requeues", "data")  # keys of run.json that survive when a run continues
 LOCK, RANKS = ".lock", ".ranks"
 PATIENCE = 15.0  # seconds that ranks of an earlier process get to end
 LOST = 180.0  # seconds for which a network file system may keep the locks of a lost node
@@ -205,6 +206,14 @@ def read(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}
+
+
+def commits(checkpoint: Path) -> dict[str, str]:
+    """Return the commits of the hub's sets and models with which the run of a checkpoint was started, by the keys of
+    their paths."""
+    above = checkpoint.parent
+    found: dict[str, str] = read(above.parent if above.name == FOLDER else above).get("data", {}).get("versions", {})
+    return found
 
 
 def close(run_dir: Path, status: str, reason: str) -> None:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +25,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rlexp.base.errors import CheckpointError, ModelError
+from rlexp.base.errors import ModelError
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Config, HFModelConfig
-from rlexp.export import checkpoint
+from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.launch.local import run_ranks
 from rlexp.run_files.checkpoint_folder import check_sizes, latest_first
@@ -351,16 +349,3 @@ def test_all_ranks_hear_why_nothing_was_written(tmp_path: Path) -> None:
     own, other = (said for said, _ in exports(tmp_path, "bug"))
     assert own == "KeyError: 'a bug'"
     assert other.startswith("RuntimeError: rank 0 failed:\nTraceback")
-
-
-def test_an_adapter_is_merged_into_the_commit_that_it_was_trained_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A hub's branch may have moved between training and export."""
-    cfg: Any = SimpleNamespace(model=HFModelConfig(path="org/name"))
-    (tmp_path / "run.json").write_text(json.dumps({"data": {"versions": {"model.path": "a" * 40}}}))
-    monkeypatch.setattr(checkpoint, "commit_of", lambda _: "a" * 40)
-    checkpoint._refuse_another_base(cfg, tmp_path)
-    monkeypatch.setattr(checkpoint, "commit_of", lambda _: "b" * 40)
-    with pytest.raises(CheckpointError, match=r"--merged: name on the hub was at commit a{12} .* is at b{12}"):
-        checkpoint._refuse_another_base(cfg, tmp_path)

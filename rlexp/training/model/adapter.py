@@ -168,10 +168,12 @@ def put_adapter(
     stands beside it.
     """
     folder = None if cfg.path is None else _Folder.read(read_adapter(cfg.path))
-    whole = _whole_modules(model, cfg.also) if folder is None else folder.whole(model)
-    if scores and "score" not in whole:
-        whole.append("score")
-    config = _new_config(model, cfg, whole) if folder is None else folder.config()
+    refusing = contextlib.nullcontext if folder is None else folder.refusing
+    with refusing():
+        whole = _whole_modules(model, cfg.also) if folder is None else folder.whole(model)
+        if scores and "score" not in whole:
+            whole.append("score")
+        config = _new_config(model, cfg, whole) if folder is None else folder.config()
     config.task_type = "SEQ_CLS" if scores else "CAUSAL_LM"
     config.modules_to_save = whole or None
     config.base_model_name_or_path, config.revision = base
@@ -179,7 +181,7 @@ def put_adapter(
         if part is not None:
             part.requires_grad_(False)
             for name in (TRAINED, STARTING) if copy and folder is not None else (TRAINED,):
-                with contextlib.nullcontext() if folder is None else folder.refusing():
+                with refusing():
                     _inject(part, config if part is model else _as_in(config, model), name, place)
                 _fill(part, name, seed, folder, place and f"{place}.")
     if folder is not None:
@@ -315,7 +317,7 @@ class _Folder:
         """Refuse what peft cannot put into this model."""
         try:
             yield
-        except (ValueError, TypeError, AttributeError, KeyError, re.error) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, ImportError, re.error) as error:
             raise self._refusal(f"peft cannot put it in ({first_line(error)})") from None
 
     def refuse_rest(self) -> None:
@@ -324,7 +326,7 @@ class _Folder:
 
     def _refusal(self, why: str) -> ModelError:
         return ModelError(
-            f"adapter.path={self.found.path}: is of another model: {why}. Give an adapter that was trained on this "
+            f"adapter.path={self.found.path}: does not fit the model: {why}. Give an adapter that was trained on this "
             f"model{f', or train on {self.found.base}' if self.found.base else ''}."
         )
 

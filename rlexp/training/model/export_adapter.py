@@ -16,7 +16,7 @@ from rlexp.config.content_ids import of_weights
 from rlexp.config.schema import ExportDtype, HFModelConfig, ModelConfig
 from rlexp.training.model.adapter import Adapter
 from rlexp.training.model.export import dtype_of, save_tensors
-from rlexp.training.model.prepared import prepared
+from rlexp.training.model.prepared import commit_of, prepared
 
 
 def adapter_dtype(chosen: ExportDtype) -> torch.dtype:
@@ -69,12 +69,12 @@ def contents_of_base(model: ModelConfig) -> str | None:
 
 def named_base(model: ModelConfig) -> tuple[str | None, str | None]:
     """Return the model that an adapter belongs to, as its description names it: a folder, or a name on the hub and a
-    revision."""
+    commit."""
     there = prepared(model)
     if not isinstance(there, HFModelConfig):
         return None, None
     folder = Path(there.path)
-    return (str(folder.absolute()), None) if folder.is_dir() else (there.path, there.revision)
+    return (str(folder.absolute()), None) if folder.is_dir() else (there.path, commit_of(there) or there.revision)
 
 
 def export_adapter(

@@ -72,7 +72,10 @@ def weights_of(path: str) -> str:
     """Hash all files of a model's folder, whole: samples would miss a model of which little was trained. Its own Python
     code is among them. A hub name stands for itself."""
     folder = Path(path).expanduser()
-    return contents_of([*files_of_model(folder), *sorted(folder.glob("*.py"))]) if folder.is_dir() else path
+    if not folder.is_dir():
+        return path
+    code = sorted(each for each in folder.glob("*.py") if each.is_file())
+    return contents_of([*files_of_model(folder), *code])
 
 
 def _plain(value: Any) -> Any:

@@ -76,7 +76,8 @@ def precomputed(
     kept = []
     for rows in rows_of(task, cfg, setting.schedule.total_steps, trains=trains):
         sequences = shared_digest(rows, setting)
-        facts = keeper.rank0_does(partial(_facts, cfg, model, sequences))  # all machines have the same key
+        # All machines have the same key. The model's own files are read here, so an error is not the cache's.
+        facts = rank0_does(partial(_facts, cfg, model, sequences), setting.world.size, EVERY)
         kept.append(Kept(rows, Values.mapped(keeper.ensured(rows, facts))))
     keeper.forget_model()
     return Stored(kept, cfg.train.precision)
@@ -89,7 +90,12 @@ def _facts(cfg: Config, model: ModelConfig, sequences: str) -> dict[str, Any]:
             f"reference=precompute: cannot tell which commit of {there.path} is in this machine's cache, and another "
             f"one would have other log-probabilities. Give the model's folder, or use reference=model."
         )
-    return facts_of(cfg, model, commit, sequences)
+    try:
+        return facts_of(cfg, model, commit, sequences)
+    except OSError as error:
+        raise DataError(
+            f"reference=precompute: a file of the model cannot be read ({error}). Make it readable."
+        ) from None
 
 
 def rows_of(task: OfflineTask, cfg: Config, total_steps: int, *, trains: bool) -> list[Rows]:
@@ -204,7 +210,7 @@ class _Keeper:
         parts = gather_objects((world.replica, found if world.ring.rank == 0 else []), world.size)
         return [each for _, part in sorted(parts, key=lambda part: part[0]) for each in part]
 
-    def spread(self, place: Path, lacks: Callable[[], bool]) -> None:
+    def spread(self, place: Path, lacks: Callable[..., bool]) -> None:
         """Copy rank 0's file to the machines that do not see it."""
         lacking = self.leaders_do(lacks)
         if not any(lacking):
@@ -217,8 +223,10 @@ class _Keeper:
                 self.do(partial(_append, copy, block, begins=number == 0) if mine else None)
             self.do(partial(_named, copy, place) if mine else None)
         finally:
-            copy.unlink(missing_ok=True)
-        if any(self.leaders_do(lacks)):
+            if mine:
+                with contextlib.suppress(OSError):
+                    copy.unlink(missing_ok=True)
+        if any(self.leaders_do(partial(lacks, told=False))):
             raise DataError(f"{place}: the copy on another machine is not what was sent. Start the run again.")
 
     def forget_model(self) -> None:

@@ -19,7 +19,7 @@ from rlexp.launch.stops import Outcome, finishing_steps, stopped_by
 from rlexp.run_files.checkpoint_folder import METRICS, latest_first
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.tensor_count import TensorCount
-from rlexp.training.ring.objects import from_rank0
+from rlexp.training.ring.objects import from_rank0, gather_objects
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import Ending, Sinks
 from rlexp.training.sinks.console import say
@@ -77,7 +77,8 @@ def train_watched(
     first = run.world.rank == 0
     position, came_from = resume(task, run_dir)
     if position.step:
-        refuse_other_versions(run_dir, versions_of(task), cfg.resume.force)
+        for versions in gather_objects(versions_of(task), run.world.size):  # each machine has a cache of its own
+            refuse_other_versions(run_dir, versions, cfg.resume.force)
     if position.step >= run.total_steps:
         print_line(run, f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
         exported = run_folder.read(run_dir).get("exported_step") == position.step

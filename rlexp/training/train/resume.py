@@ -14,7 +14,7 @@ from rlexp.base.errors import CheckpointError
 from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.identity import identity
 from rlexp.config.load import to_plain
-from rlexp.config.schema import Decay, ModelConfig, Precision
+from rlexp.config.schema import Decay, LoraConfig, ModelConfig, Precision
 from rlexp.launch import run_folder, stops
 from rlexp.run_files.checkpoint_folder import METRICS, MODEL, POSITION
 from rlexp.run_files.metrics_jsonl import rewrite, write_lines
@@ -60,9 +60,12 @@ def saved_task(saved: Mapping[str, Any]) -> Any:
 
 
 def versions_of(task: Task) -> dict[str, str]:
-    """Return the commits of the sets and models that came from the hub, by the keys of their paths."""
+    """Return the commits of the hub's sets, and of those of its models whose weights no checkpoint holds: a frozen
+    model's, and a reference's. They are given by the keys of their paths."""
     cfg = task.run.cfg
-    models: dict[str, ModelConfig] = {"model.path": cfg.model}
+    models: dict[str, ModelConfig] = {}
+    if task.needs.reference or cfg.model.freeze or isinstance(cfg.adapter, LoraConfig):
+        models["model.path"] = cfg.model
     if cfg.reference.path is not None:
         models["reference.path"] = model_of_reference(cfg)
     found = {key: commit for key, model in models.items() if (commit := commit_of(model)) is not None}

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlexp.base.errors import CheckpointError, ConfigError, DataError
+from rlexp.config.load import compose_config
 from rlexp.config.schema.row_kinds import Kind
+from rlexp.launch import run_folder
 from rlexp.training.dataset import row_files
 from rlexp.training.model.loading import byte_tokenizer
 from tests.helpers.rows import (
@@ -321,6 +323,19 @@ def test_a_set_of_the_hub_that_changed_is_refused_on_resume(tmp_path: Path) -> N
     (tmp_path / "run.json").write_text(json.dumps({"data": {"versions": {"data.eval_path": old}}}))
     with pytest.raises(CheckpointError, match=rf"data\.revision={old} resume\.force=\[data\.revision\] to continue"):
         refuse_other_versions(tmp_path, {"data.eval_path": new}, [])
+
+
+def test_a_run_that_goes_on_knows_the_commits_that_it_was_started_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is entered before its ranks compare them."""
+    monkeypatch.setattr(run_folder, "claim", lambda *_, **__: None)  # this process enters it twice
+    cfg, run = compose_config(["launch.device=cpu", "logger=none"]), tmp_path / "run"
+    assert run_folder.enter(cfg, run)
+    run_folder.note(run, data={"versions": {"data.path": "a" * 40}})
+    assert run_folder.enter(cfg, run)
+    for checkpoint in (run / "checkpoints" / "step-00000001", run / "step-00000001"):
+        assert run_folder.commits(checkpoint) == {"data.path": "a" * 40}
 
 
 def test_rows_to_train_on_and_held_out_rows_have_a_commit_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from bench.curves import draw, excesses
@@ -21,8 +24,10 @@ from bench.layouts import Case, layout_cases
 from bench.resume import Where, curve_of, run
 from rlexp.base.errors import ConfigError, UserError
 from rlexp.config.adapter_folder import DESCRIPTION, WEIGHTS
+from rlexp.config.checks import adapter as checked
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, ExportDtype, LoraConfig
+from rlexp.eval.job import job_of
 from rlexp.export.checkpoint import export_checkpoint
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.model.adapter import put_adapter
@@ -30,6 +35,7 @@ from rlexp.training.model.loading import load_tokenizer
 from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.build import build, unprobed
 from rlexp.training.train.examples import read_examples
+from tests.conftest import Shell
 from tests.helpers.adapters import adapter_of, loaded, logps_by
 from tests.helpers.models import saved
 from tests.helpers.ranks import largest_gap, on_ranks, train_steps
@@ -234,7 +240,7 @@ def test_what_does_not_fit_the_model_is_one_message(base: Path, begun: Path, tmp
         "adapter.targets=[embed_tokens]": "adapter.targets: 'embed_tokens' fits model.embed_tokens, which is no linear",
         "adapter.also=[nrm]": "adapter.also: 'nrm' fits no module with weights. Did you mean norm?",
         "adapter.also=[embed_tokens]": "adapter.also: 'embed_tokens' shares its weights with lm_head.weight",
-        f"adapter.path={nameless}": f"adapter.path={nameless}: is of another model: has [4, 64] for model.layers.0",
+        f"adapter.path={nameless}": f"adapter.path={nameless}: does not fit the model: has [4, 64] for model.layers.0",
     }
     where = ["launch.nproc=1", "parallel=ring1"]
     cfgs = [compose_config(on_stories(base, *where, words)) for words in list(expected)[:-1]]
@@ -243,14 +249,26 @@ def test_what_does_not_fit_the_model_is_one_message(base: Path, begun: Path, tmp
         assert got.startswith(start)
 
 
-def test_an_adapter_of_another_base_is_refused_before_ranks_start(base: Path, begun: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_base_is_refused_before_ranks_start(
+    base: Path, begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What lies beside the weights makes no other model of a folder, and one that may not be read is left to shapes."""
     other, same = saved(tmp_path / "other"), shutil.copytree(base, tmp_path / "same")
     with pytest.raises(ConfigError, match=r"adapter\.path=.*: is an adapter of .*stories260K, and model\.path=.*other"):
         compose_config(on_stories(other, f"adapter.path={begun}"))
     same.chmod(0o755)
     (same / "LICENSE.txt").write_text("anything")
+    for name in ("training_args.bin", "other.gguf"):
+        (same / name).write_bytes(b"anything")
+    shape = same / "config.json"
+    shape.write_text(json.dumps(json.loads(shape.read_text()) | {"use_cache": False}))
     compose_config(on_stories(same, f"adapter.path={begun}"))
+
+    def unreadable(_folder: Path) -> str:
+        raise PermissionError
+
+    monkeypatch.setattr(checked, "of_weights", unreadable)
+    compose_config(on_stories(other, f"adapter.path={begun}"))
 
 
 def described(folder: Path, place: Path, **said: Any) -> LoraConfig:
@@ -272,6 +290,10 @@ def put(base: Path, cfg: LoraConfig, *, critic: bool = False) -> Any:
     [
         ({"r": "2"}, "adapter_config.json cannot be read"),
         ({"r": 0}, "adapter_config.json cannot be read"),
+        ({"lora_alpha": math.nan}, "adapter_config.json cannot be read"),
+        ({"modules_to_save": [1]}, "peft cannot put it in"),
+        ({"target_modules": ".*q_proj", "layers_to_transform": [0]}, "peft cannot put it in"),
+        ({"megatron_config": {"a": 1}, "megatron_core": "megatron.core"}, "peft cannot put it in"),
         ({"alpha_pattern": [1]}, "peft cannot put it in"),
         ({"target_modules": "q_proj("}, "peft cannot put it in"),
         ({"target_modules": ["c_attn"]}, "peft cannot put it in"),
@@ -304,6 +326,48 @@ def test_a_critic_s_trunk_has_the_adapter_that_the_folder_describes(
     assert scales[0] == {f"model.{name}": scale for name, scale in scales[1].items()}
     assert len(scales[0]) == 15
     assert (adapter.config.base_model_name_or_path, adapter.config.revision) == ("org/name", "v1")
+
+
+def hub_of(base: Path, place: Path) -> dict[str, Path]:
+    """Lay a hub's cache with two commits of a model, of which the second has twice the weights."""
+    folders = {commit: place / "models--org--name" / "snapshots" / (commit * 40) for commit in "ab"}
+    for commit, folder in folders.items():
+        folder.mkdir(parents=True)
+        for file in base.iterdir():
+            shutil.copy(file, folder) if file.is_file() else None
+        for file in folder.glob("*.safetensors"):
+            tensors = {name: tensor * (2 if commit == "b" else 1) for name, tensor in load_file(file).items()}
+            save_file(tensors, file, metadata={"format": "pt"})
+    (place / "models--org--name" / "refs").mkdir()
+    return folders
+
+
+@pytest.mark.slow
+def test_a_run_is_held_to_the_commit_that_it_was_started_with(base: Path, tmp_path: Path, shell: Shell) -> None:
+    """The branch moves after the first step: going on is refused; what is exported and evaluated is of that commit."""
+    folders, branch = hub_of(base, tmp_path / "hub"), tmp_path / "hub" / "models--org--name" / "refs" / "main"
+    offline = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    words = ["launch.device=cpu", "logger=none", "model=hf", "model.path=org/name", "adapter=lora", "data.size=8",
+             "data.eval_size=4", "train.batch_size=4", "train.max_steps=2", "hydra.run.dir=run"]  # fmt: skip
+
+    def exported(name: str, *more: str) -> Path:
+        command = [sys.executable, "-m", "rlexp.export", "run", "--out", name, *more]
+        subprocess.run(command, cwd=tmp_path, env=os.environ | offline, check=True, timeout=200, capture_output=True)
+        return tmp_path / name
+
+    branch.write_text("a" * 40)
+    begun = shell(*words, "train.stop_after=1", **offline)
+    assert begun.returncode == 0, begun.stderr
+    branch.write_text("b" * 40)
+    refused = shell(*words, **offline)
+    assert refused.returncode == 1
+    assert f"model.path: the model on the hub was at commit {'a' * 12}" in refused.stderr
+    there = load_file(exported("merged", "--merged") / "model.safetensors")
+    first = load_file(folders["a"] / "model.safetensors")
+    assert torch.equal(there["model.embed_tokens.weight"], first["model.embed_tokens.weight"])  # has no adapter
+    assert json.loads((exported("adapter") / DESCRIPTION).read_text())["revision"] == "a" * 40
+    assert job_of([str(tmp_path / "run")]).cfg.model.revision == "a" * 40
+    assert job_of([str(tmp_path / "run"), "model.revision=other"]).cfg.model.revision == "other"
 
 
 WRONG = {
