@@ -47,12 +47,12 @@ from rlexp.training.checkpoint.tensors import Reader, share
 from rlexp.training.engine.base import MOMENTS, set_lr
 from rlexp.training.engine.plain import PlainEngine
 from rlexp.training.model.policy import Policy
-from rlexp.training.ring.groups import World
 from rlexp.training.train.build import build, unprobed
 from rlexp.training.train.parts import Run
 from rlexp.training.train.step import train_step
 from rlexp.training.train.task import Task
 from rlexp.training.types import Shard, TokenLogps
+from rlexp.training.world.groups import World
 
 TIMEOUT = 400.0  # seconds that any one start of ranks, or any one process, may take
 BASE = ("logger=none", "train.precision=fp32", "parallel=ring1")

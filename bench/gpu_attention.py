@@ -301,8 +301,8 @@ def _layout_row(
             del alone
         peaks.append(peak.megabytes)
     steps = [trace.steps for trace in traces]
-    near = dict.fromkeys(("rotate", "gather", "scatter", "exchange"), options.near)
-    far = near | dict.fromkeys(("rotate", "gather", "scatter"), options.far)
+    near = dict.fromkeys(("between", "gather", "scatter", "exchange"), options.near)
+    far = near | dict.fromkeys(("between", "gather", "scatter"), options.far)
     if name == "ulysses":
         far["exchange"] = options.far
     shares = [whole / ring / in_ring(steps, links) if whole else None for links in (None, near, far)]

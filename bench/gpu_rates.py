@@ -230,18 +230,19 @@ def link_rank(spec: RankSpec, device: str) -> float:
     import torch.distributed as dist
 
     from rlexp.launch.joining import join, leave_world
-    from rlexp.training.ring.collectives import rotate
-    from rlexp.training.ring.groups import build_world
+    from rlexp.training.ring.collectives import between
+    from rlexp.training.world.groups import build_world
 
     join(spec, device, 300.0)
     ring = build_world(spec.world_size).ring
     size = LARGE.link if device == "cuda" else TINY.link
     buffer = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+    received = torch.empty_like(buffer)
     found = []
     for _ in range(REPEATS + 1):
         dist.barrier()
         began = time.perf_counter()
-        rotate(buffer, ring).wait()
+        between(ring, [((ring.rank + 1) % ring.size, buffer)], [((ring.rank - 1) % ring.size, received)]).wait()
         if device == "cuda":
             torch.cuda.synchronize()
         found.append(time.perf_counter() - began)

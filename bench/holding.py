@@ -20,19 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.alone import AlonePlan
-from rlexp.training.ring.groups import Ring
 from rlexp.training.ring.kernels import Plain
+from rlexp.training.ring.kernels.base import Rows, segments
 from rlexp.training.ring.layouts import Layout, get_layout
-from rlexp.training.ring.layouts.allgather import AllGather
-from rlexp.training.ring.layouts.ulysses import ROUND, Heads, Ulysses
-from rlexp.training.ring.rotation import Rotating, RotatingPlan
+from rlexp.training.ring.layouts.ulysses import Ulysses
+from rlexp.training.ring.plan import RingPlan
 from rlexp.training.types import Segment
+from rlexp.training.world.groups import Ring
 
 RING, TOKENS, HEADS, INNER = 4, 32, 8, 2
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
 TITLES = {
-    "zigzag": "zigzag: keys and values go round",
+    "zigzag": "zigzag: each rank gets what it sees",
     "contiguous": "contiguous: the same, uneven",
     "allgather": "allgather: one head of all keys at a time",
     "ulysses": "ulysses: all tokens of some heads",
@@ -43,7 +42,7 @@ SEGMENTS = (Segment(0, TOKENS, TOKENS),)
 
 @dataclass(frozen=True)
 class Computed:
-    """Positions of queries and keys, and the ring's step that computes them; 1 if the layout does not rotate."""
+    """Positions of queries and keys, and the ring's step that computes them; 1 if keys come from all ranks at once."""
 
     queries: Tensor
     keys: Tensor
@@ -85,38 +84,35 @@ def panels_of(layout: Layout) -> list[Panel]:
     if not isinstance(layout, Ulysses):
         return [panel(f"0 – {HEADS - 1}", {rank: [*computed(layout, rank, RING)] for rank in range(RING)})]
     inner = layout.shared(RING)
-    heads, panels = Heads(HEADS, HEADS, inner), []
+    panels = []
     for place in range(inner):
-        mine = heads.keys_of(place)
+        mine = range(HEADS // inner * place, HEADS // inner * (place + 1))
         ranks = range(place, RING, inner)
-        blocks = {rank: [*computed(ROUND, at, RING // inner)] for at, rank in enumerate(ranks)}
+        blocks = {rank: [*computed(layout.around, at, RING // inner)] for at, rank in enumerate(ranks)}
         panels.append(panel(f"{mine[0]} – {mine[-1]}", blocks))
     return panels
 
 
 def computed(layout: Layout, rank: int, ring_size: int) -> Iterator[Computed]:
-    places, ring = layout.deal(SEGMENTS, ring_size).places, Ring(rank, tuple(range(ring_size)))
-    if isinstance(layout, AllGather):
-        gathering = layout.plan(SEGMENTS, ring, Plain())
-        mine, earlier = places[rank][gathering.own.index], torch.cat(places)[gathering.before]
-        yield Computed(mine, mine, True, 0)
-        chunks, before = mine.split(list(gathering.chunks)), earlier.split(list(gathering.before_lengths))
-        for queries, keys in zip(chunks, before, strict=True):
-            yield Computed(queries, keys, False, 1)
-        return
-    assert isinstance(layout, Rotating)
-    plan = layout.plan(SEGMENTS, ring, Plain())
-    if isinstance(plan, AlonePlan):
-        own = places[rank][plan.own.index]
-        yield Computed(own, own, True, 0)
-        return
-    assert isinstance(plan, RotatingPlan)
-    for step in range(ring_size):
-        source = (rank - step) % ring_size
-        block = plan.blocks[source]
-        if block is not None:
-            queries, keys = plan.parts[rank][block.queries].index, plan.parts[source][block.keys].index
-            yield Computed(places[rank][queries], places[source][keys], block.causal, step)
+    """Yield the segments of each call that a rank's plan makes."""
+    places = layout.deal(SEGMENTS, ring_size).places
+    plan = layout.plan(SEGMENTS, Ring(rank, tuple(range(ring_size))), Plain())
+    assert isinstance(plan, RingPlan)
+    for step, (meetings, arrival) in enumerate(zip(plan.steps, plan.transport.arrivals, strict=True)):
+        here: dict[int, int] = {}
+        for source, (ranges, begin) in arrival.sent.items():
+            rows = (row for each in ranges for row in each)
+            here |= {begin + number: int(places[source][row]) for number, row in enumerate(rows)}
+        for meeting in meetings:
+            of_rank, of_source = places[rank][plan.parts[meeting.part].queries.index], rows_of(meeting.keys.index)
+            for at, keys, seen in segments(plan.call(meeting, 1.0)):
+                yield Computed(
+                    of_rank[at], torch.tensor([here[row] for row in of_source[keys]]), seen == (0, None), step
+                )
+
+
+def rows_of(rows: Rows) -> list[int]:
+    return [*range(rows.start, rows.stop)] if isinstance(rows, slice) else rows.tolist()
 
 
 def panel(heads: str, blocks: dict[int, list[Computed]]) -> Panel:

@@ -40,7 +40,6 @@ from bench.measured import print_tables
 from rlexp.config.schema import Config
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.training.metrics.memory import peak_bytes, reset_peak
-from rlexp.training.ring.groups import Ring, World
 from rlexp.training.rollout.colocated import Colocated
 from rlexp.training.rollout.deal import Request, deal, micro_batches
 from rlexp.training.rollout.sampling import PREFILL, Drawer
@@ -48,6 +47,7 @@ from rlexp.training.train.build import build, unprobed
 from rlexp.training.train.parts import Run
 from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.types import Prompt, Sample
+from rlexp.training.world.groups import Ring, World
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 BASE = ("engine=torch", "loss=reinforce_pp", "data.fill=true", "data.too_long=truncate", "data.eval_size=0",

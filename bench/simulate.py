@@ -24,10 +24,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.groups import Ring
-from rlexp.training.ring.kernels.base import BlockKernel
+from rlexp.training.ring.collectives import Posted
+from rlexp.training.ring.kernels.base import Ask, BlockKernel
 from rlexp.training.ring.layouts import Layout
 from rlexp.training.types import Segment
+from rlexp.training.world.groups import Ring
 
 EVERYWHERE = math.inf  # bytes a second of a link that takes no time
 
@@ -72,7 +73,7 @@ class Piece:
     """A rank's computation up to a collective call, or to the end of a pass."""
 
     seconds: float
-    kind: str  # of the collective: rotate, gather, scatter, exchange; "" at the end of a pass
+    kind: str  # of the collective: between, gather, scatter, exchange; "" at the end of a pass
     message: int | None  # sent here if there are bytes, otherwise waited for
     nbytes: int | None  # sent by this rank; None when it waits
     ends_step: bool
@@ -169,13 +170,14 @@ class Played:
     others: Others
     kind: str
     message: int
-    sent: Tensor
-    received: Tensor
+    sent: Sequence[Tensor]
+    received: list[Tensor]
     step: int
 
-    def wait(self) -> Tensor:
-        # All ranks of a ring send in every step; who gathers waits only for what is not there yet.
-        self.others.note(self.kind, self.message, None, self.kind == "rotate" and self.step == self.others.step)
+    def wait(self) -> list[Tensor]:
+        # All ranks of a ring take part in every step; who gathers waits only for what is not there yet.
+        ends = self.kind == "between" and self.step == self.others.step
+        self.others.note(self.kind, self.message, None, ends)
         received = self.received
         del self.sent, self.received
         return received
@@ -203,35 +205,36 @@ class Others:
     def end(self) -> None:
         self.note("", None, None, ends_step=True)
 
-    def _send(self, kind: str, sent: Tensor, received: Tensor, nbytes: int) -> Played:
+    def _send(self, kind: str, sent: Sequence[Tensor], received: list[Tensor], nbytes: int) -> Played:
         message = self._messages = self._messages + 1
         self.note(kind, message, nbytes, ends_step=False)
-        if self.clock.device.type == "cpu":
-            received.copy_(_numbers(received.numel(), received.dtype).view_as(received))
-        else:
-            received.normal_(generator=self.generator)
+        for each in received:
+            if self.clock.device.type == "cpu":
+                each.copy_(_numbers(each.numel(), each.dtype).view_as(each))
+            else:
+                each.normal_(generator=self.generator)
         self.begin()  # that is not counted
         return Played(self, kind, message, sent, received, self.step)
 
-    def rotate(self, buffer: Tensor, ring: Ring) -> Played:
-        assert ring.size > 1
-        assert buffer.is_contiguous()
-        return self._send("rotate", buffer, torch.empty_like(buffer), buffer.nbytes)
+    def between(self, ring: Ring, going: Posted, coming: Posted) -> Played:  # noqa: ARG002
+        assert all(x.is_contiguous() for _, x in going)
+        sent = [x for _, x in going]
+        return self._send("between", sent, [x for _, x in coming], sum(x.nbytes for x in sent))
 
     def gather(self, buffer: Tensor, ring: Ring) -> Played:
         gathered = buffer.new_empty(ring.size, *buffer.shape)
-        return self._send("gather", buffer, gathered, (ring.size - 1) * buffer.nbytes)
+        return self._send("gather", [buffer], [gathered], (ring.size - 1) * buffer.nbytes)
 
     def sum_and_scatter(self, buffer: Tensor, ring: Ring) -> Played:
-        return self._send("scatter", buffer, torch.empty_like(buffer[0]), (ring.size - 1) * buffer[0].nbytes)
+        return self._send("scatter", [buffer], [torch.empty_like(buffer[0])], (ring.size - 1) * buffer[0].nbytes)
 
     def exchange(self, buffer: Tensor, ring: Ring) -> Tensor:
         if ring.size == 1:
             return buffer
         buffer = buffer.contiguous()
-        played = self._send("exchange", buffer, torch.empty_like(buffer), (ring.size - 1) * buffer[0].nbytes)
+        played = self._send("exchange", [buffer], [torch.empty_like(buffer)], (ring.size - 1) * buffer[0].nbytes)
         self.note("exchange", played.message, None, ends_step=True)
-        return played.received
+        return played.received[0]
 
 
 @functools.cache
@@ -244,10 +247,10 @@ def _numbers(count: int, dtype: torch.dtype) -> Tensor:
 def collectives_of(others: Any) -> Iterator[None]:
     """Replace the real collectives in every layout."""
     with (
-        mock.patch("rlexp.training.ring.rotation.rotate", others.rotate),
-        mock.patch("rlexp.training.ring.layouts.allgather.gather", others.gather),
-        mock.patch("rlexp.training.ring.layouts.allgather.sum_and_scatter", others.sum_and_scatter),
-        mock.patch("rlexp.training.ring.layouts.ulysses.exchange", others.exchange),
+        mock.patch("rlexp.training.ring.transports.travel.between", others.between),
+        mock.patch("rlexp.training.ring.transports.gather.gather", others.gather),
+        mock.patch("rlexp.training.ring.transports.gather.sum_and_scatter", others.sum_and_scatter),
+        mock.patch("rlexp.training.ring.transports.heads.exchange", others.exchange),
     ):
         yield
 
@@ -278,7 +281,7 @@ class Alone:
         # A backward pass on this thread: one of autograd's own would come between the marks.
         with collectives_of(others), torch.autograd.set_multithreading_enabled(False):
             others.begin()
-            out = self.plan.attend(q, k, v, self.sizes.scale)
+            out = self.plan.attend(q, k, v, Ask(self.sizes.scale))
             others.end()
             self.passed = len(others.noted)
             torch.autograd.grad(out, (q, k, v), self.dout)

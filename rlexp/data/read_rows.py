@@ -24,9 +24,9 @@ from rlexp.training.dataset.sources import Split, Tokenizing, splits_of
 from rlexp.training.dataset.store import PARTS, Store
 from rlexp.training.dataset.store_making import store_of
 from rlexp.training.dataset.views import Joined
-from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.examples import Examples, examples_of, generated_rows, kind_read, read_examples, unpaired
 from rlexp.training.types import Completion, Pair, Prompt
+from rlexp.training.world.groups import ALONE, World
 
 SAID = 5  # unusable rows that are named
 

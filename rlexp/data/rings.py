@@ -85,7 +85,7 @@ def _shape(cfg: Config, size: int) -> _Shape | str:
         choice = choose(dataclasses.replace(cfg, parallel=parallel), heads_of(cfg.model))
     except ConfigError as error:
         return str(error)
-    own = get_layout(choice.layout.value, choice.ulysses_size)
+    own = get_layout(*choice.how)
     return _Shape(size, replicas, build_layout(cfg, own), choice.name, grad_acc)
 
 

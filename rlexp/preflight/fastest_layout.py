@@ -21,10 +21,11 @@ from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.mode import Rehearsing
 from rlexp.preflight.rehearsal.rates import Clock, Rates
 from rlexp.preflight.rehearsal.world import joined
-from rlexp.training.ring.groups import Ring, Traffic, build_world
 from rlexp.training.ring.kernels import BlockKernel, get_kernel
+from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.types import Segment
+from rlexp.training.world.groups import Ring, Traffic, build_world
 
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32, Precision.fp64: torch.float64}
 
@@ -53,21 +54,27 @@ def choosing(cfg: Config, heads: Heads | None) -> Calls:
 
 
 def seconds_of(cfg: Config, heads: Heads, choice: Choice) -> float:
-    """Rehearse one layer's attention over a layout; return the seconds that rank 0 needs."""
+    """Rehearse attention over a layout; return the seconds that rank 0 needs for a layer, on average."""
+    windows = [window if window and window < cfg.data.max_length else None for window in heads.windows]
+    of_kind = {window: _seconds_with(window, cfg, heads, choice) for window in dict.fromkeys(windows)}
+    return sum(of_kind[window] for window in windows) / len(windows)
+
+
+def _seconds_with(window: int | None, cfg: Config, heads: Heads, choice: Choice) -> float:
     device = rehearsed_device() if cfg.launch.device is Device.cuda else torch.device("cpu")
     ring_size, dtype = cfg.parallel.ring_size, DTYPES[cfg.train.precision]
     log = Log(device.type, clock=Clock(Rates.of(cfg, ring_size)))
     with joined(0, ring_size), (mode := Rehearsing(log)):
         ring = watched(build_world(ring_size, inner_size=choice.ulysses_size).ring, cfg, log, mode)
-        layout = get_layout(choice.layout.value, choice.ulysses_size)
+        layout = get_layout(*choice.how)
         segments = pair(cfg.data.max_length, layout.multiple(ring_size))
-        plan = layout.plan(segments, ring, CountedKernel(kernel_of(cfg, dtype), log)).to(device)
+        plan = layout.plan(segments, ring, CountedKernel(kernel_of(cfg, dtype), log), window).to(device)
         tokens = len(layout.deal(segments, ring_size).places[0])
         q, k, v = (
             torch.empty(tokens, count, heads.size, device=device, dtype=dtype, requires_grad=True)
             for count in (heads.queries, heads.keys, heads.keys)
         )
-        out = plan.attend(q, k, v, 1.0)
+        out = plan.attend(q, k, v, Ask(1.0, window))
         forward = log.clock.now
         out.backward(torch.empty_like(out))
         log.enter("")  # waits for what is on its way

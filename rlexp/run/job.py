@@ -153,8 +153,8 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
         end_with_parent()
     claimed: Path | None = None  # only a folder that this rank has claimed may be closed by it
     try:
-        from rlexp.training.ring.objects import from_rank0
         from rlexp.training.train.rank import train
+        from rlexp.training.world.objects import from_rank0
 
         if run_dir is not None:
             cfg, decision = prepared_in_job(cfg, run_dir)

@@ -195,6 +195,7 @@ class Shard:
     most_work: float  # attention work of the ring's busiest rank: pairs of a query and a key that it sees
     mean_work: float  # mean attention work of the ring's ranks
     attention: Any  # rlexp.training.ring.base.RingBatch; opaque to every other module
+    ring: Any  # rlexp.training.world.groups.Ring: the ranks that share the pack
     ends_n: Tensor | None = None  # the places in this shard at which sequences end, where scores are read there
     ended_n: Tensor | None = None  # and which sequences these are
     known_t: Tensor | None = None  # the reference's log-probabilities, where they were computed before training

@@ -32,6 +32,7 @@ from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.placing import Placing
 from rlexp.training.model.policy import DTYPES
 from rlexp.training.ring.collectives import ring_sum
+from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.train.build import build_policy
 from rlexp.training.train.parts import Run
 from rlexp.training.train.task import Task
@@ -203,6 +204,14 @@ def _placed(task: Task, examples: Sequence[Answered]) -> tuple[Pack, Tensor, Sha
 
 
 def _attention_of(run: Run, pack: Pack, index_t: Tensor, shard: Shard, seed: int) -> tuple[float, float]:
+    """Compare attention of each kind of layer, and its backward pass."""
+    kinds = [_attention_with(window, run, pack, index_t, shard, seed) for window in dict.fromkeys(run.windows)]
+    return _largest(*(forward for forward, _ in kinds)), _largest(*(backward for _, backward in kinds))
+
+
+def _attention_with(
+    window: int | None, run: Run, pack: Pack, index_t: Tensor, shard: Shard, seed: int
+) -> tuple[float, float]:
     heads, kv_heads, size = _head_shape(run.engine.policy.model.config)
     generator = torch.Generator().manual_seed(seed)
     dtype, scale = DTYPES[run.cfg.train.precision], size**-0.5
@@ -211,10 +220,10 @@ def _attention_of(run: Run, pack: Pack, index_t: Tensor, shard: Shard, seed: int
         for count in (heads, kv_heads, kv_heads, heads)
     )
     mine = [each[index_t.cpu()].to(run.device).requires_grad_() for each in (q, k, v)]
-    out = shard.attention.plan.attend(mine[0], mine[1], mine[2], scale)
+    out = shard.attention.attend(mine[0], mine[1], mine[2], Ask(scale, window))
     out.backward(dout[index_t.cpu()].to(run.device).to(out.dtype))
     got = [out.detach(), *(each.grad for each in mine)]
-    wanted = _attended(pack, q.double(), k.double(), v.double(), dout.double(), scale)
+    wanted = _attended(pack, q.double(), k.double(), v.double(), dout.double(), Ask(scale, window))
     real = _real(pack)[index_t.cpu()]
     apart = [_apart(a, b[index_t.cpu()], real) for a, b in zip(got, wanted, strict=True)]
     return apart[0], _largest(*apart[1:])
@@ -233,7 +242,7 @@ def _real(pack: Pack) -> Tensor:
     return real
 
 
-def _attended(pack: Pack, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float) -> list[Tensor]:
+def _attended(pack: Pack, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, ask: Ask) -> list[Tensor]:
     """Attention's output and gradients by a written-out softmax, sequence by sequence, in float64."""
     groups = q.shape[1] // k.shape[1]
     out, grads = torch.zeros_like(q), [torch.zeros_like(each) for each in (q, k, v)]
@@ -244,7 +253,7 @@ def _attended(pack: Pack, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: 
         parts = [each[at].clone().requires_grad_() for each in (q, k, v)]
         query, key, value = (part.transpose(0, 1) for part in parts)
         wide = (each.repeat_interleave(groups, dim=0) for each in (key, value))
-        result = softmax_attention(query, next(wide), next(wide), scale).transpose(0, 1)
+        result = softmax_attention(query, next(wide), next(wide), ask.scale, ask.window).transpose(0, 1)
         result.backward(dout[at])
         out[at] = result.detach()
         for grad, part in zip(grads, parts, strict=True):

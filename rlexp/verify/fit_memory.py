@@ -40,9 +40,9 @@ from rlexp.training.dataset.sampler import Batch, total_steps
 from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import load_config, load_tokenizer, random_reward_model
 from rlexp.training.model.prepared import prepared
-from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Answered, Prompt
+from rlexp.training.world.groups import ALONE, World
 
 NUMBERS = 7  # float64 numbers of a rank per parameter
 OF_CRITIC = 6  # and of a critic that has its own trunk: no reference stands beside it

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from rlexp.config.schema import Config
-from rlexp.training.ring.groups import World
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.rewards.weighted import Rewards
 from rlexp.training.train.build import Sources, build, unprobed
@@ -24,6 +23,7 @@ from rlexp.training.train.rollout_supply import Made, Rollouts
 from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.train.task import Task
 from rlexp.training.types import Prompt, Sample
+from rlexp.training.world.groups import World
 from rlexp.verify.records import Drawn
 from rlexp.verify.reference.drawn import Rollout
 

@@ -17,12 +17,12 @@ from rlexp.training.algos.base import Loss, Sides, Values
 from rlexp.training.algos.base import Losses as LossesOf
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.reference.base import Reference
-from rlexp.training.ring.groups import World
 from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import read_examples
 from rlexp.training.train.offline_task import HeldExamples, OfflineTask
 from rlexp.training.train.parts import Run
 from rlexp.training.types import Answered, Pack, SequenceName, Shard
+from rlexp.training.world.groups import World
 from rlexp.verify.recorder import Recorder, array, recorded_run
 from rlexp.verify.records import Array, Counts, Losses, Micro, TokenAnswer, TokenExample, TokenPair
 

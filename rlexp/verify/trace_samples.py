@@ -16,7 +16,6 @@ from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.training.algos.build import build_policy_loss
 from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss, PolicyTerms, PolicyTokens
 from rlexp.training.reference.base import Reference
-from rlexp.training.ring.groups import World
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import RolloutFacts
 from rlexp.training.train.build_rollouts import Parts
@@ -25,6 +24,7 @@ from rlexp.training.train.parts import Run
 from rlexp.training.train.rollout_supply import Made, Rollouts
 from rlexp.training.train.rollout_task import HeldSamples, RolloutStep, RolloutTask
 from rlexp.training.types import Sample
+from rlexp.training.world.groups import World
 from rlexp.verify.recorder import Recorder, array, recorded_run
 from rlexp.verify.records import Array, Drawn, Micro, RolloutSeen, Terms, TokenAnswer
 

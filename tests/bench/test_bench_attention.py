@@ -95,21 +95,23 @@ def test_it_says_that_there_is_no_gpu() -> None:
 
 
 def test_a_rank_alone_does_and_sends_what_it_would_in_its_ring(one_thread: None) -> None:
-    """Compare steps and bytes with counts by hand: 64 tokens, 4 ranks, 4 query and 2 key/value heads of 8 floats."""
+    """Compare steps and bytes with counts by hand: 64 tokens, 4 ranks, 4 query and 2 key/value heads of 8 floats.
+
+    The first rank of a zigzag is seen by later ones with half of what it holds, and the last one by all with all."""
     sizes = simulate.Sizes(4, 2, 8, torch.float32, torch.device("cpu"))
     tokens, ranks, head = 16, 4, 8 * 4
     keys = 2 * tokens * 2 * head  # keys and values of a rank
     expected = {
-        # Forward 3 times, backward 3 times, and their gradients 4 times, home again.
-        ("zigzag", 1): (4, 5, (3 + 3 + 4) * keys),
-        ("contiguous", 1): (4, 5, (3 + 3 + 4) * keys),
+        # What later ranks see of this one's keys and values, twice, and the gradients of what it sees of earlier ones'.
+        ("zigzag", 1): (4, 5, [keys // 2 * (2 * (3 + rank) + 6 - rank) for rank in range(4)]),
+        ("contiguous", 1): (4, 5, [(2 * (3 - rank) + rank) * keys for rank in range(4)]),
         # To 3 others, twice; their gradients from 3 others once.
-        ("allgather", 1): (1, 1, (3 + 3 + 3) * keys),
+        ("allgather", 1): (1, 1, [(3 + 3 + 3) * keys] * 4),
         # 3 of 4 parts of 4 heads each of q, k, v, out, dout, dq, dk and dv, as k and v go to each of the ranks that
         # need them; of the gradients those of keys go back apart, since they are added up.
-        ("ulysses", 4): (4, 5, 8 * tokens * 4 * head * 3 // 4),
+        ("ulysses", 4): (4, 5, [8 * tokens * 4 * head * 3 // 4] * 4),
     }
-    for (name, inner), (forward, backward, sent) in expected.items():
+    for (name, inner), (forward, backward, by_rank) in expected.items():
         layout = get_layout(name, inner)
         segments = simulate.packed([64], layout.multiple(ranks))
         for rank in range(ranks):
@@ -117,7 +119,7 @@ def test_a_rank_alone_does_and_sends_what_it_would_in_its_ring(one_thread: None)
             alone.play()
             alone.play()
             trace = alone.trace()
-            assert (len(trace.forward), len(trace.backward), trace.sent()) == (forward, backward, sent), name
+            assert (len(trace.forward), len(trace.backward), trace.sent()) == (forward, backward, by_rank[rank]), name
             assert trace.seconds() > 0
             assert math.isclose(simulate.in_ring([trace.steps]), trace.seconds())
 
@@ -126,15 +128,15 @@ def test_a_ring_is_as_fast_as_its_slowest_rank_step_by_step() -> None:
     def rank(*seconds: float) -> list[list[simulate.Piece]]:
         """A rank that sends 100 bytes at the begin of each step and waits for them at its end."""
         return [
-            [simulate.Piece(0.0, "rotate", number, 100, False), simulate.Piece(time, "rotate", number, None, True)]
+            [simulate.Piece(0.0, "between", number, 100, False), simulate.Piece(time, "between", number, None, True)]
             for number, time in enumerate(seconds)
         ]
 
     ranks = [rank(3.0, 1.0), rank(1.0, 2.0)]
     assert simulate.in_ring(ranks) == 5.0
-    assert simulate.in_ring(ranks, {"rotate": 100.0}) == 5.0  # a second each, hidden
-    assert simulate.in_ring(ranks, {"rotate": 40.0}) == 3.0 + 2.5
-    assert simulate.in_ring(ranks, {"rotate": 10.0}) == 20.0
+    assert simulate.in_ring(ranks, {"between": 100.0}) == 5.0  # a second each, hidden
+    assert simulate.in_ring(ranks, {"between": 40.0}) == 3.0 + 2.5
+    assert simulate.in_ring(ranks, {"between": 10.0}) == 20.0
 
 
 def test_ranks_together_compute_attention(one_thread: None) -> None:

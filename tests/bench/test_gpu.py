@@ -32,9 +32,9 @@ from rlexp.launch.joining import RankSpec, join
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.training.model.head import Entropy, HeadLogps
 from rlexp.training.ring.kernels import Plain, available
-from rlexp.training.ring.kernels.base import BlockKernel, Call, merge_plain
+from rlexp.training.ring.kernels.base import BlockKernel, merge_plain
 from tests.conftest import Shell
-from tests.helpers.attention import CALLS
+from tests.helpers.attention import CALLS, call_of
 from tests.helpers.faults.plant import plant
 from tests.helpers.models import Held
 from tests.helpers.ranks import largest_gap, seeded, train_steps
@@ -118,18 +118,16 @@ def compare(kernel: BlockKernel, call: str, kv_heads: int, size: int, dtype: tor
 
 def blocks(call: str, kv_heads: int, size: int) -> list[Tensor]:
     """Return q, k, v, the ring's output, its gradient, and a log-sum-exp that is larger than the block's."""
-    q_lengths, k_lengths, _ = CALLS[call]
-    queries, keys = sum(q_lengths), sum(k_lengths)
+    queries, keys = sum(CALLS[call][0]), sum(CALLS[call][1])
     shapes = ((queries, HEADS), (keys, kv_heads), (keys, kv_heads), (queries, HEADS), (queries, HEADS))
     found = [seeded(tokens, heads, size, seed=number) for number, (tokens, heads) in enumerate(shapes)]
     return [*found, 2.0 + torch.tensor(1.0 + keys).log() + seeded(queries, HEADS, seed=9).abs()]
 
 
 def both_passes(kernel: BlockKernel, name: str, size: int, given: list[Tensor]) -> list[Tensor]:
-    q_lengths, k_lengths, causal = CALLS[name]
-    call = Call(q_lengths, k_lengths, causal=causal, scale=size**-0.5)
+    call = call_of(name, size**-0.5)
     q, k, v, out, dout, lse = given
-    kernel.prepare(q_lengths, k_lengths, q.device)
+    kernel.prepare(call, q.device)
     return [*kernel.forward(q, k, v, call), *kernel.backward(dout, q, k, v, out, lse, call)]
 
 

@@ -286,9 +286,9 @@ OURS_ALONE = {
     "logger": "artifacts axes baseline mode name tags",
     "loss": "kl_horizon name whiten",
     "memory": "count_tensors",
-    "model": "freeze gguf heads hidden_size intermediate_size kv_heads layers name seed suggested_lr",
+    "model": "freeze gguf heads hidden_size intermediate_size kv_heads layers name seed suggested_lr window",
     "optim": "name",
-    "parallel": "backend chosen dp_size ulysses_size world_size",
+    "parallel": "backend chosen dp_size transport ulysses_size world_size",
     "reference": "name revision",
     "resume": "force mode",
     "reward": "ignore_case max_length most name pattern precision rule target text timeout_seconds trust_remote_code "

@@ -31,13 +31,13 @@ from rlexp.training.dataset.packing import pack_examples
 from rlexp.training.dataset.recipe import UNUSABLE
 from rlexp.training.dataset.tokens import SAME, TRUNCATED
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
-from rlexp.training.ring.groups import ALONE, Ring, World
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Completion, Pair
+from rlexp.training.world.groups import ALONE, Ring, World
 from tests.helpers.browser import chromium, opened
 
 # With a token for each byte, and one for the end of an answer.

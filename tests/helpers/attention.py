@@ -12,18 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlexp.launch.joining import RankSpec
-from rlexp.training.ring.groups import Ring, build_world
 from rlexp.training.ring.kernels import get_kernel
+from rlexp.training.ring.kernels.base import Ask, Call
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.types import Segment
+from rlexp.training.world.groups import Ring, build_world
 from tests.helpers.ranks import on_ranks, seeded
 
 HEADS, SIZE = 8, 16
 # Largest difference relative to the largest element of the pack. Measured over all cases here: 1.6e-15, 3.7e-7.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6}
 Way = tuple[torch.dtype, str]  # the precision, and the kernel
-# Queries and keys of each segment, and whether the call is causal.
-CALLS = {
+# Queries and keys of each segment, whether the call is causal, and of a band its window and how far segments are apart.
+CALLS: dict[str, Any] = {
     "one sequence": ((37,), (37,), True),
     "packed": ((5, 1, 31), (5, 1, 31), True),
     "earlier keys": ((5, 8), (12, 3), False),
@@ -34,7 +35,22 @@ CALLS = {
     "nothing meets": ((3, 0), (0, 4), False),
     "no segment": ((), (), True),
     "no query": ((0,), (6,), False),
+    "a window": ((40,), (40,), False, 7, (0,)),
+    "a window of one token": ((5, 2), (5, 2), False, 1, (0, 0)),
+    "what a window leaves of earlier keys": ((6, 3), (6, 5), False, 7, (6, 3)),
+    "windows and earlier keys": ((40, 1, 6), (40, 9, 6), False, 7, (0, 0, 6)),
 }
+
+
+def call_of(name: str, scale: float) -> Call:
+    q_lengths, k_lengths, causal, *band = CALLS[name]
+    return Call(q_lengths, k_lengths, causal, scale, *band)
+
+
+def launches_of(call: Call) -> int:
+    """Return how often a kernel for GPUs is launched: once, or once for all segments that are equally far apart."""
+    met = [bool(q and k) for q, k in zip(call.q_lengths, call.k_lengths, strict=True)]
+    return int(any(met)) if call.apart is None else len(dict.fromkeys(call.apart))
 
 
 def forest(lengths: tuple[int, ...], multiple: int) -> tuple[Segment, ...]:
@@ -98,7 +114,7 @@ def attend_part(ring: Ring, lengths: tuple[int, ...], case: Case, dtype: torch.d
     for tensor in (q, k, v):
         tensor.requires_grad_()
     plan = layout.plan(segments, ring, get_kernel(kernel, "cpu"))
-    out = plan.attend(q, k, v, SIZE**-0.5)
+    out = plan.attend(q, k, v, Ask(SIZE**-0.5))
     grads = torch.autograd.grad(out, (q, k, v), dout)
     return [index, out.detach(), *grads]
 

@@ -60,14 +60,14 @@ class MockFlash:
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool,
-        scale: float,
+        scale: float, window: tuple[int, int] = UNLIMITED,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         self._demand(q, k, v, cu_q, cu_k, max_q, max_k)
         out = torch.full_like(q, torch.nan)
         # Under the float64 mode of rlexp.training.model.float64 this stays float64.
         lse = q.new_full((q.shape[1], len(q)), torch.nan, dtype=torch.float32)
         for at, keys in self._segments(cu_q, cu_k):
-            scores = self._scores(q[at], k[keys], causal, scale)
+            scores = self._scores(q[at], k[keys], causal, scale, window)
             self.computed += int(scores.isfinite().sum())
             lse[:, at] = scores.logsumexp(-1).float()
             out[at] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), self._expanded(v[keys], q)).to(q.dtype)
@@ -75,7 +75,7 @@ class MockFlash:
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
-        max_q: int, max_k: int, causal: bool, scale: float,
+        max_q: int, max_k: int, causal: bool, scale: float, window: tuple[int, int] = UNLIMITED,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         self._demand(q, k, v, cu_q, cu_k, max_q, max_k)
         assert dout.dtype == out.dtype == q.dtype
@@ -87,7 +87,7 @@ class MockFlash:
         dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
         for at, keys in self._segments(cu_q, cu_k):
             wide_k, wide_v, wide_dout = self._expanded(k[keys], q), self._expanded(v[keys], q), wide(dout[at])
-            scores = self._scores(q[at], k[keys], causal, scale)
+            scores = self._scores(q[at], k[keys], causal, scale, window)
             p = (scores - lse[:, at].to(scores.dtype).unsqueeze(-1)).exp()
             delta = (wide_dout * wide(out[at])).sum(-1).transpose(0, 1).unsqueeze(-1)
             ds = p * (torch.einsum("qhd,khd->hqk", wide_dout, wide_v) - delta) * scale
@@ -122,8 +122,17 @@ class MockFlash:
     def _expanded(self, x_kGD: Tensor, q: Tensor) -> Tensor:
         return wide(x_kGD).repeat_interleave(q.shape[1] // x_kGD.shape[1], 1)
 
-    def _scores(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, causal: bool, scale: float, window: tuple[int, int]) -> Tensor:
         scores = torch.einsum("qhd,khd->hqk", wide(q), self._expanded(k, q)) * scale
+        if window != UNLIMITED:
+            left, right = window
+            assert not causal
+            assert left >= 0
+            assert right >= 0
+            beyond = torch.arange(len(k)) - torch.arange(len(q)).unsqueeze(1) - (len(k) - len(q))
+            unseen = (beyond > right) | (beyond < -left)
+            assert not unseen.all(1).any(), "rows without keys"
+            return scores.masked_fill(unseen, -torch.inf)
         if not causal:
             return scores
         assert len(k) >= len(q), "rows without keys"
@@ -134,22 +143,25 @@ class MockFlash:
 
     def aten_forward(
         self, query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int,
-        dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float,
+        dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float, window_size_left: int = -1,
+        window_size_right: int = -1,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         assert (dropout_p, return_debug_mask) == (0.0, False)
-        out, lse = self.forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale)
+        window = (window_size_left, window_size_right)
+        out, lse = self.forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale, window)
         return out, lse, torch.empty(2, dtype=torch.uint64), torch.empty(()), torch.empty(0)
 
     def aten_backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
         cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
-        rng_state: Tensor, unused: Tensor, *, scale: float,
+        rng_state: Tensor, unused: Tensor, *, scale: float, window_size_left: int = -1, window_size_right: int = -1,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         assert dropout_p == 0.0
         assert rng_state.dtype == torch.uint64
         return self.backward(
-            grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale
-        )
+            grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale,
+            (window_size_left, window_size_right),
+        )  # fmt: skip
 
     # flash_attn.flash_attn_interface 2.8
 
@@ -159,8 +171,9 @@ class MockFlash:
         window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
         return_softmax: bool = False,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0, *UNLIMITED, 0, None)
-        args = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale)
+        assert (dropout_p, softcap, alibi_slopes) == (0, 0, None)
+        window = (window_size_left, window_size_right)
+        args = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window)
         return *self.forward(q, k, v, *args), torch.empty(0), torch.empty(2)
 
     def _flash_attn_varlen_backward(
@@ -169,8 +182,9 @@ class MockFlash:
         softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
         alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0, *UNLIMITED, 0, None)
-        args = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale)
+        assert (dropout_p, softcap, alibi_slopes) == (0, 0, None)
+        window = (window_size_left, window_size_right)
+        args = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window)
         return self._into((dq, dk, dv), self.backward(dout, q, k, v, out, softmax_lse, *args))
 
     def flash_attn_varlen_func(
@@ -191,9 +205,9 @@ class MockFlash:
         cu_seqlens_k: Tensor, cu_seqlens_k_new: None, seqused_q: None, seqused_k: None, max_seqlen_q: int,
         max_seqlen_k: int, page_table: None, kv_batch_idx: None, leftpad_k: None, rotary_cos: None, rotary_sin: None,
         seqlens_rotary: None, q_descale: None, k_descale: None, v_descale: None, softmax_scale: float,
-        causal: bool = False,
+        causal: bool = False, window_size: tuple[int, int] = UNLIMITED,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        args = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale)
+        args = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window_size)
         return *self.forward(q, k, v, *args), torch.empty(0), torch.empty(0)
 
     def _flash_attn_backward(
@@ -204,7 +218,8 @@ class MockFlash:
     ) -> Tensor:  # fmt: skip
         assert sequed_q is None
         assert sequed_k is None
-        args = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, softmax_scale)
+        window = (window_size_left, window_size_right)
+        args = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, softmax_scale, window)
         return self._into((dq, dk, dv), self.backward(dout, q, k, v, out, softmax_lse, *args))
 
     # flash_attn.cute.interface, of flash-attn 4
@@ -213,19 +228,21 @@ class MockFlash:
         self, q: Tensor, k: Tensor, v: Tensor, qv: None = None, cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None, seqused_q: None = None, seqused_k: None = None,
         max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, softmax_scale: float | None = None,
-        causal: bool = False, return_lse: bool = False,
+        causal: bool = False, return_lse: bool = False, window_size_left: int = -1, window_size_right: int = -1,
     ) -> tuple[Any, ...]:  # fmt: skip
         assert return_lse
-        args: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale)
+        window = (window_size_left, window_size_right)
+        args: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window)
         return *self.forward(q, k, v, *args), None, None, None
 
     def _flash_attn_bwd(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
         softmax_scale: float | None = None, causal: bool = False, cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-        deterministic: bool = False,
+        deterministic: bool = False, window_size_left: int = -1, window_size_right: int = -1,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        args: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale)
+        window = (window_size_left, window_size_right)
+        args: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window)
         return self.backward(dout, q, k, v, out, lse, *args)
 
     def _into(self, grads: tuple[Tensor, ...], computed: tuple[Tensor, ...]) -> Tensor:

@@ -22,8 +22,8 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.losses import LossConfig
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.model.loading import byte_tokenizer
-from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.examples import Examples, read_examples
+from rlexp.training.world.groups import ALONE, World
 
 Rows = Sequence[dict[str, Any]]
 SMALL = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

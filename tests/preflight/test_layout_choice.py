@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlexp.config.checks.layout import Choice, Heads, candidates, choose, copied, heads_of
+from rlexp.config.checks.layout import Choice, Heads, candidates, choose, copied, heads_of, windows_in
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, Precision, TinyModelConfig
+from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, Precision, TinyModelConfig, TransportName
 from rlexp.config.sizes import divisors
-from rlexp.training.ring.layouts import ulysses
+from rlexp.training.ring.transports import heads as heads_sent
 from tests.helpers.rehearsals import alone
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
@@ -36,6 +36,12 @@ def fastest_of(*asked: tuple[Config, Heads]) -> list[Choice]:
     from rlexp.preflight.fastest_layout import fastest
 
     return [fastest(cfg, heads) for cfg, heads in asked]
+
+
+def seconds_with(cfg: Config, several: list[Heads]) -> list[float]:
+    from rlexp.preflight.fastest_layout import seconds_of
+
+    return [seconds_of(cfg, heads, candidates(cfg, heads)[0]) for heads in several]
 
 
 def test_auto_takes_the_layout_whose_rehearsal_is_fastest() -> None:
@@ -67,7 +73,29 @@ def test_without_a_choice_there_is_nothing_to_rehearse(ring: int, heads: Heads |
 
 def test_a_layout_that_was_named_has_no_reason() -> None:
     assert choose(on_gpus(8, 8192, 1, "ulysses"), Heads(32, 8, 128)) == Choice(LayoutName.ulysses, 8)
-    assert choose(on_gpus(8, 8192, 1, "contiguous"), None) == Choice(LayoutName.contiguous, 1)
+    contiguous = Choice(LayoutName.contiguous, 1, transport=TransportName.direct)
+    assert choose(on_gpus(8, 8192, 1, "contiguous"), None) == contiguous
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words", "transport"),
+    [
+        (1, ("zigzag",), "direct"),
+        (2, ("zigzag",), "neighbour"),
+        (8, ("zigzag",), "direct"),  # no two ranks share a node, so nothing would cross twice
+        (2, ("hybrid", "parallel.ulysses_size=4"), "direct"),
+        (2, ("hybrid", "parallel.ulysses_size=2"), "neighbour"),
+        (2, ("zigzag", "parallel.transport=direct"), "direct"),
+        (1, ("contiguous", "parallel.transport=neighbour"), "neighbour"),
+        (2, ("allgather",), None),
+        (2, ("ulysses",), None),
+    ],
+)
+def test_keys_travel_straight_unless_they_would_cross_between_nodes_twice(
+    nodes: int, words: tuple[str, ...], transport: str | None
+) -> None:
+    chosen = choose(on_gpus(8, 8192, nodes, *words), LLAMA).transport
+    assert (chosen.value if chosen else None) == transport
 
 
 @pytest.mark.parametrize(
@@ -82,6 +110,7 @@ def test_a_layout_that_was_named_has_no_reason() -> None:
         ({"num_attention_heads": 8, "head_dim": 256, "global_head_dim": 512}, Heads(8, 8, 512)),
         ({"num_attention_heads": 8, "head_dim": 64, "per_layer_config": {"5": {"head_dim": 128}}}, Heads(8, 8, 128)),
         ({"text_config": {"num_attention_heads": 4, "hidden_size": 64}, "hidden_size": 9}, Heads(4, 4, 16)),
+        ({"num_attention_heads": 4, "head_dim": 8, "sliding_window": 16}, Heads(4, 4, 8, (16,))),
         ({"d_model": 5}, None),
         ([], None),
     ],
@@ -91,6 +120,31 @@ def test_heads_are_read_from_the_models_description(described, heads, tmp_path: 
     assert heads_of(HFModelConfig(name="hf", path=str(tmp_path))) == heads
     assert heads_of(HFModelConfig(name="hf", path="some/model-of-the-hub")) is None
     assert heads_of(TinyModelConfig(name="tiny")) == Heads(8, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("described", "windows"),
+    [
+        ({"sliding_window": 64, "num_hidden_layers": 2}, (64, 64)),
+        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, (None, 64)),
+        ({"text_config": {"sliding_window": 64, "layer_types": ["sliding_attention"]}}, (64,)),
+        ({"sliding_window": 64, "use_sliding_window": False, "num_hidden_layers": 2}, (None,)),  # Qwen 2
+        ({"sliding_window": 512, "num_hidden_layers": 2}, (None,)),  # no sequence is longer
+        ({"sliding_window": None}, (None,)),
+    ],
+)
+def test_windows_are_read_from_the_models_description(described, windows) -> None:
+    assert windows_in(described, 512) == windows
+
+
+def test_auto_knows_of_windows() -> None:
+    """A layer that sees little takes little time; of mixed layers it is the mean. Bounds of calls are copied to the
+    device once in a process, so the first of the three takes 2 % longer."""
+    near = on_gpus(8, 131072, 1)
+    mixed = Heads(32, 8, 128, (1024, 1024, None))
+    whole, windows, both = alone(seconds_with, near, [LLAMA, Heads(32, 8, 128, (1024,)), mixed])
+    assert windows < 0.1 * whole
+    assert both == pytest.approx((2 * windows + whole) / 3, rel=0.05)
 
 
 def test_heads_of_a_folder_are_refused_before_a_process_starts(rlexp: Shell, tmp_path: Path) -> None:
@@ -122,5 +176,5 @@ def test_the_heads_of_keys_that_ulysses_sends_are_counted_without_torch() -> Non
     for heads in range(1, 49):
         for keys in divisors(heads):
             for ranks in divisors(heads):
-                sent = keys * ulysses.Heads(heads, keys, ranks).copies
+                sent = keys * heads_sent.Heads(heads, keys, ranks).copies
                 assert copied(Heads(heads, keys, 1), ranks) == sent, (heads, keys, ranks)

@@ -140,11 +140,24 @@ MIXTURE = {
 }  # fmt: skip
 
 
+WINDOWED = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1024, "vocab_size": 32000,
+    "intermediate_size": 4096, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "head_dim": 64, "max_position_embeddings": 32768, "sliding_window": 64,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 3 + ["sliding_attention"] * 2,
+}  # fmt: skip
+OF_KINDS = {
+    "the first two": MIXTURE | {"mlp_only_layers": [0, 1]},
+    "every second": MIXTURE | {"mlp_only_layers": [1, 3, 5, 7, 9, 11]},
+    "five of six have a window": WINDOWED,
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dense", [[0, 1], [1, 3, 5, 7, 9, 11]], ids=["the first two", "every second"])
-def test_layers_of_several_kinds_follow_from_a_few(tmp_path: Path, dense: list[int]) -> None:
-    """A mixture of experts some of whose layers are dense."""
-    (tmp_path / "config.json").write_text(json.dumps(MIXTURE | {"mlp_only_layers": dense}), encoding="utf-8")
+@pytest.mark.parametrize("model", OF_KINDS.values(), ids=OF_KINDS.keys())
+def test_layers_of_several_kinds_follow_from_a_few(tmp_path: Path, model: dict[str, object]) -> None:
+    """A mixture of experts some of whose layers are dense; and layers with and without a window, as in Gemma 3."""
+    (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
     words = ("model=hf", f"model.path={tmp_path}", "launch.nproc=4", "parallel=ring2", "engine=fsdp2")
     few, whole = alone(stretched, elsewhere(*words, "train.batch_size=4"))
     assert few["peak"] == pytest.approx(whole["peak"], rel=5e-4)

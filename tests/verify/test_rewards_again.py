@@ -29,7 +29,6 @@ from rlexp.training.dataset.packing import pack_sequences
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.model.reward_model import RewardModel, last_places
-from rlexp.training.ring.groups import ALONE
 from rlexp.training.ring.kernels import CpuFlash
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.shard import shard_pack
@@ -38,6 +37,7 @@ from rlexp.training.rollout.rewards import numbers_in_text
 from rlexp.training.rollout.rewards.rule import rule_of
 from rlexp.training.train import build_rollouts
 from rlexp.training.types import Sample
+from rlexp.training.world.groups import ALONE
 from rlexp.verify.records import TokenPrompt
 from rlexp.verify.reference.pairs import Bytes
 from rlexp.verify.reference.reward_rules import last_number, rule_score, value_of_sum

@@ -11,9 +11,9 @@ import pytest
 
 from rlexp.config.load import compose_config
 from rlexp.training.model.loading import byte_tokenizer
-from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.examples import read_examples
 from rlexp.training.types import Completion
+from rlexp.training.world.groups import ALONE, World
 from rlexp.verify.reference.pairs import examples_of
 from tests.helpers.rows import assistant, cache, user
 

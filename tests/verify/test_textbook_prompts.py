@@ -17,9 +17,9 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.config.schema.data import BadRows, TemplateUse, TooLong
 from rlexp.training.model.loading import byte_tokenizer
-from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.examples import read_examples
 from rlexp.training.types import Prompt
+from rlexp.training.world.groups import ALONE, World
 from rlexp.verify.records import TokenExample, TokenPrompt
 from rlexp.verify.reference.pairs import ExampleSet, examples_of
 from tests.helpers.conversations import SHAPES as PAIRS

@@ -21,9 +21,9 @@ from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.mixture import Mixture
 from rlexp.training.dataset.sampler import Sampler
 from rlexp.training.model.loading import byte_tokenizer
-from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Pair
+from rlexp.training.world.groups import ALONE, World
 from rlexp.verify.records import SIDES, TokenPair
 from rlexp.verify.reference import rules
 from rlexp.verify.reference.pairs import ExampleSet, Writer, set_of

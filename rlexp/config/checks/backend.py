@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.layout import Heads
-from rlexp.config.schema import BackendName, Config, Device, KernelName, LayoutName, Precision
+from rlexp.config.schema import BackendName, Config, Device, KernelName, LayoutName, Precision, TransportName
 
 LAYOUTS = (LayoutName.zigzag, LayoutName.allgather)
 # Packages by a module of theirs. flash-attn 2 is known by its extension: flash-attn 4 has a folder flash_attn too.
@@ -30,6 +30,11 @@ def check_backend(cfg: Config, heads: Heads | None, *, here: bool = True) -> Non
             f"{NAMED}: always uses flash-attn's kernel, and parallel.kernel={kernel.value} names another. Leave "
             f"parallel.kernel out, {INSTEAD}"
         )
+    if cfg.parallel.transport is not TransportName.auto:
+        raise ConfigError(
+            f"{NAMED}: has its own transport, and parallel.transport={cfg.parallel.transport.value} names another. "
+            f"Leave parallel.transport out, {INSTEAD}"
+        )
     if cfg.launch.device is Device.cpu:
         raise ConfigError(f"{NAMED}: runs on GPUs only, and launch.device=cpu. Use launch.device=cuda, {INSTEAD}")
     if precision is not Precision.bf16:
@@ -38,6 +43,14 @@ def check_backend(cfg: Config, heads: Heads | None, *, here: bool = True) -> Non
         raise ConfigError(
             f"{NAMED}: the model's heads are of size {heads.size}, and flash-attn needs a multiple of {MULTIPLE} up to "
             f"{LARGEST}. Use parallel.backend=native."
+        )
+    window = min(filter(None, heads.windows if heads else ()), default=cfg.data.max_length)
+    if window < cfg.data.max_length:
+        layouts = ", ".join(each.value for each in LayoutName if each is not LayoutName.auto)
+        raise ConfigError(
+            f"{NAMED}: some layers of the model see {window:,} positions only, and data.max_length="
+            f"{cfg.data.max_length}; the library has no windows. Use parallel.backend=native, whose layouts all have "
+            f"them ({layouts})."
         )
     missing = [name for module, name in PACKAGES.items() if here and find_spec(module) is None]
     if missing:

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlexp.base.errors import ConfigError
-from rlexp.config.schema import Config, HFModelConfig, LayoutName, ModelConfig, TinyModelConfig
+from rlexp.config.schema import (
+    BackendName,
+    Config,
+    HFModelConfig,
+    LayoutName,
+    ModelConfig,
+    TinyModelConfig,
+    TransportName,
+)
 from rlexp.config.sizes import divisors, listed, nearest
+
+TRAVELLING = (LayoutName.zigzag, LayoutName.contiguous, LayoutName.hybrid)  # those that have a transport
 
 
 @dataclass(frozen=True)
@@ -21,6 +32,7 @@ class Heads:
     queries: int
     keys: int
     size: int
+    windows: tuple[int | None, ...] = (None,)  # positions that the layers see; None: every sequence whole
 
 
 @dataclass(frozen=True)
@@ -28,11 +40,17 @@ class Choice:
     layout: LayoutName
     ulysses_size: int  # ranks that share out the heads
     reason: str | None = None  # None if the layout was named
+    transport: TransportName | None = None  # None where there is nothing to choose
 
     @property
     def name(self) -> str:
         groups = f" {self.ulysses_size} × zigzag" if self.layout is LayoutName.hybrid else ""
-        return f"{self.layout.value}{groups}"
+        return f"{self.layout.value}{groups}{f' {self.transport.value}' if self.transport else ''}"
+
+    @property
+    def how(self) -> tuple[str, int, str]:
+        """Return what `get_layout` takes."""
+        return self.layout.value, self.ulysses_size, (self.transport or TransportName.direct).value
 
 
 def check_layout(cfg: Config, heads: Heads | None) -> None:
@@ -43,12 +61,34 @@ def check_layout(cfg: Config, heads: Heads | None) -> None:
             f"parallel.ulysses_size={inner}: belongs to parallel.layout=hybrid, and the layout is "
             f"{cfg.parallel.layout.value}. Use parallel.layout=hybrid, or leave parallel.ulysses_size out."
         )
+    travels = (LayoutName.auto, *TRAVELLING)
+    if cfg.parallel.transport is not TransportName.auto and cfg.parallel.layout not in travels:
+        able = ", ".join(each.value for each in TRAVELLING)
+        raise ConfigError(
+            f"parallel.transport={cfg.parallel.transport.value}: parallel.layout={cfg.parallel.layout.value} sends "
+            f"in its own way. Leave parallel.transport out, or use one of the layouts {able}."
+        )
     if cfg.parallel.layout is not LayoutName.auto:
         choose(cfg, heads)
 
 
+def with_transport(cfg: Config, choice: Choice) -> Choice:
+    """Choose how keys and values travel: straight, unless ranks that share a node would send the same to another."""
+    ring, named = cfg.parallel.ring_size, cfg.parallel.transport
+    if choice.layout not in TRAVELLING or ring == choice.ulysses_size or cfg.parallel.backend is not BackendName.native:
+        return choice
+    if named is TransportName.auto:
+        apart = near(cfg, ring) or on_node(cfg) == choice.ulysses_size
+        named = TransportName.direct if apart else TransportName.neighbour
+    return dataclasses.replace(choice, transport=named)
+
+
 def choose(cfg: Config, heads: Heads | None) -> Choice:
     """Return the layout that was named, or chosen before the ranks started; refuse one that does not fit."""
+    return with_transport(cfg, _choose(cfg, heads))
+
+
+def _choose(cfg: Config, heads: Heads | None) -> Choice:
     ring, inner, why = cfg.parallel.ring_size, cfg.parallel.ulysses_size, cfg.parallel.chosen
     match cfg.parallel.layout:
         case LayoutName.auto:
@@ -91,7 +131,7 @@ def _fitting(heads: Heads | None, ring: int, most: int) -> int:
 def heads_of(model: ModelConfig) -> Heads | None:
     """Return the model's heads, or None for a hub model or a GGUF file: ranks learn them when they load it."""
     if isinstance(model, TinyModelConfig):
-        return Heads(model.heads, model.kv_heads, model.hidden_size // model.heads)
+        return Heads(model.heads, model.kv_heads, model.hidden_size // model.heads, (model.window,))
     described = _described(model)
     return None if described is None else heads_in(described)
 
@@ -135,7 +175,20 @@ def heads_in(described: dict[str, object]) -> Heads | None:
     layers = fields.get("per_layer_config")  # in Gemma 4, some layers have larger heads
     others = [layer.get("head_dim") for layer in layers.values()] if isinstance(layers, dict) else []
     size = max(size, first("global_head_dim"), *(each for each in others if isinstance(each, int)))
-    return Heads(heads, first("num_key_value_heads") or heads, size) if size > 0 else None
+    windows = windows_in(described, sys.maxsize)
+    return Heads(heads, first("num_key_value_heads") or heads, size, windows) if size > 0 else None
+
+
+def windows_in(described: dict[str, object], max_length: int) -> tuple[int | None, ...]:
+    """Read from a model's config.json how many positions each layer sees; None where that is every sequence whole."""
+    text = described.get("text_config")
+    fields = text if isinstance(text, dict) else described
+    window, kinds, layers = (fields.get(name) for name in ("sliding_window", "layer_types", "num_hidden_layers"))
+    if not isinstance(window, int) or window >= max_length or fields.get("use_sliding_window") is False:
+        return (None,)
+    if isinstance(kinds, list) and kinds:
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return (window,) * (layers if isinstance(layers, int) else 1)
 
 
 # ---- parallel.layout=auto ----
@@ -150,7 +203,8 @@ def candidates(cfg: Config, heads: Heads | None) -> list[Choice]:
         return [Choice(LayoutName.zigzag, 1, "the model's heads are not known, and it takes any")]
     sharing = [inner for inner in divisors(ring)[1:] if heads.queries % inner == 0]
     shared = [Choice(LayoutName.ulysses if inner == ring else LayoutName.hybrid, inner) for inner in sharing]
-    return [Choice(LayoutName.zigzag, 1), Choice(LayoutName.allgather, 1), *shared]
+    choices = [Choice(LayoutName.zigzag, 1), Choice(LayoutName.allgather, 1), *shared]
+    return [with_transport(cfg, choice) for choice in choices]
 
 
 def with_layout(cfg: Config, choice: Choice) -> Config:
@@ -162,7 +216,11 @@ def with_layout(cfg: Config, choice: Choice) -> Config:
 
 def near(cfg: Config, ranks: int) -> bool:
     """Say whether groups of so many neighbours in the ring are each on one node."""
-    return (cfg.parallel.world_size + cfg.rollout.sampling_ranks) // cfg.launch.nodes % ranks == 0
+    return on_node(cfg) % ranks == 0
+
+
+def on_node(cfg: Config) -> int:
+    return (cfg.parallel.world_size + cfg.rollout.sampling_ranks) // cfg.launch.nodes
 
 
 def copied(heads: Heads, ranks: int) -> int:

@@ -92,12 +92,21 @@ class Precision(Enum):
 
 class LayoutName(Enum):
     auto = "auto"  # the layout with the fastest predicted step; the run prints which one, and why
-    # each rank holds an early and a late part of each sequence, so work is even; keys and values rotate
+    # each rank holds an early and a late part of each sequence, so work is even; it receives the keys and values that
+    # its queries see, rank by rank
     zigzag = "zigzag"
     contiguous = "contiguous"  # each rank holds one part of each sequence; work is uneven: for comparison only
     allgather = "allgather"  # as zigzag, but each rank gathers the keys and values of all ranks, one head at a time
     ulysses = "ulysses"  # the ranks exchange tokens for heads; the ring size must divide the number of heads
     hybrid = "hybrid"  # ulysses among parallel.ulysses_size neighbours, zigzag among these groups
+
+
+class TransportName(Enum):
+    """How keys and values reach the ranks that need them, and their gradients come home."""
+
+    auto = "auto"  # direct if each ring is on one node, otherwise neighbour
+    direct = "direct"  # straight to each rank that needs them, and only what it needs: the fewest bytes
+    neighbour = "neighbour"  # from rank to rank around the ring: the fewest bytes from one node to another
 
 
 class KernelName(Enum):
@@ -267,6 +276,8 @@ class ParallelConfig:
     layout: LayoutName = LayoutName.zigzag
     # ranks that share out the heads, with parallel.layout=hybrid; it must divide the ring size
     ulysses_size: int | None = number(None, least=1)
+    # how keys and values travel, with the layouts zigzag, contiguous and hybrid
+    transport: TransportName = TransportName.auto
     kernel: KernelName = KernelName.auto  # the code that computes attention on one rank
     backend: BackendName = BackendName.native  # the code that runs attention over the ring
     world_size: int = MISSING  # ranks that train; derived, cannot be set

@@ -37,6 +37,7 @@ class TinyModelConfig(ModelConfig):
     layers: int = number(2, least=1)  # decoder layers
     heads: int = number(8, least=1, most=MANY)  # heads of queries in each layer
     kv_heads: int = number(2, least=1, most=MANY)  # heads of keys and values in each layer; it must divide model.heads
+    window: int | None = number(None, least=1)  # tokens that a token sees, itself included; null: all before it
 
 
 @dataclass

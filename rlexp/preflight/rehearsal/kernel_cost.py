@@ -6,18 +6,25 @@ import torch
 from torch import Tensor
 
 from rlexp.preflight.rehearsal.log import Log
-from rlexp.training.ring.kernels.base import BlockKernel, Call, Grads, Lengths, segments
+from rlexp.training.ring.kernels.base import Ask, BlockKernel, Call, Grads, segments
+from rlexp.training.ring.slices import Slice
 
 FORWARD, BACKWARD = 4, 10  # floating-point operations for each query, key and channel: two products, and five
 
 
-class CountedKernel:
+class CountedKernel(BlockKernel):
     def __init__(self, kernel: BlockKernel, log: Log) -> None:
         self.name, self.dtypes = kernel.name, kernel.dtypes
         self.kernel, self.log = kernel, log
 
-    def prepare(self, q_lengths: Lengths, k_lengths: Lengths, device: torch.device) -> None:
-        self.kernel.prepare(q_lengths, k_lengths, device)
+    def refuses(self, ask: Ask) -> str | None:
+        return self.kernel.refuses(ask)
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.kernel.gradient_dtype(dtype)
+
+    def prepare(self, call: Call, device: torch.device) -> None:
+        self.kernel.prepare(call, device)
 
     def ready(self, x: Tensor) -> Tensor:
         return self.kernel.ready(x)
@@ -39,7 +46,7 @@ class CountedKernel:
 def pairs(call: Call) -> int:
     """Count the pairs of a query and a key that it sees."""
     total = 0
-    for queries, keys in segments(call):
+    for queries, keys, seen in segments(call):
         q, k = queries.stop - queries.start, keys.stop - keys.start
-        total += q * (q + 1) // 2 if call.causal else q * k
+        total += q * k if seen is None else Slice(range(q), range(k), *seen).pairs()
     return total

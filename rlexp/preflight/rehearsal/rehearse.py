@@ -30,8 +30,8 @@ from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import random_model
 from rlexp.training.model.placing import Placing, put_all
 from rlexp.training.reference.base import Reference
-from rlexp.training.ring.groups import World
 from rlexp.training.ring.kernels import BlockKernel, get_kernel
+from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.build import Sources, build, unprobed
 from rlexp.training.train.choose_task import task_class
@@ -40,6 +40,7 @@ from rlexp.training.train.parts import Setting
 from rlexp.training.train.step import train_step
 from rlexp.training.train.task import Task
 from rlexp.training.types import Pack, Shard
+from rlexp.training.world.groups import World
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ class LoggedPhases(Phases):
         """Report nothing: the log has it all."""
 
 
-def kernel_for(name: str, _device: str, dtype: torch.dtype, _head_size: int | None) -> BlockKernel:
+def kernel_for(name: str, _device: str, dtype: torch.dtype, _head_size: int | None, _ask: Ask) -> BlockKernel:
     """Return the kernel that runs on a GPU without a package of its own, or the one that was named."""
     half = dtype in (torch.bfloat16, torch.float16)
     return get_kernel(("torch_flash" if half else "plain") if name == "auto" else name, "cuda", dtype)

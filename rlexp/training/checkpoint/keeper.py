@@ -19,8 +19,8 @@ from rlexp.config.schema.cadence import save_cadence
 from rlexp.run_files import checkpoint_folder
 from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.checkpoint.saver import Describe, Saver
-from rlexp.training.ring.groups import World
-from rlexp.training.ring.objects import from_rank0
+from rlexp.training.world.groups import World
+from rlexp.training.world.objects import from_rank0
 
 SCORE = "score"  # key in a checkpoint's position: its value of `checkpoint.best_metric`
 

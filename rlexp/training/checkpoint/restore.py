@@ -11,8 +11,8 @@ from rlexp.base.errors import CheckpointError
 from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint import tensors
 from rlexp.training.engine.base import Engine
-from rlexp.training.ring.groups import World
-from rlexp.training.ring.objects import from_rank0, gather_objects
+from rlexp.training.world.groups import World
+from rlexp.training.world.objects import from_rank0, gather_objects
 
 
 def restore(

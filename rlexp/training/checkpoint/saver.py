@@ -19,8 +19,8 @@ from rlexp.base.files import sync
 from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint.tensors import HostCopy, share, write
 from rlexp.training.engine.base import Engine
-from rlexp.training.ring.groups import World
-from rlexp.training.ring.objects import from_rank0, gather_objects
+from rlexp.training.world.groups import World
+from rlexp.training.world.objects import from_rank0, gather_objects
 
 Describe = Callable[[Path], Sequence[Path]]  # writes a rank's other files; rank 0 writes the position
 

@@ -25,8 +25,8 @@ from rlexp.training.engine.frozen import Frozen
 from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.placing import put_buffers, take_exact
 from rlexp.training.model.policy import Policy, cast_parameters
-from rlexp.training.ring.groups import World
 from rlexp.training.types import Shard, TokenLogps
+from rlexp.training.world.groups import World
 
 
 class FSDP2Engine(Named):

@@ -16,8 +16,8 @@ from rlexp.training.engine.base import Fragment, Named, moments_of, optimizer_fo
 from rlexp.training.engine.reducing import Reducing
 from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.policy import Policy, cast_parameters
-from rlexp.training.ring.groups import World
 from rlexp.training.types import Shard, TokenLogps
+from rlexp.training.world.groups import World
 
 
 class PlainEngine(Named):

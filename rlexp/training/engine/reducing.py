@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlexp.training.ring.groups import World
+from rlexp.training.world.groups import World
 
 BUCKET = 1 << 25  # elements reduced in one collective; a larger parameter is one of its own
 IN_FLIGHT = 2

@@ -41,8 +41,8 @@ from rlexp.training.engine.plain import PlainEngine
 from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.placing import gathered, take_exact
 from rlexp.training.model.policy import Policy
-from rlexp.training.ring.groups import World
 from rlexp.training.types import Shard, TokenLogps
+from rlexp.training.world.groups import World
 
 BUCKET = 50_000_000  # most elements of a gradient that are reduced together: 100 MB in bfloat16
 

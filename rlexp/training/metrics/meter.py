@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlexp.training.ring.groups import World
+from rlexp.training.world.groups import World
 
 
 class Spread(Enum):

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from rlexp.training.ring.kernels.base import Ask
+
 GROWTH = 64  # fewest columns by which the cache grows
 
 
@@ -52,17 +54,24 @@ class KeyValues:
         copied[:, :, :, : self.length] = kept
         return copied
 
-    def mask(self, new: int) -> Tensor | None:
-        """Return (B or 1, 1, q, K), the columns that each new token sees; None if all tokens see all columns.
+    def first_seen(self, window: int | None) -> int:
+        """Return the first column that any new token sees."""
+        return 0 if window is None else max(0, self.length + 1 - window)
 
-        A token sees its own row up to itself. Padding sees all columns before it: nobody reads its result, but that
-        must be finite.
+    def mask(self, new: int, window: int | None = None) -> Tensor | None:
+        """Return (B or 1, 1, q, K), the columns from the first seen one on that each new token sees; None if all tokens
+        see all of them.
+
+        A token sees its own row up to itself, as far back as its window. Padding sees all columns before it: nobody
+        reads its result, but that must be finite.
         """
         if new == 1 and not self.padded:
             return None
-        columns_K = torch.arange(self.length + new, device=self.pads_B.device)
-        queries_q = columns_K[self.length :].unsqueeze(-1)
+        columns_K = torch.arange(self.first_seen(window), self.length + new, device=self.pads_B.device)
+        queries_q = columns_K[-new:].unsqueeze(-1)
         causal_qK = columns_K <= queries_q
+        if window is not None:
+            causal_qK &= columns_K > queries_q - window
         if not self.padded:
             return causal_qK[None, None]
         pads = self.pads_B.view(-1, 1, 1, 1)
@@ -92,23 +101,31 @@ class Decoding:
     tokens_Bq: Tensor
     positions_Bq: Tensor
     cache: KeyValues
-    mask: Tensor | None = field(init=False)
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)  # by window, made once for all layers
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "mask", self.cache.mask(self.tokens_Bq.shape[1]))
+    def mask(self, window: int | None) -> Tensor | None:
+        if window not in self.masks:
+            self.masks[window] = self.cache.mask(self.tokens_Bq.shape[1], window)
+        return self.masks[window]
 
     def finished(self) -> None:
         """Count the new tokens as read, once the forward pass is over."""
         self.cache.length += self.tokens_Bq.shape[1]
 
 
-def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, batch: Decoding, scale: float) -> Tensor:
-    """Attend with (B, H, q, D) queries to all keys in the cache; return (B, q, H, D)."""
-    keys, values = batch.cache.add(module, key, value)
+def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, batch: Decoding, ask: Ask) -> Tensor:
+    """Attend with (B, H, q, D) queries to the keys in the cache; return (B, q, H, D)."""
+    first = batch.cache.first_seen(ask.window)
+    keys, values = (x[:, :, first:] for x in batch.cache.add(module, key, value))
     rows, heads, new, size = query.shape
     if new == 1:  # a group's heads see the same columns, so they become queries of one head, whose keys are read once
         query = query.reshape(rows, keys.shape[1], -1, size)
     out_BHqD = nn.functional.scaled_dot_product_attention(
-        query, keys, values, attn_mask=batch.mask, scale=scale, enable_gqa=query.shape[1] != keys.shape[1]
+        query,
+        keys,
+        values,
+        attn_mask=batch.mask(ask.window),
+        scale=ask.scale,
+        enable_gqa=query.shape[1] != keys.shape[1],
     )
     return out_BHqD.reshape(rows, heads, new, size).transpose(1, 2)

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -51,7 +52,10 @@ def load_config(cfg: ModelConfig, max_length: int) -> PreTrainedConfig:
     match cfg:
         case TinyModelConfig():
             tokenizer = byte_tokenizer()
-            config: PreTrainedConfig = LlamaConfig(
+            # Mistral is a Llama whose tokens see a window.
+            kind, windows = (MistralConfig, {"sliding_window": cfg.window}) if cfg.window else (LlamaConfig, {})
+            config: PreTrainedConfig = kind(
+                **windows,
                 vocab_size=len(tokenizer),
                 hidden_size=cfg.hidden_size,
                 intermediate_size=cfg.intermediate_size,

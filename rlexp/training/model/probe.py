@@ -7,6 +7,7 @@ at a time by transformers alone. If the two differ, the model is refused by name
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +24,11 @@ from rlexp.training.model.float64 import precise
 from rlexp.training.model.loading import from_config_options, quiet
 from rlexp.training.model.policy import Policy, cast_parameters
 from rlexp.training.model.small import small_config
-from rlexp.training.ring.groups import Ring
 from rlexp.training.ring.kernels import BlockKernel, computing_in
 from rlexp.training.ring.layouts import Layout
 from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.types import Pack
+from rlexp.training.world.groups import Ring
 
 LENGTHS = ((5, 32), (1, 1), (9, 10), (2, 19))  # of prompt and answer; awkward for every ring
 WINDOW = 8  # the copy's window if the model's is shorter than data.max_length, so that the probe's sequences exceed it
@@ -149,8 +150,8 @@ def _largest_difference(small: SmallCopy, ring: Ring, layout: Layout, kernel: Bl
     pack = pack_sequences(
         [(p.numpy(), a.numpy()) for p, a in sequences], layout.multiple(ring.size), unit=layout.unit(ring.size)
     )
-    # The copy's windows are short enough for the numbers to show them, so the hook need not refuse them first.
-    shard = shard_pack(pack, ring, layout, computing_in(torch.float64, kernel), max_length=0).to(small.device)
+    # Windows apply whatever their length, so that the copy is held to the very windows that it has.
+    shard = shard_pack(pack, ring, layout, computing_in(torch.float64, kernel), sys.maxsize).to(small.device)
     with torch.no_grad():
         logps_t = Policy(small.model(hook.NAME))(shard).logps_t.cpu()
     expected_t = _alone(small, sequences, pack)[shard.index_t.cpu()]
@@ -198,13 +199,14 @@ def _refusal(config: PreTrainedConfig, max_length: int, why: str) -> str:
     suspects = [
         f"{name}={getattr(config, name)} is shorter than data.max_length={max_length}"
         for name in _windows(config, max_length)
+        if name != "sliding_window"
     ]
     suspects += [
         f"{name}={value}"
         for name, value in vars(config).items()
         if ("softcap" in name or name in ("logit_scale", "logits_scaling")) and value not in (None, 1, 1.0)
     ]
-    kinds = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
+    kinds = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"})
     suspects += [f"layers of the kind {kind}" for kind in kinds]
     because = f" Possible reasons: {'; '.join(suspects)}." if suspects else ""
     return (

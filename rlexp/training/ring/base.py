@@ -8,26 +8,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.groups import Ring
-from rlexp.training.ring.kernels.base import BlockKernel
+from rlexp.training.ring.kernels.base import Ask, BlockKernel
 from rlexp.training.types import Segment
+from rlexp.training.world.groups import Ring
 
-
-class Part(Enum):
-    """A part of a rank's share of a segment: its first chunk, its last chunk, or all of it."""
-
-    ALL = "all"
-    EARLY = "early"
-    LATE = "late"
-
-
-ALL, EARLY, LATE = Part.ALL, Part.EARLY, Part.LATE
+Window = int | None  # positions that a query sees, its own included; None: all up to its own
 
 
 @dataclass(frozen=True)
@@ -40,10 +30,10 @@ class Deal:
 
 
 class AttentionPlan(Protocol):
-    """The attention of one pack on one rank of a ring, worked out once for all layers of the model."""
+    """The attention of one pack on one rank of a ring, planned once for all layers of the model that have a window."""
 
-    def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, scale: float) -> Tensor:
-        """Attend causally within each segment, over the whole ring.
+    def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, ask: Ask) -> Tensor:
+        """Attend causally within each segment and to its ancestors, over the whole ring.
 
         The result is (t, H, D) in the dtype of the queries, and differentiable.
         """
@@ -65,10 +55,12 @@ class Layout(ABC):
         return 1
 
     @abstractmethod
-    def deal(self, segments: Sequence[Segment], ring_size: int) -> Deal: ...
+    def deal(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> Deal: ...
 
     @abstractmethod
-    def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel) -> AttentionPlan: ...
+    def plan(
+        self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel, window: Window = None
+    ) -> AttentionPlan: ...
 
 
 class RingBatch:
@@ -77,9 +69,24 @@ class RingBatch:
     Not a dataclass: in those FSDP looks for tensors, at every layer's call, and would go through all numbers of a plan.
     """
 
-    def __init__(self, plan: AttentionPlan, max_length: int) -> None:
-        self.plan = plan
-        self.max_length = max_length  # of any sequence of the run; a model with a shorter window is refused
+    def __init__(
+        self, layout: Layout, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel, max_length: int
+    ) -> None:
+        self.max_length = max_length  # of any sequence of the run: a longer window is none
+        self.layout, self.segments, self.ring, self.kernel = layout, segments, ring, kernel
+        self._device, self._plans = torch.device("cpu"), dict[Window, AttentionPlan]()
+
+    def plan(self, window: Window) -> AttentionPlan:
+        """Return the plan of all layers with this window. It is made once."""
+        if window not in self._plans:
+            plan = self.layout.plan(self.segments, self.ring, self.kernel, window)
+            self._plans[window] = plan.to(self._device)
+        return self._plans[window]
 
     def to(self, device: torch.device) -> RingBatch:
-        return RingBatch(self.plan.to(device), self.max_length)
+        there = RingBatch(self.layout, self.segments, self.ring, self.kernel, self.max_length)
+        there._device, there._plans = device, {window: plan.to(device) for window, plan in self._plans.items()}
+        return there
+
+    def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, ask: Ask) -> Tensor:
+        return self.plan(ask.window).attend(q_tHD, k_tGD, v_tGD, ask)

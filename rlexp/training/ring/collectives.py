@@ -1,9 +1,9 @@
-"""Collectives of a ring: the differentiable sum, and what layouts send: rotation, gather, scatter and exchange."""
+"""Collectives of a ring: the differentiable sum, and what transports send: to a rank, to all, and heads for tokens."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlexp.training.ring.groups import Ring
+from rlexp.training.world.groups import Ring
 
 
 class _RingSum(torch.autograd.Function):
@@ -45,39 +45,39 @@ def ring_sum(values: Tensor, ring: Ring) -> Tensor:
     return result
 
 
-@dataclass
-class Rotation:
-    """A buffer on its way to the next rank while another comes in.
+Posted = Sequence[tuple[int, Tensor]]  # places in the ring, and what goes there or comes from there
 
-    Both are kept alive until they have arrived, and no longer: the received one is handed over once.
+
+@dataclass
+class Underway:
+    """Tensors on their way to other ranks while others come in.
+
+    All are kept alive until they have arrived, and no longer: the received ones are handed over once.
     """
 
-    sent: Tensor
-    received: Tensor
-    works: list[dist.Work]
-    arrived: Callable[[], None]
+    sent: Sequence[Tensor]
+    received: list[Tensor]
+    works: Sequence[dist.Work]
+    arrived: Callable[[], None] | None
 
-    def wait(self) -> Tensor:
+    def wait(self) -> list[Tensor]:
         for work in self.works:
             work.wait()
-        self.arrived()
+        if self.arrived is not None:
+            self.arrived()
         received = self.received
         del self.sent, self.received, self.works, self.arrived
         return received
 
 
-def rotate(buffer: Tensor, ring: Ring) -> Rotation:
-    """Start sending `buffer` to the next rank and receiving the previous rank's."""
-    assert ring.size > 1
-    assert buffer.is_contiguous()
-    received = torch.empty_like(buffer)
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, buffer, ring.next_rank, _group(ring)),
-            dist.P2POp(dist.irecv, received, ring.previous_rank, _group(ring)),
-        ]
-    )
-    return Rotation(buffer, received, works, _leaving(ring, buffer.nbytes))
+def between(ring: Ring, going: Posted, coming: Posted) -> Underway:
+    """Start sending tensors to ranks of the ring, and receiving others into the ones given. Empty ones stay."""
+    sent, received = ([x for _, x in posted] for posted in (going, coming))
+    assert all(x.is_contiguous() for x in (*sent, *received))
+    operations = [dist.P2POp(dist.isend, x, ring.ranks[to], _group(ring)) for to, x in going if x.numel()]
+    operations += [dist.P2POp(dist.irecv, x, ring.ranks[source], _group(ring)) for source, x in coming if x.numel()]
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return Underway(sent, received, works, _leaving(ring, sum(x.nbytes for x in sent)) if operations else None)
 
 
 def _leaving(ring: Ring, size: int) -> Callable[[], None]:
@@ -90,44 +90,21 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass
-class Pending:
-    """The result of a collective that is in flight. As in a rotation, it is handed over once."""
-
-    sent: Tensor
-    received: Tensor
-    work: dist.Work | None
-    arrived: Callable[[], None] | None = None
-
-    def wait(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
-        if self.arrived is not None:
-            self.arrived()
-        received = self.received
-        del self.sent, self.received, self.work
-        return received
-
-
-def gather(buffer: Tensor, ring: Ring) -> Pending:
+def gather(buffer: Tensor, ring: Ring) -> Underway:
     """Start sending `buffer` to all ranks and receiving theirs: (ring, …), in ring order."""
     assert buffer.is_contiguous()
-    if ring.size == 1:
-        return Pending(buffer, buffer.unsqueeze(0), None)
     received = buffer.new_empty(ring.size, *buffer.shape)
     work = _all_gather(received.view(-1), buffer.view(-1), group=_group(ring), async_op=True)
-    return Pending(buffer, received, work, _leaving(ring, (ring.size - 1) * buffer.nbytes))
+    return Underway([buffer], [received], [work], _leaving(ring, (ring.size - 1) * buffer.nbytes))
 
 
-def sum_and_scatter(buffer: Tensor, ring: Ring) -> Pending:
+def sum_and_scatter(buffer: Tensor, ring: Ring) -> Underway:
     """Start summing the buffers of all ranks, (ring, …): each rank receives the sum of its own entry."""
     assert buffer.is_contiguous()
     assert len(buffer) == ring.size
-    if ring.size == 1:
-        return Pending(buffer, buffer[0], None)
     received = torch.empty_like(buffer[0])
     work = _reduce_scatter(received.view(-1), buffer.view(-1), group=_group(ring), async_op=True)
-    return Pending(buffer, received, work, _leaving(ring, (ring.size - 1) * received.nbytes))
+    return Underway([buffer], [received], [work], _leaving(ring, (ring.size - 1) * received.nbytes))
 
 
 def exchange(buffer: Tensor, ring: Ring) -> Tensor:

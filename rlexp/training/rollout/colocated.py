@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from rlexp.base.errors import CheckpointError
 from rlexp.config.schema import RolloutConfig
-from rlexp.training.ring.groups import World
 from rlexp.training.rollout.deal import deal, micro_batches
 from rlexp.training.rollout.draws import Draws, Weights
 from rlexp.training.rollout.rewards.weighted import Rewards
 from rlexp.training.types import Prompt, Sample
+from rlexp.training.world.groups import World
 
 
 class Colocated:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlexp.training.dataset.packing import trained_places
-from rlexp.training.ring.groups import Ring
 from rlexp.training.rollout.host import Host
 from rlexp.training.types import Floats, Pack, Sample, Shard
 
@@ -44,15 +43,15 @@ def fetch(mine: Sequence[Sample], places: Sequence[int], host: Host) -> list[Sam
     return [by_place[place] for place in places]
 
 
-def off_pack(pack: Pack, shard: Shard, values_t: Tensor, ring: Ring) -> list[Floats]:
+def off_pack(pack: Pack, shard: Shard, values_t: Tensor) -> list[Floats]:
     """Return the values of each sequence's answer from all ranks' tokens: the inverse of `on_pack`.
 
     A collective call of the ring.
     """
     values_T = torch.zeros(len(pack.tokens_T), dtype=values_t.dtype, device=values_t.device)
     values_T[shard.index_t] = values_t
-    if ring.size > 1:
-        dist.all_reduce(values_T, group=ring.group)
+    if shard.ring.size > 1:
+        dist.all_reduce(values_T, group=shard.ring.group)
     trained_n = trained_places(pack)
     lengths = torch.bincount(pack.sequence_T[trained_n], minlength=pack.sequences).tolist()
     answers = values_T.cpu()[trained_n].split(lengths) if pack.sequences else []

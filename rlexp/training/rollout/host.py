@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlexp.training.ring.groups import World
-from rlexp.training.ring.objects import gather_objects
 from rlexp.training.rollout.bridge import PATIENCE
+from rlexp.training.world.groups import World
+from rlexp.training.world.objects import gather_objects
 
 T = TypeVar("T")
 

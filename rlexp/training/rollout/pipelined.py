@@ -16,13 +16,13 @@ import torch
 
 from rlexp.base.errors import DrawError
 from rlexp.config.schema import RolloutConfig
-from rlexp.training.ring.groups import World
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.colocated import Colocated
 from rlexp.training.rollout.deal import deal, micro_batches
 from rlexp.training.rollout.draws import Draws, Weights
 from rlexp.training.rollout.rewards.weighted import Rewards
 from rlexp.training.types import Prompt, Sample
+from rlexp.training.world.groups import World
 
 STOP = -1
 

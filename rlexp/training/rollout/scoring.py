@@ -17,10 +17,10 @@ from torch import Tensor
 
 from rlexp.training.reference.base import Reference
 from rlexp.training.ring.collectives import ring_sum
-from rlexp.training.ring.groups import World
-from rlexp.training.ring.objects import gather_objects
 from rlexp.training.rollout.experience import off_pack
 from rlexp.training.types import Floats, Ids, Pack, Sample, Shard, TokenLogps
+from rlexp.training.world.groups import World
+from rlexp.training.world.objects import gather_objects
 
 Sequences = list[tuple[Ids, Ids]]  # prompt and answer
 Scores = dict[str, list[float]]  # of this rank's samples, by the name of the reward model
@@ -106,7 +106,7 @@ class Scorer:
         if self.reference is not None:
             columns["reference"] = self.reference.logps(shard)
         for field, values_t in columns.items():
-            self._keep(chunk, field, off_pack(pack, shard, values_t, self.world.ring)[own])
+            self._keep(chunk, field, off_pack(pack, shard, values_t)[own])
 
     def _add_rewards(self, chunk: Sequence[Sample], rewards: Scores) -> None:
         for model in self.reward_models:

@@ -17,7 +17,7 @@ from rlexp.base.kernel_needs import fits
 from rlexp.config.adapter_folder import read_adapter
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.kernel import check_kernel
-from rlexp.config.checks.layout import Choice, Heads, choose, heads_in
+from rlexp.config.checks.layout import Choice, Heads, choose, heads_in, windows_in
 from rlexp.config.checks.reference import check_heads, model_of_reference
 from rlexp.config.schema import (
     BackendName,
@@ -50,8 +50,9 @@ from rlexp.training.model.probe import probe, probe_decoding
 from rlexp.training.model.score_head import padding_of
 from rlexp.training.reference.base import Reference
 from rlexp.training.reference.models import OfAdapter, OfModel
-from rlexp.training.ring.groups import World, build_world
+from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.kernels import BlockKernel, get_kernel
+from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.ring.layouts.ring_flash_attn import library_layout
 from rlexp.training.rollout.bridge import Bridge
@@ -61,6 +62,7 @@ from rlexp.training.train.parts import Run, Setting
 from rlexp.training.train.precompute import precomputed
 from rlexp.training.train.schedule import Schedule
 from rlexp.training.train.task import Needs, Task
+from rlexp.training.world.groups import Ring, World, build_world
 
 Probe = Callable[..., float]
 TaskOf = Callable[[Config, Any, World, Bridge | None], Task]
@@ -107,9 +109,12 @@ def build(
     heads, choice = layout_of(cfg, model_config, sources)
     world = build_world(cfg.parallel.ring_size, timedelta(seconds=cfg.launch.timeout_seconds), choice.ulysses_size)
     device = sources.device(cfg)
-    own_layout = get_layout(choice.layout.value, choice.ulysses_size)
+    connect(world.ring, device)
+    own_layout = get_layout(*choice.how)
     dtype = DTYPES[cfg.train.precision]
-    kernel = sources.kernel(cfg.parallel.kernel.value, device.type, dtype, heads.size if heads else None)
+    windows = windows_in(model_config.to_dict(), cfg.data.max_length)
+    ask = Ask(1.0, next(filter(None, windows), None))
+    kernel = sources.kernel(cfg.parallel.kernel.value, device.type, dtype, heads.size if heads else None, ask)
     tokenizer = sources.tokenizer(cfg.model)
     task = (task_of or functools.partial(build_task, trains=trains))(cfg, tokenizer, world, bridge)
     needs = task.needs if trains else task.evaluation_needs
@@ -119,7 +124,8 @@ def build(
                 device=device)  # fmt: skip
     setting = Setting(
         cfg=cfg, world=world, device=device, choice=choice, layout=build_layout(cfg, own_layout), kernel=kernel,
-        tokenizer=tokenizer, schedule=build_schedule(cfg, task.steps_per_epoch), phases=phases or Phases(device),
+        windows=windows, tokenizer=tokenizer,
+        schedule=build_schedule(cfg, task.steps_per_epoch), phases=phases or Phases(device),
     )  # fmt: skip
     stored = None
     if needs.reference and cfg.reference.name is ReferenceName.precompute:
@@ -149,6 +155,12 @@ def counted(engine: Engine) -> tuple[int, int]:
     parameters = sum(shape_of(parameter).numel() for name, parameter in named if plain_name(name) is not None)
     trained = sum(shape.numel() for name, shape in engine.shapes().items() if not name.startswith(CRITIC))
     return parameters, trained
+
+
+def connect(ring: Ring, device: torch.device) -> None:
+    """Let all ranks of the groups over which keys travel call together: so NCCL connects a group, not by a send."""
+    for group in filter(None, (ring, ring.outer)):
+        ring_sum(torch.zeros((), device=device), group)
 
 
 def layout_of(cfg: Config, model_config: Any, sources: Sources) -> tuple[Heads | None, Choice]:

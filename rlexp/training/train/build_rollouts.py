@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlexp.base.errors import ModelError
-from rlexp.config.checks.layout import heads_in
+from rlexp.config.checks.layout import heads_in, windows_in
 from rlexp.config.schema import Config, Precision, RewardConfig, RolloutEngine
 from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.training.algos.policy_loss import PolicyLoss
@@ -24,8 +24,8 @@ from rlexp.training.model.policy import CRITIC
 from rlexp.training.model.probe import probe
 from rlexp.training.model.reward_model import RewardModel, last_places
 from rlexp.training.reference.base import Reference
-from rlexp.training.ring.groups import World
 from rlexp.training.ring.kernels import computing_in
+from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.rollout.bridge import Bridge
@@ -41,6 +41,7 @@ from rlexp.training.train.examples import Examples
 from rlexp.training.train.parts import Run
 from rlexp.training.train.rollout_supply import Rollouts, Source
 from rlexp.training.types import Pack
+from rlexp.training.world.groups import World
 
 
 @dataclass(frozen=True)
@@ -193,14 +194,16 @@ def ring_reward_model(
     heads = heads_in(model.model.config.to_dict())
     fitting = heads is None or heads.queries % run.choice.ulysses_size == 0
     ring, layout = run.world.ring, run.own_layout if fitting else get_layout("zigzag")
-    kernel = computing_in(model.head.weight.dtype, run.kernel, heads.size if heads else None)
+    windows = windows_in(model.model.config.to_dict(), model.max_length)
+    ask = Ask(1.0, next(filter(None, windows), None))
+    kernel = computing_in(model.head.weight.dtype, run.kernel, heads.size if heads else None, ask)
     probing(
         model.probed, model.model.config, ring=ring, layout=layout, kernel=kernel, max_length=model.max_length,
         device=run.device,
     )  # fmt: skip
 
     def score(pack: Pack) -> Tensor:
-        shard = shard_pack(pack, ring, layout, kernel, model.max_length).to(run.device)
+        shard = shard_pack(pack, ring, layout, kernel, model.max_length, windows).to(run.device)
         scores_S: Tensor = model(shard, last_places(pack))
         return scores_S
 

@@ -26,9 +26,9 @@ from rlexp.training.dataset.store import Store, labels_of
 from rlexp.training.dataset.store_making import store_of
 from rlexp.training.dataset.tokens import Encoder, Example, Outcome, Refused, RowTokenizer, counted, typed
 from rlexp.training.dataset.views import Halves, Joined, Places, drawn
-from rlexp.training.ring.groups import World
-from rlexp.training.ring.objects import gather_objects, some_do
 from rlexp.training.types import Row
+from rlexp.training.world.groups import World
+from rlexp.training.world.objects import gather_objects, some_do
 
 EVERY = 2.0  # seconds between two meetings of the ranks while rows are tokenized
 BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -18,8 +18,8 @@ from rlexp.launch import run_folder
 from rlexp.training.model.export import Export, dtype_of
 from rlexp.training.model.export_adapter import AdapterExport, adapter_dtype
 from rlexp.training.model.policy import CRITIC
-from rlexp.training.ring.objects import rank0_does
 from rlexp.training.train.parts import Run
+from rlexp.training.world.objects import rank0_does
 
 EVERY = 5.0  # seconds after which rank 0 says again that it is still writing
 

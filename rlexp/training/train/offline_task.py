@@ -32,7 +32,6 @@ from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.head import Entropy
 from rlexp.training.reference.base import Reference
 from rlexp.training.ring.collectives import ring_sum
-from rlexp.training.ring.objects import gather_objects
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.by_length import Buckets
 from rlexp.training.train.examples import Examples, longest_examples, sampler_of
@@ -42,6 +41,7 @@ from rlexp.training.train.step import note_tokens
 from rlexp.training.train.task import Held, Needs, Step, Task
 from rlexp.training.train.whole_batch import WholeBatch, gathered, with_slopes
 from rlexp.training.types import Answered, Floats, Pack, SequenceName, Shard, moved
+from rlexp.training.world.objects import gather_objects
 
 
 class OfflineTask(Task):
@@ -171,7 +171,7 @@ class OfflineTask(Task):
         """Add up the values of each answer's trained tokens over the ring."""
         if weighted and held.tail_t is not None:
             values_t = values_t * held.tail_t
-        return self.by_side(ring_sum(sum_by_sequence(values_t, held.shard), self.run.world.ring))
+        return self.by_side(ring_sum(sum_by_sequence(values_t, held.shard), held.shard.ring))
 
     def reference_sums(self, held: HeldExamples) -> Sides | None:
         if self.reference is None:

@@ -14,12 +14,13 @@ from rlexp.training.dataset.packing import pack_sequences
 from rlexp.training.engine.base import Engine
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.model.policy import DTYPES
-from rlexp.training.ring.groups import World
+from rlexp.training.ring.base import Window
 from rlexp.training.ring.kernels import BlockKernel
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.train.schedule import Schedule
 from rlexp.training.types import Ids, Pack, Shard
+from rlexp.training.world.groups import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class Setting:
     choice: Choice
     layout: Layout
     kernel: BlockKernel
+    windows: tuple[Window, ...]  # of the model's layers
     tokenizer: Any
     schedule: Schedule
     phases: Phases
@@ -47,7 +49,7 @@ class Setting:
     @property
     def own_layout(self) -> Layout:
         """Our own layout of the same name: it runs in any precision, other backends' layouts do not."""
-        return get_layout(self.choice.layout.value, self.choice.ulysses_size)
+        return get_layout(*self.choice.how)
 
     @property
     def attention(self) -> str:
@@ -75,7 +77,8 @@ class Setting:
 
     def shard(self, pack: Pack) -> Shard:
         """Return this rank's part of a pack, in the host's memory."""
-        return shard_pack(pack, self.world.ring, self.layout, self.kernel, self.cfg.data.max_length)
+        longest = self.cfg.data.max_length
+        return shard_pack(pack, self.world.ring, self.layout, self.kernel, longest, self.windows)
 
     def to_device(self, pack: Pack) -> Shard:
         """Return this rank's part of a pack, on its device."""

@@ -50,7 +50,6 @@ from rlexp.training.reference.stored import (
     key_of,
     write,
 )
-from rlexp.training.ring.objects import gather_objects, rank0_does, some_do
 from rlexp.training.rollout.experience import off_pack
 from rlexp.training.sinks.console import say
 from rlexp.training.train.examples import BOOT
@@ -58,6 +57,7 @@ from rlexp.training.train.offline_task import OfflineTask
 from rlexp.training.train.parts import Setting
 from rlexp.training.train.task import Task
 from rlexp.training.types import Floats
+from rlexp.training.world.objects import gather_objects, rank0_does, some_do
 
 T = TypeVar("T")
 EVERY = 2.0  # seconds between two meetings of the ranks while one of them waits or writes
@@ -206,7 +206,7 @@ class _Keeper:
         for numbers in batch.micro_batches(world.replica, world.dp_size, self.cfg.train.micro_batch_size):
             pack = pack_examples([rows[number] for number in numbers], **setting.padding)
             shard = setting.to_device(pack)
-            found += off_pack(pack, shard, self.reference.logps(shard), world.ring)
+            found += off_pack(pack, shard, self.reference.logps(shard))
         parts = gather_objects((world.replica, found if world.ring.rank == 0 else []), world.size)
         return [each for _, part in sorted(parts, key=lambda part: part[0]) for each in part]
 

@@ -19,7 +19,6 @@ from rlexp.launch.stops import Outcome, finishing_steps, stopped_by
 from rlexp.run_files.checkpoint_folder import METRICS, latest_first
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.tensor_count import TensorCount
-from rlexp.training.ring.objects import from_rank0, gather_objects
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import Ending, Sinks
 from rlexp.training.sinks.console import say
@@ -32,6 +31,7 @@ from rlexp.training.train.parts import Run
 from rlexp.training.train.resume import build_keeper, refuse_other_versions, resume, versions_of
 from rlexp.training.train.sampling_rank import sample_for
 from rlexp.training.train.task import Task
+from rlexp.training.world.objects import from_rank0, gather_objects
 
 Closing = Callable[[str, str], None]  # writes down the status, and why
 

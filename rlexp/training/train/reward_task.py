@@ -65,7 +65,7 @@ class RewardStep(OfflineStep):
             logps={},
             reference=None,
             tokens=held.tokens,
-            scores=task.by_side(ring_sum(mine_S, task.run.world.ring)),
+            scores=task.by_side(ring_sum(mine_S, shard.ring)),
             margin_E=held.margin_E,
             held_out=self.held_out,
         ), tokens

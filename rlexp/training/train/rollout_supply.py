@@ -25,7 +25,6 @@ from rlexp.training.algos.kl import KLController, estimate
 from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss
 from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.metrics.memory import Phases
-from rlexp.training.ring.groups import World
 from rlexp.training.rollout import saved
 from rlexp.training.rollout.experience import Table, fetch, table_of
 from rlexp.training.rollout.host import Host
@@ -33,6 +32,7 @@ from rlexp.training.rollout.rewards.weighted import Rewards
 from rlexp.training.rollout.scoring import Scorer
 from rlexp.training.sinks.base import RolloutFacts, Shown
 from rlexp.training.types import Prompt, Sample
+from rlexp.training.world.groups import World
 
 HELD_OUT = 1 << 40  # the rollout number under which held-out prompts are answered
 NOW, NEXT = "now", "next"  # a rollout that is trained on, and one drawn ahead

@@ -30,7 +30,6 @@ from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.head import Entropy
 from rlexp.training.reference.base import Reference
 from rlexp.training.ring.collectives import ring_sum
-from rlexp.training.ring.groups import Ring
 from rlexp.training.rollout import saved
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import RolloutFacts
@@ -205,7 +204,7 @@ class RolloutStep(Step):
         run, rollouts = self.task.run, self.task.rollouts
         with run.phases("forward"):
             said = run.engine.forward(held.shard)
-        tokens = tokens_of(held, said, run.world.ring)
+        tokens = tokens_of(held, said)
         terms = self.task.loss(tokens, rollouts.kl_coef)
         note(terms, tokens, meter)
         # A rank without a sample, or without a token that counts, still runs its graph: no collective waits for it.
@@ -288,7 +287,7 @@ def laid_out(
     }
 
 
-def tokens_of(held: HeldSamples, said: TokenLogps, ring: Ring) -> PolicyTokens:
+def tokens_of(held: HeldSamples, said: TokenLogps) -> PolicyTokens:
     assert said.entropy_t is not None
     known: dict[str, Any] = held.known
     return PolicyTokens(
@@ -296,7 +295,7 @@ def tokens_of(held: HeldSamples, said: TokenLogps, ring: Ring) -> PolicyTokens:
         entropy_t=said.entropy_t,
         values_t=said.values_t,
         **known,
-        by_sequence=lambda values_t: ring_sum(sum_by_sequence(values_t, held.shard), ring),
+        by_sequence=lambda values_t: ring_sum(sum_by_sequence(values_t, held.shard), held.shard.ring),
     )
 
 

@@ -13,7 +13,6 @@ from rlexp.training.engine.base import trained
 from rlexp.training.model.loading import load_config, load_tokenizer
 from rlexp.training.model.placing import Placing
 from rlexp.training.model.policy import DTYPES, Policy
-from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.draws import Weights
 from rlexp.training.rollout.pipelined import serve
@@ -22,6 +21,7 @@ from rlexp.training.train.build_rollouts import build_drawer
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.train.task import Needs
 from rlexp.training.types import Prompt
+from rlexp.training.world.groups import ALONE, World
 
 
 def sample_for(cfg: Config, bridge: Bridge) -> Outcome:

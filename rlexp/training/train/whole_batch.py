@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlexp.training.algos.base import Loss, Losses, Sides, Values
-from rlexp.training.ring.groups import World
 from rlexp.training.types import moved
+from rlexp.training.world.groups import World
 
 
 @dataclass(frozen=True)

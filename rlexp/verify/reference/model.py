@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaConfig,
+    MistralConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -117,7 +118,9 @@ def _made(cfg: Config, attention: str) -> Any:
     match cfg.model:
         case TinyModelConfig() as tiny:
             special = {f"{name}_token_id": place for place, name in enumerate(("bos", "eos", "pad"))}
-            config = LlamaConfig(
+            kind, windows = (MistralConfig, {"sliding_window": tiny.window}) if tiny.window else (LlamaConfig, {})
+            config = kind(
+                **windows,
                 vocab_size=3 + 256,
                 hidden_size=tiny.hidden_size,
                 intermediate_size=tiny.intermediate_size,
@@ -235,22 +238,25 @@ def _logps(head: nn.Module, hidden_nE: Tensor, tokens_n: Tensor, temperature: fl
 # ---- attention written out ----
 
 
-def softmax_attention(q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, scale: float) -> Tensor:
+def softmax_attention(q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, scale: float, window: int | None = None) -> Tensor:
     """Causal attention of one sequence, (H, T, D), by a masked softmax over blocks of queries."""
     heads, length, _ = q_HTD.shape
     rows = max(1, SCORES // (heads * length))
     parts = [
-        checkpoint(_softmax_rows, q_HTD[:, start : start + rows], k_HTD, v_HTD, start, scale, use_reentrant=False)
+        checkpoint(
+            _softmax_rows, q_HTD[:, start : start + rows], k_HTD, v_HTD, start, scale, window, use_reentrant=False
+        )
         for start in range(0, length, rows)
     ]
     return torch.cat(parts, dim=1)
 
 
-def _softmax_rows(q_HqD: Tensor, k_HTD: Tensor, v_HTD: Tensor, start: int, scale: float) -> Tensor:
+def _softmax_rows(q_HqD: Tensor, k_HTD: Tensor, v_HTD: Tensor, start: int, scale: float, window: int | None) -> Tensor:
     stop = start + q_HqD.shape[1]
     scores = q_HqD @ k_HTD[:, :stop].transpose(1, 2) * scale
-    later = torch.arange(stop, device=q_HqD.device) > torch.arange(start, stop, device=q_HqD.device).unsqueeze(1)
-    return torch.softmax(scores.masked_fill(later, -torch.inf), dim=-1) @ v_HTD[:, :stop]
+    before = torch.arange(start, stop, device=q_HqD.device).unsqueeze(1) - torch.arange(stop, device=q_HqD.device)
+    unseen = (before < 0) | (before >= (window or stop))
+    return torch.softmax(scores.masked_fill(unseen, -torch.inf), dim=-1) @ v_HTD[:, :stop]
 
 
 def own_blocks() -> str:
@@ -259,13 +265,13 @@ def own_blocks() -> str:
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        window = options.get("sliding_window")
-        if mask is not None or options.get("softcap") or (window and window < query.shape[2]):
+        if mask is not None or options.get("softcap"):
             raise ModelError(f"{type(module).__name__} is not plainly causal, so it cannot be verified on a GPU.")
         groups = query.shape[1] // key.shape[1]
         scale = options.get("scaling") or query.shape[-1] ** -0.5
         k, v = (each[0].repeat_interleave(groups, dim=0) for each in (key, value))
-        return softmax_attention(query[0], k, v, scale).transpose(0, 1).unsqueeze(0), None
+        attended = softmax_attention(query[0], k, v, scale, options.get("sliding_window"))
+        return attended.transpose(0, 1).unsqueeze(0), None
 
     AttentionInterface.register(BLOCKS, attend)
     AttentionMaskInterface.register(BLOCKS, lambda *_args, **_kwargs: None)

@@ -72,7 +72,7 @@ FAST = (
 CHECK = (
     "ZeRO-1 doubles the gradient", "log-probability of the token itself", "a statistic of the micro-batch",
     "a replica takes the other's pairs", "sums in float32", "bfloat16 copies are not renewed",
-    "keys do not move on in the backward", "the head does not hand its gradient down", "the next step's rate",
+    "other keys in the backward", "the head does not hand its gradient down", "the next step's rate",
     "mean logits", "rewards less their micro-batch's mean", "a value of some micro-batches only",
     "total tokens start anew", "FSDP2 does not accumulate", "heads in another order", "gradients of gathered keys",
     "a pack ignores masks", "bco_pair: the whole batch is the replica's", "bco_pair: the shift starts anew",

@@ -124,7 +124,7 @@ class Given:
 
 
 class Seeing:
-    """Let the function find other things behind names that it uses, such as `rotate` or `torch.logaddexp`.
+    """Let the function find other things behind names that it uses, such as `select` or `torch.logaddexp`.
 
     Each name comes with a function from what stands behind it to what shall. Nothing but this function sees the others.
     """

@@ -13,8 +13,8 @@ from torch import Tensor
 from rlexp.training.metrics.meter import REPLICATED
 from rlexp.training.model.policy import cast_parameters
 from rlexp.training.reference.base import Reference
-from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.types import TokenLogps
+from rlexp.training.world.groups import ALONE, World
 from tests.helpers.faults.base import (
     EMPTY_REPLICA,
     SHORT_BATCH,

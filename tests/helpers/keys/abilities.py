@@ -46,8 +46,8 @@ def abilities(conf: Path = ROOT / "conf") -> list[Ability]:
         Ability("trained weights", f"all parameters, or [adapters](docs/adapters.md): {quoted(adapters)}; "
                 "`model.freeze` excludes some", {"QLoRA, DoRA": "quant"}),
         Ability("models", f"[most causal decoders](docs/models.md#which-models-work), {len(named)} of them by name: "
-                "Llama, Qwen 2.5 and 3, Mistral, Phi-4 mini, SmolLM …",
-                {"sliding windows (Gemma 3)": "", "soft-capped scores (Gemma 2)": "", "attention sinks (gpt-oss)": "",
+                "Llama, Qwen 2.5 and 3, Mistral, Phi-4 mini, SmolLM …; attention windows, as in Gemma 3 and OLMo 3",
+                {"soft-capped scores (Gemma 2)": "", "attention sinks (gpt-oss)": "",
                  "Mamba": "", "images": "image"}),
         Ability("engines", quoted(each.value for each in EngineName),
                 {"tensor and pipeline parallelism": "tensor_parallel"}),

@@ -103,8 +103,8 @@ def test_sources_with_weights_are_read_as_one_set(tmp_path: Path) -> None:
     sources = [f"data.sources.few={{path: {paths[0]}, weight: 1, system: Few.}}",
                f"data.sources.many={{path: {paths[1]}, weight: 2}}"]  # fmt: skip
     from rlexp.config.load import compose_config
-    from rlexp.training.ring.groups import ALONE, World
     from rlexp.training.train.examples import read_examples, sampler_of
+    from rlexp.training.world.groups import ALONE, World
 
     cfg = compose_config(["data=hf", "launch.device=cpu", "logger.progress=false", "data.eval_size=3", *sources])
     examples = read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE))
@@ -129,8 +129,8 @@ def test_a_weight_that_takes_no_row_is_refused(tmp_path: Path) -> None:
     one, other = write_lines(tmp_path / "a", rows_of("a", 40)), write_lines(tmp_path, rows_of("b", 20))
     from rlexp.base.errors import ConfigError
     from rlexp.config.load import compose_config
-    from rlexp.training.ring.groups import ALONE, World
     from rlexp.training.train.examples import read_examples
+    from rlexp.training.world.groups import ALONE, World
 
     sources = [f"data.sources.a={{path: {one}, weight: 0.001}}", f"data.sources.b={{path: {other}, weight: 1}}"]
     cfg = compose_config(["data=hf", "launch.device=cpu", "logger.progress=false", *sources])

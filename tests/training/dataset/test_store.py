@@ -28,9 +28,9 @@ from rlexp.training.dataset.store import TYPES, Appending, StoreFacts, _mask, _r
 from rlexp.training.dataset.tokenize_worker import Worker
 from rlexp.training.dataset.tokens import Example
 from rlexp.training.model.loading import byte_tokenizer
-from rlexp.training.ring.groups import build_world
 from rlexp.training.train import examples
 from rlexp.training.types import Row
+from rlexp.training.world.groups import build_world
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rows import assistant, cache, configured, ids, read, user, write_lines
 

@@ -185,9 +185,9 @@ def test_a_rank_without_a_trained_token_does_not_hang_the_others(tmp_path: Path)
 
 def pieces_rank(spec: RankSpec, cfg) -> tuple[int, int, int]:
     """Elements of the model, those that this rank holds of it, and those of the reference, before any pass."""
-    from rlexp.training.ring.groups import build_world
     from rlexp.training.train import build
     from rlexp.training.train.task import Needs
+    from rlexp.training.world.groups import build_world
 
     world = build_world(1)
     config = build.load_config(cfg.model, cfg.data.max_length)

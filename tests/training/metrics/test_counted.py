@@ -18,7 +18,7 @@ from rlexp.training.metrics.live_tensors import LiveTensors
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.metrics.tensor_count import TensorCount
-from rlexp.training.ring.groups import ALONE, World
+from rlexp.training.world.groups import ALONE, World
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rehearsals import SHORT, rehearsed
 

@@ -12,9 +12,9 @@ from rlexp.launch.joining import RankSpec
 from rlexp.launch.rank_progress import Whereabouts, last_seen, read
 from rlexp.training.metrics.memory import Phases, peak_bytes, reset_peak
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
-from rlexp.training.ring.groups import ALONE, World, build_world
 from rlexp.training.sinks.base import Ending
 from rlexp.training.sinks.jsonl import JsonlSink
+from rlexp.training.world.groups import ALONE, World, build_world
 from tests.helpers.ranks import on_ranks
 
 

@@ -28,11 +28,11 @@ from rlexp.training.reference.stored import (
     key_of,
     write,
 )
-from rlexp.training.ring.groups import Ring
 from rlexp.training.ring.kernels.plain import Plain
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.types import Floats, Pair, SequenceName
+from rlexp.training.world.groups import Ring
 from tests.helpers.models import saved
 
 FLOAT64 = np.dtype(np.float64)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from rlexp.launch.joining import RankSpec
-from rlexp.training.ring.groups import Ring, build_world
 from rlexp.training.ring.kernels import get_kernel
+from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.types import Segment
+from rlexp.training.world.groups import Ring, build_world
 from tests.helpers.attention import (
     HEADS,
     SIZE,
@@ -66,7 +67,7 @@ def attend(
         for part, heads in enumerate((HEADS, case.kv_heads, case.kv_heads))
     )
     plan = layout.plan(segments, ring, get_kernel("cpu_flash", "cpu"))
-    out = plan.attend(q, k, v, SIZE**-0.5)
+    out = plan.attend(q, k, v, Ask(SIZE**-0.5))
     if dout is None:
         dout = arrange(seeded(held, HEADS, SIZE, seed=10 * ring.rank + 7))
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.expand(out.shape))]
@@ -126,7 +127,7 @@ def test_a_gradient_of_the_gradient_is_refused(layout: str) -> None:
     ring, segments = Ring(0, (0,)), forest((5,), 1)
     q, k, v = (seeded(5, 2, SIZE, seed=part).requires_grad_() for part in range(3))
     plan = get_layout(layout).plan(segments, ring, get_kernel("plain", "cpu"))
-    out = plan.attend(q, k, v, 0.25)
+    out = plan.attend(q, k, v, Ask(0.25))
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
@@ -146,5 +147,5 @@ def test_no_more_is_kept_for_the_backward_pass_than_it_needs(layout: str) -> Non
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = plan.attend(q, k, v, 0.25)
+        out = plan.attend(q, k, v, Ask(0.25))
     assert sum(kept.values()) == sum(tensor.nbytes for tensor in (q, k, v, out)) + 50 * HEADS * out.element_size()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from rlexp.config.load import compose_config
+from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
-from rlexp.training.ring.collectives import exchange, gather, ring_sum, rotate, sum_and_scatter
-from rlexp.training.ring.groups import Ring, build_world
+from rlexp.training.dataset.packing import pack_examples
+from rlexp.training.ring.collectives import between, exchange, gather, ring_sum, sum_and_scatter
+from rlexp.training.ring.layouts import get_layout
+from rlexp.training.types import Pack
+from rlexp.training.world.groups import Ring, build_world
 from tests.helpers.ranks import on_ranks
 
 
@@ -19,8 +26,9 @@ def sum_rank(spec: RankSpec) -> tuple[float, float, float, list[int]]:
     mine = torch.tensor(10.0**spec.rank, dtype=torch.float64, requires_grad=True)
     total = ring_sum(mine, ring)
     (total * 3).backward()
-    traveller = torch.tensor([float(spec.rank)])
-    return float(total), float(mine.grad), float(rotate(traveller, ring).wait()), list(ring.ranks)
+    other, traveller = 1 - ring.rank, torch.tensor([float(spec.rank)])
+    (came,) = between(ring, [(other, traveller)], [(other, torch.empty(1))]).wait()
+    return float(total), float(mine.grad), float(came), list(ring.ranks)
 
 
 def test_ring_sum_adds_up_and_its_backward_is_the_identity() -> None:
@@ -32,8 +40,10 @@ def test_ring_sum_adds_up_and_its_backward_is_the_identity() -> None:
 
 
 def kept_rank(spec: RankSpec) -> tuple[bool, bool]:
-    coming = rotate(torch.ones(1000), build_world(2).ring)
-    sent = weakref.ref(coming.sent)
+    ring = build_world(2).ring
+    other = 1 - ring.rank
+    coming = between(ring, [(other, torch.ones(1000))], [(other, torch.empty(1000))])
+    sent = weakref.ref(coming.sent[0])
     under_way = sent() is not None
     coming.wait()
     return under_way, sent() is not None
@@ -43,16 +53,19 @@ def test_what_is_sent_is_kept_while_it_is_under_way_and_no_longer() -> None:
     assert on_ranks(2, kept_rank) == [(True, False)] * 2
 
 
-@pytest.mark.parametrize("collective", [ring_sum, rotate, gather, sum_and_scatter, exchange])
+def across(buffer: torch.Tensor, ring: Ring) -> None:
+    between(ring, [(1, buffer)], [])
+
+
+@pytest.mark.parametrize("collective", [ring_sum, across, gather, sum_and_scatter, exchange])
 def test_a_ring_without_a_group_sends_nothing(collective) -> None:
     """Without a group, torch would use the group of the whole world."""
     with pytest.raises(AssertionError, match="has no group"):
         collective(torch.zeros(2, 3), Ring(0, (0, 1)))
 
 
-def counts_rank(spec: RankSpec, cfgs) -> list[tuple[dict[str, float], int]]:
-    """Take one step of each configuration; its row, and the tokens of its batch with their padding."""
-    from rlexp.training.dataset.packing import pack_examples
+def counts_rank(spec: RankSpec, cfgs) -> list[tuple[dict[str, float], list[Pack]]]:
+    """Take one step of each configuration; return its row, and the packs of its batch."""
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step
 
@@ -60,52 +73,71 @@ def counts_rank(spec: RankSpec, cfgs) -> list[tuple[dict[str, float], int]]:
     for cfg in cfgs:
         task = build(cfg, probing=unprobed)
         multiple = task.run.layout.multiple(task.run.world.ring.size)
-        padded = [len(pack_examples([task.train[index]], multiple).tokens_T) for index in task.batch(1).indices]
-        counts.append((train_step(task, 1), sum(padded)))
+        packs = [pack_examples([task.train[index]], multiple) for index in task.batch(1).indices]
+        counts.append((train_step(task, 1), packs))
     return counts
 
 
-def sent(layout: str, ring: int, inner: int, heads: int, kv_heads: int) -> float:
-    """Return how many heads' worth of elements a rank sends per token that it holds and per layer.
+def needed(pack: Pack, places: Sequence[Tensor]) -> Tensor:
+    """Return (segment, rank, source): the tokens of the source that some token of the rank sees, one by one."""
+    found = torch.zeros(len(pack.segments), len(places), len(places), dtype=torch.float64)
+    for number, segment in enumerate(pack.segments):
+        held = [p[(p >= segment.start) & (p < segment.start + segment.length)] for p in places]
+        for rank, source in itertools.permutations(range(len(places)), 2):
+            if len(held[rank]):
+                found[number, rank, source] = (held[source] <= held[rank].max()).sum()
+    return found
 
-    There are two forward passes, of policy and reference, and one backward pass. docs/layouts.md has the formulas.
+
+def sent(layout: str, transport: str, inner: int, cfg: Config, pack: Pack) -> Tensor:
+    """Return how many heads' worth of elements each rank of the ring, or of an outer ring, sends in a layer.
+
+    There are two forward passes, of policy and reference, and one backward pass, which sends keys again.
     """
-    around = 2 * kv_heads
-    if layout in ("zigzag", "contiguous"):  # K and V, ring − 1 hops; dK and dV come home again
-        return around * (3 * (ring - 1) + (ring if ring > 1 else 0))
-    if layout == "allgather":
-        return around * (3 + 1) * (ring - 1)
-    copies, outer = max(kv_heads, inner), ring // inner
-    exchanged = (2 * heads + 2 * copies) * (inner - 1) / inner
-    # A rank of an outer ring has all tokens of its neighbours, for a part of the heads.
-    travelling = 2 * copies * (3 * (outer - 1) + (outer if outer > 1 else 0))
-    return 3 * exchanged + travelling
+    ring, heads, kv_heads = cfg.parallel.ring_size, cfg.model.heads, cfg.model.kv_heads
+    outer = ring // inner
+    around = get_layout(layout if layout == "contiguous" else "zigzag")
+    rows = needed(pack, around.deal(pack.segments, outer).places)
+    if layout == "allgather":  # all ranks send as many rows as the one whose rows others need most
+        most = rows.amax(1).sum(0).max()
+        return (2 * kv_heads * (3 + 1) * (ring - 1) * most).expand(ring)
+    copies, tokens = max(kv_heads, inner), len(pack.tokens_T) // ring
+    exchanged = 3 * (2 * heads + 2 * copies) * (inner - 1) / inner * tokens
+    if transport == "neighbour":  # in zigzag, and here, as far as the rank before its own, and home from there
+        block = rows.amax(1).sum(0)
+        hops = torch.stack([block.roll(hop) for hop in range(outer)])  # whose rows a rank sends at each hop
+        keys, sums = hops[:-1].sum(0), hops[1:].sum(0)
+        return 2 * copies / inner * (3 * keys + sums) + exchanged
+    return 2 * copies / inner * (3 * rows.sum((0, 1)) + rows.sum((0, 2))) + exchanged
 
 
 @pytest.mark.parametrize(
     ("ring_size", "layouts"),
     [
-        (1, [("zigzag", 1)]),
-        (2, [("zigzag", 1), ("ulysses", 2)]),
-        (4, [("contiguous", 1), ("allgather", 1), ("hybrid", 2)]),
-        pytest.param(8, [("zigzag", 1), ("ulysses", 8), ("hybrid", 2), ("hybrid", 4)], marks=pytest.mark.slow),
+        (1, [("zigzag", "direct", 1)]),
+        (2, [("zigzag", "direct", 1), ("ulysses", "", 2), ("zigzag", "neighbour", 1)]),
+        (4, [("contiguous", "direct", 1), ("allgather", "", 1), ("hybrid", "direct", 2), ("zigzag", "neighbour", 1)]),
+        pytest.param(
+            8,
+            [("zigzag", "direct", 1), ("ulysses", "", 8), ("hybrid", "direct", 2), ("hybrid", "neighbour", 4)],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["1", "2", "4", "8"],
 )
-def test_tokens_held_and_bytes_sent_are_the_layouts(ring_size: int, layouts: list[tuple[str, int]]) -> None:
+def test_tokens_held_and_bytes_sent_are_the_layouts(ring_size: int, layouts: list[tuple[str, str, int]]) -> None:
     """A ring whose ranks all computed everything would hold all tokens, or send other bytes."""
     cfgs = [
         compose_config([
             "launch.device=cpu", "logger=none", f"parallel=ring{ring_size}", "engine=torch", "train.batch_size=2",
-            "data.size=8", f"parallel.layout={layout}",
+            "data.size=8", f"parallel.layout={layout}", *([f"parallel.transport={transport}"] if transport else []),
             *([f"parallel.ulysses_size={inner}"] if layout == "hybrid" else []),
         ])
-        for layout, inner in layouts
+        for layout, transport, inner in layouts
     ]  # fmt: skip
     counts = on_ranks(ring_size, counts_rank, cfgs)[0]
-    for (layout, inner), cfg, (row, tokens) in zip(layouts, cfgs, counts, strict=True):
-        held = tokens // ring_size
-        assert row["train/ring_tokens"] == held, layout
+    for (layout, transport, inner), cfg, (row, packs) in zip(layouts, cfgs, counts, strict=True):
+        assert row["train/ring_tokens"] == sum(len(pack.tokens_T) for pack in packs) // ring_size, layout
         layers, size, element = cfg.model.layers, cfg.model.hidden_size // cfg.model.heads, 4
-        heads = sent(layout, ring_size, inner, cfg.model.heads, cfg.model.kv_heads)
-        assert row["train/ring_bytes"] == layers * held * size * element * heads, (layout, inner)
+        heads = torch.stack([sent(layout, transport, inner, cfg, pack) for pack in packs]).sum(0).max()
+        assert row["train/ring_bytes"] == layers * size * element * float(heads), (layout, transport, inner)

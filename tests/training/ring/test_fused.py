@@ -50,7 +50,7 @@ def added(fused: bool, dtype: torch.dtype) -> list[Tensor]:
     for rows in (None, index):
         dk, dv = (seeded(33, KEY_HEADS, SIZE, dtype=torch.float32, seed=s).to(dtype) for s in (1, 2))
         there = into[:, 3:36] if rows is None else into
-        (fused_triton.add_keys if fused else _add_plain)(there, rows, dk, dv)
+        (fused_triton.add_keys if fused else _add_plain)(*there, rows, dk, dv)
     return [into]
 
 

@@ -6,6 +6,7 @@ The real ones run in tests/bench/test_gpu.py.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 import subprocess
@@ -42,7 +43,7 @@ from rlexp.training.ring.kernels import (
 from rlexp.training.ring.kernels.base import Call
 from rlexp.training.train import build
 from rlexp.verify.variants import exact
-from tests.helpers.attention import CALLS
+from tests.helpers.attention import CALLS, call_of, launches_of
 from tests.helpers.mock_flash import MockFlash
 from tests.helpers.ranks import seeded
 
@@ -85,9 +86,8 @@ def blocks(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], kv_heads: int
 
 
 def both_passes(kernel: BlockKernel, name: str, kv_heads: int, arrange: Any = lambda x: x) -> list[Tensor]:
-    q_lengths, k_lengths, causal = CALLS[name]
-    call = Call(q_lengths, k_lengths, causal=causal, scale=SCALE)
-    q, k, v, out, dout, lse = blocks(q_lengths, k_lengths, kv_heads)
+    call = call_of(name, SCALE)
+    q, k, v, out, dout, lse = blocks(call.q_lengths, call.k_lengths, kv_heads)
     q, k, v, out, dout, lse = (arrange(x) for x in (q, k, v, out, dout, lse))
     return [*kernel.forward(q, k, v, call), *kernel.backward(dout, q, k, v, out, lse, call)]
 
@@ -98,11 +98,11 @@ def test_equals_the_plain_kernel(mock: MockFlash, name: str) -> None:
 
     The log-sum-exp, by whose exponential blocks are merged, is never rounded to bfloat16.
     """
-    for call, (q_lengths, k_lengths, _) in CALLS.items():
+    for call in CALLS:
         for kv_heads in (HEADS, 2, 1):
             before = mock.calls
             got = both_passes(get_kernel(name, "cuda"), call, kv_heads)
-            assert mock.calls - before == 2 * any(q and k for q, k in zip(q_lengths, k_lengths, strict=True)), call
+            assert mock.calls - before == 2 * launches_of(call_of(call, SCALE)), call
             for part, (a, b) in enumerate(zip(got, both_passes(Plain(), call, kv_heads), strict=True)):
                 assert a.shape == b.shape
                 assert a.dtype == torch.float32 or (part != LSE and a.dtype == torch.bfloat16)
@@ -135,18 +135,30 @@ def test_any_memory_layout_is_passed_on_right(mock: MockFlash, name: str) -> Non
 
 def test_one_sided_segments_are_left_out_without_a_copy_where_possible() -> None:
     cpu = torch.device("cpu")
-    early = varlen.spans_of((4, 6), (0, 9), cpu)  # the first rank's two chunks, as in allgather
-    assert early is not None
+    chunks = Call((4, 6), (0, 9), causal=False, scale=1.0)  # the first rank's, as in allgather
+    (early,) = varlen.spans_of(chunks, cpu)
     assert (early.queries, early.keys) == (slice(4, 10), slice(None))
     assert (early.cu_q.tolist(), early.cu_k.tolist(), early.max_q, early.max_k) == ([0, 6], [0, 9], 6, 9)
-    holes = varlen.spans_of((4, 0, 2, 3), (3, 5, 0, 7), cpu)
-    assert holes is not None
+    (holes,) = varlen.spans_of(Call((4, 0, 2, 3), (3, 5, 0, 7), causal=False, scale=1.0), cpu)
     assert [at.tolist() for at in (holes.queries, holes.keys) if isinstance(at, Tensor)] == [
         [0, 1, 2, 3, 6, 7, 8],
         [0, 1, 2, *range(8, 15)],
     ]
-    assert varlen.spans_of((4, 6), (0, 9), cpu) is early, "all layers of a model share it"
-    assert varlen.spans_of.cache_info().maxsize is not None
+    assert varlen.spans_of(dataclasses.replace(chunks, scale=2.0), cpu)[0] is early, "all layers of a model share it"
+    assert varlen._spans.cache_info().maxsize is not None
+
+
+def test_segments_equally_far_apart_are_one_launch() -> None:
+    """A kernel's window is counted from the end of queries and keys, where they are `apart`."""
+    call = Call((4, 6, 3), (5, 9, 3), causal=False, scale=1.0, window=8, apart=(0, 0, 5))
+    own, halo = varlen.spans_of(call, torch.device("cpu"))
+    assert (own.window, halo.window) == ((7, 0), (2, 5))
+    assert (own.queries, own.keys, halo.queries, halo.keys) == (
+        slice(0, 10),
+        slice(0, 14),
+        slice(10, 13),
+        slice(14, 17),
+    )
 
 
 BACKWARD = {"flash_attn": "_flash_attn_varlen_backward", "flash_attn_3": "_flash_attn_backward",

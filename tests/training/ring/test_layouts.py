@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,22 +10,20 @@ from hypothesis import strategies as st
 from rlexp.config.checks import layout as chosen
 from rlexp.config.load import compose_config
 from rlexp.config.schema import LayoutName
+from rlexp.preflight.rehearsal.kernel_cost import pairs
 from rlexp.training.dataset.packing import pack_sequences
-from rlexp.training.ring.base import EARLY, LATE
-from rlexp.training.ring.cut import cut
-from rlexp.training.ring.groups import Ring
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.shard import shard_pack
-from rlexp.training.ring.layouts.ulysses import Heads
-from rlexp.training.ring.layouts.zigzag import zigzag
+from rlexp.training.ring.transports.heads import Heads
+from rlexp.training.world.groups import Ring
 from tests.helpers.attention import forest
 
-ROTATING = ("zigzag", "contiguous")
+TRAVELLING = ("zigzag", "contiguous")
 RINGS = st.sampled_from([1, 2, 3, 4, 8])
 LENGTHS = st.lists(st.integers(0, 200), min_size=1, max_size=6).map(tuple).filter(any)
 LAYOUTS = st.one_of(
-    st.tuples(st.sampled_from([*ROTATING, "allgather", "ulysses"]), st.just(1), RINGS),
+    st.tuples(st.sampled_from([*TRAVELLING, "allgather", "ulysses"]), st.just(1), RINGS),
     st.sampled_from([("hybrid", 2, 4), ("hybrid", 2, 8), ("hybrid", 4, 8), ("hybrid", 3, 6)]),
 )
 
@@ -54,66 +50,33 @@ def test_each_token_is_held_once_and_shares_are_equal(which, lengths) -> None:
 @given(RINGS, LENGTHS)
 def test_ranks_hold_as_many_real_tokens_to_within_one(size, lengths) -> None:
     """So a pack is padded by less than a token per rank, whatever its lengths."""
-    pieces = zigzag(forest(lengths, size), size)
-    held = [pieces.real(rank) for rank in range(size)]
+    held = get_layout("zigzag").deal(forest(lengths, size), size).real
     assert max(held) - min(held) <= 1
-
-
-@given(st.sampled_from(ROTATING), RINGS, LENGTHS)
-def test_blocks_are_exactly_the_causal_mask(name, size, lengths) -> None:
-    """All blocks of all ranks hold each pair of a query and an earlier key once, and no later key."""
-    layout = get_layout(name)
-    pieces = layout.cut(forest(lengths, size), size)
-    for number, length in enumerate(lengths):
-        seen = torch.zeros(length, length, dtype=torch.int64)
-        for rank, source in itertools.product(range(size), repeat=2):
-            block = layout.block(rank, source, size)
-            if block is not None:
-                queries = _positions(pieces.chunks[rank][number], block.queries)
-                keys = _positions(pieces.chunks[source][number], block.keys)
-                mask = torch.ones(len(queries), len(keys), dtype=torch.int64)
-                seen[queries.unsqueeze(1), keys] += mask.tril() if block.causal else mask
-        assert torch.equal(seen, torch.ones(length, length, dtype=torch.int64).tril())
-
-
-def _positions(chunks, part) -> torch.Tensor:
-    ranges = [torch.arange(chunk.start, chunk.stop) for chunk in chunks]
-    return {EARLY: ranges[0], LATE: ranges[-1]}.get(part, torch.cat(ranges))
-
-
-@given(RINGS, LENGTHS)
-def test_what_is_gathered_is_exactly_what_comes_before(size, lengths) -> None:
-    """A rank's own block and the gathered keys before its chunks hold each earlier key once, and no later one."""
-    layout = get_layout("allgather")
-    segments = forest(lengths, size)
-    deal = layout.deal(segments, size)
-    arrived = torch.cat(deal.places)
-    for ring in rings(size):
-        plan = layout.plan(segments, ring, Plain())
-        held = deal.places[ring.rank][plan.own.index]
-        assert sorted(held.tolist()) == sorted(deal.places[ring.rank][: deal.real[ring.rank]].tolist())
-        queries, own = held.split(plan.chunks), held.split(plan.own.lengths)
-        keys = arrived[plan.before].split(plan.before_lengths)
-        for number, (at, before) in enumerate(zip(queries, keys, strict=True)):
-            segment = segments[number * len(own) // len(queries)]
-            mine = own[number * len(own) // len(queries)]
-            for query in at.tolist():
-                seen = [*before.tolist(), *mine[mine <= query].tolist()]
-                assert sorted(seen) == [*range(segment.start, query + 1)]
 
 
 @given(RINGS.filter(lambda size: size > 1), st.integers(1, 30))
 def test_zigzag_has_the_same_work_at_every_step(size, units) -> None:
     """On a sequence that the ring divides, apart from the causal diagonal."""
-    layout = get_layout("zigzag")
-    length = units * 2 * size
-    pieces = layout.cut(forest((length,), size), size)
-    half = length // (2 * size)
-    for rank, source in itertools.product(range(size), repeat=2):
-        block = layout.block(rank, source, size)
-        queries = len(_positions(pieces.chunks[rank][0], block.queries))
-        keys = len(_positions(pieces.chunks[source][0], block.keys))
-        assert queries * keys == (4 if block.causal else 2) * half * half
+    segments = forest((units * 2 * size,), size)
+    for rank in range(size):
+        plan = get_layout("zigzag").plan(segments, Ring(rank, tuple(range(size))), Plain())
+        own, *others = ([pairs(plan.call(meeting, 1.0)) for meeting in step] for step in plan.steps)
+        assert own == [2 * units * (2 * units + 1) // 2]
+        assert others == [[2 * units * units]] * (size - 1)
+
+
+@given(LAYOUTS, LENGTHS, st.none() | st.integers(1, 90))
+def test_the_work_of_a_deal_is_that_of_the_plans(which, lengths, window) -> None:
+    """What a run logs and what a rehearsal counts are one number."""
+    name, inner, size = which
+    layout = get_layout(name, inner)
+    segments = forest(lengths, layout.multiple(size))
+    work = layout.deal(segments, size, window).work
+    for ring in rings(size):
+        plan = layout.plan(segments, ring, Plain(), window)
+        shared, around = (layout.shared(size), plan.around) if name in ("ulysses", "hybrid") else (1, plan)
+        calls = (around.call(meeting, 1.0) for step in around.steps for meeting in step)
+        assert work[ring.rank] == sum(map(pairs, calls)) / shared
 
 
 @given(st.sampled_from([2, 4, 8]), st.lists(st.integers(100, 900), min_size=2, max_size=8).map(tuple))
@@ -171,7 +134,7 @@ def test_shards_hold_every_target_of_the_pack(which, lengths, packing) -> None:
 )
 def test_heads_of_keys_go_where_their_queries_are(queries: int, keys: int, ranks: int, sent: list[int]) -> None:
     heads = Heads(queries, keys, ranks)
-    assert [each // heads.copies for rank in range(ranks) for each in heads.keys_of(rank)] == sent
+    assert [copy // heads.copies for copy in range(keys * heads.copies)] == sent
     each = len(sent) // ranks
     for head in range(queries):
         rank, place = divmod(head, queries // ranks)
@@ -189,8 +152,3 @@ def test_a_model_whose_head_size_is_unknown_gets_the_layout_that_takes_any(descr
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(ValueError, match="6 heads cannot be shared out among 4 ranks"):
         Heads(6, 2, 4)
-
-
-def test_an_uneven_total_is_a_defect() -> None:
-    with pytest.raises(AssertionError):
-        cut(forest((5,), 1), [0, 1])

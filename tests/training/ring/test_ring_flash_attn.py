@@ -27,11 +27,12 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import BackendName, Config, LayoutName, Precision
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.packing import pack_sequences
-from rlexp.training.ring.groups import ALONE, Ring, build_world
 from rlexp.training.ring.kernels import Plain
+from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import Layout
 from rlexp.training.ring.layouts.ring_flash_attn import library_layout
 from rlexp.training.types import Segment
+from rlexp.training.world.groups import ALONE, Ring, build_world
 from rlexp.verify.variants import exact
 from tests.helpers import mock_flash
 from tests.helpers.attention import HEADS, SIZE, error, expected_of, flash_error_of, inputs
@@ -106,7 +107,7 @@ def attend_part(ring: Ring, name: str, kv_heads: int, lengths: tuple[int, ...], 
     flash_attn = mock_flash.install()
     sent, before, flash_attn.computed = Sent(), ring.traffic.sent, 0
     with sent.listening():
-        out = plan.attend(q, k, v, SIZE**-0.5)
+        out = plan.attend(q, k, v, Ask(SIZE**-0.5))
         grads = torch.autograd.grad(out, (q, k, v), dout)
     computed = flash_attn.computed / HEADS
     counted = ring.traffic.sent - before
@@ -301,7 +302,7 @@ try:
     import ring_flash_attn
 except ImportError as error:
     print("refused:", error)
-from rlexp.training.ring.past_adapter import functions
+from rlexp.training.ring.layouts.ring_flash_attn import functions
 for name in ("zigzag", "llama3", "llama3_plan", "alone"):
     function = getattr(functions(), name)
     print(function.__module__, function.__name__)
@@ -311,7 +312,7 @@ for name in ("zigzag", "llama3", "llama3_plan", "alone"):
 @library
 @pytest.mark.slow
 def test_the_functions_are_reached_past_the_adapter() -> None:
-    """When the package itself can be imported again, `rlexp/training/ring/past_adapter.py` can be removed."""
+    """When the package itself can be imported again, `functions` can import from it."""
     answer = subprocess.run([sys.executable, "-c", ENTERED], capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 0, answer.stderr
     refused, *reached = answer.stdout.splitlines()
@@ -407,3 +408,6 @@ def test_packages_are_asked_of_the_machine_that_runs_and_heads_when_they_are_kno
         check_backend(cfg, None)
     with pytest.raises(ConfigError, match="heads are of size 20"):
         check_backend(cfg, Heads(8, 8, 20), here=False)
+    check_backend(cfg, Heads(8, 8, 64, (None, cfg.data.max_length)), here=False)
+    with pytest.raises(ConfigError, match=r"see 511 positions .* layouts all have them \(zigzag, "):
+        check_backend(cfg, Heads(8, 8, 64, (None, cfg.data.max_length - 1)), here=False)

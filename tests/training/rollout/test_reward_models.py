@@ -31,11 +31,11 @@ from rlexp.training.model.float64 import precise
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
 from rlexp.training.model.reward_model import RewardModel, last_places
 from rlexp.training.ring.collectives import ring_sum
-from rlexp.training.ring.groups import ALONE, Ring, build_world
 from rlexp.training.ring.kernels import CpuFlash
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.types import Sample
+from rlexp.training.world.groups import ALONE, Ring, build_world
 from tests.conftest import Shell
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rewards import TOKENIZER, ids, sample

@@ -10,7 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from rlexp.base.errors import DrawError
 from rlexp.config.schema import RolloutConfig
@@ -19,7 +28,6 @@ from rlexp.training.model import hook
 from rlexp.training.model.decoding import Decoding, KeyValues
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.policy import Policy
-from rlexp.training.ring.groups import ALONE
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.shard import shard_pack
@@ -30,6 +38,7 @@ from rlexp.training.rollout.experience import off_pack
 from rlexp.training.rollout.noise import stream, uniform
 from rlexp.training.rollout.sampling import Drawer
 from rlexp.training.types import Prompt
+from rlexp.training.world.groups import ALONE
 from tests.helpers.ranks import seeded
 
 VOCABULARY = 23
@@ -47,27 +56,38 @@ def rows_of(lengths, n_samples: int = 1) -> list[Request]:
     return [Request(at * n_samples + n, prompt_of(at, length), n) for (at, length), n in pairs]
 
 
-def model_of(attention: str) -> LlamaForCausalLM:
-    """Build a Llama with grouped heads, and with weights so large that its distributions are far from uniform."""
+def model_of(attention: str, window: int | None) -> PreTrainedModel:
+    """Build a model with grouped heads, and with weights so large that its distributions are far from uniform."""
     hook.register()
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, attn_implementation=attention)  # fmt: skip
-    model = LlamaForCausalLM(config).double().eval()
+    kinds = (
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": window, "head_dim": 8}
+        if window
+        else {}
+    )
+    kind, of = (MinistralConfig, MinistralForCausalLM) if window else (LlamaConfig, LlamaForCausalLM)
+    config = kind(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                  num_attention_heads=4, num_key_value_heads=2, attn_implementation=attention, **kinds)  # fmt: skip
+    model = of(config).double().eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(20)
     return model
 
 
-@pytest.fixture(scope="module")
-def policy() -> Policy:
-    return Policy(model_of(hook.NAME))
+@pytest.fixture(scope="module", params=[None, 5], ids=["whole", "windows in some layers"])
+def window(request: pytest.FixtureRequest) -> int | None:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def plain() -> LlamaForCausalLM:
+def policy(window: int | None) -> Policy:
+    return Policy(model_of(hook.NAME, window))
+
+
+@pytest.fixture(scope="module")
+def plain(window: int | None) -> PreTrainedModel:
     """The same weights with the attention of transformers."""
-    return model_of("sdpa")
+    return model_of("sdpa", window)
 
 
 class Letters:
@@ -209,7 +229,7 @@ def test_a_part_is_within_both_limits(lengths, n_samples: int, size: int, tokens
 
 
 @torch.no_grad()
-def at_once(plain: LlamaForCausalLM, tokens) -> torch.Tensor:
+def at_once(plain: PreTrainedModel, tokens) -> torch.Tensor:
     """Return the logits after a text, from one pass without a cache."""
     with precise(torch.float64):
         return plain(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
@@ -219,7 +239,7 @@ def at_once(plain: LlamaForCausalLM, tokens) -> torch.Tensor:
 @pytest.mark.parametrize("lengths", [(9, 4, 1), (6, 6, 6)], ids=str)
 @torch.no_grad()
 def test_a_row_reads_the_same_with_others_beside_it_in_pieces_and_after_they_left(
-    policy: Policy, plain: LlamaForCausalLM, lengths, most: int | None
+    policy: Policy, plain: PreTrainedModel, lengths, most: int | None
 ) -> None:
     """Left padding; prompts in pieces; two rows for each prompt; then rows leave in turn while the cache grows."""
     rows, longest = [prompt_of(at, n).tokens.tolist() for at, n in enumerate(lengths)], max(lengths)
@@ -289,7 +309,7 @@ def test_log_probabilities_are_those_of_scoring(policy: Policy) -> None:
     pack = pack_sequences([(s.prompt.tokens, s.answer) for s in samples], layout.multiple(1))
     shard = shard_pack(pack, ALONE, layout, kernel, 64)
     with torch.no_grad():
-        scored = off_pack(pack, shard, hot(shard).logps_t, ALONE)
+        scored = off_pack(pack, shard, hot(shard).logps_t)
     for sample, old in zip(samples, scored, strict=True):
         assert np.abs(sample.behaviour - old).max() < EXACT
         assert old.max() < 0
@@ -328,7 +348,7 @@ def test_logits_that_are_not_finite_name_the_prompt(policy: Policy) -> None:
         drawn(drawer, [rows_of([3])])
 
 
-def test_answers_are_as_often_drawn_as_they_are_probable(policy: Policy, plain: LlamaForCausalLM) -> None:
+def test_answers_are_as_often_drawn_as_they_are_probable(policy: Policy, plain: PreTrainedModel) -> None:
     """4,000 answers of two tokens to one prompt, against the products of the tokens' probabilities."""
     draws = 4000
     prompt = prompt_of(3, 6)

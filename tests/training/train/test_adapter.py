@@ -32,9 +32,9 @@ from rlexp.export.checkpoint import export_checkpoint
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.model.adapter import put_adapter
 from rlexp.training.model.loading import load_tokenizer
-from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.build import build, unprobed
 from rlexp.training.train.examples import read_examples
+from rlexp.training.world.groups import ALONE, World
 from tests.conftest import Shell
 from tests.helpers.adapters import adapter_of, loaded, logps_by
 from tests.helpers.models import saved

@@ -32,6 +32,17 @@ def test_three_steps_do_not_move_with_the_layout(grid: list[Case]) -> None:
         assert excesses(baseline, curve) == [], case.label
 
 
+@pytest.mark.parametrize("grid", [GRID[2:], pytest.param(MORE[1:], marks=pytest.mark.slow)], ids=["zigzag", "more"])
+def test_windows_do_not_move_with_the_layout(grid: list[Case]) -> None:
+    """Each query sees 17 positions, and answers have some hundreds."""
+    curves = draw([compose_config([*BASE, "train.max_steps=2", "model.window=17", *case.overrides()])
+                   for case in (GRID[0], *grid)])  # fmt: skip
+    whole, *others = [*draw([compose_config([*BASE, "train.max_steps=2", *GRID[0].overrides()])]), *curves[1:]]
+    assert excesses(whole, curves[0]), "the window changes what is trained"
+    for case, curve in zip(grid, others, strict=True):
+        assert excesses(curves[0], curve) == [], case.label
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rings", [(1, 8), pytest.param((1, 2, 4), marks=pytest.mark.prove)], ids=["8", "2 and 4"])
 def test_three_steps_are_those_of_one_process_on_every_layout(rings: tuple[int, ...]) -> None:

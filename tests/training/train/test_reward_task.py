@@ -15,8 +15,8 @@ from rlexp.config.schema import Config, HFModelConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.model.loading import byte_tokenizer, load_config, load_model, load_tokenizer
 from rlexp.training.model.score_head import padding_of
-from rlexp.training.ring.groups import ALONE, World
 from rlexp.training.train.examples import read_examples
+from rlexp.training.world.groups import ALONE, World
 from tests.helpers.models import saved
 from tests.helpers.ranks import on_ranks
 

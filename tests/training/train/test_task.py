@@ -24,11 +24,11 @@ from rlexp.data.answer import preview
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import run_ranks
 from rlexp.training.algos.base import Asks, Losses, Values
-from rlexp.training.ring.groups import World
 from rlexp.training.train.choose_task import TASKS
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.train.offline_task import OfflineTask
 from rlexp.training.types import Completion
+from rlexp.training.world.groups import World
 from rlexp.verify.report import scope
 from rlexp.verify.verification import Verification, verify
 from tests.helpers.ranks import on_ranks
@@ -116,7 +116,7 @@ def first_losses(cfg: Config) -> tuple[float, float]:
     """Return the mean loss per token of the first train batch and of the held-out rows, by transformers alone."""
     from rlexp.training.model.float64 import precise
     from rlexp.training.model.loading import load_config, load_model, load_tokenizer
-    from rlexp.training.ring.groups import ALONE
+    from rlexp.training.world.groups import ALONE
 
     examples = read_examples(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE))
     model = load_model(cfg.model, load_config(cfg.model, cfg.data.max_length), cfg.data.max_length, float64=True)

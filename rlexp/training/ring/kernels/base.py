@@ -5,14 +5,15 @@ Shape letters: q query tokens, k key tokens, H query heads, G key/value heads, D
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 Lengths = tuple[int, ...]
+Seen = tuple[int, int | None]  # a, w: query i sees key j if i − j + a is at least 0 and less than w
 Rows = slice | Tensor
 Grads = tuple[Tensor, Tensor, Tensor]
 HALF: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -25,36 +26,75 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """What a layer of a model asks of its attention."""
+
+    scale: float
+    window: int | None = None  # a query sees so many positions, its own included; None: all up to its own
+    cap: float | None = None  # scores are capped softly at this size
+    sinks: bool = False  # beside the keys, each head has a score of its own
+
+
+def refused(ask: Ask) -> str | None:
+    """Say what of a layer's request no kernel computes yet."""
+    if ask.cap is not None:
+        return f"scores that are capped softly at {ask.cap:g}"
+    return "attention sinks" if ask.sinks else None
+
+
+@dataclass(frozen=True)
 class Call:
     """Segments, which lie one after the other and never meet: how many queries and keys each has, and how they attend.
 
-    In a causal call both lengths are the same.
+    In a causal call both lengths are the same. In a band, `apart` says for each segment how many positions the last
+    query is after the last key. A query sees the keys that are not after it, and fewer than `window` positions before.
+    In a band every query sees a key.
     """
 
     q_lengths: Lengths
     k_lengths: Lengths
     causal: bool
     scale: float
+    window: int | None = None
+    apart: Lengths | None = None
+
+    def seen(self, number: int) -> Seen | None:
+        """Return which keys the queries of a segment see; None: all."""
+        if self.apart is not None:
+            return self.apart[number] + self.k_lengths[number] - self.q_lengths[number], self.window
+        return (0, None) if self.causal else None
 
 
-class BlockKernel(Protocol):
+class BlockKernel(ABC):
+    """One call of a kernel is a block: some queries with some keys."""
+
     name: str
-    dtypes: tuple[torch.dtype, ...]  # of queries, keys and values
+    dtypes: tuple[torch.dtype, ...] = ANY  # of queries, keys and values
 
-    def prepare(self, q_lengths: Lengths, k_lengths: Lengths, device: torch.device) -> None:
-        """Copy to the device what calls over these segments need there, before the first of them."""
+    def refuses(self, ask: Ask) -> str | None:
+        """Say what of a layer's request this kernel does not compute."""
+        return refused(ask)
+
+    def prepare(self, call: Call, device: torch.device) -> None:  # noqa: B027
+        """Copy to the device what such calls need there, before the first of them."""
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of dk and dv for queries, keys and values of this dtype."""
+        return accumulation_dtype(dtype)
 
     def ready(self, x: Tensor) -> Tensor:
         """Convert a tensor that several blocks need once, to the dtype in which this kernel computes."""
+        return x.to(accumulation_dtype(x.dtype))
 
+    @abstractmethod
     def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return the output (q, H, D) and log-sum-exp (q, H).
 
-        The log-sum-exp is in the accumulation dtype; the output may be in that of the queries.
-
-        Where a segment has queries but no keys, the output is 0 and the log-sum-exp −inf.
+        The log-sum-exp is in the accumulation dtype; the output may be in that of the queries. Where a segment has
+        queries but no keys, the output is 0 and the log-sum-exp −inf.
         """
 
+    @abstractmethod
     def backward(
         self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor, call: Call
     ) -> Grads:
@@ -64,12 +104,17 @@ class BlockKernel(Protocol):
         """
 
 
-def segments(call: Call) -> Iterator[tuple[slice, slice]]:
-    """Yield the slices of queries and keys of each segment that has both."""
+def readable(x: Tensor) -> Tensor:
+    """Make each head's elements contiguous: flash kernels take them for it, whatever their stride."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def segments(call: Call) -> Iterator[tuple[slice, slice, Seen | None]]:
+    """Yield the slices of queries and keys of each segment that has both, and which of the keys the queries see."""
     q_start = k_start = 0
-    for q_length, k_length in zip(call.q_lengths, call.k_lengths, strict=True):
+    for number, (q_length, k_length) in enumerate(zip(call.q_lengths, call.k_lengths, strict=True)):
         if q_length and k_length:
-            yield slice(q_start, q_start + q_length), slice(k_start, k_start + k_length)
+            yield slice(q_start, q_start + q_length), slice(k_start, k_start + k_length), call.seen(number)
         q_start += q_length
         k_start += k_length
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.kernels.base import ANY, Call, Grads, Lengths, accumulation_dtype
+from rlexp.training.ring.kernels.base import BlockKernel, Call, Grads, Lengths, Seen, readable
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -31,20 +31,13 @@ KEYS = 504  # most keys of a backward call: at 512, rows of scores lie 2 KiB apa
 FEW = 1 << 16  # fewest query-key pairs of a strip, over all heads: a call's overhead of 0.02 ms is then small
 
 
-class CpuFlash:
+class CpuFlash(BlockKernel):
     name = "cpu_flash"
-    dtypes = ANY
-
-    def prepare(self, q_lengths: Lengths, k_lengths: Lengths, device: torch.device) -> None:
-        """Need nothing."""
-
-    def ready(self, x: Tensor) -> Tensor:
-        return x.to(accumulation_dtype(x.dtype))
 
     def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         q, k, v = (_heads_first(self.ready(x)) for x in (q_qHD, k_kGD, v_kGD))
         segments = zip(*_by_segment((q,), call.q_lengths), *_by_segment((k, v), call.k_lengths), strict=True)
-        results = [_forward_segment(*each, causal=call.causal, scale=call.scale) for each in segments]
+        results = [_forward_segment(each, call.seen(number), call.scale) for number, each in enumerate(segments)]
         out, lse = (_joined(parts) for parts in zip(*results, strict=True))
         return _tokens_first(out), lse.squeeze(0).transpose(0, 1)
 
@@ -55,14 +48,14 @@ class CpuFlash:
         lse = lse_qH.transpose(0, 1).unsqueeze(0)
         ours = _by_segment((dout, q, out, lse), call.q_lengths)
         segments = zip(*ours, *_by_segment((k, v), call.k_lengths), strict=True)
-        results = [_backward_segment(*each, causal=call.causal, scale=call.scale) for each in segments]
+        results = [_backward_segment(each, call.seen(number), call.scale) for number, each in enumerate(segments)]
         dq, dk, dv = (_tokens_first(_joined(parts)) for parts in zip(*results, strict=True))
         return dq, dk, dv
 
 
 def _heads_first(x_tHD: Tensor) -> Tensor:
-    """View (t, H, D) as (1, H, t, D). The kernel takes a head's elements for contiguous, whatever their stride."""
-    return (x_tHD if x_tHD.stride(-1) == 1 else x_tHD.contiguous()).transpose(0, 1).unsqueeze(0)
+    """View (t, H, D) as (1, H, t, D)."""
+    return readable(x_tHD).transpose(0, 1).unsqueeze(0)
 
 
 def _tokens_first(x_1HtD: Tensor) -> Tensor:
@@ -81,49 +74,62 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.transpose(1, 2) for x in parts], dim=1).transpose(1, 2)
 
 
-def _forward_segment(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _forward_segment(given: Sequence[Tensor], seen: Seen | None, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = given
     queries, keys = q.shape[2], k.shape[2]
     if not (queries and keys):
-        return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
-    strips = _strips(queries, NARROW, keys * q.shape[1]) if causal and queries <= WHOLE else []
-    if len(strips) < 2:
-        out, lse = _forward(q, k, v, 0.0, causal, attn_mask=None, scale=scale)
+        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf)
+    window = seen[1] if seen else None
+    whole = seen is None or (window is None and queries > WHOLE)
+    widest = queries if whole else max(NARROW, (window or 0) // 8)
+    strips = _strips(queries, widest, min(keys, window or keys) * q.shape[1])
+    if seen is None or (window is None and len(strips) == 1):
+        out, lse = _forward(q, k, v, 0.0, seen is not None, attn_mask=None, scale=scale)
         return out, lse
     results = []
     for strip in strips:
-        mask = _beyond(strip, q)
-        given = (q[:, :, strip], k[:, :, : strip.stop], v[:, :, : strip.stop])
-        results.append(_forward(*given, 0.0, False, attn_mask=mask, scale=scale))
+        first = 0 if window is None else max(0, strip.start + seen[0] - window + 1)
+        there = slice(first, min(keys, strip.stop + seen[0]))
+        part = (q[:, :, strip], k[:, :, there], v[:, :, there])
+        results.append(_forward(*part, 0.0, False, attn_mask=_mask(strip, there, seen, q), scale=scale))
     out, lse = (_joined(parts) for parts in zip(*results, strict=True))
     return out, lse
 
 
-def _beyond(strip: slice, like: Tensor) -> Tensor:
-    """Return the mask of a strip of queries over the keys up to its own last one: −inf beyond the diagonal."""
-    rows = strip.stop - strip.start
-    mask = like.new_zeros(rows, strip.stop)
-    mask[:, strip.start :] = like.new_full((rows, rows), -torch.inf).triu(1)
+def _mask(queries: slice, keys: slice, seen: Seen, like: Tensor) -> Tensor:
+    """Return (queries, keys), with −inf where a query does not see a key."""
+    rows, columns = queries.stop - queries.start, keys.stop - keys.start
+    mask, last = like.new_zeros(rows, columns), queries.start + seen[0] - keys.start  # key of the first query
+    beyond = min(columns, max(0, last))
+    mask[:, beyond:] = like.new_full((rows, columns - beyond), -torch.inf).triu(last - beyond + 1)
+    if seen[1] is not None:
+        before = min(columns, max(0, last - seen[1] + rows))
+        mask[:, :before] += like.new_full((rows, before), -torch.inf).tril(last - seen[1])
     return mask
 
 
-def _backward_segment(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
-) -> Grads:
+def _backward_segment(given: Sequence[Tensor], seen: Seen | None, scale: float) -> Grads:
+    dout, q, out, lse, k, v = given
     queries, keys = q.shape[2], k.shape[2]
     if not (queries and keys):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    widest = min(KEYS, max(NARROW, keys // 8)) if causal else KEYS
+    window = seen[1] if seen else None
+    causal = seen is not None and window is None
+    widest = KEYS if seen is None else min(KEYS, max(NARROW, (window or keys) // 8))
     strips = _strips(keys, widest, queries * q.shape[1])
-    if len(strips) == 1:
+    if len(strips) == 1 and window is None:
         dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=None, scale=scale)
         return dq, dk, dv
     dq, grads = torch.zeros_like(q), []
     for strip in strips:
-        # A strip of keys and the queries that see it begin at the same position, so this call is causal as well.
-        seen = slice(strip.start if causal else 0, None)
-        given = (dout[:, :, seen], q[:, :, seen], k[:, :, strip], v[:, :, strip], out[:, :, seen], lse[:, :, seen])
-        added, *dkv = _backward(*given, 0.0, causal, attn_mask=None, scale=scale)
-        dq[:, :, seen] += added
+        # A strip of keys and the queries that see it begin at the same position, so a causal call stays one.
+        there, mask = slice(strip.start if causal else 0, queries), None
+        if seen is not None and window is not None:
+            there = slice(max(0, strip.start - seen[0]), min(queries, strip.stop - 1 - seen[0] + window))
+            mask = _mask(there, strip, seen, q)
+        part = (dout[:, :, there], q[:, :, there], k[:, :, strip], v[:, :, strip], out[:, :, there], lse[:, :, there])
+        added, *dkv = _backward(*part, 0.0, causal, attn_mask=mask, scale=scale)
+        dq[:, :, there] += added
         grads.append(dkv)
     dk, dv = (_joined(parts) for parts in zip(*grads, strict=True))
     return dq, dk, dv

@@ -22,38 +22,19 @@ class FlashAttn2(Varlen):
     name = "flash_attn"
 
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call) -> tuple[Tensor, Tensor]:
+        left, right = spans.window
         out, lse, *_ = _interface()._flash_attn_varlen_forward(
-            q,
-            k,
-            v,
-            spans.cu_q,
-            spans.cu_k,
-            spans.max_q,
-            spans.max_k,
-            dropout_p=0.0,
-            softmax_scale=call.scale,
-            causal=call.causal,
-        )
+            q, k, v, spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, dropout_p=0.0, softmax_scale=call.scale,
+            causal=call.causal, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
         return out, lse
 
     def call_backward(self, given: Given, spans: Spans, call: Call) -> Grads:
+        left, right = spans.window
         dq, dk, dv = empty_grads(given)
         _interface()._flash_attn_varlen_backward(
-            *given,
-            dq,
-            dk,
-            dv,
-            spans.cu_q,
-            spans.cu_k,
-            spans.max_q,
-            spans.max_k,
-            dropout_p=0.0,
-            softmax_scale=call.scale,
-            causal=call.causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+            *given, dq, dk, dv, spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, dropout_p=0.0,
+            softmax_scale=call.scale, causal=call.causal, window_size_left=left, window_size_right=right, softcap=0.0,
+            alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
         return dq, dk, dv

@@ -25,21 +25,24 @@ def merge_rows(out_qHD: Tensor, lse_qH: Tensor, block_out_qHD: Tensor, block_lse
         merge_plain(out_qHD, lse_qH, block_out_qHD, block_lse_qH)
 
 
-def add_keys(into_2tGD: Tensor, rows: Rows, dk_kGD: Tensor, dv_kGD: Tensor) -> None:
-    """Add a block's part of dk and dv to rows that are all different."""
-    there, index = (into_2tGD[:, rows], None) if isinstance(rows, slice) else (into_2tGD, rows)
-    if fused(into_2tGD):
-        torch.ops.rlexp.add_keys(there, index, dk_kGD, dv_kGD)
+def add_keys(
+    into_k_tGD: Tensor, into_v_tGD: Tensor, rows: Rows, dk_kGD: Tensor, dv_kGD: Tensor, *, once: bool = True
+) -> None:
+    """Add a block's part of dk and dv to rows. If one may stand twice among them, say so: then torch adds them."""
+    index = None if isinstance(rows, slice) else rows
+    into = (into_k_tGD, into_v_tGD) if index is not None else (into_k_tGD[rows], into_v_tGD[rows])
+    if once and fused(into_k_tGD):
+        torch.ops.rlexp.add_keys(*into, index, dk_kGD, dv_kGD)
     else:
-        _add_plain(there, index, dk_kGD, dv_kGD)
+        _add_plain(*into, index, dk_kGD, dv_kGD)
 
 
 def fused(accumulated: Tensor) -> bool:
     return accumulated.device.type != "cpu" and accumulated.dtype is torch.float32
 
 
-def _add_plain(into: Tensor, rows: Tensor | None, dk: Tensor, dv: Tensor) -> None:
-    for there, grad in zip(into, (dk, dv), strict=True):
+def _add_plain(into_k: Tensor, into_v: Tensor, rows: Tensor | None, dk: Tensor, dv: Tensor) -> None:
+    for there, grad in ((into_k, dk), (into_v, dv)):
         if rows is None:
             there.add_(grad)
         else:
@@ -57,23 +60,15 @@ def triton_kernels() -> Any:
     return fused_triton
 
 
-def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    triton_kernels().merge(out, lse, block_out, block_lse)
-
-
-def _add_keys(into: Tensor, rows: Tensor | None, dk: Tensor, dv: Tensor) -> None:
-    triton_kernels().add_keys(into, rows, dk, dv)
-
-
 def _merge_shapes(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     assert out.shape == block_out.shape
     assert lse.shape == block_lse.shape == out.shape[:2]
 
 
-def _add_shapes(into: Tensor, rows: Tensor | None, dk: Tensor, dv: Tensor) -> None:
-    assert dk.shape == dv.shape
-    assert into.shape[2:] == dk.shape[1:]
-    assert len(dk) == (into.shape[1] if rows is None else len(rows))
+def _add_shapes(into_k: Tensor, into_v: Tensor, rows: Tensor | None, dk: Tensor, dv: Tensor) -> None:
+    for into, grad in ((into_k, dk), (into_v, dv)):
+        assert into.shape[1:] == grad.shape[1:]
+        assert len(grad) == (len(into) if rows is None else len(rows))
 
 
 def _operators() -> torch.library.Library | None:
@@ -82,9 +77,9 @@ def _operators() -> torch.library.Library | None:
         return None
     library = torch.library.Library("rlexp", "FRAGMENT")
     library.define("merge(Tensor(a!) out, Tensor(b!) lse, Tensor block_out, Tensor block_lse) -> ()")
-    library.define("add_keys(Tensor(a!) into, Tensor? rows, Tensor dk, Tensor dv) -> ()")
-    for name, kernel, shapes in (("merge", _merge, _merge_shapes), ("add_keys", _add_keys, _add_shapes)):
-        library.impl(name, kernel, "CUDA")
+    library.define("add_keys(Tensor(a!) into_k, Tensor(b!) into_v, Tensor? rows, Tensor dk, Tensor dv) -> ()")
+    for name, shapes in (("merge", _merge_shapes), ("add_keys", _add_shapes)):
+        library.impl(name, lambda *tensors, name=name: getattr(triton_kernels(), name)(*tensors), "CUDA")
         torch.library.register_fake(f"rlexp::{name}", shapes, lib=library)
     return library
 

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlexp.training.ring.kernels.base import readable
+
 ROWS = 16  # of a program: with heads of 128, 2,048 numbers
 
 
@@ -35,20 +37,24 @@ def _merge(
 
 @triton.jit
 def _add_keys(
-    into, index, dk, dv, rows, heads, size, into_2, into_t, into_g, dk_t, dk_g, dv_t, dv_g,
-    INDEXED: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    into_k, into_v, index, dk, dv, rows, heads, size_k, size_v,
+    into_k_t, into_k_g, into_v_t, into_v_g, dk_t, dk_g, dv_t, dv_g,
+    INDEXED: tl.constexpr, ROWS: tl.constexpr, SIZE_K: tl.constexpr, SIZE_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < rows
     token, g = row // heads, row % heads
     target = tl.load(index + token, mask=there, other=0) if INDEXED else token
-    column = tl.arange(0, SIZE)
-    inside = there[:, None] & (column < size)[None, :]
-    place = into + (target * into_t + g * into_g)[:, None] + column[None, :]
+    column = tl.arange(0, SIZE_K)
+    inside = there[:, None] & (column < size_k)[None, :]
+    place = into_k + (target * into_k_t + g * into_k_g)[:, None] + column[None, :]
     k = tl.load(dk + (token * dk_t + g * dk_g)[:, None] + column[None, :], mask=inside, other=0.0)
-    v = tl.load(dv + (token * dv_t + g * dv_g)[:, None] + column[None, :], mask=inside, other=0.0)
     tl.store(place, tl.load(place, mask=inside, other=0.0) + k.to(tl.float32), mask=inside)
-    tl.store(place + into_2, tl.load(place + into_2, mask=inside, other=0.0) + v.to(tl.float32), mask=inside)
+    column = tl.arange(0, SIZE_V)
+    inside = there[:, None] & (column < size_v)[None, :]
+    place = into_v + (target * into_v_t + g * into_v_g)[:, None] + column[None, :]
+    v = tl.load(dv + (token * dv_t + g * dv_g)[:, None] + column[None, :], mask=inside, other=0.0)
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + v.to(tl.float32), mask=inside)
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -57,24 +63,21 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
     if rows == 0:
         return
     _merge[(triton.cdiv(rows, ROWS),)](
-        out, lse, _last_contiguous(block_out), block_lse, rows, heads, size,
-        *out.stride()[:2], *lse.stride(), *_last_contiguous(block_out).stride()[:2], *block_lse.stride(),
+        out, lse, readable(block_out), block_lse, rows, heads, size,
+        *out.stride()[:2], *lse.stride(), *readable(block_out).stride()[:2], *block_lse.stride(),
         ROWS=ROWS, SIZE=triton.next_power_of_2(size),
     )  # fmt: skip
 
 
-def add_keys(into: Tensor, index: Tensor | None, dk: Tensor, dv: Tensor) -> None:
+def add_keys(into_k: Tensor, into_v: Tensor, index: Tensor | None, dk: Tensor, dv: Tensor) -> None:
     keys, heads, size = dk.shape
     rows = keys * heads
     if rows == 0:
         return
-    dk, dv = _last_contiguous(dk), _last_contiguous(dv)
+    dk, dv = readable(dk), readable(dv)
     _add_keys[(triton.cdiv(rows, ROWS),)](
-        into, index if index is not None else into, dk, dv, rows, heads, size,
-        *into.stride()[:3], *dk.stride()[:2], *dv.stride()[:2],
-        INDEXED=index is not None, ROWS=ROWS, SIZE=triton.next_power_of_2(size),
+        into_k, into_v, index if index is not None else into_k, dk, dv, rows, heads, size, dv.shape[2],
+        *into_k.stride()[:2], *into_v.stride()[:2], *dk.stride()[:2], *dv.stride()[:2],
+        INDEXED=index is not None, ROWS=ROWS,
+        SIZE_K=triton.next_power_of_2(size), SIZE_V=triton.next_power_of_2(dv.shape[2]),
     )  # fmt: skip
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -10,29 +10,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.kernels.base import ANY, Call, Grads, Lengths, accumulation_dtype, segments
+from rlexp.training.ring.kernels.base import BlockKernel, Call, Grads, Seen, accumulation_dtype, segments
 
 SCORES = 1 << 25  # elements of a score matrix held at once
 
 
-class Plain:
+class Plain(BlockKernel):
     name = "plain"
-    dtypes = ANY
-
-    def prepare(self, q_lengths: Lengths, k_lengths: Lengths, device: torch.device) -> None:
-        """Need nothing."""
-
-    def ready(self, x: Tensor) -> Tensor:
-        return x.to(accumulation_dtype(x.dtype))
 
     def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(q_qHD.dtype)
-        out = q_qHD.new_zeros(q_qHD.shape, dtype=dtype)
+        out = q_qHD.new_zeros(*q_qHD.shape[:2], v_kGD.shape[2], dtype=dtype)
         lse = q_qHD.new_full(q_qHD.shape[:2], -torch.inf, dtype=dtype)
         groups = q_qHD.shape[1] // k_kGD.shape[1]
-        for q_slice, k_slice in segments(call):
+        for q_slice, k_slice, seen in segments(call):
             k, v = (x[k_slice].to(dtype).repeat_interleave(groups, dim=1) for x in (k_kGD, v_kGD))
-            for piece, mask in _pieces(q_slice, k.shape[0], q_qHD.shape[1], call.causal, q_qHD.device):
+            for piece, mask in _pieces(q_slice, k.shape[0], q_qHD.shape[1], seen, q_qHD.device):
                 scores = _scores(q_qHD[piece].to(dtype), k, mask, call.scale)
                 lse[piece] = scores.logsumexp(-1).transpose(0, 1)
                 out[piece] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
@@ -46,9 +39,9 @@ class Plain:
         dk = k_kGD.new_zeros(k_kGD.shape, dtype=dtype)
         dv = v_kGD.new_zeros(v_kGD.shape, dtype=dtype)
         heads, kv_heads = q_qHD.shape[1], k_kGD.shape[1]
-        for q_slice, k_slice in segments(call):
+        for q_slice, k_slice, seen in segments(call):
             k, v = (x[k_slice].to(dtype).repeat_interleave(heads // kv_heads, dim=1) for x in (k_kGD, v_kGD))
-            for piece, mask in _pieces(q_slice, k.shape[0], heads, call.causal, q_qHD.device):
+            for piece, mask in _pieces(q_slice, k.shape[0], heads, seen, q_qHD.device):
                 q, dout, out = (x[piece].to(dtype) for x in (q_qHD, dout_qHD, out_qHD))
                 # The global log-sum-exp makes these probabilities sum to 1 over all blocks.
                 p = (_scores(q, k, mask, call.scale) - lse_qH[piece].transpose(0, 1).unsqueeze(-1)).exp()
@@ -61,16 +54,18 @@ class Plain:
 
 
 def _pieces(
-    q_slice: slice, keys: int, heads: int, causal: bool, device: torch.device
+    q_slice: slice, keys: int, heads: int, seen: Seen | None, device: torch.device
 ) -> Iterator[tuple[slice, Tensor | None]]:
-    """Cut the queries into pieces with at most SCORES scores each, and yield them with their causal masks."""
+    """Cut the queries into pieces with at most SCORES scores each, and yield them with masks of the keys that they do
+    not see."""
     size = max(1, SCORES // (heads * keys))
     for start in range(q_slice.start, q_slice.stop, size):
         stop = min(start + size, q_slice.stop)
         mask = None
-        if causal:
+        if seen is not None:
             rows = torch.arange(start - q_slice.start, stop - q_slice.start, device=device)
-            mask = torch.arange(keys, device=device) > rows.unsqueeze(1)
+            before = rows.unsqueeze(1) + seen[0] - torch.arange(keys, device=device)
+            mask = before < 0 if seen[1] is None else (before < 0) | (before >= seen[1])
         yield slice(start, stop), mask
 
 

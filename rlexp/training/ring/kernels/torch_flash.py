@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlexp.training.ring.kernels.base import Call, Grads
-from rlexp.training.ring.kernels.varlen import Given, Spans, Varlen
+from rlexp.training.ring.kernels.varlen import NO_WINDOW, Given, Spans, Varlen
 
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
@@ -21,12 +21,18 @@ class TorchFlash(Varlen):
 
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call) -> tuple[Tensor, Tensor]:
         bounds = (spans.cu_q, spans.cu_k, spans.max_q, spans.max_k)
-        out, lse, *_ = _forward(q, k, v, *bounds, 0.0, call.causal, False, scale=call.scale)
+        out, lse, *_ = _forward(q, k, v, *bounds, 0.0, call.causal, False, scale=call.scale, **_window(spans))
         return out, lse
 
     def call_backward(self, given: Given, spans: Spans, call: Call) -> Grads:
         # The state of dropout, which is off: not read.
         rng_state, unused = given[0].new_empty(2, dtype=torch.uint64), given[0].new_empty(0)
         bounds = (spans.cu_q, spans.cu_k, spans.max_q, spans.max_k)
-        dq, dk, dv = _backward(*given, *bounds, 0.0, call.causal, rng_state, unused, scale=call.scale)
+        given_too = (*bounds, 0.0, call.causal, rng_state, unused)
+        dq, dk, dv = _backward(*given, *given_too, scale=call.scale, **_window(spans))
         return dq, dk, dv
+
+
+def _window(spans: Spans) -> dict[str, int]:
+    left, right = spans.window
+    return {} if spans.window == NO_WINDOW else {"window_size_left": left, "window_size_right": right}

@@ -1,8 +1,11 @@
-"""The part that the flash kernels for CUDA share: all segments in one call, with their bounds in `cu_seqlens`.
+"""The part that the flash kernels for CUDA share: all segments in one launch, with their bounds in `cu_seqlens`.
 
 The kernel never sees a segment without queries or without keys: versions differ in what its rows then hold (a
 log-sum-exp of +∞, or memory that nobody wrote). Its tokens are left out by a view where the others are contiguous, as
 in one long sequence, and by an index elsewhere.
+
+A kernel takes one window for all segments of a launch, counted from the last query and the last key of each. So the
+segments of a band are launched together where those are equally far apart, as they lie.
 
 The kernels compute in float32 and round their results to the dtype of the queries. Merging and summing take them as
 they are, into float32.
@@ -13,12 +16,16 @@ Shape letters: q query tokens, k key tokens, H query heads, G key/value heads, D
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.kernels.base import HALF, Call, Grads, Lengths, Rows
+from rlexp.training.ring.kernels.base import HALF, BlockKernel, Call, Grads, Lengths, Rows, readable
 from rlexp.training.types import moved
 
 # dout, q, k, v, out, and a contiguous log-sum-exp (H, q) of float32.
@@ -26,11 +33,13 @@ Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 # For one query per sequence, as in decoding, they take another path, which swaps heads and queries. Not needed here.
 FEWEST_QUERIES = 2
+NO_WINDOW = (-1, -1)
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Rows of the segments that have both queries and keys, and the bounds of each segment."""
+    """One launch: the rows of its segments, the bounds of each, and how far before and after its own place, counted
+    from the end, a query sees keys."""
 
     queries: Rows
     keys: Rows
@@ -38,38 +47,44 @@ class Spans:
     cu_k: Tensor
     max_q: int
     max_k: int
+    window: tuple[int, int] = NO_WINDOW
+
+
+def spans_of(call: Call, device: torch.device) -> tuple[Spans, ...]:
+    return _spans(call.q_lengths, call.k_lengths, call.window, call.apart, device)
 
 
 # A micro-batch has a few of them, which all layers and both passes share. `prepare` makes them before the first layer:
 # there a copy of the host's memory would wait for the device.
-@functools.lru_cache(maxsize=128)
-def spans_of(q_lengths: Lengths, k_lengths: Lengths, device: torch.device) -> Spans | None:
-    """Return None where no segment has both queries and keys."""
-    kept = [bool(q and k) for q, k in zip(q_lengths, k_lengths, strict=True)]
-    if not any(kept):
-        return None
-    q_kept, k_kept = (
-        [length for length, has_both in zip(lengths, kept, strict=True) if has_both]
-        for lengths in (q_lengths, k_lengths)
-    )
-    return Spans(
-        _places(q_lengths, kept, device),
-        _places(k_lengths, kept, device),
-        _cumulative(q_kept, device),
-        _cumulative(k_kept, device),
-        max(FEWEST_QUERIES, *q_kept),
-        max(k_kept),
+@functools.lru_cache(maxsize=256)
+def _spans(
+    q_lengths: Lengths, k_lengths: Lengths, window: int | None, apart: Lengths | None, device: torch.device
+) -> tuple[Spans, ...]:
+    numbers = [number for number, both in enumerate(zip(q_lengths, k_lengths, strict=True)) if all(both)]
+    if window is None or apart is None:
+        launches = [(NO_WINDOW, numbers)] if numbers else []
+    else:
+        launches = [((window - 1 - far, far), [*same]) for far, same in groupby(numbers, apart.__getitem__)]
+    return tuple(
+        Spans(
+            _places(q_lengths, segments, device),
+            _places(k_lengths, segments, device),
+            _cumulative([q_lengths[number] for number in segments], device),
+            _cumulative([k_lengths[number] for number in segments], device),
+            max(FEWEST_QUERIES, *(q_lengths[number] for number in segments)),
+            max(k_lengths[number] for number in segments),
+            seen,
+        )
+        for seen, segments in launches
     )
 
 
-def _places(lengths: Lengths, kept: list[bool], device: torch.device) -> Rows:
-    ranges, start = [], 0
-    for length, has_both in zip(lengths, kept, strict=True):
-        if length and has_both:
-            ranges.append(range(start, start + length))
-        start += length
+def _places(lengths: Lengths, numbers: list[int], device: torch.device) -> Rows:
+    """Return the rows of some segments."""
+    starts = [*accumulate(lengths, initial=0)]
+    ranges = [range(starts[number], starts[number + 1]) for number in numbers]
     total = sum(len(each) for each in ranges)
-    if total == start:
+    if total == starts[-1]:
         return slice(None)
     if ranges[-1].stop - ranges[0].start == total:
         return slice(ranges[0].start, ranges[-1].stop)
@@ -78,10 +93,6 @@ def _places(lengths: Lengths, kept: list[bool], device: torch.device) -> Rows:
 
 def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
     return moved(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _all_rows(rows: Rows) -> bool:
@@ -94,63 +105,62 @@ def empty_grads(given: Given) -> Grads:
     return dq, dk, dv
 
 
-class Varlen:
+class Varlen(BlockKernel):
     """Flash attention over packed segments. A subclass calls its package in `call_forward` and `call_backward`."""
 
-    name: str
     dtypes = HALF
 
-    def prepare(self, q_lengths: Lengths, k_lengths: Lengths, device: torch.device) -> None:
-        spans_of(q_lengths, k_lengths, device)
+    def prepare(self, call: Call, device: torch.device) -> None:
+        spans_of(call, device)
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
 
     def ready(self, x: Tensor) -> Tensor:
         return x
 
+    @abstractmethod
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call) -> tuple[Tensor, Tensor]:
         """Return the output (q, H, D) and log-sum-exp (H, q)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call_backward(self, given: Given, spans: Spans, call: Call) -> Grads:
         """Return dq, dk and dv."""
-        raise NotImplementedError
 
     def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        spans = spans_of(call.q_lengths, call.k_lengths, q_qHD.device)
-        if spans is not None:
-            q = _last_contiguous(q_qHD[spans.queries])
-            k, v = (_last_contiguous(x[spans.keys]) for x in (k_kGD, v_kGD))
-            kernel_out, kernel_lse = self.call_forward(q, k, v, spans, call)
-            if _all_rows(spans.queries):
-                return kernel_out, kernel_lse.transpose(0, 1)
-        out = q_qHD.new_zeros(q_qHD.shape, dtype=torch.float32)
-        lse = q_qHD.new_full(q_qHD.shape[:2], -torch.inf, dtype=torch.float32)
-        if spans is not None:
-            out[spans.queries], lse[spans.queries] = kernel_out.float(), kernel_lse.transpose(0, 1)
-        return out, lse
+        outs, lses = [], []
+        for spans in spans_of(call, q_qHD.device):
+            q = readable(q_qHD[spans.queries])
+            k, v = (readable(x[spans.keys]) for x in (k_kGD, v_kGD))
+            out, lse = self.call_forward(q, k, v, spans, call)
+            outs.append((spans.queries, out))
+            lses.append((spans.queries, lse.transpose(0, 1)))
+        shape = q_qHD.shape[:2]
+        whole_out = _together(outs, q_qHD, (*shape, v_kGD.shape[2]))
+        return whole_out, _together(lses, q_qHD, shape, -torch.inf, torch.float32)
 
     def backward(
         self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor, call: Call
     ) -> Grads:
-        spans = spans_of(call.q_lengths, call.k_lengths, q_qHD.device)
-        wholes = (q_qHD, k_kGD, v_kGD)
-        if spans is None:
-            dq, dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in wholes)
-            return dq, dk, dv
-        dout, q, out = (_last_contiguous(x[spans.queries].to(q_qHD.dtype)) for x in (dout_qHD, q_qHD, out_qHD))
-        k, v = (_last_contiguous(x[spans.keys]) for x in (k_kGD, v_kGD))
-        lse = lse_qH[spans.queries].transpose(0, 1).contiguous()
-        grads = self.call_backward((dout, q, k, v, out, lse), spans, call)
-        dq, dk, dv = (
-            _spread(grad, rows, x)
-            for grad, rows, x in zip(grads, (spans.queries, spans.keys, spans.keys), wholes, strict=True)
-        )
+        found: tuple[list[tuple[Rows, Tensor]], ...] = ([], [], [])
+        for spans in spans_of(call, q_qHD.device):
+            dout, q, out = (readable(x[spans.queries].to(q_qHD.dtype)) for x in (dout_qHD, q_qHD, out_qHD))
+            k, v = (readable(x[spans.keys]) for x in (k_kGD, v_kGD))
+            lse = lse_qH[spans.queries].transpose(0, 1).contiguous()
+            grads = self.call_backward((dout, q, k, v, out, lse), spans, call)
+            for each, rows, grad in zip(found, (spans.queries, spans.keys, spans.keys), grads, strict=True):
+                each.append((rows, grad))
+        dq, dk, dv = (_together(f, x, x.shape) for f, x in zip(found, (q_qHD, k_kGD, v_kGD), strict=True))
         return dq, dk, dv
 
 
-def _spread(grad: Tensor, rows: Rows, like: Tensor) -> Tensor:
-    """Put the gradient into these rows, and zero into those that the kernel did not see."""
-    if _all_rows(rows):
-        return grad
-    whole = like.new_zeros(like.shape, dtype=torch.float32)
-    whole[rows] = grad.float()
+def _together(
+    found: list[tuple[Rows, Tensor]], like: Tensor, shape: Sequence[int], rest: float = 0.0, dtype: Any = None
+) -> Tensor:
+    """Put what launches computed into their rows; the others have `rest`."""
+    if len(found) == 1 and _all_rows(found[0][0]):
+        return found[0][1]
+    whole = like.new_full(shape, rest, dtype=dtype)
+    for rows, values in found:
+        whole[rows] = values
     return whole

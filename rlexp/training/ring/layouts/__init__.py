@@ -1,4 +1,4 @@
-"""Layouts: which tokens of a segment a rank holds, and which tokens of other ranks they attend to. One file each.
+"""Layouts: a placement says which rank holds which tokens, and a transport how they reach the ranks that see them.
 
 `shard.py` takes what a rank holds from a pack.
 """
@@ -6,25 +6,28 @@
 from __future__ import annotations
 
 from rlexp.training.ring.base import Layout
-from rlexp.training.ring.layouts.allgather import AllGather
-from rlexp.training.ring.layouts.contiguous import Contiguous
-from rlexp.training.ring.layouts.hybrid import Hybrid
+from rlexp.training.ring.layouts.chunks import contiguous, zigzag
+from rlexp.training.ring.layouts.ringwise import Ringwise, Travel
 from rlexp.training.ring.layouts.ulysses import Ulysses
-from rlexp.training.ring.layouts.zigzag import Zigzag
+from rlexp.training.ring.transports.gather import gathered
+from rlexp.training.ring.transports.travel import direct, neighbour
 
 __all__ = ["Layout", "get_layout"]
 
+TRAVEL: dict[str, Travel] = {"direct": direct, "neighbour": neighbour}
 
-def get_layout(name: str, ulysses_size: int = 1) -> Layout:
+
+def get_layout(name: str, ulysses_size: int | None = 1, transport: str = "direct") -> Layout:
+    around = Ringwise("zigzag", zigzag, TRAVEL[transport])
     match name:
         case "zigzag":
-            return Zigzag()
+            return around
         case "contiguous":
-            return Contiguous()
+            return Ringwise("contiguous", contiguous, TRAVEL[transport])
         case "allgather":
-            return AllGather()
+            return Ringwise("allgather", zigzag, gathered)
         case "ulysses":
-            return Ulysses()
+            return Ulysses("ulysses", around)
         case "hybrid":
-            return Hybrid(ulysses_size)
+            return Ulysses("hybrid", around, ulysses_size)
     raise ValueError(f"no layout {name}")

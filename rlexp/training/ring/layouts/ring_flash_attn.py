@@ -8,28 +8,62 @@ In both flash-attn attends, in bfloat16 alone. They hold and compute something e
                rank with the end of a long sequence computes the most. The gradients of keys and values are summed over
                the ring in bfloat16; ours are summed in float32
 
+The library's package imports an adapter for transformers, which asks for `is_flash_attn_greater_or_equal_2_10`. This
+name is gone in transformers 5, so `import ring_flash_attn` fails up to 0.1.8, the newest version
+(github.com/zhuzilin/ring-flash-attention/pull/88). The functions do not need the adapter. So the package is made here
+without running its `__init__`, and its modules are imported from it unchanged. When a version without this fault is
+out, require it in pyproject.toml, and let `functions` import from the package.
+
 Shape letters: t tokens of this rank, H query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.base import Deal, Layout
-from rlexp.training.ring.cut import seen
-from rlexp.training.ring.groups import Ring
-from rlexp.training.ring.kernels.base import BlockKernel
-from rlexp.training.ring.past_adapter import functions
+from rlexp.training.ring.base import Deal, Layout, Window
+from rlexp.training.ring.kernels.base import Ask, BlockKernel, readable
+from rlexp.training.ring.layouts.chunks import zigzag
+from rlexp.training.ring.selection import in_turn
+from rlexp.training.ring.slices import seen
 from rlexp.training.types import Segment
+from rlexp.training.world.groups import Ring
 
+PACKAGE = "ring_flash_attn"
 SUMMED = 4  # bytes of an element of dk and dv on their way around the library's zigzag
+
+
+@functools.cache
+def functions() -> SimpleNamespace:
+    """Import the functions that are used here, and flash-attn's own for a ring of one, which sends nothing.
+
+    `rlexp/config/checks/backend.py` checks before a process starts that both packages are installed.
+    """
+    if PACKAGE not in sys.modules:
+        spec = importlib.util.find_spec(PACKAGE)
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {PACKAGE!r}", name=PACKAGE)
+        sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
+    zigzag = importlib.import_module(f"{PACKAGE}.zigzag_ring_flash_attn_varlen")
+    llama3 = importlib.import_module(f"{PACKAGE}.llama3_flash_attn_varlen")
+    flash_attn = importlib.import_module("flash_attn.flash_attn_interface")
+    return SimpleNamespace(
+        zigzag=zigzag.zigzag_ring_flash_attn_varlen_func,
+        llama3=llama3.llama3_flash_attn_varlen_func,
+        llama3_plan=llama3.llama3_flash_attn_prepare_cu_seqlens,
+        alone=flash_attn.flash_attn_varlen_func,
+    )
 
 
 def library_layout(name: str) -> Layout:
@@ -54,83 +88,49 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class LibraryPlan(ABC):
+class LibraryPlan:
     """Attention by flash-attn, and the bytes that the library sends for it by itself."""
 
     ring: Ring
     bounds: Bounds
+    gathered: slice | None = None  # where our keys lie in the whole pack; None: they are not gathered
 
     def to(self, device: torch.device) -> LibraryPlan:
         return replace(self, bounds=self.bounds.to(device))
 
-    def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, scale: float) -> Tensor:
-        q, k, v = _readable(q_tHD, k_tGD, v_tGD)
+    def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, ask: Ask) -> Tensor:
+        q, k, v = map(readable, (q_tHD, k_tGD, v_tGD))  # it writes gradients in their strides
         deterministic = torch.are_deterministic_algorithms_enabled()
-        out: Tensor = self.call(q, k, v, {"softmax_scale": scale, "causal": True, "deterministic": deterministic})
+        out: Tensor = self.call(q, k, v, {"softmax_scale": ask.scale, "causal": True, "deterministic": deterministic})
         forth, back = self.sent(k, v)
         self._count(forth)
         if out.requires_grad:
             out.register_hook(lambda _: self._count(back))
         return out
 
-    @abstractmethod
-    def call(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor: ...
+    def call(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        bounds, group = self.bounds, self.ring.group
+        out: Tensor
+        if self.ring.size == 1:  # the library would send to itself, or take the whole world for the missing group
+            out = functions().alone(q, k, v, bounds.queries, bounds.keys, *bounds.longest, **options)
+        elif self.gathered is None:
+            out = functions().zigzag(q, k, v, bounds.queries, bounds.longest[0], group=group, **options)
+        else:
+            out = functions().llama3(
+                q, k, v, bounds.queries, bounds.keys, *bounds.longest, local_k_slice=self.gathered, group=group,
+                heads_k_stride=1, **options,  # one key/value head at a time, like ours
+            )  # fmt: skip
+        return out
 
-    @abstractmethod
     def sent(self, k: Tensor, v: Tensor) -> tuple[int, int]:
         """Return the bytes that this rank sends in the forward and in the backward pass."""
+        forth = (self.ring.size - 1) * (k.nbytes + v.nbytes)
+        if self.gathered is not None or self.ring.size == 1:
+            return forth, 2 * forth  # gathered again, and their gradients in the same dtype
+        return forth, forth + self.ring.size * SUMMED * (k.numel() + v.numel())
 
     def _count(self, sent: int) -> None:
         self.ring.traffic.arrived(self.ring.traffic.send(sent))
-
-
-class AlonePlan(LibraryPlan):
-    """Attention on a ring of one, by flash-attn itself.
-
-    The library would send to itself, or take the whole world for the missing group.
-    """
-
-    def call(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        out: Tensor = functions().alone(q, k, v, self.bounds.queries, self.bounds.keys, *self.bounds.longest, **options)
-        return out
-
-    def sent(self, k: Tensor, v: Tensor) -> tuple[int, int]:  # noqa: ARG002
-        return 0, 0
-
-
-class ZigzagPlan(LibraryPlan):
-    def call(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        bounds, group = self.bounds, self.ring.group
-        out: Tensor = functions().zigzag(q, k, v, bounds.queries, bounds.longest[0], group=group, **options)
-        return out
-
-    def sent(self, k: Tensor, v: Tensor) -> tuple[int, int]:
-        forth = (self.ring.size - 1) * (k.nbytes + v.nbytes)
-        return forth, forth + self.ring.size * SUMMED * (k.numel() + v.numel())
-
-
-@dataclass(frozen=True)
-class AllGatherPlan(LibraryPlan):
-    gathered: slice  # where our keys lie in the whole pack
-
-    def call(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        out: Tensor = functions().llama3(
-            q,
-            k,
-            v,
-            self.bounds.queries,
-            self.bounds.keys,
-            *self.bounds.longest,
-            heads_k_stride=1,  # one key/value head at a time, like ours
-            local_k_slice=self.gathered,
-            group=self.ring.group,
-            **options,
-        )
-        return out
-
-    def sent(self, k: Tensor, v: Tensor) -> tuple[int, int]:
-        forth = (self.ring.size - 1) * (k.nbytes + v.nbytes)
-        return forth, 2 * forth  # gathered again, and their gradients in the same dtype
 
 
 class LibraryZigzag(Layout):
@@ -144,44 +144,43 @@ class LibraryZigzag(Layout):
     def unit(self, ring_size: int) -> int:
         return 2 * ring_size if ring_size > 1 else 1
 
-    def deal(self, segments: Sequence[Segment], ring_size: int) -> Deal:
+    def deal(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> Deal:
         if ring_size == 1:
             return LibraryAllGather().deal(segments, 1)
-        places, real = [], []
-        for rank in range(ring_size):
-            chunks = [chunk for segment in segments for chunk in _chunks(segment, rank, ring_size)]
-            places.append(torch.cat([torch.arange(chunk.start, chunk.stop) for _, chunk in chunks]))
-            real.append(sum(len(_within(chunk, segment)) for segment, chunk in chunks))
+        cut = zigzag([Segment(s.start, s.padded, s.padded) for s in segments], ring_size)
+        held: list[list[range]] = [[] for _ in range(ring_size)]
+        real = [0] * ring_size
+        for segment, chunk in ((s, chunk) for s, chunks in zip(segments, cut, strict=True) for chunk in chunks):
+            held[chunk.owner].append(chunk.places)
+            real[chunk.owner] += max(0, min(chunk.places.stop, segment.start + segment.length) - chunk.places.start)
         work = sum(seen(range(segment.padded)) for segment in segments) / ring_size
-        return Deal(tuple(places), tuple(real), (work,) * ring_size)
+        return Deal(tuple(map(in_turn, held)), tuple(real), (work,) * ring_size)
 
-    def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel) -> LibraryPlan:
+    def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel, window: Window = None) -> LibraryPlan:
+        assert window is None
         if ring.size == 1:
             return LibraryAllGather().plan(segments, ring, kernel)
         assert all(segment.padded % self.unit(ring.size) == 0 for segment in segments)
-        return ZigzagPlan(ring, _bounds_of([segment.padded // ring.size for segment in segments]))
+        return LibraryPlan(ring, _bounds_of([segment.padded // ring.size for segment in segments]))
 
 
 class LibraryAllGather(Layout):
     name = "allgather"
 
-    def deal(self, segments: Sequence[Segment], ring_size: int) -> Deal:
-        order = torch.cat([torch.arange(run.start, run.stop) for run in _runs(segments)])
+    def deal(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> Deal:
+        runs = _runs(segments)
+        order, seen_by = in_turn(runs), in_turn(range(1, len(run) + 1) for run in runs)
         real, share = sum(segment.length for segment in segments), len(order) // ring_size
         held = [min(max(real - rank * share, 0), share) for rank in range(ring_size)]
-        return Deal(order.split(share), tuple(held), tuple(_work(segments, share)))
+        return Deal(order.split(share), tuple(held), tuple(float(part.sum()) for part in seen_by.split(share)))
 
-    def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel) -> LibraryPlan:  # noqa: ARG002
+    def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel, window: Window = None) -> LibraryPlan:
+        assert window is None
         whole = _bounds_of([len(run) for run in _runs(segments)])
         if ring.size == 1:
-            return AlonePlan(ring, whole)
+            return LibraryPlan(ring, whole)
         queries, keys, *longest, gathered = functions().llama3_plan(whole.keys, True, ring.rank, ring.size)
-        return AllGatherPlan(ring, Bounds(queries, keys, (longest[0], longest[1])), gathered)
-
-
-def _readable(*tensors: Tensor) -> Iterator[Tensor]:
-    """Make each head's elements contiguous, as flash-attn reads them; it writes gradients in its inputs' strides."""
-    return (each if each.stride(-1) == 1 else each.contiguous() for each in tensors)
+        return LibraryPlan(ring, Bounds(queries, keys, (longest[0], longest[1])), gathered)
 
 
 def _bounds_of(lengths: Sequence[int]) -> Bounds:
@@ -189,33 +188,8 @@ def _bounds_of(lengths: Sequence[int]) -> Bounds:
     return Bounds(bounds, bounds, (max(lengths), max(lengths)))
 
 
-def _chunks(segment: Segment, rank: int, ring_size: int) -> Iterator[tuple[Segment, range]]:
-    """Yield the segment with each of the two chunks that the rank holds of it, as places in the pack."""
-    size = segment.padded // (2 * ring_size)
-    for chunk in (rank, 2 * ring_size - 1 - rank):
-        start = segment.start + chunk * size
-        yield segment, range(start, start + size)
-
-
-def _within(chunk: range, segment: Segment) -> range:
-    """Return the part of a chunk that is not padding."""
-    return range(chunk.start, min(chunk.stop, max(chunk.start, segment.start + segment.length)))
-
-
 def _runs(segments: Sequence[Segment]) -> list[range]:
     """Return the pack in the order in which it is cut: all real tokens, then each segment's padding as a sequence."""
     real = [range(s.start, s.start + s.length) for s in segments]
     padding = [range(s.start + s.length, s.start + s.padded) for s in segments]
     return [run for run in (*real, *padding) if run]
-
-
-def _work(segments: Sequence[Segment], share: int) -> Iterator[float]:
-    """Yield each rank's query-key pairs."""
-    runs = [len(run) for run in _runs(segments)]
-    starts = [*accumulate(runs, initial=0)]
-    for first in range(0, starts[-1], share):
-        pieces = (
-            range(max(first - start, 0), min(first + share - start, length))
-            for start, length in zip(starts, runs, strict=False)
-        )
-        yield float(sum(seen(piece) for piece in pieces if piece))

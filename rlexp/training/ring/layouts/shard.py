@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from rlexp.training.ring.base import Layout, RingBatch
-from rlexp.training.ring.groups import Ring
+from collections.abc import Sequence
+
+from rlexp.training.ring.base import Layout, RingBatch, Window
 from rlexp.training.ring.kernels.base import BlockKernel
 from rlexp.training.types import Pack, Shard
+from rlexp.training.world.groups import Ring
 
 
-def shard_pack(pack: Pack, ring: Ring, layout: Layout, kernel: BlockKernel, max_length: int) -> Shard:
-    if any(segment.parent is not None for segment in pack.segments):
-        # The types carry the forest. The kernel call for a child's block over its parent does not exist yet.
-        raise NotImplementedError("segments with a parent are not attended to yet")
-    deal = layout.deal(pack.segments, ring.size)
+def shard_pack(
+    pack: Pack, ring: Ring, layout: Layout, kernel: BlockKernel, max_length: int, windows: Sequence[Window] = (None,)
+) -> Shard:
+    """`windows` are those of the model's layers: attention is planned once for each kind, work is the layers' mean."""
+    deals = {window: layout.deal(pack.segments, ring.size, window) for window in dict.fromkeys(windows)}
+    attention = RingBatch(layout, pack.segments, ring, kernel, max_length)
+    for window in deals:
+        attention.plan(window)
+    deal = deals[windows[0]]
+    work = [sum(deals[window].work[rank] for window in windows) / len(windows) for rank in range(ring.size)]
     index = deal.places[ring.rank]
     sequence_t = pack.sequence_T[index]
     return Shard(
@@ -24,7 +31,8 @@ def shard_pack(pack: Pack, ring: Ring, layout: Layout, kernel: BlockKernel, max_
         index_t=index,
         sequences=pack.sequences,
         real_tokens=deal.real[ring.rank],
-        most_work=max(deal.work),
-        mean_work=sum(deal.work) / ring.size,
-        attention=RingBatch(layout.plan(pack.segments, ring, kernel), max_length),
+        most_work=max(work),
+        mean_work=sum(work) / ring.size,
+        attention=attention,
+        ring=ring,
     )

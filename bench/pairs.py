@@ -1,0 +1,169 @@
+"""Compare the time of attention with another commit's, in pairs: is any layout slower than before?
+
+    python -m bench.pairs COMMIT                                     print it; 40 minutes on a quiet core
+    python -m bench.pairs COMMIT --write docs/measured/attention.md
+
+Each commit's own code runs in a process of its own, at the same inputs: all ranks of a ring of 8, one after the other,
+as bench.attention runs them. The two take turns, and which begins changes from pair to pair. A ratio is the geometric
+mean over the pairs, with the interval that has it in 95 of 100 cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RING, ROUNDS = 8, 12
+STUDENT = 2.201  # 97.5 of 100 values of Student's t lie below it, with one degree of freedom less than pairs
+DTYPES = ("float32", "bfloat16")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.pairs", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("commit", nargs="?", help="the one to compare with")
+    parser.add_argument("--write", type=Path, help="put the table into this page, between its markers")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve()
+        return 0
+    if options.commit is None:
+        parser.error("name the commit to compare with, such as HEAD~1")
+    from bench.tables import put, signature
+
+    lines = ["| layout | tokens | dtype | time, relative to before |", "| --- | --- | --- | ---: |"]
+    with before(options.commit) as old, worker(old) as theirs, worker(ROOT) as ours:
+        for case in cases():
+            ratio, low, high = compared(ours, theirs, case)
+            tokens = "the mix" if case["mix"] else "one sequence"
+            lines.append(f"| {case['layout']} | {tokens} | {case['dtype']} | {ratio:.3f} ({low:.3f} to {high:.3f}) |")
+            print(lines[-1], flush=True)
+    commit = subprocess.run(["git", "rev-parse", "--short=12", options.commit], cwd=ROOT, check=True,
+                            capture_output=True, text=True).stdout.strip()  # fmt: skip
+    text = (
+        f"### Compared with commit {commit}\n\nAll ranks of a ring of {RING}, forward and backward: the same inputs "
+        f"and the same core, in {ROUNDS} pairs of turns.\nIn brackets, the interval that has the ratio in 95 of 100 "
+        f"cases. On {processor()}.\n{signature('bench.pairs')}\n\n" + "\n".join(lines)
+    )
+    if options.write:
+        put(options.write, text, "pairs")
+    return 0
+
+
+def cases() -> Iterator[dict[str, Any]]:
+    from bench.attention import cases as of_rings
+
+    for mix in (False, True):
+        for dtype in DTYPES:
+            for case in of_rings([RING]):
+                yield {"layout": case.layout, "inner": case.inner, "mix": mix, "dtype": dtype}
+
+
+def compared(ours: Worker, theirs: Worker, case: dict[str, Any]) -> tuple[float, float, float]:
+    """Return the ratio of our time to theirs, and the ends of its interval."""
+    for each in (ours, theirs):
+        each.ask(case)
+    ratios = []
+    for number in range(ROUNDS):
+        order = (ours, theirs) if number % 2 else (theirs, ours)
+        seconds = {each: each.ask("play") for each in order}
+        ratios.append(math.log(seconds[ours] / seconds[theirs]))
+    mean, wide = statistics.mean(ratios), STUDENT * statistics.stdev(ratios) / math.sqrt(ROUNDS)
+    return math.exp(mean), math.exp(mean - wide), math.exp(mean + wide)
+
+
+@contextmanager
+def before(commit: str) -> Iterator[Path]:
+    """Unpack a commit into a folder that is removed again."""
+    with tempfile.TemporaryDirectory(prefix="rlexp-before-") as folder:
+        packed = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(["tar", "x", "-C", folder], input=packed.stdout, check=True)
+        yield Path(folder)
+
+
+class Worker:
+    """A process with the code of one commit, which answers one question after the other."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def ask(self, question: object) -> float:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+
+@contextmanager
+def worker(tree: Path) -> Iterator[Worker]:
+    """Start this file, not that of the commit, which may have none. It imports all else from the commit's tree."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-P", __file__, "--serve"], cwd=tree, env=environment, text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    try:
+        yield Worker(process)
+    finally:
+        process.communicate()  # ends its input, and so the process
+
+
+def processor() -> str:
+    found = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+             if line.startswith("model name")]  # fmt: skip
+    return found[0] if found else "an unknown processor"
+
+
+# ---- in a worker ----
+
+
+def serve() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    ranks: list[Any] = []
+    for line in sys.stdin:
+        question = json.loads(line)
+        if question == "play":
+            print(played(ranks), flush=True)
+        else:
+            ranks = ranks_of(question)
+            print(played(ranks), flush=True)  # the first time does not count
+
+
+def ranks_of(case: dict[str, Any]) -> list[Any]:
+    import torch
+
+    from bench.attention import HEADS, LONG, MIX, SIZE
+    from bench.simulate import Alone, Sizes, packed
+    from rlexp.training.ring.kernels.cpu_flash import CpuFlash
+    from rlexp.training.ring.layouts import get_layout
+
+    layout = get_layout(case["layout"], case["inner"])
+    segments = packed(MIX if case["mix"] else LONG, layout.multiple(RING))
+    sizes = Sizes(HEADS, HEADS, SIZE, getattr(torch, case["dtype"]), torch.device("cpu"))
+    return [Alone(layout, segments, RING, rank, CpuFlash(), sizes) for rank in range(RING)]
+
+
+def played(ranks: list[Any]) -> float:
+    """Let every rank attend once; return the seconds of all."""
+    total = 0.0
+    for rank in ranks:
+        rank.play()
+        total += sum(end - begin for begin, end, *_ in rank.runs.pop())
+    return total
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Count what the ranks of a ring send for a layer of an 8B model: the table of docs/layouts.md.
+
+    python -m bench.traffic                         print it
+    python -m bench.traffic --write docs/layouts.md
+
+Each rank's own code attends on tensors without memory, in bfloat16, to one sequence, and every message is counted. A
+unit is the keys and values of one rank. `before` is a ring in which all keys and values go all the way round, and their
+gradients with them in float32, as rlexp's did before and ring-flash-attn's does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from bench.tables import put, signature
+from rlexp.preflight.children import Calls, at_once
+from rlexp.training.ring.collectives import Posted
+from rlexp.training.types import Segment
+from rlexp.training.world.groups import Ring
+
+RING, NODE = 8, 4  # ranks, and ranks of a node
+HEADS, KV_HEADS, SIZE = 32, 8, 128
+TOKENS = 131072
+WINDOW = 1024
+TRANSPORTS = "rlexp.training.ring.transports."
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    transport: str = "direct"
+    inner: int = 1
+    tokens: int = TOKENS
+    window: int | None = None
+    kernel: str = "torch_flash"  # its gradients are bfloat16; those of `plain` are float32
+
+    @property
+    def name(self) -> str:
+        words = f"hybrid {self.inner} × zigzag" if self.layout == "hybrid" else self.layout
+        travels = f" {self.transport}" if self.layout in ("zigzag", "contiguous", "hybrid") else ""
+        return f"`{words}`{travels}{', gradients in float32' if self.kernel == 'plain' else ''}"
+
+    @property
+    def unit(self) -> int:
+        """Return the bytes of one rank's keys and values."""
+        return 2 * self.tokens // RING * KV_HEADS * SIZE * 2
+
+
+CASES = (
+    Case("zigzag"),
+    Case("zigzag", kernel="plain"),
+    Case("zigzag", "neighbour"),
+    Case("contiguous"),
+    Case("contiguous", "neighbour"),
+    Case("allgather"),
+    Case("ulysses"),
+    Case("hybrid", "direct", 4),
+    Case("hybrid", "neighbour", 4),
+    Case("hybrid", "neighbour", 2),
+)
+WINDOWED = tuple(Case("zigzag", tokens=tokens, window=WINDOW) for tokens in (TOKENS // 8, TOKENS))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes from each rank to each other, (rank, rank), in both passes."""
+
+    forward: Tensor
+    backward: Tensor
+
+    @property
+    def both(self) -> Tensor:
+        return self.forward + self.backward
+
+    def across(self) -> tuple[float, float]:
+        """Return what goes from the first node to the second, and back."""
+        both = self.both
+        return float(both[:NODE, NODE:].sum()), float(both[NODE:, :NODE].sum())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.traffic", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--write", type=Path, help="put the table into this page, between its markers")
+    options = parser.parse_args()
+    text = table()
+    print(text)
+    if options.write:
+        put(options.write, text, "traffic")
+
+
+def table() -> str:
+    before = 3 * RING + RING - 2  # forward, again in the backward pass, and gradients of twice the bytes all the way
+    lines = ["| layout | forward | both passes | busiest rank | across nodes, there and back |",
+             "| --- | ---: | ---: | ---: | ---: |",
+             f"| before | {RING - 1:.2f} | {before:.2f} | {before:.2f} | {before} and {before} |"]  # fmt: skip
+    every = counted((*CASES, *WINDOWED))
+    for case, sent in zip(CASES, every, strict=False):
+        there, back = (bytes_ / case.unit for bytes_ in sent.across())
+        busiest = float(sent.both.sum(1).max()) / case.unit
+        means = [float(each.sum()) / RING / case.unit for each in (sent.forward, sent.both)]
+        lines.append(f"| {case.name} | {means[0]:.2f} | {means[1]:.2f} | {busiest:.2f} | {there:.0f} and {back:.0f} |")
+    halos = [f"{float(sent.both.sum()) / 1e6:.0f} MB with {case.tokens:,} tokens"
+             for case, sent in zip(WINDOWED, every[len(CASES) :], strict=True)]  # fmt: skip
+    return (
+        f"Units that a rank sends on average, for a layer with {HEADS} query and {KV_HEADS} key/value heads of {SIZE}, "
+        f"in bfloat16, on a\nring of {RING}; across nodes: of all ranks together, on two nodes of {NODE}. A unit is "
+        f"the keys and values of one rank:\n{CASES[0].unit / 1e6:.0f} MB with {TOKENS:,} tokens. `before` is a ring in "
+        f"which all keys and values go all the way round, and\ntheir gradients with them in float32, as in "
+        f"ring-flash-attn.\n{signature('bench.traffic')}\n\n" + "\n".join(lines) + f"\n\nA layer with a window of "
+        f"{WINDOW:,} sends in `zigzag`, in both passes, all ranks together,\n{' and '.join(halos)}."
+    )
+
+
+def counted(cases: Sequence[Case]) -> list[Sent]:
+    """Rehearse every rank of every case, each in a process of its own."""
+
+    def calls() -> Calls:
+        return (yield [(sent_by, (case, rank)) for case in cases for rank in range(RING)])
+
+    (answers,) = at_once([calls()], len(os.sched_getaffinity(0)))
+    by_case = [answers[first : first + RING] for first in range(0, len(answers), RING)]
+    return [Sent(*(torch.tensor([rank[number] for rank in ranks]) for number in range(2))) for ranks in by_case]
+
+
+def sent_by(case: Case, rank: int) -> tuple[list[int], list[int]]:
+    """Return the bytes that one rank sends to each other in the forward and in the backward pass."""
+    from rlexp.preflight.rehearsal.device import rehearsed_device
+    from rlexp.preflight.rehearsal.log import Log
+    from rlexp.preflight.rehearsal.mode import Rehearsing
+    from rlexp.preflight.rehearsal.world import joined
+    from rlexp.training.ring.kernels import get_kernel
+    from rlexp.training.ring.kernels.base import Ask
+    from rlexp.training.ring.layouts import get_layout
+    from rlexp.training.world.groups import build_world
+
+    device, sent = rehearsed_device(), [0] * RING
+    with joined(rank, RING), Rehearsing(Log(device.type)), ExitStack() as stack:
+        for each in watching(sent):
+            stack.enter_context(each)
+        ring = build_world(RING, None, case.inner).ring
+        layout = get_layout(case.layout, case.inner, case.transport)
+        segments = (Segment(0, case.tokens, case.tokens),)
+        plan = layout.plan(segments, ring, get_kernel(case.kernel, "cuda", torch.bfloat16), case.window).to(device)
+        q, k, v = (
+            torch.empty(case.tokens // RING, heads, SIZE, device=device, dtype=torch.bfloat16, requires_grad=True)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        out = plan.attend(q, k, v, Ask(1.0, case.window))
+        forward = list(sent)
+        out.backward(torch.empty_like(out))
+    return forward, [both - before for both, before in zip(sent, forward, strict=True)]
+
+
+def watching(sent: list[int]) -> Iterator[mock._patch[object]]:
+    """Count every message on its way to a rank."""
+    from rlexp.training.ring import collectives
+
+    def between(ring: Ring, going: Posted, coming: Posted) -> collectives.Underway:
+        for to, x in going:
+            sent[ring.ranks[to]] += x.nbytes
+        return collectives.between(ring, going, coming)
+
+    def to_all(name: str, share: int) -> mock._patch[object]:
+        send = getattr(collectives, name)
+
+        def counting(buffer: Tensor, ring: Ring) -> object:
+            for place, rank in enumerate(ring.ranks):
+                sent[rank] += buffer.nbytes // (ring.size if share else 1) if place != ring.rank else 0
+            return send(buffer, ring)
+
+        return mock.patch(f"{TRANSPORTS}{'heads' if name == 'exchange' else 'gather'}.{name}", counting)
+
+    yield mock.patch(f"{TRANSPORTS}travel.between", between)
+    yield to_all("gather", 0)
+    yield to_all("sum_and_scatter", 1)
+    yield to_all("exchange", 1)
+
+
+if __name__ == "__main__":
+    main()
