@@ -23,6 +23,7 @@ from tests.helpers.paths import ROOT
 
 REFERENCES = ("README.md", "keys.md", "coming_from.md")  # their generated tables measure nothing
 ROWS = 12  # of a measured table on a page, at most
+LOOKED_UP = ("families",)  # a table in which each reader looks for a row of their own
 GROUPS = ("Start", "Configure", "Operate", "Inside")  # of pages, as the README's headings name them
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -96,7 +97,8 @@ def long_tables(page: Path) -> list[str]:
     """Return the names of generated blocks that have a table of too many rows."""
     text = page.read_text(encoding="utf-8")
     found = re.findall(r"<!-- (.+?): begin -->\n(.*?)<!-- \1: end -->", text, flags=re.DOTALL)
-    return [name for name, block in found if re.search(rf"(^\|.*\n){{{ROWS + 3},}}", block, flags=re.MULTILINE)]
+    long = [name for name, block in found if re.search(rf"(^\|.*\n){{{ROWS + 3},}}", block, flags=re.MULTILINE)]
+    return [name for name in long if name not in LOOKED_UP]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
