@@ -54,22 +54,27 @@ def choosing(cfg: Config, heads: Heads | None) -> Calls:
 
 
 def seconds_of(cfg: Config, heads: Heads, choice: Choice) -> float:
-    """Rehearse attention over a layout; return the seconds that rank 0 needs for a layer, on average."""
+    """Rehearse attention over a layout; return the seconds of a layer, on average.
+
+    They are those of the first or the last rank: one of them sends most.
+    """
     windows = [window if window and window < cfg.data.max_length else None for window in heads.windows]
-    of_kind = {window: _seconds_with(window, cfg, heads, choice) for window in dict.fromkeys(windows)}
+    ranks = {0, cfg.parallel.ring_size - 1}
+    of_kind = {window: max(_seconds_of_rank(rank, window, cfg, heads, choice) for rank in ranks)
+               for window in dict.fromkeys(windows)}  # fmt: skip
     return sum(of_kind[window] for window in windows) / len(windows)
 
 
-def _seconds_with(window: int | None, cfg: Config, heads: Heads, choice: Choice) -> float:
+def _seconds_of_rank(rank: int, window: int | None, cfg: Config, heads: Heads, choice: Choice) -> float:
     device = rehearsed_device() if cfg.launch.device is Device.cuda else torch.device("cpu")
     ring_size, dtype = cfg.parallel.ring_size, DTYPES[cfg.train.precision]
     log = Log(device.type, clock=Clock(Rates.of(cfg, ring_size)))
-    with joined(0, ring_size), (mode := Rehearsing(log)):
+    with joined(rank, ring_size), (mode := Rehearsing(log)):
         ring = watched(build_world(ring_size, inner_size=choice.ulysses_size).ring, cfg, log, mode)
         layout = get_layout(*choice.how)
         segments = pair(cfg.data.max_length, layout.multiple(ring_size))
         plan = layout.plan(segments, ring, CountedKernel(kernel_of(cfg, dtype), log), window).to(device)
-        tokens = len(layout.deal(segments, ring_size).places[0])
+        tokens = len(layout.deal(segments, ring_size).places[rank])
         q, k, v = (
             torch.empty(tokens, count, heads.size, device=device, dtype=dtype, requires_grad=True)
             for count in (heads.queries, heads.keys, heads.keys)

@@ -38,6 +38,7 @@ CALLS: dict[str, Any] = {
     "a window": ((40,), (40,), False, 7, (0,)),
     "a window of one token": ((5, 2), (5, 2), False, 1, (0, 0)),
     "what a window leaves of earlier keys": ((6, 3), (6, 5), False, 7, (6, 3)),
+    "fewer keys than queries": ((12, 9), (3, 2), False, 12, (11, 8)),
     "windows and earlier keys": ((40, 1, 6), (40, 9, 6), False, 7, (0, 0, 6)),
 }
 

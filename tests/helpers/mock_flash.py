@@ -67,7 +67,7 @@ class MockFlash:
         # Under the float64 mode of rlexp.training.model.float64 this stays float64.
         lse = q.new_full((q.shape[1], len(q)), torch.nan, dtype=torch.float32)
         for at, keys in self._segments(cu_q, cu_k):
-            scores = self._scores(q[at], k[keys], causal, scale, window)
+            scores = self._scores(q[at], k[keys], causal, scale, window, max_k)
             self.computed += int(scores.isfinite().sum())
             lse[:, at] = scores.logsumexp(-1).float()
             out[at] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), self._expanded(v[keys], q)).to(q.dtype)
@@ -87,7 +87,7 @@ class MockFlash:
         dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
         for at, keys in self._segments(cu_q, cu_k):
             wide_k, wide_v, wide_dout = self._expanded(k[keys], q), self._expanded(v[keys], q), wide(dout[at])
-            scores = self._scores(q[at], k[keys], causal, scale, window)
+            scores = self._scores(q[at], k[keys], causal, scale, window, max_k)
             p = (scores - lse[:, at].to(scores.dtype).unsqueeze(-1)).exp()
             delta = (wide_dout * wide(out[at])).sum(-1).transpose(0, 1).unsqueeze(-1)
             ds = p * (torch.einsum("qhd,khd->hqk", wide_dout, wide_v) - delta) * scale
@@ -122,13 +122,17 @@ class MockFlash:
     def _expanded(self, x_kGD: Tensor, q: Tensor) -> Tensor:
         return wide(x_kGD).repeat_interleave(q.shape[1] // x_kGD.shape[1], 1)
 
-    def _scores(self, q: Tensor, k: Tensor, causal: bool, scale: float, window: tuple[int, int]) -> Tensor:
+    def _scores(
+        self, q: Tensor, k: Tensor, causal: bool, scale: float, window: tuple[int, int], max_k: int
+    ) -> Tensor:  # fmt: skip
         scores = torch.einsum("qhd,khd->hqk", wide(q), self._expanded(k, q)) * scale
         if window != UNLIMITED:
             left, right = window
             assert not causal
             assert left >= 0
             assert right >= 0
+            if left >= max_k or right >= max_k:  # as flash-attn 2 does: a row then sees no key further than that
+                left, right = min(left, max_k), min(right, max_k)
             beyond = torch.arange(len(k)) - torch.arange(len(q)).unsqueeze(1) - (len(k) - len(q))
             unseen = (beyond > right) | (beyond < -left)
             assert not unseen.all(1).any(), "rows without keys"

@@ -85,6 +85,7 @@ def test_a_layout_that_was_named_has_no_reason() -> None:
         (8, ("zigzag",), "direct"),  # no two ranks share a node, so nothing would cross twice
         (2, ("hybrid", "parallel.ulysses_size=4"), "direct"),
         (2, ("hybrid", "parallel.ulysses_size=2"), "neighbour"),
+        (4, ("hybrid", "parallel.ulysses_size=4"), "direct"),  # a group on two nodes
         (2, ("zigzag", "parallel.transport=direct"), "direct"),
         (1, ("contiguous", "parallel.transport=neighbour"), "neighbour"),
         (2, ("allgather",), None),

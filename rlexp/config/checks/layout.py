@@ -78,7 +78,7 @@ def with_transport(cfg: Config, choice: Choice) -> Choice:
     if choice.layout not in TRAVELLING or ring == choice.ulysses_size or cfg.parallel.backend is not BackendName.native:
         return choice
     if named is TransportName.auto:
-        apart = near(cfg, ring) or on_node(cfg) == choice.ulysses_size
+        apart = near(cfg, ring) or choice.ulysses_size % on_node(cfg) == 0
         named = TransportName.direct if apart else TransportName.neighbour
     return dataclasses.replace(choice, transport=named)
 

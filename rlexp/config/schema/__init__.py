@@ -104,7 +104,8 @@ class LayoutName(Enum):
 class TransportName(Enum):
     """How keys and values reach the ranks that need them, and their gradients come home."""
 
-    auto = "auto"  # direct if each ring is on one node, otherwise neighbour
+    # direct if each ring is on one node, or if no two of the ranks among which keys travel share one; else neighbour
+    auto = "auto"
     direct = "direct"  # straight to each rank that needs them, and only what it needs: the fewest bytes
     neighbour = "neighbour"  # from rank to rank around the ring: the fewest bytes from one node to another
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate, product
+from itertools import accumulate, chain, pairwise, product
 
 from rlexp.training.ring.kernels.base import Lengths
 from rlexp.training.ring.placement import Placement, Run
@@ -39,8 +39,8 @@ class Met:
     @property
     def once(self) -> bool:
         """Say whether no key stands twice, so that the call's gradients are sums already."""
-        rows = [each for keys in self.keys.values() for _, each in keys]
-        return count(rows) == count(joined(rows))
+        met = sorted(chain.from_iterable(self.keys.values()), key=lambda each: (each[0], each[1].start))
+        return all(one != other or rows.stop <= more.start for (one, rows), (other, more) in pairwise(met))
 
 
 @dataclass(frozen=True)

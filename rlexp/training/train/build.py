@@ -158,9 +158,10 @@ def counted(engine: Engine) -> tuple[int, int]:
 
 
 def connect(ring: Ring, device: torch.device) -> None:
-    """Let all ranks of the groups over which keys travel call together: so NCCL connects a group, not by a send."""
-    for group in filter(None, (ring, ring.outer)):
-        ring_sum(torch.zeros((), device=device), group)
+    """Let all ranks of a group over which keys travel call together: so NCCL connects it, and a send cannot."""
+    if device.type == "cuda":
+        for group in filter(None, (ring, ring.outer)):
+            ring_sum(torch.zeros((), device=device), group)
 
 
 def layout_of(cfg: Config, model_config: Any, sources: Sources) -> tuple[Heads | None, Choice]:

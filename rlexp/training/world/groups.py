@@ -55,14 +55,6 @@ class Ring:
     def size(self) -> int:
         return len(self.ranks)
 
-    @property
-    def next_rank(self) -> int:
-        return self.ranks[(self.rank + 1) % self.size]
-
-    @property
-    def previous_rank(self) -> int:
-        return self.ranks[(self.rank - 1) % self.size]
-
     def split(self, size: int) -> tuple[Ring, Ring]:
         """Return this rank's inner ring, of `size` neighbours, and its outer ring, of one rank per inner ring."""
         if self.inner is not None and self.outer is not None and self.inner.size == size:

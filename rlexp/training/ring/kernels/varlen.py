@@ -61,10 +61,12 @@ def _spans(
     q_lengths: Lengths, k_lengths: Lengths, window: int | None, apart: Lengths | None, device: torch.device
 ) -> tuple[Spans, ...]:
     numbers = [number for number, both in enumerate(zip(q_lengths, k_lengths, strict=True)) if all(both)]
+    k_longest = k_lengths
     if window is None or apart is None:
         launches = [(NO_WINDOW, numbers)] if numbers else []
-    else:
+    else:  # flash-attn 2 bounds a window by the longest keys, and from the first query: so queries count among them
         launches = [((window - 1 - far, far), [*same]) for far, same in groupby(numbers, apart.__getitem__)]
+        k_longest = tuple(map(max, q_lengths, k_lengths))
     return tuple(
         Spans(
             _places(q_lengths, segments, device),
@@ -72,7 +74,7 @@ def _spans(
             _cumulative([q_lengths[number] for number in segments], device),
             _cumulative([k_lengths[number] for number in segments], device),
             max(FEWEST_QUERIES, *(q_lengths[number] for number in segments)),
-            max(k_lengths[number] for number in segments),
+            max(k_longest[number] for number in segments),
             seen,
         )
         for seen, segments in launches

@@ -1,7 +1,4 @@
-"""Layouts: a placement says which rank holds which tokens, and a transport how they reach the ranks that see them.
-
-`shard.py` takes what a rank holds from a pack.
-"""
+"""Layouts: a placement says which rank holds which tokens, and a transport how they reach the ranks that see them."""
 
 from __future__ import annotations
 
