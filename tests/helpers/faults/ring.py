@@ -138,10 +138,6 @@ def other_heads(original: Any, self: Any, *tensors: Any) -> Any:
     return original(self, *(x.unflatten(0, (ranks, -1)).flip(0).flatten(0, 1) for x in tensors))
 
 
-def other_neighbour(original: Any, rank: int, ring_size: int, size: int) -> Any:
-    return original(rank, ring_size, size)[0], original((rank + 1) % size, ring_size, size)[1]
-
-
 SHARD, PLAN, TRAVEL = "ring.layouts.shard:shard_pack", "ring.plan:RingPlan.", "ring.transports.travel:Travel"
 MERGE_ROWS, RING_SUM, HEADS = "ring.kernels.base:merge_plain", "ring.collectives:_RingSum.", "ring.transports.heads:"
 NARROW, AROUND = "ring.slices:Slice.narrowed", ("parallel=ring4", "parallel.transport=neighbour")
@@ -211,6 +207,6 @@ RING_FAULTS = (
     one("a head of keys that went to two", HEADS + "SharedHeads._sum",
         lambda _original, self, grad: grad.unflatten(1, (-1, self.heads.copies))[:, :, 0], "gradient", RING,
         "parallel=ring4", "parallel.layout=ulysses"),
-    one("the outer ring's neighbour", "world.groups:split", other_neighbour, "log-probabilities", RING,
-        "parallel=ring4", "parallel.layout=hybrid", "parallel.ulysses_size=2"),
+    one("a row that the outer ring's neighbour should get", TRAVEL + "._start", Seeing({"between": sending(other_row)}),
+        "log-probabilities", RING, "parallel=ring4", "parallel.layout=hybrid", "parallel.ulysses_size=2"),
 )  # fmt: skip
