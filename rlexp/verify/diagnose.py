@@ -205,7 +205,8 @@ def _placed(task: Task, examples: Sequence[Answered]) -> tuple[Pack, Tensor, Sha
 
 def _attention_of(run: Run, pack: Pack, index_t: Tensor, shard: Shard, seed: int) -> tuple[float, float]:
     """Compare attention of each kind of layer, and its backward pass."""
-    windows = {window and min(window, LONGEST // 4) for window in run.windows}  # short enough for these sequences
+    # Short enough for these sequences, and on every rank in the same order, which that of a set is not.
+    windows = dict.fromkeys(window and min(window, LONGEST // 4) for window in run.windows)
     kinds = [_attention_with(window, run, pack, index_t, shard, seed) for window in windows]
     return _largest(*(forward for forward, _ in kinds)), _largest(*(backward for _, backward in kinds))
 

@@ -58,10 +58,8 @@ class RingPlan(Attention):
         wholes = [self.kernel.ready(x) for x in (dout, q, out)]
         indices = [part.queries.index for part in self.parts]
         known = [[*(select(x, index) for x in wholes), _by_head(lse, index)] for index in indices]
-        dqs, home = (
-            _Running(self.parts, accumulation_dtype(q.dtype), Tensor.add_),
-            self.transport.home(k, v, self.kernel),
-        )
+        dqs = _Running(self.parts, accumulation_dtype(q.dtype), Tensor.add_)
+        home = self.transport.home(k, v, self.kernel)
         for heads, step, keys, values in self.transport.keys(k, v):
             ours, given = _serving(heads, q, k), []
             for meeting in self.steps[step]:
