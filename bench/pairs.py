@@ -1,11 +1,12 @@
 """Compare the time of attention with another commit's, in pairs: is any layout slower than before?
 
-    python -m bench.pairs COMMIT                                     print it; 40 minutes on a quiet core
+    python -m bench.pairs COMMIT                                     print it; 70 minutes on a quiet core
     python -m bench.pairs COMMIT --write docs/measured/attention.md
+    python -m bench.pairs COMMIT --only mix                          or one sequence
 
 Each commit's own code runs in a process of its own, at the same inputs: all ranks of a ring of 8, one after the other,
-as bench.attention runs them. The two take turns, and which begins changes from pair to pair. A ratio is the geometric
-mean over the pairs, with the interval that has it in 95 of 100 cases.
+as bench.attention runs them. The two take turns rank by rank, and which begins changes from pair to pair. A ratio is
+the geometric mean over the pairs, with the interval that has it in 95 of 100 cases.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,14 @@ ROOT = Path(__file__).resolve().parents[1]
 RING, ROUNDS = 8, 12
 STUDENT = 2.201  # 97.5 of 100 values of Student's t lie below it, with one degree of freedom less than pairs
 DTYPES = ("float32", "bfloat16")
+TOKENS = {"one": "one sequence", "mix": "the mix"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.pairs", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("commit", nargs="?", help="the one to compare with")
+    parser.add_argument("--only", choices=TOKENS, help="which tokens")
     parser.add_argument("--write", type=Path, help="put the table into this page, between its markers")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -45,10 +48,10 @@ def main() -> int:
 
     lines = ["| layout | tokens | dtype | time, relative to before |", "| --- | --- | --- | ---: |"]
     with before(options.commit) as old, worker(old) as theirs, worker(ROOT) as ours:
-        for case in cases():
+        for case in cases([options.only] if options.only else TOKENS):
             ratio, low, high = compared(ours, theirs, case)
-            tokens = "the mix" if case["mix"] else "one sequence"
-            lines.append(f"| {case['layout']} | {tokens} | {case['dtype']} | {ratio:.3f} ({low:.3f} to {high:.3f}) |")
+            names = f"| {case['layout']} | {TOKENS[case['tokens']]} | {case['dtype']} |"
+            lines.append(f"{names} {ratio:.3f} ({low:.3f} to {high:.3f}) |")
             print(lines[-1], flush=True)
     commit = subprocess.run(["git", "rev-parse", "--short=12", options.commit], cwd=ROOT, check=True,
                             capture_output=True, text=True).stdout.strip()  # fmt: skip
@@ -62,13 +65,13 @@ def main() -> int:
     return 0
 
 
-def cases() -> Iterator[dict[str, Any]]:
+def cases(which: Iterable[str]) -> Iterator[dict[str, Any]]:
     from bench.attention import cases as of_rings
 
-    for mix in (False, True):
+    for tokens in which:
         for dtype in DTYPES:
             for case in of_rings([RING]):
-                yield {"layout": case.layout, "inner": case.inner, "mix": mix, "dtype": dtype}
+                yield {"layout": case.layout, "inner": case.inner, "tokens": tokens, "dtype": dtype}
 
 
 def compared(ours: Worker, theirs: Worker, case: dict[str, Any]) -> tuple[float, float, float]:
@@ -78,7 +81,10 @@ def compared(ours: Worker, theirs: Worker, case: dict[str, Any]) -> tuple[float,
     ratios = []
     for number in range(ROUNDS):
         order = (ours, theirs) if number % 2 else (theirs, ours)
-        seconds = {each: each.ask("play") for each in order}
+        seconds = dict.fromkeys(order, 0.0)
+        for rank in range(RING):
+            for each in order:
+                seconds[each] += each.ask(rank)
         ratios.append(math.log(seconds[ours] / seconds[theirs]))
     mean, wide = statistics.mean(ratios), STUDENT * statistics.stdev(ratios) / math.sqrt(ROUNDS)
     return math.exp(mean), math.exp(mean - wide), math.exp(mean + wide)
@@ -135,11 +141,11 @@ def serve() -> None:
     ranks: list[Any] = []
     for line in sys.stdin:
         question = json.loads(line)
-        if question == "play":
-            print(played(ranks), flush=True)
+        if isinstance(question, int):
+            print(played(ranks[question]), flush=True)
         else:
             ranks = ranks_of(question)
-            print(played(ranks), flush=True)  # the first time does not count
+            print(sum(map(played, ranks)), flush=True)  # the first time does not count
 
 
 def ranks_of(case: dict[str, Any]) -> list[Any]:
@@ -151,18 +157,15 @@ def ranks_of(case: dict[str, Any]) -> list[Any]:
     from rlexp.training.ring.layouts import get_layout
 
     layout = get_layout(case["layout"], case["inner"])
-    segments = packed(MIX if case["mix"] else LONG, layout.multiple(RING))
+    segments = packed(MIX if case["tokens"] == "mix" else LONG, layout.multiple(RING))
     sizes = Sizes(HEADS, HEADS, SIZE, getattr(torch, case["dtype"]), torch.device("cpu"))
     return [Alone(layout, segments, RING, rank, CpuFlash(), sizes) for rank in range(RING)]
 
 
-def played(ranks: list[Any]) -> float:
-    """Let every rank attend once; return the seconds of all."""
-    total = 0.0
-    for rank in ranks:
-        rank.play()
-        total += sum(end - begin for begin, end, *_ in rank.runs.pop())
-    return total
+def played(rank: Any) -> float:
+    """Let a rank attend once; return the seconds."""
+    rank.play()
+    return sum(end - begin for begin, end, *_ in rank.runs.pop())
 
 
 if __name__ == "__main__":
