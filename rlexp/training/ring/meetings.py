@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, chain, pairwise, product
 
 from rlexp.training.ring.kernels.base import Lengths
@@ -93,7 +93,13 @@ class Planner:
         self.slices, self.placement = slices, placement
         starts = sorted({each.queries.start for each in slices if each.queries})
         self.held = [_by_segment(runs, starts) for runs in placement.runs]
-        self.met = cache(self._meet)  # how the queries of a rank meet the keys of others, or its own
+        self._met: dict[tuple[int, ...], list[Met]] = {}
+
+    def met(self, rank: int, *sources: int) -> list[Met]:
+        """Return how the queries of a rank meet the keys of others, or its own."""
+        if (rank, *sources) not in self._met:
+            self._met[rank, *sources] = self._meet(rank, *sources)
+        return self._met[rank, *sources]
 
     def needed(self, rank: int, source: int) -> Ranges:
         """Return the rows of a shard whose keys and values a rank needs: in the order of its call, if that is one."""
@@ -200,9 +206,6 @@ class _Rows:
         for each in ranges:
             self.there.extend(bytes(max(0, each.stop - len(self.there))))
             self.there[each.start : each.stop] = b"\1" * len(each)
-
-
-# ---- from queries and keys to rows ----
 
 
 def planned(steps: Sequence[tuple[Sequence[Met], Arrival]]) -> tuple[tuple[Part, ...], tuple[tuple[Meeting, ...], ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ from rlexp.base.kernel_needs import fits
 from rlexp.config.adapter_folder import read_adapter
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.kernel import check_kernel
-from rlexp.config.checks.layout import Choice, Heads, choose, heads_in, windows_in
+from rlexp.config.checks.layout import Choice, choose, heads_in, windows_in
 from rlexp.config.checks.reference import check_heads, model_of_reference
 from rlexp.config.schema import (
     BackendName,
@@ -50,6 +50,7 @@ from rlexp.training.model.probe import probe, probe_decoding
 from rlexp.training.model.score_head import padding_of
 from rlexp.training.reference.base import Reference
 from rlexp.training.reference.models import OfAdapter, OfModel
+from rlexp.training.ring.base import Window
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.kernels import BlockKernel, get_kernel
 from rlexp.training.ring.kernels.base import Ask
@@ -106,19 +107,18 @@ def build(
     sources = sources or Sources()
     torch.use_deterministic_algorithms(cfg.launch.deterministic)
     model_config = sources.model_config(cfg.model, cfg.data.max_length)
-    heads, choice = layout_of(cfg, model_config, sources)
+    choice = layout_of(cfg, model_config, sources)
     world = build_world(cfg.parallel.ring_size, timedelta(seconds=cfg.launch.timeout_seconds), choice.ulysses_size)
     device = sources.device(cfg)
     connect(world.ring, device)
     own_layout = get_layout(*choice.how)
     dtype = DTYPES[cfg.train.precision]
-    windows = windows_in(model_config.to_dict(), cfg.data.max_length)
-    ask = Ask(1.0, next(filter(None, windows), None))
-    kernel = sources.kernel(cfg.parallel.kernel.value, device.type, dtype, heads.size if heads else None, ask)
     tokenizer = sources.tokenizer(cfg.model)
     task = (task_of or functools.partial(build_task, trains=trains))(cfg, tokenizer, world, bridge)
     needs = task.needs if trains else task.evaluation_needs
-    models = models_of(cfg, model_config, needs, kernel, sources)
+    models = models_of(cfg, model_config, needs, sources)
+    windows = tuple(each for _, config in models for each in windows_in(config.to_dict(), cfg.data.max_length))
+    kernel = kernel_for(cfg, models, windows, device, sources)
     for model, config in models:
         probing(model, config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
                 device=device)  # fmt: skip
@@ -164,12 +164,12 @@ def connect(ring: Ring, device: torch.device) -> None:
             ring_sum(torch.zeros((), device=device), group)
 
 
-def layout_of(cfg: Config, model_config: Any, sources: Sources) -> tuple[Heads | None, Choice]:
-    """Return the model's heads and the layout for them; refuse a backend or kernel that cannot compute them."""
+def layout_of(cfg: Config, model_config: Any, sources: Sources) -> Choice:
+    """Return the layout for the model's heads; refuse a backend or kernel that cannot compute them."""
     heads = heads_in(model_config.to_dict())
     check_backend(cfg, heads)
     check_kernel(cfg, heads, generation=sources.generation(cfg.launch.device))
-    return heads, choose(cfg, heads)
+    return choose(cfg, heads)
 
 
 def hold_to_tokenizer(policy: Policy, task: Task, tokenizer: Any) -> None:
@@ -316,9 +316,7 @@ def build_frozen(
             return Frozen(cfg.name.value, policy) if device is None else Streamed(cfg.name.value, policy, device)
 
 
-def models_of(
-    cfg: Config, policy_config: Any, needs: Needs, kernel: BlockKernel, sources: Sources
-) -> list[tuple[ModelConfig, Any]]:
+def models_of(cfg: Config, policy_config: Any, needs: Needs, sources: Sources) -> list[tuple[ModelConfig, Any]]:
     """Return the policy with its transformers configuration, and the model in reference.path with its own.
 
     A reference model that cannot stand beside the policy is refused.
@@ -337,12 +335,24 @@ def models_of(
     heads = heads_in(config.to_dict())
     check_heads(cfg, heads, here=False)
     choose(cfg, heads)
-    if heads is not None and not fits(kernel.name, heads.size):
-        raise ModelError(
-            f"reference.path={model.path}: has heads of size {heads.size}, which the policy's kernel, {kernel.name}, "
-            f"does not take. Use parallel.kernel=plain."
-        )
     return [policy, (model, config)]
+
+
+def kernel_for(
+    cfg: Config, models: Sequence[tuple[ModelConfig, Any]], windows: Sequence[Window], device: torch.device,
+    sources: Sources,
+) -> BlockKernel:  # fmt: skip
+    """Return the policy's kernel, which must compute the reference model too, and any of their windows."""
+    policy, *others = (heads_in(config.to_dict()) for _, config in models)
+    ask, size = Ask(1.0, next(filter(None, windows), None)), policy.size if policy else None
+    kernel = sources.kernel(cfg.parallel.kernel.value, device.type, DTYPES[cfg.train.precision], size, ask)
+    for heads in filter(None, others):
+        if not fits(kernel.name, heads.size):
+            raise ModelError(
+                f"reference.path={cfg.reference.path}: has heads of size {heads.size}, which the policy's kernel, "
+                f"{kernel.name}, does not take. Use parallel.kernel=plain."
+            )
+    return kernel
 
 
 def build_reference(run: Run, model: tuple[ModelConfig, Any], needs: Needs, sources: Sources) -> Reference:

@@ -33,7 +33,7 @@ class Setting:
     choice: Choice
     layout: Layout
     kernel: BlockKernel
-    windows: tuple[Window, ...]  # of the model's layers
+    windows: tuple[Window, ...]  # of the policy's layers, and of those of a reference model of its own
     tokenizer: Any
     schedule: Schedule
     phases: Phases

@@ -101,9 +101,7 @@ def bytes_held(_spec: RankSpec, cfg: Config) -> tuple[int, int, int, list[int]]:
 
     task = build(cfg, probing=unprobed)
     shard = task.begin(1).load(task.begin(1).micro_batches[0]).shard
-    models = models_of(
-        cfg, Sources().model_config(cfg.model, cfg.data.max_length), task.needs, task.run.kernel, Sources()
-    )
+    models = models_of(cfg, Sources().model_config(cfg.model, cfg.data.max_length), task.needs, Sources())
     task.reference = None
     gc.collect()
     with LiveTensors() as live:

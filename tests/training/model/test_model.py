@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
@@ -26,20 +27,26 @@ from transformers import (
     Olmo3Config,
     PhimoeConfig,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from rlexp.base.errors import ModelError
+from rlexp.config.checks.layout import windows_in
 from rlexp.config.schema import HFModelConfig, TinyModelConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.packing import pack_sequences
 from rlexp.training.model import rope
 from rlexp.training.model.float64 import StayFloat64
+from rlexp.training.model.hook import NAME, register
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.model.policy import Policy, cast_parameters
 from rlexp.training.model.probe import probe
 from rlexp.training.model.small import small_config
+from rlexp.training.ring.base import RingBatch
 from rlexp.training.ring.kernels import CpuFlash
+from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.world.groups import ALONE, build_world
@@ -67,6 +74,28 @@ WORK: dict[str, PreTrainedConfig] = {
     "gpt2": GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=300),
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
     "glm4 moe": Glm4MoeConfig(**SMALL, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+}
+WINDOWS: dict[str, tuple[PreTrainedConfig, tuple[int | None, ...]]] = {
+    "mistral": (MistralConfig(**SMALL, sliding_window=128), (128,) * 6),
+    "mistral with a wide window": (MistralConfig(**SMALL, sliding_window=512), (None,) * 6),
+    "qwen2": (
+        Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=128, max_window_layers=4),
+        (None,) * 4 + (128,) * 2,
+    ),
+    "qwen2 that does not use its window": (Qwen2Config(**SMALL, sliding_window=128), (None,) * 6),
+    "qwen3 with experts": (
+        Qwen3MoeConfig(
+            **SMALL,
+            num_experts=4,
+            num_experts_per_tok=2,
+            use_sliding_window=True,
+            sliding_window=128,
+            max_window_layers=4,
+        ),
+        (128,) * 6,
+    ),
+    "gemma3": (Gemma3TextConfig(**SMALL, sliding_window=128), (128,) * 5 + (None,)),
+    "exaone4": (Exaone4Config(**SMALL, sliding_window=128, sliding_window_pattern=4), (128, 128, 128, None, 128, 128)),
 }
 REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "gemma2": (Gemma2Config(**SMALL), "final_logit_softcapping=30.0; attn_logit_softcapping=50.0"),
@@ -150,6 +179,24 @@ def test_a_window_of_the_last_kind_of_layer_is_probed() -> None:
     copy = small_config(TinyModelConfig(), config, {"sliding_window": 8})
     assert (copy.num_hidden_layers, copy.layer_types, copy.sliding_window) == (5, kinds[:5], 8)
     assert probe(TinyModelConfig(), config, ring=ALONE, **HOW) < 1e-12
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_layers_ask_for_the_windows_that_the_description_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice of a layout and of a kernel reads them from config.json; a layer asks by itself, when it computes."""
+    asked, attend = [], RingBatch.attend
+
+    def noted(batch: RingBatch, *states: torch.Tensor | Ask) -> torch.Tensor:
+        asked.append(states[-1].window)
+        return attend(batch, *states)
+
+    monkeypatch.setattr(RingBatch, "attend", noted)
+    register()
+    config, windows = WINDOWS[name]
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+    Policy(model)(shard_of([(5, 20), (3, 9)]))
+    assert tuple(asked) == windows
+    assert windows_in(config.to_dict(), 512) == (windows if any(windows) else (None,))
 
 
 def test_a_refusal_is_on_all_ranks_and_ends_them() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig
 
 from rlexp.base.errors import ConfigError, ModelError
 from rlexp.config.checks.reference import model_of_reference
@@ -21,15 +21,17 @@ from rlexp.training.model.loading import load_config
 from tests.helpers.models import SHAPE, saved
 from tests.helpers.ranks import on_ranks
 
+KINDS = {"other": "GPT2Config", "windows": "MistralConfig"}
 ENGINES = ("torch", "zero2", "zero3", "fsdp2")
+WINDOWS = MistralConfig(**{**SHAPE, "sliding_window": 32})
 GPT2 = GPT2Config(vocab_size=259, n_embd=48, n_layer=3, n_head=6, n_positions=512, bos_token_id=0, eos_token_id=1)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three models: the policy, the same with other weights, and one of another architecture and size."""
+    """The policy, the same with other weights, one of another architecture and size, and one with windows."""
     place = tmp_path_factory.mktemp("models")
-    for name, config, seed in (("policy", None, 0), ("alike", None, 1), ("other", GPT2, 2)):
+    for name, config, seed in (("policy", None, 0), ("alike", None, 1), ("other", GPT2, 2), ("windows", WINDOWS, 3)):
         model = AutoModelForCausalLM.from_pretrained(saved(place / name, config))
         torch.manual_seed(seed)
         for parameter in model.parameters():
@@ -46,7 +48,7 @@ def configured(folder: Path, reference: str | None, *overrides: str) -> Config:
 
 
 def first_steps(_spec: RankSpec, cfgs: Sequence[Config]) -> list[tuple[Any, ...]]:
-    """Return for each run the pairs of its first step, the models that were probed, and the loss."""
+    """Return for each run the pairs of its first step, the models that were probed, the loss, and its windows."""
     from rlexp.training.model.probe import probe
     from rlexp.training.train.build import build
     from rlexp.training.train.step import train_step
@@ -61,7 +63,7 @@ def first_steps(_spec: RankSpec, cfgs: Sequence[Config]) -> list[tuple[Any, ...]
 
         task = build(cfg, probing=watched)
         pairs = [task.examples.train[index] for index in task.batch(1).indices]
-        taken.append((pairs, probed, train_step(task, 1)["train/loss"]))
+        taken.append((pairs, probed, train_step(task, 1)["train/loss"], set(task.run.windows)))
         task.close()
     return taken
 
@@ -89,34 +91,35 @@ def loss_of(policy: Path, reference: Path, pairs: Sequence[Any], beta: float = 0
 
 
 def test_the_policy_is_compared_with_it_on_a_ring(folder: Path) -> None:
-    names = ("alike", "other", "policy")
+    names = ("alike", "other", "policy", "windows")
     cfgs = [configured(folder, name, "parallel=ring2") for name in (*names, None)]
     for taken in on_ranks(2, first_steps, cfgs):
-        for name, (pairs, probed, loss) in zip(names, taken, strict=False):
+        for name, (pairs, probed, loss, _) in zip(names, taken, strict=False):
             assert loss == pytest.approx(loss_of(folder / "policy", folder / name, pairs), rel=1e-6), name
-            assert probed == ["LlamaConfig", "GPT2Config" if name == "other" else "LlamaConfig"]
-        assert abs(taken[0][2] - taken[3][2]) > 1e-3
-        assert taken[2][2] == taken[3][2]
-        assert taken[3][1] == ["LlamaConfig"]
+            assert probed == ["LlamaConfig", KINDS.get(name, "LlamaConfig")]
+        alike, _, policy, windows, alone = taken
+        assert abs(alike[2] - alone[2]) > 1e-3
+        assert policy[2] == alone[2]
+        assert alone[1] == ["LlamaConfig"]
+        assert (windows[3], alone[3]) == ({None, 32}, {None})  # what its packs are planned for
 
 
 def test_every_engine_holds_it(folder: Path) -> None:
     cfgs = [configured(folder, "other", "train.precision=fp32", f"engine={engine}", "launch.nproc=2")
             for engine in ENGINES]  # fmt: skip
     for taken in on_ranks(2, first_steps, cfgs):
-        for engine, (pairs, _, loss) in zip(ENGINES, taken, strict=True):
+        for engine, (pairs, _, loss, _) in zip(ENGINES, taken, strict=True):
             assert loss == pytest.approx(loss_of(folder / "policy", folder / "other", pairs), rel=1e-4), engine
 
 
 def test_one_with_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
-    from rlexp.training.ring.kernels.plain import Plain
     from rlexp.training.train.build import Sources, models_of
     from rlexp.training.train.task import Needs
 
     saved(tmp_path, LlamaConfig(**{**SHAPE, "vocab_size": 300}))
     cfg = configured(folder, str(tmp_path))
     with pytest.raises(ModelError) as error:
-        models_of(cfg, load_config(cfg.model, 400), Needs(reference=True), Plain(), Sources())
+        models_of(cfg, load_config(cfg.model, 400), Needs(reference=True), Sources())
     said = f"reference.path={tmp_path}: has a vocabulary of 300 tokens, and the policy of 259."
     assert str(error.value).startswith(said)
 
