@@ -1,17 +1,19 @@
 """Compare the time of attention with another commit's, in pairs: is any layout slower than before?
 
-    python -m bench.pairs COMMIT                                     print it; 70 minutes on a quiet core
+    python -m bench.pairs COMMIT                                     print it; 45 minutes on 2 quiet cores
     python -m bench.pairs COMMIT --write docs/measured/attention.md
     python -m bench.pairs COMMIT --only mix                          or one sequence
 
-Each commit's own code runs in a process of its own, at the same inputs: all ranks of a ring of 8, one after the other,
-as bench.attention runs them. The two take turns rank by rank, and which begins changes from pair to pair. A ratio is
-the geometric mean over the pairs, with the interval that has it in 95 of 100 cases.
+Each commit's own code runs at the same inputs: all ranks of a ring of 8, one after the other, as bench.attention runs
+them. Each core has a case. The two commits take turns rank by rank, and which begins changes from pair to pair. Every
+turn is a new process: with the same code and inputs, one process may be 10 % slower than another as long as it lives. A
+ratio is the geometric mean over the pairs, with the interval that has it in 95 of 100 cases.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -20,15 +22,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RING, ROUNDS = 8, 12
-STUDENT = 2.201  # 97.5 of 100 values of Student's t lie below it, with one degree of freedom less than pairs
+RING = 8
 DTYPES = ("float32", "bfloat16")
 TOKENS = {"one": "one sequence", "mix": "the mix"}
+PAIRS = {"one": 20, "mix": 12}
+STUDENT = {20: 2.093, 12: 2.201}  # below it lie 97.5 of 100 values of Student's t, with a degree of freedom less
 
 
 def main() -> int:
@@ -47,18 +51,18 @@ def main() -> int:
     from bench.tables import put, signature
 
     lines = ["| layout | tokens | dtype | time, relative to before |", "| --- | --- | --- | ---: |"]
-    with before(options.commit) as old, worker(old) as theirs, worker(ROOT) as ours:
-        for case in cases([options.only] if options.only else TOKENS):
-            ratio, low, high = compared(ours, theirs, case)
-            names = f"| {case['layout']} | {TOKENS[case['tokens']]} | {case['dtype']} |"
-            lines.append(f"{names} {ratio:.3f} ({low:.3f} to {high:.3f}) |")
-            print(lines[-1], flush=True)
+    with before(options.commit) as old, ThreadPoolExecutor(os.cpu_count()) as cores:
+        asked = cases([options.only] if options.only else TOKENS)
+        for line in cores.map(functools.partial(compared, old), asked):
+            lines.append(line)
+            print(line, flush=True)
     commit = subprocess.run(["git", "rev-parse", "--short=12", options.commit], cwd=ROOT, check=True,
                             capture_output=True, text=True).stdout.strip()  # fmt: skip
     text = (
         f"### Compared with commit {commit}\n\nAll ranks of a ring of {RING}, forward and backward: the same inputs "
-        f"and the same core, in {ROUNDS} pairs of turns.\nIn brackets, the interval that has the ratio in 95 of 100 "
-        f"cases. On {processor()}.\n{signature('bench.pairs')}\n\n" + "\n".join(lines)
+        f"in pairs of turns,\n{PAIRS['one']} with one sequence and {PAIRS['mix']} with the mix. In brackets, the "
+        f"interval that has the ratio in 95 of 100 cases.\nOn {processor()}. {signature('bench.pairs')}\n\n"
+        + "\n".join(lines)
     )
     if options.write:
         put(options.write, text, "pairs")
@@ -74,20 +78,23 @@ def cases(which: Iterable[str]) -> Iterator[dict[str, Any]]:
                 yield {"layout": case.layout, "inner": case.inner, "tokens": tokens, "dtype": dtype}
 
 
-def compared(ours: Worker, theirs: Worker, case: dict[str, Any]) -> tuple[float, float, float]:
-    """Return the ratio of our time to theirs, and the ends of its interval."""
-    for each in (ours, theirs):
-        each.ask(case)
-    ratios = []
-    for number in range(ROUNDS):
-        order = (ours, theirs) if number % 2 else (theirs, ours)
-        seconds = dict.fromkeys(order, 0.0)
-        for rank in range(RING):
-            for each in order:
-                seconds[each] += each.ask(rank)
-        ratios.append(math.log(seconds[ours] / seconds[theirs]))
-    mean, wide = statistics.mean(ratios), STUDENT * statistics.stdev(ratios) / math.sqrt(ROUNDS)
-    return math.exp(mean), math.exp(mean - wide), math.exp(mean + wide)
+def compared(old: Path, case: dict[str, Any]) -> str:
+    """Return a line with the ratio of our time to that of the other commit, and the ends of its interval."""
+    ratios, pairs = [], PAIRS[case["tokens"]]
+    with worker(old) as theirs, worker(ROOT) as ours:
+        for each in (ours, theirs):
+            each.ask(case)
+        for number in range(pairs):
+            order = (ours, theirs) if number % 2 else (theirs, ours)
+            seconds = dict.fromkeys(order, 0.0)
+            for rank in range(RING):
+                for each in order:
+                    seconds[each] += each.ask(rank)
+            ratios.append(math.log(seconds[ours] / seconds[theirs]))
+    mean, wide = statistics.mean(ratios), STUDENT[pairs] * statistics.stdev(ratios) / math.sqrt(pairs)
+    ratio, low, high = (math.exp(each) for each in (mean, mean - wide, mean + wide))
+    names = f"{case['layout']} | {TOKENS[case['tokens']]} | {case['dtype']}"
+    return f"| {names} | {ratio:.3f} ({low:.3f} to {high:.3f}) |"
 
 
 @contextmanager
@@ -100,7 +107,7 @@ def before(commit: str) -> Iterator[Path]:
 
 
 class Worker:
-    """A process with the code of one commit, which answers one question after the other."""
+    """A process with the code of one commit: it takes a case, and then says how long a rank of it takes."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -135,20 +142,25 @@ def processor() -> str:
 
 
 def serve() -> None:
+    """Play each rank in a process that is forked for it, once this one has imported and begun all that it uses."""
     import torch
 
     torch.set_num_threads(1)
-    ranks: list[Any] = []
+    case: dict[str, Any] = {}
     for line in sys.stdin:
         question = json.loads(line)
         if isinstance(question, int):
-            print(played(ranks[question]), flush=True)
+            if (child := os.fork()) == 0:
+                print(seconds_of(case, question), flush=True)
+                os._exit(0)
+            os.waitpid(child, 0)
         else:
-            ranks = ranks_of(question)
-            print(sum(map(played, ranks)), flush=True)  # the first time does not count
+            case = question
+            print(seconds_of(case, 0), flush=True)
 
 
-def ranks_of(case: dict[str, Any]) -> list[Any]:
+def seconds_of(case: dict[str, Any], rank: int) -> float:
+    """Let a rank attend, forward and backward."""
     import torch
 
     from bench.attention import HEADS, LONG, MIX, SIZE
@@ -159,13 +171,9 @@ def ranks_of(case: dict[str, Any]) -> list[Any]:
     layout = get_layout(case["layout"], case["inner"])
     segments = packed(MIX if case["tokens"] == "mix" else LONG, layout.multiple(RING))
     sizes = Sizes(HEADS, HEADS, SIZE, getattr(torch, case["dtype"]), torch.device("cpu"))
-    return [Alone(layout, segments, RING, rank, CpuFlash(), sizes) for rank in range(RING)]
-
-
-def played(rank: Any) -> float:
-    """Let a rank attend once; return the seconds."""
-    rank.play()
-    return sum(end - begin for begin, end, *_ in rank.runs.pop())
+    alone = Alone(layout, segments, RING, rank, CpuFlash(), sizes)
+    alone.play()
+    return sum(end - begin for begin, end, *_ in alone.runs.pop())
 
 
 if __name__ == "__main__":
