@@ -17,6 +17,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # the 2 cores that the suite is timed on; each further one imports everything anew, which takes longer than it saves.
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
+# The commit that `make prove` compares the time of attention with.
+BEFORE ?= HEAD~1
 # Measurements of the tests on Slurm, for the tables of docs/slurm.md and docs/measured/slurm.md.
 ROWS ?= $(CURDIR)/.slurm-rows.json
 
@@ -76,6 +78,9 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m bench.batch_picture --write docs/batch.png
 	$(BIN)/python -m bench.longest_picture --write docs/longest.png
 	$(BIN)/python -m bench.attention --write docs/measured/attention.md
+	$(BIN)/python -m bench.pairs $(BEFORE) --write docs/measured/attention.md
+	$(BIN)/python -m bench.traffic --write docs/layouts.md
+	$(BIN)/python -m bench.families --write docs/models.md
 	$(BIN)/python -m bench.report_picture --write docs/report.png
 	$(BIN)/python -m bench.checkpoint --write docs/measured/benchmarks.md
 	$(BIN)/python -m bench.memory --write docs/measured/adapters.md

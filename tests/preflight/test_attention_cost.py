@@ -12,7 +12,7 @@ from tests.helpers.faults.plant import plant
 from tests.helpers.rehearsals import alone
 
 
-def launches(size: int, rank: int, lengths: tuple[int, ...]) -> tuple[int, int]:
+def launches(size: int, rank: int, lengths: tuple[int, ...], transport: str = "direct") -> tuple[int, int]:
     """Count the kernels that attention launches in a layer's forward and backward pass."""
     from rlexp.preflight.rehearsal.device import rehearsed_device
     from rlexp.preflight.rehearsal.log import Log
@@ -28,7 +28,8 @@ def launches(size: int, rank: int, lengths: tuple[int, ...]) -> tuple[int, int]:
     log = Log(device.type)
     with joined(rank, size), Rehearsing(log):
         ring = build_world(size).ring
-        plan = get_layout("zigzag").plan(forest(lengths, size), ring, get_kernel("torch_flash", "cuda", torch.bfloat16))
+        kernel = get_kernel("torch_flash", "cuda", torch.bfloat16)
+        plan = get_layout("zigzag", 1, transport).plan(forest(lengths, size), ring, kernel)
         plan, tokens = plan.to(device), sum(lengths) // size
         q, k, v = (torch.randn(tokens, heads, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
                    for heads in (32, 8, 8))  # fmt: skip
@@ -42,10 +43,12 @@ def launches(size: int, rank: int, lengths: tuple[int, ...]) -> tuple[int, int]:
 
 def test_attention_launches_few_kernels() -> None:
     """On a ring of 8, for a pair: 64 to 85 forward and 93 to 114 backward before blocks were merged by one kernel each,
-    and the parts of a shard were views. Rank 0 has most, since all other ranks' keys are between its chunks."""
+    and the parts of a shard were views. Rank 0 has most, since all other ranks' keys are between its chunks. With
+    `neighbour` it selects what arrives at each step, keys and values apart."""
     assert alone(launches, 8, 0, (4096, 4096)) == (23, 39)
     assert alone(launches, 8, 7, (4096, 4096)) == (22, 37)
     assert alone(launches, 8, 0, (8192,)) == (18, 30)
+    assert alone(launches, 8, 0, (4096, 4096), "neighbour") == (37, 56)
 
 
 def units_sent(*cases: dict[str, Any]) -> list[tuple[float, float]]:
