@@ -204,9 +204,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_real_pairs_by_templates[qwen3]",
     ),
     "verify/test_verify": (
-        "test_a_defect_is_found_and_its_module_named[a reward given to the neighbour]",
-        "test_a_defect_is_found_and_its_module_named[divided by the accumulation again]",
-        "test_a_defect_is_found_and_its_module_named[not clipped]",
         "test_a_defect_is_found_and_its_module_named[replicas overlap]",
         "test_a_mixture_of_conversations_passes",
         "test_a_pretrained_model_keeps_its_first_layers",

@@ -193,6 +193,12 @@ class StepSeen:
     tokens: dict[int, TokenExample] = field(default_factory=dict)  # drawn samples, by their places in the rollout
     rollout: int | None = None  # the number of the rollout that they are from
 
+    @property
+    def trained(self) -> bool:
+        """Say whether its backward passes are over. What is then packed is looked at, not trained on: the samples of a
+        loss that is not finite."""
+        return bool(self.micros) and self.micros[-1].last
+
 
 @dataclass
 class Drawn:

@@ -54,7 +54,7 @@ class RowsRecorder(Recorder):
         if training and self.collected:  # the reference has computed already
             self.held.reference_t = self.collected.pop(0).reference_t
         places, seen_tokens = {
-            TRAINING: (self.step.micros, self.trace.tokens),
+            TRAINING: ([] if self.step.trained else self.step.micros, self.trace.tokens),
             "collecting": (self.collected, self.trace.tokens),
             "mismatched": (self.step.others, self.step.other_tokens),
             "held out": (self.trace.held_out, self.trace.held_tokens),

@@ -55,7 +55,8 @@ class SampleRecorder(Recorder):
 
     def begin(self, samples: Sequence[Sample]) -> None:
         self.held = Micro(tuple(sample.place for sample in samples))
-        self.step.micros.append(self.held)
+        if not self.step.trained:
+            self.step.micros.append(self.held)
         self.step.tokens.update(
             {s.place: TokenAnswer(array_of(s.prompt.tokens), array_of(s.answer), s.prompt.origin) for s in samples}
         )

@@ -81,7 +81,7 @@ CHECK = (
     "whitened over a replica", "weights by a micro-batch's tokens", "a stale old log-probability",
     "a reference that is trained", "a critic's value one token off", "credit on a masked answer",
     "an optimizer step too many", "a text that ends an answer is passed over", "drawn by the first weights",
-    "an answer's ratio of one rank's tokens", "half of the penalty",
+    "an answer's ratio of one rank's tokens", "half of the penalty", "not a number in the merge",
 )  # fmt: skip
 
 ALL_FAULTS = {fault.name: fault for fault in (*FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE)}
