@@ -63,7 +63,8 @@ WHOLE_SEQUENCE = one("an MLP gathers the sequence", "transformers.models.llama.m
                      lambda original, self, hidden: original(self, Whole.apply(hidden)), "", "")  # fmt: skip
 
 # `make test` plants one of each stage, and one more of the ring; those of one loss share a float64 reference. `make
-# check` adds one of each other pair of stage and module, and of the other layouts and engines, windows and messages. `make prove` plants all.
+# check` adds one of each other pair of stage and module, and of the other layouts and engines, windows and messages.
+# `make prove` plants all.
 FAST = (
     "replicas overlap", "targets shifted after sharding", "not causal", "divided by the accumulation again",
     "reduced over the ring only", "not clipped", "replicated sums counted on every rank",
@@ -82,7 +83,8 @@ CHECK = (
     "a reference that is trained", "a critic's value one token off", "credit on a masked answer",
     "an optimizer step too many", "a text that ends an answer is passed over", "drawn by the first weights",
     "an answer's ratio of one rank's tokens", "half of the penalty", "not a number in the merge",
-    "a window off by one", "a row that another rank should get", "a row that nobody sent", "dk added at the wrong place",
+    "a window off by one", "a row that another rank should get", "a row that nobody sent",
+    "dk added at the wrong place",
 )  # fmt: skip
 
 ALL_FAULTS = {fault.name: fault for fault in (*FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE)}
