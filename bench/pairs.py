@@ -1,13 +1,14 @@
 """Compare the time of attention with another commit's, in pairs: is any layout slower than before?
 
-    python -m bench.pairs COMMIT                                     print it; 45 minutes on 2 quiet cores
+    python -m bench.pairs COMMIT                                     print it; 40 minutes on 2 quiet cores
     python -m bench.pairs COMMIT --write docs/measured/attention.md
     python -m bench.pairs COMMIT --only mix                          or one sequence
 
 Each commit's own code runs at the same inputs: all ranks of a ring of 8, one after the other, as bench.attention runs
 them. Each core has a case. The two commits take turns rank by rank, and which begins changes from pair to pair. Every
-turn is a new process: with the same code and inputs, one process may be 10 % slower than another as long as it lives. A
-ratio is the geometric mean over the pairs, with the interval that has it in 95 of 100 cases.
+process keeps the memory that it once had: else up to a tenth of its time is spent on getting pages from the system, in
+one process more than in the next. A ratio is the geometric mean over the pairs, with the interval that has it in 95 of
+100 cases.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RING = 8
 DTYPES = ("float32", "bfloat16")
 TOKENS = {"one": "one sequence", "mix": "the mix"}
-PAIRS = {"one": 20, "mix": 12}
-STUDENT = {20: 2.093, 12: 2.201}  # below it lie 97.5 of 100 values of Student's t, with a degree of freedom less
+PAIRS = 12
+STUDENT = 2.201  # below it lie 97.5 of 100 values of Student's t, with one degree of freedom less than pairs
+# What glibc never gives back. By itself it learns from what a process frees, and gives pages back as it thinks fit.
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_TOP_PAD_": str(1 << 26)}
 
 
 def main() -> int:
@@ -60,9 +63,8 @@ def main() -> int:
                             capture_output=True, text=True).stdout.strip()  # fmt: skip
     text = (
         f"### Compared with commit {commit}\n\nAll ranks of a ring of {RING}, forward and backward: the same inputs "
-        f"in pairs of turns,\n{PAIRS['one']} with one sequence and {PAIRS['mix']} with the mix. In brackets, the "
-        f"interval that has the ratio in 95 of 100 cases.\nOn {processor()}. {signature('bench.pairs')}\n\n"
-        + "\n".join(lines)
+        f"in {PAIRS} pairs of turns.\nIn brackets, the interval that has the ratio in 95 of 100 cases. "
+        f"On {processor()}.\n{signature('bench.pairs')}\n\n" + "\n".join(lines)
     )
     if options.write:
         put(options.write, text, "pairs")
@@ -80,18 +82,18 @@ def cases(which: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def compared(old: Path, case: dict[str, Any]) -> str:
     """Return a line with the ratio of our time to that of the other commit, and the ends of its interval."""
-    ratios, pairs = [], PAIRS[case["tokens"]]
+    ratios = []
     with worker(old) as theirs, worker(ROOT) as ours:
         for each in (ours, theirs):
             each.ask(case)
-        for number in range(pairs):
+        for number in range(PAIRS):
             order = (ours, theirs) if number % 2 else (theirs, ours)
             seconds = dict.fromkeys(order, 0.0)
             for rank in range(RING):
                 for each in order:
                     seconds[each] += each.ask(rank)
             ratios.append(math.log(seconds[ours] / seconds[theirs]))
-    mean, wide = statistics.mean(ratios), STUDENT[pairs] * statistics.stdev(ratios) / math.sqrt(pairs)
+    mean, wide = statistics.mean(ratios), STUDENT * statistics.stdev(ratios) / math.sqrt(PAIRS)
     ratio, low, high = (math.exp(each) for each in (mean, mean - wide, mean + wide))
     names = f"{case['layout']} | {TOKENS[case['tokens']]} | {case['dtype']}"
     return f"| {names} | {ratio:.3f} ({low:.3f} to {high:.3f}) |"
@@ -123,7 +125,7 @@ class Worker:
 @contextmanager
 def worker(tree: Path) -> Iterator[Worker]:
     """Start this file, not that of the commit, which may have none. It imports all else from the commit's tree."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | KEPT | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-P", __file__, "--serve"], cwd=tree, env=environment, text=True,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
     try:
@@ -142,25 +144,20 @@ def processor() -> str:
 
 
 def serve() -> None:
-    """Play each rank in a process that is forked for it, once this one has imported and begun all that it uses."""
     import torch
 
     torch.set_num_threads(1)
-    case: dict[str, Any] = {}
+    ranks: list[Any] = []
     for line in sys.stdin:
         question = json.loads(line)
         if isinstance(question, int):
-            if (child := os.fork()) == 0:
-                print(seconds_of(case, question), flush=True)
-                os._exit(0)
-            os.waitpid(child, 0)
+            print(played(ranks[question]), flush=True)
         else:
-            case = question
-            print(seconds_of(case, 0), flush=True)
+            ranks = ranks_of(question)
+            print(sum(map(played, ranks)), flush=True)  # the first time does not count
 
 
-def seconds_of(case: dict[str, Any], rank: int) -> float:
-    """Let a rank attend, forward and backward."""
+def ranks_of(case: dict[str, Any]) -> list[Any]:
     import torch
 
     from bench.attention import HEADS, LONG, MIX, SIZE
@@ -171,9 +168,13 @@ def seconds_of(case: dict[str, Any], rank: int) -> float:
     layout = get_layout(case["layout"], case["inner"])
     segments = packed(MIX if case["tokens"] == "mix" else LONG, layout.multiple(RING))
     sizes = Sizes(HEADS, HEADS, SIZE, getattr(torch, case["dtype"]), torch.device("cpu"))
-    alone = Alone(layout, segments, RING, rank, CpuFlash(), sizes)
-    alone.play()
-    return sum(end - begin for begin, end, *_ in alone.runs.pop())
+    return [Alone(layout, segments, RING, rank, CpuFlash(), sizes) for rank in range(RING)]
+
+
+def played(rank: Any) -> float:
+    """Let a rank attend once; return the seconds."""
+    rank.play()
+    return sum(end - begin for begin, end, *_ in rank.runs.pop())
 
 
 if __name__ == "__main__":
