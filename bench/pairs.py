@@ -1,6 +1,6 @@
 """Compare the time of attention with another commit's, in pairs: is any layout slower than before?
 
-    python -m bench.pairs COMMIT                                     print it; 40 minutes on 2 quiet cores
+    python -m bench.pairs COMMIT                                     print it; an hour on 2 quiet cores
     python -m bench.pairs COMMIT --write docs/measured/attention.md
     python -m bench.pairs COMMIT --only mix                          or one sequence
 
@@ -8,7 +8,7 @@ Each commit's own code runs at the same inputs: all ranks of a ring of 8, one af
 them. Each core has a case. The two commits take turns rank by rank, and which begins changes from pair to pair. Every
 process keeps the memory that it once had: else up to a tenth of its time is spent on getting pages from the system, in
 one process more than in the next. A ratio is the geometric mean over the pairs, with the interval that has it in 95 of
-100 cases.
+100 cases. There are as many pairs as it takes for the interval to reach 1 % to each side.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RING = 8
 DTYPES = ("float32", "bfloat16")
 TOKENS = {"one": "one sequence", "mix": "the mix"}
-PAIRS = 12
-STUDENT = 2.201  # below it lie 97.5 of 100 values of Student's t, with one degree of freedom less than pairs
+PAIRS, MOST = 12, 48
+WIDE = 0.01  # of an interval, to each side
 # What glibc never gives back. By itself it learns from what a process frees, and gives pages back as it thinks fit.
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_TOP_PAD_": str(1 << 26)}
 
@@ -53,7 +53,7 @@ def main() -> int:
         parser.error("name the commit to compare with, such as HEAD~1")
     from bench.tables import put, signature
 
-    lines = ["| layout | tokens | dtype | time, relative to before |", "| --- | --- | --- | ---: |"]
+    lines = ["| layout | tokens | dtype | pairs | time, relative to before |", "| --- | --- | --- | ---: | ---: |"]
     with before(options.commit) as old, ThreadPoolExecutor(os.cpu_count()) as cores:
         asked = cases([options.only] if options.only else TOKENS)
         for line in cores.map(functools.partial(compared, old), asked):
@@ -63,7 +63,7 @@ def main() -> int:
                             capture_output=True, text=True).stdout.strip()  # fmt: skip
     text = (
         f"### Compared with commit {commit}\n\nAll ranks of a ring of {RING}, forward and backward: the same inputs "
-        f"in {PAIRS} pairs of turns.\nIn brackets, the interval that has the ratio in 95 of 100 cases. "
+        f"in {PAIRS} to {MOST} pairs of\nturns. In brackets, the interval that has the ratio in 95 of 100 cases. "
         f"On {processor()}.\n{signature('bench.pairs')}\n\n" + "\n".join(lines)
     )
     if options.write:
@@ -82,21 +82,28 @@ def cases(which: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def compared(old: Path, case: dict[str, Any]) -> str:
     """Return a line with the ratio of our time to that of the other commit, and the ends of its interval."""
-    ratios = []
+    ratios: list[float] = []
     with worker(old) as theirs, worker(ROOT) as ours:
         for each in (ours, theirs):
             each.ask(case)
-        for number in range(PAIRS):
-            order = (ours, theirs) if number % 2 else (theirs, ours)
+        while len(ratios) < PAIRS or (around(ratios) > WIDE and len(ratios) < MOST):
+            order = (ours, theirs) if len(ratios) % 2 else (theirs, ours)
             seconds = dict.fromkeys(order, 0.0)
             for rank in range(RING):
                 for each in order:
                     seconds[each] += each.ask(rank)
             ratios.append(math.log(seconds[ours] / seconds[theirs]))
-    mean, wide = statistics.mean(ratios), STUDENT * statistics.stdev(ratios) / math.sqrt(PAIRS)
+    mean, wide = statistics.mean(ratios), around(ratios)
     ratio, low, high = (math.exp(each) for each in (mean, mean - wide, mean + wide))
-    names = f"{case['layout']} | {TOKENS[case['tokens']]} | {case['dtype']}"
+    names = f"{case['layout']} | {TOKENS[case['tokens']]} | {case['dtype']} | {len(ratios)}"
     return f"| {names} | {ratio:.3f} ({low:.3f} to {high:.3f}) |"
+
+
+def around(values: Sequence[float]) -> float:
+    """Return how far the mean's interval reaches to each side."""
+    normal, freedom = statistics.NormalDist().inv_cdf(0.975), len(values) - 1
+    student = normal + (normal**3 + normal) / (4 * freedom) + (5 * normal**5 + 16 * normal**3) / (96 * freedom**2)
+    return student * statistics.stdev(values) / math.sqrt(len(values))
 
 
 @contextmanager
