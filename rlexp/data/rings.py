@@ -49,6 +49,7 @@ class _Shape:
     layout: Layout
     name: str
     grad_acc: int
+    windows: tuple[int | None, ...]  # of the model's layers
 
 
 def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[Ring, ...], str]:
@@ -82,11 +83,12 @@ def _shape(cfg: Config, size: int) -> _Shape | str:
     parallel = dataclasses.replace(cfg.parallel, ring_size=size, layout=layout)
     try:
         grad_acc = sizes.grad_acc(cfg.train.batch_size, cfg.train.micro_batch_size, replicas)
-        choice = choose(dataclasses.replace(cfg, parallel=parallel), heads_of(cfg.model))
+        heads = heads_of(cfg.model)
+        choice = choose(dataclasses.replace(cfg, parallel=parallel), heads)
     except ConfigError as error:
         return str(error)
-    own = get_layout(*choice.how)
-    return _Shape(size, replicas, build_layout(cfg, own), choice.name, grad_acc)
+    own, windows = get_layout(*choice.how), heads.windows_within(cfg.data.max_length) if heads else (None,)
+    return _Shape(size, replicas, build_layout(cfg, own), choice.name, grad_acc, windows)
 
 
 def _batches(cfg: Config, rows: Rows, sampler: Sampler) -> list[tuple[Batch, Callable[[int], Example]]]:
@@ -132,10 +134,14 @@ def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) 
         seen.held[packing] += len(pack.tokens_T)
         if packing is not cfg.data.packing:
             continue
-        deal = shape.layout.deal(pack.segments, shape.size)
+        deals = {
+            window: shape.layout.deal(pack.segments, shape.size, window) for window in dict.fromkeys(shape.windows)
+        }
+        deal = deals[shape.windows[0]]
+        work = np.mean([deals[window].work for window in shape.windows], axis=0)  # of a layer
         seen.real += pack.real_tokens
-        seen.most_work += max(deal.work)
-        seen.mean_work += sum(deal.work) / shape.size
+        seen.most_work += float(work.max())
+        seen.mean_work += float(work.mean())
         seen.most_tokens += max(deal.real)
         seen.mean_tokens += sum(deal.real) / shape.size
 

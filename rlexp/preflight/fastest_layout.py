@@ -58,7 +58,7 @@ def seconds_of(cfg: Config, heads: Heads, choice: Choice) -> float:
 
     They are those of the first or the last rank: one of them sends most.
     """
-    windows = [window if window and window < cfg.data.max_length else None for window in heads.windows]
+    windows = heads.windows_within(cfg.data.max_length)
     ranks = {0, cfg.parallel.ring_size - 1}
     of_kind = {window: max(_seconds_of_rank(rank, window, cfg, heads, choice) for rank in ranks)
                for window in dict.fromkeys(windows)}  # fmt: skip

@@ -34,6 +34,10 @@ class Heads:
     size: int
     windows: tuple[int | None, ...] = (None,)  # positions that the layers see; None: every sequence whole
 
+    def windows_within(self, max_length: int) -> tuple[int | None, ...]:
+        """Return the windows of the layers where no sequence is longer."""
+        return tuple(each if each and each < max_length else None for each in self.windows)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -184,11 +188,19 @@ def windows_in(described: dict[str, object], max_length: int) -> tuple[int | Non
     text = described.get("text_config")
     fields = text if isinstance(text, dict) else described
     window, kinds, layers = (fields.get(name) for name in ("sliding_window", "layer_types", "num_hidden_layers"))
-    if not isinstance(window, int) or window >= max_length or fields.get("use_sliding_window") is False:
-        return (None,)
+    numbers = range(layers if isinstance(layers, int) else 1)
+    unused = str(fields.get("model_type")).startswith("qwen") and not fields.get("use_sliding_window")
+    if not isinstance(window, int) or window >= max_length or unused:
+        return (None,) * len(numbers)
     if isinstance(kinds, list) and kinds:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return (window,) * (layers if isinstance(layers, int) else 1)
+        return tuple(window if "sliding" in str(kind) else None for kind in kinds)
+    # Files that are older than layer_types. The models' own classes fill in what these files leave out.
+    pattern, first = fields.get("sliding_window_pattern"), fields.get("max_window_layers")
+    if isinstance(pattern, int) and pattern > 0:
+        return tuple(None if (number + 1) % pattern == 0 else window for number in numbers)
+    if isinstance(first, int) and fields.get("model_type") in ("qwen2", "qwen3"):
+        return tuple(window if number >= first else None for number in numbers)
+    return (window,) * len(numbers)
 
 
 # ---- parallel.layout=auto ----
@@ -204,7 +216,8 @@ def candidates(cfg: Config, heads: Heads | None) -> list[Choice]:
     sharing = [inner for inner in divisors(ring)[1:] if heads.queries % inner == 0]
     shared = [Choice(LayoutName.ulysses if inner == ring else LayoutName.hybrid, inner) for inner in sharing]
     choices = [Choice(LayoutName.zigzag, 1), Choice(LayoutName.allgather, 1), *shared]
-    return [with_transport(cfg, choice) for choice in choices]
+    named = cfg.parallel.transport is not TransportName.auto  # only some layouts have it
+    return [with_transport(cfg, choice) for choice in choices if not named or choice.layout in TRAVELLING]
 
 
 def with_layout(cfg: Config, choice: Choice) -> Config:

@@ -48,9 +48,9 @@ def probe(
     """Raise ModelError unless the model computes the same over the ring as alone; return the largest difference."""
     try:
         small = SmallCopy(cfg, _copied(cfg, config, max_length), max_length, device)
-        difference = _largest_difference(small, ring, layout, kernel)
+        difference, asked = _largest_difference(small, ring, layout, kernel)
     except ModelError as error:
-        raise ModelError(_refusal(config, max_length, str(error))) from error
+        raise ModelError(_refusal(config, max_length, str(error), asked=True)) from error
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -59,7 +59,8 @@ def probe(
             f"({type(error).__name__}: {error})."
         ) from error
     if not difference < TOLERANCE:  # also when it is not a number
-        raise ModelError(_refusal(config, max_length, f"log-probabilities differ by {difference:.1e} in float64"))
+        why = f"log-probabilities differ by {difference:.1e} in float64"
+        raise ModelError(_refusal(config, max_length, why, asked=asked))
     return difference
 
 
@@ -145,7 +146,8 @@ def _decoded_difference(small: SmallCopy) -> float:
     return worst
 
 
-def _largest_difference(small: SmallCopy, ring: Ring, layout: Layout, kernel: BlockKernel) -> float:
+def _largest_difference(small: SmallCopy, ring: Ring, layout: Layout, kernel: BlockKernel) -> tuple[float, bool]:
+    """Return the largest difference of a log-probability, and whether a layer asked for a window."""
     sequences = small.sequences()
     pack = pack_sequences(
         [(p.numpy(), a.numpy()) for p, a in sequences], layout.multiple(ring.size), unit=layout.unit(ring.size)
@@ -159,7 +161,7 @@ def _largest_difference(small: SmallCopy, ring: Ring, layout: Layout, kernel: Bl
     worst = difference.max().nan_to_num(nan=torch.inf) if len(difference) else torch.zeros((), dtype=torch.float64)
     if dist.is_initialized():  # the maximum over the ranks, so that all refuse together
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return float(worst)
+    return float(worst), any(shard.attention.plans)
 
 
 def _alone(small: SmallCopy, sequences: list[tuple[Tensor, Tensor]], pack: Pack) -> Tensor:
@@ -194,12 +196,15 @@ def _name(config: PreTrainedConfig) -> str:
     return (config.architectures or [config.model_type])[0]
 
 
-def _refusal(config: PreTrainedConfig, max_length: int, why: str) -> str:
-    """Say how the model differs, and which of its settings are known to make models differ."""
+def _refusal(config: PreTrainedConfig, max_length: int, why: str, *, asked: bool) -> str:
+    """Say how the model differs, and which of its settings are known to make models differ.
+
+    A window that a layer has asked for is computed. Of one that is in the model's mask alone, a layer says nothing.
+    """
     suspects = [
         f"{name}={getattr(config, name)} is shorter than data.max_length={max_length}"
         for name in _windows(config, max_length)
-        if name != "sliding_window"
+        if name != "sliding_window" or not asked
     ]
     suspects += [
         f"{name}={value}"

@@ -74,18 +74,18 @@ class RingBatch:
     ) -> None:
         self.max_length = max_length  # of any sequence of the run: a longer window is none
         self.layout, self.segments, self.ring, self.kernel = layout, segments, ring, kernel
-        self._device, self._plans = torch.device("cpu"), dict[Window, AttentionPlan]()
+        self._device, self.plans = torch.device("cpu"), dict[Window, AttentionPlan]()
 
     def plan(self, window: Window) -> AttentionPlan:
         """Return the plan of all layers with this window. It is made once."""
-        if window not in self._plans:
+        if window not in self.plans:
             plan = self.layout.plan(self.segments, self.ring, self.kernel, window)
-            self._plans[window] = plan.to(self._device)
-        return self._plans[window]
+            self.plans[window] = plan.to(self._device)
+        return self.plans[window]
 
     def to(self, device: torch.device) -> RingBatch:
         there = RingBatch(self.layout, self.segments, self.ring, self.kernel, self.max_length)
-        there._device, there._plans = device, {window: plan.to(device) for window, plan in self._plans.items()}
+        there._device, there.plans = device, {window: plan.to(device) for window, plan in self.plans.items()}
         return there
 
     def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, ask: Ask) -> Tensor:

@@ -46,8 +46,8 @@ class RingPlan(Attention):
             ours = _serving(heads, q, k)
             for meeting in self.steps[step]:
                 rows = meeting.keys.index
-                given = (queries[meeting.part][:, ours], select(keys, rows), select(values, rows))
-                outs.add(meeting.part, ours, *self.kernel.forward(*given, self.call(meeting, ask.scale)))
+                mine, call = queries[meeting.part][:, ours], self.call(meeting, ask.scale)
+                outs.add(meeting.part, ours, *self.kernel.forward(mine, select(keys, rows), select(values, rows), call))
             del keys, values  # while the next ones come, these go
         out, lse = outs.joined(q, ((q.shape[1], v.shape[2]), 0.0), (q.shape[1:2], -torch.inf))
         result = out.to(q.dtype)
@@ -63,11 +63,11 @@ class RingPlan(Attention):
         for heads, step, keys, values in self.transport.keys(k, v):
             ours, given = _serving(heads, q, k), []
             for meeting in self.steps[step]:
-                of_dout, of_q, of_out, of_lse = (x[:, ours] for x in known[meeting.part])
-                rows = meeting.keys.index
-                theirs = (select(keys, rows), select(values, rows))
-                call = self.call(meeting, ask.scale)
-                dq, dk, dv = self.kernel.backward(of_dout, of_q, *theirs, of_out, of_lse, call)
+                rows, call = meeting.keys.index, self.call(meeting, ask.scale)
+                dout_q, q_q, out_q, lse_q = (x[:, ours] for x in known[meeting.part])
+                dq, dk, dv = self.kernel.backward(
+                    dout_q, q_q, select(keys, rows), select(values, rows), out_q, lse_q, call
+                )
                 dqs.add(meeting.part, ours, dq)
                 given.append(Given(rows, dk, dv, meeting.once))
             del keys, values
@@ -84,9 +84,7 @@ def plan_of(
     planner: Planner, ring: Ring, kernel: BlockKernel, transport: Callable[[Planner, Ring], Transport]
 ) -> RingPlan:
     way = transport(planner, ring)
-    mets = [planner.met(ring.rank, *arrival.sent) for arrival in way.arrivals]
-    parts, steps = planned(list(zip(mets, way.arrivals, strict=True)))
-    return RingPlan(kernel, way, parts, steps)
+    return RingPlan(kernel, way, *planned([(planner.met(ring.rank, *each.sent), each) for each in way.arrivals]))
 
 
 def _serving(heads: slice, q: Tensor, k: Tensor) -> slice:

@@ -145,7 +145,7 @@ def test_one_sided_segments_are_left_out_without_a_copy_where_possible() -> None
         [0, 1, 2, *range(8, 15)],
     ]
     assert varlen.spans_of(dataclasses.replace(chunks, scale=2.0), cpu)[0] is early, "all layers of a model share it"
-    assert varlen._spans.cache_info().maxsize is not None
+    assert varlen.made_spans.cache_info().maxsize is not None
 
 
 def test_segments_equally_far_apart_are_one_launch() -> None:

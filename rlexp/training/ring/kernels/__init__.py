@@ -39,8 +39,7 @@ def get_kernel(
     if kernel is None:
         raise ValueError(f"no kernel {name}")
     if why := kernel.refuses(ask):
-        able = available(device_type, dtype, head_size, ask)
-        instead = " or ".join(f"parallel.kernel={each.name}" for each in able)
+        instead = " or ".join(f"parallel.kernel={x.name}" for x in available(device_type, dtype, head_size, ask))
         raise ConfigError(f"parallel.kernel={name}: this version does not compute {why}, which the model needs. "
                           f"Use {instead}, or parallel.kernel=auto.")  # fmt: skip
     return kernel

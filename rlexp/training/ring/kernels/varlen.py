@@ -51,13 +51,13 @@ class Spans:
 
 
 def spans_of(call: Call, device: torch.device) -> tuple[Spans, ...]:
-    return _spans(call.q_lengths, call.k_lengths, call.window, call.apart, device)
+    return made_spans(call.q_lengths, call.k_lengths, call.window, call.apart, device)
 
 
 # A micro-batch has a few of them, which all layers and both passes share. `prepare` makes them before the first layer:
 # there a copy of the host's memory would wait for the device.
 @functools.lru_cache(maxsize=256)
-def _spans(
+def made_spans(
     q_lengths: Lengths, k_lengths: Lengths, window: int | None, apart: Lengths | None, device: torch.device
 ) -> tuple[Spans, ...]:
     numbers = [number for number, both in enumerate(zip(q_lengths, k_lengths, strict=True)) if all(both)]
