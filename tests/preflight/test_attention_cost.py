@@ -67,12 +67,14 @@ def units_sent(*cases: dict[str, Any]) -> list[tuple[float, float]]:
 def test_a_ring_sends_only_what_is_seen() -> None:
     """An 8B model's layer. Before, all keys went all the way round: 7 units a rank, and 30 in both passes."""
     short, long = 16384, 131072
-    whole, wide, *windowed = alone(
+    whole, wide, around, *windowed = alone(
         units_sent, {"tokens": long}, {"tokens": 1024, "kernel": "plain"},
+        {"tokens": long, "window": 1024, "transport": "neighbour"},
         *({"tokens": tokens, "window": 1024} for tokens in (short, long)),
     )  # fmt: skip
     assert whole == (0.75 * 8 * 7, 0.525 * 8 * 30)
     assert wide[1] == 0.7 * 8 * 30, "a kernel that returns gradients in float32"
+    assert around == windowed[1], "a window's rows go straight: around the ring they would pass ranks that see none"
     assert 0 < windowed[1][1] * long <= windowed[0][1] * short, "however long the sequence is"
 
 

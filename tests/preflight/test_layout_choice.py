@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlexp.config.checks.layout import Choice, Heads, candidates, choose, copied, heads_of, windows_in
+from rlexp.config.checks.layout import (
+    Choice,
+    Heads,
+    candidates,
+    check_layout,
+    choose,
+    copied,
+    heads_of,
+    windows_in,
+    with_layout,
+)
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, Precision, TinyModelConfig, TransportName
 from rlexp.config.sizes import divisors
@@ -69,6 +79,15 @@ def test_without_a_choice_there_is_nothing_to_rehearse(ring: int, heads: Heads |
     (only,) = candidates(on_gpus(ring, 8192, 1), heads)
     assert only.layout is LayoutName.zigzag
     assert only.reason
+
+
+def test_auto_compares_layouts_that_have_the_transport_that_was_named() -> None:
+    cfg = on_gpus(8, 8192, 1, "auto", "parallel.transport=neighbour")
+    compared = candidates(cfg, LLAMA)
+    assert [each.name for each in compared] == [
+        "zigzag neighbour", "hybrid 2 × zigzag neighbour", "hybrid 4 × zigzag neighbour"]  # fmt: skip
+    for each in compared:
+        check_layout(with_layout(cfg, each), LLAMA)
 
 
 def test_a_layout_that_was_named_has_no_reason() -> None:
@@ -174,7 +193,7 @@ def test_a_run_says_which_layout_it_takes_and_why(rlexp: Shell, tmp_path: Path) 
     shown = rlexp("launch.device=cpu", "parallel=ring2", "parallel.layout=auto", "logger=none", "train.max_steps=1")
     assert shown.returncode == 0, shown.stderr
     why = r"layout \1: 8 query heads, 2 key/value heads, 512 tokens, one node; rehearsed: \1 1\.00, "
-    said = rf"ring of 2 \((\w+), cpu_flash\).*\n  {why}"
+    said = rf"ring of 2 \(([^,]+), cpu_flash\).*\n  {why}"
     taken = re.search(said, shown.stderr)
     assert taken, shown.stderr
     (config,) = tmp_path.glob("runs/*/config.yaml")

@@ -100,6 +100,10 @@ WINDOWS: dict[str, tuple[PreTrainedConfig, tuple[int | None, ...]]] = {
 REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "gemma2": (Gemma2Config(**SMALL), "final_logit_softcapping=30.0; attn_logit_softcapping=50.0"),
     "sinks": (GptOssConfig(**SMALL, num_local_experts=4), "asks its attention for attention sinks"),
+    "a window in the mask alone": (
+        PhimoeConfig(**SMALL, num_local_experts=4, sliding_window=64),
+        "sliding_window=64 is shorter than data.max_length=512",
+    ),
     "a model with sparse blocks": (
         MiniMaxM3VLTextConfig(**SMALL, num_local_experts=4, layer_types=["minimax_m3_sparse"] * 6),
         "asks its attention for block_indices",

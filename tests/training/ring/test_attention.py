@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.kernels import get_kernel
+from rlexp.training.ring.kernels import CpuFlash, cpu_flash, get_kernel
 from rlexp.training.ring.kernels.base import Call
 from tests.helpers.attention import (
     HEADS,
@@ -110,3 +112,22 @@ def test_calls_that_are_cut_are_the_whole_ones(name: str, sharing: int) -> None:
         assert torch.equal(got.isfinite(), seen)
         gap = (got[seen] - expected[seen]).abs().max() / expected[seen].abs().max()
         assert gap < TOLERANCE[torch.float64], gap
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+def test_a_band_on_cpu_computes_little_that_nobody_sees(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its window and heads are few: one call for all tokens would compute the whole square, in each pass."""
+    tokens, window, pairs = 4096, 64, list[int]()
+    for name, first in (("_forward", 0), ("_backward", 1)):
+        original = getattr(cpu_flash, name)
+
+        def counted(*given: Any, original: Any = original, first: int = first, **options: Any) -> Any:
+            pairs.append(given[first].shape[2] * given[first + 1].shape[2])
+            return original(*given, **options)
+
+        monkeypatch.setattr(cpu_flash, name, counted)
+    q, k, v, dout = (seeded(tokens, heads, 8, seed=seed) for seed in range(4))
+    call = Call((tokens,), (tokens,), causal=False, scale=1.0, window=window, apart=(0,))
+    out, lse = CpuFlash().forward(q, k, v, call)
+    CpuFlash().backward(dout, q, k, v, out, lse, call)
+    assert 2 * tokens * window < sum(pairs) < 0.6 * tokens**2
