@@ -40,6 +40,9 @@ CALLS: dict[str, Any] = {
     "what a window leaves of earlier keys": ((6, 3), (6, 5), False, 7, (6, 3)),
     "fewer keys than queries": ((12, 9), (3, 2), False, 12, (11, 8)),
     "windows and earlier keys": ((40, 1, 6), (40, 9, 6), False, 7, (0, 0, 6)),
+    # Kernels for GPUs go through tiles of up to 256 rows, and bound a window tile by tile.
+    "a window over several tiles": ((700,), (900,), False, 300, (0,)),
+    "fewer keys than queries over several tiles": ((600,), (200,), False, 500, (400,)),
 }
 
 
