@@ -1,21 +1,22 @@
-"""Count what the ranks of a ring send for a layer of an 8B model: the table of docs/layouts.md.
+"""Count what the ranks of a ring send and hold for a layer of an 8B model: two tables of docs/layouts.md.
 
-    python -m bench.traffic                         print it
+    python -m bench.traffic                         print them
     python -m bench.traffic --write docs/layouts.md
 
-Each rank's own code attends on tensors without memory, in bfloat16, to one sequence, and every message is counted. A
-unit is the keys and values of one rank. `before` is a ring in which all keys and values go all the way round, and their
-gradients with them in float32, as rlexp's did before and ring-flash-attn's does.
+Each rank's own code attends on tensors without memory, in bfloat16, and every message and every tensor is counted. In
+what is sent, a unit is the keys and values of one rank. `before` is a ring in which all keys and values go all the way
+round, and their gradients with them in float32, as rlexp's did before and ring-flash-attn's does.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -42,6 +43,7 @@ class Case:
     tokens: int = TOKENS
     window: int | None = None
     kernel: str = "torch_flash"  # its gradients are bfloat16; those of `plain` are float32
+    sequences: int = 1  # of equal length
 
     @property
     def name(self) -> str:
@@ -53,6 +55,11 @@ class Case:
     def unit(self) -> int:
         """Return the bytes of one rank's keys and values."""
         return 2 * self.tokens // RING * KV_HEADS * SIZE * 2
+
+    @property
+    def queries(self) -> int:
+        """Return the bytes of one rank's queries."""
+        return self.tokens // RING * HEADS * SIZE * 2
 
 
 CASES = (
@@ -71,11 +78,24 @@ WINDOWED = tuple(Case("zigzag", tokens=tokens, window=WINDOW) for tokens in (TOK
 
 
 @dataclass(frozen=True)
+class OfRank:
+    """What a rank sends to each other, and the most that it holds at a time beside what the layer is given: bytes of
+    the forward and of the backward pass."""
+
+    sent: tuple[list[int], list[int]]
+    held: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class Sent:
     """Bytes from each rank to each other, (rank, rank), in both passes."""
 
     forward: Tensor
     backward: Tensor
+
+    @classmethod
+    def of(cls, ranks: Sequence[OfRank]) -> Sent:
+        return cls(*(torch.tensor([rank.sent[number] for rank in ranks]) for number in range(2)))
 
     @property
     def both(self) -> Tensor:
@@ -92,25 +112,26 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--write", type=Path, help="put the table into this page, between its markers")
     options = parser.parse_args()
-    text = table()
-    print(text)
-    if options.write:
-        put(options.write, text, "traffic")
+    packs = [replace(case, sequences=2) for case in CASES]
+    ranks = dict(zip([*CASES, *WINDOWED, *packs], counted([*CASES, *WINDOWED, *packs]), strict=True))
+    for name, text in (("traffic", of_messages(ranks)), ("held", of_memory(ranks))):
+        print(text)
+        if options.write:
+            put(options.write, text, name)
 
 
-def table() -> str:
+def of_messages(ranks: Mapping[Case, Sequence[OfRank]]) -> str:
     before = 3 * RING + RING - 2  # forward, again in the backward pass, and gradients of twice the bytes all the way
     lines = ["| layout | forward | both passes | busiest rank | across nodes, there and back |",
              "| --- | ---: | ---: | ---: | ---: |",
              f"| before | {RING - 1:.2f} | {before:.2f} | {before:.2f} | {before} and {before} |"]  # fmt: skip
-    every = counted((*CASES, *WINDOWED))
-    for case, sent in zip(CASES, every, strict=False):
+    for case in CASES:
+        sent = Sent.of(ranks[case])
         there, back = (bytes_ / case.unit for bytes_ in sent.across())
         busiest = float(sent.both.sum(1).max()) / case.unit
         means = [float(each.sum()) / RING / case.unit for each in (sent.forward, sent.both)]
         lines.append(f"| {case.name} | {means[0]:.2f} | {means[1]:.2f} | {busiest:.2f} | {there:.0f} and {back:.0f} |")
-    halos = [f"{float(sent.both.sum()) / 1e6:.0f} MB with {case.tokens:,} tokens"
-             for case, sent in zip(WINDOWED, every[len(CASES) :], strict=True)]  # fmt: skip
+    halos = [f"{float(Sent.of(ranks[case]).both.sum()) / 1e6:.0f} MB with {case.tokens:,} tokens" for case in WINDOWED]
     return (
         f"Units that a rank sends on average, for a layer with {HEADS} query and {KV_HEADS} key/value heads of {SIZE}, "
         f"in bfloat16, on a\nring of {RING}; across nodes: of all ranks together, on two nodes of {NODE}. A unit is "
@@ -121,20 +142,34 @@ def table() -> str:
     )
 
 
-def counted(cases: Sequence[Case]) -> list[Sent]:
+def of_memory(ranks: Mapping[Case, Sequence[OfRank]]) -> str:
+    lines = [
+        "| layout | forward | backward | two sequences: forward | backward |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for case in CASES:
+        packs = (ranks[case], ranks[replace(case, sequences=2)])
+        most = [max(rank.held[number] for rank in each) / case.queries for each in packs for number in range(2)]
+        lines.append(f"| {case.name} | {' | '.join(f'{each:.1f}' for each in most)} |")
+    return (
+        f"The most that a rank holds at a time, on the rank that holds most, for the same layer. A unit is one rank's "
+        f"queries:\n{CASES[0].queries / 1e6:.0f} MB with {TOKENS:,} tokens. {signature('bench.traffic')}\n\n"
+        + "\n".join(lines)
+    )
+
+
+def counted(cases: Sequence[Case]) -> list[list[OfRank]]:
     """Rehearse every rank of every case, each in a process of its own."""
 
     def calls() -> Calls:
-        return (yield [(sent_by, (case, rank)) for case in cases for rank in range(RING)])
+        return (yield [(by_rank, (case, rank)) for case in cases for rank in range(RING)])
 
     (answers,) = at_once([calls()], len(os.sched_getaffinity(0)))
-    by_case = [answers[first : first + RING] for first in range(0, len(answers), RING)]
-    return [Sent(*(torch.tensor([rank[number] for rank in ranks]) for number in range(2))) for ranks in by_case]
+    return [answers[first : first + RING] for first in range(0, len(answers), RING)]
 
 
-def sent_by(case: Case, rank: int) -> tuple[list[int], list[int]]:
-    """Return the bytes that one rank sends to each other in the forward and in the backward pass."""
-    from rlexp.preflight.rehearsal.device import rehearsed_device
+def by_rank(case: Case, rank: int) -> OfRank:
+    from rlexp.preflight.rehearsal.device import NAME, rehearsed_device
     from rlexp.preflight.rehearsal.log import Log
     from rlexp.preflight.rehearsal.mode import Rehearsing
     from rlexp.preflight.rehearsal.world import joined
@@ -144,21 +179,32 @@ def sent_by(case: Case, rank: int) -> tuple[list[int], list[int]]:
     from rlexp.training.world.groups import build_world
 
     device, sent = rehearsed_device(), [0] * RING
-    with joined(rank, RING), Rehearsing(Log(device.type)), ExitStack() as stack:
+    with joined(rank, RING), (mode := Rehearsing(Log(device.type))), ExitStack() as stack:
         for each in watching(sent):
             stack.enter_context(each)
         ring = build_world(RING, None, case.inner).ring
         layout = get_layout(case.layout, case.inner, case.transport)
-        segments = (Segment(0, case.tokens, case.tokens),)
+        length = case.tokens // case.sequences
+        segments = tuple(Segment(start, length, length) for start in range(0, case.tokens, length))
         plan = layout.plan(segments, ring, get_kernel(case.kernel, "cuda", torch.bfloat16), case.window).to(device)
         q, k, v = (
             torch.empty(case.tokens // RING, heads, SIZE, device=device, dtype=torch.bfloat16, requires_grad=True)
             for heads in (HEADS, KV_HEADS, KV_HEADS)
         )
-        out = plan.attend(q, k, v, Ask(1.0, case.window))
-        forward = list(sent)
-        out.backward(torch.empty_like(out))
-    return forward, [both - before for both, before in zip(sent, forward, strict=True)]
+        held, peaks = mode.held(NAME), []
+
+        def passed(work: Callable[[], Any]) -> Any:
+            mode.reset_peaks()
+            before = held.live
+            result = work()
+            peaks.append(held.peak - before)
+            return result
+
+        out = passed(lambda: plan.attend(q, k, v, Ask(1.0, case.window)))
+        forward, gradient = list(sent), torch.empty_like(out)
+        passed(lambda: out.backward(gradient))
+    backward = [both - before for both, before in zip(sent, forward, strict=True)]
+    return OfRank((forward, backward), (peaks[0], peaks[1]))
 
 
 def watching(sent: list[int]) -> Iterator[mock._patch[object]]:

@@ -53,12 +53,12 @@ def test_attention_launches_few_kernels() -> None:
 
 def units_sent(*cases: dict[str, Any]) -> list[tuple[float, float]]:
     """Count what all ranks of a ring of 8 send of a layer, in the keys and values of one: forward, and in both."""
-    from bench.traffic import RING, Case, sent_by
+    from bench.traffic import RING, Case, by_rank
 
     found = []
     for case in (Case("zigzag", **each) for each in cases):
-        by_rank = [sent_by(case, rank) for rank in range(RING)]
-        forward, backward = (sum(sum(rank[number]) for rank in by_rank) / case.unit for number in range(2))
+        ranks = [by_rank(case, rank) for rank in range(RING)]
+        forward, backward = (sum(sum(rank.sent[number]) for rank in ranks) / case.unit for number in range(2))
         found.append((forward, forward + backward))
     return found
 
