@@ -56,15 +56,18 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "compare/test_compare": ("test_watching_redraws_until_the_runs_have_ended",),
     "config/test_config": (
         "test_a_ring_larger_than_the_gpus",
+        "test_every_option_of_every_group_composes[hardware]",
         "test_every_option_of_every_group_composes[loss]",
         "test_every_option_of_every_group_composes[model]",
         "test_help_lists_every_group",
     ),
+    "convert/test_convert": ("test_the_command_writes_an_experiment_that_trains",),
     "convert/test_gaps": ("test_every_option_is_reached_or_ours_alone",),
     "eval/test_eval": (
         "test_a_damaged_checkpoint_is_passed_over",
         "test_another_loss_may_evaluate_a_checkpoint",
         "test_only_the_place_of_held_out_rows_must_be_there",
+        "test_rows_held_out_from_among_others_are_those_of_the_run",
     ),
     "export/test_export": ("test_a_checkpoint_is_exported_by_hand",),
     "run_files/test_rollout_records": (
