@@ -116,7 +116,9 @@ def test_calls_that_are_cut_are_the_whole_ones(name: str, sharing: int) -> None:
 
 @pytest.mark.parametrize("heads", [1, 8])
 def test_a_band_on_cpu_computes_little_that_nobody_sees(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its window and heads are few: one call for all tokens would compute the whole square, in each pass."""
+    """Also where its window and heads are few: one call for all tokens would compute the whole square, in each pass.
+
+    Strips of 1,024 queries with 1,087 keys, as with one head, are 0.27 of it."""
     tokens, window, pairs = 4096, 64, list[int]()
     for name, first in (("_forward", 0), ("_backward", 1)):
         original = getattr(cpu_flash, name)

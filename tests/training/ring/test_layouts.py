@@ -15,6 +15,7 @@ from rlexp.training.dataset.packing import pack_sequences
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.shard import shard_pack
+from rlexp.training.ring.transports.gather import Gather
 from rlexp.training.ring.transports.heads import Heads
 from rlexp.training.world.groups import Ring
 from tests.helpers.attention import forest
@@ -77,6 +78,22 @@ def test_the_work_of_a_deal_is_that_of_the_plans(which, lengths, window) -> None
         shared, around = (layout.shared(size), plan.around) if name in ("ulysses", "hybrid") else (1, plan)
         calls = (around.call(meeting, 1.0) for step in around.steps for meeting in step)
         assert work[ring.rank] == sum(map(pairs, calls)) / shared
+
+
+@pytest.mark.parametrize("name", TRAVELLING)
+def test_with_a_window_rows_go_straight_instead_of_around(name: str) -> None:
+    segments = forest((40, 56), 4)
+    for ring in rings(4):
+        for window in (None, 8):
+            around, straight = (get_layout(name, 1, transport).plan(segments, ring, Plain(), window).transport.steps
+                                for transport in ("neighbour", "direct"))  # fmt: skip
+            assert (around == straight) == (window is not None)
+
+
+def test_with_a_window_rows_are_still_gathered() -> None:
+    for window in (None, 8):
+        plan = get_layout("allgather").plan(forest((40, 56), 4), rings(4)[1], Plain(), window)
+        assert isinstance(plan.transport, Gather)
 
 
 @given(st.sampled_from([2, 4, 8]), st.lists(st.integers(100, 900), min_size=2, max_size=8).map(tuple))

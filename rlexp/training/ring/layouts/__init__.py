@@ -15,12 +15,12 @@ TRAVEL: dict[str, Travel] = {"direct": direct, "neighbour": neighbour}
 
 
 def get_layout(name: str, ulysses_size: int | None = 1, transport: str = "direct") -> Layout:
-    around = Ringwise("zigzag", zigzag, TRAVEL[transport])
+    around = Ringwise("zigzag", zigzag, TRAVEL[transport], of_windows=direct)  # few ranks see a row, and some are far
     match name:
         case "zigzag":
             return around
         case "contiguous":
-            return Ringwise("contiguous", contiguous, TRAVEL[transport])
+            return Ringwise("contiguous", contiguous, TRAVEL[transport], of_windows=direct)
         case "allgather":
             return Ringwise("allgather", zigzag, gathered)
         case "ulysses":

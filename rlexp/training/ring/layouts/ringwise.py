@@ -26,7 +26,8 @@ Travel = Callable[[Planner, Ring], Transport]
 class Ringwise(Layout):
     name: str
     place: Place
-    travel: Travel  # where a query sees every earlier key: with a window, each row goes straight to the few that see it
+    travel: Travel
+    of_windows: Travel | None = None  # where layers have a window; None: likewise
 
     def deal(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> Deal:
         chunks, placement = _placed(self.place, tuple(segments), ring_size)
@@ -36,7 +37,8 @@ class Ringwise(Layout):
     def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel, window: Window = None) -> RingPlan:
         _, placement = _placed(self.place, tuple(segments), ring.size)
         planner = Planner(slices_of(segments, window), placement)
-        return plan_of(planner, ring, kernel, self.travel if ring.size > 1 and window is None else direct)
+        travel = self.travel if window is None or self.of_windows is None else self.of_windows
+        return plan_of(planner, ring, kernel, travel if ring.size > 1 else direct)
 
 
 @functools.lru_cache(maxsize=1)  # a pack is dealt and planned for each kind of layers
