@@ -14,7 +14,8 @@ from rlexp.base.errors import ConfigError
 from rlexp.config.hardware import NAMES, assumed_gpus, hardware_here
 from rlexp.config.load import from_hydra, open_ended, register
 from rlexp.config.paths import conf_dir, config_root
-from rlexp.config.schema import Config, RolloutEngine, RolloutMode
+from rlexp.config.schema import Config
+from rlexp.config.schema.rollouts import RolloutEngine, RolloutMode
 
 
 def compose_elsewhere(overrides: Sequence[str]) -> Config:

@@ -18,13 +18,14 @@ from rlexp.base.errors import CheckpointError, ConfigError
 from rlexp.base.file_hashes import contents_of, files_in, files_of
 from rlexp.config.content_ids import of_file, of_model
 from rlexp.config.load import to_plain
-from rlexp.config.schema import Config, RewardConfig
+from rlexp.config.schema import Config
 from rlexp.config.schema.data import DataConfig, RowsDataConfig
 from rlexp.config.schema.data_sources import sources_of
 from rlexp.config.schema.keys import suggestion
 from rlexp.config.schema.loss_terms import OF_THE_SUM, loss_terms
 from rlexp.config.schema.losses import MPOConfig
 from rlexp.config.schema.reward_terms import reward_terms
+from rlexp.config.schema.rollouts import RewardConfig
 
 GROUPS = ("data", "loss", "optim", "model", "adapter", "reference")
 # keys that runs of older versions have not written down, with what they meant

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rlexp.base.errors import CheckpointError
 from rlexp.config.load import from_plain
-from rlexp.config.schema import Config, ExportDtype, HFModelConfig, LoraConfig, Precision
+from rlexp.config.schema import Config, ExportDtype, HFModelConfig, LoraConfig
+from rlexp.config.schema.models import Precision
 from rlexp.launch import run_folder
 from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint.tensors import Reader

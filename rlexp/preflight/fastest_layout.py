@@ -13,7 +13,8 @@ import torch
 
 from rlexp.config.checks.layout import Choice, Heads, candidates, near
 from rlexp.config.checks.reference import fits_reference
-from rlexp.config.schema import Config, Device, KernelName, Precision
+from rlexp.config.schema import Config, Device, KernelName
+from rlexp.config.schema.models import Precision
 from rlexp.preflight.children import Calls, at_once
 from rlexp.preflight.rehearsal.device import rehearsed_device
 from rlexp.preflight.rehearsal.kernel_cost import CountedKernel

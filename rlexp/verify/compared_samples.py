@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rlexp.config.schema import Precision
+from rlexp.config.schema.models import Precision
 from rlexp.verify.compared import ComparedStep, Comparison
 from rlexp.verify.records import Array, DrawnExpected, Key, RolloutSeen, Terms, TokenAnswer, TokenExample, Trace
 from rlexp.verify.reference.drawn import SIDE, Rollout, batch_of, divergences_of, examples_with

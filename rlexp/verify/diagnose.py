@@ -21,8 +21,9 @@ from torch import Tensor
 
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import UserError
-from rlexp.config.schema import Config, EngineName, Precision
+from rlexp.config.schema import Config, EngineName
 from rlexp.config.schema.losses import Normalize
+from rlexp.config.schema.models import Precision
 from rlexp.launch.joining import RankSpec, join, threads_of
 from rlexp.training.algos.weights import sequence_weight, token_weight
 from rlexp.training.algos.whiten import whiten

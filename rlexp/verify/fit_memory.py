@@ -23,18 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlexp.base.errors import ModelError
 from rlexp.config.checks.layout import Choice, choose, heads_in
 from rlexp.config.checks.reference import model_of_reference
-from rlexp.config.schema import (
-    Config,
-    Device,
-    HFModelConfig,
-    LayoutName,
-    ModelConfig,
-    ModelRewardConfig,
-    ReferenceConfig,
-    TinyModelConfig,
-)
+from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, ModelConfig, ReferenceConfig, TinyModelConfig
 from rlexp.config.schema.losses import CriticName, PPOConfig
 from rlexp.config.schema.reward_terms import reward_terms
+from rlexp.config.schema.rollouts import ModelRewardConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.sampler import Batch, total_steps
 from rlexp.training.model.first_layers import first_layers

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlexp.config.schema import Device, Precision
+from rlexp.config.schema import Device
+from rlexp.config.schema.models import Precision
 from rlexp.verify.compared import Comparison
 from rlexp.verify.compared_samples import CRITIC, HELD_OUT
 from rlexp.verify.findings import GRADIENT, LOGPS, LOSS, OPTIMIZER, Allowed, Clue, Finding

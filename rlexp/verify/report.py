@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.config.load import to_plain
-from rlexp.config.schema import Config, HFModelConfig, Precision, RolloutEngine
+from rlexp.config.schema import Config, HFModelConfig
+from rlexp.config.schema.models import Precision
+from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.config.schema.row_kinds import EXAMPLE
 from rlexp.preflight.rehearsal.sharding import in_words
 from rlexp.verify.records import Met

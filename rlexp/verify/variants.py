@@ -9,20 +9,9 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.base.kernel_needs import NEEDS
 from rlexp.config import sizes
 from rlexp.config.checks.across_fields import check
-from rlexp.config.schema import (
-    BackendName,
-    Config,
-    EngineName,
-    KernelName,
-    LoggerConfig,
-    LoggerName,
-    ModelRewardConfig,
-    Precision,
-    RewardConfig,
-    RolloutEngine,
-    RolloutMode,
-    SumRewardConfig,
-)
+from rlexp.config.schema import BackendName, Config, EngineName, KernelName, LoggerConfig, LoggerName
+from rlexp.config.schema.models import Precision
+from rlexp.config.schema.rollouts import ModelRewardConfig, RewardConfig, RolloutEngine, RolloutMode, SumRewardConfig
 
 if TYPE_CHECKING:
     from rlexp.verify.fit_memory import VerifyPlan

@@ -18,11 +18,8 @@ from typing import TYPE_CHECKING, Any
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ConfigError, UserError
 from rlexp.config import sizes
-from rlexp.config.schema import (
-    Config,
-    Device,
-    Precision,
-)
+from rlexp.config.schema import Config, Device
+from rlexp.config.schema.models import Precision
 from rlexp.launch.joining import prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.preflight_check import laid_out

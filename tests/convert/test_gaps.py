@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from rlexp.config.paths import conf_dir
-from rlexp.config.schema import KINDS, EngineName, KernelName, LayoutName, LoggerName, Offload, Overlong
+from rlexp.config.schema import KINDS, EngineName, KernelName, LayoutName, LoggerName, Offload
 from rlexp.config.schema.keys import all_keys
+from rlexp.config.schema.rollouts import Overlong
 from rlexp.convert import answers, axolotl, frameworks, openrlhf_rollouts, preference, trl
 from rlexp.convert.frameworks import FRAMEWORKS, converted, of_asked
 from rlexp.convert.read import Asked

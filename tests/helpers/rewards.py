@@ -9,10 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlexp.config.schema import (
-    PythonRewardConfig,
-    RewardConfig,
-)
+from rlexp.config.schema.rollouts import PythonRewardConfig, RewardConfig
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.rollout.rewards.build import build_reward
 from rlexp.training.rollout.rewards.weighted import Rewards

@@ -23,7 +23,8 @@ from rlexp.config.checks.layout import (
     with_layout,
 )
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, Precision, TinyModelConfig, TransportName
+from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, TinyModelConfig, TransportName
+from rlexp.config.schema.models import Precision
 from rlexp.config.sizes import divisors
 from rlexp.training.ring.transports import heads as heads_sent
 from tests.helpers.rehearsals import alone

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from rlexp.compare import comparison as reports
 from rlexp.compare.runs import Reader
-from rlexp.config.schema import Best, LoggerConfig, Precision
+from rlexp.config.schema import Best, LoggerConfig
+from rlexp.config.schema.models import Precision
 from rlexp.run_files.curve_distance import compared
 from rlexp.run_files.rollouts_jsonl import bracket, digests
 from rlexp.training.sinks import legible

@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from rlexp.base.errors import RewardError
-from rlexp.config.schema import (
+from rlexp.config.schema.models import Precision
+from rlexp.config.schema.rollouts import (
     ModelRewardConfig,
     Overlong,
-    Precision,
     PythonRewardConfig,
     RewardConfig,
     RolloutConfig,

@@ -6,7 +6,8 @@ from importlib.util import find_spec
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.layout import Heads
-from rlexp.config.schema import BackendName, Config, Device, KernelName, LayoutName, Precision, TransportName
+from rlexp.config.schema import BackendName, Config, Device, KernelName, LayoutName, TransportName
+from rlexp.config.schema.models import Precision
 
 LAYOUTS = (LayoutName.zigzag, LayoutName.allgather)
 # Packages by a module of theirs. flash-attn 2 is known by its extension: flash-attn 4 has a folder flash_attn too.

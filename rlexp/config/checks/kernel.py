@@ -6,7 +6,8 @@ from rlexp.base.errors import ConfigError
 from rlexp.base.kernel_needs import NEEDS, fits, installed
 from rlexp.config.checks.layout import Heads
 from rlexp.config.hardware import gpu_generations
-from rlexp.config.schema import Config, Device, KernelName, Precision
+from rlexp.config.schema import Config, Device, KernelName
+from rlexp.config.schema.models import Precision
 
 
 def check_kernel(cfg: Config, heads: Heads | None, *, here: bool = True, generation: int | None = None) -> None:

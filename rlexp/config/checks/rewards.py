@@ -10,16 +10,10 @@ from pathlib import Path
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.files import check_model_path
-from rlexp.config.schema import (
-    Config,
-    ModelRewardConfig,
-    PythonRewardConfig,
-    RewardConfig,
-    RuleName,
-    RuleRewardConfig,
-)
+from rlexp.config.schema import Config
 from rlexp.config.schema.bounds import check_bounds
 from rlexp.config.schema.reward_terms import reward_terms
+from rlexp.config.schema.rollouts import ModelRewardConfig, PythonRewardConfig, RewardConfig, RuleName, RuleRewardConfig
 
 
 def check_reward(cfg: Config) -> None:

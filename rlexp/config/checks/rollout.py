@@ -7,8 +7,9 @@ import importlib.util
 from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
 from rlexp.config.checks.layout import experts_in
-from rlexp.config.schema import Config, Device, RolloutEngine, RolloutMode
+from rlexp.config.schema import Config, Device
 from rlexp.config.schema.data import ArithmeticDataConfig
+from rlexp.config.schema.rollouts import RolloutEngine, RolloutMode
 
 
 def minibatches(cfg: Config) -> int:

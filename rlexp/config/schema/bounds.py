@@ -10,6 +10,7 @@ from typing import Any
 from rlexp.base.errors import ConfigError
 
 LARGEST_INT = 2**63 - 1  # of every whole number, since torch and numpy count in 64 bits
+WEEK = 7 * 24 * 3600  # seconds
 MANY = 1_000_000  # enough for any number of samples, ranks or GiB; divisors are found at once
 
 

@@ -11,6 +11,12 @@ from omegaconf import MISSING
 from rlexp.config.schema.bounds import MANY, number
 
 
+class Precision(Enum):
+    fp32 = "fp32"  # float32 throughout
+    bf16 = "bf16"  # the model computes in bfloat16; trained weights stay float32
+    fp64 = "fp64"  # float64 throughout, to compare layouts exactly
+
+
 class WeightsDtype(Enum):
     """The dtype to which weights are rounded as they are read. The masters are float32 in any case."""
 

@@ -9,9 +9,10 @@ from typing import Any, cast
 from omegaconf import MISSING
 
 from rlexp.base.errors import ConfigError
-from rlexp.config.schema import KINDS, RewardConfig, SumRewardConfig
+from rlexp.config.schema import KINDS
 from rlexp.config.schema.entries import typed_entry
 from rlexp.config.schema.keys import suggestion
+from rlexp.config.schema.rollouts import RewardConfig, SumRewardConfig
 
 KINDS_OF_TERMS = {name: kind for name, kind in KINDS["reward"].items() if kind is not SumRewardConfig}
 

@@ -18,8 +18,9 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlexp.config.schema import Config, ModelRewardConfig, RewardConfig
+from rlexp.config.schema import Config
 from rlexp.config.schema.reward_terms import reward_terms
+from rlexp.config.schema.rollouts import ModelRewardConfig, RewardConfig
 from rlexp.preflight.rehearsal.log import CACHE, Log
 from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
 from rlexp.training.dataset.sampler import Batch

@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from rlexp.config.checks.layout import near
-from rlexp.config.schema import Config, Device, HardwareConfig, Precision
+from rlexp.config.schema import Config, Device, HardwareConfig
+from rlexp.config.schema.models import Precision
 
 # Shares of the peak that long kernels reach. Round numbers; docs/measured/gpu.md compares estimates with measurements.
 PRODUCTS, ATTENTION, MEMORY, LINKS = 0.7, 0.5, 0.8, 0.75

@@ -32,8 +32,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlexp.base.errors import ModelError
 from rlexp.config.checks.adapter import refuse_quantized
-from rlexp.config.schema import HFModelConfig, ModelConfig, ModelRewardConfig, Precision, TinyModelConfig
-from rlexp.config.schema.models import WeightsDtype
+from rlexp.config.schema import HFModelConfig, ModelConfig, TinyModelConfig
+from rlexp.config.schema.models import Precision, WeightsDtype
+from rlexp.config.schema.rollouts import ModelRewardConfig
 from rlexp.training.model import hook, rope
 from rlexp.training.model.placing import Placing, arriving, put_all, round_all
 from rlexp.training.model.prepared import prepared

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from rlexp.base.engine_facts import able
 from rlexp.base.errors import ModelError
-from rlexp.config.schema import LoraConfig, Precision
+from rlexp.config.schema import LoraConfig
+from rlexp.config.schema.models import Precision
 from rlexp.training.model.adapter import Adapter, in_use, put_adapter
 from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.float64 import precise

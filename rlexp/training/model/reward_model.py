@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlexp.base.errors import ModelError, RewardError
-from rlexp.config.schema import HFModelConfig, ModelRewardConfig
+from rlexp.config.schema import HFModelConfig
+from rlexp.config.schema.rollouts import ModelRewardConfig
 from rlexp.training.dataset.tokens import RowTokenizer, cut_from_start
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.loading import load_reward_model, load_reward_tokenizer

@@ -26,7 +26,8 @@ from rlexp.base import cache
 from rlexp.base.file_hashes import contents_of
 from rlexp.base.files import replacing, sync
 from rlexp.config.content_ids import files_of_model
-from rlexp.config.schema import Config, LoraConfig, ModelConfig, Precision
+from rlexp.config.schema import Config, LoraConfig, ModelConfig
+from rlexp.config.schema.models import Precision
 from rlexp.training.dataset.packing import on_pack
 from rlexp.training.reference.base import Reference
 from rlexp.training.types import Answered, Floats, Pack, Shard

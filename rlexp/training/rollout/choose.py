@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlexp.config.schema import RolloutConfig
+from rlexp.config.schema.rollouts import RolloutConfig
 
 
 def choose(logits_BV: Tensor, uniform_B: Tensor, cfg: RolloutConfig) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from rlexp.base.errors import CheckpointError
-from rlexp.config.schema import RolloutConfig
+from rlexp.config.schema.rollouts import RolloutConfig
 from rlexp.training.rollout.deal import deal, micro_batches
 from rlexp.training.rollout.draws import Draws, Weights
 from rlexp.training.rollout.rewards.weighted import Rewards

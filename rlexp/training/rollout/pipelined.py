@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rlexp.base.errors import DrawError
-from rlexp.config.schema import RolloutConfig
+from rlexp.config.schema.rollouts import RolloutConfig
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.colocated import Colocated
 from rlexp.training.rollout.deal import deal, micro_batches

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlexp.base.errors import DrawError
-from rlexp.config.schema import RolloutConfig
+from rlexp.config.schema.rollouts import RolloutConfig
 from rlexp.training.model.decoding import GROWTH, Decoding, KeyValues
 from rlexp.training.rollout.choose import choose
 from rlexp.training.rollout.deal import Request

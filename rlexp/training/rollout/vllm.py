@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rlexp.base.errors import ModelError
-from rlexp.config.schema import RolloutConfig
+from rlexp.config.schema.rollouts import RolloutConfig
 from rlexp.training.rollout.deal import Request
 from rlexp.training.rollout.draws import Weights
 from rlexp.training.rollout.noise import stream

@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from rlexp.config.schema import Precision
+from rlexp.config.schema.models import Precision
 from rlexp.run_files.curve_distance import EARLY, least_size, within_rounding
 from rlexp.run_files.metrics_jsonl import METRICS
 from rlexp.training.sinks.console import say

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from rlexp.base.errors import SinkError
-from rlexp.config.schema import Best, LoggerConfig, Precision
+from rlexp.config.schema import Best, LoggerConfig
+from rlexp.config.schema.models import Precision
 from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.sinks.base import Ending, RolloutFacts, Sink
 from rlexp.training.sinks.baseline import LOSS, PARITY, excess

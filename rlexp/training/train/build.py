@@ -30,10 +30,9 @@ from rlexp.config.schema import (
     NoAdapterConfig,
     Offload,
     OptimConfig,
-    Precision,
 )
 from rlexp.config.schema.losses import CriticName
-from rlexp.config.schema.models import ReferenceName
+from rlexp.config.schema.models import Precision, ReferenceName
 from rlexp.training.dataset.sampler import total_steps
 from rlexp.training.engine.base import Engine, shape_of
 from rlexp.training.engine.frozen import Frozen

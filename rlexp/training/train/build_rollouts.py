@@ -13,8 +13,10 @@ from torch import Tensor
 
 from rlexp.base.errors import ModelError
 from rlexp.config.checks.layout import heads_in, windows_in
-from rlexp.config.schema import Config, Precision, RewardConfig, RolloutEngine
+from rlexp.config.schema import Config
 from rlexp.config.schema.losses import PolicyLossConfig
+from rlexp.config.schema.models import Precision
+from rlexp.config.schema.rollouts import RewardConfig, RolloutEngine
 from rlexp.training.algos.policy_loss import PolicyLoss
 from rlexp.training.dataset.sampler import Sampler
 from rlexp.training.engine.base import Engine

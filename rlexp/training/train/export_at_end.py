@@ -13,7 +13,7 @@ from torch import Tensor
 from rlexp.base.errors import CheckpointError
 from rlexp.base.files import sync
 from rlexp.config.checks.adapter import MERGED
-from rlexp.config.schema import Precision
+from rlexp.config.schema.models import Precision
 from rlexp.launch import run_folder
 from rlexp.training.model.export import Export, dtype_of
 from rlexp.training.model.export_adapter import AdapterExport, adapter_dtype

@@ -14,7 +14,8 @@ from rlexp.base.errors import CheckpointError
 from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.identity import identity
 from rlexp.config.load import to_plain
-from rlexp.config.schema import Decay, LoraConfig, ModelConfig, Precision
+from rlexp.config.schema import Decay, LoraConfig, ModelConfig
+from rlexp.config.schema.models import Precision
 from rlexp.launch import run_folder, stops
 from rlexp.run_files.checkpoint_folder import METRICS, MODEL, POSITION
 from rlexp.run_files.metrics_jsonl import rewrite, write_lines

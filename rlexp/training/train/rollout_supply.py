@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rlexp.base.errors import CheckpointError
-from rlexp.config.schema import Overlong, RolloutConfig
 from rlexp.config.schema.losses import PolicyLossConfig
+from rlexp.config.schema.rollouts import Overlong, RolloutConfig
 from rlexp.run_files.rollouts_jsonl import digests
 from rlexp.training.algos.kl import KLController, estimate
 from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss

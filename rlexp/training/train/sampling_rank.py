@@ -6,7 +6,8 @@ import dataclasses
 
 import torch
 
-from rlexp.config.schema import Config, EngineConfig, EngineName, RolloutEngine
+from rlexp.config.schema import Config, EngineConfig, EngineName
+from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.launch.joining import leave_world
 from rlexp.launch.stops import Outcome, finishing_steps
 from rlexp.training.engine.base import trained

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from rlexp.base.errors import RewardError
-from rlexp.config.schema import RuleName, RuleRewardConfig
+from rlexp.config.schema.rollouts import RuleName, RuleRewardConfig
 from rlexp.verify.records import TokenPrompt
 
 

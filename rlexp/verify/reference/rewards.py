@@ -24,18 +24,17 @@ import torch
 from transformers import AutoTokenizer
 
 from rlexp.base.errors import DataError, RewardError
-from rlexp.config.schema import (
-    Config,
-    HFModelConfig,
+from rlexp.config.schema import Config, HFModelConfig
+from rlexp.config.schema.models import Precision
+from rlexp.config.schema.reward_terms import reward_terms
+from rlexp.config.schema.rollouts import (
     ModelRewardConfig,
     Overlong,
-    Precision,
     PythonRewardConfig,
     RewardConfig,
     RolloutConfig,
     RuleRewardConfig,
 )
-from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.verify.records import Array, TokenAnswer, TokenPrompt
 from rlexp.verify.reference.model import answer_score, load
 from rlexp.verify.reference.pairs import Bytes, Writer, cut

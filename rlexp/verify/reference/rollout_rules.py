@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlexp.config.schema import Config, Overlong, RolloutMode
+from rlexp.config.schema import Config
 from rlexp.config.schema.losses import KLEstimator, Normalize, PolicyLossConfig
+from rlexp.config.schema.rollouts import Overlong, RolloutMode
 from rlexp.verify.records import Array
 from rlexp.verify.reference import rules
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlexp.config.schema import Precision
+from rlexp.config.schema.models import Precision
 from rlexp.verify.compared import ComparedStep, Comparison
 from rlexp.verify.compared_samples import SamplesComparison, SampleStep
 from rlexp.verify.findings import (

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from rlexp.config.schema import Config, ModelRewardConfig
+from rlexp.config.schema import Config
 from rlexp.config.schema.reward_terms import reward_terms
+from rlexp.config.schema.rollouts import ModelRewardConfig
 from rlexp.verify.compared_samples import SampleStep, held_rollout_of, rollouts_of
 from rlexp.verify.findings import ADVANTAGES, DATA, LOGPS, REWARDS, Clue, Finding, shown
 from rlexp.verify.records import Array, Drawn, RolloutExpected, Trace

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlexp.config.schema import KINDS, EngineName, LayoutName, LoggerName, OptimName, RolloutEngine
+from rlexp.config.schema import KINDS, EngineName, LayoutName, LoggerName, OptimName
 from rlexp.config.schema.losses import LossConfig, PreferenceConfig, UnpairedConfig
+from rlexp.config.schema.rollouts import RolloutEngine
 from tests.helpers.keys.defaults import options_of
 from tests.helpers.paths import ROOT
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Precision
+from rlexp.config.schema.models import Precision
 from rlexp.training.dataset.packing import pack_examples
 from rlexp.training.reference import stored
 from rlexp.training.reference.stored import (

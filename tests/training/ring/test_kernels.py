@@ -26,7 +26,8 @@ from rlexp.config import hardware
 from rlexp.config.checks import kernel as checks
 from rlexp.config.checks.layout import heads_of
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Config, Device, HFModelConfig, KernelName, Precision, TinyModelConfig
+from rlexp.config.schema import Config, Device, HFModelConfig, KernelName, TinyModelConfig
+from rlexp.config.schema.models import Precision
 from rlexp.training.ring import kernels
 from rlexp.training.ring.kernels import (
     BlockKernel,

@@ -24,7 +24,8 @@ from rlexp.config.checks import backend
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.layout import Heads
 from rlexp.config.load import compose_config
-from rlexp.config.schema import BackendName, Config, LayoutName, Precision
+from rlexp.config.schema import BackendName, Config, LayoutName
+from rlexp.config.schema.models import Precision
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.packing import pack_sequences
 from rlexp.training.ring.kernels import Plain

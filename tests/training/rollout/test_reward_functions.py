@@ -15,11 +15,9 @@ import pytest
 
 from rlexp.base.errors import RewardError
 from rlexp.config.checks.rewards import check_reward
-from rlexp.config.schema import (
-    Config,
-    PythonRewardConfig,
-)
+from rlexp.config.schema import Config
 from rlexp.config.schema.losses import PPOConfig
+from rlexp.config.schema.rollouts import PythonRewardConfig
 from rlexp.training.rollout.rewards.build import build_reward
 from tests.helpers.paths import ROOT
 from tests.helpers.rewards import built, children, function, sample, samples, scored
@@ -143,7 +141,7 @@ def test_a_function_is_found_where_the_user_stands(tmp_path: Path, monkeypatch: 
 PARENT = """
 import sys
 import numpy as np
-from rlexp.config.schema import PythonRewardConfig
+from rlexp.config.schema.rollouts import PythonRewardConfig
 from rlexp.training.rollout.rewards.build import build_reward
 from rlexp.training.types import Prompt, Sample
 none = np.zeros(0)

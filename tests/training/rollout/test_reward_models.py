@@ -21,10 +21,8 @@ from transformers import (
 )
 
 from rlexp.base.errors import ModelError, RewardError
-from rlexp.config.schema import (
-    ModelRewardConfig,
-    Precision,
-)
+from rlexp.config.schema.models import Precision
+from rlexp.config.schema.rollouts import ModelRewardConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.packing import pack_sequences
 from rlexp.training.model.float64 import precise

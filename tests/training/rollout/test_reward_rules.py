@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlexp.base.errors import RewardError
-from rlexp.config.schema import (
-    RuleName,
-    RuleRewardConfig,
-)
+from rlexp.config.schema.rollouts import RuleName, RuleRewardConfig
 from rlexp.training.rollout.rewards.numbers_in_text import last_number, value_of_prompt
 from rlexp.training.rollout.rewards.rule import rule_of, share_matched
 from tests.helpers.rewards import built, sample, scored

@@ -11,8 +11,10 @@ from rlexp.base.errors import ConfigError, RewardError
 from rlexp.config.checks.rewards import check_reward
 from rlexp.config.identity import changes, identity
 from rlexp.config.load import compose_config
-from rlexp.config.schema import (
-    Config,
+from rlexp.config.schema import Config
+from rlexp.config.schema.losses import DPOConfig, PPOConfig
+from rlexp.config.schema.reward_terms import reward_terms
+from rlexp.config.schema.rollouts import (
     ModelRewardConfig,
     PythonRewardConfig,
     RewardConfig,
@@ -20,8 +22,6 @@ from rlexp.config.schema import (
     RuleRewardConfig,
     SumRewardConfig,
 )
-from rlexp.config.schema.losses import DPOConfig, PPOConfig
-from rlexp.config.schema.reward_terms import reward_terms
 from tests.helpers.rewards import built, samples
 
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from rlexp.base.errors import DrawError
-from rlexp.config.schema import RolloutConfig
+from rlexp.config.schema.rollouts import RolloutConfig
 from rlexp.training.dataset.packing import pack_sequences
 from rlexp.training.model import hook
 from rlexp.training.model.decoding import Decoding, KeyValues

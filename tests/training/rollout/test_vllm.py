@@ -20,7 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from rlexp.base.errors import ConfigError, ModelError
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Config, RolloutConfig, RolloutEngine
+from rlexp.config.schema import Config
+from rlexp.config.schema.rollouts import RolloutConfig, RolloutEngine
 from rlexp.launch import run_folder
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import run_ranks

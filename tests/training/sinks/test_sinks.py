@@ -14,7 +14,7 @@ import pytest
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks import across_fields
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Precision
+from rlexp.config.schema.models import Precision
 from rlexp.launch import run_folder
 from rlexp.training.sinks.base import Ending, Sink, Sinks
 from rlexp.training.sinks.baseline import Baseline, excess

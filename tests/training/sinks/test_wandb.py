@@ -14,7 +14,8 @@ import pytest
 
 from rlexp.base.errors import SinkError
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Best, Device, LaunchConfig, LoggerConfig, Precision, WandbMode
+from rlexp.config.schema import Best, Device, LaunchConfig, LoggerConfig, WandbMode
+from rlexp.config.schema.models import Precision
 from rlexp.launch import run_folder
 from rlexp.launch.joining import RankSpec, join, prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks

@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Config, RolloutConfig
+from rlexp.config.schema import Config
+from rlexp.config.schema.rollouts import RolloutConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.rollout import choose
 from tests.helpers.ranks import Steps, on_ranks, train_steps

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlexp.config.schema import ModelRewardConfig, PythonRewardConfig, RewardConfig, RuleRewardConfig
 from rlexp.config.schema.reward_terms import reward_terms
+from rlexp.config.schema.rollouts import ModelRewardConfig, PythonRewardConfig, RewardConfig, RuleRewardConfig
 from rlexp.training.rollout.rewards.base import Reward
 from rlexp.training.rollout.rewards.python import PythonReward
 from rlexp.training.rollout.rewards.rule import RuleReward, rule_of

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlexp.base.errors import RewardError
-from rlexp.config.schema import PythonRewardConfig
+from rlexp.config.schema.rollouts import PythonRewardConfig
 from rlexp.training.rollout.rewards.base import named
 from rlexp.training.rollout.rewards.worker import Gone, receive, send
 from rlexp.training.types import Sample

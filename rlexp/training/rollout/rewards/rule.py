@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from rlexp.base.errors import RewardError
-from rlexp.config.schema import RuleName, RuleRewardConfig
+from rlexp.config.schema.rollouts import RuleName, RuleRewardConfig
 from rlexp.training.rollout.rewards.numbers_in_text import last_number, value_of_prompt
 from rlexp.training.types import Prompt, Sample
 

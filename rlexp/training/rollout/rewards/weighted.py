@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlexp.base.errors import RewardError
-from rlexp.config.schema import ModelRewardConfig
+from rlexp.config.schema.rollouts import ModelRewardConfig
 from rlexp.training.rollout.rewards.base import Reward, named
 from rlexp.training.types import Sample
 
