@@ -79,8 +79,8 @@ WINDOWED = tuple(Case("zigzag", tokens=tokens, window=WINDOW) for tokens in (TOK
 
 @dataclass(frozen=True)
 class OfRank:
-    """What a rank sends to each other, and the most that it holds at a time beside what the layer is given: bytes of
-    the forward and of the backward pass."""
+    """What a rank sends to each other, and the most that it holds at a time beside queries, keys and values that the
+    layer is given: bytes of the forward and of the backward pass."""
 
     sent: tuple[list[int], list[int]]
     held: tuple[int, int]
@@ -152,9 +152,9 @@ def of_memory(ranks: Mapping[Case, Sequence[OfRank]]) -> str:
         most = [max(rank.held[number] for rank in each) / case.queries for each in packs for number in range(2)]
         lines.append(f"| {case.name} | {' | '.join(f'{each:.1f}' for each in most)} |")
     return (
-        f"The most that a rank holds at a time, on the rank that holds most, for the same layer. A unit is one rank's "
-        f"queries:\n{CASES[0].queries / 1e6:.0f} MB with {TOKENS:,} tokens. {signature('bench.traffic')}\n\n"
-        + "\n".join(lines)
+        f"The most that a rank holds at a time beside what the layer is given, on the rank that holds most, for the "
+        f"same layer. A\nunit is one rank's queries: {CASES[0].queries / 1e6:.0f} MB with {TOKENS:,} tokens.\n"
+        f"{signature('bench.traffic')}\n\n" + "\n".join(lines)
     )
 
 
@@ -192,12 +192,12 @@ def by_rank(case: Case, rank: int) -> OfRank:
             for heads in (HEADS, KV_HEADS, KV_HEADS)
         )
         held, peaks = mode.held(NAME), []
+        given = held.live
 
         def passed(work: Callable[[], Any]) -> Any:
             mode.reset_peaks()
-            before = held.live
             result = work()
-            peaks.append(held.peak - before)
+            peaks.append(held.peak - given)
             return result
 
         out = passed(lambda: plan.attend(q, k, v, Ask(1.0, case.window)))

@@ -42,7 +42,8 @@ def choosing(cfg: Config, heads: Heads | None) -> Calls:
     """Choose the layout, as a task of `children.at_once`: a process that has rehearsed cannot rehearse a whole run."""
     possible = [each for each in candidates(cfg, heads) if fits_reference(cfg, each)]
     if len(possible) == 1:
-        return possible[0]
+        only = possible[0]
+        return dataclasses.replace(only, reason=only.reason or "no other layout fits model, ring and transport")
     assert heads is not None
     seconds = yield [(seconds_of, (cfg, heads, choice)) for choice in possible]
     ranked = sorted(zip(possible, seconds, strict=True), key=lambda item: item[1])

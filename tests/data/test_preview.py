@@ -151,17 +151,19 @@ def test_rings(known: Preview) -> None:
     assert (rings[1].work, rings[1].grad_acc, rings[8].ranks) == (1.0, 2, 8)
 
 
-def test_attention_is_the_work_of_the_products_shards(tmp_path: Path) -> None:
-    found = looked("parallel=ring2", "train.micro_batch_size=4")
+@pytest.mark.parametrize("window", [None, 8])
+def test_attention_is_the_work_of_the_products_shards(window: int | None) -> None:
+    words = ["parallel=ring2", "train.micro_batch_size=4", f"model.window={window or 'null'}"]
+    found = looked(*words)
     kernel = get_kernel("plain", "cpu")
-    cfg = compose_config(["launch.device=cpu", "parallel=ring2", "train.micro_batch_size=4"])
+    cfg = compose_config(["launch.device=cpu", *words])
 
     pairs = read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE)).train
     most = mean = 0.0
     for batch in sampler_of(cfg, Kind.pairs, len(pairs)).batches(1, 30):
         for indices in batch.micro_batches(0, 1, 4):
             pack = pack_examples([pairs[index] for index in indices], 2)
-            shard = shard_pack(pack, Ring(0, (0, 1)), get_layout("zigzag"), kernel, 512)
+            shard = shard_pack(pack, Ring(0, (0, 1)), get_layout("zigzag"), kernel, 512, (window,))
             most, mean = most + shard.most_work, mean + shard.mean_work
     (own,) = (ring for ring in found.rings if ring.own)
     assert own.work == pytest.approx(most / mean)

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import CONFIG_MAPPING
 
 from rlexp.config.checks.layout import (
+    EVERY,
+    FIRST,
     Choice,
     Heads,
     candidates,
@@ -26,6 +29,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, TinyModelConfig, TransportName
 from rlexp.config.schema.models import Precision
 from rlexp.config.sizes import divisors
+from rlexp.preflight.fastest_layout import choosing
 from rlexp.training.ring.transports import heads as heads_sent
 from tests.helpers.rehearsals import alone
 
@@ -95,6 +99,14 @@ def test_a_layout_that_was_named_has_no_reason() -> None:
     assert choose(on_gpus(8, 8192, 1, "ulysses"), Heads(32, 8, 128)) == Choice(LayoutName.ulysses, 8)
     contiguous = Choice(LayoutName.contiguous, 1, transport=TransportName.direct)
     assert choose(on_gpus(8, 8192, 1, "contiguous"), None) == contiguous
+
+
+def test_a_layout_that_is_left_alone_has_its_reason() -> None:
+    with pytest.raises(StopIteration) as chosen:
+        next(choosing(on_gpus(2, 8192, 1, "auto", "parallel.transport=neighbour"), LLAMA))
+    assert chosen.value.value == Choice(
+        LayoutName.zigzag, 1, "no other layout fits model, ring and transport", TransportName.neighbour
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,6 +180,16 @@ def test_heads_are_read_from_the_models_description(described, heads, tmp_path: 
 )
 def test_windows_are_read_from_the_models_description(described, windows) -> None:
     assert windows_in(described, 512) == windows
+
+
+@pytest.mark.parametrize("kind", [*EVERY, *FIRST, "mistral", "phi3", "starcoder2", "mixtral"])
+def test_windows_are_read_as_the_models_class_fills_a_description_in(kind: str) -> None:
+    """The launcher has the file alone, and each rank a configuration with everything in it."""
+    described = {"num_hidden_layers": 30, "sliding_window": 64} | (
+        {"use_sliding_window": True} if kind in FIRST else {}
+    )
+    filled = CONFIG_MAPPING[kind](**described).to_dict()
+    assert windows_in({**described, "model_type": kind}, 512) == windows_in(filled, 512)
 
 
 def test_auto_knows_of_windows() -> None:

@@ -45,7 +45,7 @@ def test_a_ring_of_four_trains_and_says_so(shell: Shell, tmp_path: Path) -> None
     answer = shell(*QUICK, "parallel=ring4", "train.max_steps=2", "train.eval_every=2", "train.batch_size=4",
                    "data.size=40", "data.eval_size=2")  # fmt: skip
     assert answer.returncode == 0, answer.stderr
-    assert "ring of 4 (zigzag, cpu_flash) × 1 replica = 4 ranks on cpu" in answer.stderr
+    assert "ring of 4 (zigzag direct, cpu_flash) × 1 replica = 4 ranks on cpu" in answer.stderr
     assert "batch 4 = 1 replica × micro-batch 1 × 4 accumulation steps" in answer.stderr
     assert f"done: {tmp_path}/run" in answer.stderr
     assert "Warning" not in answer.stderr

@@ -25,6 +25,9 @@ from rlexp.config.schema import (
 from rlexp.config.sizes import divisors, listed, nearest
 
 TRAVELLING = (LayoutName.zigzag, LayoutName.contiguous, LayoutName.hybrid)  # those that have a transport
+# What the models' classes take where config.json leaves it out.
+EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "exaone4": 4, "gpt_oss": 2}  # one layer in so many sees all
+FIRST = {"qwen2": 28, "qwen3": 28}  # so many layers, from the first, see all
 
 
 @dataclass(frozen=True)
@@ -194,11 +197,15 @@ def windows_in(described: dict[str, object], max_length: int) -> tuple[int | Non
         return (None,) * len(numbers)
     if isinstance(kinds, list) and kinds:
         return tuple(window if "sliding" in str(kind) else None for kind in kinds)
-    # Files that are older than layer_types. The models' own classes fill in what these files leave out.
-    pattern, first = fields.get("sliding_window_pattern"), fields.get("max_window_layers")
-    if isinstance(pattern, int) and pattern > 0:
-        return tuple(None if (number + 1) % pattern == 0 else window for number in numbers)
-    if isinstance(first, int) and fields.get("model_type") in ("qwen2", "qwen3"):
+    # Files that are older than layer_types.
+    kind = str(fields.get("model_type"))
+    every, first = (
+        next((each for each in (fields.get(name), known.get(kind)) if isinstance(each, int)), 0)
+        for name, known in (("sliding_window_pattern", EVERY), ("max_window_layers", FIRST))
+    )
+    if every > 0:
+        return tuple(None if (number + 1) % every == 0 else window for number in numbers)
+    if kind in FIRST:
         return tuple(window if number >= first else None for number in numbers)
     return (window,) * len(numbers)
 
@@ -207,7 +214,7 @@ def windows_in(described: dict[str, object], max_length: int) -> tuple[int | Non
 
 
 def candidates(cfg: Config, heads: Heads | None) -> list[Choice]:
-    """Return the layouts that `auto` may take. Where there is one only, it has its reason."""
+    """Return the layouts that `auto` may take. If nothing is known to choose from, there is one, with the reason."""
     ring = cfg.parallel.ring_size
     if ring == 1:
         return [Choice(LayoutName.zigzag, 1, "a ring of one has nothing to share out")]

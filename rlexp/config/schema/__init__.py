@@ -107,7 +107,8 @@ class TransportName(Enum):
     # direct if each ring is on one node, or if no two of the ranks among which keys travel share one; else neighbour
     auto = "auto"
     direct = "direct"  # straight to each rank that needs them, and only what it needs: the fewest bytes
-    # from rank to rank around the ring: the fewest bytes from one node to another; layers with a window take direct
+    # from rank to rank around the ring: the fewest bytes from one node to another; layers with a short window take
+    # direct
     neighbour = "neighbour"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlexp.config.checks.layout import Choice
-from rlexp.config.schema import BackendName, Config
+from rlexp.config.schema import BackendName, Config, TransportName
 from rlexp.training.dataset.packing import pack_sequences
 from rlexp.training.engine.base import Engine
 from rlexp.training.metrics.memory import Phases
@@ -55,7 +55,9 @@ class Setting:
     def attention(self) -> str:
         """Layout and kernel, for people."""
         native = self.cfg.parallel.backend is BackendName.native
-        return f"{self.choice.name}, {self.kernel.name if native else self.cfg.parallel.backend.value}"
+        around = self.choice.transport is TransportName.neighbour
+        short = ", short windows direct" if around and any(self.windows) else ""
+        return f"{self.choice.name}{short}, {self.kernel.name if native else self.cfg.parallel.backend.value}"
 
     @property
     def padding(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 NARROW = 64  # tokens of a causal strip: fewer make calls too small, more compute too much beyond the diagonal
 WHOLE = 1024  # a longer forward pass is not cut: there the kernel itself stops near the diagonal
 KEYS = 504  # most keys of a backward call: at 512, rows of scores lie 2 KiB apart, and it is 3 to 5 % slower
-FEW = 1 << 16  # fewest query-key pairs of a strip, over all heads: a call's overhead of 0.02 ms is then small
+FEW = 1 << 16  # fewest query-key pairs of a strip without a window: a call's overhead of 0.02 ms is then small
 
 
 class CpuFlash(BlockKernel):
@@ -82,7 +82,7 @@ def _forward_segment(given: Sequence[Tensor], seen: Seen | None, scale: float) -
     window = seen[1] if seen else None
     whole = seen is None or (window is None and queries > WHOLE)
     widest = queries if whole else max(NARROW, (window or 0) // 8)
-    strips = _strips(queries, widest, min(keys, window or keys) * q.shape[1], band=window is not None)
+    strips = _strips(queries, widest, keys * q.shape[1], band=window is not None)
     if seen is None or (window is None and len(strips) == 1):
         out, lse = _forward(q, k, v, 0.0, seen is not None, attn_mask=None, scale=scale)
         return out, lse
@@ -116,7 +116,7 @@ def _backward_segment(given: Sequence[Tensor], seen: Seen | None, scale: float) 
     window = seen[1] if seen else None
     causal = seen is not None and window is None
     widest = KEYS if seen is None else min(KEYS, max(NARROW, (window or keys) // 8))
-    strips = _strips(keys, widest, min(queries, window or queries) * q.shape[1], band=window is not None)
+    strips = _strips(keys, widest, queries * q.shape[1], band=window is not None)
     if len(strips) == 1 and window is None:
         dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=None, scale=scale)
         return dq, dk, dv
@@ -136,11 +136,8 @@ def _backward_segment(given: Sequence[Tensor], seen: Seen | None, scale: float) 
 
 
 def _strips(tokens: int, widest: int, across: int, *, band: bool) -> list[slice]:
-    """Cut tokens into even parts of at most `widest`, if the calls stay large enough; a band into parts that do.
-
-    Each token meets `across` others, counted over all heads.
-    """
-    widest = max(widest, -(-FEW // across)) if band else widest
+    """Cut tokens into even parts of at most `widest`: those of a band always, others if the calls stay large enough.
+    Each token meets `across` others, counted over all heads."""
     count = -(-tokens // widest) if band or min(widest, tokens) * across >= FEW else 1
     bounds = [tokens * number // count for number in range(count + 1)]
     return list(itertools.starmap(slice, itertools.pairwise(bounds)))

@@ -15,7 +15,7 @@ TRAVEL: dict[str, Travel] = {"direct": direct, "neighbour": neighbour}
 
 
 def get_layout(name: str, ulysses_size: int | None = 1, transport: str = "direct") -> Layout:
-    around = Ringwise("zigzag", zigzag, TRAVEL[transport], of_windows=direct)  # few ranks see a row, and some are far
+    around = Ringwise("zigzag", zigzag, TRAVEL[transport], of_windows=direct)  # few see a row, and some of them are far
     match name:
         case "zigzag":
             return around

@@ -20,6 +20,7 @@ from rlexp.training.world.groups import Ring
 Chunks = Sequence[Sequence[Chunk]]  # of each segment
 Place = Callable[[Sequence[Segment], int], Chunks]  # among so many ranks
 Travel = Callable[[Planner, Ring], Transport]
+SHARES = 3  # a window is short that reaches no further than so many ranks' shares of a pack's longest segment
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Ringwise(Layout):
     name: str
     place: Place
     travel: Travel
-    of_windows: Travel | None = None  # where layers have a window; None: likewise
+    of_windows: Travel | None = None  # in layers with a short window; None: as in others
 
     def deal(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> Deal:
         chunks, placement = _placed(self.place, tuple(segments), ring_size)
@@ -37,7 +38,8 @@ class Ringwise(Layout):
     def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel, window: Window = None) -> RingPlan:
         _, placement = _placed(self.place, tuple(segments), ring.size)
         planner = Planner(slices_of(segments, window), placement)
-        travel = self.travel if window is None or self.of_windows is None else self.of_windows
+        short = window is not None and window * ring.size <= SHARES * max(each.length for each in segments)
+        travel = (self.of_windows if short else None) or self.travel
         return plan_of(planner, ring, kernel, travel if ring.size > 1 else direct)
 
 
