@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RING = 8
 DTYPES = ("float32", "bfloat16")
 TOKENS = {"one": "one sequence", "mix": "the mix"}
-PAIRS, MOST = 12, 48
+PAIRS, MOST = 10, 48
 WIDE = 0.0125  # of an interval, to each side
 # What glibc never gives back. By itself it learns from what a process frees, and gives pages back as it thinks fit.
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_TOP_PAD_": str(1 << 26)}
