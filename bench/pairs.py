@@ -8,8 +8,8 @@ Each commit's own code runs at the same inputs: all ranks of a ring of 8, one af
 them. Each core has a case. The two commits take turns rank by rank, and which begins changes from pair to pair. Every
 process keeps the memory that it once had: else up to a tenth of its time is spent on getting pages from the system, in
 one process more than in the next. A ratio is the geometric mean over the pairs, with an interval for 95 of 100 cases.
-There are as many pairs as it takes for the interval to reach 1.25 % to each side, and to say whether we are slower by 2 %
-or not, at most 48. Stopping there makes it a little too narrow: it has the ratio in 93 to 95 of 100 cases.
+There are as many pairs as it takes for the interval to reach 1.25 % to each side, and to say whether we are slower by
+2 % or not, at most 48. Stopping there makes it a little too narrow: it has the ratio in 93 to 95 of 100 cases.
 """
 
 from __future__ import annotations
