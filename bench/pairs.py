@@ -5,9 +5,10 @@
     python -m bench.pairs COMMIT --only mix                          or one sequence
 
 Each commit's own code runs at the same inputs: all ranks of a ring of 8, one after the other, as bench.attention runs
-them. Each core has a case. The two commits take turns rank by rank, and which begins changes from pair to pair. Every
-process keeps the memory that it once had: else up to a tenth of its time is spent on getting pages from the system, in
-one process more than in the next. A ratio is the geometric mean over the pairs, with an interval for 95 of 100 cases.
+them. Each core has a case. A pair is two new processes, since one may be 2 % faster than the next for as long as they
+live. They take turns rank by rank, and which begins changes from pair to pair. Every process keeps the memory that it
+once had: else up to a tenth of its time is spent on getting pages from the system, in one process more than in the
+next. A ratio is the geometric mean over the pairs, with an interval for 95 of 100 cases.
 There are as many pairs as it takes for the interval to reach 1.25 % to each side, and to say whether we are slower by
 2 % or not, at most 48. Stopping there makes it a little too narrow: it has the ratio in 93 to 95 of 100 cases.
 """
@@ -87,20 +88,27 @@ def cases(which: Iterable[str]) -> Iterator[dict[str, Any]]:
 def compared(old: Path, case: dict[str, Any]) -> str:
     """Return a line with the ratio of our time to that of the other commit, and the ends of its interval."""
     ratios: list[float] = []
-    with worker(old) as theirs, worker(ROOT) as ours:
-        for each in (ours, theirs):
-            each.ask(case)
-        while len(ratios) < PAIRS or (not said(ratios) and len(ratios) < MOST):
-            order = (ours, theirs) if len(ratios) % 2 else (theirs, ours)
-            seconds = dict.fromkeys(order, 0.0)
-            for rank in range(RING):
-                for each in order:
-                    seconds[each] += each.ask(rank)
-            ratios.append(math.log(seconds[ours] / seconds[theirs]))
+    while len(ratios) < PAIRS or (not said(ratios) and len(ratios) < MOST):
+        first, second = (ROOT, old) if len(ratios) % 2 else (old, ROOT)
+        seconds = pair(first, second, case)
+        ratios.append(math.log(seconds[ROOT] / seconds[old]))
     mean, wide = statistics.mean(ratios), around(ratios)
     ratio, low, high = (math.exp(each) for each in (mean, mean - wide, mean + wide))
     names = f"{case['layout']} | {TOKENS[case['tokens']]} | {case['dtype']} | {len(ratios)}"
     return f"| {names} | {ratio:.3f} ({low:.3f} to {high:.3f}) |"
+
+
+def pair(first: Path, second: Path, case: dict[str, Any]) -> dict[Path, float]:
+    """Return the seconds of two commits' code. The second process begins when the first one waits."""
+    seconds = {first: 0.0, second: 0.0}
+    with worker(first) as one:
+        one.ask(case)
+        with worker(second) as other:
+            other.ask(case)
+            for rank in range(RING):
+                seconds[first] += one.ask(rank)
+                seconds[second] += other.ask(rank)
+    return seconds
 
 
 def said(ratios: Sequence[float]) -> bool:
