@@ -152,8 +152,8 @@ def of_memory(ranks: Mapping[Case, Sequence[OfRank]]) -> str:
         most = [max(rank.held[number] for rank in each) / case.queries for each in packs for number in range(2)]
         lines.append(f"| {case.name} | {' | '.join(f'{each:.1f}' for each in most)} |")
     return (
-        f"The most that a rank holds at a time beside what the layer is given, on the rank that holds most, for the "
-        f"same layer. A\nunit is one rank's queries: {CASES[0].queries / 1e6:.0f} MB with {TOKENS:,} tokens.\n"
+        f"The most that a rank holds at a time beside the layer's own queries, keys and values, on the rank that holds "
+        f"most. A unit\nis one rank's queries: {CASES[0].queries / 1e6:.0f} MB with {TOKENS:,} tokens.\n"
         f"{signature('bench.traffic')}\n\n" + "\n".join(lines)
     )
 

@@ -154,10 +154,8 @@ def test_rings(known: Preview) -> None:
 @pytest.mark.parametrize("window", [None, 8])
 def test_attention_is_the_work_of_the_products_shards(window: int | None) -> None:
     words = ["parallel=ring2", "train.micro_batch_size=4", f"model.window={window or 'null'}"]
-    found = looked(*words)
-    kernel = get_kernel("plain", "cpu")
+    found, kernel = looked(*words), get_kernel("plain", "cpu")
     cfg = compose_config(["launch.device=cpu", *words])
-
     pairs = read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE)).train
     most = mean = 0.0
     for batch in sampler_of(cfg, Kind.pairs, len(pairs)).batches(1, 30):

@@ -199,10 +199,9 @@ def windows_in(described: dict[str, object], max_length: int) -> tuple[int | Non
         return tuple(window if "sliding" in str(kind) else None for kind in kinds)
     # Files that are older than layer_types.
     kind = str(fields.get("model_type"))
-    every, first = (
-        next((each for each in (fields.get(name), known.get(kind)) if isinstance(each, int)), 0)
-        for name, known in (("sliding_window_pattern", EVERY), ("max_window_layers", FIRST))
-    )
+    every, first = fields.get("sliding_window_pattern"), fields.get("max_window_layers")
+    every = every if isinstance(every, int) else EVERY.get(kind, 0)
+    first = first if isinstance(first, int) else FIRST.get(kind, 0)
     if every > 0:
         return tuple(None if (number + 1) % every == 0 else window for number in numbers)
     if kind in FIRST:

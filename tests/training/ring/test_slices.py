@@ -194,7 +194,7 @@ def test_forests_and_windows_on_real_ranks(world: int) -> None:
         (*layout, window)
         for layout in (("zigzag", "direct"), ("zigzag", "neighbour"), ("contiguous", "direct"),
                        ("contiguous", "neighbour"), ("allgather", "direct"), ("ulysses", "direct"))
-        for window in (None, 70 if "neighbour" in layout else 20)  # it takes windows that are not short
+        for window in (None, 70 if "neighbour" in layout else 20)  # not short in a ring of four, so it goes around
     ]  # fmt: skip
     segments, sizes = forest_of(FOREST), Sizes(8, 2, 8, torch.float64, CPU)
     total = 176 + -176 % world
