@@ -8,9 +8,10 @@
 It needs torch, numpy and this checkout; rlexp's other requirements need not be installed. Every table is printed and
 written as soon as it is complete. If one fails, the page says how, and the next one begins.
 
-There are three tables:
+There are four tables:
 
 - Kernels: each available one against torch's own `scaled_dot_product_attention`, restricted to its flash backend.
+- Windows: what a window saves, in one call of each kernel.
 - Layouts: every rank runs the real kernels, merges and buffers at its real shapes. The other ranks' keys, values and
   gradients are drawn from a seed while the clock is stopped. The ring's time is the sum over the steps of the slowest
   rank's time. The efficiency is the time of one call of the same kernel over the whole pack, divided by the number of
@@ -54,6 +55,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Bytes a second out of a GPU, one direction: NVLink 4 of an H100, and one 400 Gbit/s adapter for each GPU.
 NEAR, FAR = 450.0, 50.0
 SHORTEST, LONGEST = 256, 16384  # of a mix's sequences
+WINDOWS = (128, 1024, 4096)  # of gpt-oss, Gemma 3, Mistral
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,12 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
     options = _options(arguments)
-    sections = {"kernels": kernel_table, "layouts": layout_table, "errors": error_table}
-    chosen = [arguments.only] if arguments.only else list(sections)
+    chosen = [arguments.only] if arguments.only else list(SECTIONS)
     started = time.time()
     texts, failed = [_about(options, arguments.commit or _commit())], False
     for name in chosen:
         try:
-            texts.append(sections[name](options))
+            texts.append(SECTIONS[name](options))
         except Exception as error:  # of a library, of the GPU: what was measured until then counts
             traceback.print_exc()
             said = next(iter(str(error).splitlines()), "")
@@ -104,7 +105,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="short lengths and few repeats")
-    parser.add_argument("--only", choices=("kernels", "layouts", "errors"))
+    parser.add_argument("--only", choices=tuple(SECTIONS))
     parser.add_argument("--write", type=Path, help="put the tables into this page, between its markers")
     parser.add_argument("--commit", help="what to say was measured, where git cannot")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="bf16; on CPU fp32")
@@ -215,17 +216,61 @@ def one_call(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None) -> lis
 
 
 def _kernel_call(
-    kernel: BlockKernel, inputs: Sequence[Tensor], lengths: Sequence[int], sizes: Sizes, *, backward: bool = True
+    kernel: BlockKernel,
+    inputs: Sequence[Tensor],
+    lengths: Sequence[int],
+    sizes: Sizes,
+    *,
+    backward: bool = True,
+    window: int | None = None,
 ) -> list[Tensor]:
     """One causal call over a whole pack, as in a ring of one."""
     q, k, v, dout = inputs
-    call = Call(tuple(lengths), tuple(lengths), causal=True, scale=sizes.scale)
+    apart = None if window is None else (0,) * len(lengths)
+    call = Call(tuple(lengths), tuple(lengths), window is None, sizes.scale, window, apart)
     out, lse = kernel.forward(q, k, v, call)
     rounded = out.to(q.dtype)
     if not backward:
         return [rounded]
     grads = kernel.backward(dout, q, k, v, rounded, lse, call)
     return [rounded, *(grad.to(q.dtype) for grad in grads)]
+
+
+# ---- windows ----
+
+
+def window_table(options: Options) -> str:
+    sizes = options.sizes
+    lines = [
+        "| tokens | kernel | window | pairs | forward, ms | forward and backward, ms | over no window |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for tokens in options.kernel_tokens:
+        for kernel in _kernels(sizes):
+            whole: float | None = None  # without a window, which comes first
+            for window in (tokens, *(window for window in WINDOWS if window < tokens)):
+                seconds = _fitting(functools.partial(_windowed, options, kernel, tokens, window))
+                whole = seconds[1] if seconds and window == tokens else whole
+                cells = [f"{each * 1e3:.2f}" for each in seconds] if seconds else ["does not fit", ""]
+                ratio = f"{seconds[1] / whole:.2f}" if seconds and whole else ""
+                pairs = window * (2 * tokens - window + 1) / tokens / (tokens + 1)
+                name = "none" if window == tokens else f"{window:,}"
+                lines.append(f"| {tokens:,} | {kernel.name} | {name} | {pairs:.1%} | {' | '.join(cells)} | {ratio} |")
+                _say(lines[-1])
+    return (
+        "### Windows\n\nOne sequence, in one call. Pairs: of a query with a key that it sees, as a share of those "
+        "without a window.\n\n" + "\n".join(lines)
+    )
+
+
+def _windowed(options: Options, kernel: BlockKernel, tokens: int, window: int) -> list[float]:
+    inputs = options.sizes.drawn(tokens)
+    asked = None if window == tokens else window
+    one, both = (
+        functools.partial(_kernel_call, kernel, inputs, [tokens], options.sizes, backward=backward, window=asked)
+        for backward in (False, True)
+    )
+    return [options.timed(one), options.timed(both)]
 
 
 # ---- layouts ----
@@ -372,6 +417,14 @@ def _errors(got: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
 def _error_row(what: str, got: Sequence[Tensor], expected: Sequence[Tensor], theirs: Sequence[float]) -> str:
     ratios = (error / other for error, other in zip(_errors(got, expected), theirs, strict=True))
     return f"| {what} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |"
+
+
+SECTIONS: dict[str, Callable[[Options], str]] = {
+    "kernels": kernel_table,
+    "windows": window_table,
+    "layouts": layout_table,
+    "errors": error_table,
+}
 
 
 # ---- about ----

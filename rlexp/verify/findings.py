@@ -84,7 +84,7 @@ class Allowed:
     given: float  # values that follow by float64 arithmetic from the run's earlier values
     norm: float  # the gradient's norm, given the gradient
     updated: tuple[float, float]  # the weights, given the gradient: relative to the step, and to the weights
-    metric: tuple[float, float]  # relative and absolute
+    metric: tuple[float, float]  # relative to the value and so much more: one that is only rounding weighs little
     # The rest is for samples that the policy draws; see docs/verify.md.
     loss_of_samples: float  # relative to the size of its terms, which may cancel
     formula: float  # what the formula of a policy loss makes of given tokens, in the run's own numbers
@@ -100,7 +100,7 @@ FLOAT64 = Allowed(
     given=1e-12,
     norm=1e-12,
     updated=(1e-9, 1e-15),
-    metric=(1e-9, 1e-11),
+    metric=(1e-9, 0.01),
     loss_of_samples=1e-12,
     formula=1e-12,
     kept=1e-12,

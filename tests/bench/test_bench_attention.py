@@ -54,6 +54,11 @@ def test_it_runs_on_cpu_where_only_torch_is_installed(tmp_path: Path) -> None:
     assert "old" not in text
     assert "by a model, not measured, with 450 GB/s" in text
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    windows = {(row[0], row[2]): (row[3], float(row[5])) for row in rows if row[1] == "cpu_flash" and len(row) == 7}
+    assert {key: pairs for key, (pairs, _) in windows.items() if key[1] == "128"} == {
+        ("256", "128"): "74.9%", ("512", "128"): "43.7%",
+    }  # fmt: skip
+    assert windows["256", "none"][0] == windows["512", "none"][0] == "100.0%"
     for pack in ("one sequence", "mix"):
         shown = [row for row in rows if row[0] == pack]
         assert [row[2] for row in shown if row[1] == "4"] == list(LAYOUTS)
@@ -81,6 +86,7 @@ def test_a_table_that_fails_says_so_and_the_others_are_there(tmp_path: Path) -> 
     assert "at commit abc on" in text
     assert "The table of errors failed: AssertionError: tokens must be a multiple of the ring" in text
     assert "### Kernels" in text
+    assert "### Windows" in text
     assert "### Layouts" in text
     assert "Traceback" in answer.stderr
 

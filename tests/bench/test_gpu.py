@@ -183,15 +183,15 @@ def test_the_fused_addition_compiles_and_equals_plain_torch(dtype: torch.dtype) 
     from rlexp.training.ring.kernels.fused import _add_plain
 
     index = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:33]
-    keys, values = (seeded(33, 2, 24, seed=number).to(dtype) for number in (1, 2))
+    keys, values = (seeded(33, 2, size, seed=size).to(dtype) for size in (24, 16))
     turned = values.transpose(1, 2).contiguous().transpose(1, 2)  # its last dimension is not contiguous
     for add in fused("add_keys"):
         results = []
         for where, function in ((DEVICE, add), (torch.device("cpu"), _add_plain)):
-            into = seeded(2, 40, 2, 24, dtype=torch.float32).to(where)
-            function(into[:, 3:36], None, keys.to(where), turned.to(where))
-            function(into, index.to(where), keys.to(where), values.to(where))
-            results.append(into.cpu())
+            sums = [seeded(40, 2, size, dtype=torch.float32).to(where) for size in (24, 16)]
+            function(sums[0][3:36], sums[1][3:36], None, keys.to(where), turned.to(where))
+            function(*sums, index.to(where), keys.to(where), values.to(where))
+            results.append([into.cpu() for into in sums])
         torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
 
 

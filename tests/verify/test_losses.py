@@ -3,10 +3,15 @@ tests/helpers/faults/losses.py."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import KINDS
+from rlexp.verify.compared import ComparedStep
+from rlexp.verify.findings import FLOAT64, Gauge
+from rlexp.verify.stages.metrics import logged
 from rlexp.verify.verification import verify
 from tests.helpers.faults.base import FP64
 from tests.helpers.faults.losses import LOSSES, of
@@ -16,6 +21,19 @@ HELD_OUT = ("data.eval_size=13", "train.eval_every=1")
 
 def test_every_loss_on_answers_of_the_rows_is_verified() -> None:
     assert set(LOSSES) == {name for name, kind in KINDS["loss"].items() if not kind.draws}
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "right"), [(1e-17, 0.0, True), (1e-10, 0.0, False), (1e3, 1e3 + 1e-5, False)]
+)
+def test_a_logged_value_that_is_only_rounding_is_right_and_looks_right(got: float, wanted: float, right: bool) -> None:
+    """On a GPU, a margin of the first step is rounding where the reference has 0. The table shows what was judged."""
+    whole = SimpleNamespace(allowed=FLOAT64, gauge=Gauge())
+    expected = SimpleNamespace(number=1, row={"train/margin": wanted})
+    step = ComparedStep(whole, expected, 0, [SimpleNamespace(row={"train/margin": got})])  # type: ignore[arg-type, list-item]
+    step.drift = 1.0
+    assert (not [*logged(step, {})]) is right
+    assert (whole.gauge.largest["train/margin"] <= FLOAT64.metric[0]) is right
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,10 +21,10 @@ def metrics(step: ComparedStep) -> Iterator[Finding]:
     yield from layouts_own(step)
 
 
-def logged(step: ComparedStep, given: Mapping[str, tuple[float, float]], least: float = 0.0) -> Iterator[Finding]:
+def logged(step: ComparedStep, given: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
     """Compare the logged values: with those that are `given` by the run's own values, each with what is allowed, and
-    with the reference's. The table's relative differences are of at least `least`."""
-    rel, absolute = (allowed * step.drift for allowed in step.whole.allowed.metric)
+    with the reference's."""
+    allowed_to_differ, more = step.whole.allowed.metric
     for rank, row in enumerate(seen.row for seen in step.seen):
         for name, wanted in step.expected.row.items():
             if name not in row:
@@ -39,9 +38,8 @@ def logged(step: ComparedStep, given: Mapping[str, tuple[float, float]], least: 
                 if step.first_wrong("metrics, given their parts", *parts, allowed=allowed) is not None:
                     note = f"on rank {rank}" + whole_factor(got, value)
                     yield step.finding(METRICS, clue, name, got, value, note)
-            scale, apart = max(abs(got), abs(wanted)), abs(got - wanted)
-            no_number = step.whole.gauge.exceeds(name, apart / (max(scale, least) or 1.0), math.inf)
-            if no_number or (math.isfinite(rel) and apart > rel * scale + absolute):
+            apart = abs(got - wanted) / (max(abs(got), abs(wanted)) + more)
+            if step.whole.gauge.exceeds(name, apart, allowed_to_differ * step.drift):
                 yield step.finding(METRICS, clue, name, got, wanted, f"on rank {rank}" + whole_factor(got, wanted))
 
 

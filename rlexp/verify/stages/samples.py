@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from rlexp.run_files.curve_distance import METRIC_TOLERANCE
 from rlexp.verify.compared_samples import COLUMNS, SampleStep
 from rlexp.verify.findings import LOGPS, LOSS, Clue, Finding, whole_factor
 from rlexp.verify.records import Array
@@ -186,8 +185,7 @@ def _handed(step: SampleStep) -> Iterator[Finding]:
 
 def metrics(step: SampleStep) -> Iterator[Finding]:
     yield from rollouts.held_out(step)
-    # Advantages cancel: what is nothing but rounding is measured by the absolute tolerance.
-    yield from of_rows.logged(step, counted(step), METRIC_TOLERANCE[1] / METRIC_TOLERANCE[0])
+    yield from of_rows.logged(step, counted(step))
     yield from of_rows.layouts_own(step)
 
 

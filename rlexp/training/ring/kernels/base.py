@@ -55,8 +55,11 @@ class Call:
     k_lengths: Lengths
     causal: bool
     scale: float
-    window: int | None = None
+    window: int | None = None  # of a band
     apart: Lengths | None = None
+
+    def __post_init__(self) -> None:
+        assert self.window is None or self.apart is not None
 
     def seen(self, number: int) -> Seen | None:
         """Return which keys the queries of a segment see; None: all."""
