@@ -119,7 +119,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="5, of which the median counts")
     parser.add_argument("--near", type=float, default=NEAR, help="GB a second between GPUs of a node")
     parser.add_argument("--far", type=float, default=FAR, help="GB a second between nodes, for each GPU")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.only and given.write:
+        parser.error("--only leaves the other tables out of the page: give it without --write")
+    return given
 
 
 def _options(given: argparse.Namespace) -> Options:

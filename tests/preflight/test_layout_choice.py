@@ -12,8 +12,8 @@ import pytest
 import yaml
 from transformers import CONFIG_MAPPING
 
+from bench.families import FAMILIES
 from rlexp.config.checks.layout import (
-    EVERY,
     FIRST,
     Choice,
     Heads,
@@ -105,7 +105,7 @@ def test_a_layout_that_is_left_alone_has_its_reason() -> None:
     with pytest.raises(StopIteration) as chosen:
         next(choosing(on_gpus(2, 8192, 1, "auto", "parallel.transport=neighbour"), LLAMA))
     assert chosen.value.value == Choice(
-        LayoutName.zigzag, 1, "no other layout fits model, ring and transport", TransportName.neighbour
+        LayoutName.zigzag, 1, "no other layout fits the models, the ring and the transport", TransportName.neighbour
     )
 
 
@@ -182,7 +182,7 @@ def test_windows_are_read_from_the_models_description(described, windows) -> Non
     assert windows_in(described, 512) == windows
 
 
-@pytest.mark.parametrize("kind", [*EVERY, *FIRST, "mistral", "phi3", "starcoder2", "mixtral"])
+@pytest.mark.parametrize("kind", [each.name for each in FAMILIES if "windows" in each.special] + [*FIRST])
 def test_windows_are_read_as_the_models_class_fills_a_description_in(kind: str) -> None:
     """The launcher has the file alone, and each rank a configuration with everything in it."""
     described = {"num_hidden_layers": 30, "sliding_window": 64} | (

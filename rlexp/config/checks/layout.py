@@ -26,7 +26,14 @@ from rlexp.config.sizes import divisors, listed, nearest
 
 TRAVELLING = (LayoutName.zigzag, LayoutName.contiguous, LayoutName.hybrid)  # those that have a transport
 # What the models' classes take where config.json leaves it out.
-EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "exaone4": 4, "gpt_oss": 2}  # one layer in so many sees all
+EVERY = {
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "cohere2": 4,
+    "exaone4": 4,
+    "gpt_oss": 2,
+    "olmo3": 4,
+}  # one layer in so many is whole
 FIRST = {"qwen2": 28, "qwen3": 28}  # so many layers, from the first, see all
 
 

@@ -17,6 +17,7 @@ from rlexp.training.model.policy import DTYPES
 from rlexp.training.ring.base import Window
 from rlexp.training.ring.kernels import BlockKernel
 from rlexp.training.ring.layouts import Layout, get_layout
+from rlexp.training.ring.layouts.ringwise import is_short
 from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.train.schedule import Schedule
 from rlexp.training.types import Ids, Pack, Shard
@@ -56,8 +57,10 @@ class Setting:
         """Layout and kernel, for people."""
         native = self.cfg.parallel.backend is BackendName.native
         around = self.choice.transport is TransportName.neighbour
-        short = ", short windows direct" if around and any(self.windows) else ""
-        return f"{self.choice.name}{short}, {self.kernel.name if native else self.cfg.parallel.backend.value}"
+        inner, longest = self.choice.ulysses_size, [self.cfg.data.max_length]
+        short = any(each and is_short(each, longest, self.world.ring.size // inner) for each in self.windows)
+        windows = ", short windows direct" if around and short else ""
+        return f"{self.choice.name}{windows}, {self.kernel.name if native else self.cfg.parallel.backend.value}"
 
     @property
     def padding(self) -> dict[str, Any]:

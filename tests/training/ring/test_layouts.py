@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,14 +11,16 @@ from hypothesis import strategies as st
 
 from rlexp.config.checks import layout as chosen
 from rlexp.config.load import compose_config
-from rlexp.config.schema import LayoutName
+from rlexp.config.schema import LayoutName, TransportName
 from rlexp.preflight.rehearsal.kernel_cost import pairs
 from rlexp.training.dataset.packing import pack_sequences
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import get_layout
+from rlexp.training.ring.layouts.ringwise import is_short
 from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.ring.transports.gather import Gather
 from rlexp.training.ring.transports.heads import Heads
+from rlexp.training.train.parts import Setting
 from rlexp.training.world.groups import Ring
 from tests.helpers.attention import forest
 
@@ -85,10 +89,29 @@ def test_with_a_short_window_rows_go_straight_instead_of_around(name: str) -> No
     """A longer one leaves so much that rows would cross between nodes more often."""
     segments = forest((40, 56), 4)
     for ring in rings(4):
-        for window in (None, 8, 3 * 56 // 4, 3 * 56 // 4 + 1):
+        for window in (None, 8, 3 * 40 // 4, 3 * 40 // 4 + 1):
             around, straight = (get_layout(name, 1, transport).plan(segments, ring, Plain(), window).transport.steps
                                 for transport in ("neighbour", "direct"))  # fmt: skip
-            assert (around == straight) == (window in (8, 3 * 56 // 4))
+            assert (around == straight) == (window in (8, 3 * 40 // 4))
+
+
+@pytest.mark.parametrize(
+    ("window", "lengths", "short"),
+    [(45, (60, 20), True), (46, (60, 20), False), (45, (60, 21), False), (46, (64, 16, 5), True), (9, (0,), True)],
+)
+def test_a_window_is_short_for_a_pack_if_it_is_for_three_quarters_of_its_tokens(window, lengths, short) -> None:
+    assert is_short(window, lengths, 4) is short
+
+
+def test_a_run_says_that_short_windows_go_straight_if_some_do() -> None:
+    choice = chosen.Choice(LayoutName.zigzag, 1, transport=TransportName.neighbour)
+    setting = SimpleNamespace(
+        cfg=compose_config(["launch.device=cpu", "parallel=ring4", "data.max_length=256"]), choice=choice,
+        kernel=Plain(), world=SimpleNamespace(ring=SimpleNamespace(size=4)),
+    )  # fmt: skip
+    for window, said in ((None, ""), (3 * 64, ", short windows direct"), (3 * 64 + 1, "")):
+        setting.windows = (None, window)
+        assert Setting.attention.fget(setting) == f"zigzag neighbour{said}, plain"  # type: ignore[attr-defined]
 
 
 def test_with_a_window_rows_are_still_gathered() -> None:

@@ -55,11 +55,12 @@ class Call:
     k_lengths: Lengths
     causal: bool
     scale: float
-    window: int | None = None  # of a band
+    window: int | None = None
     apart: Lengths | None = None
 
     def __post_init__(self) -> None:
-        assert self.window is None or self.apart is not None
+        assert (self.window is None) == (self.apart is None)
+        assert not (self.causal and self.apart)
 
     def seen(self, number: int) -> Seen | None:
         """Return which keys the queries of a segment see; None: all."""

@@ -20,7 +20,7 @@ from rlexp.training.world.groups import Ring
 Chunks = Sequence[Sequence[Chunk]]  # of each segment
 Place = Callable[[Sequence[Segment], int], Chunks]  # among so many ranks
 Travel = Callable[[Planner, Ring], Transport]
-SHARES = 3  # a window is short that reaches no further than so many ranks' shares of a pack's longest segment
+SHARES, REST = 3, 1 / 4  # up to there few bytes are sent, also between nodes: docs/layouts.md
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,14 @@ class Ringwise(Layout):
     def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel, window: Window = None) -> RingPlan:
         _, placement = _placed(self.place, tuple(segments), ring.size)
         planner = Planner(slices_of(segments, window), placement)
-        short = window is not None and window * ring.size <= SHARES * max(each.length for each in segments)
+        short = window is not None and is_short(window, [each.length for each in segments], ring.size)
         travel = (self.of_windows if short else None) or self.travel
         return plan_of(planner, ring, kernel, travel if ring.size > 1 else direct)
+
+
+def is_short(window: int, lengths: Sequence[int], ring_size: int) -> bool:
+    """Say whether a window reaches over at most SHARES ranks' shares of a segment, but for a REST of the tokens."""
+    return sum(length for length in lengths if window * ring_size > SHARES * length) <= REST * sum(lengths)
 
 
 @functools.lru_cache(maxsize=1)  # a pack is dealt and planned for each kind of layers

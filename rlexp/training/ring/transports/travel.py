@@ -22,7 +22,7 @@ from torch import Tensor
 from rlexp.training.ring.collectives import Underway, between
 from rlexp.training.ring.kernels.base import BlockKernel
 from rlexp.training.ring.kernels.fused import add_keys
-from rlexp.training.ring.meetings import Arrival, Planner, Ranges, count
+from rlexp.training.ring.meetings import Arrival, Planner, count
 from rlexp.training.ring.selection import Selection, covers, select, selection, within
 from rlexp.training.ring.transports.base import ALL, Arrived, Given, Home, Transport
 from rlexp.training.world.groups import Ring
@@ -138,16 +138,12 @@ def direct(planner: Planner, ring: Ring) -> Travel:
     for number in range(1, size):
         to, source = (rank + number) % size, (rank - number) % size
         seen, needed = planner.needed(to, rank), planner.needed(rank, source)
-        order = _number(seen, orders)
+        orders += [seen] if seen not in orders else []
+        order = orders.index(seen)
         home = Coming(to, count(seen), order, planner.once(to, rank))
         steps.append(Step(to, order, source, count(needed), source, planner.once(rank, source), (home,)))
         arrivals.append(Arrival({source: (needed, 0)}))
     return Travel(ring, tuple(selection([order]) for order in orders), tuple(steps), tuple(arrivals))
-
-
-def _number(order: Ranges, orders: list[Ranges]) -> int:
-    orders += [order] if order not in orders else []
-    return orders.index(order)
 
 
 def neighbour(planner: Planner, ring: Ring) -> Travel:
