@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import attention, simulate, together
+from bench import attention, gpu_attention, simulate, together
 from rlexp.training.ring.kernels import CpuFlash, Plain
 from rlexp.training.ring.kernels.base import Call
 from rlexp.training.ring.layouts import get_layout
@@ -54,7 +54,7 @@ def test_it_runs_on_cpu_where_only_torch_is_installed(tmp_path: Path) -> None:
     assert "old" not in text
     assert "by a model, not measured, with 450 GB/s" in text
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    windows = {(row[0], row[2]): (row[3], float(row[5])) for row in rows if row[1] == "cpu_flash" and len(row) == 7}
+    windows = {(row[0], row[2]): (row[3], float(row[5])) for row in rows if row[3].endswith("%")}
     assert {key: pairs for key, (pairs, _) in windows.items() if key[1] == "128"} == {
         ("256", "128"): "74.9%", ("512", "128"): "43.7%",
     }  # fmt: skip
@@ -89,6 +89,24 @@ def test_a_table_that_fails_says_so_and_the_others_are_there(tmp_path: Path) -> 
     assert "### Windows" in text
     assert "### Layouts" in text
     assert "Traceback" in answer.stderr
+
+
+def test_a_window_is_timed_by_the_call_that_a_layer_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = simulate.Sizes(4, 2, 8, torch.float64, torch.device("cpu"))
+    q, k, v, dout = inputs = sizes.drawn(40)
+    got = gpu_attention._kernel_call(CpuFlash(), inputs, [40], sizes, window=7)
+    given = [x.detach().requires_grad_() for x in (q, k, v)]
+    apart = torch.arange(40)[:, None] - torch.arange(40)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in given), attn_mask=(apart >= 0) & (apart < 7), enable_gqa=True
+    ).transpose(0, 1)
+    for one, other in zip(got, (out, *torch.autograd.grad(out, given, dout)), strict=True):
+        assert (one - other).abs().max() < 1e-12
+    asked: list[object] = []
+    monkeypatch.setattr(gpu_attention, "_kernel_call", lambda *_, window, **__: asked.append(window))
+    options = gpu_attention.Options(sizes, (512,), 64, 64, (2,), 1, 1.0, 1.0)
+    gpu_attention.window_table(options)
+    assert set(asked) == {None, 128}
 
 
 def test_it_says_that_there_is_no_gpu() -> None:

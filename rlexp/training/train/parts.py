@@ -59,7 +59,7 @@ class Setting:
         around = self.choice.transport is TransportName.neighbour
         inner, longest = self.choice.ulysses_size, [self.cfg.data.max_length]
         short = any(each and is_short(each, longest, self.world.ring.size // inner) for each in self.windows)
-        windows = ", short windows direct" if around and short else ""
+        windows = ", direct where a window is short" if around and short else ""
         return f"{self.choice.name}{windows}, {self.kernel.name if native else self.cfg.parallel.backend.value}"
 
     @property

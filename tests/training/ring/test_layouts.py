@@ -103,13 +103,13 @@ def test_a_window_is_short_for_a_pack_if_it_is_for_three_quarters_of_its_tokens(
     assert is_short(window, lengths, 4) is short
 
 
-def test_a_run_says_that_short_windows_go_straight_if_some_do() -> None:
+def test_a_run_says_that_short_windows_go_straight_if_some_can() -> None:
     choice = chosen.Choice(LayoutName.zigzag, 1, transport=TransportName.neighbour)
     setting = SimpleNamespace(
         cfg=compose_config(["launch.device=cpu", "parallel=ring4", "data.max_length=256"]), choice=choice,
         kernel=Plain(), world=SimpleNamespace(ring=SimpleNamespace(size=4)),
     )  # fmt: skip
-    for window, said in ((None, ""), (3 * 64, ", short windows direct"), (3 * 64 + 1, "")):
+    for window, said in ((None, ""), (3 * 64, ", direct where a window is short"), (3 * 64 + 1, "")):
         setting.windows = (None, window)
         assert Setting.attention.fget(setting) == f"zigzag neighbour{said}, plain"  # type: ignore[attr-defined]
 
