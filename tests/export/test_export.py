@@ -143,6 +143,7 @@ def test_a_checkpoint_is_exported_by_hand(rlexp: Shell, tmp_path: Path, tied: Pa
     assert "SHA-256 differs" in refused.stderr
 
 
+@pytest.mark.slow
 def test_an_untied_head_is_exported_too(rlexp: Shell, tmp_path: Path) -> None:
     answer = rlexp(*QUICK, "engine=zero3", "train.precision=bf16")
     assert answer.returncode == 0, answer.stderr
