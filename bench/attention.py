@@ -1,6 +1,6 @@
 """Measure each layout's work relative to one flash call, how evenly N ranks share it, and its error in bfloat16.
 
-    python -m bench.attention                       print the tables; 30 minutes on a quiet core
+    python -m bench.attention                       print the tables; over 45 minutes on a quiet core
     python -m bench.attention --write docs/measured/attention.md
     python -m bench.attention --only work           or packed, or errors
 

@@ -1,6 +1,6 @@
 """Compare the time of attention with another commit's, in pairs: is any layout slower than before?
 
-    python -m bench.pairs COMMIT                                     print it; an hour on 2 quiet cores
+    python -m bench.pairs COMMIT                                     print it; two hours on 2 quiet cores
     python -m bench.pairs COMMIT --write docs/measured/attention.md
     python -m bench.pairs COMMIT --only mix                          or one sequence
 
