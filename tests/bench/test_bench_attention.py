@@ -101,7 +101,7 @@ def test_a_window_is_timed_by_the_call_that_a_layer_makes(monkeypatch: pytest.Mo
         *(x.transpose(0, 1) for x in given), attn_mask=(apart >= 0) & (apart < 7), enable_gqa=True
     ).transpose(0, 1)
     for one, other in zip(got, (out, *torch.autograd.grad(out, given, dout)), strict=True):
-        assert (one - other).abs().max() < 1e-12
+        assert (one - other).abs().max() < 1e-13  # measured: 2e-15; a window off by one moves it by over 0.01
     asked: list[object] = []
     monkeypatch.setattr(gpu_attention, "_kernel_call", lambda *_, window, **__: asked.append(window))
     options = gpu_attention.Options(sizes, (512,), 64, 64, (2,), 1, 1.0, 1.0)

@@ -4,6 +4,7 @@ tests/helpers/faults/losses.py."""
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,9 +29,10 @@ def test_every_loss_on_answers_of_the_rows_is_verified() -> None:
 )
 def test_a_logged_value_that_is_only_rounding_is_right_and_looks_right(got: float, wanted: float, right: bool) -> None:
     """On a GPU, a margin of the first step is rounding where the reference has 0. The table shows what was judged."""
-    whole = SimpleNamespace(allowed=FLOAT64, gauge=Gauge())
+    whole: Any = SimpleNamespace(allowed=FLOAT64, gauge=Gauge())
     expected = SimpleNamespace(number=1, row={"train/margin": wanted})
-    step = ComparedStep(whole, expected, 0, [SimpleNamespace(row={"train/margin": got})])  # type: ignore[arg-type, list-item]
+    seen: Any = SimpleNamespace(row={"train/margin": got})
+    step = ComparedStep(whole, expected, 0, [seen])
     step.drift = 1.0
     assert (not [*logged(step, {})]) is right
     assert (whole.gauge.largest["train/margin"] <= FLOAT64.metric[0]) is right

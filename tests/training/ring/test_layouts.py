@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -105,13 +106,14 @@ def test_a_window_is_short_for_a_pack_if_it_is_for_three_quarters_of_its_tokens(
 
 def test_a_run_says_that_short_windows_go_straight_if_some_can() -> None:
     choice = chosen.Choice(LayoutName.zigzag, 1, transport=TransportName.neighbour)
+    attention: Any = Setting.attention
     setting = SimpleNamespace(
         cfg=compose_config(["launch.device=cpu", "parallel=ring4", "data.max_length=256"]), choice=choice,
         kernel=Plain(), world=SimpleNamespace(ring=SimpleNamespace(size=4)),
     )  # fmt: skip
     for window, said in ((None, ""), (3 * 64, ", direct where a window is short"), (3 * 64 + 1, "")):
         setting.windows = (None, window)
-        assert Setting.attention.fget(setting) == f"zigzag neighbour{said}, plain"  # type: ignore[attr-defined]
+        assert attention.fget(setting) == f"zigzag neighbour{said}, plain"
 
 
 def test_with_a_window_rows_are_still_gathered() -> None:
