@@ -80,6 +80,8 @@ class Losses:
     # the loss's denominator.
     weights_E: Mapping[str, Tensor] = field(default_factory=dict)
     carried: Mapping[str, float] = field(default_factory=dict)  # outlives the step: numbers, the same on every rank
+    # metrics of the whole batch that are the mean of one metric less that of another
+    differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 class Loss(Protocol):

@@ -17,6 +17,8 @@ from torch import Tensor
 from rlexp.training.algos.base import Asks, Losses, Values
 from rlexp.training.algos.log_ratios import accuracies
 
+MARGINS = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
+
 
 @dataclass(frozen=True)
 class Unpaired(ABC):
@@ -50,7 +52,7 @@ class Unpaired(ABC):
         assert values.reference is not None
         logps_E, reference_E, good_E = values.logps["answer"], values.reference["answer"], values.label_E
         sign_E, point = 2 * good_E - 1, self.point(values)
-        weight_E = torch.where(good_E > 0, self.desirable_weight, self.undesirable_weight)
+        weight_E = self.desirable_weight * good_E + self.undesirable_weight * (1 - good_E)  # in their dtype, exactly
         rewards_E = self.beta * (logps_E - reference_E)
         losses_E = weight_E * self.losses(sign_E * (rewards_E - point))
         ahead_E, logps_E = (sign_E * (rewards_E - point)).detach(), logps_E.detach()
@@ -60,4 +62,4 @@ class Unpaired(ABC):
             metrics_E |= {f"rewards/{side}": rewards_E.detach(), f"logps/{side}": logps_E}
             weights_E |= {f"rewards/{side}": of_side_E, f"logps/{side}": of_side_E}
         metrics_E |= {name: torch.full_like(logps_E, value) for name, value in self.logged(point).items()}
-        return Losses(losses_E, metrics_E, weights_E, self.carried(values))
+        return Losses(losses_E, metrics_E, weights_E, self.carried(values), MARGINS)

@@ -40,6 +40,7 @@ class Meter:
         self._sums: dict[str, Value] = {}
         self._counts: dict[str, Value] = {}
         self._maxima: dict[str, Value] = {}
+        self._differences: dict[str, tuple[str, str]] = {}
 
     def add_mean(self, name: str, total: Value, count: Value, spread: Spread) -> None:
         """Add a part of a mean. The mean that is logged is Σ total / Σ count over the whole train batch."""
@@ -48,6 +49,10 @@ class Meter:
 
     def add_total(self, name: str, total: Value, spread: Spread) -> None:
         self._add(self._sums, name, total, spread)
+
+    def add_difference(self, name: str, one: str, other: str) -> None:
+        """Log the mean of one name less that of another, where the train batch has both."""
+        self._differences[name] = one, other
 
     def add_max(self, name: str, value: Value) -> None:
         """Add a value whose maximum over the ranks is logged; `<name>@rank` tells which rank has it."""
@@ -65,14 +70,17 @@ class Meter:
 
     def reduce(self) -> dict[str, float]:
         """Gather all ranks' values in one collective, and add them up in the order of the ranks."""
-        names = (*self._sums, *self._counts, *self._maxima)
+        names = (*self._sums, *self._counts, *self._maxima, *self._differences)
         signature = float(zlib.crc32("\n".join(names).encode()))
         mine = _on_host([signature, *self._sums.values(), *self._counts.values(), *self._maxima.values()])
         gathered = _gather(mine.to(self.device), self.world)
         assert (gathered[:, 0] == signature).all(), "ranks have metered different names"
         sums = gathered[:, 1 : 1 + len(self._sums)].sum(0).tolist()
         counts = gathered[:, 1 + len(self._sums) : 1 + len(self._sums) + len(self._counts)].sum(0).tolist()
-        return self._means(sums, counts) | self._largest(gathered[:, gathered.shape[1] - len(self._maxima) :])
+        means = self._means(sums, counts)
+        apart = {name: means[one] - means[other]
+                 for name, (one, other) in self._differences.items() if one in means and other in means}  # fmt: skip
+        return means | apart | self._largest(gathered[:, gathered.shape[1] - len(self._maxima) :])
 
     def _means(self, sums: list[float], counts: list[float]) -> dict[str, float]:
         count_of = dict(zip(self._counts, counts, strict=True))

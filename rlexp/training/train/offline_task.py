@@ -191,6 +191,8 @@ class OfflineTask(Task):
                 meter.add_mean(name, value_E.sum(), len(value_E), REPLICATED)
             else:
                 meter.add_mean(name, (weight_E * value_E).sum(), weight_E.sum(), REPLICATED)
+        for name, (one, other) in losses.differences.items():
+            meter.add_difference(name, one, other)
 
 
 @dataclass(frozen=True)

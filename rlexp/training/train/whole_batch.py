@@ -35,7 +35,8 @@ class WholeBatch:
                    for (side, leaf), slope in zip(leaves.items(), slopes, strict=True)}  # fmt: skip
         metrics_E, weights_E = ({name: moved(each_B, device) for name, each_B in of.items()}
                                 for of in (losses.metrics_E, losses.weights_E))  # fmt: skip
-        there = Losses(moved(losses.losses_E.detach(), device), metrics_E, weights_E, losses.carried)
+        losses_E = moved(losses.losses_E.detach(), device)
+        there = replace(losses, losses_E=losses_E, metrics_E=metrics_E, weights_E=weights_E)
         return WholeBatch(there, {side: moved(slope_B, device) for side, slope_B in by_side.items()})
 
     def of_places(self, places: Sequence[int]) -> tuple[Losses, Sides]:
@@ -43,7 +44,7 @@ class WholeBatch:
         at = slice_of(places)
         metrics_E, weights_E = ({name: each_B[at] for name, each_B in of.items()}
                                 for of in (self.losses.metrics_E, self.losses.weights_E))  # fmt: skip
-        losses = Losses(self.losses.losses_E[at], metrics_E, weights_E, self.losses.carried)
+        losses = replace(self.losses, losses_E=self.losses.losses_E[at], metrics_E=metrics_E, weights_E=weights_E)
         return losses, {side: slope_B[at] for side, slope_B in self.slopes.items()}
 
 

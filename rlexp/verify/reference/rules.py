@@ -130,6 +130,10 @@ def logged(losses: Losses, sums: Mapping[str, Array], logits: Mapping[str, Array
         weights = losses.weights_E.get(name, np.ones(len(each)))
         if weights.sum():  # else there is no example of which it could be the mean
             row[name] = float((weights * each).sum() / weights.sum())
+    if "rewards/margins" not in losses.values_E and {"rewards/chosen", "rewards/rejected"} <= row.keys():
+        row["rewards/margins"] = (
+            row["rewards/chosen"] - row["rewards/rejected"]
+        )  # of single answers, which have no pair
     row["loss"] = float(np.mean(losses.losses_E))
     for side in logits:
         row[f"logps/{side}"] = float(np.mean(sums[f"policy/{side}"]))

@@ -59,11 +59,11 @@ def textbook(cfg: UnpairedConfig, ratios: list[float], labels: list[float], poin
 
 
 @pytest.mark.parametrize("cfg", [
-    KTOConfig(), KTOConfig(beta=0.7, desirable_weight=2.0, undesirable_weight=0.5), BCOConfig(beta=0.4),
-    BCOConfig(shift=Shift.none, undesirable_weight=3.0), APOZeroUnpairedConfig(beta=0.2, desirable_weight=1.5),
+    KTOConfig(), KTOConfig(beta=0.7, desirable_weight=1.1, undesirable_weight=0.7), BCOConfig(beta=0.4),
+    BCOConfig(shift=Shift.none, undesirable_weight=0.7), APOZeroUnpairedConfig(beta=0.2, desirable_weight=1.1),
 ], ids=str)  # fmt: skip
 def test_each_is_its_second_writing(cfg: UnpairedConfig) -> None:
-    """Losses, and gradients against differences."""
+    """Losses, and gradients against differences. The weights are not float32's: rounded to it, 1.1 moves by 2e-8."""
     ratios, others = np.random.default_rng(3).normal(0, 3, 5).tolist(), vector([1.0, 4.0, -0.5, 2.0, 0.5])
     point = {"kto": 1.4, "bco": cfg.beta * float(np.mean(ratios)), "apo_zero_unpaired": 0.0}[cfg.name]
     if getattr(cfg, "shift", Shift.mean) is Shift.none:
@@ -109,6 +109,7 @@ def test_means_are_of_good_or_of_bad_answers() -> None:
     losses = build_loss(KTOConfig(beta=0.5))(values_of([2.0, -2.0, 4.0, 4.0, 0.0], mismatched_B=vector([0.0] * 5)))
     assert mean(losses, "rewards/chosen") == pytest.approx(1.5)
     assert mean(losses, "rewards/rejected") == pytest.approx(1 / 3)
+    assert losses.differences == {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
     assert mean(losses, "logps/chosen") == pytest.approx((-48 - 44) / 2)
     assert mean(losses, "rewards/accuracies") == pytest.approx((1 + 1 + 1 + 0 + 0.5) / 5)  # a tie is a half
 

@@ -30,13 +30,16 @@ def meter_rank(spec: RankSpec) -> dict[str, float]:
         meter.add_total("tokens", 5, SHARDED)
         meter.add_total("sequences", count, REPLICATED)
         meter.add_mean("nothing", torch.tensor(0.0), 0, SHARDED)
+        meter.add_difference("apart", "sequence", "token")
+        meter.add_difference("one alone", "sequence", "nothing")
     meter.add_max("peak", (3.0, 9.0, 4.0, 1.0)[spec.rank])
     return meter.reduce()
 
 
 def test_one_reduction_tells_sharded_from_replicated() -> None:
+    """And a difference of two means is that of the train batch's; without one of them there is none."""
     expected = {"sequence": 2 * 16 / 8, "token": 12 / 20, "tokens": 40.0, "sequences": 8.0, "peak": 9.0, "peak@rank": 1}
-    assert on_ranks(4, meter_rank) == [expected] * 4
+    assert on_ranks(4, meter_rank) == [expected | {"apart": 4.0 - 0.6}] * 4
 
 
 def test_the_memory_peak_is_of_the_step_alone() -> None:

@@ -12,6 +12,7 @@ from bench.curves import Curve, draw, excesses
 from bench.layouts import Case
 from rlexp.config.load import compose_config
 from rlexp.config.schema import KINDS, Config
+from rlexp.config.schema.losses import UnpairedConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.reference.base import Reference
 from rlexp.training.types import Shard
@@ -106,6 +107,11 @@ def holds_something(name: str, curve: Curve) -> None:
     assert rows[0]["train/grad_norm"] > 0, name
     if name.startswith("kto"):
         assert max(row["train/kl"] for row in rows) > 1, name
+    if issubclass(KINDS["loss"][chosen(name)[0].removeprefix("loss=")], UnpairedConfig):
+        means = [[row.get(f"train/rewards/{of}") for of in ("chosen", "rejected", "margins")] for row in rows]
+        assert [apart for *_, apart in means] == [
+            None if None in (one, other) else one - other for one, other, _ in means
+        ], name
     for row in (before, rows[-1]):
         adds_up(row)
 
