@@ -51,7 +51,7 @@ def verify_planted(
         def start(target: Callable[..., Any], ranks: int, args: Sequence[Any] = (), **options: Any) -> list[Any]:
             options |= {"preload": SERVER, "timeout": LONGEST}
             if target is REFERENCE and fault.module != ALGOS:
-                return _kept(references, args, options)
+                return kept_reference(references, args, options)
             return run_ranks(faulty_rank, ranks, (fault.name, reached, target, args), **options)
 
         cfg = compose_config(fault.overrides if overrides is None else overrides)
@@ -62,7 +62,7 @@ def verify_planted(
         return verdict, reached.exists()
 
 
-def _kept(references: Path, args: Sequence[Any], options: dict[str, Any]) -> list[Any]:
+def kept_reference(references: Path, args: Sequence[Any], options: dict[str, Any]) -> list[Any]:
     """Return the reference of a configuration, and put its files where they are asked for.
 
     It is computed without a defect: only those of losses reach what the reference imports, as

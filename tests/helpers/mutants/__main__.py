@@ -1,0 +1,90 @@
+"""Change the product at random, one token at a time, and list which changes no test and no `verify` finds.
+
+    python -m tests.helpers.mutants training/ring training/train --count 200
+    python -m tests.helpers.mutants training/ring --only rlexp/training/ring/slices.py:51:82:+
+
+The fast tests of the folders run, and `verify` on the configurations of configurations.py that reach the change. It
+takes an hour or two on two cores. The exit code is 1 if a change that is active is not found and has no reason in
+known.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.helpers.mutants.configurations import CONFIGURATIONS
+from tests.helpers.mutants.runs import Outcome, Runs, Watched
+from tests.helpers.mutants.sites import Site, chosen, sites_of
+from tests.helpers.mutants.table import Result, page
+from tests.helpers.paths import ROOT
+
+
+def sites_in(folders: Sequence[str]) -> list[Site]:
+    paths = sorted({path for folder in folders for path in (ROOT / "rlexp" / folder).rglob("*.py")})
+    return [site for path in paths for site in sites_of(path.relative_to(ROOT).as_posix(), path.read_text())]
+
+
+def asked_for(args: argparse.Namespace) -> list[Site]:
+    """Return the places that are named, or an equal share of the count in every folder."""
+    if args.only:
+        every = {site.id: site for site in sites_in(args.folders)}
+        if gone := [name for name in args.only if name not in every]:
+            sys.exit(f"--only {gone[0]}: no such place in {', '.join(args.folders)}.")
+        return [every[name] for name in args.only]
+    shares = [len(args.folders[number :: len(args.folders)]) and
+              (args.count + len(args.folders) - 1 - number) // len(args.folders)
+              for number in range(len(args.folders))]  # fmt: skip
+    return [site for folder, share in zip(args.folders, shares, strict=True)
+            for site in chosen(sites_in([folder]), share, args.seed)]  # fmt: skip
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.helpers.mutants", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="below rlexp/, and below tests/")
+    parser.add_argument("--count", type=int, default=200, help="changes, shared out among the folders (200)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice (0)")
+    parser.add_argument("--only", nargs="+", metavar="PLACE", help="these places, as the table names them")
+    parser.add_argument("--verify", nargs="*", metavar="NAME", default=list(CONFIGURATIONS), choices=CONFIGURATIONS,
+                        help="configurations of configurations.py (all of them)")  # fmt: skip
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time (2)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the page to write the table into")
+    args = parser.parse_args(words)
+    for folder in args.folders:
+        if not (ROOT / "rlexp" / folder).is_dir():
+            parser.error(f"{folder}: is no folder of rlexp/. Give for example training/ring.")
+    sites, began = asked_for(args), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="rlexp-mutants-") as folder:
+        results, seen = judged(sites, args, Path(folder))
+    text = page(results, seen.broken, args, time.monotonic() - began)
+    print(text)
+    if args.write:
+        args.write.write_text(text)
+    return 1 if any(each.open for each in results) else 0
+
+
+def judged(sites: Sequence[Site], args: argparse.Namespace, folder: Path) -> tuple[list[Result], Watched]:
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - began:7.0f} s  {line}", file=sys.stderr, flush=True)
+
+    runs = Runs(sites, folder, args.workers, say)
+    seen = runs.watch(args.folders, args.verify)
+    active = [number for number in range(len(sites)) if seen.active(number)]
+    say(f"{len(active)} of {len(sites)} changes are active; broken when watched: {seen.broken or 'nothing'}")
+    outcomes: dict[int, Outcome] = {}
+    for outcome in runs.judge(seen, active):
+        outcomes[outcome.number] = outcome
+        say(f"{len(outcomes)}/{len(active)} {sites[outcome.number].id}: {outcome.by or 'NOT FOUND'} {outcome.said}")
+    return [Result(site, seen.reached(number), number in outcomes, outcomes.get(number)) for number, site in
+            enumerate(sites)], seen  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""Run `verify` on configurations of the list, one after another, in a process under a plan.
+
+    python -m tests.helpers.mutants.examine REFERENCES NAME ...
+
+Each prints a line of JSON. Where a change is planted, the first that finds it is the last. A float64 reference is
+computed once for each configuration and kept in the folder: it imports none of what is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from rlexp.base.errors import UserError
+from rlexp.config.load import compose_config
+from rlexp.config.schema.data import RowsDataConfig
+from rlexp.launch.local import PRELOAD, run_ranks
+from rlexp.verify import verification as verifying
+from rlexp.verify.verification import verify
+from tests.helpers.faults.verified import LONGEST, REFERENCE, kept_reference, quiet
+from tests.helpers.mutants.configurations import CONFIGURATIONS
+from tests.helpers.mutants.planting import VARIABLE, Plan
+from tests.helpers.mutants.plugin import noted
+
+SERVER = (*PRELOAD, *verifying.OURS, "deepspeed")
+
+
+def found(name: str, references: Path) -> str | None:
+    """Return what `verify` says of a configuration, or None if it passes."""
+    with tempfile.TemporaryDirectory(prefix="rlexp-mutant-") as folder:
+
+        def start(target: Callable[..., Any], ranks: int, args: Sequence[Any] = (), **options: Any) -> list[Any]:
+            options |= {"preload": SERVER, "timeout": LONGEST}
+            if target is REFERENCE:
+                return kept_reference(references, args, options)
+            return run_ranks(target, ranks, args, **options)
+
+        cfg = compose_config(CONFIGURATIONS[name])
+        if isinstance(cfg.data, RowsDataConfig):
+            cfg = replace(cfg, data=replace(cfg.data, cache=f"{folder}/cache"))
+        with patch.object(verifying, "run_ranks", start):
+            try:
+                failure = verify(cfg, None if cfg.loss.draws else 2, quiet).failure
+            except UserError as error:
+                return f"raised {str(error).splitlines()[0][:80]}"
+    return None if failure is None else f"step {failure.step}, {failure.stage}, {failure.module}"
+
+
+def main(references: str, *names: str) -> int:
+    plan = Plan.read(Path(os.environ[VARIABLE]))
+    for name in names:
+        log = Path(plan.log or os.devnull)
+        before = log.stat().st_size if plan.log and log.exists() else 0
+        began = time.monotonic()
+        said = found(name, Path(references))
+        row = {"configuration": name, "found": said, "seconds": time.monotonic() - began}
+        print(json.dumps(row | (noted(log, before) if plan.log else {})), flush=True)
+        if said is not None and plan.log is None:
+            break
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

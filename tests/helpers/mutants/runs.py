@@ -1,0 +1,174 @@
+"""Start the tests and `verify`: once watched, and then with each change planted, until something fails."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.helpers import warm
+from tests.helpers.mutants.planting import Plan, environment
+from tests.helpers.mutants.sites import Site
+from tests.helpers.paths import ROOT
+
+FAST = "not slow and not slurm and not gpu and not prove"
+PYTEST = ("-q", "-x", "-n0", "-p", "no:cacheprovider", "-m", FAST)
+FIRST = 30.0  # seconds of the cheapest tests, which come before `verify`
+ELSEWHERE = 60.0  # seconds of tests of the other folders, which come last
+MOST = 8  # configurations, drawn from those that reach a place
+SLACK, TIMES = 120.0, 10.0  # a run that takes longer than this, and so many times as long as unchanged, hangs
+
+
+@dataclass(frozen=True)
+class Reaching:
+    """A test, or a configuration of `verify`, and the numbers of the places that it reaches."""
+
+    name: str
+    seconds: float
+    reached: frozenset[int]
+    active: frozenset[int]
+
+
+@dataclass
+class Watched:
+    tests: list[Reaching] = field(default_factory=list)
+    configurations: list[Reaching] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)  # what fails when it is only watched
+
+    def reached(self, number: int) -> bool:
+        return any(number in each.reached for each in (*self.tests, *self.configurations))
+
+    def active(self, number: int) -> bool:
+        return any(number in each.active for each in (*self.tests, *self.configurations))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    number: int
+    by: str = ""  # the test or configuration that found it
+    said: str = ""
+
+
+class Runs:
+    def __init__(self, sites: Sequence[Site], folder: Path, workers: int, say: Callable[[str], None]) -> None:
+        self.sites, self.folder, self.workers, self.say = sites, folder, workers, say
+        self.references = folder / "references"
+        self.references.mkdir()
+        warm.meet()
+
+    # ---- watched ----
+
+    def watch(self, folders: Sequence[str], configurations: Sequence[str]) -> Watched:
+        """Run the fast tests of the folders, and `verify` on the configurations, with all places watched."""
+        files = [path.relative_to(ROOT).as_posix() for each in folders
+                 for path in sorted((ROOT / "tests" / each).rglob("test_*.py"))]  # fmt: skip
+        seen = Watched()
+        with ThreadPoolExecutor(self.workers) as pool:
+            tests = [pool.submit(self._watch_tests, file) for file in files]
+            verifying = [pool.submit(self._watch_configuration, name) for name in configurations]
+            for running in tests:
+                for row in running.result():
+                    (seen.tests.append(_reaching(row["test"], row)) if row["passed"] else
+                     seen.broken.append(row["test"]))  # fmt: skip
+            for each in verifying:
+                row = each.result()
+                passes = row.get("found", "") is None
+                (seen.configurations.append(_reaching(row["configuration"], row)) if passes else
+                 seen.broken.append(f"{row['configuration']}: {row['found']}"))  # fmt: skip
+        return seen
+
+    def _watch_tests(self, file: str) -> list[dict[str, Any]]:
+        where = Path(tempfile.mkdtemp(dir=self.folder))
+        Plan(self.sites, str(where / "watch.log")).write(where / "plan.json")
+        args = [each for each in PYTEST if each != "-x"]
+        self._run("pytest", [*args, "-p", "tests.helpers.mutants.plugin", file], where, 1800)
+        rows = where / "watch.tests"
+        self.say(f"watched {file}")
+        found = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+        shared = found.pop() if found else {}
+        return [row | {what: [*row[what], *numbers] for what, numbers in shared.items()} for row in found]
+
+    def _watch_configuration(self, name: str) -> dict[str, Any]:
+        where = Path(tempfile.mkdtemp(dir=self.folder))
+        Plan(self.sites, str(where / "watch.log")).write(where / "plan.json")
+        said = self._run("tests.helpers.mutants.examine", [str(self.references), name], where, 900)
+        self.say(f"watched verify: {name}")
+        rows = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
+        return rows[0] if rows else {"configuration": name, "found": said.stderr[-500:]}
+
+    # ---- planted ----
+
+    def judge(self, seen: Watched, numbers: Sequence[int]) -> Iterator[Outcome]:
+        """Plant each change by itself, and yield what finds it as soon as it is known."""
+        with ThreadPoolExecutor(self.workers) as pool:
+            for running in as_completed([pool.submit(self._judge, seen, number) for number in numbers]):
+                yield running.result()
+
+    def _judge(self, seen: Watched, number: int) -> Outcome:
+        """Run the cheapest tests of the change's folder, `verify`, the folder's other tests, and those elsewhere."""
+        where = Path(tempfile.mkdtemp(dir=self.folder))
+        Plan([self.sites[number]]).write(where / "plan.json")
+        tests = sorted((each for each in seen.tests if number in each.active), key=lambda each: each.seconds)
+        own = f"tests/{'/'.join(self.sites[number].path.split('/')[1:3])}/"
+        first, later = _split([each for each in tests if each.name.startswith(own)], FIRST)
+        elsewhere, _ = _split([each for each in tests if not each.name.startswith(own)], ELSEWHERE)
+        configurations = [each for each in seen.configurations if number in each.active]
+        some = random.Random(number).sample(configurations, min(MOST, len(configurations)))
+        for run, what in ((self._test, first), (self._verify, some), (self._test, later), (self._test, elsewhere)):
+            found = run(where, what) if what else None
+            if found is not None:
+                return Outcome(number, *found)
+        return Outcome(number)
+
+    def _test(self, where: Path, tests: Sequence[Reaching]) -> tuple[str, str] | None:
+        return self._pytest(where, [each.name for each in tests], sum(each.seconds for each in tests))
+
+    def _pytest(self, where: Path, args: Sequence[str], seconds: float) -> tuple[str, str] | None:
+        try:
+            said = self._run("pytest", [*PYTEST, *args], where, SLACK + TIMES * seconds)
+        except subprocess.TimeoutExpired:
+            return "a test", "hangs"
+        failed = [line for line in said.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        if failed:
+            name, _, error = failed[0].partition(" ")[2].partition(" - ")
+            return name, error[:80]
+        return None if said.returncode == 0 else ("a test", f"pytest ends with {said.returncode}")
+
+    def _verify(self, where: Path, configurations: Sequence[Reaching]) -> tuple[str, str] | None:
+        names = [each.name for each in configurations]
+        seconds = sum(each.seconds for each in configurations)
+        try:
+            said = self._run(
+                "tests.helpers.mutants.examine", [str(self.references), *names], where, SLACK + TIMES * seconds
+            )
+        except subprocess.TimeoutExpired:
+            return "verify", "hangs"
+        rows = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
+        if said.returncode:
+            return f"verify: {names[len(rows)]}", "fails"
+        return (f"verify: {rows[-1]['configuration']}", rows[-1]["found"]) if rows[-1]["found"] is not None else None
+
+    def _run(self, module: str, args: Sequence[str], where: Path, timeout: float) -> subprocess.CompletedProcess[str]:
+        return warm.run(module, args, ROOT, timeout=timeout, env=environment(where / "plan.json"))
+
+
+def _reaching(name: str, row: dict[str, Any]) -> Reaching:
+    return Reaching(name, row["seconds"], frozenset(row["reached"]), frozenset(row["active"]))
+
+
+def _split(tests: Sequence[Reaching], seconds: float) -> tuple[list[Reaching], list[Reaching]]:
+    """Split into those that take so many seconds together, and the others."""
+    total = 0.0
+    first: list[Reaching] = []
+    for each in tests:
+        total += each.seconds
+        if total > seconds and first:
+            break
+        first.append(each)
+    return first, list(tests[len(first) :])

@@ -1,0 +1,121 @@
+"""`python -m tests.helpers.mutants`: which places there are, what a change makes of them, and that it is planted."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.mutants.planting import Plan, Watch, environment
+from tests.helpers.mutants.sites import KINDS, WATCH, Site, changed, chosen, sites_of, watched
+from tests.helpers.paths import ROOT
+
+SOURCE = '''
+LIMIT = 3
+
+def compute(x, y=1, wide=True):
+    """Say 1 < 2."""
+    if x < y and wide:
+        x += 2
+    names = [x, -1]
+    names.append(max(x, y) * 2 - names[0])
+    assert x < 100
+    return names
+
+def text(x) -> str:
+    return f"{x + 1}" + str(x + 1)
+'''
+
+
+def found(name: str, before: str | None = None) -> Site:
+    (site,) = [each for each in sites_of("module.py", SOURCE)
+               if each.name == name and (before is None or each.before == before)]  # fmt: skip
+    return site
+
+
+def module_of(tree: ast.Module, **known: Any) -> dict[str, Any]:
+    exec(compile(tree, "module.py", "exec"), known)
+    return known
+
+
+def test_what_may_be_changed() -> None:
+    """Nothing outside functions, no default, message, assertion or function that makes a text."""
+    sites = sites_of("module.py", SOURCE)
+    assert {(each.line, each.before, each.after) for each in sites} == {
+        (6, "x < y", "x <= y"), (6, "x < y and wide", "x < y"), (6, "x < y and wide", "wide"),
+        (7, "x += 2", "x -= 2"), (7, "2", "3"), (8, "-1", "0"),
+        (9, "names.append(max(x, y) * 2 - names[0])", "pass"), (9, "max(x, y)", "min(x, y)"),
+        (9, "max(x, y) * 2", "max(x, y)"), (9, "max(x, y) * 2", "2"), (9, "2", "3"), (9, "0", "1"),
+        (9, "max(x, y) * 2 - names[0]", "max(x, y) * 2 + names[0]"), (9, "max(x, y) * 2 - names[0]", "max(x, y) * 2"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "arguments", "result"),
+    [
+        ("<=", "x < y", (1, 1), [3, -1, 3]),
+        ("right alone", "x < y and wide", (5, 1), [7, -1, 7]),
+        ("-", "x += 2", (0, 1), [-2, -1, 4]),
+        ("0", "-1", (1, 1), [1, 0, 1]),
+        ("min", "max(x, y)", (1, 3, False), [1, -1, 1]),
+        ("+", None, (1, 1), [1, -1, 3]),
+        ("dropped", None, (1, 1), [1, -1]),
+    ],
+)
+def test_a_change_computes_something_else(name: str, before: str | None, arguments: Any, result: Any) -> None:
+    assert module_of(changed(SOURCE, found(name, before)))["compute"](*arguments) == result
+
+
+def test_a_watched_module_computes_the_same_and_tells_what_would_differ(tmp_path: Path) -> None:
+    sites = [found("<=", "x < y"), found("left alone", "x < y and wide"), found("-", "x += 2"), found("+")]
+    log = tmp_path / "log"
+    compute = module_of(watched(SOURCE, sites), **{WATCH: Watch(str(log))})["compute"]
+    assert compute(0, 1, False) == [0, -1, 2]
+    assert log.read_text().splitlines() == ["1 reached", "0 reached", "1 active", "3 reached"]
+    assert compute(1, 1) == [1, -1, 1]  # x < y is false, x <= y is true
+    assert compute(0, 1) == [2, -1, 2]
+    assert log.read_text().splitlines()[4:] == ["0 active", "3 active", "2 reached", "2 active"]
+
+
+def test_every_place_of_training_can_be_watched_and_changed() -> None:
+    for path in sorted((ROOT / "rlexp" / "training" / "ring").rglob("*.py")):
+        source = path.read_text()
+        sites = sites_of(path.name, source)
+        for site in chosen(sites, 40, seed=1):
+            compile(changed(source, site), path.name, "exec")
+        compile(watched(source, chosen(sites, len(sites), seed=1)), path.name, "exec")
+
+
+def test_the_choice_follows_from_the_seed_and_has_every_kind() -> None:
+    path = ROOT / "rlexp" / "training" / "ring" / "kernels" / "plain.py"
+    sites = sites_of("plain.py", path.read_text())
+    ten = chosen(sites, 10, seed=4)
+    assert ten == chosen(sites, 10, seed=4) != chosen(sites, 10, seed=5)
+    assert {each.kind for each in ten} == {each.kind for each in sites} == {*KINDS} - {"flag"}
+    assert len({each.node for each in ten}) == 10
+
+
+def test_it_is_planted_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """As tests and ranks are started: the module is changed as it is imported, and its file stays as it is."""
+    path = "rlexp/base/wilson.py"
+    source = (ROOT / path).read_text()
+    (site, *_) = [each for each in sites_of(path, source) if each.kind == "sign"]
+    program = "import json; from rlexp.base.wilson import wilson; print(json.dumps(wilson(0.5, 10)))"
+
+    def said(plan: Plan) -> Any:
+        plan.write(tmp_path / "plan.json")
+        run = subprocess.run([sys.executable, "-c", program], env=environment(tmp_path / "plan.json"), cwd=tmp_path,
+                             capture_output=True, text=True, check=True, timeout=60)  # fmt: skip
+        return json.loads(run.stdout)
+
+    log = tmp_path / "log"
+    unchanged = said(Plan([site], str(log)))
+    assert unchanged == pytest.approx([0.2366, 0.7634], abs=1e-4)
+    assert log.read_text().splitlines() == ["0 reached", "0 active"]
+    assert said(Plan([site])) != unchanged
+    assert (ROOT / path).read_text() == source
