@@ -17,10 +17,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.tables import put
 from tests.helpers.mutants.configurations import CONFIGURATIONS
 from tests.helpers.mutants.runs import Outcome, Runs, Watched
 from tests.helpers.mutants.sites import Site, chosen, sites_of
-from tests.helpers.mutants.table import Result, page
+from tests.helpers.mutants.table import Result, table
 from tests.helpers.paths import ROOT
 
 
@@ -53,18 +54,18 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--verify", nargs="*", metavar="NAME", default=list(CONFIGURATIONS), choices=CONFIGURATIONS,
                         help="configurations of configurations.py (all of them)")  # fmt: skip
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (2)")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="the page to write the table into")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table into this page, between its markers")
     args = parser.parse_args(words)
     for folder in args.folders:
         if not (ROOT / "rlexp" / folder).is_dir():
             parser.error(f"{folder}: is no folder of rlexp/. Give for example training/ring.")
-    sites, began = asked_for(args), time.monotonic()
+    sites = asked_for(args)
     with tempfile.TemporaryDirectory(prefix="rlexp-mutants-") as folder:
         results, seen = judged(sites, args, Path(folder))
-    text = page(results, seen.broken, args, time.monotonic() - began)
+    text = table(results, seen.broken, args)
     print(text)
     if args.write:
-        args.write.write_text(text)
+        put(args.write, text, "mutants")
     return 1 if any(each.open for each in results) else 0
 
 

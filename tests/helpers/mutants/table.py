@@ -1,18 +1,15 @@
-"""The page about a run of mutants."""
+"""The table of a run of mutants."""
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from bench.tables import signature
 from tests.helpers.mutants.known import KNOWN
 from tests.helpers.mutants.runs import Outcome
 from tests.helpers.mutants.sites import KINDS, Site
-from tests.helpers.paths import ROOT
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,10 @@ class Result:
         return self.outcome is not None and bool(self.outcome.by)
 
     @property
+    def by_verify(self) -> bool:
+        return self.outcome is not None and self.outcome.by.startswith("verify")
+
+    @property
     def reason(self) -> str | None:
         return KNOWN.get((self.site.path, self.site.before, self.site.after))
 
@@ -36,56 +37,45 @@ class Result:
         return self.active and not self.found and self.reason is None
 
 
-def page(results: Sequence[Result], broken: Sequence[str], args: argparse.Namespace, seconds: float) -> str:
-    return "\n".join(_lines(results, broken, args, seconds)) + "\n"
+def table(results: Sequence[Result], broken: Sequence[str], args: argparse.Namespace) -> str:
+    return "\n".join(_lines(results, broken, args))
 
 
-def _lines(results: Sequence[Result], broken: Sequence[str], args: argparse.Namespace, seconds: float) -> Iterator[str]:
-    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True,
-                            check=True).stdout.strip()  # fmt: skip
+def _lines(results: Sequence[Result], broken: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
     active = [each for each in results if each.active]
     found = [each for each in active if each.found]
-    by_tests = [each for each in found if each.outcome is not None and not each.outcome.by.startswith("verify")]
-    share = 100 * len(found) / max(1, len(active))
-    yield "# Which random changes do the tests find?"
+    command = f"tests.helpers.mutants {' '.join(args.folders)} --count {args.count} --seed {args.seed}"
+    yield signature(command)
     yield ""
-    yield (f"Of {len(results)} changes of one token each, {len(active)} are active, and {len(found)} of these "
-           f"({share:.1f} %) are found: {len(by_tests)} by a fast test of these folders, the others by "
-           f"`rlexp.verify`.")  # fmt: skip
+    yield (
+        f"{len(results)} changes, of which {len(active)} are active, and {len(found)} of these "
+        f"({100 * len(found) / max(1, len(active)):.1f} %) are found."
+    )
     yield ""
-    yield (f"`python -m tests.helpers.mutants {' '.join(args.folders)} --count {args.count} --seed {args.seed}`, "
-           f"{datetime.date.today().isoformat()}, commit {commit}, {seconds / 60:.0f} minutes on this machine: "
-           f"{_processor()}.")  # fmt: skip
-    yield ""
-    yield "| folder | changes | reached | active | found |\n|---|---|---|---|---|"
+    yield "| changes | all | reached | active | found by fast tests | found by `verify` | found |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for folder in args.folders:
-        yield _row(folder, [each for each in results if each.site.path.startswith(f"rlexp/{folder}/")])
+        yield _row(f"in {folder}/", [each for each in results if each.site.path.startswith(f"rlexp/{folder}/")])
     for kind in KINDS:
-        yield _row(f"kind: {kind}", [each for each in results if each.site.kind == kind])
+        yield _row(f"of a {kind}", [each for each in results if each.site.kind == kind])
     yield ""
-    yield "## Active and not found"
-    yield ""
-    yield "| place | before | after | why |\n|---|---|---|---|"
+    yield "| active and not found | before | after | why that is right |\n| --- | --- | --- | --- |"
     for each in active:
         if not each.found:
-            yield f"| {each.site.id} | {_code(each.site.before)} | {_code(each.site.after)} | {each.reason or ''} |"
+            place = f"{each.site.path.removeprefix('rlexp/')}:{each.site.line}"
+            yield f"| {place} | {_code(each.site.before)} | {_code(each.site.after)} | {each.reason or 'not known'} |"
     if broken:
         yield f"\nNot counted, since they fail when they are only watched: {', '.join(broken)}."
 
 
 def _row(name: str, results: Sequence[Result]) -> str:
-    counts = [
-        len(results),
-        *(sum(each) for each in zip(*((r.reached, r.active, r.found) for r in results), strict=True)),
-    ]
+    """Count those of a folder or a kind. A change is found once: by tests if a fast one finds it first."""
+    by_verify = sum(each.found and each.by_verify for each in results)
+    found = sum(each.found for each in results)
+    counts = [len(results), sum(each.reached for each in results), sum(each.active for each in results),
+              found - by_verify, by_verify, found]  # fmt: skip
     return f"| {name} | {' | '.join(map(str, counts))} |"
 
 
 def _code(text: str) -> str:
     return f"`{' '.join(text.split()).replace('|', chr(92) + '|')[:90]}`"
-
-
-def _processor() -> str:
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-             if line.startswith("model name")]  # fmt: skip
-    return f"{len(names)} cores of {names[0]}" if names else "an unknown processor"
