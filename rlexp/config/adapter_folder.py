@@ -14,7 +14,7 @@ from typing import Any
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.files import expanded, is_dir, is_file
-from rlexp.config.schema import LoraConfig
+from rlexp.config.schema import Config, LoraConfig
 
 DESCRIPTION, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "rlexp_beside"  # in the metadata of the weights: the contents of those that they were trained beside
@@ -37,6 +37,7 @@ PLAIN: Mapping[str, Any] = {
 }
 
 
+SAYS = ("rank", "alpha", "rslora", "targets", "also")  # keys of `adapter` that a folder decides
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # ways to begin that leave the model's weights alone
 
 
@@ -83,6 +84,14 @@ class AdapterFolder:
             rslora=bool(self.said.get("use_rslora")),
             also=self.also,
         )
+
+
+def with_folder_described(cfg: Config) -> Config:
+    """Return a copy whose keys of `adapter` say what the adapter in `adapter.path` has."""
+    lora = cfg.adapter
+    if not isinstance(lora, LoraConfig) or lora.path is None:
+        return cfg
+    return dataclasses.replace(cfg, adapter=read_adapter(lora.path).settings(lora))
 
 
 def read_adapter(path: str) -> AdapterFolder:

@@ -7,6 +7,7 @@ import functools
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rlexp.base.errors import ConfigError
 from rlexp.base.files import write_text
 from rlexp.config import resolvers, schema, sizes
+from rlexp.config.adapter_folder import SAYS, with_folder_described
 from rlexp.config.checks.across_fields import check
 from rlexp.config.hardware import gpus_without_torch
 from rlexp.config.options import refuse_wrong_option
@@ -23,6 +25,8 @@ from rlexp.config.paths import conf_dir
 from rlexp.config.resolvers import resolve_device
 from rlexp.config.schema import KINDS, Config, Device, launcher_keys
 from rlexp.config.schema.keys import about_unknown, all_keys
+from rlexp.config.schema.loss_terms import compares
+from rlexp.config.schema.losses import LossConfig
 from rlexp.config.schema.value_kinds import check_kinds, with_names
 
 _OPEN = re.compile(
@@ -61,7 +65,8 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
     keys on which a curve depends, but for the keys that are given.
 
     Where another option of a group is given, the keys that both options have are kept, but those that name the source
-    or hold out a part of it. Those that name the source are not kept either where other rows are given.
+    or hold out a part of it. Those that name the source are not kept either where other rows are given, and those of
+    the reference where another loss is given that compares with none.
     """
     register()
     for each in overrides:
@@ -80,18 +85,29 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
         data.pop("eval_size", None)  # rows are held out by what is given
     if said & {"data.path", "data.eval_path", "data.sources"}:
         known["data"] = {key: value for key, value in data.items() if key not in OF_SOURCE}
+    adapter = known.get("adapter", {})
+    if "adapter.path" in said or (adapter.get("path") and "adapter.path" not in given):
+        known["adapter"] = {key: value for key, value in adapter.items() if key not in SAYS}  # its folder says them
     with open_dict(cfg):
         for key in ("seed", "train.batch_size", "train.precision"):
             if key not in given:
                 OmegaConf.update(cfg, key, OmegaConf.select(stored, key))
         for group, keys in known.items():
-            same = cfg[group].get("name") == keys.pop("name", None)
+            same = _in_files(cfg[group].get("name")) == keys.pop("name", None)
+            own = () if group == "reference" else OF_OPTION  # a reference model is the same in memory and precomputed
             for leaf, value in keys.items():
-                if f"{group}.{leaf}" != DERIVED and (same or (leaf in cfg[group] and leaf not in OF_OPTION)):
+                if f"{group}.{leaf}" != DERIVED and (same or (leaf in cfg[group] and leaf not in own)):
                     OmegaConf.update(cfg, f"{group}.{leaf}", value, merge=False)
+        if "loss" in given and not compares(cast(LossConfig, OmegaConf.to_object(cfg.loss))):
+            cfg.reference.update(path=None, revision=None, offload=False)
         for key in filter(_is_leaf, given):
             OmegaConf.update(cfg, key, OmegaConf.select(asked, key), merge=False)
     return cfg
+
+
+def _in_files(name: Any) -> Any:
+    """Return the name of a group's option as a file has it: some are an enum's."""
+    return name.name if isinstance(name, Enum) else name
 
 
 def _is_leaf(override: str) -> bool:
@@ -121,7 +137,7 @@ def from_hydra(cfg: DictConfig, *, here: bool = True) -> Config:
     if here:
         typed = with_device_resolved(typed)
     check(typed, here=here)
-    return typed
+    return with_folder_described(typed)
 
 
 def _refuse_own(cfg: Config) -> None:
