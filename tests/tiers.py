@@ -28,6 +28,8 @@ ONE_IN: Mapping[str, int] = {
     "convert/test_convert::test_an_example_of_theirs_composes": 3,
     "convert/test_meanings::test_a_loss_over_rows_composes": 6,
     "convert/test_values::test_no_value_is_a_traceback_and_none_is_lost": 48,
+    "eval/test_as_its_run::test_each_key_is_that_of_the_run": 8,
+    "eval/test_as_its_run::test_the_values_are_those_of_the_run_s_row": 37,
     "house/test_commands::test_a_command_is_one": 6,
     "house/test_wheel::test_its_configuration_composes": 3,
     "launch/test_slurm_script::test_a_wrong_launcher_key_is_told_before_anything_is_handed_over": 3,
