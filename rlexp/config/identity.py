@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from rlexp.base.errors import CheckpointError, ConfigError
 from rlexp.base.file_hashes import contents_of, files_in, files_of
+from rlexp.config.adapter_folder import SAYS
 from rlexp.config.content_ids import of_file, of_model
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config
@@ -37,6 +38,7 @@ FREE = (
     *("reference.name", "reference.offload", "adapter.dropout"),
     *("rollout.show", "rollout.show_every", "rollout.vllm_memory", "reward.timeout_seconds", "reward.workers"),
 )
+OF_FOLDER = tuple(f"adapter.{key}" for key in SAYS)  # free where adapter.path names a folder
 
 
 def identity(cfg: Config) -> dict[str, Any]:
@@ -58,6 +60,8 @@ def curve_keys(cfg: Config) -> dict[str, Any]:
     keys: dict[str, Any] = {"seed": cfg.seed, "train.batch_size": cfg.train.batch_size}
     for group in (*GROUPS, *(OF_SAMPLES if cfg.loss.draws else ())):
         keys |= {f"{group}.{key}": value for key, value in plain[group].items() if f"{group}.{key}" not in FREE}
+    if keys.get("adapter.path") is not None:  # the folder decides them, and stands for them
+        keys = {key: value for key, value in keys.items() if key not in OF_FOLDER}
     if isinstance(cfg.loss, MPOConfig):
         keys |= _keys_of_sum(cfg.loss)
         del keys["loss.terms"]
@@ -105,7 +109,8 @@ def _rows(path: str) -> str:
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield each key that differs, with both values as text."""
-    for key in sorted({*was, *now} - {*FREE}):  # an older version may have written one down that is free now
+    free = {*FREE, *(OF_FOLDER if now.get("adapter.path") is not None else ())}
+    for key in sorted({*was, *now} - free):  # an older version may have written one down that is free now
         one, other = (keys.get(key, LATER.get(key)) for keys in (was, now))
         if isinstance(one, dict) and isinstance(other, dict) and "contents" in one and "contents" in other:
             if one["contents"] != other["contents"]:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from rlexp.base.errors import ConfigError
-from rlexp.config.adapter_folder import ALL_LINEAR, AdapterFolder, read_adapter
+from rlexp.config.adapter_folder import ALL_LINEAR, SAYS, AdapterFolder, read_adapter
 from rlexp.config.checks.files import is_dir
 from rlexp.config.content_ids import of_weights
 from rlexp.config.schema import Config, HFModelConfig, LoraConfig
@@ -67,7 +67,7 @@ def _check_export(cfg: Config, lora: LoraConfig | None) -> None:
 def _check_path(cfg: Config, lora: LoraConfig, found: AdapterFolder) -> None:
     """Refuse keys that the folder contradicts, and an adapter of another model, where that can be told here."""
     there, default = found.settings(lora), LoraConfig()
-    for name in ("rank", "alpha", "rslora", "targets", "also"):
+    for name in SAYS:
         value, saved = getattr(lora, name), getattr(there, name)
         same = sorted(value) == sorted(saved) if isinstance(value, list) else value == saved
         if not same and value != getattr(default, name):
