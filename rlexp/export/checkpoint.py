@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlexp.base.errors import CheckpointError
@@ -22,7 +21,7 @@ from rlexp.training.model.adapter import layers_of, original_name
 from rlexp.training.model.export import described, dtype_of, export
 from rlexp.training.model.export_adapter import adapter_dtype, export_adapter
 from rlexp.training.model.loading import load_config, load_model
-from rlexp.training.model.policy import CRITIC
+from rlexp.training.model.policy import CRITIC, DTYPES
 from rlexp.training.model.score_head import has_score_head
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -98,7 +97,7 @@ def _weights(cfg: Config, model: Any, reader: Reader) -> tuple[Any, Weights]:
 def _beside_adapter(cfg: Config, model: Any, reader: Reader) -> Weights:
     """Return the weights of the starting model, and of the adapter beside them."""
     base = dict(_starting(cfg, model).named_parameters())
-    computing = torch.bfloat16 if cfg.train.precision is Precision.bf16 else torch.float32  # of frozen weights
+    computing = DTYPES[cfg.train.precision]  # of frozen weights
     for name, _ in model.named_parameters():
         trained = name in reader.shapes
         yield name, reader.whole("weight", name) if trained else base[original_name(name)].detach().to(computing)
@@ -106,4 +105,5 @@ def _beside_adapter(cfg: Config, model: Any, reader: Reader) -> Weights:
 
 def _starting(cfg: Config, like: Any) -> Any:
     config, scores = load_config(cfg.model, cfg.data.max_length), has_score_head(like.config)
-    return load_model(cfg.model, config, cfg.data.max_length, scores=scores)
+    float64 = cfg.train.precision is Precision.fp64
+    return load_model(cfg.model, config, cfg.data.max_length, float64=float64, scores=scores)

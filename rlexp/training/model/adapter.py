@@ -234,7 +234,7 @@ def _inject(part: Any, config: Any, name: str, place: str = "") -> None:
 
 
 def _fill(part: Any, name: str, seed: int, folder: _Folder | None, prefix: str) -> None:
-    """Give an adapter its weights, in float32: those of the folder, or new ones that follow from the seed."""
+    """Give an adapter its weights: those of the folder, or new ones, in float32, that follow from the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for place, layer in part.named_modules():
@@ -246,7 +246,8 @@ def _fill(part: Any, name: str, seed: int, folder: _Folder | None, prefix: str) 
                 if folder is not None:
                     for which in ("lora_A", "lora_B"):
                         matrix = getattr(layer, which)[name]
-                        matrix.weight.data.copy_(folder.weight(f"{prefix}{place}.{which}.weight", matrix.weight))
+                        given = folder.weight(f"{prefix}{place}.{which}.weight", matrix.weight)
+                        matrix.weight.data = given.to(_wide(layer.get_base_layer().weight), copy=True)
             elif name in getattr(layer, "modules_to_save", ()):
                 _fill_whole(layer, name, folder, f"{prefix}{place}.")
 
@@ -257,12 +258,18 @@ def _fill_whole(wrapper: Any, name: str, folder: _Folder | None, prefix: str) ->
         parent, _, last = leaf.rpartition(".")
         holder = wrapper.modules_to_save[name].get_submodule(parent)
         if folder is not None and f"{prefix}{leaf}" in folder.tensors:
-            made = nn.Parameter(folder.weight(f"{prefix}{leaf}", original).clone())  # each copy has memory of its own
+            given = folder.weight(f"{prefix}{leaf}", original)
+            made = nn.Parameter(given.to(_wide(original), copy=True))  # each copy has memory of its own
         elif hasattr(original, "ds_id"):  # in ZeRO-3's pieces, of which peft has made a whole copy
             made = getattr(holder, last)
         else:
             made = placed_copy(original)
         holder.register_parameter(last, made.requires_grad_(name == TRAINED))
+
+
+def _wide(beside: Tensor) -> torch.dtype:
+    """Return the dtype of an adapter's weights beside those of a model: float64 where these are."""
+    return torch.promote_types(beside.dtype, torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +284,7 @@ class _Folder:
     def read(found: AdapterFolder) -> _Folder:
         try:
             with safe_open(found.path / WEIGHTS, framework="pt") as file:
-                held = {key: file.get_tensor(key).float() for key in file.keys()}  # noqa: SIM118
+                held = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ModelError(
                 f"adapter.path={found.path}: its {WEIGHTS} cannot be read ({error}). Give a folder that peft wrote."

@@ -42,7 +42,7 @@ from rlexp.training.model.score_head import ScoreHead, has_score_head, refuse_la
 
 ROUNDED = {
     WeightsDtype.auto: None,
-    WeightsDtype.fp32: None,  # which is what weights are read in
+    WeightsDtype.fp32: torch.float32,
     WeightsDtype.bf16: torch.bfloat16,
     WeightsDtype.fp16: torch.float16,
 }
@@ -88,9 +88,9 @@ def load_model(
     float64: bool = False,
     scores: bool = False,
 ) -> PreTrainedModel:
-    """Load the model, the same on every rank, with the ring's attention and without dropout. Its weights are float32,
-    and go where `placing` says, one by one; without it they stay on the host. `scores`: with a head for scores, which
-    is random if the files have none."""
+    """Load the model, the same on every rank, with the ring's attention and without dropout. Its weights are read in
+    float32, or with `float64` in float64, and go where `placing` says, one by one; without it they stay on the host.
+    `scores`: with a head for scores, which is random if the files have none."""
     hook.register()
     match cfg:
         case HFModelConfig():
@@ -112,10 +112,9 @@ def load_model(
                     factory,
                     cfg,
                     config=config,
-                    dtype=torch.float32,
                     attn_implementation=hook.NAME,
                     output_loading_info=True,
-                    **(_experts(config) if float64 else {}),
+                    **_reading(config, float64=float64),
                 )
             _refuse_random(f"{cfg.group}.path", cfg.path, info)
             if factory is AutoModel:
@@ -167,10 +166,9 @@ def load_reward_model(cfg: ModelRewardConfig, key: str, max_length: int, placing
             what="reward model",
             key=name,
             config=config,
-            dtype=torch.float32,
             attn_implementation=hook.NAME,
             output_loading_info=True,
-            **(_experts(config) if cfg.precision is Precision.fp64 else {}),
+            **_reading(config, float64=cfg.precision is Precision.fp64),
         )
     _refuse_random(name, cfg.path, info)
     return _without_surprises(model, max_length)
@@ -261,6 +259,11 @@ def from_config_options(cfg: ModelConfig, config: PreTrainedConfig) -> dict[str,
     """Return the options that make a float64 copy of a model from its configuration alone."""
     trusted = {"trust_remote_code": True} if isinstance(cfg, HFModelConfig) and cfg.trust_remote_code else {}
     return trusted | _experts(config)
+
+
+def _reading(config: PreTrainedConfig, *, float64: bool) -> dict[str, Any]:
+    """Return the options that read a model's files: a weight in float64 stays exact where float64 computes."""
+    return {"dtype": torch.float64, **_experts(config)} if float64 else {"dtype": torch.float32}
 
 
 def _experts(config: PreTrainedConfig) -> dict[str, str]:

@@ -35,7 +35,7 @@ class Said:
         return Said(
             cfg,
             json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")),
-            {key.removeprefix("base_model.model."): tensor.float() for key, tensor in saved.items()},
+            {key.removeprefix("base_model.model."): tensor for key, tensor in saved.items()},
         )
 
     def adapts(self, name: str) -> bool:

@@ -37,7 +37,7 @@ from rlexp.verify.reference.pairs import Bytes
 LOGITS = 1 << 24  # elements of logits held at once
 SCORES = 1 << 26  # elements of a score matrix held at once
 BLOCKS = "verify_blocks"
-ROUNDED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ROUNDED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_tokenizer(cfg: Config) -> Any:
@@ -73,7 +73,7 @@ def of_critic(cfg: Config, device: torch.device) -> Any:
 
 def load(cfg: Config, device: torch.device, attention: str | None = None, *, scores: bool = False) -> Any:
     """Load the starting model with float64 parameters, rounded as the configuration says, and with its adapter; rotary
-    tables and other buffers stay in float32."""
+    tables stay in float32."""
     names = [attention] if attention else [own_blocks() if device.type == "cuda" else "sdpa", "eager"]
     for name in names:
         try:
@@ -82,7 +82,7 @@ def load(cfg: Config, device: torch.device, attention: str | None = None, *, sco
         except ValueError:  # the model does not offer this attention
             if name == names[-1]:
                 raise
-    dtype = ROUNDED.get(cfg.model.dtype.value, torch.float32) if isinstance(cfg.model, HFModelConfig) else torch.float32
+    dtype = ROUNDED.get(cfg.model.dtype.value, torch.float64) if isinstance(cfg.model, HFModelConfig) else torch.float32
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).double()
     _pin_angles(model, cfg.data.max_length)
@@ -101,7 +101,7 @@ def _scoring(cfg: Config, attention: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(hf.path, **_options(hf))
         if any("SequenceClassification" in name for name in config.architectures or []):
             return AutoModelForSequenceClassification.from_pretrained(
-                hf.path, **_options(hf), **_experts(config), dtype=torch.float32, attn_implementation=attention
+                hf.path, **_options(hf), **_experts(config), dtype=torch.float64, attn_implementation=attention
             )
     model = _made(cfg, attention)
     config = model.config
@@ -140,7 +140,7 @@ def _made(cfg: Config, attention: str) -> Any:
             return AutoModelForCausalLM.from_pretrained(
                 hf.path,
                 **_options(hf),
-                dtype=torch.float32,
+                dtype=torch.float64,
                 attn_implementation=attention,
                 **_experts(config),
             )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -40,11 +41,13 @@ from rlexp.config.schema import HFModelConfig, TinyModelConfig
 from rlexp.config.schema.models import WeightsDtype
 from rlexp.launch.joining import RankSpec
 from rlexp.training.model import loading
+from rlexp.training.model.adapter import original_name
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.model.probe import probe
 from rlexp.training.world.groups import build_world
 from tests.conftest import ROOT, Shell
 from tests.helpers import warm
+from tests.helpers.adapters import adapter_of
 from tests.helpers.models import (
     HOW,
     NEW,
@@ -99,6 +102,53 @@ def test_weights_stay_as_in_the_files_unless_a_dtype_is_named(tmp_path: Path) ->
         held = load_model(cfg, load_config(cfg, 512), 512).state_dict()
         assert all(torch.equal(held[name], value.to(narrow).float()) for name, value in before.items())
         assert all(held[name].dtype is torch.float32 for name in before)
+
+
+OF_ADAPTER = r"(\.modules_to_save)?\.(default|starting)\."
+
+
+def in_float64(place: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Write a folder's weights anew in float64, as numbers that float32 does not have; return them."""
+    drawn = torch.Generator().manual_seed(seed)
+    (file,) = place.glob("*.safetensors")
+    weights = {name: 0.1 * torch.randn(value.shape, generator=drawn, dtype=torch.float64)
+               for name, value in load_file(file).items()}  # fmt: skip
+    assert not any(torch.equal(value, value.float().double()) for value in weights.values())
+    save_file(weights, file, metadata={"format": "pt"})
+    return weights
+
+
+def test_float64_weights_arrive_exactly_where_float64_computes(tmp_path: Path) -> None:
+    """Those of the model, and of an adapter and a module that was trained whole; a dtype that is named rounds them."""
+    source = saved(tmp_path / "model")
+    model = in_float64(source, 1)
+    place = adapter_of(source, tmp_path / "adapter", modules_to_save=["norm"])
+    adapter = in_float64(place, 2)
+    words = [*PRETRAINED, f"model.path={source}"]
+    lora = ["adapter=lora", f"adapter.path={place}"]
+    engines = [name for name, traits in ENGINES.items() if "fp64" in traits.precisions]
+    cfgs = [compose_config([*words, *more, "train.precision=fp64", f"engine={engine}"])
+            for engine in engines for more in ([], lora, ["model.dtype=fp32"])]  # fmt: skip
+    cfgs.append(compose_config([*words, "train.precision=fp32", "engine=torch"]))
+    rounded = {name: value.float().double() for name, value in model.items()}
+    for held in on_ranks(2, starting_weights, cfgs):
+        for plain, adapted, named in zip(*(held[start:-1:3] for start in range(3)), strict=True):
+            assert same(plain, model)
+            assert same(adapted, model | adapter)
+            assert same(named, rounded)
+        assert same(held[-1], rounded)
+
+
+def in_files(name: str) -> str:
+    """Return the name in its file of a weight; a frozen copy of an adapter has those of the adapter."""
+    if not re.search(OF_ADAPTER, name):
+        return original_name(name)
+    return "base_model.model." + re.sub(OF_ADAPTER, ".", name)
+
+
+def same(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    assert {in_files(name) for name in weights} == wanted.keys()
+    return all(torch.equal(weight, wanted[in_files(name)]) for name, weight in weights.items())
 
 
 def test_a_weight_beyond_fp16_is_refused(tmp_path: Path) -> None:
