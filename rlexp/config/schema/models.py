@@ -67,7 +67,7 @@ class ReferenceName(Enum):
     """What gives the log-probabilities that the policy's are compared with."""
 
     model = "model"  # a frozen model in memory
-    # the trained model itself with its adapter off, or with the adapter that training starts from; with adapter=lora
+    # the trained model itself with its adapter off; with adapter.path, with that adapter as it was given
     adapter = "adapter"
     # computed once before training, and kept in the machine's cache; not with a loss of reinforcement learning, or kto
     precompute = "precompute"
@@ -105,7 +105,7 @@ class LoraConfig(AdapterConfig):
     rslora: bool = False  # multiply by alpha / √rank (rsLoRA, arXiv 2312.03732)
     # share of the adapter's inputs that are set to zero; only 0: which ones would depend on the layout
     dropout: float = number(0.0, least=0, below=1)
-    # folder of an adapter in peft's format to go on from; what makes an adapter is then as in that folder, and its keys
-    # are left out. null: a new one
+    # folder of an adapter in peft's format to go on from; rank, alpha, rslora, targets and also are then the folder's,
+    # and are left out. null: a new one
     path: str | None = None
     also: list[str] = field(default_factory=list)  # modules that are trained whole beside it: `[lm_head]`
