@@ -29,6 +29,7 @@ from rlexp.verify.records import (
     joined,
 )
 from rlexp.verify.reference import rules
+from rlexp.verify.reference.by_length import by_length
 from rlexp.verify.reference.formula import losses_of
 from rlexp.verify.reference.model import answer_logps, answer_score, load, load_tokenizer, of_reference
 from rlexp.verify.reference.pairs import examples_of, mismatched
@@ -83,6 +84,8 @@ class Reference(Stepped):
         sides = next(iter(batch.values())).sides if values["logits"] else ()
         logits = {side: joined([values["logits"][sample, side] for sample in batch]) for side in sides}
         row = rules.logged(losses, sums, logits, sum(example.tokens for example in batch.values()))
+        if not trained:
+            row |= by_length(self.cfg.eval.buckets, list(batch.values()), losses)
         return RowsExpected(
             number=number,
             samples=tuple(batch),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rlexp.training.metrics.meter import SHARDED
-from tests.helpers.faults.base import (
-    METRICS,
-    one,
-)
+from tests.helpers.faults.base import METRICS, TRAIN, one
+from tests.helpers.faults.losses import HELD_OUT
+from tests.helpers.faults.plant import Seeing
 
 
 def every_rank_counts(original: Any, self: Any, where: Any, name: str, value: Any, spread: Any) -> None:
@@ -20,6 +20,21 @@ def last_value(original: Any, self: Any, where: Any, name: str, *args: Any) -> N
     original(self, where, name, *args)
 
 
+def bounds_in_the_next(search: Any) -> Any:
+    return lambda bounds, lengths, side: search(bounds, lengths, side={"left": "right", "right": "left"}[side])
+
+
+def of_the_first_answer(_original: Any, example: Any) -> int:
+    return len(example.prompt) + len(example.answers[0][0])
+
+
+def rows_as_shares(original: Any, self: Any, meter: Any, examples: Any, losses: Any) -> None:
+    """Take a row's share of the denominator to be 1, also where a loss counts its tokens."""
+    original(self, meter, examples, replace(losses, weights_E={}))
+
+
+# Held-out sequences of 126 and of 145 tokens lie on the bounds.
+PARTS = (*HELD_OUT, "eval.buckets=[126,145]")
 METER = "metrics.meter:Meter."
 METRICS_FAULTS = (
     one("replicated sums counted on every rank", METER + "_add", every_rank_counts, "metrics", METRICS),
@@ -27,5 +42,10 @@ METRICS_FAULTS = (
         lambda original, self, sums, counts: original(self, [each / self.world.size for each in sums], counts),
         "metrics", METRICS),
     one("the last micro-batch's values", METER + "_add", last_value, "metrics", METRICS),
+    one("a bound belongs to the part after it", "train.by_length:Buckets.note",
+        Seeing({"np.searchsorted": bounds_in_the_next}), "metrics", TRAIN, *PARTS),
+    one("the length of the first answer", "train.by_length:longest", of_the_first_answer, "metrics", TRAIN, *PARTS),
+    one("sft: rows as shares of a part's loss", "train.by_length:Buckets.note", rows_as_shares, "metrics", TRAIN,
+        *PARTS, "loss=sft"),
     one("rank 0's values", "metrics.meter:_gather", lambda original, *args: original(*args)[:1], "metrics", METRICS),
 )  # fmt: skip
