@@ -25,9 +25,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from bench.resume import Where, run
 from rlexp.base.errors import ModelError
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, ExportDtype
+from rlexp.export.checkpoint import export_checkpoint
 from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.launch.local import run_ranks
 from rlexp.run_files.checkpoint_folder import check_sizes, latest_first
@@ -37,6 +39,8 @@ from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train import export_at_end as exported
 from rlexp.training.train.build import build, unprobed
 from tests.helpers import warm
+from tests.helpers.adapters import adapter_of
+from tests.helpers.models import in_float64, saved
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "train.max_steps=1", "parallel=ring2", "data.size=16",
@@ -166,6 +170,23 @@ def test_a_policy_with_a_critic_is_exported_without_it(rlexp: Shell, tmp_path: P
     assert all(torch.equal(one[name], other[name]) for name in one)
     ((missing, unexpected, *_),) = loaded_plainly(tmp_path / "late")
     assert (missing, unexpected) == ([], [])
+
+
+@pytest.mark.slow
+def test_float64_is_rounded_once(tmp_path: Path) -> None:
+    """An adapter is merged into frozen weights in float64, at the end of a run and from its checkpoint alike."""
+    model = saved(tmp_path / "model")
+    frozen = in_float64(model, 1)
+    adapter = adapter_of(model, tmp_path / "adapter")
+    in_float64(adapter, 2)
+    place = run(Where("torch", 1, 1, "fp64"), tmp_path / "run", "model=hf", f"model.path={model}", "adapter=lora",
+                f"adapter.path={adapter}", "checkpoint.export=merged", "data.eval_size=0", "train.eval_every=null",
+                "train.max_steps=1")  # fmt: skip
+    at_end, later = content(place / "model"), content(export_checkpoint(place, tmp_path / "later", ExportDtype.auto,
+                                                                        merged=True))  # fmt: skip
+    assert at_end.keys() == later.keys() == frozen.keys()
+    assert all(torch.equal(at_end[name], later[name]) for name in at_end)
+    assert torch.equal(at_end["model.norm.weight"], frozen["model.norm.weight"].float())
 
 
 # ---- in shards ----

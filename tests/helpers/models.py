@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -100,6 +100,17 @@ def made(cfg: HFModelConfig) -> Path:
 
 def weights_in(place: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in place.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def in_float64(place: Path, seed: int) -> dict[str, Tensor]:
+    """Write a folder's weights anew in float64, as numbers that float32 does not have; return them."""
+    drawn = torch.Generator().manual_seed(seed)
+    (file,) = place.glob("*.safetensors")
+    weights = {name: 0.1 * torch.randn(value.shape, generator=drawn, dtype=torch.float64)
+               for name, value in load_file(file).items()}  # fmt: skip
+    assert not any(torch.equal(value, value.float().double()) for value in weights.values())
+    save_file(weights, file, metadata={"format": "pt"})
+    return weights
 
 
 def smollm2() -> HFModelConfig:

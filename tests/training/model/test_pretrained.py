@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -56,6 +55,7 @@ from tests.helpers.models import (
     TEMPLATE,
     cache,
     hf,
+    in_float64,
     made,
     saved,
     smollm2,
@@ -105,17 +105,6 @@ def test_weights_stay_as_in_the_files_unless_a_dtype_is_named(tmp_path: Path) ->
 
 
 OF_ADAPTER = r"(\.modules_to_save)?\.(default|starting)\."
-
-
-def in_float64(place: Path, seed: int) -> dict[str, torch.Tensor]:
-    """Write a folder's weights anew in float64, as numbers that float32 does not have; return them."""
-    drawn = torch.Generator().manual_seed(seed)
-    (file,) = place.glob("*.safetensors")
-    weights = {name: 0.1 * torch.randn(value.shape, generator=drawn, dtype=torch.float64)
-               for name, value in load_file(file).items()}  # fmt: skip
-    assert not any(torch.equal(value, value.float().double()) for value in weights.values())
-    save_file(weights, file, metadata={"format": "pt"})
-    return weights
 
 
 def test_float64_weights_arrive_exactly_where_float64_computes(tmp_path: Path) -> None:
