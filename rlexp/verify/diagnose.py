@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +38,21 @@ from rlexp.training.train.build import build_policy
 from rlexp.training.train.parts import Run
 from rlexp.training.train.task import Task
 from rlexp.training.types import Answered, Ids, Mask, Pack, Shard
+from rlexp.verify.apart import Differing, Scene, Tried, tried
+from rlexp.verify.compared import Comparison
+from rlexp.verify.compared_samples import SampleStep
 from rlexp.verify.findings import Clue, Finding
 from rlexp.verify.given_samples import Drawing, task_on
-from rlexp.verify.records import TensorFiles
+from rlexp.verify.modules import ALGOS, DATA, ENGINE, METRICS, MODEL, RING, ROLLOUT, TRAIN
+from rlexp.verify.records import Drawn, Key, TensorFiles
 from rlexp.verify.reference import rollout_rules as rules
+from rlexp.verify.reference.drawn import SIDE
 from rlexp.verify.reference.model import softmax_attention
 
 LONGEST = 512  # tokens of a sequence in the attention that is tried alone
 # Allowed differences to the written-out ones, relative to the largest value; rounding is 100 times smaller.
 ATTENTION = {Precision.fp64: 1e-10, Precision.fp32: 1e-4, Precision.bf16: 1e-1}
 GRADIENT = {Precision.fp64: 1e-9, Precision.fp32: 1e-3, Precision.bf16: 3e-1}
-
-DATA, RING, MODEL, ALGOS = (f"rlexp/training/{name}/" for name in ("dataset", "ring", "model", "algos"))
-TRAIN, ENGINE, METRICS, ROLLOUT = (f"rlexp/training/{name}/" for name in ("train", "engine", "metrics", "rollout"))
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ class Alone:
     attention_backward: float
     gradient: float
     weighing: float  # of the weights and the whitened advantages of drawn samples
+    tried: Tried | None = None  # parts of the run that are built of each other, where the finding asks for them
+
+    def ring_is_wrong(self, case: Case) -> bool:
+        return self.attention > ATTENTION[case.cfg.train.precision] and case.clue in (Clue.POLICY, Clue.REFERENCE)
 
 
 @dataclass(frozen=True)
@@ -73,24 +79,71 @@ class Case:
     cfg: Config
     step: int
     folder: Path  # the reference's weights and gradients
+    steps: int  # of the verification
+    clue: Clue
     drawing: Drawing | None = None  # the samples that the run drew, if it draws
+    said: Differing = field(default_factory=Differing)
 
 
 def alone_rank(spec: RankSpec, case: Case) -> Alone:
     first = case.cfg.launch
     join(spec, first.device.value, first.timeout_seconds, threads_of(first))
-    task = task_on(case.cfg, case.drawing)
+    task = task_on(case.cfg, case.drawing, steps=case.steps)
     run = task.run
     # In the same order on every rank: each has collectives.
     forward, backward = _try(lambda: _ring_sum(run))
     meter, _ = _try(lambda: (_meter(run), 0.0))
     attention, attention_backward = _try(lambda: _attention(task, case))
-    gradient, _ = _try(lambda: (_gradient(task, case), 0.0))
+    gradient, _ = _try(lambda: (_gradient(task, case) if case.clue is Clue.GRADIENT else 0.0, 0.0))
     weighing, _ = _try(lambda: (_weighing(), 0.0))
     errors = [forward, backward, meter, attention, attention_backward, gradient, weighing]
     mine = torch.tensor(errors, dtype=torch.float64)
     dist.all_reduce(mine.nan_to_num_(nan=torch.inf), op=dist.ReduceOp.MAX)
-    return Alone(*mine.tolist())
+    alone = Alone(*mine.tolist())
+    if case.clue in APART and not alone.ring_is_wrong(case):
+        alone = dataclasses.replace(alone, tried=tried(scene_of(task, case), case.clue))
+    return alone
+
+
+APART = (Clue.POLICY, Clue.REFERENCE, Clue.START, Clue.TRAINED)  # that `apart.py` finds the module of
+
+
+def scene_of(task: Task, case: Case) -> Scene:
+    """The step's sequences in packs, equally many on each replica."""
+    packs: list[tuple[Pack, list[Key]]] = []
+    if case.said.wanted:
+        sides = list(dict.fromkeys(side for _, side in case.said.wanted))
+        for examples in _whole_micro_batches(task, case):
+            keys = [(example.index, side) for example in examples for side in sides]
+            packs.append((pack_examples(examples, **task.run.padding), keys))
+    return Scene(task, packs, case.step, case.steps, TensorFiles(case.folder), case.said)
+
+
+def _whole_micro_batches(task: Task, case: Case) -> Sequence[Sequence[Answered]]:
+    if case.drawing is None:
+        return _micro_batches(task, case)
+    world, size = task.run.world, task.run.cfg.train.micro_batch_size
+    drawn = case.drawing.rollouts[rules.rollout_of(case.cfg, case.step)].samples
+    samples = [_example_of(drawn[place]) for place in sorted({place for place, _ in case.said.wanted})]
+    mine = samples[world.replica :: world.dp_size]
+    count = -(-len(samples) // (world.dp_size * size))
+    return [mine[number * size : (number + 1) * size] or samples[:1] for number in range(count)]
+
+
+def differing(comparison: Comparison, finding: Finding) -> Differing:
+    """What the run and the reference say of the step's sequences, for findings about that."""
+    step = next(step for step in comparison.steps() if step.number == finding.step)
+    if finding.clue is Clue.POLICY:
+        got, wanted = step.by_sequence("policy_t"), step.expected.policy
+    elif finding.clue is not Clue.REFERENCE:
+        return Differing()
+    elif isinstance(step, SampleStep):
+        kept, meant = step.run.reference or [], step.expected.rollout.reference or []
+        got, wanted = ({(place, SIDE): each for place, each in enumerate(of)} for of in (kept, meant))
+    else:
+        got, wanted = step.by_sequence("reference_t"), step.expected.reference
+    alike = got.keys() == wanted.keys() and all(len(got[key]) == len(wanted[key]) for key in wanted)
+    return Differing(got, wanted) if alike else Differing()
 
 
 def _try(part: Callable[[], tuple[float, float]]) -> tuple[float, float]:
@@ -173,7 +226,7 @@ def _micro_batches(task: Task, case: Case) -> list[list[Answered]]:
     examples: Any = task.examples.train
     if case.drawing is not None:
         samples = case.drawing.rollouts[rules.rollout_of(case.cfg, case.step)].samples
-        examples = [Short(each.place, each.prompt, each.origin, ((each.answer, None),)) for each in samples]
+        examples = [_example_of(each) for each in samples]
     return [[examples[index] for index in indices] for indices in mine]
 
 
@@ -187,6 +240,10 @@ class Short:
     answers: tuple[tuple[Ids, Mask | None], ...]
     margin: float | None = None
     label: bool | None = None
+
+
+def _example_of(drawn: Drawn) -> Short:
+    return Short(drawn.place, drawn.prompt, drawn.origin, ((drawn.answer, None),))
 
 
 def _short(example: Answered) -> Short:
@@ -345,7 +402,7 @@ class Parts:
 def parts_rank(spec: RankSpec, parts: Parts) -> None:
     first = parts.cfg.launch
     join(spec, first.device.value, first.timeout_seconds, threads_of(first))
-    task = task_on(parts.cfg, parts.drawing)
+    task = task_on(parts.cfg, parts.drawing, steps=parts.steps)
     weights, files = TensorFiles(parts.weights), TensorFiles(parts.folder)
     for step, gradients in enumerate(without_engine(task, parts.steps, weights), start=1):
         for name, gradient in gradients.items():
@@ -372,16 +429,15 @@ def module_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
         Clue.TOKENS: DATA,
         Clue.PACK: DATA,
         Clue.SHARD: RING,
-        Clue.START: MODEL if cfg.train.precision is Precision.fp64 else ENGINE,
         Clue.DTYPE: ENGINE,
         Clue.STALE: ENGINE,
         Clue.OF_TOKENS: MODEL,
-        Clue.REFERENCE: ENGINE if ENGINES[cfg.engine.name.value].sharded else TRAIN,
+        Clue.OTHERS: TRAIN,
         Clue.COUNTS: TRAIN,
         Clue.LOSSES: ALGOS,
         Clue.SLOPES: ALGOS,
+        Clue.TAKEN: TRAIN,
         Clue.HANDED: TRAIN,
-        Clue.TRAINED: MODEL,
         Clue.PARTS: ENGINE,
         Clue.RANKS: ENGINE,
         Clue.RATE: TRAIN,
@@ -399,12 +455,14 @@ def module_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
     assert alone is not None
     precision = cfg.train.precision
     match finding.clue:
-        case Clue.POLICY:
-            return RING if alone.attention > ATTENTION[precision] else MODEL
+        case Clue.POLICY | Clue.REFERENCE | Clue.START | Clue.TRAINED:
+            return RING if alone.tried is None else alone.tried.module
         case Clue.WEIGHED:
             return ALGOS if alone.weighing > 1e-12 else TRAIN
         case Clue.SUMS:
             return RING if alone.ring_sum > 0 else TRAIN
+        case Clue.CHAIN:
+            return RING if alone.ring_sum_backward > 0 else TRAIN
         case Clue.GRADIENT:
             if alone.ring_sum_backward > 0 or alone.attention_backward > ATTENTION[precision]:
                 return RING
@@ -416,7 +474,7 @@ def module_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
 
 
 def needs_trial(finding: Finding) -> bool:
-    return finding.clue in (Clue.POLICY, Clue.WEIGHED, Clue.SUMS, Clue.GRADIENT, Clue.REDUCED)
+    return finding.clue in (*APART, Clue.WEIGHED, Clue.SUMS, Clue.CHAIN, Clue.GRADIENT, Clue.REDUCED)
 
 
 def module_of_traceback(text: str) -> str | None:
@@ -432,8 +490,10 @@ def module_of_traceback(text: str) -> str | None:
 
 EVIDENCE: Mapping[Clue, str] = {
     Clue.POLICY: "packs and shards are right",
+    Clue.REFERENCE: "the policy is right",
     Clue.SUMS: "each token's log-probability is right",
     Clue.WEIGHED: "the advantages of the rollout are right",
+    Clue.CHAIN: "the derivatives of the loss by each sum are right",
     Clue.GRADIENT: "log-probabilities and losses are right",
     Clue.REDUCED: "the values of each pair and token are right",
 }
@@ -447,10 +507,13 @@ def evidence(finding: Finding, cfg: Config, alone: Alone) -> str:
         return "right" if value <= bound else wrong
 
     precision = cfg.train.precision
+    attention = [("attention alone", alone.attention, ATTENTION[precision])]
     tried = {
-        Clue.POLICY: [("attention alone", alone.attention, ATTENTION[precision])],
+        Clue.POLICY: attention,
+        Clue.REFERENCE: attention,
         Clue.WEIGHED: [("the formula of whitening and weights alone", alone.weighing, 1e-12)],
         Clue.SUMS: [("the ring's sum alone", alone.ring_sum, 0.0)],
+        Clue.CHAIN: [("the backward of the ring's sum", alone.ring_sum_backward, 0.0)],
         Clue.GRADIENT: [
             ("the backward of the ring's sum", alone.ring_sum_backward, 0.0),
             ("the backward of attention", alone.attention_backward, ATTENTION[precision]),
@@ -459,4 +522,5 @@ def evidence(finding: Finding, cfg: Config, alone: Alone) -> str:
         Clue.REDUCED: [("the meter alone", alone.meter, 1e-9)],
     }
     answers = [f"{what} is {said(value, bound)}" for what, value, bound in tried.get(finding.clue, [])]
-    return "; ".join(filter(None, [EVIDENCE.get(finding.clue, ""), *answers]))
+    apart = alone.tried.said if alone.tried is not None else ""
+    return "; ".join(filter(None, [EVIDENCE.get(finding.clue, ""), *answers, apart]))

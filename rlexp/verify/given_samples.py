@@ -16,9 +16,10 @@ import numpy as np
 from rlexp.config.schema import Config
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.rewards.weighted import Rewards
-from rlexp.training.train.build import Sources, build, unprobed
+from rlexp.training.train.build import Sources, build, build_task, unprobed
 from rlexp.training.train.build_rollouts import Parts
 from rlexp.training.train.examples import read_examples
+from rlexp.training.train.offline_task import OfflineTask
 from rlexp.training.train.rollout_supply import Made, Rollouts
 from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.train.task import Task
@@ -37,6 +38,7 @@ class Drawing:
     held_out: Rollout | None
     steps: int  # that the run has taken
     exact: bool  # whether it computed in float64, its reward models too
+    rounding: float  # by which the log-probabilities may differ that tokens were drawn from
     ran: Path | None = None  # the run's weights, from which the reference goes on where it must
 
 
@@ -67,10 +69,17 @@ def sample_of(drawn: Drawn) -> Sample:
     )  # fmt: skip
 
 
-def task_on(cfg: Config, drawing: Drawing | None, sources: Sources | None = None) -> Task:
-    """Build the task that a configuration trains; one that draws is given its samples."""
+def task_on(cfg: Config, drawing: Drawing | None, sources: Sources | None = None, *, steps: int) -> Task:
+    """Build the task that a configuration trains, for its first `steps`; one that draws is given its samples."""
     if drawing is None:
-        return build(cfg, probing=unprobed, sources=sources)
+
+        def of_rows(cfg: Config, tokenizer: Any, world: World, bridge: Bridge | None) -> Task:
+            task = build_task(cfg, tokenizer, world, bridge)
+            if isinstance(task, OfflineTask):
+                task.most_steps = steps  # what is computed before training is of these steps' rows
+            return task
+
+        return build(cfg, probing=unprobed, task_of=of_rows, sources=sources)
     parts = Parts(rewards=lambda _: Rewards((), (), {}), rollouts=partial(GivenRollouts.by, drawing))
 
     def task_of(cfg: Config, tokenizer: Any, world: World, _: Bridge | None) -> Task:

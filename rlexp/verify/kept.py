@@ -118,7 +118,7 @@ def alone_rank(spec: RankSpec, cfg: Config, drawing: Drawing | None = None) -> t
     join(spec, cfg.launch.device.value, cfg.launch.timeout_seconds, threads_of(cfg.launch))
     one = alone(cfg)
     watch = Watch(one)
-    task = task_on(one, drawing, watch.sources)
+    task = task_on(one, drawing, watch.sources, steps=1)
     run = task.run
     engine = WatchedEngine(run.engine, watch)
     task.run = dataclasses.replace(run, engine=engine)

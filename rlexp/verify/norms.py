@@ -53,3 +53,10 @@ def common_factor(sizes: Sequence[Size]) -> str:
 def relative(got: Array, wanted: Array) -> float:
     """The largest difference, relative to the largest element."""
     return float(np.abs(got - wanted).max()) / (float(np.abs(wanted).max()) or 1.0)
+
+
+def in_bfloat16(values: Array) -> Array:
+    """Round to the nearest number of bfloat16, the upper half of a float32; halves to the even one."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return rounded.view(np.float32).reshape(np.shape(values))

@@ -17,7 +17,7 @@ from rlexp.config.schema import Device
 from rlexp.config.schema.models import Precision
 from rlexp.verify.compared import Comparison
 from rlexp.verify.compared_samples import CRITIC, HELD_OUT
-from rlexp.verify.findings import GRADIENT, LOGPS, LOSS, OPTIMIZER, Allowed, Clue, Finding
+from rlexp.verify.findings import FLOAT64, GRADIENT, LOGPS, LOSS, OPTIMIZER, Allowed, Clue, Finding
 from rlexp.verify.norms import Size, common_factor, relative, shares, size_of
 from rlexp.verify.records import Array, Key, TensorFiles
 
@@ -256,3 +256,8 @@ QUANTITIES = (
     Quantity("gradient of a parameter", GRADIENT, Clue.GRADIENT, _units(1024, 256), of_parameter),
     Quantity("weights after the step", OPTIMIZER, Clue.WEIGHTS, _units(math.inf, math.inf), of_weights),
 )
+
+
+def rounding_of_token(precision: Precision) -> float:
+    """How far the log-probability of a token may lie from the float64 reference's, relative to max(1, |it|)."""
+    return FLOAT64.logp if precision is Precision.fp64 else QUANTITIES[0].units[precision] * UNIT[precision]

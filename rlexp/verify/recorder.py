@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,6 +93,9 @@ class Recorder(Sink):
     def number(self) -> int:
         return len(self.trace.steps) + 1
 
+    def handing(self, loss: Tensor) -> None:
+        """Look at the loss of a micro-batch before the engine has it."""
+
     def write_gradient(self, engine: Any) -> None:
         self.step.gradient_marks = self.write("gradient", self.number, engine.gradients().items())
 
@@ -112,6 +116,16 @@ class Recorder(Sink):
         self.step.row = dict(row)
         self.trace.steps.append(self.step)
         self.step = StepSeen()
+
+
+def watch_derivative(values: Tensor, known: dict[str, Array], name: str) -> None:
+    """Keep the derivative of the loss by some values, as the backward pass brings it: zeros if it brings none."""
+    known[name] = np.zeros(values.shape)
+
+    def keep(derivative: Tensor) -> None:
+        known[name] = array(derivative)
+
+    values.register_hook(keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,17 +150,21 @@ class RecordedEngine:
         tokens = self._engine.forward(shard)
         if not known or isinstance(tokens, TokenScores):  # scores: the loss is given one for each answer
             return tokens
-        self._recorder.micro.policy_t = array(tokens.logps_t)
-        self._recorder.micro.logits_t = array(tokens.mean_logits_t)
+        micro = self._recorder.micro
+        micro.policy_t, micro.logits_t = array(tokens.logps_t), array(tokens.mean_logits_t)
         more = {"likelihoods_t": tokens.likelihoods_t, "entropies_t": tokens.entropy_t, "hits_t": tokens.hits_t,
                 "values_t": tokens.values_t}  # fmt: skip
         for name, each in more.items():
             if each is not None:
-                setattr(self._recorder.micro, name, array(each))
+                setattr(micro, name, array(each))
+        for who, each in {"policy": tokens.logps_t, "entropies": tokens.entropy_t, "values": tokens.values_t}.items():
+            if each is not None and each.requires_grad:
+                watch_derivative(each, micro.known, f"derivative by {who}")
         return tokens
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self._recorder.micro.handed, self._recorder.micro.last = float(loss.detach()), last
+        self._recorder.handing(loss)
         self._engine.backward(loss, last=last)
         if last:  # here and not in `step`, which a gradient that is not finite never reaches
             self._recorder.write_gradient(self._engine)

@@ -123,10 +123,20 @@ class Losses:
     weights_E: dict[str, Array] = field(default_factory=dict)  # of examples in the mean of a result, where they differ
     carried: Mapping[str, float] = field(default_factory=dict)  # what the step before left to it
 
-    def __getitem__(self, some: slice) -> Losses:
+    def __getitem__(self, some: slice | list[int]) -> Losses:
         slopes, values_E, weights_E = ({name: each[some] for name, each in of.items()}
                                        for of in (self.slopes, self.values_E, self.weights_E))  # fmt: skip
         return Losses(self.losses_E[some], slopes, values_E, weights_E, self.carried)
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One call of the loss's formula on a rank: what it was given, and what it returned."""
+
+    sums: dict[str, Array]
+    counts: Counts
+    mismatched: Array | None
+    losses: Losses
 
 
 @dataclass(frozen=True)
@@ -165,6 +175,8 @@ class Micro:
     mismatched: Array | None = None  # log-ratios of all the train batch's mismatched answers, as the loss is given them
     losses: Losses | None = None
     given: Losses | None = None  # the same by the formula alone, from these sums
+    applied: Applied | None = None  # the formula's call, where it sees one micro-batch
+    handed_slopes: dict[str, Array] = field(default_factory=dict)  # derivatives of `handed` by the policy's sums
     handed: float | None = None  # the scalar given to the engine
     last: bool = False  # the engine's mark of the last micro-batch
     known: dict[str, Array] = field(default_factory=dict)  # of a drawn sample's tokens, as the formula is given them
@@ -184,7 +196,7 @@ class StepSeen:
     micros: list[Micro] = field(default_factory=list)
     others: list[Micro] = field(default_factory=list)  # with mismatched answers, where the loss asks for them
     other_tokens: dict[int, TokenExample] = field(default_factory=dict)
-    whole: dict[str, Array] | None = None  # the sums of the whole batch, where the loss is given them all at once
+    applied: Applied | None = None  # the formula's call, where it sees the whole batch
     lr: float = 0.0
     gradient_marks: dict[str, int] = field(default_factory=dict)
     weight_marks: dict[str, int] = field(default_factory=dict)
@@ -318,6 +330,8 @@ class RolloutExpected:
     scores: Array
     row: dict[str, float]
     behaviour: list[Array] = field(default_factory=list)
+    strayed: list[Array] = field(default_factory=list)  # by how much each number lies outside its token's part
+    doubtful: int = 0  # drawn tokens of which rounding decides whether they may be drawn
     old: list[Array] = field(default_factory=list)
     reference: list[Array] | None = None
     values: list[Array] | None = None
@@ -379,6 +393,7 @@ class Met:
     advantages: int = 0  # tokens of train batches that count and whose advantage, whitened or not, is not 0
     alike: int = 0  # prompts whose answers are all the same, of those with several
     values: bool = True  # whether a critic has said anything but 0
+    doubtful: int = 0  # drawn tokens of which rounding decides whether top_k, top_p and min_p let them be drawn
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,10 @@ def _given(cfg: Config, result: Verification) -> list[str]:
     drawn = "the drawn tokens"
     if cfg.rollout.engine is not RolloutEngine.native:
         drawn += f", by rollout.engine=native in the place of {cfg.rollout.engine.value}"
+    if result.float64 is not None:
+        drawn += ", after a check that each is the one that its random number chooses"
+    if result.met is not None and result.met.doubtful:
+        drawn += f"; {result.met.doubtful} lie so near a border of top_k, top_p or min_p that rounding may decide"
     lines = [f"given: {drawn}"]
     for precision, rewards in result.given.items():
         lines += [f"given in {precision}: reward {name}, since {why}" for name, why in rewards.items()]

@@ -24,7 +24,7 @@ from rlexp.training.train.parts import Run
 from rlexp.training.types import Answered, Pack, SequenceName, Shard
 from rlexp.training.world.groups import World
 from rlexp.verify.recorder import Recorder, array, recorded_run
-from rlexp.verify.records import Array, Counts, Losses, Micro, TokenAnswer, TokenExample, TokenPair
+from rlexp.verify.records import Applied, Array, Counts, Losses, Micro, TokenAnswer, TokenExample, TokenPair
 
 TRAINING = "training"
 
@@ -36,6 +36,7 @@ class RowsRecorder(Recorder):
         super().__init__(*args)
         self.pass_ = TRAINING
         self.collected: list[Micro] = []  # of the pass that collects values for a loss of the whole batch
+        self.values: Values | None = None  # that the current micro-batch's loss was computed from
 
     @contextlib.contextmanager
     def passing(self, name: str) -> Iterator[None]:
@@ -68,26 +69,23 @@ class RowsRecorder(Recorder):
         """Record what the loss was given of a micro-batch, and what it has made of it."""
         if self.pass_ != TRAINING:
             return
-        micro = self.micro
-        micro.sums = named_sums(values)
-        tokens = {side: array(each) for side, each in values.tokens.items()}
-        margins, labels, micro.mismatched = (
-            None if each is None else array(each) for each in (values.margin_E, values.label_E, values.mismatched_B)
+        micro, self.values = self.micro, values
+        micro.sums, micro.counts, micro.mismatched = named_sums(values), counts_of(values), _array(values.mismatched_B)
+        micro.losses = copied(losses, slopes_of(losses.losses_E.sum(), values) if slopes is None else slopes, values)
+
+    def applied(self, values: Values, losses: LossesOf, *, whole_batch: bool) -> None:
+        """Record a call of the formula: what it was given, and what it has made of it."""
+        if self.pass_ not in (TRAINING, "collecting") or not torch.is_grad_enabled():
+            return  # nothing is trained on it
+        found = copied(losses, slopes_of(losses.losses_E.sum(), values), values)
+        (self.step if whole_batch else self.micro).applied = Applied(
+            named_sums(values), counts_of(values), _array(values.mismatched_B), found
         )
-        micro.counts = Counts(tokens, values.mean_tokens, margins, labels)
-        if slopes is None:
-            found = torch.autograd.grad(
-                losses.losses_E.sum(), list(values.judged.values()), retain_graph=True, allow_unused=True
-            )
-            slopes = {side: torch.zeros_like(each) if slope is None else slope
-                      for (side, each), slope in zip(values.judged.items(), found, strict=True)}  # fmt: skip
-        micro.losses = Losses(
-            array(losses.losses_E),
-            {side: array(slope) for side, slope in slopes.items()},
-            {name: array(value_E) for name, value_E in losses.metrics_E.items()},
-            {name: array(weight_E) for name, weight_E in losses.weights_E.items()},
-            values.carried,
-        )
+
+    def handing(self, loss: Tensor) -> None:
+        if self.values is not None:
+            slopes, self.values = slopes_of(loss, self.values), None
+            self.micro.handed_slopes = {side: array(slope) for side, slope in slopes.items()}
 
 
 class Recorded(OfflineTask):
@@ -142,6 +140,32 @@ def recorded_task(recorder: RowsRecorder, held_out: int, cfg: Config, tokenizer:
     return watched
 
 
+def slopes_of(total: Tensor, values: Values) -> Sides:
+    """Return the derivatives of a total by what the model says of each answer."""
+    found = torch.autograd.grad(total, list(values.judged.values()), retain_graph=True, allow_unused=True)
+    return {side: torch.zeros_like(each) if slope is None else slope
+            for (side, each), slope in zip(values.judged.items(), found, strict=True)}  # fmt: skip
+
+
+def copied(losses: LossesOf, slopes: Sides, values: Values) -> Losses:
+    return Losses(
+        array(losses.losses_E),
+        {side: array(slope) for side, slope in slopes.items()},
+        {name: array(value_E) for name, value_E in losses.metrics_E.items()},
+        {name: array(weight_E) for name, weight_E in losses.weights_E.items()},
+        values.carried,
+    )
+
+
+def counts_of(values: Values) -> Counts:
+    tokens = {side: array(each) for side, each in values.tokens.items()}
+    return Counts(tokens, values.mean_tokens, _array(values.margin_E), _array(values.label_E))
+
+
+def _array(values: Tensor | None) -> Array | None:
+    return None if values is None else array(values)
+
+
 def named_sums(values: Values) -> dict[str, Array]:
     given = {"policy": values.judged, "reference": values.reference, "likelihoods": values.likelihoods,
              "entropies": values.entropies, "hits": values.hits}  # fmt: skip
@@ -164,16 +188,16 @@ class RecordedReference(Reference):
 
 
 class RecordedLoss:
-    """Records what a loss is given that asks for the whole batch."""
+    """Records each call of the loss's formula."""
 
     def __init__(self, loss: Loss, recorder: RowsRecorder) -> None:
         self._loss, self._recorder = loss, recorder
         self.asks = loss.asks
 
     def __call__(self, values: Values) -> LossesOf:
-        if self.asks.whole_batch and "held out" not in self._recorder.pass_:
-            self._recorder.step.whole = named_sums(values)
-        return self._loss(values)
+        losses = self._loss(values)
+        self._recorder.applied(values, losses, whole_batch=self.asks.whole_batch)
+        return losses
 
 
 def tokens_of(example: Answered, sides: Sequence[str]) -> TokenExample:

@@ -257,12 +257,21 @@ class Verifier:
 
     def located(self, comparison: Comparison, finding: Finding, precision: str) -> Failure:
         """Find the module that a difference points to. If the difference alone does not say it, try parts."""
-        from rlexp.verify.diagnose import Case, alone_rank, evidence, module_of, module_of_traceback, needs_trial
+        from rlexp.verify.diagnose import (
+            Case,
+            alone_rank,
+            differing,
+            evidence,
+            module_of,
+            module_of_traceback,
+            needs_trial,
+        )
 
         alone: Alone | None = None
         said = ""
         if needs_trial(finding):
-            case = Case(comparison.cfg, finding.step, self.reference, self.drawing)
+            steps, said_of_step = len(self.expected.steps), differing(comparison, finding)
+            case = Case(comparison.cfg, finding.step, self.reference, steps, finding.clue, self.drawing, said_of_step)
             try:
                 answer = self.start("trying its parts alone", alone_rank, comparison.cfg.parallel.world_size, case)
                 alone = answer[0]
@@ -322,6 +331,7 @@ def drawing_of(cfg: Config, traces: Sequence[Trace], ran: Path) -> Drawing | Non
     """What a recorded run has drawn; None if its loss draws nothing."""
     from rlexp.verify.compared_samples import held_rollout_of, rollouts_of
     from rlexp.verify.given_samples import Drawing
+    from rlexp.verify.precision import rounding_of_token
 
     if not cfg.loss.draws:
         return None
@@ -332,6 +342,7 @@ def drawing_of(cfg: Config, traces: Sequence[Trace], ran: Path) -> Drawing | Non
         held_out=held_rollout_of(traces),
         steps=len(traces[0].steps),
         exact=cfg.train.precision is Precision.fp64,
+        rounding=rounding_of_token(cfg.train.precision),
         ran=ran,
     )
 
@@ -358,6 +369,7 @@ def met(expected: Expected) -> Met:
         rollouts=len(expected.rollouts), samples=len(lengths), counting=counting,
         advantages=sum(step.learned for step in expected.steps), alike=alike,
         values=not values or any(value.any() for value in values),
+        doubtful=sum(rollout.doubtful for rollout in expected.rollouts),
     )  # fmt: skip
 
 
@@ -380,7 +392,8 @@ def _expected_rank(_spec: Any, cfg: Config, plan: VerifyPlan, folder: Path, draw
         torch.set_num_threads(min(os.cpu_count() or 1, cfg.parallel.world_size * cfg.launch.torch_threads))
     if drawing is None:
         return expected_steps(cfg, loss_of(cfg), plan.steps, plan.held_out, folder)
-    given = Given(drawing.rollouts, drawing.held_out, plan.held_out, drawing.ran, exact=drawing.exact)
+    given = Given(drawing.rollouts, drawing.held_out, plan.held_out, drawing.ran, exact=drawing.exact,
+                  rounding=drawing.rounding)  # fmt: skip
     return expected_of_samples(cfg, policy_loss_of(cfg), min(plan.steps, drawing.steps), given, folder)
 
 
@@ -427,7 +440,8 @@ def _failure(finding: Finding, precision: str, module: str, said: str) -> Failur
 
 def _crashed(failed: RankFailed, precision: str, exact_agrees: bool) -> Failure:
     """The failure of a run that raised an error of its own. If float64 agreed, the engine is the first suspect."""
-    from rlexp.verify.diagnose import ENGINE, module_of_traceback
+    from rlexp.verify.diagnose import module_of_traceback
+    from rlexp.verify.modules import ENGINE
 
     module = module_of_traceback(str(failed)) or (ENGINE if exact_agrees else "rlexp/")
     return Failure(

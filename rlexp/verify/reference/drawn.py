@@ -36,6 +36,7 @@ from rlexp.verify.records import (
     TokenPrompt,
 )
 from rlexp.verify.reference import rollout_rules as rules
+from rlexp.verify.reference.drawing import HELD_OUT, number_of, strayed
 from rlexp.verify.reference.model import hidden_states, load, load_tokenizer, logps_of, of_critic, of_reference
 from rlexp.verify.reference.optimizer import CRITIC
 from rlexp.verify.reference.pairs import examples_of
@@ -64,6 +65,7 @@ class Given:
     held_out: int  # how many of these there must be
     ran: Path | None  # the run's weights after each step
     exact: bool  # whether the run computed in float64, its reward models too
+    rounding: float  # by which the log-probabilities may differ that tokens were drawn from
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ class OfSamples(Stepped):
         if self.start is not None:
             made.reference = [_array(self.said(each, self.start).policy) for each in examples]
         with self.weights_after(rules.drawn_after(cfg, drawn.number), step - 1):
-            made.behaviour = [_array(self.said(each).policy) for each in examples]
+            self._drawn(made, drawn, examples, drawn.number)
         made.kl_coef = self.beta
         made.counts = rules.counts_of(cfg, made.scores, made.stopped)
         self._credit(made)
@@ -224,8 +226,26 @@ class OfSamples(Stepped):
         """Judge the answers to held-out prompts."""
         prompts = self.data.held_out[: self.given.held_out]
         made = self._answered(drawn, prompts, list(range(len(prompts))), step)
-        made.behaviour = [_array(self.said(each).policy) for each in examples_with(made, drawn)]
+        self._drawn(made, drawn, examples_with(made, drawn), HELD_OUT)
         return made
+
+    def _drawn(self, made: RolloutExpected, drawn: Rollout, examples: Sequence[TokenAnswer], number: int) -> None:
+        """Say with which log-probabilities tokens are drawn, and whether their random numbers choose them."""
+        each = len(drawn.samples) // len(made.prompts)
+        for place, example in enumerate(examples):
+            made.behaviour.append(_array(self.said(example).policy))
+            prompt, sample = made.indices[place // each], place % each
+            tokens_T, first = torch.from_numpy(example.sequence(SIDE)).to(self.device), len(example.prompt)
+            numbers_n = torch.tensor(
+                [number_of(self.cfg.seed, number, prompt, sample, at) for at in range(len(example.ids(SIDE)))],
+                dtype=torch.float64, device=self.device,
+            )  # fmt: skip
+            with precise(torch.float64):
+                hidden_nE = hidden_states(self.policy.base_model, tokens_T)[first - 1 : -1]
+                found = strayed(self.policy.get_output_embeddings(), hidden_nE, tokens_T[first:], numbers_n,
+                                self.cfg.rollout, self.given.rounding)  # fmt: skip
+            made.strayed.append(found.apart_n)
+            made.doubtful += found.doubtful
 
     # ---- a step ----
 

@@ -29,20 +29,33 @@ from rlexp.verify.findings import (
     Finding,
     worst_element,
 )
+from rlexp.verify.norms import in_bfloat16
+from rlexp.verify.records import Array
 from rlexp.verify.stages import rollouts, samples
 from rlexp.verify.stages.data import data
-from rlexp.verify.stages.loss import logps, losses
+from rlexp.verify.stages.loss import derivatives, logps, losses
 from rlexp.verify.stages.metrics import metrics
 from rlexp.verify.stages.update import gradient, optimizer
 
-OF_ROWS = {DATA: data, LOGPS: logps, LOSS: losses, GRADIENT: gradient, OPTIMIZER: optimizer, METRICS: metrics}
+
+def _gradient_of_rows(step: ComparedStep) -> Iterator[Finding]:
+    yield from derivatives(step)
+    yield from gradient(step)
+
+
+def _gradient_of_samples(step: SampleStep) -> Iterator[Finding]:
+    yield from samples.derivatives(step)
+    yield from gradient(step)
+
+
+OF_ROWS = {DATA: data, LOGPS: logps, LOSS: losses, GRADIENT: _gradient_of_rows, OPTIMIZER: optimizer, METRICS: metrics}
 OF_SAMPLES = {
     DATA: samples.data,
     REWARDS: rollouts.rewards,
     LOGPS: samples.logps,
     ADVANTAGES: rollouts.credit,
     LOSS: samples.losses,
-    GRADIENT: gradient,
+    GRADIENT: _gradient_of_samples,
     OPTIMIZER: optimizer,
     METRICS: samples.metrics,
 }
@@ -83,5 +96,16 @@ def _start(whole: Comparison) -> Iterator[Finding]:
         yield Finding(1, LOGPS, Clue.START, name, there[name not in names], there[name not in meant])
     for name in names:
         ours, theirs = whole.ran.read("weights", 0, name), whole.meant.read("weights", 0, name)
+        theirs = _as_held(whole, name, theirs)
         if ours.shape != theirs.shape or not np.array_equal(ours, theirs):
             yield Finding(1, LOGPS, Clue.START, f"starting weight {name}", *worst_element(ours, theirs))
+
+
+def _as_held(whole: Comparison, name: str, weight: Array) -> Array:
+    """A starting weight with the bits that a run holds: those of its masters, or of what computes if nothing trains
+    it."""
+    precision = whole.cfg.train.precision
+    if precision is Precision.fp64:
+        return weight
+    trained = name in whole.meant.names("gradient", 1)
+    return in_bfloat16(weight) if precision is Precision.bf16 and not trained else weight.astype(np.float32)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from rlexp.verify.compared import ComparedStep, value_at
-from rlexp.verify.findings import LOGPS, LOSS, Clue, Finding, whole_factor
-from rlexp.verify.records import MISMATCHED, Array, Key, Losses, joined
+from rlexp.verify.findings import GRADIENT, LOGPS, LOSS, Clue, Finding, whole_factor
+from rlexp.verify.records import MISMATCHED, Applied, Array, Key, Losses, Micro, StepSeen, joined
 from rlexp.verify.reference import rules
 
 WHO = ("policy", "reference", "likelihoods", "entropies", "hits")
@@ -27,11 +27,10 @@ def logps(step: ComparedStep) -> Iterator[Finding]:
         meant = getattr(step.expected, what)
         for key, got in step.by_sequence(f"{what}_t").items() if meant else ():
             yield from _sequence(step, clue, what, key, got, meant[key])
-    for what, clue in (("policy", Clue.POLICY), ("reference", Clue.REFERENCE)):
-        for key, got in step.by_sequence(f"{what}_t", of="others").items() if step.expected.others else ():
-            yield from _sequence(
-                step, clue, f"{what}, of a mismatched answer", key, got, step.expected.of_others[what][key]
-            )
+    for what in ("policy", "reference") if step.expected.others else ():
+        for key, got in step.by_sequence(f"{what}_t", of="others").items():
+            wanted = step.expected.of_others[what][key]
+            yield from _sequence(step, Clue.OTHERS, f"{what}, of a mismatched answer", key, got, wanted)
     yield from _sums(step)
 
 
@@ -81,79 +80,145 @@ def _weighted(step: ComparedStep, who: str) -> dict[Key, Array]:
 
 
 def losses(step: ComparedStep) -> Iterator[Finding]:
-    world, count, word = len(step.whole.traces), len(step.expected.samples), step.whole.word
     yield from _given(step)
     for trace in step.whole.traces:
-        micros = trace.steps[step.place].micros
-        for place, micro in enumerate(micros):
-            assert micro.losses is not None
-            assert micro.given is not None
-            got_E, wanted_E = micro.losses.losses_E, micro.given.losses_E
-            wrong = step.first_wrong("losses, given the sums", got_E, wanted_E)
-            if wrong is not None:
-                what = f"loss of {word} {micro.samples[wrong]}, given its train batch's log-probabilities"
-                yield step.finding(LOSS, Clue.LOSSES, what, value_at(got_E, wrong), wanted_E[wrong])
-            yield from _slopes(step, micro.samples, micro.losses, micro.given)
-            where = f"micro-batch {place + 1} on rank {trace.rank}"
-            handed = float(got_E.sum()) * world / count
-            got = math.nan if micro.handed is None else micro.handed
-            if step.first_wrong("loss handed to the engine", np.array([got]), np.array([handed])) is not None:
-                note = f"the sum of its losses × {world} ranks / {count} {word}s" + whole_factor(got, handed)
-                yield step.finding(LOSS, Clue.HANDED, f"loss handed to the engine, {where}", got, handed, note)
-            if micro.last is not (place + 1 == len(micros)):
-                what = f"mark of the last micro-batch, {where}"
-                yield step.finding(LOSS, Clue.HANDED, what, micro.last, not micro.last)
+        seen = trace.steps[step.place]
+        for place, micro in enumerate(seen.micros):
+            yield from _of_formula(step, seen, micro)
+            yield from _handed(step, trace.rank, place, micro, last=place + 1 == len(seen.micros))
     yield from _mean_loss(step)
 
 
+def _of_formula(step: ComparedStep, seen: StepSeen, micro: Micro) -> Iterator[Finding]:
+    """Check a micro-batch's losses and their derivatives, given its train batch's sums."""
+    assert micro.losses is not None
+    assert micro.given is not None
+    word, formula = step.whole.word, of_formula(step, seen, micro)
+    got_E, wanted_E = micro.losses.losses_E, micro.given.losses_E
+    wrong = step.first_wrong("losses, given the sums", got_E, wanted_E)
+    if wrong is not None:
+        what = f"loss of {word} {micro.samples[wrong]}, given its train batch's log-probabilities"
+        clue = whose(step, Clue.LOSSES, None if formula is None else formula.losses_E, wanted_E)
+        yield step.finding(LOSS, clue, what, value_at(got_E, wrong), wanted_E[wrong])
+    for side, wanted in micro.given.slopes.items():
+        got = micro.losses.slopes[side]
+        wrong = step.first_wrong("derivatives of losses, given the sums", got, wanted)
+        if wrong is not None:
+            what = f"derivative of the losses by the {side} log-probability of {word} {micro.samples[wrong]}"
+            clue = whose(step, Clue.SLOPES, None if formula is None else formula.slopes[side], wanted)
+            yield step.finding(LOSS, clue, what, value_at(got, wrong), wanted[wrong])
+
+
+def of_formula(step: ComparedStep, seen: StepSeen, micro: Micro) -> Losses | None:
+    """What the formula has returned on this rank for a micro-batch's examples."""
+    if seen.applied is not None:
+        return seen.applied.losses[[step.expected.samples.index(sample) for sample in micro.samples]]
+    return None if micro.applied is None else micro.applied.losses
+
+
+def whose(step: ComparedStep, clue: Clue, of_formula: Array | None, wanted: Array) -> Clue:
+    """The clue of a result that differs: `clue` if the formula has returned it so, or else what the step has made of
+    it."""
+    if of_formula is None or len(of_formula) != len(wanted):
+        return clue
+    apart = np.abs(of_formula - wanted) / np.maximum(0.1, np.abs(wanted))
+    return Clue.TAKEN if bool((apart <= step.whole.allowed.given).all()) else clue
+
+
+def _handed(step: ComparedStep, rank: int, place: int, micro: Micro, *, last: bool) -> Iterator[Finding]:
+    """Check the scalar that a rank hands to its engine, its derivatives, and the mark of the last one."""
+    assert micro.losses is not None
+    world, count, word = len(step.whole.traces), len(step.expected.samples), step.whole.word
+    where = f"micro-batch {place + 1} on rank {rank}"
+    handed = float(micro.losses.losses_E.sum()) * world / count
+    got = math.nan if micro.handed is None else micro.handed
+    note = f"the sum of its losses × {world} ranks / {count} {word}s"
+    if step.first_wrong("loss handed to the engine", np.array([got]), np.array([handed])) is not None:
+        more = note + whole_factor(got, handed)
+        yield step.finding(LOSS, Clue.HANDED, f"loss handed to the engine, {where}", got, handed, more)
+    for side, slopes in micro.losses.slopes.items():
+        ours, wanted = micro.handed_slopes.get(side, np.zeros(0)), slopes * world / count
+        wrong = step.first_wrong("derivatives of the loss handed to the engine", ours, wanted)
+        if wrong is not None:
+            what = f"derivative of the loss handed to the engine by the {side} sum of {word} {micro.samples[wrong]}"
+            yield step.finding(LOSS, Clue.HANDED, f"{what}, {where}", value_at(ours, wrong), wanted[wrong], note)
+    if micro.last is not last:
+        yield step.finding(LOSS, Clue.HANDED, f"mark of the last micro-batch, {where}", micro.last, last)
+
+
 def _given(step: ComparedStep) -> Iterator[Finding]:
-    """Check what the loss is given besides the sums of a micro-batch's examples: counts, and all sums at once."""
-    asks, counts, sums, word = step.whole.asks, step.expected.counts, step.sums(), step.whole.word
-    place_of = {sample: place for place, sample in enumerate(step.expected.samples)}
+    """Check what the loss is given: as each micro-batch knows it, and as the formula is called with it."""
+    sums, samples = step.sums(), step.expected.samples
+    place_of = {sample: place for place, sample in enumerate(samples)}
     for trace in step.whole.traces:
         seen = trace.steps[step.place]
-        for name, got in (seen.whole or {}).items():
-            if (wrong := step.first_wrong("sums of the whole batch", got, sums[name])) is not None:
-                what = f"{name} of {word} {step.expected.samples[wrong]}, as the loss is given it on rank {trace.rank}"
-                yield step.finding(LOSS, Clue.COUNTS, what, value_at(got, wrong), sums[name][wrong])
         for micro in seen.micros:
             assert micro.counts is not None
             assert micro.losses is not None
-            assert micro.given is not None
             at = [place_of[sample] for sample in micro.samples]
-            pairs = [(f"trained tokens of {{}}, {side}", micro.counts.tokens[side], counts.tokens[side][at])
-                     for side in step.whole.sides]  # fmt: skip
-            if asks.margins and counts.margins is not None and micro.counts.margins is not None:
-                pairs.append(("margin of {}", micro.counts.margins, counts.margins[at]))
-            if counts.labels is not None and micro.counts.labels is not None:
-                pairs.append(("label of {}", micro.counts.labels, counts.labels[at]))
-            for what, got, wanted in pairs:
-                if (wrong := step.first_wrong("counts", got, wanted)) is not None:
-                    named = what.format(f"{word} {micro.samples[wrong]}")
-                    yield step.finding(LOSS, Clue.COUNTS, named, value_at(got, wrong), wanted[wrong])
-            if MISMATCHED in sums and micro.mismatched is not None:
-                wrong = step.first_wrong("log-ratios of mismatched answers", micro.mismatched, sums[MISMATCHED])
-                if wrong is not None:
-                    what = (
-                        f"log-ratio of a mismatched answer, {word} {step.expected.samples[wrong]}, on rank {trace.rank}"
-                    )
-                    yield step.finding(
-                        LOSS, Clue.COUNTS, what, value_at(micro.mismatched, wrong), sums[MISMATCHED][wrong]
-                    )
-            numbers = [(name, micro.losses.carried.get(name), value) for name, value in micro.given.carried.items()]
-            if asks.mean_tokens:
-                numbers.append(("mean of the trained tokens", micro.counts.mean_tokens, counts.mean_tokens))
-            for name, mean, meant in numbers:
-                if mean is None or step.first_wrong("counts", np.array([mean]), np.array([meant])) is not None:
-                    yield step.finding(LOSS, Clue.COUNTS, f"{name} that the loss is given", mean, meant)
+            noted = Applied({}, micro.counts, micro.mismatched, micro.losses)
+            yield from _as_given(step, noted, {}, at, f"on rank {trace.rank}")
+            if micro.applied is not None:
+                yield from _as_given(step, micro.applied, sums, at, f"as the loss is given it on rank {trace.rank}")
+        if seen.applied is not None:
+            where = f"as the loss is given it on rank {trace.rank}"
+            yield from _as_given(step, seen.applied, sums, [*range(len(samples))], where)
 
 
-def _slopes(step: ComparedStep, samples: Sequence[int], got: Losses, given: Losses) -> Iterator[Finding]:
-    for side, wanted in given.slopes.items():
-        wrong = step.first_wrong("derivatives of losses, given the sums", got.slopes[side], wanted)
-        if wrong is not None:
-            what = f"derivative of the losses by the {side} log-probability of {step.whole.word} {samples[wrong]}"
-            yield step.finding(LOSS, Clue.SLOPES, what, got.slopes[side][wrong], wanted[wrong])
+def _as_given(
+    step: ComparedStep, got: Applied, sums: Mapping[str, Array], at: Sequence[int], where: str
+) -> Iterator[Finding]:
+    """Check the sums, counts and carried numbers that a loss is given of the examples at some places."""
+    asks, counts, word, samples = step.whole.asks, step.expected.counts, step.whole.word, step.expected.samples
+    columns = [(f"{name} of {{}}", got.sums.get(name, np.zeros(0)), values[at])
+               for name, values in sums.items() if name != MISMATCHED]  # fmt: skip
+    columns += [(f"trained tokens of {{}}, {side}", got.counts.tokens[side], counts.tokens[side][at])
+                for side in step.whole.sides]  # fmt: skip
+    if asks.margins and counts.margins is not None and got.counts.margins is not None:
+        columns.append(("margin of {}", got.counts.margins, counts.margins[at]))
+    if counts.labels is not None and got.counts.labels is not None:
+        columns.append(("label of {}", got.counts.labels, counts.labels[at]))
+    for what, ours, wanted in columns:
+        if (wrong := step.first_wrong("what the loss is given of examples", ours, wanted)) is not None:
+            named = f"{what.format(f'{word} {samples[at[wrong]]}')}, {where}"
+            yield step.finding(LOSS, Clue.COUNTS, named, value_at(ours, wrong), wanted[wrong])
+    yield from _of_others(step, got.mismatched, where)
+    carried = next((micro.given.carried for _, _, micro in step.micros() if micro.given is not None), {})
+    numbers = [(name, got.losses.carried.get(name), value) for name, value in carried.items()]
+    if asks.mean_tokens:
+        numbers.append(("mean of the trained tokens", got.counts.mean_tokens, counts.mean_tokens))
+    for name, mean, meant in numbers:
+        if mean is None or step.first_wrong("counts", np.array([mean]), np.array([meant])) is not None:
+            yield step.finding(LOSS, Clue.COUNTS, f"{name}, {where}", mean, meant)
+
+
+def _of_others(step: ComparedStep, got: Array | None, where: str) -> Iterator[Finding]:
+    """Check the log-ratios of mismatched answers that a loss is given."""
+    wanted = None if got is None else step.sums().get(MISMATCHED)
+    if got is None or wanted is None:
+        return
+    if (wrong := step.first_wrong("log-ratios of mismatched answers", got, wanted)) is not None:
+        what = f"log-ratio of a mismatched answer, {step.whole.word} {step.expected.samples[wrong]}, {where}"
+        yield step.finding(LOSS, Clue.COUNTS, what, value_at(got, wrong), wanted[wrong])
+
+
+def derivatives(step: ComparedStep) -> Iterator[Finding]:
+    """Check the derivatives that the backward pass brings to each token's log-probability, given those by the sums."""
+    if step.whole.asks.scores:
+        return
+    world, count, examples = len(step.whole.traces), len(step.expected.samples), step.whole.expected.tokens
+    gauge, allowed = step.whole.gauge, step.whole.allowed.kept
+    slopes = {(sample, side): micro.losses.slopes[side][place] * world / count
+              for _, _, micro in step.micros() if micro.losses is not None
+              for place, sample in enumerate(micro.samples) for side in step.whole.sides}  # fmt: skip
+    for key, got in step.by_sequence("derivative by policy").items():
+        wanted = slopes[key] * rules.token_weights(examples[key[0]], key[1], step.whole.asks.tail_weight)
+        apart = np.abs(got - wanted) / max(float(np.abs(wanted).max()), 1e-3)
+        if gauge.exceeds("derivatives, given those by the sums", float(apart.max()), allowed):
+            at = int(np.flatnonzero(~(apart <= allowed))[0])
+            what = f"derivative of the loss by the log-probability of trained token {at} of {step.whole.word} {key[0]}"
+            note = "given the derivatives by sums" + whole_factor(got[at], wanted[at])
+            yield step.finding(GRADIENT, Clue.CHAIN, f"{what}, {key[1]}", got[at], wanted[at], note)
 
 
 def _mean_loss(step: ComparedStep) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from rlexp.verify.compared import ComparedStep, value_at
 from rlexp.verify.findings import METRICS, Clue, Finding, whole_factor, worst_element
 from rlexp.verify.records import Losses, joined
 from rlexp.verify.reference import rules
+from rlexp.verify.stages.loss import of_formula, whose
 
 
 def metrics(step: ComparedStep) -> Iterator[Finding]:
@@ -44,14 +45,16 @@ def logged(step: ComparedStep, given: Mapping[str, tuple[float, float]]) -> Iter
 
 
 def _values(step: ComparedStep) -> Iterator[Finding]:
-    for _, _, micro in step.micros():
+    for head, _, micro in step.micros():
         assert micro.losses is not None
         assert micro.given is not None
+        formula = of_formula(step, head.steps[step.place], micro)
         for name, wanted in micro.given.values_E.items():
             got = micro.losses.values_E.get(name, np.zeros(0))
             if (wrong := step.first_wrong(name, got, wanted)) is not None:
                 what = f"{name} of {step.whole.word} {micro.samples[wrong]}, given its train batch's log-probabilities"
-                yield step.finding(METRICS, Clue.VALUES, what, value_at(got, wrong), wanted[wrong])
+                clue = whose(step, Clue.VALUES, None if formula is None else formula.values_E.get(name), wanted)
+                yield step.finding(METRICS, clue, what, value_at(got, wrong), wanted[wrong])
     for key, got in step.by_sequence("logits_t").items():
         wanted_n = step.expected.logits[key]
         apart = float((np.abs(got - wanted_n) / np.maximum(1.0, np.abs(wanted_n))).max())

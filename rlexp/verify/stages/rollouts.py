@@ -4,15 +4,17 @@ they are worth."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from rlexp.config.schema import Config
 from rlexp.config.schema.reward_terms import reward_terms
-from rlexp.config.schema.rollouts import ModelRewardConfig
-from rlexp.verify.compared_samples import SampleStep, held_rollout_of, rollouts_of
+from rlexp.config.schema.rollouts import ModelRewardConfig, RolloutConfig
+from rlexp.verify.compared_samples import RunRollout, SampleStep, held_rollout_of, rollouts_of
 from rlexp.verify.findings import ADVANTAGES, DATA, LOGPS, REWARDS, Clue, Finding, shown
+from rlexp.verify.precision import rounding_of_token
 from rlexp.verify.records import Array, Drawn, RolloutExpected, Trace
 from rlexp.verify.reference import rollout_rules as rules
 from rlexp.verify.reference.drawn import Rollout, divergences_of
@@ -106,6 +108,7 @@ def held_out(step: SampleStep) -> Iterator[Finding]:
             at = int(np.argmax(apart))
             what = f"policy as it drew {named(sample.place)}, token {at}"
             yield step.finding(LOGPS, Clue.BEHAVIOUR, what, sample.behaviour[at], wanted[at])
+    yield from _chosen(step, expected, named)
 
 
 def of_answers(samples: Sequence[Drawn]) -> dict[str, float]:
@@ -166,6 +169,11 @@ def scored(step: SampleStep) -> Iterator[Finding]:
     if not step.begins:
         return
     expected, run = step.expected.rollout, step.run
+    yield from _said(step, expected, run)
+    yield from _chosen(step, expected, lambda place: of_sample(step, place))
+
+
+def _said(step: SampleStep, expected: RolloutExpected, run: RunRollout) -> Iterator[Finding]:
     gauge, allowed = step.whole.gauge, step.whole.allowed.logp
     for who, field, clue in (
         ("policy before the first step on it", "old", Clue.SCORED),
@@ -192,6 +200,25 @@ def scored(step: SampleStep) -> Iterator[Finding]:
                 note = f"{int((~(apart <= allowed)).sum())} of its {len(apart)} tokens differ" + _moved(ours, theirs)
                 yield step.finding(LOGPS, clue, f"{who}, {what} of token {at} of {of_sample(step, place)}", ours[at],
                                    theirs[at], note)  # fmt: skip
+
+
+def _chosen(step: SampleStep, expected: RolloutExpected, named: Callable[[int], str]) -> Iterator[Finding]:
+    """Check that each drawn token is the one that its random number chooses, from those that may be drawn."""
+    allowed = math.expm1(2 * rounding_of_token(step.whole.cfg.train.precision))
+    for place, apart in enumerate(expected.strayed):
+        quantity = "random number of a drawn token, outside its part"
+        if step.whole.gauge.exceeds(quantity, float(apart.max()), allowed):
+            at = int(np.flatnonzero(~(apart <= allowed))[0])
+            what = f"token {at} of {named(place)}"
+            got = "may not be drawn" if apart[at] == 1 else f"its random number is {apart[at]:.2g} outside its part"
+            wanted = f"the token that its random number chooses{_cuts(step.whole.cfg.rollout)}"
+            yield step.finding(LOGPS, Clue.DRAWN, what, got, wanted)
+
+
+def _cuts(cfg: RolloutConfig) -> str:
+    keys = {"top_k": (cfg.top_k, 0), "top_p": (cfg.top_p, 1), "min_p": (cfg.min_p, 0)}
+    set_here = [f"{name}={value:g}" for name, (value, unset) in keys.items() if value != unset]
+    return f" with {', '.join(set_here)}" if set_here else ""
 
 
 def _moved(ours: Array, theirs: Array) -> str:

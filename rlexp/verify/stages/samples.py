@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from rlexp.verify.compared_samples import COLUMNS, SampleStep
-from rlexp.verify.findings import LOGPS, LOSS, Clue, Finding, whole_factor
+from rlexp.verify.findings import GRADIENT, LOGPS, LOSS, Clue, Finding, whole_factor
 from rlexp.verify.records import Array
 from rlexp.verify.reference import rollout_rules as rules
 from rlexp.verify.reference.drawn import SIDE
@@ -181,6 +181,22 @@ def _handed(step: SampleStep) -> Iterator[Finding]:
             if micro.last is not (place + 1 == len(micros)):
                 what = f"mark of the last micro-batch, {where}"
                 yield step.finding(LOSS, Clue.HANDED, what, micro.last, not micro.last)
+
+
+def derivatives(step: SampleStep) -> Iterator[Finding]:
+    """Check the derivatives that the backward pass brings to each token, given what the formula makes of them."""
+    world, allowed = len(step.whole.traces), step.whole.allowed.formula
+    for name in COLUMNS:
+        got_of, slopes_of = step.by_sequence(f"derivative by {name}"), step.by_sequence(f"slope of {name}")
+        largest = max((float(np.abs(each).max()) for each in slopes_of.values()), default=0.0) * world
+        for place in step.expected.samples if largest > 0 else ():
+            got, wanted = got_of[place, SIDE], slopes_of[place, SIDE] * world
+            apart = np.abs(got - wanted) / largest
+            if step.whole.gauge.exceeds("derivatives, given the formula's", float(apart.max()), allowed):
+                at = int(np.flatnonzero(~(apart <= allowed))[0])
+                what = f"derivative that reaches {name}, token {at} of {rollouts.of_sample(step, place)}"
+                note = f"the loss's derivative × {world} ranks" + whole_factor(got[at], wanted[at])
+                yield step.finding(GRADIENT, Clue.CHAIN, what, got[at], wanted[at], note)
 
 
 def metrics(step: SampleStep) -> Iterator[Finding]:

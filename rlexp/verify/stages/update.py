@@ -13,6 +13,7 @@ from rlexp.verify.norms import common_factor, shares, size_of
 
 
 def gradient(step: ComparedStep) -> Iterator[Finding]:
+    """Check the gradient of each parameter."""
     ran, meant = step.whole.ran, step.whole.meant
     names, wanted = ran.names("gradient", step.number), meant.names("gradient", step.number)
     there = {True: "is trained", False: "is frozen"}

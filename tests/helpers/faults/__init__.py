@@ -23,7 +23,9 @@ from tests.helpers.faults.adapter import ADAPTER_FAULTS
 from tests.helpers.faults.algos import ALGOS_FAULTS
 from tests.helpers.faults.base import one
 from tests.helpers.faults.data import DATA_FAULTS
+from tests.helpers.faults.drawing import DRAWING_FAULTS
 from tests.helpers.faults.engine import ENGINE_FAULTS
+from tests.helpers.faults.gathered import GATHERED_FAULTS
 from tests.helpers.faults.losses import LOSS_FAULTS
 from tests.helpers.faults.metrics import METRICS_FAULTS
 from tests.helpers.faults.model import MODEL_FAULTS
@@ -31,10 +33,12 @@ from tests.helpers.faults.own_precision import OWN_FAULTS
 from tests.helpers.faults.reference import REFERENCE_FAULTS
 from tests.helpers.faults.ring import RING_FAULTS
 from tests.helpers.faults.samples import SAMPLE_FAULTS
+from tests.helpers.faults.starting import STARTING_FAULTS
 from tests.helpers.faults.train import TRAIN_FAULTS
 
 FAULTS = (*DATA_FAULTS, *RING_FAULTS, *MODEL_FAULTS, *ALGOS_FAULTS, *TRAIN_FAULTS, *ENGINE_FAULTS, *METRICS_FAULTS,
-          *LOSS_FAULTS, *OWN_FAULTS, *REFERENCE_FAULTS, *ADAPTER_FAULTS, *SAMPLE_FAULTS)  # fmt: skip
+          *LOSS_FAULTS, *OWN_FAULTS, *REFERENCE_FAULTS, *ADAPTER_FAULTS, *SAMPLE_FAULTS, *GATHERED_FAULTS,
+          *STARTING_FAULTS, *DRAWING_FAULTS)  # fmt: skip
 
 # Not a defect: `verify` is to believe that a model of six layers is too large for this machine.
 LITTLE_MEMORY = one("little memory", "verify.fit_memory:free_on_host", lambda _original: 120_000_000, "", "")
@@ -78,7 +82,7 @@ CHECK = (
     "total tokens start anew", "FSDP2 does not accumulate", "heads in another order", "gradients of gathered keys",
     "a pack ignores masks", "bco_pair: the whole batch is the replica's", "bco_pair: the shift starts anew",
     "dpo: tokens of the replica", "apo_zero: the tail counts masked tokens",
-    "aot_unpaired: another derivative",
+    "aot: half of the derivatives", "a reference model's answers one token off", "top_p without the last token",
     "whitened over a replica", "weights by a micro-batch's tokens", "a stale old log-probability",
     "a reference that is trained", "a critic's value one token off", "credit on a masked answer",
     "an optimizer step too many", "a text that ends an answer is passed over", "drawn by the first weights",

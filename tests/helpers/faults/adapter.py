@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers.faults.base import ENGINE, FP64, MODEL, TRAIN, one
+from tests.helpers.faults.base import ENGINE, FP64, MODEL, one
 
 LORA = (*FP64, "adapter=lora", "adapter.rank=4", "optim.lr=1e-2")
 
@@ -53,7 +53,7 @@ ADAPTER_FAULTS = (
     one("a base weight that is trained", f"{ADAPTER}_inject", base_that_is_trained, "gradient", MODEL, base=LORA),
     one("an adapter left out of the gradient's norm", f"{PLAIN}.grad_norm", without_second_matrices, "optimizer",
         ENGINE, base=LORA),
-    one("a reference with the adapter on", f"{ADAPTER}Adapter.starting", left_on, "log-probabilities", TRAIN,
+    one("a reference with the adapter on", f"{ADAPTER}Adapter.starting", left_on, "log-probabilities", MODEL,
         base=LORA, step=2),
     one("an adapter without its scale", f"{ADAPTER}put_adapter", scaled_by_rank_alone, "gradient", MODEL, base=LORA),
 )  # fmt: skip

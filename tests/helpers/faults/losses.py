@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rlexp.training.algos.base import Values
-from tests.helpers.faults.base import ALGOS, DATA, MIXED, MODEL, TRAIN, Fault, one
+from tests.helpers.faults.base import DATA, MIXED, MODEL, TRAIN, Fault, one
 from tests.helpers.faults.plant import Change, Given, Seeing
 from tests.helpers.faults.train import scaled
 
@@ -197,7 +197,7 @@ LOSS_FAULTS = (
           *of(name), base=ON_ROWS) for name in COUNTING),
     *(one(f"{name}: the whole batch is the replica's", WHOLE + "gathered", of_the_replica, "loss", TRAIN, *of(name))
       for name in COUPLED),
-    *(one(f"{name}: another derivative", WHOLE + "WholeBatch.of_places", of_chosen_answers, "loss", ALGOS, *of(name))
+    *(one(f"{name}: another derivative", WHOLE + "WholeBatch.of_places", of_chosen_answers, "loss", TRAIN, *of(name))
       for name in COUPLED),
     *(one(f"{name}: tokens of the micro-batch", OFFLINE + "OfflineStep.values", with_mean_tokens(of_micro_batch),
           "loss", TRAIN, *of(name)) for name in ("dpo", "orpo", "cpo", "mpo")),

@@ -1,0 +1,447 @@
+"""Build parts of the run apart, one after the other, and find the first that is wrong by itself.
+
+`model/` loads a model, an engine takes its weights, `reference/` asks it, and `train/` puts all of them together. Each
+part is built from those before it, which are right: so the first that is wrong is the one to look at. This happens only
+after a failure, in ranks of its own.
+
+Shape letters: T packed tokens, t tokens of this rank, S sequences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlexp.base.engine_facts import ENGINES
+from rlexp.base.errors import UserError
+from rlexp.config.checks.reference import model_of_reference
+from rlexp.config.schema import Config, EngineName, LoraConfig, NoAdapterConfig
+from rlexp.config.schema.data import RowsDataConfig
+from rlexp.config.schema.losses import CriticName
+from rlexp.config.schema.models import Precision, ReferenceName
+from rlexp.training.engine.frozen import Frozen
+from rlexp.training.engine.streamed import Streamed
+from rlexp.training.model.export_adapter import named_base
+from rlexp.training.model.loading import load_config, load_model
+from rlexp.training.model.placing import Placing, by_rows, evenly, put_all
+from rlexp.training.model.policy import DTYPES, Critic, Policy
+from rlexp.training.model.reward_model import here, last_places
+from rlexp.training.reference.base import Reference
+from rlexp.training.reference.models import OfAdapter, OfModel
+from rlexp.training.reference.stored import Kept, Rows, Stored, kept_dtype, write
+from rlexp.training.reference.stored import Values as StoredValues
+from rlexp.training.train.build import build_policy, pieces_for, placing_for
+from rlexp.training.train.rollout_task import RolloutTask
+from rlexp.training.train.task import Needs, Task
+from rlexp.training.types import Floats, Pack, SequenceName, Shard
+from rlexp.verify.findings import Clue
+from rlexp.verify.given_samples import task_on
+from rlexp.verify.modules import ENGINE, MODEL, REFERENCE, ROLLOUT, TRAIN
+from rlexp.verify.records import Array, Key, TensorFiles
+
+ERRORS = (ArithmeticError, AssertionError, AttributeError, IndexError, LookupError, RuntimeError, TypeError,
+          ValueError, UserError)  # fmt: skip
+EXACT = "_rlexp_exact"  # a parameter's exact values, of which its dtype loses bits (`training/model/placing.py`)
+
+
+@dataclass(frozen=True)
+class Differing:
+    """What the run says of the step's sequences, and what the reference says: log-probabilities, or scores."""
+
+    got: Mapping[Key, Array] = field(default_factory=dict)
+    wanted: Mapping[Key, Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A task of the run, built anew, with what is tried on it: packs of sequences, and the weights to take."""
+
+    task: Task
+    packs: Sequence[tuple[Pack, Sequence[Key]]]
+    step: int
+    steps: int  # of the verification
+    files: TensorFiles  # the reference's weights
+    said: Differing
+
+    @property
+    def cfg(self) -> Config:
+        return self.task.run.cfg
+
+    def wrong(self, says: Callable[[Pack, Sequence[Key]], Tensor]) -> bool:
+        """Whether a part is nearer to what the run says than to what it should say. A collective call.
+
+        Only tokens count at which the run is clearly wrong: at others rounding may be all that differs."""
+        shares = torch.zeros(2, dtype=torch.float64)
+        for pack, keys in self.packs:
+            found = says(pack, keys)
+            for number, key in enumerate(keys):
+                ours, wanted = self._of(number, pack, found), self.said.wanted[key]
+                got = np.nan_to_num(self.said.got[key], nan=1e6)
+                wide = np.abs(got - wanted) > self._half
+                shares[0] += float(np.nan_to_num(np.square(ours - wanted)[wide], nan=1e12).sum())
+                shares[1] += float(np.square(got - wanted)[wide].sum())
+        dist.all_reduce(shares)
+        return not bool(shares[0] <= shares[1] / 4)
+
+    @property
+    def _half(self) -> float:
+        return max(float(np.nan_to_num(np.abs(self.said.got[key] - wanted), nan=1e6).max(initial=0.0))
+                   for key, wanted in self.said.wanted.items()) / 2  # fmt: skip
+
+    def _of(self, number: int, pack: Pack, values: Tensor) -> Array:
+        """The values of a sequence: of a pack's trained tokens, or of its sequences."""
+        if self.task.needs.scores:
+            return values[number : number + 1].numpy()
+        return values[pack.sequence_T.cpu() == number].numpy()
+
+    def by_pack(self, shard: Shard, values_t: Tensor, pack: Pack) -> Tensor:
+        """Put a ring's values together: of all tokens, (T,), or the scores of all sequences, (S,)."""
+        run = self.task.run
+        whole = torch.zeros(pack.sequences if self.task.needs.scores else len(pack.tokens_T), dtype=torch.float64,
+                            device=run.device)  # fmt: skip
+        at = shard.ended_n if self.task.needs.scores else shard.index_t
+        assert at is not None
+        whole[at] = values_t.detach().double()
+        dist.all_reduce(whole, group=run.world.ring.group)
+        return whole.cpu()
+
+    def of_model(self, forward: Callable[[Shard], Any]) -> Callable[[Pack, Sequence[Key]], Tensor]:
+        """What a forward pass says of a pack. A collective call."""
+
+        @torch.no_grad()
+        def says(pack: Pack, _keys: Sequence[Key]) -> Tensor:
+            shard = self.task.run.shard(pack)
+            if self.task.needs.scores:
+                here_S, place_S = here(shard, last_places(pack))
+                ended_n = here_S.nonzero().squeeze(-1)
+                shard = dataclasses.replace(shard, ends_n=place_S[ended_n], ended_n=ended_n)
+            shard = shard.to(self.task.run.device)
+            said = forward(shard)
+            values_t = said if isinstance(said, Tensor) else said.scores_n if self.task.needs.scores else said.logps_t
+            return self.by_pack(shard, values_t, pack)
+
+        return says
+
+    def of_reference(self, reference: Reference) -> Callable[[Pack, Sequence[Key]], Tensor]:
+        """What a reference says of a pack. A collective call."""
+        sides = list(dict.fromkeys(side for _, side in self.said.wanted))
+
+        def says(pack: Pack, keys: Sequence[Key]) -> Tensor:
+            names = tuple(SequenceName(False, index, sides.index(side)) for index, side in keys)
+            pack = dataclasses.replace(pack, names=names)
+            shard = reference.known(pack, self.task.run.shard(pack)).to(self.task.run.device)
+            return self.by_pack(shard, reference.logps(shard), pack)
+
+        return says
+
+    def with_weights(self, policy: Policy) -> Policy:
+        """Give a policy the weights from before the step."""
+        for name, parameter in policy.named():
+            before = torch.from_numpy(self.files.read("weights", self.step - 1, name).copy())
+            parameter.data.copy_(before.to(parameter.dtype))
+        return policy
+
+
+# ---- what is built ----
+
+
+def model_apart(task: Task, cfg: Config, needs: Needs, placing: Placing | None, *, copied: bool = False) -> Policy:
+    """Build a policy from `training/model/` alone. `copied`: beside its adapter, one that stays as it began."""
+    config = load_config(cfg.model, cfg.data.max_length)
+    options: dict[str, Any] = {"float64": cfg.train.precision is Precision.fp64}
+    model = load_model(cfg.model, config, cfg.data.max_length, placing, scores=needs.scores, **options)
+    critic = None
+    if needs.critic is not None:
+        own = needs.critic is CriticName.own
+        trunk = load_model(cfg.model, config, cfg.data.max_length, placing, **options).base_model if own else None
+        critic = Critic(model.get_output_embeddings().in_features, trunk)
+    policy = Policy(model, critic, temperature=needs.temperature, entropy=needs.entropy,
+                    likelihoods=needs.likelihoods, hits=needs.hits, scores=needs.scores)  # fmt: skip
+    if isinstance(cfg.adapter, LoraConfig):
+        policy.adapt(cfg.adapter, base=named_base(cfg.model), seed=cfg.seed, copy=copied)
+    if placing is None:
+        policy.to(task.run.device)
+    else:
+        put_all(policy, placing)
+    policy.freeze(cfg.model.freeze)
+    return policy
+
+
+def of_starting_model(cfg: Config) -> Config:
+    """The configuration of the model that the policy is compared with."""
+    if cfg.reference.path is not None:
+        cfg = dataclasses.replace(cfg, model=model_of_reference(cfg))
+    if cfg.reference.path is not None or (isinstance(cfg.adapter, LoraConfig) and cfg.adapter.path is None):
+        cfg = dataclasses.replace(cfg, adapter=NoAdapterConfig())
+    return cfg
+
+
+def frozen_apart(task: Task, policy: Policy) -> Frozen:
+    """Hold a model as the run's engine holds what nothing trains."""
+    cfg, run = task.run.cfg, task.run
+    offloaded = run.device if cfg.reference.offload else None
+    match cfg.engine.name:
+        case EngineName.fsdp2:
+            from rlexp.training.engine.fsdp2 import FrozenRows
+
+            return FrozenRows(policy, run.world, run.dtype, offloaded)
+        case EngineName.zero3:
+            from rlexp.training.engine.zero import FrozenPieces
+
+            return FrozenPieces(cfg.engine, policy, run.world, run.dtype)
+        case other:
+            return Frozen(other.value, policy) if offloaded is None else Streamed(other.value, policy, offloaded)
+
+
+# ---- what is tried, in the order in which a part is built of those before it ----
+
+Part = tuple[str, str, Callable[[], bool]]  # the module, the part in words, and whether it is wrong
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The module at fault, and what was tried to find it, in words."""
+
+    module: str
+    said: str = ""
+
+
+def tried(scene: Scene, clue: Clue) -> Tried:
+    """Try one part after the other until one is wrong. A collective call."""
+    parts = {Clue.POLICY: of_policy, Clue.REFERENCE: of_reference, Clue.START: of_start, Clue.TRAINED: of_trained}
+    said = []
+    for module, words, wrong in parts[clue](scene):
+        if _any(_or_raises(wrong)):
+            said.append(f"{words} is wrong")
+            return Tried(module, "; ".join(said))
+        said.append(f"{words} is right")
+    return Tried(_rest(scene, clue), "; ".join(said))
+
+
+def _or_raises(wrong: Callable[[], bool]) -> bool:
+    """Say whether a part is wrong. One that raises is."""
+    try:
+        return wrong()
+    except ERRORS:
+        return True
+
+
+def _any(found: bool) -> bool:
+    flag = torch.tensor(float(found))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def _rest(scene: Scene, clue: Clue) -> str:
+    """The module that remains if all parts are right by themselves."""
+    match clue:
+        case Clue.REFERENCE:
+            return ROLLOUT if scene.cfg.loss.draws else TRAIN  # what is kept of a rollout; what a step is given
+        case Clue.POLICY:
+            return TRAIN if _takes_weights(scene) else ENGINE
+        case _:
+            return ENGINE
+
+
+def _takes_weights(scene: Scene) -> bool:
+    """Whether the engine, as it is built, has the weights from before the step, or can be given them."""
+    return scene.step == 1 or not ENGINES[scene.cfg.engine.name.value].sharded
+
+
+def computing(scene: Scene) -> Placing:
+    """Where a policy's weights go that only computes."""
+    return Placing(scene.task.run.device, DTYPES[scene.cfg.train.precision])
+
+
+def whole_on_ranks(cfg: Config) -> Config:
+    """The configuration with an engine under which every rank has whole weights."""
+    return dataclasses.replace(cfg, engine=dataclasses.replace(cfg.engine, name=EngineName.torch))
+
+
+def of_policy(scene: Scene) -> Iterator[Part]:
+    task, cfg = scene.task, scene.cfg
+
+    def alone() -> bool:
+        policy = model_apart(task, cfg, task.needs, computing(scene))
+        return scene.wrong(scene.of_model(scene.with_weights(policy)))
+
+    def built() -> bool:
+        config = load_config(cfg.model, cfg.data.max_length)
+        policy = build_policy(whole_on_ranks(cfg), config, task.run.device, task.needs, computing(scene))
+        return scene.wrong(scene.of_model(scene.with_weights(policy)))
+
+    def engine() -> bool:
+        if scene.step > 1:
+            scene.with_weights(task.run.engine.policy)
+        return scene.wrong(scene.of_model(task.run.engine.forward))
+
+    yield MODEL, "the model alone", alone
+    yield TRAIN, "the model as the run builds it", built
+    if _takes_weights(scene):
+        yield ENGINE, "the engine's forward pass", engine
+
+
+def of_reference(scene: Scene) -> Iterator[Part]:
+    if scene.cfg.reference.name is ReferenceName.adapter:
+        yield from _of_adapter(scene)
+    else:
+        yield from _of_frozen(scene)
+    stored = scene.cfg.reference.name is ReferenceName.precompute
+    if stored:
+        yield REFERENCE, "what is stored and read back", lambda: stored_wrong(scene)
+    if scene.step > 1 and _takes_weights(scene):
+        scene.with_weights(scene.task.run.engine.policy)  # a reference must not follow them
+    built: Any = scene.task.rollouts.scorer if isinstance(scene.task, RolloutTask) else scene.task
+    as_built = scene.of_reference(built.reference)
+    if stored and _any(_or_raises(lambda: scene.wrong(as_built))):
+        yield TRAIN, "the reference, computed once more", lambda: computed_again_wrong(scene)
+        yield REFERENCE, "the reference that was found on this machine", lambda: True
+    yield TRAIN, "the reference as the run builds it", lambda: scene.wrong(as_built)
+
+
+def _of_adapter(scene: Scene) -> Iterator[Part]:
+    task, engine = scene.task, scene.task.run.engine
+    needs = dataclasses.replace(task.needs.frozen, critic=task.needs.critic)
+
+    def starting(policy: Policy, forward: Callable[[Shard], Any]) -> Callable[[Shard], Any]:
+        def says(shard: Shard) -> Any:
+            with policy.starting():
+                return forward(shard)
+
+        return says
+
+    def alone() -> bool:
+        policy = scene.with_weights(model_apart(task, scene.cfg, needs, computing(scene), copied=True))
+        return scene.wrong(scene.of_model(starting(policy, policy)))
+
+    yield MODEL, "the model without its adapter", alone
+    if _takes_weights(scene):
+        if scene.step > 1:
+            scene.with_weights(engine.policy)
+        forward = starting(engine.policy, engine.forward)
+        yield ENGINE, "the engine's forward pass without the adapter", lambda: scene.wrong(scene.of_model(forward))
+        yield REFERENCE, "the reference alone", lambda: scene.wrong(scene.of_reference(OfAdapter(engine)))
+
+
+def _of_frozen(scene: Scene) -> Iterator[Part]:
+    task, cfg, run = scene.task, of_starting_model(scene.cfg), scene.task.run
+    needs = dataclasses.replace(task.needs.frozen, reference=False)
+    held: list[Frozen] = []
+
+    def alone() -> bool:
+        return scene.wrong(scene.of_model(model_apart(task, cfg, needs, computing(scene))))
+
+    def frozen() -> bool:
+        placing = placing_for(cfg, torch.device("cpu") if cfg.reference.offload else run.device, run.world, frozen=True)
+        with pieces_for(cfg.engine):
+            policy = model_apart(task, cfg, needs, placing)
+        held.append(frozen_apart(task, policy))
+        return scene.wrong(scene.of_model(held[0].forward))
+
+    yield MODEL, "the reference model alone", alone
+    yield ENGINE, "the reference model as the engine holds it", frozen
+    yield REFERENCE, "the reference alone", lambda: scene.wrong(scene.of_reference(OfModel(held[0])))
+
+
+def stored_wrong(scene: Scene) -> bool:
+    """Store right values of this rank's sequences, read them back, and lay them on its packs."""
+    cfg, task = scene.cfg, scene.task
+    indices = sorted({index for _, keys in scene.packs for index, _ in keys})
+    sides = list(dict.fromkeys(side for _, side in scene.said.wanted))
+    exact = np.float64 if cfg.train.precision is Precision.fp64 else np.float32
+    values: dict[Key, Floats] = {
+        (index, side): scene.said.wanted[index, side].astype(exact) for index in indices for side in sides
+    }
+    path = scene.files.folder / f"stored-{task.run.world.rank}"
+    dtype = kept_dtype(cfg.train.precision)
+    write(path, [StoredValues.laid_out(list(values.values()), dtype)], dtype, key="alone")
+    rows = Rows(False, task.examples.train, np.array(indices))
+    stored = Stored([Kept(rows, StoredValues.mapped(path))], cfg.train.precision)
+    says, wrong = scene.of_reference(stored), False
+    for pack, keys in scene.packs:
+        found = says(pack, keys)
+        wrong |= any(not np.array_equal(found[pack.sequence_T.cpu() == number].numpy(), values[key].astype(np.float64))
+                     for number, key in enumerate(keys))  # fmt: skip
+    return wrong
+
+
+def computed_again_wrong(scene: Scene) -> bool:
+    """Compute the values once more, into an empty folder. What was found wrong on this machine is then of other rows or
+    weights than its key says."""
+    cfg, folder, before = scene.cfg, str(scene.files.folder / "computed again"), os.environ.get("RLEXP_CACHE")
+    if isinstance(cfg.data, RowsDataConfig):
+        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, cache=folder))
+    os.environ["RLEXP_CACHE"] = folder
+    try:
+        task: Any = task_on(cfg, None, steps=scene.steps)
+    finally:
+        os.environ.pop("RLEXP_CACHE")
+        if before is not None:
+            os.environ["RLEXP_CACHE"] = before
+    return scene.wrong(scene.of_reference(task.reference))
+
+
+def of_start(scene: Scene) -> Iterator[Part]:
+    task, cfg, run = scene.task, scene.cfg, scene.task.run
+    copied = task.needs.reference and cfg.reference.name is ReferenceName.adapter
+    traits, dtype = ENGINES[cfg.engine.name.value], DTYPES[cfg.train.precision]
+    part = by_rows(run.world.rank, run.world.size) if traits.sharded else evenly(run.world.rank, run.world.size)
+    masters = torch.promote_types(dtype, torch.float32)
+    # As an engine needs it: a piece of it; whole, in the dtype of its masters; or whole, beside the bits that are lost.
+    held = masters if traits.sharded or traits.replicated else dtype
+    exact = Placing(run.device, held, part, whole=not traits.sharded)
+
+    def built() -> Policy:
+        config = load_config(cfg.model, cfg.data.max_length)
+        return build_policy(cfg, config, run.device, task.needs, placing_for(cfg, run.device, run.world))
+
+    def wrong(make: Callable[[], Policy]) -> Callable[[], bool]:
+        return lambda: other_weights(make(), scene.files, part)
+
+    yield MODEL, "the model as it is loaded", wrong(lambda: model_apart(task, cfg, task.needs, None, copied=copied))
+    yield MODEL, "the model in its place", wrong(lambda: model_apart(task, cfg, task.needs, exact, copied=copied))
+    if not traits.loads_pieces:
+        yield TRAIN, "the model as the run builds it", wrong(built)
+
+
+def other_weights(policy: Policy, files: TensorFiles, part: Callable[[torch.Size], slice]) -> bool:
+    """Whether a policy has other starting weights than the reference, with the bits that are kept beside them."""
+    held = dict(policy.named())
+    if sorted(held) != files.names("weights", 0):
+        return True
+    for name, parameter in held.items():
+        meant = torch.from_numpy(files.read("weights", 0, name).copy())
+        mine = getattr(parameter, EXACT, None)
+        if mine is not None:
+            meant = meant.reshape(-1)[part(meant.shape)]
+        elif parameter.requires_grad:
+            mine = parameter.detach()
+        else:  # of what nothing trains, no more is kept than computes
+            mine, meant = parameter.detach(), meant.to(parameter.dtype)
+        read = torch.promote_types(mine.dtype, torch.float32)  # what a file has beyond it, no run has
+        if mine.shape != meant.shape or not torch.equal(mine.cpu().to(read), meant.to(read)):
+            return True
+    return False
+
+
+def of_trained(scene: Scene) -> Iterator[Part]:
+    task, cfg = scene.task, whole_on_ranks(scene.cfg)
+    config, meant = load_config(cfg.model, cfg.data.max_length), scene.files.names("gradient", scene.step)
+
+    def others(policy: Policy) -> bool:
+        return sorted(name for name, parameter in policy.named() if parameter.requires_grad) != meant
+
+    yield MODEL, "what the model alone trains", lambda: others(model_apart(task, cfg, task.needs, computing(scene)))
+    yield (
+        TRAIN,
+        "what is trained of the model as the run builds it",
+        lambda: others(build_policy(cfg, config, task.run.device, task.needs, computing(scene))),
+    )

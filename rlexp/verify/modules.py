@@ -1,0 +1,7 @@
+"""The names of the modules that a failure may point to."""
+
+from __future__ import annotations
+
+DATA, RING, MODEL, ALGOS = (f"rlexp/training/{name}/" for name in ("dataset", "ring", "model", "algos"))
+TRAIN, ENGINE, METRICS, ROLLOUT = (f"rlexp/training/{name}/" for name in ("train", "engine", "metrics", "rollout"))
+REFERENCE = "rlexp/training/reference/"

@@ -1,0 +1,60 @@
+"""Defects of starting weights: as they are loaded, as they are placed, and as an engine takes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.helpers.faults.base import BASE, ENGINE, MODEL, TRAIN, one
+
+
+def bits_lost(original: Any, self: Any, parameter: Any) -> Any:
+    """Keep, beside a parameter of fewer bits, no more than these bits."""
+    placed = original(self, parameter)
+    if hasattr(placed, "_rlexp_exact"):
+        placed._rlexp_exact = placed._rlexp_exact.to(self.dtype).float()
+    return placed
+
+
+def masters_of_few_bits(original: Any, self: Any) -> Any:
+    for parameter in self.parameters.values():
+        parameter.data = parameter.data.bfloat16().float()
+    return original(self)
+
+
+def coarse_angles(original: Any, model: Any, device: Any) -> None:
+    original(model, device)
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            buffer.copy_(buffer.bfloat16())
+
+
+def rounded_weights(original: Any, self: Any, parameter: Any) -> Any:
+    placed = original(self, parameter)
+    if placed.ndim > 1:
+        placed.data = placed.data.half().to(placed.dtype)
+    return placed
+
+
+def of_another_seed(original: Any, cfg: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(replace(cfg, model=replace(cfg.model, seed=cfg.model.seed + 1)), *args, **kwargs)
+
+
+def forward_rounded(original: Any, self: Any, shard: Any) -> Any:
+    said = original(self, shard)
+    return said._replace(logps_t=said.logps_t * (1 + 1e-7))
+
+
+STARTING_FAULTS = (
+    one("placed weights are rounded", "model.placing:Placing._whole", rounded_weights, "log-probabilities", MODEL),
+    one("exact bits are lost when weights are placed", "model.placing:Placing._whole", bits_lost, "log-probabilities",
+        MODEL, "train.precision=bf16", base=BASE),
+    one("masters of few bits", "engine.plain:PlainEngine._split_masters", masters_of_few_bits, "log-probabilities",
+        ENGINE, "train.precision=bf16", "engine=torch", base=BASE),
+    one("a policy of another seed", "train.build:build_policy", of_another_seed, "log-probabilities", TRAIN),
+    one("coarse rotary angles", "model.placing:put_buffers", coarse_angles, "log-probabilities", MODEL),
+    one("an engine's forward pass differs", "engine.plain:PlainEngine.forward", forward_rounded, "log-probabilities",
+        ENGINE),
+    one("FSDP2's forward pass differs", "engine.fsdp2:FSDP2Engine.forward", forward_rounded, "log-probabilities",
+        ENGINE, "engine=fsdp2"),
+)  # fmt: skip
