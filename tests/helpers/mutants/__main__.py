@@ -11,6 +11,7 @@ known.py.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 import tempfile
 import time
@@ -54,6 +55,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--verify", nargs="*", metavar="NAME", default=list(CONFIGURATIONS), choices=CONFIGURATIONS,
                         help="configurations of configurations.py (all of them)")  # fmt: skip
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (2)")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what is found there, and go on from it")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table into this page, between its markers")
     args = parser.parse_args(words)
     for folder in args.folders:
@@ -61,12 +63,21 @@ def main(words: Sequence[str]) -> int:
             parser.error(f"{folder}: is no folder of rlexp/. Give for example training/ring.")
     sites = asked_for(args)
     with tempfile.TemporaryDirectory(prefix="rlexp-mutants-") as folder:
-        results, seen = judged(sites, args, Path(folder))
+        results, seen = judged(sites, args, kept_in(args.keep, sites) if args.keep else Path(folder))
     text = table(results, seen.broken, args)
     print(text)
     if args.write:
         put(args.write, text, "mutants")
     return 1 if any(each.open for each in results) else 0
+
+
+def kept_in(folder: Path, sites: Sequence[Site]) -> Path:
+    """Return the part of a folder that belongs to these places of the code as it is."""
+    text = "".join(f"{site.id}\n" for site in sites) + "".join((ROOT / path).read_text() for path in
+                                                               sorted({site.path for site in sites}))  # fmt: skip
+    kept = folder / hashlib.sha256(text.encode()).hexdigest()[:12]
+    kept.mkdir(parents=True, exist_ok=True)
+    return kept
 
 
 def judged(sites: Sequence[Site], args: argparse.Namespace, folder: Path) -> tuple[list[Result], Watched]:
@@ -79,9 +90,14 @@ def judged(sites: Sequence[Site], args: argparse.Namespace, folder: Path) -> tup
     seen = runs.watch(args.folders, args.verify)
     active = [number for number in range(len(sites)) if seen.active(number)]
     say(f"{len(active)} of {len(sites)} changes are active; broken when watched: {seen.broken or 'nothing'}")
-    outcomes: dict[int, Outcome] = {}
-    for outcome in runs.judge(seen, active):
+    known = folder / "outcomes.jsonl"
+    outcomes = {
+        each.number: each for each in map(Outcome.read, known.read_text().splitlines() if known.exists() else ())
+    }
+    for outcome in runs.judge(seen, [number for number in active if number not in outcomes]):
         outcomes[outcome.number] = outcome
+        with known.open("a") as file:
+            file.write(outcome.written() + "\n")
         say(f"{len(outcomes)}/{len(active)} {sites[outcome.number].id}: {outcome.by or 'NOT FOUND'} {outcome.said}")
     return [Result(site, seen.reached(number), number in outcomes, outcomes.get(number)) for number, site in
             enumerate(sites)], seen  # fmt: skip

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlexp.base.files import write_text
 from tests.helpers import warm
 from tests.helpers.mutants.planting import Plan, environment
 from tests.helpers.mutants.sites import Site
@@ -22,6 +23,7 @@ PYTEST = ("-q", "-x", "-n0", "-p", "no:cacheprovider", "-m", FAST)
 FIRST = 30.0  # seconds of the cheapest tests, which come before `verify`
 ELSEWHERE = 60.0  # seconds of tests of the other folders, which come last
 MOST = 8  # configurations, drawn from those that reach a place
+Rows = list[dict[str, Any]]
 SLACK, TIMES = 120.0, 10.0  # a run that takes longer than this, and so many times as long as unchanged, hangs
 
 
@@ -54,12 +56,20 @@ class Outcome:
     by: str = ""  # the test or configuration that found it
     said: str = ""
 
+    def written(self) -> str:
+        return json.dumps([self.number, self.by, self.said])
+
+    @staticmethod
+    def read(line: str) -> Outcome:
+        return Outcome(*json.loads(line))
+
 
 class Runs:
     def __init__(self, sites: Sequence[Site], folder: Path, workers: int, say: Callable[[str], None]) -> None:
         self.sites, self.folder, self.workers, self.say = sites, folder, workers, say
-        self.references = folder / "references"
-        self.references.mkdir()
+        self.references, self.kept = folder / "references", folder / "watched"
+        for each in (self.references, self.kept):
+            each.mkdir(exist_ok=True)
         warm.meet()
 
     # ---- watched ----
@@ -70,37 +80,44 @@ class Runs:
                  for path in sorted((ROOT / "tests" / each).rglob("test_*.py"))]  # fmt: skip
         seen = Watched()
         with ThreadPoolExecutor(self.workers) as pool:
-            tests = [pool.submit(self._watch_tests, file) for file in files]
-            verifying = [pool.submit(self._watch_configuration, name) for name in configurations]
+            tests = [pool.submit(self._once, self._watch_tests, file) for file in files]
+            verifying = [pool.submit(self._once, self._watch_configuration, name) for name in configurations]
             for running in tests:
                 for row in running.result():
                     (seen.tests.append(_reaching(row["test"], row)) if row["passed"] else
                      seen.broken.append(row["test"]))  # fmt: skip
             for each in verifying:
-                row = each.result()
+                (row,) = each.result()
                 passes = row.get("found", "") is None
                 (seen.configurations.append(_reaching(row["configuration"], row)) if passes else
                  seen.broken.append(f"{row['configuration']}: {row['found']}"))  # fmt: skip
         return seen
 
-    def _watch_tests(self, file: str) -> list[dict[str, Any]]:
+    def _once(self, watch: Callable[[str], Rows], name: str) -> Rows:
+        """Watch, or read what a run that was stopped has watched."""
+        kept = self.kept / f"{name.replace('/', '_')}.json"
+        if not kept.exists():
+            write_text(kept, json.dumps(watch(name)))
+            self.say(f"watched {name}")
+        rows: Rows = json.loads(kept.read_text())
+        return rows
+
+    def _watch_tests(self, file: str) -> Rows:
         where = Path(tempfile.mkdtemp(dir=self.folder))
         Plan(self.sites, str(where / "watch.log")).write(where / "plan.json")
         args = [each for each in PYTEST if each != "-x"]
         self._run("pytest", [*args, "-p", "tests.helpers.mutants.plugin", file], where, 1800)
         rows = where / "watch.tests"
-        self.say(f"watched {file}")
         found = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
         shared = found.pop() if found else {}
         return [row | {what: [*row[what], *numbers] for what, numbers in shared.items()} for row in found]
 
-    def _watch_configuration(self, name: str) -> dict[str, Any]:
+    def _watch_configuration(self, name: str) -> Rows:
         where = Path(tempfile.mkdtemp(dir=self.folder))
         Plan(self.sites, str(where / "watch.log")).write(where / "plan.json")
         said = self._run("tests.helpers.mutants.examine", [str(self.references), name], where, 900)
-        self.say(f"watched verify: {name}")
         rows = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
-        return rows[0] if rows else {"configuration": name, "found": said.stderr[-500:]}
+        return rows or [{"configuration": name, "found": said.stderr[-500:]}]
 
     # ---- planted ----
 
