@@ -78,14 +78,17 @@ def inputs(lengths: tuple[int, ...], kv_heads: int, dtype: torch.dtype) -> list[
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, the number of ranks that share out the heads, and the number of key/value heads."""
+    """A layout, the number of ranks that share out the heads, the number of key/value heads, the transport, and the
+    layer's window."""
 
     layout: str
     inner: int
     kv_heads: int
+    transport: str = "direct"
+    window: int | None = None
 
     def get(self) -> Layout:
-        return get_layout(self.layout, self.inner)
+        return get_layout(self.layout, self.inner, self.transport)
 
 
 def cases(world: int, several: Sequence[int]) -> list[Case]:
@@ -105,7 +108,7 @@ def attend_part(ring: Ring, lengths: tuple[int, ...], case: Case, dtype: torch.d
     """Return the places in the pack that this rank holds, and its part of out, dq, dk, dv."""
     layout, kv_heads = case.get(), case.kv_heads
     segments = forest(lengths, layout.multiple(ring.size))
-    index = layout.deal(segments, ring.size).places[ring.rank]
+    index = layout.deal(segments, ring.size, case.window).places[ring.rank]
     total = sum(segment.padded for segment in segments)
     packed = []
     for part, heads in enumerate((HEADS, kv_heads, kv_heads, HEADS)):
@@ -117,7 +120,7 @@ def attend_part(ring: Ring, lengths: tuple[int, ...], case: Case, dtype: torch.d
     q, k, v, dout = packed
     for tensor in (q, k, v):
         tensor.requires_grad_()
-    plan = layout.plan(segments, ring, get_kernel(kernel, "cpu"))
+    plan = layout.plan(segments, ring, get_kernel(kernel, "cpu"), case.window)
     out = plan.attend(q, k, v, Ask(SIZE**-0.5))
     grads = torch.autograd.grad(out, (q, k, v), dout)
     return [index, out.detach(), *grads]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlexp.training.model.head import Entropy, HeadLogps
+from rlexp.training.model.head import Entropy, HeadLogps, HeadScores
+from rlexp.training.model.policy import ValueHead
 from rlexp.training.types import TokenLogps
 from tests.helpers.faults.plant import Seeing, plant
 from tests.helpers.models import Held
 from tests.helpers.ranks import seeded
+from tests.helpers.sums import Sums
 
 TEMPERATURE = 0.7
 PIECES = pytest.mark.parametrize("rows", [100, 2], ids=["at once", "some rows at a time"])
@@ -142,6 +144,40 @@ def test_a_planted_sum_in_bfloat16_has_errors_that_grow() -> None:
         undo()
     assert some > 1.05 * once
     assert many > 3 * once
+
+
+def test_sums_over_tokens_and_pieces_are_in_float32() -> None:
+    """Those of the weight's and the bias's gradients, and of each token's distribution; the logits are in bfloat16."""
+    weight, bias, hidden = (seeded(*shape, seed=n, dtype=torch.bfloat16).requires_grad_()
+                            for n, shape in enumerate([(11, 4), (11,), (6, 4)]))  # fmt: skip
+    with Sums() as sums:
+        said = head(Entropy.trained, 2, likelihoods=True)(weight, bias, hidden, shard())
+        (said.logps_t.sum() + said.entropy_t.sum()).backward()
+    assert sums.narrow() == {}
+    assert {"addmm_", "add_", "logsumexp", "mean", "sum"} <= {name for name, _ in sums.made}
+    assert {each.dtype for each in said if each is not None} == {torch.float32}
+    assert {each.grad.dtype for each in (weight, bias, hidden)} == {torch.bfloat16}
+
+
+def scores_of(weight: torch.Tensor, bias: torch.Tensor, hidden: torch.Tensor, *, critic: bool) -> torch.Tensor:
+    if critic:
+        value = ValueHead(len(weight[0]), 1).to(weight.dtype)
+        value.weight.data, value.bias.data = weight, bias
+        return value(hidden).squeeze(-1)
+    held = Held(torch.zeros(len(hidden)), torch.zeros(len(hidden)))
+    held.ends_n = torch.arange(len(hidden))
+    return HeadScores()(weight, bias, hidden, held).scores_n
+
+
+@pytest.mark.parametrize("critic", [False, True], ids=["reward", "critic"])
+def test_scores_are_sums_in_float32(critic: bool) -> None:
+    """Of a reward model, and of a critic, in a bfloat16 run: 3.1e-8 from float64 measured; 1.6e-3 in bfloat16."""
+    weight, bias, hidden = (seeded(*shape, seed=n, dtype=torch.bfloat16)
+                            for n, shape in enumerate([(1, 512), (1,), (9, 512)]))  # fmt: skip
+    got = scores_of(weight, bias, hidden, critic=critic).detach()
+    exact = (hidden.double() @ weight.double().T + bias.double()).squeeze(-1)
+    assert got.dtype is torch.float32
+    assert float((got.double() - exact).abs().max() / exact.abs().max()) < 1e-6
 
 
 def seed() -> torch.Generator:
