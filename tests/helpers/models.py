@@ -87,6 +87,15 @@ def saved(place: Path, config: PreTrainedConfig | None = None, *, shard: str = "
     return place
 
 
+def untied(place: Path) -> Path:
+    """The same size of model with a head of its own, and weights so large that little of an adapter is seen."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPE, tie_word_embeddings=False, initializer_range=0.2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(place)
+    byte_tokenizer().save_pretrained(place)
+    return place
+
+
 def hf(path: Path, **keys: Any) -> HFModelConfig:
     return HFModelConfig(path=str(path), suggested_lr=0.0, **keys)
 
