@@ -21,6 +21,7 @@ from tests import tiers
 from tests.helpers import warm
 from tests.helpers.parsing import parse_once
 from tests.helpers.paths import ROOT
+from tests.helpers.planted import plant_if_asked
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 # Files with a fixture of the module that takes seconds to make.
@@ -34,6 +35,7 @@ prepare_environment(LaunchConfig(device=Device.cpu))
 warm.meet()  # before pytest-xdist starts its workers, which find the same server
 util.spawnv_passfds = warm.fork_server  # type: ignore[assignment]
 parse_once()
+plant_if_asked()
 # No deadline: a time would be the machine's, not the example's. The same examples in every run.
 settings.register_profile("busy", deadline=None, derandomize=True)
 settings.load_profile("busy")

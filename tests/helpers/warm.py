@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from tests.helpers.paths import ROOT
+from tests.helpers.planted import plant_if_asked
 
 MEETING = "RLEXP_TEST_WARM"  # names the server's folder, and the process that the server does not outlive
 LONGEST = 1 << 20  # bytes of a request: arguments and environment
@@ -274,6 +275,7 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
     os.environ.update(request["env"])
     find_modules(before, os.environ.get("PYTHONPATH", ""), request["cwd"])
     util.spawnv_passfds = fork_server_of_child  # type: ignore[assignment]
+    plant_if_asked()
     sys.argv[1:] = request["args"]
     if "code" in request:
         leave(_code_of(lambda: exec(request["code"], {"__name__": "__main__"})))

@@ -35,6 +35,7 @@ class Fault:
     module: str
     overrides: tuple[str, ...] = FP64
     step: int | None = None  # at which it must first be seen
+    test: str = ""  # the test that finds it in place of `verify`, by pytest's name; it then has no stage
 
     def plant(self, mark: Callable[[], None]) -> Callable[[], None]:
         """Plant it into this process and return what undoes it; `mark` is called when it is at work."""
@@ -45,6 +46,11 @@ class Fault:
 def one(name: str, target: str, change: Change | Seeing, stage: str, module: str, *more: str,
         base: tuple[str, ...] = FP64, step: int | None = None) -> Fault:  # fmt: skip
     return Fault(name, target, change, stage, module, (*base, *more), step)
+
+
+def by_test(name: str, target: str, change: Change | Seeing, module: str, test: str) -> Fault:
+    """Return a defect for a test to find: one below tests/, by its file, `::` and its name."""
+    return Fault(name, target, change, "", module, test=f"tests/{test}")
 
 
 def nothing(*_args: Any, **_kwargs: Any) -> None:
