@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,14 +44,15 @@ class Comparison:
     allowed: Allowed
     gauge: Gauge = field(default_factory=Gauge)
 
-    def given(self, complete: Callable[[Any], bool]) -> Any:  # noqa: ARG002
+    def given(self, complete: Callable[[Any], bool]) -> Any:
         """What the run gave to the loss's formula: of each step its sums, and what else is counted. `complete` says
-        whether a step has the data that it must have."""
-        return [(step.sums(), step.expected.counts) for step in self.steps()]
+        whether a step has the data that it must have; where one has not, that is the first difference."""
+        steps = itertools.takewhile(complete, self.steps())
+        return [(step.sums(), step.expected.counts) for step in steps]
 
     def apply_formula(self, given: Any) -> None:
         """Keep, for each micro-batch, what the formula alone makes of the sums of its step's whole train batch."""
-        for step, whole in zip(self.steps(), given, strict=True):
+        for step, whole in zip(self.steps(), given, strict=False):
             first = 0
             for head, place, micro in step.micros():
                 mine = slice(first, first + len(micro.samples))

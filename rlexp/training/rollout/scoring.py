@@ -116,4 +116,5 @@ class Scorer:
 
     def _keep(self, chunk: Sequence[Sample], field: str, arrays: Sequence[Floats]) -> None:
         for sample, values in zip(chunk, arrays, strict=True):
+            assert len(values) == len(sample.answer), f"{field}: {len(values)} values of {len(sample.answer)} tokens"
             setattr(sample, field, values.astype(self.dtype))
