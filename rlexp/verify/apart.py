@@ -156,6 +156,7 @@ class Scene:
 def model_apart(task: Task, cfg: Config, needs: Needs, placing: Placing | None, *, copied: bool = False) -> Policy:
     """Build a policy from `training/model/` alone. `copied`: beside its adapter, one that stays as it began."""
     config = load_config(cfg.model, cfg.data.max_length)
+    temperature = cfg.rollout.temperature if cfg.loss.draws else 1.0  # and not the task's, which may be wrong
     options: dict[str, Any] = {"float64": cfg.train.precision is Precision.fp64}
     model = load_model(cfg.model, config, cfg.data.max_length, placing, scores=needs.scores, **options)
     critic = None
@@ -163,7 +164,7 @@ def model_apart(task: Task, cfg: Config, needs: Needs, placing: Placing | None, 
         own = needs.critic is CriticName.own
         trunk = load_model(cfg.model, config, cfg.data.max_length, placing, **options).base_model if own else None
         critic = Critic(model.get_output_embeddings().in_features, trunk)
-    policy = Policy(model, critic, temperature=needs.temperature, entropy=needs.entropy,
+    policy = Policy(model, critic, temperature=temperature, entropy=needs.entropy,
                     likelihoods=needs.likelihoods, hits=needs.hits, scores=needs.scores)  # fmt: skip
     if isinstance(cfg.adapter, LoraConfig):
         policy.adapt(cfg.adapter, base=named_base(cfg.model), seed=cfg.seed, copy=copied)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from tests.helpers.faults.base import ROLLOUT
+from tests.helpers.faults.base import ROLLOUT, TRAIN
+from tests.helpers.faults.gathered import half_derived
 from tests.helpers.faults.plant import Change
 from tests.helpers.faults.samples import GRPO, kept, one_off, sample
 
@@ -37,6 +38,18 @@ def one_number_for_all(original: Any, stream_B: Any, position: int) -> Any:
     return original(stream_B, position)[:1].repeat(len(stream_B))
 
 
+def half_of_the_loss(original: Any, self: Any, held: Any, meter: Any) -> Any:
+    return half_derived(original(self, held, meter))
+
+
+def half_of_each_token(original: Any, held: Any, said: Any) -> Any:
+    return original(held, said._replace(logps_t=half_derived(said.logps_t)))
+
+
+def at_no_temperature(original: Any, *args: Any) -> Any:
+    return replace(original(*args), temperature=1.0)
+
+
 CHOOSE, SCORER = "rollout.choose:", "rollout.scoring:Scorer"
 DRAWING_FAULTS = (
     sample("top_p is not kept", CHOOSE + "kept", with_keys(lambda cfg: replace(cfg, top_p=1.0)), "log-probabilities",
@@ -51,4 +64,9 @@ DRAWING_FAULTS = (
            base=GRPO),
     sample("a reference one token off", f"{SCORER}._keep", kept("reference", one_off), "log-probabilities", ROLLOUT,
            base=GRPO),
+    sample("trained at another temperature", "train.rollout_task:needs_of", at_no_temperature, "log-probabilities",
+           TRAIN, "rollout.temperature=0.7", base=GRPO),
+    sample("half of a rollout's derivative", "train.rollout_task:RolloutStep.loss", half_of_the_loss, "gradient", TRAIN,
+           base=GRPO),
+    sample("half of each token's derivative", "train.rollout_task:tokens_of", half_of_each_token, "gradient", TRAIN),
 )  # fmt: skip

@@ -50,6 +50,17 @@ def with_other_margins(original: Any, self: Any, values: Any, *args: Any) -> Any
         task.loss = kept
 
 
+def in_reverse(original: Any, self: Any) -> None:
+    """Take the reference's sums, which are known already, in another order of the micro-batches."""
+    original(self)
+    self.kept = self.kept[::-1]
+
+
+def half_derived(values: Any) -> Any:
+    """Return the values with half of their derivative."""
+    return values / 2 + values.detach() / 2
+
+
 WHOLE = "train.whole_batch:"
 GATHERED_FAULTS = (
     one("bco_pair: gathered token counts of the next pair", WHOLE + "gathered",
@@ -69,4 +80,8 @@ GATHERED_FAULTS = (
     one("aot: losses in another order", WHOLE + "WholeBatch.of_places", in_another_order, "loss", TRAIN, "loss=aot"),
     one("simpo: the loss is given other margins", "train.offline_task:OfflineStep.judged", with_other_margins, "loss",
         TRAIN, "loss=simpo", "loss.margin_weight=0.5"),
+    one("aot: the reference's sums in another order", "train.offline_task:OfflineStep.prepare", in_reverse,
+        "log-probabilities", TRAIN, "loss=aot"),
+    one("a sum hands half of its derivative down", "train.sequence_sums:sum_by_sequence",
+        lambda original, values_t, shard: half_derived(original(values_t, shard)), "gradient", TRAIN),
 )  # fmt: skip

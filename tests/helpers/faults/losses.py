@@ -68,16 +68,16 @@ def of_replica(step: Any, _held: Any) -> float:
     return float(np.mean([len(step.example(place).answers[0][0]) for place in mine])) if mine else 1.0
 
 
-def with_all_tokens(original: Any, self: Any, examples: Any) -> Any:
+def with_all_tokens(original: Any, self: Any, examples: Any, *names: Any) -> Any:
     """Count the answers' tokens as if none were masked."""
-    held = original(self, examples)
+    held = original(self, examples, *names)
     sides = zip(self.sides, zip(*(each.answers for each in examples), strict=True), strict=True) if examples else ()
     lengths = {side: torch.tensor([float(len(answer)) for answer, _ in answers]) for side, answers in sides}
     return replace(held, tokens={side: lengths.get(side, tokens).to(tokens) for side, tokens in held.tokens.items()})
 
 
-def of_another_pair(original: Any, self: Any, examples: Any) -> Any:
-    held = original(self, examples)
+def of_another_pair(original: Any, self: Any, examples: Any, *names: Any) -> Any:
+    held = original(self, examples, *names)
     return replace(held, margin_E=held.margin_E.roll(1))
 
 
@@ -162,6 +162,20 @@ def other_label(original: Any, self: Any, examples: Any, pack: Any) -> Any:
     return replace(held, label_E=1 - held.label_E)
 
 
+def of_the_other_answer(original: Any, self: Any, held: Any, *known: Any) -> Any:
+    values, tokens = original(self, held, *known)
+    return replace(values, scores=dict(zip(values.scores, reversed(values.scores.values()), strict=True))), tokens
+
+
+def cut_early(original: Any, self: Any, pack: Any) -> Any:
+    shard = original(self, pack)
+    return replace(shard, ends_n=(shard.ends_n - 1).clamp(min=0))
+
+
+def of_the_policy_alone(log_ratio: Any) -> Callable[..., Any]:
+    return lambda values, side: log_ratio(replace(values, reference={side: 0 * values.reference[side]}), side)
+
+
 HELD_OUT = ("data.eval_size=13", "train.eval_every=1")
 
 
@@ -184,6 +198,12 @@ LOSS_FAULTS = (
         *of("kto"), "data.unpair=true", "data.shuffle=false"),
     one("kto: log-ratios of the replica", PASS + "log_ratios_of_others", of_this_replica, "loss", TRAIN, *of("kto")),
     one("bco: the whole batch is the replica's", WHOLE + "gathered", of_the_replica, "loss", TRAIN, *of("bco")),
+    one("kto: mismatched answers without a reference", PASS + "log_ratios_of_others",
+        Seeing({"log_ratio": of_the_policy_alone}), "loss", TRAIN, *of("kto")),
+    one("reward: scores of the other answer", "train.reward_task:RewardStep.values", of_the_other_answer,
+        "log-probabilities", TRAIN, *of("reward")),
+    one("reward: cut one token early", "train.reward_task:RewardTask.cut", cut_early, "log-probabilities", TRAIN,
+        *of("reward")),
     one("apo_zero_unpaired: good is bad", OFFLINE + "OfflineTask.held", other_label, "loss", TRAIN,
         *of("apo_zero_unpaired")),
     one("sft: tokens of the micro-batch", OFFLINE + "OfflineStep.values", with_mean_tokens(of_micro_batch), "loss",

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.helpers.faults.base import BASE, ENGINE, MODEL, TRAIN, one
+from tests.helpers.faults.samples import PPO
 
 
 def bits_lost(original: Any, self: Any, parameter: Any) -> Any:
@@ -45,6 +46,15 @@ def forward_rounded(original: Any, self: Any, shard: Any) -> Any:
     return said._replace(logps_t=said.logps_t * (1 + 1e-7))
 
 
+def without_window(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs | {"sliding_window": None})
+
+
+def head_of_ones(original: Any, self: Any, *args: Any) -> None:
+    original(self, *args)
+    self.head.bias.data += 1e-3
+
+
 STARTING_FAULTS = (
     one("placed weights are rounded", "model.placing:Placing._whole", rounded_weights, "log-probabilities", MODEL),
     one("exact bits are lost when weights are placed", "model.placing:Placing._whole", bits_lost, "log-probabilities",
@@ -57,4 +67,10 @@ STARTING_FAULTS = (
         ENGINE),
     one("FSDP2's forward pass differs", "engine.fsdp2:FSDP2Engine.forward", forward_rounded, "log-probabilities",
         ENGINE, "engine=fsdp2"),
+    one("FSDP2's frozen model differs", "engine.fsdp2:FrozenRows.forward", forward_rounded, "log-probabilities", ENGINE,
+        "engine=fsdp2"),
+    one("a layer's window is not handed over", "model.hook:attention", without_window, "log-probabilities", MODEL,
+        "model.window=32"),
+    one("a critic that begins with a value", "model.policy:Critic.__init__", head_of_ones, "log-probabilities", MODEL,
+        base=PPO),
 )  # fmt: skip
