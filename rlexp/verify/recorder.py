@@ -118,14 +118,26 @@ class Recorder(Sink):
         self.step = StepSeen()
 
 
-def watch_derivative(values: Tensor, known: dict[str, Array], name: str) -> None:
-    """Keep the derivative of the loss by some values, as the backward pass brings it: zeros if it brings none."""
-    known[name] = np.zeros(values.shape)
+def watch_derivative(values: Tensor, micro: Micro, name: str) -> None:
+    """Keep the derivative of the loss by some values, as the backward pass brings it: zeros if it brings none.
+
+    It is that of the loss as it was handed to the engine. By how much an engine scales it is the engine's own."""
+    micro.known[name] = np.zeros(values.shape)
 
     def keep(derivative: Tensor) -> None:
-        known[name] = array(derivative)
+        micro.known[name] = array(derivative) / micro.scaled if micro.scaled else np.full(values.shape, np.nan)
 
     values.register_hook(keep)
+
+
+def watch_scale(loss: Tensor, micro: Micro) -> None:
+    """Keep by how much an engine scales the loss that it is handed, before its derivatives."""
+
+    def keep(derivative: Tensor) -> None:
+        micro.scaled = float(derivative)
+
+    if loss.requires_grad:
+        loss.register_hook(keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +171,13 @@ class RecordedEngine:
                 setattr(micro, name, array(each))
         for who, each in {"policy": tokens.logps_t, "entropies": tokens.entropy_t, "values": tokens.values_t}.items():
             if each is not None and each.requires_grad:
-                watch_derivative(each, micro.known, f"derivative by {who}")
+                watch_derivative(each, micro, f"derivative by {who}")
         return tokens
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self._recorder.micro.handed, self._recorder.micro.last = float(loss.detach()), last
         self._recorder.handing(loss)
+        watch_scale(loss, self._recorder.micro)
         self._engine.backward(loss, last=last)
         if last:  # here and not in `step`, which a gradient that is not finite never reaches
             self._recorder.write_gradient(self._engine)

@@ -178,6 +178,7 @@ class Micro:
     applied: Applied | None = None  # the formula's call, where it sees one micro-batch
     handed_slopes: dict[str, Array] = field(default_factory=dict)  # derivatives of `handed` by the policy's sums
     handed: float | None = None  # the scalar given to the engine
+    scaled: float = 1.0  # by which the engine multiplies it before its derivatives
     last: bool = False  # the engine's mark of the last micro-batch
     known: dict[str, Array] = field(default_factory=dict)  # of a drawn sample's tokens, as the formula is given them
     terms: Terms | None = None  # what the formula of a policy loss made of them on this rank

@@ -109,7 +109,7 @@ ENGINE_FAULTS = (
         lambda original, policy, optim: original(policy, replace(optim, name=OptimName.adamw)),
         "optimizer", ENGINE, "optim=sgd", "optim.lr=0.05"),
     one("float32 parameters", PLAIN + "__init__",
-        Seeing({"cast_parameters": lambda cast: lambda policy, _dtype: cast(policy, torch.float32)}),
+        Seeing({"cast_parameters": lambda cast: lambda policy, *_, **__: cast(policy, torch.float32)}),
         "log-probabilities", ENGINE),
     one("the norm of one rank's pieces", FSDP2 + "grad_norm", Seeing({"dist.all_reduce": left_out}), "optimizer",
         ENGINE, "engine=fsdp2"),

@@ -52,8 +52,8 @@ def with_run(task: Any, **changes: Any) -> Any:
     return other
 
 
-def one_too_few(original: Any, self: Any, *args: Any) -> None:
-    original(self, *args)
+def one_too_few(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
     self.micro_batches = self.micro_batches[:-1]
 
 
@@ -108,9 +108,9 @@ def learning(original: Any, *args: Any, **kwargs: Any) -> Any:
     return names.of(original, nothing)(*args, **kwargs)
 
 
-def starting_in_bfloat16(original: Any, cfg: Any, starting: Any, *args: Any) -> Any:
+def starting_in_bfloat16(original: Any, cfg: Any, starting: Any, *args: Any, **kwargs: Any) -> Any:
     cast_parameters(starting, torch.bfloat16)
-    return original(cfg, starting, *args)
+    return original(cfg, starting, *args, **kwargs)
 
 
 def too_early(original: Any, self: Any, step: int) -> float:
