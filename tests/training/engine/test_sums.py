@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from rlexp.config.load import compose_config
@@ -14,13 +15,13 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.sums import Sums
 
 BASE = ("launch.device=cpu", "logger=none", "train.precision=bf16", "parallel=ring2", "train.batch_size=2",
-        "data.size=8", "data.eval_size=0", "optim.max_grad_norm=0")  # fmt: skip
+        "data.size=8", "data.eval_size=0", "optim.max_grad_norm=0", "model.layers=1")  # fmt: skip
 LORA = ("adapter=lora", "adapter.rank=2")
-CASES = [*((f"engine={engine}",) for engine in ("torch", "zero0", "zero1", "zero2", "zero3", "fsdp2")),
-         ("engine=zero2", "engine.offload=optimizer"), ("engine=torch", *LORA), ("engine=zero3", *LORA),
-         ("engine=fsdp2", *LORA)]  # fmt: skip
+USUAL = [("engine=torch",), ("engine=zero2",), ("engine=fsdp2",)]
+OTHERS = [("engine=zero0",), ("engine=zero1",), ("engine=zero3",), ("engine=zero2", "engine.offload=optimizer"),
+          ("engine=torch", *LORA), ("engine=zero3", *LORA), ("engine=fsdp2", *LORA)]  # fmt: skip
 # A gradient and so many of this part of it, which bfloat16 rounds away one by one.
-MANY, PART = 16, 2.0**-9
+MANY, PART = 4, 2.0**-9
 
 
 @dataclass
@@ -67,10 +68,11 @@ def found_in(cfg: Config) -> Found:
     return Found({"float32": wide, "less": sum(narrow.values())}, lost, norm / float(exact), trained, masters)
 
 
-def test_every_engine_sums_gradients_in_float32() -> None:
-    """Measured: 2.4e-7 of a sum is lost at most; in bfloat16, its 16 small parts are, 0.03."""
-    by_rank = on_ranks(2, engine_rank, [compose_config([*BASE, *case]) for case in CASES])
-    for case, of_ranks in zip(CASES, zip(*by_rank, strict=True), strict=True):
+@pytest.mark.parametrize("cases", [USUAL, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["usual", "others"])
+def test_every_engine_sums_gradients_in_float32(cases: Sequence[Sequence[str]]) -> None:
+    """Measured: 1e-7 of a sum is lost at most; in bfloat16 its small parts are lost, 0.008."""
+    by_rank = on_ranks(2, engine_rank, [compose_config([*BASE, *case]) for case in cases])
+    for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         for found in of_ranks:
             assert found.reduced["less"] == 0, case
             assert found.reduced["float32"] >= found.trained, case
