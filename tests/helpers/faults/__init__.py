@@ -30,7 +30,7 @@ from tests.helpers.faults.losses import LOSS_FAULTS
 from tests.helpers.faults.metrics import METRICS_FAULTS
 from tests.helpers.faults.model import MODEL_FAULTS
 from tests.helpers.faults.own_precision import OWN_FAULTS
-from tests.helpers.faults.reference import REFERENCE_FAULTS
+from tests.helpers.faults.reference import REFERENCE_FAULTS, SAME_KEY
 from tests.helpers.faults.ring import RING_FAULTS
 from tests.helpers.faults.samples import SAMPLE_FAULTS
 from tests.helpers.faults.starting import STARTING_FAULTS
@@ -92,7 +92,7 @@ CHECK = (
     "dk added at the wrong place",
 )  # fmt: skip
 
-ALL_FAULTS = {fault.name: fault for fault in (*FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE)}
+ALL_FAULTS = {fault.name: fault for fault in (*FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE, SAME_KEY)}
 
 
 def faulty_rank(spec: RankSpec, name: str, reached: Path, target: Callable[..., Any], args: Sequence[Any]) -> Any:

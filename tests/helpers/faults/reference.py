@@ -80,3 +80,7 @@ REFERENCE_FAULTS = (
         ENGINE),
     one("a reference model of another seed", "train.build:frozen_model", of_other_weights, "log-probabilities", TRAIN),
 )  # fmt: skip
+
+# Found only by a second run, which finds the values of another model under its own key.
+SAME_KEY = one("a key without the model", STORED + "facts_of", lambda original, *args: original(*args) | {"model": 0},
+               "log-probabilities", REFERENCE, BEFORE)  # fmt: skip
