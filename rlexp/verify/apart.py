@@ -31,7 +31,7 @@ from rlexp.training.engine.frozen import Frozen
 from rlexp.training.engine.streamed import Streamed
 from rlexp.training.model.export_adapter import named_base
 from rlexp.training.model.loading import load_config, load_model
-from rlexp.training.model.placing import Placing, by_rows, evenly, put_all
+from rlexp.training.model.placing import EXACT, Placing, by_rows, evenly, put_all
 from rlexp.training.model.policy import DTYPES, Critic, Policy
 from rlexp.training.model.reward_model import here, last_places
 from rlexp.training.reference.base import Reference
@@ -49,7 +49,6 @@ from rlexp.verify.records import Array, Key, TensorFiles
 
 ERRORS = (ArithmeticError, AssertionError, AttributeError, IndexError, LookupError, RuntimeError, TypeError,
           ValueError, UserError)  # fmt: skip
-EXACT = "_rlexp_exact"  # a parameter's exact values, of which its dtype loses bits (`training/model/placing.py`)
 
 
 @dataclass(frozen=True)

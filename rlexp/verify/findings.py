@@ -17,7 +17,7 @@ GRADIENT, OPTIMIZER, METRICS = "gradient", "optimizer", "metrics"
 
 
 class Clue(Enum):
-    """The comparison that found a difference; `diagnose.py` derives the module from it."""
+    """The comparison that found a difference; `naming.py` derives the module from it."""
 
     PAIRS = "the data set"
     SAMPLES = "the sampler's batch"

@@ -177,7 +177,7 @@ class Verifier:
 
     def incomplete(self, cfg: Config, traces: list[Trace], plan: VerifyPlan, precision: str) -> Failure | None:
         """The first thing that is missing of a run's rollouts: without it the reference has nothing to begin with."""
-        from rlexp.verify.diagnose import module_of
+        from rlexp.verify.naming import module_of
         from rlexp.verify.stages.rollouts import incomplete
 
         finding = next(incomplete(cfg, traces, plan.held_out), None) if cfg.loss.draws else None
@@ -257,15 +257,8 @@ class Verifier:
 
     def located(self, comparison: Comparison, finding: Finding, precision: str) -> Failure:
         """Find the module that a difference points to. If the difference alone does not say it, try parts."""
-        from rlexp.verify.diagnose import (
-            Case,
-            alone_rank,
-            differing,
-            evidence,
-            module_of,
-            module_of_traceback,
-            needs_trial,
-        )
+        from rlexp.verify.diagnose import Case, alone_rank, differing
+        from rlexp.verify.naming import evidence, module_of, module_of_traceback, needs_trial
 
         alone: Alone | None = None
         said = ""
@@ -440,8 +433,8 @@ def _failure(finding: Finding, precision: str, module: str, said: str) -> Failur
 
 def _crashed(failed: RankFailed, precision: str, exact_agrees: bool) -> Failure:
     """The failure of a run that raised an error of its own. If float64 agreed, the engine is the first suspect."""
-    from rlexp.verify.diagnose import module_of_traceback
     from rlexp.verify.modules import ENGINE
+    from rlexp.verify.naming import module_of_traceback
 
     module = module_of_traceback(str(failed)) or (ENGINE if exact_agrees else "rlexp/")
     return Failure(

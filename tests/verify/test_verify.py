@@ -22,7 +22,7 @@ from rlexp.config.load import compose_config
 from rlexp.launch.preflight_check import laid_out
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.verify import fit_memory
-from rlexp.verify.diagnose import module_of_traceback
+from rlexp.verify.naming import module_of_traceback
 from rlexp.verify.records import TokenPair
 from rlexp.verify.reference.model import answer_logps, load, own_blocks, softmax_attention
 from rlexp.verify.reference.optimizer import Optimizer

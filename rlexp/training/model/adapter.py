@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -247,7 +248,8 @@ def _fill(part: Any, name: str, seed: int, folder: _Folder | None, prefix: str) 
                     for which in ("lora_A", "lora_B"):
                         matrix = getattr(layer, which)[name]
                         given = folder.weight(f"{prefix}{place}.{which}.weight", matrix.weight)
-                        matrix.weight.data = given.to(_wide(layer.get_base_layer().weight), copy=True)
+                        dtype = _wide(layer.get_base_layer().weight)
+                        matrix.weight.data = given.to(matrix.weight.device, dtype, copy=True)
             elif name in getattr(layer, "modules_to_save", ()):
                 _fill_whole(layer, name, folder, f"{prefix}{place}.")
 
@@ -283,8 +285,7 @@ class _Folder:
     @staticmethod
     def read(found: AdapterFolder) -> _Folder:
         try:
-            with safe_open(found.path / WEIGHTS, framework="pt") as file:
-                held = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            held = load_file(found.path / WEIGHTS)
         except (OSError, SafetensorError) as error:
             raise ModelError(
                 f"adapter.path={found.path}: its {WEIGHTS} cannot be read ({error}). Give a folder that peft wrote."

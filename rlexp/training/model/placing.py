@@ -21,7 +21,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from rlexp.base.errors import ModelError
 
 Part = Callable[[torch.Size], slice]  # of a flattened parameter
-_PLACED, _EXACT = "_rlexp_placed", "_rlexp_exact"  # attributes of a parameter
+_PLACED = "_rlexp_placed"  # attributes of a parameter: where it was put
+EXACT = "_rlexp_exact"  # and its exact values, of which its dtype loses bits
 
 
 def loses_bits(wide: Tensor, narrow: Tensor) -> bool:
@@ -55,7 +56,7 @@ class Placing:
         wide = rounded(parameter.detach().to(self.device), self.rounded)
         placed = nn.Parameter(wide.to(self.dtype), requires_grad=parameter.requires_grad)
         if self.part is not None and placed.dtype != wide.dtype and self.loses(wide, placed.detach()):
-            setattr(placed, _EXACT, wide.view(-1)[self.part(wide.shape)].to("cpu", copy=True))
+            setattr(placed, EXACT, wide.view(-1)[self.part(wide.shape)].to("cpu", copy=True))
         return placed
 
     def _part_alone(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -64,7 +65,7 @@ class Placing:
         empty = torch.empty_like(value, device="meta", dtype=self.dtype)
         placed = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         mine = value.reshape(-1)[self.part(value.shape)]
-        setattr(placed, _EXACT, mine.to(self.device, self.dtype, copy=True))
+        setattr(placed, EXACT, mine.to(self.device, self.dtype, copy=True))
         return placed
 
     def of_frozen(self, dtype: torch.dtype) -> Placing:
@@ -75,7 +76,7 @@ class Placing:
 def placed_copy(parameter: nn.Parameter) -> nn.Parameter:
     """Return a copy in the same place, with a copy of the exact values that are kept of it."""
     copied = nn.Parameter(torch.empty_like(parameter) if parameter.is_meta else parameter.detach().clone())
-    for mark in (_PLACED, _EXACT):
+    for mark in (_PLACED, EXACT):
         if hasattr(parameter, mark):
             kept = getattr(parameter, mark)
             setattr(copied, mark, kept.clone() if isinstance(kept, Tensor) else kept)
@@ -105,7 +106,7 @@ def round_all(model: nn.Module, dtype: torch.dtype) -> None:
 
 def take_exact(parameter: nn.Parameter) -> Tensor | None:
     """Return the exact values that were kept, and let them go; None if none were."""
-    exact: Tensor | None = parameter.__dict__.pop(_EXACT, None)
+    exact: Tensor | None = parameter.__dict__.pop(EXACT, None)
     return exact
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from rlexp.training.model.placing import EXACT
 from tests.helpers.faults.base import BASE, ENGINE, MODEL, TRAIN, one
 from tests.helpers.faults.samples import PPO
 
@@ -12,8 +13,8 @@ from tests.helpers.faults.samples import PPO
 def bits_lost(original: Any, self: Any, parameter: Any) -> Any:
     """Keep, beside a parameter of fewer bits, no more than these bits."""
     placed = original(self, parameter)
-    if hasattr(placed, "_rlexp_exact"):
-        placed._rlexp_exact = placed._rlexp_exact.to(self.dtype).float()
+    if hasattr(placed, EXACT):
+        setattr(placed, EXACT, getattr(placed, EXACT).to(self.dtype).float())
     return placed
 
 

@@ -30,6 +30,9 @@ def quiet(_line: str) -> None:
     """Progress is of no interest here."""
 
 
+Ranks = Callable[[Callable[..., Any], int, Sequence[Any], dict[str, Any]], list[Any]]
+
+
 def verify_planted(
     fault: Fault,
     references: Path,
@@ -40,29 +43,50 @@ def verify_planted(
 ) -> tuple[Verification, bool]:
     """Verify with the defect in every rank; return what came of it, and whether the defect was at work.
 
-    Without `steps` there are two of pairs, of which some defects are first seen at the second, and of samples that are
-    drawn as many as the command takes. `references` is a folder that keeps float64 references: the reference of a
-    configuration is computed once. A defect of a loss is planted into the reference too, since it has the product's
-    formula.
+    A defect of a loss is planted into the reference too, since it has the product's formula.
     """
     with tempfile.TemporaryDirectory(prefix="rlexp-planted-") as folder:
         reached = Path(folder) / "reached"
 
-        def start(target: Callable[..., Any], ranks: int, args: Sequence[Any] = (), **options: Any) -> list[Any]:
-            options |= {"preload": SERVER, "timeout": LONGEST}
-            if target is REFERENCE and fault.module != ALGOS:
-                return kept_reference(references, args, options)
+        def planted(target: Callable[..., Any], ranks: int, args: Sequence[Any], options: dict[str, Any]) -> list[Any]:
             return run_ranks(faulty_rank, ranks, (fault.name, reached, target, args), **options)
 
-        cfg = compose_config(fault.overrides if overrides is None else overrides)
-        if isinstance(cfg.data, RowsDataConfig):  # tokens that are kept must have this defect, and no other run's
-            cfg = replace(cfg, data=replace(cfg.data, cache=f"{folder}/cache"))
-        with patch.object(verifying, "run_ranks", start):
-            verdict = verify(cfg, steps or (None if cfg.loss.draws else 2), say)
+        words, keep = fault.overrides if overrides is None else overrides, fault.module != ALGOS
+        verdict = verify_by(planted, words, references, keep=keep, steps=steps, say=say)
         return verdict, reached.exists()
 
 
-def kept_reference(references: Path, args: Sequence[Any], options: dict[str, Any]) -> list[Any]:
+def verify_by(
+    ranks: Ranks,
+    overrides: Sequence[str],
+    references: Path,
+    *,
+    keep: bool = True,
+    steps: int | None = None,
+    say: Progress = quiet,
+) -> Verification:
+    """Verify with ranks that are started otherwise.
+
+    Without `steps` there are two of pairs, of which some defects are first seen at the second, and of samples that are
+    drawn as many as the command takes. `references` is a folder that keeps float64 references: with `keep`, the
+    reference of a configuration is computed once.
+    """
+    with tempfile.TemporaryDirectory(prefix="rlexp-verified-") as folder:
+
+        def start(target: Callable[..., Any], count: int, args: Sequence[Any] = (), **options: Any) -> list[Any]:
+            options |= {"preload": SERVER, "timeout": LONGEST}
+            if target is REFERENCE and keep:
+                return _kept(references, args, options)
+            return ranks(target, count, args, options)
+
+        cfg = compose_config(overrides)
+        if isinstance(cfg.data, RowsDataConfig):  # tokens that are kept must be those of this run
+            cfg = replace(cfg, data=replace(cfg.data, cache=f"{folder}/cache"))
+        with patch.object(verifying, "run_ranks", start):
+            return verify(cfg, steps or (None if cfg.loss.draws else 2), say)
+
+
+def _kept(references: Path, args: Sequence[Any], options: dict[str, Any]) -> list[Any]:
     """Return the reference of a configuration, and put its files where they are asked for.
 
     It is computed without a defect: only those of losses reach what the reference imports, as

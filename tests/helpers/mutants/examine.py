@@ -11,47 +11,30 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from rlexp.base.errors import UserError
-from rlexp.config.load import compose_config
-from rlexp.config.schema.data import RowsDataConfig
-from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.verify import verification as verifying
-from rlexp.verify.verification import verify
-from tests.helpers.faults.verified import LONGEST, REFERENCE, kept_reference, quiet
+from rlexp.launch.local import run_ranks
+from tests.helpers.faults.verified import verify_by
 from tests.helpers.mutants.configurations import CONFIGURATIONS
 from tests.helpers.mutants.planting import VARIABLE, Plan
 from tests.helpers.mutants.plugin import noted
 
-SERVER = (*PRELOAD, *verifying.OURS, "deepspeed")
-
 
 def found(name: str, references: Path) -> str | None:
     """Return what `verify` says of a configuration, or None if it passes."""
-    with tempfile.TemporaryDirectory(prefix="rlexp-mutant-") as folder:
-
-        def start(target: Callable[..., Any], ranks: int, args: Sequence[Any] = (), **options: Any) -> list[Any]:
-            options |= {"preload": SERVER, "timeout": LONGEST}
-            if target is REFERENCE:
-                return kept_reference(references, args, options)
-            return run_ranks(target, ranks, args, **options)
-
-        cfg = compose_config(CONFIGURATIONS[name])
-        if isinstance(cfg.data, RowsDataConfig):
-            cfg = replace(cfg, data=replace(cfg.data, cache=f"{folder}/cache"))
-        with patch.object(verifying, "run_ranks", start):
-            try:
-                failure = verify(cfg, None if cfg.loss.draws else 2, quiet).failure
-            except UserError as error:
-                return f"raised {str(error).splitlines()[0][:80]}"
+    try:
+        failure = verify_by(started, CONFIGURATIONS[name], references).failure
+    except UserError as error:
+        return f"raised {str(error).splitlines()[0][:80]}"
     return None if failure is None else f"step {failure.step}, {failure.stage}, {failure.module}"
+
+
+def started(target: Callable[..., Any], ranks: int, args: Sequence[Any], options: dict[str, Any]) -> list[Any]:
+    return run_ranks(target, ranks, args, **options)
 
 
 def main(references: str, *names: str) -> int:

@@ -66,7 +66,8 @@ class Outcome:
 
 class Runs:
     def __init__(self, sites: Sequence[Site], folder: Path, workers: int, say: Callable[[str], None]) -> None:
-        self.sites, self.folder, self.workers, self.say = sites, folder, workers, say
+        self.sites, self.workers, self.say = sites, workers, say
+        self.scratch = tempfile.TemporaryDirectory(prefix="rlexp-mutants-")
         self.references, self.kept = folder / "references", folder / "watched"
         for each in (self.references, self.kept):
             each.mkdir(exist_ok=True)
@@ -103,18 +104,17 @@ class Runs:
         return rows
 
     def _watch_tests(self, file: str) -> Rows:
-        where = Path(tempfile.mkdtemp(dir=self.folder))
-        Plan(self.sites, str(where / "watch.log")).write(where / "plan.json")
+        where = self._planned(watched=True)
         args = [each for each in PYTEST if each != "-x"]
-        self._run("pytest", [*args, "-p", "tests.helpers.mutants.plugin", file], where, 1800)
+        said = self._run("pytest", [*args, "-p", "tests.helpers.mutants.plugin", file], where, 1800)
         rows = where / "watch.tests"
         found = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
-        shared = found.pop() if found else {}
-        return [row | {what: [*row[what], *numbers] for what, numbers in shared.items()} for row in found]
+        assert found, f"{file}: pytest wrote nothing: {said.stdout[-500:]}"
+        *tests, shared = found
+        return [row | {what: [*row[what], *numbers] for what, numbers in shared.items()} for row in tests]
 
     def _watch_configuration(self, name: str) -> Rows:
-        where = Path(tempfile.mkdtemp(dir=self.folder))
-        Plan(self.sites, str(where / "watch.log")).write(where / "plan.json")
+        where = self._planned(watched=True)
         said = self._run("tests.helpers.mutants.examine", [str(self.references), name], where, 900)
         rows = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
         return rows or [{"configuration": name, "found": said.stderr[-500:]}]
@@ -129,8 +129,7 @@ class Runs:
 
     def _judge(self, seen: Watched, number: int) -> Outcome:
         """Run the cheapest tests of the change's folder, `verify`, the folder's other tests, and those elsewhere."""
-        where = Path(tempfile.mkdtemp(dir=self.folder))
-        Plan([self.sites[number]]).write(where / "plan.json")
+        where = self._planned(self.sites[number])
         tests = sorted((each for each in seen.tests if number in each.active), key=lambda each: each.seconds)
         own = f"tests/{'/'.join(self.sites[number].path.split('/')[1:3])}/"
         first, later = _split([each for each in tests if each.name.startswith(own)], FIRST)
@@ -170,6 +169,13 @@ class Runs:
         if said.returncode:
             return f"verify: {names[len(rows)]}", "fails"
         return (f"verify: {rows[-1]['configuration']}", rows[-1]["found"]) if rows[-1]["found"] is not None else None
+
+    def _planned(self, *sites: Site, watched: bool = False) -> Path:
+        """Return a folder of its own for a run, with what it changes or watches."""
+        where = Path(tempfile.mkdtemp(dir=self.scratch.name))
+        plan = Plan(self.sites, str(where / "watch.log")) if watched else Plan(sites)
+        plan.write(where / "plan.json")
+        return where
 
     def _run(self, module: str, args: Sequence[str], where: Path, timeout: float) -> subprocess.CompletedProcess[str]:
         return warm.run(module, args, ROOT, timeout=timeout, env=environment(where / "plan.json"))

@@ -57,7 +57,7 @@ def _lines(results: Sequence[Result], broken: Sequence[str], args: argparse.Name
     for folder in args.folders:
         yield _row(f"in {folder}/", [each for each in results if each.site.path.startswith(f"rlexp/{folder}/")])
     for kind in KINDS:
-        yield _row(f"of a {kind}", [each for each in results if each.site.kind == kind])
+        yield _row(kind, [each for each in results if each.site.kind == kind])
     yield ""
     yield "| active and not found | before | after | why that is right |\n| --- | --- | --- | --- |"
     for each in active:
