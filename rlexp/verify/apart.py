@@ -29,6 +29,7 @@ from rlexp.config.schema.losses import CriticName
 from rlexp.config.schema.models import Precision, ReferenceName
 from rlexp.training.engine.frozen import Frozen
 from rlexp.training.engine.streamed import Streamed
+from rlexp.training.model.adapter import without_starting
 from rlexp.training.model.export_adapter import named_base
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.training.model.placing import EXACT, Placing, by_rows, evenly, put_all
@@ -143,7 +144,7 @@ class Scene:
 
     def with_weights(self, policy: Policy) -> Policy:
         """Give a policy the weights from before the step."""
-        for name, parameter in policy.named():
+        for name, parameter in without_starting(policy.named()):
             before = torch.from_numpy(self.files.read("weights", self.step - 1, name).copy())
             parameter.data.copy_(before.to(parameter.dtype))
         return policy
@@ -414,7 +415,7 @@ def of_start(scene: Scene) -> Iterator[Part]:
 
 def other_weights(policy: Policy, files: TensorFiles, part: Callable[[torch.Size], slice]) -> bool:
     """Whether a policy has other starting weights than the reference, with the bits that are kept beside them."""
-    held = dict(policy.named())
+    held = dict(without_starting(policy.named()))
     if sorted(held) != files.names("weights", 0):
         return True
     for name, parameter in held.items():

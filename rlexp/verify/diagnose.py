@@ -29,6 +29,7 @@ from rlexp.training.algos.whiten import whiten
 from rlexp.training.dataset.packing import pack_examples
 from rlexp.training.engine.base import trained
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
+from rlexp.training.model.adapter import Adapter, without_starting
 from rlexp.training.model.placing import Placing
 from rlexp.training.model.policy import DTYPES
 from rlexp.training.ring.collectives import ring_sum
@@ -354,13 +355,25 @@ def without_engine(task: Task, steps: int, weights: TensorFiles) -> Iterator[dic
     policy = build_policy(cfg, run.engine.policy.model.config, run.device, task.needs, placing)
     if cfg.memory.checkpointing:
         policy.recompute_activations()
+    if ENGINES[run.engine.name].stage == 3 and policy.adapter is not None:
+        _add_up_by_layer(policy.adapter)
     alone: Any = Forward(policy)
     task.run = dataclasses.replace(run, engine=alone)
     for number in range(1, steps + 1):
-        for name, parameter in policy.named():
+        for name, parameter in without_starting(policy.named()):
             parameter.data.copy_(torch.from_numpy(weights.read("weights", number - 1, name).copy()))
         yield _of_step(task, number, trained(policy))
     task.run = run
+
+
+def _add_up_by_layer(adapter: Adapter) -> None:
+    """Add the gradients of an adapted layer's input, by the layer and by its adapter, before all others are added.
+
+    ZeRO-3 does so, since it gathers both as one module; in bfloat16 the order of a sum is seen.
+    """
+    for layer in adapter.layers:
+        if hasattr(layer, "lora_A"):
+            layer.register_forward_pre_hook(lambda _layer, inputs: (inputs[0].view_as(inputs[0]), *inputs[1:]))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlexp.base.errors import ModelError, NonFiniteError
 from rlexp.run_files.metrics_jsonl import MetricRow
+from rlexp.training.model.adapter import without_starting
 from rlexp.training.model.probe import probe
 from rlexp.training.sinks.base import Sink, Sinks
 from rlexp.training.train.loop import train_loop
@@ -68,7 +69,7 @@ class Recorder(Sink):
         self.trace.total_steps, self.trace.engine = run.total_steps, run.engine.name
         self.trace.layout = run.attention
         self.trace.dtypes = tuple(sorted({str(p.dtype) for p in run.engine.policy.parameters()}))
-        self.write("weights", 0, run.engine.weights())
+        self.write("weights", 0, without_starting(run.engine.weights()))
 
     @property
     def micro(self) -> Micro:
@@ -186,7 +187,8 @@ class RecordedEngine:
         step = self._recorder.step
         step.lr = lr
         self._engine.step(lr)
-        step.weight_marks = self._recorder.write("weights", self._recorder.number, self._engine.weights())
+        weights = without_starting(self._engine.weights())
+        step.weight_marks = self._recorder.write("weights", self._recorder.number, weights)
         step.stale = tuple(self._stale())
 
     def _stale(self) -> Iterator[str]:

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ def plain_name(name: str) -> str | None:
 def original_name(name: str) -> str:
     """Return the name that a weight of the original model has without an adapter."""
     return re.sub(r"\.(base_layer|original_module)(?=\.)", "", name)
+
+
+def without_starting(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield parameters, without those of an adapter's frozen copy, which belongs to the reference model."""
+    return ((name, parameter) for name, parameter in named if not _STARTING.search(name))
 
 
 def plain_names(model: nn.Module) -> list[str]:
@@ -217,7 +223,9 @@ def _inject(part: Any, config: Any, name: str, place: str = "") -> None:
     if place:
         holder = nn.Module()
         holder.add_module(place, part)
-    inject_adapter_in_model(config, holder, name, low_cpu_mem_usage=True)
+    with warnings.catch_warnings():  # the frozen copy is a second adapter, as it is meant to be
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")
+        inject_adapter_in_model(config, holder, name, low_cpu_mem_usage=True)
     inside = {each for each, _ in holder.named_modules()}
     for each in whole:
         if each not in inside:  # the head, of a trunk
