@@ -60,7 +60,7 @@ def curve_keys(cfg: Config) -> dict[str, Any]:
     keys: dict[str, Any] = {"seed": cfg.seed, "train.batch_size": cfg.train.batch_size}
     for group in (*GROUPS, *(OF_SAMPLES if cfg.loss.draws else ())):
         keys |= {f"{group}.{key}": value for key, value in plain[group].items() if f"{group}.{key}" not in FREE}
-    if keys.get("adapter.path") is not None:  # the folder decides them, and stands for them
+    if keys.get("adapter.path") is not None:  # the folder decides them
         keys = {key: value for key, value in keys.items() if key not in OF_FOLDER}
     if isinstance(cfg.loss, MPOConfig):
         keys |= _keys_of_sum(cfg.loss)
@@ -109,7 +109,8 @@ def _rows(path: str) -> str:
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield each key that differs, with both values as text."""
-    free = {*FREE, *(OF_FOLDER if now.get("adapter.path") is not None else ())}
+    folder = any(keys.get("adapter.path") is not None for keys in (was, now))
+    free = {*FREE, *(OF_FOLDER if folder else ())}
     for key in sorted({*was, *now} - free):  # an older version may have written one down that is free now
         one, other = (keys.get(key, LATER.get(key)) for keys in (was, now))
         if isinstance(one, dict) and isinstance(other, dict) and "contents" in one and "contents" in other:

@@ -65,8 +65,8 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
     keys on which a curve depends, but for the keys that are given.
 
     Where another option of a group is given, the keys that both options have are kept, but those that name the source
-    or hold out a part of it. Those that name the source are not kept either where other rows are given, and those of
-    the reference where another loss is given that compares with none.
+    or hold out a part of it. Those that name the source are not kept either where other rows are given, and the whole
+    reference where the loss compares with none.
     """
     register()
     for each in overrides:
@@ -94,14 +94,15 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
                 OmegaConf.update(cfg, key, OmegaConf.select(stored, key))
         for group, keys in known.items():
             same = _in_files(cfg[group].get("name")) == keys.pop("name", None)
-            own = () if group == "reference" else OF_OPTION  # a reference model is the same in memory and precomputed
+            # a reference model is the same in memory and precomputed
+            own = ("offload",) if group == "reference" else OF_OPTION
             for leaf, value in keys.items():
                 if f"{group}.{leaf}" != DERIVED and (same or (leaf in cfg[group] and leaf not in own)):
                     OmegaConf.update(cfg, f"{group}.{leaf}", value, merge=False)
-        if "loss" in given and not compares(cast(LossConfig, OmegaConf.to_object(cfg.loss))):
-            cfg.reference.update(path=None, revision=None, offload=False)
         for key in filter(_is_leaf, given):
             OmegaConf.update(cfg, key, OmegaConf.select(asked, key), merge=False)
+    if "reference" in known and not compares(cast(LossConfig, OmegaConf.to_object(cfg.loss))):
+        return composed_like({**plain, "reference": None}, overrides)
     return cfg
 
 

@@ -23,6 +23,7 @@ from rlexp.run_files.metrics_jsonl import read_rows
 from tests.helpers.adapters import adapter_of
 from tests.helpers.models import saved
 
+TERMS = [{"loss": "ipo", "weight": 0.5}]
 VALUES = ("other", 3, 4, 0.5, True, False, ["other"], [0.5], {"other": "key"})  # of every kind
 OPTIONS = [*(("reference", name) for name in ("model", "adapter", "precompute", "none")),
            *(("optim", name) for name in ("adamw", "sgd")), ("rollout", "default"),
@@ -43,7 +44,9 @@ def plain_of(*words: str) -> dict[str, Any]:
 def changed(group: DictConfig) -> dict[str, Any]:
     """Give each key of a group another value of its kind, and return them as a file has them."""
     before = as_in_files(group)
-    for leaf in set(before) - {"name"}:
+    if "terms" in before and before["name"] == "mpo":
+        group["terms"] = TERMS
+    for leaf in {leaf for leaf, value in as_in_files(group).items() if value == before[leaf]} - {"name"}:
         typed = None if OmegaConf.is_missing(group, leaf) else group[leaf]
         for value in [*type(typed)] if isinstance(typed, Enum) else VALUES:
             try:
@@ -67,6 +70,8 @@ def test_each_key_is_that_of_the_run(group: str, option: str) -> None:
     """All keys of an option have other values than their defaults."""
     plain = plain_of()
     of_run = changed(composed_like(plain, [f"{group}={option}"])[group])
+    if option == "lora":  # a folder decides the other keys
+        of_run["path"] = None
     again = as_in_files(composed_like({**plain, group: of_run}, [])[group])
     derived = DERIVED.removeprefix(f"{group}.")
     assert {**again, derived: None} == {**of_run, derived: None}
@@ -103,9 +108,23 @@ def test_the_reference_is_that_of_the_run_however_it_is_computed(models: Path) -
     assert reference("reference=precompute") == ("precompute", f"{models}/other")
     assert reference("loss=simpo") == ("model", None)
     assert reference("reference.path=null") == ("model", None)
+    assert reference("loss=mpo", "loss.terms=[{loss: simpo, weight: 1.0}]") == ("model", None)
+    assert reference("loss=mpo", "loss.terms=[{loss: dpo, weight: 1.0}]") == ("model", f"{models}/other")
     for wrong in (["reference=none"], ["reference=adapter", "adapter=lora"], ["loss=simpo", given]):
         with pytest.raises(ConfigError, match=r"^reference"):
             reference(*wrong)
+
+
+def test_no_way_of_computing_the_reference_is_left_where_it_does_not_fit(models: Path) -> None:
+    def reference(run: str, *words: str) -> tuple[str, bool]:
+        plain = plain_of("model=hf", f"model.path={models}/policy", run)
+        found = for_evaluation(composed_like(plain, [*words, "launch.device=cpu"])).reference
+        return found.name.value, found.offload
+
+    assert reference("reference=precompute", "loss=simpo") == ("model", False)
+    assert reference("reference.offload=true", "loss=simpo") == ("model", False)
+    assert reference("reference.offload=true", "reference=precompute") == ("precompute", False)
+    assert reference("reference.offload=true", "loss=ipo") == ("model", True)
 
 
 # ---- values ----

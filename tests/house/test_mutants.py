@@ -82,6 +82,11 @@ def test_a_watched_module_computes_the_same_and_tells_what_would_differ(tmp_path
     assert log.read_text().splitlines()[4:] == ["0 active", "3 active", "2 reached", "2 active"]
 
 
+def test_what_only_takes_a_check_away_is_told_apart() -> None:
+    sites = sites_of("module.py", "def f(a, b):\n    return dict(zip(a, b, strict=True)), sorted(a, reverse=True)")
+    assert [(each.kind, each.checks) for each in sites] == [("flag", True), ("flag", False)]
+
+
 def test_every_place_of_training_can_be_watched_and_changed() -> None:
     for path in sorted((ROOT / "rlexp" / "training" / "ring").rglob("*.py")):
         source = path.read_text()

@@ -25,6 +25,8 @@ from tests.helpers.mutants.sites import Site, chosen, sites_of
 from tests.helpers.mutants.table import Result, table
 from tests.helpers.paths import ROOT
 
+WHOLE_RUNS = ("training/checkpoint", "run", "preflight")  # tests of whole runs, which reach every folder
+
 
 def sites_in(folders: Sequence[str]) -> list[Site]:
     paths = sorted({path for folder in folders for path in (ROOT / "rlexp" / folder).rglob("*.py")})
@@ -54,6 +56,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="+", metavar="PLACE", help="these places, as the table names them")
     parser.add_argument("--verify", nargs="*", metavar="NAME", default=list(CONFIGURATIONS), choices=CONFIGURATIONS,
                         help="configurations of configurations.py (all of them)")  # fmt: skip
+    parser.add_argument("--beside", nargs="*", metavar="FOLDER", default=WHOLE_RUNS,
+                        help=f"folders below tests/ whose fast tests run last ({' '.join(WHOLE_RUNS)})")  # fmt: skip
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (2)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what is found there, and go on from it")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table into this page, between its markers")
@@ -63,7 +67,7 @@ def main(words: Sequence[str]) -> int:
             parser.error(f"{folder}: is no folder of rlexp/. Give for example training/ring.")
     sites = asked_for(args)
     with tempfile.TemporaryDirectory(prefix="rlexp-mutants-") as folder:
-        results, seen = judged(sites, args, kept_in(args.keep, sites) if args.keep else Path(folder))
+        results, seen = judge(sites, args, kept_in(args.keep, sites) if args.keep else Path(folder))
     text = table(results, seen.broken, args)
     print(text)
     if args.write:
@@ -80,15 +84,15 @@ def kept_in(folder: Path, sites: Sequence[Site]) -> Path:
     return kept
 
 
-def judged(sites: Sequence[Site], args: argparse.Namespace, folder: Path) -> tuple[list[Result], Watched]:
+def judge(sites: Sequence[Site], args: argparse.Namespace, folder: Path) -> tuple[list[Result], Watched]:
     began = time.monotonic()
 
     def say(line: str) -> None:
         print(f"{time.monotonic() - began:7.0f} s  {line}", file=sys.stderr, flush=True)
 
     runs = Runs(sites, folder, args.workers, say)
-    seen = runs.watch(args.folders, args.verify)
-    active = [number for number in range(len(sites)) if seen.active(number)]
+    seen = runs.watch([*args.folders, *args.beside], args.verify)
+    active = [number for number, site in enumerate(sites) if seen.active(number) and not site.checks]
     say(f"{len(active)} of {len(sites)} changes are active; broken when watched: {seen.broken or 'nothing'}")
     known = folder / "outcomes.jsonl"
     outcomes = {
@@ -98,8 +102,9 @@ def judged(sites: Sequence[Site], args: argparse.Namespace, folder: Path) -> tup
         outcomes[outcome.number] = outcome
         with known.open("a") as file:
             file.write(outcome.written() + "\n")
-        say(f"{len(outcomes)}/{len(active)} {sites[outcome.number].id}: {outcome.by or 'NOT FOUND'} {outcome.said}")
-    return [Result(site, seen.reached(number), number in outcomes, outcomes.get(number)) for number, site in
+        count = len(outcomes.keys() & set(active))
+        say(f"{count}/{len(active)} {sites[outcome.number].id}: {outcome.by or 'NOT FOUND'} {outcome.said}")
+    return [Result(site, seen.reached(number), number in active, outcomes.get(number)) for number, site in
             enumerate(sites)], seen  # fmt: skip
 
 

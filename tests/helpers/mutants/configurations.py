@@ -41,7 +41,7 @@ CONFIGURATIONS: Mapping[str, tuple[str, ...]] = {
     "a likelihood": (*FP64, "loss=dpo", "loss.label_smoothing=0.1", "loss.sft_weight=0.3"),
     "on-policy weights": (*FP64, "loss=dpo_norm", "loss.wpo=true"),
     "a whole batch": (*FP64, "loss=aot"),
-    "a mixed whole batch": (*FP64, "loss=mpo"),
+    "a mixed whole batch": (*FP64, "loss=mpo", *EVALUATED),
     "kto": (*FP64, "loss=kto", "loss.desirable_weight=3", *EVALUATED),
     "sft": (*FP64, "loss=sft", *EVALUATED),
     "reward": (*FP64, "loss=reward", "loss.center=0.1", *EVALUATED),

@@ -21,10 +21,10 @@ from tests.helpers.paths import ROOT
 FAST = "not slow and not slurm and not gpu and not prove"
 PYTEST = ("-q", "-x", "-n0", "-p", "no:cacheprovider", "-m", FAST)
 FIRST = 30.0  # seconds of the cheapest tests, which come before `verify`
-ELSEWHERE = 60.0  # seconds of tests of the other folders, which come last
+ELSEWHERE = 120.0  # seconds of tests of the other folders, which come last
 MOST = 8  # configurations, drawn from those that reach a place
 Rows = list[dict[str, Any]]
-SLACK, TIMES = 120.0, 10.0  # a run that takes longer than this, and so many times as long as unchanged, hangs
+SLACK, TIMES = 60.0, 6.0  # a run that takes longer than this, and so many times as long as unchanged, hangs
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class Site:
     column: int
     before: str
     after: str
+    checks: bool = False  # whether it only takes a check away, so that nothing else can differ: zip(…, strict=True)
 
     @property
     def id(self) -> str:
@@ -66,11 +67,13 @@ class Site:
 
 def sites_of(path: str, source: str) -> list[Site]:
     tree = ast.parse(source)
+    checks = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.keyword) and each.arg == "strict"}
     sites = []
     for number, node in _numbered(tree):
         for change in _changes(node):
             before, after = (ast.unparse(each) for each in _texts(node, change))
-            sites.append(Site(path, number, change.name, change.kind, node.lineno, node.col_offset, before, after))
+            place = (node.lineno, node.col_offset, before, after, id(node) in checks)
+            sites.append(Site(path, number, change.name, change.kind, *place))
     return sites
 
 

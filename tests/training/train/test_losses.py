@@ -114,6 +114,8 @@ def holds_something(name: str, curve: Curve) -> None:
         ], name
     for row in (before, rows[-1]):
         adds_up(row)
+        for said in (each for each in rows[0] if each.startswith(("train/logits/", "train/logps/", "train/rewards/"))):
+            assert said.replace("train/", "eval/") in row, name
 
 
 def adds_up(row: Mapping[str, float]) -> None:
