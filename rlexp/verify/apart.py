@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlexp.base.engine_facts import ENGINES
-from rlexp.base.errors import UserError
+from rlexp.base.errors import UserError, first_line
 from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.schema import Config, EngineName, LoraConfig, NoAdapterConfig
 from rlexp.config.schema.data import RowsDataConfig
@@ -75,8 +75,8 @@ class Scene:
     def cfg(self) -> Config:
         return self.task.run.cfg
 
-    def wrong(self, says: Callable[[Pack, Sequence[Key]], Tensor]) -> bool:
-        """Whether a part is nearer to what the run says than to what it should say. A collective call.
+    def apart(self, says: Callable[[Pack, Sequence[Key]], Tensor]) -> Tensor:
+        """Return how far a part is from what it should say on this rank's sequences, and how far the run is.
 
         Only tokens count at which the run is clearly wrong: at others rounding may be all that differs."""
         shares = torch.zeros(2, dtype=torch.float64)
@@ -88,8 +88,7 @@ class Scene:
                 wide = np.abs(got - wanted) > self._half
                 shares[0] += float(np.nan_to_num(np.square(ours - wanted)[wide], nan=1e12).sum())
                 shares[1] += float(np.square(got - wanted)[wide].sum())
-        dist.all_reduce(shares)
-        return not bool(shares[0] <= shares[1] / 4)
+        return shares
 
     @property
     def _half(self) -> float:
@@ -204,7 +203,7 @@ def frozen_apart(task: Task, policy: Policy) -> Frozen:
 
 # ---- what is tried, in the order in which a part is built of those before it ----
 
-Part = tuple[str, str, Callable[[], bool]]  # the module, the part in words, and whether it is wrong
+Part = tuple[str, str, Callable[[], Tensor]]  # the module, the part in words, and how far apart it is (`Scene.apart`)
 
 
 @dataclass(frozen=True)
@@ -217,28 +216,35 @@ class Tried:
 
 def tried(scene: Scene, clue: Clue) -> Tried:
     """Try one part after the other until one is wrong. A collective call."""
+    if clue in (Clue.POLICY, Clue.REFERENCE) and not scene.said.wanted:
+        return Tried(_rest(scene, clue), "its parts cannot be tried: the run has other tokens")
     parts = {Clue.POLICY: of_policy, Clue.REFERENCE: of_reference, Clue.START: of_start, Clue.TRAINED: of_trained}
     said = []
-    for module, words, wrong in parts[clue](scene):
-        if _any(_or_raises(wrong)):
-            said.append(f"{words} is wrong")
+    for module, words, apart in parts[clue](scene):
+        wrong, raised = _wrong(apart)
+        said.append(f"{words} {raised or ('is wrong' if wrong else 'is right')}")
+        if wrong:
             return Tried(module, "; ".join(said))
-        said.append(f"{words} is right")
     return Tried(_rest(scene, clue), "; ".join(said))
 
 
-def _or_raises(wrong: Callable[[], bool]) -> bool:
-    """Say whether a part is wrong. One that raises is."""
+def _wrong(apart: Callable[[], Tensor]) -> tuple[bool, str]:
+    """Say whether a part is wrong on any rank, and what it raised on this one. A collective call.
+
+    It is wrong if it is nearer to what the run says than to what it should say, or raises."""
+    raised = ""
     try:
-        return wrong()
-    except ERRORS:
-        return True
+        shares = apart()
+    except ERRORS as error:
+        shares, raised = torch.tensor([torch.inf, 0.0], dtype=torch.float64), f"raises {type(error).__name__}"
+        raised += f" ({first_line(error)})"
+    dist.all_reduce(shares)
+    return not bool(shares[0] <= shares[1] / 4), raised
 
 
-def _any(found: bool) -> bool:
-    flag = torch.tensor(float(found))
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag)
+def _if(wrong: bool) -> Tensor:
+    """Return shares of a part that is either right or wrong."""
+    return torch.tensor([float(wrong), 0.0], dtype=torch.float64)
 
 
 def _rest(scene: Scene, clue: Clue) -> str:
@@ -270,19 +276,19 @@ def whole_on_ranks(cfg: Config) -> Config:
 def of_policy(scene: Scene) -> Iterator[Part]:
     task, cfg = scene.task, scene.cfg
 
-    def alone() -> bool:
+    def alone() -> Tensor:
         policy = model_apart(task, cfg, task.needs, computing(scene))
-        return scene.wrong(scene.of_model(scene.with_weights(policy)))
+        return scene.apart(scene.of_model(scene.with_weights(policy)))
 
-    def built() -> bool:
+    def built() -> Tensor:
         config = load_config(cfg.model, cfg.data.max_length)
         policy = build_policy(whole_on_ranks(cfg), config, task.run.device, task.needs, computing(scene))
-        return scene.wrong(scene.of_model(scene.with_weights(policy)))
+        return scene.apart(scene.of_model(scene.with_weights(policy)))
 
-    def engine() -> bool:
+    def engine() -> Tensor:
         if scene.step > 1:
             scene.with_weights(task.run.engine.policy)
-        return scene.wrong(scene.of_model(task.run.engine.forward))
+        return scene.apart(scene.of_model(task.run.engine.forward))
 
     yield MODEL, "the model alone", alone
     yield TRAIN, "the model as the run builds it", built
@@ -297,15 +303,15 @@ def of_reference(scene: Scene) -> Iterator[Part]:
         yield from _of_frozen(scene)
     stored = scene.cfg.reference.name is ReferenceName.precompute
     if stored:
-        yield REFERENCE, "what is stored and read back", lambda: stored_wrong(scene)
+        yield REFERENCE, "a value that is stored and read back", lambda: _if(stored_wrong(scene))
     if scene.step > 1 and _takes_weights(scene):
         scene.with_weights(scene.task.run.engine.policy)  # a reference must not follow them
     built: Any = scene.task.rollouts.scorer if isinstance(scene.task, RolloutTask) else scene.task
     as_built = scene.of_reference(built.reference)
-    if stored and _any(_or_raises(lambda: scene.wrong(as_built))):
-        yield TRAIN, "the reference, computed once more", lambda: computed_again_wrong(scene)
-        yield REFERENCE, "the reference that was found on this machine", lambda: True
-    yield TRAIN, "the reference as the run builds it", lambda: scene.wrong(as_built)
+    if stored and _wrong(lambda: scene.apart(as_built))[0]:
+        yield TRAIN, "a second computation of the reference", lambda: computed_again(scene)
+        yield REFERENCE, "the reference that was found on this machine", lambda: _if(True)
+    yield TRAIN, "the reference as the run builds it", lambda: scene.apart(as_built)
 
 
 def _of_adapter(scene: Scene) -> Iterator[Part]:
@@ -319,17 +325,17 @@ def _of_adapter(scene: Scene) -> Iterator[Part]:
 
         return says
 
-    def alone() -> bool:
+    def alone() -> Tensor:
         policy = scene.with_weights(model_apart(task, scene.cfg, needs, computing(scene), copied=True))
-        return scene.wrong(scene.of_model(starting(policy, policy)))
+        return scene.apart(scene.of_model(starting(policy, policy)))
 
     yield MODEL, "the model without its adapter", alone
     if _takes_weights(scene):
         if scene.step > 1:
             scene.with_weights(engine.policy)
         forward = starting(engine.policy, engine.forward)
-        yield ENGINE, "the engine's forward pass without the adapter", lambda: scene.wrong(scene.of_model(forward))
-        yield REFERENCE, "the reference alone", lambda: scene.wrong(scene.of_reference(OfAdapter(engine)))
+        yield ENGINE, "the engine's forward pass without the adapter", lambda: scene.apart(scene.of_model(forward))
+        yield REFERENCE, "the reference alone", lambda: scene.apart(scene.of_reference(OfAdapter(engine)))
 
 
 def _of_frozen(scene: Scene) -> Iterator[Part]:
@@ -337,19 +343,19 @@ def _of_frozen(scene: Scene) -> Iterator[Part]:
     needs = dataclasses.replace(task.needs.frozen, reference=False)
     held: list[Frozen] = []
 
-    def alone() -> bool:
-        return scene.wrong(scene.of_model(model_apart(task, cfg, needs, computing(scene))))
+    def alone() -> Tensor:
+        return scene.apart(scene.of_model(model_apart(task, cfg, needs, computing(scene))))
 
-    def frozen() -> bool:
+    def frozen() -> Tensor:
         placing = placing_for(cfg, torch.device("cpu") if cfg.reference.offload else run.device, run.world, frozen=True)
         with pieces_for(cfg.engine):
             policy = model_apart(task, cfg, needs, placing)
         held.append(frozen_apart(task, policy))
-        return scene.wrong(scene.of_model(held[0].forward))
+        return scene.apart(scene.of_model(held[0].forward))
 
     yield MODEL, "the reference model alone", alone
     yield ENGINE, "the reference model as the engine holds it", frozen
-    yield REFERENCE, "the reference alone", lambda: scene.wrong(scene.of_reference(OfModel(held[0])))
+    yield REFERENCE, "the reference alone", lambda: scene.apart(scene.of_reference(OfModel(held[0])))
 
 
 def stored_wrong(scene: Scene) -> bool:
@@ -374,7 +380,7 @@ def stored_wrong(scene: Scene) -> bool:
     return wrong
 
 
-def computed_again_wrong(scene: Scene) -> bool:
+def computed_again(scene: Scene) -> Tensor:
     """Compute the values once more, into an empty folder. What was found wrong on this machine is then of other rows or
     weights than its key says."""
     cfg, folder, before = scene.cfg, str(scene.files.folder / "computed again"), os.environ.get("RLEXP_CACHE")
@@ -387,7 +393,7 @@ def computed_again_wrong(scene: Scene) -> bool:
         os.environ.pop("RLEXP_CACHE")
         if before is not None:
             os.environ["RLEXP_CACHE"] = before
-    return scene.wrong(scene.of_reference(task.reference))
+    return scene.apart(scene.of_reference(task.reference))
 
 
 def of_start(scene: Scene) -> Iterator[Part]:
@@ -404,8 +410,8 @@ def of_start(scene: Scene) -> Iterator[Part]:
         config = load_config(cfg.model, cfg.data.max_length)
         return build_policy(cfg, config, run.device, task.needs, placing_for(cfg, run.device, run.world))
 
-    def wrong(make: Callable[[], Policy]) -> Callable[[], bool]:
-        return lambda: other_weights(make(), scene.files, part)
+    def wrong(make: Callable[[], Policy]) -> Callable[[], Tensor]:
+        return lambda: _if(other_weights(make(), scene.files, part))
 
     yield MODEL, "the model as it is loaded", wrong(lambda: model_apart(task, cfg, task.needs, None, copied=copied))
     yield MODEL, "the model in its place", wrong(lambda: model_apart(task, cfg, task.needs, exact, copied=copied))
@@ -437,12 +443,14 @@ def of_trained(scene: Scene) -> Iterator[Part]:
     task, cfg = scene.task, whole_on_ranks(scene.cfg)
     config, meant = load_config(cfg.model, cfg.data.max_length), scene.files.names("gradient", scene.step)
 
-    def others(policy: Policy) -> bool:
-        return sorted(name for name, parameter in policy.named() if parameter.requires_grad) != meant
+    def others(policy: Policy) -> Tensor:
+        return _if(sorted(name for name, parameter in policy.named() if parameter.requires_grad) != meant)
 
-    yield MODEL, "what the model alone trains", lambda: others(model_apart(task, cfg, task.needs, computing(scene)))
-    yield (
-        TRAIN,
-        "what is trained of the model as the run builds it",
-        lambda: others(build_policy(cfg, config, task.run.device, task.needs, computing(scene))),
-    )
+    def alone() -> Tensor:
+        return others(model_apart(task, cfg, task.needs, computing(scene)))
+
+    def built() -> Tensor:
+        return others(build_policy(cfg, config, task.run.device, task.needs, computing(scene)))
+
+    yield MODEL, "the model's own choice of trained parameters", alone
+    yield TRAIN, "the choice of trained parameters as the run builds the model", built

@@ -178,6 +178,7 @@ def _meter(run: Run) -> float:
         meter.add_mean("replicated", torch.tensor(micro * (world.replica + 1)), world.replica + 2, REPLICATED)
         meter.add_total("total", world.rank + micro, SHARDED)
         meter.add_max("largest", world.rank * micro)
+    meter.add_difference("apart", "sharded", "replicated")
     values = meter.reduce()
     ranks, replicas = range(world.size), range(world.size // ring.size)
     expected = {
@@ -187,6 +188,7 @@ def _meter(run: Run) -> float:
         "largest": 2.0 * (world.size - 1),
         "largest@rank": world.size - 1,
     }
+    expected["apart"] = expected["sharded"] - expected["replicated"]
     return _largest(*(abs(values.get(name, torch.inf) - value) for name, value in expected.items()))
 
 

@@ -122,11 +122,13 @@ class Recorder(Sink):
 def watch_derivative(values: Tensor, micro: Micro, name: str) -> None:
     """Keep the derivative of the loss by some values, as the backward pass brings it: zeros if it brings none.
 
-    It is that of the loss as it was handed to the engine. By how much an engine scales it is the engine's own."""
+    It is that of the loss as it was handed to the engine. By how much an engine scales it is the engine's own: NaN is
+    kept where that is 0, and infinity where the derivative itself is NaN."""
     micro.known[name] = np.zeros(values.shape)
 
     def keep(derivative: Tensor) -> None:
-        micro.known[name] = array(derivative) / micro.scaled if micro.scaled else np.full(values.shape, np.nan)
+        unscaled = np.nan_to_num(array(derivative), nan=np.inf, posinf=np.inf, neginf=-np.inf) / (micro.scaled or 1.0)
+        micro.known[name] = unscaled if micro.scaled else np.full(values.shape, np.nan)
 
     values.register_hook(keep)
 

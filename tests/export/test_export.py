@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -213,6 +215,20 @@ def llama() -> LlamaForCausalLM:
         tie_word_embeddings=True,
     )  # fmt: skip
     return LlamaForCausalLM(config)
+
+
+def test_a_buffer_is_written_as_it_was_loaded(tmp_path: Path) -> None:
+    """A run in float64 computes with all of the model in float64."""
+    config = Glm4MoeConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2,
+        first_k_dense_replace=1,
+    )  # fmt: skip
+    model = Glm4MoeForCausalLM(config).double()
+    export.export(model, model.named_parameters(), torch.float32, byte_tokenizer(), tmp_path)
+    written = content(tmp_path)
+    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in written
 
 
 def content(place: Path) -> dict[str, torch.Tensor]:

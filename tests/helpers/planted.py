@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PLANTED = "RLEXP_TEST_PLANTED"  # names a defect of tests/helpers/faults/tested.py
 REACHED = "RLEXP_TEST_REACHED"  # the file that appears when the defect is at work
 LONGEST = 300.0  # seconds for one test
-FAILED = re.compile(r"^FAILED (\S+) - (AssertionError|assert )", re.MULTILINE)
+FAILED = re.compile(r"^FAILED .+? - (AssertionError|assert )", re.MULTILINE)
 
 
 def plant_if_asked() -> None:

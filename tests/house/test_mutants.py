@@ -88,10 +88,11 @@ def test_what_only_takes_a_check_away_is_told_apart() -> None:
 
 
 def test_every_place_of_training_can_be_watched_and_changed() -> None:
-    for path in sorted((ROOT / "rlexp" / "training" / "ring").rglob("*.py")):
+    for path in sorted((ROOT / "rlexp" / "training").rglob("*.py")):
         source = path.read_text()
         sites = sites_of(path.name, source)
-        for site in chosen(sites, 40, seed=1):
+        assert len({site.id for site in sites}) == len(sites)
+        for site in chosen(sites, 2, seed=1):
             compile(changed(source, site), path.name, "exec")
         compile(watched(source, chosen(sites, len(sites), seed=1)), path.name, "exec")
 

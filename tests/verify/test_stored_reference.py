@@ -14,12 +14,12 @@ from tests.helpers.faults.verified import verify_planted
 
 
 @pytest.mark.slow
-def test_values_of_another_model_point_to_their_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_another_model_point_to_their_key(tmp_path: Path) -> None:
     """The first run stores its values. The second, of another seed, finds them, and its own would be right."""
-    monkeypatch.setenv("RLEXP_CACHE", str(tmp_path / "cache"))
 
     def verified(seed: int) -> Verification:
-        verdict, reached = verify_planted(SAME_KEY, tmp_path, overrides=[*SAME_KEY.overrides, f"model.seed={seed}"])
+        words = [*SAME_KEY.overrides, f"model.seed={seed}"]
+        verdict, reached = verify_planted(SAME_KEY, tmp_path, overrides=words, cache=tmp_path / "cache")
         assert reached
         return verdict
 
@@ -27,4 +27,4 @@ def test_values_of_another_model_point_to_their_key(tmp_path: Path, monkeypatch:
     failure = verified(1).failure
     assert failure is not None
     assert (failure.stage, failure.module) == ("log-probabilities", REFERENCE), failure_in_words(failure)
-    assert "the reference, computed once more is right" in failure.evidence
+    assert "a second computation of the reference is right" in failure.evidence

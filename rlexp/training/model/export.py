@@ -69,7 +69,7 @@ class Export:
         if like.can_generate():
             self._model.generation_config = like.generation_config
         kept = _without_copies(self._model)
-        self._held = {name: tensor.cpu() for name, tensor in _buffers(like).items() if name in kept}
+        self._held = {name: each.to("cpu", kept[name].dtype) for name, each in _buffers(like).items() if name in kept}
         names = plain_names(like)
         self._kept_as = {name: own for name, own in _tied_to(self._model, kept).items() if name in names}
         arriving = {name: kept[name] for name in (*self._held, *(self._kept_as.get(name) for name in names)) if name}

@@ -213,7 +213,8 @@ def derivatives(step: ComparedStep) -> Iterator[Finding]:
               for place, sample in enumerate(micro.samples) for side in step.whole.sides}  # fmt: skip
     for key, got in step.by_sequence("derivative by policy").items():
         wanted = slopes[key] * rules.token_weights(examples[key[0]], key[1], step.whole.asks.tail_weight)
-        apart = np.nan_to_num(np.abs(got - wanted)) / max(float(np.abs(wanted).max()), 1e-3)  # NaN: scaled to 0
+        apart = np.where(np.isnan(got), 0.0, np.abs(got - wanted))  # NaN: scaled to 0
+        apart /= max(float(np.abs(wanted).max()), 1e-3)
         if gauge.exceeds("derivatives, given those by the sums", float(apart.max()), allowed):
             at = int(np.flatnonzero(~(apart <= allowed))[0])
             what = f"derivative of the loss by the log-probability of trained token {at} of {step.whole.word} {key[0]}"

@@ -191,7 +191,7 @@ def derivatives(step: SampleStep) -> Iterator[Finding]:
         largest = max((float(np.abs(each).max()) for each in slopes_of.values()), default=0.0) * world
         for place in step.expected.samples if largest > 0 else ():
             got, wanted = got_of[place, SIDE], slopes_of[place, SIDE] * world
-            apart = np.nan_to_num(np.abs(got - wanted)) / largest  # NaN: scaled to 0
+            apart = np.where(np.isnan(got), 0.0, np.abs(got - wanted)) / largest  # NaN: scaled to 0
             if step.whole.gauge.exceeds("derivatives, given the formula's", float(apart.max()), allowed):
                 at = int(np.flatnonzero(~(apart <= allowed))[0])
                 what = f"derivative that reaches {name}, token {at} of {rollouts.of_sample(step, place)}"

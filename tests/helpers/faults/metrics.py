@@ -47,5 +47,7 @@ METRICS_FAULTS = (
     one("the length of the first answer", "train.by_length:longest", of_the_first_answer, "metrics", TRAIN, *PARTS),
     one("sft: rows as shares of a part's loss", "train.by_length:Buckets.note", rows_as_shares, "metrics", TRAIN,
         *PARTS, "loss=sft"),
+    one("a difference the other way round", METER + "add_difference",
+        lambda original, self, name, one, other: original(self, name, other, one), "metrics", METRICS, "loss=kto"),
     one("rank 0's values", "metrics.meter:_gather", lambda original, *args: original(*args)[:1], "metrics", METRICS),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import shutil
 import tempfile
@@ -39,6 +40,7 @@ def verify_planted(
     *,
     overrides: Sequence[str] | None = None,
     steps: int | None = None,
+    cache: Path | None = None,
     say: Progress = quiet,
 ) -> tuple[Verification, bool]:
     """Verify with the defect in every rank; return what came of it, and whether the defect was at work.
@@ -52,7 +54,7 @@ def verify_planted(
             return run_ranks(faulty_rank, ranks, (fault.name, reached, target, args), **options)
 
         words, keep = fault.overrides if overrides is None else overrides, fault.module != ALGOS
-        verdict = verify_by(planted, words, references, keep=keep, steps=steps, say=say)
+        verdict = verify_by(planted, words, references, keep=keep, steps=steps, cache=cache, say=say)
         return verdict, reached.exists()
 
 
@@ -63,13 +65,14 @@ def verify_by(
     *,
     keep: bool = True,
     steps: int | None = None,
+    cache: Path | None = None,
     say: Progress = quiet,
 ) -> Verification:
     """Verify with ranks that are started otherwise.
 
     Without `steps` there are two of pairs, of which some defects are first seen at the second, and of samples that are
     drawn as many as the command takes. `references` is a folder that keeps float64 references: with `keep`, the
-    reference of a configuration is computed once.
+    reference of a configuration is computed once. What a run keeps for others is in `cache`, or is not kept.
     """
     with tempfile.TemporaryDirectory(prefix="rlexp-verified-") as folder:
 
@@ -77,13 +80,18 @@ def verify_by(
             options |= {"preload": SERVER, "timeout": LONGEST}
             if target is REFERENCE and keep:
                 return _kept(references, args, options)
-            return ranks(target, count, args, options)
+            return ranks(with_cache, count, (str(cache or f"{folder}/cache"), target, args), options)
 
         cfg = compose_config(overrides)
         if isinstance(cfg.data, RowsDataConfig):  # tokens that are kept must be those of this run
             cfg = replace(cfg, data=replace(cfg.data, cache=f"{folder}/cache"))
         with patch.object(verifying, "run_ranks", start):
             return verify(cfg, steps or (None if cfg.loss.draws else 2), say)
+
+
+def with_cache(spec: Any, cache: str, target: Callable[..., Any], args: Sequence[Any]) -> Any:
+    os.environ["RLEXP_CACHE"] = cache
+    return target(spec, *args)
 
 
 def _kept(references: Path, args: Sequence[Any], options: dict[str, Any]) -> list[Any]:

@@ -11,16 +11,16 @@ known.py.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bench.tables import put
 from tests.helpers.mutants.configurations import CONFIGURATIONS
-from tests.helpers.mutants.runs import Outcome, Runs, Watched
+from tests.helpers.mutants.runs import Outcome, Runs, Watched, digest
 from tests.helpers.mutants.sites import Site, chosen, sites_of
 from tests.helpers.mutants.table import Result, table
 from tests.helpers.paths import ROOT
@@ -40,11 +40,9 @@ def asked_for(args: argparse.Namespace) -> list[Site]:
         if gone := [name for name in args.only if name not in every]:
             sys.exit(f"--only {gone[0]}: no such place in {', '.join(args.folders)}.")
         return [every[name] for name in args.only]
-    shares = [len(args.folders[number :: len(args.folders)]) and
-              (args.count + len(args.folders) - 1 - number) // len(args.folders)
-              for number in range(len(args.folders))]  # fmt: skip
-    return [site for folder, share in zip(args.folders, shares, strict=True)
-            for site in chosen(sites_in([folder]), share, args.seed)]  # fmt: skip
+    each, more = divmod(args.count, len(args.folders))
+    return [site for number, folder in enumerate(args.folders)
+            for site in chosen(sites_in([folder]), each + (number < more), args.seed)]  # fmt: skip
 
 
 def main(words: Sequence[str]) -> int:
@@ -65,6 +63,9 @@ def main(words: Sequence[str]) -> int:
     for folder in args.folders:
         if not (ROOT / "rlexp" / folder).is_dir():
             parser.error(f"{folder}: is no folder of rlexp/. Give for example training/ring.")
+    for folder in args.beside:
+        if not (ROOT / "tests" / folder).is_dir():
+            parser.error(f"--beside {folder}: is no folder of tests/. Give for example run.")
     sites = asked_for(args)
     with tempfile.TemporaryDirectory(prefix="rlexp-mutants-") as folder:
         results, seen = judge(sites, args, kept_in(args.keep, sites) if args.keep else Path(folder))
@@ -76,15 +77,18 @@ def main(words: Sequence[str]) -> int:
 
 
 def kept_in(folder: Path, sites: Sequence[Site]) -> Path:
-    """Return the part of a folder that belongs to these places of the code as it is."""
-    text = "".join(f"{site.id}\n" for site in sites) + "".join((ROOT / path).read_text() for path in
-                                                               sorted({site.path for site in sites}))  # fmt: skip
-    kept = folder / hashlib.sha256(text.encode()).hexdigest()[:12]
+    """Return the part of a folder that belongs to these places of the product as it is."""
+    kept = folder / digest("".join(f"{site.id}\n" for site in sites), *sources("rlexp"))
     kept.mkdir(parents=True, exist_ok=True)
     return kept
 
 
+def sources(folder: str) -> list[str]:
+    return [path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
 def judge(sites: Sequence[Site], args: argparse.Namespace, folder: Path) -> tuple[list[Result], Watched]:
+    """Watch, plant each active change, and keep what comes of it. What other tests did not find is judged again."""
     began = time.monotonic()
 
     def say(line: str) -> None:
@@ -94,14 +98,14 @@ def judge(sites: Sequence[Site], args: argparse.Namespace, folder: Path) -> tupl
     seen = runs.watch([*args.folders, *args.beside], args.verify)
     active = [number for number, site in enumerate(sites) if seen.active(number) and not site.checks]
     say(f"{len(active)} of {len(sites)} changes are active; broken when watched: {seen.broken or 'nothing'}")
+    net = digest(*sources("tests"), *args.folders, *args.beside, *args.verify)
     known = folder / "outcomes.jsonl"
-    outcomes = {
-        each.number: each for each in map(Outcome.read, known.read_text().splitlines() if known.exists() else ())
-    }
+    lines = known.read_text().splitlines() if known.exists() else []
+    outcomes = {each.number: each for each in map(Outcome.read, lines) if each.by or each.net == net}
     for outcome in runs.judge(seen, [number for number in active if number not in outcomes]):
         outcomes[outcome.number] = outcome
         with known.open("a") as file:
-            file.write(outcome.written() + "\n")
+            file.write(replace(outcome, net=net).written() + "\n")
         count = len(outcomes.keys() & set(active))
         say(f"{count}/{len(active)} {sites[outcome.number].id}: {outcome.by or 'NOT FOUND'} {outcome.said}")
     return [Result(site, seen.reached(number), number in active, outcomes.get(number)) for number, site in

@@ -41,9 +41,10 @@ class Plan:
 
 
 def environment(plan: Path) -> dict[str, str]:
-    """Return the environment of processes under a plan. The checkout comes first on the path, whatever is installed."""
+    """Return the environment of processes under a plan. The checkout comes first on the path, whatever is installed.
+    Caches are the plan's own."""
     path = os.pathsep.join([str(Path(__file__).parent / "planted"), str(ROOT)])
-    return os.environ | {VARIABLE: str(plan), "PYTHONPATH": path}
+    return os.environ | {VARIABLE: str(plan), "PYTHONPATH": path, "RLEXP_CACHE": f"{plan}.cache"}
 
 
 def install() -> None:

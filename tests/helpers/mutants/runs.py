@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 from rlexp.base.files import write_text
 from tests.helpers import warm
+from tests.helpers.mutants.configurations import CONFIGURATIONS
 from tests.helpers.mutants.planting import Plan, environment
 from tests.helpers.mutants.sites import Site
 from tests.helpers.paths import ROOT
@@ -55,9 +57,10 @@ class Outcome:
     number: int
     by: str = ""  # the test or configuration that found it
     said: str = ""
+    net: str = ""  # which tests and configurations there were
 
     def written(self) -> str:
-        return json.dumps([self.number, self.by, self.said])
+        return json.dumps([self.number, self.by, self.said, self.net])
 
     @staticmethod
     def read(line: str) -> Outcome:
@@ -81,8 +84,9 @@ class Runs:
                  for path in sorted((ROOT / "tests" / each).rglob("test_*.py"))]  # fmt: skip
         seen = Watched()
         with ThreadPoolExecutor(self.workers) as pool:
-            tests = [pool.submit(self._once, self._watch_tests, file) for file in files]
-            verifying = [pool.submit(self._once, self._watch_configuration, name) for name in configurations]
+            tests = [pool.submit(self._once, self._watch_tests, file, (ROOT / file).read_text()) for file in files]
+            verifying = [pool.submit(self._once, self._watch_configuration, name, repr(CONFIGURATIONS[name]))
+                         for name in configurations]  # fmt: skip
             for running in tests:
                 for row in running.result():
                     (seen.tests.append(_reaching(row["test"], row)) if row["passed"] else
@@ -94,9 +98,9 @@ class Runs:
                  seen.broken.append(f"{row['configuration']}: {row['found']}"))  # fmt: skip
         return seen
 
-    def _once(self, watch: Callable[[str], Rows], name: str) -> Rows:
-        """Watch, or read what a run that was stopped has watched."""
-        kept = self.kept / f"{name.replace('/', '_')}.json"
+    def _once(self, watch: Callable[[str], Rows], name: str, what: str) -> Rows:
+        """Watch, or read what a run that was stopped has watched of the same test or configuration."""
+        kept = self.kept / f"{name.replace('/', '_')}-{digest(what)}.json"
         if not kept.exists():
             write_text(kept, json.dumps(watch(name)))
             self.say(f"watched {name}")
@@ -167,7 +171,7 @@ class Runs:
             return "verify", "hangs"
         rows = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
         if said.returncode:
-            return f"verify: {names[len(rows)]}", "fails"
+            return f"verify: {names[min(len(rows), len(names) - 1)]}", "fails"
         return (f"verify: {rows[-1]['configuration']}", rows[-1]["found"]) if rows[-1]["found"] is not None else None
 
     def _planned(self, *sites: Site, watched: bool = False) -> Path:
@@ -179,6 +183,10 @@ class Runs:
 
     def _run(self, module: str, args: Sequence[str], where: Path, timeout: float) -> subprocess.CompletedProcess[str]:
         return warm.run(module, args, ROOT, timeout=timeout, env=environment(where / "plan.json"))
+
+
+def digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
 
 
 def _reaching(name: str, row: dict[str, Any]) -> Reaching:

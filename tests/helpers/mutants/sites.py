@@ -24,7 +24,7 @@ SIDES = {"left": "right", "right": "left"}
 SIGNS = {ast.Add: ast.Sub, ast.Sub: ast.Add}
 LOSES_BOTH = (ast.Add, ast.Mult, ast.BitOr)  # either operand may be the one that is dropped
 LOSES_RIGHT = (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod)
-DTYPES = {"float32": "bfloat16", "float64": "float32", "bfloat16": "float32", "wide": "narrow"}
+DTYPES = {"float32": "bfloat16", "float64": "float32", "bfloat16": "float32"}
 CASTS = ("float", "double", "bfloat16")  # methods
 WIDE = ("wide", "accumulation_dtype")  # functions of a dtype
 SILENT = ("__repr__", "__str__")
@@ -59,7 +59,7 @@ class Site:
 
     @property
     def id(self) -> str:
-        return f"{self.path}:{self.line}:{self.column}:{self.name}"
+        return f"{self.path}:{self.line}:{self.node}:{self.name}"
 
 
 # ---- which places there are ----

@@ -45,6 +45,8 @@ def _lines(results: Sequence[Result], broken: Sequence[str], args: argparse.Name
     active = [each for each in results if each.active]
     found = [each for each in active if each.found]
     command = f"tests.helpers.mutants {' '.join(args.folders)} --count {args.count} --seed {args.seed}"
+    if args.only:
+        command += f" --only {' '.join(args.only)}"
     yield signature(command)
     yield ""
     yield (
@@ -62,7 +64,7 @@ def _lines(results: Sequence[Result], broken: Sequence[str], args: argparse.Name
     yield "| active and not found | before | after | why that is right |\n| --- | --- | --- | --- |"
     for each in active:
         if not each.found:
-            place = f"{each.site.path.removeprefix('rlexp/')}:{each.site.line}"
+            place = each.site.id.removeprefix("rlexp/")
             yield f"| {place} | {_code(each.site.before)} | {_code(each.site.after)} | {each.reason or 'not known'} |"
     if broken:
         yield f"\nNot counted, since they fail when they are only watched: {', '.join(broken)}."
