@@ -271,6 +271,10 @@ def test_shards_hold_what_transformers_would_save(
     index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == {key: file.name for file in files for key in load_file(file)}
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in written.values())
+    monkeypatch.setattr(export, "SHARD", index["metadata"]["total_size"] - 1)
+    export.export(model, weights.items(), dtype, tokenizer, tmp_path / "two")
+    two = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())
+    assert {*two["weight_map"].values()} == {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
     one = "model.safetensors"
     assert (tmp_path / "whole" / one).read_bytes() == (tmp_path / "expected" / one).read_bytes()
     for place in ("whole", "parts"):

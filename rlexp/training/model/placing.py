@@ -21,8 +21,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from rlexp.base.errors import ModelError
 
 Part = Callable[[torch.Size], slice]  # of a flattened parameter
-_PLACED = "_rlexp_placed"  # attributes of a parameter: where it was put
-EXACT = "_rlexp_exact"  # and its exact values, of which its dtype loses bits
+_PLACED = "_rlexp_placed"  # an attribute of a parameter that is in its place
+EXACT = "_rlexp_exact"  # an attribute with a parameter's exact values, where its dtype loses bits
 
 
 def loses_bits(wide: Tensor, narrow: Tensor) -> bool:

@@ -81,12 +81,12 @@ def _of_rows(logps_nV: Tensor, token_n1: Tensor, number_n1: Tensor, cfg: Rollout
 
 def cut(logps_nV: Tensor, cfg: RolloutConfig, rounding: float) -> tuple[Tensor, Tensor]:
     """Return the tokens that may be drawn if rounding is for them, and those that may be drawn even if it is not."""
-    band, spread = 2 * rounding, math.expm1(2 * rounding)
     sorted_nV, order_nV = logps_nV.sort(dim=-1, descending=True)
+    band_nV, spread = 2 * rounding * sorted_nV.abs().clamp(min=1.0), math.expm1(2 * rounding)
     mass_nV = torch.cat([torch.zeros_like(sorted_nV[:, :1]), sorted_nV.exp().cumsum(-1)], dim=-1)
     # How many tokens are likelier: at least, if near ones count as less likely; and at most, if they count as more.
-    least_nV = torch.searchsorted(-sorted_nV, -(sorted_nV + band))
-    most_nV = torch.searchsorted(-sorted_nV, -(sorted_nV - band)) - 1
+    least_nV = torch.searchsorted(-sorted_nV, -(sorted_nV + band_nV))
+    most_nV = torch.searchsorted(-sorted_nV, -(sorted_nV - band_nV)) - 1
     may_nV, must_nV = torch.ones_like(order_nV, dtype=torch.bool), torch.ones_like(order_nV, dtype=torch.bool)
     if cfg.top_k:
         may_nV, must_nV = least_nV < cfg.top_k, most_nV < cfg.top_k
@@ -98,7 +98,7 @@ def cut(logps_nV: Tensor, cfg: RolloutConfig, rounding: float) -> tuple[Tensor, 
         must_nV = must_nV & (at_most * (1 + spread) < cfg.top_p * sure * (1 - spread))
     if cfg.min_p > 0:
         behind = sorted_nV - sorted_nV[:, :1] - math.log(cfg.min_p)
-        may_nV, must_nV = may_nV & (behind >= -band), must_nV & (behind >= band)
+        may_nV, must_nV = may_nV & (behind >= -band_nV), must_nV & (behind >= band_nV)
     must_nV[:, 0] |= most_nV[:, 0] == 0  # no cut leaves out the likeliest token
     may, must = (torch.zeros_like(each).scatter(-1, order_nV, each) for each in (may_nV, must_nV))
     return may, must

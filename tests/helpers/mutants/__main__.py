@@ -25,7 +25,7 @@ from tests.helpers.mutants.sites import Site, chosen, sites_of
 from tests.helpers.mutants.table import Result, table
 from tests.helpers.paths import ROOT
 
-WHOLE_RUNS = ("training/checkpoint", "run", "preflight")  # tests of whole runs, which reach every folder
+WHOLE_RUNS = ("training/checkpoint", "run", "export", "preflight")  # tests of whole runs, which reach every folder
 
 
 def sites_in(folders: Sequence[str]) -> list[Site]:

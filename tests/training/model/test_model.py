@@ -38,6 +38,7 @@ from rlexp.config.schema import HFModelConfig, TinyModelConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.packing import pack_sequences
 from rlexp.training.model import rope
+from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.float64 import StayFloat64
 from rlexp.training.model.hook import NAME, register
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
@@ -174,6 +175,12 @@ def test_the_copy_keeps_what_the_probe_tests(name: str) -> None:
     if "llama" not in name:
         mixture = model.model.layers[-1].mlp
         assert (mixture.experts.num_experts, mixture.gate.top_k) == (16, 8)
+
+
+def test_the_first_layers_keep_their_own_entries_of_every_list() -> None:
+    config = LlamaConfig(**SMALL, kinds=["a", "b", "a", "b", "a", "b"], sizes=(1, 2, 3, 4, 5, 6), other=[1, 2])
+    first = first_layers(config, 2)
+    assert (first.num_hidden_layers, first.kinds, first.sizes, first.other) == (2, ["a", "b"], [1, 2], [1, 2])
 
 
 def test_a_window_of_the_last_kind_of_layer_is_probed() -> None:

@@ -291,6 +291,14 @@ def put(base: Path, cfg: LoraConfig, *, critic: bool = False) -> Any:
     return put_adapter(model, trunk, cfg, base=("org/name", "v1"), seed=0, copy=False, scores=False)
 
 
+def test_the_layers_that_are_named_get_an_adapter_and_no_others(tmp_path: Path) -> None:
+    """By the end of their name, or by the whole of it."""
+    model = put(saved(tmp_path), LoraConfig(targets=["q_proj", "model.layers.0.mlp.down_proj"])).model
+    assert {name for name, layer in model.named_modules() if hasattr(layer, "lora_A")} == {
+        *(f"model.layers.{number}.self_attn.q_proj" for number in range(2)), "model.layers.0.mlp.down_proj",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("said", "why"),
     [
