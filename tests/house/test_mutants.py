@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.mutants.known import KNOWN
 from tests.helpers.mutants.planting import Plan, Watch, environment
 from tests.helpers.mutants.sites import KINDS, WATCH, Site, changed, chosen, sites_of, watched
 from tests.helpers.paths import ROOT
@@ -104,6 +105,15 @@ def test_the_choice_follows_from_the_seed_and_has_every_kind() -> None:
     assert ten == chosen(sites, 10, seed=4) != chosen(sites, 10, seed=5)
     assert {each.kind for each in ten} == {each.kind for each in sites} == {*KINDS} - {"flag"}
     assert len({each.node for each in ten}) == 10
+
+
+def test_reasons_belong_to_places_that_there_are() -> None:
+    for path, line, before, after in KNOWN:
+        source = (ROOT / "rlexp" / path).read_text()
+        numbers = [number for number, each in enumerate(source.splitlines(), 1) if each.strip() == line]
+        assert numbers, f"{path}: {line}"
+        assert any(site.line in numbers and (site.before, site.after) == (before, after)
+                   for site in sites_of(path, source)), f"{path}: {line}: {before}"  # fmt: skip
 
 
 def test_it_is_planted_in_a_process_of_its_own(tmp_path: Path) -> None:

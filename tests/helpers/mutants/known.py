@@ -1,7 +1,97 @@
-"""Changes that are active and that nothing finds, and why that is right: by file, and by the text before and after."""
+"""Changes that are active and that nothing has to find, and why.
+
+By the file below rlexp/, the line of the source, and the text before and after.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-KNOWN: Mapping[tuple[str, str, str], str] = {}
+AUTOGRAD = "autograd casts a gradient to the dtype of its input"
+BYTES = "memory alone"
+SPEED = "time alone"
+
+KNOWN: Mapping[tuple[str, str, str, str], str] = {
+    ("training/ring/attention.py",
+     "return *(grad.to(dtype) for grad, dtype in zip(dqkv, ctx.dtypes, strict=True)), None, None",
+     "grad.to(dtype)", "grad"): AUTOGRAD,
+    ("training/ring/collectives.py", "received = torch.empty_like(buffer[0])", "0", "1"):
+        "all entries have one shape",
+    ("training/ring/kernels/cpu_flash.py",
+     "widest = KEYS if seen is None else min(KEYS, max(NARROW, (window or keys) // 8))",
+     "(window or keys) // 8", "window or keys"): f"{SPEED}: how wide strips are",
+    ("training/ring/transports/heads.py", "if copies > 1 and each == 1:", "copies > 1", "copies >= 1"):
+        "one copy is written as it is, by either branch",
+    ("training/train/build.py", "return Placing(device, dtype if frozen else steps, part, whole=False)",
+     "False", "True"): f"{BYTES}: FSDP2 takes its piece of the whole",
+    ("training/train/build.py",
+     'placing = placing_for(cfg, torch.device("cpu") if offload else run.device, run.world, frozen=True)',
+     "True", "False"): f"{BYTES}: a frozen model casts what it is given",
+    ("training/train/build.py",
+     "policy = build_policy(cfg, model[1], run.device, replace(needs.frozen, reference=False), placing, sources)",
+     "False", "True"): "a model of its own is only built where the reference is not the adapter's start",
+    ("training/train/by_length.py",
+     "here_E = moved(torch.from_numpy(places == number), one_E.device).to(one_E.dtype)",
+     "moved(torch.from_numpy(places == number), one_E.device).to(one_E.dtype)",
+     "moved(torch.from_numpy(places == number), one_E.device)"): "truth values multiply and add up to the same",
+    ("training/train/examples.py",
+     "prompt, answer = (np.zeros(size, dtype=np.int32) for size in (length // 2, length - length // 2))",
+     "np.zeros(size, dtype=np.int32)", "np.zeros(size)"): "packs have a dtype of their own",
+    ("training/train/rollout_task.py", "return HeldSamples(shard.to(run.device), there)", "shard.to(run.device)",
+     "shard"): "on CPU it is there",
+    ("training/train/rollout_task.py", '"length_S": torch.tensor(lengths, dtype=dtype),',
+     "torch.tensor(lengths, dtype=dtype)", "torch.tensor(lengths)"): "a whole number divides like a float",
+    ("training/engine/frozen.py", "policy.eval().requires_grad_(False)", "False", "True"):
+        "its passes have no gradient",
+    ("training/engine/fsdp2.py", "self.optimizer.zero_grad(set_to_none=True)", "True", "False"):
+        f"{BYTES}: gradients add up from zeros",
+    ("training/engine/streamed.py", "self.copies.follow([*(part for _, part in parts), last])",
+     "self.copies.follow([*(part for _, part in parts), last])", "pass"): f"{SPEED}: what is copied ahead",
+    ("training/engine/streamed.py",
+     "elif any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):",
+     "parameter.ndim > 1", "parameter.ndim >= 1"): f"{BYTES}: vectors are streamed too",
+    ("training/engine/streamed.py",
+     "elif any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):", "1", "2"):
+        f"{BYTES}: matrices outside layers are not streamed",
+    ("training/engine/zero.py", 'DeepSpeedZeroConfig(**ds_config(cfg, 0.0, torch.float32)["zero_optimization"])',
+     "torch.float32", "torch.bfloat16"): "the part of the configuration that is checked has no dtype",
+    ("training/engine/zero.py",
+     "total = torch.as_tensor(square, dtype=torch.float64, device=local[0].device)",
+     "torch.float64", "torch.float32"): "a float32 norm, as DeepSpeed's other stages have",
+    ("training/engine/zero.py",
+     'square = sum(torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in local)',
+     "torch.float64", "torch.float32"): "a float32 norm, as DeepSpeed's other stages have",
+    ("training/engine/zero.py", 'if not all(hasattr(parameter, "ds_id") for parameter in policy.parameters()):',
+     "not all((hasattr(parameter, 'ds_id') for parameter in policy.parameters()))",
+     "all((hasattr(parameter, 'ds_id') for parameter in policy.parameters()))"):
+        f"{BYTES}: DeepSpeed partitions a whole model later",
+    ("training/engine/zero.py",
+     "import_deepspeed().init_distributed(dist_init_required=False, verbose=False)",
+     "False", "True"): "what DeepSpeed prints",
+    ("training/engine/zero.py", '"stage3_max_live_parameters": 3 * layer,', "3 * layer", "3"): SPEED,
+    ("training/model/adapter.py", "config.inference_mode, config.lora_dropout = False, 0.0", "False", "True"):
+        "what is trained is set afterwards, and files always have true",
+    ("training/model/head.py",
+     "return LOGITS if memory is None else max(LOGITS, memory // SHARE // BYTES)",
+     "max(LOGITS, memory // SHARE // BYTES)", "min(LOGITS, memory // SHARE // BYTES)"): SPEED,
+    ("training/model/head.py",
+     "return torch.zeros_like(self.weight) if self.total is None else self.total.to(self.weight.dtype)",
+     "self.total.to(self.weight.dtype)", "self.total"): AUTOGRAD,
+    ("training/model/policy.py",
+     "input_ids=batch.tokens_Bq, position_ids=batch.positions_Bq, use_cache=False, decoding=batch",
+     "False", "True"): f"{BYTES}: a cache that nothing reads",
+    ("training/model/probe.py",
+     "difference = (logps_t - expected_t)[shard.sequence_t.cpu() >= 0].abs()",
+     "shard.sequence_t.cpu() >= 0", "shard.sequence_t.cpu() > 0"): "a wrong model is wrong in the other sequences too",
+    ("training/rollout/deal.py",
+     "hand = hands[seat if lap % 2 == 0 else ranks - 1 - seat]  # forth and back, to even out the lengths", "2", "3"):
+        f"{SPEED}: who draws what",
+    ("training/rollout/noise.py", "return (bits >> np.uint64(64 - _BITS)) * np.float64(2.0**-_BITS)",
+     "np.float64", "np.float32"): "numpy multiplies whole numbers of 64 bits in float64",
+    ("training/rollout/sampling.py", "np.asarray(drawn.logps[row], dtype=self._dtype),",
+     "np.asarray(drawn.logps[row], dtype=self._dtype)", "np.asarray(drawn.logps[row])"):
+        f"{BYTES}: the same values",
+    ("training/rollout/scoring.py",
+     "if self.world.size > 1 and (self.together or self.world.ring.size > 1):",
+     "self.world.ring.size > 1", "self.world.ring.size >= 1"): "the maximum over one rank is its own",
+}  # fmt: skip

@@ -10,6 +10,7 @@ from bench.tables import signature
 from tests.helpers.mutants.known import KNOWN
 from tests.helpers.mutants.runs import Outcome
 from tests.helpers.mutants.sites import KINDS, Site
+from tests.helpers.paths import ROOT
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Result:
 
     @property
     def reason(self) -> str | None:
-        return KNOWN.get((self.site.path, self.site.before, self.site.after))
+        line = (ROOT / self.site.path).read_text(encoding="utf-8").splitlines()[self.site.line - 1]
+        return KNOWN.get((self.site.path.removeprefix("rlexp/"), line.strip(), self.site.before, self.site.after))
 
     @property
     def open(self) -> bool:
@@ -49,9 +51,11 @@ def _lines(results: Sequence[Result], broken: Sequence[str], args: argparse.Name
         command += f" --only {' '.join(args.only)}"
     yield signature(command)
     yield ""
+    asked = [each for each in active if each.found or each.reason is None]
     yield (
-        f"{len(results)} changes, of which {len(active)} are active, and {len(found)} of these "
-        f"({100 * len(found) / max(1, len(active)):.1f} %) are found."
+        f"{len(results)} changes, of which {len(active)} are active. Of these, {len(active) - len(asked)} change no "
+        f"result, for the reason below. Of the other {len(asked)}, {len(found)} "
+        f"({100 * len(found) / max(1, len(asked)):.1f} %) are found."
     )
     yield ""
     yield "| changes | all | reached | active | found by fast tests | found by `verify` | found |"
@@ -61,7 +65,7 @@ def _lines(results: Sequence[Result], broken: Sequence[str], args: argparse.Name
     for kind in KINDS:
         yield _row(kind, [each for each in results if each.site.kind == kind])
     yield ""
-    yield "| active and not found | before | after | why that is right |\n| --- | --- | --- | --- |"
+    yield "| active and not found | before | after | why nothing has to find it |\n| --- | --- | --- | --- |"
     for each in active:
         if not each.found:
             place = each.site.id.removeprefix("rlexp/")

@@ -40,7 +40,7 @@ from rlexp.training.dataset.packing import pack_sequences
 from rlexp.training.model import rope
 from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.float64 import StayFloat64
-from rlexp.training.model.hook import NAME, register
+from rlexp.training.model.hook import NAME, attention, register
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.model.policy import Policy, cast_parameters
 from rlexp.training.model.probe import probe
@@ -175,6 +175,13 @@ def test_the_copy_keeps_what_the_probe_tests(name: str) -> None:
     if "llama" not in name:
         mixture = model.model.layers[-1].mlp
         assert (mixture.experts.num_experts, mixture.gate.top_k) == (16, 8)
+
+
+def test_a_layer_that_does_not_say_whether_it_is_causal_is() -> None:
+    """The next thing that attention refuses is a mask."""
+    none = torch.zeros(0)
+    with pytest.raises(ModelError, match="makes its own attention mask"):
+        attention(torch.nn.Module(), none, none, none, attention_mask=none, decoding=object())
 
 
 def test_the_first_layers_keep_their_own_entries_of_every_list() -> None:

@@ -56,6 +56,7 @@ def test_one_curve_whoever_samples(layouts: tuple[tuple[str, ...], ...], more: t
     straight, *others = draw([compose_config([*PIPELINED, *more, *layout]) for layout in layouts])
     assert [row.get("train/rollout/staleness") for row in straight.rows[::each]] == [0, 1, 1]
     assert sum("eval/objective/scores" in row for row in straight.rows) == 2
+    assert all(0 < row["train/time/sampling"] < 600 for row in straight.rows[::each])
     for layout, curve in zip(layouts[1:], others, strict=True):
         assert [fault for a, b in zip(straight.rows, curve.rows, strict=True) for fault in moved(a, b)] == [], layout
         # Largest difference measured: 1.1e-12, in the critic's head; Adam divides by its gradients, which are small.

@@ -72,11 +72,12 @@ def test_what_waits_is_saved_as_it_was_while_it_is_scored(tmp_path: Path) -> Non
 def test_texts_take_what_they_take(tmp_path: Path) -> None:
     """One long answer does not pad all others to its length, and every text that a tokenizer decodes is restored."""
     texts = ["x" * 10_000, "", "\0 a\0", "é\ud800", *["short"] * 996]
-    samples = [dataclasses.replace(sample(place), text=text) for place, text in enumerate(texts)]
+    samples = [dataclasses.replace(sample(place), text=text, score=place / 3) for place, text in enumerate(texts)]
     path = saved.write(tmp_path, NEXT, 0, 1, samples)
     assert path.stat().st_size < 200_000
     again = saved.read(tmp_path, NEXT, [each.prompt for each in samples], 0, 1)
     assert [each.text for each in again] == texts
+    assert [each.score for each in again] == [place / 3 for place in range(len(texts))]
 
 
 def test_a_rank_that_cannot_draw_is_not_taken_for_all() -> None:
