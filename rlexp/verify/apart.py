@@ -54,7 +54,7 @@ ERRORS = (ArithmeticError, AssertionError, AttributeError, IndexError, LookupErr
 
 @dataclass(frozen=True)
 class Differing:
-    """What the run says of the step's sequences, and what the reference says: log-probabilities, or scores."""
+    """Log-probabilities, or scores, of the step's sequences: the run's, and the reference's."""
 
     got: Mapping[Key, Array] = field(default_factory=dict)
     wanted: Mapping[Key, Array] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Scene:
         return whole.cpu()
 
     def of_model(self, forward: Callable[[Shard], Any]) -> Callable[[Pack, Sequence[Key]], Tensor]:
-        """What a forward pass says of a pack. A collective call."""
+        """Return a function that applies a forward pass to a pack. A collective call."""
 
         @torch.no_grad()
         def says(pack: Pack, _keys: Sequence[Key]) -> Tensor:
@@ -130,7 +130,7 @@ class Scene:
         return says
 
     def of_reference(self, reference: Reference) -> Callable[[Pack, Sequence[Key]], Tensor]:
-        """What a reference says of a pack. A collective call."""
+        """Return a function that asks a reference about a pack. A collective call."""
         sides = list(dict.fromkeys(side for _, side in self.said.wanted))
 
         def says(pack: Pack, keys: Sequence[Key]) -> Tensor:
@@ -259,12 +259,12 @@ def _rest(scene: Scene, clue: Clue) -> str:
 
 
 def _takes_weights(scene: Scene) -> bool:
-    """Whether the engine, as it is built, has the weights from before the step, or can be given them."""
+    """Return whether the engine, as it is built, has the weights from before the step, or can be given them."""
     return scene.step == 1 or not ENGINES[scene.cfg.engine.name.value].sharded
 
 
 def computing(scene: Scene) -> Placing:
-    """Where a policy's weights go that only computes."""
+    """Return where the weights of a policy go that only computes."""
     return Placing(scene.task.run.device, DTYPES[scene.cfg.train.precision])
 
 
@@ -420,7 +420,7 @@ def of_start(scene: Scene) -> Iterator[Part]:
 
 
 def other_weights(policy: Policy, files: TensorFiles, part: Callable[[torch.Size], slice]) -> bool:
-    """Whether a policy has other starting weights than the reference, with the bits that are kept beside them."""
+    """Return whether a policy has other starting weights than the reference, with the bits that are kept beside them."""
     held = dict(without_starting(policy.named()))
     if sorted(held) != files.names("weights", 0):
         return True

@@ -130,7 +130,7 @@ def _whole_micro_batches(task: Task, case: Case) -> Sequence[Sequence[Answered]]
 
 
 def differing(comparison: Comparison, finding: Finding) -> Differing:
-    """What the run and the reference say of the step's sequences, for findings about that."""
+    """Return the step's log-probabilities or scores, of the run and of the reference, for findings about them."""
     step = next(step for step in comparison.steps() if step.number == finding.step)
     if finding.clue is Clue.POLICY:
         got, wanted = step.by_sequence("policy_t"), step.expected.policy

@@ -28,7 +28,7 @@ def test_frozen_weights_have_no_more_bits_than_bf16(frozen: str, engine: str) ->
 @pytest.mark.parametrize("also", [["lm_head"], None], ids=["with a head", "alone"])
 @pytest.mark.parametrize("how", [["train.precision=fp64", "engine=fsdp2"], ["engine=torch"], ["engine=zero3"]],
                          ids=["fsdp2 in float64", "torch", "zero3"])  # fmt: skip
-def test_an_adapter_goes_on_beside_a_copy_of_itself(tmp_path: Path, also: list[str] | None, how: list[str]) -> None:
+def test_an_adapter_is_trained_beside_a_copy_of_itself(tmp_path: Path, also: list[str] | None, how: list[str]) -> None:
     passes(*SMALL, *begun(tmp_path, also), *how)
 
 

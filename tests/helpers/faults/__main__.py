@@ -1,8 +1,8 @@
 """Run `verify` with every defect of this folder, each in ranks of its own, and print a table of what was found.
 
-A defect of `tested.py` is planted into a pytest run of its test instead, which must fail, and stands in the table with
-that test in the place of a stage. `python -m tests.helpers.faults NAME ...` does it with those named. The exit code is
-1 unless each is found: with its stage and module, or by its test. All of them take half an hour on two cores.
+A defect of `tested.py` is planted into a pytest run of its test instead, which must fail. The table names the test
+where it names the stage of the others. `python -m tests.helpers.faults NAME ...` does it with those named. The exit
+code is 1 unless each is found: with its stage and module, or by its test. All of them take half an hour on two cores.
 """
 
 from __future__ import annotations

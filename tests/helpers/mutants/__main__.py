@@ -57,7 +57,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--beside", nargs="*", metavar="FOLDER", default=WHOLE_RUNS,
                         help=f"folders below tests/ whose fast tests run last ({' '.join(WHOLE_RUNS)})")  # fmt: skip
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (2)")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what is found there, and go on from it")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a folder that keeps results for the next start")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table into this page, between its markers")
     args = parser.parse_args(words)
     for folder in args.folders:

@@ -290,7 +290,7 @@ def changed(source: str, site: Site) -> ast.Module:
 
 
 def watched(source: str, sites: Sequence[Site], first: int = 0) -> ast.Module:
-    """Return the module's tree in which every place tells of itself, by its number counted from `first`."""
+    """Return the module's tree in which every place reports itself, by its number counted from `first`."""
     return _rewritten(source, {site.node: (first + number, site) for number, site in enumerate(sites)}, watched=True)
 
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.ranks import seeded
 
@@ -81,3 +82,17 @@ def test_the_fused_kernels_equal_plain_torch() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def test_a_rehearsal_without_memory_checks_the_shapes() -> None:
+    from rlexp.training.ring.kernels import fused  # noqa: F401
+
+    with FakeTensorMode():
+        out, lse = torch.empty(6, HEADS, SIZE), torch.empty(6, HEADS)
+        keys, rows = torch.empty(6, KEY_HEADS, SIZE), torch.empty(4, dtype=torch.int64)
+        torch.ops.rlexp.merge(out, lse, out.clone(), lse.clone())
+        torch.ops.rlexp.add_keys(keys, keys.clone(), rows, keys[:4], keys[:4])
+        with pytest.raises(AssertionError):
+            torch.ops.rlexp.merge(out, lse, out[:3], lse)
+        with pytest.raises(AssertionError):
+            torch.ops.rlexp.add_keys(keys, keys.clone(), rows, keys, keys)

@@ -1,4 +1,4 @@
-"""What the sinks are told of a rollout: its samples by their places, whichever ranks drew them."""
+"""The facts of a rollout that sinks get: its samples by their places, whichever ranks drew them."""
 
 from __future__ import annotations
 
