@@ -240,6 +240,7 @@ def test_the_ring_sweep_runs(rlexp: Shell, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "s" / "summary.json").read_text(encoding="utf-8"))["verdict"]["status"] == "agree"
     assert {"report.html", "curves.png"} <= {path.name for path in (tmp_path / "s").iterdir()}
     assert "The 2 runs draw one curve" in answer.stdout
+    assert answer.stderr.count("step 1/1  loss 0.6931") == 2
 
 
 # ---- how it dies ----

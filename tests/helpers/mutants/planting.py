@@ -81,6 +81,17 @@ class _Loader(SourceFileLoader):
         super().__init__(name, path)
         self.plan, self.numbers = plan, numbers
 
+    def exec_module(self, module: ModuleType) -> None:
+        watch = getattr(builtins, WATCH, None)
+        if watch is None:
+            super().exec_module(module)
+            return
+        before, watch.importing = watch.importing, True
+        try:
+            super().exec_module(module)
+        finally:
+            watch.importing = before
+
     def get_code(self, fullname: str) -> CodeType | None:
         source, sites = self.get_source(fullname), [self.plan.sites[number] for number in self.numbers]
         assert source is not None
@@ -96,6 +107,7 @@ class Watch:
     def __init__(self, log: str) -> None:
         self.log = log
         self.noted: set[tuple[int, int, str]] = set()
+        self.importing = False  # a watched module; whichever test comes first imports it for all
 
     def __call__(
         self, number: int, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None,
@@ -118,7 +130,7 @@ class Watch:
         if key not in self.noted:
             self.noted.add(key)
             with open(self.log, "a", encoding="utf-8") as log:  # opened anew: a forked process has closed its files
-                log.write(f"{number} {what}\n")
+                log.write(f"{number} {what}{' import' if self.importing else ''}\n")
 
 
 def _equal(value: Any, after: Callable[..., Any], operands: Sequence[Any]) -> bool:

@@ -30,6 +30,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     finally:
         row = {"test": item.nodeid, "seconds": time.monotonic() - began, "passed": all(_outcomes)}
         _write(log, row | noted(log, before))
+        _share(noted(log, before, imported=True))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -41,8 +42,12 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
         return (yield)
     finally:
         if fixturedef.scope != "function":
-            for what, numbers in noted(log, before).items():
-                _shared[what] |= set(numbers)
+            _share(noted(log, before))
+
+
+def _share(noted: dict[str, list[int]]) -> None:
+    for what, numbers in noted.items():
+        _shared[what] |= set(numbers)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -53,14 +58,15 @@ def pytest_sessionfinish() -> None:
     _write(_log(), {what: sorted(numbers) for what, numbers in _shared.items()})
 
 
-def noted(log: Path, after: int) -> dict[str, list[int]]:
-    """Return the places that the log names after a position."""
+def noted(log: Path, after: int, *, imported: bool = False) -> dict[str, list[int]]:
+    """Return the places that the log names after a position; `imported`: those that an import has reached."""
     if not log.exists():
         return {"reached": [], "active": []}
     with log.open() as file:
         file.seek(after)
         lines = [line.split() for line in file]
-    return {what: sorted({int(number) for number, kind in lines if kind == what}) for what in ("reached", "active")}
+    return {what: sorted({int(number) for number, kind, *how in lines if kind == what and (how or not imported)})
+            for what in ("reached", "active")}  # fmt: skip
 
 
 def _log() -> Path:

@@ -10,11 +10,16 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from rlexp.base.errors import CheckpointError
+from rlexp.config.load import compose_config
 from rlexp.run_files import checkpoint_folder as folder
+from rlexp.training.train.resume import check_space
 from tests.helpers import warm
 
 QUICK = ("launch.device=cpu", "logger=none", "engine=torch", "train.precision=fp32", "parallel=ring2", "launch.nproc=2",
@@ -177,6 +182,20 @@ def small_disk(place: Path, size: int) -> Iterator[None]:
 
 def mount(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["mount", *args], capture_output=True, text=True, timeout=20, check=False)
+
+
+@pytest.mark.parametrize(("precision", "bytes_each"), [("bf16", 12), ("fp64", 24)])
+def test_there_must_be_room_for_weights_and_two_moments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, bytes_each: int
+) -> None:
+    cfg = compose_config(["launch.device=cpu", f"train.precision={precision}"])
+    run: Any = SimpleNamespace(cfg=cfg, engine=SimpleNamespace(shapes=lambda: {"a": torch.Size([3, 5])}))
+    needed = 15 * bytes_each
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=needed))
+    check_space(run, tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=needed - 1))
+    with pytest.raises(CheckpointError, match="GB free, and a checkpoint of this run takes"):
+        check_space(run, tmp_path)
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from bench import engines
 from rlexp.base.errors import UserError
 from rlexp.config.load import compose_config
 from rlexp.launch.joining import RankSpec
+from rlexp.training.engine.zero import place_of_piece
+from rlexp.training.world.groups import ALONE, World
 from tests.helpers.ranks import begin_saving, largest_gap, on_ranks, train_steps
 
 BASE = ("launch.device=cpu", "logger=none", "train.batch_size=8", "data.size=16", "data.eval_size=4", "optim.lr=1e-3")
@@ -273,6 +275,12 @@ def evaluated_rank(spec: RankSpec, cfgs) -> list[bool]:
         after = dict(run.engine.weights())
         same.append(one == other and all(torch.equal(before[name], after[name]) for name in before))
     return same
+
+
+def test_a_piece_of_padding_alone_holds_nothing() -> None:
+    parameter, piece = torch.nn.Parameter(torch.zeros(5)), torch.zeros(2)
+    places = [place_of_piece(parameter, piece, World(rank, 4, ALONE)) for rank in range(4)]
+    assert places == [(0, 2), (2, 2), (4, 1), (6, 0)]
 
 
 def test_weights_can_be_read_after_an_evaluation() -> None:
