@@ -19,6 +19,10 @@ _outcomes: list[bool] = []
 _shared: dict[str, set[int]] = {"reached": set(), "active": set()}
 
 
+def pytest_collection_finish() -> None:
+    _share(noted(_log(), 0))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     log = _log()
