@@ -53,8 +53,8 @@ def _lines(results: Sequence[Result], broken: Sequence[str], args: argparse.Name
     yield ""
     asked = [each for each in active if each.found or each.reason is None]
     yield (
-        f"{len(results)} changes, of which {len(active)} are active. Of these, {len(active) - len(asked)} change no "
-        f"result, for the reason below. Of the other {len(asked)}, {len(found)} "
+        f"{len(results)} changes, of which {len(active)} are active. Of these, {len(active) - len(asked)} need not be "
+        f"found, for the reason below. Of the other {len(asked)}, {len(found)} "
         f"({100 * len(found) / max(1, len(asked)):.1f} %) are found."
     )
     yield ""
