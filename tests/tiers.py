@@ -29,7 +29,7 @@ ONE_IN: Mapping[str, int] = {
     "convert/test_meanings::test_a_loss_over_rows_composes": 6,
     "convert/test_values::test_no_value_is_a_traceback_and_none_is_lost": 48,
     "eval/test_as_its_run::test_each_key_is_that_of_the_run": 8,
-    "eval/test_as_its_run::test_the_values_are_those_of_the_run_s_row": 37,
+    "eval/test_as_its_run::test_the_values_are_those_of_the_run_s_row": 52,
     "house/test_commands::test_a_command_is_one": 6,
     "house/test_wheel::test_its_configuration_composes": 3,
     "launch/test_slurm_script::test_a_wrong_launcher_key_is_told_before_anything_is_handed_over": 3,
@@ -65,8 +65,10 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     ),
     "convert/test_convert": ("test_the_command_writes_an_experiment_that_trains",),
     "convert/test_gaps": ("test_every_option_is_reached_or_ours_alone",),
+    "eval/test_as_its_run": ("test_no_way_of_computing_the_reference_is_left_where_it_does_not_fit",),
     "eval/test_eval": (
         "test_a_damaged_checkpoint_is_passed_over",
+        "test_a_checkpoint_has_the_values_of_its_row[loss=bco]",
         "test_another_loss_may_evaluate_a_checkpoint",
         "test_only_the_place_of_held_out_rows_must_be_there",
         "test_rows_held_out_from_among_others_are_those_of_the_run",
@@ -84,6 +86,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_the_workspace_that_is_sent[True]",
         "test_what_the_server_refuses_is_one_message",
     ),
+    "house/test_mutants": ("test_every_place_of_training_can_be_watched_and_changed",),
     "house/test_planted_faults": ("test_a_rank_that_the_others_wait_for_is_named",),
     "house/test_wheel": (
         "test_it_shows_what_slurm_would_be_sent_and_has_the_scripts",
@@ -136,6 +139,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_sweep_that_has_ended",
         "test_while_training_and_when_killed",
     ),
+    "training/checkpoint/test_moments": ("test_moments_go_on_from_one_engine_to_the_next",),
     "training/checkpoint/test_resume": (
         "test_a_finished_run_has_nothing_to_do_until_it_is_made_longer",
         "test_a_finished_run_without_a_checkpoint_is_not_written_over",
@@ -151,12 +155,14 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "training/checkpoint/test_rollout_resume": ("test_damage_to_the_samples_is_refused",),
     "training/dataset/test_bad_rows": ("test_a_file_of_anything_is_read_or_refused_in_one_message",),
     "training/engine/test_engines": (
+        "test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step",
         "test_a_rank_without_a_trained_token_does_not_hang_the_others",
         "test_bf16_adds_up_its_micro_batches_once",
         "test_bf16_keeps_float32_masters",
         "test_weights_can_be_read_after_an_evaluation",
     ),
     "training/engine/test_frozen": ("test_an_evaluation_holds_the_weights_of_a_checkpoint_alone[three in bf16]",),
+    "training/engine/test_streamed": ("test_an_adapter_is_compared_with_it[zero3]",),
     "training/metrics/test_counted": (
         "test_a_larger_ring_holds_fewer_bytes_as_predicted",
         "test_counting_moves_no_number_and_its_choice_misses_nothing",
@@ -165,9 +171,13 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "training/model/test_placing": ("test_a_planted_clone_of_all_weights_is_found",),
     "training/model/test_pretrained": ("test_every_engine_starts_from_the_same_rounded_weights",),
     "training/ring/test_deepspeed_ulysses": ("test_deepspeed_s_ulysses_has_the_same_dpo_loss_and_gradient",),
+    "training/ring/test_fused": ("test_the_fused_kernels_equal_plain_torch",),
     "training/ring/test_kernels": ("test_the_ring_needs_torch_alone",),
     "training/ring/test_ring_flash_attn": ("test_equals_full_attention[2]",),
-    "training/ring/test_torch_ring": ("test_torch_s_own_ring_attention_agrees[4]",),
+    "training/ring/test_torch_ring": (
+        "test_torch_s_own_ring_attention_agrees[2]",
+        "test_torch_s_own_ring_attention_agrees[4]",
+    ),
     "training/rollout/test_pipelined": ("test_a_step_behind_is_weighed_by_what_is_now_likely",),
     "training/rollout/test_rollout_ends": (
         "test_a_pipelined_run_that_is_asked_to_stop_saves_what_is_being_drawn",
@@ -195,12 +205,17 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "training/train/test_invariance": (
         "test_a_tail_is_the_same_on_every_layout",
         "test_the_bug_report_draws_one_curve",
+        "test_windows_do_not_move_with_the_layout[zigzag]",
     ),
     "training/train/test_precompute": (
         "test_a_damaged_file_is_made_anew[changed]",
         "test_only_rows_that_the_run_asks_for_are_computed",
     ),
-    "training/train/test_reference_model": ("test_every_engine_holds_it",),
+    "training/train/test_reference_model": (
+        "test_every_engine_holds_it",
+        "test_the_policy_is_compared_with_it_on_a_ring",
+    ),
+    "training/train/test_task": ("test_preflight_rehearses_it",),
     "verify/test_textbook": ("test_first_step_equals_the_textbook[parallel=ring8 memory.checkpointing=true]",),
     "verify/test_textbook_rows": (
         "test_real_pairs_by_templates[None]",
@@ -216,6 +231,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_chat_messages_and_odd_texts_pass",
         "test_float64_is_run_over_the_layout_that_the_run_takes",
         "test_no_layout_keeps_the_whole_sequence",
+        "test_the_default_passes_in_under_two_minutes",
         "test_what_diverges_in_the_reference_too_is_the_users",
     ),
 }

@@ -133,8 +133,8 @@ def test_every_loss_on_answers_of_the_rows_is_here() -> None:
 
 
 def test_every_way_to_a_loss_is_that_of_one_process() -> None:
-    """A sum with a mean that is carried over and a pass without gradient; answers to other prompts; tokens; scores."""
-    agree(["mpo", "kto, generated", "sft, generated", "reward, margins"], [RING])
+    """A sum with a mean that is carried over and a pass without gradient; tokens."""
+    agree(["mpo", "sft, generated"], [RING])
 
 
 @pytest.mark.slow
