@@ -420,7 +420,7 @@ def of_start(scene: Scene) -> Iterator[Part]:
 
 
 def other_weights(policy: Policy, files: TensorFiles, part: Callable[[torch.Size], slice]) -> bool:
-    """Return whether a policy has other starting weights than the reference, with the bits that are kept beside them."""
+    """Return whether a policy has other starting weights than the reference, with the bits kept beside them."""
     held = dict(without_starting(policy.named()))
     if sorted(held) != files.names("weights", 0):
         return True

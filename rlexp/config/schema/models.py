@@ -105,7 +105,7 @@ class LoraConfig(AdapterConfig):
     rslora: bool = False  # multiply by alpha / √rank (rsLoRA, arXiv 2312.03732)
     # share of the adapter's inputs that are set to zero; only 0: which ones would depend on the layout
     dropout: float = number(0.0, least=0, below=1)
-    # folder of an adapter in peft's format, which is trained further; rank, alpha, rslora, targets and also are then the folder's,
-    # and are left out. null: a new one
+    # folder of an adapter in peft's format, which is trained further; rank, alpha, rslora, targets and also are then
+    # the folder's, and are left out. null: a new one
     path: str | None = None
     also: list[str] = field(default_factory=list)  # modules that are trained whole beside it: `[lm_head]`
