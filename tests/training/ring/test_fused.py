@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -80,13 +81,8 @@ def test_the_fused_kernels_equal_plain_torch() -> None:
     assert done.stdout == "all agree\n", done.stderr
 
 
-if __name__ == "__main__":
-    main()
-
-
 def test_a_rehearsal_without_memory_checks_the_shapes() -> None:
-    from rlexp.training.ring.kernels import fused  # noqa: F401
-
+    import_module("rlexp.training.ring.kernels.fused")
     with FakeTensorMode():
         out, lse = torch.empty(6, HEADS, SIZE), torch.empty(6, HEADS)
         keys, rows = torch.empty(6, KEY_HEADS, SIZE), torch.empty(4, dtype=torch.int64)
@@ -96,3 +92,7 @@ def test_a_rehearsal_without_memory_checks_the_shapes() -> None:
             torch.ops.rlexp.merge(out, lse, out[:3], lse)
         with pytest.raises(AssertionError):
             torch.ops.rlexp.add_keys(keys, keys.clone(), rows, keys, keys)
+
+
+if __name__ == "__main__":
+    main()
