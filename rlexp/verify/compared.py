@@ -134,19 +134,19 @@ class ComparedStep:
         """The sums that the run computed, of the whole train batch."""
         micros = [micro.sums for _, _, micro in self.micros()]
         sums = {name: joined([sums[name] for sums in micros if name in sums]) for name in micros[0]}
-        if self.expected.others:
-            sums[MISMATCHED] = self._log_ratios_of_others()
-        return sums
+        mismatched = next((micro.mismatched for _, _, micro in self.micros()), None)
+        return sums if mismatched is None else sums | {MISMATCHED: mismatched}
 
-    def _log_ratios_of_others(self) -> Array:
-        """The log-ratios of mismatched answers by the run's tokens; NaN if those are others, which is found before."""
+    def log_ratios_of_others(self) -> tuple[Array, Array]:
+        """The log-ratios of mismatched answers by the run's tokens, and the sizes of the sums whose differences these
+        are; NaN if the tokens are others, which is found before."""
         expected = self.expected.others
         for seen in self.seen:
             if any(len(got.sequence("answer")) != len(expected[sample].sequence("answer"))
                    for sample, got in seen.other_tokens.items()):  # fmt: skip
-                return np.full(len(expected), np.nan)
+                return np.full(len(expected), np.nan), np.ones(len(expected))
         policy, reference = (self.by_sequence(f"{who}_t", of="others") for who in ("policy", "reference"))
-        return rules.log_ratios(policy, reference)
+        return rules.log_ratios(policy, reference), rules.sizes_of_log_ratios(policy, reference)
 
     def finding(self, stage: str, clue: Clue, quantity: str, got: Any, expected: Any, note: str = "") -> Finding:
         return Finding(self.number, stage, clue, quantity, shown(got), shown(expected), note)
@@ -192,7 +192,7 @@ class ComparedStep:
         return self.whole.ran.read(kind, self.number, name), self.whole.meant.read(kind, self.number, name)
 
     def first_wrong(
-        self, quantity: str, got: Array, wanted: Array, least: float = 0.1, allowed: float | None = None
+        self, quantity: str, got: Array, wanted: Array, least: float | Array = 0.1, allowed: float | None = None
     ) -> int | None:
         """The first place where a value differs from what the run's earlier values give by arithmetic.
 

@@ -3,6 +3,7 @@ tests/helpers/faults/losses.py."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,10 @@ from rlexp.verify.compared import ComparedStep
 from rlexp.verify.findings import FLOAT64, Gauge
 from rlexp.verify.stages.metrics import logged
 from rlexp.verify.verification import verify
+from tests.helpers.faults import ANY_ORDER
 from tests.helpers.faults.base import FP64
 from tests.helpers.faults.losses import LOSSES, of
+from tests.helpers.faults.verified import verify_planted
 
 HELD_OUT = ("data.eval_size=13", "train.eval_every=1")
 
@@ -36,6 +39,15 @@ def test_a_logged_value_that_is_only_rounding_is_right_and_looks_right(got: floa
     step.drift = 1.0
     assert (not [*logged(step, {})]) is right
     assert (whole.gauge.largest["train/margin"] <= FLOAT64.metric[0]) is right
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "kto")) for name in LOSSES])
+def test_the_order_in_which_tokens_are_added_up_is_no_difference(name: str, tmp_path: Path) -> None:
+    """A GPU adds up in any order, so a difference of two sums that is 0 on a CPU is rounding there."""
+    words = [*FP64, *HELD_OUT, *of(name)]
+    result, reached = verify_planted(ANY_ORDER, tmp_path, overrides=words, steps=1 if name == "kto" else 3)
+    assert result.passed, result.failure
+    assert reached is (name != "reward"), "a score is read off one token"
 
 
 @pytest.mark.slow

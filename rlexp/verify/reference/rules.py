@@ -120,6 +120,11 @@ def log_ratios(policy: Mapping[Key, Array], reference: Mapping[Key, Array]) -> A
     return np.array([policy[key].sum() - reference[key].sum() for key in policy])
 
 
+def sizes_of_log_ratios(policy: Mapping[Key, Array], reference: Mapping[Key, Array]) -> Array:
+    """The size of the terms of each of these: its rounding is relative to that, however small the difference is."""
+    return np.array([np.abs(policy[key]).sum() + np.abs(reference[key]).sum() for key in policy])
+
+
 # ---- logged values; `sums` are sums of the answers' log-probabilities ----
 
 

@@ -194,10 +194,10 @@ def _as_given(
 
 def _of_others(step: ComparedStep, got: Array | None, where: str) -> Iterator[Finding]:
     """Check the log-ratios of mismatched answers that a loss is given."""
-    wanted = None if got is None else step.sums().get(MISMATCHED)
-    if got is None or wanted is None:
+    if got is None or not step.expected.others:
         return
-    if (wrong := step.first_wrong("log-ratios of mismatched answers", got, wanted)) is not None:
+    wanted, sizes = step.log_ratios_of_others()
+    if (wrong := step.first_wrong("log-ratios of mismatched answers", got, wanted, sizes)) is not None:
         what = f"log-ratio of a mismatched answer, {step.whole.word} {step.expected.samples[wrong]}, {where}"
         yield step.finding(LOSS, Clue.COUNTS, what, value_at(got, wrong), wanted[wrong])
 

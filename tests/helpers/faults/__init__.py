@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,6 +67,17 @@ class Whole(torch.autograd.Function):
 WHOLE_SEQUENCE = one("an MLP gathers the sequence", "transformers.models.llama.modeling_llama:LlamaMLP.forward",
                      lambda original, self, hidden: original(self, Whole.apply(hidden)), "", "")  # fmt: skip
 
+
+def in_any_order(original: Callable[..., Any], values_t: Any, shard: Any) -> Any:
+    """Add up tokens in another order at each call. Sums of equal tokens differ by their rounding then."""
+    order = torch.randperm(len(values_t), generator=ORDER)
+    return original(values_t[order], SimpleNamespace(sequence_t=shard.sequence_t[order], sequences=shard.sequences))
+
+
+# Not a difference: a GPU adds up in the order in which its threads come.
+ORDER = torch.Generator().manual_seed(0)
+ANY_ORDER = one("sums in any order", "train.sequence_sums:sum_by_sequence", in_any_order, "", "")
+
 # `make test` plants one of each stage, and one more of the ring; those of one loss share a float64 reference. `make
 # check` adds one of each other pair of stage and module, and of the other layouts and engines, windows and messages.
 # `make prove` plants all.
@@ -92,7 +104,7 @@ CHECK = (
     "dk added at the wrong place",
 )  # fmt: skip
 
-ALL_FAULTS = {fault.name: fault for fault in (*FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE, SAME_KEY)}
+ALL_FAULTS = {fault.name: fault for fault in (*FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE, ANY_ORDER, SAME_KEY)}
 
 
 def faulty_rank(spec: RankSpec, name: str, reached: Path, target: Callable[..., Any], args: Sequence[Any]) -> Any:
