@@ -104,7 +104,9 @@ def read_options(module: str, args: list[str], monkeypatch: pytest.MonkeyPatch) 
 
         return read
 
-    program: Any = importlib.import_module(f"{module}.__main__" if module.startswith("rlexp.") else module)
+    program: Any = importlib.import_module(module)
+    if hasattr(program, "__path__"):  # of a package, what `python -m` runs
+        program = importlib.import_module(f"{module}.__main__")
     with monkeypatch.context() as patched:
         for name in ("parse_args", "parse_intermixed_args"):
             patched.setattr(argparse.ArgumentParser, name, to_stop(getattr(argparse.ArgumentParser, name)))

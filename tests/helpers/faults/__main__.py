@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bench.tables import put, signature
@@ -20,7 +20,7 @@ from tests.helpers.faults.examining import ELSEWHERE, KNOWN, answered
 from tests.helpers.faults.tested import TESTED
 
 
-def main(args: Sequence[str]) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.helpers.faults", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="defects of tests/helpers/faults/; by default all of them"
@@ -28,7 +28,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (2)")
     parser.add_argument("--verbose", action="store_true", help="print the seconds of each start of ranks")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the sums into this page, between its markers")
-    asked = parser.parse_args(args)
+    asked = parser.parse_args()
     if unknown := sorted(set(asked.names) - KNOWN.keys()):
         parser.error(f"{unknown[0]}: is no defect of tests/helpers/faults/.")
     faults = [KNOWN[name] for name in asked.names] or [*FAULTS, *TESTED]
@@ -65,4 +65,4 @@ def sums(answered: Iterable[tuple[Fault, str]]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

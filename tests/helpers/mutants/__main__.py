@@ -45,7 +45,7 @@ def asked_for(args: argparse.Namespace) -> list[Site]:
             for site in chosen(sites_in([folder]), each + (number < more), args.seed)]  # fmt: skip
 
 
-def main(words: Sequence[str]) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.helpers.mutants", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="below rlexp/, and below tests/")
@@ -59,7 +59,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (2)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a folder that keeps results for the next start")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table into this page, between its markers")
-    args = parser.parse_args(words)
+    args = parser.parse_args()
     for folder in args.folders:
         if not (ROOT / "rlexp" / folder).is_dir():
             parser.error(f"{folder}: is no folder of rlexp/. Give for example training/ring.")
@@ -113,4 +113,4 @@ def judge(sites: Sequence[Site], args: argparse.Namespace, folder: Path) -> tupl
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
