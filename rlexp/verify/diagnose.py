@@ -23,7 +23,7 @@ from rlexp.base.errors import UserError
 from rlexp.config.schema import Config, EngineName
 from rlexp.config.schema.losses import Normalize
 from rlexp.config.schema.models import Precision
-from rlexp.launch.joining import RankSpec, join, threads_of
+from rlexp.launch.joining import RankSpec, join, leave_world, threads_of
 from rlexp.training.algos.weights import sequence_weight, token_weight
 from rlexp.training.algos.whiten import whiten
 from rlexp.training.dataset.packing import pack_examples
@@ -421,3 +421,4 @@ def parts_rank(spec: RankSpec, parts: Parts) -> None:
         for name, gradient in gradients.items():
             if spec.rank == 0:
                 files.write("gradient", step, name, gradient.cpu().numpy())
+    leave_world()

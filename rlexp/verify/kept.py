@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlexp.config.schema import Config, EngineName
-from rlexp.launch.joining import RankSpec, join, threads_of
+from rlexp.launch.joining import RankSpec, join, leave_world, threads_of
 from rlexp.preflight.rehearsal.holdings import mark_modules
 from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
 from rlexp.preflight.rehearsal.log import Log
@@ -125,6 +125,7 @@ def alone_rank(spec: RankSpec, cfg: Config, drawing: Drawing | None = None) -> t
     step = task.begin(1)
     loss = step.loss(step.load(step.micro_batches[0]), Meter(run.world, run.device))
     engine.backward(loss, last=False)
+    leave_world()
     return watch.found(), of_attention(cfg, load_config(cfg.model, cfg.data.max_length))
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from rlexp.config.schema import Config
-from rlexp.launch.joining import RankSpec, join, threads_of
+from rlexp.launch.joining import RankSpec, join, leave_world, threads_of
 from rlexp.training.rollout import bridge as bridges
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.build import build
@@ -47,7 +47,9 @@ def trace_rank(spec: RankSpec, jobs: Sequence[TraceJob]) -> list[Trace]:
         for job in jobs:
             sample_for(job.cfg, bridge)
         return []
-    return [trace(spec.rank, job, bridge) for job in jobs]
+    found = [trace(spec.rank, job, bridge) for job in jobs]
+    leave_world()
+    return found
 
 
 def trace(rank: int, job: TraceJob, bridge: Bridge | None = None) -> Trace:
