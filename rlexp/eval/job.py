@@ -14,6 +14,7 @@ from rlexp.base.errors import CheckpointError, ConfigError, UserError
 from rlexp.config import sizes
 from rlexp.config.checks.evaluation import refuse_nothing_held_out
 from rlexp.config.load import OF_CURVE, composed, composed_like, from_hydra
+from rlexp.config.resolvers import draws
 from rlexp.config.schema import Config
 from rlexp.eval.needed import fit_layout, hold_out_alone, leave_reference
 from rlexp.launch import run_folder
@@ -83,7 +84,10 @@ def job_of_folder(folder: Path, overrides: Sequence[str]) -> EvalJob:
             config[group]["revision"] = commit
     config["rollout"] |= COLOCATED  # what is drawn of held-out prompts does not depend on it
     try:
-        return EvalJob(for_evaluation(composed_like(config, overrides)), folder)
+        like = composed_like(config, overrides)
+        if "eval.buckets" not in given and not draws(like.loss.name):
+            like.eval.buckets = config.get("eval", {}).get("buckets", [])
+        return EvalJob(for_evaluation(like), folder)
     except UserError as error:
         values = {f"{group}.{leaf}": value for group in OF_CURVE for leaf, value in config.get(group, {}).items()}
         blamed = [key for key, value in values.items() if str(error).startswith(f"{key}={value}:")]

@@ -20,10 +20,10 @@ def evaluate_rank(spec: RankSpec, job: EvalJob, folder: str) -> Evaluation:
     try:
         checkpoint, step = (None, 0) if job.folder is None else take_up(task, job.folder, Path(folder))
         values = task.evaluate(step)
-        return Evaluation(checkpoint, step, values, len(task.examples.held_out), task.kind, task.run.attention)
     finally:
         task.close()
-        leave_world()
+    leave_world()  # a rank that fails does not wait for the others: its error is what the user needs
+    return Evaluation(checkpoint, step, values, len(task.examples.held_out), task.kind, task.run.attention)
 
 
 def take_up(task: Task, folder: Path, nothing: Path) -> tuple[Path, int]:

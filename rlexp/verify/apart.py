@@ -60,6 +60,11 @@ class Differing:
     wanted: Mapping[Key, Array] = field(default_factory=dict)
 
 
+def _finite(apart: Array) -> Array:
+    """The size of differences; NaN, infinite and other senseless ones are alike, and may be squared and added up."""
+    return np.minimum(np.nan_to_num(np.abs(apart), nan=np.inf), 1e6)
+
+
 @dataclass(frozen=True)
 class Scene:
     """A task of the run, built anew, with what is tried on it: packs of sequences, and the weights to take."""
@@ -83,16 +88,15 @@ class Scene:
         for pack, keys in self.packs:
             found = says(pack, keys)
             for number, key in enumerate(keys):
-                ours, wanted = self._of(number, pack, found), self.said.wanted[key]
-                got = np.nan_to_num(self.said.got[key], nan=1e6)
-                wide = np.abs(got - wanted) > self._half
-                shares[0] += float(np.nan_to_num(np.square(ours - wanted)[wide], nan=1e12).sum())
-                shares[1] += float(np.square(got - wanted)[wide].sum())
+                wanted = self.said.wanted[key]
+                ours, run = (_finite(each - wanted) for each in (self._of(number, pack, found), self.said.got[key]))
+                wide = run > self._half
+                shares += torch.tensor([np.square(ours[wide]).sum(), np.square(run[wide]).sum()])
         return shares
 
     @property
     def _half(self) -> float:
-        return max(float(np.nan_to_num(np.abs(self.said.got[key] - wanted), nan=1e6).max(initial=0.0))
+        return max(float(_finite(self.said.got[key] - wanted).max(initial=0.0))
                    for key, wanted in self.said.wanted.items()) / 2  # fmt: skip
 
     def _of(self, number: int, pack: Pack, values: Tensor) -> Array:

@@ -28,10 +28,10 @@ VALUES = ("other", 3, 4, 0.5, True, False, ["other"], [0.5], {"other": "key"})  
 OPTIONS = [*(("reference", name) for name in ("model", "adapter", "precompute", "none")),
            *(("optim", name) for name in ("adamw", "sgd")), ("rollout", "default"),
            *((group, name) for group, kinds in KINDS.items() for name in kinds)]  # fmt: skip
-DRAWN = ("reward.text=e", "rollout.max_new_tokens=8", "data.max_length=128")
+DRAWN = ("reward.text=e", "rollout.max_new_tokens=8", "data.max_length=128", "eval.buckets=[]")
 MORE = {"mpo": ("loss.terms=[{loss: dpo, weight: 0.8}, {loss: bco_pair, weight: 0.2}]",)}
 RUN = ("data.size=16", "data.eval_size=5", "train.batch_size=4", "train.max_steps=2", "train.eval_every=2",
-       "checkpoint.save_every=2", "optim.lr=1e-3", "model=hf")  # fmt: skip
+       "checkpoint.save_every=2", "optim.lr=1e-3", "model=hf", "eval.buckets=[110]")  # fmt: skip
 
 
 def plain_of(*words: str) -> dict[str, Any]:

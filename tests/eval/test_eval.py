@@ -7,14 +7,21 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from rlexp.base.errors import UserError
 from rlexp.base.wilson import wilson
 from rlexp.config.load import compose_config, composed_like, from_hydra, to_plain
-from rlexp.eval.job import for_evaluation, job_of
+from rlexp.eval.job import EvalJob, for_evaluation, job_of
+from rlexp.eval.rank import evaluate_rank
+from rlexp.launch.joining import RankSpec
+from rlexp.launch.local import run_ranks
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.train.by_length import Buckets
 from tests.helpers import warm
@@ -50,7 +57,6 @@ def test_a_checkpoint_has_the_values_of_its_row(loss: tuple[str, ...], rlexp: Sh
     steps = (2,) if loss == ("loss=bco",) else (2, 3)
     for step in steps:
         done = evaluated(tmp_path, f"run/checkpoints/step-{step:08d}", "parallel=ring4", "train.micro_batch_size=4",
-                         "eval.buckets=[100,150]" if "eval.buckets=[]" not in loss else "eval.buckets=[]",
                          "launch.device=cpu")  # fmt: skip
         assert done.returncode == 0, done.stderr
         found = json.loads((tmp_path / "found.json").read_text())
@@ -282,3 +288,25 @@ def test_a_damaged_checkpoint_is_passed_over(rlexp: Shell, tmp_path: Path) -> No
         f"step-00000003, step-00000002 cannot be used. Give another run or checkpoint than {tmp_path}/run."
         in done.stderr
     )
+
+
+# ---- ranks ----
+
+
+def test_a_rank_that_fails_is_named_though_others_wait_for_it() -> None:
+    """Its error must not wait for them to leave together."""
+    cfg = compose_config(["launch.device=cpu", "logger=none", "launch.nproc=2", "launch.timeout_seconds=20"])
+    with pytest.raises(UserError, match=r"out of memory"):
+        run_ranks(failing_rank, 2, (EvalJob(cfg),), timeout=60.0)
+
+
+def failing_rank(spec: RankSpec, job: EvalJob) -> None:
+    def evaluate(_step: int) -> dict[str, float]:
+        if spec.rank == 1:
+            raise MemoryError("out of memory")
+        dist.all_reduce(torch.zeros(1))
+        return {}
+
+    task = SimpleNamespace(evaluate=evaluate, close=lambda: None)
+    with patch("rlexp.eval.rank.build", lambda *_, **__: task):
+        evaluate_rank(spec, job, "")

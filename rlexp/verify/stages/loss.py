@@ -174,10 +174,10 @@ def _as_given(
                for name, values in sums.items() if name != MISMATCHED]  # fmt: skip
     columns += [(f"trained tokens of {{}}, {side}", got.counts.tokens[side], counts.tokens[side][at])
                 for side in step.whole.sides]  # fmt: skip
-    if asks.margins and counts.margins is not None and got.counts.margins is not None:
-        columns.append(("margin of {}", got.counts.margins, counts.margins[at]))
-    if counts.labels is not None and got.counts.labels is not None:
-        columns.append(("label of {}", got.counts.labels, counts.labels[at]))
+    for what, ours, wanted in (("margin of {}", got.counts.margins, counts.margins if asks.margins else None),
+                               ("label of {}", got.counts.labels, counts.labels)):  # fmt: skip
+        if wanted is not None:
+            columns.append((what, np.zeros(0) if ours is None else ours, wanted[at]))
     for what, ours, wanted in columns:
         if (wrong := step.first_wrong("what the loss is given of examples", ours, wanted)) is not None:
             named = f"{what.format(f'{word} {samples[at[wrong]]}')}, {where}"

@@ -72,8 +72,9 @@ def layouts_own(step: ComparedStep) -> Iterator[Finding]:
         ("train/grad_acc", step.whole.cfg.train.grad_acc),
         ("train/ring_tokens", max(held)),
     ):
-        got = step.seen[0].row.get(name, wanted)
-        if got != wanted:
+        if name not in step.seen[0].row:
+            yield step.finding(METRICS, Clue.ABSENT, name, "is not logged", wanted)
+        elif (got := step.seen[0].row[name]) != wanted:
             clue = Clue.REDUCED if name == "train/ring_tokens" else Clue.POSITION
             yield step.finding(METRICS, clue, name, got, wanted)
 

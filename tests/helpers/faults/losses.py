@@ -167,6 +167,11 @@ def of_the_other_answer(original: Any, self: Any, held: Any, *known: Any) -> Any
     return replace(values, scores=dict(zip(values.scores, reversed(values.scores.values()), strict=True))), tokens
 
 
+def given_no_margins(original: Any, self: Any, held: Any, *known: Any) -> Any:
+    values, tokens = original(self, held, *known)
+    return replace(values, margin_E=None), tokens
+
+
 def cut_early(original: Any, self: Any, pack: Any) -> Any:
     shard = original(self, pack)
     return replace(shard, ends_n=(shard.ends_n - 1).clamp(min=0))
@@ -211,6 +216,8 @@ LOSS_FAULTS = (
     one("sft: the entropy of other tokens", "model.head:_entropy", lambda original, *args: original(*args).roll(1),
         "log-probabilities", MODEL, *of("sft")),
     one("reward: read one token early", "model.reward_model:last_places", one_token_early, "log-probabilities", MODEL,
+        *of("reward")),
+    one("reward: the loss is given no margins", "train.reward_task:RewardStep.values", given_no_margins, "loss", TRAIN,
         *of("reward")),
     one("reward: margins are left out", OFFLINE + "OfflineTask.held", without_margins, "loss", TRAIN, *of("reward")),
     *(one(f"{name}: masked tokens are counted", OFFLINE + "OfflineTask.shard", with_all_tokens, "loss", TRAIN,

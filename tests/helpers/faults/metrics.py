@@ -33,6 +33,11 @@ def rows_as_shares(original: Any, self: Any, meter: Any, examples: Any, losses: 
     original(self, meter, examples, replace(losses, weights_E={}))
 
 
+def without_ring_tokens(original: Any, *args: Any) -> Any:
+    row = original(*args)
+    return {name: value for name, value in row.items() if not name.endswith("ring_tokens")}
+
+
 # Held-out sequences of 126 and of 145 tokens lie on the bounds.
 PARTS = (*HELD_OUT, "eval.buckets=[126,145]")
 METER = "metrics.meter:Meter."
@@ -47,6 +52,7 @@ METRICS_FAULTS = (
     one("the length of the first answer", "train.by_length:longest", of_the_first_answer, "metrics", TRAIN, *PARTS),
     one("sft: rows as shares of a part's loss", "train.by_length:Buckets.note", rows_as_shares, "metrics", TRAIN,
         *PARTS, "loss=sft"),
+    one("the ring's tokens are not logged", "train.step:row_of", without_ring_tokens, "metrics", TRAIN),
     one("a difference the other way round", METER + "add_difference",
         lambda original, self, name, one, other: original(self, name, other, one), "metrics", METRICS, "loss=kto"),
     one("rank 0's values", "metrics.meter:_gather", lambda original, *args: original(*args)[:1], "metrics", METRICS),
